@@ -1,10 +1,11 @@
-//! A thread with a runtime of its own for what strangers can hold up.
+//! A thread with a runtime of its own, for operations that a container can block.
 //!
-//! Who reads from a Unix socket, or closes one, may have to let go of descriptors that are still in
-//! it, and the kernel does not return before it has: of a TCP socket that lingers not before its
-//! peer has everything, of a file of a file system in user space not before that answers. A pipe is
-//! read under a lock that a writer holds while the memory that it writes from is brought in. None of
-//! it has a deadline, so it happens where nobody but the same strangers waits.
+//! Reading from a Unix socket, or closing one, may close descriptors that are still in it, and the
+//! kernel returns only when that is done. Closing a lingering TCP socket waits until its peer has
+//! received everything; closing a file of a file system in user space waits until that responds. A
+//! pipe is read under a lock that a writer holds while the memory it writes from is paged in. None
+//! of these waits has a timeout, so they happen on a thread that serves only the container that
+//! causes them.
 
 use std::{future::Future, io, thread};
 
@@ -13,7 +14,8 @@ use tokio::{
     sync::oneshot,
 };
 
-/// The thread. It ends, with all that runs there, when this is dropped; nobody waits for that.
+/// The thread. It ends, with all its tasks, when this is dropped; the drop does not wait for the
+/// end.
 #[derive(Debug)]
 pub struct IsolatedRuntime {
     runtime: Handle,
@@ -21,10 +23,10 @@ pub struct IsolatedRuntime {
 }
 
 impl IsolatedRuntime {
-    /// Begins a thread of this name.
+    /// Starts a thread with this name.
     ///
     /// # Errors
-    /// There is no more of something.
+    /// No thread or descriptor is available.
     pub fn begin(name: &str) -> io::Result<IsolatedRuntime> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let (end, ended) = oneshot::channel::<()>();
@@ -36,12 +38,12 @@ impl IsolatedRuntime {
         Ok(IsolatedRuntime { runtime: handle, _end: end })
     }
 
-    /// Runs something there.
+    /// Runs a task on the thread.
     pub fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         self.runtime.spawn(work);
     }
 
-    /// Its runtime, for what is made elsewhere and used there.
+    /// Its runtime, to register objects that are created elsewhere and used there.
     #[must_use]
     pub fn runtime(&self) -> &Handle {
         &self.runtime
@@ -58,9 +60,9 @@ pub mod tests {
         time::Duration,
     };
 
-    /// A connection of which the last descriptor is let go of after a minute: its peer does not read.
+    /// A connection whose last descriptor takes a minute to close: its peer does not read.
     pub struct LingeringTask {
-        /// The first that is dropped: nobody waits any more then.
+        /// Dropped first, which ends the wait.
         _peer: TcpStream,
         stream: Option<TcpStream>,
         port: u16,
@@ -84,20 +86,20 @@ pub mod tests {
             self.stream.as_ref().unwrap().as_fd()
         }
 
-        /// Lets go of the own descriptor; whoever has the last one waits.
+        /// Closes the own descriptor; the holder of the last one waits.
         pub fn let_go(&mut self) {
             let stream = self.stream.take();
             std::thread::spawn(move || drop(stream));
         }
 
-        /// Whether nobody has let go of the last descriptor yet.
+        /// Whether the last descriptor is still open.
         pub fn is_open(&self) -> bool {
             /// `TCP_ESTABLISHED`, in hex.
             const OPEN: &str = "01";
             self.state().is_some_and(|state| state == OPEN)
         }
 
-        /// Whether somebody waits for its end.
+        /// Whether a thread waits for its end.
         pub fn is_waited_for(&self) -> bool {
             /// `TCP_FIN_WAIT1`, in hex.
             const CLOSING: &str = "04";

@@ -1,6 +1,6 @@
-//! What was written before a destructive step: one file per container below the run
-//! directory, so that a controller that comes back knows what each process needs for
-//! its return. Processes do not outlive the machine, so a tmpfs is the right place.
+//! The journal: records that are written before a destructive step, one file per container below
+//! the run directory, so that the next controller knows what each process needs for its restore.
+//! Processes do not outlive a reboot, so a tmpfs is sufficient.
 //!
 //! ```text
 //! affinode-journal 1 <sha256 of the rest, hex>
@@ -17,10 +17,10 @@ use sha2::{Digest, Sha256};
 use crate::core::{Key, Record};
 
 const TITLE: &str = "affinode-journal 1";
-/// A record of the most processes that a container may have is far smaller.
+/// Maximum size of a record; one with the maximum number of processes is far smaller.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Records that were read, and what is wrong with each that was not.
+/// Valid records, and what is wrong with each invalid one.
 pub type Found = (Vec<(Key, Record)>, Vec<String>);
 
 /// The folder of records.
@@ -30,16 +30,16 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens the folder; makes it when it is missing.
+    /// Opens the folder; creates it if it does not exist.
     ///
     /// # Errors
-    /// The folder cannot be made.
+    /// The folder cannot be created.
     pub fn open(folder: &Path) -> io::Result<Journal> {
         fs::create_dir_all(folder)?;
         Ok(Journal { folder: folder.to_owned() })
     }
 
-    /// Writes a record: a reader sees the old one or the new one, never a part.
+    /// Writes a record. A reader sees the old record or the new one, never a part.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -51,7 +51,7 @@ impl Journal {
         fs::rename(&temporary, self.folder.join(key.as_str()))
     }
 
-    /// Removes a record; none is fine.
+    /// Removes a record, if there is one.
     ///
     /// # Errors
     /// The file cannot be removed.
@@ -62,7 +62,7 @@ impl Journal {
         }
     }
 
-    /// Reads every record. What cannot be read is named beside what can.
+    /// Reads every record. Unreadable ones are named beside the others.
     ///
     /// # Errors
     /// The folder cannot be listed.
@@ -81,20 +81,20 @@ impl Journal {
     }
 }
 
-/// Records whose containers nobody has announced yet: their shims may have died together with
-/// the controller that wrote them, and then nobody will.
+/// Records of containers that were not announced yet: if their shims died together with the
+/// controller that wrote the records, they never will be.
 #[derive(Debug, Default)]
 pub struct UnclaimedEntry(Vec<(Key, Vec<(u32, u64)>)>);
 
 impl UnclaimedEntry {
-    /// Takes note of a record that was read.
+    /// Adds a record that was read.
     pub fn add(&mut self, key: Key, record: &Record) {
         let processes = record.processes.iter().map(|p| (p.pid, p.start_ticks)).collect();
         self.0.push((key, processes));
     }
 
-    /// The containers whose records are of use to nobody: not announced, and none of their
-    /// processes (pid, start time) lives. They, and those that were announced, are forgotten.
+    /// The containers whose records are of no use: not announced, and none of their processes (pid,
+    /// start time) lives. These, and the announced ones, are removed from the list.
     pub fn useless(
         &mut self,
         announced: impl Fn(&Key) -> bool,
@@ -125,9 +125,9 @@ fn read(path: &Path) -> Result<Record, String> {
     }
     let text = fs::read_to_string(path).map_err(|e| e.to_string())?;
     let (head, body) = text.split_once('\n').ok_or("no first line")?;
-    let sum = head.strip_prefix(TITLE).ok_or("another version, or no record")?.trim();
+    let sum = head.strip_prefix(TITLE).ok_or("another version, or not a record")?.trim();
     if sum != digest(body) {
-        return Err("the checksum does not fit".into());
+        return Err("the checksum does not match".into());
     }
     serde_json::from_str(body).map_err(|e| e.to_string())
 }
@@ -138,7 +138,7 @@ mod tests {
     use crate::core::{DeviceBytes, RecordedProcess};
 
     #[test]
-    fn a_record_is_useless_once_nobody_of_it_lives_and_nobody_announced_it() {
+    fn a_record_without_live_process_is_useless() {
         let key = |n: u8| Key::parse(&format!("{n:032x}")).unwrap();
         let process = |pid| RecordedProcess { pid, start_ticks: 1, away: Vec::new(), to: None };
         let record = |pid| Record { step: "checkpoint".into(), processes: vec![process(pid)] };
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_comes_back_and_a_damaged_one_is_named() {
+    fn a_damaged_record_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Journal::open(folder.path()).unwrap();
         let key = Key::parse(&"a".repeat(32)).unwrap();

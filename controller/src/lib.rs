@@ -3,21 +3,22 @@
 //! | module | what it does |
 //! | --- | --- |
 //! | [`core`] | every decision, without I/O |
-//! | [`agents`] | sockets of containers, connections of processes, their papers |
-//! | [`inventory`] | what NVML, cgroups and /proc say |
-//! | [`copier`] | the processes that fill the memory of who comes home |
-//! | [`journal`], [`overrides`] | what was written before a destructive step, what operators chose |
-//! | [`daemon`] | the task that drives the core and carries out its effects; the control API |
+//! | [`agents`] | sockets of containers, connections and identities of processes |
+//! | [`inventory`] | readings of NVML, cgroups and /proc |
+//! | [`copier`] | the processes that copy memory for other processes |
+//! | [`journal`], [`overrides`] | records written before a destructive step, operator overrides |
+//! | [`daemon`] | the task that drives the core and executes its effects; the control API |
 //! | [`observe`] | the task that watches the node for people: changes, metrics, history |
-//! | [`metrics`], [`history`] | what is counted, what stays on disk |
+//! | [`metrics`], [`history`] | Prometheus metrics, the history on disk |
 //! | [`http`] | dashboard, HTTP API, `/metrics` |
-//! | [`call_trace`] | the calls of processes, while somebody watches |
+//! | [`call_trace`] | the CUDA calls of processes, live |
 //! | [`config`] | the configuration file |
 //! | [`doctor`] | whether the machine is ready |
 //! | [`cli`] | the command `affinode` |
 //!
-//! The crate never touches the CUDA driver: each process moves itself, told by the
-//! controller, and copiers are processes of their own. It holds no state that it cannot rebuild from shims, agents and journal.
+//! The crate never calls the CUDA driver: each process moves its own memory on orders of the
+//! controller, and copiers are processes of their own. The controller holds no state that it cannot
+//! rebuild from shims, agents and journal.
 
 pub mod agents;
 pub mod call_trace;

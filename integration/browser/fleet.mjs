@@ -41,7 +41,7 @@ const server = await serve(files, {
       reply.end(JSON.stringify(value));
     };
     if (fails) return request.socket.destroy();
-    if (token && request.headers.authorization !== `Bearer ${token}`) return json(401, { error: "a token that the API server of Kubernetes knows is needed" });
+    if (token && request.headers.authorization !== `Bearer ${token}`) return json(401, { error: "send a Kubernetes token" });
     return json(200, { unix_ms: Date.now(), left_out: 0, nodes });
   },
   // Below a node's name is the page that every node has.

@@ -1,4 +1,4 @@
-//! What strangers and clumsy clients try: refused, bounded, counted.
+//! Invalid, oversized and excessive requests are refused, limited and counted.
 
 use std::{future::Future, task::Poll, time::Duration};
 
@@ -33,7 +33,7 @@ async fn strangers_are_refused_and_counted() {
 }
 
 #[tokio::test]
-async fn what_is_too_big_is_refused() {
+async fn an_oversized_request_is_refused() {
     let site = run(true, None);
     let body = "x".repeat(100_000);
     let path = format!("/api/v1/containers/{KEY}/offload");
@@ -49,7 +49,7 @@ async fn what_is_too_big_is_refused() {
     assert!(site.events.now(0).is_empty());
 }
 
-/// Opens streams until no more are had, lets them go, and waits until one is had again.
+/// Opens streams until the limit, closes them, and waits until a stream can be opened again.
 async fn hoard(path: &str, most: usize, other: &str) {
     let site = run(true, None);
     let mut held = Vec::new();
@@ -62,13 +62,13 @@ async fn hoard(path: &str, most: usize, other: &str) {
     assert!(status == 503 && why.contains("retry-after"), "{why}");
     let text = site.metrics_text();
     assert!(text.contains("affinode_http_refused_requests_total{reason=\"busy\"} 1"), "{text}");
-    // Others are still answered, and so are other streams.
+    // Other requests and other streams are still served.
     assert_eq!(site.ask("GET", "/api/v1/node", "").await.0, 200);
     assert!(site.open(other, "").await.begins().await, "{other}");
     held.clear();
     let free = async {
         while !site.open(path, "").await.begins().await {
-            // A stream notices at its next word that its client is gone.
+            // A stream notices that its client has gone when it sends the next message.
             site.events.add(Event::default(), 1);
             site.calls.add(CallTraceBatch::default());
             tokio::task::yield_now().await;
@@ -78,17 +78,17 @@ async fn hoard(path: &str, most: usize, other: &str) {
 }
 
 #[tokio::test]
-async fn streams_are_bounded_and_come_back_when_others_leave() {
+async fn closed_streams_can_be_opened_again() {
     hoard("/api/v1/events?watch=node", STREAMS, "/api/v1/calls").await;
 }
 
 #[tokio::test]
-async fn those_who_hoard_streams_of_calls_take_the_dashboard_from_nobody() {
+async fn call_streams_do_not_block_event_streams() {
     hoard("/api/v1/calls", CALL_STREAMS, "/api/v1/events?watch=node").await;
 }
 
 #[tokio::test]
-async fn a_watcher_of_calls_that_reads_nothing_is_let_go() {
+async fn a_call_stream_without_a_reader_is_closed() {
     let site = run(true, None);
     let mut slow = site.open("/api/v1/calls", "").await;
     assert!(slow.begins().await);
@@ -96,7 +96,7 @@ async fn a_watcher_of_calls_that_reads_nothing_is_let_go() {
     let recorded =
         vec![RecordedCall { name: "cuLaunchKernel".into(), ..RecordedCall::default() }; 40];
     let process = ProcessCalls { recorded, ..ProcessCalls::default() };
-    // Nobody but the slow one is there: the clock is turned on until its patience is over.
+    // Only the slow client is connected: the clock advances until its write timeout.
     tokio::time::pause();
     for round in 0.. {
         site.calls.add(CallTraceBatch {
@@ -113,7 +113,7 @@ async fn a_watcher_of_calls_that_reads_nothing_is_let_go() {
 }
 
 #[tokio::test]
-async fn bad_wishes_for_calls_are_refused_and_nothing_is_recorded_for_them() {
+async fn an_invalid_call_stream_is_refused() {
     let site = run(true, None);
     let ask = async |wish: &str| site.ask("GET", &format!("/api/v1/calls{wish}"), "").await.0;
     let long = |length: usize| format!("?container={}", "a".repeat(length));
@@ -124,9 +124,9 @@ async fn bad_wishes_for_calls_are_refused_and_nothing_is_recorded_for_them() {
     assert_eq!(ask(&long(31)).await, 400);
     assert_eq!(ask(&long(8_000)).await, 400);
     assert_eq!(ask(&long(100_000)).await, 431);
-    assert_eq!(ask(&long(32)).await, 404, "nobody has this key");
+    assert_eq!(ask(&long(32)).await, 404, "no container has this key");
     assert_eq!(site.ask("POST", "/api/v1/calls", "Content-Length: 0\r\n").await.0, 405);
-    assert!(site.calls.watched().is_empty(), "nobody watches");
+    assert!(site.calls.watched().is_empty(), "no stream is open");
     assert_eq!(site.site.call_streams.available_permits(), CALL_STREAMS);
     let text = site.metrics_text();
     assert!(
@@ -136,7 +136,7 @@ async fn bad_wishes_for_calls_are_refused_and_nothing_is_recorded_for_them() {
 }
 
 #[tokio::test]
-async fn connections_are_bounded_and_the_next_is_served_when_one_leaves() {
+async fn a_closed_connection_admits_the_next() {
     let site = run(true, None);
     let mut held = Vec::new();
     for _ in 0..CONNECTIONS {
@@ -150,9 +150,9 @@ async fn connections_are_bounded_and_the_next_is_served_when_one_leaves() {
     assert_eq!(waiting.await.0, 200);
 }
 
-/// Each may be as large as all of the history, and its client may take its time.
+/// A response may be as large as the whole history, and its client may be slow.
 #[tokio::test]
-async fn answers_out_of_the_history_are_bounded_until_they_are_taken() {
+async fn history_responses_are_limited() {
     let site = run(true, None);
     let ask = |path| routes::past(&site.site, Some("since_ms=0"), path);
     let mut held = Vec::new();
@@ -161,12 +161,12 @@ async fn answers_out_of_the_history_are_bounded_until_they_are_taken() {
     }
     let next = ask("/api/v1/report");
     tokio::pin!(next);
-    // Who asks wrongly needs no place.
+    // An invalid request needs no permit.
     let wrong = routes::past(&site.site, Some("since_ms=1h"), "/api/v1/history").await;
     assert_eq!(wrong.status(), 400);
     let early = std::future::poll_fn(|context| Poll::Ready(next.as_mut().poll(context))).await;
     assert!(early.is_pending(), "one too many was made");
-    // All are taken, and as long as an answer is: nothing lets the next one begin.
+    // All permits are held, as long as their responses exist, so the next response cannot begin.
     assert_eq!(site.site.reads.available_permits(), 0);
     held.pop();
     assert_eq!(next.await.status(), 200);

@@ -1,4 +1,4 @@
-//! The dashboard's files, part of the binary: nothing is loaded from elsewhere.
+//! The dashboard's files. They are part of the binary: the page loads nothing from elsewhere.
 
 use std::sync::LazyLock;
 
@@ -40,7 +40,7 @@ files! {
     "/theme.js": SCRIPT, "theme.js";
 }
 
-/// One tag for all files: a new version of the controller is a new page.
+/// One tag for all files, which changes with each version of the page.
 static TAG: LazyLock<String> = LazyLock::new(|| {
     let mut hash = Sha256::new();
     for (_, _, text) in FILES {
@@ -50,7 +50,7 @@ static TAG: LazyLock<String> = LazyLock::new(|| {
     format!("\"{digest}\"")
 });
 
-/// The file of a path, if there is one.
+/// The file with this path, if there is one.
 #[must_use]
 pub fn find(path: &str, headers: &HeaderMap) -> Option<Reply> {
     let (_, kind, text) = FILES.iter().find(|(known, ..)| *known == path)?;

@@ -9,10 +9,10 @@ use super::{
 };
 use crate::call_trace::Scope;
 
-/// Without a batch for so long, a comment is sent: whoever is gone is noticed.
+/// Without a batch for this time a comment is sent, so that a closed connection is noticed.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// Begins a stream. The watch lasts as long as it.
+/// Begins a stream. The calls are watched as long as the stream is open.
 pub fn begin(site: &Arc<AppState>, scope: Scope, hold: StreamGuard) -> StreamBody {
     let (out, body) = pipe();
     let watched = Arc::clone(site);

@@ -1,7 +1,7 @@
-//! Who may ask. A request must call the node by a name that is its own (a page of
-//! somebody else's that resolves its name to this node does not: DNS rebinding), must
-//! not come from another site's page, and must show a token where one is needed: the one of
-//! a file, or one that the API server of Kubernetes knows ([`super::review`]).
+//! Checks whether a request is admitted. It must name the node by one of its own names (a page of
+//! another site whose name resolves to this node does not: DNS rebinding). It must not come from
+//! another site's page. If a token is required, it must carry it: the token of a file, or one that
+//! the Kubernetes API server accepts ([`super::review`]).
 
 use std::{net::IpAddr, path::PathBuf, sync::Arc};
 
@@ -11,53 +11,52 @@ use subtle::ConstantTimeEq;
 use super::review::TokenReviewer;
 use crate::config::{HttpAuth, HttpSection};
 
-/// A token that can be guessed is none.
+/// Minimum length of a token, so that it cannot be guessed.
 const TOKEN_CHARS: usize = 16;
 
-/// Why there is no guard, and so no site.
+/// Why there is no guard; the site is then not served.
 #[derive(Debug, thiserror::Error)]
 pub enum GuardError {
-    /// The file cannot be read.
+    /// The token file cannot be read.
     #[error("cannot read the token in {path}")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: std::io::Error,
     },
-    /// Too short to be a secret.
+    /// The token is too short to be a secret.
     #[error("the token in {path} has fewer than {TOKEN_CHARS} characters")]
     Short {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// The API server that knows tokens.
+    /// The configuration of the API server is invalid.
     #[error("{0}")]
     Reviewer(String),
 }
 
-/// Why a request is refused.
+/// Why a request was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DenyReason {
-    /// The node has no such name.
+    /// The Host header is not a name of the node.
     Host,
-    /// A page of another site asks.
+    /// The request comes from a page of another site.
     Origin,
     /// No token, or a wrong one.
     Token,
-    /// Whose token it is, may not do that.
+    /// The user of the token does not have the right.
     Forbidden,
     /// The token could not be checked.
     Review,
-    /// It is no request, or larger than any that is needed.
+    /// The request is invalid or too large.
     Malformed,
-    /// Others have all there is of it.
+    /// The maximum number of streams or moves is reached.
     Busy,
 }
 
 impl DenyReason {
-    /// For metrics.
+    /// The label in metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -72,64 +71,64 @@ impl DenyReason {
     }
 }
 
-/// A request that is refused, and what is said of it.
+/// A refused request, with the texts for its sender and for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Denied {
-    /// Why.
+    /// The reason as a category.
     pub kind: DenyReason,
-    /// For whoever asked: why, and what to do.
+    /// For the sender of the request: why, and what to do.
     pub why: String,
-    /// For the log alone.
+    /// For the log only; empty: the log has `why`.
     pub detail: String,
 }
 
 impl Denied {
-    /// One of which the log knows no more.
+    /// A refusal with the same text for sender and log.
     #[must_use]
     pub fn new(kind: DenyReason, why: impl Into<String>) -> Denied {
         Denied { kind, why: why.into(), detail: String::new() }
     }
 }
 
-/// What is asked for: `get` or `post`, and a path out of few.
+/// A right: `get` or `post`, and one of a few paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AccessRule {
-    /// The method, in lower case.
+    /// The HTTP method in lower case.
     pub verb: &'static str,
-    /// The path, without the key of a container.
+    /// The path without the key of a container.
     pub path: &'static str,
 }
 
-/// The rules.
+/// The rules by which requests are admitted.
 #[derive(Clone, Debug, Default)]
 pub struct HttpGuard {
     hosts: Vec<String>,
     lock: AuthMode,
 }
 
-/// Who is let in.
+/// How requests are authenticated.
 #[derive(Clone, Debug, Default)]
 enum AuthMode {
-    /// Whoever reaches it.
+    /// Every request is admitted.
     #[default]
     Open,
-    /// Who shows this token.
+    /// Requests with this token are admitted.
     Token(Vec<u8>),
-    /// Whom the API server of Kubernetes lets.
+    /// Requests that the Kubernetes API server allows are admitted.
     Review(Arc<TokenReviewer>),
 }
 
-/// Who was let in, and by what: asked again while a stream lasts.
+/// An admitted request, and how to check it again while its stream is open.
 #[derive(Clone, Debug)]
 pub struct Principal {
-    /// The user, where that is known.
+    /// The name of the user, if it is known.
     pub user: Option<String>,
     again: Option<(Arc<TokenReviewer>, Vec<u8>, AccessRule)>,
 }
 
 impl Principal {
-    /// Returns when the user may not go on, which is looked at now and then. Never where
-    /// nobody but this controller knows the token.
+    /// Returns when the user's right has ended, which is checked once per `ALLOW_TTL`. Without a
+    /// reviewer it never returns.
     pub async fn ended(&self) -> Denied {
         let Some((reviewer, token, access)) = &self.again else {
             return std::future::pending().await;
@@ -144,10 +143,10 @@ impl Principal {
 }
 
 impl HttpGuard {
-    /// The rules of a configuration.
+    /// The guard of a configuration.
     ///
     /// # Errors
-    /// [`GuardError`].
+    /// [`GuardError`]: the token or the API server cannot be used.
     pub fn new(section: &HttpSection) -> Result<HttpGuard, GuardError> {
         let hosts = section.hosts.iter().map(|host| host.to_ascii_lowercase()).collect();
         let lock = match section.auth {
@@ -162,17 +161,17 @@ impl HttpGuard {
         Ok(HttpGuard { hosts, lock })
     }
 
-    /// Name and origin of a request.
+    /// Checks the Host and Origin headers of a request.
     ///
     /// # Errors
-    /// [`Denied`].
+    /// [`Denied`]: the name or the origin is not the node's.
     pub fn place(&self, headers: &HeaderMap) -> Result<(), Denied> {
         self.stands(headers).map_err(|kind| match kind {
             DenyReason::Host => Denied::new(
                 kind,
-                "the node is not known by this name: use its address, or add the name to http.hosts",
+                "unknown host name: use the node's address, or add the name to http.hosts",
             ),
-            _ => Denied::new(kind, "asked by a page of another site"),
+            _ => Denied::new(kind, "the request comes from a page of another site"),
         })
     }
 
@@ -182,7 +181,7 @@ impl HttpGuard {
         if hosts.next().is_some() || !self.knows(host) {
             return Err(DenyReason::Host);
         }
-        // Browsers say where a page is from that asks; other clients say nothing.
+        // Browsers send the origin of the page; other clients send none.
         if let Some(origin) = headers.get(header::ORIGIN) {
             let ours = [format!("http://{host}"), format!("https://{host}")];
             if !ours.iter().any(|ours| ours.as_bytes() == origin.as_bytes()) {
@@ -195,10 +194,10 @@ impl HttpGuard {
         }
     }
 
-    /// Whether whoever asks may have that.
+    /// Checks whether the sender of a request has a right.
     ///
     /// # Errors
-    /// [`Denied`].
+    /// [`Denied`]: no valid token, or the user does not have the right.
     pub async fn admit(
         &self,
         headers: &HeaderMap,
@@ -213,7 +212,7 @@ impl HttpGuard {
                 Ok(Principal { user: None, again: None })
             }
             (AuthMode::Token(_), _) => {
-                Err(Denied::new(DenyReason::Token, "the token of http.token_file is needed"))
+                Err(Denied::new(DenyReason::Token, "send the token of http.token_file"))
             }
             (AuthMode::Review(reviewer), Some(shown)) => {
                 let user = Some(reviewer.admit(shown, access).await?);
@@ -222,20 +221,20 @@ impl HttpGuard {
             }
             (AuthMode::Review(_), None) => Err(Denied::new(
                 DenyReason::Token,
-                "a token that the API server of Kubernetes knows is needed; `kubectl create token` makes one for a service account",
+                "send a Kubernetes token; `kubectl create token` makes one for a service account",
             )),
         }
     }
 
     fn knows(&self, host: &str) -> bool {
         let name = name(host).to_ascii_lowercase();
-        // An address cannot be rebound: a page that names it is ours.
+        // An address cannot be rebound: a page that uses it is the node's own.
         let address = name.trim_start_matches('[').trim_end_matches(']');
         name == "localhost" || address.parse::<IpAddr>().is_ok() || self.hosts.contains(&name)
     }
 }
 
-/// The token in a file.
+/// Reads the token from a file.
 fn secret(file: &str) -> Result<Vec<u8>, GuardError> {
     let path = PathBuf::from(file);
     let text = std::fs::read_to_string(&path)
@@ -244,11 +243,11 @@ fn secret(file: &str) -> Result<Vec<u8>, GuardError> {
     if token.len() < TOKEN_CHARS { Err(GuardError::Short { path }) } else { Ok(token) }
 }
 
-/// A host without its port.
+/// The host without its port.
 fn name(host: &str) -> &str {
     match host.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) && !name.is_empty() => {
-            // In `::1` the colon is part of the address; in `[::1]:80` it is not.
+            // In `::1` the colon is part of the address; in `[::1]:80` it separates the port.
             if name.contains(':') && !name.ends_with(']') { host } else { name }
         }
         _ => host,

@@ -5,9 +5,9 @@
 //!    [`socket`]  [`timed`]                          [`guard`]  [`routes`]
 //! ```
 //!
-//! It runs on a thread of its own and only ever asks: where it cannot listen, or is
-//! flooded, the node's containers do not notice. What is served is described in
-//! `config/openapi.yaml`.
+//! The HTTP server runs on a thread of its own and only queries the actor. If it cannot listen, or
+//! is flooded, the node's containers are not affected. `config/openapi.yaml` describes what it
+//! serves.
 
 #[cfg(test)]
 mod abuse;
@@ -47,24 +47,26 @@ use socket::HttpPeer;
 pub use socket::{BoundSocket, HttpListener, ListenError};
 pub use tls::{TlsError, TlsIdentity};
 
-/// Connections at a time; further ones wait in the kernel's short queue.
+/// Maximum number of connections; further ones wait in the kernel's short queue.
 const CONNECTIONS: usize = 128;
-/// Streams of events at a time.
+/// Maximum number of event streams.
 const STREAMS: usize = 40;
-/// Streams of calls at a time. They are apart, as few need them and all need the others.
+/// Maximum number of call streams. They have a limit of their own: few clients need them, and they
+/// must not displace event streams.
 const CALL_STREAMS: usize = 16;
-/// Moves that are asked for and not answered, at a time.
+/// Maximum number of moves in progress.
 const ACTIONS: usize = 16;
-/// Answers out of the history at a time, until they are taken: each may be as large as all of it.
+/// Maximum number of history responses in memory, each of which may be as large as the whole
+/// history.
 const READS: usize = 2;
-/// Bytes of a request's head.
+/// Maximum size of a request's head.
 const HEAD_BYTES: usize = 16 << 10;
-/// Time for a request's head; also how long a connection may rest between requests.
+/// Time for a request's head; also how long a connection may be idle between requests.
 const HEAD_TIME: Duration = Duration::from_secs(20);
-/// A client that takes nothing for so long is let go.
+/// A connection whose client reads nothing for this time is closed.
 const STALL: Duration = Duration::from_secs(20);
 
-/// What requests are answered with.
+/// The state that request handlers share.
 #[derive(Debug)]
 pub struct AppState {
     door: ControllerHandle,
@@ -82,21 +84,21 @@ pub struct AppState {
     refusals: RefusalLog,
 }
 
-/// Where a site has from what it shows.
+/// The sources of what the site serves.
 #[derive(Debug)]
 pub struct DataSources {
-    /// What changes.
+    /// Changes of the node.
     pub hub: Arc<ViewHub>,
-    /// What is called.
+    /// The call trace.
     pub calls: Arc<CallTraceHub>,
-    /// What is counted.
+    /// The metrics.
     pub metrics: Arc<Metrics>,
-    /// What was.
+    /// The history, if there is one.
     pub history: Option<Arc<NodeHistory>>,
 }
 
 impl AppState {
-    /// A site over these. `may_act`: whether containers may be moved.
+    /// The state of a site. `may_act`: whether requests may offload, restore and pin.
     #[must_use]
     pub fn new(
         door: ControllerHandle,
@@ -122,13 +124,13 @@ impl AppState {
         }
     }
 
-    /// Counts and tells of a request that was turned away.
+    /// Counts and logs a refused request.
     fn refused(&self, kind: DenyReason, what: String) {
         self.metrics.refused_request(kind);
         self.note(what);
     }
 
-    /// Tells of somebody who was turned away, in the log; of many, their number.
+    /// Logs a refused request; of many, only their number.
     fn note(&self, what: String) {
         if let Some(what) = self.refusals.tell(what) {
             tracing::warn!("{what}");
@@ -136,7 +138,7 @@ impl AppState {
     }
 }
 
-/// Serves until the runtime ends.
+/// Serves connections until the runtime ends.
 pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
     let connections = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
@@ -146,8 +148,8 @@ pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Descriptors ran out, most likely: they come back when others leave.
-                tracing::warn!(%error, "a connection cannot be accepted");
+                // Probably out of descriptors, which become free when other connections end.
+                tracing::warn!(%error, "http: cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 continue;
             }
@@ -160,7 +162,7 @@ pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
                 Some(tls) => match tokio::time::timeout(HEAD_TIME, tls.accept(stream)).await {
                     Ok(Ok(stream)) => converse(&site, peer, stream).await,
                     Ok(Err(error)) => site.note(format!("{peer}: {}", error_chain::chain(&error))),
-                    Err(_) => tracing::debug!(%peer, "a client says nothing"),
+                    Err(_) => tracing::debug!(%peer, "client {peer}: no handshake in time"),
                 },
             }
             drop(permit);
@@ -168,7 +170,7 @@ pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
     }
 }
 
-/// Answers the requests of a connection.
+/// Serves the requests of one connection.
 async fn converse<S>(site: &Arc<AppState>, peer: HttpPeer, stream: S)
 where
     S: AsyncRead + AsyncWrite + Unpin,
@@ -188,7 +190,7 @@ where
         Err(error) if error.is_parse() => {
             site.refused(DenyReason::Malformed, format!("a request of {peer}: {error}"));
         }
-        Err(error) => tracing::debug!(%error, %peer, "a connection ended early"),
+        Err(error) => tracing::debug!(%error, %peer, "client {peer}: connection ended early"),
         Ok(()) => {}
     }
 }

@@ -1,21 +1,21 @@
-//! The few parameters that requests have: `name=value&…`, plain words and numbers.
+//! Query parameters: `name=value&…`, plain words and numbers.
 
-/// The value of a parameter, if the query has it. Nothing here needs escapes: a value
-/// with one is a value that nobody knows.
+/// The value of a parameter, if the query has it. No valid value needs escapes, so they are not
+/// decoded.
 #[must_use]
 pub fn value<'a>(query: Option<&'a str>, name: &str) -> Option<&'a str> {
     query?.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
 }
 
-/// A whole number from 0, if the query has it.
+/// A whole number from 0, if the query has the parameter.
 ///
 /// # Errors
-/// It is something else; in words.
+/// The value is not such a number; the text says so.
 pub fn number(query: Option<&str>, name: &str) -> Result<Option<i64>, String> {
     let Some(given) = value(query, name) else { return Ok(None) };
     match given.parse() {
         Ok(number) if number >= 0 => Ok(Some(number)),
-        _ => Err(format!("{name} is no whole number from 0; milliseconds since 1970 are meant")),
+        _ => Err(format!("{name}: expected milliseconds since 1970, a whole number from 0")),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Answers, with the headers that every one of them carries.
+//! Responses, with the headers that all of them have.
 
 use std::{
     convert::Infallible,
@@ -16,12 +16,12 @@ use hyper::{
 use serde::Serialize;
 use tokio::sync::OwnedSemaphorePermit;
 
-/// The body of an answer.
+/// The body of a response.
 pub type ReplyBody = UnsyncBoxBody<Bytes, Infallible>;
-/// An answer.
+/// An HTTP response with such a body.
 pub type Reply = Response<ReplyBody>;
 
-/// The page may load what this server has, talk to it, and be framed by nobody.
+/// The page may load files of this server and connect to it; no other page may frame it.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
     connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -33,7 +33,7 @@ const COMMON: [(HeaderName, &str); 5] = [
     (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
 ];
 
-/// An answer of any body.
+/// A response with any body.
 pub fn with<B>(status: StatusCode, kind: &'static str, body: B) -> Reply
 where
     B: Body<Data = Bytes, Error = Infallible> + Send + 'static,
@@ -49,12 +49,12 @@ where
     reply
 }
 
-/// Text.
+/// A plain-text response.
 pub fn text(status: StatusCode, text: impl Into<Bytes>) -> Reply {
     with(status, "text/plain; charset=utf-8", Full::new(text.into()))
 }
 
-/// JSON.
+/// A JSON response.
 pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
     match serde_json::to_vec(value) {
         Ok(bytes) => with(status, "application/json", Full::new(bytes.into())),
@@ -64,7 +64,7 @@ pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
     }
 }
 
-/// The same, with a place that is free again when the client has taken it, or is gone.
+/// The same response, which holds a permit until the client has read it or has gone.
 pub fn until_taken(reply: Reply, permit: OwnedSemaphorePermit) -> Reply {
     reply.map(|body| StreamPermit { body, _permit: permit }.boxed_unsync())
 }
@@ -94,7 +94,7 @@ impl Body for StreamPermit {
     }
 }
 
-/// Why not, for people and programs.
+/// An error response, with the reason for people and programs.
 pub fn error(status: StatusCode, why: &str) -> Reply {
     #[derive(Serialize)]
     struct ErrorBody<'a> {

@@ -1,4 +1,4 @@
-//! What is answered with what. The paths stand in `config/openapi.yaml`.
+//! The handler of each path. `config/openapi.yaml` describes the paths.
 
 use std::{sync::Arc, time::Duration};
 
@@ -26,20 +26,20 @@ use crate::{
     schema,
 };
 
-/// Where containers are.
+/// Prefix of the paths of containers.
 const CONTAINERS: &str = "/api/v1/containers/";
-/// Where the node's switch is.
+/// Prefix of the paths that turn automatic offloads on or off.
 const AUTO_OFFLOAD: &str = "/api/v1/auto-offload/";
-/// The body of an action; none is needed.
+/// Maximum size of an action's body; none is needed.
 const BODY_BYTES: usize = 4 << 10;
-/// Time for a body.
+/// Time for reading a body.
 const BODY_TIME: Duration = Duration::from_secs(5);
-/// Time for an answer that is no move.
+/// Time for a response, except for moves.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
-/// How far back a report goes when nobody says.
+/// Length of a report without `since_ms`.
 const DAY_MS: i64 = 24 * 3600 * 1000;
 
-/// Answers a request.
+/// Handles a request.
 pub async fn answer(site: &Arc<AppState>, peer: &HttpPeer, request: Request<Incoming>) -> Reply {
     let caller = match check(site, peer, &request).await {
         Ok(caller) => caller,
@@ -64,22 +64,22 @@ pub async fn answer(site: &Arc<AppState>, peer: &HttpPeer, request: Request<Inco
         _ => match tokio::time::timeout(ANSWER_TIME, look(site, &request, &path)).await {
             Ok(reply) => reply,
             Err(_) => {
-                reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is busy; ask again")
+                reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is busy; try again")
             }
         },
     }
 }
 
-/// Who asks.
+/// The sender of an admitted request.
 struct HttpCaller {
     /// User and address, as far as they are known; for the events.
     who: String,
     admitted: Option<Principal>,
 }
 
-/// Where a right may be had: the path without its variable part, below /affinode in place of
-/// /api, because every user of a cluster may get /api/* (ClusterRole system:discovery). What is
-/// not in the list needs a right that nobody has by its name.
+/// The right that a request needs: its path without the variable part, below /affinode instead of
+/// /api, because every user of a cluster may get /api/* (ClusterRole system:discovery). A path that
+/// is not in the list needs a right that no role grants by name.
 #[must_use]
 pub fn access(method: &Method, path: &str) -> AccessRule {
     const RIGHTS: [&str; 7] = [
@@ -98,7 +98,7 @@ pub fn access(method: &Method, path: &str) -> AccessRule {
         Some("restore") => "/affinode/v1/containers/restore",
         Some("pin") => "/affinode/v1/containers/pin",
         Some("unpin") => "/affinode/v1/containers/unpin",
-        // As every exporter has it, and every role for Prometheus.
+        // The same path as for other exporters, and in roles for Prometheus.
         _ if path == "/metrics" => "/metrics",
         _ => {
             let below = path.strip_prefix("/api");
@@ -109,8 +109,8 @@ pub fn access(method: &Method, path: &str) -> AccessRule {
     AccessRule { verb, path }
 }
 
-/// Whether a path is for those alone who may have it. The page holds no secret: it asks its user
-/// for the token.
+/// Whether a path requires a right. The page itself contains no secret: it asks its user for the
+/// token.
 #[must_use]
 pub fn needs_right(path: &str) -> bool {
     path.starts_with("/api/") || path == "/metrics"
@@ -138,7 +138,7 @@ fn refuse(site: &AppState, peer: &HttpPeer, request: &Request<Incoming>, refusal
     let Denied { kind, why, detail } = refusal;
     let path = shown(request.uri().path());
     let what = if detail.is_empty() { &why } else { &detail };
-    site.refused(kind, format!("{} {path} of {peer} was refused: {what}", request.method()));
+    site.refused(kind, format!("client {peer}: {} {path} was refused: {what}", request.method()));
     let status = match kind {
         DenyReason::Host => StatusCode::MISDIRECTED_REQUEST,
         DenyReason::Origin | DenyReason::Forbidden => StatusCode::FORBIDDEN,
@@ -155,12 +155,13 @@ fn refuse(site: &AppState, peer: &HttpPeer, request: &Request<Incoming>, refusal
 }
 
 fn only(method: &'static str) -> Reply {
-    let mut reply = reply::error(StatusCode::METHOD_NOT_ALLOWED, "no such method here");
+    let mut reply =
+        reply::error(StatusCode::METHOD_NOT_ALLOWED, "method not allowed for this path");
     reply.headers_mut().insert(header::ALLOW, HeaderValue::from_static(method));
     reply
 }
 
-/// A path from a stranger, for the log.
+/// A path as it can be logged: printable and short.
 fn shown(path: &str) -> String {
     path.chars().filter(|c| c.is_ascii_graphic()).take(80).collect()
 }
@@ -181,7 +182,7 @@ async fn look(site: &Arc<AppState>, request: &Request<Incoming>, path: &str) -> 
             Err(ending) => reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
         },
         "/api/v1/report" | "/api/v1/history" => past(site, query, path).await,
-        _ => reply::error(StatusCode::NOT_FOUND, "there is nothing here"),
+        _ => reply::error(StatusCode::NOT_FOUND, "no such path"),
     }
 }
 
@@ -208,7 +209,7 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
     let Some(history) = site.history.clone() else {
         return reply::error(
             StatusCode::NOT_FOUND,
-            "the history is off: history.dir in the configuration",
+            "the history is off: see history.dir in the configuration",
         );
     };
     let times = query::number(query, "since_ms")
@@ -224,8 +225,8 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
     let Ok(permit) = Arc::clone(&site.reads).acquire_owned().await else {
         return reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is ending");
     };
-    // The disk may be slow; this thread has others to serve. Who has gone meanwhile still has his
-    // place until it has answered.
+    // The disk may be slow, and this thread serves other requests. If the client disconnects
+    // meanwhile, its permit is held until the reading is done.
     let read = tokio::task::spawn_blocking(move || {
         let reply = match report {
             Some(prices) => history
@@ -242,17 +243,17 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
         Ok(Err(error)) => {
             reply::error(StatusCode::INTERNAL_SERVER_ERROR, &crate::error_chain::chain(&error))
         }
-        Err(_) => reply::error(StatusCode::INTERNAL_SERVER_ERROR, "the history cannot be read"),
+        Err(_) => reply::error(StatusCode::INTERNAL_SERVER_ERROR, "cannot read the history"),
     }
 }
 
-/// What was.
+/// The response of /api/v1/history.
 #[derive(serde::Serialize)]
 struct SpanQuery {
     spans: Vec<crate::history::StateSpan>,
 }
 
-/// One of the streams, if one is free.
+/// Takes a permit for a stream, if one is free.
 fn place_among(
     streams: &Arc<Semaphore>,
     site: &AppState,
@@ -260,7 +261,7 @@ fn place_among(
 ) -> Option<OwnedSemaphorePermit> {
     let permit = Arc::clone(streams).try_acquire_owned().ok();
     if permit.is_none() {
-        site.refused(DenyReason::Busy, format!("{} wants one stream too many", caller.who));
+        site.refused(DenyReason::Busy, format!("client {}: too many streams are open", caller.who));
     }
     permit
 }
@@ -276,10 +277,10 @@ fn too_many_streams() -> Reply {
 async fn calls(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Incoming>) -> Reply {
     let key = query::value(request.uri().query(), "container").map(Key::parse).transpose();
     let Ok(scope) = key else {
-        let why = "a key is 32 hex digits; /api/v1/node lists them";
+        let why = "invalid key: expected 32 hex digits, as in /api/v1/node";
         return reply::error(StatusCode::BAD_REQUEST, why);
     };
-    // Only what exists is watched: strangers' keys would pile up.
+    // Only existing containers are watched: unknown keys would accumulate.
     let known = match site.door.list().await {
         Ok(list) => schema::Node::from(list).containers,
         Err(ending) => return reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
@@ -310,7 +311,7 @@ async fn events(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Inco
     reply::with(StatusCode::OK, "text/event-stream", stream::begin(site, wish, started, hold))
 }
 
-/// What may be asked for a container.
+/// The actions on a container.
 #[derive(Clone, Copy)]
 enum RequestedMove {
     Move(Wanted, &'static str),
@@ -327,7 +328,7 @@ async fn auto_offload(
     let on = match path.trim_start_matches(AUTO_OFFLOAD) {
         "on" => true,
         "off" => false,
-        _ => return reply::error(StatusCode::NOT_FOUND, "there is nothing here"),
+        _ => return reply::error(StatusCode::NOT_FOUND, "no such path"),
     };
     if let Err(reply) = may_act(site, caller, request).await {
         return reply;
@@ -339,7 +340,7 @@ async fn auto_offload(
     }
 }
 
-/// Whether something may be changed by this request; its body is taken, none is needed.
+/// Whether a request may change something; reads its body, which is not needed.
 async fn may_act(
     site: &AppState,
     caller: &HttpCaller,
@@ -349,17 +350,22 @@ async fn may_act(
         return Err(only("POST"));
     }
     if !site.may_act {
-        let why = "http.actions is false: this page only looks";
+        let why = "http.actions is false: this site is read-only";
         return Err(reply::error(StatusCode::FORBIDDEN, why));
     }
     let body = Limited::new(request.into_body(), BODY_BYTES).collect();
     match tokio::time::timeout(BODY_TIME, body).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(_)) => {
-            site.refused(DenyReason::Malformed, format!("{} sent a large body", caller.who));
+            site.refused(
+                DenyReason::Malformed,
+                format!("client {}: the body is too large", caller.who),
+            );
             Err(reply::error(StatusCode::PAYLOAD_TOO_LARGE, "no body is needed"))
         }
-        Err(_) => Err(reply::error(StatusCode::REQUEST_TIMEOUT, "the body did not come")),
+        Err(_) => {
+            Err(reply::error(StatusCode::REQUEST_TIMEOUT, "the body was not received in time"))
+        }
     }
 }
 
@@ -377,7 +383,7 @@ async fn container(
         (Some("restore"), None) => RequestedMove::Move(Wanted::Restore, "restore"),
         (Some("pin"), None) => RequestedMove::Pin(true),
         (Some("unpin"), None) => RequestedMove::Pin(false),
-        _ => return reply::error(StatusCode::NOT_FOUND, "there is nothing here"),
+        _ => return reply::error(StatusCode::NOT_FOUND, "no such path"),
     };
     if let Err(reply) = may_act(site, caller, request).await {
         return reply;
@@ -385,14 +391,17 @@ async fn container(
     let Ok(key) = Key::parse(key.unwrap_or_default()) else {
         return reply::error(
             StatusCode::NOT_FOUND,
-            "a key is 32 hex digits; /api/v1/node lists them",
+            "invalid key: expected 32 hex digits, as in /api/v1/node",
         );
     };
     let Ok(_permit) = Arc::clone(&site.actions).try_acquire_owned() else {
-        site.refused(DenyReason::Busy, format!("{} wants one move too many", caller.who));
+        site.refused(
+            DenyReason::Busy,
+            format!("client {}: too many moves are in progress", caller.who),
+        );
         return reply::error(
             StatusCode::TOO_MANY_REQUESTS,
-            "too many moves are asked for; wait for one",
+            "too many moves are in progress; wait for one to end",
         );
     };
     act(site, &caller.who, &key, wanted).await
@@ -413,7 +422,7 @@ async fn act(site: &AppState, who: &str, key: &Key, asked: RequestedMove) -> Rep
                 key: key.to_string(),
                 container: known.name,
                 reason: "requested".into(),
-                text: format!("{word} was asked for by {who}"),
+                text: format!("{word} was requested by {who}"),
                 ..Event::default()
             });
             site.door.act(key.to_string(), wanted).await

@@ -1,4 +1,4 @@
-//! Where the site listens: a TCP address or a Unix socket for root.
+//! The socket that the site listens on: a TCP address, or a Unix socket that only root may use.
 
 use std::{
     fmt, fs, io,
@@ -18,7 +18,7 @@ use tokio::{
 use super::tls::TlsIdentity;
 use crate::config::ListenAddress;
 
-/// Why it cannot listen.
+/// The socket cannot be bound.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on {place}")]
 pub struct ListenError {
@@ -27,7 +27,7 @@ pub struct ListenError {
     source: io::Error,
 }
 
-/// A bound socket, and the papers to show there.
+/// A bound socket, and the TLS identity to use on it.
 #[derive(Debug)]
 pub struct HttpListener {
     socket: HttpSocket,
@@ -36,27 +36,25 @@ pub struct HttpListener {
 
 #[derive(Debug)]
 enum HttpSocket {
-    /// TCP.
     Tcp(TcpListener),
-    /// Unix.
     Unix(UnixListener),
 }
 
-/// A socket that is bound and not served yet: it can go to another thread's runtime.
+/// A bound socket that is not served yet, so that it can be moved to another thread's runtime.
 #[derive(Debug)]
 pub enum BoundSocket {
-    /// TCP.
+    /// Listener on a TCP address.
     Tcp(std::net::TcpListener),
-    /// Unix.
+    /// Listener on a Unix socket.
     Unix(std::os::unix::net::UnixListener),
 }
 
-/// Who is at the other end.
+/// The other end of a connection.
 #[derive(Clone, Debug)]
 pub enum HttpPeer {
-    /// An address.
+    /// Address of a TCP client.
     Tcp(SocketAddr),
-    /// A user of this machine.
+    /// User id of a local client; `None`: unknown.
     Unix(Option<u32>),
 }
 
@@ -70,20 +68,18 @@ impl fmt::Display for HttpPeer {
     }
 }
 
-/// A connection.
+/// A connection of either kind.
 #[derive(Debug)]
 pub enum HttpStream {
-    /// TCP.
     Tcp(TcpStream),
-    /// Unix.
     Unix(UnixStream),
 }
 
 impl HttpListener {
-    /// Binds. Returns the socket and where clients find it; nothing when it is off.
+    /// Binds the socket. Returns it with the address for clients; `None` if `listen` is `Off`.
     ///
     /// # Errors
-    /// [`ListenError`]: the port is taken, most likely.
+    /// [`ListenError`]: the port is probably in use.
     pub fn bind(listen: &ListenAddress) -> Result<Option<(BoundSocket, String)>, ListenError> {
         let fail = |place: String| move |source| ListenError { place, source };
         match listen {
@@ -105,10 +101,10 @@ impl HttpListener {
         }
     }
 
-    /// Takes a bound socket over, inside a runtime. With papers it speaks TLS, on TCP.
+    /// Registers a bound socket with the current runtime. With an identity it uses TLS, on TCP.
     ///
     /// # Errors
-    /// The runtime cannot watch it.
+    /// The runtime cannot watch the socket.
     pub fn new(bound: BoundSocket, papers: Option<TlsIdentity>) -> io::Result<HttpListener> {
         let socket = match bound {
             BoundSocket::Tcp(socket) => TcpListener::from_std(socket).map(HttpSocket::Tcp),
@@ -126,7 +122,7 @@ impl HttpListener {
         match &self.socket {
             HttpSocket::Tcp(socket) => {
                 let (stream, address) = socket.accept().await?;
-                // Each message of a stream is one write: nothing is gained by waiting.
+                // Each message of a stream is one write: waiting for more would only delay it.
                 stream.set_nodelay(true)?;
                 Ok((HttpStream::Tcp(stream), HttpPeer::Tcp(address)))
             }
@@ -141,9 +137,14 @@ impl HttpListener {
 
 fn bind_unix(path: &Path) -> io::Result<std::os::unix::net::UnixListener> {
     match fs::symlink_metadata(path) {
-        // Left behind by a controller that died. Anything else is somebody's file.
+        // A socket is left by a controller that died. Any other file is not Affinode's.
         Ok(known) if known.file_type().is_socket() => fs::remove_file(path)?,
-        Ok(_) => return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it is no socket")),
+        Ok(_) => {
+            return Err(io::Error::new(
+                io::ErrorKind::AlreadyExists,
+                "the path exists and is not a socket",
+            ));
+        }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         Err(e) => return Err(e),
     }

@@ -1,4 +1,4 @@
-//! The site over a Unix socket, for tests, with an actor that answers from a script.
+//! The site on a Unix socket, for tests, with a scripted actor.
 
 use std::{sync::Arc, time::Duration};
 
@@ -19,10 +19,10 @@ use crate::{
     observe::{ViewHub, ViewObserver},
 };
 
-/// The key of its one container.
+/// The key of the only container.
 pub const KEY: &str = "0123456789abcdef0123456789abcdef";
 
-/// The site while it runs.
+/// The site and its parts while it runs.
 pub struct Running {
     folder: tempfile::TempDir,
     pub events: Arc<EventLog>,
@@ -31,7 +31,7 @@ pub struct Running {
     pub site: Arc<AppState>,
 }
 
-/// A site whose node has one container; it offloads, and does not restore.
+/// A site whose node has one container, which can be offloaded but not restored.
 pub fn run(may_act: bool, token: Option<&str>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let token_file = folder.path().join("token");
@@ -42,7 +42,7 @@ pub fn run(may_act: bool, token: Option<&str>) -> Running {
     run_behind(folder, may_act, &HttpSection { token_file: file.into(), ..HttpSection::default() })
 }
 
-/// The same, behind the guard of a configuration.
+/// The same site, behind the guard of a configuration.
 pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) -> Running {
     let guard = HttpGuard::new(http).unwrap();
     let (calls, mut asked) = mpsc::channel(64);
@@ -113,7 +113,7 @@ impl Running {
         self.folder.path().join("s")
     }
 
-    /// Sends a request as it stands and reads the answer to its end.
+    /// Sends a request unchanged, and reads the response to its end.
     pub async fn raw(&self, request: &str) -> String {
         let mut stream = UnixStream::connect(self.socket()).await.unwrap();
         stream.write_all(request.as_bytes()).await.unwrap();
@@ -131,7 +131,7 @@ impl Running {
         (status, answer)
     }
 
-    /// What is counted.
+    /// The current metrics.
     pub fn metrics_text(&self) -> String {
         self.metrics.text(&crate::schema::Node::default(), &ViewHub::default(), 0).unwrap()
     }
@@ -146,14 +146,14 @@ impl Running {
     }
 }
 
-/// A stream, and what came of it.
+/// A stream, and the text received so far.
 pub struct Stream {
     pub stream: UnixStream,
     pub seen: String,
 }
 
 impl Stream {
-    /// Reads until the text is there; false when the stream ended before.
+    /// Reads until the text was received; `false` if the stream ended before.
     pub async fn until(&mut self, wanted: &str) -> bool {
         let reading = async {
             while !self.seen.contains(wanted) {
@@ -169,7 +169,7 @@ impl Stream {
         tokio::time::timeout(Duration::from_secs(20), reading).await.expect(wanted)
     }
 
-    /// Whether it begins.
+    /// Whether the response begins with status 200.
     pub async fn begins(&mut self) -> bool {
         self.until("\r\n\r\n").await && self.seen.starts_with("HTTP/1.1 200")
     }

@@ -1,13 +1,13 @@
-//! Server-sent events: what happens, and with `watch=node` what changes.
+//! Server-sent events: the events, and with `watch=node` the changes of the node.
 //!
 //! ```text
-//!  event: node     the whole node, once at the start and whenever this stream fell behind
-//!  event: change   what is different since, as it comes
-//!  event: event    something happened; its id lets a client go on where it was
+//!  event: node     the whole node, at the start and each time this stream fell behind
+//!  event: change   the differences since the last one
+//!  event: event    an event; its id lets a client continue after it
 //! ```
 //!
-//! An id is `<start of the controller>-<number>`: the numbers of a controller that has
-//! restarted begin anew, and a client with an old id gets all that the new one knows.
+//! An id is `<start of the controller>-<number>`. A controller that restarts begins its numbers
+//! anew, and a client with an old id receives all events that the new controller has.
 
 use std::{
     convert::Infallible,
@@ -30,25 +30,26 @@ use crate::{
     schema,
 };
 
-/// Nothing for so long: a comment, so that proxies and clients see that we live.
+/// Without a message for this time a comment is sent, so that proxies and clients keep the
+/// connection.
 const QUIET: Duration = Duration::from_secs(15);
-/// Messages between this task and the connection.
+/// Messages that may wait between this task and the connection.
 const PIPE: usize = 8;
-/// A client that takes none of them for so long is let go.
+/// A stream whose client accepts no message for this time is closed.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What a stream lasts for: its place among the streams, and the right to it.
+/// What a stream holds: its permit, and the right to it.
 #[derive(Debug)]
 pub struct StreamGuard {
-    /// One of the few places.
+    /// The permit among the limited number of streams.
     pub permit: OwnedSemaphorePermit,
-    /// Who has it.
+    /// The admitted user; `None`: no right is required.
     pub admitted: Option<Principal>,
 }
 
 impl StreamGuard {
-    /// Begins to write a stream, which ends when its client goes, takes nothing, or may no
-    /// longer have it.
+    /// Spawns the writer of a stream. The stream ends when its client has gone, reads nothing, or
+    /// has lost the right.
     pub fn spawn(
         self,
         site: Arc<AppState>,
@@ -62,11 +63,11 @@ impl StreamGuard {
                 }
             };
             tokio::select! {
-                // None: the client went away, or took nothing.
+                // `None`: the client has gone, or reads nothing.
                 _ = written => {}
                 refusal = ended => {
                     let Denied { why, detail, .. } = refusal;
-                    site.note(format!("a stream ends: {}", if detail.is_empty() { why } else { detail }));
+                    site.note(format!("stream closed: {}", if detail.is_empty() { why } else { detail }));
                 }
             }
             drop(self.permit);
@@ -74,22 +75,22 @@ impl StreamGuard {
     }
 }
 
-/// The body of a stream.
+/// The body of the response of a stream.
 #[derive(Debug)]
 pub struct StreamBody(mpsc::Receiver<Bytes>);
 
-/// The writing end of a stream.
+/// The end of a stream into which messages are written.
 #[derive(Debug)]
 pub struct EventPipe(mpsc::Sender<Bytes>);
 
-/// Both ends of a stream.
+/// The two ends of a new stream.
 pub fn pipe() -> (EventPipe, StreamBody) {
     let (pipe, body) = mpsc::channel(PIPE);
     (EventPipe(pipe), StreamBody(body))
 }
 
 impl EventPipe {
-    /// Sends text; nothing when the client is gone or takes nothing.
+    /// Sends text; `None` if the client has gone or reads nothing.
     pub async fn send(&self, text: String) -> Option<()> {
         tokio::time::timeout(WRITE_TIMEOUT, self.0.send(text.into())).await.ok()?.ok()
     }
@@ -107,17 +108,17 @@ impl Body for StreamBody {
     }
 }
 
-/// What a client asked for.
+/// The parameters of a stream.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamQuery {
-    /// The last event that it has.
+    /// The last event that the client has.
     pub after: u64,
-    /// Whether it wants the node as well.
+    /// Whether the stream includes the node and its changes.
     pub node: bool,
 }
 
 impl StreamQuery {
-    /// From the header `Last-Event-ID`, for a controller that started then.
+    /// From the header `Last-Event-ID`, for a controller that started at `started_unix_ms`.
     #[must_use]
     pub fn new(
         last_id: Option<&str>,
@@ -129,8 +130,8 @@ impl StreamQuery {
             let (start, number) = id.split_once('-')?;
             (start.parse() == Ok(started_unix_ms)).then_some(number.parse().ok()?)
         });
-        // With an id of an earlier controller: everything. Without one: from now on, or
-        // with `watch=node` the last few, for people.
+        // With an id of an earlier controller: all events. Without an id: from now on, or with
+        // `watch=node` after the last hundred, for people.
         let after = match (known, last_id) {
             (Some(number), _) => number,
             (None, Some(_)) => 0,
@@ -140,7 +141,7 @@ impl StreamQuery {
     }
 }
 
-/// Begins a stream.
+/// Begins a stream; returns the body of its response.
 pub fn begin(
     site: &Arc<AppState>,
     wish: StreamQuery,
@@ -188,7 +189,7 @@ impl EventWriter {
                 }
             };
             match message {
-                // Was among those that were caught up with.
+                // This event was sent by `catch_up`.
                 ViewMessage::Event(number, _) if number <= self.last => {}
                 ViewMessage::Event(number, json) => self.event(number, &json).await?,
                 ViewMessage::Change(json) if self.node => {
@@ -199,7 +200,7 @@ impl EventWriter {
         }
     }
 
-    /// The node as it is, then every event that the client does not have.
+    /// Sends the current node, then every event that the client does not have.
     async fn catch_up(&mut self, watch: &ViewWatch) -> Option<()> {
         if self.node {
             let json = serde_json::to_string(&*watch.present).ok()?;
@@ -233,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_client_goes_on_where_it_was_or_gets_all_that_a_new_controller_knows() {
+    fn a_client_continues_after_its_last_event() {
         assert_eq!(StreamQuery::new(Some("77-5"), 77, 9, false).after, 5);
         assert_eq!(StreamQuery::new(Some("66-5"), 77, 9, false).after, 0);
         assert_eq!(StreamQuery::new(Some("rubbish"), 77, 9, false).after, 0);

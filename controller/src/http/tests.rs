@@ -5,14 +5,14 @@ use affinode_proto::api::control::Event;
 use super::stage::{KEY, run};
 
 #[tokio::test]
-async fn the_page_comes_with_a_strict_policy_and_a_tag() {
+async fn the_page_has_a_strict_policy_and_a_tag() {
     let site = run(true, None);
     let (status, page) = site.ask("GET", "/", "").await;
     assert_eq!(status, 200);
     assert!(page.contains("default-src 'none'") && page.contains("<title>Affinode"), "{page}");
     let tag = page.lines().find_map(|line| line.strip_prefix("etag: ")).unwrap().trim();
     assert_eq!(site.ask("GET", "/", &format!("If-None-Match: {tag}\r\n")).await.0, 304);
-    // Every file that the page and its modules name is there.
+    // Every file that the page and its modules refer to is served.
     for file in ["/style.css", "/icon.svg", "/app.js", "/rows.js", "/stream.js"] {
         assert_eq!(site.ask("GET", file, "").await.0, 200, "{file}");
     }
@@ -23,7 +23,7 @@ async fn the_page_comes_with_a_strict_policy_and_a_tag() {
 }
 
 #[tokio::test]
-async fn the_node_and_its_metrics_are_told() {
+async fn the_node_and_its_metrics_are_served() {
     let site = run(true, None);
     let (status, node) = site.ask("GET", "/api/v1/node", "").await;
     assert!(status == 200 && node.contains("\"name\":\"ml/one\""), "{node}");
@@ -36,7 +36,7 @@ async fn the_node_and_its_metrics_are_told() {
 }
 
 #[tokio::test]
-async fn a_move_is_made_answered_and_noted() {
+async fn a_move_is_executed_and_recorded() {
     let site = run(true, None);
     let path = format!("/api/v1/containers/{KEY}");
     let (status, done) =
@@ -45,7 +45,7 @@ async fn a_move_is_made_answered_and_noted() {
     assert_eq!(site.ask("POST", &format!("{path}/restore"), "").await.0, 409);
     let noted = site.events.now(0);
     assert_eq!(noted.len(), 2);
-    assert!(noted[0].kind == "request" && noted[0].text.starts_with("offload was asked for by"));
+    assert!(noted[0].kind == "request" && noted[0].text.starts_with("offload was requested by"));
     assert_eq!(site.ask("GET", &format!("{path}/offload"), "").await.0, 405);
     assert_eq!(site.ask("POST", &format!("{path}/explode"), "").await.0, 404);
     let unknown = format!("/api/v1/containers/{}/offload", "f".repeat(32));
@@ -56,7 +56,7 @@ async fn a_move_is_made_answered_and_noted() {
 }
 
 #[tokio::test]
-async fn with_a_token_nothing_but_the_page_is_told_without_it() {
+async fn a_token_protects_all_but_the_page() {
     let site = run(true, Some("a-long-and-secret-token"));
     for path in ["/api/v1/node", "/metrics", "/api/v1/events", "/api/v1/report"] {
         assert_eq!(site.ask("GET", path, "").await.0, 401, "{path}");
@@ -69,7 +69,7 @@ async fn with_a_token_nothing_but_the_page_is_told_without_it() {
 }
 
 #[tokio::test]
-async fn a_stream_begins_with_the_node_and_goes_on_where_it_was() {
+async fn a_stream_begins_with_the_node() {
     let site = run(true, None);
     site.events.add(Event { text: "first".into(), ..Event::default() }, 1);
     site.events.add(Event { text: "second".into(), ..Event::default() }, 2);
@@ -79,13 +79,13 @@ async fn a_stream_begins_with_the_node_and_goes_on_where_it_was() {
     assert!(all.seen.contains("event: node") && all.seen.contains("first"), "{}", all.seen);
     let mut rest = site.open(path, "Last-Event-ID: 77-1\r\n").await;
     assert!(rest.until("id: 77-2").await && !rest.seen.contains("first"), "{}", rest.seen);
-    // The id is one of a controller that is dead: everything that this one knows.
+    // The id is of an earlier controller: all events of this one are sent.
     let mut anew = site.open(path, "Last-Event-ID: 66-1\r\n").await;
     assert!(anew.until("id: 77-2").await && anew.seen.contains("first"), "{}", anew.seen);
 }
 
 #[tokio::test]
-async fn pins_and_the_switch_are_posts_and_nothing_else() {
+async fn pins_and_the_switch_require_post() {
     let site = run(true, None);
     let path = format!("/api/v1/containers/{KEY}");
     for (word, expected) in [("pin", "true true"), ("unpin", "false true")] {
@@ -104,7 +104,7 @@ async fn pins_and_the_switch_are_posts_and_nothing_else() {
     assert_eq!(looking.ask("POST", &format!("{path}/pin"), "").await.0, 403);
 }
 
-/// What `config/openapi.yaml` promises is there, under its method and no other.
+/// Every path in `config/openapi.yaml` is served, under its method only.
 #[tokio::test]
 async fn every_path_of_the_document_is_served() {
     let document = include_str!("../../../config/openapi.yaml");
@@ -124,7 +124,7 @@ async fn every_path_of_the_document_is_served() {
             let (right, wrong) = if get { ("GET", "POST") } else { ("POST", "GET") };
             let empty = "Content-Length: 0\r\n";
             let (status, body) = site.ask(right, &filled, empty).await;
-            assert!(!body.contains("there is nothing here"), "{right} {filled}: {status} {body}");
+            assert!(!body.contains("no such path"), "{right} {filled}: {status} {body}");
             assert_eq!(site.ask(wrong, &filled, empty).await.0, 405, "{wrong} {filled}");
         }
     }

@@ -1,5 +1,5 @@
-//! HTTPS, where the configuration names a certificate. The files are read at each connection,
-//! because others renew them.
+//! HTTPS, if the configuration has a certificate. The files are read at each connection, because
+//! they may be renewed at any time.
 
 use std::{io, path::PathBuf, sync::Arc};
 
@@ -16,26 +16,25 @@ use tokio_rustls::{
 /// Why there is no HTTPS.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file cannot be read, or is something else.
-    #[error("cannot read {path}, which http.{key} names")]
+    /// A file cannot be read, or has no certificate or key.
+    #[error("cannot read {path} (http.{key})")]
     File {
-        /// The key of the configuration.
+        /// Key in section `[http]`.
         key: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: pem::Error,
     },
-    /// They do not belong together.
-    #[error("the certificate of http.tls_cert_file and the key of http.tls_key_file are of no use")]
+    /// The certificate and the key do not match.
+    #[error("cannot use the certificate of http.tls_cert_file with the key of http.tls_key_file")]
     Pair(#[from] rustls::Error),
-    /// A client that speaks something else.
-    #[error("the client does not speak TLS as it should")]
+    /// The client failed the TLS handshake.
+    #[error("the TLS handshake with the client failed")]
     Handshake(#[source] io::Error),
 }
 
-/// A certificate and its key, in files.
+/// The paths of a certificate and its key.
 #[derive(Clone, Debug)]
 pub struct TlsIdentity {
     cert_file: PathBuf,
@@ -43,20 +42,20 @@ pub struct TlsIdentity {
 }
 
 impl TlsIdentity {
-    /// Papers that can be used now.
+    /// An identity whose files are valid now.
     ///
     /// # Errors
-    /// [`TlsError`].
+    /// [`TlsError`]: a file is invalid, or they do not match.
     pub fn new(cert_file: &str, key_file: &str) -> Result<TlsIdentity, TlsError> {
         let papers = TlsIdentity { cert_file: cert_file.into(), key_file: key_file.into() };
         papers.read()?;
         Ok(papers)
     }
 
-    /// A connection, encrypted.
+    /// Accepts a TLS connection.
     ///
     /// # Errors
-    /// [`TlsError`].
+    /// [`TlsError`]: a file is invalid, or the handshake failed.
     pub async fn accept<S>(&self, stream: S) -> Result<TlsStream<S>, TlsError>
     where
         S: AsyncRead + AsyncWrite + Unpin,
@@ -120,7 +119,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_site_speaks_tls_with_papers_as_they_are_now_and_nothing_else() {
+    async fn renewed_certificates_are_used_at_once() {
         let folder = tempfile::tempdir().unwrap();
         let papers = fake::papers(folder.path());
         let site = run_behind(tempfile::tempdir().unwrap(), true, &HttpSection::default()).site;
@@ -131,7 +130,7 @@ mod tests {
         let ca = folder.path().join("ca.crt");
         let old = std::fs::read(&ca).unwrap();
         assert!(ask(address, &ca).await.unwrap().starts_with("HTTP/1.1 200"));
-        // Renewed: whoever trusts the new authority alone is served.
+        // After the renewal, a client that trusts only the new authority is served.
         fake::papers(folder.path());
         assert!(ask(address, &ca).await.unwrap().starts_with("HTTP/1.1 200"));
         std::fs::write(&ca, old).unwrap();
@@ -144,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn papers_that_are_none_are_named() {
+    fn an_invalid_certificate_is_named() {
         let folder = tempfile::tempdir().unwrap();
         fake::papers(folder.path());
         let file = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
@@ -153,6 +152,6 @@ mod tests {
         };
         assert!(fail("missing", "server.key").contains("http.tls_cert_file"));
         assert!(fail("server.crt", "ca.crt").contains("http.tls_key_file"));
-        assert!(fail("ca.crt", "server.key").contains("of no use"));
+        assert!(fail("ca.crt", "server.key").contains("cannot use the certificate"));
     }
 }

@@ -1,5 +1,5 @@
-//! A connection whose writes may not stall: a client that takes nothing holds memory
-//! here, so it is let go after a while.
+//! A connection with a write timeout: a client that reads nothing occupies memory here, so its
+//! connection is closed after a while.
 
 use std::{
     future::Future,
@@ -14,7 +14,7 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 
-/// A connection, and how long a write may wait.
+/// A connection, and how long a write may be pending.
 #[derive(Debug)]
 pub struct WriteTimeout<T> {
     inner: T,
@@ -24,7 +24,7 @@ pub struct WriteTimeout<T> {
 }
 
 impl<T> WriteTimeout<T> {
-    /// A connection whose writes may wait for `patience`.
+    /// A connection whose writes may be pending for `patience`.
     pub fn new(inner: T, patience: Duration) -> WriteTimeout<T> {
         WriteTimeout { inner, patience, stall: Box::pin(sleep(patience)), stalled: false }
     }
@@ -43,7 +43,7 @@ impl<T> WriteTimeout<T> {
             self.stall.as_mut().reset(Instant::now() + self.patience);
         }
         ready!(self.stall.as_mut().poll(context));
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client takes nothing")))
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client reads nothing")))
     }
 }
 
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_reader_that_takes_nothing_is_let_go() {
+    async fn a_stalled_reader_is_closed() {
         let (ours, _theirs) = tokio::io::duplex(16);
         let mut timed = WriteTimeout::new(ours, Duration::from_secs(20));
         let error = timed.write_all(&[0; 1000]).await.unwrap_err();

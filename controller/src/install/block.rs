@@ -1,4 +1,5 @@
-//! What is added to containerd's configuration, as text and as what containerd makes of it.
+//! The block that is added to containerd's configuration, as text, and the comparison of
+//! containerd's configuration before and after.
 
 use std::{fmt::Write, path::Path};
 
@@ -6,51 +7,48 @@ use toml::{Table, Value};
 
 use crate::doctor::handler::{PLUGINS, RUNTIME_TYPE};
 
-/// First line of what we add.
+/// First line of the block.
 const BEGIN: &str =
     "# >>> affinode: added by `affinode install`, removed by `affinode uninstall`\n";
-/// Last line.
+/// Last line of the block.
 const END: &str = "# <<< affinode\n";
-/// Annotations that must reach the shim.
+/// Annotations that must be passed to the shim.
 const ANNOTATIONS: &str = "affinode.io/*";
-/// The stock runtime's type: containerd 2.0 to 2.3 ask no other about its features, and pods of
-/// others have neither user namespaces nor recursive read-only mounts.
+/// Type of the stock runtime. containerd 2.0 to 2.3 query only this type for its features; pods of
+/// other types have neither user namespaces nor recursive read-only mounts.
 const STOCK_TYPE: &str = "io.containerd.runc.v2";
-/// Keys of a handler that are ours, whatever the handler that is copied says.
+/// Keys of the handler that are not copied from the model.
 const OWN: [&str; 4] = ["runtime_type", "runtime_path", "pod_annotations", "container_annotations"];
 
-/// Why a block cannot be made.
+/// Why the block cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
-    /// Files of version 1 name plugins in another way.
+    /// Files of version 1 use other names for plugins.
     #[error(
-        "containerd's configuration is of version {0}: write it anew with `containerd config migrate` first"
+        "containerd's configuration is of version {0}: convert it with `containerd config migrate` first"
     )]
     Version(i64),
-    /// Nobody could name the handler.
+    /// Without CRI no pod can use a handler.
     #[error(
         "CRI is not configured in this containerd (disabled_plugins?), so there is no place for a handler, and nothing was changed. ctr, nerdctl and affinode run need none: {}",
         super::NO_HANDLER
     )]
     NoCri,
-    /// It is somebody's.
-    #[error(
-        "there is a handler {0:?} already: choose another name with --runtime-name, or remove it"
-    )]
+    /// A handler with this name exists already.
+    #[error("handler {0:?} exists already: choose another name with --runtime-name, or remove it")]
     Taken(String),
-    /// Cannot be written as TOML.
-    #[error("the handler {name:?} cannot be copied")]
+    /// The handler cannot be written as TOML.
+    #[error("cannot copy handler {name:?}")]
     Copy {
-        /// Its name.
+        /// Name of the handler.
         name: String,
-        /// Why.
         #[source]
         source: toml::ser::Error,
     },
 }
 
-/// The block for a file of this version, next to `own`, what the file itself says. The
-/// handler is a copy of `nvidia`, or of the default one, as our shim, which is the file `shim`.
+/// The block for a file of this version. `own` is the content of the file itself. The handler is a
+/// copy of `nvidia`, or of the default one, with Affinode's shim, the file `shim`.
 pub fn text(
     dump: &Table,
     own: &Table,
@@ -71,18 +69,19 @@ pub fn text(
     let default = cri.get("default_runtime_name").and_then(Value::as_str).unwrap_or("runc");
     let model = ["nvidia", default].into_iter().find_map(|n| handlers.get(n)?.as_table());
     let mut handler = like(model);
-    // containerd 2 says its configuration in version 3 and later, whatever its file is written in.
+    // containerd 2 prints its configuration in version 3 or later, whatever the version of its
+    // file.
     let is_new =
         dump.get("version").and_then(Value::as_integer).unwrap_or(version).max(version) > 2;
     if is_new {
         handler.insert("runtime_type".into(), STOCK_TYPE.into());
         handler.insert("runtime_path".into(), shim.display().to_string().into());
     } else {
-        // Some of containerd 1.x pass over the path, and pods would run without us.
+        // Some releases of containerd 1.x ignore the path; pods would then run without Affinode.
         handler.insert("runtime_type".into(), RUNTIME_TYPE.into());
     }
     let mut blocks = vec![(name.to_owned(), handler)];
-    // containerd 1.x forgets its own handlers when a file names one.
+    // containerd 1.x drops its built-in handlers when a file names one.
     let named = cri_of(own, PLUGINS[0]).and_then(|cri| cri.get("runtimes"));
     if version == 2 && named.is_none() {
         let others = handlers.iter().filter_map(|(n, h)| Some((n.clone(), h.as_table()?.clone())));
@@ -95,7 +94,8 @@ pub fn text(
         let options = handler.remove("options");
         let _ = writeln!(text, "[{place}]");
         text.push_str(&toml::to_string(&handler).map_err(copy)?);
-        // Of the others even what says nothing: without it containerd 1.x tells another configuration.
+        // For the other handlers also empty options: without them containerd 1.x prints another
+        // configuration.
         if let Some(Value::Table(options)) = options {
             let _ = writeln!(text, "[{place}.options]");
             text.push_str(&toml::to_string(&options).map_err(copy)?);
@@ -105,12 +105,12 @@ pub fn text(
     Ok(text)
 }
 
-/// The block in what was added.
+/// The block within the added text.
 pub fn in_text(text: &str) -> &str {
     text.find(BEGIN).map_or(text, |begin| &text[begin..])
 }
 
-/// Our handler, like another one: all but what runs it.
+/// Affinode's handler: a copy of the model except for the program.
 fn like(model: Option<&Table>) -> Table {
     let mut handler = Table::new();
     for (key, value) in model.into_iter().flatten() {
@@ -135,7 +135,7 @@ fn without_defaults(value: &Value) -> Value {
     Value::Table(set.map(|(key, value)| (key.clone(), value.clone())).collect())
 }
 
-/// Whether it is what containerd would take anyway.
+/// Whether a value is the same as containerd's default.
 fn is_default(value: &Value) -> bool {
     match value {
         Value::Boolean(set) => !set,
@@ -147,12 +147,12 @@ fn is_default(value: &Value) -> bool {
     }
 }
 
-/// The part of a configuration that knows handlers.
+/// The table of CRI's handlers in a configuration.
 pub fn cri(config: &Table) -> Option<&Table> {
     PLUGINS.iter().find_map(|plugin| cri_of(config, plugin))
 }
 
-/// Whether a configuration has a handler of that name.
+/// Whether a configuration has a handler of this name.
 pub fn has_handler(config: &Table, name: &str) -> bool {
     cri(config).and_then(|cri| cri.get("runtimes")?.get(name)).is_some()
 }
@@ -164,11 +164,11 @@ fn cri_of<'a>(config: &'a Table, plugin: &str) -> Option<&'a Table> {
 /// Compares two whole configurations.
 ///
 /// # Errors
-/// The first place, beside the handler, where they differ.
+/// The path of the first difference, besides the handler.
 pub fn only_handler_differs(before: &Table, after: &Table, name: &str) -> Result<(), String> {
     let without = |config: &Table| {
         let mut config = config.clone();
-        // containerd 1.x tells them in any order.
+        // containerd 1.x prints imports in any order.
         if let Some(Value::Array(imports)) = config.get_mut("imports") {
             imports.sort_by(|one, other| one.as_str().cmp(&other.as_str()));
         }
@@ -242,7 +242,7 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
         assert_eq!(only_handler_differs(&dump, &after, "affinode"), Ok(()));
     }
 
-    /// Asked about its features, our shim says what the stock one says.
+    /// Affinode's shim reports the features of the stock shim.
     #[test]
     fn containerd_2_asks_our_shim_what_it_can_do() {
         let dump = V2.replace("version = 2", "version = 3").replace(PLUGINS[0], PLUGINS[1]);
@@ -252,7 +252,7 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
         assert_eq!(ours["runtime_type"].as_str(), Some(STOCK_TYPE));
         assert_eq!(ours["runtime_path"].as_str(), Some(SHIM));
         assert_eq!(ours["options"]["SystemdCgroup"].as_bool(), Some(true));
-        // The same where its file is of the time before.
+        // The same if its file is older than that version.
         let text = super::text(&table(&dump), &table(V2), 2, "affinode", SHIM.as_ref()).unwrap();
         let after = table(&text);
         let ours = &cri(&after).unwrap()["runtimes"]["affinode"];
@@ -260,7 +260,7 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
     }
 
     #[test]
-    fn a_file_that_names_no_handler_gets_those_that_it_would_lose() {
+    fn a_file_without_handlers_keeps_the_built_in() {
         let dump = table(V2);
         let text = text(&dump, &table("version = 2"), 2, "affinode", SHIM.as_ref()).unwrap();
         let after = table(&text);
@@ -269,9 +269,9 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
         assert_eq!(handlers["affinode"]["options"]["SystemdCgroup"].as_bool(), Some(true));
     }
 
-    /// Debian's file names none, and its containerd tells all options of runc, each empty.
+    /// Debian's file names no handler, and its containerd prints all options of runc, each empty.
     #[test]
-    fn a_handler_that_it_would_lose_keeps_options_that_say_nothing() {
+    fn a_built_in_handler_keeps_empty_options() {
         let dump = table(&V2.replace("= true", "= false"));
         let text = text(&dump, &table("version = 2"), 2, "affinode", SHIM.as_ref()).unwrap();
         let (before, after) = (cri(&dump).unwrap(), table(&text));

@@ -1,4 +1,4 @@
-//! The containerd of this node: what it is configured with, and how it takes note.
+//! The containerd of this node: its configuration, and its restart.
 
 use std::{
     fmt, fs, io,
@@ -24,125 +24,124 @@ use crate::{
     jobs,
 };
 
-/// So long containerd is waited for after a restart.
+/// How long to wait for containerd after a restart.
 const BACK_WITHIN: Duration = Duration::from_secs(60);
-/// What containerd's unit is called.
+/// Default name of containerd's unit.
 const UNIT: &str = "containerd";
-/// What the units are called that run a containerd of their own, by themselves or before a dash:
-/// k3s' installer names them as it is told, `k3s-NAME`.
+/// Names of units with a containerd of their own, alone or followed by a dash: the installer of k3s
+/// can name its unit `k3s-NAME`.
 const RANCHER: [&str; 2] = ["k3s", "rke2"];
-/// The unit of start times in /proc, on every Linux machine of this architecture.
+/// Unit of start times in /proc on this architecture, in milliseconds.
 const TICK_MS: u64 = 10;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// How containerd takes note of a new configuration. It reads it when it starts, only.
+/// How containerd loads a new configuration, which it reads only at its start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RestartRequest {
     /// By systemd, which leaves running shims alone.
     Systemd {
-        /// The unit; k3s' or rke2's where containerd is theirs, else `containerd`.
+        /// The unit; default: that of k3s or rke2 if containerd belongs to one, else `containerd`.
         unit: Option<String>,
     },
-    /// Somebody else restarts it.
+    /// The operator restarts it.
     None,
 }
 
-/// Why containerd is not as it should be.
+/// Why containerd's configuration was not changed.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
-    /// None answers.
+    /// No containerd was found.
     #[error(
-        "no containerd: start it, or name its socket with --containerd; affinode run needs none: {}",
+        "no containerd found: start it, or pass its socket with --containerd; affinode run works without containerd: {}",
         super::NO_HANDLER
     )]
     Absent(#[from] ContainerdAbsent),
-    /// Its configuration cannot be had.
+    /// containerd cannot read its own configuration.
     #[error(
-        "containerd does not understand its configuration, and nothing was changed: put right what it says, it would not start with it either. It says: {0}"
+        "containerd cannot read its configuration, and nothing was changed: correct the error, containerd would not start with it either: {0}"
     )]
     Config(String),
-    /// The new configuration does more than it should.
-    #[error("with the handler {0} would change too: nothing was changed")]
+    /// The new configuration changes more than the handler.
+    #[error("the handler would also change {0}: nothing was changed")]
     Differs(String),
-    /// The new configuration does less than it should.
+    /// The new configuration does not contain the handler.
     #[error(
-        "handler {name} in {} does not reach containerd: a file that it imports takes the place of the section. Nothing was changed: put the handler into that file by hand (config/containerd)",
+        "handler {name} in {} does not reach containerd: an imported file replaces the section. Nothing was changed: add the handler into that file by hand (config/containerd)",
         path.display()
     )]
     Covered {
-        /// The handler.
+        /// Name of the handler.
         name: String,
-        /// The file that was edited.
+        /// Path of the edited file.
         path: PathBuf,
     },
-    /// What it was made from at its start does more than it should.
-    #[error("started with it, containerd has another {0}, too: it was put back")]
+    /// The configuration that was rendered at the start changes more than the handler.
+    #[error("containerd's start also changed {0}: its configuration was restored")]
     Rendered(String),
-    /// systemctl could not be run, or said no.
+    /// systemctl cannot be run, or failed.
     #[error(
-        "systemctl restart {unit} failed, and containerd's configuration was put back: journalctl --unit {unit} says more. {why}"
+        "systemctl restart {unit} failed, and containerd's configuration was restored; see journalctl --unit {unit}: {why}"
     )]
     Restart {
-        /// The unit.
+        /// Name of the unit.
         unit: String,
-        /// Why.
         why: String,
     },
-    /// It does not answer.
+    /// containerd did not start in time.
     #[error(
-        "containerd did not come back within {} s, and its configuration was put back: {why}",
+        "containerd did not start within {} s, and its configuration was restored: {why}",
         BACK_WITHIN.as_secs()
     )]
     Gone {
-        /// What was seen last.
+        /// The last error.
         why: String,
     },
-    /// And not with the old configuration either.
+    /// containerd does not start with the old configuration either.
     #[error(
-        "containerd's configuration was put back, but it does not come back with it either: {after}. Before that: {before}"
+        "containerd's configuration was restored, but containerd does not start with it either: {after}; first error: {before}"
     )]
     Lost {
-        /// What failed first.
+        /// The first error.
         before: String,
-        /// What failed then.
+        /// The error with the old configuration.
         after: String,
     },
 }
 
-/// A containerd that runs.
+/// A running containerd.
 #[derive(Debug)]
 pub struct ContainerdNode {
     daemon: ContainerdProcess,
 }
 
 impl ContainerdNode {
-    /// Finds it.
+    /// Finds the containerd of a socket, or of the usual places.
     pub fn find(socket: Option<&Path>) -> Result<ContainerdNode, NodeError> {
         Ok(ContainerdNode { daemon: containerd::find(socket)? })
     }
 
-    /// The one that serves the same socket by now.
+    /// The containerd that serves the same socket now.
     pub fn again(&self) -> Result<ContainerdNode, NodeError> {
         ContainerdNode::find(Some(&self.daemon.socket))
     }
 
-    /// Its socket.
+    /// Path of its socket.
     pub fn socket(&self) -> &Path {
         &self.daemon.socket
     }
 
-    /// The file that it reads first.
+    /// The configuration file that it reads first.
     pub fn config_file(&self) -> PathBuf {
         self.daemon.config_file.clone()
     }
 
-    /// The file that the handler goes into, or is in.
+    /// The file into which the handler is written, or in which it is.
     pub fn target(&self) -> InstallTarget {
         InstallTarget::of(&self.config_file(), &self.root(), &self.imported())
     }
 
-    /// What that file says by itself; of one that is imported or made from a template, what the
-    /// file says that it belongs to.
+    /// The content of that file; for a drop-in or a template, the content of the file that includes
+    /// it.
     pub fn own(&self, target: &InstallTarget) -> Table {
         match target {
             InstallTarget::Root(path) => fs::read_to_string(path).unwrap_or_default().parse(),
@@ -151,13 +150,13 @@ impl ContainerdNode {
         .unwrap_or_default()
     }
 
-    /// The files that it reads, in that order.
+    /// The files that it reads, in order.
     fn imported(&self) -> Vec<PathBuf> {
         imports::of(&self.config_file()).files
     }
 
-    /// What the file says that it reads first. One that cannot be read says nothing: containerd
-    /// tells why when it is asked.
+    /// The content of the file that it reads first. An unreadable file counts as empty: `containerd
+    /// config dump` reports the error.
     pub fn root(&self) -> Table {
         self.root_text().parse().unwrap_or_default()
     }
@@ -166,8 +165,8 @@ impl ContainerdNode {
         fs::read_to_string(self.config_file()).unwrap_or_default()
     }
 
-    /// All that its files will say after an edit. What is made at the next start only is tried in
-    /// `scratch`, a file that is removed again.
+    /// The whole configuration after an edit. A configuration that is rendered only at the next
+    /// start is tried in the file `scratch`, which is removed again.
     pub fn dump_after(&self, edit: &ConfigEdit, scratch: &Path) -> Result<Table, NodeError> {
         if !matches!(self.target(), InstallTarget::Template(_)) {
             return self.dump();
@@ -179,7 +178,7 @@ impl ContainerdNode {
         };
         let _ = fs::remove_file(scratch);
         let mut dumped = dumped.map_err(NodeError::Config)?;
-        // containerd 1.x names the file itself among those that it imports.
+        // containerd 1.x lists the file itself among its imports.
         let file = self.config_file().display().to_string();
         for import in dumped.get_mut("imports").and_then(Value::as_array_mut).into_iter().flatten()
         {
@@ -190,7 +189,7 @@ impl ContainerdNode {
         Ok(dumped)
     }
 
-    /// The way to restart it, with the unit's name.
+    /// How to restart it, with the name of its unit.
     pub fn way(&self, how: &RestartRequest) -> RestartRequest {
         match how {
             RestartRequest::Systemd { unit: None } => {
@@ -202,16 +201,16 @@ impl ContainerdNode {
         }
     }
 
-    /// All that its files say by now.
+    /// The whole configuration as its files are now.
     pub fn dump(&self) -> Result<Table, NodeError> {
         if let Some((import, by)) = imports::of(&self.config_file()).missing {
             let (import, by) = (import.display(), by.display());
-            return Err(NodeError::Config(format!("{by} imports {import}, which is not there")));
+            return Err(NodeError::Config(format!("{by} imports {import}, which does not exist")));
         }
         self.daemon.dump().map_err(NodeError::Config)
     }
 
-    /// Whether what a record says was added stands in the file still.
+    /// Whether the recorded block is still in a file that containerd reads.
     pub fn has_block(&self, record: &InstallRecord) -> bool {
         let Some(added) = &record.block else { return false };
         let text = fs::read_to_string(&added.path).unwrap_or_default();
@@ -220,17 +219,17 @@ impl ContainerdNode {
         read && text.contains(&added.text)
     }
 
-    /// Whether its process is younger than that moment: it has read what was written then.
+    /// Whether its process started after that time, and so has read what was written before.
     pub fn runs_since(&self, moment: SystemTime) -> bool {
         let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
         let up_ms = u64::try_from(up.tv_sec * 1_000 + up.tv_nsec / 1_000_000).unwrap_or(0);
         let Ok(daemon) = process::identity(self.daemon.pid) else { return false };
         let age_ms = up_ms.saturating_sub(daemon.start_ticks * TICK_MS);
-        // It cannot have started and read its file within a tick.
+        // A process cannot start and read its file within one tick.
         SystemTime::now() + Duration::from_millis(TICK_MS) >= moment + Duration::from_millis(age_ms)
     }
 
-    /// Restarts it, and waits until it answers; with the handler, where one is wanted.
+    /// Restarts it, and waits until it serves its socket, with the handler if one is given.
     pub fn restart(&self, how: &RestartRequest, handler: Option<&str>) -> Result<(), NodeError> {
         let RestartRequest::Systemd { unit } = how else { return Ok(()) };
         let unit = unit.as_deref().unwrap_or(UNIT);
@@ -263,12 +262,12 @@ impl ContainerdNode {
         let config = daemon.config?;
         let known = |name: &str| block::cri(&config)?.get("runtimes")?.get(name);
         match handler {
-            Some(name) if known(name).is_none() => Err(format!("it does not know handler {name}")),
+            Some(name) if known(name).is_none() => Err(format!("it does not serve handler {name}")),
             _ => Ok(()),
         }
     }
 
-    /// After the old file was put back: containerd must run with it.
+    /// Called after the old file was restored: containerd must run with it.
     pub fn recovered(&self, how: &RestartRequest, failed: NodeError) -> NodeError {
         let ran = matches!(
             failed,
@@ -294,20 +293,21 @@ impl fmt::Display for RestartRequest {
                 write!(f, "systemctl restart {}", unit.as_deref().unwrap_or(UNIT))
             }
             RestartRequest::None => {
-                write!(f, "restart containerd: it knows nothing of this until then")
+                write!(f, "restart containerd: it loads its configuration only then")
             }
         }
     }
 }
 
-/// The unit of k3s or rke2 that a process is of, by its /proc/PID/cgroup.
+/// The unit of k3s or rke2 to which a process belongs, from its /proc/PID/cgroup.
 fn unit_of(cgroups: &str) -> Option<&str> {
     let segments = cgroups.lines().flat_map(|line| line.split('/'));
     let theirs = |unit: &&str| RANCHER.contains(&unit.split('-').next().unwrap_or_default());
     segments.filter_map(|segment| segment.strip_suffix(".service")).find(theirs)
 }
 
-/// Waits until no shim of the installation and no job runs any more: so many do after that time.
+/// Waits until no shim of the installation and no job runs; returns the numbers that still run
+/// after `within`.
 pub fn drain(prefix: &Path, within: Duration) -> (usize, usize) {
     let began = Instant::now();
     loop {
@@ -318,25 +318,24 @@ pub fn drain(prefix: &Path, within: Duration) -> (usize, usize) {
     }
 }
 
-/// How many shims of the installation run. The controller is the same program: without shims
-/// it ends by itself.
+/// Number of running shims of the installation. The controller is the same program, but ends by
+/// itself without shims.
 pub fn running_shims(prefix: &Path) -> usize {
     programs(prefix).iter().filter(|program| !program.is_controller).count()
 }
 
-/// Controllers that run another file than the one that is installed, or will once it is
-/// `replaced`.
+/// Controllers that run another file than the installed one, or will do so once it is `replaced`.
 pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
     let old = |program: &ContainerdProgram| program.is_controller && (replaced || program.replaced);
     let found = programs(prefix).into_iter().filter(old);
     found.filter_map(|program| process::identity(program.pid).ok()).collect()
 }
 
-/// A process that runs the installed shim, or one that it has replaced.
+/// A process of the installed shim, or of a file that it replaced.
 struct ContainerdProgram {
     pid: u32,
     is_controller: bool,
-    /// The kernel says of a file that was replaced since: ` (deleted)`.
+    /// The kernel appends ` (deleted)` to the name of a replaced file.
     replaced: bool,
 }
 

@@ -1,5 +1,5 @@
-//! The edit of containerd's file, or of the one that it is made from: a block at its end, so that
-//! all else stays as it is, byte for byte.
+//! The edit of containerd's file, or of the template that it is made from: a block at its end, so
+//! that everything else stays the same, byte for byte.
 
 use std::{
     fmt, fs, io,
@@ -11,72 +11,70 @@ use toml::Table;
 
 use super::{block, files, target::InstallTarget};
 
-/// What a template of k3s and rke2 begins with that adds to theirs.
+/// First line of a template of k3s and rke2 that extends the built-in one.
 const BASE: &str = "{{ template \"base\" . }}";
 
-/// What was added, and to which file.
+/// The added text and its file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AddedBlock {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
     /// Name of the handler.
     pub runtime_name: String,
-    /// The text, as it stands in the file.
+    /// The text exactly as in the file.
     pub text: String,
-    /// There was no file before.
+    /// Whether the file was created.
     pub created: bool,
 }
 
-/// A file as it is and as it shall be.
+/// A file before and after the edit.
 #[derive(Debug)]
 pub struct ConfigEdit {
-    /// What is added, or taken out.
+    /// The text that is added or removed.
     pub added: AddedBlock,
     before: Option<String>,
     after: Option<String>,
     adds: bool,
 }
 
-/// Why it cannot be edited.
+/// Why the file cannot be edited.
 #[derive(Debug, thiserror::Error)]
 pub enum EditError {
-    /// The file.
+    /// The file cannot be read or written.
     #[error("cannot {action} {}{}", path.display(), super::advice(source, super::BY_HAND))]
     Io {
         /// What was tried.
         action: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
         #[source]
         source: io::Error,
     },
-    /// It is not understood.
-    #[error("{} is no TOML", path.display())]
+    /// The file is not valid TOML.
+    #[error("{} is not valid TOML", path.display())]
     Toml {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Where.
         #[source]
         source: toml::de::Error,
     },
-    /// What would be added.
+    /// The block cannot be created.
     #[error(transparent)]
     Block(#[from] block::BlockError),
-    /// Somebody changed it.
-    #[error("what was added to {} was changed since: take handler {name:?} out by hand", path.display())]
+    /// The added text was changed since.
+    #[error("the block in {} was changed since the installation: remove handler {name:?} by hand", path.display())]
     Changed {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Its handler.
+        /// Name of the handler.
         name: String,
     },
 }
 
 impl ConfigEdit {
-    /// Adds a handler, the file `shim`. `root` is what containerd's own file says, `dump` its whole
-    /// configuration.
+    /// Plans to add a handler with the file `shim`. `root` is the content of containerd's own file,
+    /// `dump` its whole configuration.
     pub fn plan(
         target: &InstallTarget,
         root: &Table,
@@ -87,7 +85,7 @@ impl ConfigEdit {
         let path = target.path();
         let before = read(path)?;
         let version = |table: &Table| table.get("version").and_then(toml::Value::as_integer);
-        // A file without a version is of the first one; where there is none, containerd says.
+        // A file without a version has version 1; without a file the version is that of the dump.
         let version = match (target, &before) {
             (InstallTarget::Root(_), None) => version(dump).unwrap_or(2),
             _ => version(root).unwrap_or(1),
@@ -105,20 +103,20 @@ impl ConfigEdit {
         Ok(ConfigEdit { added, before, after: Some(after), adds: true })
     }
 
-    /// Takes out what was added; `None` when the handler is not there.
+    /// Plans to remove what was added; `None` if the handler is not there.
     pub fn removal(added: &AddedBlock) -> Result<Option<ConfigEdit>, EditError> {
         let Some(before) = read(&added.path)? else { return Ok(None) };
         let Some((head, tail)) = before.split_once(&added.text) else {
             let named = match before.parse::<Table>() {
                 Ok(own) => block::has_handler(&own, &added.runtime_name),
-                // A template is none.
+                // A template is not TOML.
                 Err(_) if added.path.extension().is_some_and(|e| e == "tmpl") => {
                     before.contains(&format!("runtimes.\"{}\"", added.runtime_name))
                 }
                 Err(source) => return Err(EditError::Toml { path: added.path.clone(), source }),
             };
             if !named {
-                // It was never written, or somebody took it out.
+                // The block was never written, or was removed by hand.
                 return Ok(None);
             }
             return Err(EditError::Changed {
@@ -131,7 +129,8 @@ impl ConfigEdit {
         Ok(Some(ConfigEdit { added: added.clone(), before: Some(before), after, adds: false }))
     }
 
-    /// What containerd's own file will say, which says `root` now and is made from the edited one.
+    /// The content of containerd's own file after the edit; it is `root` now and is rendered from
+    /// the edited template.
     pub fn preview(&self, root: &str) -> String {
         let block = block::in_text(&self.added.text);
         if self.adds { format!("{root}\n{block}") } else { root.replace(block, "") }
@@ -142,12 +141,12 @@ impl ConfigEdit {
         &self.added.runtime_name
     }
 
-    /// Writes the file as it shall be.
+    /// Writes the edited file.
     pub fn make(&self) -> Result<(), EditError> {
         self.put(self.after.as_deref())
     }
 
-    /// Writes the file as it was.
+    /// Writes the original file.
     pub fn undo(&self) -> Result<(), EditError> {
         self.put(self.before.as_deref())
     }
@@ -199,7 +198,7 @@ impl fmt::Display for ConfigEdit {
 mod tests {
     use super::*;
 
-    /// As of a distribution's containerd.
+    /// A plan for the containerd of a distribution.
     fn plan(path: &Path, dump: &Table) -> Result<ConfigEdit, EditError> {
         let root = read(path)?.unwrap_or_default().parse();
         let root = root.map_err(|source| EditError::Toml { path: path.to_owned(), source })?;
@@ -208,9 +207,10 @@ mod tests {
 
     const DUMP: &str = "version = 3\n[plugins.\"io.containerd.cri.v1.runtime\".containerd]\n";
 
-    /// Whatever the file looks like, and whatever is added behind the block later, all else stays.
+    /// Whatever the file contains, and whatever is added after the block later, everything else
+    /// stays.
     #[test]
-    fn what_goes_in_comes_out_byte_for_byte() {
+    fn removal_restores_the_file_exactly() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("config.toml");
         let dump: Table = DUMP.parse().unwrap();
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_made_goes_and_one_that_was_changed_is_left() {
+    fn a_changed_block_is_not_removed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("config.toml");
         let dump: Table = DUMP.parse().unwrap();
@@ -247,7 +247,7 @@ mod tests {
         assert!(matches!(ConfigEdit::removal(&edit.added), Err(EditError::Toml { .. })));
     }
 
-    /// Of k3s and rke2: what stands in it is for them.
+    /// For k3s and rke2, whose template may have content of its own.
     #[test]
     fn a_template_is_added_to_and_comes_back() {
         let folder = tempfile::tempdir().unwrap();
@@ -257,7 +257,7 @@ mod tests {
         edit.make().unwrap();
         let text = fs::read_to_string(target.path()).unwrap();
         assert!(text.starts_with(BASE), "{text}");
-        // What containerd will be started with is the one with the block, and the other way.
+        // containerd starts with the rendered file, with the block and then without.
         let rendered = text.replace(BASE, DUMP);
         let with: Table = edit.preview(DUMP).parse().unwrap();
         assert_eq!(with, rendered.parse::<Table>().unwrap());

@@ -1,4 +1,4 @@
-//! Our own files: what is installed, and where from.
+//! Affinode's own files: what is installed, and from where.
 
 use std::{
     fmt, fs,
@@ -13,10 +13,10 @@ use sha2::{Digest, Sha256};
 
 use crate::doctor::{library, programs::SHIM};
 
-/// The command.
+/// File name of the command.
 const COMMAND: &str = "affinode";
 
-/// What is to be installed, read whole: it may lie where the node's own files cannot be seen.
+/// The files to install, in memory: their folder may not be visible after entering the node's root.
 #[derive(Clone)]
 pub struct SourceFile {
     command: Arc<[u8]>,
@@ -24,43 +24,41 @@ pub struct SourceFile {
     library: Arc<[u8]>,
 }
 
-/// Why a file is not put in place or taken away.
+/// Why a file was not installed or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// Something is missing.
-    #[error("{file} is not in {}: name with --from the folder that `cargo xtask build` made, or that of a package", folder.display())]
+    /// A file is missing in the source folder.
+    #[error("{file} is not in {}: pass with --from the folder that `cargo xtask build` created, or that of a package", folder.display())]
     Missing {
-        /// Its name.
+        /// Name of the file.
         file: &'static str,
-        /// Where it was looked for.
+        /// The source folder.
         folder: PathBuf,
     },
-    /// Processes of containers could not load it.
+    /// The library would not load in containers.
     #[error("{} would not load: {why}", path.display())]
     Library {
-        /// The file.
+        /// Path of the library.
         path: PathBuf,
-        /// Why.
         why: String,
     },
-    /// A step failed.
+    /// A file operation failed.
     #[error("cannot {action} {}{}", path.display(), super::advice(source, super::ANOTHER_PLACE))]
     Io {
         /// What was tried.
         action: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
         #[source]
         source: io::Error,
     },
 }
 
 impl SourceFile {
-    /// In `bin` and `lib` of this folder, or in `folder` itself.
+    /// Reads the files from `folder`, or from its `bin` and `lib`.
     ///
     /// # Errors
-    /// [`FileError`]: a file is missing, or is no library that loads.
+    /// [`FileError`]: a file is missing, or the library would not load.
     pub fn of(folder: &Path) -> Result<SourceFile, FileError> {
         let places = [
             folder.to_owned(),
@@ -82,7 +80,7 @@ impl SourceFile {
         })
     }
 
-    /// Each file, where it goes, and its mode.
+    /// Each file with its target path and its mode.
     pub(super) fn places(&self, prefix: &Path) -> [(Arc<[u8]>, PathBuf, u32); 3] {
         let bin =
             |bytes: &Arc<[u8]>, name| (Arc::clone(bytes), prefix.join("bin").join(name), 0o755);
@@ -95,7 +93,7 @@ impl SourceFile {
     }
 }
 
-/// A file that is not there yet, or is another one.
+/// A file that is missing or different at its target.
 pub struct FileChange {
     content: Arc<[u8]>,
     to: PathBuf,
@@ -104,17 +102,17 @@ pub struct FileChange {
 }
 
 impl FileChange {
-    /// Where it goes.
+    /// The target path.
     pub fn to(&self) -> &Path {
         &self.to
     }
 
-    /// Another file was there.
+    /// Whether another file is there.
     pub fn replaces(&self) -> bool {
         self.replaces
     }
 
-    /// Puts it in place: whoever runs or has mapped the old one keeps it.
+    /// Writes the file with a rename: processes that run or map the old file keep it.
     pub fn make(&self) -> Result<(), FileError> {
         let failed = |source| FileError::Io { action: "write", path: self.to.clone(), source };
         if let Some(folder) = self.to.parent() {
@@ -131,7 +129,7 @@ impl fmt::Display for FileChange {
     }
 }
 
-/// What differs from what is there.
+/// The files that are missing or different.
 pub fn plan(source: &SourceFile, prefix: &Path) -> Vec<FileChange> {
     let mut changes = Vec::new();
     for (content, to, mode) in source.places(prefix) {
@@ -143,9 +141,9 @@ pub fn plan(source: &SourceFile, prefix: &Path) -> Vec<FileChange> {
     changes
 }
 
-/// Where a file leads to, and where it is written before it takes its place.
+/// The real path of a file, and the temporary path beside it.
 fn places_of(path: &Path) -> (PathBuf, PathBuf) {
-    // A link stays one: what it leads to is replaced.
+    // A symbolic link stays: its target is replaced.
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".affinode-new");
@@ -153,17 +151,17 @@ fn places_of(path: &Path) -> (PathBuf, PathBuf) {
     (path, fresh)
 }
 
-/// Removes what an installer left that was killed while it wrote this file.
+/// Removes what a killed installer left of this file.
 pub fn tidy(path: &Path) -> Result<(), FileError> {
     remove_left(&places_of(path).1)
 }
 
-/// Removes a file that was left; where there is none, a file system that is read-only is no matter.
+/// Removes a leftover file; if there is none, a read-only file system is no error.
 pub fn remove_left(path: &Path) -> Result<(), FileError> {
     if fs::symlink_metadata(path).is_ok() { remove(path) } else { Ok(()) }
 }
 
-/// Writes a file whole, or not at all; the mode stays what it was unless one is given.
+/// Writes a file completely or not at all; without `mode` its mode is kept.
 pub fn replace(path: &Path, bytes: &[u8], mode: Option<u32>) -> io::Result<()> {
     let (path, fresh) = places_of(path);
     let there = fs::metadata(&path).map(|file| file.permissions().mode() & 0o7777);
@@ -181,7 +179,7 @@ pub fn replace(path: &Path, bytes: &[u8], mode: Option<u32>) -> io::Result<()> {
     })
 }
 
-/// Removes a file, if it is there.
+/// Removes a file if it exists.
 pub fn remove(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {
@@ -191,7 +189,7 @@ pub fn remove(path: &Path) -> Result<(), FileError> {
     }
 }
 
-/// The folders that are to be made for this one to be there, the outermost first.
+/// The missing folders on the way to this one, the outermost first.
 pub fn missing_folders(folder: &Path) -> Vec<PathBuf> {
     let there = |folder: &&Path| folder.as_os_str().is_empty() || folder.exists();
     let mut missing: Vec<_> =
@@ -200,19 +198,19 @@ pub fn missing_folders(folder: &Path) -> Vec<PathBuf> {
     missing
 }
 
-/// Removes folders that were made so, where nobody keeps anything in them.
+/// Removes the created folders, unless they contain other files.
 pub fn remove_folders(made: &[PathBuf]) {
     for folder in made.iter().rev() {
         let _ = fs::remove_dir(folder);
     }
 }
 
-/// A file's SHA-256, in hexadecimal.
+/// SHA-256 of a file, in hexadecimal.
 pub fn digest(path: &Path) -> Result<String, FileError> {
     Ok(digest_of(&read(path)?))
 }
 
-/// A content's SHA-256, in hexadecimal.
+/// SHA-256 of bytes, in hexadecimal.
 pub fn digest_of(content: &[u8]) -> String {
     Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
 }

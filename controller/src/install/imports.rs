@@ -1,5 +1,5 @@
-//! The files that containerd's file imports. One that is named and not there keeps containerd 2
-//! from starting, and its `config dump` says nothing of it.
+//! The files that containerd's file imports. containerd 2 does not start if an imported file is
+//! missing, and its `config dump` does not report that.
 
 use std::{
     collections::VecDeque,
@@ -9,15 +9,15 @@ use std::{
 
 use toml::{Table, Value};
 
-/// Nobody has so many; a ring of them ends by itself.
+/// Maximum number of files; it also ends a cycle.
 const MAX_FILES: usize = 1_000;
 
-/// What is read.
+/// The imported files, and the first missing one.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ConfigImports {
-    /// Each file after those whose place it takes, the first being containerd's own.
+    /// Each file after those that it overrides; the first is containerd's own.
     pub files: Vec<PathBuf>,
-    /// The first file that is named and not there, and the one that names it.
+    /// The first missing file, and the file that imports it.
     pub missing: Option<(PathBuf, PathBuf)>,
 }
 
@@ -41,7 +41,7 @@ pub fn of(root: &Path) -> ConfigImports {
     found
 }
 
-/// What a file imports, from its own folder where it says no other.
+/// The imports of one file; relative paths start at its folder.
 fn imports(file: &Path) -> Vec<PathBuf> {
     let text = fs::read_to_string(file).unwrap_or_default();
     let said = text.parse::<Table>().unwrap_or_default();
@@ -50,7 +50,7 @@ fn imports(file: &Path) -> Vec<PathBuf> {
     imports.filter_map(Value::as_str).map(|import| folder.join(import)).collect()
 }
 
-/// The files of a pattern with one star in its last part: others are not followed.
+/// The files of a pattern with one star in its last part; other patterns are not followed.
 fn matching(pattern: &Path) -> Vec<PathBuf> {
     let name = pattern.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let (Some(folder), Some((head, tail))) = (pattern.parent(), name.split_once('*')) else {
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_is_named_and_not_there_is_found_wherever_it_is_named() {
+    fn a_missing_import_is_found_at_any_depth() {
         let folder = tempfile::tempdir().unwrap();
         let [root, imported] = ["config.toml", "1.toml"].map(|name| folder.path().join(name));
         let import =

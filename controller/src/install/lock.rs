@@ -1,5 +1,4 @@
-//! Held by the one installer of a node. Where nothing is installed when it is let go, nothing is
-//! left of it.
+//! The lock of the only installer on a node. It is removed at the end if nothing is installed.
 
 use std::{
     fs::{self, File},
@@ -21,16 +20,16 @@ use super::{
 
 const FILE: &str = "install.lock";
 
-/// The lock of a folder of records.
+/// The lock of a folder with the record.
 pub struct InstallLock {
     folder: PathBuf,
-    /// Folders that were made for it, the outermost first.
+    /// Folders that were created for it, the outermost first.
     pub made: Vec<PathBuf>,
     _held: Flock<File>,
 }
 
 impl InstallLock {
-    /// Takes it.
+    /// Takes the lock; fails if another installer has it.
     pub fn take(folder: &Path) -> Result<InstallLock, InstallError> {
         let made = files::missing_folders(folder);
         let path = folder.join(FILE);
@@ -42,7 +41,7 @@ impl InstallLock {
                 Err((_, Errno::EWOULDBLOCK)) => return Err(InstallError::Busy),
                 Err((_, errno)) => return Err(failed(errno.into()).into()),
             };
-            // The one before may have removed the file that was opened.
+            // The previous installer may have removed the file that was opened.
             let inode = |data: fs::Metadata| (data.dev(), data.ino());
             if fs::metadata(&path).ok().map(inode) == held.metadata().ok().map(inode) {
                 return Ok(InstallLock { folder: folder.to_owned(), made, _held: held });
@@ -56,7 +55,8 @@ impl Drop for InstallLock {
         if record::exists(&self.folder) {
             return;
         }
-        // Held still, so nobody else is at it. What cannot be removed is no harm.
+        // The lock is still held, so no other installer runs. A file that cannot be removed does no
+        // harm.
         let _ = fs::remove_file(self.folder.join(FILE));
         let _ = fs::remove_dir(&self.folder);
         files::remove_folders(&self.made);
@@ -73,15 +73,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_holds_it_and_nothing_is_left_of_it() {
+    fn the_lock_leaves_no_file() {
         let root = tempfile::tempdir().unwrap();
         let folder = root.path().join("lib/affinode");
         let held = InstallLock::take(&folder).unwrap();
         assert!(matches!(InstallLock::take(&folder), Err(InstallError::Busy)));
-        assert!(folder.join(FILE).exists(), "who was refused must not remove it");
+        assert!(folder.join(FILE).exists(), "a refused installer must not remove it");
         drop(held);
         assert!(!root.path().join("lib").exists());
-        // With a record it stays, and so does what was there before.
+        // With a record the lock file stays, like everything that was there before.
         fs::create_dir_all(&folder).unwrap();
         fs::write(folder.join("other"), "").unwrap();
         drop(InstallLock::take(&folder).unwrap());

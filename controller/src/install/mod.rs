@@ -1,15 +1,15 @@
-//! Puts Affinode on a node and takes it off again.
+//! Installs Affinode on a node and uninstalls it.
 //!
 //! ```text
 //! install:    plan ──> record ──> files ──> block in containerd's file ──> dump again ──> restart ──> Done
-//!              │                              ^                              │ more than our   │ does not
-//!              │ nothing to do                └────── the file as it was <───┴ handler differs ┘ come back
-//! uninstall:  containers of ours? ──> block out ──> dump again ──> restart ──> files ──> record
+//!              │                              ^                              │ more than the   │ does not
+//!              │ nothing to do                └─── the original file <──────┴ handler differs ┘ start
+//! uninstall:  shims or jobs? ──> block removed ──> dump again ──> restart ──> files ──> record
 //! ```
 //!
-//! Nothing is touched before everything has been looked at. The record names what is put
-//! where before it is, so that an installation that was killed can be taken off. A first one
-//! that fails leaves nothing behind.
+//! Nothing is changed before everything has been examined. The record lists every file before it is
+//! written, so that an installation that was killed can be uninstalled. A first installation that
+//! fails leaves no files.
 
 mod block;
 mod containerd;
@@ -39,42 +39,42 @@ use self::{
 };
 use crate::{doctor::programs::SHIM, inventory::process};
 
-/// Below the folder of the record: what containerd's file would be, for containerd to read.
+/// In the folder of the record: containerd's future file, for `containerd config dump`.
 const SCRATCH: &str = "containerd-check.toml";
 
-/// What to do, and where.
+/// What to install, and where.
 #[derive(Clone, Debug)]
 pub struct InstallOptions {
-    /// containerd's socket; where it was at the installation, or where distributions put it, when
-    /// `None`.
+    /// containerd's socket; `None`: the one of the installation, or the usual places of
+    /// distributions.
     pub containerd: Option<PathBuf>,
-    /// Below it are `bin` and `lib/affinode`.
+    /// Folder above `bin` and `lib/affinode`.
     pub prefix: PathBuf,
-    /// Where the record is.
+    /// Folder of the record.
     pub state_dir: PathBuf,
     /// Name of the handler.
     pub runtime_name: String,
-    /// How containerd takes note.
+    /// How containerd loads its new configuration.
     pub restart: RestartRequest,
-    /// How long an uninstallation waits for running containers to end.
+    /// How long an uninstallation waits for running containers and jobs.
     pub drain: Duration,
-    /// Only say what would be done.
+    /// Only report what would be done.
     pub dry_run: bool,
 }
 
 impl InstallOptions {
-    /// The socket that was named, or that of the containerd that the installation is for: while it
-    /// does not answer, another one of the machine is not the one.
+    /// The given socket, or that of the containerd of the installation: while that one does not
+    /// run, no other containerd of the machine is used.
     fn socket<'a>(&'a self, record: Option<&'a InstallRecord>) -> Option<&'a Path> {
         self.containerd.as_deref().or_else(|| record?.containerd.as_deref())
     }
 }
 
-/// What to do about a file that cannot be written, in words that follow its name.
+/// What to do about a file that cannot be written; follows its name in a message.
 fn advice(error: &std::io::Error, elsewhere: &str) -> String {
     match error.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
-            format!(" (make room there, or {elsewhere})")
+            format!(" (free space there, or {elsewhere})")
         }
         std::io::ErrorKind::ReadOnlyFilesystem => {
             format!(" (mount its file system writable, or {elsewhere})")
@@ -83,85 +83,84 @@ fn advice(error: &std::io::Error, elsewhere: &str) -> String {
     }
 }
 
-/// The other place for what is ours.
-const ANOTHER_PLACE: &str = "name another place with --prefix or --state-dir";
-/// The other way for what is containerd's.
+/// The advice for Affinode's own files.
+const ANOTHER_PLACE: &str = "choose another folder with --prefix or --state-dir";
+/// The advice for containerd's files.
 const BY_HAND: &str = "add the handler by hand: config/containerd";
 
-/// What does without a handler.
+/// The advice for programs that need no handler.
 const NO_HANDLER: &str = "copy affinode and containerd-shim-affinode-v1 to /usr/local/bin, libaffinode_preload.so to /usr/local/lib/affinode";
 
-/// Why it was not done. Unless it says so, nothing has changed.
+/// Why nothing was installed or uninstalled. Unless it says otherwise, nothing has changed.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
-    /// The name would not be one key of TOML.
-    #[error("{0:?} is no name for a runtime: letters, digits, - and _")]
+    /// The name is not a plain TOML key.
+    #[error("invalid runtime name {0:?}: accepted: letters, digits, - and _")]
     Name(String),
-    /// Another is at it.
-    #[error("another affinode install or uninstall is at work: try again when it is done")]
+    /// Another installer runs.
+    #[error("another affinode install or uninstall is running: try again when it has ended")]
     Busy,
-    /// A file.
+    /// A file of Affinode failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// containerd.
+    /// containerd failed.
     #[error(transparent)]
     Node(#[from] NodeError),
-    /// Its configuration.
+    /// The block cannot be created.
     #[error(transparent)]
     Block(#[from] BlockError),
-    /// The edit of it.
+    /// containerd's file cannot be edited.
     #[error(transparent)]
     Edit(#[from] EditError),
-    /// The record.
+    /// The record cannot be read or written.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// The node's root is not to be had.
+    /// The node's root cannot be entered.
     #[error(
-        "cannot enter {}, the node's root: that takes root with CAP_SYS_CHROOT; for /proc/1/root also the node's pid namespace and CAP_SYS_PTRACE",
+        "cannot enter {}, the node's root: run as root with CAP_SYS_CHROOT; for /proc/1/root also with the node's pid namespace and CAP_SYS_PTRACE",
         root.display()
     )]
     HostRoot {
-        /// As it was named.
+        /// The given path.
         root: PathBuf,
-        /// Why not.
         #[source]
         source: std::io::Error,
     },
-    /// Containers would lose their shim.
+    /// Running containers would lose their shim.
     #[error(
-        "{} of Affinode: end their containers first (`affinode ps`, `crictl pods`), containerd would lose them; --drain 10m waits for their end",
+        "{}: end the containers first (`affinode ps`, `crictl pods`), containerd would lose them; --drain 10m waits for their end",
         if *.0 == 1 { "1 shim runs".to_owned() } else { format!("{} shims run", .0) }
     )]
     InUse(usize),
-    /// Jobs would be alone.
+    /// Running jobs would lose their controller.
     #[error(
-        "{} of `affinode run`: end them first, one that is away may not come home without Affinode; --drain waits for their end",
+        "{} of `affinode run`: end the jobs first, an offloaded job may not be restored without Affinode; --drain waits for their end",
         if *.0 == 1 { "1 job runs".to_owned() } else { format!("{} jobs run", .0) }
     )]
     Jobs(usize),
-    /// Nothing to take off.
-    #[error("there is no record of an installation in {}: nothing is installed, or --state-dir was another then", .0.display())]
+    /// There is no record.
+    #[error("no record of an installation in {}: nothing is installed, or it was installed with another --state-dir", .0.display())]
     NotInstalled(PathBuf),
 }
 
-/// What was done, or would be, line by line. None: everything is in place.
+/// The steps that were or would be done, one per line; empty: everything is in place.
 pub type Steps = Vec<String>;
 
-/// Goes to the node whose root is `root`, from a container: from here on all paths of this
-/// process are the node's, and what it runs is.
+/// Enters the root file system of the node from a container: all paths and programs of this process
+/// are then the node's.
 ///
 /// # Errors
-/// [`InstallError::HostRoot`].
+/// [`InstallError::HostRoot`]: a right is missing.
 pub fn enter(root: &Path) -> Result<(), InstallError> {
     let failed = |source| InstallError::HostRoot { root: root.to_owned(), source };
     std::os::unix::fs::chroot(root).map_err(failed)?;
     std::env::set_current_dir("/").map_err(failed)
 }
 
-/// Installs.
+/// Installs Affinode.
 ///
 /// # Errors
-/// [`InstallError`]; containerd's configuration is as it was then.
+/// [`InstallError`]: containerd's configuration was restored.
 pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, InstallError> {
     let name = &options.runtime_name;
     if name.is_empty() || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b)) {
@@ -176,7 +175,7 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let before = node.dump()?;
     let restart = node.way(&options.restart);
     let (edit, restarts) = match older.as_ref().filter(|older| node.has_block(older)) {
-        // Ours is there already: a new version has the same handler.
+        // The handler exists already: a new version uses the same one.
         Some(older) => (None, !older.settled),
         None => {
             let shim = options.prefix.join("bin").join(SHIM);
@@ -214,7 +213,7 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let change = InstallEffect { node: &node, before: &before, restart: &restart, options };
     let made = put(&change, &changes, edit.as_ref(), restarts);
     if made.is_err() && fresh {
-        // Nothing of ours was there before, and nothing is now.
+        // It was a first installation: all its files are removed again.
         for change in &changes {
             files::remove(change.to())?;
         }
@@ -225,15 +224,14 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     record.settled = true;
     record.write(&options.state_dir)?;
     for controller in &controllers {
-        // One that cannot be ended goes on: doctor tells of it.
+        // A controller that cannot be ended continues; `affinode doctor` reports it.
         let _ = process::end(controller, false);
     }
     Ok(steps)
 }
 
-/// What an installer left that was killed at its work: files half written; a handler that
-/// containerd may not have been restarted with, and that nobody has compared. And a handler in a
-/// file whose place another has taken since.
+/// Removes what a killed installer left: partly written files, a handler that was not compared and
+/// that containerd may not have loaded, and a handler in a file that is no longer read.
 fn heal(
     options: &InstallOptions,
     older: Option<&InstallRecord>,
@@ -257,7 +255,7 @@ fn tidy(options: &InstallOptions, record: Option<&InstallRecord>) -> Result<(), 
     listed.chain(added).chain([own]).try_for_each(|path| files::tidy(&path))
 }
 
-/// What a change of the configuration is carried out and judged by.
+/// What a change of the configuration needs.
 struct InstallEffect<'a> {
     node: &'a ContainerdNode,
     before: &'a toml::Table,
@@ -283,7 +281,7 @@ fn put(
 }
 
 impl InstallEffect<'_> {
-    /// Edits the file, or leaves it as it was.
+    /// Edits the file, or restores it on an error.
     fn edit(&self, edit: &ConfigEdit, ours: Option<&str>) -> Result<(), InstallError> {
         edit.make()?;
         if let Err(error) = self.settle(edit, ours) {
@@ -293,7 +291,7 @@ impl InstallEffect<'_> {
         Ok(())
     }
 
-    /// The file has changed: what containerd makes of it, and whether it comes back with it.
+    /// Checks containerd's configuration after the edit, and restarts it.
     fn settle(&self, edit: &ConfigEdit, ours: Option<&str>) -> Result<(), NodeError> {
         let differing =
             |after| block::only_handler_differs(self.before, after, edit.runtime_name());
@@ -304,7 +302,7 @@ impl InstallEffect<'_> {
             return Err(NodeError::Covered { name: name.into(), path });
         }
         self.node.restart(self.restart, ours)?;
-        // What is written at its start was only foreseen until now.
+        // A file that is rendered at the start could only be predicted until now.
         match self.restart {
             RestartRequest::Systemd { .. } => {
                 differing(&self.node.again()?.dump()?).map_err(NodeError::Rendered)
@@ -314,10 +312,10 @@ impl InstallEffect<'_> {
     }
 }
 
-/// Takes off what [`install`] put there.
+/// Removes what [`install`] installed.
 ///
 /// # Errors
-/// [`InstallError`].
+/// [`InstallError`]: nothing is installed, or it is in use, or a file cannot be changed.
 pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     let mut lock = lock(options)?;
     let Some(record) = InstallRecord::read(&options.state_dir)? else {
@@ -361,7 +359,7 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     Ok(steps)
 }
 
-/// Who only looks takes none.
+/// A dry run takes no lock.
 fn lock(options: &InstallOptions) -> Result<Option<InstallLock>, InstallError> {
     if options.dry_run { Ok(None) } else { InstallLock::take(&options.state_dir).map(Some) }
 }

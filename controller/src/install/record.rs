@@ -1,4 +1,4 @@
-//! What was installed, for whoever takes it off.
+//! The record of what was installed, for the uninstallation.
 
 use std::{
     fs, io,
@@ -16,26 +16,26 @@ use super::{
 const FILE: &str = "install.json";
 const VERSION: u32 = 1;
 
-/// Whether something is installed.
+/// Whether a folder has a record.
 pub fn exists(folder: &Path) -> bool {
     folder.join(FILE).exists()
 }
 
-/// What was put where.
+/// The installed files, and the block in containerd's file.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InstallRecord {
     version: u32,
     files: Vec<InstalledFile>,
-    /// Folders that were made for them, each after the one that it is in.
+    /// Folders that were created, each after its parent.
     #[serde(default)]
     pub folders: Vec<PathBuf>,
-    /// containerd has taken note of it.
+    /// Whether containerd has loaded the handler.
     pub settled: bool,
-    /// That containerd's socket.
+    /// Socket of that containerd.
     #[serde(default)]
     pub containerd: Option<PathBuf>,
-    /// What was added to containerd's configuration.
+    /// The block in containerd's configuration.
     pub block: Option<AddedBlock>,
 }
 
@@ -46,34 +46,31 @@ struct InstalledFile {
     sha256: String,
 }
 
-/// Why it cannot be read or written.
+/// Why the record cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
-    /// The file.
+    /// The file cannot be read or written.
     #[error("cannot {action} {}{}", path.display(), super::advice(source, super::ANOTHER_PLACE))]
     Io {
         /// What was tried.
         action: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
         #[source]
         source: io::Error,
     },
-    /// Another program wrote it.
-    #[error("{} is not understood", path.display())]
+    /// The content is not a record of this version.
+    #[error("{} is not a valid record of an installation", path.display())]
     Content {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: serde_json::Error,
     },
 }
 
 impl InstallRecord {
-    /// What will be there when the installation is done. What an earlier one added to
-    /// containerd's file stays recorded.
+    /// The record of a finished installation. The block of an earlier installation stays recorded.
     pub fn of(
         prefix: &Path,
         source: &SourceFile,
@@ -87,7 +84,7 @@ impl InstallRecord {
         }
         let mut block = edit.map(|edit| edit.added.clone());
         let mut folders = made.to_vec();
-        // containerd knows a handler that stays as it is.
+        // containerd has loaded a handler that is not changed.
         let settled = edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
         let containerd = older.as_ref().and_then(|older| older.containerd.clone());
         if let Some(older) = older {
@@ -100,7 +97,7 @@ impl InstallRecord {
         InstallRecord { version: VERSION, files, folders, settled, containerd, block }
     }
 
-    /// Reads it; `None` where nothing is installed.
+    /// Reads the record; `None` if nothing is installed.
     pub fn read(folder: &Path) -> Result<Option<InstallRecord>, RecordError> {
         let path = folder.join(FILE);
         let text = match fs::read(&path) {
@@ -114,7 +111,7 @@ impl InstallRecord {
         }
     }
 
-    /// Writes it.
+    /// Writes the record.
     pub fn write(&self, folder: &Path) -> Result<(), RecordError> {
         let path = folder.join(FILE);
         let text = serde_json::to_vec_pretty(self)
@@ -126,23 +123,23 @@ impl InstallRecord {
         })
     }
 
-    /// Removes it: nothing is installed any more.
+    /// Removes the record: nothing is installed then.
     pub fn remove(&self, folder: &Path) -> Result<(), RecordError> {
         let path = folder.join(FILE);
         fs::remove_file(&path).map_err(|source| RecordError::Io { action: "remove", path, source })
     }
 
-    /// The record's own file.
+    /// Path of the record's file.
     pub fn file(folder: &Path) -> PathBuf {
         folder.join(FILE)
     }
 
-    /// Every file that was installed, with the SHA-256 that it had.
+    /// Every installed file with its SHA-256.
     pub fn listed(&self) -> impl Iterator<Item = (&Path, &str)> {
         self.files.iter().map(|file| (file.path.as_path(), file.sha256.as_str()))
     }
 
-    /// Files that are as they were installed, and those that are others by now.
+    /// The files that are unchanged, and those that were changed since.
     pub fn files(&self) -> Result<(Vec<PathBuf>, Vec<PathBuf>), FileError> {
         let there = self.files.iter().filter(|file| file.path.exists());
         let mut known = Vec::new();

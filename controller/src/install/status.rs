@@ -1,4 +1,4 @@
-//! What is there of an installation.
+//! The status of an installation.
 
 use std::{fs, path::PathBuf, time::SystemTime};
 
@@ -9,71 +9,69 @@ use super::{
     record::InstallRecord,
 };
 
-/// An installation, looked at.
+/// What is installed, and whether it is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct InstallStatus {
-    /// Each file that was installed.
+    /// The status of each installed file.
     pub files: Vec<FileStatus>,
     /// The handler in containerd's configuration.
     pub handler: Option<HandlerStatus>,
-    /// Containers' shims of this installation that run.
+    /// Number of running shims of this installation.
     pub running_shims: usize,
-    /// Nothing of it is other than it was installed.
+    /// Whether everything is unchanged and served by containerd.
     pub in_place: bool,
 }
 
-/// A file.
+/// The status of one installed file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct FileStatus {
-    /// Where it is.
+    /// Path of the file.
     pub path: PathBuf,
-    /// How it is.
     pub state: FileState,
 }
 
-/// How an installed file is.
+/// State of an installed file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FileState {
-    /// As it was installed.
+    /// The file is unchanged.
     InPlace,
-    /// Another by now.
+    /// The content was changed.
     Changed,
-    /// Gone.
+    /// The file does not exist.
     Missing,
 }
 
-/// The handler.
+/// The status of the handler.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HandlerStatus {
-    /// Its name.
+    /// Name of the handler.
     pub name: String,
-    /// containerd's file.
+    /// Path of containerd's file.
     pub config_file: PathBuf,
-    /// How it is.
     pub state: HandlerState,
 }
 
-/// How a handler is.
+/// State of a handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HandlerState {
-    /// containerd serves it.
+    /// containerd serves the handler.
     Served,
-    /// It is in the file, and containerd has not been restarted since the file was written.
+    /// The handler is in the file, and containerd has not been restarted since it was written.
     RestartNeeded,
-    /// It is in the file, and containerd's configuration does not come from that file any more.
+    /// The handler is in the file, and containerd does not read that file any longer.
     NotRead,
-    /// It is in the file, and no containerd runs.
+    /// The handler is in the file, and no containerd runs.
     NoContainerd,
-    /// The file has it no more, or not as it was written.
+    /// The handler was removed from the file, or was changed.
     Changed,
 }
 
-/// Looks at what the record says is there. `None`: nothing is installed.
+/// Compares the node with the record; `None`: nothing is installed.
 ///
 /// # Errors
-/// [`InstallError`] when record or files cannot be read.
+/// [`InstallError`]: the record or a file cannot be read.
 pub fn status(options: &InstallOptions) -> Result<Option<InstallStatus>, InstallError> {
     let Some(record) = InstallRecord::read(&options.state_dir)? else { return Ok(None) };
     let mut seen = Vec::new();

@@ -1,13 +1,14 @@
-//! Which file the handler goes into.
+//! The file into which the handler is written.
 //!
-//! | who starts containerd | file |
+//! | containerd is started by | file |
 //! | --- | --- |
-//! | a distribution, or you | the one that containerd was started with; with 1.x the last one that it imports and that says something of CRI |
-//! | k3s, rke2, which write that one anew at each start | one in the folder `config-v3.toml.d` that it imports as newer ones do, else the template that it is made from |
+//! | a distribution, or the operator | the file that containerd was started with; with 1.x the last imported file that configures CRI |
+//! | k3s, rke2, which render that file at each start | a file in the folder `config-v3.toml.d` if containerd imports it (newer releases), else the template |
 //!
-//! Up to containerd 1.7 a file that is imported takes the place of the whole section that it names
-//! a key of (NVIDIA's toolkit adds such files): what stands elsewhere does not count, and what we
-//! would add in a file of our own would take the place of all the rest. So a folder is used from
+//! Up to containerd 1.7 an imported file replaces the whole section of which it sets a key
+//! (NVIDIA's toolkit adds such files): the same section in other files is ignored, and a drop-in of
+//! Affinode would replace all of it. So a drop-in is used only from version 3 of the configuration
+//! on.
 //! version 3 of the configuration on.
 
 use std::{
@@ -19,27 +20,28 @@ use toml::{Table, Value};
 
 use crate::doctor::handler::PLUGINS;
 
-/// Where k3s and rke2 keep containerd's file, below their folder of data.
+/// Path of containerd's file of k3s and rke2, below their data folder.
 const RENDERED: &str = "agent/etc/containerd/config.toml";
 const FOLDER_V3: &str = "config-v3.toml.d";
 const TEMPLATE_V3: &str = "config-v3.toml.tmpl";
 const TEMPLATE: &str = "config.toml.tmpl";
-/// Our file in that folder.
+/// Name of Affinode's file in that folder.
 const DROP_IN: &str = "affinode.toml";
 
-/// A file that containerd's configuration comes from.
+/// A file from which containerd's configuration is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InstallTarget {
-    /// The one that it was started with, or one that takes its place.
+    /// The file that containerd was started with, or an imported one that replaces it.
     Root(PathBuf),
-    /// One that it imports.
+    /// A file that it imports.
     DropIn(PathBuf),
-    /// One that it is made from when it starts.
+    /// The template from which its file is rendered at the start.
     Template(PathBuf),
 }
 
 impl InstallTarget {
-    /// For a containerd with this file, which says `own`, and which has read these files.
+    /// The target for a containerd with this file, whose content is `own`, and which imports these
+    /// files.
     pub fn of(file: &Path, own: &Table, imported: &[PathBuf]) -> InstallTarget {
         let folder = file.parent().unwrap_or(Path::new("/"));
         let version = own.get("version").and_then(Value::as_integer).unwrap_or(1);
@@ -57,14 +59,14 @@ impl InstallTarget {
             return InstallTarget::DropIn(drop_ins.join(DROP_IN));
         }
         let (newer, older) = (folder.join(TEMPLATE_V3), folder.join(TEMPLATE));
-        // The older one is read where there is no newer one, whatever it is written in.
+        // The older template is read if there is no newer one, whatever its version.
         let newest = version >= 3 && (newer.exists() || !older.exists());
         InstallTarget::Template(if newest { newer } else { older })
     }
 
-    /// Whether a handler in this file reaches a containerd with that one. A template of k3s and
-    /// rke2 does also where they have learned to import a folder since; a file of the folder does
-    /// no more where an older k3s, or somebody's template, imports none.
+    /// Whether a handler in file `path` is read by a containerd with `file`. A template of k3s and
+    /// rke2 is still read after an upgrade to a release that imports a folder. A file of that
+    /// folder is not read after a downgrade, or with a template that imports none.
     pub fn is_read_by(path: &Path, file: &Path, own: &Table, imported: &[PathBuf]) -> bool {
         if InstallTarget::of(file, own, imported).path() == path {
             return true;
@@ -77,7 +79,7 @@ impl InstallTarget {
         file.ends_with(RENDERED) && template
     }
 
-    /// The file.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         match self {
             InstallTarget::Root(path)
@@ -102,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_takes_the_place_of_the_section_is_the_one() {
+    fn the_last_import_of_the_section_is_edited() {
         let folder = tempfile::tempdir().unwrap();
         let [root, first, second, other] =
             ["config.toml", "1.toml", "2.toml", "3.toml"].map(|name| folder.path().join(name));
@@ -117,12 +119,12 @@ mod tests {
             InstallTarget::of(&root, &own, &imported)
         };
         assert_eq!(of(2), InstallTarget::Root(second));
-        // From then on sections are merged.
+        // From this version on, sections are merged.
         assert_eq!(of(3), InstallTarget::Root(root.clone()));
     }
 
     #[test]
-    fn a_file_that_is_written_anew_at_each_start_is_left_alone() {
+    fn a_rendered_file_is_never_edited() {
         let root = tempfile::tempdir().unwrap();
         let folder = root.path().join("rke2/agent/etc/containerd");
         fs::create_dir_all(&folder).unwrap();
@@ -133,9 +135,9 @@ mod tests {
         let newer = InstallTarget::Template(folder.join(TEMPLATE_V3));
         let older = InstallTarget::Template(folder.join(TEMPLATE));
         assert_eq!(of(&file, "version = 3\nimports = [\"/etc/x/*.toml\"]"), newer);
-        // There a file that is imported would take the place of all that CRI is told.
+        // With this version an imported file would replace all of CRI's configuration.
         assert_eq!(of(&file, &import.replace('3', "2")), older);
-        // Another template in use: a new one would take its place.
+        // Another template is in use: a new one would replace it.
         fs::write(folder.join(TEMPLATE), "").unwrap();
         assert_eq!(of(&file, "version = 3"), older);
         fs::write(folder.join(TEMPLATE_V3), "").unwrap();

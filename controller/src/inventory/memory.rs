@@ -1,8 +1,8 @@
-//! The pools of host memory that an offload draws on. The driver moves VRAM into anonymous memory
-//! of the process itself, so the memory cgroup of the container pays; without room the
-//! kernel kills the process in the middle of the checkpoint. Every ancestor counts, and the node.
-//! Whether a pool has enough beside what others were promised is decided in
-//! [`crate::core::host_memory`].
+//! The pools of host memory that an offload uses. The driver moves VRAM into anonymous memory of
+//! the process itself, so the container's memory cgroup is charged; without free memory the kernel
+//! kills the process in the middle of the checkpoint. Every ancestor of the cgroup counts, and the
+//! node. [`crate::core::host_memory`] decides whether a pool has enough besides what is promised to
+//! others.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,32 +15,32 @@ use affinode_proto::reason::Reason;
 use super::process;
 use crate::core::host_memory::MemoryPool;
 
-/// What is kept free.
+/// The host memory that must stay free.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryRules {
-    /// Beside the VRAM, for each process, in bytes.
+    /// For each process besides its VRAM, in bytes.
     pub overhead_bytes: u64,
-    /// On the node, after the offload, in bytes; `None`: [`node_reserve_bytes`] of its memory.
+    /// On the node after the offload, in bytes; `None`: [`node_reserve_bytes`] of its memory.
     pub node_reserve_bytes: Option<u64>,
 }
 
-/// What stays free on a node of so much memory, in bytes: a sixteenth, at least 1 GiB. A node with
-/// more memory runs more that may take some of it while VRAM is copied.
+/// The reserve of a node with this much memory, in bytes: a sixteenth, at least 1 GiB. A node with
+/// more memory runs more processes that may allocate while VRAM is copied.
 #[must_use]
 pub fn node_reserve_bytes(total_bytes: u64) -> u64 {
     (total_bytes / 16).max(1 << 30)
 }
 
-/// What stays free below a cgroup's limit, in bytes: a sixty-fourth, at most 64 MiB.
+/// The reserve below a cgroup's limit, in bytes: a sixty-fourth, at most 64 MiB.
 fn group_reserve_bytes(limit_bytes: u64) -> u64 {
     (limit_bytes / 64).min(64 << 20)
 }
 
-/// The node and each limited memory cgroup that pays for moving these processes (pid, VRAM bytes)
-/// to host memory, with what is free there and what is needed.
+/// The node, and each limited memory cgroup that is charged for moving these processes (pid, VRAM
+/// bytes) to host memory, with its free memory and what is needed.
 ///
 /// # Errors
-/// A process that cannot be moved now, or figures that cannot be read.
+/// A process cannot be moved now, or a file of /proc or the cgroup cannot be read.
 pub fn pools(
     rules: MemoryRules,
     processes: &[(u32, u64)],
@@ -77,45 +77,12 @@ pub fn pools(
     Ok(pools)
 }
 
-/// Every pool that pays for moving a process with so much VRAM, with what that takes: whatever is
-/// free there, and whatever state the process is in.
-#[must_use]
-pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool> {
-    let need_bytes = vram_bytes.saturating_add(rules.overhead_bytes);
-    let groups = CgroupTree::of(pid).map(|tree| tree.memory_ancestors()).unwrap_or_default();
-    let names = groups.into_iter().map(|group| Some(group.display().to_string())).chain([None]);
-    names.map(|group| MemoryPool { group, free_bytes: 0, need_bytes }).collect()
-}
-
-/// The node and each limited memory cgroup that pays for these processes, with what may still be
-/// taken there before the kernel's out-of-memory killer is near: half of what was to stay free when
-/// the memory was promised. What cannot be read is left out.
-#[must_use]
-pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
-    let groups = pids.iter().filter_map(|pid| CgroupTree::of(*pid).ok());
-    let groups: BTreeSet<PathBuf> = groups.flat_map(|groups| groups.memory_ancestors()).collect();
-    let level = |group: &PathBuf| {
-        let (room, limit) = headroom(group)?;
-        Some(MemoryPool {
-            free_bytes: room.saturating_sub(group_reserve_bytes(limit) / 2),
-            group: Some(group.display().to_string()),
-            need_bytes: 0,
-        })
-    };
-    let node = || {
-        let reserve_bytes = reserve_in_force(rules.node_reserve_bytes).ok()?;
-        let free_bytes = available_bytes().ok()?.saturating_sub(reserve_bytes / 2);
-        Some(MemoryPool { group: None, free_bytes, need_bytes: 0 })
-    };
-    groups.iter().filter_map(level).chain(node()).collect()
-}
-
-/// Where a process is in the hierarchies that matter.
+/// The cgroups of a process in the hierarchies that matter.
 struct CgroupTree {
     memory: Option<PathBuf>,
     memory_root: PathBuf,
     freezer_v1: Option<PathBuf>,
-    /// In the hierarchy of version 2, which can freeze beside those of version 1, too.
+    /// In the hierarchy of version 2, which can freeze processes also beside those of version 1.
     unified: Option<PathBuf>,
     unified_root: PathBuf,
 }
@@ -127,7 +94,7 @@ impl CgroupTree {
 
     /// Lines are `id:controllers:path`; version 2 has id 0 and no controllers.
     fn parse(text: &str, root: &Path) -> CgroupTree {
-        // Where both versions are mounted, version 2 is below.
+        // If both versions are mounted, version 2 is in a subfolder.
         let hybrid = !root.join("cgroup.controllers").exists();
         let unified_root = if hybrid { root.join("unified") } else { root.to_owned() };
         let mut groups = CgroupTree {
@@ -173,7 +140,7 @@ impl CgroupTree {
     fn is_frozen(&self) -> bool {
         let v1 =
             self.freezer_v1.as_ref().and_then(|p| fs::read_to_string(p.join("freezer.state")).ok());
-        // Whoever freezes an ancestor freezes all below.
+        // A frozen ancestor freezes all groups below it.
         let v2 = self.unified.iter().flat_map(|group| group.ancestors()).any(|group| {
             group.starts_with(&self.unified_root)
                 && fs::read_to_string(group.join("cgroup.freeze"))
@@ -183,8 +150,8 @@ impl CgroupTree {
     }
 }
 
-/// Bytes that a group may still take, and its limit; `None` when it has no limit. Page cache that
-/// can be dropped counts as room.
+/// Free memory of a group and its limit, in bytes; `None` if it has no limit. Page cache that can
+/// be dropped counts as free.
 fn headroom(group: &Path) -> Option<(u64, u64)> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = match number("memory.max") {
@@ -200,20 +167,20 @@ fn headroom(group: &Path) -> Option<(u64, u64)> {
     Some((limit.saturating_sub(usage.saturating_sub(reclaimable)), limit))
 }
 
-/// Host memory that offloads may still take on this node, in steps that do not move with
-/// every page that somebody takes; 0 where it cannot be read.
+/// Host memory of this node that is free for offloads, in steps of 256 MiB, so that small
+/// allocations do not change it; 0 if it cannot be read.
 #[must_use]
 pub fn room_bytes(reserve_bytes: Option<u64>) -> u64 {
     const STEP: u64 = 256 << 20;
     free_node_bytes(reserve_bytes).unwrap_or(0) / STEP * STEP
 }
 
-/// What is available on the node beyond the reserve, in bytes.
+/// Available memory of the node minus the reserve, in bytes.
 fn free_node_bytes(reserve_bytes: Option<u64>) -> io::Result<u64> {
     Ok(available_bytes()?.saturating_sub(reserve_in_force(reserve_bytes)?))
 }
 
-/// What stays free on this node, in bytes: as configured, else by its memory.
+/// The reserve of this node in bytes: as configured, else by its memory.
 ///
 /// # Errors
 /// /proc/meminfo cannot be read.
@@ -227,7 +194,7 @@ pub fn reserve_in_force(configured_bytes: Option<u64>) -> io::Result<u64> {
     }
 }
 
-/// Host memory that can be taken without swapping.
+/// Host memory that can be allocated without swapping, in bytes.
 ///
 /// # Errors
 /// /proc/meminfo cannot be read.
@@ -265,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_is_frozen_with_its_ancestor_in_either_layout() {
+    fn a_frozen_ancestor_freezes_its_groups() {
         for (unified, text) in [("", "0::/pod/abc\n"), ("unified", "4:memory:/x\n0::/pod/abc\n")] {
             let root = tempfile::tempdir().unwrap();
             if unified.is_empty() {
@@ -282,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn headroom_counts_what_can_be_dropped_and_no_limit_is_no_limit() {
+    fn headroom_includes_droppable_page_cache() {
         let group = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| fs::write(group.path().join(name), text).unwrap();
         write("memory.max", "max\n");
@@ -341,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn the_room_of_the_node_is_what_is_available_less_the_reserve() {
+    fn free_memory_excludes_the_reserve() {
         let room = room_bytes(Some(0));
         assert!(room > 0 && room <= available_bytes().unwrap() + (1 << 30), "{room}");
         assert_eq!(room_bytes(Some(u64::MAX)), 0);

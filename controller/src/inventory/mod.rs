@@ -1,6 +1,6 @@
-//! What the machine says: devices ([`nvml`]), processes ([`process`]), memory
-//! ([`memory`]). One thread asks ([`Inventory`]), so that a slow driver never holds up
-//! the task that decides; another asks what runs on the devices ([`process_utilization`]).
+//! Readings of the machine: GPUs ([`nvml`]), processes ([`process`]), host memory ([`memory`]). One
+//! thread reads them ([`Inventory`]), so that a slow driver never blocks the actor; another thread
+//! reads the utilization of processes ([`process_utilization`]).
 
 pub mod host_levels;
 pub mod memory;
@@ -19,47 +19,47 @@ use crate::core::{
 };
 use memory::MemoryRules;
 
-/// A question.
+/// A request for readings.
 #[derive(Debug)]
 pub enum InventoryQuery {
-    /// Everything about every device.
+    /// All GPUs with their processes and utilization.
     Gpus,
-    /// Memory of every device, for a restore of this container; the number comes back.
+    /// The memory of all GPUs, as proof for a restore of this container; the number is returned.
     Prove(Key, u64),
-    /// Devices and host memory, for an offload of a container.
+    /// GPUs and host memory, for an offload of a container.
     Survey {
-        /// Which.
+        /// Key of the container.
         key: Key,
-        /// Its processes, and what each has.
+        /// Pids of its processes, each with its VRAM in bytes.
         processes: Vec<(u32, u64)>,
-        /// Everybody on a device who is managed, and copiers: they may share its cgroup.
+        /// Managed processes on the GPUs, and copiers: they may share the container's cgroup.
         known: Vec<u32>,
     },
 }
 
-/// An answer.
+/// A response with readings.
 #[derive(Debug)]
 pub enum InventoryResult {
-    /// To [`InventoryQuery::Gpus`].
+    /// The response to [`InventoryQuery::Gpus`].
     Gpus(Result<Vec<GpuSample>, String>),
-    /// Who had work running on a device, by [`process_utilization`].
+    /// The processes that used a GPU, from [`process_utilization`].
     Worked(Vec<Work>),
-    /// To [`InventoryQuery::Prove`].
+    /// The response to [`InventoryQuery::Prove`].
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
-    /// To [`InventoryQuery::Survey`].
+    /// The response to [`InventoryQuery::Survey`].
     Surveyed(Key, Survey),
     /// What is left of host memory for copies in progress, by [`host_levels`].
     HostLevels(Vec<Levels>),
 }
 
-/// The thread that asks.
+/// The thread that reads the machine.
 #[derive(Debug)]
 pub struct Inventory {
     questions: mpsc::Sender<InventoryQuery>,
 }
 
 impl Inventory {
-    /// Starts the thread. `tell` is called with each answer, in order.
+    /// Starts the thread. `tell` is called with each response, in order.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -78,9 +78,9 @@ impl Inventory {
         Ok(Inventory { questions })
     }
 
-    /// Asks; the answer comes later.
+    /// Sends a request; the response is passed to `tell` later.
     pub fn ask(&self, question: InventoryQuery) {
-        // The thread ends with the last sender alone, so this cannot fail while we live.
+        // The thread ends only with the last sender, so this cannot fail.
         let _ = self.questions.send(question);
     }
 }
@@ -115,7 +115,7 @@ fn host_pools(
     if let Some(stranger) = process::stranger(&ours, known, &on_gpu) {
         return Err((Reason::UnmanagedProcess, format!("process {stranger}")));
     }
-    // What NVML says now counts more than what was known when the question was asked.
+    // The current value of NVML may be higher than the one known before.
     let sizes: Vec<(u32, u64)> = processes
         .iter()
         .map(|(pid, known)| {

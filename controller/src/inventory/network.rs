@@ -1,13 +1,13 @@
-//! Connections that came in at the network of a process, by its own /proc/net: one small file
-//! of constant size, however many connections there are.
+//! Counts the TCP connections that came in at the network namespace of a process, from its
+//! /proc/net: one small file of constant size, however many connections there are.
 
 use std::{fs, io, io::Read, os::unix::fs::MetadataExt};
 
-/// The file has less than 2 KiB.
+/// Maximum bytes that are read; the file has less than 2 KiB.
 const MAX_BYTES: u64 = 16 << 10;
 
-/// How many TCP connections have come in at the network of a process since that was made;
-/// `None`: it uses our own network, where they may be anybody's.
+/// Number of TCP connections that came in at the network namespace of a process since it was
+/// created; `None`: the host's namespace, where they may belong to any process.
 ///
 /// # Errors
 /// The process is gone, or /proc is not readable.
@@ -22,16 +22,12 @@ pub fn connections(pid: u32) -> io::Result<Option<u64>> {
 fn count(pid: u32) -> io::Result<u64> {
     let mut text = String::new();
     fs::File::open(format!("/proc/{pid}/net/snmp"))?.take(MAX_BYTES).read_to_string(&mut text)?;
-    let strange = || {
-        io::Error::new(
-            io::ErrorKind::InvalidData,
-            format!("/proc/{pid}/net/snmp is not understood"),
-        )
-    };
+    let strange =
+        || io::Error::new(io::ErrorKind::InvalidData, format!("cannot parse /proc/{pid}/net/snmp"));
     passive_opens(&text).ok_or_else(strange)
 }
 
-/// Two lines begin with `Tcp:`, of names and of values.
+/// Two lines begin with `Tcp:`: one of names and one of values.
 fn passive_opens(text: &str) -> Option<u64> {
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp:"));
     let (names, values) = (lines.next()?, lines.next()?);
@@ -55,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_counted_and_our_own_network_is_not_looked_at() {
+    fn connections_of_the_host_are_not_counted() {
         let me = std::process::id();
         let before = count(me).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -1,5 +1,5 @@
-//! Devices, through NVML. The library is opened when it is first needed and again
-//! after a failure, so a driver that comes later, or is reloaded, is found.
+//! Reads GPUs through NVML. The library is opened when it is first needed, and again after a
+//! failure, so that a driver that is loaded or reloaded later is found.
 
 use std::time::{Duration, Instant};
 
@@ -13,13 +13,13 @@ use crate::core::{
     input::{GpuFigures, Work},
 };
 
-/// How long a library that could not be opened is left alone.
+/// Time between two attempts to open the library.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// How far back work counts: samples are a second apart at most.
+/// Maximum age of a utilization sample: samples are at most a second apart.
 const RECENT_US: u64 = 1_200_000;
 
-/// NVML, when it is there.
+/// NVML, opened when it is available.
 #[derive(Debug)]
 pub struct NvmlDevices {
     library: String,
@@ -28,27 +28,27 @@ pub struct NvmlDevices {
 }
 
 impl NvmlDevices {
-    /// Names the library; opens nothing yet.
+    /// Stores the name of the library; opens nothing yet.
     #[must_use]
     pub fn new(library: String) -> NvmlDevices {
         NvmlDevices { library, nvml: None, failed: None }
     }
 
-    /// Reads every device; its processes and utilisation only when `whole`.
+    /// Reads every GPU; its processes and utilization only if `whole`.
     ///
     /// # Errors
-    /// Why NVML cannot be read, for people.
+    /// NVML cannot be read; the text says why.
     pub fn read(&mut self, whole: bool) -> Result<Vec<GpuSample>, String> {
         self.attempt(|nvml| {
             (0..nvml.device_count()?).map(|index| read_device(nvml, index, whole)).collect()
         })
     }
 
-    /// Reads who had work running on a device just now; `now_us`: since 1970. A device that
-    /// does not tell (cut into MIG instances, not allowed, not supported) shows nobody.
+    /// Reads which processes used a GPU just now; `now_us` is since 1970. A GPU without such
+    /// figures (MIG, no permission, not supported) has no samples.
     ///
     /// # Errors
-    /// Why NVML cannot be read, for people.
+    /// NVML cannot be read; the text says why.
     pub fn read_work(&mut self, now_us: u64) -> Result<Vec<Work>, String> {
         self.attempt(|nvml| {
             let mut work = Vec::new();
@@ -91,12 +91,11 @@ impl NvmlDevices {
     }
 }
 
-/// What a sample says, if it is of work, and recent: what NVML keeps may be old or made of
-/// nothing.
+/// The work of a sample, if it is not empty and recent: NVML may keep old samples and empty ones.
 fn work_of(sample: &ProcessUtilizationSample, uuid: &str, now_us: u64) -> Option<Work> {
     let shares = [sample.sm_util, sample.mem_util, sample.enc_util, sample.dec_util];
     let percent = shares.into_iter().max().filter(|most| (1..=100).contains(most))?;
-    // A clock that is not ours would make old work new for ever.
+    // A timestamp ahead of our clock would count as recent for ever.
     let is_ahead = sample.timestamp > now_us.saturating_add(RECENT_US);
     let age_us = now_us.saturating_sub(sample.timestamp);
     let age_ms: Millis = (age_us <= RECENT_US && !is_ahead).then_some(age_us / 1_000)?;
@@ -110,10 +109,10 @@ fn read_device(nvml: &Nvml, index: u32, whole: bool) -> Result<GpuSample, NvmlEr
         index,
         uuid: device.uuid()?,
         minor: device.minor_number().ok(),
-        // A device that cannot be cut answers that it does not know the question.
+        // `nvmlDeviceGetMigMode` returns NOT_SUPPORTED on GPUs without MIG.
         mig: device.mig_mode().is_ok_and(|mode| mode.current != 0),
         total_bytes: memory.total,
-        // Not `used`: what the driver keeps for itself is in neither.
+        // Not `used`: memory that the driver reserves for itself is in neither figure.
         used_bytes: memory.total.saturating_sub(memory.free),
         ..GpuSample::default()
     };
@@ -144,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sample_is_of_work_that_ran_just_now_or_of_none() {
+    fn only_recent_samples_count_as_work() {
         const NOW: u64 = 1_000_000_000;
         let sample = |sm_util, mem_util, timestamp| {
             let (enc_util, dec_util) = (0, 0);

@@ -1,4 +1,4 @@
-//! What /proc says of a process.
+//! Reads /proc for processes.
 
 use std::{collections::HashSet, fs, io};
 
@@ -9,29 +9,29 @@ use rustix::{
 
 use crate::core::input::Identity;
 
-/// Who a pid is.
+/// The process with this pid.
 ///
 /// # Errors
-/// The process is gone, or /proc is not readable.
+/// The process has ended, or /proc cannot be read.
 pub fn identity(pid: u32) -> io::Result<Identity> {
     let stat = read_stat(pid)?;
     Ok(Identity { pid, start_ticks: stat.start_ticks, command: stat.command })
 }
 
-/// Whether the process of that pid and start time is still there.
+/// Whether the process with this pid and start time still exists.
 #[must_use]
 pub fn lives(pid: u32, start_ticks: u64) -> bool {
     identity(pid).is_ok_and(|now| now.start_ticks == start_ticks)
 }
 
-/// Asks a process to end, or kills it. One that is gone, or whose pid is another's by now, is
-/// left alone.
+/// Sends a process SIGTERM, or SIGKILL `by_force`. A process that has ended, or whose pid belongs
+/// to another process, gets no signal.
 ///
 /// # Errors
-/// The kernel does not let us.
+/// The kernel refuses the signal.
 pub fn end(who: &Identity, by_force: bool) -> io::Result<()> {
     let Some(pid) = i32::try_from(who.pid).ok().and_then(Pid::from_raw) else { return Ok(()) };
-    // The descriptor names one process: what is read after it is of that one, or of none.
+    // The descriptor names one process: what is read after it is of that process, or of none.
     let pidfd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
         Err(Errno::SRCH) => return Ok(()),
         opened => opened?,
@@ -46,8 +46,8 @@ pub fn end(who: &Identity, by_force: bool) -> io::Result<()> {
     }
 }
 
-/// What the `CLOCK_MONOTONIC` of a process shows more than ours, in milliseconds: not 0 in
-/// a time namespace.
+/// How far the `CLOCK_MONOTONIC` of a process is ahead of ours, in milliseconds: not 0 in a time
+/// namespace.
 #[must_use]
 pub fn clock_ahead_ms(pid: u32) -> i64 {
     let offsets = fs::read_to_string(format!("/proc/{pid}/timens_offsets")).unwrap_or_default();
@@ -62,21 +62,21 @@ fn monotonic_offset_ms(offsets: &str) -> Option<i64> {
     seconds.checked_mul(1_000)?.checked_add(nanoseconds / 1_000_000)
 }
 
-/// Whether a signal or debugger has stopped it.
+/// Whether a signal or a debugger has stopped the process.
 #[must_use]
 pub fn is_stopped(pid: u32) -> bool {
     read_stat(pid).is_ok_and(|stat| matches!(stat.state, 'T' | 't'))
 }
 
-/// The cgroup lines of a process, as /proc has them.
+/// The cgroup lines of a process, as in /proc.
 ///
 /// # Errors
-/// The process is gone, or /proc is not readable.
+/// The process has ended, or /proc cannot be read.
 pub fn cgroups(pid: u32) -> io::Result<String> {
     fs::read_to_string(format!("/proc/{pid}/cgroup"))
 }
 
-/// A process on a GPU that is in a cgroup of `ours`, but not one of them, and not known either.
+/// A process on a GPU in a cgroup of `ours` that is neither one of them nor known.
 #[must_use]
 pub fn stranger(ours: &[u32], known: &[u32], on_gpu: &[u32]) -> Option<u32> {
     let groups: HashSet<String> = ours.iter().filter_map(|pid| cgroups(*pid).ok()).collect();
@@ -94,14 +94,14 @@ struct ProcessStat {
 }
 
 fn read_stat(pid: u32) -> io::Result<ProcessStat> {
-    // A process chooses its name, of any bytes: one that is no text must not hide it.
+    // A process can choose a name of any bytes: a name that is not UTF-8 must not hide it.
     let bytes = fs::read(format!("/proc/{pid}/stat"))?;
     parse_stat(&String::from_utf8_lossy(&bytes)).ok_or_else(|| {
-        io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is not understood"))
+        io::Error::new(io::ErrorKind::InvalidData, format!("cannot parse /proc/{pid}/stat"))
     })
 }
 
-/// `pid (comm) state ppid …`; the command may hold spaces and brackets.
+/// The format is `pid (comm) state ppid …`; the command may contain spaces and brackets.
 fn parse_stat(text: &str) -> Option<ProcessStat> {
     let (open, close) = (text.find('(')?, text.rfind(')')?);
     let command = text.get(open + 1..close)?.to_owned();
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_whose_name_is_no_text_is_seen_and_can_be_ended() {
+    fn a_name_that_is_not_utf8_can_be_ended() {
         use std::os::unix::ffi::OsStrExt;
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join(std::ffi::OsStr::from_bytes(b"a\xff)\xfe"));
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_in_the_same_cgroup_is_a_stranger_unless_it_is_known() {
+    fn an_unknown_child_is_a_stranger() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let (me, it) = (std::process::id(), child.id());
         assert_eq!(stranger(&[me], &[], &[it]), Some(it));

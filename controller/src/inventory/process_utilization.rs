@@ -1,6 +1,6 @@
-//! Which processes had work running on a GPU just now, by NVML: what counters of calls do not
-//! show. A thread of its own asks, with one question on its way at most: where the driver
-//! answers late, or not at all, neither decisions nor proofs of free memory wait for it.
+//! Reads from NVML which processes used a GPU just now, which counters of calls do not show. A
+//! thread of its own reads, with at most one request pending: if the driver is slow, neither
+//! decisions nor proofs of free memory wait for it.
 
 use std::{
     sync::mpsc::{self, SyncSender},
@@ -10,14 +10,14 @@ use std::{
 use super::nvml::NvmlDevices;
 use crate::core::input::Work;
 
-/// The thread that asks.
+/// The thread that reads the utilization.
 #[derive(Debug)]
 pub struct ProcessUtilization {
     questions: SyncSender<()>,
 }
 
 impl ProcessUtilization {
-    /// Starts the thread. `tell` is called with each answer.
+    /// Starts the thread. `tell` is called with each reading.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -29,7 +29,7 @@ impl ProcessUtilization {
         std::thread::Builder::new().name("witness".into()).spawn(move || {
             let mut nvml = NvmlDevices::new(library);
             for () in asked {
-                // Where nobody can say, nothing is told, and what was told is forgotten soon.
+                // Without a reading nothing is reported, and the last one expires soon.
                 if let Ok(work) = nvml.read_work(unix_us()) {
                     tell(work);
                 }
@@ -38,13 +38,13 @@ impl ProcessUtilization {
         Ok(ProcessUtilization { questions })
     }
 
-    /// Asks, unless an answer is being waited for.
+    /// Requests a reading, unless one is pending.
     pub fn ask(&self) {
         let _ = self.questions.try_send(());
     }
 }
 
-/// The clock of NVML's samples.
+/// The clock of NVML's samples, in microseconds since 1970.
 fn unix_us() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)

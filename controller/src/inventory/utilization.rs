@@ -1,37 +1,38 @@
-//! How busy devices were over the last minute: NVML's figure is of a sixth of a second to
-//! a second, and jumps.
+//! The utilization of GPUs over the last minute: NVML's own figure covers a sixth of a second to a
+//! second, and fluctuates.
 
 use std::collections::{HashMap, VecDeque};
 
 use crate::core::{Millis, input::GpuSample};
 
-/// How far back.
+/// Length of the window.
 const WINDOW_MS: Millis = 60_000;
-/// A reading says nothing about more time than this before it.
+/// A reading counts for at most this time before it.
 const STALE_AFTER_MS: Millis = 10_000;
 
-/// Readings of the last minute, by device.
+/// Readings of the last minute, by UUID of the GPU.
 #[derive(Debug, Default)]
 pub struct GpuUtilization {
     devices: HashMap<String, VecDeque<(Millis, u32)>>,
 }
 
 impl GpuUtilization {
-    /// Notes a reading of all devices.
+    /// Records a reading of all GPUs.
     pub fn note(&mut self, now: Millis, gpus: &[GpuSample]) {
         self.devices.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
         for gpu in gpus {
             let readings = self.devices.entry(gpu.uuid.clone()).or_default();
             readings.push_back((now, gpu.utilization_percent));
-            // One older than the window stays: it says since when the next one holds.
+            // One reading older than the window is kept: it is the start of the time for which the
+            // next one counts.
             while readings.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= WINDOW_MS) {
                 readings.pop_front();
             }
         }
     }
 
-    /// The mean over the last minute, in percent, each reading for the time since the one
-    /// before it.
+    /// The mean over the last minute in percent; each reading counts for the time since the
+    /// previous one.
     #[must_use]
     pub fn percent(&self, uuid: &str) -> u32 {
         let Some(readings) = self.devices.get(uuid) else { return 0 };
@@ -65,7 +66,7 @@ mod tests {
         busy.note(1_000, &gpu(0));
         busy.note(2_000, &gpu(60));
         assert_eq!(busy.percent("a"), 30);
-        // Three quick readings of a hasty moment do not outweigh a second.
+        // Three quick readings in a short time do not outweigh one second.
         for at in [2_100, 2_200, 2_300] {
             busy.note(at, &gpu(100));
         }
@@ -73,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_before_the_last_minute_is_forgotten_and_so_are_devices() {
+    fn old_readings_and_removed_gpus_are_dropped() {
         let mut busy = GpuUtilization::default();
         (0..60).for_each(|n| busy.note(n * 1_000, &gpu(100)));
         (60..122).for_each(|n| busy.note(n * 1_000, &gpu(0)));

@@ -1,9 +1,9 @@
-//! A job's folder: a container's, with what the next controller needs to know of it.
+//! The folder of a job: like a container's, with a record for the next controller.
 //!
 //! ```text
-//! containers/<key>/job.json   its announcement, for root alone
-//!                  job.lock   its user may read it; held by every process of the job
-//!                  mount/     root's, who writes in it; its user's group may pass: agent.sock, engine, hint, pressure
+//! containers/<key>/job.json   its announcement, readable by root only
+//!                  job.lock   readable by its user; locked by every process of the job
+//!                  mount/     owned by root; its user's group may enter: agent.sock, engine, hint, pressure
 //! ```
 
 use std::{
@@ -27,15 +27,15 @@ use serde::{Deserialize, Serialize};
 use super::{JobRequest, JobUser};
 use crate::core::Key;
 
-/// In the folder: the file whose lock is the job's life.
+/// The job exists as long as a process holds the lock of this file.
 pub const LOCK_FILE: &str = "job.lock";
 const RECORD_FILE: &str = "job.json";
-/// So long a job may take from its announcement to its lock.
+/// Time from the announcement of a job until it must hold its lock.
 const JOB_LOCK_TIMEOUT: Duration = Duration::from_secs(10);
-/// The largest record that is read.
+/// Maximum size of a record.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// What the next controller reads.
+/// The content of the record.
 #[derive(Debug, Serialize, Deserialize)]
 struct JobRecord {
     uid: u32,
@@ -52,10 +52,10 @@ pub struct JobFolder {
 }
 
 impl JobFolder {
-    /// Makes the folder of a job that was permitted, with a key that nobody can guess.
+    /// Creates the folder of a permitted job, with a key that cannot be guessed.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The folder cannot be written.
     pub fn make(run_dir: &Path, request: JobRequest, user: &JobUser) -> io::Result<JobFolder> {
         let mut random = [0; 16];
         File::open("/dev/urandom")?.read_exact(&mut random)?;
@@ -64,53 +64,54 @@ impl JobFolder {
         let containers = run_dir.join(paths::CONTAINERS_DIR);
         let job = JobFolder { path: containers.join(&text), key, uid: user.uid, request };
         fs::create_dir_all(job.mount())?;
-        // To be passed and not read: a folder that can be opened can be locked, as shims do.
+        // Users may enter these folders, not read them: a folder that can be opened can be locked,
+        // as shims do.
         for folder in [&containers, &job.path] {
             fs::set_permissions(folder, Permissions::from_mode(0o711))?;
         }
         let lock = File::create_new(job.lock())?;
         lock.set_permissions(Permissions::from_mode(0o400))?;
         let_read(&lock, user)?;
-        // Never the user's own: root makes files in it by name.
+        // Never owned by the user: root creates files in it by name.
         chown(job.mount(), None, Some(user.gid))?;
         fs::set_permissions(job.mount(), Permissions::from_mode(0o750))?;
         let record = JobRecord { uid: user.uid, request: job.request.clone() };
         let fresh = job.path.join(".job.json.new");
         fs::write(&fresh, serde_json::to_vec(&record)?)?;
         fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
-        // The last: a folder with a record is whole.
+        // Written last: a folder with a record is complete.
         fs::rename(fresh, job.path.join(RECORD_FILE))?;
         Ok(job)
     }
 
-    /// The job's key.
+    /// Key of the job.
     #[must_use]
     pub fn key(&self) -> &Key {
         &self.key
     }
 
-    /// Whose it is.
+    /// The uid of its user.
     #[must_use]
     pub fn uid(&self) -> u32 {
         self.uid
     }
 
-    /// The file whose lock is its life.
+    /// Path of its lock file.
     #[must_use]
     pub fn lock(&self) -> PathBuf {
         self.path.join(LOCK_FILE)
     }
 
-    /// The folder that its processes see.
+    /// Path of the folder that its processes use.
     #[must_use]
     pub fn mount(&self) -> PathBuf {
         self.path.join(paths::MOUNT_DIR)
     }
 
-    /// Leaves the word of an engine for the job's processes, as the shim does for a container's.
+    /// Writes the name of the engine for the job's processes, as the shim does for a container.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be written.
     pub fn write_engine(&self, word: &str) -> io::Result<()> {
         let fresh = self.mount().join(format!(".{}", paths::ENGINE_FILE));
         fs::write(&fresh, word)?;
@@ -118,7 +119,8 @@ impl JobFolder {
         fs::rename(fresh, self.mount().join(paths::ENGINE_FILE))
     }
 
-    /// The job as a container. Its bundle is its lock: gone when that is free.
+    /// The announcement of the job as a container. Its bundle is its lock file: the job is gone
+    /// when the lock is free.
     #[must_use]
     pub fn announcement(&self) -> Announcement {
         let key = self.key.to_string();
@@ -134,7 +136,7 @@ impl JobFolder {
     }
 }
 
-/// The jobs that earlier controllers took, and folders that are none any more.
+/// The jobs that earlier controllers granted, including those that have ended since.
 ///
 /// # Errors
 /// The folder of containers cannot be listed.
@@ -151,18 +153,19 @@ pub fn kept(run_dir: &Path) -> io::Result<Vec<JobFolder>> {
         match read(&path.join(RECORD_FILE)) {
             Ok(JobRecord { uid, request }) => jobs.push(JobFolder { path, key, uid, request }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => tracing::warn!(%error, "a job's record is left out: {}", path.display()),
+            Err(error) => tracing::warn!(%error, "job {name}: record ignored: {}", path.display()),
         }
     }
     Ok(jobs)
 }
 
-/// Lets a user read a file of root's. Never his own: he could write to it, in root's run directory.
+/// Lets a user read a file that root owns. The user must not own it, because an owner can write to
+/// it, in root's run directory.
 fn let_read(file: &File, user: &JobUser) -> io::Result<()> {
     const VERSION: u32 = 2;
     const READ: u16 = 4;
     const NOBODY: u32 = u32::MAX;
-    // As `linux/posix_acl.h` has them: the owner, a user, the group, the most that both may, all others.
+    // Entries of `linux/posix_acl.h`: the owner, a user, the group, the mask of both, all others.
     let entries = [
         (1, READ, NOBODY),
         (2, READ, user.uid),
@@ -177,7 +180,7 @@ fn let_read(file: &File, user: &JobUser) -> io::Result<()> {
     }
     let flags = rustix::fs::XattrFlags::empty();
     match rustix::fs::fsetxattr(file, "system.posix_acl_access", &list, flags) {
-        // No lists there: all of his group then, who could keep his job from ending.
+        // Without ACLs all users of the group may read, and could keep the job from ending.
         Err(Errno::OPNOTSUPP) => {
             std::os::unix::fs::fchown(file, None, Some(user.gid))?;
             file.set_permissions(Permissions::from_mode(0o440))
@@ -193,18 +196,18 @@ fn read(path: &Path) -> io::Result<JobRecord> {
     Ok(serde_json::from_slice(&fs::read(path)?)?)
 }
 
-/// How many jobs run, or may: of one that cannot be looked at it is not known that it has ended.
+/// Number of jobs that run, or may run: a job that cannot be examined may still run.
 #[must_use]
 pub fn running(run_dir: &Path) -> usize {
     let jobs = kept(run_dir).unwrap_or_default();
     jobs.iter().filter(|job| !unused(&job.lock())).count()
 }
 
-/// Whether nobody holds this lock any more, and nobody is about to take it. Unknown is no.
+/// Whether no process holds this lock, and none is about to take it. `false` if that is unknown.
 #[must_use]
 pub fn unused(lock: &Path) -> bool {
-    // Its user had a lease on it, perhaps, where an earlier controller made it his: an open that
-    // waits would wait for him.
+    // The user may have a lease on it, if an earlier controller gave the file to the user: a
+    // blocking open would wait for the user.
     let open = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(lock);
     let Ok(file) = open else { return false };
     let age = file.metadata().and_then(|data| data.modified()).map(|made| made.elapsed());
@@ -222,12 +225,12 @@ mod tests {
         let request =
             JobRequest { name: "train".into(), namespace: "jobs".into(), ..JobRequest::default() };
         let (uid, gid) = (rustix::process::getuid(), rustix::process::getgid());
-        let user = JobUser { uid: uid.as_raw(), gid: gid.as_raw(), name: "somebody".into() };
+        let user = JobUser { uid: uid.as_raw(), gid: gid.as_raw(), name: "alice".into() };
         JobFolder::make(run_dir, request, &user).unwrap()
     }
 
     #[test]
-    fn the_next_controller_knows_the_job_by_the_same_key_and_names() {
+    fn the_next_controller_recalls_the_job() {
         let dir = tempfile::tempdir().unwrap();
         let job = job(dir.path());
         fs::create_dir(dir.path().join(paths::CONTAINERS_DIR).join("0".repeat(32))).unwrap();
@@ -238,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_is_over_when_its_lock_is_free_and_not_before_it_could_be_taken() {
+    fn a_job_ends_when_its_lock_is_free() {
         let dir = tempfile::tempdir().unwrap();
         let job = job(dir.path());
         assert!(!unused(&job.lock()), "it was just born");
@@ -256,14 +259,14 @@ mod tests {
     }
 
     #[test]
-    fn its_user_can_hold_a_jobs_lock_and_nobody_else_and_he_cannot_write_to_it() {
+    fn only_the_user_can_hold_a_jobs_lock() {
         if !rustix::process::geteuid().is_root() {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), Permissions::from_mode(0o711)).unwrap();
         let request = JobRequest { name: "train".into(), ..JobRequest::default() };
-        let user = JobUser { uid: 4711, gid: 4712, name: "somebody".into() };
+        let user = JobUser { uid: 4711, gid: 4712, name: "alice".into() };
         let job = JobFolder::make(dir.path(), request, &user).unwrap();
         let can = |uid, gid, what: &str| {
             use std::os::unix::process::CommandExt;
@@ -274,23 +277,23 @@ mod tests {
         assert!(can(4711, 4712, "exec <\"$1\""), "its user");
         assert!(!can(4711, 4712, "chmod u+w \"$1\""), "it is not his");
         assert!(!can(4711, 4712, "exec >>\"$1\""));
-        assert!(!can(4713, 4714, "exec <\"$1\""), "somebody else");
+        assert!(!can(4713, 4714, "exec <\"$1\""), "another user");
     }
 
-    /// The kernel lets who opens such a file wait for its user, 45 s and again.
+    /// The kernel lets a process that opens such a file wait up to 45 s for the lease's holder.
     #[test]
-    fn a_lease_of_its_user_keeps_nobody_waiting() {
+    fn a_lease_of_the_user_does_not_block() {
         let dir = tempfile::tempdir().unwrap();
         let job = job(dir.path());
         let made = std::time::SystemTime::now() - 2 * JOB_LOCK_TIMEOUT;
         File::options().write(true).open(job.lock()).unwrap().set_modified(made).unwrap();
         let users = File::open(job.lock()).unwrap();
-        // Children of other tests have it open until they are programs.
+        // Children of other tests have the file open until their exec.
         while let Err(error) = crate::sys::lease(&users, true) {
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}");
             std::thread::yield_now();
         }
-        // Who waits finds it let go of, when the kernel has taken the lease away.
+        // A waiting open succeeds when the kernel has revoked the lease.
         assert!(!unused(&job.lock()), "its user has it");
         crate::sys::lease(&users, false).unwrap();
         while !unused(&job.lock()) {

@@ -2,18 +2,18 @@
 //! `affinode run` from a shell, systemd or a batch system.
 //!
 //! ```text
-//! affinode run ──jobs.sock: who, what──> allowed? ──> folder made, announced like a container
+//! affinode run ──jobs.sock: user, job──> allowed? ──> folder created, announced like a container
 //!      │  <──────── folder ─────────────────────────────┘
 //!      └─ holds the job's lock, becomes the program (exec); its children inherit the lock
-//! the last of them ends ──> the kernel lets the lock go ──> withdrawn, folder removed
+//! the last process ends ──> the kernel releases the lock ──> withdrawn, folder removed
 //! ```
 //!
-//! The lock outlives every controller and needs no process that waits: nothing that is
-//! killed leaves a job behind, and no death of a controller loses one. What a job is called is
-//! in its folder, for the next controller.
+//! The lock outlives every controller and needs no waiting process: a killed process leaves no job
+//! behind, and the death of a controller loses no job. The name of a job is in its folder, for the
+//! next controller.
 //!
-//! Who asks is known from the kernel. Others than root get what concerns themselves alone:
-//! a namespace of their own, and no annotation that takes from others.
+//! The kernel identifies the user of a request. Users other than root get only what concerns
+//! themselves: a namespace of their own, and no annotation that affects others.
 
 mod folder;
 mod socket;
@@ -25,64 +25,63 @@ use serde::{Deserialize, Serialize};
 pub use folder::{JobFolder, LOCK_FILE, kept, running, unused};
 pub use socket::{SOCKET, serve};
 
-/// Jobs of one user at a time.
+/// Maximum number of jobs of one user.
 pub const MAX_JOBS: usize = 256;
-/// Annotations of a job.
+/// Maximum number of annotations of a job.
 const MAX_ANNOTATIONS: usize = 16;
-/// The longest name, namespace or value.
+/// Maximum length of a name, namespace or value.
 const MAX_TEXT_BYTES: usize = 128;
-/// Before the names of annotations, which may be left out.
+/// Prefix of annotation names, which a request may omit.
 const PREFIX: &str = "affinode.io/";
-/// What a user may ask for his own jobs: nothing of it takes from others.
+/// Annotations that any user may set: none of them affects other jobs.
 const HARMLESS: [&str; 5] = ["offload", "idle-timeout", "engine", "on-oom", "on-oom-timeout"];
 
-/// What `affinode run` asks for.
+/// The request of `affinode run`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JobRequest {
-    /// What the job is called.
+    /// Name of the job.
     pub name: String,
-    /// Its namespace for rules; empty: the user's own.
+    /// Namespace for the rules of policy; empty: the user's own.
     #[serde(default)]
     pub namespace: String,
-    /// As of a container, with or without `affinode.io/`.
+    /// Annotations as of a container, with or without `affinode.io/`.
     #[serde(default)]
     pub annotations: BTreeMap<String, String>,
 }
 
-/// What it gets.
+/// The response to a request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum JobReply {
-    /// The job is known.
+    /// The job was granted.
     Granted {
         /// The folder with its socket, for its processes.
         folder: String,
-        /// The file whose lock is its life.
+        /// Path of the file whose lock the job holds.
         lock: String,
-        /// Annotations that were not understood.
+        /// Annotations that are invalid and ignored.
         warnings: Vec<String>,
     },
-    /// It is not, and why.
+    /// The job was refused; the text says why.
     Refused(String),
 }
 
-/// Who asks, by the kernel.
+/// The user of a request, identified by the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobUser {
-    /// Its number.
+    /// User id.
     pub uid: u32,
-    /// Its group.
+    /// Group id.
     pub gid: u32,
-    /// Its name, or the number where it has none.
+    /// User name, or the user id if it has no name.
     pub name: String,
 }
 
-/// Whether the user may have this job, and what it is then: the namespace is filled in and
-/// annotations have their full names.
+/// Checks a request; returns it with the namespace filled in and the full names of annotations.
 ///
 /// # Errors
-/// Why not, for people.
+/// Why the user may not run the job, in plain text.
 pub fn permit(
     request: JobRequest,
     user: &JobUser,
@@ -103,7 +102,7 @@ pub fn permit(
     };
     if !plain(&request.name) {
         return Err(format!(
-            "a job's name has letters, digits, '.', '_' and '-', {MAX_TEXT_BYTES} at most: {:?} is none",
+            "invalid job name {:?}: accepted: at most {MAX_TEXT_BYTES} letters, digits, '.', '_' and '-'",
             request.name
         ));
     }
@@ -112,27 +111,27 @@ pub fn permit(
         namespace if namespace.is_empty() || namespace == own => own,
         namespace if !root => {
             return Err(format!(
-                "jobs of user {} are in namespace {own}; {namespace:?} is for root to choose",
+                "jobs of user {} are in namespace {own}; only root may choose {namespace:?}",
                 user.name
             ));
         }
         namespace if plain(&namespace) => namespace,
-        namespace => return Err(format!("{namespace:?} is no namespace")),
+        namespace => return Err(format!("invalid namespace {namespace:?}")),
     };
     if request.annotations.len() > MAX_ANNOTATIONS {
-        return Err(format!("a job has {MAX_ANNOTATIONS} annotations at most"));
+        return Err(format!("a job may have at most {MAX_ANNOTATIONS} annotations"));
     }
     let mut annotations = BTreeMap::new();
     for (name, value) in request.annotations {
         let short = name.strip_prefix(PREFIX).unwrap_or(&name);
         if !root && !HARMLESS.contains(&short) {
             return Err(format!(
-                "annotation {short} is for root to choose; others may set {}",
+                "only root may set annotation {short}; other users may set {}",
                 HARMLESS.join(", ")
             ));
         }
         if !plain(short) || value.len() > MAX_TEXT_BYTES {
-            return Err(format!("annotation {short:?} is too long, or no name"));
+            return Err(format!("annotation {short:?} is invalid or too long"));
         }
         annotations.insert(format!("{PREFIX}{short}"), value);
     }

@@ -1,5 +1,5 @@
-//! The socket that takes jobs: a line of JSON in, a line out. Everybody may knock; who it is
-//! the kernel says.
+//! The socket for job requests: one line of JSON in, one line out. Every user may connect; the
+//! kernel identifies the user.
 
 use std::{io, os::unix::net, sync::Arc, time::Duration};
 
@@ -12,16 +12,17 @@ use tokio::{
 use super::{JobReply, JobRequest, JobUser};
 use crate::{daemon::Command, isolated_runtime::IsolatedRuntime, sys};
 
-/// Below the run directory: where jobs are taken.
+/// Name of the socket in the run directory.
 pub const SOCKET: &str = "jobs.sock";
-/// The longest request in bytes.
+/// Maximum size of a request in bytes.
 const MAX_BYTES: u64 = 16 << 10;
-/// How long a request may take to come, and an answer to go.
+/// Timeout for receiving a request and sending its response.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// Requests at a time; others wait in the kernel's backlog.
+/// Maximum number of requests at a time; others wait in the kernel's backlog.
 const AT_A_TIME: usize = 16;
 
-/// Takes jobs until what is returned is dropped, where nobody waits but who asks for jobs.
+/// Serves requests until the returned runtime is dropped, on a thread that only serves job
+/// requests.
 ///
 /// # Errors
 /// The runtime cannot watch the socket.
@@ -29,9 +30,9 @@ pub fn serve(
     listener: net::UnixListener,
     calls: mpsc::Sender<Command>,
 ) -> io::Result<IsolatedRuntime> {
-    // Before Linux 6.16 whoever sends one can keep others from jobs.
+    // Before Linux 6.16, a user who sends descriptors can delay the jobs of others.
     if let Err(error) = sys::refuse_descriptors(&listener) {
-        tracing::debug!(%error, "descriptors in a request cannot be refused by the kernel");
+        tracing::debug!(%error, "jobs: the kernel cannot reject descriptors in requests");
     }
     let ward = IsolatedRuntime::begin("jobs")?;
     let listener = {
@@ -48,14 +49,14 @@ async fn accept(listener: UnixListener, calls: mpsc::Sender<Command>) {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::warn!(%error, "cannot accept who asks for a job");
+                tracing::warn!(%error, "jobs: cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 continue;
             }
         };
         let calls = calls.clone();
         tokio::spawn(async move {
-            // Whoever goes away in the middle has no job, or one that is soon over.
+            // A client that disconnects has no job, or one that ends soon.
             let _ = tokio::time::timeout(REQUEST_TIMEOUT, answer(stream, calls)).await;
             drop(place);
         });
@@ -69,7 +70,7 @@ async fn answer(stream: UnixStream, calls: mpsc::Sender<Command>) -> io::Result<
     BufReader::new(read.take(MAX_BYTES)).read_line(&mut line).await?;
     let reply = match serde_json::from_str::<JobRequest>(&line) {
         Ok(request) => ask(request, (peer.uid(), peer.gid()), calls).await,
-        Err(error) => JobReply::Refused(format!("the request is not understood: {error}")),
+        Err(error) => JobReply::Refused(format!("invalid request: {error}")),
     };
     let mut text = serde_json::to_string(&reply)?;
     text.push('\n');
@@ -81,7 +82,7 @@ async fn ask(
     (uid, gid): (u32, u32),
     calls: mpsc::Sender<Command>,
 ) -> JobReply {
-    // The user database may be slow; containers do not wait for it.
+    // The user database may be slow; the actor must not wait for it.
     let known = tokio::task::spawn_blocking(move || {
         nix::unistd::User::from_uid(nix::unistd::Uid::from_raw(uid)).ok().flatten()
     });
@@ -108,10 +109,10 @@ mod tests {
     use super::*;
     use crate::isolated_runtime::tests::LingeringTask;
 
-    /// The kernel lets go of a descriptor that nobody has taken in the thread that reads: of this
-    /// one when its peer has read, or after so long.
+    /// The kernel closes unread descriptors in the thread that reads: this one when its peer has
+    /// read, or after a timeout.
     #[test]
-    fn who_sends_a_descriptor_keeps_nobody_waiting_but_who_asks_for_jobs() {
+    fn a_sent_descriptor_delays_only_jobs() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(SOCKET);
         let listener = net::UnixListener::bind(&path).unwrap();
@@ -132,7 +133,7 @@ mod tests {
         assert_eq!(sent.is_err(), refuses);
         if !refuses {
             lingering.let_go();
-            // The task that decides is not the one that reads.
+            // The actor is not the thread that reads.
             runtime.block_on(async {
                 while lingering.is_open() {
                     tokio::task::yield_now().await;

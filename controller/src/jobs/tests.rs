@@ -14,7 +14,7 @@ fn asked(namespace: &str, annotation: Option<&str>) -> JobRequest {
 }
 
 #[test]
-fn only_root_and_who_is_listed_may_run_jobs() {
+fn only_root_and_listed_users_may_run_jobs() {
     let (root, alice) = (user(0, "root"), user(1000, "alice"));
     assert!(permit(asked("", None), &root, &[]).is_ok());
     let refused = permit(asked("", None), &alice, &["bob".into()]).unwrap_err();
@@ -26,7 +26,7 @@ fn only_root_and_who_is_listed_may_run_jobs() {
 }
 
 #[test]
-fn nobody_but_root_takes_anothers_namespace_or_asks_for_what_others_have() {
+fn only_root_may_choose_a_namespace() {
     let (root, alice, allowed) = (user(0, "root"), user(1000, "alice"), ["*".to_owned()]);
     assert_eq!(permit(asked("ml", None), &root, &[]).unwrap().namespace, "ml");
     for (namespace, annotation) in [

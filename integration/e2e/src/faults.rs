@@ -183,7 +183,7 @@ fn broken_import(world: &Testbed) -> Result<String> {
             ensure!(output.status.code() == Some(1), "{verb} of {import}: {:?}", output.status);
         }
         said = scene.installation.refused("install", &["--restart-mode", "none"])?;
-        tells(&said, &["does not understand its configuration", "nothing was changed"])?;
+        tells(&said, &["cannot read its configuration", "nothing was changed"])?;
         scene.is_as_before()?;
     }
     fs::remove_file(&broken)?;
@@ -207,7 +207,7 @@ fn second_installer(world: &Testbed) -> Result<String> {
     let (_, restarts) = installation.served(|| installation.done("install", &[]), restart)?;
     ensure!(restarts == 1, "{restarts} restarts");
     for said in &said {
-        tells(said, &["another affinode install or uninstall is at work"])?;
+        tells(said, &["another affinode install or uninstall is running"])?;
     }
     installation.done("status", &[])?;
     installation.restarted(|| installation.done("uninstall", &[]))?;

@@ -1,6 +1,6 @@
-//! The two questions to the Kubernetes API server: HTTPS with its own certificate authority,
-//! one connection each, bounded in number, size and time. Token and authority are files that
-//! others renew, so both are read at each question.
+//! The two requests to the Kubernetes API server: HTTPS with its own certificate authority, one
+//! connection per request, with limits of number, size and time. The files of token and authority
+//! may be renewed at any time, so both are read for each request.
 
 use std::{io, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -22,93 +22,89 @@ use tokio_rustls::{
 use super::super::guard::AccessRule;
 use crate::config::KubernetesSection;
 
-/// Questions at a time; more wait within their own time.
+/// Maximum number of requests at a time; further ones wait within their own timeout.
 const MAX_CONCURRENT_REVIEWS: usize = 8;
-/// Time for a question, waiting included.
+/// Timeout of a request, including the wait.
 const TIME: Duration = Duration::from_secs(5);
-/// Bytes of an answer.
+/// Maximum size of a response in bytes.
 const ANSWER_BYTES: usize = 64 << 10;
-/// Characters of a user's name in events and logs.
+/// Maximum length of a user's name, which appears in events and logs.
 const NAME_CHARS: usize = 256;
 
-/// Why the API server could not be asked.
+/// Why a review failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReviewError {
-    /// A file of the configuration.
-    #[error("cannot read {path}, which http.kubernetes.{key} names")]
+    /// A file of the configuration cannot be read.
+    #[error("cannot read {path} (http.kubernetes.{key})")]
     File {
-        /// The key of the configuration.
+        /// Key in section `[http.kubernetes]`.
         key: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// What is in the file is no certificate.
-    #[error("{path}, which http.kubernetes.ca_file names, has no certificate that can be used")]
+    /// The file of the authority has no usable certificate.
+    #[error("{path} (http.kubernetes.ca_file) has no usable certificate")]
     Authority {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// No connection, or none that can be trusted.
+    /// The connection failed, or the server's certificate is not trusted.
     #[error("cannot connect to {server}")]
     Connect {
         /// Host and port.
         server: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// The connection broke.
-    #[error("{server} did not answer a {kind}")]
+    /// The connection ended before the response.
+    #[error("no response of {server} to a {kind}")]
     Broken {
         /// Host and port.
         server: String,
-        /// What was asked.
+        /// Kind of the review.
         kind: &'static str,
-        /// Why.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// It took too long.
-    #[error("{server} did not answer a {kind} within {} s", TIME.as_secs())]
+    /// The response did not arrive in time.
+    #[error("no response of {server} to a {kind} within {} s", TIME.as_secs())]
     Late {
         /// Host and port.
         server: String,
-        /// What was asked.
+        /// Kind of the review.
         kind: &'static str,
     },
-    /// It says no to the question itself.
+    /// The server refused the request itself.
     #[error(
-        "{server} answered a {kind} with {status}: the token in http.kubernetes.token_file needs the ClusterRole system:auth-delegator"
+        "{server} refused a {kind} with status {status}: the token in http.kubernetes.token_file needs the ClusterRole system:auth-delegator"
     )]
     Status {
         /// Host and port.
         server: String,
-        /// What was asked.
+        /// Kind of the review.
         kind: &'static str,
-        /// Its answer.
+        /// HTTP status of the response.
         status: StatusCode,
     },
-    /// It says something else.
-    #[error("{server} answered a {kind} with something that is none")]
+    /// The response is not a review.
+    #[error("the response of {server} to a {kind} is invalid")]
     Answer {
         /// Host and port.
         server: String,
-        /// What was asked.
+        /// Kind of the review.
         kind: &'static str,
-        /// Why.
         #[source]
         source: serde_json::Error,
     },
 }
 
-/// A user, as a TokenReview names one and a SubjectAccessReview wants one named.
+/// A user, in the form that a TokenReview returns and a SubjectAccessReview expects.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default)]
 pub struct User {
-    /// Its name; `user` in a SubjectAccessReview.
+    /// Name of the user; `user` in a SubjectAccessReview.
     #[serde(rename(serialize = "user"))]
     pub username: String,
     uid: String,
@@ -136,7 +132,7 @@ struct AccessStatus {
     denied: bool,
 }
 
-/// The API server.
+/// The API server, and the credentials for it.
 #[derive(Debug)]
 pub struct ApiServer {
     host: String,
@@ -149,16 +145,16 @@ pub struct ApiServer {
 }
 
 impl ApiServer {
-    /// The server of a configuration.
+    /// The API server of a configuration.
     ///
     /// # Errors
-    /// What is accepted.
+    /// The address is invalid; the text says what is accepted.
     pub fn new(section: &KubernetesSection) -> Result<ApiServer, String> {
         let (host, port) = section.host_and_port()?;
         let name = match host.parse::<IpAddr>() {
             Ok(address) => ServerName::from(address),
             Err(_) => ServerName::try_from(host.clone())
-                .map_err(|_| format!("http.kubernetes.api_server: {host:?} is no host"))?,
+                .map_err(|_| format!("http.kubernetes.api_server: {host:?} is not a host name"))?,
         };
         Ok(ApiServer {
             host,
@@ -171,7 +167,7 @@ impl ApiServer {
         })
     }
 
-    /// The user whose token it is; nothing when it is nobody's, or meant for others.
+    /// The user of a token; `None` if the token is invalid or for another audience.
     pub async fn whose(&self, token: &str) -> Result<Option<User>, ReviewError> {
         let question = json!({
             "apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview",
@@ -179,17 +175,17 @@ impl ApiServer {
         });
         let path = "/apis/authentication.k8s.io/v1/tokenreviews";
         let Review { status } = self.ask::<TokenStatus>("TokenReview", path, &question).await?;
-        // An API server that knows of audiences says which of them hold.
+        // An API server that supports audiences returns those that are valid.
         let meant = self.audiences.is_empty()
             || status.audiences.iter().any(|held| self.audiences.contains(held));
         let name = &status.user.username;
-        // It goes into events and logs.
+        // The name appears in events and logs.
         let fit =
             (1..=NAME_CHARS).contains(&name.chars().count()) && !name.contains(char::is_control);
         Ok((status.authenticated && meant && fit).then_some(status.user))
     }
 
-    /// Whether a user may do that.
+    /// Whether a user has a right.
     pub async fn may(&self, user: &User, access: AccessRule) -> Result<bool, ReviewError> {
         let mut spec = json!(user);
         spec["nonResourceAttributes"] = json!({ "path": access.path, "verb": access.verb });
@@ -208,7 +204,8 @@ impl ApiServer {
         question: &Value,
     ) -> Result<Review<T>, ReviewError> {
         let asked = async {
-            // Never closed: the turn is always had, or the time is over.
+            // The semaphore is never closed: either a permit is acquired, or the timeout ends the
+            // wait.
             let _turn = self.turns.acquire().await;
             self.post(kind, path, question).await
         };
@@ -244,7 +241,7 @@ impl ApiServer {
         let stream = self.connect().await?;
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(|e| broken(e.into()))?;
-        // Dropped with this question, however it ends.
+        // The connection is dropped with this request, however it ends.
         let mut driver = JoinSet::new();
         driver.spawn(connection);
         let reply = sender.send_request(request).await.map_err(|e| broken(e.into()))?;
@@ -285,7 +282,7 @@ impl ApiServer {
         tokio::fs::read(path).await.map_err(fail)
     }
 
-    /// Host and port, for people and the header.
+    /// Host and port, for error messages and the Host header.
     fn place(&self) -> String {
         match self.name {
             ServerName::IpAddress(_) if self.host.contains(':') => {

@@ -1,10 +1,10 @@
-//! Answers that hold for a while, in bounded number. Pure: the time is an argument.
+//! Results with an expiry, in limited number. Pure: the time is an argument.
 
 use std::{collections::HashMap, hash::Hash, time::Duration};
 
 use tokio::time::Instant;
 
-/// Answers by question.
+/// Results by their key.
 #[derive(Debug)]
 pub struct ReviewCache<K, V> {
     most: usize,
@@ -12,19 +12,19 @@ pub struct ReviewCache<K, V> {
 }
 
 impl<K: Clone + Eq + Hash, V: Clone> ReviewCache<K, V> {
-    /// One that keeps at most so many.
+    /// A cache of at most `most` results.
     pub fn new(most: usize) -> ReviewCache<K, V> {
         ReviewCache { most, answers: HashMap::new() }
     }
 
-    /// The answer, while it holds.
+    /// The result, unless it has expired.
     pub fn get(&self, question: &K, now: Instant) -> Option<V> {
         let (answer, until) = self.answers.get(question)?;
         (*until > now).then(|| answer.clone())
     }
 
-    /// Keeps an answer. Where there is no room, the one goes that would have gone next: so a
-    /// stranger's rubbish, which holds for the shortest time, does not push out what is known.
+    /// Stores a result for `holds`. A full cache drops the result that expires first: invalid
+    /// tokens have the shortest time, so they do not displace valid ones.
     pub fn keep(&mut self, question: K, answer: V, now: Instant, holds: Duration) {
         if self.answers.len() >= self.most && !self.answers.contains_key(&question) {
             self.answers.retain(|_, (_, until)| *until > now);
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_holds_for_its_time_and_their_number_is_bounded() {
+    fn results_expire_and_are_limited() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let mut cache = ReviewCache::new(3);
         cache.keep("known", true, start, 60 * second);

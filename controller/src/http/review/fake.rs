@@ -1,4 +1,4 @@
-//! A small API server for tests: TLS on loopback, its own certificate authority, a table of
+//! A small API server for tests: TLS on loopback with its own certificate authority, and a table of
 //! tokens and rights.
 
 use std::{
@@ -21,33 +21,33 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
-/// What the controller shows to the API server.
+/// The token that the controller sends to the API server.
 pub const OWN_TOKEN: &str = "the-controller-itself";
 
-/// How it answers.
+/// How the server responds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mood {
     Well,
-    /// Says no to every question.
+    /// Refuses every request.
     Forbidden,
-    /// Says something that is no review.
+    /// Responds with invalid JSON.
     Rubbish,
-    /// Sends without end.
+    /// Responds with an endless body.
     Endless,
-    /// Takes the question and says nothing.
+    /// Reads the request and never responds.
     Silent,
 }
 
-/// A right of a user: verb and path.
+/// A right: user, verb and path.
 pub type Right = (&'static str, &'static str, &'static str);
 
-/// The server; it ends with the runtime.
+/// The running server; it ends with the runtime.
 pub struct Fake {
     pub section: KubernetesSection,
     pub desk: Arc<Desk>,
 }
 
-/// What it knows, and what it was asked.
+/// The table of the server, and counters of requests.
 pub struct Desk {
     mood: Mutex<Mood>,
     pub users: Mutex<Vec<(&'static str, &'static str)>>,
@@ -58,7 +58,7 @@ pub struct Desk {
     pub most_at_once: AtomicUsize,
 }
 
-/// A new certificate authority in `ca.crt`, and papers of 127.0.0.1 from it.
+/// A new certificate authority in `ca.crt`, and a TLS identity for 127.0.0.1 signed by it.
 pub fn papers(folder: &Path) -> TlsIdentity {
     let write = |name: &str, text: String| {
         let file = folder.join(name);
@@ -77,7 +77,7 @@ pub fn papers(folder: &Path) -> TlsIdentity {
 }
 
 impl Fake {
-    /// Starts one; its files are in the folder.
+    /// Starts a server whose files are in the folder.
     pub async fn start(folder: &Path) -> Fake {
         let (ca_file, token_file) = (folder.join("ca.crt"), folder.join("api-token"));
         std::fs::write(&token_file, format!("{OWN_TOKEN}\n")).unwrap();
@@ -125,7 +125,7 @@ impl Fake {
         *self.desk.mood.lock().unwrap() = mood;
     }
 
-    /// How often it was asked for each.
+    /// Number of requests of each kind so far.
     pub fn asked(&self) -> (usize, usize) {
         let desk = &self.desk;
         (desk.token_reviews.load(Ordering::SeqCst), desk.access_reviews.load(Ordering::SeqCst))

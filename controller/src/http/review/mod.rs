@@ -1,16 +1,16 @@
-//! Whose token it is and what that user may do, by the Kubernetes API server: a TokenReview,
-//! then a SubjectAccessReview on a non-resource URL, as kube-rbac-proxy asks.
+//! Checks a token with the Kubernetes API server: a TokenReview identifies its user, then a
+//! SubjectAccessReview on a non-resource URL checks the right, like kube-rbac-proxy.
 //!
 //! ```text
-//!  token ──well formed──> users ──unknown──> TokenReview ──┬── nobody's: refused
+//!  token ──well formed──> users ──unknown──> TokenReview ──┬── invalid: refused
 //!                         [`cache`]                        v
 //!                         rights ──unknown──> SubjectAccessReview ──┬── no: forbidden
 //!                                                                   v
 //!                                                                admitted
 //! ```
 //!
-//! Answers are kept for a short time, a yes longer than a no. Where the API server cannot be
-//! asked, nobody is admitted who is not known already.
+//! Results are cached for a short time, a positive one longer than a negative one. If the API
+//! server cannot be reached, only requests with a cached result are admitted.
 
 mod api;
 mod cache;
@@ -32,16 +32,16 @@ use crate::config::KubernetesSection;
 use api::{ApiServer, ReviewError, User};
 use cache::ReviewCache;
 
-/// How long a yes holds. Whoever is deleted is out after this.
+/// How long a positive result is cached. A deleted user has access for at most this time.
 pub const ALLOW_TTL: Duration = Duration::from_secs(60);
-/// How long a no holds.
+/// How long a negative result is cached.
 const NO: Duration = Duration::from_secs(10);
-/// Tokens, and rights of users, that are remembered.
+/// Maximum number of cached tokens, and of cached rights.
 const REMEMBERED: usize = 256;
-/// No token of Kubernetes is longer.
+/// Maximum length of a token; Kubernetes tokens are shorter.
 const TOKEN_BYTES: usize = 8 << 10;
 
-/// Asks, and remembers for a while.
+/// Reviews tokens, and caches the results.
 #[derive(Debug)]
 pub struct TokenReviewer {
     server: ApiServer,
@@ -50,19 +50,19 @@ pub struct TokenReviewer {
 
 #[derive(Debug)]
 struct ReviewedToken {
-    /// By the hash of a token: whose it is, if anybody's.
+    /// The user of each token, by the token's hash; `None`: an invalid token.
     users: ReviewCache<TokenHash, Option<Arc<User>>>,
-    /// What users may do.
+    /// The rights of users.
     rights: ReviewCache<(TokenHash, AccessRule), bool>,
 }
 
 type TokenHash = [u8; 32];
 
 impl TokenReviewer {
-    /// Asks the API server of this configuration. Its files are read at each question.
+    /// A reviewer for the API server of this configuration. Its files are read for each request.
     ///
     /// # Errors
-    /// What is accepted.
+    /// The configuration is invalid; the text says what is accepted.
     pub fn new(section: &KubernetesSection) -> Result<TokenReviewer, String> {
         let known = ReviewedToken {
             users: ReviewCache::new(REMEMBERED),
@@ -71,10 +71,10 @@ impl TokenReviewer {
         Ok(TokenReviewer { server: ApiServer::new(section)?, known: Mutex::new(known) })
     }
 
-    /// The name of the user whose token this is, if it may do that.
+    /// The name of the token's user, if that user has the right.
     ///
     /// # Errors
-    /// [`Denied`].
+    /// [`Denied`]: no valid token, no right, or no response of the API server.
     pub async fn admit(&self, token: &[u8], access: AccessRule) -> Result<String, Denied> {
         let nobody = || Denied::new(DenyReason::Token, "the API server does not know this token");
         let token = well_formed(token).ok_or_else(nobody)?;
@@ -123,14 +123,14 @@ impl TokenReviewer {
     }
 }
 
-/// A token as RFC 6750 has it, of a sensible length: nothing else is worth a question.
+/// A token in the form of RFC 6750 with a plausible length: others are refused without a request.
 fn well_formed(token: &[u8]) -> Option<&str> {
     let plain = |b: &u8| b.is_ascii_alphanumeric() || b"-._~+/=".contains(b);
     let fine = (1..=TOKEN_BYTES).contains(&token.len()) && token.iter().all(plain);
     std::str::from_utf8(token).ok().filter(|_| fine)
 }
 
-/// Strangers are told that it cannot be asked; why is for the log.
+/// The client learns that tokens cannot be checked; only the log has the reason.
 fn cannot_ask(error: &ReviewError) -> Denied {
     let why = "tokens cannot be checked now, the controller's log says why; ask again";
     Denied { detail: crate::error_chain::chain(error), ..Denied::new(DenyReason::Review, why) }

@@ -1,4 +1,4 @@
-//! The reviewer, and the site behind it, against a small API server.
+//! The reviewer, and the site behind it, with a small API server.
 
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ async fn kind(
 }
 
 #[tokio::test]
-async fn a_user_may_what_the_api_server_says() {
+async fn rights_follow_the_api_server() {
     let (_folder, _fake, reviewer) = reviewer().await;
     assert_eq!(kind(&reviewer, "annas-token", NODE).await, Ok("anna".into()));
     assert_eq!(kind(&reviewer, "annas-token", OFFLOAD).await, Ok("anna".into()));
@@ -48,7 +48,7 @@ async fn a_user_may_what_the_api_server_says() {
 }
 
 #[tokio::test]
-async fn answers_are_kept_for_a_while_and_not_longer() {
+async fn results_are_cached_until_they_expire() {
     let (_folder, fake, reviewer) = reviewer().await;
     for _ in 0..5 {
         kind(&reviewer, "annas-token", NODE).await.unwrap();
@@ -56,7 +56,7 @@ async fn answers_are_kept_for_a_while_and_not_longer() {
         kind(&reviewer, "bobs-token", OFFLOAD).await.unwrap_err();
     }
     assert_eq!(fake.asked(), (3, 2));
-    // Anna is deleted, and bob may more: both are known before the minute is over, no earlier.
+    // The token of anna is deleted, and bob gets a right: both take effect when the cache expires.
     fake.desk.users.lock().unwrap().retain(|(_, user)| *user != "anna");
     fake.desk.rights.lock().unwrap().push(("bob", "post", "/affinode/v1/containers/offload"));
     kind(&reviewer, "annas-token", NODE).await.unwrap();
@@ -71,11 +71,11 @@ async fn answers_are_kept_for_a_while_and_not_longer() {
 }
 
 #[tokio::test]
-async fn without_an_answer_nobody_is_admitted_and_the_log_knows_why() {
+async fn an_unreachable_server_admits_no_user() {
     let (folder, fake, reviewer) = reviewer().await;
     for (mood, why) in [
         (Mood::Forbidden, "403 Forbidden: the token in http.kubernetes.token_file needs"),
-        (Mood::Rubbish, "with something that is none"),
+        (Mood::Rubbish, "is invalid"),
         (Mood::Endless, "did not answer a TokenReview: length limit exceeded"),
     ] {
         fake.set(mood);
@@ -85,7 +85,7 @@ async fn without_an_answer_nobody_is_admitted_and_the_log_knows_why() {
         assert!(!refusal.why.contains("127.0.0.1"), "strangers learn nothing: {}", refusal.why);
     }
     fake.set(Mood::Well);
-    // The token that the controller shows is read afresh each time.
+    // The controller's own token is read again for each request.
     let token = folder.path().join("api-token");
     std::fs::write(&token, "an old one").unwrap();
     let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();
@@ -98,7 +98,7 @@ async fn without_an_answer_nobody_is_admitted_and_the_log_knows_why() {
 }
 
 #[tokio::test]
-async fn an_api_server_of_another_authority_is_not_believed() {
+async fn an_untrusted_api_server_is_refused() {
     let (folder, _fake, reviewer) = reviewer().await;
     let other = tempfile::tempdir().unwrap();
     fake::papers(other.path());
@@ -109,11 +109,11 @@ async fn an_api_server_of_another_authority_is_not_believed() {
     assert!(refusal.detail.contains("certificate"), "{}", refusal.detail);
     std::fs::write(&ca, "no certificate").unwrap();
     let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();
-    assert!(refusal.detail.contains("has no certificate"), "{}", refusal.detail);
+    assert!(refusal.detail.contains("has no usable certificate"), "{}", refusal.detail);
 }
 
 #[tokio::test]
-async fn questions_are_bounded_in_number_and_time_and_rubbish_is_none() {
+async fn requests_are_limited_in_number_and_time() {
     let (_folder, fake, reviewer) = reviewer().await;
     let reviewer = Arc::new(reviewer);
     for rubbish in ["", "two words", "a\"b", "é", &"x".repeat(TOKEN_BYTES + 1)] {
@@ -138,7 +138,7 @@ async fn questions_are_bounded_in_number_and_time_and_rubbish_is_none() {
 }
 
 #[tokio::test]
-async fn a_token_that_is_meant_for_others_is_none() {
+async fn a_token_of_another_audience_is_refused() {
     let (_folder, fake, _) = reviewer().await;
     let meant = |audience: &str| {
         let audiences = vec![audience.to_owned()];
@@ -161,7 +161,7 @@ async fn site() -> (Fake, Running) {
 }
 
 #[tokio::test]
-async fn the_site_tells_and_moves_for_whom_may_and_notes_the_name() {
+async fn actions_require_rights_and_name_the_user() {
     let (fake, site) = site().await;
     let anna = "Authorization: Bearer annas-token\r\n";
     let bob = "Authorization: Bearer bobs-token\r\n";
@@ -177,8 +177,8 @@ async fn the_site_tells_and_moves_for_whom_may_and_notes_the_name() {
     assert!(site.events.now(0).is_empty(), "nothing was moved");
     assert_eq!(site.ask("POST", &offload, anna).await.0, 200);
     let noted = site.events.now(0);
-    assert!(noted[0].text.starts_with("offload was asked for by anna from "), "{}", noted[0].text);
-    // What is not allowed by name is not allowed, whatever may be added later.
+    assert!(noted[0].text.starts_with("offload was requested by anna from "), "{}", noted[0].text);
+    // A path without a right of its own is refused, also if it is added later.
     assert_eq!(site.ask("GET", "/api/v1/later", anna).await.0, 403);
     assert_eq!(site.ask("GET", "/metrics", anna).await.0, 403);
     fake.set(Mood::Forbidden);
@@ -193,7 +193,7 @@ async fn the_site_tells_and_moves_for_whom_may_and_notes_the_name() {
 }
 
 #[tokio::test]
-async fn a_stream_ends_when_its_user_is_gone() {
+async fn a_stream_ends_with_its_users_right() {
     let (fake, site) = site().await;
     let mut stream = site.open("/api/v1/events", "Authorization: Bearer annas-token\r\n").await;
     assert!(stream.until("retry: 1000").await, "it begins");
@@ -204,7 +204,7 @@ async fn a_stream_ends_when_its_user_is_gone() {
     assert!(!stream.until("never said").await, "it ends");
 }
 
-/// What Kubernetes lets every user of a cluster get, and some of it those that it does not know:
+/// What Kubernetes allows every user of a cluster to get, and some of it unauthenticated users:
 /// ClusterRoles system:discovery and system:public-info-viewer.
 const EVERYBODYS: [&str; 11] = [
     "/api",
@@ -220,7 +220,7 @@ const EVERYBODYS: [&str; 11] = [
     "/version/",
 ];
 
-/// Whether a rule's path is for this one, as Kubernetes looks at it.
+/// Whether the path of a rule matches, by the rules of Kubernetes.
 fn fits(rule: &str, path: &str) -> bool {
     match rule.strip_suffix('*') {
         Some(start) => path.starts_with(start),
@@ -228,9 +228,9 @@ fn fits(rule: &str, path: &str) -> bool {
     }
 }
 
-/// The roles in `config/kubernetes` name what is asked for, all of it and nothing else.
+/// The roles in `config/kubernetes` grant all rights that requests need, and no others.
 #[test]
-fn the_roles_that_are_offered_allow_what_is_asked_for() {
+fn the_roles_grant_exactly_the_rights() {
     let text = include_str!("../../../../config/kubernetes/dashboard.yaml");
     let mut allowed = Vec::new();
     for document in serde_yaml_ng::Deserializer::from_str(text) {
