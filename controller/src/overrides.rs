@@ -1,4 +1,4 @@
-//! What operators chose, on disk beside the journal, so that the next controller knows it.
+//! Operator overrides on disk, beside the journal, for the next controller.
 
 use std::{fs, io, path::Path};
 
@@ -17,10 +17,10 @@ struct OverridesRecord {
     pinned: Vec<String>,
 }
 
-/// Reads it; nothing was chosen where there is no file.
+/// Reads the overrides; none if there is no file.
 ///
 /// # Errors
-/// The file cannot be read, or is no such record.
+/// The file cannot be read, or is not valid.
 pub fn read(run_dir: &Path) -> io::Result<OperatorOverrides> {
     let text = match fs::read(run_dir.join(FILE)) {
         Ok(text) => text,
@@ -35,7 +35,7 @@ pub fn read(run_dir: &Path) -> io::Result<OperatorOverrides> {
     Ok(OperatorOverrides { auto_offload: record.auto_offload, pinned })
 }
 
-/// Writes it: a reader sees the old one or the new one.
+/// Writes the overrides. A reader sees the old file or the new one.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_chosen_comes_back() {
+    fn overrides_persist() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(read(folder.path()).unwrap(), OperatorOverrides::default());
         let key = Key::parse(&"a".repeat(32)).unwrap();

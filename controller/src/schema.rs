@@ -8,34 +8,34 @@ use serde::Serialize;
 
 use crate::core::container::display_name;
 
-/// `affinode ps -o json`.
+/// The object of `affinode ps -o json`: the node with its GPUs and containers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Node {
-    /// Host name.
+    /// Host name of the node.
     pub node: String,
     /// Version of the controller.
     pub version: String,
-    /// Its pid.
+    /// Pid of the controller.
     pub controller_pid: u32,
-    /// When it started, milliseconds since 1970.
+    /// Start of the controller, milliseconds since 1970.
     pub started_unix_ms: i64,
-    /// Why devices cannot be seen, or nothing.
+    /// Why the GPUs cannot be read; `None` if they can.
     pub gpu_error: Option<String>,
-    /// Where the dashboard is; nothing when it is off.
+    /// Address of the dashboard; `None` if it is off.
     pub dashboard: Option<String>,
-    /// Whether containers are offloaded without being asked for.
+    /// Whether containers are offloaded automatically.
     pub auto_offload: bool,
-    /// VRAM of offloaded containers that is in host memory; what they hold together counts once.
+    /// Host memory in use for offloaded VRAM; deduplicated memory counts once.
     pub host_used_bytes: u64,
-    /// Host memory that offloads may still take, in steps of 256 MiB.
+    /// Host memory that is free for further offloads, in steps of 256 MiB.
     pub host_free_bytes: u64,
-    /// Devices.
+    /// The GPUs of the node.
     pub gpus: Vec<Gpu>,
-    /// GPU containers.
+    /// The containers that use a GPU.
     pub containers: Vec<Container>,
 }
 
-/// A device.
+/// A GPU and its copier.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Gpu {
@@ -60,7 +60,7 @@ pub struct Gpu {
     pub copier_stored_bytes: u64,
 }
 
-/// A container.
+/// A container with its state and its effective policy.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Container {
@@ -92,14 +92,14 @@ pub struct Container {
     pub priority: i32,
     pub pinned: bool,
     pub engine: String,
-    /// The part of its VRAM, here or away, that is copied at the speed of the bus; nothing
+    /// The fraction of its VRAM, resident or offloaded, that Affinode's library can copy; `None`
     /// with the engine checkpoint.
     pub copyable_share: Option<f64>,
     pub warnings: Vec<String>,
     pub processes: Vec<Process>,
 }
 
-/// A CUDA process.
+/// A CUDA process of a container.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Process {
@@ -126,7 +126,7 @@ pub struct Process {
     pub offloaded: Vec<DeviceBytes>,
 }
 
-/// Bytes on a device.
+/// Bytes on one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct DeviceBytes {
@@ -134,16 +134,16 @@ pub struct DeviceBytes {
     pub bytes: u64,
 }
 
-/// `affinode policy show -o json`.
+/// The object of `affinode policy show -o json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Policies {
-    /// Values of the node.
+    /// The policy values of the node.
     pub node: Vec<PolicyValue>,
-    /// What holds for each container.
+    /// The effective policy of each container.
     pub containers: Vec<ContainerPolicy>,
 }
 
-/// What holds for a container.
+/// The effective policy of a container.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct ContainerPolicy {
@@ -153,7 +153,7 @@ pub struct ContainerPolicy {
     pub warnings: Vec<String>,
 }
 
-/// A value and where it comes from.
+/// A policy value and its origin.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct PolicyValue {
@@ -353,7 +353,7 @@ impl From<control::Event> for Event {
     }
 }
 
-/// The answer to a request to move a container.
+/// The response to a request to move a container.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Action {
@@ -378,24 +378,24 @@ impl From<control::ActionResponse> for Action {
     }
 }
 
-/// What GPUs were used for.
+/// The use of the GPUs in a time range.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Report {
-    /// Begin of the time, milliseconds since 1970.
+    /// Start of the range, milliseconds since 1970.
     pub since_unix_ms: i64,
-    /// Its end.
+    /// End of the range, milliseconds since 1970.
     pub until_unix_ms: i64,
-    /// The first moment that the history knows of in it.
+    /// Start of the history within the range.
     pub oldest_unix_ms: Option<i64>,
     /// Price of a GPU for an hour; 0: none is configured.
     pub price_per_gpu_hour: f64,
-    /// Its currency.
+    /// Currency of the price.
     pub currency: String,
-    /// By container.
+    /// One row per container.
     pub rows: Vec<ReportRow>,
 }
 
-/// A container in a report. GPU seconds are shares of a device's VRAM over time.
+/// A container in a report. A GPU second is the VRAM of a whole GPU for one second.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct ReportRow {
@@ -410,7 +410,7 @@ pub struct ReportRow {
 }
 
 impl Report {
-    /// A report with its prices.
+    /// A report with the configured prices.
     #[must_use]
     pub fn new(
         report: crate::history::UsageReport,

@@ -2,13 +2,14 @@
 //!
 //! ```text
 //! controller ──bind, FDSTORE=1──> systemd keeps a copy
-//!     dies                          who connects now waits in the backlog, refused by nobody
-//! the next one <──LISTEN_FDS──────  takes back those whose file is still theirs
+//!     dies                          a client that connects now waits in the backlog
+//! the next one <──LISTEN_FDS──────  takes the sockets whose file is still theirs
 //! ```
 //!
-//! A shim that reaches a socket starts no controller, so the unit's controller is followed by the
-//! unit's. Without systemd (`NOTIFY_SOCKET`) each controller binds its own, as ever. The store has
-//! a bound (`FileDescriptorStoreMax`): what it does not take is bound anew, too.
+//! A shim that reaches a socket starts no controller, so a systemd controller is followed by
+//! another one of the unit. Without systemd (`NOTIFY_SOCKET`) each controller binds its own
+//! sockets. The store has a maximum size (`FileDescriptorStoreMax`): a socket that does not fit is
+//! bound again.
 
 use std::{
     collections::HashMap,
@@ -28,13 +29,13 @@ use sd_notify::NotifyState;
 
 use crate::sys;
 
-/// Whether a supervisor wants to hear from this process: a unit's controller.
+/// Whether this process is a controller of a systemd unit.
 #[must_use]
 pub fn supervised() -> bool {
     std::env::var_os("NOTIFY_SOCKET").is_some()
 }
 
-/// Tells the supervisor, if there is one, that the service is up, and what it does.
+/// Notifies the supervisor, if there is one, that the service is ready, with a status text.
 pub fn tell_ready(status: &str) {
     tell(&[NotifyState::Ready, NotifyState::Status(status)]);
 }
@@ -43,18 +44,18 @@ pub fn tell_ready(status: &str) {
 #[derive(Debug)]
 pub struct ActivationSockets {
     run_dir: PathBuf,
-    /// What an earlier controller left, by its name in the store, until it is taken.
+    /// Sockets from an earlier controller, by their name in the store, until they are used.
     kept: HashMap<String, OwnedFd>,
-    /// What is in use and in the store: its file, its name there.
+    /// Sockets in use and in the store: name in the store by file.
     stored: HashMap<String, String>,
 }
 
 impl ActivationSockets {
-    /// Takes what the supervisor has kept for this process.
+    /// Takes the sockets that the supervisor has stored for this process.
     #[must_use]
     pub fn take(run_dir: &Path) -> ActivationSockets {
         let kept = sys::handed_over().unwrap_or_else(|error| {
-            tracing::warn!(%error, "what systemd kept cannot be taken: sockets are made anew");
+            tracing::warn!(%error, "cannot take the sockets that systemd stored; creating new ones");
             Vec::new()
         });
         ActivationSockets::with(run_dir, kept)
@@ -65,11 +66,11 @@ impl ActivationSockets {
         ActivationSockets { run_dir: run_dir.to_owned(), kept, stored: HashMap::new() }
     }
 
-    /// Listens at a file below the run directory: the socket that was kept, if it is still the
-    /// one that the file leads to; else a new one with this mode, in the place of what is there.
+    /// Listens at a file below the run directory: with the stored socket, if the file still leads
+    /// to it; else with a new socket of this mode, which replaces the file.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// The socket cannot be created.
     pub fn listen(&mut self, file: &str, mode: u32) -> io::Result<UnixListener> {
         let path = self.run_dir.join(file);
         let kept = name(file, &path).and_then(|name| Some((self.kept.remove(&name)?, name)));
@@ -93,19 +94,21 @@ impl ActivationSockets {
         let state = [NotifyState::FdStore, NotifyState::FdName(&name)];
         match sd_notify::notify_with_fds(&state, &[listener.as_fd()]) {
             Ok(()) => drop(self.stored.insert(file.to_owned(), name)),
-            Err(error) => tracing::warn!(%error, file, "systemd cannot keep the socket"),
+            Err(error) => {
+                tracing::warn!(%error, file, "socket {file}: cannot be stored in systemd")
+            }
         }
     }
 
-    /// Nobody listens at that file any more.
+    /// Removes the socket of this file, which is no longer used, from the store.
     pub fn forget(&mut self, file: &str) {
         if let Some(name) = self.stored.remove(file) {
             remove(&name);
         }
     }
 
-    /// Lets go of what was kept and is reached by no file any more: its container is gone, or
-    /// another controller has made another socket there.
+    /// Removes stored sockets that no file leads to any longer: their container is gone, or another
+    /// controller has created a socket there.
     pub fn tidy(&mut self) {
         let run_dir = &self.run_dir;
         self.kept.retain(|kept, _| {
@@ -119,11 +122,11 @@ impl ActivationSockets {
     }
 }
 
-/// Between a file's name and its number.
+/// Separator of the file and its number in a name.
 const NUMBER: char = '@';
 
-/// What a socket is called in the store: its file and the file's number, which no other file has
-/// while the socket lives. `None` where there is no socket.
+/// The name of a socket in the store: its file and the file's number, which is unique while the
+/// socket exists. `None` if there is no socket.
 fn name(file: &str, path: &Path) -> Option<String> {
     let found = fs::symlink_metadata(path).ok().filter(|found| found.file_type().is_socket())?;
     Some(format!("{file}{NUMBER}{:x}-{:x}", found.dev(), found.ino()))
@@ -134,7 +137,8 @@ fn bind(path: &Path, mode: u32) -> io::Result<UnixListener> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    // By way of the folder's descriptor: a socket address holds 107 bytes, a run directory more.
+    // Through a descriptor of the folder: a socket address holds 107 bytes, and a run directory may
+    // be longer.
     let (folder, file) = path.parent().zip(path.file_name()).ok_or(io::ErrorKind::InvalidInput)?;
     let folder = fs::File::open(folder)?;
     let address = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(file);
@@ -150,10 +154,10 @@ fn remove(name: &str) {
     tell(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
 }
 
-/// Does nothing where there is no supervisor.
+/// Does nothing without a supervisor.
 fn tell(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
-        tracing::warn!(%error, "systemd cannot be told");
+        tracing::warn!(%error, "cannot notify systemd");
     }
 }
 
@@ -169,13 +173,13 @@ mod tests {
         fs::metadata(path).unwrap().permissions().mode() & 0o777
     }
 
-    /// What systemd would hand over of a controller that has died.
+    /// What systemd passes on from a controller that has died.
     fn kept(dir: &Path, listener: &UnixListener) -> (String, OwnedFd) {
         (name(FILE, &dir.join(FILE)).unwrap(), listener.as_fd().try_clone_to_owned().unwrap())
     }
 
     #[test]
-    fn who_connected_meanwhile_is_served_by_the_next_controller() {
+    fn the_next_controller_serves_the_backlog() {
         let dir = tempfile::tempdir().unwrap();
         let first = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o600).unwrap();
         assert_eq!(mode(&dir.path().join(FILE)), 0o600);
@@ -190,11 +194,11 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_whose_file_is_another_by_now_is_not_taken() {
+    fn a_replaced_socket_is_not_taken() {
         let dir = tempfile::tempdir().unwrap();
         let old = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o666).unwrap();
         let kept = kept(dir.path(), &old);
-        // A controller that nobody supervises was here.
+        // A controller without a supervisor ran in between.
         let other = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o666).unwrap();
         drop(other);
         let mut sockets = ActivationSockets::with(dir.path(), vec![kept]);
@@ -203,11 +207,11 @@ mod tests {
         assert!(own.accept().is_ok());
         assert_eq!(sockets.kept.len(), 1);
         sockets.tidy();
-        assert!(sockets.kept.is_empty(), "nobody can reach it");
+        assert!(sockets.kept.is_empty(), "no file leads to it");
     }
 
     #[test]
-    fn what_can_still_be_reached_is_kept_until_it_is_taken_or_removed() {
+    fn a_reachable_socket_stays_stored() {
         let dir = tempfile::tempdir().unwrap();
         let socket = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o666).unwrap();
         let mut sockets = ActivationSockets::with(dir.path(), vec![kept(dir.path(), &socket)]);

@@ -1,4 +1,4 @@
-//! The one place of this crate with unsafe code.
+//! The only module of this crate with unsafe code.
 #![allow(unsafe_code)]
 
 use std::{
@@ -9,7 +9,7 @@ use std::{
 
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// Waits for an owned descriptor to become readable.
+/// Watches an owned descriptor for reading.
 ///
 /// # Errors
 /// The runtime cannot watch it.
@@ -19,7 +19,7 @@ pub fn watch_readable(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     Ok(unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }?)
 }
 
-/// Waits for an owned descriptor to become readable, or writable.
+/// Watches an owned descriptor for reading and writing.
 ///
 /// # Errors
 /// The runtime cannot watch it.
@@ -29,11 +29,11 @@ pub fn watch(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     Ok(unsafe { AsyncFd::register_with_interest(descriptor, both) }?)
 }
 
-/// Has the kernel refuse descriptors to whoever sends some to this Unix socket, or to one that is
+/// Makes the kernel reject descriptors that are sent to this Unix socket, or to one that is
 /// accepted from it (Linux 6.16).
 ///
 /// # Errors
-/// It cannot.
+/// The kernel does not support it.
 pub fn refuse_descriptors(socket: impl AsFd) -> io::Result<()> {
     use nix::libc;
     /// `SO_PASSRIGHTS` of `asm-generic/socket.h`.
@@ -41,26 +41,26 @@ pub fn refuse_descriptors(socket: impl AsFd) -> io::Result<()> {
     let off: i32 = 0;
     let bytes = size_of_val(&off) as libc::socklen_t;
     let socket = socket.as_fd().as_raw_fd();
-    // SAFETY: the value is an int, of the size that is said, and read alone.
+    // SAFETY: the value is an int of the size that is passed, and is only read.
     let done = unsafe {
         libc::setsockopt(socket, libc::SOL_SOCKET, PASS_RIGHTS, (&raw const off).cast(), bytes)
     };
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The descriptors that systemd kept for this process, with their names; nothing when they were
-/// asked for before.
+/// The descriptors that systemd stored for this process, with their names; none after the first
+/// call.
 ///
 /// # Errors
-/// What systemd says of them makes no sense.
+/// The variables of systemd are invalid.
 pub fn handed_over() -> io::Result<Vec<(String, OwnedFd)>> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {
         return Ok(Vec::new());
     }
     let descriptors = sd_notify::listen_fds_with_names()?;
-    // SAFETY: systemd says by LISTEN_PID that it opened these for this very process; they were
-    // just seen to be open, nothing else here knows of them, and they are taken once.
+    // SAFETY: LISTEN_PID says that systemd opened these descriptors for this very process. They
+    // were just checked to be open, no other code here uses them, and they are taken once.
     Ok(descriptors.map(|(fd, name)| (name, unsafe { OwnedFd::from_raw_fd(fd) })).collect())
 }
 
@@ -69,30 +69,30 @@ pub fn handed_over() -> io::Result<Vec<(String, OwnedFd)>> {
 pub fn wipe_on_fork_works() -> bool {
     use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
     const BYTES: std::num::NonZeroUsize = std::num::NonZeroUsize::new(4096).expect("not zero");
-    // SAFETY: a new private mapping at an address of the kernel's choice, touched by nobody
-    // else and taken back below.
+    // SAFETY: a new private mapping at an address of the kernel's choice, which no other code
+    // touches, and which is unmapped below.
     let page = unsafe { mmap_anonymous(None, BYTES, ProtFlags::PROT_READ, MapFlags::MAP_PRIVATE) };
     let Ok(page) = page else {
         return false;
     };
-    // SAFETY: the whole mapping from above; the advice changes what a child would see alone.
+    // SAFETY: the whole mapping from above; the advice only changes what a child would see.
     let advised = unsafe { madvise(page, BYTES.get(), MmapAdvise::MADV_WIPEONFORK) };
-    // SAFETY: the mapping from above, which nothing refers to.
+    // SAFETY: the mapping from above, to which no reference exists.
     let _ = unsafe { munmap(page, BYTES.get()) };
     advised.is_ok()
 }
 
-/// Takes a lease on a file, as its user could, or gives it back.
+/// Takes a lease on a file, as its user could, or releases it.
 ///
 /// # Errors
-/// Others have it open.
+/// Other processes have the file open.
 #[cfg(test)]
 pub fn lease(file: impl AsFd, on: bool) -> io::Result<()> {
     use nix::libc::{F_SETLEASE, F_UNLCK, F_WRLCK, SIGURG, fcntl};
-    /// Of `asm-generic/fcntl.h`.
+    /// Constants of `asm-generic/fcntl.h`.
     const F_SETSIG: i32 = 10;
     let file = file.as_fd().as_raw_fd();
-    // SAFETY: calls on a descriptor that is open, with numbers; the signal is one that nobody minds.
+    // SAFETY: calls on an open descriptor with numbers; the signal has no handler here.
     let done = unsafe {
         match fcntl(file, F_SETSIG, SIGURG) {
             0 => fcntl(file, F_SETLEASE, if on { F_WRLCK } else { F_UNLCK }),

@@ -87,7 +87,7 @@ for (const scheme of ["light", "dark"]) {
   await row("first").locator(".name").click();
   await until("the detail", async () => (await page.locator(".timeline rect").count()) > 0);
   const facts = await page.locator(".facts").first().textContent();
-  check(`${scheme}: what is kept in host memory is told`, facts.includes("Kept in host RAM"), facts);
+  check(`${scheme}: what is kept in host memory is told`, facts.includes("Retained in host RAM"), facts);
   const found = await barriers(page);
   check(`${scheme}: axe finds no serious barrier`, found.length === 0, found.join("; "));
   if (shots) await page.screenshot({ path: `${shots}/calls-${scheme}.png`, fullPage: true });

@@ -115,7 +115,7 @@ check("and keeps what it had", (await rows()) === nodes.length);
 fails = false;
 token = "a-long-and-secret-token";
 await until("the question for a token", async () => (await page.locator("#token[open]").count()) === 1);
-check("it asks for a token and says why", (await page.locator("#token-why").textContent()).startsWith("A token that the API server"));
+check("it asks for a token and says why", (await page.locator("#token-why").textContent()).startsWith("Send a Kubernetes token"));
 if (shots) await page.screenshot({ path: `${shots}/fleet-token.png` });
 await page.locator("#token-value").fill(token);
 await page.keyboard.press("Enter");

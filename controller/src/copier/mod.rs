@@ -7,12 +7,12 @@
 //!   ^                                     │                      or a container waits for VRAM──┐
 //!   └──────── ended (if it never was ready: RestartBackoff) ◄───────────────────────────────────┘
 //! ```
+//!
 //! A process that is prefaulted (`policy.prefault`) is attached to its copier while it is resident,
 //! and keeps this connection for the offload.
-//! it when it leaves.
+//!
 //! A copier is optional: a process without one, or whose copier has ended, restores its memory
 //! itself.
-//! Nothing depends on one: a process that has none, or whose copier has ended, comes home by itself.
 
 mod backoff;
 mod child;

@@ -141,12 +141,12 @@ checks! {
         "Containers load HAMi's library before that of Affinode. With its virtual device memory they are not offloaded.",
         "Do not use both for one container: see `config/kubernetes/sharing`.";
     "installation", "run directory":
-        "The run directory belongs to root, can be written by nobody else, and is the one that shims use.",
+        "The run directory belongs to root, can be written by no other user, and is the one that shims use.",
         "Owner or mode are wrong, the file system is read-only, or containerd's environment names another directory.",
         "Do what the check prints: `chown root`, `chmod 711`, or `--run-dir`.";
     "installation", "control socket":
         "Only root can reach the control socket.",
-        "Its mode lets other users connect, who could then move containers.",
+        "Its mode lets other users connect, which could then move containers.",
         "`chmod 600` the socket.";
     "installation", "configuration":
         "The configuration of Affinode is valid.",

@@ -77,6 +77,39 @@ pub fn pools(
     Ok(pools)
 }
 
+/// Every pool that is charged for moving a process with this much VRAM, with what is needed,
+/// regardless of the pool's free memory and of the state of the process.
+#[must_use]
+pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool> {
+    let need_bytes = vram_bytes.saturating_add(rules.overhead_bytes);
+    let groups = CgroupTree::of(pid).map(|tree| tree.memory_ancestors()).unwrap_or_default();
+    let names = groups.into_iter().map(|group| Some(group.display().to_string())).chain([None]);
+    names.map(|group| MemoryPool { group, free_bytes: 0, need_bytes }).collect()
+}
+
+/// The node and each limited memory cgroup that is charged for these processes, with the memory that
+/// may still be used before the kernel's out-of-memory killer is near: all except half of the reserve
+/// that was kept when the memory was promised. A group that cannot be read is left out.
+#[must_use]
+pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
+    let groups = pids.iter().filter_map(|pid| CgroupTree::of(*pid).ok());
+    let groups: BTreeSet<PathBuf> = groups.flat_map(|groups| groups.memory_ancestors()).collect();
+    let level = |group: &PathBuf| {
+        let (room, limit) = headroom(group)?;
+        Some(MemoryPool {
+            free_bytes: room.saturating_sub(group_reserve_bytes(limit) / 2),
+            group: Some(group.display().to_string()),
+            need_bytes: 0,
+        })
+    };
+    let node = || {
+        let reserve_bytes = reserve_in_force(rules.node_reserve_bytes).ok()?;
+        let free_bytes = available_bytes().ok()?.saturating_sub(reserve_bytes / 2);
+        Some(MemoryPool { group: None, free_bytes, need_bytes: 0 })
+    };
+    groups.iter().filter_map(level).chain(node()).collect()
+}
+
 /// The cgroups of a process in the hierarchies that matter.
 struct CgroupTree {
     memory: Option<PathBuf>,

@@ -1,8 +1,8 @@
-//! How long moves and waits took, from the changes of state.
+//! Durations of moves and waits, derived from state changes.
 //!
 //! ```text
-//!  Queued ──wait──> Restoring ──restore──> Active      wake latency: as the event says
-//!  Closing … Offloaded: the offload, as the event says
+//!  Queued ──wait──> Restoring ──restore──> Active      wake latency: from the event
+//!  Closing … Offloaded: duration of the offload, from the event
 //! ```
 
 use std::collections::HashMap;
@@ -10,17 +10,17 @@ use std::collections::HashMap;
 use super::table::MetricsTable;
 use crate::schema::Event;
 
-/// Containers that are on their way home.
+/// Maximum number of containers that are tracked while they are restored.
 const MAX_RESTORING: usize = 10_000;
 
-/// When each container that comes home entered the state it is in.
+/// When each queued or restoring container entered its state.
 #[derive(Debug, Default)]
 pub struct MoveDurations {
     since_ms: HashMap<String, i64>,
 }
 
 impl MoveDurations {
-    /// A change of state.
+    /// Handles a state change.
     pub fn event(&mut self, event: &Event, table: &MetricsTable) {
         let seconds = |ms: i64| {
             #[allow(clippy::cast_precision_loss)] // Durations.
@@ -43,7 +43,7 @@ impl MoveDurations {
             ("Restoring", "Active") => {
                 passed.into_iter().for_each(|took| table.restore_seconds.observe(took));
                 table.restore_bytes.observe(bytes);
-                // 0: nobody called; a person asked for it.
+                // 0: no call waited; a person requested the restore.
                 if event.elapsed_ms > 0 {
                     table.wake_seconds.observe(elapsed);
                 }

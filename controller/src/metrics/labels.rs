@@ -1,4 +1,4 @@
-//! Labels. What comes from containers is cut to a length that no scrape minds.
+//! Labels of the metrics. Values from containers are cut to a maximum length.
 
 use prometheus_client::encoding::EncodeLabelSet;
 
@@ -10,7 +10,7 @@ fn cut(text: &str) -> String {
     text.chars().take(MAX_LABEL_CHARS).collect()
 }
 
-/// A device, as dcgm-exporter names it.
+/// Labels of a GPU, as in dcgm-exporter.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 #[allow(non_snake_case)] // The names are dcgm-exporter's.
 pub struct GpuLabels {
@@ -25,7 +25,7 @@ impl GpuLabels {
     }
 }
 
-/// A container.
+/// Labels of a container.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ContainerLabels {
     namespace: String,
@@ -44,7 +44,7 @@ impl ContainerLabels {
     }
 }
 
-/// A container on a device.
+/// Labels of a container on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 #[allow(non_snake_case)] // The names are dcgm-exporter's.
 pub struct DeviceLabels {
@@ -63,25 +63,25 @@ impl DeviceLabels {
     }
 }
 
-/// A state.
+/// The label of a container state.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct StateLabels {
     pub state: String,
 }
 
-/// A reason.
+/// The label of a reason word.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ReasonLabels {
     pub reason: String,
 }
 
-/// A kind of event.
+/// The label of a kind of event.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct KindLabels {
     pub kind: String,
 }
 
-/// What runs.
+/// The label of the running version.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct BuildLabels {
     pub version: String,

@@ -1,9 +1,9 @@
-//! What is counted, for Prometheus: `affinode_…` in base units.
+//! The Prometheus metrics `affinode_…`, in base units.
 //!
-//! Counters and histograms live here and are moved by the observer; gauges are filled
-//! from the list at each scrape. Labels are dcgm-exporter's (`UUID`, `gpu`, `namespace`,
-//! `pod`, `container`), so that both join on `UUID`. Series
-//! that name a container are bounded: the first [`CONTAINERS`] by key have them.
+//! The observer updates counters and histograms; gauges are filled from the list at each scrape.
+//! Labels are those of dcgm-exporter (`UUID`, `gpu`, `namespace`, `pod`, `container`), so that both
+//! can be joined on `UUID`. The number of series with container labels is limited: the first
+//! [`CONTAINERS`] by key have them.
 
 mod durations;
 mod labels;
@@ -27,12 +27,12 @@ pub use text_format::classic;
 
 use crate::{http::DenyReason, observe::ViewHub, schema};
 
-/// Containers that have series of their own.
+/// Maximum number of containers with series of their own.
 pub const CONTAINERS: usize = 1000;
-/// A look that is later than this says nothing about the time before it.
+/// An observation that is later than this says nothing about the time before it.
 const STALE_AFTER_MS: i64 = 60_000;
 
-/// The figures of this controller.
+/// The metrics of this controller.
 #[derive(Debug)]
 pub struct Metrics {
     table: MetricsTable,
@@ -46,7 +46,7 @@ struct MetricsState {
     seen: HashMap<String, SeenCounters>,
 }
 
-/// A container at the last look.
+/// A container at the last observation.
 #[derive(Debug)]
 struct SeenCounters {
     labels: ContainerLabels,
@@ -57,14 +57,14 @@ struct SeenCounters {
     offloaded_bytes: u64,
 }
 
-/// What the hook has cost the processes that a container has now, as they claim.
+/// Hook overhead of the current processes of a container, as the processes report it.
 #[derive(Clone, Copy, Debug, Default)]
 struct HookCost {
     added_s: f64,
     held_s: f64,
 }
 
-/// More than that between two looks is no figure, whatever a container says.
+/// An increase above this between two observations is ignored, whatever a container reports.
 const MAX_HOOK_S: f64 = 86_400.0;
 
 impl HookCost {
@@ -79,7 +79,7 @@ impl HookCost {
         }
     }
 
-    /// What is more than before; nothing where a process has gone meanwhile.
+    /// The increase since `before`; 0 if a process has ended meanwhile.
     fn since(self, before: HookCost) -> HookCost {
         let more =
             |now: f64, before: f64| Some(now - before).filter(|s| (0.0..MAX_HOOK_S).contains(s));
@@ -91,7 +91,7 @@ impl HookCost {
 }
 
 impl Metrics {
-    /// Figures of a controller that is the `starts`th on its history (1 without one).
+    /// Metrics of a controller that is the `starts`th on its history (1 without one).
     #[must_use]
     pub fn new(starts: u64) -> Metrics {
         let table = MetricsTable::new();
@@ -99,7 +99,7 @@ impl Metrics {
         Metrics { table, inner: Mutex::default() }
     }
 
-    /// Something happened.
+    /// Counts an event.
     pub fn event(&self, event: &schema::Event) {
         self.table.events.get_or_create(&KindLabels { kind: event.kind.clone() }).inc();
         if event.kind == "refused" {
@@ -110,7 +110,7 @@ impl Metrics {
         }
     }
 
-    /// A look at the node: time has passed with what was held.
+    /// Adds the time since the last observation, with what the containers held then.
     pub fn observe(&self, node: &schema::Node, now_ms: i64) {
         let mut inner = self.inner();
         let passed_ms = now_ms - inner.looked_ms;
@@ -149,30 +149,30 @@ impl Metrics {
             inner.seen.insert(container.key.clone(), seen);
         }
         for gone in known.into_values() {
-            // A container with the same names may have taken its place.
+            // A container with the same names may exist now.
             if !inner.seen.values().any(|seen| seen.labels == gone.labels) {
                 self.table.forget(&gone.labels);
             }
         }
     }
 
-    /// A request was refused.
+    /// Counts a refused request.
     pub fn refused_request(&self, refused: DenyReason) {
         let reason = refused.as_str().to_owned();
         self.table.refused_requests.get_or_create(&ReasonLabels { reason }).inc();
     }
 
-    /// Everything, as OpenMetrics text.
+    /// All metrics as OpenMetrics text.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The text cannot be formatted.
     pub fn text(
         &self,
         node: &schema::Node,
         hub: &ViewHub,
         history_dropped: u64,
     ) -> Result<String, fmt::Error> {
-        // One scrape at a time: gauges are emptied and filled.
+        // One scrape at a time: gauges are cleared and filled.
         let _inner = self.inner();
         self.fill(node);
         self.table.watchers.set(i64::try_from(hub.watchers()).unwrap_or(i64::MAX));

@@ -1,4 +1,4 @@
-//! Every metric is moved by something that happens, or it says nothing.
+//! Every metric changes when its event happens.
 
 use super::*;
 use crate::{
@@ -66,7 +66,7 @@ fn state(from: &str, to: &str, unix_ms: i64) -> Event {
     }
 }
 
-/// A little life in which everything happens.
+/// A sequence of observations and events that changes every metric.
 fn lived() -> (Metrics, ViewHub) {
     let (metrics, hub) = (Metrics::new(2), ViewHub::default());
     for (at, what, held, away) in [
@@ -117,9 +117,9 @@ fn every_metric_is_moved() {
     }
 }
 
-/// A family that nothing fills is not in the text at all.
+/// A family without values is not in the text.
 #[test]
-fn what_is_held_together_has_figures_until_its_device_is_gone() {
+fn dedup_series_end_with_their_gpu() {
     let (metrics, hub) = lived();
     let figures = |node: &Node| {
         let text = metrics.text(node, &hub, 0).unwrap();
@@ -134,7 +134,7 @@ fn what_is_held_together_has_figures_until_its_device_is_gone() {
 }
 
 #[test]
-fn time_with_vram_is_sorted_by_what_it_was_for() {
+fn vram_time_is_split_by_use() {
     let (metrics, hub) = lived();
     let text = metrics.text(&node("Queued", 0, 0), &hub, 0).unwrap();
     let labels = "{namespace=\"ml\",pod=\"\",container=\"one\"}";
@@ -151,7 +151,7 @@ fn time_with_vram_is_sorted_by_what_it_was_for() {
 }
 
 #[test]
-fn what_the_hook_costs_is_reckoned_and_a_lie_is_left_out() {
+fn an_implausible_hook_cost_is_ignored() {
     let metrics = Metrics::new(1);
     let looks = |calls: u64, held_us: u64, at: i64| {
         let mut node = node("Active", 0, 0);
@@ -173,13 +173,13 @@ fn what_the_hook_costs_is_reckoned_and_a_lie_is_left_out() {
     let [hook, held] = figures();
     assert!((hook - 0.003_003).abs() < 1e-9 && (held - 2.5).abs() < 1e-9, "{hook} {held}");
     looks(u64::MAX, u64::MAX, 3_000);
-    assert_eq!(figures(), [hook, held], "nobody waits for a million years");
+    assert_eq!(figures(), [hook, held], "a wait of a million years is ignored");
     looks(0, 0, 4_000);
     assert_eq!(figures(), [hook, held], "counters that go back");
 }
 
 #[test]
-fn a_container_that_is_gone_leaves_no_series_and_thousands_leave_a_bounded_number() {
+fn series_of_containers_are_limited() {
     let (metrics, hub) = lived();
     metrics.observe(&Node::default(), 5_000);
     assert!(!metrics.text(&Node::default(), &hub, 0).unwrap().contains("\"one\""));

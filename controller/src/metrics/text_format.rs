@@ -1,9 +1,9 @@
-//! The text format from before OpenMetrics, for clients that ask for no other: counters
-//! are named as their samples are, there are no units and no end mark.
+//! The Prometheus text format for clients that do not request OpenMetrics: counters have the name
+//! of their samples, and there are no units and no end mark.
 
 use std::fmt::Write as _;
 
-/// OpenMetrics text as classic text.
+/// Converts OpenMetrics text to the older format.
 #[must_use]
 pub fn classic(openmetrics: &str) -> String {
     let counters: Vec<&str> = openmetrics

@@ -1,5 +1,5 @@
-//! What changed between two looks at the node. Time that passes is no change: who
-//! watches counts it on.
+//! The changes between two observations of the node. Time that passes is not a change: watchers add
+//! it themselves.
 
 use std::collections::HashMap;
 
@@ -7,19 +7,19 @@ use serde::Serialize;
 
 use crate::schema::{Container, Node};
 
-/// What is different now.
+/// The changes since the last observation.
 #[derive(Debug, Serialize)]
 pub struct ViewChange {
-    /// The node without its containers; nothing when it is as before.
+    /// The node without its containers; `None` if it is unchanged.
     pub node: Option<Node>,
-    /// New and changed containers, whole.
+    /// New and changed containers, complete.
     pub containers: Vec<Container>,
-    /// Keys of those that are gone.
+    /// Keys of removed containers.
     pub gone: Vec<String>,
 }
 
 impl ViewChange {
-    /// From one look to the next; nothing when nothing changed.
+    /// The changes from one observation to the next; `None` without changes.
     #[must_use]
     pub fn between(before: &Node, after: &Node) -> Option<ViewChange> {
         let old: HashMap<&str, &Container> =
@@ -60,14 +60,14 @@ fn header(node: &Node) -> Node {
     }
 }
 
-/// The moments are reckoned from two clocks that are read one after the other.
+/// The times are derived from two clocks that are read one after the other.
 const JITTER_MS: i64 = 50;
 
 fn differs(old: &Container, new: &Container) -> bool {
     if (old.since_unix_ms - new.since_unix_ms).abs() > JITTER_MS {
         return true;
     }
-    // Idle time that was set back is use.
+    // An idle time that has become shorter means that the container was used.
     if new.idle_ms < old.idle_ms {
         return true;
     }
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn new_changed_and_gone_are_told_and_nothing_else() {
+    fn only_changes_are_sent() {
         let before = node(vec![container("a", 0), container("b", 0), container("c", 0)]);
         let changed = Container { vram_bytes: 7, ..container("b", 0) };
         let after = node(vec![container("a", 5), changed, container("d", 0)]);
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_the_head_and_no_container_travels_with_it() {
+    fn a_gpu_change_sends_no_container() {
         let mut after = node(vec![container("a", 0)]);
         after.gpus.push(crate::schema::Gpu::default());
         let change = ViewChange::between(&node(vec![container("a", 0)]), &after).unwrap();

@@ -1,5 +1,5 @@
-//! Who watches, and what they are told. One writer shows; each watcher has a bounded
-//! backlog. Who falls behind starts anew from the present.
+//! Distributes messages to watchers. One writer sends; each watcher has a backlog of limited size.
+//! A watcher that falls behind starts again with the current state.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -11,34 +11,34 @@ use tokio::sync::{Notify, broadcast};
 use super::ViewChange;
 use crate::schema;
 
-/// Messages that a watcher may be behind.
+/// Maximum number of messages that a watcher may be behind.
 const BACKLOG: usize = 256;
 
-/// What is told.
+/// A message to watchers.
 #[derive(Clone, Debug)]
 pub enum ViewMessage {
-    /// Something happened: sequence number and JSON.
+    /// An event: its sequence number and its JSON.
     Event(u64, Arc<str>),
-    /// Something changed: JSON of a [`ViewChange`].
+    /// A change: the JSON of a [`super::diff::ViewChange`].
     Change(Arc<str>),
 }
 
-/// The place where watchers meet the observer.
+/// The current state of the node, and its watchers.
 #[derive(Debug)]
 pub struct ViewHub {
     latest: Mutex<Arc<schema::Node>>,
     messages: broadcast::Sender<ViewMessage>,
     joined: Notify,
-    /// Messages that watchers missed because they were slow.
+    /// Messages that slow watchers missed.
     missed: AtomicU64,
 }
 
-/// One who watches.
+/// One watcher.
 #[derive(Debug)]
 pub struct ViewWatch {
     /// The node when the watch began.
     pub present: Arc<schema::Node>,
-    /// What happens since.
+    /// The messages since then.
     pub messages: broadcast::Receiver<ViewMessage>,
 }
 
@@ -54,7 +54,7 @@ impl Default for ViewHub {
 }
 
 impl ViewHub {
-    /// Begins to watch.
+    /// Adds a watcher.
     #[must_use]
     pub fn watch(&self) -> ViewWatch {
         let latest = self.lock();
@@ -62,24 +62,24 @@ impl ViewHub {
         ViewWatch { present: Arc::clone(&latest), messages: self.messages.subscribe() }
     }
 
-    /// How many watch.
+    /// Number of watchers.
     #[must_use]
     pub fn watchers(&self) -> usize {
         self.messages.receiver_count()
     }
 
-    /// Messages that slow watchers missed so far.
+    /// Number of messages that slow watchers missed so far.
     #[must_use]
     pub fn missed(&self) -> u64 {
         self.missed.load(Ordering::Relaxed)
     }
 
-    /// Notes that a watcher missed messages.
+    /// Counts messages that a watcher missed.
     pub fn add_missed(&self, count: u64) {
         self.missed.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// Makes the observer look now.
+    /// Makes the observer read the node now.
     pub fn wake(&self) {
         self.joined.notify_one();
     }
@@ -88,7 +88,7 @@ impl ViewHub {
         self.watchers() > 0
     }
 
-    /// Waits until somebody begins to watch.
+    /// Waits until a watcher is added.
     pub(super) async fn joined(&self) {
         self.joined.notified().await;
     }
@@ -107,7 +107,7 @@ impl ViewHub {
             && let Some(change) = ViewChange::between(&latest, &node)
             && let Ok(json) = serde_json::to_string(&change)
         {
-            // Under the lock: who begins to watch now has either the change or its result.
+            // Under the lock, so that a new watcher has either the change or the state after it.
             let _ = self.messages.send(ViewMessage::Change(json.into()));
         }
         *latest = Arc::new(node);

@@ -1,13 +1,13 @@
-//! The task that watches the node for people, beside the task that decides.
+//! The task that observes the node for people, separate from the actor.
 //!
 //! ```text
-//!  events ──┐                        ┌──> changes for those who watch ([`hub`])
-//!           ├──> Observer: list ─────┼──> figures ([`crate::metrics`])
+//!  events ──┐                        ┌──> changes for watchers ([`hub`])
+//!           ├──> ViewObserver: list ─┼──> metrics ([`crate::metrics`])
 //!  a clock ─┘                        └──> spans for the history ([`crate::history`])
 //! ```
 //!
-//! It asks the actor for the list and is the only writer of all three, on a thread of
-//! its own: however many people watch, the node's decisions do not wait for them.
+//! The observer requests the list from the actor and is the only writer of all three, on a thread
+//! of its own: the actor does not wait for watchers, however many there are.
 
 mod diff;
 mod hub;
@@ -25,14 +25,14 @@ use crate::{
 pub use diff::ViewChange;
 pub use hub::{ViewHub, ViewMessage, ViewWatch};
 
-/// Between two looks while somebody watches.
+/// Time between two observations while there is a watcher.
 const WATCHED: Duration = Duration::from_secs(1);
-/// Between two looks while nobody does: often enough for the history.
+/// Time between two observations without a watcher; sufficient for the history.
 const UNWATCHED: Duration = Duration::from_secs(5);
-/// Events that come together are shown together.
+/// Events within this time are sent together.
 const GATHER: Duration = Duration::from_millis(30);
 
-/// The watching task.
+/// The observing task.
 #[derive(Debug)]
 pub struct ViewObserver {
     door: ControllerHandle,
@@ -42,7 +42,7 @@ pub struct ViewObserver {
 }
 
 impl ViewObserver {
-    /// Watches what is behind the door, for these.
+    /// An observer of the node behind `door`, for these consumers.
     #[must_use]
     pub fn new(
         door: ControllerHandle,
@@ -53,10 +53,10 @@ impl ViewObserver {
         ViewObserver { door, hub, metrics, history }
     }
 
-    /// Watches until the controller ends.
+    /// Runs until the controller ends.
     pub async fn run(self) {
         let mut last = 0;
-        // Err: the controller is ending, and so is this.
+        // An error means that the controller is ending.
         while self.look(&mut last).await.is_ok() {}
         if let Some(history) = &self.history {
             history.close();
@@ -68,7 +68,7 @@ impl ViewObserver {
         let pause = if self.hub.is_watched() { WATCHED } else { UNWATCHED };
         tokio::select! {
             _ = events.after(*last, pause) => {}
-            // Somebody came: they want to see the present.
+            // A new watcher gets the current state.
             () = self.hub.joined() => {}
         }
         if events.last() > *last {

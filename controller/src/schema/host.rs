@@ -1,8 +1,8 @@
-//! What of a node's containers is in host memory.
+//! Host memory in use for the offloaded VRAM of a node's containers.
 
 use affinode_proto::api::control;
 
-/// All that is away, but for zeros that are not stored; what several hold together counts once.
+/// All offloaded VRAM except zeros, which are not stored; deduplicated memory counts once.
 pub(super) fn used_bytes(list: &control::ListResponse) -> u64 {
     let sum = |bytes: &mut dyn Iterator<Item = u64>| bytes.fold(0, u64::saturating_add);
     let each = sum(&mut list.containers.iter().map(of_container));
@@ -22,7 +22,7 @@ mod tests {
     use super::{super::Node, *};
 
     #[test]
-    fn what_is_held_together_counts_once_and_zeros_not_at_all() {
+    fn deduplicated_memory_counts_once() {
         let device = control::DeviceBytes::default();
         let container = control::Container {
             offloaded_bytes: 100,
@@ -50,7 +50,7 @@ mod tests {
         assert_eq!(used(&[]), 180);
         assert_eq!(used(&[(80, 40), (0, 0)]), 140);
         assert_eq!(used(&[(80, 40), (20, 10)]), 130);
-        assert_eq!(used(&[(500, 40)]), 40, "somebody has come home meanwhile");
+        assert_eq!(used(&[(500, 40)]), 40, "one process was restored meanwhile");
         let gpu = &node(&[(80, 40)]).gpus[0];
         assert_eq!((gpu.copier_shared_bytes, gpu.copier_stored_bytes), (80, 40));
     }

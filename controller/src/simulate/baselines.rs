@@ -1,4 +1,4 @@
-//! The policies that are compared: the configured one, and what others do.
+//! The policies that a simulation compares: the configured one, and others.
 
 use crate::core::{
     Millis, Settings,
@@ -6,27 +6,27 @@ use crate::core::{
     victims::VictimRule,
 };
 
-/// What a contender knows of the future.
+/// What a baseline knows about the future.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallForesight {
-    /// Nothing.
+    /// No knowledge of the future.
     None,
     /// Next uses, for the choice of victims.
     Victims,
-    /// Next uses, and it goes at once when the pause will be worth it.
+    /// Next uses: it offloads at once when the pause is long enough to be worth it.
     Pauses,
 }
 
-/// A policy in the race.
+/// A policy to compare.
 #[derive(Clone, Debug)]
 pub struct Baseline {
-    /// Its name in the results.
+    /// Name of the policy in the results.
     pub name: String,
-    /// What the node is configured with; `None`: everybody keeps what he has.
+    /// The settings of the node; `None`: nothing is offloaded.
     pub settings: Option<Settings>,
-    /// What it knows.
+    /// What it knows about the future.
     pub foresight: CallForesight,
-    /// Processes are ended and started instead of moved.
+    /// Whether processes are ended and started again instead of moved.
     pub reloads: bool,
 }
 
@@ -42,7 +42,7 @@ fn plain(settings: &Settings, change: impl FnOnce(&mut Policy), victims: VictimR
     simulated(Settings { policies, victims, ..settings.clone() })
 }
 
-/// Every contender beside the configuration, which is the first.
+/// All baselines; the configuration is the first one.
 #[must_use]
 pub fn all(settings: &Settings, seed: u64) -> Vec<Baseline> {
     let contender = |name: String, settings: Option<Settings>| Baseline {

@@ -1,5 +1,5 @@
-//! What moves cost on a machine. The GPU bench writes such a file; without one the costs
-//! measured on an H200 hold.
+//! The costs of moves on a machine. The GPU bench writes such a file; the defaults were measured on
+//! an H200.
 
 use std::path::Path;
 
@@ -8,19 +8,19 @@ use serde::{Deserialize, Serialize};
 use super::SimulationError;
 use crate::core::Millis;
 
-/// Fixed part and speed of each move.
+/// Fixed time and speed of each move.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Calibration {
-    /// Fixed part of an offload.
+    /// Fixed time of an offload, in milliseconds.
     pub offload_fixed_ms: u64,
     /// Speed of an offload.
     pub offload_bytes_per_second: f64,
-    /// Fixed part of a restore.
+    /// Fixed time of a restore, in milliseconds.
     pub restore_fixed_ms: u64,
     /// Speed of a restore.
     pub restore_bytes_per_second: f64,
-    /// Fixed part of a start from nothing, for the comparison with kill and reload.
+    /// Fixed time of starting a program again, for the comparison with kill and reload.
     pub reload_fixed_ms: u64,
     /// Speed at which a program loads its weights again.
     pub reload_bytes_per_second: f64,
@@ -40,10 +40,10 @@ impl Default for Calibration {
 }
 
 impl Calibration {
-    /// Reads a file: TOML, or JSON by the ending `.json`.
+    /// Reads a file: TOML, or JSON if its name ends with `.json`.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The file cannot be read or parsed.
     pub fn read(path: &Path) -> Result<Calibration, SimulationError> {
         let shown = path.display().to_string();
         let text = std::fs::read_to_string(path)
@@ -66,19 +66,19 @@ impl Calibration {
         Ok(read)
     }
 
-    /// Duration of an offload.
+    /// Duration of an offload of this many bytes.
     #[must_use]
     pub fn offload_ms(&self, bytes: u64) -> Millis {
         self.offload_fixed_ms + (bytes as f64 / self.offload_bytes_per_second * 1000.0) as u64
     }
 
-    /// Duration of a restore.
+    /// Duration of a restore of this many bytes.
     #[must_use]
     pub fn restore_ms(&self, bytes: u64) -> Millis {
         self.restore_fixed_ms + (bytes as f64 / self.restore_bytes_per_second * 1000.0) as u64
     }
 
-    /// The same machine where a process is ended instead, and started again.
+    /// The same machine, where a process is ended and started again instead.
     #[must_use]
     pub fn kill_and_reload(self) -> Calibration {
         Calibration {

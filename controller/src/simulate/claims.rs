@@ -1,5 +1,5 @@
-//! What is claimed of the default policy, on traces small enough for a test. The same on
-//! whole traces: `affinode simulate`, see `docs/operations.md`.
+//! Claims about the default policy, on traces that are small enough for a test. For whole traces
+//! use `affinode simulate`, see `docs/operations.md`.
 
 use super::{random::RandomSource, synthetic, trace::TraceDefaults, *};
 use crate::core::Settings;
@@ -16,8 +16,8 @@ fn run(trace: &WorkloadTrace, fits: u64, names: &[&str]) -> Vec<SimulationSummar
     compare(trace, machine, &chosen).unwrap()
 }
 
-/// Clients as ServeGen's of low rate: hours of ten-minute windows with few, uneven calls, and
-/// long times without any.
+/// Clients like ServeGen's of low rate: hours of ten-minute windows with few, uneven calls, and
+/// long times without calls.
 fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
     let mut random = RandomSource::new(11);
     let mut text = String::from("client,ts,rate,cv,pat,p1,p2\n");
@@ -39,7 +39,7 @@ fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
     WorkloadTrace::parse(text.as_bytes(), "made up", ASSUMED).unwrap()
 }
 
-/// Time that VRAM was held, and what the wakes are worth in such time.
+/// Time that VRAM was held, plus the cost of the wakes in the same unit.
 fn cost_s(trace: &WorkloadTrace, summary: &SimulationSummary) -> f64 {
     let lives = trace.loads.iter().filter_map(|load| {
         Some(load.arrivals_ms.last()?.saturating_sub(*load.arrivals_ms.first()?))
@@ -51,7 +51,7 @@ fn cost_s(trace: &WorkloadTrace, summary: &SimulationSummary) -> f64 {
 }
 
 #[test]
-fn by_default_vram_and_wakes_together_cost_less_than_by_any_fixed_timeout() {
+fn the_default_costs_less_than_fixed_timeouts() {
     let trace = low_rate_clients(40, 4);
     let fits = trace.loads.len() as u64;
     let all = run(&trace, fits, &["configured", "fixed-30s", "fixed-60s", "fixed-2m", "fixed-5m"]);
@@ -59,10 +59,10 @@ fn by_default_vram_and_wakes_together_cost_less_than_by_any_fixed_timeout() {
     assert!(costs[1..].iter().all(|fixed| costs[0] < *fixed), "{costs:?}");
 }
 
-/// So it is on ServeGen's trace, and on this one. On others it buys more of the one with a
-/// little of the other, by what a wake is worth: the test above.
+/// This holds on ServeGen's trace and on this one. On other traces the policy trades wakes for VRAM
+/// by the cost of a wake: the test above.
 #[test]
-fn over_two_weeks_more_vram_is_given_back_and_fewer_calls_wait_than_by_a_fixed_minute() {
+fn the_default_beats_a_fixed_minute() {
     let trace = low_rate_clients(12, 14);
     let all = run(&trace, 12, &["configured", "fixed-60s"]);
     let [default, fixed] = all.as_slice() else { panic!("two ran") };
@@ -73,7 +73,7 @@ fn over_two_weeks_more_vram_is_given_back_and_fewer_calls_wait_than_by_a_fixed_m
 }
 
 #[test]
-fn where_not_all_fit_fewer_calls_wait_than_by_lru_and_hardly_more_than_must() {
+fn the_default_delays_fewer_calls_than_lru() {
     let plan = synthetic::SyntheticPlan { processes: 40, days: 3, assumed: ASSUMED };
     let trace = synthetic::make(plan).unwrap();
     let all = run(&trace, 24, &["configured", "lru", "clairvoyant"]);

@@ -1,22 +1,22 @@
-//! The same trace and seed give the same decisions live and simulated.
+//! The same trace and seed give the same decisions in the daemon and in the simulation.
 //!
 //! ```text
-//!          ┌─> engine: told of use when it begins and ends, asks when something is due ─> decisions
-//!  trace ──┤                                                                           same, in order
-//!          └─> here: pages, devices and ticks at the pace of the daemon ────────────────> decisions
+//!          ┌─> engine: start and end of each use, queries when something is due ───────> decisions
+//!  trace ──┤                                                                          same, in order
+//!          └─> here: counters, GPUs and ticks at the rate of the daemon ────────────────> decisions
 //! ```
 //!
-//! Real, in both: [`Node`] and all that it decides. Real, here alone: what surrounds it live and a
-//! simulation leaves out. It learns of calls from pages that are read every half second, of VRAM
-//! from readings a second apart or when somebody leaves or comes, ticks at the pace that it asks
-//! for, and has every process hold its allocations before a return is proven.
+//! Real in both: [`Node`] and all its decisions. Real only here: what surrounds it in the daemon
+//! and what a simulation leaves out. The node learns of calls from counters that are read every
+//! half second, and of VRAM from readings a second apart or after a move. It ticks at the rate that
+//! it requests, and every process holds its allocations before a restore is proven.
 //!
-//! Virtual: the clock, which jumps to what is next, so nothing depends on the machine; the agents,
-//! which need the time of the calibration; the device, a sum of bytes. What is between them, the
-//! sockets, the page and the driver, is tested end to end.
+//! Virtual: the clock, which jumps to the next event, so that the result does not depend on the
+//! machine; the agents, which take the time of the calibration; the GPU, which is a sum of bytes.
+//! The sockets, the shared counters and the driver in between are tested end to end.
 //!
-//! The engine knows of use at once, this one up to a reading later, so the same decision may stand
-//! at two times. They are never more apart than [`APART_MS`].
+//! The engine knows of a use at once, this test up to one reading later, so the same decision may
+//! have two times. They differ by at most [`APART_MS`].
 
 use std::{
     cmp::Reverse,
@@ -46,12 +46,12 @@ use crate::core::{
 };
 
 const GIB: u64 = 1 << 30;
-/// As `timing.sample_interval` is by default.
+/// The default of `timing.sample_interval`.
 const SAMPLE_MS: Millis = 500;
-/// What a step takes that moves no memory.
+/// Duration of a step that moves no memory.
 const STEP_MS: Millis = 1;
-/// Two readings for whoever makes room to be seen idle and to be seen gone, as much again for
-/// the one who waits for it, and for whoever waits behind that one.
+/// Two readings until a victim is seen idle and seen gone, as many for its waiter, and as many for
+/// the waiter behind that one.
 const APART_MS: Millis = 6 * SAMPLE_MS;
 
 #[derive(Clone, Debug)]
@@ -67,7 +67,7 @@ struct Agent {
 enum Next {
     Call(usize),
     Returns(usize),
-    /// An agent is done with the order of that place.
+    /// The agent of this index has executed its order.
     Done(usize),
 }
 
@@ -130,13 +130,13 @@ impl Live {
                 }
             }
             live.drain();
-            // A queue or a move wants shorter ticks than were planned.
+            // A queue or a move needs shorter ticks than planned.
             live.next_tick = live.next_tick.min(live.now + live.pause_ms());
         }
         live.decisions
     }
 
-    /// A controller starts where an earlier one has moved everybody out.
+    /// A controller starts where an earlier one has offloaded every container.
     fn begin(&mut self, trace: &WorkloadTrace) {
         self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
         for (n, load) in trace.loads.iter().enumerate() {
@@ -194,7 +194,7 @@ impl Live {
         }]
     }
 
-    /// As the daemon does it.
+    /// The same as in the daemon.
     fn tick(&mut self) {
         for n in 0..self.agents.len() {
             self.inputs.push_back(Input::Page(names::id(n), page(&self.agents[n])));
@@ -225,7 +225,7 @@ impl Live {
         }
     }
 
-    /// A kernel is launched, and its end waited for.
+    /// A kernel is launched and waited for.
     fn goes_through(&mut self, n: usize) {
         self.agents[n].calls += 1;
         self.agents[n].inflight += 1;
@@ -336,7 +336,7 @@ fn page(agent: &Agent) -> CounterSnapshot {
     }
 }
 
-/// Eight programs that are used for some seconds and then not for minutes.
+/// Eight programs that are used for some seconds and then unused for minutes.
 fn trace(seed: u64) -> WorkloadTrace {
     let mut random = RandomSource::new(seed);
     let load = |n: usize| {
@@ -360,14 +360,14 @@ fn trace(seed: u64) -> WorkloadTrace {
     WorkloadTrace { loads: (0..8).map(load).collect() }
 }
 
-/// What happened to each container, in order.
+/// The decisions of each container, in order.
 fn by_container(decisions: &[PolicyDecision]) -> BTreeMap<&str, Vec<&PolicyDecision>> {
     let mut by_container: BTreeMap<&str, Vec<&PolicyDecision>> = BTreeMap::new();
     decisions.iter().for_each(|d| by_container.entry(&d.key).or_default().push(d));
     by_container
 }
 
-/// Plays it both ways, and gives the decisions: simulated, and live.
+/// Plays the trace both ways, and returns the decisions: simulated, and live.
 fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<PolicyDecision>; 2] {
     let vram_bytes = gib * GIB + (512 << 20);
     let machine = SimulatedMachine { gpus: 1, vram_bytes, calibration: Calibration::default() };
@@ -376,8 +376,8 @@ fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<Polic
     [simulated, Live::play(trace, machine, settings)]
 }
 
-/// The same decisions for each container, for the same reasons, in the same order, and at the
-/// same times. So the order among containers is the same, too, where it was decided further apart.
+/// The same decisions for each container, for the same reasons, in the same order, and at the same
+/// times. So the order among containers is the same, too, unless decisions are closer together.
 fn assert_same([simulated, live]: &[Vec<PolicyDecision>; 2]) {
     let (simulated, live) = (by_container(simulated), by_container(live));
     assert_eq!(simulated.len(), 8);
@@ -404,7 +404,7 @@ fn settings() -> Settings {
 }
 
 #[test]
-fn with_room_for_all_the_same_leave_and_return_at_the_same_times() {
+fn with_room_for_all_decisions_are_equal() {
     let both = both_ways(&trace(5), 64, &settings());
     assert_same(&both);
     assert!(count(&both[0], State::Closing, "idle-timeout") > 50, "{}", both[0].len());
@@ -412,16 +412,16 @@ fn with_room_for_all_the_same_leave_and_return_at_the_same_times() {
 }
 
 #[test]
-fn with_room_for_some_the_same_make_room_for_the_same() {
+fn with_room_for_some_victims_are_equal() {
     let both = both_ways(&trace(6), 40, &settings());
     assert_same(&both);
     assert!(count(&both[0], State::Closing, "pressure") > 50, "{}", both[0].len());
     assert!(count(&both[0], State::Queued, "called") > 50, "{}", both[0].len());
 }
 
-/// What is learned from pauses that are half a second off may put a single decision elsewhere.
+/// Learning from pauses that are half a second off may change a single decision.
 #[test]
-fn by_the_default_policy_as_many_leave_and_return() {
+fn the_default_policy_moves_as_many() {
     for (gib, reason) in [(64, "idle-timeout"), (40, "pressure")] {
         let [simulated, live] = both_ways(&trace(7), gib, &Settings::default());
         for (to, reason) in [(State::Closing, reason), (State::Restoring, "called")] {

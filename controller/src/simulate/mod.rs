@@ -1,16 +1,16 @@
-//! What policies would do to a trace, in virtual time and by the code that runs live.
+//! Simulates policies on a trace, in virtual time, with the code that a controller runs.
 //!
 //! ```text
 //!  trace ──> engine: agents, devices, a clock ──Input──> core::Node ──Effect──> engine ──> figures
 //! ```
 //!
-//! [`engine`] plays everything around [`crate::core::Node`]: processes that call, agents
-//! that carry out orders in the time that [`calibration`] says, devices that answer. Every
-//! decision is the node's. Nothing happens between events, so two weeks take seconds.
+//! [`engine`] simulates everything around [`crate::core::Node`]: processes that call, agents that
+//! execute orders in the time given by [`calibration`], and GPUs. Every decision is the node's. No
+//! time is spent between events, so two weeks take seconds.
 //!
-//! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, returns ahead of
-//! calls. Not simulated: failures, growth of a process, holding of allocations (a simulated
-//! process never allocates), processes on several devices.
+//! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes. Not simulated:
+//! failures, growth of a process, holds (a simulated process never allocates), processes on several
+//! GPUs.
 
 pub mod baselines;
 pub mod calibration;
@@ -34,54 +34,53 @@ pub use calibration::Calibration;
 pub use summary::SimulationSummary;
 pub use trace::{TraceLoad, WorkloadTrace};
 
-/// What stops a simulation.
+/// Why a simulation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulationError {
     /// A file cannot be read.
     #[error("cannot read {path}")]
     Read {
-        /// Which.
+        /// Path of the file.
         path: String,
-        /// Why.
         #[source]
         source: std::io::Error,
     },
-    /// A line of a trace is not understood.
+    /// A line of a trace is invalid.
     #[error("{path}, line {line}: {what}")]
     Line {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Counted from 1.
+        /// Number of the line, from 1.
         line: usize,
-        /// What is wrong.
         what: String,
     },
-    /// The calibration is not understood.
+    /// The calibration is invalid.
     #[error("{path}: {what}")]
     Calibration {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What is wrong.
         what: String,
     },
     /// The trace has no request.
-    #[error("the trace holds no request")]
+    #[error("the trace has no requests")]
     Empty,
-    /// A process alone is larger than the device.
+    /// One process is larger than the GPU.
     #[error(
         "a process of {process_bytes} bytes never fits into {total_bytes} bytes of VRAM: --vram \
          gives more, --process-vram is for those whose trace does not tell"
     )]
     TooLarge {
-        /// Its size.
+        /// VRAM of the process, in bytes.
         process_bytes: u64,
-        /// The device.
+        /// VRAM of the GPU, in bytes.
         total_bytes: u64,
     },
-    /// The node ordered what the driver does not survive.
-    #[error("the policy restored a process without room: this is a bug, please report it")]
+    /// The node restored a process without enough free VRAM.
+    #[error(
+        "the policy restored a process without enough free VRAM: this is a bug, please report it"
+    )]
     Overcommitted,
-    /// Somebody waits for ever.
+    /// A container waits without end.
     #[error(
         "a process waits for VRAM for ever: does the policy let nobody make room (mode manual or off)? \
          If not, this is a bug, please report it"
@@ -89,21 +88,21 @@ pub enum SimulationError {
     Stuck,
 }
 
-/// The device and the host that a trace runs on.
+/// The GPUs and the costs of the simulated machine.
 #[derive(Clone, Copy, Debug)]
 pub struct SimulatedMachine {
-    /// Devices; process n is on device n modulo this.
+    /// Number of GPUs; process n is on GPU n modulo this number.
     pub gpus: usize,
-    /// VRAM of each for managed processes.
+    /// VRAM of each GPU for managed processes, in bytes.
     pub vram_bytes: u64,
     /// Costs of moves.
     pub calibration: Calibration,
 }
 
-/// Runs every contender over the trace, on as many threads as there are processors.
+/// Runs every baseline over the trace, on as many threads as there are processors.
 ///
 /// # Errors
-/// The first that failed.
+/// The first error of a run.
 pub fn compare(
     trace: &WorkloadTrace,
     machine: SimulatedMachine,

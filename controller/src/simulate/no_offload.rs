@@ -1,11 +1,11 @@
-//! What happens on a node without moves.
+//! The result for a node without offloads.
 
 use super::{
     SimulatedMachine, SimulationSummary, WorkloadTrace, summary::SummaryMeter, trace::TraceLoad,
 };
 use crate::core::ledger::margin_bytes;
 
-/// Everybody keeps what he has: those who find no room are refused.
+/// Nothing is offloaded: processes that do not fit are refused.
 pub(super) fn run(
     trace: &WorkloadTrace,
     machine: SimulatedMachine,
@@ -22,7 +22,7 @@ pub(super) fn run(
     };
     let mut used = vec![0; machine.gpus];
     for load in loads {
-        // Whoever comes takes the emptiest device.
+        // A new process takes the GPU with the most free VRAM.
         let Some(gpu) = used.iter_mut().min() else { continue };
         if *gpu + load.vram_bytes + margin_bytes(machine.vram_bytes) > machine.vram_bytes {
             figures.refused += load.arrivals_ms.len() as u64;

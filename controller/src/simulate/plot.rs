@@ -1,4 +1,4 @@
-//! Resident VRAM over time as an SVG that needs nothing else.
+//! Plots resident VRAM over time as a self-contained SVG.
 
 use std::fmt::Write;
 

@@ -1,12 +1,12 @@
-//! Random numbers that are the same for the same seed on every machine: SplitMix64, and
-//! the distributions that traces name.
+//! Random numbers that are the same for the same seed on every machine: SplitMix64, and the
+//! distributions of traces.
 
-/// A generator.
+/// A random number generator.
 #[derive(Clone, Debug)]
 pub struct RandomSource(u64);
 
 impl RandomSource {
-    /// One that starts at `seed`.
+    /// A generator with this seed.
     #[must_use]
     pub fn new(seed: u64) -> RandomSource {
         RandomSource(seed)
@@ -21,27 +21,27 @@ impl RandomSource {
         z ^ (z >> 31)
     }
 
-    /// Between 0 and 1, both left out.
+    /// A number between 0 and 1, excluding both.
     pub fn unit(&mut self) -> f64 {
         ((self.bits() >> 12) as f64 + 0.5) / (1_u64 << 52) as f64
     }
 
-    /// Between two numbers.
+    /// A number between two others.
     pub fn between(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * self.unit()
     }
 
-    /// Exponential, with that mean.
+    /// An exponential variate with this mean.
     pub fn exponential(&mut self, mean: f64) -> f64 {
         -mean * self.unit().ln()
     }
 
-    /// Standard normal.
+    /// A standard normal variate.
     pub fn normal(&mut self) -> f64 {
         (-2.0 * self.unit().ln()).sqrt() * (std::f64::consts::TAU * self.unit()).cos()
     }
 
-    /// Gamma (Marsaglia and Tsang).
+    /// A gamma variate (Marsaglia and Tsang).
     pub fn gamma(&mut self, shape: f64, scale: f64) -> f64 {
         if shape < 1.0 {
             let boost = self.unit().powf(1.0 / shape);
@@ -56,7 +56,8 @@ impl RandomSource {
                 continue;
             }
             let u = self.unit();
-            // Most are taken by this, which is true only where what follows is, and costs no logarithm.
+            // This test accepts most variates and needs no logarithm; it implies the exact one
+            // below.
             let surely = u < 1.0 - 0.0331 * x.powi(4);
             if surely || u.ln() < 0.5 * x * x + d - d * v + d * v.ln() {
                 return d * v * scale;
@@ -64,7 +65,7 @@ impl RandomSource {
         }
     }
 
-    /// Weibull.
+    /// A Weibull variate.
     pub fn weibull(&mut self, shape: f64, scale: f64) -> f64 {
         scale * (-self.unit().ln()).powf(1.0 / shape)
     }

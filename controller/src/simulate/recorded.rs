@@ -1,4 +1,4 @@
-//! A trace from the history that a controller records: what would have happened.
+//! Builds a trace from the history of a controller, to replay it.
 
 use std::collections::BTreeMap;
 
@@ -8,22 +8,22 @@ use super::{
 };
 use crate::history::StateSpan;
 
-/// In use means called so often.
+/// Time between two calls while a container is in use.
 const STEP_MS: u32 = 1_500;
 
-/// What really happened.
+/// What really happened, for comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RecordedCall {
-    /// VRAM-time given back, of all that was held or given back.
+    /// VRAM-time freed, as a fraction of all that was held or freed.
     pub freed: f64,
-    /// Returns that calls waited for.
+    /// Restores for which calls waited.
     pub wakes: u64,
 }
 
-/// Makes a trace of spans. Times begin at `since_ms`.
+/// Builds a trace from spans. Its times begin at `since_ms`.
 ///
 /// # Errors
-/// Nothing was in use.
+/// No container was in use.
 pub fn trace(
     spans: &[StateSpan],
     since_ms: i64,
@@ -43,7 +43,7 @@ pub fn trace(
         load.vram_bytes = load.vram_bytes.max(span.vram_bytes.saturating_add(span.offloaded_bytes));
         for (begin, end) in &span.uses {
             let at = |offset: u32| u32::try_from(span.from_ms + i64::from(offset) - since_ms);
-            // What lies before, or 49 days after, is left out.
+            // Uses before the start, or more than 49 days after it, are left out.
             if let (Ok(begin), Ok(end)) = (at(*begin), at(*end)) {
                 load.arrivals_ms.extend((begin..=end).step_by(STEP_MS as usize));
             }
@@ -53,7 +53,7 @@ pub fn trace(
     WorkloadTrace { loads: held.collect() }.checked()
 }
 
-/// What spans say of themselves.
+/// What really happened, from the spans.
 #[must_use]
 pub fn happened(spans: &[StateSpan]) -> RecordedCall {
     let sum = |part: fn(&StateSpan) -> f64| spans.iter().map(part).sum::<f64>();
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_recorded_is_played_again() {
+    fn a_recorded_history_is_replayed() {
         let span =
             |key: &str, from_ms, uses: &[(u32, u32)], vram_bytes, offloaded_bytes| StateSpan {
                 key: key.into(),

@@ -1,73 +1,74 @@
-//! What comes out: figures of one contender.
+//! The results of one simulated policy.
 
 use serde::Serialize;
 
 use crate::core::Millis;
 
-/// The figures of one run.
+/// The results of one run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct SimulationSummary {
     /// Name of the policy.
     pub policy: String,
-    /// Requests of the trace.
+    /// Number of requests in the trace.
     pub requests: u64,
-    /// VRAM-time given back, of all VRAM-time between first and last call of each process.
+    /// VRAM-time freed, as a fraction of the VRAM-time between the first and last call of each
+    /// process.
     pub freed_of_all: f64,
-    /// The same, of the VRAM-time without a call in progress.
+    /// The same, as a fraction of the VRAM-time without a call in progress.
     pub freed_of_idle: f64,
-    /// The same, of all processes over the whole trace.
+    /// The same, as a fraction of the VRAM-time of all processes over the whole trace.
     pub freed_of_trace: f64,
-    /// Resident VRAM over time, in bytes.
+    /// Mean of the resident VRAM, in bytes.
     pub resident_mean_bytes: u64,
-    /// Exceeded a twentieth of the time.
+    /// Resident VRAM that is exceeded in a twentieth of the time.
     pub resident_p95_bytes: u64,
-    /// The most.
+    /// Maximum of the resident VRAM.
     pub resident_peak_bytes: u64,
-    /// The most host memory that held VRAM.
+    /// Maximum of the host memory with offloaded VRAM.
     pub host_peak_bytes: u64,
-    /// Share of requests that found their process out and woke it, without those that came
-    /// while it was on its way.
+    /// Fraction of requests that found their process offloaded and woke it, without requests during
+    /// a move.
     pub wake_share: f64,
-    /// Share of requests that waited.
+    /// Fraction of requests that waited.
     pub delayed_share: f64,
-    /// Added latency over all requests.
+    /// Median of the added latency over all requests.
     pub latency_p50_ms: u64,
-    /// Added latency over all requests.
+    /// 99th percentile of the added latency over all requests.
     pub latency_p99_ms: u64,
-    /// Added latency of those that waited.
+    /// Median of the added latency of requests that waited.
     pub delay_p50_ms: u64,
-    /// Added latency of those that waited.
+    /// 99th percentile of the added latency of requests that waited.
     pub delay_p99_ms: u64,
-    /// Restores.
+    /// Number of restores in the trace.
     pub restores: u64,
     /// Restores for each hour of a process.
     pub restores_per_process_hour: f64,
-    /// Returns within a minute of going.
+    /// Restores within a minute of the offload.
     pub thrash: u64,
-    /// The longest queue.
+    /// Maximum length of the queue.
     pub queue_peak: u64,
-    /// Its mean length.
+    /// Mean length of the queue.
     pub queue_mean: f64,
-    /// Offloads that were refused, or, without moves, requests of processes that found no room.
+    /// Offloads that were refused, or, without offloads, requests of processes that did not fit.
     pub refused: u64,
-    /// Returns ahead of calls.
+    /// Restores ahead of calls.
     pub prewakes: u64,
-    /// Those that a call used.
+    /// Prewakes that were followed by a call.
     pub prewake_hits: u64,
-    /// Jain's index over the share of prompt requests of each process: 1 is even.
+    /// Jain's index over the fraction of prompt requests of each process: 1 is even.
     pub fairness_jain: f64,
-    /// Mean delayed share of the tenth of processes that have it worst.
+    /// Mean fraction of delayed requests in the tenth of processes where it is highest.
     pub worst_decile_delayed: f64,
     /// Resident VRAM at even steps of the trace, for the plot.
     pub resident_over_time: Vec<u64>,
 }
 
-/// Points of the plot.
+/// Number of points in the plot.
 const POINTS: usize = 480;
-/// Steps in which resident VRAM is counted.
+/// Number of levels for counting resident VRAM.
 const LEVELS: usize = 1024;
 
-/// Integrates what changes over time.
+/// Integrates resident VRAM and queue length over time.
 #[derive(Debug)]
 pub struct SummaryMeter {
     end: Millis,
@@ -84,7 +85,7 @@ pub struct SummaryMeter {
 }
 
 impl SummaryMeter {
-    /// For a trace that ends then, on that much VRAM.
+    /// A meter for a trace that ends at `end`, with this much VRAM.
     #[must_use]
     pub fn new(end: Millis, capacity: u64) -> SummaryMeter {
         SummaryMeter {
@@ -102,7 +103,7 @@ impl SummaryMeter {
         }
     }
 
-    /// From now on it is so.
+    /// Sets the values that apply from `now` on.
     pub fn set(&mut self, now: Millis, resident: u64, queue: usize) {
         if (self.resident, self.queue) != (resident, queue) {
             self.pass(now);
@@ -138,7 +139,7 @@ impl SummaryMeter {
         }
     }
 
-    /// Writes what it knows.
+    /// Writes the integrals into the results.
     pub fn finish(mut self, figures: &mut SimulationSummary) {
         self.pass(self.end);
         let end = u128::from(self.end);
@@ -160,16 +161,16 @@ impl SummaryMeter {
     }
 }
 
-/// What one process lived through.
+/// Totals of one process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ContainerTotals {
-    /// Requests.
+    /// Number of its requests.
     pub requests: u64,
-    /// Those that waited.
+    /// Requests that waited.
     pub delayed: u64,
 }
 
-/// Added latency and fairness, from the delays and the processes.
+/// Computes added latency and fairness from the delays and the processes.
 pub fn latency(
     figures: &mut SimulationSummary,
     mut delays_ms: Vec<u32>,

@@ -1,11 +1,11 @@
-//! A node of one's own making: people in sessions, agents, clockworks and servers, whose
-//! days rise and fall together and have the same peaks.
+//! A synthetic node: people in sessions, agents, periodic programs and servers, whose load has a
+//! common daily curve and common peaks.
 //!
 //! ```text
-//! load(t) = day curve x (1 + common peaks)      the same for all
+//! load(t) = daily curve x (1 + common peaks)    the same for all
 //!   people    sessions of minutes, calls every few seconds in them
-//!   clockwork every 10 to 60 minutes, give or take a fiftieth, day and night
-//!   server    calls at random, each server at a pace of its own
+//!   clockwork every 10 to 60 minutes, plus or minus 2 %, day and night
+//!   server    calls at random, each server at its own rate
 //! ```
 
 use super::{
@@ -14,24 +14,24 @@ use super::{
     trace::{TraceDefaults, TraceLoad, WorkloadTrace},
 };
 
-/// What is made.
+/// The parameters of a synthetic node.
 #[derive(Clone, Copy, Debug)]
 pub struct SyntheticPlan {
-    /// Processes.
+    /// Number of processes.
     pub processes: usize,
-    /// Days.
+    /// Number of days.
     pub days: u32,
-    /// VRAM and service time of each, and the seed.
+    /// VRAM and service time of each process, and the seed.
     pub assumed: TraceDefaults,
 }
 
 const DAY_S: f64 = 86_400.0;
 const SLOT_S: f64 = 600.0;
 
-/// Makes a trace. The same plan gives the same trace.
+/// Creates a trace. The same plan gives the same trace.
 ///
 /// # Errors
-/// Nobody is ever called.
+/// No process is ever called.
 pub fn make(plan: SyntheticPlan) -> Result<WorkloadTrace, SimulationError> {
     let mut random = RandomSource::new(plan.assumed.seed);
     let end_s = f64::from(plan.days) * DAY_S;
@@ -66,7 +66,7 @@ pub fn make(plan: SyntheticPlan) -> Result<WorkloadTrace, SimulationError> {
     WorkloadTrace { loads }.checked()
 }
 
-/// Load by slots: nights, days, and two or three peaks a day that all share.
+/// Load by slots: nights, days, and two or three common peaks a day.
 fn curve(end_s: f64, random: &mut RandomSource) -> Vec<f64> {
     let slots = (end_s / SLOT_S).ceil() as usize;
     let day = |slot: usize| {
@@ -99,7 +99,7 @@ fn people(
     let mut t = 0.0;
     while t < end_s {
         t += random.exponential(between_s / 3.0);
-        // Thinned: a third of the load is the most that a peak makes of it.
+        // Thinned: a peak adds at most a third of the load.
         if random.unit() * 3.0 > load(t) {
             continue;
         }

@@ -1,4 +1,4 @@
-//! The simulation itself, and what must hold of every policy in it.
+//! The simulation, and properties of every policy in it.
 
 use proptest::prelude::*;
 
@@ -39,7 +39,7 @@ fn a_pause_beyond_the_timeout_is_freed_and_its_end_waits() {
     let trace = WorkloadTrace { loads: vec![load("a", 16, &[0, 10, 1_010])] };
     let summary = engine::run(&trace, machine(16), &contender("fixed-60s")).unwrap();
     let costs = Calibration::default();
-    // Out after 60 s and the offload, until the last call.
+    // Offloaded from 60 s plus the offload on, until the last call.
     let away_ms = 999_000 - 60_000 - costs.offload_ms(16 * GIB);
     let freed = summary.freed_of_all * 1_010_000.0;
     assert!((freed - away_ms as f64).abs() < 50.0, "{freed} and {away_ms}");
@@ -49,7 +49,7 @@ fn a_pause_beyond_the_timeout_is_freed_and_its_end_waits() {
 }
 
 #[test]
-fn two_that_need_each_others_room_swap() {
+fn two_containers_evict_each_other() {
     let calls: Vec<u32> = (0..100).map(|n| n * 30).collect();
     let trace = WorkloadTrace { loads: vec![load("a", 16, &calls), load("b", 16, &calls)] };
     let summary = engine::run(&trace, machine(16), &contender("lru")).unwrap();
@@ -58,7 +58,7 @@ fn two_that_need_each_others_room_swap() {
 }
 
 #[test]
-fn whoever_cannot_ever_fit_is_said_so() {
+fn a_process_that_never_fits_is_an_error() {
     let trace = WorkloadTrace { loads: vec![load("a", 16, &[0])] };
     let result = engine::run(&trace, machine(8), &contender("lru"));
     assert!(matches!(result, Err(SimulationError::TooLarge { .. })));
@@ -74,7 +74,7 @@ fn a_clockwork_is_back_before_its_call() {
 }
 
 #[test]
-fn a_made_up_node_is_the_same_for_the_same_seed() {
+fn the_same_seed_gives_the_same_node() {
     let plan = |seed| synthetic::SyntheticPlan {
         processes: 8,
         days: 1,
@@ -91,9 +91,9 @@ fn a_made_up_node_is_the_same_for_the_same_seed() {
     assert_eq!(run(), run());
 }
 
-/// Who waits for a device that nobody reads waits for ever.
+/// A waiter on a GPU that is never read would wait forever.
 #[test]
-fn who_waits_for_another_device_than_the_first_is_served() {
+fn a_waiter_on_the_second_gpu_is_served() {
     let assumed = TraceDefaults { vram_bytes: 16 * GIB, service_ms: 1_000, seed: 1 };
     let trace =
         synthetic::make(synthetic::SyntheticPlan { processes: 8, days: 1, assumed }).unwrap();
@@ -123,7 +123,7 @@ fn files_are_read_and_bad_lines_are_named() {
     assert!(matches!(read("time,process\n"), Err(SimulationError::Empty)));
 }
 
-/// Fewer cases than usual, each is slow, unless PROPTEST_CASES says how many.
+/// Fewer cases than usual because each one is slow, unless PROPTEST_CASES sets their number.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(64);
@@ -133,10 +133,10 @@ fn config() -> ProptestConfig {
 proptest! {
     #![proptest_config(config())]
 
-    /// Whatever the calls and sizes: no restore without room (the engine would fail), and every
-    /// call is answered in bounded time.
+    /// For any calls and sizes: no restore without enough free VRAM (the engine would fail), and
+    /// every call is served in limited time.
     #[test]
-    fn nobody_starves(
+    fn every_call_is_served(
         processes in proptest::collection::vec((1_u64..8, proptest::collection::vec(0_u32..3_000, 1..60)), 2..8),
         eager in any::<bool>(), vram in 8_u64..16,
     ) {

@@ -1,15 +1,15 @@
-//! Traces: when each process is called.
+//! Traces: the times at which each process is called.
 //!
 //! | format | columns |
 //! | --- | --- |
 //! | `servegen` | `client,ts,rate,cv,pat,p1,p2`: windows of ten minutes, the distribution of pauses in each |
-//! | `azure` | `TIMESTAMP,...`: one request a line, one process a file |
+//! | `azure` | `TIMESTAMP,...`: one request per line, one process per file |
 //! | `telemetry` | `time,process,busy,vram_bytes`: seconds, busy share of the time to the next row |
 //! | `requests` | `time,process`: seconds, one request a line |
 //!
-//! A ServeGen window holds exactly rate x 600 requests; its pauses are drawn from the
-//! distribution that was fitted to it, and where they take less than the window they are a
-//! burst somewhere in it.
+//! A ServeGen window holds exactly rate x 600 requests. Their pauses are drawn from the
+//! distribution fitted to the window; if they take less time than the window, they are a burst at a
+//! random position in it.
 
 use std::{
     collections::BTreeMap,
@@ -19,48 +19,48 @@ use std::{
 
 use super::{SimulationError, random::RandomSource};
 
-/// Calls of one process.
+/// The calls of one process.
 #[derive(Clone, Debug, Default)]
 pub struct TraceLoad {
-    /// Its name in the trace.
+    /// Name of the process in the trace.
     pub name: String,
-    /// Its namespace, for rules; empty where the trace has none.
+    /// Namespace, for rules; empty if the trace has none.
     pub namespace: String,
-    /// VRAM that it holds.
+    /// VRAM of the process, in bytes.
     pub vram_bytes: u64,
-    /// How long a call keeps the GPU in use.
+    /// How long a call keeps the GPU busy, in milliseconds.
     pub service_ms: u32,
-    /// When it is called, in milliseconds of the trace, in order.
+    /// Times of its calls, in milliseconds of the trace, in order.
     pub arrivals_ms: Vec<u32>,
 }
 
-/// All processes of a node.
+/// The processes of a node.
 #[derive(Clone, Debug, Default)]
 pub struct WorkloadTrace {
-    /// The processes.
+    /// One load per process.
     pub loads: Vec<TraceLoad>,
 }
 
-/// What a trace does not say.
+/// Values for what a trace does not contain.
 #[derive(Clone, Copy, Debug)]
 pub struct TraceDefaults {
-    /// VRAM of a process.
+    /// VRAM of a process, in bytes.
     pub vram_bytes: u64,
-    /// Time of a call on the GPU.
+    /// GPU time of a call, in milliseconds.
     pub service_ms: u32,
-    /// For what is drawn.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
 const WINDOW_S: f64 = 600.0;
-/// Requests in a trace: more would not fit into memory.
+/// Maximum number of requests in a trace: more would not fit into memory.
 const MAX_REQUESTS: usize = 50_000_000;
 
 impl WorkloadTrace {
-    /// Reads a trace, compressed (`.gz`) or not; the first line tells the format.
+    /// Reads a trace, compressed (`.gz`) or not; its first line determines the format.
     ///
     /// # Errors
-    /// The file, the line and what is wrong there.
+    /// The file cannot be read, or a line is invalid.
     pub fn read(path: &Path, assumed: TraceDefaults) -> Result<WorkloadTrace, SimulationError> {
         let shown = path.display().to_string();
         let fail = |source| SimulationError::Read { path: shown.clone(), source };
@@ -73,10 +73,10 @@ impl WorkloadTrace {
         WorkloadTrace::parse(plain, &shown, assumed)
     }
 
-    /// Reads a trace; `shown` names it in errors.
+    /// Parses a trace; `shown` names it in errors.
     ///
     /// # Errors
-    /// The line and what is wrong there.
+    /// A line is invalid.
     pub fn parse(
         plain: impl Read,
         shown: &str,
@@ -101,7 +101,7 @@ impl WorkloadTrace {
             h if h.starts_with("time,process,busy") => TraceRows::telemetry,
             h if h.starts_with("time,process") => TraceRows::request,
             _ => {
-                let what = "the header is none of those that are known: client,ts,rate,cv,pat,p1,p2; TIMESTAMP,...; time,process,busy,vram_bytes; time,process".into();
+                let what = "unknown header; accepted: client,ts,rate,cv,pat,p1,p2; TIMESTAMP,...; time,process,busy,vram_bytes; time,process".into();
                 return Err(SimulationError::Line { path: path(), line: 1, what });
             }
         };
@@ -119,23 +119,23 @@ impl WorkloadTrace {
         WorkloadTrace { loads: reader.loads.into_values().collect() }.checked()
     }
 
-    /// In order, and without processes that are never called.
+    /// Sorts the trace, and removes processes without calls.
     ///
     /// # Errors
-    /// There is no request at all.
+    /// The trace has no request.
     pub fn checked(mut self) -> Result<WorkloadTrace, SimulationError> {
         self.loads.retain(|load| !load.arrivals_ms.is_empty());
         self.loads.iter_mut().for_each(|load| load.arrivals_ms.sort_unstable());
         if self.loads.is_empty() { Err(SimulationError::Empty) } else { Ok(self) }
     }
 
-    /// VRAM of all processes together.
+    /// VRAM of all processes, in bytes.
     #[must_use]
     pub fn vram_bytes(&self) -> u64 {
         self.loads.iter().map(|load| load.vram_bytes).sum()
     }
 
-    /// The last call.
+    /// Time of the last call.
     #[must_use]
     pub fn end_ms(&self) -> u64 {
         self.loads
@@ -147,7 +147,7 @@ impl WorkloadTrace {
             .into()
     }
 
-    /// Calls of all processes.
+    /// Number of calls of all processes.
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.loads.iter().map(|load| load.arrivals_ms.len() as u64).sum()
@@ -159,11 +159,11 @@ struct TraceRows {
     random: RandomSource,
     loads: BTreeMap<String, TraceLoad>,
     zero: Option<f64>,
-    /// Requests that were drawn so far.
+    /// Number of requests generated so far.
     drawn: usize,
 }
 
-/// Milliseconds of a trace: 49 days at most.
+/// Milliseconds of a trace: at most 49 days.
 fn ms(seconds: f64) -> Option<u32> {
     let ms = seconds * 1000.0;
     (ms.is_finite() && (0.0..=f64::from(u32::MAX)).contains(&ms)).then_some(ms.round() as u32)
@@ -204,7 +204,7 @@ impl TraceRows {
             )
             .collect();
         let drawn: f64 = pauses.iter().sum();
-        // The fit of a Gamma has the mean of what it was fitted to.
+        // A fitted gamma distribution has the mean of its data.
         let span = if *pattern == "Gamma" { p1 * p2 * pauses.len() as f64 } else { drawn };
         let span = span.min(WINDOW_S);
         let scale = if drawn > 0.0 { span / drawn } else { 0.0 };

@@ -1,4 +1,4 @@
-// Moving a container by hand. Asked back where a program would notice.
+// Moves a container by hand. Asks for confirmation if its program would notice.
 import { bytes, el, took } from "./format.js";
 import { ask } from "./stream.js";
 
@@ -28,12 +28,12 @@ function confirm(title, text, yes) {
 
 export async function pin(container) {
   const verb = container.pinned ? "unpin" : "pin";
-  const done = container.pinned ? "may be offloaded again" : "stays on the GPU";
+  const done = container.pinned ? "is unpinned" : "is pinned to the GPU";
   await change(`api/v1/containers/${container.key}/${verb}`, `${container.name} ${done}`, container.name);
 }
 
 export async function setAutoOffload(on) {
-  if (!on && !await confirm("Turn auto-offload off?", "Nothing gives its VRAM back by itself from then on, on this node, until it is turned on again.", "Turn off")) return;
+  if (!on && !await confirm("Turn auto-offload off?", "No container of this node is offloaded automatically until you turn it on again.", "Turn off")) return;
   await change(`api/v1/auto-offload/${on ? "on" : "off"}`, `Auto-offload is ${on ? "on" : "off"}`, "Auto-offload");
 }
 
@@ -43,15 +43,15 @@ async function change(path, done, name) {
     const said = await reply.json();
     if (reply.ok) toast(done); else toast(`${name}: ${said.error ?? said.reason_text}`, true);
   } catch (error) {
-    toast(`${name}: the controller does not answer (${error.message})`, true);
+    toast(`${name}: cannot reach the controller (${error.message})`, true);
   }
 }
 
 export async function move(container, verb) {
   if (verb === "offload" && container.state === "Active") {
-    const wake = container.last_wake_ms ? ` The last return took ${took(container.last_wake_ms)}.` : "";
+    const wake = container.last_wake_ms ? ` The last restore took ${took(container.last_wake_ms)}.` : "";
     const sure = await confirm(`Offload ${container.name}?`,
-      `It is in use. ${bytes(container.vram_bytes)} of VRAM move to host memory, and its next CUDA call waits until they are back.${wake}`, "Offload");
+      `It is in use. ${bytes(container.vram_bytes)} of VRAM move to host memory, and its next CUDA call waits until they are restored.${wake}`, "Offload");
     if (!sure) return;
   }
   try {
@@ -59,8 +59,8 @@ export async function move(container, verb) {
     const said = await reply.json();
     if (!reply.ok) return toast(`${container.name} was not ${verb}ed: ${said.error ?? said.reason_text}`.replace("restoreed", "restored"), true);
     const moved = said.bytes ? `: ${bytes(said.bytes)} in ${took(said.elapsed_ms)}` : "";
-    toast(`${container.name} is ${verb === "offload" ? "offloaded" : "back"}${moved}`);
+    toast(`${container.name} is ${verb === "offload" ? "offloaded" : "restored"}${moved}`);
   } catch (error) {
-    toast(`${container.name}: the controller does not answer (${error.message})`, true);
+    toast(`${container.name}: cannot reach the controller (${error.message})`, true);
   }
 }

@@ -1,4 +1,4 @@
-// Affinode's dashboard: ties the stream to what is shown.
+// Affinode's dashboard: connects the stream to the parts of the page.
 import { beginCalls, watchCallsOf } from "./calls.js";
 import { addEvent } from "./feed.js";
 import { drawTimeline } from "./detail.js";
@@ -14,13 +14,13 @@ const byId = (id) => document.getElementById(id);
 
 function live(yes, refused = "") {
   byId("link-why").hidden = !refused;
-  put(byId("link-why"), refused && `The controller does not show this: ${refused}`);
+  put(byId("link-why"), refused && `The controller refused this page: ${refused}`);
   byId("link").classList.toggle("live", yes);
   byId("link-text").textContent = yes ? "Live" : "Reconnecting";
   if (yes) refreshToday();
 }
 
-// However fast changes come, the page is drawn once a frame.
+// However fast changes arrive, the page is drawn once per frame.
 const dirty = new Set();
 let drawing = false;
 function draw(keys) {
@@ -68,7 +68,7 @@ setInterval(() => {
   }
 }, 1000);
 
-// Below a fleet's page, this is one node of many.
+// Below the fleet's page, this is one node of many.
 byId("fleet").hidden = !location.pathname.startsWith("/nodes/");
 
 byId("auto").addEventListener("click", (event) => setAutoOffload(event.currentTarget.getAttribute("aria-checked") !== "true"));

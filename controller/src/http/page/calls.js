@@ -1,5 +1,5 @@
-// The calls that processes make, while somebody watches: sums by function over the last
-// seconds, and the calls that were recorded last.
+// The CUDA calls of processes, while they are watched: sums by function over the last
+// seconds, and the latest recorded calls.
 import { amount, clock, count, el, nanoseconds, put } from "./format.js";
 import { store } from "./store.js";
 import { follow } from "./stream.js";
@@ -8,7 +8,7 @@ const WINDOW = 25;  // batches, five a second
 const LAST = 60;    // recorded calls that are shown
 
 const byId = (id) => document.getElementById(id);
-let stop = null;      // ends the stream; null: nobody watches
+let stop = null;      // ends the stream; null: not watching
 let batches = [];
 let last = [];
 let paused = false, missed = 0, drawing = false;
@@ -28,7 +28,7 @@ function watch(yes) {
   put(byId("calls-watch"), yes ? "Stop watching" : "Watch");
   byId("calls-body").hidden = !yes;
   byId("calls-pause").hidden = !yes;
-  put(byId("calls-note"), yes ? "Waiting for calls" : "Nothing is recorded while nobody watches.");
+  put(byId("calls-note"), yes ? "Waiting for calls" : "Calls are recorded only while they are watched.");
   if (!yes) return;
   stop = new AbortController();
   const { key } = scope();
@@ -51,7 +51,7 @@ function take(batch) {
   draw();
 }
 
-// However fast batches come, once a frame.
+// However fast batches arrive, drawn once per frame.
 function draw() {
   if (drawing) return;
   drawing = true;
@@ -94,14 +94,14 @@ function show() {
     el("code", {}, call.name),
     el("span", { class: "why" }, [nanoseconds(call.duration_ns), call.bytes ? amount(call.bytes) : "", call.result ? `returned ${call.result}` : "",
       call.stands_for > 1 ? `1 of ${count(call.stands_for)}` : ""].filter(Boolean).join(" · ")))));
-  const words = [`${count(all / seconds)} calls a second of ${pids.size} ${pids.size === 1 ? "process" : "processes"}`];
+  const words = [`${count(all / seconds)} calls per second in ${pids.size} ${pids.size === 1 ? "process" : "processes"}`];
   if (recorded < all - dropped) words.push(`1 in ${count(Math.max(1, all / Math.max(1, recorded)))} recorded`);
   words.push(`${count(dropped)} dropped`);
   if (mute.size) words.push(`${mute.size} with a library too old to record`);
   put(byId("calls-note"), batches.length ? words.join(", ") : "Waiting for calls");
 }
 
-// Containers and processes to choose from, as they are now.
+// The containers and processes to choose from.
 function offer() {
   const select = byId("calls-of"), chosen = select.value;
   const options = [el("option", { value: "" }, "All containers")];

@@ -1,4 +1,4 @@
-// What opens below a row: why, the last hours, processes.
+// The details below a row: reason, the last hours, processes.
 import { bytes, clock, count, duration, el, nanoseconds, put, svg, ticking, took } from "./format.js";
 import { ask } from "./stream.js";
 import { calls, idleMs, lastCall, nodeNow } from "./store.js";
@@ -13,7 +13,7 @@ function rate(process) {
   return rates.get(process.pid)[2];
 }
 
-// What the hook adds to a call, as the processes have measured it.
+// The hook overhead per call, as the processes measured it.
 function hook(container) {
   const most = Math.max(0, ...container.processes.map((process) => process.call_cost_ps ?? 0));
   return most ? `, the hook adds ${nanoseconds(most / 1000)} to each` : "";
@@ -21,16 +21,16 @@ function hook(container) {
 
 const sum = (container, name) => container.processes.reduce((all, process) => all + (process[name] ?? 0), 0);
 
-// What the last move out did not have to copy.
+// The memory that the last offload did not have to copy.
 function spared(container) {
   const [same, zero] = [sum(container, "unchanged_bytes"), sum(container, "zero_bytes")];
   return (same ? `; ${bytes(same)} were unchanged, not copied` : "") + (zero ? `; ${bytes(zero)} were all zero, not stored` : "");
 }
 
-// The part of host memory that a copy for the next time holds while the container is home.
+// Host memory with the copies that a resident container retains for its next offload.
 function kept(container) {
   const now = sum(container, "kept_bytes");
-  return now ? [fact("Kept in host RAM", bytes(now))] : [];
+  return now ? [fact("Retained in host RAM", bytes(now))] : [];
 }
 
 function fact(name, value) {
@@ -70,7 +70,7 @@ export function drawDetail(node, container) {
     : el("p", { class: "quiet" }, "No process of the container uses CUDA now."));
 }
 
-// What changes with time alone: the age of the last call.
+// The part that changes with time alone: the age of the last call.
 export function tickDetail(node, container) {
   const name = lastCall(container);
   put(node.querySelector(".last"), name ? `${name}, ${ticking(idleMs(container))} ago` : "–");
@@ -79,7 +79,7 @@ export function tickDetail(node, container) {
 export async function drawTimeline(node, container) {
   const box = node.children[2], now = nodeNow(), since = now - HOURS_MS;
   const reply = await ask(`api/v1/history?key=${container.key}&since_ms=${Math.floor(since)}`);
-  if (!reply.ok) return box.replaceChildren(el("p", { class: "quiet" }, "No history is kept."));
+  if (!reply.ok) return box.replaceChildren(el("p", { class: "quiet" }, "There is no history."));
   const { spans } = await reply.json();
   // Young containers fill the width too: from their first span, at least ten minutes.
   const begin = Math.max(since, Math.min(spans[0]?.from_ms ?? now, now - 600000));

@@ -1,10 +1,10 @@
-// What happened, newest first.
+// The events, the newest first.
 import { bytes, clock, el, took } from "./format.js";
 
 const MOST = 200;
 const list = document.getElementById("feed");
 const pause = document.getElementById("feed-pause");
-let held = null; // events that came while paused
+let held = null; // events that arrived while paused
 
 pause.addEventListener("click", () => {
   const paused = held === null;

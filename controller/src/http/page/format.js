@@ -1,4 +1,4 @@
-// Figures for people. The same words as the command `affinode` prints.
+// Numbers for people, in the same format as the command `affinode`.
 
 const GIB = 2 ** 30, MIB = 2 ** 20;
 
@@ -18,7 +18,7 @@ export function duration(ms) {
   return `${Math.floor(s / 86400)}d${two(Math.floor(s / 3600) % 24)}h`;
 }
 
-// For what counts on the second, without tenths.
+// For durations that count on, without tenths of a second.
 export function ticking(ms) {
   return ms < 10000 ? `${Math.max(0, Math.floor(ms / 1000))} s` : duration(ms);
 }
@@ -40,7 +40,7 @@ export function nanoseconds(ns) {
   return ns < 1e9 ? `${(ns / 1e6).toFixed(1)} ms` : `${(ns / 1e9).toFixed(2)} s`;
 }
 
-// Bytes of any size.
+// A size of any magnitude.
 export function amount(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let unit = 0;
@@ -73,7 +73,7 @@ export function svg(tag, attributes = {}) {
   return node;
 }
 
-// Writes only what differs: a page of a thousand rows stays calm.
+// Writes only what differs, so that a page of a thousand rows is not redrawn.
 export function put(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

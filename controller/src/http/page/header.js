@@ -1,4 +1,4 @@
-// The node: its GPUs, and what was given back.
+// The node: its GPUs, and the VRAM that offloads freed.
 import { bytes, duration, el, put } from "./format.js";
 import { ask } from "./stream.js";
 import { store } from "./store.js";
@@ -35,7 +35,7 @@ function card(gpu) {
     meter.append(piece);
   }
   const legend = el("div", { class: "legend" });
-  for (const [name, word, size] of [...all, ["away", "given back", gpu.vram_reclaimed_bytes]]) {
+  for (const [name, word, size] of [...all, ["away", "offloaded", gpu.vram_reclaimed_bytes]]) {
     if (!size && !["used", "free", "away"].includes(name)) continue;
     legend.append(el("span", {}, el("i", { class: `s-${name}` }), el("b", {}, bytes(size).replace("–", "0")), ` ${word}`));
   }
@@ -56,13 +56,13 @@ export function drawHeader() {
   auto.setAttribute("aria-checked", String(node.auto_offload));
   put(auto, `Auto-offload: ${node.auto_offload ? "on" : "off"}`);
   byId("gpu-error").hidden = !node.gpu_error;
-  put(byId("gpu-error"), node.gpu_error ? `GPUs cannot be seen: ${node.gpu_error}` : "");
+  put(byId("gpu-error"), node.gpu_error ? `GPUs cannot be read: ${node.gpu_error}` : "");
   byId("gpus").replaceChildren(...node.gpus.map(card));
   const all = [...store.containers.values()];
   const sum = (pick) => all.reduce((total, container) => total + pick(container), 0);
-  // Zeros are given back, and are nowhere.
+  // Zeros are freed and not stored.
   const zeros = (container) => container.processes.reduce((all, p) => all + (p.offloaded.length ? Math.min(p.zero_bytes || 0, p.copied_out_bytes || 0) : 0), 0);
-  // What several hold together is there once.
+  // Deduplicated memory is stored once.
   const copiers = (pick) => node.gpus.reduce((all, gpu) => all + (pick(gpu) || 0), 0);
   const each = sum((container) => Math.max(0, container.offloaded_bytes - zeros(container)));
   const stored = copiers((gpu) => gpu.copier_stored_bytes);
@@ -70,11 +70,11 @@ export function drawHeader() {
   const saved = Math.max(0, copiers((gpu) => gpu.copier_shared_bytes) - stored);
   const queued = all.filter((container) => container.state === "Queued").length;
   const rows = [
-    ["Given back, in host RAM", bytes(away).replace("–", "0"), node.host_free_bytes ? `of ${bytes(away + node.host_free_bytes)}` : ""],
+    ["Offloaded, in host RAM", bytes(away).replace("–", "0"), node.host_free_bytes ? `of ${bytes(away + node.host_free_bytes)}` : ""],
     ...(saved ? [["Saved by dedup", bytes(saved), ""]] : []),
     ["Held idle", bytes(sum((c) => (c.state === "Idle" ? c.vram_bytes : 0))).replace("–", "0"), ""],
     ["Waiting for VRAM", String(queued), queued === 1 ? "container" : "containers"],
-    ["GPU hours given back, 24 h", today ? hours(today.returned) : "–", today?.price ?? ""],
+    ["GPU hours freed, 24 h", today ? hours(today.returned) : "–", today?.price ?? ""],
     ["Controller up", duration(Date.now() + store.offset_ms - node.started_unix_ms), ""],
   ];
   const tiles = byId("tiles");
@@ -93,7 +93,7 @@ function hours(seconds) {
   return h === 0 ? "0" : h < 0.01 ? "<0.01" : h.toFixed(h < 10 ? 2 : 1);
 }
 
-// What the last day gave back comes from the history, once a minute.
+// The GPU hours of the last day come from the history, once a minute.
 export async function refreshToday() {
   try {
     const reply = await ask("api/v1/report");

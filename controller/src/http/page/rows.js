@@ -1,4 +1,4 @@
-// The list: one row per container. A row is made once and changed where it differs.
+// The list: one row per container. A row is created once, and changed where it differs.
 import { action, move, pin } from "./actions.js";
 import { detail, drawDetail, drawTimeline, tickDetail } from "./detail.js";
 import { bytes, count, duration, el, put, svg, ticking, took } from "./format.js";
@@ -58,7 +58,7 @@ function make(key) {
   const word = el("span"), since = el("small"), soon = el("div", { class: "soon", hidden: true }, el("i"));
   const state = el("div", { class: "cell state", role: "cell" }, el("span", { class: "mark", "aria-hidden": "true" }), el("div", {}, word, since, soon));
   const called = el("small");
-  const spark = svg("svg", { class: "spark", viewBox: "0 0 60 22", preserveAspectRatio: "none", role: "img", "aria-label": "How busy it is, is not known yet" });
+  const spark = svg("svg", { class: "spark", viewBox: "0 0 60 22", preserveAspectRatio: "none", role: "img", "aria-label": "Activity is not known yet" });
   spark.append(svg("path", { class: "work" }), svg("path"));
   const cell = ([cls, label]) => el("div", { class: `cell ${cls}`, role: "cell", "data-label": label });
   const [vram, away, wake, policy, why, act] = [["n", "VRAM"], ["n two", "In host RAM"], ["n two", "Wake"], ["policy two", "Policy"], ["why"], ["act"]].map(cell);
@@ -108,12 +108,12 @@ export function drawRow(key) {
   if (parts.detail) drawDetail(parts.detail, container);
 }
 
-// What changes with time alone.
+// The parts that change with time alone.
 export function tickRow(key) {
   const container = store.containers.get(key), parts = items.get(key);
   if (!container || !parts) return;
   const idle = idleMs(container), most = Math.max(1, container.idle_after_ms), left = most - idle;
-  // Whether it leaves then is known of one mode alone; the others look at who needs its room.
+  // Only mode eager offloads at that time for certain; other modes also depend on waiters.
   const counts = container.state === "Active" && container.reason === "recent-calls";
   const what = container.mode === "eager" && !container.pinned ? "offload" : "idle";
   put(parts.since, counts && idle > 1500 ? `${what} in ${ticking(left)}` : `for ${ticking(nodeNow() - container.since_unix_ms)}`);
@@ -125,7 +125,7 @@ export function tickRow(key) {
   if (counts) parts.soon.firstChild.style.width = `${Math.min(100, 100 * idle / most)}%`;
 }
 
-// Calls a second as a line, as high as the most of them; behind it the share of the GPU, of 100 %.
+// Calls per second as a line, scaled to their maximum; behind it the GPU share, of 100 %.
 export function drawSpark(key) {
   const list = store.activity.get(key), work = store.work.get(key), parts = items.get(key);
   if (!list || !parts) return;
@@ -135,8 +135,8 @@ export function drawSpark(key) {
   const [behind, before] = parts.spark.children;
   behind.setAttribute("d", area);
   before.setAttribute("d", line);
-  const share = work.at(-1) === null ? "" : `, GPU ${work.at(-1)} % busy with it`;
-  parts.spark.setAttribute("aria-label", `${Math.round(list.at(-1))} calls a second now, at most ${Math.round(most)}${share}`);
+  const share = work.at(-1) === null ? "" : `, GPU ${work.at(-1)} % busy with this container`;
+  parts.spark.setAttribute("aria-label", `${Math.round(list.at(-1))} calls per second now, at most ${Math.round(most)}${share}`);
 }
 
 export function visible() {
@@ -147,7 +147,7 @@ export function visible() {
   }).map((item) => item.dataset.key);
 }
 
-// Filter and order; the page moves elements only where the order differs.
+// Filter and sort; elements move only where the order differs.
 export function arrange() {
   const all = [...store.containers.values()];
   const test = GROUPS.find(([name]) => name === group)[1];

@@ -255,7 +255,7 @@ fn the_roles_grant_exactly_the_rights() {
             if filled == "/healthz" {
                 continue;
             }
-            assert!(!EVERYBODYS.iter().any(|rule| fits(rule, path)), "{path} is everybody's");
+            assert!(!EVERYBODYS.iter().any(|rule| fits(rule, path)), "every user may get {path}");
             let rule =
                 allowed.iter().position(|(allowed, url)| *allowed == verb && fits(url, path));
             used.insert(rule.unwrap_or_else(|| panic!("no role allows to {verb} {path}")));

@@ -1,25 +1,25 @@
-//! What the node decided, and when.
+//! The decisions of the node, with their times.
 
 use affinode_proto::state::State;
 
 use crate::core::{Change, Millis};
 
-/// A step of a container on its way out or home.
+/// A step of a container towards Offloaded or Active.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PolicyDecision {
-    /// In milliseconds of the trace.
+    /// Time in milliseconds of the trace.
     pub at_ms: Millis,
-    /// The container's key.
+    /// Key of the container.
     pub key: String,
-    /// The word of the state that it is in from now on.
+    /// The new state of the container, as one word.
     pub to: String,
-    /// Why, in the word for it.
+    /// The reason word.
     pub reason: String,
 }
 
 impl PolicyDecision {
-    /// The decision behind a change, if there is one. That somebody is shown idle, or in use
-    /// again, is none: nothing moves.
+    /// The decision behind a change, if there is one. A change between idle and in use is not a
+    /// decision: nothing moves.
     #[must_use]
     pub fn of(at_ms: Millis, change: &Change) -> Option<PolicyDecision> {
         let shown =

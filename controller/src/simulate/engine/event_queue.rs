@@ -1,7 +1,7 @@
-//! What is to come, the soonest first; of one moment, what was planned first.
+//! The planned events, the earliest first; at the same time, in the order of planning.
 //!
-//! Most of what happens plans one thing more, and that for soon: it takes the place of what has
-//! just happened at the top of the heap, and sinks a little, instead of rising through all of it.
+//! Most events plan one further event in the near future. It replaces the current event at the top
+//! of the heap and sinks a little, instead of rising through the whole heap.
 
 use std::{
     cmp::Ordering,
@@ -11,7 +11,7 @@ use std::{
 use super::SimulationEvent;
 use crate::core::Millis;
 
-/// When it happens, and which of those of one moment was planned first.
+/// Time of an event, and its position among events of the same time.
 #[derive(Clone, Copy, Debug)]
 struct ScheduledEvent {
     at: Millis,
@@ -39,18 +39,18 @@ impl PartialOrd for ScheduledEvent {
     }
 }
 
-/// The next one is the greatest.
+/// The next event compares as the greatest.
 impl Ord for ScheduledEvent {
     fn cmp(&self, other: &ScheduledEvent) -> Ordering {
         other.place().cmp(&self.place())
     }
 }
 
-/// Everything that is planned.
+/// All planned events.
 #[derive(Debug, Default)]
 pub(super) struct EventQueue {
     heap: BinaryHeap<ScheduledEvent>,
-    /// The first of the heap happens now: it is planned no more.
+    /// The top of the heap is the current event, which is not planned any longer.
     happens: bool,
     sequence: u64,
 }
@@ -69,7 +69,7 @@ impl EventQueue {
         }
     }
 
-    /// What happens next, and when.
+    /// The next event and its time.
     pub(super) fn next(&mut self) -> Option<(Millis, SimulationEvent)> {
         if self.happens
             && let Some(first) = self.heap.peek_mut()
@@ -81,7 +81,7 @@ impl EventQueue {
         next
     }
 
-    /// Whether nothing is planned beside what happens now.
+    /// Whether nothing is planned besides the current event.
     pub(super) fn is_empty(&self) -> bool {
         self.heap.len() == usize::from(self.happens)
     }
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Whatever is planned when, also while something happens.
+        /// Events may be planned at any time, also while another one is handled.
         #[test]
         fn it_comes_in_order_of_time_and_then_of_planning(
             steps in proptest::collection::vec((0_u64..50, 0_usize..4), 1..100),

@@ -1,13 +1,12 @@
-//! The world around the node: processes, agents, one device, a clock that jumps from
-//! event to event.
+//! Everything around the node: processes, agents, GPUs, and a clock that jumps from event to event.
 //!
 //! ```text
 //! trace ──Arrival──> process.rs ──Page, Wake──> Node ──orders──> orders.rs ──Done──> Node
 //! ```
 //!
-//! The node is told of use when it begins and ends, as the pages would show it, and asked
-//! again about a container when [`Node::due_at`] says so; while somebody waits, twice a
-//! second.
+//! The node receives the start and the end of each use, as the counters would show it. It is
+//! queried again about a container when [`Node::due_at`] says so, and twice a second while a
+//! container waits.
 
 mod decision;
 mod event_queue;
@@ -43,13 +42,13 @@ use crate::core::{
     ledger::margin_bytes,
 };
 
-/// What closing, locking, unlocking and opening take.
+/// Duration of closing, locking, unlocking and opening.
 const STEP_MS: Millis = 1;
-/// How often the node looks again while somebody waits.
+/// Time between two queries of the node while a container waits.
 const POLL_MS: Millis = 500;
-/// Somebody waits and nothing else is to come: after so long nothing ever will.
+/// A container that has waited this long without any other event waits forever.
 const STUCK_MS: Millis = 86_400_000;
-/// Something is due but nothing came of it: asked again after this.
+/// Time until a query is repeated that was due and had no effect.
 const AGAIN_MS: Millis = 5_000;
 
 #[derive(Clone, Copy, Debug)]
@@ -66,35 +65,35 @@ struct SimulatedNode<'a> {
     now: Millis,
     agenda: EventQueue,
     processes: Vec<SimulatedProcess<'a>>,
-    /// By device.
+    /// One entry per GPU.
     uuids: Vec<String>,
-    /// What the node is told when everything before it is carried out.
+    /// Inputs for the node, to be processed after the current effects.
     inputs: VecDeque<Input>,
-    /// Empty; its room is used again.
+    /// Empty; kept for its capacity.
     effects: Vec<Effect>,
     machine: SimulatedMachine,
     costs: Calibration,
     foresight: CallForesight,
     wake_cost_ms: Millis,
-    /// By device.
+    /// One entry per GPU.
     used_bytes: Vec<u64>,
     resident_bytes: u64,
     offloaded_bytes: u64,
     polling: bool,
-    /// Since when nothing but looking again was to come.
+    /// Since when only queries were planned.
     quiet_since: Option<Millis>,
     wakes: u64,
     meter: SummaryMeter,
     delays_ms: Vec<u32>,
     figures: SimulationSummary,
-    /// Kept where somebody asks for them.
+    /// The decisions, if they are recorded.
     decisions: Option<Vec<PolicyDecision>>,
 }
 
-/// Runs one contender over the trace.
+/// Runs one baseline over the trace.
 ///
 /// # Errors
-/// A process never fits, or the node broke its own promise.
+/// A process never fits, or the node violated one of its guarantees.
 pub fn run(
     trace: &WorkloadTrace,
     machine: SimulatedMachine,
@@ -109,10 +108,10 @@ pub fn run(
     Ok(world.finish(contender.reloads))
 }
 
-/// What one contender decides, step by step; nothing where everybody keeps what he has.
+/// The decisions of one baseline, step by step; none for a baseline without offloads.
 ///
 /// # Errors
-/// As [`run`].
+/// The same as for [`run`].
 pub fn decisions(
     trace: &WorkloadTrace,
     machine: SimulatedMachine,
@@ -126,7 +125,7 @@ pub fn decisions(
     Ok(world.decisions.unwrap_or_default())
 }
 
-/// Whether everybody fits, alone.
+/// Checks whether each process fits on its GPU.
 fn check(trace: &WorkloadTrace, machine: SimulatedMachine) -> Result<(), SimulationError> {
     let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
     if largest + margin_bytes(machine.vram_bytes) > machine.vram_bytes {
@@ -180,7 +179,7 @@ impl<'a> SimulatedNode<'a> {
     }
 
     fn play(&mut self, trace: &'a WorkloadTrace) -> Result<(), SimulationError> {
-        // A trace begins on a Monday, at midnight.
+        // A trace begins on a Monday at midnight.
         self.node.tell_clock(0, 4 * 86_400_000);
         self.begin(trace)?;
         while let Some((at, event)) = self.agenda.next() {
@@ -196,7 +195,7 @@ impl<'a> SimulatedNode<'a> {
         Ok(())
     }
 
-    /// Everybody is away until the first call.
+    /// Every process is offloaded until its first call.
     fn begin(&mut self, trace: &'a WorkloadTrace) -> Result<(), SimulationError> {
         let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
         self.inputs.push_back(Input::Gpus(Ok(gpus)));
@@ -277,7 +276,7 @@ impl<'a> SimulatedNode<'a> {
             }
             SimulationEvent::Poll => {
                 self.polling = false;
-                // Any input serves the queue; this one reads every device, and does nothing else.
+                // Any input makes the node process its queue; this one only reads every GPU.
                 let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
                 let key = self.processes[0].key.clone();
                 self.tell(Input::Proven(key, u64::MAX, Ok(gpus)))?;
@@ -294,7 +293,7 @@ impl<'a> SimulatedNode<'a> {
         Ok(())
     }
 
-    /// Asks the node again when something is due, unless a call comes before.
+    /// Plans to query the node when something is due, unless a call comes first.
     fn plan_due(&mut self, n: usize, not_before: Millis) {
         let p = &self.processes[n];
         if p.busy_until.is_some() || !p.waiting.is_empty() {

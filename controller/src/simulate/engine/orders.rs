@@ -1,4 +1,5 @@
-//! What the node wants done: orders that take the time of the calibration, readings of devices.
+//! Executes the node's effects: orders, which take the time of the calibration, and readings of
+//! GPUs.
 
 use affinode_proto::{
     state::State,
@@ -17,7 +18,7 @@ use crate::{
     simulate::SimulationError,
 };
 
-/// A return sooner than this after an offload is thrash.
+/// A restore sooner than this after the offload counts as thrash.
 const THRASH_MS: Millis = 60_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +43,7 @@ impl SimulatedNode<'_> {
         }
     }
 
-    /// A reading of the device that answers no question.
+    /// A reading of the GPU that no query has requested.
     pub(super) fn reading(&self, n: usize) -> Input {
         Input::Proven(
             self.processes[n].key.clone(),
@@ -97,7 +98,7 @@ impl SimulatedNode<'_> {
         let bytes = self.processes[n].load.vram_bytes;
         let (step, takes) = match action {
             Action::Close { .. } => {
-                // From now on calls wait.
+                // From now on calls wait at the gate.
                 if self.processes[n].busy_until.is_none() {
                     self.processes[n].phase = Phase::Closed;
                 }
@@ -117,7 +118,7 @@ impl SimulatedNode<'_> {
             }
             Action::Unlock => (OrderStep::Unlock, STEP_MS),
             Action::Open => (OrderStep::Open, STEP_MS),
-            // Its processes carry nothing, and stay with their GPUs.
+            // Simulated processes copy nothing, and stay on their GPUs.
             Action::CopyOut { .. }
             | Action::RestoreOnGpu { .. }
             | Action::HoldAllocations { .. }

@@ -1,4 +1,4 @@
-//! The figures of a run that is over.
+//! The results at the end of a run.
 
 use super::{SimulatedNode, process::SimulatedProcess};
 use crate::{

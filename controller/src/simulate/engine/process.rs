@@ -32,7 +32,7 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) freed_ms: Millis,
     pub(super) used_ms: Millis,
     pub(super) went: Option<Millis>,
-    /// The order that it carries out: one at a time.
+    /// The order that it executes: one at a time.
     pub(super) order: u64,
 }
 
@@ -102,7 +102,7 @@ impl SimulatedNode<'_> {
         Ok(())
     }
 
-    /// Calls that follow each other without a pause are one use. Gives what its page shows.
+    /// Calls without a pause between them are one use. Returns the counters that show it.
     pub(super) fn use_begins(&mut self, n: usize) -> Input {
         let now = self.now;
         let p = &mut self.processes[n];
