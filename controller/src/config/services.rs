@@ -81,7 +81,9 @@ pub struct JobsSection {
 /// The address to listen at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ListenAddress {
+    /// No address: HTTP is off.
     Off,
+    /// A TCP address with its port.
     Tcp(SocketAddr),
     /// A Unix socket that only root may use.
     Unix(PathBuf),

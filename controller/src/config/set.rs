@@ -34,6 +34,7 @@ pub enum SetError {
     Old {
         /// Path of the drop-in.
         path: PathBuf,
+        /// The cause of the failure.
         #[source]
         source: Box<toml::de::Error>,
     },
@@ -42,6 +43,7 @@ pub enum SetError {
     File {
         /// Path of the drop-in.
         path: PathBuf,
+        /// The cause of the failure.
         #[source]
         source: io::Error,
     },

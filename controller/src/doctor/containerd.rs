@@ -59,6 +59,7 @@ pub enum ContainerdAbsent {
     Silent {
         /// Path of the socket.
         socket: PathBuf,
+        /// The cause of the failure.
         #[source]
         source: std::io::Error,
     },
@@ -67,6 +68,7 @@ pub enum ContainerdAbsent {
     Hidden {
         /// Path of the socket.
         socket: PathBuf,
+        /// The cause of the failure.
         #[source]
         source: std::io::Error,
     },

@@ -42,6 +42,7 @@ pub enum StoreError {
         what: &'static str,
         /// Path of the file.
         path: PathBuf,
+        /// The cause of the failure.
         #[source]
         source: io::Error,
     },

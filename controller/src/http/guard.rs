@@ -22,6 +22,7 @@ pub enum GuardError {
     Read {
         /// Path of the file.
         path: PathBuf,
+        /// The cause of the failure.
         #[source]
         source: std::io::Error,
     },

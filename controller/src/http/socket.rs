@@ -71,7 +71,9 @@ impl fmt::Display for HttpPeer {
 /// A connection of either kind.
 #[derive(Debug)]
 pub enum HttpStream {
+    /// A connection over TCP.
     Tcp(TcpStream),
+    /// A connection over a Unix socket.
     Unix(UnixStream),
 }
 

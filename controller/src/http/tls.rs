@@ -23,6 +23,7 @@ pub enum TlsError {
         key: &'static str,
         /// Path of the file.
         path: PathBuf,
+        /// The cause of the failure.
         #[source]
         source: pem::Error,
     },

@@ -123,6 +123,7 @@ pub enum InstallError {
     HostRoot {
         /// The given path.
         root: PathBuf,
+        /// The cause of the failure.
         #[source]
         source: std::io::Error,
     },

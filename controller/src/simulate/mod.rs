@@ -42,6 +42,7 @@ pub enum SimulationError {
     Read {
         /// Path of the file.
         path: String,
+        /// The cause of the failure.
         #[source]
         source: std::io::Error,
     },
@@ -52,6 +53,7 @@ pub enum SimulationError {
         path: String,
         /// Number of the line, from 1.
         line: usize,
+        /// What is wrong there.
         what: String,
     },
     /// The calibration is invalid.
@@ -59,6 +61,7 @@ pub enum SimulationError {
     Calibration {
         /// Path of the file.
         path: String,
+        /// What is wrong there.
         what: String,
     },
     /// The trace has no request.

@@ -41,6 +41,7 @@ pub enum ReviewError {
         key: &'static str,
         /// Path of the file.
         path: PathBuf,
+        /// The cause of the failure.
         #[source]
         source: io::Error,
     },
@@ -55,6 +56,7 @@ pub enum ReviewError {
     Connect {
         /// Host and port.
         server: String,
+        /// The cause of the failure.
         #[source]
         source: io::Error,
     },
@@ -65,6 +67,7 @@ pub enum ReviewError {
         server: String,
         /// Kind of the review.
         kind: &'static str,
+        /// The cause of the failure.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -95,6 +98,7 @@ pub enum ReviewError {
         server: String,
         /// Kind of the review.
         kind: &'static str,
+        /// The cause of the failure.
         #[source]
         source: serde_json::Error,
     },
