@@ -11,6 +11,7 @@ use std::{
 
 use affinode_e2e::{
     testbed::{Testbed, TestbedConfig},
+    wait::until,
     worker::Answer,
 };
 use affinode_proto::wire::{
@@ -127,7 +128,15 @@ fn constructor_at_the_gate_is_no_deadlock() -> Result<()> {
     program.done(&[Action::Open])?;
     assert_eq!(program.answer("load")?.ok, Some(true));
     // Without such a thread it leaves, and comes back as it was.
-    program.done(&[CLOSE, LOCK, COPY_OUT, Action::Restore, Action::Open])?;
+    until("the agent to be done with the lock", || {
+        program.done(&[CLOSE])?;
+        let is_locked = program.order(LOCK)?.0 == Outcome::Done;
+        if !is_locked {
+            program.done(&[Action::Open])?;
+        }
+        Ok(is_locked.then_some(()))
+    })?;
+    program.done(&[COPY_OUT, Action::Restore, Action::Open])?;
     program.ask("verify")?;
     assert_eq!(program.answer("verify")?.ok, Some(true));
     Ok(())
