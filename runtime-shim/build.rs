@@ -11,7 +11,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .customize(ttrpc_codegen::Customize { gen_mod: false, ..Default::default() })
         .rust_protobuf_customize(ttrpc_codegen::ProtobufCustomize::default())
         .run()?;
-    // Inner attributes cannot stand in an included module: drop them.
+    // Inner attributes are not allowed in an included module, so they are removed.
     let path = out.join("runtimeoptions.rs");
     let text = std::fs::read_to_string(&path)?;
     let kept: Vec<&str> =

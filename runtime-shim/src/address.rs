@@ -1,30 +1,30 @@
-//! Addresses of shims: `unix://` and a path, named by a hash.
+//! Addresses of shims: `unix://` and a path named by a hash.
 //!
-//! The stock shim's address says which group a container belongs to, so ours is
-//! derived from it and grouping is not written a second time.
+//! The proxy's address is derived from the stock shim's, so the stock shim alone decides which
+//! containers form a group.
 
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-/// Longest path that fits a socket address, with the closing zero.
+/// Longest path, in bytes, that fits a socket address with its closing zero.
 const PATH_MAX_BYTES: usize = 107;
 
-/// A shim's address that the proxy can stand in front of.
+/// A `unix://` address that the proxy can serve or connect to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SocketAddress {
     path: PathBuf,
 }
 
-/// Not an address that the proxy can stand in front of.
+/// An address that the proxy can neither serve nor connect to.
 #[derive(Debug, thiserror::Error)]
 pub enum AddressError {
-    /// Abstract, vsock or something unknown.
+    /// Abstract socket, vsock or an unknown scheme.
     #[error(
         "the stock shim serves {0:?}, which is not a unix:// path; update containerd-shim-runc-v2 to 1.4 or later"
     )]
     NotUnix(String),
-    /// A socket path that the kernel does not take.
+    /// A path that the kernel does not accept as a socket address.
     #[error(
         "socket path {0:?} is longer than {PATH_MAX_BYTES} bytes; shorten containerd's socket folder"
     )]
@@ -32,7 +32,7 @@ pub enum AddressError {
 }
 
 impl SocketAddress {
-    /// Reads `unix:///path`.
+    /// Parses an address of the form `unix:///path`.
     pub fn parse(text: &str) -> Result<SocketAddress, AddressError> {
         match text.strip_prefix("unix://") {
             Some(path) if path.starts_with('/') => {
@@ -46,8 +46,8 @@ impl SocketAddress {
         }
     }
 
-    /// The address of our proxy before this stock shim: in the same folder, so
-    /// that the folder's rights and length hold for it too.
+    /// The address of the proxy for this stock shim: in the same folder, so that the folder's
+    /// permissions and the length limit hold for it too.
     pub fn proxy(&self) -> Result<SocketAddress, AddressError> {
         let name = hex(&Sha256::digest(format!("affinode:{self}")));
         let path = self.path.with_file_name(name);
@@ -57,24 +57,25 @@ impl SocketAddress {
         Ok(SocketAddress { path })
     }
 
-    /// The socket's path.
+    /// Path of the socket file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The inode of the socket, which tells it from a later one of the same name.
+    /// Inode of the socket, which differs from that of a later socket of the same name. `None` if
+    /// there is no such file.
     #[must_use]
     pub fn inode(&self) -> Option<u64> {
         use std::os::unix::fs::MetadataExt;
         std::fs::symlink_metadata(&self.path).ok().map(|meta| meta.ino())
     }
 
-    /// Removes the socket if it still is the one with this inode: a successor
-    /// may have bound the same name already.
+    /// Removes the socket if it still has this inode: a successor may have bound the same name
+    /// already.
     pub fn unlink(&self, inode: Option<u64>) {
         if inode.is_some() && self.inode() == inode {
-            // Gone already is as good.
+            // A file that is already gone is the wanted result.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -86,7 +87,7 @@ impl std::fmt::Display for SocketAddress {
     }
 }
 
-/// Lower-case hex digits.
+/// Formats bytes as lower-case hex digits.
 #[must_use]
 pub fn hex(bytes: &[u8]) -> String {
     use std::fmt::Write;

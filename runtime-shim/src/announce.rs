@@ -1,15 +1,15 @@
-//! Tells the controller of this shim's containers, and keeps it alive.
+//! Announces this shim's containers to the controller, and restarts a controller that has ended.
 //!
 //! ```text
 //! Quiet ──first container──> Seeking ──connected: all announced──> Watching
 //!   ^                          │  ^                                   │ │
-//!   │                          └──┘ not there: start it, back off     │ │
+//!   │                          └──┘ no controller: start it, back off     │ │
 //!   │                             ^─────── the connection ended ──────┘ │
 //!   └────────────────────── last container gone ────────────────────────┘
 //! ```
 //!
-//! One task owns the list of containers and the connection. A shim without GPU
-//! containers stays Quiet: it neither starts nor holds a controller.
+//! One task owns the list of containers and the connection. A shim without GPU containers stays
+//! Quiet: it neither starts a controller nor connects to one.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -27,14 +27,14 @@ use crate::paths::ShimPaths;
 use crate::report;
 use crate::rpc::{RpcCaller, RpcError};
 
-/// Longest time between two attempts to reach the controller.
+/// Upper bound of the time between two attempts to connect to the controller.
 const BACK_OFF_MAX: Duration = Duration::from_secs(30);
-/// First such time; doubles.
+/// Time after the first failed attempt; doubles with each further one.
 const BACK_OFF: Duration = Duration::from_millis(250);
-/// Shims that lose the controller at once come back spread over this time.
+/// Shims that lose the controller at the same moment reconnect spread over this time.
 const SPREAD_MS: u32 = 200;
 
-/// A way to the task that talks to the controller.
+/// Handle of the task that talks to the controller.
 #[derive(Debug)]
 pub struct Announcer {
     orders: mpsc::UnboundedSender<AnnounceOrder>,
@@ -56,18 +56,18 @@ impl Announcer {
         Announcer { orders, task }
     }
 
-    /// A container is being created.
+    /// Announces a container that is being created.
     pub fn add(&self, container: Announcement) {
-        // The task ends only with its last sender.
+        // Sending fails only if the task has ended, which it does when its last sender is dropped.
         let _ = self.orders.send(AnnounceOrder::Add(Box::new(container)));
     }
 
-    /// A container is gone; its folder goes too. Unknown keys are no matter.
+    /// Withdraws a container and removes its folder. An unknown key has no effect.
     pub fn remove(&self, key: String) {
         let _ = self.orders.send(AnnounceOrder::Remove(key));
     }
 
-    /// Ends the task once it has done what it was told, or after `patience`.
+    /// Ends the task once its queued orders are done, or after `patience`.
     pub async fn finish(self, patience: Duration) {
         drop(self.orders);
         let _ = tokio::time::timeout(patience, self.task).await;
@@ -77,7 +77,7 @@ impl Announcer {
 struct AnnouncerState {
     launcher: Launcher,
     containers: BTreeMap<String, Announcement>,
-    /// Held open without a word: its end is the controller's.
+    /// A connection without traffic: when it ends, the controller has ended.
     watch: Option<UnixStream>,
     failures: u32,
     next_attempt: Instant,
@@ -98,7 +98,8 @@ impl AnnouncerState {
         loop {
             let seeking = self.watch.is_none() && !self.containers.is_empty();
             tokio::select! {
-                // Orders first, so that one that came before the end is done.
+                // Orders first, so that an order that came before the end of the connection is
+                // carried out.
                 biased;
                 order = inbox.recv() => match order {
                     Some(AnnounceOrder::Add(container)) => self.add(*container).await,
@@ -106,7 +107,7 @@ impl AnnouncerState {
                     None => return,
                 },
                 () = ended(&mut self.watch) => {
-                    info!("the controller is gone");
+                    info!("controller: the connection ended, connecting again");
                     self.watch = None;
                     self.next_attempt = Instant::now() + spread();
                 }
@@ -127,11 +128,14 @@ impl AnnouncerState {
         if self.watch.is_some() {
             let gone = key.to_owned();
             if let Err(error) = self.call(move |caller| caller.withdraw(&gone, generation)).await {
-                warn!(key, "cannot withdraw the container: {}", report(&error));
+                warn!(
+                    "container {key}: cannot withdraw it from the controller: {}",
+                    report(&error)
+                );
             }
         }
         if let Err(error) = self.launcher.paths.container(key).remove(Some(generation)) {
-            warn!(key, "cannot remove the container's folder: {error}");
+            warn!("container {key}: cannot remove its folder: {error}");
         }
         if self.containers.is_empty() {
             self.watch = None;
@@ -149,7 +153,10 @@ impl AnnouncerState {
             }
             Err(error) => {
                 if self.failures == 0 {
-                    warn!("containers run unmanaged: {}", report(&error));
+                    warn!(
+                        "controller: cannot connect, containers run unmanaged until it answers: {}",
+                        report(&error)
+                    );
                 }
                 self.back_off();
             }
@@ -157,15 +164,15 @@ impl AnnouncerState {
     }
 
     async fn announce(&mut self, container: Announcement) {
-        let (key, id) = (container.key.clone(), container.id.clone());
+        let id = container.id.clone();
         match self.call(|caller| caller.announce(container)).await {
             Ok(warnings) => {
                 for warning in warnings {
-                    warn!(id, "{warning}");
+                    warn!("container {id}: {warning}");
                 }
             }
             Err(error) => {
-                warn!(id, key, "cannot announce the container: {}", report(&error));
+                warn!("container {id}: cannot announce it to the controller: {}", report(&error));
                 self.watch = None;
                 self.back_off();
             }
@@ -178,7 +185,7 @@ impl AnnouncerState {
         self.next_attempt = Instant::now() + pause + spread();
     }
 
-    /// A call on a connection of its own, bounded in time.
+    /// Runs one RPC on a connection of its own. [`RpcCaller`] bounds its time.
     async fn call<T: Send + 'static>(
         &self,
         call: impl FnOnce(&mut RpcCaller) -> Result<T, RpcError> + Send + 'static,
@@ -190,33 +197,34 @@ impl AnnouncerState {
     }
 }
 
-/// Returns when the watched connection ends; never without one.
+/// Returns when the watched connection ends; never returns if there is none.
 async fn ended(watch: &mut Option<UnixStream>) {
     let Some(stream) = watch else {
         return std::future::pending().await;
     };
-    // The controller says nothing here; if it does, it is alive.
+    // The controller sends nothing here; if it does, it is alive.
     let mut bytes = [0; 64];
     while let Ok(1..) = stream.read(&mut bytes).await {}
 }
 
-/// Tells a container's end to a controller, if there is one, and removes its
-/// folder: for `delete`, where no announcer is left.
+/// Withdraws a container from the controller, if one runs, and removes the container's folder: for
+/// `delete`, which has no announcer.
 pub fn withdraw(paths: &ShimPaths, key: &str) {
     let folder = paths.container(key);
     if !folder.exists() {
         return;
     }
     let generation = folder.generation();
-    // Without a controller there is nobody to tell.
+    // Without a controller there is no list to withdraw the container from.
     let _ = RpcCaller::control(&paths.control_socket())
         .and_then(|mut caller| caller.withdraw(key, generation.unwrap_or(0)));
     if let Err(error) = folder.remove(generation) {
-        warn!(key, "cannot remove the container's folder: {error}");
+        warn!("container {key}: cannot remove its folder: {error}");
     }
 }
 
-/// Different for each process, the same for none on purpose.
+/// A delay below [`SPREAD_MS`] that differs between processes, so that shims do not reconnect at
+/// once.
 fn spread() -> Duration {
     let nanos = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)

@@ -1,6 +1,5 @@
-//! The two ends of `start`: what containerd writes to stdin and what it reads
-//! from stdout. Both changed over time; the answer keeps the form in which the
-//! stock shim answered.
+//! Input and output of `start`: what containerd writes to stdin and what it reads from stdout. Both
+//! differ between versions; the reply keeps the form of the stock shim's reply.
 //!
 //! | containerd | stdin | stdout |
 //! | --- | --- | --- |
@@ -17,28 +16,28 @@ use crate::options::{self, OptionsError};
 /// What containerd wrote to stdin of `start`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BootstrapInput {
-    /// Nothing.
+    /// stdin was empty: there are no options.
     Nothing,
-    /// Options of the runtime.
+    /// Runtime options as containerd 1.6 to 2.2 send them.
     Options(Any),
-    /// The whole invocation as a message.
+    /// The whole invocation as a message, from containerd 2.3 on.
     Bootstrap(BootstrapParams),
-    /// Something newer; passed on as it is.
+    /// A newer form, passed on unchanged.
     Unknown(Vec<u8>),
 }
 
-/// The stock shim's answer.
+/// What the stock shim wrote to stdout of `start`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BootstrapReply {
-    /// The address alone.
+    /// The address alone, as for containerd 1.6 and 1.7.
     Plain(String),
-    /// A JSON object.
+    /// JSON with version, address and protocol, as for containerd 2.0 to 2.2.
     Json(Value),
-    /// A protobuf message.
+    /// Protobuf message, as for containerd 2.3.
     Bootstrap(BootstrapResult),
 }
 
-/// The stock shim's answer is none of the known forms.
+/// The stock shim's reply has none of the known forms.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "containerd-shim-runc-v2 answered start with {0:?}, which holds no address that this version understands"
@@ -46,8 +45,8 @@ pub enum BootstrapReply {
 pub struct BootstrapReplyError(String);
 
 impl BootstrapInput {
-    /// Tells the forms apart. An `Any` also decodes as BootstrapParams, with its
-    /// type in the id's place: what agrees with the command line is the latter.
+    /// Detects the form. An `Any` also decodes as `BootstrapParams`, with its type URL as the id:
+    /// the bytes are `BootstrapParams` only if namespace and id equal those of the command line.
     #[must_use]
     pub fn parse(bytes: &[u8], namespace: &str, id: &str) -> BootstrapInput {
         if bytes.is_empty() {
@@ -65,8 +64,8 @@ impl BootstrapInput {
         }
     }
 
-    /// The same input with options that the stock shim takes, as bytes, and the
-    /// cgroup in which they put the shim.
+    /// Returns the same input, encoded, with options that the stock shim accepts, and the cgroup in
+    /// which they place the shim.
     pub fn translate(
         self,
         cgroups_path: Option<&str>,
@@ -75,7 +74,8 @@ impl BootstrapInput {
             message().map_err(|source| OptionsError::Decode { kind: "start", source })
         };
         match self {
-            // The stock start reads nothing but the shim's cgroup: nothing to infer.
+            // Without input, stock start applies only the shim's cgroup: there is nothing to
+            // derive.
             BootstrapInput::Nothing => Ok((Vec::new(), None)),
             BootstrapInput::Unknown(bytes) => Ok((bytes, None)),
             BootstrapInput::Options(any) => {
@@ -103,7 +103,7 @@ impl BootstrapInput {
 }
 
 impl BootstrapReply {
-    /// Reads an answer.
+    /// Parses the stock shim's stdout.
     pub fn parse(bytes: &[u8]) -> Result<BootstrapReply, BootstrapReplyError> {
         let unknown = || BootstrapReplyError(String::from_utf8_lossy(bytes).into_owned());
         let text = std::str::from_utf8(bytes).map(str::trim);
@@ -124,7 +124,7 @@ impl BootstrapReply {
         Ok(answer)
     }
 
-    /// The shim's address.
+    /// The address on which the shim serves, a `unix://` URL.
     #[must_use]
     pub fn address(&self) -> &str {
         match self {
@@ -148,7 +148,7 @@ impl BootstrapReply {
         }
     }
 
-    /// The same answer with another address, in the same form.
+    /// Encodes the same reply with another address, in the same form.
     pub fn with_address(self, address: &str) -> Result<Vec<u8>, BootstrapReplyError> {
         let failed = || BootstrapReplyError(address.to_owned());
         match self {
@@ -257,7 +257,7 @@ mod tests {
         let mut got = BootstrapParams::parse_from_bytes(&bytes).unwrap();
         assert_eq!(got.extensions[0].value.type_url, options::RUNC_OPTIONS);
         got.extensions[0].value = MessageField::some(any());
-        assert_eq!(got, params, "nothing else changed");
+        assert_eq!(got, params, "every other field is unchanged");
     }
 
     #[test]

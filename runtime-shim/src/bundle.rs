@@ -1,5 +1,5 @@
-//! A container's bundle folder: config.json read and replaced, the address files
-//! that containerd goes by after its restart, and our own note beside them.
+//! A container's bundle folder: reading and replacing config.json, the address files that
+//! containerd reads after a restart, and Affinode's own note beside them.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
@@ -11,53 +11,53 @@ use serde_json::Value;
 
 use crate::probe::ShimIdentity;
 
-/// Bound on what is read of config.json; real ones are below 1 MiB.
+/// Upper bound for config.json; usual ones are below 1 MiB.
 const CONFIG_MAX_BYTES: u64 = 16 << 20;
-/// Bound on what is read of the small files.
+/// Upper bound for the other, small files.
 const NOTE_MAX_BYTES: u64 = 64 << 10;
 const CONFIG: &str = "config.json";
 const NOTE: &str = "affinode.json";
-/// The stock shim's folder for runc, where its options name no other.
+/// The folder that the stock shim passes to runc if its options name no other.
 const RUNC_ROOT: &str = "/run/containerd/runc";
 const MEMBERS: &str = "affinode-members";
 
-/// A bundle folder.
+/// The folder of one container with config.json and the shim's files.
 #[derive(Clone, Debug)]
 pub struct Bundle(PathBuf);
 
-/// A file of a bundle could not be used.
+/// A file of a bundle could not be read or replaced.
 #[derive(Debug, thiserror::Error)]
 pub enum BundleError {
-    /// Reading failed.
+    /// The file cannot be read.
     #[error("cannot read {path}")]
     Read {
-        /// The file.
+        /// Path of the file to read.
         path: PathBuf,
-        /// Why.
+        /// Error of the read.
         source: io::Error,
     },
-    /// Larger than anything that is taken for real.
+    /// The file exceeds the bound that the shim reads.
     #[error("{path} is larger than {max_bytes} bytes")]
     TooLarge {
-        /// The file.
+        /// Path of the rejected file.
         path: PathBuf,
-        /// The bound.
+        /// Upper bound in bytes.
         max_bytes: u64,
     },
-    /// Not JSON.
+    /// The file does not parse as JSON.
     #[error("{path} is not JSON")]
     NotJson {
-        /// The file.
+        /// Path of the rejected file.
         path: PathBuf,
-        /// Where.
+        /// Syntax error with its position.
         source: serde_json::Error,
     },
-    /// Writing failed.
+    /// The file cannot be replaced.
     #[error("cannot replace {path}")]
     Write {
-        /// The file.
+        /// Path of the file to replace.
         path: PathBuf,
-        /// Why.
+        /// Error of the write.
         source: io::Error,
     },
 }
@@ -65,11 +65,11 @@ pub enum BundleError {
 /// What `start` leaves in the bundle for `delete`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BundleNote {
-    /// The proxy's address.
+    /// Address that the proxy serves.
     pub address: String,
-    /// The stock shim's address.
+    /// Address that the stock shim serves.
     pub upstream: String,
-    /// The stock shim.
+    /// Identity of the stock shim behind the proxy.
     pub shim: ShimIdentity,
 }
 
@@ -79,20 +79,20 @@ impl Bundle {
         Bundle(path.into())
     }
 
-    /// Its path.
+    /// Path of the bundle folder.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// The container's spec.
+    /// Reads and parses config.json, the container's spec.
     pub fn read_spec(&self) -> Result<Value, BundleError> {
         let path = self.0.join(CONFIG);
         let bytes = read_bounded(&path, CONFIG_MAX_BYTES)?;
         serde_json::from_slice(&bytes).map_err(|source| BundleError::NotJson { path, source })
     }
 
-    /// Replaces the container's spec, with the owner and mode that it had.
+    /// Replaces config.json and keeps its owner and mode.
     pub fn write_spec(&self, spec: &Value) -> Result<(), BundleError> {
         let path = self.0.join(CONFIG);
         let write = || {
@@ -102,9 +102,9 @@ impl Bundle {
         write().map_err(|source| BundleError::Write { path: path.clone(), source })
     }
 
-    /// containerd 1.x finds a shim again by the file `address`, which the stock
-    /// shim writes with its own: replaced with ours, or a restart of containerd
-    /// would go round the proxy. A bundle without the file stays without it.
+    /// containerd 1.x finds a shim again by the file `address`, in which the stock shim writes its
+    /// own. This replaces that address with the proxy's: otherwise containerd bypasses the proxy
+    /// after a restart. A bundle without the file stays without it.
     pub fn rewrite_address(&self, address: &str) -> Result<(), BundleError> {
         let path = self.0.join("address");
         if !path.exists() {
@@ -113,7 +113,7 @@ impl Bundle {
         replace(&path, address.as_bytes()).map_err(|source| BundleError::Write { path, source })
     }
 
-    /// The address at which containerd believes this container's shim to be.
+    /// The address under which containerd reaches this container's shim, as recorded in the bundle.
     #[must_use]
     pub fn recorded_address(&self) -> Option<String> {
         if let Ok(bytes) = read_bounded(&self.0.join("bootstrap.json"), NOTE_MAX_BYTES) {
@@ -124,7 +124,7 @@ impl Bundle {
         Some(String::from_utf8(bytes).ok()?.trim().to_owned())
     }
 
-    /// Leaves a note for `delete`.
+    /// Writes the note that `delete` reads.
     pub fn write_note(&self, note: &BundleNote) -> Result<(), BundleError> {
         let path = self.0.join(NOTE);
         let write = || {
@@ -134,16 +134,15 @@ impl Bundle {
         write().map_err(|source| BundleError::Write { path: path.clone(), source })
     }
 
-    /// The note that `start` left, if it did.
+    /// The note that `start` wrote. `None` if there is none or it does not parse.
     #[must_use]
     pub fn note(&self) -> Option<BundleNote> {
         let bytes = read_bounded(&self.0.join(NOTE), NOTE_MAX_BYTES).ok()?;
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// Writes down which containers the daemon of this bundle serves: containerd
-    /// 2.x removes the bundles of a dead group's members before it has anyone
-    /// clean up after them.
+    /// Records which containers the daemon of this bundle serves: containerd 2.x removes the
+    /// bundles of a dead group's members before it runs any `delete`.
     pub fn write_members<'a>(&self, ids: impl Iterator<Item = &'a str>) -> Result<(), BundleError> {
         let path = self.0.join(MEMBERS);
         let lines: String = ids.flat_map(|id| [id, "\n"]).collect();
@@ -156,16 +155,16 @@ impl Bundle {
         let bytes = read_bounded(&self.0.join(MEMBERS), NOTE_MAX_BYTES).unwrap_or_default();
         let text = String::from_utf8_lossy(&bytes);
         text.lines()
-            // An id is a file name: nothing else is taken for one.
+            // An id is used as a file name, so entries that are no plain file name are dropped.
             .filter(|id| !id.is_empty() && !id.contains('/') && *id != "." && *id != "..")
             .map(str::to_owned)
             .collect()
     }
 
-    /// Where runc keeps the state of the container while it is not deleted.
+    /// The folder in which runc keeps the container's state until the container is deleted.
     #[must_use]
     pub fn runc_state(&self, namespace: &str, id: &str) -> PathBuf {
-        // The stock shim's own copy of its options; absent where there were none.
+        // The stock shim's own copy of its options; absent if there were none.
         let bytes = read_bounded(&self.0.join("options.json"), NOTE_MAX_BYTES).unwrap_or_default();
         let options: Value = serde_json::from_slice(&bytes).unwrap_or_default();
         let root = options["root"].as_str().filter(|root| !root.is_empty());
@@ -193,7 +192,7 @@ impl Bundle {
             .collect()
     }
 
-    /// The container's id: the folder's name.
+    /// The container's id, which is the folder's name. `None` if it is not UTF-8.
     #[must_use]
     pub fn id(&self) -> Option<&str> {
         self.0.file_name()?.to_str()
@@ -213,12 +212,12 @@ fn read_bounded(path: &Path, max_bytes: u64) -> Result<Vec<u8>, BundleError> {
     Ok(bytes)
 }
 
-/// Writes beside `path` and renames over it, so that a reader sees the old or the
-/// new file whole. Owner and mode stay those of the old file, if there was one.
+/// Writes a file beside `path` and renames it over `path`, so that a reader sees the old or the new
+/// file whole. Owner and mode stay those of the old file, if there was one.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let fresh = path.with_file_name(format!(".{name}.affinode"));
-    // One left by a process that was killed.
+    // A file that a killed process left.
     let _ = fs::remove_file(&fresh);
     let write = || {
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&fresh)?;

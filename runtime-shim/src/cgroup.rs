@@ -1,11 +1,11 @@
-//! Placing a process in a cgroup: the shim's daemon in the one that the options
-//! name, the controller in one of its own.
+//! Places a process in a cgroup: the shim's daemon in the one that the options name, the controller
+//! in one of its own.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where cgroups are mounted.
+/// Mount point of the cgroup hierarchies.
 const ROOT: &str = "/sys/fs/cgroup";
 
 /// Puts a process into an existing cgroup, on every hierarchy that has it.
@@ -13,8 +13,8 @@ pub fn join(path: &str, pid: u32) -> io::Result<()> {
     join_below(&hierarchies(Path::new(ROOT))?, path, pid)
 }
 
-/// Puts a process into a cgroup that is made where it is missing. Best effort:
-/// returns whether any hierarchy took it.
+/// Moves a process into a cgroup, which is created if it is missing. Best effort: returns whether
+/// any hierarchy accepted the process.
 #[must_use]
 pub fn make_and_join(path: &str, pid: u32) -> bool {
     let Ok(roots) = hierarchies(Path::new(ROOT)) else {
@@ -23,7 +23,8 @@ pub fn make_and_join(path: &str, pid: u32) -> bool {
     let mut joined = false;
     for root in roots {
         let dir = below(&root, path);
-        // cpuset of cgroup v1 takes nobody before it is set up: leave it.
+        // A new cpuset cgroup (cgroup v1) accepts no process before its CPUs are set, so cpuset is
+        // skipped.
         if root.file_name().is_some_and(|name| name == "cpuset") {
             continue;
         }
@@ -46,11 +47,14 @@ fn join_below(roots: &[PathBuf], path: &str, pid: u32) -> io::Result<()> {
     if joined {
         Ok(())
     } else {
-        Err(io::Error::new(io::ErrorKind::NotFound, format!("no cgroup {path}")))
+        Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            format!("cgroup {path} does not exist in any hierarchy"),
+        ))
     }
 }
 
-/// The unified hierarchy, or every controller's folder of cgroup v1.
+/// The unified hierarchy, or the folder of every controller of cgroup v1.
 fn hierarchies(root: &Path) -> io::Result<Vec<PathBuf>> {
     if root.join("cgroup.controllers").exists() {
         return Ok(vec![root.to_owned()]);
@@ -98,7 +102,7 @@ mod tests {
             join_below(&roots, "/shims", 42).unwrap();
             assert_eq!(fs::read_to_string(dir.path().join(procs)).unwrap(), "42");
             let error = join_below(&roots, "/other", 42).unwrap_err();
-            assert_eq!(error.to_string(), "no cgroup /other");
+            assert_eq!(error.to_string(), "cgroup /other does not exist in any hierarchy");
         }
     }
 }

@@ -1,10 +1,9 @@
-//! The command line as containerd writes it: Go's `flag` package, so one dash or
-//! two, `-flag value` or `-flag=value`, switches without a value, and the action
-//! as the first word that is no flag.
+//! The command line as containerd writes it, for Go's `flag` package: one dash or two, `-flag
+//! value` or `-flag=value`, switches without a value. The first word without a dash is the action.
 
 use std::ffi::OsString;
 
-/// What the process was started to do.
+/// The action that containerd asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShimAction {
     /// Start or join the shim of a container's group; prints its address.
@@ -13,30 +12,30 @@ pub enum ShimAction {
     Delete,
     /// Describe the runtime; prints a RuntimeInfo.
     Info,
-    /// Print the version.
+    /// Print the version and exit.
     Version,
-    /// Internal: be the daemon of a group.
+    /// Internal: run as the daemon of a group.
     Serve,
 }
 
-/// The flags of the stock shim, and two of our own for the daemon.
+/// The flags of the stock shim, and three internal ones of the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShimFlags {
     /// containerd namespace that owns the container.
     pub namespace: String,
-    /// Container id.
+    /// Id of the container, unique in its namespace.
     pub id: String,
-    /// containerd's gRPC address.
+    /// Address of containerd's gRPC socket.
     pub address: String,
     /// Path of the containerd binary.
     pub publish_binary: String,
-    /// Bundle folder, when it is not the working folder.
+    /// Bundle folder, if it is not the working folder.
     pub bundle: String,
-    /// Socket to serve; taken and passed on for the stock shim's sake.
+    /// Socket to serve: accepted and passed on to the stock shim.
     pub socket: String,
-    /// Debug socket to serve; likewise.
+    /// Debug socket to serve: accepted and passed on to the stock shim.
     pub debug_socket: String,
-    /// Log more.
+    /// Log at debug level instead of info.
     pub debug: bool,
     /// Internal: the address that the daemon serves.
     pub listen: String,
@@ -49,16 +48,16 @@ pub struct ShimFlags {
 /// A parsed command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShimInvocation {
-    /// What to do.
+    /// First word that is no flag, or the action that `-info` and `-v` stand for.
     pub action: ShimAction,
-    /// With what.
+    /// Flags before that word.
     pub flags: ShimFlags,
 }
 
-/// The command line is not one that containerd would write.
+/// The command line is none that containerd writes.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
-    /// Unknown flag.
+    /// A flag that the stock shim does not have either.
     #[error(
         "flag provided but not defined: -{0}; this is a containerd shim, it is started by containerd"
     )]
@@ -69,23 +68,23 @@ pub enum CliError {
     /// A switch with a value that is neither true nor false.
     #[error("invalid boolean value {value:?} for -{flag}: expected true or false")]
     NotBoolean {
-        /// The flag.
+        /// Name of the switch, without dashes.
         flag: String,
-        /// Its value.
+        /// The rejected value as given.
         value: String,
     },
-    /// No action.
+    /// The command line names no action.
     #[error(
         "no action: expected start or delete, or the flag -info or -v; this is a containerd shim, it is started by containerd"
     )]
     NoAction,
-    /// Unknown action.
+    /// A word that is no action.
     #[error("unknown action {0:?}: expected start or delete, or the flag -info or -v")]
     UnknownAction(String),
     /// An argument is not UTF-8.
     #[error("argument {0:?} is not UTF-8")]
     NotUtf8(OsString),
-    /// The stock shim refuses this too.
+    /// No namespace is given; the stock shim rejects this too.
     #[error("shim namespace cannot be empty: pass -namespace")]
     NoNamespace,
 }
@@ -104,7 +103,7 @@ impl ShimInvocation {
                 break;
             };
             if flag.is_empty() {
-                // Go ends the flags at "--"; a lone "-" is a word.
+                // "--" and a lone "-" end the flags; the next word is the action.
                 action = words.next().transpose()?.map(str::to_owned);
                 break;
             }

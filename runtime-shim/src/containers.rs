@@ -1,5 +1,5 @@
-//! What the proxied calls mean for the containers of a group: a Create is
-//! prepared and announced, an end is withdrawn, and a list is kept for `delete`.
+//! Maps the proxied calls to the containers of a group: a Create is prepared and announced, an
+//! ended container is withdrawn, and `delete` gets a list of the group.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -17,20 +17,20 @@ use crate::paths::{ShimPaths, container_key};
 use crate::proxy::TaskService;
 use crate::{EngineOf, report};
 
-/// The containers of a group.
+/// The containers of a group that this daemon serves.
 #[derive(Debug)]
 pub struct Containers {
     paths: ShimPaths,
     namespace: String,
     engine_of: EngineOf,
     announcer: Announcer,
-    /// Where the daemon works: the bundle of the container that brought it up.
+    /// Working folder of the daemon: the bundle of the container whose `start` spawned it.
     home: Bundle,
     members: RefCell<BTreeSet<String>>,
 }
 
 impl Containers {
-    /// None yet. Needs a runtime, for the task that talks to the controller.
+    /// Starts without containers. Needs a Tokio runtime, for the task that talks to the controller.
     #[must_use]
     pub fn new(namespace: &str, engine_of: EngineOf) -> Containers {
         let paths = ShimPaths::from_env();
@@ -44,12 +44,12 @@ impl Containers {
         }
     }
 
-    /// Tells the controller of the last ends, for at most this long.
+    /// Withdraws the last containers from the controller, for at most this long.
     pub async fn finish(self, patience: Duration) {
         self.announcer.finish(patience).await;
     }
 
-    /// Keeps the list for `delete`, while its folder is there.
+    /// Writes the list for `delete`, if the bundle still exists.
     fn note_members(&self) {
         if !self.home.path().is_dir() {
             return;
@@ -66,11 +66,11 @@ impl TaskService for Containers {
         let (paths, namespace) = (self.paths.clone(), self.namespace.clone());
         self.members.borrow_mut().insert(request.id.clone());
         self.note_members();
-        let (request, engine_of) = (request.clone(), self.engine_of);
+        let (id, request, engine_of) = (&request.id, request.clone(), self.engine_of);
         let prepare = move || create::prepare(&paths, &namespace, &request, engine_of);
         let PreparedContainer { options, container } = tokio::task::spawn_blocking(prepare)
             .await
-            .inspect_err(|error| warn!("container runs unmanaged: {error}"))
+            .inspect_err(|error| warn!("container {id}: runs unmanaged: {error}"))
             .unwrap_or_default();
         if let Some(container) = container {
             self.announcer.add(container);
@@ -85,7 +85,8 @@ impl TaskService for Containers {
     }
 
     fn deleted(&self, id: &str) {
-        // The home container's own end takes the list along.
+        // When the container of this bundle ends, containerd removes the bundle and the list with
+        // it.
         if self.members.borrow_mut().remove(id) && self.home.id() != Some(id) {
             self.note_members();
         }

@@ -1,9 +1,9 @@
-//! What a Create leads to.
+//! Handles a Create request.
 //!
 //! ```text
 //! read config.json ─┬─ unreadable ───────────────> nothing
 //!                   ├─ no GPU ───────────────────> options translated
-//!                   └─ GPU ─ library there? rootfs understood? no volume in the way?
+//!                   └─ GPU ─ library installed? rootfs readable? no volume covers a mount?
 //!                              ├─ no ────────────> options translated; the reason is logged
 //!                              └─ yes ───────────> folder made, config.json replaced, announced
 //! ```
@@ -30,45 +30,45 @@ use crate::rootfs::{ResolvedPath, RootfsError, RootfsLayers};
 use crate::spec::{self, BindMount, EditError};
 use crate::{EngineOf, report};
 
-/// What goes on with a Create.
+/// Changes to a Create request, and the container to announce.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PreparedContainer {
-    /// Options in place of those of the request.
+    /// Options that replace those of the request. `None`: keep them.
     pub options: Option<Any>,
-    /// The container, if it is to be managed.
+    /// The container to announce. `None` if it runs unmanaged.
     pub container: Option<Announcement>,
 }
 
-/// A container with a GPU that runs unedited.
+/// Reason why a container with a GPU runs unmanaged.
 #[derive(Debug, thiserror::Error)]
 pub enum NotManaged {
-    /// The library is not installed.
+    /// The library is not installed on this node.
     #[error("the preload library {0} is missing; install Affinode on this node")]
     NoLibrary(std::path::PathBuf),
-    /// The image's own preload file cannot be seen.
-    #[error("cannot tell what the image preloads")]
+    /// The image's own /etc/ld.so.preload cannot be read.
+    #[error("cannot read {file} of the image", file = ld_so_preload::FILE)]
     Rootfs(#[from] RootfsError),
-    /// The image has something else in the file's place.
+    /// The image has a folder, device, socket or link at the file's path.
     #[error("{file} of the image is {0}, not a file", file = ld_so_preload::FILE)]
     NotAFile(&'static str),
-    /// A list of the host's cannot be read.
+    /// A host file that is mounted over the image's file cannot be merged.
     #[error("cannot read {path:?}, which is mounted over {file}", file = ld_so_preload::FILE)]
     HostFile {
-        /// On the host.
+        /// Path of that file on the host.
         path: std::path::PathBuf,
-        /// Why.
+        /// Why the file is not merged.
         source: ld_so_preload::HostFileError,
     },
-    /// Mount points cannot be made.
+    /// The rootfs is read-only, so mount points cannot be created.
     #[error("the root filesystem is mounted read-only, so mount points cannot be added to it")]
     ReadOnly,
-    /// The spec cannot take the mounts.
+    /// A volume or the spec's form is in the way of the mounts.
     #[error("cannot add mounts to the container")]
     Edit(#[from] EditError),
-    /// The container's folder could not be made.
-    #[error("cannot make the container's folder on the host")]
+    /// The container's folder below the run directory could not be created.
+    #[error("cannot create the container's folder on the host")]
     Folder(#[source] std::io::Error),
-    /// config.json could not be replaced.
+    /// config.json could not be replaced in the bundle.
     #[error("cannot write the container's spec")]
     Bundle(#[from] BundleError),
 }
@@ -86,13 +86,15 @@ pub fn prepare(
     let mut spec = match bundle.read_spec() {
         Ok(spec) => Some(spec),
         Err(error) => {
-            warn!(id, "container runs unmanaged: {}", report(&error));
+            warn!("container {id}: runs unmanaged: {}", report(&error));
             None
         }
     };
     let cgroups_path = spec.as_ref().and_then(spec::cgroups_path);
     let options = options::translate(request.options.as_ref(), cgroups_path)
-        .inspect_err(|error| warn!(id, "options are passed on as they are: {}", report(error)))
+        .inspect_err(|error| {
+            warn!("container {id}: runtime options are passed on unchanged: {}", report(error));
+        })
         .unwrap_or_default();
     let container =
         spec.as_mut().and_then(|spec| manage(paths, namespace, request, &bundle, spec, engine_of));
@@ -110,7 +112,7 @@ fn manage(
     let id = request.id.as_str();
     let decision = spec::decide(spec);
     if let Some(warning) = decision.warning {
-        warn!(id, "{warning}");
+        warn!("container {id}: {warning}");
     }
     if !decision.manage {
         return None;
@@ -121,20 +123,21 @@ fn manage(
     let engine = engine_of(&paths.config, &announcement);
     match edit(paths, &folder, &announcement, engine, request, bundle, spec) {
         Ok(()) => {
-            info!(id, key = announcement.key, "container is managed");
+            info!(key = announcement.key, "container {id}: managed");
             Some(announcement)
         }
         Err(error) => {
-            warn!(id, "container runs unmanaged: {}", report(&error));
+            warn!("container {id}: runs unmanaged: {}", report(&error));
             if let Err(error) = folder.remove(Some(announcement.generation)) {
-                warn!(id, "cannot remove the container's folder: {error}");
+                warn!("container {id}: cannot remove its folder: {error}");
             }
             None
         }
     }
 }
 
-/// Another one for each container, also of the same id.
+/// A number that differs between containers, also between those of the same id: nanoseconds since
+/// 1970.
 fn generation() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.ok().and_then(|now| u64::try_from(now.as_nanos()).ok()).unwrap_or(1)
@@ -157,7 +160,8 @@ fn edit(
     if !rootfs.writable() {
         return Err(NotManaged::ReadOnly);
     }
-    // Our own file of an earlier Create, if it is gone: begun again from the image.
+    // A mount of the shim's own file, from an earlier Create, is ignored if that file is gone: the
+    // list is then built from the image again.
     let list = spec::take_file_mount(spec, ld_so_preload::FILE)
         .filter(|path| *path != folder.preload() || path.exists());
     let theirs = match list {
@@ -173,8 +177,8 @@ fn edit(
     folder
         .make(announcement.generation, &ld_so_preload::merge(&theirs))
         .map_err(NotManaged::Folder)?;
-    // What looks for the driver's functions before the controller has named the engine gets them
-    // as that one needs them.
+    // A process may look up driver functions before the controller has sent the engine: the file
+    // lets the library choose the wrappers that this engine needs.
     folder.write_engine(engine).map_err(NotManaged::Folder)?;
     bundle.write_spec(spec)?;
     Ok(())

@@ -1,9 +1,9 @@
-//! `delete`: the stock clean-up, and what a killed shim leaves behind.
+//! `delete`: the stock clean-up, and the clean-up after a killed shim.
 //!
-//! containerd runs it when a shim's connection has ended, in 1.x also after every
-//! ordinary removal. If the group's proxy is gone, its stock shim is ended, and
-//! the other containers of the group are deleted too: containerd 2.x asks for
-//! the sandbox alone. All of it fits in the 5 s that containerd allows.
+//! containerd runs it when a shim's connection has ended; containerd 1.x also after every ordinary
+//! removal. If the group's proxy is gone, `delete` ends its stock shim and deletes the other
+//! containers of the group too: containerd 2.x runs `delete` for the sandbox alone. Everything fits
+//! in the 5 s that containerd allows.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -24,26 +24,26 @@ use crate::probe::{self, ProbedPeer};
 use crate::process;
 use crate::runc_shim::{RuncShim, RuncShimError};
 
-/// Until when everything but the container's own clean-up must be done.
+/// Time limit for everything except the container's own clean-up.
 const BUDGET: Duration = Duration::from_millis(4000);
-/// How long a proxy may take to say that it lives.
+/// Time limit for a proxy's reply to a probe.
 const PROXY_REPLY_TIMEOUT: Duration = Duration::from_millis(500);
-/// Between the first two tries of a clean-up; twice as long each time, up to the second.
+/// Pause before the first repeated clean-up; doubles each time, up to [`PAUSE_MAX`].
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(200);
-/// How long a killed stock shim may take to end.
+/// Time limit for a killed stock shim to end.
 const END: Duration = Duration::from_secs(1);
 
-/// `delete` failed.
+/// Reason why `delete` failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DeleteError {
     /// No bundle is named and there is no working folder.
     #[error("cannot find the bundle")]
     Bundle(#[source] std::io::Error),
-    /// The stock shim.
+    /// The stock shim was not found.
     #[error("cannot run the stock shim")]
     Stock(#[from] RuncShimError),
-    /// It could not be started or waited for.
+    /// The stock shim could not be started or waited for.
     #[error("cannot run the stock shim")]
     Run(#[source] std::io::Error),
 }
@@ -63,7 +63,7 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
         None => BTreeSet::new(),
     };
     let mut own = stock.command(argv).stdin(Stdio::null()).spawn().map_err(DeleteError::Run)?;
-    // runc writes its log into the container's bundle, and fails where there is none.
+    // runc writes its log into the container's bundle, and fails if the bundle is missing.
     let made: Vec<PathBuf> = orphans
         .iter()
         .map(|id| bundle.sibling(id).path().to_owned())
@@ -73,7 +73,7 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
         .iter()
         .filter_map(|id| Some((id, delete_one(&stock, flags, &bundle, id)?)))
         .collect();
-    // containerd ends this process when its patience does: first things first.
+    // containerd kills this process after 5 s, so the container's own clean-up comes first.
     let _ = process::wait(&mut own, deadline);
     let paths = ShimPaths::from_env();
     for id in std::iter::once(&flags.id).chain(&orphans) {
@@ -81,7 +81,7 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     }
     for (id, mut child) in children {
         if !process::wait(&mut child, deadline).unwrap_or(false) {
-            warn!(id, "container of the dead shim's group could not be deleted in time");
+            warn!("container {id}: not deleted in time after its group's shim ended");
         }
     }
     let status = own.wait().map_err(DeleteError::Run)?;
@@ -90,14 +90,14 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     delete_what_is_left(&stock, flags, &bundle, ids, deadline);
     for path in made {
         if let Err(error) = fs::remove_dir_all(&path) {
-            warn!("cannot remove {}: {error}", path.display());
+            warn!("cannot remove folder {}: {error}", path.display());
         }
     }
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
 
-/// The note of this bundle, or that of its group's sandbox: 2.x runs `start` for
-/// the sandbox alone.
+/// The note of this bundle, or that of its group's sandbox: containerd 2.x runs `start` for the
+/// sandbox alone.
 fn group_note(bundle: &Bundle) -> Option<BundleNote> {
     if let Some(note) = bundle.note() {
         return Some(note);
@@ -106,9 +106,8 @@ fn group_note(bundle: &Bundle) -> Option<BundleNote> {
     bundle.siblings().iter().filter_map(Bundle::note).find(|note| note.address == address)
 }
 
-/// If the group's proxy is gone, ends its stock shim and returns the ids of its
-/// other containers for which containerd asks nobody to clean up: those that had
-/// no `start` of their own.
+/// If the group's proxy is gone, ends its stock shim and returns the ids of the group's other
+/// containers that containerd does not clean up: those without a `start` of their own.
 fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
     let Ok(listen) = SocketAddress::parse(&note.address) else {
         return BTreeSet::new();
@@ -116,14 +115,14 @@ fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
     match probe::ask(&listen, PROXY_REPLY_TIMEOUT) {
         ProbedPeer::Dead => {}
         ProbedPeer::Alive(_) => return BTreeSet::new(),
-        // Rather a leak than the death of a pod that lives.
+        // A leaked shim is better than a live pod that is killed.
         ProbedPeer::Silent(error) => {
-            warn!("the proxy at {listen} does not answer, its group is left alone: {error}");
+            warn!("proxy {listen}: no reply to the probe, its group is kept: {error}");
             return BTreeSet::new();
         }
     }
     if let Err(error) = process::kill(note.shim.pid, note.shim.start_ticks, END) {
-        warn!(pid = note.shim.pid, "cannot end the orphaned stock shim: {error}");
+        warn!("process {}: cannot end the orphaned stock shim: {error}", note.shim.pid);
     }
     listen.unlink(Some(note.shim.proxy_inode));
     if let Ok(upstream) = SocketAddress::parse(&note.upstream) {
@@ -140,8 +139,8 @@ fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
         .collect()
 }
 
-/// The stock shim reports no failure of runc, which fails while a process is still dying in the
-/// cgroup: it is asked again until runc's state is gone.
+/// Repeats the clean-up until runc's state is gone: runc fails while a process is still dying in
+/// the cgroup, and the stock shim does not report that failure.
 fn delete_what_is_left(
     stock: &RuncShim,
     flags: &ShimFlags,
@@ -157,7 +156,7 @@ fn delete_what_is_left(
         }
         if Instant::now() >= deadline {
             warn!(
-                "runc could not delete {ids:?} in time; `runc --root DIR delete --force ID` does, with the folder above /{}",
+                "containers {ids:?}: runc did not delete them in time; run `runc --root DIR delete --force ID`, where DIR is the parent of the folder {}",
                 flags.namespace
             );
             return;
@@ -189,14 +188,16 @@ fn delete_one(stock: &RuncShim, flags: &ShimFlags, bundle: &Bundle, id: &str) ->
     ];
     stock
         .command(&argv)
-        // The stock shim looks beside its working folder; the container's own may
-        // be gone.
+        // The stock shim searches beside its working folder; the container's own bundle may be
+        // gone.
         .current_dir(bundle.path())
         .stdin(Stdio::null())
-        // The answer on stdout is about the container that was asked for.
+        // stdout carries the result for the container that containerd named, not for this one.
         .stdout(Stdio::null())
         .spawn()
-        .inspect_err(|error| warn!("cannot delete {}: {error}", path.display()))
+        .inspect_err(|error| {
+            warn!("bundle {}: cannot run the stock shim's delete: {error}", path.display())
+        })
         .ok()
 }
 
@@ -208,7 +209,7 @@ mod tests {
     use super::*;
     use crate::probe::ShimIdentity;
 
-    /// A sandbox's bundle, its note, and a process in the stock shim's place.
+    /// A sandbox's bundle with its note, and a process in place of the stock shim.
     fn group(dir: &std::path::Path) -> (Bundle, BundleNote, Child) {
         let stock = Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = i32::try_from(stock.id()).unwrap();
@@ -238,10 +239,10 @@ mod tests {
     fn a_dead_group_loses_its_stock_shim_and_its_members() {
         let dir = tempfile::tempdir().unwrap();
         let (bundle, note, mut stock) = group(dir.path());
-        // One whose bundle is gone, one that is found by its address only.
+        // "gone" has no bundle; "found" is known by its address only.
         bundle.write_members(["pod", "gone"].into_iter()).unwrap();
         record(&bundle.sibling("found"), &note.address);
-        // One of another group, and one that containerd cleans up by itself.
+        // "stranger" belongs to another group; containerd cleans "started" up by itself.
         record(&bundle.sibling("stranger"), "unix:///run/other");
         record(&bundle.sibling("started"), &note.address);
         bundle.sibling("started").write_note(&note).unwrap();
@@ -258,7 +259,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (bundle, note, mut stock) = group(dir.path());
         record(&bundle.sibling("member"), &note.address);
-        // It accepts, and says nothing.
+        // The listener accepts connections and never replies.
         let _listener = UnixListener::bind(dir.path().join("proxy")).unwrap();
         assert!(end_dead_group(&bundle, &note).is_empty());
         assert!(stock.try_wait().unwrap().is_none());

@@ -10,35 +10,35 @@ use std::io;
 
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// Bytes of a frame before its payload.
+/// Length of a frame's header.
 pub const HEADER_BYTES: usize = 10;
-/// Longest payload, as ttrpc has it.
+/// Longest payload that ttrpc allows.
 pub const PAYLOAD_MAX_BYTES: u32 = 4 << 20;
 /// Type of a frame that opens a stream.
 pub const REQUEST: u8 = 1;
-/// Type of a frame that answers.
+/// Type of a frame that carries a reply.
 pub const RESPONSE: u8 = 2;
 
-/// The first bytes of a frame.
+/// The header of a frame, decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// Length of the payload.
+    /// Length of the payload in bytes.
     pub payload_bytes: u32,
     /// Stream that the frame belongs to.
     pub stream: u32,
     /// Request, response or data.
     pub kind: u8,
-    /// Flags; carried along.
+    /// Flags, passed on unchanged.
     pub flags: u8,
 }
 
-/// What is read is not ttrpc.
+/// The bytes are not valid ttrpc.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
-    /// A length that no peer may send.
+    /// A payload length above the bound.
     #[error("a frame of {payload_bytes} bytes, more than {PAYLOAD_MAX_BYTES}")]
     TooLong {
-        /// The length in its header.
+        /// Length that the header gives.
         payload_bytes: u32,
     },
     /// The connection ended within a frame, or failed.
@@ -57,7 +57,7 @@ impl FrameHeader {
         Ok(FrameHeader { payload_bytes, stream: u32::from_be_bytes([e, f, g, h]), kind, flags })
     }
 
-    /// The header's bytes.
+    /// Encodes the header as it is sent.
     #[must_use]
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let [a, b, c, d] = self.payload_bytes.to_be_bytes();
@@ -65,7 +65,7 @@ impl FrameHeader {
         [a, b, c, d, e, f, g, h, self.kind, self.flags]
     }
 
-    /// This header before another payload.
+    /// A frame of this header with another payload. `None` if the payload is too long.
     #[must_use]
     pub fn with_payload(&self, payload: &[u8]) -> Option<Vec<u8>> {
         let payload_bytes =
@@ -75,7 +75,7 @@ impl FrameHeader {
     }
 }
 
-/// Reads the next header's bytes; `None` at the end of the connection.
+/// Reads the next header's bytes. `None` at the end of the connection.
 pub async fn read_header(
     from: &mut (impl AsyncRead + Unpin),
 ) -> Result<Option<[u8; HEADER_BYTES]>, FrameError> {
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_end_between_frames_is_no_error_and_within_one_it_is() {
+    async fn end_within_a_frame_is_an_error_between_not() {
         assert!(read_header(&mut &b""[..]).await.unwrap().is_none());
         assert!(matches!(read_header(&mut &b"\0\0"[..]).await, Err(FrameError::Broken(_))));
     }

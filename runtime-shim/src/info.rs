@@ -1,4 +1,4 @@
-//! `-info`: what the stock shim says, under our name.
+//! `-info`: the stock shim's RuntimeInfo under this runtime's name.
 
 use std::ffi::OsString;
 use std::io::{self, Read};
@@ -11,23 +11,23 @@ use crate::cli::ShimFlags;
 use crate::options::{self, OptionsError};
 use crate::runc_shim::{RuncShim, RuncShimError};
 
-/// Bound on stdin, as the stock shim's.
+/// Upper bound for stdin, equal to the stock shim's.
 const STDIN_MAX_BYTES: u64 = 10 << 20;
 
-/// `-info` failed.
+/// Reason why `-info` failed.
 #[derive(Debug, thiserror::Error)]
 pub enum InfoError {
     /// stdin could not be read.
     #[error("cannot read the options on stdin")]
     Stdin(#[source] io::Error),
-    /// The options are not what they should be.
+    /// The options cannot be decoded or translated.
     #[error("cannot use the runtime options")]
     Options(#[from] OptionsError),
     /// The stock shim failed.
-    #[error("cannot ask the stock shim for its features")]
+    #[error("cannot run the stock shim with -info")]
     Stock(#[from] RuncShimError),
-    /// A message could not be read or written.
-    #[error("cannot decode what was exchanged with the stock shim")]
+    /// A message could not be decoded or encoded.
+    #[error("cannot decode the messages exchanged with the stock shim")]
     Decode(#[from] protobuf::Error),
 }
 
@@ -39,7 +39,7 @@ pub fn info(flags: &ShimFlags, argv: &[OsString]) -> Result<Vec<u8>, InfoError> 
     rename(&stdout)
 }
 
-/// All of stdin, bounded.
+/// Reads stdin to its end, up to [`STDIN_MAX_BYTES`].
 pub fn read_stdin() -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     io::stdin().take(STDIN_MAX_BYTES).read_to_end(&mut bytes)?;

@@ -1,8 +1,7 @@
-//! Starting the controller, once for the node, whichever shim comes first.
+//! Starts the controller, once per node, from the shim that needs it first.
 //!
-//! The shim runs this binary's `launch`, which leaves the pod's session and
-//! cgroup, starts `controller` and ends: so the controller is nobody's child and
-//! dies with no pod.
+//! The shim runs this binary's `launch`, which leaves the pod's session and cgroup, starts
+//! `controller` and ends. So the controller is a child of no shim, and ends with no pod.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
@@ -20,19 +19,19 @@ use crate::paths::ShimPaths;
 
 /// The controller's cgroup, beside the pods'.
 const CGROUP: &str = "affinode";
-/// Below the run directory: held by the shim that starts the controller.
+/// File below the run directory, locked by the shim that starts the controller.
 const LOCK: &str = "launch.lock";
-/// Below the run directory: what the controller says before its own log is open.
+/// File below the run directory: the controller's output before its own log is open.
 const LOG: &str = "controller.log";
-/// How long a controller may take until it accepts connections.
+/// Time limit for a started controller to accept connections.
 const CONTROLLER_START_TIMEOUT: Duration = Duration::from_secs(3);
-/// Between two looks whether it does.
+/// Interval of the attempts to connect meanwhile.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Finds the controller, or starts it.
 #[derive(Clone, Debug)]
 pub struct Launcher {
-    /// The installation.
+    /// Folders and sockets of the installation.
     pub paths: ShimPaths,
     /// The program whose `launch` is run.
     pub program: PathBuf,
@@ -41,33 +40,33 @@ pub struct Launcher {
 /// There is no controller, and none could be started.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    /// Files of the run directory.
+    /// A file of the run directory could not be used.
     #[error("cannot use {path}")]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// The program did not start.
+    /// `launch` could not be run.
     #[error("cannot start the controller")]
     Spawn(#[source] io::Error),
-    /// It started and does not listen.
+    /// The controller was started and does not accept connections.
     #[error("the controller was started but does not accept connections; see {log}")]
     Silent {
-        /// Where it says why.
+        /// File with the controller's own messages.
         log: PathBuf,
     },
 }
 
 impl Launcher {
-    /// This binary, for this installation.
+    /// A launcher that runs the installed binary of this name.
     pub fn new(paths: ShimPaths) -> Launcher {
         Launcher { paths, program: installed(std::env::current_exe().ok()) }
     }
 
-    /// A connection to the controller, which is started if there is none. Of many
-    /// shims that come at once, one starts it and the others wait for it.
+    /// Connects to the controller, and starts it if there is none. If many shims come at once, one
+    /// starts it and the others wait for it.
     pub async fn connect(&self) -> Result<UnixStream, LaunchError> {
         if let Some(stream) = self.try_connect().await {
             return Ok(stream);
@@ -84,7 +83,7 @@ impl Launcher {
             .map_err(io)?;
         let first = lock.try_lock().is_ok();
         if first {
-            // The one before may have just finished.
+            // The shim that held the lock before may have just started the controller.
             if let Some(stream) = self.try_connect().await {
                 return Ok(stream);
             }
@@ -97,7 +96,7 @@ impl Launcher {
             }
             tokio::time::sleep(PAUSE).await;
         }
-        // Held up to here, so that nobody starts a second one meanwhile.
+        // The lock is held up to here, so that no other shim starts a second controller.
         drop(lock);
         Err(LaunchError::Silent { log: self.paths.run_dir.join(LOG) })
     }
@@ -134,8 +133,8 @@ impl Launcher {
     }
 }
 
-/// The program of this name that is installed now: the kernel says ` (deleted)` of a file that
-/// another version has replaced. Where none is, what this process is.
+/// The installed program of this name: for a running program that another version has replaced, the
+/// kernel appends ` (deleted)` to the path. If no such file exists, the path of this process.
 fn installed(exe: Option<PathBuf>) -> PathBuf {
     let plain = |path: PathBuf| {
         let bytes = path.as_os_str().as_bytes();
@@ -147,13 +146,13 @@ fn installed(exe: Option<PathBuf>) -> PathBuf {
 
 /// The action `launch`: leaves the pod and starts the controller.
 pub fn launch() -> Result<(), LaunchError> {
-    // Fails only where a session was made already.
+    // setsid fails only if this process leads a session already.
     let _ = rustix::process::setsid();
-    // Best effort: where it fails, the controller lives where the shim does.
+    // Best effort: otherwise the controller stays in the shim's cgroup.
     let _ = cgroup::make_and_join(CGROUP, std::process::id());
     let program = installed(std::env::current_exe().ok());
     let mut controller = Command::new(program);
-    // It is containerd's unit that has this from systemd; the controller belongs to none.
+    // systemd passed these to containerd's unit; the controller belongs to no unit.
     for name in ["NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
         controller.env_remove(name);
     }
@@ -167,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_controller_is_of_the_version_that_is_installed_now() {
+    fn controller_is_of_the_installed_version() {
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join("shim");
         let replaced = || Some(folder.path().join("shim (deleted)"));

@@ -1,5 +1,5 @@
-//! The merged `/etc/ld.so.preload`: what the image has, or what a mount of the container puts
-//! there, then our line.
+//! The merged `/etc/ld.so.preload`: the image's list, or the one that a mount puts there, then
+//! Affinode's line.
 //!
 //! glibc reads names separated by blanks, colons and newlines, and comments from
 //! `#` to the end of a line. musl and static programs do not read the file.
@@ -11,13 +11,13 @@ use std::path::Path;
 use affinode_proto::paths::CONTAINER_LIB;
 use rustix::fs::{FileType, Mode, OFlags};
 
-/// The file in an image.
+/// Path of the file in an image.
 pub const FILE: &str = "/etc/ld.so.preload";
-/// Bound on what an image's own file may hold.
+/// Upper bound for an image's or a host's own file.
 pub const MAX_BYTES: u64 = 64 << 10;
 
-/// File systems of a node's own files. Of others a look may wait for somebody's server, or do
-/// something (/proc).
+/// Types of local file systems. On others an access may wait for a remote or user-space server, or
+/// have side effects (/proc).
 const FILE_SYSTEMS: [u64; 7] = [
     0xef53,      // ext2, ext3, ext4
     0x5846_5342, // xfs
@@ -28,29 +28,30 @@ const FILE_SYSTEMS: [u64; 7] = [
     0x0102_1994, // tmpfs
 ];
 
-/// A file of the host that is mounted over [`FILE`] and is not merged with.
+/// Reason why a host file that is mounted over [`FILE`] is not merged.
 #[derive(Debug, thiserror::Error)]
 pub enum HostFileError {
-    /// A folder, a device, a pipe.
+    /// A folder, device, pipe or socket.
     #[error("it is not a file")]
     NotAFile,
-    /// Somebody keeps it to himself: what is merged can be read by all of the container.
-    #[error("not everybody may read it; chmod o+r it, or leave the container to run unmanaged")]
+    /// The file is not world-readable, while every process of the container can read the merged
+    /// list.
+    #[error("it is not world-readable; run chmod o+r on it, or keep the container unmanaged")]
     Private,
-    /// Of the network, of a user's own server, of the kernel.
+    /// A network, FUSE or kernel file system.
     #[error("it is on a file system of kind {0:#x}; only files on local disks are merged")]
     FileSystem(u64),
-    /// Longer than any loader's list.
+    /// The file exceeds [`MAX_BYTES`].
     #[error("it is larger than {MAX_BYTES} bytes")]
     TooLarge,
-    /// It cannot be read.
+    /// The file could not be opened or read.
     #[error(transparent)]
     Io(#[from] std::io::Error),
 }
 
-/// What is there already, of the image or of the node, then our line. A library before us that
-/// hooks the driver (HAMi's) stands between the program and us, as it would between the program
-/// and the driver; behind us it would reach the driver past the gate.
+/// Appends Affinode's line to the image's or node's list. A library of that list that hooks the
+/// driver (HAMi's) comes before Affinode's: between the program and Affinode. Behind Affinode's,
+/// its calls would reach the driver past the gate.
 #[must_use]
 pub fn merge(theirs: &[u8]) -> Vec<u8> {
     if names(theirs).any(|name| name == CONTAINER_LIB.as_bytes()) {
@@ -60,13 +61,13 @@ pub fn merge(theirs: &[u8]) -> Vec<u8> {
     [theirs, end, CONTAINER_LIB.as_bytes(), b"\n"].concat()
 }
 
-/// The content of the host's file that would be mounted. A pod may name any: the shim, root on
-/// the host, must show no more of it than everybody sees.
+/// Reads the host's file that would be mounted. A pod may name any file, and the shim runs as root
+/// on the host: only content that every user of the host can read may be shown.
 ///
 /// # Errors
-/// When it is no plain, public file of a local disk, too large, or cannot be read.
+/// If it is not a regular, world-readable file of a local disk, is too large, or cannot be read.
 pub fn read_host(path: &Path) -> Result<Vec<u8>, HostFileError> {
-    // Looked at before it is opened: opening a device or a pipe may do something, or wait.
+    // O_PATH: opening a device or a pipe for reading may have side effects, or block.
     let found = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
         .map_err(std::io::Error::from)?;
     let stat = rustix::fs::fstat(&found).map_err(std::io::Error::from)?;
@@ -81,7 +82,7 @@ pub fn read_host(path: &Path) -> Result<Vec<u8>, HostFileError> {
     if !FILE_SYSTEMS.contains(&kind) {
         return Err(HostFileError::FileSystem(kind));
     }
-    // The very file that was looked at, not whatever has its name by now.
+    // Opens the file that was checked, not a later file of the same name.
     let file = std::fs::File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
     let mut bytes = Vec::new();
     file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
@@ -129,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_public_file_of_a_local_disk_and_a_bounded_size_is_read() {
+    fn only_public_bounded_local_files_are_read() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         std::fs::write(&file, "/a.so").unwrap();

@@ -15,14 +15,14 @@
 //! | [`cli`] | Go-style flags and the action |
 //! | [`start`], [`delete`], [`info`] | the commands containerd runs, each a short process |
 //! | [`serve`] | the daemon of a pod: accepts, proxies, dies with the stock shim |
-//! | [`proxy`], [`frame`] | one connection: frames copied in order, Create and Delete looked at |
-//! | [`containers`], [`create`] | what a Create leads to: options translated, config.json edited, the controller told |
-//! | [`dialect`], [`options`] | the wire forms of containerd 1.6 to 2.3 |
-//! | [`spec`], [`rootfs`], [`preload`] | the edit: who has a GPU, what the image preloads, what is mounted |
-//! | [`announce`], [`launch`] | keeping the controller informed, and alive |
+//! | [`proxy`], [`frame`] | one connection: frames copied in order, Create and Delete decoded |
+//! | [`containers`], [`create`] | handling of a Create: options translated, config.json edited, the controller told |
+//! | [`bootstrap`], [`options`] | the wire forms of containerd 1.6 to 2.3 |
+//! | [`spec`], [`rootfs`], [`ld_so_preload`] | the edit: GPU detection, the image's preload list, the added mounts |
+//! | [`announce`], [`launch`] | announcing containers to the controller, and starting it |
 //!
-//! A container without a GPU passes through unedited, and a container with one
-//! runs unedited whenever an edit cannot be made safely.
+//! A container without a GPU passes through unedited. A container with a GPU runs unedited if the
+//! edit would not be safe.
 
 #![forbid(unsafe_code)]
 
@@ -66,11 +66,11 @@ pub const RUNTIME: &str = "io.containerd.affinode.v1";
 /// The name of the binary, as containerd derives it from [`RUNTIME`].
 pub const BINARY: &str = "containerd-shim-affinode-v1";
 
-/// A program that this binary carries along: what it is called by, and its main function, which
-/// gets the program's name and what follows.
+/// A program that is part of this binary: its subcommand, and its main function, which gets the
+/// program's name and the arguments after the subcommand.
 pub type Embedded = (&'static str, fn(Vec<OsString>) -> ExitCode);
 
-/// Tells the engine of a container that is announced so, from the node's configuration.
+/// Returns the engine of an announced container, from the node's configuration.
 pub type EngineOf = fn(&Path, &Announcement) -> &'static str;
 
 /// Runs the command in `args` (the program's name first).
@@ -122,9 +122,9 @@ fn finish(result: Result<(), Failure>) -> ExitCode {
     }
 }
 
-/// Says on stderr what went wrong: containerd shows it.
+/// Prints an error to stderr, which containerd reports.
 pub fn fail(text: &str) -> ExitCode {
-    // Nothing is left to do when stderr is gone too.
+    // If stderr is closed too, there is no other place for the error.
     let _ = writeln!(std::io::stderr(), "{BINARY}: {text}");
     ExitCode::FAILURE
 }

@@ -1,6 +1,6 @@
-//! Logs, as the stock shim has them: lines on stderr, which for the daemon is
-//! the pipe `log` in the bundle that containerd copies to its own log. stdout is
-//! an answer to containerd and never carries a log line.
+//! Logs as the stock shim has them: lines on stderr. For the daemon, stderr is the pipe `log` in
+//! the bundle, which containerd copies to its own log. stdout is the reply to containerd and never
+//! carries a log line.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -9,8 +9,8 @@ use std::path::Path;
 
 use tracing::level_filters::LevelFilter;
 
-/// stderr, without complaint when nobody reads it: containerd may be away, and a
-/// shim outlives that.
+/// stderr, with write errors ignored: the pipe has no reader while containerd is stopped, and a
+/// shim outlives containerd.
 #[derive(Clone, Copy, Debug)]
 struct StderrLog;
 
@@ -26,9 +26,9 @@ impl Write for StderrLog {
     }
 }
 
-/// Logs from this level on.
+/// Installs the logger for this level and above.
 pub fn init(level: LevelFilter) {
-    // Set once per process; a second time, in tests, is no matter.
+    // Fails if a logger is installed already, which happens in tests.
     let _ = tracing_subscriber::fmt()
         .with_max_level(level)
         .with_writer(|| StderrLog)
@@ -38,8 +38,8 @@ pub fn init(level: LevelFilter) {
         .try_init();
 }
 
-/// Opens the pipe that containerd reads, for both ends and without blocking:
-/// lines written while containerd restarts wait in the pipe, as far as it holds.
+/// Opens the pipe that containerd reads, for both ends and without blocking: lines written while
+/// containerd restarts stay in the pipe, up to its capacity.
 pub fn open_pipe(bundle: &Path) -> io::Result<File> {
     OpenOptions::new()
         .read(true)

@@ -1,5 +1,5 @@
-//! `containerd-shim-affinode-v1`: parses, runs, exits. The controller of a node, and its copiers,
-//! are named in this file alone.
+//! `containerd-shim-affinode-v1`: parses, runs, exits. Only this file names the embedded
+//! controller, and its copiers.
 
 use std::ffi::OsString;
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! What a container is called, for people: read from its annotations.
+//! The names of a container for display, read from its annotations.
 
 use affinode_proto::api::control::Announcement;
 use containerd_shim_protos::api::CreateTaskRequest;
@@ -8,7 +8,8 @@ use crate::paths::container_key;
 use crate::spec;
 
 const OWN_PREFIX: &str = "affinode.io/";
-/// Bounds on what a pod may annotate: there are a third as many annotations, and none is as long.
+/// Bounds on a pod's annotations: about three times as many as exist, and longer than any valid
+/// value.
 const MAX_ANNOTATIONS: usize = 48;
 const MAX_ANNOTATION_BYTES: usize = 512;
 
@@ -42,7 +43,7 @@ pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) 
     }
 }
 
-/// Each of ours that is not longer than any that means something, in the spec's order.
+/// Affinode's annotations within the bounds, in the spec's order.
 fn own_annotations(spec: &Value) -> impl Iterator<Item = (String, String)> {
     spec::annotations(spec)
         .filter(|(name, value)| {

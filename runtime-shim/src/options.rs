@@ -1,5 +1,5 @@
-//! Runtime options: what containerd sends for a runtime type that it does not
-//! know, turned into what the stock shim takes.
+//! Runtime options: translates the options that containerd sends for a runtime type that it does
+//! not know into those that the stock shim accepts.
 //!
 //! | containerd sends | the stock shim gets |
 //! | --- | --- |
@@ -21,19 +21,19 @@ mod generated {
     include!(concat!(env!("OUT_DIR"), "/runtimeoptions.rs"));
 }
 
-/// Type of the options that the stock shim takes.
+/// Type URL of the options that the stock shim accepts.
 pub const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 const RUNTIME_OPTIONS: &str = "runtimeoptions.v1.Options";
 
 /// The options of the runtime handler cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum OptionsError {
-    /// Not the message that its type promises.
+    /// The bytes do not decode as their type.
     #[error("cannot decode the runtime options of type {kind}")]
     Decode {
-        /// The type.
+        /// Type URL that the options carry.
         kind: &'static str,
-        /// Where.
+        /// Error of the protobuf decoder.
         source: protobuf::Error,
     },
     /// The TOML cannot be read.
@@ -42,27 +42,27 @@ pub enum OptionsError {
     /// The file that ConfigPath names cannot be read.
     #[error("cannot read ConfigPath {path} of the runtime handler's options")]
     ConfigPath {
-        /// The path.
+        /// Path that the handler names.
         path: PathBuf,
-        /// Why.
+        /// Error of the read.
         source: std::io::Error,
     },
-    /// A setting of the wrong type.
+    /// A setting has the wrong type.
     #[error(
         "option {name} of the runtime handler is {found}, expected {expected}; correct it in containerd's config.toml"
     )]
     WrongType {
-        /// The setting.
+        /// Name of the setting, as written.
         name: String,
-        /// What it is.
+        /// Type of the given value.
         found: &'static str,
-        /// What it should be.
+        /// Type or range that is accepted.
         expected: &'static str,
     },
 }
 
-/// Options for the stock shim: `None` where the given ones serve as they are.
-/// `cgroups_path` is the spec's `linux.cgroupsPath`.
+/// Options for the stock shim. `None` if it accepts the given ones. `cgroups_path` is the spec's
+/// `linux.cgroupsPath`.
 pub fn translate(
     given: Option<&Any>,
     cgroups_path: Option<&str>,
@@ -100,7 +100,7 @@ pub fn translate(
     pack(&options).map(Some)
 }
 
-/// The cgroup in which the shim is to live, if these options name one.
+/// The cgroup in which these options place the shim. `None`: not named.
 #[must_use]
 pub fn shim_cgroup(any: Option<&Any>) -> Option<String> {
     let any = any.filter(|any| type_name(any) == RUNC_OPTIONS)?;
@@ -108,7 +108,7 @@ pub fn shim_cgroup(any: Option<&Any>) -> Option<String> {
     Some(options.shim_cgroup).filter(|path| !path.is_empty())
 }
 
-/// True for a path of systemd's cgroup driver: `slice:prefix:name`.
+/// Whether a path has the form of systemd's cgroup driver: `slice:prefix:name`.
 #[must_use]
 pub fn is_systemd(cgroups_path: &str) -> bool {
     let parts: Vec<&str> = cgroups_path.split(':').collect();
@@ -128,8 +128,8 @@ fn pack(options: &RuncOptions) -> Result<Any, OptionsError> {
     Ok(any)
 }
 
-/// Names as containerd's TOML decoder takes them: Go field names, any case.
-/// Settings that runc does not have belong to another runtime and are left out.
+/// Accepts the names that containerd's TOML decoder accepts: Go field names in any case. Settings
+/// that runc does not have belong to another runtime and are ignored.
 fn apply(options: &mut RuncOptions, table: &toml::Table) -> Result<(), OptionsError> {
     for (name, value) in table {
         match name.to_ascii_lowercase().as_str() {
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_taken_in_any_case_and_unknown_ones_are_left_out() {
+    fn names_match_in_any_case_unknown_are_ignored() {
         let any = cri("systemdcgroup = true\nSomethingElse = [1]\n");
         assert!(runc(&translate(Some(&any), None).unwrap().unwrap()).systemd_cgroup);
     }

@@ -1,4 +1,4 @@
-//! Where this installation keeps things on the host.
+//! Paths of this installation on the host.
 
 use std::fs::{self, File, Permissions};
 use std::io;
@@ -10,17 +10,17 @@ use sha2::{Digest, Sha256};
 
 use crate::address::hex;
 
-/// In a container's folder: its generation.
+/// File in a container's folder that holds the container's generation.
 const GENERATION_FILE: &str = "generation";
 
 /// The folders of an installation, from the environment or their defaults.
 #[derive(Clone, Debug)]
 pub struct ShimPaths {
-    /// Sockets, locks, containers' folders.
+    /// Holds sockets, locks and containers' folders.
     pub run_dir: PathBuf,
-    /// The preload library's folder.
+    /// Holds the preload library.
     pub lib_dir: PathBuf,
-    /// The node's configuration.
+    /// Path of the node's config.toml.
     pub config: PathBuf,
 }
 
@@ -29,7 +29,7 @@ pub struct ShimPaths {
 pub struct ContainerDir(PathBuf);
 
 impl ShimPaths {
-    /// Reads the environment that containerd passed on.
+    /// Reads the environment that containerd passes to the shim.
     #[must_use]
     pub fn from_env() -> ShimPaths {
         let read = |name: &str, default: &str| {
@@ -44,13 +44,13 @@ impl ShimPaths {
         }
     }
 
-    /// The preload library on the host.
+    /// Path of the preload library on the host.
     #[must_use]
     pub fn library(&self) -> PathBuf {
         self.lib_dir.join(names::LIB_FILE)
     }
 
-    /// The controller's socket.
+    /// Path of the controller's socket.
     #[must_use]
     pub fn control_socket(&self) -> PathBuf {
         self.run_dir.join(names::CONTROL_SOCKET)
@@ -62,33 +62,34 @@ impl ShimPaths {
         ContainerDir(self.run_dir.join(names::CONTAINERS_DIR).join(key))
     }
 
-    /// Makes the run directory, passable for containers of other users.
+    /// Creates the run directory, which containers of every user may traverse.
     pub fn make_run_dir(&self) -> io::Result<()> {
         make_dir(&self.run_dir)
     }
 }
 
 impl ContainerDir {
-    /// Makes the folder and the one that is mounted, and writes the merged
-    /// `/etc/ld.so.preload`. What an earlier container of this id has left goes.
+    /// Creates the folder and its mounted subfolder, and writes the merged `/etc/ld.so.preload`.
+    /// Files of an earlier container of this id are removed.
     pub fn make(&self, generation: u64, preload: &[u8]) -> io::Result<()> {
         let containers = self.0.parent().unwrap_or(Path::new("/"));
         if let Some(run_dir) = containers.parent() {
             make_dir(run_dir)?;
         }
         make_dir(containers)?;
-        // To be passed and not read: who can open it can hold its lock, and no container would be
-        // made any more.
+        // Searchable but not readable: a process that can open this folder could hold its lock, and
+        // no further container could be created.
         fs::set_permissions(containers, Permissions::from_mode(0o711))?;
         let _lock = self.lock()?;
         self.clear()?;
-        // A full disk leaves nothing half made.
+        // A failure, such as a full disk, leaves no partial folder.
         self.fill(generation, preload).inspect_err(|_| drop(self.clear()))
     }
 
     fn fill(&self, generation: u64, preload: &[u8]) -> io::Result<()> {
         make_dir(&self.0)?;
-        // Containers come in by mounts alone. On the host only root may reach their sockets.
+        // Containers reach their folder through mounts only. On the host only root may reach their
+        // sockets.
         fs::set_permissions(&self.0, Permissions::from_mode(0o700))?;
         make_dir(&self.mount())?;
         fs::write(self.0.join(GENERATION_FILE), generation.to_string())?;
@@ -98,7 +99,7 @@ impl ContainerDir {
         fs::rename(&fresh, &path)
     }
 
-    /// Leaves the word of an engine for the container's processes.
+    /// Writes the name of the engine for the container's processes.
     pub fn write_engine(&self, word: &str) -> io::Result<()> {
         let path = self.mount().join(names::ENGINE_FILE);
         fs::write(&path, word)?;
@@ -117,20 +118,20 @@ impl ContainerDir {
         self.0.join(names::PRELOAD_FILE)
     }
 
-    /// True if a container of this key was edited.
+    /// Whether the shim has edited a container of this key.
     #[must_use]
     pub fn exists(&self) -> bool {
         self.0.is_dir()
     }
 
-    /// Which of the containers that had this id the folder belongs to.
+    /// Generation of the container that owns the folder. `None` if there is no folder.
     #[must_use]
     pub fn generation(&self) -> Option<u64> {
         fs::read_to_string(self.0.join(GENERATION_FILE)).ok()?.parse().ok()
     }
 
-    /// Removes the folder, if it belongs to this container: the next one of the same id may have
-    /// come already. Gone already is as good.
+    /// Removes the folder if it belongs to this generation: the next container of the same id may
+    /// own it already. A missing folder is no error.
     pub fn remove(&self, generation: Option<u64>) -> io::Result<()> {
         if !self.exists() {
             return Ok(());
@@ -139,7 +140,8 @@ impl ContainerDir {
         if self.generation() == generation { self.clear() } else { Ok(()) }
     }
 
-    /// Held while a folder is made or removed: neither is done by one call.
+    /// Locks the folder of all containers: creating and removing a folder both take several system
+    /// calls.
     fn lock(&self) -> io::Result<File> {
         let containers = File::open(self.0.parent().unwrap_or(Path::new("/")))?;
         containers.lock()?;
@@ -164,7 +166,7 @@ pub fn container_key(namespace: &str, id: &str) -> String {
 
 fn make_dir(path: &Path) -> io::Result<()> {
     match fs::DirBuilder::new().mode(0o755).create(path) {
-        // Whatever umask containerd runs with.
+        // Independent of the umask that containerd runs with.
         Ok(()) => fs::set_permissions(path, Permissions::from_mode(0o755)),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -188,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_may_read_what_is_mounted_and_nobody_else_comes_near() {
+    fn container_reads_its_mount_others_only_as_root() {
         let dir = tempfile::tempdir().unwrap();
         let paths = ShimPaths {
             run_dir: dir.path().join("a/run"),
@@ -207,7 +209,7 @@ mod tests {
             let mode = fs::metadata(path).unwrap().permissions().mode();
             assert_eq!(mode & 0o777, expected, "{}", path.display());
         }
-        // The first one's end comes late.
+        // The first container's end is reported late.
         container.remove(Some(1)).unwrap();
         assert!(container.exists());
         container.remove(Some(2)).unwrap();

@@ -1,8 +1,8 @@
-//! Who answers at a proxy's address.
+//! Probes the proxy at an address.
 //!
-//! Before a `start` joins the proxy of its group, and before a `delete` calls the
-//! group dead, they ask. The question is a header that is no ttrpc frame; the
-//! answer is the identity of the stock shim behind, as JSON, then the end.
+//! A `start` probes before it joins the proxy of its group, and a `delete` before it treats the
+//! group as dead. The question is a header that is no valid ttrpc frame. The reply is the identity
+//! of the stock shim behind the proxy, as JSON; then the connection ends.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -15,36 +15,36 @@ use crate::frame::HEADER_BYTES;
 
 /// The question: a length beyond ttrpc's bound, then a name.
 pub const QUESTION: [u8; HEADER_BYTES] = *b"\xff\xff\xff\xffaffin?";
-/// Bound on the answer.
+/// Upper bound for the reply.
 const ANSWER_MAX_BYTES: u64 = 4096;
 
 /// A stock shim: its process, and the inode of its socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShimIdentity {
-    /// The process.
+    /// Process id of the stock shim.
     pub pid: i32,
-    /// When it began, in clock ticks after boot: tells it from a later process of
-    /// the same pid.
+    /// Start time of the process in clock ticks after boot, which differs from that of a later
+    /// process with the same pid.
     pub start_ticks: u64,
-    /// Its socket's inode.
+    /// Inode of the stock shim's socket.
     pub socket_inode: u64,
-    /// Our own socket's inode; 0 before it is bound.
+    /// Inode of the proxy's own socket; 0 before it is bound.
     #[serde(default)]
     pub proxy_inode: u64,
 }
 
-/// What was found at an address.
+/// Result of a probe.
 #[derive(Debug)]
 pub enum ProbedPeer {
     /// A proxy, before this stock shim.
     Alive(ShimIdentity),
-    /// Nobody: no socket, or one without a listener.
+    /// No socket, or a socket without a listener.
     Dead,
-    /// A listener that does not answer, or not in time.
+    /// A listener that does not reply, or not in time.
     Silent(io::Error),
 }
 
-/// Asks who serves this address.
+/// Sends the question to this address, and waits at most `patience` for the reply.
 #[must_use]
 pub fn ask(address: &SocketAddress, patience: Duration) -> ProbedPeer {
     let ask = || -> io::Result<Vec<u8>> {
@@ -57,7 +57,7 @@ pub fn ask(address: &SocketAddress, patience: Duration) -> ProbedPeer {
         Ok(bytes)
     };
     match ask() {
-        // A listener that went away between our connect and its accept.
+        // The listener ended between the connect and its accept.
         Ok(bytes) if bytes.is_empty() => ProbedPeer::Dead,
         Ok(bytes) => match serde_json::from_slice(&bytes) {
             Ok(identity) => ProbedPeer::Alive(identity),
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_dead() {
+    fn missing_listener_is_dead() {
         let dir = tempfile::tempdir().unwrap();
         let address = SocketAddress::parse(&format!("unix://{}/s", dir.path().display())).unwrap();
         assert!(matches!(ask(&address, PROBE_TIMEOUT), ProbedPeer::Dead));

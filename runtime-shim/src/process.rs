@@ -1,4 +1,5 @@
-//! Processes named so that a later one of the same pid is never meant.
+//! Processes identified by pid and start time, so that a later process with the same pid is never
+//! signalled.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -8,17 +9,17 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-/// When a process began, in clock ticks after boot.
+/// Start time of a process in clock ticks after boot. `None` if there is no such process.
 #[must_use]
 pub fn start_ticks(pid: i32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The command may hold blanks and brackets; what follows it may not.
+    // The command name may contain blanks and brackets; the fields after its last bracket do not.
     let fields = &stat[stat.rfind(')')? + 1..];
     fields.split_whitespace().nth(19)?.parse().ok()
 }
 
-/// Kills the process with this pid if it began then, and waits for its end.
-/// False if there is no such process any more, or it does not end in time.
+/// Kills the process with this pid if its start time is `began`, and waits for its end. False if
+/// there is no such process, or if it does not end in time.
 pub fn kill(pid: i32, began: u64, patience: Duration) -> io::Result<bool> {
     if pid <= 1 {
         return Ok(false);
@@ -31,7 +32,7 @@ pub fn kill(pid: i32, began: u64, patience: Duration) -> io::Result<bool> {
         Err(rustix::io::Errno::SRCH) => return Ok(false),
         Err(error) => return Err(error.into()),
     };
-    // From here on the descriptor stands for one process.
+    // From here on the descriptor refers to one process, whatever happens to the pid.
     if start_ticks(pid.as_raw_nonzero().get()) != Some(began) {
         return Ok(false);
     }
@@ -39,9 +40,9 @@ pub fn kill(pid: i32, began: u64, patience: Duration) -> io::Result<bool> {
     ends(&fd, Instant::now() + patience)
 }
 
-/// Waits for a child's end. True if it ended, and well, before the deadline.
+/// Waits for a child's end. True if it exited with success before the deadline.
 pub fn wait(child: &mut Child, deadline: Instant) -> io::Result<bool> {
-    // Not yet waited for, so the pid is still its own.
+    // The child has not been waited for, so its pid cannot have been reused.
     let fd = rustix::process::pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     if !ends(&fd, deadline)? {
         return Ok(false);
@@ -64,15 +65,15 @@ fn ends(fd: &OwnedFd, deadline: Instant) -> io::Result<bool> {
     }
 }
 
-/// Gives a process the OOM score that the stock shim gives itself: one more than
-/// containerd's, so that the kernel ends shims before the daemon.
+/// Sets the OOM score that the stock shim sets for itself: one above containerd's, so that the
+/// kernel kills shims before containerd.
 pub fn adjust_oom_score(pid: u32) -> io::Result<()> {
     let path = "/proc/self/oom_score_adj";
     let own: i32 = std::fs::read_to_string(path)?.trim().parse().map_err(io::Error::other)?;
-    // Inherited from containerd, which started this command.
+    // This process inherited its own score from containerd.
     let score = (own + 1).min(1000);
     match std::fs::write(format!("/proc/{pid}/oom_score_adj"), score.to_string()) {
-        // As the stock shim: an unprivileged containerd keeps its own score.
+        // As in the stock shim: under an unprivileged containerd the score stays as it is.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
         other => other,
     }

@@ -1,15 +1,15 @@
 //! One client's connection, and its own connection to the stock shim.
 //!
 //! ```text
-//! client ── requests ──> look at service and method ──> stock shim
+//! client ── requests ──> match service and method ──> stock shim
 //!                          Create: spec edited, options translated
-//!                          Delete: stream remembered
-//! client <── responses ── untouched; Create's and Delete's are looked at ── stock shim
+//!                          Delete: stream id recorded
+//! client <── responses ── unchanged; Create's and Delete's are decoded ── stock shim
 //! ```
 //!
-//! Frames keep their bytes, stream ids and order. Nothing waits for an answer, so
-//! a Wait may stay open for a container's life. Whatever cannot be decoded goes
-//! on as it is: the stock shim has the last word on it.
+//! Frames keep their bytes, stream ids and order. No frame waits for a reply, so a Wait may stay
+//! open for a container's life. A frame that cannot be decoded is passed on unchanged: the stock
+//! shim decides about it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -22,23 +22,23 @@ use ttrpc::proto::{Code, Request, Response};
 
 use crate::frame::{FrameError, FrameHeader, HEADER_BYTES, REQUEST, RESPONSE, read_header};
 
-/// What is copied at a time of a frame that nobody looks at.
+/// Chunk size for copying frames that are not decoded.
 const CHUNK_BYTES: usize = 8 << 10;
-/// What a reader holds ahead.
+/// Read-ahead buffer of a connection.
 const AHEAD_BYTES: usize = 2 << 10;
 
-/// What happens to containers on a connection, as far as we care.
+/// Callbacks for the calls on a connection that concern containers.
 pub trait TaskService {
-    /// A Create is on its way; it waits for this. Returns options to replace its
+    /// A Create was received; it is forwarded after this returns. Returns options that replace its
     /// own.
     fn create(&self, request: &CreateTaskRequest) -> impl Future<Output = Option<Any>>;
-    /// The stock shim answered a Create.
+    /// The stock shim replied to a Create: `done` is its success.
     fn created(&self, id: &str, done: bool);
     /// The stock shim deleted a container.
     fn deleted(&self, id: &str);
 }
 
-/// An answer that is waited for.
+/// A reply that the proxy decodes when it comes.
 #[derive(Debug)]
 enum PendingReply {
     Create(String),
@@ -47,8 +47,8 @@ enum PendingReply {
 
 type Watched = RefCell<HashMap<u32, PendingReply>>;
 
-/// Copies frames both ways until one side ends. `first` is the header that was
-/// read from the client already.
+/// Copies frames both ways until one side ends. `first` is the header that was already read from
+/// the client.
 pub async fn run(
     first: [u8; HEADER_BYTES],
     client: (impl AsyncRead + Unpin, impl AsyncWrite + Unpin),
@@ -56,8 +56,8 @@ pub async fn run(
     tasks: &impl TaskService,
 ) -> Result<(), FrameError> {
     let watched = Watched::default();
-    // Either end ends both: the other half has nobody left to talk to. What the
-    // stock shim said before its end has been passed on by then.
+    // If either side ends, both directions end. By then, everything that the stock shim sent before
+    // its end has been passed on.
     tokio::select! {
         result = requests(first, client.0, stock.1, tasks, &watched) => result,
         result = responses(stock.0, client.1, tasks, &watched) => result,
@@ -118,7 +118,7 @@ async fn responses(
     Ok(())
 }
 
-/// Looks at a request. Returns the frame to send in its place, if it is another.
+/// Decodes a request. Returns the frame to send in its place, if it changes.
 async fn inspect(
     header: &FrameHeader,
     payload: &[u8],
@@ -141,7 +141,7 @@ async fn inspect(
         }
         "Delete" => {
             let delete = DeleteRequest::parse_from_bytes(&request.payload).ok()?;
-            // An exec's end is not its container's.
+            // The end of an exec is not the end of its container.
             if delete.exec_id.is_empty() {
                 watch(PendingReply::Delete(delete.id));
             }
@@ -161,7 +161,7 @@ async fn read_payload(
     from: &mut (impl AsyncRead + Unpin),
     header: &FrameHeader,
 ) -> Result<Vec<u8>, FrameError> {
-    // Grows with what arrives, not with what the header promises.
+    // The buffer grows with the bytes that arrive, not with the length in the header.
     let mut payload = Vec::new();
     from.take(header.payload_bytes.into()).read_to_end(&mut payload).await?;
     if payload.len() < header.payload_bytes as usize {
@@ -170,7 +170,7 @@ async fn read_payload(
     Ok(payload)
 }
 
-/// Passes a frame on in pieces.
+/// Passes a frame on in chunks.
 async fn copy(
     bytes: &[u8],
     header: &FrameHeader,

@@ -1,7 +1,6 @@
-//! One blocking ttrpc call at a time, each bounded in time: to a stock shim, and
-//! to the controller. The short commands need no more, and the daemon makes its
-//! few calls from a thread that ends again; a full client would stay in memory
-//! in every pod.
+//! Blocking ttrpc calls to a stock shim and to the controller, one at a time, each with a time
+//! limit. The short commands need no more. The daemon makes its few calls on a thread that ends
+//! again: a full client would stay in the memory of every pod.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,7 +16,7 @@ use ttrpc::proto::{Code, Request, Response};
 
 use crate::frame::{FrameError, FrameHeader, HEADER_BYTES, REQUEST, RESPONSE};
 
-/// How long a peer may take to answer.
+/// Time limit for a peer's reply.
 const TIMEOUT: Duration = Duration::from_secs(2);
 const CONTROL_SERVICE: &str = "affinode.control.v1.Control";
 
@@ -29,30 +28,30 @@ pub struct RpcCaller {
     next_stream: u32,
 }
 
-/// A call failed.
+/// Reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RpcError {
-    /// The socket could not be reached, broke, or was silent for too long.
-    #[error("no answer from the controller or the stock shim")]
+    /// The connect failed, the connection broke, or the peer did not reply in time.
+    #[error("no reply from the controller or the stock shim")]
     Io(#[from] io::Error),
-    /// What came is not ttrpc.
-    #[error("what answers does not speak ttrpc")]
+    /// The reply is not a ttrpc frame.
+    #[error("the peer does not reply with ttrpc")]
     Frame(#[from] FrameError),
-    /// What came is not the message that was asked for.
-    #[error("the answer cannot be decoded")]
+    /// The reply does not decode as the expected message.
+    #[error("the reply cannot be decoded")]
     Decode(#[from] protobuf::Error),
-    /// The peer refused.
-    #[error("{method} was refused: {message}")]
+    /// The peer returned an error.
+    #[error("{method} failed: {message}")]
     Refused {
-        /// The call.
+        /// Name of the ttrpc method.
         method: &'static str,
-        /// Its words.
+        /// Message of the peer's error.
         message: String,
     },
 }
 
 impl RpcCaller {
-    /// Connects to a stock shim. `task_version` is what it named in its answer.
+    /// Connects to a stock shim. `task_version` is the version in the reply to its `start`.
     pub fn stock(path: &Path, task_version: i64) -> Result<RpcCaller, RpcError> {
         let service =
             if task_version >= 3 { "containerd.task.v3.Task" } else { "containerd.task.v2.Task" };
@@ -71,8 +70,8 @@ impl RpcCaller {
         Ok(RpcCaller { stream, service, next_stream: 1 })
     }
 
-    /// Tells the controller of a container. Returns what it did not understand of
-    /// the annotations.
+    /// Announces a container to the controller. Returns the controller's warnings about invalid
+    /// annotations.
     pub fn announce(&mut self, container: Announcement) -> Result<Vec<String>, RpcError> {
         let mut request = AnnounceRequest::new();
         request.container = MessageField::some(container);
@@ -80,7 +79,7 @@ impl RpcCaller {
         Ok(response.warnings)
     }
 
-    /// Tells the controller that a container is gone.
+    /// Withdraws a container from the controller.
     pub fn withdraw(&mut self, key: &str, generation: u64) -> Result<(), RpcError> {
         let mut request = WithdrawRequest::new();
         request.key = key.to_owned();
@@ -88,18 +87,18 @@ impl RpcCaller {
         self.call("Withdraw", &request).map(|_: WithdrawResponse| ())
     }
 
-    /// The stock shim's pid.
+    /// Requests the stock shim's pid.
     pub fn shim_pid(&mut self, id: &str) -> Result<i32, RpcError> {
         let mut request = ConnectRequest::new();
         request.id = id.to_owned();
         let response: ConnectResponse = self.call("Connect", &request)?;
         i32::try_from(response.shim_pid).ok().filter(|pid| *pid > 0).ok_or(RpcError::Refused {
             method: "Connect",
-            message: format!("it names pid {}", response.shim_pid),
+            message: format!("the reply contains the invalid pid {}", response.shim_pid),
         })
     }
 
-    /// Asks a stock shim without containers to end.
+    /// Requests that a stock shim without containers exits.
     pub fn shut_down(&mut self, id: &str) -> Result<(), RpcError> {
         let mut request = ShutdownRequest::new();
         request.id = id.to_owned();
@@ -107,7 +106,7 @@ impl RpcCaller {
         self.call("Shutdown", &request).map(|_: containerd_shim_protos::types::empty::Empty| ())
     }
 
-    /// The connection itself, for those who keep it.
+    /// The underlying connection, to keep it open.
     #[must_use]
     pub fn into_stream(self) -> UnixStream {
         self.stream

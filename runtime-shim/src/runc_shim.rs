@@ -1,58 +1,58 @@
-//! The stock shim: found, and run with containerd's own arguments.
+//! Finds the stock shim, and runs it with containerd's own arguments.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-/// Name of the stock shim.
+/// Name of the stock shim's binary.
 pub const NAME: &str = "containerd-shim-runc-v2";
-/// Environment variable with its path, where it is not found by name.
+/// Environment variable with its path, for a binary that is not found by name.
 pub const PATH_ENV: &str = "AFFINODE_STOCK_SHIM";
 
-/// The stock shim's binary.
+/// Path of the stock shim's binary.
 #[derive(Clone, Debug)]
 pub struct RuncShim(PathBuf);
 
 /// The stock shim could not be found or run.
 #[derive(Debug, thiserror::Error)]
 pub enum RuncShimError {
-    /// Nowhere.
+    /// No search path has the binary.
     #[error(
         "{NAME} is not installed: not in PATH, not beside containerd and not beside this binary; install containerd's package, or name the file in {PATH_ENV}"
     )]
     Missing,
-    /// The variable names something else.
-    #[error("{PATH_ENV} names {0:?}, which is not a file that can be run")]
+    /// The variable's value is not an executable file.
+    #[error("{PATH_ENV} is {0:?}, which is not an executable file")]
     NotAFile(PathBuf),
-    /// It is this very binary.
+    /// The file is this binary under the stock shim's name.
     #[error(
         "{0:?} is this shim itself, under the stock shim's name; install containerd's own, or name it in {PATH_ENV}"
     )]
     Ourselves(PathBuf),
-    /// It could not be started.
+    /// The process could not be started.
     #[error("cannot run {path:?}")]
     Run {
-        /// The binary.
+        /// Path of the binary.
         path: PathBuf,
-        /// Why.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// It failed.
+    /// The process exited with an error.
     #[error("{path:?} failed ({status}): {output}")]
     Failed {
-        /// The binary.
+        /// Path of the binary.
         path: PathBuf,
-        /// How.
+        /// Exit status of the process.
         status: std::process::ExitStatus,
-        /// What it said.
+        /// Output on stdout and stderr.
         output: String,
     },
 }
 
 impl RuncShim {
-    /// Finds it where containerd would: in PATH, then beside containerd
-    /// (`publish_binary`), and at last beside this binary.
+    /// Finds the binary in containerd's order: in PATH, then beside containerd (`publish_binary`),
+    /// then beside this binary.
     pub fn find(publish_binary: &str) -> Result<RuncShim, RuncShimError> {
         let own = std::env::current_exe().ok();
         if let Some(path) = std::env::var_os(PATH_ENV).filter(|path| !path.is_empty()) {
@@ -82,7 +82,7 @@ impl RuncShim {
         Ok(RuncShim(path))
     }
 
-    /// A command with these arguments.
+    /// A command that runs it with these arguments.
     #[must_use]
     pub fn command(&self, argv: &[OsString]) -> Command {
         let mut command = Command::new(&self.0);
@@ -90,8 +90,8 @@ impl RuncShim {
         command
     }
 
-    /// Runs it with this on stdin. Returns its pid and what it wrote to stdout;
-    /// a failure carries what it said on both.
+    /// Runs it with `stdin` as its input. Returns its pid and its stdout; an error carries stdout
+    /// and stderr.
     pub fn run(&self, argv: &[OsString], stdin: &[u8]) -> Result<(u32, Vec<u8>), RuncShimError> {
         let failed = |source| RuncShimError::Run { path: self.0.clone(), source };
         let mut child = self
@@ -104,7 +104,7 @@ impl RuncShim {
         let pid = child.id();
         if let Some(mut pipe) = child.stdin.take() {
             match pipe.write_all(stdin) {
-                // Ended without reading: its status tells more.
+                // The process ended without reading stdin: its exit status explains more.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
                 other => other.map_err(failed)?,
             }
@@ -136,8 +136,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (written, path) = (dir.path().join("text"), dir.path().join(NAME));
         std::fs::write(&written, format!("#!/bin/sh\n{text}\n")).unwrap();
-        // By another process: a child of another test, just forked, would hold a file of ours open
-        // for writing, and the kernel runs no such file (ETXTBSY).
+        // `install` copies the file in another process: a child that another test just forked could
+        // hold it open for writing, and the kernel does not execute such a file (ETXTBSY).
         let mut install = Command::new("install");
         assert!(install.args(["-m", "755"]).arg(written).arg(&path).status().unwrap().success());
         (dir, RuncShim(path))

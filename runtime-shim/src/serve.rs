@@ -6,8 +6,8 @@
 //!                               └─ error on stdout, end                 └─ SIGTERM, SIGINT ─> end
 //! ```
 //!
-//! On its end the sockets go first, then the clients: who finds a connection
-//! closed finds the address dead too.
+//! At the end, the daemon removes its socket first and then closes its clients' connections: a
+//! client that finds its connection closed also finds the address dead.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -32,29 +32,29 @@ use crate::proxy;
 use crate::rpc::{RpcCaller, RpcError};
 use crate::{EngineOf, report};
 
-/// How long clients get the stock shim's last words.
+/// How long clients may still receive the stock shim's last replies.
 const DRAIN: Duration = Duration::from_secs(1);
-/// How long the controller is told of the last containers' end.
+/// Time limit for withdrawing the last containers from the controller.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The daemon could not begin.
+/// Reason why the daemon could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// An address that is none.
-    #[error("cannot use an address")]
+    /// An address that cannot be parsed.
+    #[error("cannot use the address of the proxy or the stock shim")]
     Address(#[from] AddressError),
-    /// The stock shim does not answer.
+    /// The stock shim does not reply.
     #[error("cannot join the stock shim at {address}")]
     Stock {
-        /// Its address.
+        /// Address of the stock shim.
         address: String,
-        /// Why.
+        /// Error of the ttrpc call.
         source: RpcError,
     },
-    /// The stock shim ended at once.
+    /// The stock shim ended immediately.
     #[error("the stock shim ended right after its start")]
     Gone,
-    /// The system refused something.
+    /// A system call of the setup failed.
     #[error("cannot set up the daemon")]
     Io(#[from] io::Error),
 }
@@ -64,15 +64,15 @@ struct JoinedTask {
     upstream: SocketAddress,
     identity: ShimIdentity,
     listener: std::os::unix::net::UnixListener,
-    /// Idle; its end is the stock shim's.
+    /// Idle connection to the stock shim; its end is the stock shim's end.
     watch: std::os::unix::net::UnixStream,
 }
 
-/// The action `serve`.
+/// The action `serve`: joins the stock shim, reports readiness to `start` on stdout, then serves.
 pub fn main(flags: &ShimFlags, engine_of: EngineOf) -> ExitCode {
     let level = if flags.debug { LevelFilter::DEBUG } else { LevelFilter::INFO };
     crate::log::init(level);
-    // A session of its own: what ends `start`'s process group does not end us.
+    // A session of its own: a signal to `start`'s process group does not end the daemon.
     let _ = rustix::process::setsid();
     let joined = match join(flags) {
         Ok(joined) => joined,
@@ -122,7 +122,7 @@ fn begin(joined: JoinedTask, flags: &ShimFlags, engine_of: EngineOf) -> Result<(
     let local = LocalSet::new();
     local.block_on(&runtime, async {
         let signals = SignalStream::new()?;
-        // `start` reads this to its end, and answers containerd.
+        // `start` reads stdout to its end, then replies to containerd.
         crate::print(&serde_json::to_vec(&joined.identity).map_err(io::Error::from)?)?;
         let null = std::fs::File::options().read(true).write(true).open("/dev/null")?;
         rustix::stdio::dup2_stdin(&null).map_err(io::Error::from)?;
@@ -146,7 +146,7 @@ async fn serve(
         namespace = flags.namespace,
         id = flags.id,
         stock_pid = identity.pid,
-        "serving {listen} before {upstream}"
+        "proxy {listen}: serving, stock shim at {upstream}"
     );
     let stock_gone = loop {
         tokio::select! {
@@ -156,8 +156,8 @@ async fn serve(
                     clients.spawn_local(client(stream, upstream, identity, containers));
                 }
                 Err(error) => {
-                    warn!("cannot accept a connection: {error}");
-                    // Out of descriptors, likely: do not spin.
+                    warn!("proxy: cannot accept a connection: {error}");
+                    // Most likely out of descriptors: wait, to avoid a busy loop.
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
             },
@@ -169,9 +169,9 @@ async fn serve(
     listen.unlink(Some(identity.proxy_inode));
     drop(listener);
     if stock_gone {
-        info!("the stock shim is gone");
-        // A stock shim of 1.x removes the address that it finds in the bundle,
-        // which is ours; one that was killed removes nothing.
+        info!("proxy: the stock shim ended");
+        // A stock shim of containerd 1.x removes the address that it finds in the bundle, which is
+        // the proxy's. One that was killed removes none.
         upstream.unlink(Some(identity.socket_inode));
         let drained = async { while clients.join_next().await.is_some() {} };
         let _ = tokio::time::timeout(DRAIN, drained).await;
@@ -183,7 +183,7 @@ async fn serve(
     Ok(())
 }
 
-/// One connection of a client, from its first frame to its end.
+/// Serves one connection of a client, from its first frame to its end.
 async fn client(
     mut stream: UnixStream,
     upstream: SocketAddress,
@@ -191,9 +191,9 @@ async fn client(
     containers: Rc<Containers>,
 ) {
     match stream.peer_cred() {
-        // As the stock shim has it: the same user, or nobody.
+        // As in the stock shim: only a peer of the same user.
         Ok(peer) if peer.uid() == rustix::process::geteuid().as_raw() => {}
-        _ => return warn!("refused a connection of another user"),
+        _ => return warn!("proxy: rejected a connection of another user"),
     }
     let result = async {
         let Some(first) = read_header(&mut stream).await? else {
@@ -207,12 +207,12 @@ async fn client(
         proxy::run(first, stream.into_split(), stock.into_split(), &*containers).await
     };
     if let Err(error) = result.await {
-        debug!("closed a connection: {}", report(&error));
+        debug!("proxy: closed a connection: {}", report(&error));
     }
 }
 
-/// Signals as the stock shim takes them: TERM and INT end it; the others, which
-/// would end a program that does not ask for them, do nothing.
+/// Handles signals as the stock shim does: TERM and INT end the daemon; the others, whose default
+/// action would end it, are ignored.
 struct SignalStream {
     terminate: Signal,
     interrupt: Signal,

@@ -1,14 +1,13 @@
-//! `start`: the stock shim first, then a proxy before it.
+//! `start`: starts the stock shim, then a proxy in front of it.
 //!
 //! ```text
-//! translate stdin ─> stock start ─> its address ─> ours ─┬─ nobody there ─> bind, spawn the daemon ─┐
+//! translate stdin ─> stock start ─> its address ─> ours ─┬─ no listener ──> bind, spawn the daemon ─┐
 //!                                                        └─ our group's proxy answers: join ────────┤
 //!                                       answer with our address <─ note and `address` written <─────┘
 //! ```
 //!
-//! stdout and stderr are read together by containerd, so nothing is printed but
-//! the answer. A failure after the stock shim's start ends the stock shim, if it
-//! was this start that brought it up.
+//! containerd reads stdout and stderr together, so only the reply is printed. If `start` fails
+//! after it started the stock shim, it ends that stock shim.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read};
@@ -32,63 +31,63 @@ use crate::rpc::RpcCaller;
 use crate::runc_shim::{RuncShim, RuncShimError};
 use crate::spec;
 
-/// How long the proxy of a group may take to answer.
+/// Time limit for the reply of the group's proxy.
 const PROXY_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often a stale socket is cleared before giving up.
+/// Number of attempts to replace a stale socket.
 const ATTEMPTS: usize = 5;
-/// Bound on what the daemon says before it serves.
+/// Upper bound of the daemon's message before it serves.
 const READY_MAX_BYTES: u64 = 4096;
 
-/// `start` failed.
+/// Reason why `start` failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The working folder or stdin.
+    /// The working folder or stdin could not be read.
     #[error("cannot read what containerd passed on")]
     Input(#[source] io::Error),
-    /// The handler's options.
+    /// The runtime handler's options are invalid.
     #[error("cannot use the runtime options")]
     Options(#[from] OptionsError),
-    /// The stock shim.
+    /// The stock shim could not be found or started.
     #[error("cannot start the stock shim")]
     Stock(#[from] RuncShimError),
-    /// Its answer.
-    #[error("cannot understand the stock shim")]
+    /// The stock shim's reply has an unknown form.
+    #[error("cannot parse the output of containerd-shim-runc-v2")]
     Answer(#[from] BootstrapReplyError),
-    /// Its address.
-    #[error("cannot stand before the stock shim")]
+    /// The proxy cannot serve in front of this address.
+    #[error("cannot place the proxy in front of the stock shim")]
     Address(#[from] AddressError),
-    /// Our socket.
+    /// The proxy's socket could not be bound.
     #[error("cannot serve {address}")]
     Bind {
-        /// The address.
+        /// Address of the proxy.
         address: String,
-        /// Why.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// Another proxy holds our address and says nothing.
+    /// Another proxy listens at this address and does not reply.
     #[error("the proxy of this group at {address} does not answer")]
     Silent {
-        /// The address.
+        /// Address of that proxy.
         address: String,
-        /// Why.
+        /// Error of the probe.
         source: io::Error,
     },
     /// The daemon could not be started.
     #[error("cannot start the proxy")]
     Spawn(#[source] io::Error),
-    /// The daemon gave up.
-    #[error("the proxy did not begin to serve: {0}")]
+    /// The daemon reported an error before it served.
+    #[error("the proxy did not start serving: {0}")]
     Daemon(String),
-    /// The shim's cgroup.
+    /// The daemon could not be moved to its cgroup.
     #[error("cannot join cgroup {path} (ShimCgroup of the runtime handler)")]
     Cgroup {
-        /// The cgroup.
+        /// Path of the cgroup.
         path: String,
-        /// Why.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// Files of the bundle.
-    #[error("cannot note the address in the bundle")]
+    /// A file of the bundle could not be written.
+    #[error("cannot record the address in the bundle")]
     Bundle(#[from] BundleError),
 }
 
@@ -96,7 +95,7 @@ pub enum StartError {
 pub fn start(flags: &ShimFlags, argv: &[OsString]) -> Result<Vec<u8>, StartError> {
     let stdin = read_stdin().map_err(StartError::Input)?;
     let bundle = Bundle::new(std::env::current_dir().map_err(StartError::Input)?);
-    // What is wrong with it, if anything, the stock shim says in its own words.
+    // An unreadable spec is no error here: the stock shim reports it in its own words.
     let spec = bundle.read_spec().ok();
     let cgroups_path = spec.as_ref().and_then(spec::cgroups_path);
     let (stdin, shim_cgroup) =
@@ -138,7 +137,7 @@ struct ShimDaemon<'a> {
 }
 
 impl ShimDaemon<'_> {
-    /// The group's proxy: the one that runs, or a new one.
+    /// Identity of the group's proxy: the running one, or a new one.
     fn join_or_spawn(&self) -> Result<ShimIdentity, StartError> {
         let failed = |source| StartError::Bind { address: self.listen.to_string(), source };
         for _ in 0..ATTEMPTS {
@@ -157,7 +156,7 @@ impl ShimDaemon<'_> {
                 {
                     return Ok(identity);
                 }
-                // Dead, or dying with a stock shim of before.
+                // No proxy, or one that ends with an earlier stock shim.
                 ProbedPeer::Alive(_) | ProbedPeer::Dead => {
                     clear(self.listen, inode).map_err(failed)?
                 }
@@ -174,7 +173,8 @@ impl ShimDaemon<'_> {
             crate::log::open_pipe(self.bundle.path()).map_or_else(|_| Stdio::null(), Stdio::from);
         let version = self.version.to_string();
         let (listen, upstream) = (self.listen.to_string(), self.upstream.to_string());
-        // By its path: rke2 ends what its unit runs by the name of containerd when it stops.
+        // Runs the daemon under its full path: when rke2's unit stops, it ends processes that run
+        // under the name of containerd.
         let mut command = Command::new(std::env::current_exe().map_err(StartError::Spawn)?);
         command.args(["-namespace", &self.flags.namespace, "-id", &self.flags.id]);
         command.args(["-address", &self.flags.address, "-listen", &listen]);
@@ -206,7 +206,7 @@ impl ShimDaemon<'_> {
         };
         let result = { ready }();
         if result.is_err() {
-            // Ended already, most likely.
+            // The daemon has ended already in most cases.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -214,15 +214,15 @@ impl ShimDaemon<'_> {
     }
 }
 
-/// Binds with the rights that the stock shim gives its own socket.
+/// Binds with the permissions that the stock shim gives its own socket.
 fn bind(address: &SocketAddress) -> io::Result<UnixListener> {
     let listener = UnixListener::bind(address.path())?;
     std::fs::set_permissions(address.path(), std::fs::Permissions::from_mode(0o600))?;
     Ok(listener)
 }
 
-/// Removes a socket that nobody serves. One at a time for the folder: a socket
-/// bound meanwhile by another `start` has another inode and stays.
+/// Removes a socket without a listener, under the lock of its folder: a socket that another `start`
+/// bound meanwhile has another inode and stays.
 fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     let folder = std::fs::File::open(address.path().parent().unwrap_or(Path::new("/")))?;
     folder.lock()?;
@@ -230,8 +230,8 @@ fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the stock shim if this start brought it up: then its listener was made
-/// by the stock start (`stock_pid`), and it has no containers yet.
+/// Ends the stock shim if this `start` brought it up: then the stock start (`stock_pid`) created
+/// its listener, and it has no containers yet.
 fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     let inode = address.inode();
     let maker = || -> io::Result<i32> {
@@ -241,11 +241,11 @@ fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     };
     match maker() {
         Ok(pid) if u32::try_from(pid) == Ok(stock_pid) => {}
-        // It died by itself, and left its socket.
+        // The stock shim ended by itself and left its socket.
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
             return address.unlink(inode);
         }
-        // Another container's, or gone.
+        // Another container's stock shim, or no shim.
         _ => return,
     }
     let Ok(mut caller) = RpcCaller::stock(address.path(), version) else {
@@ -255,7 +255,7 @@ fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     if caller.shut_down(id).is_err()
         && let Some((pid, began)) = process
     {
-        // The error that led here is the one to report.
+        // The caller reports the error that led here.
         let _ = process::kill(pid, began, PROXY_REPLY_TIMEOUT);
     }
     address.unlink(inode);

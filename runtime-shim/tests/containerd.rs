@@ -1,6 +1,6 @@
-//! The shim under a real containerd and runc, side by side with the stock one.
+//! Runs the shim under a real containerd and runc, side by side with the stock shim.
 //!
-//! Needs root, containerd, runc and gcc; says so and passes where one is missing.
+//! Needs root, containerd, runc and gcc. If one is missing, the test records a skip and passes.
 
 #![allow(
     clippy::print_stdout,
@@ -33,7 +33,7 @@ fn runs_as_stock_runc_does() {
         assert_eq!(node.run(OURS, "", &args), node.run(STOCK, "", &args), "{args}");
     }
     for runtime in [STOCK, OURS] {
-        // A terminal on both sides, which ctr insists on.
+        // A terminal on both sides, which ctr requires.
         let line = format!(
             "ctr -a {} -n {} run --rm -t --runtime {runtime} --rootfs {} one {BOX} tty",
             node.path("c.sock").display(),
@@ -61,7 +61,7 @@ fn a_spec_without_a_gpu_is_what_stock_runc_gets() {
         spec
     };
     assert_eq!(spec(OURS), spec(STOCK));
-    assert!(!node.path("affinode").exists(), "and no controller was wanted");
+    assert!(!node.path("affinode").exists(), "no controller was started");
     node.assert_clean();
 }
 
@@ -80,7 +80,7 @@ fn exec_signals_and_exit_codes_pass() {
         node.ok("task resume stays");
         node.ok("task kill -s SIGTERM stays");
         eventually("it stops", || (node.status("stays")? == "STOPPED").then_some(()));
-        // The program's own code for SIGTERM.
+        // The exit code of the program for SIGTERM.
         let deleted = node.ctr("task delete stays");
         let words = String::from_utf8_lossy(&deleted.stderr).into_owned();
         assert!(words.contains("115"), "{runtime}: {words}");
@@ -100,7 +100,7 @@ fn containers_outlive_a_restart_of_containerd() {
     assert_eq!(node.status("stays").unwrap(), "RUNNING");
     assert_eq!((node.proxies(), node.stock_shims()), before);
     assert_eq!(node.ok(&format!("task exec --exec-id e stays {BOX} echo in")), "in\n");
-    // containerd came back to the proxy, not to the stock shim behind it.
+    // containerd reconnected to the proxy, not to the stock shim behind it.
     kill(before.0[0]);
     eventually("containerd notices", || node.status("stays").is_none().then_some(()));
     node.ok("container delete stays");
@@ -137,7 +137,7 @@ fn death_of_either_shim_is_the_death_of_both() {
     }
 }
 
-/// The sockets in a proxy's command line: its own and the stock shim's.
+/// The sockets in a proxy's command line: the proxy's and the stock shim's.
 fn sockets(proxy: i32) -> Vec<String> {
     let line = fs::read(format!("/proc/{proxy}/cmdline")).unwrap();
     let line = String::from_utf8(line).unwrap();
@@ -170,7 +170,7 @@ fn a_member_leaves_its_group_alone() {
 fn a_gpu_container_gets_the_library_and_is_announced() {
     let Some(node) = Node::start() else { return };
     let mut controller = Controller::start(&node.path("affinode"));
-    // The second layer hides what the first preloads; the third has its own.
+    // The second layer hides the first one's preload list; the third has its own list.
     node.import(
         "test.local/box:1",
         &[
@@ -186,7 +186,7 @@ fn a_gpu_container_gets_the_library_and_is_announced() {
     assert_eq!(
         cat("e1", "/etc/ld.so.preload"),
         "/own.so\n/.affinode/lib/libaffinode_preload.so\n",
-        "an exec sees it too"
+        "an exec has the same list"
     );
     assert_eq!(cat("e2", "/.affinode/lib/libaffinode_preload.so"), "not a library");
     let mounts = cat("e3", "/proc/self/mounts");
@@ -205,7 +205,7 @@ fn a_gpu_container_gets_the_library_and_is_announced() {
         node.log().contains("a word of warning").then_some(())
     });
 
-    // Another controller in its place learns of the container again.
+    // A new controller in its place learns of the container again.
     controller.restart();
     eventually("announced again", || controller.told("announce", "gpu"));
 
@@ -259,7 +259,7 @@ fn without_library_or_controller_containers_run() {
     eventually("the reason is logged", || {
         let log = node.log();
         (log.contains("is missing; install Affinode")
-            && log.contains("cannot make the container's folder"))
+            && log.contains("cannot create the container's folder"))
         .then_some(())
     });
     node.assert_clean();
@@ -278,7 +278,7 @@ fn a_missing_stock_shim_is_named() {
             .output()
             .unwrap();
         assert_eq!(output.status.code(), Some(1));
-        assert!(output.stdout.is_empty(), "stdout is for the answer alone");
+        assert!(output.stdout.is_empty(), "stdout carries only the reply");
         String::from_utf8(output.stderr).unwrap()
     };
     let error = run("/nowhere/at/all");
@@ -294,10 +294,10 @@ fn a_missing_stock_shim_is_named() {
 fn a_failed_start_leaves_no_stock_shim() {
     let Some(node) = Node::start() else { return };
     let bundle = node.path("bundle");
-    // A folder where the note is to be written: fails late, with both shims up.
+    // A folder in place of the note: `start` fails late, with both shims up.
     fs::create_dir_all(bundle.join("affinode.json")).unwrap();
     fs::write(bundle.join("config.json"), "{}").unwrap();
-    // containerd's end of the shims' logs.
+    // containerd's end of the pipe for the shims' logs.
     let log = bundle.join("log");
     let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
     rustix::fs::mknodat(rustix::fs::CWD, &log, rustix::fs::FileType::Fifo, mode, 0).unwrap();
@@ -357,7 +357,7 @@ fn info_is_the_stock_shims_under_our_name() {
             .unwrap()
     };
     let (stock, ours) = (info("containerd-shim-runc-v2"), info("containerd-shim-affinode-v1"));
-    // containerd 1.x knows no -info.
+    // containerd 1.x has no -info.
     assert_eq!(stock.status.success(), ours.status.success());
     if !stock.status.success() {
         let error = String::from_utf8(ours.stderr).unwrap();

@@ -62,14 +62,14 @@ fn container(id: &str) -> Announcement {
     Announcement { key: id.to_owned(), id: id.to_owned(), ..Announcement::default() }
 }
 
-/// A controller that answers calls, and dies when it is dropped.
+/// A controller that replies to calls, and whose connections end when it is dropped.
 struct Fake {
     listener: UnixListener,
     connections: JoinSet<()>,
 }
 
 impl Fake {
-    /// Answers calls until `wanted` of them have come. Returns them as words.
+    /// Replies to calls until `wanted` of them have come. Returns them as words.
     async fn answer(&mut self, wanted: usize) -> Vec<String> {
         let (calls, mut heard) = mpsc::unbounded_channel();
         let mut words = Vec::new();
@@ -80,7 +80,7 @@ impl Fake {
                     let calls = calls.clone();
                     self.connections.spawn(async move {
                         let mut header = [0; HEADER_BYTES];
-                        // A watch says nothing, for as long as it lives.
+                        // A watch connection carries no bytes for its whole life.
                         if stream.read_exact(&mut header).await.is_err() {
                             return;
                         }
@@ -126,7 +126,9 @@ async fn until(mut check: impl FnMut() -> bool) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), wait).await.expect("came about in time");
+    tokio::time::timeout(Duration::from_secs(60), wait)
+        .await
+        .expect("the condition holds within 60 s");
 }
 
 #[tokio::test]
@@ -155,7 +157,7 @@ async fn a_missing_controller_is_launched_once_for_all() {
     words.dedup();
     assert_eq!(words.len(), announcers.len(), "each container once: {words:?}");
     let text = fs::read_to_string(node.path("launched")).unwrap();
-    assert_eq!(text, "launch\n", "one of many started it");
+    assert_eq!(text, "launch\n", "exactly one announcer starts the controller");
 }
 
 #[tokio::test]
@@ -168,7 +170,7 @@ async fn containers_are_announced_again_after_the_controllers_death() {
     let mut words = fake.answer(2).await;
     words.sort();
     assert_eq!(words, ["announce a", "announce b"]);
-    assert_eq!(node.launches(), 0, "it was there");
+    assert_eq!(node.launches(), 0, "no launch: the controller was running");
 
     node.launcher().paths.container("a").make(container("a").generation, b"").unwrap();
     announcer.remove("a".to_owned());
@@ -179,12 +181,12 @@ async fn containers_are_announced_again_after_the_controllers_death() {
     fs::remove_file(node.launcher().paths.control_socket()).unwrap();
     until(|| node.launches() == 1).await;
     let words = node.serve().answer(1).await;
-    assert_eq!(words, ["announce b"], "only what lives");
+    assert_eq!(words, ["announce b"], "only the live container is announced");
     announcer.remove("b".to_owned());
     drop(announcer);
 }
 
-/// Its shim is slow to tell of the first one's end.
+/// The shim is slow to report the end of the first container.
 #[tokio::test]
 async fn the_next_container_of_an_id_keeps_its_folder() {
     let node = Node::new();
@@ -201,13 +203,13 @@ async fn the_next_container_of_an_id_keeps_its_folder() {
 }
 
 #[tokio::test]
-async fn a_controller_that_answers_garbage_is_no_obstacle() {
+async fn garbage_replies_do_not_stop_announcing() {
     use tokio::io::AsyncWriteExt;
     let node = Node::new();
     let listener = node.listen();
     let announcer = Announcer::spawn(node.launcher());
     announcer.add(container("a"));
-    // The watch and the first call get garbage; the next call is answered.
+    // The watch and the first call get garbage; the next call gets a reply.
     for _ in 0..2 {
         let (mut stream, _) = listener.accept().await.unwrap();
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;

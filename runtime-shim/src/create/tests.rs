@@ -10,7 +10,7 @@ use crate::paths::container_key;
 
 const ENGINE: &str = "copy";
 
-/// As the controller answers.
+/// Returns the engine as the controller's configuration would.
 fn engine_of(config: &Path, container: &Announcement) -> &'static str {
     assert_eq!(config.file_name().unwrap(), "affinode.toml");
     assert_eq!((container.id.as_str(), container.namespace.as_str()), ("box", "ns"));
@@ -62,7 +62,7 @@ impl World {
         fs::read_to_string(self.config()).unwrap()
     }
 
-    /// With the generation, which never repeats, taken out.
+    /// Prepares, and takes the generation out, which differs each time.
     fn prepare(&self) -> PreparedContainer {
         let mut prepared = prepare(&self.paths, "ns", &self.request, engine_of);
         if let Some(container) = &mut prepared.container {
@@ -75,7 +75,7 @@ impl World {
         self.paths.container(&container_key("ns", "box")).preload()
     }
 
-    /// The container is left alone, down to the last byte.
+    /// The bundle is unchanged, to the last byte.
     fn assert_untouched(&self, why: &str) {
         let before = fs::read(self.config()).ok();
         assert_eq!(self.prepare().container, None, "{why}");
@@ -126,7 +126,7 @@ fn a_gpu_container_is_edited_and_announced() {
     assert_eq!(world.read(), edited);
 }
 
-/// What looks for the driver's functions does not wait for a controller.
+/// A process that looks up driver functions does not wait for a controller.
 #[test]
 fn the_engine_is_left_in_the_container() {
     let world = world(&gpu());
@@ -135,7 +135,7 @@ fn the_engine_is_left_in_the_container() {
     assert_eq!(fs::read_to_string(folder.join(ENGINE_FILE)).unwrap(), ENGINE);
 }
 
-/// As HAMi's device plugin has it: its library stays between the program and ours.
+/// HAMi's device plugin mounts such a list: its library stays between the program and ours.
 #[test]
 fn a_list_that_the_host_mounts_comes_before_ours() {
     let world = world(&gpu());
@@ -165,7 +165,7 @@ fn a_list_that_the_host_mounts_comes_before_ours() {
 
 #[test]
 fn a_container_without_a_gpu_keeps_its_bytes() {
-    // Blanks and order that a re-encoding would not keep.
+    // Blanks and an order of keys that encoding again would not keep.
     let world = world(&json!({}));
     world.write("{ \"ociVersion\" : \"1.0.2\",\n \"linux\":{\"cgroupsPath\":\"a.slice:b:c\"} }\n");
     world.assert_untouched("no GPU");
@@ -174,7 +174,7 @@ fn a_container_without_a_gpu_keeps_its_bytes() {
 }
 
 #[test]
-fn whatever_is_in_the_way_leaves_the_container_alone() {
+fn obstacle_leaves_container_unmanaged() {
     let plain = || world(&gpu());
 
     let world = plain();

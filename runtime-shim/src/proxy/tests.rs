@@ -5,7 +5,7 @@ use ttrpc::proto::Status;
 
 use super::*;
 
-/// Records what it is told, and replaces options when asked to.
+/// Records calls, and replaces options if set to.
 #[derive(Default)]
 struct Recorder {
     told: RefCell<Vec<String>>,
@@ -15,7 +15,7 @@ struct Recorder {
 impl TaskService for Recorder {
     async fn create(&self, request: &CreateTaskRequest) -> Option<Any> {
         self.told.borrow_mut().push(format!("create {}", request.id));
-        // Let the other direction run: order must not depend on it.
+        // Lets the other direction run: the order must not depend on it.
         tokio::task::yield_now().await;
         self.options.clone()
     }
@@ -69,8 +69,8 @@ fn delete(id: &str, exec: &str) -> DeleteRequest {
     request
 }
 
-/// Sends these bytes through a proxy, one side after the other. Returns what the
-/// stock shim and what the client got.
+/// Sends these bytes through a proxy, one side after the other. Returns the bytes that the stock
+/// shim and the client got.
 async fn exchange(
     tasks: &Recorder,
     requests: &[u8],
@@ -92,8 +92,8 @@ async fn exchange(
             let (mut read, mut write) = stock.split();
             let (_, mut client_write) = client.split();
             let mut got = vec![0; requests.len()];
-            // Rewritten requests differ in length, so read until the proxy has
-            // nothing more: a sentinel frame closes what the test sends.
+            // Rewritten requests differ in length, so a sentinel frame ends the test's input and
+            // the test reads up to it.
             let sentinel = frame(3, 0xffff_fffd, b"end");
             let send = async {
                 client_write.write_all(requests).await.unwrap();
@@ -112,7 +112,7 @@ async fn exchange(
             tokio::join!(send, receive);
             let _ = write.write_all(responses).await;
         }
-        // The stock shim's end: what it said must still arrive.
+        // The stock shim ends: the bytes that it sent must still arrive.
         drop(stock);
         let _ = client.read_to_end(&mut to_client).await;
         (to_stock, to_client)
@@ -192,7 +192,7 @@ fn any_frame() -> impl Strategy<Value = (u8, u32, Vec<u8>)> {
     (any::<u8>(), 0..0xffff_0000u32, payload)
 }
 
-/// Fewer cases than usual, each is slow, unless PROPTEST_CASES says how many.
+/// A case is slow, so fewer than usual run, unless PROPTEST_CASES gives a number.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     ProptestConfig::with_cases(asked.unwrap_or(64))

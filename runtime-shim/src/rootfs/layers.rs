@@ -1,4 +1,4 @@
-//! Which folders make a rootfs.
+//! The folders that make a rootfs.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -15,44 +15,44 @@ pub struct RootfsLayers {
     writable: bool,
 }
 
-/// The rootfs cannot be looked into.
+/// Reason why a file of the rootfs cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum RootfsError {
-    /// A snapshotter whose mounts are not understood.
+    /// The snapshotter's mounts are of an unsupported type.
     #[error(
-        "the rootfs is made by mounts of type {0:?}, which cannot be looked into before they are mounted; supported are overlay and bind"
+        "the rootfs is made by mounts of type {0:?}, which the shim cannot read before they are mounted; supported types: overlay, bind"
     )]
     Unsupported(String),
-    /// No rootfs at all.
+    /// The request has neither mounts nor a `root.path`.
     #[error("the Create request names no rootfs")]
     None,
-    /// An overlay feature that is not understood.
+    /// An overlay feature that the lookup does not support.
     #[error("the overlay uses {0}, which is not supported")]
     Overlay(&'static str),
-    /// Too deep, or a loop.
-    #[error("{0:?} leads through too many symlinks or names")]
+    /// The path has too many names or symlinks, or a symlink loop.
+    #[error("{0:?} has too many symlinks or names")]
     TooLong(PathBuf),
-    /// Larger than allowed.
+    /// A regular file above the caller's bound.
     #[error("{path:?} of the image is larger than {max_bytes} bytes")]
     TooLarge {
-        /// The path in the image.
+        /// Path of the file in the image.
         path: PathBuf,
-        /// The bound.
+        /// Upper bound in bytes.
         max_bytes: u64,
     },
-    /// A system call failed.
-    #[error("cannot look at {path:?} of the rootfs")]
+    /// A system call on a layer failed.
+    #[error("cannot open or read {path:?} in the rootfs")]
     Io {
-        /// The path.
+        /// Path of the file in the image.
         path: PathBuf,
-        /// Why.
+        /// Error of the system call.
         source: std::io::Error,
     },
 }
 
 impl RootfsLayers {
-    /// The rootfs that a Create request will make. Without mounts it is the
-    /// spec's `root.path`, relative to the bundle.
+    /// The rootfs that a Create request will make. Without mounts, it is the spec's `root.path`,
+    /// relative to the bundle.
     pub fn new(
         mounts: &[Mount],
         root_path: Option<&str>,
@@ -118,14 +118,14 @@ impl RootfsLayers {
         Ok(RootfsLayers { layers, writable })
     }
 
-    /// False if mount points that the image lacks cannot be made.
+    /// Whether missing mount points can be created in the rootfs.
     #[must_use]
     pub fn writable(&self) -> bool {
         self.writable
     }
 
-    /// What the container will find at this absolute path. A regular file is read
-    /// if it holds at most `max_bytes`.
+    /// The entry that the container will find at this absolute path. Reads a regular file of at
+    /// most `max_bytes`.
     pub fn find(&self, path: &str, max_bytes: u64) -> Result<ResolvedPath, RootfsError> {
         let open = |layer: &PathBuf| -> Result<OwnedFd, RootfsError> {
             rustix::fs::open(
@@ -140,7 +140,7 @@ impl RootfsLayers {
     }
 }
 
-/// Splits at colons; a backslash takes the next character as it is.
+/// Splits at colons; a backslash escapes the next character.
 fn split_lower(list: &str) -> Result<Vec<PathBuf>, RootfsError> {
     let mut layers = vec![String::new()];
     let mut chars = list.chars();

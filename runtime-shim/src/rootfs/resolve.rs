@@ -1,4 +1,4 @@
-//! A path looked up in the merged view of layers.
+//! Looks up a path in the merged view of layers.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -12,23 +12,23 @@ use rustix::io::Errno;
 
 use super::RootfsError;
 
-/// As the kernel's own bound.
+/// Equal to the kernel's own limit.
 const MAX_SYMLINKS: usize = 40;
-/// Bound on the names of a path, symlinks' targets included.
+/// Upper bound of the names in a path, including those of symlink targets.
 const MAX_NAMES: usize = 4096;
 
-/// What is at a path.
+/// The entry at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ResolvedPath {
-    /// Nothing.
+    /// No entry of that name.
     Missing,
-    /// A regular file with this content.
+    /// Content of a regular file.
     Regular(Vec<u8>),
-    /// A folder, a device, a socket, a symlink that leads nowhere.
+    /// Kind of an entry that is no regular file: a folder, a device, a socket, a dangling symlink.
     Other(&'static str),
 }
 
-/// A folder of the merged tree: its parts, topmost first.
+/// A folder of the merged tree as one descriptor per layer, topmost first.
 type Folder = Vec<OwnedFd>;
 
 enum PathEntry {
@@ -94,7 +94,7 @@ pub(super) fn find(root: Folder, path: &Path, max_bytes: u64) -> Result<Resolved
     Ok(ResolvedPath::Other("a folder"))
 }
 
-/// One name below one folder of the merged tree.
+/// Looks up one name in one folder of the merged tree.
 fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<PathEntry, RootfsError> {
     let io = |error: Errno| RootfsError::Io { path: path.to_owned(), source: error.into() };
     let mut parts = Folder::new();
@@ -126,7 +126,7 @@ fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<PathEntry, R
             continue;
         }
         if !parts.is_empty() {
-            // Hidden by the folder above it, with all that is below.
+            // An opaque folder hides everything below it in lower layers.
             break;
         }
         return Ok(match kind {
@@ -149,8 +149,7 @@ fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<PathEntry, R
     Ok(if parts.is_empty() { PathEntry::Missing } else { PathEntry::Folder(parts) })
 }
 
-/// overlayfs hides a name by a character device 0/0, or by an empty file with an
-/// attribute.
+/// overlayfs hides a name with a character device 0/0, or with an empty file that has an attribute.
 fn is_whiteout(entry: &OwnedFd, stat: &Stat, kind: FileType) -> Result<bool, Errno> {
     match kind {
         FileType::CharacterDevice => Ok(stat.st_rdev == 0),
@@ -172,7 +171,7 @@ fn attribute(entry: &OwnedFd, name: &str) -> Result<Option<u8>, Errno> {
         match rustix::fs::getxattr(&path, format!("{prefix}{name}"), &mut value[..]) {
             Ok(_) => return Ok(Some(value[0])),
             Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM) => {}
-            // Longer than the buffer: it is there.
+            // The value is longer than the buffer, so the attribute exists.
             Err(Errno::RANGE) => return Ok(Some(0)),
             Err(error) => return Err(error),
         }
@@ -182,7 +181,7 @@ fn attribute(entry: &OwnedFd, name: &str) -> Result<Option<u8>, Errno> {
 
 fn read(file: &OwnedFd, max_bytes: u64, path: &Path) -> Result<Vec<u8>, RootfsError> {
     let io = |source: std::io::Error| RootfsError::Io { path: path.to_owned(), source };
-    // The very file that was looked at, not whatever has its name by now.
+    // Opens the file that was checked, not a later file of the same name.
     let open = std::fs::File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).map_err(io)?;
     let mut bytes = Vec::new();
     open.take(max_bytes + 1).read_to_end(&mut bytes).map_err(io)?;
@@ -192,7 +191,8 @@ fn read(file: &OwnedFd, max_bytes: u64, path: &Path) -> Result<Vec<u8>, RootfsEr
     Ok(bytes)
 }
 
-/// The names of a path. Empty ones and `.` stay: what is before one of them is a folder.
+/// Splits a path into names. Empty names and `.` stay: the name before one of them must be a
+/// folder.
 fn split(path: &OsStr) -> VecDeque<OsString> {
     path.as_bytes()
         .split(|byte| *byte == b'/')

@@ -1,4 +1,4 @@
-//! Is this a container with a GPU?
+//! Detects whether a container has a GPU.
 //!
 //! | sign | where |
 //! | --- | --- |
@@ -11,22 +11,22 @@ use serde_json::Value;
 
 use super::{CONTAINER_TYPE, annotation, annotations, destinations};
 
-/// Annotation that decides instead of the signs.
+/// Annotation that overrides the signs.
 const INJECT: &str = "affinode.io/inject";
 
-/// Whether a container is to be managed, and what to tell about it.
+/// Whether to manage a container, and a warning about its annotation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuDecision {
     /// True if the container is to be edited and announced.
     pub manage: bool,
-    /// An annotation value that was not understood, in words.
+    /// Text about an invalid annotation value, for the log.
     pub warning: Option<String>,
 }
 
-/// Decides by the spec alone.
+/// Decides from the spec alone.
 #[must_use]
 pub fn decide(spec: &Value) -> GpuDecision {
-    // The sandbox carries the pod's annotations, but runs no CUDA.
+    // The sandbox carries the pod's annotations, but runs no CUDA program.
     if annotation(spec, CONTAINER_TYPE) == Some("sandbox") {
         return GpuDecision::default();
     }
@@ -37,7 +37,7 @@ pub fn decide(spec: &Value) -> GpuDecision {
         None | Some("auto") => has_gpu(spec),
         Some(other) => {
             warning = Some(format!(
-                "annotation {INJECT} is {other:?}, expected auto, true or false; auto holds"
+                "annotation {INJECT} is {other:?}, expected auto, true or false; using auto"
             ));
             has_gpu(spec)
         }
@@ -79,7 +79,7 @@ fn has_cdi_device(spec: &Value) -> bool {
 
 fn has_visible_devices(spec: &Value) -> bool {
     let env = spec.get("process").and_then(|process| process.get("env")).and_then(Value::as_array);
-    // The last one counts, as for the process.
+    // The last entry of a name applies, as in the process.
     env.into_iter()
         .flatten()
         .filter_map(|entry| entry.as_str()?.strip_prefix("NVIDIA_VISIBLE_DEVICES="))

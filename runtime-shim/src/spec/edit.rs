@@ -1,4 +1,4 @@
-//! The edit of a spec: bind mounts, added at the end.
+//! Edits a spec: appends bind mounts.
 
 use std::path::{Path, PathBuf};
 
@@ -7,42 +7,41 @@ use serde_json::Value;
 
 use super::{clean, destinations};
 
-/// A bind mount that is added.
+/// A bind mount to add.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BindMount {
-    /// On the host.
+    /// Path on the host.
     pub source: PathBuf,
-    /// In the container.
+    /// Path in the container.
     pub destination: &'static str,
-    /// Mount options.
+    /// Options of the mount.
     pub options: &'static [&'static str],
 }
 
-/// The spec cannot take the mounts.
+/// Reason why the spec cannot take the mounts.
 #[derive(Debug, thiserror::Error)]
 pub enum EditError {
-    /// A volume of the container is in the way.
-    #[error("a volume is mounted at {volume}, where {destination} would go")]
+    /// A volume of the container covers the destination.
+    #[error("a volume is mounted at {volume}, which conflicts with the mount at {destination}")]
     Covered {
-        /// Where the volume is.
+        /// Destination of the volume.
         volume: String,
-        /// Where ours would be.
+        /// Destination of Affinode's mount.
         destination: &'static str,
     },
-    /// `mounts` is not a list.
+    /// The value of `mounts` is not a list.
     #[error("the spec's mounts are not a list")]
     NotAList,
-    /// A path that JSON cannot hold.
+    /// The path is not UTF-8, so JSON cannot represent it.
     #[error("the host path {0:?} cannot be written to a spec")]
     BadSource(PathBuf),
-    /// An entry could not be built.
+    /// The entry could not be built.
     #[error("cannot build a mount entry")]
     Build(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// Adds the mounts. A spec that has them already (a second Create, a restore)
-/// keeps one of each. A mount of the container itself at or above one of the
-/// destinations is never covered: the edit fails instead.
+/// Adds the mounts. A spec that has them already (a second Create, a restore) keeps one of each. If
+/// a mount of the container itself conflicts with a destination, the edit fails.
 pub fn add_mounts(spec: &mut Value, mounts: &[BindMount]) -> Result<(), EditError> {
     if !spec.is_object() || spec.get("mounts").is_some_and(|m| !m.is_array() && !m.is_null()) {
         return Err(EditError::NotAList);
@@ -65,8 +64,8 @@ pub fn add_mounts(spec: &mut Value, mounts: &[BindMount]) -> Result<(), EditErro
     Ok(())
 }
 
-/// Takes out the one read-only bind mount over exactly this file, and says what it would have
-/// shown: a path of the host. Any other mount there stays, and [`add_mounts`] refuses.
+/// Removes the one read-only bind mount over exactly this file, and returns its source, a path of
+/// the host. Any other mount there stays, and [`add_mounts`] fails.
 pub fn take_file_mount(spec: &mut Value, file: &str) -> Option<PathBuf> {
     let list = spec.get_mut("mounts")?.as_array_mut()?;
     let is_over = |mount: &Value| {
@@ -84,8 +83,8 @@ pub fn take_file_mount(spec: &mut Value, file: &str) -> Option<PathBuf> {
     Some(source)
 }
 
-/// True if something mounted at `volume` is at, above or below `destination`.
-/// The root is always above, and is the rootfs.
+/// Whether a mount at `volume` is at, above or below `destination`. The root does not count: it is
+/// the rootfs.
 fn covers(volume: &str, destination: &str) -> bool {
     let destination = clean(destination);
     let (volume, destination) = (Path::new(volume), Path::new(&destination));
@@ -127,7 +126,7 @@ mod tests {
         ]
     }
 
-    /// What containerd writes, with fields that no version of the types knows.
+    /// A spec as containerd writes it, with fields that no version of the types has.
     const BEFORE: &str = r#"{"ociVersion":"1.2.0","process":{"user":{"uid":0,"gid":0},"args":["sh"],"cwd":"/","later":{"b":2,"a":1}},"root":{"path":"rootfs"},"mounts":[{"destination":"/proc","type":"proc","source":"proc"},{"destination":"/etc/hosts","type":"bind","source":"/h","options":["rbind","rw"],"uidMappings":[{"containerID":0,"hostID":1,"size":4294967295}]}],"linux":{"intelRdt":{"enableMonitoring":true},"resources":{"memory":{"limit":9223372036854775807}}},"x-unknown":[1.5,null]}"#;
     const AFTER: &str = r#"{"ociVersion":"1.2.0","process":{"user":{"uid":0,"gid":0},"args":["sh"],"cwd":"/","later":{"b":2,"a":1}},"root":{"path":"rootfs"},"mounts":[{"destination":"/proc","type":"proc","source":"proc"},{"destination":"/etc/hosts","type":"bind","source":"/h","options":["rbind","rw"],"uidMappings":[{"containerID":0,"hostID":1,"size":4294967295}]},{"destination":"/.affinode/lib","type":"bind","source":"/usr/local/lib/affinode","options":["bind","ro","nosuid","nodev"]},{"destination":"/etc/ld.so.preload","type":"bind","source":"/run/affinode/containers/00/ld.so.preload","options":["bind","ro"]}],"linux":{"intelRdt":{"enableMonitoring":true},"resources":{"memory":{"limit":9223372036854775807}}},"x-unknown":[1.5,null]}"#;
 
@@ -177,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_the_host_mounts_read_only_is_taken_and_nothing_else() {
+    fn only_a_read_only_host_mount_is_taken() {
         let over = |options: Value, source: &str| {
             let file = "/etc/./ld.so.preload";
             json!({"destination": file, "type": "bind", "source": source, "options": options})
@@ -208,8 +207,8 @@ mod tests {
     }
 
     #[test]
-    fn another_containers_mount_is_a_volume_like_any_other() {
-        // Nested: the spec was copied from a managed container.
+    fn mount_of_another_container_counts_as_volume() {
+        // Nested: the spec is a copy of a managed container's.
         let mut spec: Value = serde_json::from_str(&AFTER.replace("/00/", "/11/")).unwrap();
         assert!(matches!(add_mounts(&mut spec, &ours()), Err(EditError::Covered { .. })));
     }

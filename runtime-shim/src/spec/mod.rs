@@ -1,5 +1,5 @@
-//! A container's spec, as a JSON value: fields that this version does not know
-//! must survive the edit, so it is never turned into types and back.
+//! A container's spec as a JSON value: fields that this version does not know must survive the
+//! edit, so the spec is never converted to types and back.
 
 mod detect;
 mod edit;
@@ -9,12 +9,12 @@ pub use edit::{BindMount, EditError, add_mounts, take_file_mount};
 
 use serde_json::Value;
 
-/// Annotation by which CRI says what a container is in its pod.
+/// Annotation with the kind of a container in its pod, set by CRI.
 pub const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
-/// Annotation with the sandbox's id.
+/// Annotation with the id of the sandbox.
 pub const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
 
-/// The annotation of this name.
+/// The value of the annotation with this name.
 #[must_use]
 pub fn annotation<'a>(spec: &'a Value, name: &str) -> Option<&'a str> {
     spec.get("annotations")?.get(name)?.as_str()
@@ -29,19 +29,19 @@ pub fn annotations(spec: &Value) -> impl Iterator<Item = (&str, &str)> {
         .filter_map(|(name, value)| Some((name.as_str(), value.as_str()?)))
 }
 
-/// `linux.cgroupsPath`.
+/// The spec's `linux.cgroupsPath`, if set.
 #[must_use]
 pub fn cgroups_path(spec: &Value) -> Option<&str> {
     spec.get("linux")?.get("cgroupsPath")?.as_str()
 }
 
-/// `root.path`.
+/// The spec's `root.path`, if set.
 #[must_use]
 pub fn root_path(spec: &Value) -> Option<&str> {
     spec.get("root")?.get("path")?.as_str()
 }
 
-/// Where something is mounted, with superfluous slashes and dots taken out.
+/// Destinations of all mounts, with redundant slashes and dots removed.
 fn destinations(spec: &Value) -> impl Iterator<Item = String> {
     spec.get("mounts")
         .and_then(Value::as_array)
@@ -50,7 +50,7 @@ fn destinations(spec: &Value) -> impl Iterator<Item = String> {
         .filter_map(|mount| Some(clean(mount.get("destination")?.as_str()?)))
 }
 
-/// An absolute path, lexically: `//etc/./x/../` is `/etc`.
+/// Normalises an absolute path without file access: `//etc/./x/../` is `/etc`.
 fn clean(path: &str) -> String {
     let mut parts: Vec<&str> = Vec::new();
     for part in path.split('/') {

@@ -1,4 +1,4 @@
-//! A controller that only remembers what it was told.
+//! A controller that only records the calls that it gets.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ pub struct Controller {
     thread: Option<std::thread::JoinHandle<()>>,
     told: Told,
     run_dir: PathBuf,
-    /// The lock of a real controller: none starts while this one has a pause.
+    /// The lock of a real controller: no real one starts between `end` and a restart.
     _lock: File,
 }
 
@@ -42,7 +42,7 @@ impl Controller {
         controller
     }
 
-    /// Dies, and comes back with nothing remembered.
+    /// Ends, and starts again without any recorded calls.
     pub fn restart(&mut self) {
         self.end();
         self.serve();
@@ -67,7 +67,7 @@ impl Controller {
                 server.start().await.unwrap();
                 ready.send(()).unwrap();
                 let _ = stopped.await;
-                // Ends the connections too, as a death would.
+                // Ends the connections too, as the death of the process would.
                 let _ = server.shutdown().await;
             });
         });
@@ -83,7 +83,7 @@ impl Controller {
         }
     }
 
-    /// What came of this kind, `announce` or `withdraw`, about this id or key.
+    /// The recorded call of this kind, `announce` or `withdraw`, for this id or key.
     pub fn told(&self, kind: &str, name: &str) -> Option<Announcement> {
         let told = self.told.0.lock().unwrap();
         told.iter()

@@ -7,7 +7,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-/// The program in the container. Its name tells its processes from all others.
+/// The program in the container. Its name identifies its processes.
 pub const BOX: &str = "/bin/affinode-test-box";
 
 const SOURCE: &str = r#"
@@ -55,7 +55,7 @@ pub fn make_rootfs(root: &Path) {
     assert!(status.success());
 }
 
-/// An OCI archive: the folder as the first layer, then the given ones.
+/// Builds an OCI archive: the folder as the first layer, then the given layers.
 pub fn make_image(
     rootfs: &Path,
     dir: &Path,

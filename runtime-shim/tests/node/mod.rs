@@ -1,4 +1,4 @@
-//! A private containerd in a temporary folder, the stock shim and ours beside it.
+//! A private containerd in a temporary folder, with the stock shim and Affinode's beside it.
 
 mod image;
 
@@ -13,24 +13,24 @@ pub use image::BOX;
 pub const STOCK: &str = "io.containerd.runc.v2";
 pub const OURS: &str = "io.containerd.affinode.v1";
 const SHIM: &str = env!("CARGO_BIN_EXE_containerd-shim-affinode-v1");
-/// Far more than anything here takes.
+/// Much longer than any step of these tests takes.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub struct Node {
     dir: tempfile::TempDir,
-    /// runc keeps its state by namespace and id, for all containerds together.
+    /// The namespace: runc keeps its state by namespace and id, for all containerds of the machine.
     pub namespace: String,
     containerd: Option<Child>,
 }
 
-/// Waits until `check` gives something.
+/// Waits until `check` returns a value.
 pub fn eventually<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     loop {
         if let Some(found) = check() {
             return found;
         }
-        assert!(Instant::now() < deadline, "never came about: {what}");
+        assert!(Instant::now() < deadline, "not reached within {WAIT_TIMEOUT:?}: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -44,7 +44,7 @@ fn which(name: &str) -> Option<PathBuf> {
 }
 
 impl Node {
-    /// `None`, with the reason noted, where containers cannot be run at all.
+    /// Returns `None`, and records a skip, if containers cannot run here.
     pub fn start() -> Option<Node> {
         if !rustix::process::geteuid().is_root() {
             affinode_test_notes::skip("root", "running containers needs root");
@@ -62,7 +62,7 @@ impl Node {
             };
             symlink(found, path("bin").join(name)).unwrap();
         }
-        // A copy of its own: a build that replaces the file must not disturb us.
+        // A private copy of the binary, so that a build does not replace it during the test.
         let shim = path("bin").join("containerd-shim-affinode-v1");
         fs::copy(SHIM, &shim).unwrap();
         fs::write(path("lib/libaffinode_preload.so"), "not a library").unwrap();
@@ -123,7 +123,7 @@ impl Node {
         child.wait().unwrap();
     }
 
-    /// Runs ctr; words are split at blanks.
+    /// Runs ctr with the words of `line`, split at blanks.
     pub fn ctr(&self, line: &str) -> Output {
         let mut command = Command::new(self.path("bin/ctr"));
         self.env(&mut command);
@@ -137,7 +137,7 @@ impl Node {
             .unwrap()
     }
 
-    /// Runs ctr, which must succeed. Returns its stdout.
+    /// Runs ctr, which must succeed. Returns stdout.
     pub fn ok(&self, line: &str) -> String {
         let output = self.ctr(line);
         assert!(
@@ -149,7 +149,7 @@ impl Node {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Runs a container from the folder to its end. Returns stdout and exit code.
+    /// Runs a container from the rootfs folder to its end. Returns stdout and exit code.
     pub fn run(&self, runtime: &str, flags: &str, args: &str) -> (String, Option<i32>) {
         let rootfs = self.path("rootfs");
         let output = self.ctr(&format!(
@@ -160,7 +160,7 @@ impl Node {
         (stdout, output.status.code())
     }
 
-    /// Starts a container that stays.
+    /// Starts a container that keeps running.
     pub fn detach(&self, runtime: &str, flags: &str, id: &str) {
         let rootfs = self.path("rootfs");
         self.ok(&format!(
@@ -169,8 +169,7 @@ impl Node {
         ));
     }
 
-    /// Imports an image of these layers, each a list of path and text; `None`
-    /// is a whiteout.
+    /// Imports an image of these layers, each a list of path and text; `None` is a whiteout.
     pub fn import(&self, name: &str, layers: &[&[(&str, Option<&str>)]]) {
         let tar = image::make_image(&self.path("rootfs"), self.dir.path(), name, layers);
         self.ok(&format!("images import {}", tar.display()));
@@ -180,7 +179,7 @@ impl Node {
         self.path("state/io.containerd.runtime.v2.task").join(&self.namespace).join(id)
     }
 
-    /// Status of a task, or nothing.
+    /// Status of a task, or `None` if there is no such task.
     pub fn status(&self, id: &str) -> Option<String> {
         let list = self.ok("task ls");
         list.lines()
@@ -196,7 +195,7 @@ impl Node {
         self.ok(&format!("container delete {id}"));
     }
 
-    /// Pids of this node's processes whose command line has this word.
+    /// Pids of this node's processes whose command line contains this word.
     pub fn pids(&self, word: &str) -> Vec<i32> {
         let mut pids: Vec<i32> = processes()
             .filter(|(_, command, env)| {
@@ -210,22 +209,22 @@ impl Node {
         pids
     }
 
-    /// The proxies that run.
+    /// Pids of the running proxies.
     pub fn proxies(&self) -> Vec<i32> {
         self.pids("affinode-v1\0-namespace")
     }
 
-    /// The controllers that run.
+    /// Pids of the running controllers.
     pub fn controllers(&self) -> Vec<i32> {
         self.pids("affinode-v1\0controller")
     }
 
-    /// The stock shims that run.
+    /// Pids of the running stock shims.
     pub fn stock_shims(&self) -> Vec<i32> {
         self.pids("shim-runc-v2\0-namespace")
     }
 
-    /// Nothing is left of any container.
+    /// Asserts that no process, mount or file of any container is left.
     pub fn assert_clean(&self) {
         for (what, word) in [
             ("proxies", "affinode-v1\0-namespace"),
@@ -283,13 +282,13 @@ fn processes() -> impl Iterator<Item = (i32, String, String)> {
     })
 }
 
-/// Kills without a chance to clean up.
+/// Kills a process without a chance to clean up.
 pub fn kill(pid: i32) {
     let pid = rustix::process::Pid::from_raw(pid).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
 }
 
-/// Asks a process to end.
+/// Sends SIGTERM to a process.
 pub fn terminate(pid: i32) {
     let pid = rustix::process::Pid::from_raw(pid).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();

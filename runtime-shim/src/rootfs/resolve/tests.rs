@@ -42,8 +42,8 @@ impl Tree {
         self
     }
 
-    /// Attributes in the user namespace: what a rootless overlay has, and what a
-    /// test may set. False where the file system has none.
+    /// Sets an attribute in the user namespace, as a rootless overlay does and as a test may. False
+    /// if the file system does not support it.
     fn mark(&self, layer: usize, path: &str, name: &str, value: &str) -> bool {
         let path = self.path(layer, path);
         let name = format!("user.overlay.{name}");
@@ -89,7 +89,7 @@ fn a_whiteout_hides_what_is_below() {
         Mode::empty(),
         0,
     );
-    // Unprivileged machines may refuse even this device.
+    // A test without privileges may not be allowed to create this device.
     if device.is_ok() {
         assert_eq!(tree.find(FILE).unwrap(), ResolvedPath::Missing);
     }
@@ -146,7 +146,7 @@ fn no_symlink_leads_out() {
 fn loops_end() {
     let tree = Tree::new(1).link(0, "etc/ld.so.preload", "ld.so.preload");
     assert!(matches!(tree.find(FILE), Err(RootfsError::TooLong(_))));
-    // Doubles with each step: bounded by names, not only by links.
+    // The path doubles with each step: the bound on names ends the lookup, not the bound on links.
     let mut tree = Tree::new(1);
     for step in 0..30 {
         let next = format!("l{}", step + 1);
@@ -161,7 +161,7 @@ fn only_regular_files_are_opened() {
     let tree = Tree::new(1).folder(0, "etc");
     let path = tree.path(0, "etc/ld.so.preload");
     rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, Mode::RUSR, 0).unwrap();
-    // Opening it would block for ever.
+    // Opening this pipe would block forever.
     assert_eq!(tree.find(FILE).unwrap(), ResolvedPath::Other("a pipe"));
     fs::remove_file(&path).unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
@@ -185,7 +185,7 @@ fn a_file_in_place_of_a_folder_is_an_error() {
     assert!(matches!(tree.find(FILE), Err(RootfsError::Io { .. })));
 }
 
-/// As the kernel has it, and so the loader that reads the file.
+/// The kernel behaves this way, and so does the loader that reads the file.
 #[test]
 fn path_through_a_file_finds_no_file() {
     for target in ["b/.", "b/", "./b/./"] {
