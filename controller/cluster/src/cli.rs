@@ -8,7 +8,11 @@ use tracing_subscriber::EnvFilter;
 use crate::{error_chain, fleet, node, webhook};
 
 #[derive(Parser)]
-#[command(name = "affinode-cluster", version, about = "Affinode's part in a Kubernetes cluster")]
+#[command(
+    name = "affinode-cluster",
+    version,
+    about = "Affinode's components in a Kubernetes cluster"
+)]
 struct ClusterArgs {
     #[command(subcommand)]
     command: Command,
@@ -16,17 +20,18 @@ struct ClusterArgs {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Look after a GPU node: install Affinode, show its controller, tell its pods (a DaemonSet).
+    /// Manage a GPU node: install Affinode, serve its controller's API, report to its pods (a
+    /// DaemonSet).
     Node(Box<node::NodeOptions>),
-    /// Take Affinode off all nodes, before the rest of an installation goes (a Job).
+    /// Remove Affinode from all nodes, before the rest of an installation is removed (a Job).
     Retire(node::retire::RetireOptions),
-    /// Show all nodes on one page, and the way to each (a Deployment).
+    /// Show all nodes on one page, with a link to each (a Deployment).
     Fleet(Box<fleet::FleetOptions>),
-    /// Give GPU pods the runtime class while they are created (an admission webhook).
+    /// Set the runtime class of GPU pods while they are created (an admission webhook).
     Webhook(Box<webhook::WebhookOptions>),
 }
 
-/// Parses and runs.
+/// Parses the command line and runs the command.
 #[must_use]
 pub fn main() -> ExitCode {
     let arguments = ClusterArgs::parse();
@@ -49,7 +54,7 @@ fn exit<E: Error>(result: Result<(), E>) -> ExitCode {
     }
 }
 
-/// To stderr, which the kubelet keeps; `RUST_LOG` says how much.
+/// Logs to stderr, which the kubelet keeps; `RUST_LOG` sets the level.
 fn log() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt()

@@ -1,8 +1,8 @@
-//! How an error is told at the edge: as the controller tells them, and those of API servers.
+//! Formats an error with its causes, in the controller's form, also for errors of the API server.
 
 pub use affinode_controller::error_chain::chain;
 
-/// What an API server answered, without what kube says around it.
+/// The API server's own message, without the text that kube adds.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", match .0 {
     kube::Error::Api(status) => format!("{} (HTTP {})", status.message, status.code),

@@ -1,16 +1,16 @@
-//! What Affinode runs in a Kubernetes cluster, beside the controllers of its nodes.
+//! The programs that Affinode runs in a Kubernetes cluster, beside the controllers of its nodes.
 //!
 //! | module | what it does |
 //! | --- | --- |
-//! | [`node`] | looks after a GPU node: installs it, shows its controller, tells its pods |
-//! | [`fleet`] | shows all nodes on one page, and the way to each |
-//! | [`https`] | the door of all three |
-//! | [`webhook`] | gives GPU pods the runtime class while they are created |
+//! | [`node`] | manages a GPU node: installs Affinode, serves its controller's API, reports to its pods |
+//! | [`fleet`] | shows all nodes on one page, with a link to each |
+//! | [`https`] | the HTTPS server of all three |
+//! | [`webhook`] | sets the runtime class of GPU pods while they are created |
 //! | [`cli`] | the command `affinode-cluster` |
 //!
 //! It is a crate of its own, so that no program on the path of a container carries a Kubernetes
-//! client. Nothing here is needed for a container to run or to come home: a cluster in which all
-//! of it is gone creates pods without the runtime class, and those that have it go on.
+//! client. A container does not need it to run or to be restored: without it, a cluster creates
+//! pods without the runtime class, and pods that have the class go on.
 
 pub mod cli;
 mod error_chain;

@@ -1,5 +1,5 @@
-//! What the parts of this program that serve have in common: one thread, a client of the API
-//! server, a port, and an end when they are told to.
+//! The common part of this program's services: one thread, a client of the API server, a port, and
+//! an end on a signal.
 
 use std::{io, net::SocketAddr};
 
@@ -16,29 +16,29 @@ use crate::{
     https::{self, tls::TlsError},
 };
 
-/// Why one does not run.
+/// Reason why a service does not run.
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceError {
-    /// No runtime, no signals: the machine is out of something.
+    /// No async runtime or signal handler: a resource of the machine is exhausted.
     #[error("cannot start threads; is a limit of processes or memory reached?")]
     Start(#[source] io::Error),
-    /// It does not know where the API server is.
+    /// The address of the API server is not known.
     #[error(
         "no API server: run in a pod whose service account token is mounted, or with KUBECONFIG"
     )]
     Cluster(#[source] ApiError),
-    /// Nobody could be let in.
-    #[error("cannot set up the questions whose a token is (TokenReview)")]
+    /// The TokenReview client could not be created.
+    #[error("cannot create the TokenReview client")]
     Guard(#[source] GuardError),
-    /// There is no certificate, or the files that were named are of no use.
-    #[error("there is no certificate to show")]
+    /// No certificate could be created, or the named files are invalid.
+    #[error("there is no certificate to serve")]
     Papers(#[from] TlsError),
-    /// It cannot listen.
+    /// The port could not be bound.
     #[error("cannot listen on {0}; choose another address with --listen")]
     Listen(SocketAddr, #[source] io::Error),
 }
 
-/// SIGTERM and SIGINT, from the moment that this is made.
+/// Receives SIGTERM and SIGINT from its creation on.
 pub struct Told {
     term: Signal,
     int: Signal,
@@ -49,7 +49,7 @@ impl Told {
         Ok(Told { term: signal(SignalKind::terminate())?, int: signal(SignalKind::interrupt())? })
     }
 
-    /// Waits for either.
+    /// Waits for either signal.
     pub async fn wait(&mut self) {
         tokio::select! {
             _ = self.term.recv() => {}
@@ -58,14 +58,14 @@ impl Told {
     }
 }
 
-/// Runs one on this thread.
+/// Runs a service on this thread.
 ///
 /// # Errors
-/// [`ServiceError`], its own among them.
+/// [`ServiceError`], including that of the service.
 pub fn run<F: Future<Output = Result<(), ServiceError>>>(
     serve: impl FnOnce(Told) -> F,
 ) -> Result<(), ServiceError> {
-    // Whoever installed one before us installed the same.
+    // Fails only if the same provider is installed already.
     let _ = crypto::ring::default_provider().install_default();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -74,7 +74,7 @@ pub fn run<F: Future<Output = Result<(), ServiceError>>>(
     runtime.block_on(async { serve(Told::new().map_err(ServiceError::Start)?).await })
 }
 
-/// The API server, as the pod's service account or KUBECONFIG names it.
+/// A client of the API server, as the pod's service account or KUBECONFIG names it.
 ///
 /// # Errors
 /// [`ServiceError::Cluster`].
@@ -82,7 +82,7 @@ pub async fn client() -> Result<Client, ServiceError> {
     Client::try_default().await.map_err(|error| ServiceError::Cluster(ApiError(error)))
 }
 
-/// A port to serve on.
+/// Binds the port of a service.
 ///
 /// # Errors
 /// [`ServiceError::Listen`].

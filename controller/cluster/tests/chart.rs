@@ -1,5 +1,5 @@
 //! The chart of `config/helm/affinode` against the programs that it runs and the manifests beside
-//! it. What helm makes of it is shown by `cargo xtask k8s`.
+//! it. `cargo xtask k8s` tests what helm renders of it.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
@@ -20,14 +20,14 @@ fn help(command: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The part of a text from one line to another.
+/// The part of a text between two lines.
 fn part<'a>(text: &'a str, from: &str, to: &str) -> &'a str {
     let from = text.find(from).unwrap();
     &text[from..from + text[from..].find(to).unwrap()]
 }
 
 #[test]
-fn every_option_that_the_chart_gives_is_one_of_the_program() {
+fn chart_passes_only_existing_options() {
     for (file, command) in
         [("daemonset", "node"), ("fleet", "fleet"), ("uninstall", "retire"), ("webhook", "webhook")]
     {
@@ -58,7 +58,7 @@ fn policy_of_chart_and_manifest_look_at_the_same() {
 }
 
 #[test]
-fn webhook_of_chart_and_manifest_are_called_for_the_same() {
+fn webhook_rules_of_chart_and_manifest_agree() {
     let (ours, theirs) = (template("webhook"), config("kubernetes/webhook.yaml"));
     let rules = |text: &str| part(text, "    rules:", "scope: Namespaced").to_owned();
     assert_eq!(rules(&ours), rules(&theirs));
@@ -78,7 +78,7 @@ fn webhook_of_chart_and_manifest_are_called_for_the_same() {
 }
 
 #[test]
-fn who_looks_and_who_moves_may_the_same_with_the_chart_and_without() {
+fn user_roles_of_chart_and_manifest_agree() {
     let (ours, theirs) = (template("rbac"), config("kubernetes/dashboard.yaml"));
     for urls in theirs.lines().filter(|line| line.contains("nonResourceURLs")) {
         assert!(ours.contains(urls), "{urls}");
@@ -86,7 +86,7 @@ fn who_looks_and_who_moves_may_the_same_with_the_chart_and_without() {
 }
 
 #[test]
-fn the_page_of_all_nodes_has_no_right_to_change_anything() {
+fn fleet_page_has_only_read_rights() {
     let fleet = template("fleet");
     let mut rights: Vec<&str> = Vec::new();
     for line in fleet.lines().map(str::trim) {

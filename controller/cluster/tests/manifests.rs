@@ -30,7 +30,7 @@ fn one<T: DeserializeOwned>(file: &str, kind: &str) -> T {
     serde_json::from_value(document).unwrap()
 }
 
-/// The default of an option, as `--help` says it.
+/// The default of an option, from `--help`.
 fn default(option: &str) -> String {
     let program = env!("CARGO_BIN_EXE_affinode-cluster");
     let help = std::process::Command::new(program).args(["webhook", "--help"]).output().unwrap();
@@ -47,7 +47,7 @@ fn the_webhook_finds_what_the_manifest_makes() {
     assert_eq!(configuration.metadata.name.as_deref(), Some(&*default("webhook-configuration")));
     let webhooks = configuration.webhooks.unwrap();
     let webhook = &webhooks[0];
-    assert_eq!(webhook.failure_policy.as_deref(), Some("Ignore"), "no pod waits for us");
+    assert_eq!(webhook.failure_policy.as_deref(), Some("Ignore"), "no pod waits for the webhook");
     let service: Service = one("webhook.yaml", "Service");
     assert_eq!(service.metadata.name.as_deref(), Some(&*default("service")));
     let called = webhook.client_config.service.as_ref().unwrap();
@@ -62,7 +62,7 @@ fn the_webhook_finds_what_the_manifest_makes() {
 }
 
 #[test]
-fn the_rights_of_the_webhook_name_what_it_writes_and_nothing_else() {
+fn webhook_rights_cover_only_its_writes() {
     let role: Role = one("webhook.yaml", "Role");
     let cluster: ClusterRole = one("webhook.yaml", "ClusterRole");
     let rules = [role.rules.unwrap(), cluster.rules.unwrap()].concat();

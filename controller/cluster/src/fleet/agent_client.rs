@@ -1,4 +1,4 @@
-//! One question to one agent: bounded in time, over TLS with the certificate that is its own.
+//! A request to one agent: bounded in time, over TLS pinned to the agent's own certificate.
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -26,56 +26,57 @@ use tokio_rustls::{
 
 use super::{cert_pin, discovery::KnownNode};
 
-/// Time for a connection, handshake included.
+/// Time limit for a connection, handshake included.
 const CONNECT: Duration = Duration::from_secs(3);
-/// A body that says nothing for so long is over; streams of events say something every 15 s.
+/// A body without bytes for this long is ended; event streams send at least every 15 s.
 const SILENCE: Duration = Duration::from_secs(45);
 
-/// Why there is no answer.
+/// Reason why an agent's reply is missing.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentClientError {
-    /// Nobody to ask.
+    /// The node has no running agent.
     #[error("no agent runs on the node, or it has no address yet")]
     NoAgent,
-    /// Nobody whom we could trust with a token.
-    #[error("its agent has not said which certificate it shows")]
+    /// The agent has published no certificate, so no token may be sent to it.
+    #[error("the node's agent has not published its certificate")]
     NoCertificate,
-    /// No connection.
-    #[error("no connection to {0}")]
+    /// The TCP connection could not be opened.
+    #[error("cannot connect to {0}")]
     Connect(SocketAddr, #[source] io::Error),
-    /// Somebody else is at this address, or it speaks no TLS.
-    #[error("{0} does not show the certificate of the node's agent")]
+    /// The peer has another certificate, or does not speak TLS.
+    #[error("{0} does not present the certificate of the node's agent")]
     Tls(SocketAddr, #[source] io::Error),
-    /// The cryptography.
+    /// The TLS client could not be configured.
     #[error("cannot set up TLS")]
     Crypto(#[from] rustls::Error),
-    /// What came is no answer.
-    #[error("{0} does not answer as it should")]
+    /// The reply is not valid HTTP.
+    #[error("{0} does not reply with valid HTTP")]
     Http(SocketAddr, #[source] hyper::Error),
-    /// Nothing came.
-    #[error("{0} does not answer within {1:?}")]
+    /// The agent did not reply in time.
+    #[error("no reply from {0} within {1:?}")]
     Time(SocketAddr, Duration),
-    /// The question cannot be written.
-    #[error("cannot write the request")]
+    /// The request could not be built.
+    #[error("cannot build the request")]
     Question(#[from] hyper::http::Error),
 }
 
-/// What is asked.
+/// A request to an agent.
 #[derive(Clone, Debug)]
 pub struct AgentRequest<'a> {
-    /// The method.
+    /// HTTP method of the request.
     pub method: Method,
-    /// Path and query.
+    /// Path and query below the agent's root.
     pub path: &'a str,
-    /// `Bearer …`.
+    /// Header value of the form `Bearer TOKEN`.
     pub authorization: HeaderValue,
-    /// Kept of the user's own request: where a stream goes on, and what is understood.
+    /// Headers copied from the user's own request: the resume position of a stream, and accepted
+    /// types.
     pub more: Vec<(hyper::header::HeaderName, HeaderValue)>,
-    /// Time for the head of the answer.
+    /// Time limit for the head of the reply.
     pub time: Duration,
 }
 
-/// Asks a node's agent.
+/// Sends a request to a node's agent.
 ///
 /// # Errors
 /// [`AgentClientError`].
@@ -120,7 +121,7 @@ pub async fn ask(
     timeout(question.time, talk).await.map_err(late(question.time))?
 }
 
-/// The body of an answer; the connection lasts as long as it.
+/// The body of a reply; it keeps the connection open until it is dropped.
 pub struct AgentReply {
     body: Incoming,
     silence: Pin<Box<Sleep>>,

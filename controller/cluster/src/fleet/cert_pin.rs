@@ -1,5 +1,5 @@
-//! Trust in one certificate alone: the one that the node's agent told the cluster that it shows.
-//! Agents make their own, so there is no authority that would vouch for it.
+//! Trust in exactly one certificate: the one that the node's agent has published in the cluster.
+//! Agents issue their own certificates, so no authority vouches for them.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use tokio_rustls::rustls::{
     pki_types::{CertificateDer, ServerName, UnixTime},
 };
 
-/// SHA-256 of a certificate.
+/// SHA-256 digest of a certificate.
 pub type Fingerprint = [u8; 32];
 
-/// As the annotation has it: 64 hex digits.
+/// Parses the annotation's form: 64 hex digits.
 #[must_use]
 pub fn parse(text: &str) -> Option<Fingerprint> {
     let mut fingerprint = Fingerprint::default();
@@ -27,10 +27,10 @@ pub fn parse(text: &str) -> Option<Fingerprint> {
     Some(fingerprint)
 }
 
-/// A client that talks to whom has that certificate, and its key, alone.
+/// A TLS client that accepts only a peer with that certificate and its key.
 ///
 /// # Errors
-/// The cryptography knows no usual version of TLS.
+/// If the crypto provider supports no usual version of TLS.
 pub fn client(fingerprint: Fingerprint) -> Result<ClientConfig, rustls::Error> {
     let provider = Arc::new(crypto::ring::default_provider());
     let pinned = PinnedCertificate { fingerprint, algorithms: algorithms(&provider) };

@@ -1,5 +1,4 @@
-//! Which nodes there are, where their agents are, and which certificates these show: watched, of
-//! the cluster's own objects.
+//! Watches the cluster's objects for nodes, the addresses of their agents, and their certificates.
 
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
 
@@ -21,26 +20,26 @@ use crate::{
     node::node_labels::{AGENT, CERTIFICATE, STATE},
 };
 
-/// Nodes that are shown; Kubernetes is made for no more.
+/// Upper bound of the nodes shown, equal to the limit of Kubernetes.
 pub const NODES: usize = 5000;
 
-/// A node that an agent of this installation looks after.
+/// A node that an agent of this installation manages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KnownNode {
-    /// Its name.
+    /// Name of the node object.
     pub name: String,
-    /// How it stands, in the agent's words.
+    /// State of the node in the agent's words, from its annotation.
     pub state: String,
-    /// Where the agent is.
+    /// Address of the agent; `None` while it has none.
     pub address: Option<SocketAddr>,
-    /// What it shows.
+    /// Fingerprint that the agent has published.
     pub certificate: Option<Fingerprint>,
 }
 
-/// All nodes as they are known now, sorted by name.
+/// All known nodes, sorted by name.
 pub type Nodes = Arc<dyn Fn() -> Vec<KnownNode> + Send + Sync>;
 
-/// Watches.
+/// Watches of the nodes and the agents' endpoints.
 pub struct NodeDiscovery {
     nodes: Store<PartialObjectMeta<Node>>,
     agents: Store<EndpointSlice>,
@@ -48,7 +47,7 @@ pub struct NodeDiscovery {
 }
 
 impl NodeDiscovery {
-    /// Watches for as long as the runtime runs.
+    /// Watches until the runtime ends.
     #[must_use]
     pub fn watch(
         client: Client,
@@ -63,7 +62,7 @@ impl NodeDiscovery {
                 .modify(|node| node.managed_fields_mut().clear());
         tokio::spawn(reflector::reflector(writer, events).for_each(|event| async {
             if let Err(error) = event {
-                tracing::warn!("the nodes cannot be watched: {}", error_chain::chain(&error));
+                tracing::warn!("nodes: the watch failed: {}", error_chain::chain(&error));
             }
         }));
         let (agents, writer) = reflector::store();
@@ -72,7 +71,7 @@ impl NodeDiscovery {
         let events = watcher(Api::namespaced(client, namespace), of).default_backoff();
         tokio::spawn(reflector::reflector(writer, events).for_each(|event| async {
             if let Err(error) = event {
-                tracing::warn!("the agents cannot be watched: {}", error_chain::chain(&error));
+                tracing::warn!("agents: the watch failed: {}", error_chain::chain(&error));
             }
         }));
         NodeDiscovery { nodes, agents, installation: installation.to_owned() }
@@ -100,7 +99,7 @@ fn roster(
             };
             let Ok(ip) = ip.parse() else { continue };
             let ready = endpoint.conditions.as_ref().and_then(|c| c.ready).unwrap_or(true);
-            // While an agent is replaced there are two: the one that serves is asked.
+            // While an agent is replaced there are two: the ready one is used.
             let seen = addresses.entry(node.as_str()).or_insert((ready, SocketAddr::new(ip, port)));
             if ready && !seen.0 {
                 *seen = (ready, SocketAddr::new(ip, port));
@@ -148,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_of_this_installation_are_known_with_their_agents_and_no_others() {
+    fn only_nodes_of_this_installation_are_known() {
         let fingerprint = "0a".repeat(32);
         let nodes = [
             node("b", json!({ AGENT: "ns/us", STATE: "served", CERTIFICATE: fingerprint })),

@@ -1,19 +1,20 @@
-//! One page for all nodes: how much VRAM each has, what could be moved out, who waits; and the way
+//! One page for all nodes: VRAM of each, VRAM that can be offloaded, waiting containers, and a link
 //! to each node's own dashboard.
 //!
 //! ```text
-//!  browser ──TLS, token──> [`site`] ──TokenReview, SubjectAccessReview──> API server
-//!                            │ may look: the list          │ may do that: the node's own API
+//!  browser ──TLS, token──> [`server`] ──TokenReview, SubjectAccessReview──> API server
+//!                            │ may get the list            │ may call the node's own API
 //!                            v                             v
-//!                         [`survey`] ──its own token──> [`ask`] ──the user's token──> node agent,
-//!                            ^                            TLS, pinned                 which asks again
-//!                         [`roster`]: nodes, agents' addresses, their certificates
+//!                         [`poller`] ──its own token──> [`agent_client`] ──the user's token──> node agent,
+//!                            ^                            TLS, pinned                 which reviews again
+//!                         [`discovery`]: nodes, agents' addresses, their certificates
 //! ```
 //!
-//! The list is shown to whom the API server lets `get /affinode/v1/node`, which is what each agent would
-//! ask; this program's account has that one right and no other, so nobody sees by it what a token
-//! would not show. What is below a node's name goes to its agent with the user's own token. The
-//! page itself is ours, whichever node it shows: an agent can send data, never a script.
+//! The list is sent to a user whom the API server allows `get /affinode/v1/node`, the same right
+//! that each agent would check. This program's account has that right and no other, so the list
+//! shows a user nothing that the user's own token would not show. A request below a node's name
+//! goes to its agent with the user's own token. The page itself always comes from this program,
+//! whichever node it shows: an agent can send data, never a script.
 
 mod agent_client;
 mod cert_pin;
@@ -34,22 +35,22 @@ use crate::{
     service::{self, ServiceError, Told},
 };
 
-/// How it runs.
+/// How the page of all nodes runs.
 #[derive(Args, Clone, Debug)]
 pub struct FleetOptions {
     /// This installation in the cluster: namespace/name.
     #[arg(long, value_name = "NAME")]
     installation: String,
-    /// Namespace of the agents.
+    /// Namespace in which the agents run.
     #[arg(long, value_name = "NAME", env = "POD_NAMESPACE")]
     namespace: String,
-    /// The agents' Service.
+    /// Name of the agents' Service.
     #[arg(long, value_name = "NAME")]
     service: String,
-    /// Where the page is.
+    /// Address and port to serve on.
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:8443", env = "AFFINODE_LISTEN")]
     listen: SocketAddr,
-    /// A name, other than addresses, that clients call it by.
+    /// A host name, other than addresses, under which clients reach the page.
     #[arg(long = "host", value_name = "NAME", value_delimiter = ',')]
     hosts: Vec<String>,
     #[command(flatten)]

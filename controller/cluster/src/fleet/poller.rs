@@ -1,10 +1,10 @@
-//! How all nodes are: asked in turn for as long as somebody looks, a few at a time, each for a few
-//! seconds at most. Who looks is shown what is known, and never waits for a node.
+//! Polls all nodes in turn while the page is in use, a few at a time, each for a few seconds at
+//! most. A request for the page gets the last known state, and never waits for a node.
 //!
 //! ```text
-//!  Asking ──answer──> Serving | Resting (no controller yet) | Troubled (sees no GPU)
-//!     └──none, or a no──> Unreachable: why, and what was seen last, and when
-//!  NotServed: the agent says that containerd does not serve the runtime
+//!  Asking ──reply──>  Serving | Resting (no controller yet) | Troubled (sees no GPU)
+//!     └──none, or an error──> Unreachable: the reason, the last figures, and their time
+//!  NotServed: the agent reports that containerd does not serve the runtime
 //! ```
 
 use std::{
@@ -31,66 +31,67 @@ use super::{
 };
 use crate::{error_chain, node::NO_CONTROLLER};
 
-/// Nodes that are asked at a time.
+/// Number of nodes polled at a time.
 const MAX_CONCURRENT_POLLS: usize = 16;
-/// Time for an answer.
+/// Time limit for a reply.
 const TIME: Duration = Duration::from_secs(3);
-/// Bytes of an answer.
+/// Upper bound of a reply's body, in bytes.
 const BODY_BYTES: usize = 2 << 20;
-/// A round begins no sooner after the one before it began.
+/// Minimum time between the starts of two rounds.
 const PACE: Duration = Duration::from_secs(5);
-/// And in large fleets by so much later for each node.
+/// Additional time for each node, for large fleets.
 const PACE_EACH: Duration = Duration::from_millis(10);
-/// After so long without a look nobody is asked any more.
+/// Polling stops after this time without a request for the list.
 const POLLER_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Characters of a reason.
+/// Upper bound of a reason, in characters.
 const WHY_CHARS: usize = 300;
 
-/// How a node is.
+/// Health of a node as the page shows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub enum NodeHealth {
-    /// It has not been asked yet.
+    /// Not polled yet since it appeared.
     #[default]
     Asking,
-    /// Its controller answers.
+    /// The controller replies and sees its GPUs.
     Serving,
-    /// Its agent answers; there is no controller until a GPU container comes.
+    /// The agent replies; the controller starts with the first GPU container.
     Resting,
-    /// Its controller answers, and sees no GPU.
+    /// The controller replies, and sees no GPU.
     Troubled,
-    /// Its agent says that the runtime is not served.
+    /// The agent reports that containerd does not serve the runtime.
     NotServed,
-    /// No answer, or none that is of use.
+    /// No reply, or an invalid one.
     Unreachable,
 }
 
-/// A node, as the page has it.
+/// A node as the page shows it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct NodeRow {
-    /// Its name.
+    /// Name of the node object.
     pub name: String,
-    /// How it is.
+    /// Health at the last poll.
     pub health: NodeHealth,
-    /// Why, where there is something to say.
+    /// Reason of the health, empty if there is none.
     pub why: String,
-    /// When its agent answered last, milliseconds since 1970; nothing: not since we look.
+    /// Time of the agent's last reply, in milliseconds since 1970. `None`: no reply since this
+    /// program started.
     pub seen_unix_ms: Option<i64>,
-    /// What it said then.
+    /// Figures of that reply. `None`: it had none.
     pub figures: Option<FleetSummary>,
 }
 
-/// All of them.
+/// The list of all nodes.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ListedNode {
-    /// Now, milliseconds since 1970.
+    /// Time of the list, in milliseconds since 1970.
     pub unix_ms: i64,
-    /// Nodes that are more than we show.
+    /// Number of nodes above the bound, not listed.
     pub left_out: usize,
-    /// The others, by name.
+    /// The listed nodes, by name.
     pub nodes: Vec<NodeRow>,
 }
 
-/// Who asks.
+/// Polls the agents and keeps their last replies.
 pub struct FleetPoller {
     nodes: Nodes,
     token_file: PathBuf,
@@ -100,7 +101,7 @@ pub struct FleetPoller {
 }
 
 impl FleetPoller {
-    /// Nobody is asked before somebody looks.
+    /// Starts without polling: the first request for the list starts it.
     #[must_use]
     pub fn new(nodes: Nodes, token_file: PathBuf) -> FleetPoller {
         FleetPoller {
@@ -112,7 +113,7 @@ impl FleetPoller {
         }
     }
 
-    /// What is known now. It is renewed for as long as this is called.
+    /// The last known state. Polling continues while this is called.
     pub fn listed(&self) -> ListedNode {
         *lock(&self.looked) = Some(Instant::now());
         self.look.notify_one();
@@ -123,7 +124,7 @@ impl FleetPoller {
         ListedNode { unix_ms: now_ms(), left_out, nodes }
     }
 
-    /// Asks for ever.
+    /// Polls until the runtime ends.
     pub async fn run(self: Arc<Self>) {
         loop {
             let begun = Instant::now();
@@ -138,7 +139,7 @@ impl FleetPoller {
         }
     }
 
-    /// Asks every node once, and says how many there are.
+    /// Polls every node once, and returns their number.
     pub async fn round(&self) -> usize {
         let known: Vec<KnownNode> = (self.nodes)().into_iter().take(NODES).collect();
         let names: BTreeSet<&str> = known.iter().map(|node| node.name.as_str()).collect();
@@ -150,9 +151,11 @@ impl FleetPoller {
                 let token = token.clone();
                 async move {
                     let heard = match token {
-                        Ok(token) => timeout(2 * TIME, hear(&node, token))
-                            .await
-                            .unwrap_or_else(|_| Err(format!("no whole answer in {:?}", 2 * TIME))),
+                        Ok(token) => {
+                            timeout(2 * TIME, hear(&node, token)).await.unwrap_or_else(|_| {
+                                Err(format!("no complete reply within {:?}", 2 * TIME))
+                            })
+                        }
                         Err(why) => Err(why),
                     };
                     let mut seen = lock(&self.seen);
@@ -165,7 +168,7 @@ impl FleetPoller {
     }
 }
 
-/// What an agent said: figures, or that there is no controller.
+/// An agent's reply: figures, or `None` if there is no controller.
 type Heard = Result<Option<FleetSummary>, String>;
 
 fn note(row: &mut NodeRow, node: KnownNode, heard: Heard) {
@@ -190,12 +193,12 @@ fn note(row: &mut NodeRow, node: KnownNode, heard: Heard) {
     }
 }
 
-/// What the agent says of the runtime is newer than what was asked.
+/// The state that the agent has published is newer than its last reply.
 fn row(node: KnownNode, seen: &BTreeMap<String, NodeRow>) -> NodeRow {
     let mut row = seen.get(&node.name).cloned().unwrap_or_default();
     row.name = node.name;
     if node.state.starts_with("served") {
-        // It may be served with another configuration than the cluster's.
+        // The runtime may be served with a configuration other than the cluster's.
         if node.state != "served" && row.why.is_empty() {
             row.why = node.state;
         }
@@ -205,7 +208,7 @@ fn row(node: KnownNode, seen: &BTreeMap<String, NodeRow>) -> NodeRow {
         row.health = NodeHealth::NotServed;
         row.why = node.state;
     } else if !node.state.is_empty() {
-        row.why = format!("{}; it said last: {}", row.why, node.state);
+        row.why = format!("{}; last published state: {}", row.why, node.state);
     }
     row
 }
@@ -225,22 +228,22 @@ async fn hear(node: &KnownNode, authorization: HeaderValue) -> Heard {
     }
     let body = body(answer).await?;
     if status != StatusCode::OK {
-        return Err(format!("its agent says {status}: {}", said(&body)));
+        return Err(format!("its agent returned {status}: {}", said(&body)));
     }
-    summary::read(&body).map(Some).map_err(|error| format!("its answer is no node: {error}"))
+    summary::read(&body).map(Some).map_err(|error| format!("its reply is not a node: {error}"))
 }
 
 async fn body(answer: Response<AgentReply>) -> Result<Vec<u8>, String> {
     match Limited::new(answer.into_body(), BODY_BYTES).collect().await {
         Ok(body) => Ok(body.to_bytes().into()),
         Err(error) if error.is::<LengthLimitError>() => {
-            Err(format!("its answer has more than {BODY_BYTES} bytes"))
+            Err(format!("its reply has more than {BODY_BYTES} bytes"))
         }
-        Err(error) => Err(format!("its answer ended early: {error}")),
+        Err(error) => Err(format!("its reply ended early: {error}")),
     }
 }
 
-/// `{"error": "…"}`, or text.
+/// Extracts the message of `{"error": "…"}`, or plain text.
 fn said(body: &[u8]) -> String {
     #[derive(serde::Deserialize)]
     struct NodeReply {
@@ -252,12 +255,13 @@ fn said(body: &[u8]) -> String {
     }
 }
 
-/// The kubelet renews it.
+/// Reads the token before each round: the kubelet renews the file.
 fn bearer(file: &Path) -> Result<HeaderValue, String> {
-    let token = std::fs::read_to_string(file)
-        .map_err(|error| format!("our own token in {} cannot be read: {error}", file.display()))?;
+    let token = std::fs::read_to_string(file).map_err(|error| {
+        format!("cannot read this program's token in {}: {error}", file.display())
+    })?;
     let mut value = HeaderValue::try_from(format!("Bearer {}", token.trim()))
-        .map_err(|_| format!("what is in {} is no token", file.display()))?;
+        .map_err(|_| format!("{} does not contain a valid token", file.display()))?;
     value.set_sensitive(true);
     Ok(value)
 }

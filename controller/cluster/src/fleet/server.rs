@@ -1,11 +1,11 @@
-//! What is answered with what.
+//! The routes of the page of all nodes.
 //!
-//! | path | who | what |
+//! | path | allowed for | reply |
 //! | --- | --- | --- |
-//! | `/`, its files | everybody | the page, which holds no secret |
-//! | `/api/v1/fleet` | who may `get /affinode/v1/node` | [`super::survey`] |
-//! | `/nodes/NAME/`, its files | everybody | a node's page, as every controller has it |
-//! | `/nodes/NAME/api/…`, `/nodes/NAME/metrics` | who may that at a node | asked of its agent, with the user's token |
+//! | `/`, its files | everyone | the page, which holds no secret |
+//! | `/api/v1/fleet` | users with `get /affinode/v1/node` | [`super::poller`] |
+//! | `/nodes/NAME/`, its files | everyone | a node's page, as every controller has it |
+//! | `/nodes/NAME/api/…`, `/nodes/NAME/metrics` | users with that right at a node | forwarded to its agent, with the user's token |
 
 use std::{sync::Arc, time::Duration};
 
@@ -31,28 +31,28 @@ use crate::{
     https::{HttpsLimits, HttpsSite, authz, tls::ServedCertificate},
 };
 
-/// The list's own right: that of each node's figures.
+/// The right that the list requires: that of each node's figures.
 const LIST: AccessRule = AccessRule { verb: "get", path: "/affinode/v1/node" };
-/// Where nodes are.
+/// Prefix of the nodes' paths.
 const NODES: &str = "/nodes/";
-/// Time for the head of a node's answer; moves of containers take longer.
+/// Time limit for the head of a node's reply; a move of a container takes longer.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
-/// What a node may send: nothing that a browser would take for a page.
+/// Content types that a node may send: none that a browser renders as a page.
 const KINDS: [&str; 4] =
     ["application/json", "text/event-stream", "application/openmetrics-text", "text/plain"];
 
 type Body = UnsyncBoxBody<Bytes, hyper::Error>;
 
-/// The page and its API.
+/// Serves the page and its API.
 pub struct FleetServer {
-    /// Who may.
+    /// Checks tokens and rights at the API server.
     pub guard: HttpGuard,
-    /// The certificate.
+    /// The certificate that this server presents.
     pub shown: Arc<ServedCertificate>,
-    /// Which nodes there are.
+    /// Returns the nodes of the installation.
     pub roster: Nodes,
-    /// How they are.
+    /// Holds the state of the nodes.
     pub survey: Arc<FleetPoller>,
 }
 
@@ -93,7 +93,7 @@ impl HttpsSite for FleetServer {
 }
 
 impl FleetServer {
-    /// Whoever may not is not heard of by any node.
+    /// Checks the right before any node gets the request.
     async fn may(&self, headers: &HeaderMap, access: AccessRule) -> Result<(), Response<Body>> {
         self.guard.admit(headers, access).await.map(|_| ()).map_err(|refusal| refused(&refusal))
     }
@@ -111,7 +111,7 @@ impl FleetServer {
             return refused;
         }
         let Some(node) = (self.roster)().into_iter().find(|node| node.name == name) else {
-            let why = "there is no such node, or no agent of this installation looks after it";
+            let why = "there is no such node, or no agent of this installation manages it";
             return own(reply::error(StatusCode::NOT_FOUND, why));
         };
         let path = match request.uri().query() {
@@ -120,7 +120,7 @@ impl FleetServer {
         };
         let headers = request.headers();
         let Some(authorization) = headers.get(header::AUTHORIZATION).cloned() else {
-            return own(reply::error(StatusCode::UNAUTHORIZED, "a token is needed"));
+            return own(reply::error(StatusCode::UNAUTHORIZED, "a bearer token is required"));
         };
         let kept = [header::ACCEPT, HeaderName::from_static("last-event-id")];
         let kept =
@@ -143,7 +143,7 @@ impl FleetServer {
     }
 }
 
-/// What a node says, with our own headers: its policy is ours.
+/// A node's reply with this server's own headers: its content policy applies.
 fn passed_on<B>(answer: Response<B>) -> Response<Body>
 where
     B: hyper::body::Body<Data = Bytes, Error = hyper::Error> + Send + 'static,
@@ -152,7 +152,7 @@ where
     let said = parts.headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
     let plain = |kind: &&str| said.is_some_and(|said| said.starts_with(*kind));
     let Some(kind) = KINDS.into_iter().find(plain) else {
-        let why = "the node answers with something that is no data";
+        let why = "the node's reply has a content type that is not allowed";
         return own(reply::error(StatusCode::BAD_GATEWAY, why));
     };
     let mut reply = reply::with(parts.status, kind, http_body_util::Empty::new());
@@ -175,7 +175,7 @@ files! {
     "/fleet.css": "text/css; charset=utf-8", "fleet.css";
     "/fleet.js": "text/javascript; charset=utf-8", "fleet.js";
 }
-/// What the page has in common with a node's.
+/// Files that this page shares with a node's page.
 const SHARED: [&str; 5] = ["/style.css", "/icon.svg", "/format.js", "/stream.js", "/theme.js"];
 
 fn file(path: &str, headers: &HeaderMap) -> Option<Reply> {

@@ -1,9 +1,9 @@
-//! What the fleet shows of a node, out of all that the node's controller says. Pure.
+//! The fields of a controller's reply that the page of all nodes shows. Pure.
 
 use affinode_proto::state::State;
 use serde::{Deserialize, Serialize};
 
-/// Characters of a text of a node's.
+/// Upper bound of a node's texts, in characters.
 const TEXT_CHARS: usize = 200;
 
 /// A node in figures.
@@ -11,41 +11,41 @@ const TEXT_CHARS: usize = 200;
 pub struct FleetSummary {
     /// Version of the controller.
     pub version: String,
-    /// When it started, milliseconds since 1970.
+    /// Start time, in milliseconds since 1970.
     pub started_unix_ms: i64,
-    /// Why its GPUs cannot be seen, or nothing.
+    /// Reason why its GPUs cannot be read. `None`: they can.
     pub gpu_error: Option<String>,
-    /// Whether it moves containers by itself.
+    /// Whether it offloads idle containers without a request.
     pub auto_offload: bool,
-    /// GPUs.
+    /// Number of the node's GPUs.
     pub gpus: usize,
-    /// What they are called; those of one node are of one kind, mostly.
+    /// Model of the first GPU; usually all of a node are of one model.
     pub gpu_name: String,
-    /// Whether one of them is a simulated one.
+    /// Whether at least one GPU is simulated.
     pub simulated: bool,
-    /// VRAM of all.
+    /// VRAM of all GPUs together.
     pub vram_total_bytes: u64,
-    /// VRAM in use, by whomever.
+    /// VRAM in use on all GPUs, by any process.
     pub vram_used_bytes: u64,
-    /// VRAM of idle containers that could be moved out now.
+    /// VRAM of idle containers that could be offloaded now.
     pub vram_reclaimable_bytes: u64,
     /// VRAM that containers hold.
     pub resident_bytes: u64,
-    /// Containers that hold some.
+    /// Number of containers that hold VRAM.
     pub resident: usize,
-    /// What offloaded containers have in host memory.
+    /// Host memory that offloaded containers use.
     pub offloaded_bytes: u64,
-    /// Containers that are away, or on their way home.
+    /// Number of containers that are offloaded, or being restored.
     pub offloaded: usize,
     /// Containers whose calls wait for VRAM.
     pub waiting: usize,
     /// Containers whose state is lost.
     pub lost: usize,
-    /// Host memory that offloads may still take.
+    /// Host memory that offloads may still use.
     pub host_free_bytes: u64,
 }
 
-/// What a node says, as far as it is wanted here.
+/// The fields of the controller's reply that are used here.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct NodeSummary {
@@ -77,10 +77,10 @@ struct ContainerSummary {
     offloaded_bytes: u64,
 }
 
-/// The figures of what `/api/v1/node` says.
+/// Parses the reply to `/api/v1/node`.
 ///
 /// # Errors
-/// It is something else.
+/// If the bytes are not such a reply.
 pub fn read(json: &[u8]) -> Result<FleetSummary, serde_json::Error> {
     let node: NodeSummary = serde_json::from_slice(json)?;
     let text = |text: &str| text.chars().take(TEXT_CHARS).collect::<String>();
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_controller_says_is_added_up() {
+    fn controller_figures_are_summed() {
         let gpu = |name: &str, total, used| schema::Gpu {
             name: name.into(),
             vram_total_bytes: total,
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_large_or_no_node_at_all_does_no_harm() {
+    fn oversized_or_foreign_reply_is_harmless() {
         let most =
             format!("{{\"containers\":[{0},{0}]}}", r#"{"vram_bytes":18446744073709551615}"#);
         assert_eq!(read(most.as_bytes()).unwrap().resident_bytes, u64::MAX);

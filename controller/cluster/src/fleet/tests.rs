@@ -1,5 +1,5 @@
-//! The fleet's page before agents on loopback: real TLS, their own certificates, a token file in
-//! place of the API server.
+//! The page of all nodes in front of agents on loopback: real TLS, their own certificates, a token
+//! file in place of the API server.
 
 use std::{
     net::SocketAddr,
@@ -37,29 +37,29 @@ use crate::{
     node::NO_CONTROLLER,
 };
 
-/// Of the fleet server itself, at the agents.
+/// Token of the fleet server itself, for the agents.
 const OWN: &str = "the-account-of-the-fleet-server";
-/// Of somebody who looks.
+/// Token of a user of the page.
 const USER: &str = "a-long-and-secret-token";
 
-/// What an agent does.
+/// Behaviour of a simulated agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mood {
     Well,
     NoController,
     Forbids,
-    /// Takes the question and says nothing.
+    /// Accepts the request and never replies.
     Silent,
-    /// Sends without end.
+    /// Sends a body without end.
     Endless,
-    /// Sends a page with a script.
+    /// Sends HTML with a script.
     Page,
 }
 
 struct Agent {
     mood: Mood,
     shown: ServedCertificate,
-    /// Tokens that it was shown.
+    /// Tokens that the agent received.
     asked: std::sync::Mutex<Vec<String>>,
     busy: AtomicUsize,
     most: AtomicUsize,
@@ -192,7 +192,7 @@ fn body(answer: &str) -> Value {
 }
 
 #[tokio::test]
-async fn the_list_says_how_each_node_is_whatever_the_others_do() {
+async fn list_reports_each_node_independently() {
     let (well, known) = agent(Mood::Well).await;
     let mut nodes = vec![known];
     for mood in [Mood::NoController, Mood::Forbids, Mood::Endless] {
@@ -207,13 +207,13 @@ async fn the_list_says_how_each_node_is_whatever_the_others_do() {
     };
     let well_address = nodes[0].address;
     nodes.push(other("gone", Some(gone), Some([7; 32]), "served"));
-    nodes.push(other("nobody", None, Some([7; 32]), "not installed: no containerd"));
+    nodes.push(other("agentless", None, Some([7; 32]), "not installed: no containerd"));
     let elsewhere = KnownNode { name: "elsewise".into(), ..nodes[0].clone() };
     nodes.push(KnownNode { state: "served, with another configuration: why".into(), ..elsewhere });
     nodes.push(other("unknown", well_address, None, "served"));
     nodes.push(other("impostor", well_address, Some([7; 32]), "served"));
     let stage = stage(nodes);
-    assert_eq!(stage.row("well").health, NodeHealth::Asking, "nobody has looked yet");
+    assert_eq!(stage.row("well").health, NodeHealth::Asking, "the list was not requested yet");
     stage.fleet.survey.round().await;
     let seen = stage.row("well");
     assert_eq!((seen.health, &*seen.why), (NodeHealth::Serving, ""));
@@ -224,26 +224,26 @@ async fn the_list_says_how_each_node_is_whatever_the_others_do() {
     assert_eq!(elsewise.health, NodeHealth::Serving);
     assert_eq!(elsewise.why, "served, with another configuration: why");
     for (name, why) in [
-        ("forbids", "its agent says 403 Forbidden: the fleet may not get /api/v1/node"),
+        ("forbids", "its agent returned 403 Forbidden: the fleet may not get /api/v1/node"),
         ("endless", "more than 2097152 bytes"),
-        ("gone", "no connection to 127.0.0.1"),
+        ("gone", "cannot connect to 127.0.0.1"),
         (
-            "nobody",
-            "no agent runs on the node, or it has no address yet; it said last: not installed",
+            "agentless",
+            "no agent runs on the node, or it has no address yet; last published state: not installed",
         ),
-        ("unknown", "has not said which certificate"),
-        ("impostor", "does not show the certificate of the node's agent"),
+        ("unknown", "has not published its certificate"),
+        ("impostor", "does not present the certificate of the node's agent"),
     ] {
         let row = stage.row(name);
         assert_eq!(row.health, NodeHealth::Unreachable, "{name}");
         assert!(row.why.contains(why), "{name}: {}", row.why);
     }
-    // It was asked as whom the fleet server is; who only pretended to be it got no token.
+    // The fleet server's own token was sent; the impostor got no token.
     assert_eq!(*well.asked.lock().unwrap(), [(); 2].map(|()| format!("Bearer {OWN}")));
 }
 
 #[tokio::test]
-async fn a_node_that_went_away_keeps_what_was_seen_of_it_and_when() {
+async fn lost_node_keeps_its_last_figures_and_time() {
     let (_, known) = agent(Mood::Well).await;
     let there = Arc::new(AtomicBool::new(true));
     let switch = Arc::clone(&there);
@@ -264,7 +264,7 @@ async fn a_node_that_went_away_keeps_what_was_seen_of_it_and_when() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nodes_that_say_nothing_hold_up_neither_the_others_nor_the_page() {
+async fn silent_nodes_delay_neither_page_nor_others() {
     let (silent, known) = agent(Mood::Silent).await;
     let mut nodes: Vec<KnownNode> =
         (0..100).map(|n| KnownNode { name: format!("silent-{n}"), ..known.clone() }).collect();
@@ -273,7 +273,11 @@ async fn nodes_that_say_nothing_hold_up_neither_the_others_nor_the_page() {
     let survey = Arc::clone(&stage.fleet.survey);
     let round = tokio::spawn(async move { survey.round().await });
     let list = body(&stage.as_user("GET /api/v1/fleet").await);
-    assert_eq!(list["nodes"].as_array().unwrap().len(), 101, "it is there at once: {list}");
+    assert_eq!(
+        list["nodes"].as_array().unwrap().len(),
+        101,
+        "the list does not wait for a node: {list}"
+    );
     assert_eq!(round.await.unwrap(), 101);
     assert!(stage.row("silent-0").why.contains("within"), "{:?}", stage.row("silent-0"));
     assert_eq!(stage.row("well").health, NodeHealth::Serving);
@@ -281,7 +285,7 @@ async fn nodes_that_say_nothing_hold_up_neither_the_others_nor_the_page() {
 }
 
 #[tokio::test]
-async fn who_shows_no_token_or_comes_by_another_name_learns_nothing_and_no_node_hears_of_it() {
+async fn request_without_token_or_host_reaches_no_node() {
     let (agent, known) = agent(Mood::Well).await;
     let stage = stage(vec![known]);
     let user = format!("authorization: Bearer {USER}");
@@ -310,7 +314,7 @@ async fn who_shows_no_token_or_comes_by_another_name_learns_nothing_and_no_node_
 }
 
 #[tokio::test]
-async fn what_is_below_a_node_is_asked_of_its_agent_with_the_users_own_token() {
+async fn node_requests_carry_the_users_own_token() {
     let (_, known) = agent(Mood::Well).await;
     let address = known.address.unwrap();
     let stage = stage(vec![known]);
@@ -343,14 +347,14 @@ async fn what_is_below_a_node_is_asked_of_its_agent_with_the_users_own_token() {
 }
 
 #[tokio::test]
-async fn a_nodes_page_is_ours_and_an_agent_can_send_no_script() {
+async fn agent_cannot_send_a_page_or_a_script() {
     let (agent, known) = agent(Mood::Page).await;
     let stage = stage(vec![known]);
     let page = stage.ask("GET /nodes/page/", &[]).await;
     assert!(page.starts_with("HTTP/1.1 200") && page.contains("<title>Affinode"), "{page}");
     let script = stage.ask("GET /nodes/page/app.js", &[]).await;
     assert!(script.contains("content-type: text/javascript"), "{script}");
-    assert!(agent.asked.lock().unwrap().is_empty(), "nobody was asked for it");
+    assert!(agent.asked.lock().unwrap().is_empty(), "no agent was asked for it");
     let answer = stage.as_user("GET /nodes/page/api/v1/node").await;
     assert!(answer.starts_with("HTTP/1.1 502") && !answer.contains("steal"), "{answer}");
 }

@@ -1,4 +1,4 @@
-//! Who may, by the API server of this cluster, and what those hear who may not.
+//! Authorisation by the API server of this cluster, and the reply to a denied request.
 
 use affinode_controller::{
     config::{HttpAuth, HttpSection, KubernetesSection},
@@ -12,13 +12,13 @@ use hyper::{
     header::{self, HeaderValue},
 };
 
-/// What a pod has of its service account.
+/// Folder in which a pod finds its service account.
 pub const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
-/// Tokens are shown to the API server, with this pod's own account.
+/// A guard that sends tokens to the API server for review, with this pod's own account.
 ///
 /// # Errors
-/// There is no account, or no API server.
+/// If there is no account, or no API server.
 pub fn by_review(hosts: &[String]) -> Result<HttpGuard, GuardError> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let (host, port) = (variable("KUBERNETES_SERVICE_HOST"), variable("KUBERNETES_SERVICE_PORT"));
@@ -36,7 +36,7 @@ pub fn by_review(hosts: &[String]) -> Result<HttpGuard, GuardError> {
     })
 }
 
-/// The answer to a request that is refused. The dashboard shows its words.
+/// The reply to a denied request. The dashboard shows its text.
 #[must_use]
 pub fn refused(refusal: &Denied) -> Reply {
     let status = match refusal.kind {

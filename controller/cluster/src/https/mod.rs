@@ -1,7 +1,7 @@
-//! HTTPS as this program speaks it to whoever reaches it: bounded in connections, bytes and time.
+//! The HTTPS server of this program: bounded in connections, bytes and time.
 //!
 //! ```text
-//!  connection ──> a place among those allowed ──> handshake ──> requests, one at a time ──> [`Site`]
+//!  connection ──> one of the allowed connections ──> handshake ──> requests, one at a time ──> [`HttpsSite`]
 //! ```
 
 pub mod authz;
@@ -24,55 +24,55 @@ use tokio::{
 };
 use tokio_rustls::{TlsAcceptor, rustls::ServerConfig};
 
-/// Bytes of a request's head.
+/// Upper bound of a request's head, in bytes.
 const HEAD_BYTES: usize = 16 << 10;
-/// Fields of a request's head.
+/// Upper bound of a request's header fields.
 const HEAD_FIELDS: usize = 64;
-/// How long nobody is let in after somebody could not be.
+/// Pause after a failed accept.
 const ACCEPT_BACKOFF: Duration = Duration::from_millis(200);
 
-/// How much a site takes upon itself.
+/// Limits of a site.
 #[derive(Clone, Copy, Debug)]
 pub struct HttpsLimits {
     /// Connections at a time; further ones wait in the kernel's queue.
     pub connections: usize,
-    /// Time for a handshake.
+    /// Time limit for the TLS handshake.
     pub handshake: Duration,
-    /// Time for a request's head; also how long a connection may rest between requests.
+    /// Time limit for a request's head; also the idle time of a connection between requests.
     pub head: Duration,
 }
 
-/// What is served.
+/// A site with its limits, certificate and replies.
 pub trait HttpsSite: Send + Sync + 'static {
-    /// The body of an answer.
+    /// Body type of a reply.
     type Body: Body<Data = Bytes, Error: Into<Box<dyn Error + Send + Sync>>> + Send + 'static;
-    /// How much of it at a time.
+    /// Limits on connections and times.
     const LIMITS: HttpsLimits;
 
-    /// What is shown to the connection that comes in; without papers it is let go.
+    /// TLS configuration for the next connection. `None`: the connection is closed.
     fn papers(&self) -> Option<Arc<ServerConfig>>;
 
-    /// The answer to a request.
+    /// Returns the reply to a request.
     fn answer(
         &self,
         request: Request<Incoming>,
     ) -> impl Future<Output = Response<Self::Body>> + Send;
 
-    /// Told of a client that did not like the papers, or does not speak TLS.
+    /// Called when a handshake fails: the client rejects the certificate, or does not speak TLS.
     fn parted(&self, error: &io::Error) {
-        tracing::debug!(%error, "a client ended the handshake");
+        tracing::debug!(%error, "client: the TLS handshake failed");
     }
 }
 
-/// Listens.
+/// Binds a TCP listener.
 ///
 /// # Errors
-/// When the address is in use, or none of this machine's.
+/// If the address is in use, or not one of this machine.
 pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     TcpListener::bind(address).await
 }
 
-/// Answers until the runtime ends.
+/// Accepts and serves connections until the runtime ends.
 pub async fn serve<S: HttpsSite>(listener: TcpListener, site: Arc<S>) {
     let connections = Arc::new(Semaphore::new(S::LIMITS.connections));
     loop {
@@ -82,8 +82,8 @@ pub async fn serve<S: HttpsSite>(listener: TcpListener, site: Arc<S>) {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Descriptors ran out, most likely: they come back when others leave.
-                tracing::warn!(%error, "a connection cannot be accepted");
+                // Most likely out of descriptors, which closing connections return.
+                tracing::warn!(%error, "listener: cannot accept a connection");
                 tokio::time::sleep(ACCEPT_BACKOFF).await;
                 continue;
             }
@@ -102,11 +102,11 @@ async fn converse<S: HttpsSite>(stream: TcpStream, site: &S) {
     match timeout(S::LIMITS.handshake, handshake).await {
         Ok(Ok(stream)) => answer_all(stream, site).await,
         Ok(Err(error)) => site.parted(&error),
-        Err(_) => tracing::debug!("a client says nothing"),
+        Err(_) => tracing::debug!("client: no TLS handshake in time"),
     }
 }
 
-/// Answers the requests of a connection.
+/// Serves the requests of one connection.
 pub async fn answer_all<S: HttpsSite>(stream: impl AsyncRead + AsyncWrite + Unpin, site: &S) {
     let service = service_fn(|request| async { Ok::<_, Infallible>(site.answer(request).await) });
     let served = http1::Builder::new()
@@ -117,6 +117,6 @@ pub async fn answer_all<S: HttpsSite>(stream: impl AsyncRead + AsyncWrite + Unpi
         .serve_connection(TokioIo::new(stream), service)
         .await;
     if let Err(error) = served {
-        tracing::debug!(%error, "a connection ended early");
+        tracing::debug!(%error, "client: the connection ended early");
     }
 }

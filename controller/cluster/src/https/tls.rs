@@ -1,4 +1,4 @@
-//! The certificate that is shown, which changes while connections come in.
+//! The certificate that a server presents, replaceable while connections come in.
 
 use std::{
     io,
@@ -13,44 +13,44 @@ use tokio_rustls::rustls::{
     pki_types::{CertificateDer, PrivateKeyDer, pem, pem::PemObject},
 };
 
-/// Why there is no certificate to show.
+/// Reason why there is no certificate to present.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file cannot be read.
-    #[error("cannot read {}, which {option} names", path.display())]
+    /// A certificate or key file cannot be read.
+    #[error("cannot read {}, the file of {option}", path.display())]
     File {
-        /// The option of the command.
+        /// Command-line option that names the file.
         option: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error of the read.
         #[source]
         source: io::Error,
     },
-    /// It holds something else.
-    #[error("the {0} is no PEM file of one")]
+    /// The PEM file holds another kind of object.
+    #[error("the file does not contain a {0} in PEM form")]
     Pem(&'static str, #[source] pem::Error),
-    /// They do not belong together.
-    #[error("certificate and key do not belong together")]
+    /// The key does not match the certificate.
+    #[error("the key does not match the certificate")]
     Pair(#[from] rustls::Error),
-    /// None can be made.
-    #[error("a certificate cannot be made")]
+    /// No self-signed certificate could be made.
+    #[error("cannot create a certificate")]
     Make(#[from] rcgen::Error),
 }
 
-/// Where the certificate is from.
+/// Options for the certificate and its key.
 #[derive(Args, Clone, Debug)]
 pub struct TlsFiles {
-    /// A PEM file with the certificate; one is made for this run when left out.
+    /// PEM file with the certificate; if omitted, a self-signed one is created for this run.
     #[arg(long, value_name = "FILE", requires = "tls_key_file")]
     tls_cert_file: Option<PathBuf>,
-    /// A PEM file with the certificate's key.
+    /// PEM file with the certificate's key.
     #[arg(long, value_name = "FILE", requires = "tls_cert_file")]
     tls_key_file: Option<PathBuf>,
 }
 
 impl TlsFiles {
-    /// Shows what is in the files, or one that is made now, for these names and this machine.
+    /// The certificate of the files, or a new one for these names and this machine.
     ///
     /// # Errors
     /// [`TlsError`].
@@ -70,23 +70,23 @@ impl TlsFiles {
     }
 }
 
-/// A certificate and its key, as PEM files have them.
+/// A certificate and its key in PEM form.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsPair {
-    /// The certificate, and those between it and the authority.
+    /// The certificate, and any intermediate ones.
     pub cert: Vec<u8>,
-    /// Its private key.
+    /// Private key of the certificate.
     pub key: Vec<u8>,
 }
 
 impl TlsPair {
-    /// Whether it could be shown.
+    /// Whether certificate and key parse and match.
     #[must_use]
     pub fn is_usable(&self) -> bool {
         self.config().is_ok()
     }
 
-    /// When the certificate ends, in Unix time.
+    /// End of the certificate's validity, in Unix time.
     fn not_after(&self) -> Option<i64> {
         let der = CertificateDer::from_pem_slice(&self.cert).ok()?;
         let (_, certificate) = x509_parser::parse_x509_certificate(&der).ok()?;
@@ -105,7 +105,8 @@ impl TlsPair {
     }
 }
 
-/// What is shown at the next connection. It is replaced whole, and what is of no use replaces nothing.
+/// The certificate for the next connection. A new pair replaces it as a whole; an invalid pair does
+/// not.
 #[derive(Debug, Default)]
 pub struct ServedCertificate(Mutex<Option<CurrentTls>>);
 
@@ -117,10 +118,10 @@ struct CurrentTls {
 }
 
 impl ServedCertificate {
-    /// Shows these from now on. Says whether they are others than before.
+    /// Presents this pair from now on. Returns whether it differs from the one before.
     ///
     /// # Errors
-    /// [`TlsError`]; those before are shown further.
+    /// [`TlsError`]; the server keeps the pair before.
     pub fn show(&self, pair: &TlsPair) -> Result<bool, TlsError> {
         let mut shown = self.lock();
         if shown.as_ref().is_some_and(|current| current.pair == *pair) {
@@ -132,19 +133,19 @@ impl ServedCertificate {
         Ok(true)
     }
 
-    /// What is shown, when there is something.
+    /// TLS configuration of the current pair. `None`: there is no pair yet.
     #[must_use]
     pub fn config(&self) -> Option<Arc<ServerConfig>> {
         self.lock().as_ref().map(|current| Arc::clone(&current.config))
     }
 
-    /// When it ends, in Unix time.
+    /// End of the current certificate's validity, in Unix time.
     #[must_use]
     pub fn not_after_seconds(&self) -> Option<i64> {
         self.lock().as_ref().and_then(|current| current.not_after_seconds)
     }
 
-    /// SHA-256 of what is shown, in hex digits.
+    /// SHA-256 of the current certificate, in hex digits.
     #[must_use]
     pub fn fingerprint(&self) -> Option<String> {
         let der = CertificateDer::from_pem_slice(&self.lock().as_ref()?.pair.cert).ok()?;
@@ -156,7 +157,7 @@ impl ServedCertificate {
     }
 }
 
-/// Reads a pair of files.
+/// Reads certificate and key from two files.
 ///
 /// # Errors
 /// [`TlsError::File`].

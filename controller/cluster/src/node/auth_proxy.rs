@@ -1,5 +1,6 @@
-//! HTTPS for the cluster: whom the API server knows and lets, sees the dashboard, the API and the
-//! metrics of the node's controller, which itself listens on a socket for root alone.
+//! HTTPS for the cluster: users whom the API server authenticates and authorises reach the
+//! dashboard, the API and the metrics of the node's controller. The controller itself listens on a
+//! socket for root only.
 //!
 //! ```text
 //!  Prometheus, browser ──TLS, token──> guard ──TokenReview, SubjectAccessReview──> API server
@@ -39,23 +40,24 @@ use crate::{
     https::{HttpsLimits, HttpsSite, authz, tls::ServedCertificate},
 };
 
-/// Time for a handshake, for the head of a request, and for the beginning of an answer; moves of
-/// containers take longer.
+/// Time limit for a handshake, for the head of a request, and for the start of a reply; a move of a
+/// container takes longer.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
 
 type Answer = Response<UnsyncBoxBody<Bytes, hyper::Error>>;
 
-/// Says that there is no controller, as is right where no GPU container has been.
+/// Header that marks a reply without a controller, the normal case on a node without GPU
+/// containers.
 pub const NO_CONTROLLER: &str = "affinode-controller";
 
-/// The door.
+/// Serves the node's HTTPS address.
 pub struct AuthProxy {
-    /// Who may.
+    /// Checks tokens and rights at the API server.
     pub guard: HttpGuard,
-    /// The controller's socket.
+    /// Path of the controller's socket.
     pub socket: PathBuf,
-    /// The certificate.
+    /// The certificate that this proxy presents.
     pub shown: Arc<ServedCertificate>,
     /// Whether containerd serves the runtime.
     pub served: Arc<AtomicBool>,
@@ -72,7 +74,8 @@ impl HttpsSite for AuthProxy {
     async fn answer(&self, request: Request<Incoming>) -> Answer {
         let path = request.uri().path();
         match path {
-            // Of this program, not of the controller: there is none where no container needs it.
+            // Health of this program, not of the controller: a node without GPU containers has
+            // none.
             "/healthz" => return own(reply::text(StatusCode::OK, "ok\n")),
             "/readyz" if self.served.load(Ordering::Relaxed) => {
                 return own(reply::text(StatusCode::OK, "ok\n"));
@@ -105,13 +108,13 @@ impl HttpsSite for AuthProxy {
             Ok(Ok(answer)) => answer,
             Ok(Err(error)) => {
                 tracing::debug!("no controller: {}", error_chain::chain(&*error));
-                let why = "no controller runs on this node, or not with the cluster's configuration: it starts with the first GPU container";
+                let why = "no controller runs on this node, or it does not use the cluster's configuration; it starts with the first GPU container";
                 let mut absent = own(reply::error(StatusCode::SERVICE_UNAVAILABLE, why));
                 absent.headers_mut().insert(NO_CONTROLLER, HeaderValue::from_static("none"));
                 absent
             }
             Err(_) => {
-                own(reply::error(StatusCode::GATEWAY_TIMEOUT, "the controller does not answer"))
+                own(reply::error(StatusCode::GATEWAY_TIMEOUT, "no reply from the controller"))
             }
         }
     }
@@ -124,7 +127,7 @@ impl AuthProxy {
         ended: Ended,
     ) -> Result<Answer, Box<dyn std::error::Error + Send + Sync>> {
         let headers = request.headers_mut();
-        // Checked here; the token is nobody's business there.
+        // Checked here and removed: the controller does not need the token.
         for checked in ["authorization", "origin", "sec-fetch-site", "connection"] {
             headers.remove(checked);
         }
@@ -141,7 +144,7 @@ impl AuthProxy {
 
 type Ended = Pin<Box<dyn Future<Output = ()> + Send + Sync>>;
 
-/// The controller's answer, for as long as whoever asked may have it.
+/// The controller's reply, and the connection that carries it.
 struct ProxiedConnection {
     body: Incoming,
     ended: Ended,

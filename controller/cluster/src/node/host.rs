@@ -1,5 +1,5 @@
-//! The node below us: what `affinode` does there, from this container, and the part of the
-//! controller's configuration that the cluster chose.
+//! The host of this container: runs `affinode` there, and writes the cluster's part of the
+//! controller's configuration.
 
 use std::{
     fs, io,
@@ -12,91 +12,92 @@ use clap::Args;
 use serde::{Deserialize, de::DeserializeOwned};
 use tokio::process::Command;
 
-/// The file of ours in the controller's configuration.
+/// The cluster's file in the controller's configuration.
 const DROP_IN: &str = "conf.d/50-cluster.toml";
-/// An installation waits for containerd for a minute.
+/// Time limit of a command: an installation waits up to a minute for containerd.
 const TIME: Duration = Duration::from_secs(180);
 
-/// Where things are on the node.
+/// Paths on the node.
 #[derive(Args, Clone, Debug)]
 pub struct HostPaths {
     /// The node's root, as this container sees it.
     #[arg(long, value_name = "DIR", default_value = "/proc/1/root")]
     pub host_root: PathBuf,
-    /// Below it are bin and lib/affinode.
+    /// Folder of the installation; it gets bin and lib/affinode.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
-    /// Where is kept what was installed.
+    /// Folder in which the installer records what it installed.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/affinode")]
     state_dir: PathBuf,
-    /// The controller's run directory.
+    /// Run directory of the controller.
     #[arg(long, value_name = "DIR", default_value = "/run/affinode")]
     pub run_dir: PathBuf,
     /// The folder of the controller's config.toml.
     #[arg(long, value_name = "DIR", default_value = "/etc/affinode")]
     config_dir: PathBuf,
-    /// containerd's socket; where distributions put it when left out.
+    /// containerd's socket; if omitted, the distribution's usual path.
     #[arg(long, value_name = "SOCKET")]
     containerd: Option<PathBuf>,
-    /// Name of the handler, which the RuntimeClass names.
+    /// Name of the handler, as in the RuntimeClass.
     #[arg(long, value_name = "NAME", default_value = "affinode")]
     runtime_name: String,
-    /// How containerd takes note: systemd, none.
+    /// How containerd is restarted: systemd, none.
     #[arg(long, value_name = "HOW", default_value = "systemd")]
     restart_mode: String,
-    /// containerd's unit; that of k3s or rke2 where containerd is theirs, else containerd, when
-    /// left out.
+    /// containerd's unit; if omitted, k3s or rke2 where they run containerd, else containerd.
     #[arg(long, value_name = "UNIT")]
     unit: Option<String>,
-    /// How long running containers are waited for before Affinode is taken off.
+    /// How long to wait for running containers before Affinode is removed.
     #[arg(long, value_name = "TIME", default_value = "2m", value_parser = humantime::parse_duration)]
     drain: Duration,
-    /// A file with what the cluster wants in the controllers' configuration.
+    /// File with the controllers' configuration that the cluster sets.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 }
 
-/// What the node did not do.
+/// Reason why a command on the node failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// The command cannot be run.
-    #[error("cannot run affinode, which belongs beside this program")]
+    /// The program could not be started.
+    #[error("cannot run affinode, which must be beside this program")]
     Run(#[source] io::Error),
-    /// It takes too long.
+    /// The command exceeded its time limit.
     #[error("affinode {0} did not end in time")]
     Late(&'static str),
-    /// It said no.
+    /// The command failed with this message.
     #[error("{0}")]
     Refused(String),
-    /// It says something else.
-    #[error("affinode {verb} did not answer in JSON: are the agent and the programs of one image?")]
+    /// The command's output has another form.
+    #[error(
+        "affinode {verb} did not print JSON; check that the agent and the programs are of one image"
+    )]
     Answer {
-        /// What it was asked for.
+        /// Subcommand that was run.
         verb: &'static str,
-        /// Why it is not understood.
+        /// Error of the JSON parser.
         #[source]
         source: serde_json::Error,
     },
-    /// The configuration.
+    /// The configuration file could not be read or written.
     #[error("cannot read or write {}", path.display())]
     Config {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
 }
 
-/// How the handler stands.
+/// State of the runtime handler in containerd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HandlerState {
-    /// containerd serves it, and all files are as they were installed.
+    /// containerd serves it, and all files are as installed.
     Served,
-    /// containerd has not been restarted since.
+    /// containerd has not been restarted since the installation.
     RestartNeeded,
-    /// Anything else: it is to be installed.
+    /// Any other state: it must be installed.
     #[serde(other)]
     Missing,
 }
@@ -113,13 +114,13 @@ struct HandlerStatus {
 }
 
 impl HostPaths {
-    /// A path of the node, as this container sees it.
+    /// Maps a path of the node to the path in this container.
     #[must_use]
     pub fn on_host(&self, path: &Path) -> PathBuf {
         self.host_root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// What would be done to install what this container brings.
+    /// The steps that an installation would take now.
     ///
     /// # Errors
     /// [`HostError`].
@@ -128,22 +129,22 @@ impl HostPaths {
         parse("install", &succeeded(output)?)
     }
 
-    /// Installs it.
+    /// Installs the programs of this container's image.
     ///
     /// # Errors
-    /// [`HostError`]; containerd's configuration is as it was then.
+    /// [`HostError`]; containerd's configuration is then unchanged.
     pub async fn install(&self) -> Result<Vec<String>, HostError> {
         parse("install", &succeeded(self.installer("install", &["-o", "json"], TIME).await?)?)
     }
 
-    /// How it stands.
+    /// State of the handler.
     ///
     /// # Errors
     /// [`HostError`].
     pub async fn status(&self) -> Result<HandlerState, HostError> {
         let output = self.run("status", &["-o", "json"], TIME).await?;
         if output.stdout.is_empty() {
-            // Nothing is installed.
+            // Exit code of a node without an installation.
             return Ok(HandlerState::Missing);
         }
         let status: HostStatus = parse("status", &output.stdout)?;
@@ -155,18 +156,18 @@ impl HostPaths {
         })
     }
 
-    /// Waits until it could be taken off, and changes nothing.
+    /// Waits until Affinode could be removed, and changes nothing.
     ///
     /// # Errors
-    /// [`HostError`]: containers of it run, most likely.
+    /// [`HostError`], in most cases because containers of the runtime run.
     pub async fn may_go(&self) -> Result<(), HostError> {
         self.take_off(&["--dry-run"]).await
     }
 
-    /// Takes all of it off; nothing that is not there is missed.
+    /// Removes Affinode; parts that are missing are no error.
     ///
     /// # Errors
-    /// [`HostError`]: containers of it run, most likely.
+    /// [`HostError`], in most cases because containers of the runtime run.
     pub async fn uninstall(&self) -> Result<(), HostError> {
         self.take_off(&[]).await?;
         let file = self.on_host(&self.config_dir.join(DROP_IN));
@@ -175,7 +176,7 @@ impl HostPaths {
                 Err(HostError::Config { path: file, source })
             }
             _ => {
-                // Ours, where nobody else keeps anything in them.
+                // Folders of the drop-in file, removed if they are empty.
                 let folders = file.ancestors().skip(1).take(2);
                 folders.for_each(|folder| drop(fs::remove_dir(folder)));
                 Ok(())
@@ -183,7 +184,7 @@ impl HostPaths {
         }
     }
 
-    /// Where there is something.
+    /// Does nothing on a node without an installation.
     async fn take_off(&self, more: &[&str]) -> Result<(), HostError> {
         let output = self.run("status", &["-o", "json"], TIME).await?;
         if output.stdout.is_empty() {
@@ -194,11 +195,11 @@ impl HostPaths {
         succeeded(self.installer("uninstall", &arguments, TIME + self.drain).await?).map(drop)
     }
 
-    /// Puts the cluster's part of the configuration in place, when it is one: a controller does
-    /// not start with a bad one. Says whether it is another now.
+    /// Writes the cluster's part of the configuration, if it is valid: a controller does not start
+    /// with an invalid one. Returns whether it changed.
     ///
     /// # Errors
-    /// [`HostError`]; what was there stays.
+    /// [`HostError`]; the file before stays.
     pub async fn configure(&self) -> Result<bool, HostError> {
         let Some(config) = &self.config else { return Ok(false) };
         let file = self.on_host(&self.config_dir.join(DROP_IN));
@@ -255,13 +256,13 @@ impl HostPaths {
     }
 }
 
-/// The command, which lies beside this program.
+/// The command `affinode`, beside this program.
 fn affinode() -> Result<Command, HostError> {
     let own = std::env::current_exe().map_err(HostError::Run)?;
     Ok(Command::new(own.with_file_name("affinode")))
 }
 
-/// Runs it. An installation that has begun ends, whatever becomes of us.
+/// Runs a command. A started installation ends even if this process ends first.
 async fn finish(
     verb: &'static str,
     command: &mut Command,

@@ -1,16 +1,16 @@
-//! What runs on each GPU node: puts Affinode on it, says whether the runtime is served, shows the
-//! controller to the cluster, and takes Affinode off again when it is asked to.
+//! The agent on each GPU node: installs Affinode, reports whether the runtime is served, serves the
+//! controller's API to the cluster, and removes Affinode on request.
 //!
 //! ```text
-//!                    ┌── as it should be ──> label on ──┐
-//!  look ──status──> ─┤                                  ├── after a while, or a change of the node
-//!    ^               └── not so ──> label off ──> install ──┘
-//!    │ retire: label off ──> wait for running containers ──> state "ready to be taken off", or why not
-//!    │ retire now: uninstall ──> state "retired", or why not
+//!                    ┌── served ──> label on ─────────────────┐
+//!  poll ──status──> ─┤                                        ├── after 15 s, or a change of the node
+//!    ^               └── not served ──> label off, install ───┘
+//!    │ retire: label off ──> wait for running containers ──> state "ready to be taken off", or the reason
+//!    │ retire now: uninstall ──> state "retired", or the reason
 //! ```
 //!
-//! The label comes last and goes first: while the node is touched, no pod is sent to it. A node
-//! whose agent ends keeps its label, because containerd goes on serving the runtime.
+//! The label is set last and removed first: no pod is scheduled to a node while it changes. A node
+//! whose agent ends keeps its label, because containerd still serves the runtime.
 
 mod auth_proxy;
 pub mod host;
@@ -56,9 +56,9 @@ use crate::{
     service::{self, ServiceError, Told},
 };
 
-/// How often the node is looked at.
+/// Interval between two checks of the node.
 const LOOK_EVERY: Duration = Duration::from_secs(15);
-/// How long a node is left alone that could not be installed: an attempt may restart containerd.
+/// Pause after a failed installation: an attempt may restart containerd.
 const LEAVE_ALONE: Duration = Duration::from_secs(120);
 
 /// How the agent runs.
@@ -73,22 +73,22 @@ pub struct NodeOptions {
     /// This pod's name, for the events that it publishes.
     #[arg(long, value_name = "NAME", env = "POD_NAME", default_value = "affinode-node")]
     pod_name: String,
-    /// Where the dashboard, the API and the metrics of the node are.
+    /// Address and port of the node's dashboard, API and metrics.
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:9411", env = "AFFINODE_LISTEN")]
     listen: SocketAddr,
-    /// A name, other than addresses, that clients call it by.
+    /// A host name, other than addresses, under which clients reach it.
     #[arg(long = "host", value_name = "NAME", value_delimiter = ',')]
     hosts: Vec<String>,
     #[command(flatten)]
     papers: tls::TlsFiles,
-    /// Whether pods say in a condition and a label where their GPU memory is.
+    /// Whether pods carry a condition and a label with the place of their GPU memory.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     pod_state: bool,
     #[command(flatten)]
     places: HostPaths,
 }
 
-/// Looks after the node until SIGTERM or SIGINT.
+/// Manages the node until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// [`ServiceError`].
@@ -136,12 +136,12 @@ struct NodeAgent<'a> {
     options: &'a NodeOptions,
     node_labels: NodeLabels,
     served: Arc<AtomicBool>,
-    /// What the bridge shows.
+    /// Fingerprint of the proxy's certificate.
     certificate: Option<String>,
-    /// What is installed is what this container brings.
+    /// Whether the installed files are known to be those of this image.
     checked: bool,
     said: Option<String>,
-    /// Why the configuration is not the one that the cluster wants.
+    /// Reason why the cluster's configuration is not in use.
     bad_config: Option<String>,
 }
 
@@ -154,7 +154,10 @@ impl NodeAgent<'_> {
                 let rest = match self.look().await {
                     Ok(rest) => rest,
                     Err(error) => {
-                        tracing::warn!("the node object: {}", error_chain::chain(&error));
+                        tracing::warn!(
+                            "node object: the request failed: {}",
+                            error_chain::chain(&error)
+                        );
                         LOOK_EVERY
                     }
                 };
@@ -167,13 +170,13 @@ impl NodeAgent<'_> {
         tokio::join!(watching, looking);
     }
 
-    /// Looks at the node, does what is to be done, and says when to look again.
+    /// Checks the node, takes the due steps, and returns the time until the next check.
     async fn look(&mut self) -> kube::Result<Duration> {
         let node = self.node_labels.read().await?;
         let ours = &self.options.installation;
         if let Some(other) = node.annotations().get(AGENT).filter(|agent| *agent != ours) {
             let text = format!(
-                "{other} looks after this node; if that is gone, take annotation {AGENT} off the node"
+                "{other} looks after this node; if that installation is gone, remove annotation {AGENT} from the node"
             );
             if self.said.replace(text.clone()).as_ref() != Some(&text) {
                 tracing::error!("{text}");
@@ -206,7 +209,7 @@ impl NodeAgent<'_> {
             Err(NodeTrouble::Host(error)) => {
                 self.checked = false;
                 let why = error_chain::chain(&error);
-                tracing::error!("the node cannot be installed: {why}");
+                tracing::error!("node: cannot install Affinode: {why}");
                 self.serve(false, labelled).await?;
                 self.say(&node, &format!("not installed: {why}")).await?;
                 Ok(LEAVE_ALONE)
@@ -215,7 +218,8 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// Brings the node to what this container brings, and says whether containerd serves it.
+    /// Installs this image's files if they differ, and returns whether containerd serves the
+    /// runtime.
     async fn tend(&mut self, labelled: bool) -> Result<bool, NodeTrouble> {
         self.configure().await;
         let places = &self.options.places;
@@ -225,7 +229,7 @@ impl NodeAgent<'_> {
         }
         if !self.checked {
             if !places.plan().await?.is_empty() {
-                // No pod is sent here while the node is touched.
+                // No pod is scheduled here while the node changes.
                 self.serve(false, labelled).await?;
                 for step in places.install().await? {
                     tracing::info!("{step}");
@@ -238,38 +242,41 @@ impl NodeAgent<'_> {
             HandlerState::Served => Ok(true),
             HandlerState::RestartNeeded => Ok(false),
             HandlerState::Missing => {
-                let why = "what was installed is not as it was installed".to_owned();
+                let why = "files of the installation differ from what was installed".to_owned();
                 Err(HostError::Refused(why).into())
             }
         }
     }
 
-    /// A configuration that is of no use is told of, and the one before it holds.
+    /// Writes the cluster's configuration. If it is invalid, reports that and keeps the one before.
     async fn configure(&mut self) {
         let places = &self.options.places;
         self.bad_config = match places.configure().await {
             Ok(false) => None,
             Ok(true) => {
-                tracing::info!("the controller's configuration was written");
+                tracing::info!("controller: configuration written");
                 let run_dir = places.on_host(&places.run_dir);
                 let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
-                // Where there is none yet, it reads it when it starts.
+                // A controller that is not running yet reads the file at its start.
                 if let Err(error) = watch::reload(&socket).await {
-                    tracing::info!("no controller has read it: {}", error_chain::chain(&error));
+                    tracing::info!(
+                        "controller: not running, or it did not reload: {}",
+                        error_chain::chain(&error)
+                    );
                 }
                 None
             }
             Err(error) => {
                 let why = error_chain::chain(&error);
                 if self.bad_config.as_ref() != Some(&why) {
-                    tracing::error!("the controller's configuration stays as it was: {why}");
+                    tracing::error!("controller: configuration unchanged: {why}");
                 }
                 Some(why)
             }
         };
     }
 
-    /// `wanted`: [`READY`] to be taken off, or [`RETIRED`].
+    /// `wanted`: [`READY`] for removal, or [`RETIRED`].
     async fn retire(
         &mut self,
         node: &PartialObjectMeta<Node>,
@@ -284,11 +291,11 @@ impl NodeAgent<'_> {
         let places = &self.options.places;
         let did = match wanted {
             RETIRED => {
-                tracing::info!("asked to take Affinode off this node");
+                tracing::info!("node: removal of Affinode requested");
                 places.uninstall().await
             }
             _ => {
-                tracing::info!("asked whether Affinode may be taken off this node");
+                tracing::info!("node: check before removal requested");
                 places.may_go().await
             }
         };
@@ -296,7 +303,7 @@ impl NodeAgent<'_> {
             Ok(()) => self.say(node, wanted).await?,
             Err(error) => {
                 let why = error_chain::chain(&error);
-                tracing::warn!("it cannot be taken off: {why}");
+                tracing::warn!("node: cannot uninstall: {why}");
                 self.say(node, &format!("{NOT_RETIRED}{why}")).await?;
             }
         }
@@ -312,7 +319,7 @@ impl NodeAgent<'_> {
         self.node_labels.serve(served).await
     }
 
-    /// Tells people how the node stands, when it is news.
+    /// Publishes the node's state in its annotations, if it changed.
     async fn say(&mut self, node: &PartialObjectMeta<Node>, state: &str) -> kube::Result<()> {
         let there = node.annotations();
         let known = there.get(STATE).is_some_and(|known| known == state)
@@ -334,7 +341,7 @@ impl NodeAgent<'_> {
     }
 }
 
-/// What stood in the way.
+/// Reason why a check failed.
 enum NodeTrouble {
     Host(HostError),
     Cluster(kube::Error),
@@ -352,7 +359,7 @@ impl From<kube::Error> for NodeTrouble {
     }
 }
 
-/// Tells of each change of the wish that stands at the node object.
+/// Notifies of each change of the node object's annotation.
 async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
     let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
     let events = watcher(Api::<PartialObjectMeta<Node>>::all(client), only).default_backoff();
@@ -369,7 +376,7 @@ async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
                     }
                 }
                 Err(error) => {
-                    tracing::warn!("the node cannot be watched: {}", error_chain::chain(&error));
+                    tracing::warn!("node object: the watch failed: {}", error_chain::chain(&error));
                 }
             }
             std::future::ready(())

@@ -1,5 +1,4 @@
-//! What the cluster sees of this node: a label that pods of the runtime class are scheduled by,
-//! and annotations for people.
+//! The node object's label, by which pods of the runtime class are scheduled, and its annotations.
 
 use k8s_openapi::api::core::v1::Node;
 use kube::{
@@ -11,42 +10,42 @@ use serde_json::{Value, json};
 
 /// The label of a node whose containerd serves the runtime: `true`.
 pub const RUNTIME: &str = "affinode.io/runtime";
-/// Which installation in the cluster looks after the node: `namespace/name`.
+/// Annotation: the installation that manages the node, `namespace/name`.
 pub const AGENT: &str = "affinode.io/agent";
-/// How the node stands, for people and for the uninstaller.
+/// Annotation: state of the node, for people and for the uninstaller.
 pub const STATE: &str = "affinode.io/state";
-/// The uninstaller asks for the node back: first with [`may_go`], whether it may have it, then with
-/// [`must_go`].
+/// Annotation: the uninstaller's request, first with [`may_go`] whether removal is possible, then
+/// with [`must_go`] to remove.
 pub const RETIRE: &str = "affinode.io/retire";
 /// VRAM in use by containers that could be moved out now, in bytes.
 pub const RECLAIMABLE: &str = "affinode.io/reclaimable-vram-bytes";
 /// VRAM that offloaded containers have given back, in bytes.
 pub const RECLAIMED: &str = "affinode.io/reclaimed-vram-bytes";
-/// The certificate that the node's agent shows: its SHA-256, 64 hex digits.
+/// Annotation: SHA-256 of the agent's certificate, 64 hex digits.
 pub const CERTIFICATE: &str = "affinode.io/certificate-sha256";
-/// All annotations of ours.
+/// All annotations that the agent sets.
 pub const ANNOTATIONS: [&str; 6] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED, CERTIFICATE];
 
-/// The word of [`STATE`] when it may be taken off: no container of it runs.
+/// Value of [`STATE`] when Affinode can be removed: no container of the runtime runs.
 pub const READY: &str = "ready to be taken off";
-/// The word of [`STATE`] when nothing of Affinode is left on the node.
+/// Value of [`STATE`] when Affinode is removed from the node.
 pub const RETIRED: &str = "retired";
-/// How [`STATE`] begins when it cannot be taken off.
+/// Prefix of [`STATE`] when Affinode cannot be removed.
 pub const NOT_RETIRED: &str = "cannot be taken off: ";
 
-/// The word of [`RETIRE`] that asks agents of an installation whether it may be taken off.
+/// Value of [`RETIRE`] that requests the check whether an installation can be removed.
 #[must_use]
 pub fn may_go(installation: &str) -> String {
     installation.to_owned()
 }
 
-/// The word of [`RETIRE`] that asks them to take it off.
+/// Value of [`RETIRE`] that requests the removal.
 #[must_use]
 pub fn must_go(installation: &str) -> String {
     format!("{installation} now")
 }
 
-/// A node object.
+/// Client for one node object.
 #[derive(Clone)]
 pub struct NodeLabels {
     api: Api<Node>,
@@ -54,21 +53,21 @@ pub struct NodeLabels {
 }
 
 impl NodeLabels {
-    /// The object of that name.
+    /// A client for the node object of this name.
     #[must_use]
     pub fn new(client: Client, name: &str) -> NodeLabels {
         NodeLabels { api: Api::all(client), name: name.to_owned() }
     }
 
-    /// Its labels and annotations.
+    /// Reads labels and annotations.
     ///
     /// # Errors
-    /// The API server does not answer, or says no.
+    /// If the API server does not reply, or returns an error.
     pub async fn read(&self) -> kube::Result<PartialObjectMeta<Node>> {
         self.api.get_metadata(&self.name).await
     }
 
-    /// Says that the runtime is served, or not.
+    /// Sets or removes the label of a served runtime.
     ///
     /// # Errors
     /// As [`NodeLabels::read`].
@@ -77,7 +76,7 @@ impl NodeLabels {
         self.merge(json!({ "labels": { RUNTIME: value } })).await
     }
 
-    /// Sets annotations, or takes them off.
+    /// Sets annotations; `None` removes one.
     ///
     /// # Errors
     /// As [`NodeLabels::read`].

@@ -1,10 +1,10 @@
-//! How a pod stands with its GPU, as its object in the cluster says it: a condition and a label,
-//! and when they are written. Pure: times come in.
+//! The condition and the label that show where a pod's GPU memory is, and when they are written.
+//! Pure: the caller passes the time.
 //!
 //! ```text
-//!  containers ──settled──> [`Standing`] ──another than is shown──> may it? ──> [`Change::Show`]
-//!              passing: as it was            [`Allowance`]
-//!  containers gone for a while ──────────────────────────────────────────────> [`Change::Clear`]
+//!  containers ──settled──> [`PodGpuStatus`] ──differs from shown──> allowed? ──> [`ConditionChange::Show`]
+//!              passing: unchanged               [`EventRateLimiter`]
+//!  containers gone for a while ──────────────────────────────────────────────> [`ConditionChange::Clear`]
 //! ```
 
 use std::collections::BTreeMap;
@@ -18,38 +18,39 @@ use super::pod_events::{EventRateLimiter, size};
 
 /// The condition: whether the GPU memory of the pod is on the GPU.
 pub const CONDITION: &str = "affinode.io/GpuResident";
-/// The label: the state's word, for `kubectl get pods -L`.
+/// The label, with the name of the state, for `kubectl get pods -L`.
 pub const LABEL: &str = "affinode.io/gpu-state";
-/// A state that others follow at once is shown when it has lasted so long.
+/// A transient state is shown after it has lasted this long.
 const SETTLED_MS: i64 = 5_000;
-/// A controller that has just begun does not know all yet.
+/// Absence of a pod's containers before its condition is cleared: a controller that has just
+/// started does not know all containers yet.
 const GONE_MS: i64 = 30_000;
-/// Writes at a time.
+/// Writes returned by one call of [`PodStatusWriter::due`].
 const MAX_CONCURRENT_WRITES: usize = 8;
-/// Characters of a condition's message.
+/// Upper bound of a condition's message, in characters.
 const MESSAGE_CHARS: usize = 512;
 
-/// A pod's object.
+/// Identifies a pod's object.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PodName {
-    /// Its namespace.
+    /// Namespace of the pod.
     pub namespace: String,
-    /// Its name.
+    /// Name of the pod.
     pub name: String,
-    /// And of those that have that name one after the other, which.
+    /// Uid of the object, which differs between successive pods of one name.
     pub uid: String,
 }
 
-/// What is shown of a pod. Of several containers with a GPU, that counts which is in use most.
+/// The status shown for a pod. Of several containers with a GPU, the one in heaviest use counts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodGpuStatus {
-    /// The container's state.
+    /// State of that container.
     pub state: State,
-    /// Why, as conditions have it: `IdleTimeout`.
+    /// Reason in the form of conditions: `IdleTimeout`.
     pub reason: String,
-    /// The same of all containers, for people.
+    /// The states and reasons of all containers, as text.
     pub message: String,
-    /// Since when the state is that, in Unix time.
+    /// Time of the last change, in milliseconds since 1970.
     pub since_ms: i64,
 }
 
@@ -65,16 +66,16 @@ impl PodGpuStatus {
     }
 }
 
-/// One write.
+/// One write to a pod's status.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConditionChange {
-    /// The pod stands so.
+    /// Set condition and label of the pod.
     Show(PodName, PodGpuStatus),
-    /// None of its containers is there any more.
+    /// Remove both: all containers of the pod are gone.
     Clear(PodName),
 }
 
-/// What the cluster has been told.
+/// Tracks what has been written to the pods.
 #[derive(Debug, Default)]
 pub struct PodStatusWriter {
     shown: BTreeMap<PodName, ShownCondition>,
@@ -84,12 +85,12 @@ pub struct PodStatusWriter {
 #[derive(Debug)]
 struct ShownCondition {
     standing: PodGpuStatus,
-    /// It was seen last.
+    /// Time of the last list that named the pod.
     seen_ms: i64,
 }
 
 impl PodStatusWriter {
-    /// What is to be written now.
+    /// The writes that are due now.
     pub fn due(&mut self, list: &ListResponse, now_ms: i64) -> Vec<ConditionChange> {
         let mut pods = pods(list);
         let mut due = Vec::new();
@@ -118,7 +119,7 @@ impl PodStatusWriter {
         due
     }
 
-    /// A change was written, or will never be: the pod is gone.
+    /// Records a change that was written, or that cannot be written because the pod is gone.
     pub fn done(&mut self, change: ConditionChange, now_ms: i64) {
         match change {
             ConditionChange::Show(name, standing) => {
@@ -131,7 +132,7 @@ impl PodStatusWriter {
     }
 }
 
-/// Those whose containers have a GPU, and whose names are names.
+/// Containers with a GPU by pod, if namespace, name and uid are valid names.
 fn pods(list: &ListResponse) -> BTreeMap<PodName, Vec<&Container>> {
     let plain = |text: &str| {
         let fine = |b: u8| b.is_ascii_alphanumeric() || b == b'-' || b == b'.';
@@ -160,7 +161,7 @@ fn is_settled(container: &Container, now_ms: i64) -> bool {
     }
 }
 
-/// None where no container has called CUDA yet.
+/// Status of a pod's containers. `None`: no container has called CUDA yet.
 fn standing(containers: &[&Container]) -> Option<PodGpuStatus> {
     let known = containers.iter().filter_map(|c| Some((rank(State::parse(&c.state)?)?, *c)));
     let (_, first) = known.clone().max_by_key(|(rank, c)| (*rank, -c.since_unix_ms))?;
@@ -177,7 +178,7 @@ fn standing(containers: &[&Container]) -> Option<PodGpuStatus> {
     })
 }
 
-/// The higher, the more in use.
+/// A higher rank means heavier use.
 fn rank(state: State) -> Option<u8> {
     Some(match state {
         State::Unregistered => return None,
@@ -196,12 +197,12 @@ fn told(container: &Container) -> String {
     let held = match (container.vram_bytes, container.offloaded_bytes) {
         (0, 0) => String::new(),
         (vram, 0) => format!(", {} on the GPU", size(vram)),
-        (_, away) => format!(", {} in host memory", size(away)),
+        (_, offloaded) => format!(", {} in host memory", size(offloaded)),
     };
     format!("{name} is {}{held}: {}", container.state, container.reason_text)
 }
 
-/// `idle-timeout` as conditions say it: `IdleTimeout`.
+/// Converts `idle-timeout` to the form of conditions, `IdleTimeout`.
 fn camel(word: &str) -> String {
     let parts = word.split(|c: char| !c.is_ascii_alphanumeric()).filter(|part| !part.is_empty());
     parts

@@ -1,43 +1,43 @@
-//! What a pod is told of what the controller did with its GPU: which of its events, in which
-//! words, and how often. Pure: times come in.
+//! Kubernetes events for a pod: which of the controller's events are published, with which text,
+//! and how often. Pure: the caller passes the time.
 
 use std::collections::HashMap;
 
 use affinode_proto::{api::control::Event, state::State};
 
-/// Events of a pod at once; after that one a minute.
+/// Events that a pod may get at once; after that, one each [`REFILL_MS`].
 const BURST: u32 = 8;
-/// After so long a pod may have one more.
+/// Time after which a pod may get one more event.
 const REFILL_MS: i64 = 60_000;
-/// Pods that are remembered; the kubelet runs a tenth of that.
+/// Upper bound of remembered pods, ten times what the kubelet runs.
 const PODS: usize = 1024;
-/// Characters of a note; the API server takes a kilobyte.
+/// Upper bound of a note, in characters; the API server accepts 1 KiB.
 const NOTE_CHARS: usize = 900;
 
-/// An event of Kubernetes in the making.
+/// A Kubernetes event to publish.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodEvent {
-    /// Something is to be looked at.
+    /// Whether the event is of type Warning.
     pub warning: bool,
-    /// A word.
+    /// Reason of the event, in CamelCase.
     pub reason: &'static str,
-    /// What was done, or tried.
+    /// Action that was taken or attempted.
     pub action: &'static str,
-    /// A sentence.
+    /// Text of the event, beginning with the container's name.
     pub note: String,
 }
 
-/// What to tell a pod of an event; nothing of most.
+/// The Kubernetes event for a controller's event. `None`: not published.
 #[must_use]
 pub fn told(event: &Event) -> Option<PodEvent> {
     let is = |word: &str, state: State| word == state.as_str();
     let (warning, reason, action, note) = match event.kind.as_str() {
         "state" if is(&event.to, State::Offloaded) && is(&event.from, State::Offloading) => {
-            let note = format!("gave {} of GPU memory back in {}", size(event.bytes), time(event));
+            let note = format!("offloaded {} of GPU memory in {}", size(event.bytes), time(event));
             (false, "GPUOffloaded", "Offload", note)
         }
         "state" if is(&event.from, State::Restoring) && !is(&event.to, State::Lost) => {
-            let note = format!("has its GPU memory again, after {}", time(event));
+            let note = format!("restored its GPU memory in {}", time(event));
             (false, "GPURestored", "Restore", note)
         }
         "state" if is(&event.to, State::Queued) => {
@@ -60,7 +60,7 @@ fn time(event: &Event) -> String {
     format!("{:.1} s", event.elapsed_ms as f64 / 1000.0)
 }
 
-/// Bytes for people.
+/// Formats a number of bytes for people.
 pub fn size(bytes: u64) -> String {
     match bytes as f64 / f64::from(1 << 20) {
         mib if mib < 1024.0 => format!("{mib:.0} MiB"),
@@ -68,16 +68,16 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// How many events each pod may still have: a program that is called and rests all the time is
-/// not to fill the cluster's store.
+/// Limits the events of each pod: a program that alternates between calls and idle times must not
+/// fill the cluster's store.
 #[derive(Debug, Default)]
 pub struct EventRateLimiter(HashMap<String, (u32, i64)>);
 
 impl EventRateLimiter {
-    /// Whether this pod may have one more now.
+    /// Takes one event from this pod's allowance. False: none is left.
     pub fn take(&mut self, pod_uid: &str, now_ms: i64) -> bool {
         if self.0.len() >= PODS && !self.0.contains_key(pod_uid) {
-            // Whoever has all of its own again is as good as new.
+            // A pod whose allowance is full again needs no entry.
             self.0.retain(|_, (left, since)| refilled(*left, *since, now_ms) < BURST);
             if self.0.len() >= PODS {
                 return false;
@@ -112,7 +112,7 @@ mod tests {
             container: "ml/notebook-7/jupyter".into(),
             from: from.into(),
             to: to.into(),
-            text: "VRAM for its return is not there yet".into(),
+            text: "the VRAM for its restore is not free yet".into(),
             bytes: 3 << 29,
             elapsed_ms: 1234,
             ..Event::default()
@@ -120,18 +120,18 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_told_of_moves_waits_and_refusals_and_of_nothing_else() {
+    fn only_moves_waits_and_refusals_are_published() {
         let note = |event: &Event| told(event).map(|told| (told.reason, told.note));
         assert_eq!(
             note(&state("Offloading", "Offloaded")),
-            Some(("GPUOffloaded", "jupyter gave 1.5 GiB of GPU memory back in 1.2 s".into()))
+            Some(("GPUOffloaded", "jupyter offloaded 1.5 GiB of GPU memory in 1.2 s".into()))
         );
         assert_eq!(
             note(&state("Restoring", "Active")),
-            Some(("GPURestored", "jupyter has its GPU memory again, after 1.2 s".into()))
+            Some(("GPURestored", "jupyter restored its GPU memory in 1.2 s".into()))
         );
         let (reason, text) = note(&state("Offloaded", "Queued")).unwrap();
-        assert!(reason == "GPUWaiting" && text.contains("not there yet"), "{text}");
+        assert!(reason == "GPUWaiting" && text.contains("not free yet"), "{text}");
         assert!(told(&state("Restoring", "Lost")).unwrap().warning);
         for (from, to) in [("Active", "Idle"), ("Idle", "Closing"), ("Queued", "Restoring")] {
             assert_eq!(told(&state(from, to)), None, "{from} {to}");
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_of_pods_is_bounded() {
+    fn remembered_pods_are_bounded() {
         let mut allowance = EventRateLimiter::default();
         for pod in 0..PODS * 2 {
             assert_eq!(allowance.take(&pod.to_string(), 0), pod < PODS);

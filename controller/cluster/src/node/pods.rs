@@ -1,5 +1,5 @@
-//! Writes at pods how they stand: through their status alone, so that no right to change a pod is
-//! needed.
+//! Writes pods' GPU status, through the `status` subresource only, so that the agent needs no right
+//! to change pods.
 
 use std::time::Duration;
 
@@ -16,23 +16,23 @@ use super::pod_condition::{
 };
 use crate::error_chain::{self, ApiError};
 
-/// Time for a write.
+/// Time limit for a write.
 const TIME: Duration = Duration::from_secs(10);
 
-/// The pods of this node.
+/// Writes the conditions of this node's pods.
 pub struct Pods {
     client: Client,
     board: PodStatusWriter,
 }
 
 impl Pods {
-    /// Nothing is known of them yet.
+    /// Starts without knowledge of any pod's condition.
     #[must_use]
     pub fn new(client: Client) -> Pods {
         Pods { client, board: PodStatusWriter::default() }
     }
 
-    /// Writes what is news. What could not be written is tried again, as often as is allowed.
+    /// Writes what has changed. A failed write is repeated within the rate limit.
     pub async fn show(&mut self, list: &ListResponse) {
         let now_ms = Timestamp::now().as_millisecond();
         for change in self.board.due(list, now_ms) {
@@ -43,14 +43,18 @@ impl Pods {
             match write(&self.client, &name.namespace, &name.name, patch).await {
                 Ok(()) => self.board.done(change, now_ms),
                 Err(why) => {
-                    tracing::warn!("pod {}/{} is not told: {why}", name.namespace, name.name);
+                    tracing::warn!(
+                        "pod {}/{}: cannot write its status: {why}",
+                        name.namespace,
+                        name.name
+                    );
                 }
             }
         }
     }
 }
 
-/// What takes all of ours off a pod.
+/// Patch that removes Affinode's condition and label from a pod.
 #[must_use]
 pub fn clear(uid: &str) -> Value {
     json!({
@@ -72,10 +76,10 @@ fn show(name: &PodName, standing: &PodGpuStatus) -> Value {
     })
 }
 
-/// Writes to a pod's status. One that is gone, or is another by now, needs nothing.
+/// Patches a pod's status. A pod that is gone, or replaced by another of its name, is no error.
 ///
 /// # Errors
-/// What the API server says.
+/// Message of the API server's error.
 pub async fn write(
     client: &Client,
     namespace: &str,
@@ -88,7 +92,7 @@ pub async fn write(
         Ok(Ok(_)) => Ok(()),
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Ok(()),
         Ok(Err(error)) => Err(error_chain::chain(&ApiError(error))),
-        Err(_) => Err(format!("no answer within {TIME:?}")),
+        Err(_) => Err(format!("no reply within {TIME:?}")),
     }
 }
 
@@ -108,7 +112,7 @@ mod tests {
 
     type Asked = Arc<Mutex<Vec<(String, Value)>>>;
 
-    /// A client of an API server that answers so, and what it is asked.
+    /// A client of an API server with this reply, and the requests that it got.
     fn server(status: StatusCode) -> (Client, Asked) {
         let asked = Asked::default();
         let keep = Arc::clone(&asked);
@@ -151,7 +155,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_pod_gets_its_condition_and_label_through_its_status_and_once() {
+    async fn status_patch_is_written_once() {
         let (client, asked) = server(StatusCode::OK);
         let mut pods = Pods::new(client);
         pods.show(&offloaded()).await;
@@ -159,7 +163,10 @@ mod tests {
         let asked = asked.lock().unwrap();
         let [(line, patch)] = &asked[..] else { panic!("{asked:?}") };
         assert_eq!(line, "PATCH /api/v1/namespaces/ml/pods/notebook/status");
-        assert_eq!(patch["metadata"]["uid"], "1234", "and no other pod of that name");
+        assert_eq!(
+            patch["metadata"]["uid"], "1234",
+            "the patch applies to no other pod of that name"
+        );
         assert_eq!(patch["metadata"]["labels"][LABEL], "Offloaded");
         let condition = &patch["status"]["conditions"][0];
         assert_eq!(
@@ -171,7 +178,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_is_gone_is_left_alone_and_who_could_not_be_told_is_told_again() {
+    async fn failed_write_is_repeated_missing_pod_is_not() {
         for (status, times) in [
             (StatusCode::NOT_FOUND, 1),
             (StatusCode::CONFLICT, 1),

@@ -1,10 +1,10 @@
-//! Takes Affinode off all nodes, before the rest of the installation goes: what `helm uninstall`
-//! runs first.
+//! Removes Affinode from all nodes, before the rest of the installation is removed: the first step
+//! of `helm uninstall`.
 //!
 //! ```text
-//!  nodes of ours ──may it go?──> no container runs ──on all──> agents take it off ──all did──> agents' DaemonSet goes
-//!                                   │ on one some do, or the time is over  │ one could not          └──> pods' labels, nodes' annotations go
-//!                                   └──> wishes are taken back, exit 1     └──> the same; agents install again
+//!  own nodes ──check request──> no container runs ──on all──> agents uninstall ──all done──> agents' DaemonSet deleted
+//!                                   │ some run, or timeout             │ one failed          └──> pods' labels, nodes' annotations removed
+//!                                   └──> requests withdrawn, exit 1   └──> the same; agents install again
 //! ```
 
 use std::time::Duration;
@@ -30,12 +30,12 @@ use super::{
 use crate::error_chain;
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Pods that are asked for at a time.
+/// Pods per request to the API server.
 const PAGE: u32 = 100;
-/// Nodes that are named in an error.
+/// Upper bound of the nodes that an error names.
 const NAMED: usize = 10;
 
-/// What to take off.
+/// Options of the removal.
 #[derive(Args, Clone, Debug)]
 pub struct RetireOptions {
     /// The installation in the cluster: namespace/name.
@@ -47,39 +47,39 @@ pub struct RetireOptions {
     /// Namespace of the agents' DaemonSet.
     #[arg(long, value_name = "NAME", env = "POD_NAMESPACE")]
     namespace: String,
-    /// How long nodes are waited for.
+    /// How long to wait for the nodes.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = humantime::parse_duration)]
     timeout: Duration,
 }
 
-/// Why it is still there. Agents go on then as if nothing had been asked.
+/// Reason why Affinode stays. The agents then go on as before the request.
 #[derive(Debug, thiserror::Error)]
 pub enum RetireError {
-    /// No runtime: the machine is out of something.
+    /// The async runtime could not be started: a resource of the machine is exhausted.
     #[error("cannot start threads; is a limit of processes or memory reached?")]
     Start(#[source] std::io::Error),
-    /// The API server.
-    #[error("cannot take the nodes' agents away at the API server")]
+    /// A request to the API server failed.
+    #[error("cannot remove the nodes' agents through the API server")]
     Cluster(#[from] kube::Error),
-    /// Nodes that did not.
+    /// These nodes could not be released in time.
     #[error(
         "Affinode stays as it is, because of {}. End the pods of its runtime class, or bring these nodes back, and try again",
         .0.join("; ")
     )]
     Nodes(Vec<String>),
-    /// The agents' pods do not end.
+    /// The agents' pods still run at the deadline.
     #[error(
         "the agents' pods did not end in time: `kubectl get pods --all-namespaces -l app.kubernetes.io/component=node` shows them; end them, and try again"
     )]
     Pods,
 }
 
-/// Takes it off everywhere, or nowhere.
+/// Removes Affinode from all nodes, or from none.
 ///
 /// # Errors
 /// [`RetireError`].
 pub fn run(options: &RetireOptions) -> Result<(), RetireError> {
-    // Whoever installed one before us installed the same.
+    // Fails only if the same provider is installed already.
     let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -93,10 +93,10 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     let deadline = Instant::now() + options.timeout;
     let names: Vec<String> =
         ours(&client, options).await?.iter().map(ResourceExt::name_any).collect();
-    tracing::info!("{} nodes are asked", names.len());
+    tracing::info!("requesting uninstall on {} nodes", names.len());
     for name in &names {
         let wish = [
-            // What it said when it was asked before is over.
+            // The state of an earlier request no longer applies.
             (STATE, Some("asked to be taken off".to_owned())),
             (RETIRE, Some(may_go(&options.installation))),
         ];
@@ -107,12 +107,15 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
             let taken_back =
                 NodeLabels::new(client.clone(), name).annotate(&[(RETIRE, None)]).await;
             if let Err(error) = taken_back {
-                tracing::warn!("the wish stays at node {name}: {}", error_chain::chain(&error));
+                tracing::warn!(
+                    "node {name}: cannot remove annotation {RETIRE}: {}",
+                    error_chain::chain(&error)
+                );
             }
         }
         return Err(error);
     }
-    tracing::info!("nothing of Affinode is left on the nodes");
+    tracing::info!("all nodes: Affinode is removed");
     agents_gone(&client, options, deadline).await?;
     clear_pods(&client, &names).await?;
     let none = ANNOTATIONS.map(|name| (name, None));
@@ -135,7 +138,7 @@ async fn ours(
     Ok(nodes.into_iter().filter(is_ours).collect())
 }
 
-/// Nothing is touched on any node before all have said that they may be.
+/// Changes no node before all nodes have reported that removal is possible.
 async fn taken_off(
     client: &Client,
     options: &RetireOptions,
@@ -143,7 +146,7 @@ async fn taken_off(
     deadline: Instant,
 ) -> Result<(), RetireError> {
     all_say(READY, client, options, deadline).await?;
-    tracing::info!("no container runs: it is taken off all of them");
+    tracing::info!("all nodes: no container runs, requesting removal");
     for name in names {
         let wish = [(RETIRE, Some(must_go(&options.installation)))];
         NodeLabels::new(client.clone(), name).annotate(&wish).await?;
@@ -177,7 +180,7 @@ async fn all_say(
     }
 }
 
-/// Pods that have ended stay in the cluster for a while: they keep nothing of ours.
+/// Pods that have ended stay in the cluster for a while; they hold nothing on the node.
 async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError> {
     let pods: Api<Pod> = Api::all(client.clone());
     let mut page = ListParams::default().labels(LABEL).limit(PAGE);
@@ -201,7 +204,7 @@ async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError
     }
 }
 
-/// They would install again what they have just taken off.
+/// Running agents would install Affinode again.
 async fn agents_gone(
     client: &Client,
     options: &RetireOptions,

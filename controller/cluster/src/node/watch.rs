@@ -1,4 +1,4 @@
-//! Watches the node's controller, and tells its pods and the node object what happens.
+//! Watches the node's controller, and reports its events to the pods and the node object.
 
 use std::{
     collections::HashMap,
@@ -28,38 +28,38 @@ use super::{
 };
 use crate::error_chain;
 
-/// Time for an answer of the controller.
+/// Time limit for a reply of the controller.
 const ANSWER: Duration = Duration::from_secs(10);
-/// How long to wait for events.
+/// Time limit for one wait for events.
 const WAIT: Duration = Duration::from_secs(5);
-/// How long a controller is left alone that does not answer.
+/// Pause after a controller did not reply.
 const REST: Duration = Duration::from_secs(5);
-/// However much happens, it is asked for no more often.
+/// Minimum time between two requests for events.
 const PACE: Duration = Duration::from_millis(250);
-/// The node's annotations are written no more often.
+/// Minimum time between two writes of the node's annotations.
 const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
-/// A call that waits no longer than this is not told of.
+/// Calls that wait at most this long are not reported.
 const MIN_REPORTED_WAIT_MS: i64 = 5_000;
 
-/// Who watches.
+/// Watches one controller for the pods of its node.
 pub struct ControllerWatch {
     socket: PathBuf,
     recorder: Recorder,
     mark: NodeLabels,
-    /// Nothing where pods are told by events alone.
+    /// Writes the pods' conditions. `None`: pods get events only.
     told: Option<Pods>,
     allowance: EventRateLimiter,
     /// Pods by the keys of their containers.
     pods: HashMap<String, ObjectReference>,
-    /// Calls that wait: told of when they wait for long.
+    /// Events of waiting calls, which are published if the wait is long.
     waiting: HashMap<String, Event>,
-    /// Nothing from before is told: who watched then has told of it.
+    /// Time of the last published event. Earlier events were published before this process started.
     last_unix_ms: i64,
     annotated: Option<(Instant, [u64; 2])>,
 }
 
 impl ControllerWatch {
-    /// Watches the controller at that socket.
+    /// A watch of the controller at that socket.
     #[must_use]
     pub fn new(
         socket: PathBuf,
@@ -82,7 +82,8 @@ impl ControllerWatch {
         }
     }
 
-    /// Watches for ever. A node without GPU containers has no controller: that is no fault.
+    /// Watches until the runtime ends. A node without GPU containers has no controller, which is no
+    /// error.
     pub async fn run(mut self) {
         loop {
             if let Err(error) = self.follow().await {
@@ -95,7 +96,7 @@ impl ControllerWatch {
     async fn follow(&mut self) -> Result<(), ttrpc::Error> {
         let address = format!("unix://{}", self.socket.display());
         let control = ControlClient::new(ttrpc::r#async::Client::connect(&address).await?);
-        // Numbers begin anew with a controller; times go on.
+        // Event numbers start again with each controller; times continue.
         let mut after = 0;
         loop {
             let request = EventsRequest {
@@ -122,7 +123,7 @@ impl ControllerWatch {
         }
     }
 
-    /// Pods stay known until they are gone and all is told of them.
+    /// A pod stays known until it is gone and its events are published.
     fn know(&mut self, list: &ListResponse) {
         let here = |key: &String| list.containers.iter().any(|c| c.announcement.key == *key);
         let waiting = &self.waiting;
@@ -160,7 +161,7 @@ impl ControllerWatch {
         for (key, mut event) in late.collect::<Vec<_>>() {
             let waits =
                 |c: &&Container| c.announcement.key == key && c.state == State::Queued.as_str();
-            // What it waits for is known by now.
+            // By now the controller knows what the call waits for.
             if let Some(container) = list.containers.iter().find(waits) {
                 event.text.clone_from(&container.reason_text);
                 self.tell(&event).await;
@@ -182,7 +183,7 @@ impl ControllerWatch {
             secondary: None,
         };
         if let Err(error) = self.recorder.publish(&event, pod).await {
-            tracing::warn!("an event of a pod was not published: {}", error_chain::chain(&error));
+            tracing::warn!("pod event: cannot publish it: {}", error_chain::chain(&error));
         }
     }
 
@@ -200,23 +201,26 @@ impl ControllerWatch {
         match self.mark.annotate(&set).await {
             Ok(()) => self.annotated = Some((Instant::now(), values)),
             Err(error) => {
-                tracing::warn!("the node was not annotated: {}", error_chain::chain(&error))
+                tracing::warn!(
+                    "node object: cannot write annotations: {}",
+                    error_chain::chain(&error)
+                )
             }
         }
     }
 }
 
-/// Tells the controller to read its configuration again.
+/// Requests that the controller reloads its configuration.
 ///
 /// # Errors
-/// There is none, or what it reads is of no use.
+/// If no controller runs, or the configuration is invalid.
 pub async fn reload(socket: &Path) -> Result<(), ttrpc::Error> {
     let address = format!("unix://{}", socket.display());
     let control = ControlClient::new(ttrpc::r#async::Client::connect(&address).await?);
     control.reload(with_duration(ANSWER), &ReloadRequest::default()).await.map(|_| ())
 }
 
-/// What idle containers hold that nobody keeps there.
+/// VRAM of idle containers that are neither pinned nor in mode off.
 fn reclaimable_bytes(list: &ListResponse) -> u64 {
     let idle = |c: &&Container| c.state == State::Idle.as_str() && !c.pinned && c.mode != "off";
     list.containers.iter().filter(idle).map(|c| c.vram_bytes).sum()

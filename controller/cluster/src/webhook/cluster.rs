@@ -1,5 +1,5 @@
-//! What the webhook knows of the cluster: the RuntimeClass, watched, and claims, read when a pod
-//! names them.
+//! The webhook's view of the cluster: the RuntimeClass, watched, and claims, read when a pod names
+//! them.
 
 use std::{sync::Arc, time::Duration};
 
@@ -20,12 +20,12 @@ use kube::{
 use super::decide::{ClaimName, Claims};
 use crate::error_chain::{self, ApiError};
 
-/// Claims that are read for one pod; the API allows no more.
+/// Upper bound of the claims read for one pod, equal to the limit of the API.
 const CLAIMS: usize = 32;
-/// Time to read all claims of a pod: the API server waits for us meanwhile.
+/// Time limit to read all claims of a pod, during which the API server waits.
 const TIME: Duration = Duration::from_secs(2);
 
-/// A cluster.
+/// Cached and live reads of the cluster.
 #[derive(Clone)]
 pub struct ClusterState {
     client: Client,
@@ -34,7 +34,7 @@ pub struct ClusterState {
 }
 
 impl ClusterState {
-    /// A cluster whose RuntimeClass of that name is watched, for as long as the runtime runs.
+    /// Watches the RuntimeClass of that name until the runtime ends.
     #[must_use]
     pub fn watch(client: Client, name: &str) -> ClusterState {
         let (class, writer) = reflector::store();
@@ -42,28 +42,25 @@ impl ClusterState {
         let events = watcher(Api::all(client.clone()), only).default_backoff();
         tokio::spawn(reflector::reflector(writer, events).for_each(|event| async {
             if let Err(error) = event {
-                tracing::warn!(
-                    "the RuntimeClass cannot be watched: {}",
-                    error_chain::chain(&error)
-                );
+                tracing::warn!("RuntimeClass: the watch failed: {}", error_chain::chain(&error));
             }
         }));
         ClusterState { client, name: name.to_owned(), class }
     }
 
-    /// Whether it is known if there is the RuntimeClass.
+    /// Whether the first list of the watch has arrived.
     #[must_use]
     pub fn is_known(&self) -> bool {
         self.class.wait_until_ready().now_or_never().is_some_and(|known| known.is_ok())
     }
 
-    /// The RuntimeClass, as it was seen last.
+    /// The RuntimeClass as last seen. `None`: there is none.
     #[must_use]
     pub fn class(&self) -> Option<Arc<RuntimeClass>> {
         self.class.get(&ObjectRef::new(&self.name))
     }
 
-    /// The device classes of claims.
+    /// Reads claims and returns their device classes.
     pub async fn claims(&self, namespace: &str, names: Vec<ClaimName>) -> Claims {
         let mut claims: Claims = names.iter().map(|name| (name.clone(), None)).collect();
         let read = async {
@@ -74,13 +71,13 @@ impl ClusterState {
                     }
                     Err(error) => {
                         let error = ApiError(error);
-                        tracing::warn!("{name} of namespace {namespace} cannot be read: {error}");
+                        tracing::warn!("{name} of namespace {namespace}: cannot read it: {error}");
                     }
                 }
             }
         };
         if tokio::time::timeout(TIME, read).await.is_err() {
-            tracing::warn!("claims of namespace {namespace} were not read within {TIME:?}");
+            tracing::warn!("claims of namespace {namespace}: not read within {TIME:?}");
         }
         claims
     }
@@ -105,8 +102,8 @@ impl ClusterState {
     }
 }
 
-/// The device classes that a claim can be fulfilled from. A claim with admin access watches a
-/// device that others use: it holds nothing that could be given back.
+/// The device classes that can fulfil a claim. A claim with admin access monitors a device that
+/// others use: it holds no memory that could be offloaded.
 fn classes(devices: Option<DeviceClaim>) -> Vec<String> {
     let requests = devices.into_iter().flat_map(|devices| devices.requests).flatten();
     requests

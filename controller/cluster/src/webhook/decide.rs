@@ -1,26 +1,26 @@
-//! Whether a pod gets the runtime class, without I/O.
+//! Decides whether a pod gets the runtime class, without I/O.
 //!
 //! ```text
-//!  pod ──> opted out? bound to a node? another class? ──yes──> Leave(why)
+//!  pod ──> opted out? bound to a node? another class? ──yes──> Leave(reason)
 //!            │ no
-//!            ├── asks for a GPU by resource, annotation ─┐
-//!            ├── has claims ──> Ask ──answers──> a GPU ──┤
-//!            └── neither ──> Leave(NoGpu)                v
-//!                        would the API server refuse it with the class? ──yes──> Leave(why)
+//!            ├── requests a GPU by resource, annotation ┐
+//!            ├── has claims ──> Ask ──claims──> a GPU ──┤
+//!            └── neither ──> Leave(NoGpu)               v
+//!                        would the API server reject it with the class? ──yes──> Leave(reason)
 //!                                                        │ no
 //!                                                        v
 //!                                                     Inject
 //! ```
 //!
-//! A pod that would have been created without us is created with us. So the class is not given
-//! where its admission would then fail: when there is no such RuntimeClass, when its node
-//! selector contradicts the pod's, when the pod brings an overhead of its own. What the class
-//! carries itself (overhead, node selector, tolerations) is not part of the patch: the API server
-//! runs its own admission, RuntimeClass among it, once more over what a webhook changed.
+//! The webhook never makes the creation of a pod fail. So it does not set the class where admission
+//! would then fail: if there is no such RuntimeClass, if its node selector contradicts the pod's,
+//! or if the pod has an overhead of its own. The patch does not contain what the class itself
+//! carries (overhead, node selector, tolerations): the API server runs its own admission,
+//! RuntimeClass included, again after a webhook's change.
 //!
-//! `hostPID`, `hostNetwork`, `privileged` and the like are no reason to leave a pod: the shim
-//! hands on what it does not know, and a process moves its own state, whatever namespace it
-//! is in. What cannot be moved for such a reason is told by the node's controller.
+//! `hostPID`, `hostNetwork`, `privileged` and the like do not exclude a pod: the shim passes on
+//! what it does not know, and a process moves its own state in any namespace. If such a setting
+//! prevents an offload, the node's controller reports that.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,24 +35,24 @@ use k8s_openapi::{
 
 use super::rules::{self, IGNORE, INJECT, NamespaceRules};
 
-/// Annotation of the copy that a kubelet shows of a pod from its own files.
+/// Annotation of the mirror pod that a kubelet creates for a static pod.
 const MIRROR: &str = "kubernetes.io/config.mirror";
-/// Label of nodes, by which older pods say that they are Windows pods.
+/// Label of nodes, by which older pods select Windows.
 const OS: &str = "kubernetes.io/os";
 
-/// What becomes of a pod.
+/// Decision about a pod.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AdmissionDecision {
-    /// It gets the class.
+    /// Set the class on the pod.
     Inject {
-        /// What is changed in it.
+        /// JSON patch of the pod.
         patch: Patch,
-        /// What makes it a GPU pod: the name of a resource, an annotation or a device class.
+        /// Reason that makes it a GPU pod: the name of a resource, an annotation or a device class.
         because: String,
     },
-    /// It stays as it is.
+    /// Leave the pod as it is.
     Leave(LeftAlone),
-    /// These claims decide: read them, and ask again.
+    /// The decision depends on these claims: read them, and decide again.
     Ask(BTreeSet<ClaimName>),
 }
 
@@ -74,65 +74,65 @@ impl std::fmt::Display for ClaimName {
     }
 }
 
-/// The device classes of claims that were read; nothing for one that could not be.
+/// Device classes by claim; `None` for a claim that could not be read.
 pub type Claims = BTreeMap<ClaimName, Option<Vec<String>>>;
 
-/// Why a pod stays as it is.
+/// Reason why a pod is left as it is.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LeftAlone {
-    /// The review is about something else.
-    #[error("only the creation of a pod is looked at")]
+    /// The review is not about the creation of a pod.
+    #[error("only the creation of a pod is reviewed")]
     NotACreation,
-    /// An operator's choice.
+    /// The operator excluded the pod's namespace.
     #[error("its namespace is excluded")]
     Namespace,
-    /// The pod's choice, by label.
+    /// The pod opted out by label.
     #[error("the pod has the label {INJECT}={IGNORE}")]
     Label,
-    /// The pod's choice, by annotation.
+    /// The pod opted out by annotation.
     #[error("the pod has the annotation {INJECT}=false")]
     Annotation,
-    /// A pod of a kubelet's own files runs already: this is only its copy.
-    #[error("it is the copy of a static pod, which runs already")]
+    /// A mirror pod: the kubelet runs the static pod already.
+    #[error("it is the mirror of a static pod, which runs already")]
     Mirror,
-    /// There is no shim for it.
+    /// There is no shim for Windows.
     #[error("it is a Windows pod")]
     Windows,
-    /// It has what it would get.
+    /// The pod names the runtime class itself.
     #[error("it has the runtime class already")]
     Already,
-    /// It wants something else.
+    /// The pod names another runtime class.
     #[error("it chose the runtime class {0}")]
     OtherClass(String),
-    /// Nothing to give back.
+    /// The pod has no GPU to offload from.
     #[error("it asks for no GPU")]
     NoGpu,
-    /// What it claims is not known.
-    #[error("{0} cannot be read, so whether it is a GPU is not known")]
+    /// The claim could not be read.
+    #[error("{0} cannot be read, so it is unknown whether it claims a GPU")]
     Claim(ClaimName),
-    /// No scheduler looks for a node with the runtime.
+    /// The scheduler does not choose a node with the runtime for it.
     #[error("it is bound to a node, which may not have the runtime")]
     Bound,
-    /// It would be refused.
+    /// The API server would reject it: the class does not exist.
     #[error("there is no RuntimeClass {0}")]
     NoClass(String),
-    /// It would be refused.
+    /// The API server would reject it: the node selectors conflict.
     #[error("its node selector {key}={pod} contradicts the runtime class, which has {class}")]
     Selector {
-        /// The label.
+        /// Key of the label.
         key: String,
-        /// The pod's value.
+        /// Value in the pod's selector.
         pod: String,
-        /// The class's.
+        /// Value in the class's selector.
         class: String,
     },
-    /// It would be refused.
+    /// The API server would reject it: the class sets the overhead.
     #[error("it has an overhead of its own")]
     Overhead,
 }
 
 impl LeftAlone {
-    /// A word for metrics and audit logs.
+    /// Stable word for metrics and audit logs.
     #[must_use]
     pub fn word(&self) -> &'static str {
         match self {
@@ -152,7 +152,8 @@ impl LeftAlone {
         }
     }
 
-    /// Whether who creates the pod should be told: it is a GPU pod that nobody wanted to leave.
+    /// Whether the user who creates the pod gets a warning: a GPU pod that neither pod nor operator
+    /// excluded.
     #[must_use]
     pub fn warns(&self) -> bool {
         matches!(
@@ -166,7 +167,7 @@ impl LeftAlone {
     }
 }
 
-/// What becomes of a pod that is created in a namespace, with the RuntimeClass as it is now.
+/// Decides about a pod that is created in a namespace, with the present RuntimeClass.
 #[must_use]
 pub fn decide(
     pod: &Pod,
@@ -205,7 +206,7 @@ fn judge(
     Ok(AdmissionDecision::Inject { patch: patch(spec, &rules.runtime_class), because })
 }
 
-/// What pod and operator chose.
+/// Applies the opt-outs of pod and operator.
 fn chosen(
     pod: &Pod,
     spec: &PodSpec,
@@ -240,12 +241,12 @@ fn chosen(
     }
 }
 
-/// Those that can ask for devices: an ephemeral container cannot, it uses what the pod has.
+/// Containers that can request devices: an ephemeral container cannot, it uses those of its pod.
 fn containers(spec: &PodSpec) -> impl Iterator<Item = &Container> {
     spec.init_containers.iter().flatten().chain(&spec.containers)
 }
 
-/// The resource by which it asks for a GPU.
+/// The resource by which the pod requests a GPU.
 fn gpu_resource(spec: &PodSpec, rules: &NamespaceRules) -> Option<String> {
     containers(spec)
         .filter_map(|container| container.resources.as_ref())
@@ -254,13 +255,13 @@ fn gpu_resource(spec: &PodSpec, rules: &NamespaceRules) -> Option<String> {
         .map(|(name, _)| name.clone())
 }
 
-/// The annotation by which it asks for a part of a GPU.
+/// The annotation by which the pod requests a part of a GPU.
 fn gpu_annotation(pod: &Pod, rules: &NamespaceRules) -> Option<String> {
     let mut names = pod.metadata.annotations.iter().flat_map(BTreeMap::keys);
     names.find(|name| rules::any(&rules.annotations, name)).cloned()
 }
 
-/// `0`, `0.0`, `0k`: a quantity whose number has no other digit.
+/// Whether a quantity has no digit other than zero: `0`, `0.0`, `0k`.
 fn is_zero(quantity: &Quantity) -> bool {
     let number = quantity.0.split(['e', 'E']).next().unwrap_or_default();
     !number.chars().any(|c| ('1'..='9').contains(&c))
@@ -271,7 +272,7 @@ enum ClaimKind {
     Unknown(BTreeSet<ClaimName>),
 }
 
-/// The device class by which it claims a GPU, or the claims that have to be read first.
+/// The device class by which the pod claims a GPU, or the claims to read first.
 fn gpu_claim(
     spec: &PodSpec,
     rules: &NamespaceRules,
@@ -310,7 +311,7 @@ fn gpu_claim(
     }
 }
 
-/// Whether its node is chosen already: by name, or as the controller of DaemonSets does it.
+/// Whether the pod's node is chosen already: by name, or in the way of DaemonSets.
 fn bound(spec: &PodSpec) -> bool {
     let by_field = spec
         .affinity
@@ -325,7 +326,7 @@ fn bound(spec: &PodSpec) -> bool {
     by_field || spec.node_name.as_ref().is_some_and(|name| !name.is_empty())
 }
 
-/// Whether the API server would still take it with the class.
+/// Whether the API server would accept the pod with the class.
 fn fits(spec: &PodSpec, class: &RuntimeClass) -> Result<(), LeftAlone> {
     let wanted = class.scheduling.as_ref().and_then(|s| s.node_selector.as_ref());
     for (key, value) in wanted.into_iter().flatten() {
@@ -335,7 +336,7 @@ fn fits(spec: &PodSpec, class: &RuntimeClass) -> Result<(), LeftAlone> {
             return Err(LeftAlone::Selector { key, pod, class });
         }
     }
-    // The overhead of a class that is replaced was put there by the API server.
+    // The API server added the overhead of a class that is replaced.
     if has_overhead(spec) && chosen_class(spec).is_none() {
         return Err(LeftAlone::Overhead);
     }
@@ -350,7 +351,7 @@ fn chosen_class(spec: &PodSpec) -> Option<&str> {
     spec.runtime_class_name.as_deref().filter(|name| !name.is_empty())
 }
 
-/// The class, and nothing of the class before it.
+/// Sets the class, and removes what the class before it added.
 fn patch(spec: &PodSpec, class: &str) -> Patch {
     let at = |field: &str| PointerBuf::from_tokens(["spec", field]);
     let add = AddOperation { path: at("runtimeClassName"), value: class.into() };

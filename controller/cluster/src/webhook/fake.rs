@@ -1,5 +1,5 @@
-//! An API server in memory, with what the webhook asks one for: objects by their path, a version
-//! that each write moves, writes that come too late refused, lists, watches that stay silent.
+//! An API server in memory, with what the webhook requests: objects by path, a version that each
+//! write increments, conflicts for late writes, lists, and watches that stay silent.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +16,7 @@ use hyper::{
 use kube::{Client, client::Body};
 use serde_json::{Value, json};
 
-/// What it holds.
+/// Objects of the server, shared with its clients.
 #[derive(Clone, Default)]
 pub struct Fake(Arc<Mutex<Inner>>);
 
@@ -31,7 +31,7 @@ struct Inner {
 type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
 impl Fake {
-    /// A client of it, in namespace `affinode`.
+    /// A client of this server, in namespace `affinode`.
     pub fn client(&self) -> Client {
         let fake = self.clone();
         let service = tower::service_fn(move |request: Request<Body>| {
@@ -41,19 +41,19 @@ impl Fake {
         Client::new(service, "affinode")
     }
 
-    /// Puts an object there, as somebody else would.
+    /// Stores an object, as another client would.
     pub fn put(&self, path: &str, object: Value) {
         let mut inner = self.lock();
         let stamped = inner.stamp(object);
         inner.objects.insert(path.to_owned(), stamped);
     }
 
-    /// An object as it is.
+    /// Returns an object as it is stored.
     pub fn get(&self, path: &str) -> Value {
         self.lock().objects.get(path).cloned().unwrap_or(Value::Null)
     }
 
-    /// Writes that were taken, and those that came too late.
+    /// Number of accepted writes, and of rejected late ones.
     pub fn writes(&self) -> (usize, usize) {
         let inner = self.lock();
         (inner.writes, inner.refused)
@@ -66,7 +66,7 @@ impl Fake {
     async fn answer(&self, request: Request<Body>) -> Answer {
         let (head, body) = request.into_parts();
         let body = body.collect().await.map(|b| b.to_bytes()).unwrap_or_default();
-        // Several at a time meet here, in whatever order.
+        // Concurrent requests interleave here, in any order.
         tokio::task::yield_now().await;
         let query = head.uri.query().unwrap_or_default();
         if query.contains("watch=true") {
@@ -143,10 +143,10 @@ fn failure(status: StatusCode, reason: &str) -> (StatusCode, Value) {
     (status, answer)
 }
 
-/// Where the configuration is.
+/// Path of the configuration.
 pub const CONFIGURATION: &str =
     "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/affinode-webhook";
-/// Where the Secret is.
+/// Path of the Secret.
 pub const SECRET: &str = "/api/v1/namespaces/affinode/secrets/affinode-webhook-tls";
 
 /// A configuration with two webhooks and no authority.

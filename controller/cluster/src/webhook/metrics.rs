@@ -1,4 +1,4 @@
-//! What is counted: decisions by their word, and the time that API servers waited for us.
+//! Metrics: decisions by their word, and the time of the replies to API servers.
 
 use std::{fmt, time::Duration};
 
@@ -10,7 +10,7 @@ use prometheus_client::{
 
 use super::decide::AdmissionDecision;
 
-/// Seconds up to which answers are counted together.
+/// Upper bounds of the histogram's buckets, in seconds.
 const BUCKETS: [f64; 8] = [0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0, 2.5];
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -18,7 +18,7 @@ struct DecisionLabels {
     decision: &'static str,
 }
 
-/// The figures of this replica.
+/// The metrics of this replica.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -34,13 +34,13 @@ impl Default for Metrics {
         let (refused, not_after) = (Counter::default(), Gauge::default());
         let took = Histogram::new(BUCKETS);
         let mut registry = Registry::with_prefix("affinode_webhook");
-        let help = "Pods that were looked at, by what came of it";
+        let help = "Pods reviewed by the admission webhook, by decision";
         registry.register("decisions", help, decisions.clone());
-        let help = "Requests that were no review that can be answered";
+        let help = "Requests rejected because they are not an admission review";
         registry.register("refused_requests", help, refused.clone());
-        let help = "How long API servers waited for an answer";
+        let help = "Time in seconds from an admission request to its reply";
         registry.register_with_unit("answer", help, Unit::Seconds, took.clone());
-        let help = "When the certificate ends that is shown, in Unix time";
+        let help = "End of the served TLS certificate's validity, in Unix time";
         registry.register_with_unit(
             "certificate_not_after_timestamp",
             help,
@@ -52,25 +52,25 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// A pod was looked at.
+    /// Counts the decision about a pod.
     pub fn decided(&self, outcome: &DecisionOutcome) {
         self.decisions.get_or_create(&DecisionLabels { decision: outcome.word }).inc();
     }
 
-    /// A request was turned away.
+    /// Counts a rejected request.
     pub fn refused(&self) {
         self.refused.inc();
     }
 
-    /// A request was answered.
+    /// Records the time of a reply.
     pub fn took(&self, time: Duration) {
         self.took.observe(time.as_secs_f64());
     }
 
-    /// All of it, as OpenMetrics.
+    /// All metrics in OpenMetrics text.
     ///
     /// # Errors
-    /// Never: it is written to memory.
+    /// None in practice: the text is written to memory.
     pub fn text(&self, not_after_seconds: Option<i64>) -> Result<String, fmt::Error> {
         self.not_after.set(not_after_seconds.unwrap_or_default());
         let mut text = String::new();
@@ -79,7 +79,7 @@ impl Metrics {
     }
 }
 
-/// What came of a question.
+/// Outcome of a review, for metrics and logs.
 #[derive(Clone, Debug)]
 pub struct DecisionOutcome {
     word: &'static str,
@@ -87,12 +87,12 @@ pub struct DecisionOutcome {
 }
 
 impl DecisionOutcome {
-    /// Of a decision.
+    /// The outcome of a decision.
     #[must_use]
     pub fn of(decision: &AdmissionDecision) -> DecisionOutcome {
         match decision {
             AdmissionDecision::Inject { because, .. } => {
-                DecisionOutcome { word: "injected", text: format!("it asks for {because}") }
+                DecisionOutcome { word: "injected", text: format!("it requests {because}") }
             }
             AdmissionDecision::Leave(left) => {
                 DecisionOutcome { word: left.word(), text: left.to_string() }
@@ -103,7 +103,7 @@ impl DecisionOutcome {
         }
     }
 
-    /// A word: `injected`, or why not.
+    /// The stable word: `injected`, or the reason why not.
     #[must_use]
     pub fn word(&self) -> &'static str {
         self.word

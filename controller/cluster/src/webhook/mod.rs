@@ -1,15 +1,15 @@
-//! A mutating admission webhook: pods that ask for a GPU get the runtime class, so that no
+//! A mutating admission webhook: sets the runtime class of pods that request a GPU, so that no
 //! manifest has to name it.
 //!
 //! ```text
 //!  API server ──AdmissionReview──> [`serve`] ──> [`review`] ──> [`decide`] ──> JSON patch, or none
 //!                                     │                            │
-//!                             [`papers`]                   [`rules`], [`cluster`]
+//!                             [`cert`]                     [`rules`], [`cluster`]
 //! ```
 //!
-//! Decisions are pure; what they need to know is watched, or read within two seconds. Where
-//! anything is missing, a pod is created as it was written: the answer is always `allowed`, and
-//! the `failurePolicy` of the MutatingWebhookConfiguration is to be `Ignore`.
+//! Decisions are pure; their input is watched, or read within two seconds. If some input is
+//! missing, a pod is created as it was written: the reply is always `allowed`, and the
+//! `failurePolicy` of the MutatingWebhookConfiguration must be `Ignore`.
 
 pub mod cert;
 pub mod cluster;
@@ -37,20 +37,21 @@ use cluster::ClusterState;
 use rules::NamespaceRules;
 use serve::{CertificateSource, WebhookServer};
 
-/// How long it answers after it was told to stop: until the last API server knows that it goes.
+/// How long the webhook still replies after SIGTERM: until the last API server has stopped using
+/// it.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How the webhook runs.
 #[derive(Args, Clone, Debug)]
 pub struct WebhookOptions {
-    /// Where it listens.
+    /// Address and port to serve on.
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:8443", env = "AFFINODE_LISTEN")]
     listen: SocketAddr,
-    /// The certificate that it shows, a PEM file that others renew. Without one the webhook makes
-    /// its own, keeps it in a Secret and tells the API server its authority.
+    /// PEM file with the certificate, renewed by another program. Without it, the webhook creates a
+    /// certificate, keeps it in a Secret and publishes its authority to the API server.
     #[arg(long, value_name = "FILE", env = "AFFINODE_TLS_CERT_FILE", requires = "tls_key_file")]
     tls_cert_file: Option<PathBuf>,
-    /// The certificate's key, a PEM file.
+    /// PEM file with the certificate's key.
     #[arg(long, value_name = "FILE", env = "AFFINODE_TLS_KEY_FILE", requires = "tls_cert_file")]
     tls_key_file: Option<PathBuf>,
     #[command(flatten)]
@@ -88,7 +89,7 @@ async fn serve_all(options: &WebhookOptions, mut told: Told) -> Result<(), Servi
     tracing::info!("listening on {}", options.listen);
     let serving = tokio::spawn(https::serve(listener, Arc::new(door)));
     told.wait().await;
-    tracing::info!("told to stop: answering for {DRAIN_TIMEOUT:?} more");
+    tracing::info!("webhook: stopping, serving for {DRAIN_TIMEOUT:?} more");
     tokio::time::sleep(DRAIN_TIMEOUT).await;
     serving.abort();
     Ok(())

@@ -1,7 +1,7 @@
-//! The API server's question and our answer, `admission.k8s.io/v1`.
+//! The API server's request and the webhook's reply, `admission.k8s.io/v1`.
 //!
-//! Every question that can be read is answered with `allowed`: nothing here is a reason why a pod
-//! should not be created.
+//! Every request that can be read gets the reply `allowed`: the webhook never prevents the creation
+//! of a pod.
 
 use k8s_openapi::api::{core::v1::Pod, node::v1::RuntimeClass};
 use kube::core::admission::{AdmissionRequest, AdmissionResponse, AdmissionReview, Operation};
@@ -11,33 +11,33 @@ use super::{
     rules::NamespaceRules,
 };
 
-/// Characters of a warning that the API server shows whole.
+/// Length of a warning that the API server shows whole, in characters.
 const WARNING_CHARS: usize = 250;
 
-/// Why a question is not answered.
+/// Reason why a request gets no review.
 #[derive(Debug, thiserror::Error)]
 pub enum ReviewError {
-    /// Not what an API server sends.
+    /// The body is not an AdmissionReview of a pod.
     #[error(
         "this is no AdmissionReview of a pod; the rules of the MutatingWebhookConfiguration must name the operation CREATE of pods, version v1, alone"
     )]
     Unreadable(#[source] serde_json::Error),
-    /// A review that is an answer, or of a version that has no v1.
+    /// The review is a reply, or of a version before v1.
     #[error(
         "the AdmissionReview has no request of admission.k8s.io/v1; set admissionReviewVersions: [\"v1\"] in the MutatingWebhookConfiguration"
     )]
     NoRequest,
-    /// Answers are always JSON: this does not happen.
-    #[error("the answer cannot be written")]
+    /// The reply could not be encoded; this does not happen with JSON.
+    #[error("cannot encode the reply")]
     Unwritable(#[source] serde_json::Error),
 }
 
-/// A question.
+/// A request of the API server.
 #[derive(Debug)]
 pub struct AdmissionQuestion(AdmissionRequest<Pod>);
 
 impl AdmissionQuestion {
-    /// Reads a body.
+    /// Parses the body of a request.
     ///
     /// # Errors
     /// [`ReviewError`].
@@ -50,13 +50,13 @@ impl AdmissionQuestion {
         review.try_into().map(AdmissionQuestion).map_err(|_| ReviewError::NoRequest)
     }
 
-    /// The namespace that the pod is created in.
+    /// Namespace in which the pod is created.
     #[must_use]
     pub fn namespace(&self) -> &str {
         self.0.namespace.as_deref().unwrap_or_default()
     }
 
-    /// What a person calls the pod.
+    /// Namespace and name of the pod, or the prefix of its generated name.
     #[must_use]
     pub fn pod(&self) -> String {
         let meta = self.0.object.as_ref().map(|pod| &pod.metadata);
@@ -65,7 +65,7 @@ impl AdmissionQuestion {
         format!("{}/{}", self.namespace(), name.or_else(beginning).unwrap_or_default())
     }
 
-    /// What becomes of it.
+    /// Decides about the pod.
     #[must_use]
     pub fn decide(
         &self,
@@ -82,7 +82,7 @@ impl AdmissionQuestion {
         }
     }
 
-    /// The answer, as JSON. Claims that are still to be read count as unreadable.
+    /// The reply, as JSON. Claims that were not read count as unreadable.
     ///
     /// # Errors
     /// [`ReviewError::Unwritable`].
@@ -108,7 +108,7 @@ impl AdmissionQuestion {
             response.audit_annotations.insert("decision".into(), left.word().into());
             if left.warns() {
                 let text = format!(
-                    "affinode: the pod does not get the runtime class {}: {left}",
+                    "affinode: the pod is created without the runtime class {}: {left}",
                     rules.runtime_class
                 );
                 response.warnings = Some(vec![text.chars().take(WARNING_CHARS).collect()]);
@@ -118,7 +118,7 @@ impl AdmissionQuestion {
     }
 }
 
-/// What is to be read before a decision.
+/// The claims to read before a decision.
 pub fn asked(decision: &AdmissionDecision) -> impl Iterator<Item = &ClaimName> {
     match decision {
         AdmissionDecision::Ask(claims) => Some(claims),

@@ -1,12 +1,12 @@
-//! What an operator chose: which pods get the runtime class.
+//! The operator's choice of the pods that get the runtime class.
 
 use std::str::FromStr;
 
 use clap::Args;
 
-/// Label of pods and namespaces, and annotation of pods.
+/// Name of the opt-out label of pods and namespaces, and of the annotation of pods.
 pub const INJECT: &str = "affinode.io/inject";
-/// Value of the label that keeps pods as they are.
+/// Value of the label that opts out.
 pub const IGNORE: &str = "ignore";
 
 /// Which pods get which runtime class.
@@ -15,7 +15,7 @@ pub struct NamespaceRules {
     /// The runtime class that GPU pods get.
     #[arg(long, value_name = "NAME", default_value = "affinode", env = "AFFINODE_RUNTIME_CLASS")]
     pub runtime_class: String,
-    /// A resource whose request makes a GPU pod; a star at its end stands for anything.
+    /// A resource whose request makes a GPU pod; a star at its end matches any suffix.
     #[arg(
         long = "resource",
         value_name = "NAME",
@@ -24,7 +24,7 @@ pub struct NamespaceRules {
         env = "AFFINODE_RESOURCES"
     )]
     pub resources: Vec<NamePattern>,
-    /// A device class whose claim makes a GPU pod; a star at its end stands for anything.
+    /// A device class whose claim makes a GPU pod; a star at its end matches any suffix.
     #[arg(
         long = "device-class",
         value_name = "NAME",
@@ -33,8 +33,8 @@ pub struct NamespaceRules {
         env = "AFFINODE_DEVICE_CLASSES"
     )]
     pub device_classes: Vec<NamePattern>,
-    /// An annotation that makes a GPU pod: how schedulers are told that hand out parts of a GPU
-    /// without a resource (KAI).
+    /// An annotation that makes a GPU pod, for schedulers that assign parts of a GPU without a
+    /// resource (KAI).
     #[arg(
         long = "annotation",
         value_name = "NAME",
@@ -43,7 +43,7 @@ pub struct NamespaceRules {
         env = "AFFINODE_ANNOTATIONS"
     )]
     pub annotations: Vec<NamePattern>,
-    /// A namespace whose pods stay as they are; a star at its end stands for anything.
+    /// A namespace whose pods stay as they are; a star at its end matches any suffix.
     #[arg(
         long = "exclude-namespace",
         value_name = "NAME",
@@ -55,8 +55,8 @@ pub struct NamespaceRules {
         env = "AFFINODE_EXCLUDED_NAMESPACES"
     )]
     pub excluded_namespaces: Vec<NamePattern>,
-    /// A runtime class that pods chose themselves and that is replaced nevertheless. `nvidia`,
-    /// where the handler affinode was made from the handler nvidia.
+    /// A runtime class that is replaced although the pod names it. Use it for `nvidia` if the
+    /// handler affinode was derived from the handler nvidia.
     #[arg(
         long = "replace-class",
         value_name = "NAME",
@@ -66,16 +66,16 @@ pub struct NamespaceRules {
     pub replaced_classes: Vec<String>,
 }
 
-/// A name, or the beginning of names: `nvidia.com/mig-*`.
+/// A name, or a prefix of names: `nvidia.com/mig-*`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamePattern {
     text: String,
     open: bool,
 }
 
-/// What is no pattern.
+/// The text is not a pattern.
 #[derive(Debug, thiserror::Error)]
-#[error("{0:?} is no name; a star may stand at its end, after a beginning")]
+#[error("invalid pattern {0:?}: \"*\" is only allowed as the last character, after a prefix")]
 pub struct PatternError(String);
 
 impl FromStr for NamePattern {
@@ -95,14 +95,14 @@ impl FromStr for NamePattern {
 }
 
 impl NamePattern {
-    /// Whether a name is meant.
+    /// Whether a name matches the pattern.
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
         if self.open { name.starts_with(&self.text) } else { name == self.text }
     }
 }
 
-/// Whether one of them means the name.
+/// Whether a name matches at least one pattern.
 #[must_use]
 pub fn any(patterns: &[NamePattern], name: &str) -> bool {
     patterns.iter().any(|pattern| pattern.matches(name))
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_star_stands_at_the_end_alone_and_never_for_everything() {
+    fn star_is_allowed_only_after_a_prefix() {
         let pattern: NamePattern = "nvidia.com/mig-*".parse().unwrap();
         assert!(pattern.matches("nvidia.com/mig-1g.10gb"));
         assert!(!pattern.matches("nvidia.com/gpu"));

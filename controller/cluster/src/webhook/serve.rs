@@ -1,5 +1,5 @@
-//! The webhook's door: HTTPS, bounded in connections, bytes and time. Whoever reaches the address
-//! may ask; an answer says nothing that the asker did not bring, but for the name of the class.
+//! The webhook's HTTPS server, bounded in connections, bytes and time. Any client may send a
+//! review; the reply contains nothing that the client did not send, except the name of the class.
 
 use std::{io, path::PathBuf, sync::Arc, time::Duration};
 
@@ -30,44 +30,44 @@ use crate::{
     },
 };
 
-/// Time for a question to come in whole.
+/// Time limit for the body of a request.
 const BODY_TIME: Duration = Duration::from_secs(3);
-/// Bytes of a question. An object has 3 MiB at most on its way to the API server.
+/// Upper bound of a request, in bytes. An object on its way to the API server has at most 3 MiB.
 const BODY_BYTES: usize = 4 << 20;
-/// Questions that are in memory at a time.
+/// Upper bound of the requests held in memory.
 const MAX_CONCURRENT_REVIEWS: usize = 32;
 
-/// Where the certificate is from.
+/// Source of the certificate.
 #[derive(Clone, Debug)]
 pub enum CertificateSource {
-    /// Files that others renew: they are read at each connection.
+    /// Files that another program renews: read at each connection.
     Files {
-        /// The certificate.
+        /// Path of the certificate.
         cert: PathBuf,
-        /// Its key.
+        /// Path of its key.
         key: PathBuf,
     },
-    /// Somebody else sees to [`Door::shown`].
+    /// [`super::cert`] sets [`WebhookServer::shown`].
     Kept,
 }
 
-/// What questions are answered with.
+/// Reviews pods over HTTPS.
 pub struct WebhookServer {
     /// Which pods get the class.
     pub rules: NamespaceRules,
-    /// What is known of the cluster.
+    /// The webhook's view of the cluster.
     pub cluster: ClusterState,
-    /// The certificate.
+    /// The certificate that this server presents.
     pub shown: Arc<ServedCertificate>,
-    /// Where it is from.
+    /// Source of that certificate.
     pub source: CertificateSource,
-    /// What is counted.
+    /// Metrics of this replica.
     pub metrics: Metrics,
     bodies: Semaphore,
 }
 
 impl WebhookServer {
-    /// A door.
+    /// A server with these rules.
     #[must_use]
     pub fn new(
         rules: NamespaceRules,
@@ -79,12 +79,12 @@ impl WebhookServer {
         WebhookServer { rules, cluster, shown, source, metrics, bodies }
     }
 
-    /// Reads the files, where the certificate is in files. What is of no use is told, and the one
-    /// before it is shown: a file may be half written.
+    /// Reads the certificate's files, if it comes from files. An invalid pair is reported, and the
+    /// one before stays: a file may be half written.
     fn refresh(&self) {
         let CertificateSource::Files { cert, key } = &self.source else { return };
         match tls::read(cert, key).and_then(|pair| self.shown.show(&pair)) {
-            Ok(true) => tracing::info!("a certificate is shown from {}", cert.display()),
+            Ok(true) => tracing::info!("certificate: serving the one of {}", cert.display()),
             Ok(false) => {}
             Err(error) => tracing::warn!("{}", error_chain::chain(&error)),
         }
@@ -95,18 +95,18 @@ impl WebhookServer {
     }
 
     async fn review(&self, request: Request<Incoming>) -> Result<Bytes, (StatusCode, String)> {
-        // Never closed: a turn is had, or the asker has left.
+        // The semaphore is never closed, so this waits for a permit until the client leaves.
         let _turn = self.bodies.acquire().await;
         let body = Limited::new(request.into_body(), BODY_BYTES).collect();
         let body = match timeout(BODY_TIME, body).await {
             Ok(Ok(body)) => body.to_bytes(),
             Ok(Err(error)) if error.is::<LengthLimitError>() => {
-                let text = format!("a review of more than {BODY_BYTES} bytes is not read");
+                let text = format!("the review has more than {BODY_BYTES} bytes");
                 return Err((StatusCode::PAYLOAD_TOO_LARGE, text));
             }
             Ok(Err(error)) => return Err((StatusCode::BAD_REQUEST, error.to_string())),
             Err(_) => {
-                let text = format!("the review did not come in whole within {BODY_TIME:?}");
+                let text = format!("the review was not complete within {BODY_TIME:?}");
                 return Err((StatusCode::REQUEST_TIMEOUT, text));
             }
         };
@@ -125,7 +125,7 @@ impl WebhookServer {
         let outcome = DecisionOutcome::of(&decision);
         let pod = question.pod();
         match &decision {
-            // Most pods of a cluster are such.
+            // Most pods of a cluster have no GPU.
             AdmissionDecision::Leave(left) if !left.warns() => {
                 tracing::debug!(pod, decision = outcome.word(), "{outcome}");
             }
@@ -138,8 +138,8 @@ impl WebhookServer {
 
 impl HttpsSite for WebhookServer {
     type Body = Full<Bytes>;
-    // An API server keeps a few connections, and closes those that rest after 90 s: it never
-    // meets one that we are about to close.
+    // An API server keeps a few connections, and closes idle ones after 90 s: it never uses one
+    // that the webhook is about to close.
     const LIMITS: HttpsLimits = HttpsLimits {
         connections: 256,
         handshake: Duration::from_secs(10),
@@ -152,8 +152,8 @@ impl HttpsSite for WebhookServer {
     }
 
     fn parted(&self, error: &io::Error) {
-        // An API server that does not trust the certificate says so here.
-        tracing::info!(%error, "a client ended the handshake");
+        // An API server that does not trust the certificate fails here.
+        tracing::info!(%error, "client: the TLS handshake failed");
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
@@ -168,7 +168,7 @@ impl HttpsSite for WebhookServer {
                 match answer {
                     Ok(body) => (StatusCode::OK, JSON, body),
                     Err((status, text)) => {
-                        tracing::warn!(%status, "a request is turned away: {text}");
+                        tracing::warn!(%status, "request rejected: {text}");
                         self.metrics.refused();
                         (status, TEXT, text.into())
                     }
@@ -181,7 +181,7 @@ impl HttpsSite for WebhookServer {
             "/healthz" if get => (StatusCode::OK, TEXT, "ok\n".into()),
             "/readyz" if get && self.is_ready() => (StatusCode::OK, TEXT, "ok\n".into()),
             "/readyz" if get => {
-                let text = "no certificate yet, or no answer of the API server\n";
+                let text = "no certificate yet, or no reply of the API server\n";
                 (StatusCode::SERVICE_UNAVAILABLE, TEXT, text.into())
             }
             "/metrics" if get => match self.metrics.text(self.shown.not_after_seconds()) {

@@ -1,12 +1,12 @@
-// All nodes on one page: what each has, asked again and again, and the way to its own dashboard.
+// The page of all nodes: polls their figures, and links to each dashboard.
 import { bytes, duration, el, put, ticking } from "./format.js";
 import { ask } from "./stream.js";
 import "./theme.js";
 
-const LOOK_MS = 3000;    // between two looks
-const EACH_MS = 2;       // and longer by so much for each node
-const SOON_MS = 700;     // while nodes are still asked for the first time
-const LATEST_MS = 15000; // a look that takes longer is over
+const LOOK_MS = 3000;    // between two polls
+const EACH_MS = 2;       // added for each node
+const SOON_MS = 700;     // until each node was polled once
+const LATEST_MS = 15000; // time limit of a poll
 
 const HEALTH = { Unreachable: "Unreachable", NotServed: "Not served", Troubled: "Sees no GPU", Asking: "Asking", Resting: "At rest", Serving: "Serving" };
 const WORST = Object.keys(HEALTH);
@@ -21,7 +21,7 @@ const troubled = (n) => ["Unreachable", "NotServed", "Troubled"].includes(n.heal
 const GROUPS = [["All", () => true], ["Serving", (n) => n.health === "Serving"], ["At rest", (n) => n.health === "Resting"], ["Trouble", troubled], ["Waiting", (n) => n.figures?.waiting > 0]];
 
 const byId = (id) => document.getElementById(id);
-const items = new Map(); // name -> its elements
+const items = new Map(); // name -> elements of the row
 let listed = null, offset_ms = 0;
 let sort = { column: 0, way: 1 }, group = "All", wanted = "", order = "";
 
@@ -40,16 +40,16 @@ function make(name) {
   const cell = (cls, title) => el("div", { class: `cell figure ${cls}`, role: "cell", "data-label": title });
   const two = (box) => (box.append(el("span"), el("small")), box);
   const parts = { label, kind, tag, link, word, seen, used, meter,
-    reclaim: cell("n reclaim", "Reclaimable"), resident: two(cell("n two resident", "Resident")), away: two(cell("n two away", "Offloaded")), waiting: cell("n waiting", "Waiting"),
+    reclaim: cell("n reclaim", "Reclaimable"), resident: two(cell("n two resident", "Resident")), offloaded: two(cell("n two offloaded", "Offloaded")), waiting: cell("n waiting", "Waiting"),
     host: cell("n host", "Host RAM left"), version: two(cell("version two", "Controller")), why: el("div", { class: "cell why", role: "cell" }) };
   const row = el("div", { class: "row", role: "row" }, el("div", { class: "cell", role: "cell" }, link),
     el("div", { class: "cell state health", role: "cell" }, el("span", { class: "mark", "aria-hidden": "true" }), el("div", {}, word, seen)),
-    el("div", { class: "cell figure use", role: "cell" }, used, meter), parts.reclaim, parts.resident, parts.away, parts.waiting, parts.host, parts.version, parts.why);
+    el("div", { class: "cell figure use", role: "cell" }, used, meter), parts.reclaim, parts.resident, parts.offloaded, parts.waiting, parts.host, parts.version, parts.why);
   parts.item = el("div", { class: "item" }, row);
   return parts;
 }
 
-// Zero is a figure; what is not known is none.
+// Zero is shown as 0; an unknown figure stays empty.
 const size = (n) => (n ? bytes(n) : "0");
 
 function drawRow(node) {
@@ -65,8 +65,8 @@ function drawRow(node) {
   put(parts.reclaim, some((f) => size(f.vram_reclaimable_bytes)));
   put(parts.resident.firstChild, some((f) => size(f.resident_bytes)));
   put(parts.resident.lastChild, f?.resident ? containers(f.resident) : "");
-  put(parts.away.firstChild, some((f) => size(f.offloaded_bytes)));
-  put(parts.away.lastChild, f?.offloaded ? containers(f.offloaded) : "");
+  put(parts.offloaded.firstChild, some((f) => size(f.offloaded_bytes)));
+  put(parts.offloaded.lastChild, f?.offloaded ? containers(f.offloaded) : "");
   put(parts.waiting, some((f) => String(f.waiting)));
   parts.waiting.classList.toggle("many", f?.waiting > 0);
   put(parts.host, some((f) => bytes(f.host_free_bytes)));
@@ -93,7 +93,7 @@ function drawMeter(meter, f) {
   meter.setAttribute("aria-label", `${bytes(f.vram_used_bytes)} of ${bytes(total)} VRAM in use, ${bytes(idle)} of it reclaimable`);
 }
 
-// What changes with time alone.
+// Texts that change with the time only.
 function tickRow(node) {
   const parts = items.get(node.name), now = Date.now() + offset_ms;
   const last = node.seen_unix_ms ? `seen ${ticking(now - node.seen_unix_ms)} ago` : "not seen yet";

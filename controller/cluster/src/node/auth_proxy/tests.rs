@@ -9,7 +9,7 @@ use crate::https::answer_all;
 
 const TOKEN: &str = "a-long-and-secret-token";
 
-/// A bridge to a controller that answers with the request that it got.
+/// A proxy in front of a controller that replies with the request that it got.
 struct Stage {
     bridge: AuthProxy,
     _folder: tempfile::TempDir,
@@ -60,7 +60,7 @@ async fn ask(stage: &Stage, path: &str, headers: &[&str]) -> String {
 }
 
 #[tokio::test]
-async fn who_may_sees_the_controller_and_the_token_goes_no_further() {
+async fn authorized_request_passes_without_its_token() {
     let stage = stage();
     controller(&stage.bridge.socket);
     let bearer = format!("authorization: Bearer {TOKEN}");
@@ -69,13 +69,13 @@ async fn who_may_sees_the_controller_and_the_token_goes_no_further() {
     assert!(answer.contains("GET /metrics?x=1 HTTP/1.1\r\n"), "{answer}");
     assert!(answer.contains("host: localhost\r\n"), "{answer}");
     assert!(!answer.contains(TOKEN), "{answer}");
-    // The page holds no secret.
+    // The page holds no secret, so it needs no token.
     let page = ask(&stage, "/", &["host: agent.example"]).await;
     assert!(page.starts_with("HTTP/1.1 200"), "{page}");
 }
 
 #[tokio::test]
-async fn who_may_not_is_turned_away_before_the_controller_hears_of_it() {
+async fn denied_request_never_reaches_controller() {
     let stage = stage();
     controller(&stage.bridge.socket);
     let bearer = format!("authorization: Bearer {TOKEN}");
@@ -92,13 +92,13 @@ async fn who_may_not_is_turned_away_before_the_controller_hears_of_it() {
         let answer = ask(&stage, path, &headers).await;
         assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{path} {headers:?}: {answer}");
         assert!(!answer.contains("host: localhost"), "{answer}");
-        // The page shows these words, and asks for a token where one is needed.
+        // The page shows this text, and requests a token if one is required.
         assert!(answer.contains("\r\n\r\n{\"error\":\""), "{answer}");
     }
 }
 
 #[tokio::test]
-async fn ready_is_who_serves_the_runtime_with_a_controller_or_without() {
+async fn readiness_depends_on_the_runtime_alone() {
     let stage = stage();
     let status = async |path: &str| {
         let answer =

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// In Unix milliseconds.
+/// Time of the tests, in Unix milliseconds.
 const NOW: i64 = 1_700_000_000_000;
 
 fn container(pod: &str, name: &str, state: State) -> Container {
@@ -28,7 +28,7 @@ fn list(containers: &[Container]) -> ListResponse {
     ListResponse { containers: containers.to_vec(), ..ListResponse::default() }
 }
 
-/// Writes what is due, and says which pods are shown how.
+/// Writes what is due, and returns the pods with their condition.
 fn write(
     board: &mut PodStatusWriter,
     list: &ListResponse,
@@ -46,9 +46,9 @@ fn write(
 
 #[test]
 fn a_pod_says_where_its_gpu_memory_is_and_why() {
-    let mut away = container("notebook", "jupyter", State::Offloaded);
-    away.offloaded_bytes = 3 << 29;
-    let due = PodStatusWriter::default().due(&list(&[away]), NOW);
+    let mut offloaded = container("notebook", "jupyter", State::Offloaded);
+    offloaded.offloaded_bytes = 3 << 29;
+    let due = PodStatusWriter::default().due(&list(&[offloaded]), NOW);
     let [ConditionChange::Show(name, standing)] = &due[..] else { panic!("{due:?}") };
     assert_eq!((&*name.namespace, &*name.name, &*name.uid), ("ml", "notebook", "uid-of-notebook"));
     assert!(!standing.is_resident());
@@ -60,7 +60,7 @@ fn a_pod_says_where_its_gpu_memory_is_and_why() {
 }
 
 #[test]
-fn what_passes_is_not_shown_and_what_lasts_is() {
+fn transient_state_is_not_shown() {
     let mut board = PodStatusWriter::default();
     let at = |state| list(&[container("a", "main", state)]);
     assert_eq!(write(&mut board, &at(State::Unregistered), NOW), []);
@@ -74,11 +74,11 @@ fn what_passes_is_not_shown_and_what_lasts_is() {
     let queued = at(State::Queued);
     let waits = [("a".into(), Some(State::Queued))];
     assert_eq!(write(&mut board, &queued, NOW + SETTLED_MS), waits);
-    assert_eq!(write(&mut board, &queued, NOW + 2 * SETTLED_MS), [], "it is told once");
+    assert_eq!(write(&mut board, &queued, NOW + 2 * SETTLED_MS), [], "one write");
 }
 
 #[test]
-fn another_figure_is_no_news_and_another_reason_is() {
+fn changed_reason_is_written_changed_size_is_not() {
     let mut board = PodStatusWriter::default();
     let mut idle = container("a", "main", State::Idle);
     assert_eq!(write(&mut board, &list(&[idle.clone()]), NOW).len(), 1);
@@ -89,11 +89,11 @@ fn another_figure_is_no_news_and_another_reason_is() {
     let due = board.due(&list(&[idle]), NOW);
     let [ConditionChange::Show(_, standing)] = &due[..] else { panic!("{due:?}") };
     assert_eq!(standing.reason, "ManagedMemory");
-    assert_eq!(standing.since_ms, NOW, "the condition's status is what it was since then");
+    assert_eq!(standing.since_ms, NOW, "the condition's status is unchanged since then");
 }
 
 #[test]
-fn of_several_containers_that_one_counts_that_is_in_use_most() {
+fn container_in_heaviest_use_counts() {
     let both = [container("a", "side", State::Offloaded), container("a", "main", State::Active)];
     let due = PodStatusWriter::default().due(&list(&both), NOW);
     let [ConditionChange::Show(_, standing)] = &due[..] else { panic!("{due:?}") };
@@ -103,18 +103,18 @@ fn of_several_containers_that_one_counts_that_is_in_use_most() {
 }
 
 #[test]
-fn a_pod_whose_containers_are_gone_says_nothing_after_a_while() {
+fn condition_is_cleared_after_containers_end() {
     let mut board = PodStatusWriter::default();
     let there = list(&[container("a", "main", State::Active)]);
     write(&mut board, &there, NOW);
     assert_eq!(write(&mut board, &list(&[]), NOW + GONE_MS - 1), []);
-    assert_eq!(write(&mut board, &there, NOW + GONE_MS), [], "a new controller knows it again");
+    assert_eq!(write(&mut board, &there, NOW + GONE_MS), [], "a new controller lists it again");
     assert_eq!(write(&mut board, &list(&[]), NOW + 2 * GONE_MS), [("a".into(), None)]);
     assert_eq!(write(&mut board, &list(&[]), NOW + 3 * GONE_MS), []);
 }
 
 #[test]
-fn what_is_no_pod_of_the_cluster_is_not_written_to() {
+fn container_outside_a_pod_is_not_written() {
     let mut outside = container("a", "main", State::Active);
     outside.announcement.mut_or_insert_default().pod_uid.clear();
     let mut strange = container("a", "main", State::Active);
@@ -123,7 +123,7 @@ fn what_is_no_pod_of_the_cluster_is_not_written_to() {
 }
 
 #[test]
-fn a_pod_that_changes_all_the_time_is_written_rarely_and_ends_up_right() {
+fn frequent_changes_are_rate_limited() {
     let mut board = PodStatusWriter::default();
     let mut writes = 0;
     let (minutes, mut last) = (30, None);
@@ -141,7 +141,7 @@ fn a_pod_that_changes_all_the_time_is_written_rarely_and_ends_up_right() {
 
 proptest! {
     #[test]
-    fn whatever_a_controller_says_writes_are_few_and_small(
+    fn writes_are_bounded_for_any_input(
         said in proptest::collection::vec(("[a-z]{0,3}", "\\PC{0,40}", "\\PC{0,300}", 0usize..10), 0..12)
     ) {
         let containers: Vec<Container> = said.iter().map(|(pod, reason, text, state)| {
@@ -154,7 +154,7 @@ proptest! {
         let due = PodStatusWriter::default().due(&list(&containers), NOW + SETTLED_MS);
         prop_assert!(due.len() <= MAX_CONCURRENT_WRITES);
         for change in due {
-            let ConditionChange::Show(name, standing) = change else { panic!("nothing was shown") };
+            let ConditionChange::Show(name, standing) = change else { panic!("unexpected clear of a pod") };
             prop_assert!(!name.name.is_empty());
             prop_assert!(standing.message.chars().count() <= MESSAGE_CHARS);
             prop_assert!((1..=64).contains(&standing.reason.len()));

@@ -14,22 +14,22 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use super::plan::{AUTHORITY_USE, StoredCertificate};
 use crate::https::tls::TlsPair;
 
-/// How long an authority is good for. It is trusted for this webhook alone.
+/// Validity of an authority. Only this webhook's clients trust it.
 const AUTHORITY_TIME: Duration = Duration::days(5 * 365);
-/// How long a certificate is good for.
+/// Validity of a certificate.
 const LEAF_TIME: Duration = AUTHORITY_USE;
-/// Clocks of API servers may be late by so much.
+/// Tolerance for API servers' clocks that are behind.
 const SKEW: Duration = Duration::hours(1);
 
-/// A certificate could not be made.
+/// A certificate could not be created.
 #[derive(Debug, thiserror::Error)]
-#[error("a certificate cannot be made")]
+#[error("cannot create a certificate")]
 pub struct IssueError(#[from] rcgen::Error);
 
-/// All that the Secret holds, as PEM.
+/// The content of the Secret, as PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IssuedCertificate {
-    /// Authorities, the newest first.
+    /// Authorities in PEM, newest first.
     authorities: Vec<String>,
     authority_key: String,
     cert: String,
@@ -37,7 +37,7 @@ pub struct IssuedCertificate {
 }
 
 impl IssuedCertificate {
-    /// New ones, for a server of these names.
+    /// Creates an authority and a certificate for these names.
     ///
     /// # Errors
     /// [`IssueError`].
@@ -47,7 +47,7 @@ impl IssuedCertificate {
         Ok(IssuedCertificate { authorities: vec![authority], authority_key, cert, key })
     }
 
-    /// The same with a new authority in front. Those that have ended are dropped.
+    /// A copy with a new authority in front. Expired authorities are dropped.
     ///
     /// # Errors
     /// [`IssueError`].
@@ -59,7 +59,7 @@ impl IssuedCertificate {
         Ok(IssuedCertificate { authorities, authority_key, ..self.clone() })
     }
 
-    /// The same with a new certificate, by the newest authority.
+    /// A copy with a new certificate, signed by the newest authority.
     ///
     /// # Errors
     /// [`IssueError`].
@@ -72,7 +72,7 @@ impl IssuedCertificate {
         Ok(IssuedCertificate { cert, key, ..self.clone() })
     }
 
-    /// Reads a Secret's data; nothing where an authority or its key is of no use.
+    /// Reads a Secret's data. `None` if an authority or its key is invalid.
     #[must_use]
     pub fn read(data: &BTreeMap<String, ByteString>) -> Option<IssuedCertificate> {
         let text = |key: &str| String::from_utf8(data.get(key)?.0.clone()).ok();
@@ -86,7 +86,7 @@ impl IssuedCertificate {
         Some(IssuedCertificate { authorities, authority_key, cert, key })
     }
 
-    /// A Secret's data.
+    /// The content in the form of a Secret's data.
     #[must_use]
     pub fn data(&self) -> BTreeMap<String, ByteString> {
         let bytes = |text: &str| ByteString(text.as_bytes().to_vec());
@@ -98,19 +98,19 @@ impl IssuedCertificate {
         ])
     }
 
-    /// The authorities, as an API server is told them.
+    /// The authorities in the form of an API server's CA bundle.
     #[must_use]
     pub fn bundle(&self) -> Vec<u8> {
         self.authorities.concat().into_bytes()
     }
 
-    /// What is shown.
+    /// Certificate and key to present.
     #[must_use]
     pub fn pair(&self) -> TlsPair {
         TlsPair { cert: self.cert.clone().into_bytes(), key: self.key.clone().into_bytes() }
     }
 
-    /// What counts for the next step.
+    /// The facts that [`super::plan`] needs.
     #[must_use]
     pub fn stored(&self, names: &[String]) -> Option<StoredCertificate> {
         let authority_ends = self.authorities.first().and_then(|pem| ends(pem))?;
@@ -119,7 +119,7 @@ impl IssuedCertificate {
         Some(StoredCertificate { authority_ends, leaf_ends })
     }
 
-    /// Whether the certificate is for these names and by one of the authorities.
+    /// Whether the certificate is for these names and signed by one of the authorities.
     fn is_ours(&self, names: &[String]) -> Option<bool> {
         let leaf = der(&self.cert)?;
         let (_, leaf) = X509Certificate::from_der(&leaf).ok()?;
@@ -156,7 +156,7 @@ fn leaf(
     let mut params = CertificateParams::new(names.to_vec())?;
     params.distinguished_name = rcgen::DistinguishedName::new();
     if let Some(name) = names.first() {
-        // 64 characters are all that a common name may have.
+        // A common name has at most 64 characters.
         params
             .distinguished_name
             .push(DnType::CommonName, name.chars().take(64).collect::<String>());
@@ -169,7 +169,7 @@ fn leaf(
     Ok((params.signed_by(&key, &issuer)?.pem(), key.serialize_pem()))
 }
 
-/// The certificates of a bundle, one by one.
+/// Splits a bundle into its certificates.
 fn split(bundle: &str) -> Vec<String> {
     const END: &str = "-----END CERTIFICATE-----";
     bundle

@@ -1,4 +1,5 @@
-//! A certificate of the webhook's own: made, stored in a Secret, told to the API server, renewed.
+//! The webhook's own certificate: created, stored in a Secret, published to the API server,
+//! renewed.
 //!
 //! | module | what it does |
 //! | --- | --- |
@@ -6,9 +7,9 @@
 //! | [`ca`] | authorities and certificates |
 //! | [`rotation`] | the Secret and the MutatingWebhookConfiguration |
 //!
-//! Several replicas do all of it at once. Each step is one write that the API server takes only
-//! if nobody wrote before (`resourceVersion`); who comes second reads again. Replicas may show
-//! different certificates for a while: the authorities of all of them are published.
+//! Several replicas do all of it concurrently. Each step is one write that the API server accepts
+//! only if no other write came first (`resourceVersion`); the later replica reads again. Replicas
+//! may present different certificates for a while: the authorities of all of them are published.
 
 pub mod ca;
 pub mod plan;

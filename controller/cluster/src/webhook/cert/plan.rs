@@ -1,51 +1,52 @@
-//! What to do next, from what is stored, what is published, and the time.
+//! Decides the next step from the stored certificate, the published authorities, and the time.
 //!
 //! ```text
-//!  nothing of use ──> Make                            authority and certificate
-//!  authorities not published ──> Publish              before anything is made that needs them
+//!  no valid content ──> Make                          authority and certificate
+//!  authorities not published ──> Publish              before a certificate needs them
 //!  certificate ends within 30 days ──> RenewLeaf      by the newest authority, published long ago
 //!  authority ends within a year ──> RenewAuthority    the new one beside the old, whose certificate stays
 //!  none of these ──> Rest
 //! ```
 //!
-//! So no certificate is shown by an authority that API servers have just been told. The one
-//! exception: an authority that nobody renewed in its last year, and that would end before a
+//! So a certificate is never signed by an authority that API servers have just received. The one
+//! exception: an authority that was not renewed in its last year, and that would end before a
 //! certificate by it, is renewed first.
 
 use time::{Duration, OffsetDateTime};
 
-/// An authority is renewed when it has less time left.
+/// Remaining validity below which an authority is renewed.
 pub const AUTHORITY_LEFT: Duration = Duration::days(365);
-/// An authority with less time left signs nothing more: a certificate's whole life.
+/// Remaining validity below which an authority signs no more: a certificate's whole validity.
 pub const AUTHORITY_USE: Duration = Duration::days(90);
-/// A certificate is renewed when it has less time left.
+/// Remaining validity below which a certificate is renewed.
 pub const LEAF_LEFT: Duration = Duration::days(30);
 
-/// What is stored, as far as it counts here.
+/// Validity of the stored authority and certificate.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredCertificate {
-    /// When the newest authority ends.
+    /// End of the newest authority's validity.
     pub authority_ends: OffsetDateTime,
-    /// When the certificate ends; nothing when it is of no use: another name, another authority.
+    /// End of the certificate's validity. `None`: it is unusable, with another name or another
+    /// authority.
     pub leaf_ends: Option<OffsetDateTime>,
 }
 
-/// One write.
+/// One write to the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RotationStep {
-    /// A new authority and a certificate by it, in place of whatever is there.
+    /// Create an authority and a certificate by it, and replace the stored content.
     Make,
-    /// A new authority beside those that are there.
+    /// Add a new authority beside the present ones.
     RenewAuthority,
-    /// The API server is told the authorities.
+    /// Publish the authorities to the API server.
     Publish,
     /// A new certificate by the newest authority.
     RenewLeaf,
-    /// Nothing.
+    /// Nothing is due at this time.
     Rest,
 }
 
-/// The next step.
+/// Returns the next step.
 #[must_use]
 pub fn next(
     stored: Option<&StoredCertificate>,
@@ -75,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_step_is_taken_when_it_is_due_and_in_this_order() {
+    fn steps_come_when_due_and_in_order() {
         let now = OffsetDateTime::UNIX_EPOCH + Duration::days(20_000);
         let stored = |authority: i64, leaf: Option<i64>| StoredCertificate {
             authority_ends: now + Duration::days(authority),

@@ -1,4 +1,4 @@
-//! The Secret and the MutatingWebhookConfiguration: read at each round, written a step at a time.
+//! Reads the Secret and the MutatingWebhookConfiguration each round, and writes them step by step.
 
 use std::{future::Future, sync::Arc, time::Duration};
 
@@ -22,14 +22,14 @@ use crate::{
     https::tls::{ServedCertificate, TlsError},
 };
 
-/// How often everything is looked at. It is two small reads.
+/// Interval of the rounds, each of two small reads.
 const ROUND: Duration = Duration::from_secs(30);
-/// How soon it is tried again after something failed, or another was first.
+/// Pause after an error, or after another replica's write came first.
 const AGAIN: Duration = Duration::from_secs(3);
-/// Steps that one round may take: all that there are, and one more for what others do meanwhile.
+/// Upper bound of the steps in one round: every step once, and one more for other replicas' writes.
 const STEPS: usize = 6;
 
-/// Where the webhook's own certificate lies, and who is told its authority.
+/// Where the webhook's own certificate is stored, and which objects get its authority.
 #[derive(Args, Clone, Debug)]
 pub struct CertificatePaths {
     /// Without --tls-cert-file: the Service by whose name API servers call the webhook.
@@ -56,49 +56,49 @@ pub struct CertificatePaths {
     pub namespace: Option<String>,
 }
 
-/// Why a round came to nothing.
+/// Reason why a round failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RotationError {
-    /// The Secret.
+    /// A request for the Secret failed.
     #[error(
         "cannot {action} Secret {name} of namespace {namespace}; the service account needs get, update and, where there is none, create for it"
     )]
     Secret {
-        /// What was tried.
+        /// Verb of the failed request.
         action: &'static str,
-        /// Its name.
+        /// Name of the Secret.
         name: String,
-        /// Its namespace.
+        /// Namespace of the Secret.
         namespace: String,
-        /// Why.
+        /// Error of the API server.
         #[source]
         source: Box<ApiError>,
     },
-    /// The configuration.
+    /// A request for the configuration failed.
     #[error(
         "cannot {action} MutatingWebhookConfiguration {name}; it must be there, and the service account needs get and update for it"
     )]
     Configuration {
-        /// What was tried.
+        /// Verb of the failed request.
         action: &'static str,
-        /// Its name.
+        /// Name of the configuration.
         name: String,
-        /// Why.
+        /// Error of the API server.
         #[source]
         source: Box<ApiError>,
     },
-    /// The machine cannot make keys.
+    /// A key or certificate could not be created.
     #[error(transparent)]
     Issue(#[from] IssueError),
-    /// What was made cannot be shown.
+    /// The created pair could not be presented.
     #[error(transparent)]
     Show(#[from] TlsError),
-    /// Others write all the time.
-    #[error("others changed the Secret or the configuration at each of {STEPS} tries")]
+    /// Other writers came first at each step.
+    #[error("other writers changed the Secret or the configuration at each of {STEPS} tries")]
     Contended,
 }
 
-/// Keeps the papers of one webhook.
+/// Rotates the certificate of one webhook.
 pub struct CertificateRotation {
     secrets: Api<Secret>,
     configurations: Api<MutatingWebhookConfiguration>,
@@ -109,7 +109,7 @@ pub struct CertificateRotation {
 }
 
 impl CertificateRotation {
-    /// A keeper that shows what it keeps.
+    /// A rotation that presents the stored certificate.
     #[must_use]
     pub fn new(
         client: Client,
@@ -131,7 +131,7 @@ impl CertificateRotation {
         }
     }
 
-    /// Round after round, until the runtime ends.
+    /// Runs rounds until the runtime ends.
     pub async fn keep(self) {
         loop {
             let pause = match self.round(OffsetDateTime::now_utc()).await {
@@ -148,19 +148,19 @@ impl CertificateRotation {
     /// Takes steps until none is due.
     ///
     /// # Errors
-    /// [`KeepError`]; what was shown before is shown further.
+    /// [`RotationError`]; the server keeps the certificate before.
     pub async fn round(&self, now: OffsetDateTime) -> Result<(), RotationError> {
         for _ in 0..STEPS {
             let secret = self.secrets.get_opt(&self.places.secret).await;
             let secret = secret.map_err(|e| self.secret("read", e))?;
             let papers = secret.as_ref().and_then(|s| IssuedCertificate::read(s.data.as_ref()?));
             let stored = papers.as_ref().and_then(|papers| papers.stored(&self.names));
-            // Shown as soon as it is stored: its authority may be published already.
+            // Presented as soon as it is stored: its authority may be published already.
             if let Some(papers) =
                 papers.as_ref().filter(|_| stored.is_some_and(|s| s.leaf_ends.is_some()))
                 && self.shown.show(&papers.pair())?
             {
-                tracing::info!("a certificate is shown from Secret {}", self.places.secret);
+                tracing::info!("certificate: serving the one of Secret {}", self.places.secret);
             }
             let configuration = match &papers {
                 Some(_) => {
@@ -191,7 +191,7 @@ impl CertificateRotation {
         Err(RotationError::Contended)
     }
 
-    /// Writes the Secret, unless another was first.
+    /// Writes the Secret, unless another write came first.
     async fn store(
         &self,
         before: Option<Secret>,
@@ -218,12 +218,13 @@ impl CertificateRotation {
             }
         };
         if done {
-            tracing::info!(?step, "Secret {} is written", self.places.secret);
+            tracing::info!(?step, "Secret {}: written", self.places.secret);
         }
         Ok(())
     }
 
-    /// Writes the authorities into each webhook of the configuration, unless another was first.
+    /// Writes the authorities into each webhook of the configuration, unless another write came
+    /// first.
     async fn publish(
         &self,
         mut configuration: MutatingWebhookConfiguration,
@@ -235,7 +236,7 @@ impl CertificateRotation {
         let (name, params) = (&self.places.webhook_configuration, PostParams::default());
         let written = self.configurations.replace(name, &params, &configuration);
         if taken(written).await.map_err(|e| self.configuration("update", e))? {
-            tracing::info!("MutatingWebhookConfiguration {name} has the authority");
+            tracing::info!("MutatingWebhookConfiguration {name}: authority published");
         }
         Ok(())
     }
@@ -251,7 +252,7 @@ impl CertificateRotation {
     }
 }
 
-/// Whether a write was taken: `false` when another was first.
+/// Whether a write was accepted: `false` if another write came first.
 async fn taken<T>(
     write: impl Future<Output = Result<T, kube::Error>>,
 ) -> Result<bool, kube::Error> {

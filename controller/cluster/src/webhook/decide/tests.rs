@@ -37,7 +37,7 @@ fn gpu_pod() -> Value {
     })
 }
 
-/// What is put into the pod of [`gpu_pod`]; null takes out.
+/// [`gpu_pod`] merged with these changes; null removes a field.
 fn with(changes: Value) -> Value {
     let mut pod = gpu_pod();
     json_patch::merge(&mut pod, &changes);
@@ -54,7 +54,7 @@ fn typed(pod: &Value) -> Pod {
     serde_json::from_value(pod.clone()).unwrap()
 }
 
-/// In namespace `ml`, with default rules and a RuntimeClass.
+/// The decision in namespace `ml`, with default rules and a RuntimeClass.
 fn decision(pod: &Value) -> AdmissionDecision {
     decide(&typed(pod), "ml", &rules(&[]), Some(&class()), &Claims::new())
 }
@@ -221,7 +221,7 @@ fn pods_of_every_kind() {
 }
 
 #[test]
-fn an_excluded_namespace_comes_before_everything_else() {
+fn excluded_namespace_overrides_all() {
     let decide = |namespace| {
         decide(&typed(&gpu_pod()), namespace, &rules(&[]), Some(&class()), &Claims::new())
     };
@@ -236,17 +236,21 @@ fn an_excluded_namespace_comes_before_everything_else() {
 }
 
 #[test]
-fn without_the_runtime_class_pods_stay_as_they_are_and_people_are_told() {
+fn missing_class_leaves_pods_and_warns() {
     let decision = decide(&typed(&gpu_pod()), "ml", &rules(&[]), None, &Claims::new());
     assert_eq!(decision, AdmissionDecision::Leave(LeftAlone::NoClass("affinode".into())));
     let AdmissionDecision::Leave(left) = decision else { unreachable!() };
     assert!(left.warns());
     let none = decide(&typed(&without_gpu(json!({}))), "ml", &rules(&[]), None, &Claims::new());
-    assert_eq!(none, AdmissionDecision::Leave(LeftAlone::NoGpu), "nobody is told who has no GPU");
+    assert_eq!(
+        none,
+        AdmissionDecision::Leave(LeftAlone::NoGpu),
+        "a pod without a GPU gets no warning"
+    );
 }
 
 #[test]
-fn a_class_that_is_to_be_replaced_leaves_nothing_behind() {
+fn replaced_class_leaves_no_fields() {
     let rules = rules(&["--replace-class", "nvidia"]);
     let pod = with(json!({ "spec": {
         "runtimeClassName": "nvidia", "overhead": { "memory": "64Mi" },
@@ -254,12 +258,12 @@ fn a_class_that_is_to_be_replaced_leaves_nothing_behind() {
     let AdmissionDecision::Inject { patch, .. } =
         decide(&typed(&pod), "ml", &rules, Some(&class()), &Claims::new())
     else {
-        panic!("it is replaced");
+        panic!("the class must be replaced");
     };
     let mut after = pod.clone();
     json_patch::patch(&mut after, &patch).unwrap();
     assert_eq!(after["spec"]["runtimeClassName"], "affinode");
-    assert_eq!(after["spec"]["overhead"], Value::Null, "the API server puts ours there");
+    assert_eq!(after["spec"]["overhead"], Value::Null, "the API server adds that of the new class");
     let kata = with(json!({ "spec": { "runtimeClassName": "kata" } }));
     let decision = decide(&typed(&kata), "ml", &rules, Some(&class()), &Claims::new());
     assert_eq!(decision, AdmissionDecision::Leave(LeftAlone::OtherClass("kata".into())));
@@ -305,7 +309,7 @@ fn a_claim_is_read_and_decides_by_its_device_class() {
 fn a_claim_that_no_container_uses_is_not_read() {
     let mut pod = claiming(json!({ "name": "other", "resourceClaimName": "one" }));
     assert_eq!(decision(&pod), AdmissionDecision::Leave(LeftAlone::NoGpu));
-    // Nor is one whose pod asks for a GPU anyway.
+    // No claim is read for a pod that requests a GPU by resource.
     pod["spec"]["containers"] = gpus("nvidia.com/gpu", "1");
     assert_eq!(word(&decision(&pod)), "injected");
 }
@@ -320,7 +324,7 @@ fn quantities_of_nothing_are_nothing() {
     }
 }
 
-/// Any JSON, with words among it that mean something here.
+/// Any JSON, with words that the webhook interprets among it.
 fn json_value() -> impl Strategy<Value = Value> {
     let word = prop_oneof![
         Just("nvidia.com/gpu".to_owned()),
@@ -364,7 +368,7 @@ fn json_value() -> impl Strategy<Value = Value> {
     })
 }
 
-/// A pod that an API server might send, and anything in the places that are looked at.
+/// A pod that an API server might send, with any JSON in the fields that the webhook reads.
 fn pods() -> impl Strategy<Value = Value> {
     (
         json_value(),
@@ -405,7 +409,7 @@ proptest! {
         json_patch::patch(&mut after, &patch).unwrap();
         prop_assert_eq!(&after["spec"]["runtimeClassName"], "affinode");
         prop_assert_eq!(&after["spec"]["overhead"], &Value::Null);
-        // Asked again, as an API server may do, there is nothing left to change.
+        // If the API server calls again, as it may, there is no further change.
         prop_assert_eq!(decide(&after), AdmissionDecision::Leave(LeftAlone::Already));
         let strip = |mut pod: Value| {
             let spec = pod["spec"].as_object_mut().unwrap();

@@ -35,7 +35,7 @@ struct Stage {
     address: SocketAddr,
 }
 
-/// A certificate of an authority of its own.
+/// Writes a certificate signed by an authority of its own.
 fn papers(folder: &Path) {
     let mut ca = CertificateParams::default();
     ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -92,7 +92,7 @@ async fn stage(fake: &Fake) -> Stage {
 type Sender = hyper::client::conn::http1::SendRequest<Full<Bytes>>;
 
 impl Stage {
-    /// A connection of somebody who trusts the authority of the files as they are now.
+    /// Connects as a client that trusts the authority of the present files.
     async fn connect(&self) -> io::Result<Sender> {
         let mut roots = RootCertStore::empty();
         let ca = CertificateDer::from_pem_file(self.folder.path().join("ca.crt")).unwrap();
@@ -149,7 +149,7 @@ fn review(pod: Value) -> Value {
             "uid": "1234", "operation": "CREATE", "namespace": "ml",
             "kind": { "group": "", "version": "v1", "kind": "Pod" },
             "resource": { "group": "", "version": "v1", "resource": "pods" },
-            "userInfo": { "username": "somebody" }, "object": pod, "oldObject": null,
+            "userInfo": { "username": "user" }, "object": pod, "oldObject": null,
             "dryRun": false, "options": { "kind": "CreateOptions", "apiVersion": "meta.k8s.io/v1" },
         },
     })
@@ -174,7 +174,7 @@ fn patched(mut pod: Value, response: &Value) -> Value {
 }
 
 #[tokio::test]
-async fn a_review_of_a_gpu_pod_is_answered_with_a_patch_and_of_another_with_none() {
+async fn only_gpu_pods_get_a_patch() {
     let stage = stage(&cluster()).await;
     let response = stage.review(gpu_pod()).await;
     assert_eq!(patched(gpu_pod(), &response)["spec"]["runtimeClassName"], "affinode");
@@ -197,7 +197,7 @@ async fn a_review_of_a_gpu_pod_is_answered_with_a_patch_and_of_another_with_none
 }
 
 #[tokio::test]
-async fn what_is_not_the_creation_of_a_pod_is_let_through() {
+async fn request_other_than_create_is_allowed() {
     let stage = stage(&cluster()).await;
     let mut update = review(gpu_pod());
     update["request"]["operation"] = "UPDATE".into();
@@ -216,14 +216,14 @@ async fn what_is_not_the_creation_of_a_pod_is_let_through() {
 }
 
 #[tokio::test]
-async fn where_there_is_no_runtime_class_who_creates_the_pod_is_told() {
+async fn missing_class_warns_the_pods_creator() {
     let stage = stage(&Fake::default()).await;
     let response = stage.review(gpu_pod()).await;
     assert_eq!(response["patch"], Value::Null);
     let warning = response["warnings"][0].as_str().unwrap();
     assert_eq!(
         warning,
-        "affinode: the pod does not get the runtime class affinode: there is no RuntimeClass affinode"
+        "affinode: the pod is created without the runtime class affinode: there is no RuntimeClass affinode"
     );
 }
 
@@ -276,22 +276,30 @@ async fn claims_are_read_from_the_api_server() {
 }
 
 #[tokio::test]
-async fn a_renewed_certificate_is_shown_to_the_next_connection_and_a_broken_one_is_not() {
+async fn renewed_certificate_serves_next_connection() {
     let stage = stage(&cluster()).await;
     let mut early = stage.connect().await.unwrap();
     let old = std::fs::read(stage.folder.path().join("ca.crt")).unwrap();
     papers(stage.folder.path());
-    assert_eq!(stage.get("/healthz").await.0, StatusCode::OK, "the new authority is trusted alone");
+    assert_eq!(stage.get("/healthz").await.0, StatusCode::OK, "only the new authority is trusted");
     let request = Request::get("/healthz").body(Full::default()).unwrap();
-    assert_eq!(exchange(&mut early, request).await.0, StatusCode::OK, "who is connected stays so");
+    assert_eq!(
+        exchange(&mut early, request).await.0,
+        StatusCode::OK,
+        "an open connection stays open"
+    );
     std::fs::write(stage.folder.path().join("tls.crt"), "half a certific").unwrap();
-    assert_eq!(stage.get("/healthz").await.0, StatusCode::OK, "the last good one is shown");
+    assert_eq!(
+        stage.get("/healthz").await.0,
+        StatusCode::OK,
+        "the last valid certificate is served"
+    );
     std::fs::write(stage.folder.path().join("ca.crt"), old).unwrap();
-    assert!(stage.connect().await.is_err(), "the first one is not shown any more");
+    assert!(stage.connect().await.is_err(), "the first certificate is no longer served");
 }
 
 #[tokio::test]
-async fn what_is_no_review_is_turned_away_with_what_to_do() {
+async fn invalid_review_gets_an_error_with_advice() {
     let stage = stage(&cluster()).await;
     let mut beta = review(gpu_pod());
     beta["apiVersion"] = "admission.k8s.io/v1beta1".into();
@@ -316,7 +324,7 @@ async fn what_is_no_review_is_turned_away_with_what_to_do() {
 }
 
 #[tokio::test]
-async fn a_review_of_three_mebibytes_is_read_and_one_without_end_is_not() {
+async fn review_is_read_up_to_the_size_limit() {
     let stage = stage(&cluster()).await;
     let mut large = gpu_pod();
     large["metadata"]["annotations"] = json!({ "text": "x".repeat(3 << 20) });
@@ -326,7 +334,7 @@ async fn a_review_of_three_mebibytes_is_read_and_one_without_end_is_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_sends_a_review_by_halves_is_let_go_and_others_have_their_turn() {
+async fn stalled_reviews_free_their_turn() {
     let door = Arc::new(door(&cluster(), CertificateSource::Kept));
     while !door.cluster.is_known() {
         tokio::task::yield_now().await;

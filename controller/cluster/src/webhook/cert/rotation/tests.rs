@@ -40,7 +40,7 @@ fn day(number: i64) -> OffsetDateTime {
     OffsetDateTime::UNIX_EPOCH + Duration::days(20_000 + number)
 }
 
-/// The bundles that API servers are told: the same for all webhooks.
+/// The published bundle, the same for all webhooks.
 fn published(fake: &Fake) -> Vec<u8> {
     let configuration: MutatingWebhookConfiguration =
         serde_json::from_value(fake.get(CONFIGURATION)).unwrap();
@@ -64,7 +64,7 @@ impl TimeProvider for At {
     }
 }
 
-/// Whether an API server that was told this bundle believes what is shown, on that day.
+/// Whether an API server with this bundle trusts the presented certificate on that day.
 async fn believes(bundle: &[u8], shown: &ServedCertificate, now: OffsetDateTime) -> bool {
     let mut roots = RootCertStore::empty();
     for authority in CertificateDer::pem_slice_iter(bundle) {
@@ -97,7 +97,7 @@ async fn believes(bundle: &[u8], shown: &ServedCertificate, now: OffsetDateTime)
 }
 
 #[tokio::test]
-async fn from_nothing_a_certificate_is_made_stored_published_and_believed() {
+async fn first_certificate_is_stored_and_trusted() {
     let fake = cluster();
     let keeper = keeper(&fake);
     keeper.round(day(0)).await.unwrap();
@@ -109,7 +109,7 @@ async fn from_nothing_a_certificate_is_made_stored_published_and_believed() {
 }
 
 #[tokio::test]
-async fn an_empty_secret_that_is_there_is_filled_and_keeps_its_labels() {
+async fn empty_secret_is_filled_and_keeps_its_labels() {
     let fake = cluster();
     fake.put(
         SECRET,
@@ -139,23 +139,23 @@ async fn replicas_that_start_together_agree() {
         }
         let (writes, refused) = fake.writes();
         assert_eq!(writes, 2, "one Secret, one configuration");
-        assert!(refused > 0, "they did meet");
+        assert!(refused > 0, "at least one write came second");
         for keeper in keepers {
             assert!(believes(&published(&fake), &keeper.shown, day(0)).await);
         }
     }
 }
 
-/// Ten years of two replicas, one of which looks only now and then: what either shows is
-/// believed on every day, and both authority and certificate were renewed.
+/// Ten years of two replicas, one of which runs rarely: the certificate of either is trusted on
+/// every day, and both authority and certificate are renewed.
 #[tokio::test]
-async fn what_any_replica_shows_is_believed_every_day_of_ten_years() {
+async fn replicas_stay_trusted_for_ten_years() {
     let fake = cluster();
     let (prompt, late) = (keeper(&fake), keeper(&fake));
     let (mut bundles, mut certificates) = (BTreeSet::new(), BTreeSet::new());
     for number in (0..10 * 365).step_by(14) {
         let now = day(number);
-        // What an API server was told before this day's rounds, too.
+        // The bundle that an API server had before this day's rounds, too.
         let yesterday = published(&fake);
         prompt.round(now).await.unwrap();
         if number % 28 == 0 {
@@ -173,7 +173,7 @@ async fn what_any_replica_shows_is_believed_every_day_of_ten_years() {
 }
 
 #[tokio::test]
-async fn an_authority_that_somebody_takes_out_is_told_again() {
+async fn removed_authority_is_published_again() {
     let fake = cluster();
     let keeper = keeper(&fake);
     keeper.round(day(0)).await.unwrap();
@@ -184,7 +184,7 @@ async fn an_authority_that_somebody_takes_out_is_told_again() {
 }
 
 #[tokio::test]
-async fn a_spoilt_secret_is_mended_with_as_little_as_will_do() {
+async fn damaged_secret_is_repaired_minimally() {
     let fake = cluster();
     let keeper = keeper(&fake);
     keeper.round(day(0)).await.unwrap();
@@ -194,7 +194,7 @@ async fn a_spoilt_secret_is_mended_with_as_little_as_will_do() {
         change(&mut secret["data"]);
         fake.put(SECRET, secret);
     };
-    // The certificate alone: its authority stays.
+    // Only the certificate is damaged: its authority stays.
     for key in ["tls.crt", "tls.key"] {
         spoil(&|data| data[key] = "bm9uZQ==".into());
         keeper.round(day(0)).await.unwrap();
@@ -224,7 +224,7 @@ async fn a_certificate_for_another_name_is_replaced() {
 }
 
 #[tokio::test]
-async fn what_is_missing_is_said_with_what_to_do() {
+async fn error_names_the_missing_right() {
     let fake = Fake::default();
     let error = keeper(&fake).round(day(0)).await.unwrap_err();
     let text = error_chain::chain(&error);
