@@ -1,8 +1,7 @@
-//! Packages of other suites of this machine's distribution, fetched into a private
-//! folder: nothing is installed, and apt verifies every signature and checksum.
+//! Fetches packages of other suites of this machine's distribution into a private folder: nothing
+//! is installed, and apt verifies every signature and checksum.
 //!
-//! Mirror and keyring are those that the machine itself is configured with; only
-//! the suite is swapped.
+//! Mirror and keyring are those of the machine's own configuration; only the suite differs.
 
 use std::{
     collections::BTreeMap,
@@ -30,14 +29,11 @@ pub struct Suites {
 
 /// The distribution's name for itself: `ID` and `VERSION_CODENAME` of os-release.
 pub struct Distribution {
-    /// `debian`, `ubuntu`, …
     pub id: String,
-    /// `bookworm`, `noble`, …
     pub codename: String,
 }
 
 impl Distribution {
-    /// Reads `/etc/os-release`.
     pub fn here() -> Result<Self> {
         let text =
             std::fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
@@ -51,8 +47,8 @@ impl Distribution {
     }
 }
 
-/// Unpacks a package of the machine's own suites into `target`, without installing it: what
-/// it would start as a service is not started.
+/// Unpacks a package of the machine's own suites into `target` without installing it, so that its
+/// services do not start.
 pub fn unpack_own(package: &str, target: &Path) -> Result<()> {
     let fetched = target.with_extension("deb.d");
     std::fs::create_dir_all(&fetched)?;
@@ -62,7 +58,7 @@ pub fn unpack_own(package: &str, target: &Path) -> Result<()> {
         sh::read(&mut command)
     };
     if download().is_err() {
-        // The machine's indexes are old, or were never fetched.
+        // The machine's indexes are outdated or were never fetched.
         sh::read(Command::new("apt-get").arg("update"))?;
         download()?;
     }
@@ -104,7 +100,7 @@ impl Suites {
     /// Fetches a package and unpacks it, without installing it, into `target`.
     pub fn unpack(&self, package: &str, version: &str, target: &Path) -> Result<()> {
         let debs = self.folder.join("debs");
-        // One package at a time, so that the one file is the one that was asked for.
+        // The folder is emptied first, so that it then holds exactly the requested file.
         if debs.exists() {
             std::fs::remove_dir_all(&debs)?;
         }
@@ -121,7 +117,7 @@ impl Suites {
         Ok(())
     }
 
-    /// Removes the indexes again: they are larger than what was wanted of them.
+    /// Removes the indexes again: they are larger than the packages that were needed.
     pub fn remove(self) -> Result<()> {
         Ok(std::fs::remove_dir_all(&self.folder)?)
     }
@@ -142,12 +138,12 @@ impl Suites {
     }
 }
 
-/// A line of sources.list for the suite that the machine itself is of.
+/// The sources.list line for a suite, in the machine's own configuration.
 pub fn source_line(codename: &str) -> Result<String> {
     Ok(serving(codename)?.line(codename))
 }
 
-/// What serves that suite to this machine.
+/// The source that serves this suite to this machine.
 fn serving(codename: &str) -> Result<Source> {
     machine_sources()?
         .into_iter()
@@ -245,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn comments_sources_and_disabled_entries_are_no_source() {
+    fn comments_and_disabled_entries_are_skipped() {
         assert_eq!(parse_line("# deb http://m/debian bookworm main"), None);
         assert_eq!(parse_line("deb-src http://m/debian bookworm main"), None);
         assert_eq!(parse_stanza("Types: deb\nEnabled: no\nURIs: http://m\nSuites: x"), None);

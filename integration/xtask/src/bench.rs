@@ -1,7 +1,8 @@
-//! `cargo xtask bench`: what Affinode costs, each figure beside the one without it, from the same run.
+//! `cargo xtask bench`: the overhead of Affinode, each figure beside the one without it, from the
+//! same run.
 //!
-//! A figure is the median of several runs of each side, in turn. Its noise is how far the runs of the
-//! stock side are from each other, half of them against the other half.
+//! A figure is the median of several runs of each side, in turn. Its noise is the difference
+//! between the medians of two halves of the stock side's runs.
 //!
 //! | figure | method |
 //! | --- | --- |
@@ -28,20 +29,19 @@ use serde::Serialize;
 
 use crate::{build, deps, output};
 
-/// How to measure.
 #[derive(Args)]
 pub struct Options {
     /// Print one JSON object and nothing else on standard output.
     #[arg(long)]
     json: bool,
-    /// How often each container is run.
+    /// Number of runs of each container.
     #[arg(long, default_value_t = 20)]
     rounds: usize,
-    /// Also the engines side by side, with the table of goals: minutes. Without it only where there
-    /// is a GPU.
+    /// Also compare the engines, with the table of goals (minutes). Without this option, only on a
+    /// machine with a GPU.
     #[arg(long)]
     engines: bool,
-    /// End with a failure when a goal is missed or a part fails.
+    /// Exit with an error if a goal is missed or a part fails.
     #[arg(long)]
     strict: bool,
 }
@@ -53,9 +53,10 @@ pub struct Figure {
     unit: &'static str,
     without: f64,
     with: f64,
-    /// How far runs of one side are from each other, in the same unit: less than that was not measured.
+    /// Difference between the medians of two halves of one side's runs, in the same unit: smaller
+    /// differences are not significant.
     noise: f64,
-    /// What the project wants to keep.
+    /// The goal that the project sets for the figure.
     goal: &'static str,
     met: bool,
     method: String,
@@ -88,7 +89,7 @@ pub fn run(options: &Options) -> Result<()> {
     if !options.json && (options.engines || Gpu::real_is_there()) {
         output::step("Engines");
         if !engines::measure(&artifacts, &release)? {
-            missed.push("the engines side by side");
+            missed.push("comparison of the engines");
         }
     }
     if options.strict && !missed.is_empty() {

@@ -19,7 +19,7 @@ use crate::{
     deps, output, sh,
 };
 
-/// Nothing moves unless the test asks for it.
+/// No container is offloaded without a request of the test.
 const CONFIG: &str = r#"
 [policy]
 mode = "manual"
@@ -31,18 +31,17 @@ retain_host_copy = true
 sample_interval = "100ms"
 "#;
 
-/// What to keep.
 #[derive(Args)]
 pub struct Options {
-    /// A folder for screenshots.
+    /// Folder that gets the screenshots.
     #[arg(long)]
     screenshots: Option<PathBuf>,
-    /// Only shows what the GPU kit's part `dashboard` recorded.
+    /// Only replay what part `dashboard` of the GPU kit recorded.
     #[arg(long, value_name = "FILE")]
     recorded: Option<PathBuf>,
 }
 
-/// Builds, starts three containers, and lets the browser loose on them.
+/// Builds, starts three containers, and runs the browser test against them.
 pub fn run(options: &Options) -> Result<()> {
     let folder = workspace_dir().join("integration/browser");
     // As browser.mjs looks for it.
@@ -79,7 +78,7 @@ pub fn run(options: &Options) -> Result<()> {
         .world()?;
     let _workers = [Worker::start(&world, "first", 256)?, Worker::start(&world, "second", 128)?];
     let mut watched = Worker::start(&world, "watched", 64)?;
-    // It calls until the browser has seen enough.
+    // This container makes calls until the browser test ends.
     let (ended, busy) = std::sync::mpsc::channel::<()>();
     let caller = std::thread::spawn(move || {
         while busy.recv_timeout(Duration::from_millis(2)) == Err(RecvTimeoutError::Timeout) {

@@ -1,4 +1,4 @@
-//! Builds everything and gathers it in one folder, under the names that it is used by.
+//! Builds everything into one folder, under the names that programs use.
 
 use std::{fs, path::Path, process::Command};
 
@@ -7,7 +7,6 @@ use anyhow::{Context, Result};
 
 use crate::{output, sh};
 
-/// How to build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Profile {
     /// Quickly, for tests and the demo.
@@ -62,7 +61,6 @@ const SIMULATED: [(&str, &str, &str); 2] = [
 ];
 const PRELOAD: &str = "libaffinode_preload.so";
 
-/// Builds all parts.
 pub fn all(profile: Profile) -> Result<Artifacts> {
     let artifacts = profile.artifacts();
     output::step("Building shim, controller, command and simulated GPU");

@@ -11,27 +11,26 @@ use nix::unistd::Uid;
 
 use crate::{build, deps, output};
 
-/// What to play.
 #[derive(Args)]
 pub struct Options {
-    /// How many rounds.
+    /// Number of rounds to play.
     #[arg(long, default_value_t = 100)]
     rounds: u64,
-    /// Draws the rounds; the same seed draws the same.
+    /// Seed of the rounds; the same seed gives the same rounds.
     #[arg(long)]
     seed: Option<u64>,
-    /// Plays this round alone.
+    /// Play only the round of this number.
     #[arg(long)]
     round: Option<u64>,
-    /// Worlds that play at the same time.
+    /// Number of environments that play at the same time.
     #[arg(long, default_value_t = 2)]
     worlds: usize,
-    /// As JSON on standard output.
+    /// Print JSON on standard output.
     #[arg(long)]
     json: bool,
 }
 
-/// Builds, plays, and prints what was found.
+/// Builds, plays, and prints the findings.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the campaign starts containerd and containers: run as root");
@@ -59,7 +58,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Any: it is printed.
+/// A seed from the clock; it is printed for a replay.
 fn fresh_seed() -> u64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     since.map_or(1, |since| since.subsec_nanos().into())

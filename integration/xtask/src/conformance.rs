@@ -1,12 +1,13 @@
-//! `cargo xtask conformance`: suites that others wrote, with the stock runtime and with ours.
+//! `cargo xtask conformance`: test suites of other projects, with the stock runtime and with
+//! Affinode.
 //!
 //! ```text
 //! Go's module proxy ──> source of the suite ──> test program ─┬─ stock runc ──> outcome of each test ─┐
 //! images made here ──> registry on loopback ──────────────────┴─ affinode ────> outcome of each test ─┴─> table
 //! ```
 //!
-//! What passes with the stock runtime must pass with ours. A test that does not is run again,
-//! alone and with both: some of these tests look at the whole machine.
+//! A test that passes with the stock runtime must pass with Affinode. A test that does not is
+//! repeated alone with both: some of these tests depend on the state of the whole machine.
 
 mod client;
 mod critest;
@@ -32,22 +33,22 @@ use self::{
 };
 use crate::{build, deps, output};
 
-/// Which suites, and where the tables go.
+/// Which suites to run, and where the tables go.
 #[derive(Args)]
 pub struct Options {
-    /// Only this suite.
+    /// Run only this suite.
     #[arg(long)]
     suite: Option<Suite>,
-    /// Only tests whose name this regular expression matches, as of Go's -test.run or Ginkgo's
+    /// Run only tests whose names match this regular expression, as with Go's -test.run or Ginkgo's
     /// -ginkgo.focus.
     #[arg(long, value_name = "REGEX", requires = "suite")]
     run: Option<String>,
-    /// Write the tables here as well, with date and versions; those of other suites stay.
+    /// Also write the tables to this file, with date and versions; those of other suites stay.
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
 }
 
-/// A suite of others.
+/// A test suite of another project.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Suite {
     /// containerd's own client tests.
@@ -56,7 +57,7 @@ enum Suite {
     Critest,
 }
 
-/// Runs everything, prints the tables, and fails when ours fails where the stock one passes.
+/// Runs everything, prints the tables, and fails if a test passes with the stock runtime only.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the suites start containerd and containers: run as root");
@@ -64,7 +65,7 @@ pub fn run(options: &Options) -> Result<()> {
     let releases = deps::all()?;
     let artifacts = build::all(build::Profile::Dev)?;
     let release = (releases.available.iter().find(|release| release.line == Line::V2))
-        .context("no containerd 2 was found, which the suites belong to")?;
+        .context("no containerd 2 was found; the suites need one")?;
     let mut worse = 0;
     for suite in Suite::value_variants() {
         if options.suite.is_none_or(|only| only == *suite) {
@@ -79,7 +80,7 @@ pub fn run(options: &Options) -> Result<()> {
     }
     match worse {
         0 => Ok(()),
-        worse => bail!("{worse} tests pass with the stock runtime and not with ours"),
+        worse => bail!("{worse} tests pass with the stock runtime and not with Affinode"),
     }
 }
 
@@ -117,9 +118,9 @@ fn compare(
     alone: &dyn Fn(&str) -> String,
     only: Option<&str>,
 ) -> Result<Comparison> {
-    output::step("The suite with the stock runtime");
+    output::step("Running the suite with the stock runtime");
     let stock = run(false, only)?;
-    output::step("The suite with ours");
+    output::step("Running the suite with Affinode");
     let mut comparison = Comparison::new(stock, run(true, only)?);
     for name in comparison.differing() {
         output::note(&format!("again, alone: {name}"));

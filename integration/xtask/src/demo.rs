@@ -1,14 +1,14 @@
-//! `cargo xtask demo`: two containers on one GPU that has no room for both.
+//! `cargo xtask demo`: two containers on one GPU that cannot hold both.
 //!
 //! ```text
 //!  alpha:  fills its VRAM ── idle ── OFFLOADED ─────────────── called: waits, wakes ── contents as before
 //!  beta:                             fills the freed VRAM ──── idle ── OFFLOADED ───── called: wakes ── as before
 //! ```
 //!
-//! With `--dashboard` it goes on until Ctrl-C, with the page open to a browser.
+//! With `--dashboard` the demo runs until Ctrl-C, with the page open to a browser.
 //!
-//! Containers, images and containerd are private to the demo. All of it is gone
-//! afterwards, also after Ctrl-C.
+//! Containers, images and containerd are private to the demo. All of them are removed at the end,
+//! also after Ctrl-C.
 
 pub mod dashboard;
 mod options;
@@ -35,12 +35,12 @@ use crate::{build, deps, output};
 
 pub use options::{GpuChoice, Options};
 
-/// Whether Ctrl-C was pressed: what fails from then on fails because the world is ending.
+/// Whether Ctrl-C was pressed: a later error is a result of the clean-up.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 /// VRAM of the simulated GPU.
 const SIMULATED_VRAM_BYTES: u64 = 1024 * MIB;
 
-/// Installs, builds, shows, checks, cleans up.
+/// Installs packages, builds, plays, checks and cleans up.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the demo starts containerd and containers: run as root");
@@ -82,12 +82,13 @@ pub fn run(options: &Options) -> Result<()> {
     let report = outcome.and_then(|seen| report::Report::new(&world, &seen, began.elapsed()))?;
     report.print(options.json)?;
     if !report.contents_verified {
-        bail!("the contents of VRAM differ after the return");
+        bail!("the contents of VRAM differ after the restore");
     }
     Ok(())
 }
 
-/// What a failure shows. One that Ctrl-C made is none: then the handler ends the process.
+/// Prints the logs after an error. After Ctrl-C it waits instead: the signal handler ends the
+/// process.
 fn explain(world: &Testbed) {
     while INTERRUPTED.load(Ordering::Acquire) {
         std::thread::park();
@@ -95,7 +96,7 @@ fn explain(world: &Testbed) {
     world.show_logs();
 }
 
-/// Ctrl-C ends the world first, then the demo.
+/// On Ctrl-C, removes the testbed, then ends the demo.
 fn clean_up_on_signal(world: &Arc<Testbed>) -> Result<()> {
     let world = Arc::downgrade(world);
     ctrlc::set_handler(move || {

@@ -1,8 +1,8 @@
 //! The containerd releases to test with, and an old C library.
 //!
-//! The machine's own containerd comes first. The other lines come from other
-//! suites of its distribution, unpacked beside it; Ubuntu's suites hold one line
-//! each, so there the machine's own is all.
+//! The machine's own containerd comes first. The other lines come from other suites of its
+//! distribution, unpacked beside it. Ubuntu's suites hold one line each, so there only the
+//! machine's own is used.
 
 use std::{
     fs,
@@ -52,8 +52,7 @@ pub fn all() -> Result<Releases> {
     Ok(releases)
 }
 
-/// The folder with Prometheus's own checker of metrics and rules, which is fetched when the
-/// machine has none.
+/// The folder with Prometheus's own checker of metrics and rules, fetched if the machine has none.
 pub fn promtool() -> Result<PathBuf> {
     let unpacked = Artifacts::at(target_dir().join("affinode")).cache_dir().join("prometheus");
     let program = match sh::find("promtool") {
@@ -68,7 +67,7 @@ pub fn promtool() -> Result<PathBuf> {
     Ok(program.parent().unwrap_or(Path::new("/usr/bin")).to_owned())
 }
 
-/// The machine's own containerd alone: enough for the demo.
+/// The machine's own containerd only: enough for the demo.
 pub fn own() -> Result<Release> {
     packages::install_missing()?;
     let program = sh::find("containerd").context("containerd is not installed")?;
@@ -104,7 +103,7 @@ fn collect(cache: &Path) -> Result<Releases> {
         else {
             releases
                 .unavailable
-                .insert(line.as_str().into(), "no suite of Debian has it now".into());
+                .insert(line.as_str().into(), "no suite of Debian has it at present".into());
             continue;
         };
         let folder = cache.join(format!("containerd-{}", line.as_str()));

@@ -1,4 +1,4 @@
-//! `cargo xtask docs`: the pages that are generated from the code, and the limits of language.
+//! `cargo xtask docs`: the pages generated from the code, and the limits of language.
 
 mod api;
 mod chart;
@@ -20,13 +20,12 @@ use clap::Args;
 
 use crate::{output, sh};
 
-/// What to do.
 #[derive(Args)]
 pub struct Options {
-    /// Write nothing; fail if a page differs from what the code says.
+    /// Write nothing; fail if a page differs from the code.
     #[arg(long)]
     check: bool,
-    /// Lower the limits of integration/e2e/language-limits.txt to what is counted now.
+    /// Lower the limits of integration/e2e/language-limits.txt to the present counts.
     #[arg(long, conflicts_with = "check")]
     limits: bool,
 }
@@ -34,7 +33,6 @@ pub struct Options {
 /// A page, relative to the repository, and its text.
 type Page = (&'static str, String);
 
-/// Writes or checks.
 pub fn run(options: &Options) -> Result<()> {
     if options.limits {
         return lower_limits();
@@ -43,7 +41,7 @@ pub fn run(options: &Options) -> Result<()> {
     if options.check { compare(&pages) } else { write(&pages) }
 }
 
-/// Fails if a page differs from what a built `affinode` says.
+/// Fails if a page differs from the output of a built `affinode`.
 pub fn check(affinode: &Path) -> Result<()> {
     compare(&generate(affinode)?)
 }

@@ -1,8 +1,8 @@
 //! `cargo xtask fuzz`: libFuzzer over every target of `integration/fuzz`, guided by
 //! coverage, on the stable compiler: the passes that count what is reached are LLVM's.
 //!
-//! What a run finds new stays in `target/fuzz/corpus`, what fails in
-//! `target/fuzz/artifacts`; a failure ends the command.
+//! New inputs of a run stay in `target/fuzz/corpus`, failing ones in `target/fuzz/artifacts`. A
+//! failure ends the command.
 
 use std::{
     fs,
@@ -16,28 +16,28 @@ use clap::Args;
 
 use crate::{output, sh};
 
-/// Counters at every edge, and a look at what comparisons compare, as libFuzzer wants them.
+/// Counters at every edge, and traces of comparisons, as libFuzzer needs them.
 const COVERAGE: &str = "-Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
     -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares";
-/// Named, so that build scripts and macros are built without the counters.
+/// Named explicitly, so that build scripts and macros are built without the counters.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
-/// An input that takes longer is a find, too.
+/// An input that takes longer counts as a failure.
 const SLOW_S: u32 = 10;
-/// No reader may need so much for an input of a few KiB.
+/// Memory limit: no parser may need more for an input of a few KiB.
 const MEMORY_MIB: u32 = 1024;
 
-/// What to fuzz.
 #[derive(Args)]
 pub struct Options {
-    /// Seconds for each target.
+    /// Seconds to run each target.
     #[arg(long, default_value_t = 60)]
     seconds: u32,
     /// Only these targets: page, messages, hostile, ttrpc, …
     targets: Vec<String>,
-    /// Bring the smallest set of inputs with the same coverage into the checked-in corpora.
+    /// Reduce the inputs to the smallest set with the same coverage, and store it in the checked-in
+    /// corpora.
     #[arg(long)]
     keep: bool,
 }
@@ -84,7 +84,7 @@ fn fuzzer(binary: &Path, name: &str) -> Command {
     command
 }
 
-/// Replaces a corpus by the smallest set of inputs that reach as much.
+/// Replaces a corpus by the smallest set of inputs with the same coverage.
 fn keep(binary: &Path, name: &str, from: &[&Path], corpus: &Path) -> Result<()> {
     let merged = corpus.with_extension("merged");
     fs::create_dir_all(&merged)?;

@@ -20,19 +20,18 @@ use clap::Args;
 
 use crate::{build, deps, output, sh};
 
-/// The kit may not be larger: it travels.
+/// Upper bound of the kit's size: it is copied to other machines.
 const LIMIT_BYTES: u64 = 60 << 20;
 const RUN: &str = include_str!("kit/run.sh");
-/// Binaries of ours that the suite uses.
+/// Affinode's binaries that the suite uses.
 const BINARIES: [&str; 4] =
     ["affinode", "affinode-gpu-suite", "affinode-keeper", "containerd-shim-affinode-v1"];
 /// Binaries of containerd's package that the suite uses.
 const CONTAINERD: [&str; 3] = ["containerd", "ctr", "containerd-shim-runc-v2"];
 
-/// Where to.
 #[derive(Args)]
 pub struct Options {
-    /// The folder to make; target/gpu-kit when left out. On the machine with the GPU: its run.sh.
+    /// Folder to create; target/gpu-kit if omitted. On the machine with the GPU, start its run.sh.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -40,7 +39,7 @@ pub struct Options {
 /// Builds, packs, and checks the size.
 pub fn pack(options: &Options) -> Result<()> {
     let releases = deps::all()?;
-    // The newest: its ctr can run containers as any user.
+    // The newest release, whose ctr can run containers as any user.
     let release =
         releases.available.iter().max_by_key(|release| release.line).context("no containerd")?;
     let built = build::all(build::Profile::Release)?;

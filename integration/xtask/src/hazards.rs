@@ -1,4 +1,4 @@
-//! `cargo xtask hazards`: what happens without Affinode, and what happens with it.
+//! `cargo xtask hazards`: each hazard without Affinode and with it.
 
 use affinode_e2e::{
     gpu::Gpu,
@@ -11,16 +11,16 @@ use nix::unistd::Uid;
 
 use crate::{build, deps, output};
 
-/// How to show it.
+/// Which hazards to play, and how to print them.
 #[derive(Args)]
 pub struct Options {
-    /// As JSON on standard output.
+    /// Print JSON on standard output.
     #[arg(long)]
     json: bool,
-    /// Only hazards whose name holds this.
+    /// Only hazards whose name contains this text.
     #[arg(default_value = "")]
     filter: String,
-    /// How often two containers are woken at once.
+    /// Number of times that two containers are woken at once.
     #[arg(long, default_value_t = 200)]
     turns: usize,
 }
@@ -28,7 +28,7 @@ pub struct Options {
 /// Builds, plays, and prints the table.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
-        bail!("the hazards run in containers of a containerd of their own: run as root");
+        bail!("the hazards start a private containerd with containers: run as root");
     }
     let release = deps::own()?;
     let artifacts = build::all(build::Profile::Dev)?;
@@ -43,7 +43,7 @@ pub fn run(options: &Options) -> Result<()> {
         output::out(&report.table());
     }
     if report.failed() {
-        bail!("a hazard was not survived");
+        bail!("at least one hazard failed with Affinode");
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! `cargo xtask k8s`: a real cluster, on a network of its own.
+//! `cargo xtask k8s`: a real cluster, on a private network.
 //!
-//! It shows what an operator and a user of a cluster do and see. The GPU is the simulated one,
-//! handed out by a small device plugin; all else is what clusters run. It stays out of CI: the
-//! first run builds Kubernetes and helm.
+//! Shows what an operator and a user of a cluster do and see. The GPU is simulated, and a small
+//! device plugin assigns it; everything else is what clusters run. It stays out of CI: the first
+//! run builds Kubernetes and helm.
 
 mod control_plane;
 mod crds;
@@ -29,23 +29,23 @@ use crate::{build, deps, output};
 /// VRAM of a node's simulated GPU.
 const VRAM_BYTES: u64 = 1024 * MIB;
 
-/// What to do beside the checks.
+/// How to run the checks.
 #[derive(Args)]
 pub struct Options {
-    /// Leave the cluster as it is when all was shown, or when something failed, until Enter.
+    /// Keep the cluster after the last check, or after an error, until Enter.
     #[arg(long)]
     keep: bool,
-    /// So many nodes.
+    /// Number of nodes in the cluster.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=9))]
     nodes: u8,
 }
 
-/// Gives pods of a world a network, by the plugins of this folder.
+/// Gives the pods of a testbed a network, by the plugins of this folder.
 pub fn pods(world: &Testbed, plugins: &Path) -> Result<()> {
     files::cni(&world.dir().join("cni"), plugins, "10.98.0.0/24")
 }
 
-/// Builds, starts, shows, checks, cleans up.
+/// Builds, starts, checks, cleans up.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("a cluster starts containers: run as root");
@@ -54,7 +54,7 @@ pub fn run(options: &Options) -> Result<()> {
     let artifacts = build::all(build::Profile::Dev)?;
     let programs = Programs::prepare(&artifacts)?;
     let release = (releases.available.iter().find(|release| release.line == Line::V2))
-        .context("no containerd 2 was found: Kubernetes needs it")?;
+        .context("no containerd 2 was found; Kubernetes needs one")?;
     let world = |number| {
         TestbedConfig::default()
             .node()
@@ -79,7 +79,7 @@ pub fn run(options: &Options) -> Result<()> {
     }
     if options.keep {
         let dirs: Vec<_> = worlds.iter().map(|world| world.dir().display().to_string()).collect();
-        output::note(&format!("all of it is in {}; Enter ends it", dirs.join(", ")));
+        output::note(&format!("files are in {}; press Enter to end", dirs.join(", ")));
         std::io::stdin().read_line(&mut String::new())?;
     }
     shown

@@ -1,13 +1,13 @@
-//! `cargo xtask load`: what the controller needs for a full node on which nothing happens,
-//! and how fast those who watch see a change.
+//! `cargo xtask load`: the cost of the controller on a full node without changes, and the delay of
+//! a change to its watchers.
 //!
 //! ```text
 //!  1,000 processes with the preload library, on the simulated GPU ──> 200 sockets ──> controller
 //!  this program: announces the 200 containers, watches over HTTP, reads /proc
 //! ```
 //!
-//! The processes run beside the containers' runtime, not in it: what is measured is the
-//! controller. Figures, not a test: other work on the machine shows in them.
+//! The processes run outside of containers: only the controller is measured. The figures depend on
+//! other load of the machine, so this is no test.
 
 mod processes;
 mod watchers;
@@ -26,27 +26,27 @@ use nix::unistd::Uid;
 use crate::{build, deps, output};
 use processes::Crowd;
 
-/// Everything as it is by default, but nothing moves.
+/// The default configuration, without automatic offloads.
 const CONFIG: &str = "[policy]\nmode = \"manual\"\n";
-/// How often a change is timed.
+/// Number of timed changes.
 const CHANGES: usize = 20;
 
-/// How much of it.
+/// Size of the load.
 #[derive(Args)]
 pub struct Options {
-    /// Containers.
+    /// Number of containers to announce.
     #[arg(long, default_value_t = 200)]
     containers: usize,
-    /// CUDA processes of each.
+    /// Number of CUDA processes per container.
     #[arg(long, default_value_t = 5)]
     processes: usize,
-    /// Who watches the dashboard at once.
+    /// Number of watchers of the dashboard.
     #[arg(long, default_value_t = 20)]
     watchers: usize,
-    /// Build without optimisation, which is quicker; the figures are worse than those of a product.
+    /// Build without optimisation, which is quicker; the figures are worse than those of a release.
     #[arg(long)]
     dev: bool,
-    /// End with a failure when a goal is missed.
+    /// Exit with an error if a goal is missed.
     #[arg(long)]
     strict: bool,
     /// How long processor time is measured, in seconds.
@@ -54,7 +54,7 @@ pub struct Options {
     seconds: u64,
 }
 
-/// Builds, fills a node, and prints what it costs.
+/// Builds, fills a node, and prints the figures.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the load starts containerd and a container: run as root");
@@ -68,11 +68,11 @@ pub fn run(options: &Options) -> Result<()> {
         .gpu(Gpu::Simulated { vram_bytes: (total + 64) * 32 * MIB })
         .config(CONFIG)
         .world()?;
-    // Its shim brings the controller.
+    // Its shim starts the controller.
     let _seed = Worker::start(&world, "seed", 16)?;
     output::step(&format!("{} containers with {total} processes", options.containers));
     let crowd = Crowd::gather(&world, options.containers, options.processes)?;
-    let controller = world.controller()?.context("the controller runs")?.pid.as_raw();
+    let controller = world.controller()?.context("the controller does not run")?.pid.as_raw();
     let span = Duration::from_secs(options.seconds);
 
     let (mut lines, mut missed) = (Vec::new(), Vec::new());
@@ -85,15 +85,15 @@ pub fn run(options: &Options) -> Result<()> {
         }
         lines.push(format!("{what:<58} {value:>8.1} {unit:<4} {goal}"));
     };
-    output::step("Nothing changes, nobody watches");
-    tell("processor, nobody watches, of one core", percent(controller, span)?, "%", Some(3.0));
+    output::step("No changes, no watchers");
+    tell("processor without watchers, of one core", percent(controller, span)?, "%", Some(3.0));
     let resident = || affinode_e2e::processes::resident_bytes(controller);
     tell("memory", resident()? as f64 / MIB as f64, "MiB", Some(100.0));
 
-    output::step(&format!("{} watch the dashboard", options.watchers));
+    output::step(&format!("{} watchers of the dashboard", options.watchers));
     let socket = world.cli().run_dir().join("http.sock");
     let watchers = watchers::open(&socket, "/api/v1/events?watch=node", options.watchers)?;
-    let what = format!("processor, {} watch, of one core", options.watchers);
+    let what = format!("processor with {} watchers, of one core", options.watchers);
     tell(&what, percent(controller, span)?, "%", None);
     let mut times = watchers::time_changes(&socket, &watchers, crowd.keys(), CHANGES)?;
     times.sort_by(f64::total_cmp);
@@ -103,9 +103,9 @@ pub fn run(options: &Options) -> Result<()> {
     tell("memory", resident()? as f64 / MIB as f64, "MiB", Some(100.0));
     drop(watchers);
 
-    output::step("Somebody watches the calls of all");
+    output::step("Call tracing of all containers");
     let calls = watchers::open(&socket, "/api/v1/calls", 1)?;
-    let what = "processor, the calls of all are watched, of one core";
+    let what = "processor with call tracing of all containers, of one core";
     tell(what, percent(controller, span)?, "%", None);
     drop(calls);
     lines.iter().for_each(|line| output::out(line));

@@ -1,4 +1,4 @@
-//! `cargo xtask`: everything a developer does with this repository, and all that CI does.
+//! `cargo xtask`: the commands of developers and of CI.
 
 use std::process::ExitCode;
 
@@ -39,41 +39,41 @@ struct Arguments {
 enum Task {
     /// Build everything into target/affinode.
     Build {
-        /// Optimised, into target/affinode/release.
+        /// Optimised build, into target/affinode/release.
         #[arg(long)]
         release: bool,
     },
-    /// Install what is missing, and fetch the containerd releases to test with (needs root).
+    /// Install missing packages, and fetch the containerd releases to test with (needs root).
     Deps,
-    /// Show it: two containers that together want more VRAM than there is (needs root).
+    /// Demo: two containers that together need more VRAM than the GPU has (needs root).
     Demo(demo::Options),
     /// Test the dashboard in a headless Chromium (needs root, chromium, node and npm).
     Browser(browser::Options),
-    /// Measure what it costs, beside the stock runtime (needs root).
+    /// Measure the overhead, beside the stock runtime (needs root).
     Bench(bench::Options),
-    /// Kill at random, and show that nothing is lost, stuck, corrupted or left (needs root).
+    /// Kill processes at random, and check that nothing is lost, stuck, corrupted or left (needs
+    /// root).
     Chaos(chaos::Options),
-    /// Run containerd's own client tests and critest with the stock runtime and with ours (needs
-    /// root, Go).
+    /// Run containerd's own client tests and critest with the stock runtime and with Affinode
+    /// (needs root, Go).
     Conformance(conformance::Options),
-    /// Write the reference pages of docs/ from what the code says.
+    /// Write the reference pages of docs/ from the code.
     Docs(docs::Options),
-    /// Search for inputs that break a reader, guided by coverage (needs g++).
+    /// Search for inputs that break a parser, guided by coverage (needs g++).
     Fuzz(fuzz::Options),
-    /// Play every hazard without Affinode and with it, and print what happens (needs root).
+    /// Play every hazard without Affinode and with it, and print the results (needs root).
     Hazards(hazards::Options),
-    /// Install into a real cluster of two nodes, and show what its people see (needs root, Go).
+    /// Install into a real cluster of two nodes, and check what its users see (needs root, Go).
     K8s(k8s::Options),
-    /// Fill a node, and print what its controller needs while nothing changes (needs root).
+    /// Fill a node, and print the cost of its controller while nothing changes (needs root).
     Load(load::Options),
-    /// Install, use, upgrade and uninstall on each containerd, also when things go wrong (needs
-    /// root, Go).
+    /// Install, use, upgrade and uninstall on each containerd, with faults too (needs root, Go).
     Matrix(matrix::Options),
-    /// Pack what a machine with a GPU needs to run the suite there.
+    /// Pack everything that a machine with a GPU needs to run the suite.
     GpuKit(gpu_kit::Options),
-    /// Make .deb, .rpm, container image, bill of materials and checksums; --check installs them.
+    /// Build .deb, .rpm, container image, bill of materials and checksums; --check installs them.
     Package(package::Options),
-    /// Boot a real systemd, and show installation, the controller's unit, systemd-run and Slurm
+    /// Boot a real systemd, and check installation, the controller's unit, systemd-run and Slurm
     /// (needs root, Debian).
     Systemd(systemd::Options),
     /// Run all tests of this machine (needs root).

@@ -1,13 +1,14 @@
-//! `cargo xtask matrix`: an installation's whole life, on each containerd.
+//! `cargo xtask matrix`: the life cycle of an installation, on each containerd.
 //!
 //! ```text
 //!  Debian's archive ─── 1.6, 1.7, 2.1 ──┐
 //!  Go's module proxy ── newest 2.x ─────┴─> a node of its own for each ──> steps ──> table
 //! ```
 //!
-//! Behind them the faults of an installation, each on a node of its own. A step passes when what it promises was seen: what it saw stands in its cell. The GPU is the
-//! simulated one. The programs are installed into the node's own folders, containerd is restarted
-//! by a stand-in for systemctl. It stays out of CI: the first run builds a containerd.
+//! The faults of an installation follow, each on its own node. A step passes if its result was
+//! observed; the cell contains the observation. The GPU is simulated. The programs are installed
+//! into the node's own folders, and a stand-in for systemctl restarts containerd. It stays out of
+//! CI: the first run builds a containerd.
 
 mod newest;
 mod steps;
@@ -23,28 +24,28 @@ use nix::unistd::Uid;
 use self::table::{Column, Table};
 use crate::{build, deps, output};
 
-/// Which of them, and how to print.
+/// Which releases to test, and how to print the table.
 #[derive(Args)]
 pub struct Options {
     /// Print JSON instead of a table.
     #[arg(long)]
     json: bool,
-    /// Only the releases whose version begins so: 1.7.
+    /// Only releases whose version begins with this text: 1.7.
     #[arg(long, value_name = "VERSION")]
     containerd: Option<String>,
-    /// Write the table here as well, with date and versions.
+    /// Also write the table to this file, with date and versions.
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
 }
 
-/// Runs all of it, prints the table, and fails when a step did.
+/// Runs all steps, prints the table, and fails if a step failed.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("nodes start containerd and containers: run as root");
     }
     let known = deps::all()?;
     if let Some((line, reason)) = known.unavailable.iter().next() {
-        bail!("no containerd {line} ({reason}): the table would lack a column");
+        bail!("no containerd {line} ({reason}): its column would be missing");
     }
     let artifacts = build::all(build::Profile::Dev)?;
     let upgrade = tempfile::tempdir()?;
@@ -56,7 +57,7 @@ pub fn run(options: &Options) -> Result<()> {
         release.version.trim_start_matches('v').starts_with(only)
     };
     releases.retain(wanted);
-    ensure!(!releases.is_empty(), "no containerd here has such a version");
+    ensure!(!releases.is_empty(), "no containerd of this version is available");
     let mut table = Table::here()?;
     for release in &releases {
         output::step(&format!("containerd {}", release.version));

@@ -1,22 +1,22 @@
-//! The one place that prints.
+//! The only module that prints.
 #![expect(clippy::print_stderr, clippy::print_stdout, reason = "a tool for people")]
 
-/// What is being done now.
+/// Prints the step that begins.
 pub fn step(text: &str) {
     eprintln!("==> {text}");
 }
 
-/// Something that the reader should know.
+/// Prints a remark about the step.
 pub fn note(text: &str) {
     eprintln!("    {text}");
 }
 
-/// A line of the result.
+/// Prints a line of the result.
 pub fn out(text: &str) {
     println!("{text}");
 }
 
-/// The end of a failed task: the whole chain of causes.
+/// Prints the error of a failed task with all its causes.
 pub fn error(error: &anyhow::Error) {
     eprintln!("error: {error:#}");
 }

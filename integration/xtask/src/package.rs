@@ -1,4 +1,4 @@
-//! `cargo xtask package`: what a release is made of, without a registry and without a daemon.
+//! `cargo xtask package`: the files of a release, built without a registry and without a daemon.
 //!
 //! ```text
 //!  build ──> programs ──┬──> what a node's package holds ──┬──> .deb
@@ -6,7 +6,7 @@
 //!                       └──> what the image holds ────────────> OCI archive    SBOM, SHA256SUMS
 //! ```
 //!
-//! All of it is a function of the commit: names are sorted, times are the commit's, owners are
+//! The output depends on the commit only: names are sorted, times are the commit's, owners are
 //! root. It is packed twice, and compared.
 
 mod build;
@@ -35,35 +35,34 @@ use sha2::{Digest, Sha256};
 use self::tree::Tree;
 use crate::{output, sh};
 
-/// What to pack, and where to.
+/// What to pack, and where to write it.
 #[derive(Args)]
 pub struct Options {
-    /// The version; Cargo.toml's when left out. It may say more than that one: 0.1.0-rc.1.
+    /// Version of the packages; Cargo.toml's if omitted. It may have a suffix: 0.1.0-rc.1.
     #[arg(long)]
     version: Option<String>,
-    /// The folder to fill; target/packages when left out.
+    /// Folder to fill; target/packages if omitted.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Pack what `cargo xtask build` made: quick, for tries.
+    /// Pack the output of `cargo xtask build`: quick, for trials.
     #[arg(long)]
     dev: bool,
-    /// Install the packages in roots of their own and run the image, too (needs root).
+    /// Also install the packages in private roots and run the image (needs root).
     #[arg(long)]
     check: bool,
 }
 
-/// What every package says of itself.
+/// Metadata that every package contains.
 pub struct About {
-    /// `0.1.0` or `0.1.0-rc.1`.
     pub version: String,
-    /// The time of everything in it, in Unix seconds.
+    /// Time of all files in the packages, in Unix seconds.
     pub epoch_seconds: u32,
-    /// The oldest C library that it runs with: `2.31`.
+    /// Oldest C library that the programs run with, such as `2.31`.
     pub glibc: String,
 }
 
 impl About {
-    /// The version as .deb and .rpm sort it: what comes before a release has a tilde.
+    /// The version in the form that .deb and .rpm sort: a pre-release has a tilde.
     pub fn package_version(&self) -> String {
         self.version.replacen('-', "~", 1).replace('-', ".")
     }
@@ -85,7 +84,7 @@ pub fn run(options: &Options) -> Result<()> {
     let packages = pack(&about, &files, &image, &bill)?;
     for (name, bytes) in pack(&about, &files, &image, &bill)? {
         if packages.get(&name) != Some(&bytes) {
-            bail!("{name} is another one when it is packed again: it is not reproducible");
+            bail!("{name} differs when it is packed again: it is not reproducible");
         }
     }
     let out = options.out.clone().unwrap_or_else(|| target_dir().join("packages"));
@@ -101,7 +100,7 @@ pub fn run(options: &Options) -> Result<()> {
     if options.check { check::all(&out, &about) } else { Ok(()) }
 }
 
-/// The image of a build, for tests; its name is the one that it is released by.
+/// The image of a build, for tests, under the name of a release.
 pub fn image_of(artifacts: &Artifacts) -> Result<Vec<u8>> {
     let built = build::of(artifacts)?;
     let (version, epoch_seconds) = (version(None)?, epoch_seconds()?);
@@ -121,7 +120,7 @@ fn pack(about: &About, files: &Tree, image: &Tree, bill: &[u8]) -> Result<Packag
     Ok(packages)
 }
 
-/// Writes packages and their digests, and removes what an earlier run left.
+/// Writes packages and their digests, and removes files of an earlier run.
 fn write(out: &Path, packages: &Packages) -> Result<()> {
     fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
     for entry in fs::read_dir(out)? {
@@ -141,19 +140,19 @@ fn write(out: &Path, packages: &Packages) -> Result<()> {
     Ok(fs::write(out.join("SHA256SUMS"), sums)?)
 }
 
-/// The version that was asked for: the programs say Cargo.toml's, so it must begin with that.
+/// The requested version. It must begin with Cargo.toml's, which the programs print.
 fn version(asked: Option<&str>) -> Result<String> {
     let own = env!("CARGO_PKG_VERSION");
     let asked = asked.map_or(own, |asked| asked.strip_prefix('v').unwrap_or(asked));
     let more = asked.strip_prefix(own).filter(|more| more.is_empty() || more.starts_with('-'));
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '-';
     if more.is_none() || !asked.chars().all(plain) {
-        bail!("version {asked}, but the programs are {own}: set it in Cargo.toml first");
+        bail!("version {asked} does not match the programs' {own}; set it in Cargo.toml first");
     }
     Ok(asked.to_owned())
 }
 
-/// When the commit was made; `SOURCE_DATE_EPOCH` where there is no git.
+/// Time of the commit; `SOURCE_DATE_EPOCH` outside of a git checkout.
 fn epoch_seconds() -> Result<u32> {
     let text = match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) => text,
@@ -162,7 +161,7 @@ fn epoch_seconds() -> Result<u32> {
             "-1",
             "--format=%ct",
         ]))
-        .context("set SOURCE_DATE_EPOCH where this is no checkout")?,
+        .context("set SOURCE_DATE_EPOCH outside of a git checkout")?,
     };
-    text.trim().parse().with_context(|| format!("{:?} is no time in seconds", text.trim()))
+    text.trim().parse().with_context(|| format!("{:?} is not a time in seconds", text.trim()))
 }

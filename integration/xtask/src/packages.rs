@@ -1,4 +1,4 @@
-//! What must be installed on the machine itself.
+//! Packages that must be installed on the machine.
 
 use std::{path::Path, process::Command};
 
@@ -7,7 +7,7 @@ use nix::unistd::Uid;
 
 use crate::{output, sh};
 
-/// A program or file that shows that a package is there, and the package's name.
+/// A program or file that exists once a package is installed, and the package's name.
 const NEEDED: [(&str, &str); 8] = [
     ("containerd", "containerd"),
     ("runc", "runc"),
@@ -19,12 +19,12 @@ const NEEDED: [(&str, &str); 8] = [
     ("/usr/include/stdio.h", "libc6-dev"),
 ];
 
-/// Installs with apt what is missing of what every command needs.
+/// Installs missing packages that every command needs, with apt.
 pub fn install_missing() -> Result<()> {
     install(&NEEDED)
 }
 
-/// Installs with apt what is missing of signs and packages. Does nothing when nothing is.
+/// Installs missing packages with apt, each known by a file. Does nothing if none is missing.
 pub fn install(needed: &[(&str, &str)]) -> Result<()> {
     let missing: Vec<&str> =
         needed.iter().filter(|(sign, _)| !is_there(sign)).map(|(_, package)| *package).collect();
@@ -32,7 +32,10 @@ pub fn install(needed: &[(&str, &str)]) -> Result<()> {
         return Ok(());
     }
     if !Uid::effective().is_root() {
-        bail!("missing: {}; run as root to install, or install them", missing.join(" "));
+        bail!(
+            "missing: {}; run as root to install them, or install them yourself",
+            missing.join(" ")
+        );
     }
     if sh::find("apt-get").is_none() {
         bail!("missing: {}; this machine has no apt: install them", missing.join(" "));
@@ -42,7 +45,7 @@ pub fn install(needed: &[(&str, &str)]) -> Result<()> {
     let mut install = Command::new("apt-get");
     install.env("DEBIAN_FRONTEND", "noninteractive");
     install.args(["install", "--yes", "--no-install-recommends"]).args(missing);
-    // The package starts containerd's service: the machine's own, which is then left alone.
+    // The package starts the machine's own containerd service, which the tests do not use.
     sh::read(&mut install).map(|_| ())
 }
 

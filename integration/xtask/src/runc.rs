@@ -1,5 +1,5 @@
-//! A runc that maps the users of mounts (1.2 and later), which pods with a user namespace need:
-//! that of the distribution may be older. Built from the source that Go's module proxy has.
+//! A runc that maps the users of mounts (1.2 and later), which pods with a user namespace need. The
+//! distribution's may be older, so this one is built from the source of Go's module proxy.
 
 use std::{fs, process::Command};
 
@@ -9,11 +9,11 @@ use anyhow::{Context, Result};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/opencontainers/runc";
-/// The newest release when this was last looked at.
+/// The newest release at the time of the last update.
 const VERSION: &str = "1.4.3";
 
-/// Builds it, unless that was done before. Where Go is missing, or too old, there is none, which is
-/// said: the tests that need it say so as well.
+/// Builds it, unless it is built already. If Go is missing or too old, prints that; the tests that
+/// need it are then recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = build(artifacts) {
         output::note(&format!("no runc for user namespaces: {error:#}"));
@@ -28,7 +28,7 @@ fn build(artifacts: &Artifacts) -> Result<()> {
         return Ok(());
     }
     if sh::find("go").is_none() {
-        output::note("no runc for user namespaces: Go is missing, which it is written in");
+        output::note("no runc for user namespaces: Go is missing");
         return Ok(());
     }
     output::step(&format!("Building runc {VERSION} (once; a minute)"));
@@ -38,7 +38,8 @@ fn build(artifacts: &Artifacts) -> Result<()> {
     let mut go = Command::new("nice");
     go.args(["go", "build", "-trimpath", "-ldflags"]);
     go.arg(format!("-s -w -X main.version={VERSION}")).arg("-o").arg(&program).arg(MODULE);
-    // It enters namespaces in C. Without libseccomp it has no filters, which no test asks for.
+    // runc enters namespaces in C, so it needs cgo. Without libseccomp it has no filters, which no
+    // test uses.
     go.current_dir(&bin).env("CGO_ENABLED", "1");
     sh::run(go.env("GOFLAGS", "-mod=mod -modcacherw -buildvcs=false -p=2"))
 }

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-/// Runs a command on this terminal and demands success.
+/// Runs a command on this terminal and requires success.
 pub fn run(command: &mut Command) -> Result<()> {
     let status = command.status().with_context(|| format!("cannot run {}", name(command)))?;
     if !status.success() {

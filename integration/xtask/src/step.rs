@@ -1,4 +1,4 @@
-//! A step that was tried, and how it ended: what the tables of `matrix` and `systemd` are made of.
+//! A step and its outcome: the cells of the tables of `matrix` and `systemd`.
 
 use std::time::Instant;
 
@@ -7,27 +7,27 @@ use serde::Serialize;
 
 use crate::output;
 
-/// How a step ended.
+/// Outcome of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Outcome {
     Passed,
     Failed,
-    /// An earlier step failed that it builds on.
+    /// A step that this one depends on failed.
     NotTried,
 }
 
-/// A step's end.
+/// Outcome of a step, with its observation.
 #[derive(Serialize)]
 pub struct Tried {
     outcome: Outcome,
-    /// What was seen, or what failed.
+    /// The observation, or the error.
     seen: String,
     elapsed_ms: u64,
 }
 
 impl Tried {
-    /// Tries a step, and says so: what it returns is what was seen.
+    /// Runs a step and prints its outcome. The closure returns the observation.
     pub fn step(name: &str, work: impl FnOnce() -> Result<String>) -> Self {
         let began = Instant::now();
         let (outcome, seen) = match work() {
@@ -40,21 +40,21 @@ impl Tried {
         tried
     }
 
-    /// A step that an earlier one stands in the way of.
+    /// The outcome of a step that was skipped after a failure.
     pub fn not_tried() -> Self {
         Self {
             outcome: Outcome::NotTried,
-            seen: "a step before it failed".to_owned(),
+            seen: "an earlier step failed".to_owned(),
             elapsed_ms: 0,
         }
     }
 
-    /// Whether it is as it should be.
+    /// Whether the step passed.
     pub fn passed(&self) -> bool {
         self.outcome == Outcome::Passed
     }
 
-    /// For a cell of a table.
+    /// Symbol for the cell of a table.
     pub fn sign(&self) -> &'static str {
         match self.outcome {
             Outcome::Passed => "ok",
@@ -63,12 +63,12 @@ impl Tried {
         }
     }
 
-    /// What was seen, on one line.
+    /// The observation on one line.
     pub fn seen(&self) -> String {
         self.seen.trim().replace('\n', " / ")
     }
 
-    /// How long it took.
+    /// Duration of the step in seconds.
     pub fn seconds(&self) -> f64 {
         self.elapsed_ms as f64 / 1000.0
     }

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: every test of this machine.
+//! `cargo xtask test`: all tests of this machine.
 
 use std::{collections::BTreeSet, ffi::OsStr, fs, process::Command};
 
@@ -10,7 +10,6 @@ use nix::unistd::Uid;
 
 use crate::{build, deps, docs, output, sh};
 
-/// What to run.
 #[derive(Args)]
 pub struct Options {
     /// Only the end-to-end tests.
@@ -39,9 +38,9 @@ pub fn run(options: &Options) -> Result<()> {
         let mut command = Command::new(&cargo);
         command.current_dir(workspace_dir()).arg("test").args(selection).args(&options.rest);
         command.env(ARTIFACTS_ENV, artifacts.root()).env("PATH", &path).env(NOTES_ENV, &notes);
-        // It is there: a test that cannot find it is broken.
+        // promtool is present here: a test that cannot find it must fail.
         command.env("AFFINODE_NEEDS_PROMTOOL", "1");
-        // A failed check names what failed: a backtrace of it says nothing more.
+        // A failed check names the failure; a backtrace adds nothing.
         command.env("RUST_LIB_BACKTRACE", "0");
         sh::run(&mut command)
     };
@@ -58,7 +57,7 @@ pub fn run(options: &Options) -> Result<()> {
     outcome
 }
 
-/// What tests noted: first how often things went well, then which tests were skipped and why.
+/// The summary of the tests' notes: first the counts, then the skipped tests with their reasons.
 fn summary(notes: &str) -> String {
     let (skipped, told): (Vec<&str>, Vec<&str>) =
         notes.lines().partition(|line| line.starts_with(SKIPPED));
@@ -80,11 +79,11 @@ mod tests {
 
     #[test]
     fn summary_counts_and_names_each_skip_once() {
-        let notes = "skipped e2e::ways::python: python3: none here\n\
-                     e2e::copier::again: returns: 11 of 12\n\
+        let notes = "skipped e2e::ways::python: python3: not installed\n\
+                     e2e::copier::again: restores: 11 of 12\n\
                      skipped e2e::spec::line: containerd-line: no 1.6\n\
                      skipped e2e::spec::line: containerd-line: no 1.6\n";
-        let told = "e2e::copier::again: returns: 11 of 12\n2 tests were skipped:\n  \
+        let told = "e2e::copier::again: restores: 11 of 12\n2 tests were skipped:\n  \
                     e2e::spec::line: containerd-line: no 1.6\n  e2e::ways::python: python3: none here";
         assert_eq!(summary(notes), told);
         assert_eq!(summary(""), "No test was skipped.");

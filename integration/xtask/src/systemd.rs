@@ -1,14 +1,14 @@
-//! `cargo xtask systemd`: a real systemd, containerd's unit, the controller's unit, jobs by
-//! systemd-run and by Slurm, on a node of its own.
+//! `cargo xtask systemd`: a real systemd, containerd's unit, the controller's unit, and jobs by
+//! systemd-run and by Slurm, on a private node.
 //!
 //! ```text
 //! Debian's archive ──> tree ──copy──> node: systemd is process 1, own pid, mount, uts, ipc, network
 //!                                     and cgroup namespaces, loopback alone, simulated GPU
-//!                                       ──> steps ──> table ──> switched off, nothing is left
+//!                                       ──> steps ──> table ──> powered off, nothing is left
 //! ```
 //!
-//! A step passes when what it promises was seen: what it saw stands in its row. It stays out of
-//! CI: the first run fetches a Debian.
+//! A step passes if its result was observed; its row contains the observation. It stays out of CI:
+//! the first run fetches a Debian.
 
 mod controller;
 mod install;
@@ -28,7 +28,7 @@ use self::{
 };
 use crate::{build, deps, output};
 
-/// How to print what was seen.
+/// How to print the observations.
 #[derive(Args)]
 pub struct Options {
     /// Print JSON instead of a table.
@@ -36,10 +36,10 @@ pub struct Options {
     json: bool,
 }
 
-/// Runs all of it, prints the table, and fails when a step did.
+/// Runs all steps, prints the table, and fails if a step failed.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
-        bail!("a node has namespaces and cgroups of its own: run as root");
+        bail!("the node needs private namespaces and cgroups: run as root");
     }
     deps::own()?;
     let artifacts = build::all(build::Profile::Dev)?;
@@ -62,7 +62,7 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// All parts; what a part needs of one before it must have held.
+/// Runs all parts. If a part needs an earlier one, that one must have passed.
 fn all(node: &Node, rows: &mut Rows) -> Result<()> {
     let holds = |held: bool, part: &str| match held {
         true => Ok(()),

@@ -1,7 +1,7 @@
-//! A hooked call against a direct one, of a driver that does nothing.
+//! The cost of a hooked call against a direct one, with a driver that does nothing.
 //!
-//! The preload library's own benchmark: a stand-in for libcuda whose function returns
-//! at once, so that nothing but the hook is measured. No container is needed.
+//! Runs the preload library's own benchmark: the function of the stand-in for libcuda returns
+//! immediately, so only the hook is measured. No container is needed.
 
 use std::{
     io::{Read, Write},
@@ -32,7 +32,7 @@ struct Cost {
     ns_per_call_median: f64,
 }
 
-/// One thread, and eight.
+/// Measures with one thread and with eight.
 pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
     let folder = target_dir().join("affinode/bench");
     std::fs::create_dir_all(&folder)?;
@@ -89,10 +89,10 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Starts of each side: a start is faster or slower as a whole.
+/// Starts of each side: one start runs faster or slower as a whole.
 const STARTS: usize = 6;
 
-/// Medians of the starts of both sides, and the noise of the first.
+/// Medians of both sides' starts, and the noise of the first side.
 fn in_turn(
     without: impl Fn() -> Result<f64>,
     with: impl Fn() -> Result<f64>,
@@ -105,7 +105,7 @@ fn in_turn(
     Ok((median(&stock), median(&ours), noise(&stock)))
 }
 
-/// A controller that does nothing but watch.
+/// Simulates a controller that only samples calls.
 fn watch(folder: &Path) -> Result<PathBuf> {
     let path = folder.join("agent.sock");
     let _ = std::fs::remove_file(&path);
@@ -116,11 +116,11 @@ fn watch(folder: &Path) -> Result<PathBuf> {
             agent.read_exact(&mut [0; FRAME_BYTES])?;
             let engine = affinode_proto::wire::Engine::Checkpoint;
             let welcome = ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0, engine };
-            // As a controller asks of a process that calls as often as this one; there is
-            // always room in the ring.
+            // The sampling rate that a controller requests from a process with this call rate; the
+            // ring never fills.
             let watch = ControllerMessage::SampleCalls { one_in: 1_000_000, read: 1 << 60 };
             let _ = agent.write_all(&[welcome.encode(), watch.encode()].concat());
-            // Until it has ended.
+            // Reads until the process ends.
             let _ = agent.read(&mut [0; 1]);
         }
     });

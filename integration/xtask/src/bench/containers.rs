@@ -15,14 +15,14 @@ use super::{
     stats::{median, noise},
 };
 
-/// Pods of each shim whose memory is looked at.
+/// Pods of each shim whose memory is measured.
 const PODS: usize = 4;
 
 /// Start to exit of `/bin/true`, and memory of the shims of `/bin/sleep`.
 pub fn measure(world: &Testbed, rounds: usize) -> Result<Vec<Figure>> {
     let plain = |runtime: &str| Spec::plain("plain", &["/bin/true"]).runtime(runtime);
     let gpu = |runtime: &str| Spec::gpu("gpu", &["/bin/true"]).runtime(runtime);
-    // The controller is up from here on, as it is on a node.
+    // The controller runs from here on, as on a node in use.
     start_to_exit_ms(world, &gpu(AFFINODE))?;
     let mut figures = Vec::new();
     for (name, make) in [
@@ -79,7 +79,7 @@ fn start_to_exit_ms(world: &Testbed, spec: &Spec) -> Result<f64> {
 fn shims_kib(world: &Testbed, runtime: &str) -> Result<f64> {
     until("earlier shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
     let running = Spec::gpu("memory", &["/bin/sleep", "infinity"]).runtime(runtime).start(world)?;
-    // The launcher that containerd ran to start the shim has ended by now or does so at once.
+    // The launcher with which containerd started the shim has ended, or ends soon.
     let expected = if runtime == STOCK { 1 } else { 2 };
     let shims =
         until("the shims", || Ok(Some(world.shims()?).filter(|shims| shims.len() == expected)))?;

@@ -1,4 +1,4 @@
-//! The engines side by side, and their goals, as the suite for GPU machines prints them.
+//! Compares the engines, and prints their goals, as the suite for GPU machines does.
 
 use std::process::Command;
 
@@ -11,17 +11,17 @@ use anyhow::Result;
 
 use crate::output;
 
-/// Runs them on the machine's GPU, or else on the simulated one, whose figures are those of this
-/// machine's memory and of nothing else. Whether every goal was met and no part failed.
+/// Runs the comparison on the machine's GPU, or on the simulated one, whose figures depend on this
+/// machine's memory alone. Returns whether every goal was met and no part failed.
 pub fn measure(artifacts: &Artifacts, release: &Release) -> Result<bool> {
     let file = target_dir().join("bench-engines.json");
     let mut suite = Command::new(artifacts.bin("affinode-gpu-suite")?);
     suite.env(ARTIFACTS_ENV, artifacts.root()).arg(&release.bin_dir).arg(&file);
     if !Gpu::real_is_there() {
-        output::out("The GPU is simulated: what is shown is that it works, not how fast.");
+        output::out("The GPU is simulated: the results show that it works, not how fast it is.");
         suite.arg("simulated");
     }
-    // What misses a goal is in the table, and a failure of a strict bench alone.
+    // A missed goal is in the table, and an error only with --strict.
     let ended = suite.arg("engines").status()?;
     if !ended.success() {
         output::out("A goal was missed, or a part failed: see above.");

@@ -11,8 +11,8 @@ pub fn median(samples: &[f64]) -> f64 {
     }
 }
 
-/// How far every second run is from the others, by their medians. Runs come in the order of time, so
-/// both halves have seen the same of the machine.
+/// Difference between the medians of every second sample and of the others. Samples come in the
+/// order of time, so both halves ran under the same conditions.
 pub fn noise(samples: &[f64]) -> f64 {
     let half = |first: usize| samples.iter().copied().skip(first).step_by(2).collect::<Vec<_>>();
     (median(&half(0)) - median(&half(1))).abs()

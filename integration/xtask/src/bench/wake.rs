@@ -1,4 +1,4 @@
-//! What a waiting call waits for beyond the driver's own restore and unlock.
+//! The time that a waiting call takes beyond the driver's own restore and unlock.
 
 use affinode_e2e::{suite, testbed::Testbed};
 use anyhow::Result;
@@ -8,7 +8,7 @@ use super::{
     stats::{median, noise},
 };
 
-/// Ten of each in one go, on one GPU, and such goes.
+/// Number of rounds, each with ten processes of both kinds on one GPU.
 const GOES: usize = 4;
 
 /// Restore and unlock by the driver alone, and a call that wakes.

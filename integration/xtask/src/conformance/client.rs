@@ -15,14 +15,13 @@ use crate::output;
 
 const MODULE: &str = "github.com/containerd/containerd/v2";
 const PACKAGE: &str = "integration/client";
-/// Where it has the names of its images.
+/// Source file with the names of the suite's images.
 const IMAGES: &str = "integration/images/image_list.go";
-/// Where the tests keep their containerd, always.
+/// Fixed folders of the tests' containerd.
 const PLACES: [&str; 2] = ["/var/lib/containerd-test", "/run/containerd-test"];
-/// Needs a registry of the world outside.
+/// Needs an external registry.
 const SKIPPED: &str = "TestBindLowPort";
 
-/// The suite, built.
 pub struct Client {
     program: PathBuf,
     folder: PathBuf,
@@ -33,15 +32,15 @@ pub struct Client {
 }
 
 impl Client {
-    /// Builds it for this release.
+    /// Builds the suite for this release.
     pub fn prepare(artifacts: &Artifacts, release: &Release) -> Result<Self> {
         let cache = artifacts.cache_dir().join("conformance");
-        // Debian's version goes on after the project's own.
+        // Debian appends its own revision to the project's version.
         let own = release.version.trim_start_matches('v');
         let own: String = own.chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();
         let version = format!("v{own}");
         let source = go::source(&cache, MODULE, &version)?;
-        // Read before the flag that could name others.
+        // Read before the flag that could name other images.
         let list = source.join(IMAGES);
         let names = fs::read_to_string(&list)?.replace("ghcr.io/containerd", registry::ADDRESS);
         fs::write(&list, names).with_context(|| format!("cannot write {}", list.display()))?;
@@ -61,11 +60,15 @@ impl Client {
         })
     }
 
-    /// Runs it, or the tests that the expression names. `ours`: not with the stock runtime.
+    /// Runs the suite, or the tests that match the expression. `ours`: with Affinode instead of the
+    /// stock runtime.
     pub fn run(&self, ours: bool, only: Option<&str>) -> Result<Outcomes> {
         for place in PLACES.map(Path::new).iter().filter(|place| place.exists()) {
             fs::remove_dir_all(place).with_context(|| {
-                format!("cannot remove {}: what runs from there must end first", place.display())
+                format!(
+                    "cannot remove {}: end the programs that run from there first",
+                    place.display()
+                )
             })?;
         }
         let runtime = if ours { "io.containerd.affinode.v1" } else { "io.containerd.runc.v2" };

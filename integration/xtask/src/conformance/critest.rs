@@ -1,8 +1,8 @@
 //! critest, the validation suite of the container runtime interface: it speaks to a containerd as
 //! a kubelet does, and names the runtime handler of each pod.
 //!
-//! Each run has a world of its own: a containerd, a network with pods in it, and on its loopback
-//! the registry that stands for the two that the suite pulls from.
+//! Each run has its own environment: a containerd, a network with pods in it, and on its loopback a
+//! registry in place of the two that the suite pulls from.
 
 use std::{
     fs,
@@ -26,15 +26,13 @@ use crate::{apt, k8s, output};
 const MODULE: &str = "sigs.k8s.io/cri-tools";
 /// The release of the suite.
 pub const VERSION: &str = "1.36.0";
-/// Where it has the names of its images.
+/// Source file with the names of the suite's images.
 const IMAGES: &str = "pkg/validate/consts.go";
-/// One of them it pulls by what it is: a stand-in is another.
+/// The suite pulls this image by digest, and a stand-in has another digest.
 const DIGESTED: &str = "test-image-digest@sha256:";
-/// Their registries.
 const REGISTRIES: [&str; 3] = ["registry.k8s.io", "k8s.gcr.io", "gcr.io"];
 const PLUGINS: &str = "containernetworking-plugins";
 
-/// The suite, built.
 pub struct Critest {
     program: PathBuf,
     plugins: PathBuf,
@@ -44,7 +42,7 @@ pub struct Critest {
 }
 
 impl Critest {
-    /// Builds it, and fetches the plugins that give pods a network.
+    /// Builds the suite, and fetches the CNI plugins of the pods' network.
     pub fn prepare(artifacts: &Artifacts, release: &Release) -> Result<Self> {
         let cache = artifacts.cache_dir().join("conformance/critest");
         let source = go::source(&cache, MODULE, &format!("v{VERSION}"))?;
@@ -69,8 +67,8 @@ impl Critest {
         })
     }
 
-    /// Runs it, or the tests whose names the expression matches. `ours`: not with the stock
-    /// runtime.
+    /// Runs the suite, or the tests whose names match the expression. `ours`: with Affinode instead
+    /// of the stock runtime.
     pub fn run(&self, ours: bool, only: Option<&str>) -> Result<Outcomes> {
         let (name, handler) = if ours { ("ours", "affinode") } else { ("stock", "runc") };
         let world = self.world()?;
@@ -78,7 +76,7 @@ impl Critest {
         let mut command = world.keeper().command(&self.program);
         command.arg(format!("-runtime-endpoint=unix://{}", world.containerd().socket().display()));
         command.arg(format!("-runtime-handler={handler}"));
-        // The same order for both.
+        // The same order in both runs.
         command.args(["-ginkgo.seed=1", "-ginkgo.no-color", "-test.timeout=60m"]);
         command.arg(format!("-ginkgo.json-report={}", report.display()));
         command.args(only.map(|only| format!("-ginkgo.focus={only}")));
@@ -98,11 +96,11 @@ impl Critest {
         let recipe = TestbedConfig::default().node().artifacts(self.artifacts.clone());
         let world = recipe.release(&self.release).world()?;
         containerd::run(world.keeper().command(Path::new("ip")).args(["link", "set", "lo", "up"]))
-            .context("the world's network; `ip` is of the package iproute2")?;
+            .context("cannot set up the environment's network; `ip` is in the package iproute2")?;
         let network = format!("/proc/{}/ns/net", world.keeper().pid());
         registry::serve(Some(File::open(network)?))?;
         k8s::pods(&world, &self.plugins)?;
-        // What a node has once Affinode is installed.
+        // The programs of an installed Affinode.
         fs::create_dir_all(world.prefix().join("lib"))?;
         symlink(self.artifacts.bin_dir(), world.prefix().join("bin"))?;
         symlink(self.artifacts.lib_dir(), world.prefix().join("lib/affinode"))?;
@@ -114,7 +112,7 @@ impl Critest {
     }
 }
 
-/// The expression for one test.
+/// The expression that matches one test only.
 pub fn alone(name: &str) -> String {
     let special = |c: char| c.is_ascii_punctuation();
     let escaped: String =
@@ -122,7 +120,7 @@ pub fn alone(name: &str) -> String {
     escaped + "$"
 }
 
-/// Everything that comes from the suite's registries comes from ours.
+/// Redirects all pulls from the suite's registries to the local registry.
 fn mirror(dir: &Path) -> Result<()> {
     let hosts = dir.join("hosts");
     for name in REGISTRIES {
@@ -140,7 +138,7 @@ fn mirror(dir: &Path) -> Result<()> {
     Ok(fs::write(dir.join("conf.d/registry.toml"), config)?)
 }
 
-/// The suite's list with another digest. Windows' image has a longer name and comes later.
+/// The suite's list with another digest. The Windows image has a longer name and comes later.
 fn with_digest(list: &str, digest: &str) -> Option<String> {
     let (before, after) = list.split_once(DIGESTED)?;
     let (_, rest) = after.split_once('"')?;

@@ -1,4 +1,4 @@
-//! Test programs, built from the source that Go's module proxy has.
+//! Builds test programs from the source of Go's module proxy.
 
 use std::{
     fs,
@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use crate::{output, sh};
 
-/// Builds the tests of a folder, where they have not been built yet.
+/// Builds the tests of a folder, unless they are built already.
 pub fn build_tests(folder: &Path, program: &Path) -> Result<()> {
     if program.is_file() {
         return Ok(());
@@ -22,7 +22,7 @@ pub fn build_tests(folder: &Path, program: &Path) -> Result<()> {
     sh::run(build.env("GOFLAGS", "-buildvcs=false"))
 }
 
-/// A module's source: a copy, as Go keeps its own without leave to write.
+/// The source of a module, as a copy: Go's own cache is read-only.
 pub fn source(cache: &Path, module: &str, version: &str) -> Result<PathBuf> {
     #[derive(Deserialize)]
     struct Module {
@@ -35,14 +35,15 @@ pub fn source(cache: &Path, module: &str, version: &str) -> Result<PathBuf> {
         return Ok(copy);
     }
     if sh::find("go").is_none() {
-        bail!("go is missing: install Go 1.24 or later, the suite is written in it");
+        bail!("go is missing: install Go 1.24 or later to build the suite");
     }
     output::step(&format!("Fetching {module} {version}"));
     fs::create_dir_all(cache).with_context(|| format!("cannot make {}", cache.display()))?;
     let mut download = Command::new("go");
     download.args(["mod", "download", "-json", &format!("{module}@{version}")]);
     let told = sh::read(download.current_dir(cache))?;
-    let found: Module = serde_json::from_str(&told).context("what go printed of the module")?;
+    let found: Module =
+        serde_json::from_str(&told).context("cannot parse what go printed about the module")?;
     let half = cache.join(format!("source-{version}.new"));
     sh::read(Command::new("rm").arg("-rf").arg(&half))?;
     sh::read(Command::new("cp").args(["-r", "--no-preserve=mode"]).arg(&found.dir).arg(&half))?;

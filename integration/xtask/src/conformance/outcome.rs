@@ -1,4 +1,4 @@
-//! How tests ended with one runtime and with the other.
+//! Outcomes of tests with one runtime and with the other.
 
 use std::{collections::BTreeMap, fmt::Write};
 
@@ -8,20 +8,18 @@ use serde::Deserialize;
 /// How a test ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It holds.
     Pass,
-    /// It does not.
     Fail,
-    /// It does not apply to this machine.
+    /// The test does not apply to this machine.
     Skip,
 }
 
-/// By name; only whole tests, not their parts.
+/// Outcomes by test name; subtests are not counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcomes(BTreeMap<String, Outcome>);
 
 impl Outcomes {
-    /// What a Go test program printed with `-test.v`.
+    /// Parses the output of a Go test program with `-test.v`.
     pub fn parse(output: &str) -> Self {
         let ended = output.lines().filter_map(|line| {
             let (word, rest) = line.strip_prefix("--- ")?.split_once(": ")?;
@@ -36,7 +34,7 @@ impl Outcomes {
         Self(ended.collect())
     }
 
-    /// What a suite of Ginkgo wrote with `-ginkgo.json-report`. One that was left out has not ended.
+    /// Parses Ginkgo's report (`-ginkgo.json-report`). A skipped test has no outcome.
     pub fn of_ginkgo(report: &str) -> Result<Self> {
         #[derive(Deserialize)]
         #[serde(rename_all = "PascalCase")]
@@ -68,7 +66,7 @@ impl Outcomes {
         Ok(Self(ended.collect()))
     }
 
-    /// How many there are.
+    /// Number of tests with an outcome.
     pub fn len(&self) -> usize {
         self.0.len()
     }
@@ -78,21 +76,20 @@ impl Outcomes {
     }
 }
 
-/// Both runs.
 pub struct Comparison {
     stock: Outcomes,
     ours: Outcomes,
-    /// Those that were run a second time because the first ones differed.
+    /// Tests that were repeated because their first outcomes differed.
     again: Vec<String>,
 }
 
 impl Comparison {
-    /// Of two runs of one suite.
+    /// Compares two runs of one suite.
     pub fn new(stock: Outcomes, ours: Outcomes) -> Self {
         Self { stock, ours, again: Vec::new() }
     }
 
-    /// Tests that did not end alike.
+    /// Tests whose outcomes differ.
     pub fn differing(&self) -> Vec<String> {
         let names = self.stock.0.keys().chain(self.ours.0.keys());
         let mut names: Vec<String> =
@@ -102,14 +99,14 @@ impl Comparison {
         names
     }
 
-    /// What a second run of some of them showed, which counts from now on.
+    /// Replaces the outcomes of some tests by those of a second run.
     pub fn again(&mut self, stock: &Outcomes, ours: &Outcomes) {
         self.again.extend(ours.0.keys().cloned());
         self.stock.0.extend(stock.0.clone());
         self.ours.0.extend(ours.0.clone());
     }
 
-    /// Tests that pass with the stock runtime and do not with ours.
+    /// Tests that pass with the stock runtime and not with Affinode.
     pub fn regressions(&self) -> impl Iterator<Item = &str> {
         let passes = self.stock.0.iter().filter(|(_, ended)| **ended == Outcome::Pass);
         passes
@@ -117,10 +114,9 @@ impl Comparison {
             .map(|(name, _)| name.as_str())
     }
 
-    /// For people.
     pub fn table(&self, title: &str, machine: &str) -> String {
         let mut text =
-            format!("## {title}\n\n{machine}\n\n| | stock | ours |\n| --- | ---: | ---: |\n");
+            format!("## {title}\n\n{machine}\n\n| | stock | Affinode |\n| --- | ---: | ---: |\n");
         for (word, outcome) in
             [("pass", Outcome::Pass), ("fail", Outcome::Fail), ("skip", Outcome::Skip)]
         {
@@ -136,9 +132,9 @@ impl Comparison {
         let worse: Vec<&str> = self.regressions().collect();
         let again: Vec<&str> = self.again.iter().map(String::as_str).collect();
         for (what, names) in [
-            ("Pass with the stock runtime, not with ours", &worse),
+            ("Pass with the stock runtime, not with Affinode", &worse),
             ("Fail with both", &both),
-            ("Ended differently at first, and were run again alone with both", &again),
+            ("Differed at first, and were repeated alone with both", &again),
         ] {
             let names = if names.is_empty() { "none".into() } else { names.join(", ") };
             let _ = write!(text, "\n{what}: {names}.\n");
@@ -154,14 +150,14 @@ mod tests {
     const STOCK: &str = "=== RUN   TestA\n--- PASS: TestA (0.10s)\n--- FAIL: TestB (1.00s)\n    --- FAIL: TestB/part (0.1s)\n--- SKIP: TestC (0.00s)\nPASS\n";
 
     #[test]
-    fn whole_tests_are_counted_and_their_parts_are_not() {
+    fn only_whole_tests_are_counted() {
         let outcomes = Outcomes::parse(STOCK);
         assert_eq!(outcomes.len(), 3);
         assert_eq!(outcomes.count(Outcome::Fail), 1);
     }
 
     #[test]
-    fn of_ginkgos_report_tests_that_ran_are_counted() {
+    fn ginkgo_report_counts_tests_that_ran() {
         let spec = |kind: &str, text: &str, state: &str, attempts: u32| {
             serde_json::json!({
                 "ContainerHierarchyTexts": ["[k8s.io] Pod", "should"], "LeafNodeType": kind,
@@ -183,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_fails_or_is_missing_with_ours_alone_is_a_regression() {
+    fn failure_with_affinode_alone_is_a_regression() {
         let stock = Outcomes::parse(STOCK);
         let failing = Outcomes::parse("--- FAIL: TestA (0.1s)\n--- FAIL: TestB (0.1s)\n");
         for ours in [failing, Outcomes::default()] {

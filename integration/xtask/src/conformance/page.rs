@@ -1,4 +1,4 @@
-//! The page that keeps the tables.
+//! The page that collects the tables.
 
 use std::{fs, path::Path, process::Command};
 
@@ -14,7 +14,7 @@ Printed by `cargo xtask conformance`: suites of others, run with the stock runti
 in critest as the handler that `affinode install` makes.
 ";
 
-/// When, and what it ran on.
+/// Date, machine and versions of a run.
 pub fn machine(release: &Release) -> Result<String> {
     let read = |program: &str, argument: &str| sh::read(Command::new(program).arg(argument));
     let runc = read("runc", "--version")?;
@@ -24,12 +24,12 @@ pub fn machine(release: &Release) -> Result<String> {
         date.trim(),
         release.version,
         runc.lines().next().unwrap_or("runc"),
-        // What follows is the distribution's own.
+        // The rest is the distribution's own suffix.
         kernel.trim().split('-').next().unwrap_or_default(),
     ))
 }
 
-/// Puts a table onto the page, in place of an older one of the same suite.
+/// Writes a table to the page, in place of an older one of the same suite.
 pub fn put(file: &Path, table: &str) -> Result<()> {
     let page = if file.exists() { fs::read_to_string(file)? } else { String::new() };
     fs::write(file, with(&page, table)).with_context(|| format!("cannot write {}", file.display()))
@@ -37,7 +37,7 @@ pub fn put(file: &Path, table: &str) -> Result<()> {
 
 fn with(page: &str, table: &str) -> String {
     const SECTION: &str = "\n## ";
-    // A suite goes by the words of its title; a number is its version.
+    // A suite is identified by the words of its title without the version number.
     let name = |section: &str| -> String {
         let title = section.trim_start_matches("## ").lines().next().unwrap_or_default();
         title.split(' ').filter(|word| !word.starts_with(|c: char| c.is_ascii_digit())).collect()
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_takes_the_place_of_the_older_one_of_its_suite() {
+    fn table_replaces_the_older_one_of_its_suite() {
         let page = with("", "## critest 1.0\n\nold\n");
         let page = with(&page, "## other tests\n\nthese\n");
         let page = with(&page, "## critest 2.0\n\nnew\n");

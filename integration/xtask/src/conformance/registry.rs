@@ -1,4 +1,4 @@
-//! A registry on loopback with the images that suites ask for, made of the machine's busybox.
+//! A registry on loopback with the images that the suites pull, built from the machine's busybox.
 
 use std::{
     convert::Infallible,
@@ -29,18 +29,18 @@ use crate::sh;
 const BUSYBOX: &str = "/bin/busybox";
 const OCTETS: &str = "application/octet-stream";
 
-/// Where it listens: suites have the names of their images built in.
+/// Fixed address: the names of the images are built into the suites.
 pub const ADDRESS: &str = "127.0.0.1:5055";
 
-/// Serves the images from a thread of its own until the program ends: on the machine's loopback, or
-/// on that of another network.
+/// Serves the images on a thread until the program ends, on the machine's loopback or on that of
+/// another network namespace.
 pub fn serve(network: Option<File>) -> Result<()> {
     images()?;
     let (told, ready) = mpsc::channel();
     std::thread::spawn(move || {
         let listening = || -> Result<(Runtime, TcpListener)> {
             if let Some(network) = network {
-                // Of this thread alone.
+                // Applies to this thread only.
                 setns(network, CloneFlags::CLONE_NEWNET)?;
             }
             let runtime = runtime::Builder::new_current_thread().enable_all().build()?;
@@ -64,9 +64,10 @@ pub fn digest(name: &str) -> Result<String> {
     digest.map(ToOwned::to_owned).with_context(|| format!("there is no image {name}"))
 }
 
-/// The one that is asked for by its digest.
+/// The image that a suite pulls by its digest.
 pub const DIGESTED: &str = "k8s-staging-cri-tools/test-image-digest:latest";
-/// Names that suites use, of images that start a shell. Those of one repository are the same image.
+/// Names that the suites use, for images that start a shell. Names of one repository are the same
+/// image.
 const NAMES: [&str; 14] = [
     "alpine:3.14.0",
     "busybox:1.36",
@@ -83,7 +84,7 @@ const NAMES: [&str; 14] = [
     "k8s-staging-cri-tools/test-image-tags:2",
     "k8s-staging-cri-tools/test-image-tags:3",
 ];
-/// Those that run as somebody, and as whom.
+/// Images that run as a user, and that user.
 const USERS: [(&str, &str); 5] = [
     ("test-image-user-uid", "1002"),
     ("test-image-user-username", "www-data"),
@@ -91,18 +92,18 @@ const USERS: [(&str, &str); 5] = [
     ("test-image-user-username-group", "www-data:www-data"),
     ("test-image-predefined-group", "1000"),
 ];
-/// Those that serve a page, and where.
+/// Images that serve a page, and their port.
 const SERVERS: [(&str, &str); 3] = [
     ("e2e-test-images/nginx:1.14-2", "80"),
     ("e2e-test-images/httpd:2.4.39-4", "80"),
     ("k8s-staging-cri-tools/hostnet-nginx-amd64:latest", "12003"),
 ];
-/// What serves it. Tests look for nginx's name, for its first process's, and for its file.
+/// The program that serves the page. Tests check nginx's name, its first process, and its file.
 const NGINX: &[u8] = b"#!/bin/sh
 echo $$ > /var/run/nginx.pid
 httpd -f -p \"$2\" -h /srv
 ";
-/// The machine's busybox has none.
+/// The machine's busybox lacks this applet.
 const PGREP: &[u8] = b"#!/bin/sh
 for process in /proc/[0-9]*; do
     [ \"$(cat $process/comm 2> /dev/null)\" = \"$1\" ] && echo ${process#/proc/}
@@ -113,7 +114,7 @@ const PASSWD: &str = "root:x:0:0:root:/root:/bin/sh\nwww-data:x:33:33:www-data:/
 const GROUP: &str = "root:x:0:\nwww-data:x:33:\ndefault-user:x:1000:\n\
     group-defined-in-image:x:50000:default-user\nnobody:x:65534:\n";
 
-/// The images, made once.
+/// The images, created once.
 fn images() -> Result<&'static Archive> {
     static IMAGES: OnceLock<Archive> = OnceLock::new();
     if let Some(made) = IMAGES.get() {
@@ -145,7 +146,7 @@ fn make() -> Result<Archive> {
     Ok(images)
 }
 
-/// What all of them are made of.
+/// The layer that all images share.
 fn layer() -> Result<Vec<u8>> {
     if !Path::new(BUSYBOX).exists() {
         let mut install = Command::new("apt-get");
@@ -154,7 +155,7 @@ fn layer() -> Result<Vec<u8>> {
     }
     let busybox = Path::new(BUSYBOX);
     let mut layer = Layer::base()?;
-    // These take the place of the usual ones.
+    // These files replace the usual ones.
     layer.file("etc/passwd", 0o644, PASSWD.as_bytes())?;
     layer.file("etc/group", 0o644, GROUP.as_bytes())?;
     layer.folder("home", 0o777)?;
@@ -163,7 +164,7 @@ fn layer() -> Result<Vec<u8>> {
     layer.file("bin/nginx", 0o755, NGINX)?;
     layer.file("bin/pgrep", 0o755, PGREP)?;
     layer.copy(busybox, busybox)?;
-    // One test hides it: as a link it would hide all of them.
+    // One test hides this file; as a link, it would hide all applets.
     layer.copy(busybox, Path::new("/bin/ls"))?;
     for applet in sh::read(Command::new(busybox).arg("--list"))?.lines() {
         if !["busybox", "ls", "pgrep"].contains(&applet) {
@@ -181,7 +182,7 @@ async fn accept(listener: &TcpListener) {
                 let answer = answer(images, &request);
                 async move { Ok::<_, Infallible>(answer) }
             });
-            // A client that went away is its own affair.
+            // An ended connection concerns the client only.
             let _ = http1::Builder::new().serve_connection(TokioIo::new(stream), answer).await;
         });
     }

@@ -1,5 +1,5 @@
-//! The demo that goes on: containers that work, rest and make room for each other,
-//! for as long as somebody looks.
+//! The continuous demo: containers that work, idle and are evicted for each other, until the user
+//! ends it.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 
@@ -12,10 +12,10 @@ use anyhow::Result;
 
 /// VRAM of each container on the machine's own GPU.
 const REAL_MIB: u64 = 1024;
-/// Between two calls of a round.
+/// Time between two calls of a round.
 const BEAT: std::time::Duration = std::time::Duration::from_secs(4);
 
-/// A port that nobody listens on now.
+/// A free port, preferably the usual one.
 pub fn free_address() -> Result<SocketAddr> {
     let usual = SocketAddr::from((Ipv4Addr::LOCALHOST, 9410));
     let socket = TcpListener::bind(usual)
@@ -23,7 +23,7 @@ pub fn free_address() -> Result<SocketAddr> {
     Ok(socket.local_addr()?)
 }
 
-/// The scene's configuration, with the page at an address.
+/// The scenario's configuration, with the address of the page.
 pub fn config(scene: &str, address: Option<SocketAddr>) -> String {
     let http = address.map_or_else(String::new, |address| {
         format!("[http]\nlisten = \"{address}\"\n[report]\nprice_per_gpu_hour = 2.5\n")
@@ -31,13 +31,13 @@ pub fn config(scene: &str, address: Option<SocketAddr>) -> String {
     format!("{scene}{http}")
 }
 
-/// Plays until the process is ended.
+/// Runs until the process is ended.
 pub fn live(world: &Testbed) -> Result<()> {
     let mib = match world.gpu() {
         Gpu::Simulated { vram_bytes } => vram_bytes / MIB / 10 * 3,
         Gpu::Real => REAL_MIB,
     };
-    // Together more than a simulated GPU holds: the next comes when there is room.
+    // Together more than a simulated GPU holds: each start waits until VRAM is free.
     let names = ["notebook", "server", "trainer", "agent"];
     let mut workers = Vec::new();
     for name in names {
@@ -45,7 +45,7 @@ pub fn live(world: &Testbed) -> Result<()> {
         world.cli().wait_for_state(name, "Offloaded")?;
     }
     for round in 0.. {
-        // Each works at a beat of its own.
+        // Each container calls at its own interval.
         for (number, worker) in workers.iter_mut().enumerate() {
             if round % (number + 1) == 0 {
                 worker.verify()?;

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
-/// What to show, and how.
+/// GPU and output of the demo.
 #[derive(Args)]
 pub struct Options {
     /// The GPU to show it on.
@@ -11,18 +11,18 @@ pub struct Options {
     /// Print one JSON object and nothing else on standard output.
     #[arg(long)]
     pub json: bool,
-    /// Leave it running with the dashboard in reach, until Ctrl-C.
+    /// Keep running with the dashboard available, until Ctrl-C.
     #[arg(long, conflicts_with = "json")]
     pub dashboard: bool,
 }
 
-/// Which GPU.
+/// Which GPU to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum GpuChoice {
     /// The machine's own when it has a driver, else the simulated one.
     Auto,
-    /// The machine's own.
+    /// The machine's own GPU.
     Real,
-    /// The simulated one.
+    /// The simulated GPU only.
     Simulated,
 }

@@ -1,4 +1,4 @@
-//! What the demo leaves: one JSON object, or a few lines.
+//! The result of the demo: one JSON object, or a few lines.
 
 use std::{process::Command, time::Duration};
 
@@ -24,7 +24,7 @@ pub struct Report {
     vram_freed_bytes: u64,
     offload_ms: u64,
     wake_ms: u64,
-    /// Whether every byte of both containers was as before.
+    /// Whether every byte of both containers was unchanged.
     pub contents_verified: bool,
     elapsed_ms: u128,
     transitions: Vec<Transition>,
@@ -42,10 +42,10 @@ struct Transition {
 }
 
 impl Report {
-    /// From what was seen.
+    /// Builds the report from the observations.
     ///
     /// # Errors
-    /// When no event carried the bytes of a move: then nothing is known of its time.
+    /// If no event carries the bytes of a move: its time is then unknown.
     pub fn new(world: &Testbed, seen: &Seen, elapsed: Duration) -> Result<Self> {
         let runc = sh::read(Command::new("runc").arg("--version")).unwrap_or_default();
         Ok(Self {
@@ -76,7 +76,6 @@ impl Report {
         })
     }
 
-    /// On standard output.
     pub fn print(&self, json: bool) -> Result<()> {
         if json {
             output::out(&serde_json::to_string_pretty(self)?);
@@ -97,13 +96,13 @@ impl Report {
             self.offload_ms
         ));
         output::out(&format!("  wake             {} ms", self.wake_ms));
-        output::out(&format!("  contents         {verdict} after the return, in both containers"));
+        output::out(&format!("  contents         {verdict} after the restore, in both containers"));
         output::out(&format!("  took             {:.1} s", self.elapsed_ms as f64 / 1000.0));
         Ok(())
     }
 }
 
-/// How long the first move to a state took that moved anything.
+/// Duration of the first move to a state that moved memory.
 fn first_move_ms(events: &[EventRow], to: &str) -> Result<u64> {
     let moved = |event: &&EventRow| event.to == to && event.bytes > 0;
     let event = events.iter().find(moved);

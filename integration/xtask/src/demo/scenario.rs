@@ -1,4 +1,4 @@
-//! What happens in the demo.
+//! The steps of the demo.
 
 use affinode_e2e::{
     cli::{EventRow, GpuRow},
@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use super::watch::Watch;
 use crate::output;
 
-/// Idle after two seconds, so that nobody waits.
+/// Idle after two seconds, to keep the demo short.
 pub const CONFIG: &str = r#"
 [policy]
 mode = "eager"
@@ -22,24 +22,22 @@ minimum_residency = "1ms"
 sample_interval = "100ms"
 "#;
 
-/// VRAM of each container on the machine's own GPU: enough to see, quick to move.
+/// VRAM of each container on the machine's own GPU: enough to notice, fast to move.
 const REAL_BYTES: u64 = 2048 * MIB;
 
-/// What was seen.
 pub struct Seen {
-    /// The GPU, as the controller sees it at the end.
+    /// The GPU as the controller reports it at the end.
     pub gpu: GpuRow,
     /// VRAM that each container filled.
     pub each_bytes: u64,
-    /// By how much the device's used VRAM fell when the first container was offloaded.
+    /// Decrease of the device's used VRAM when the first container was offloaded.
     pub freed_bytes: u64,
-    /// Whether every byte was as before, in both containers.
+    /// Whether every byte was unchanged, in both containers.
     pub verified: bool,
     /// Every change of state, oldest first.
     pub events: Vec<EventRow>,
 }
 
-/// Plays it once.
 pub fn play(world: &Testbed, quiet: bool) -> Result<Seen> {
     let each_bytes = match world.gpu() {
         Gpu::Simulated { vram_bytes } => vram_bytes / 10 * 6,
@@ -54,14 +52,14 @@ pub fn play(world: &Testbed, quiet: bool) -> Result<Seen> {
     world.cli().wait_for_state("alpha", "Offloaded")?;
     let freed_bytes = full - vram_used(world, |used| used + each_bytes <= full)?;
 
-    story(quiet, "alpha makes a CUDA call: it waits until its VRAM is back");
+    story(quiet, "alpha makes a CUDA call: it waits until its VRAM is restored");
     let mut verified = alpha.verify()?;
     world.cli().wait_for_state("alpha", "Offloaded")?;
 
     story(quiet, &format!("beta fills {mib} MiB: together more than the GPU can hold"));
     let mut beta = Worker::start(world, "beta", mib)?;
 
-    story(quiet, "alpha makes a CUDA call: it waits for room, beta goes idle and makes room");
+    story(quiet, "alpha makes a CUDA call: it waits for VRAM, beta becomes idle and is evicted");
     verified &= alpha.verify()?;
 
     story(quiet, "beta makes a CUDA call");
@@ -84,7 +82,7 @@ fn gpu(world: &Testbed) -> Result<GpuRow> {
     node.gpus.into_iter().next().context(error)
 }
 
-/// Waits for NVML to show so much VRAM in use.
+/// Waits until NVML shows this amount of VRAM in use.
 fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     until("NVML to show it", || Ok(Some(gpu(world)?.vram_used_bytes).filter(|used| wanted(*used))))
 }

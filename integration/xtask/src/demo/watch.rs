@@ -22,13 +22,13 @@ use crate::output;
 /// A running `affinode events --follow`.
 pub struct Watch {
     child: Child,
-    /// Sequence number of the last event that was shown.
+    /// Sequence number of the last printed event.
     shown: Arc<AtomicU64>,
     reader: JoinHandle<Vec<EventRow>>,
 }
 
 impl Watch {
-    /// Starts it, with the head of the table.
+    /// Starts it, and prints the head of the table.
     pub fn start(world: &Testbed, quiet: bool) -> Result<Self> {
         let mut command = world.cli().command(&["events", "--follow", "-o", "json"]);
         let mut child =
@@ -38,7 +38,7 @@ impl Watch {
         if !quiet {
             output::out(&format!(
                 "  {:>8}  {:<8} {:<12} {:>12}  ",
-                "TIME", "WHO", "STATE", "VRAM IN USE"
+                "TIME", "CONTAINER", "STATE", "VRAM IN USE"
             ));
         }
         let shown = Arc::new(AtomicU64::new(0));
@@ -64,7 +64,7 @@ impl Watch {
         Ok(Self { child, shown, reader })
     }
 
-    /// Ends it once everything that has happened by now was shown.
+    /// Ends it after every event up to now was printed.
     pub fn finish(mut self, world: &Testbed) -> Result<Vec<EventRow>> {
         let last = world.cli().events()?.last().map_or(0, |event| event.sequence);
         until("the last rows", || Ok((self.shown.load(Ordering::Acquire) >= last).then_some(())))?;
@@ -76,15 +76,15 @@ impl Watch {
 
 fn row(event: &EventRow, began_unix_ms: i64, cli: &Cli) -> String {
     let seconds = (event.unix_ms - began_unix_ms) as f64 / 1000.0;
-    let who = event.container.rsplit('/').next().unwrap_or_default();
+    let name = event.container.rsplit('/').next().unwrap_or_default();
     let used =
         cli.ps().ok().and_then(|node| node.gpus.first().map(|gpu| gpu.vram_used_bytes / MIB));
     let used = used.map_or_else(|| "-".into(), |mib| format!("{mib} MiB"));
     let state = event.to.to_uppercase();
     let note = match (event.to.as_str(), event.bytes / MIB, event.elapsed_ms) {
-        ("Offloaded", mib, ms) if mib > 0 => format!("{mib} MiB given back in {ms} ms"),
-        ("Active", mib, ms) if mib > 0 => format!("{mib} MiB back in {ms} ms"),
+        ("Offloaded", mib, ms) if mib > 0 => format!("{mib} MiB offloaded in {ms} ms"),
+        ("Active", mib, ms) if mib > 0 => format!("{mib} MiB restored in {ms} ms"),
         _ => event.reason.clone(),
     };
-    format!("  {seconds:>7.2}s  {who:<8} {state:<12} {used:>12}  {note}")
+    format!("  {seconds:>7.2}s  {name:<9} {state:<12} {used:>12}  {note}")
 }

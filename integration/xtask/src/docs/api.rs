@@ -8,7 +8,6 @@ use super::markdown::{Markdown, code, codes, plain};
 /// The methods of openapi.yaml.
 const METHODS: [&str; 4] = ["get", "post", "put", "delete"];
 
-/// The page.
 pub fn page(openapi: &str, proto: &str) -> Result<String> {
     let http: Value = serde_yaml_ng::from_str(openapi).context("config/openapi.yaml")?;
     let mut page = Markdown::page(

@@ -7,7 +7,6 @@ use serde_json::Value;
 
 use super::markdown::{Markdown, code, codes, plain};
 
-/// The page.
 pub fn page(values: &str, schema: &str) -> Result<String> {
     let comments = comments(values);
     let values: Value = serde_yaml_ng::from_str(values).context("values.yaml")?;

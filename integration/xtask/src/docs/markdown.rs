@@ -1,6 +1,6 @@
 //! Markdown: headings, tables, escapes.
 
-/// A page in the making.
+/// A page that is being written.
 pub struct Markdown {
     text: String,
 }
@@ -25,7 +25,7 @@ impl Markdown {
         self.text += &format!("\n### {title}\n");
     }
 
-    /// A paragraph; nothing if it is empty.
+    /// A paragraph; an empty one is left out.
     pub fn paragraph(&mut self, text: &str) {
         if !text.is_empty() {
             self.text += &format!("\n{text}\n");
@@ -45,7 +45,7 @@ impl Markdown {
         self.text += &format!("\n```\n{text}\n```\n");
     }
 
-    /// A table; nothing without rows.
+    /// A table; one without rows is left out.
     pub fn table<const N: usize>(&mut self, head: [&str; N], rows: &[[String; N]]) {
         if rows.is_empty() {
             return;
@@ -57,13 +57,12 @@ impl Markdown {
         }
     }
 
-    /// The whole text.
     pub fn finish(self) -> String {
         self.text
     }
 }
 
-/// Text in code quotes; nothing for nothing.
+/// Text in code quotes; empty text stays empty.
 pub fn code(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!("`{text}`") }
 }
@@ -73,7 +72,7 @@ pub fn codes<T: AsRef<str>>(words: &[T]) -> String {
     words.iter().map(|word| code(word.as_ref())).collect::<Vec<_>>().join(", ")
 }
 
-/// Plain text of a comment, so that no sign of it is read as Markdown.
+/// Escapes the plain text of a comment, so that Markdown shows it as it is.
 pub fn plain(text: &str) -> String {
     let mut escaped = String::new();
     let mut in_code = false;

@@ -1,10 +1,10 @@
-//! The pages that `affinode reference` has everything for.
+//! The pages with content of `affinode reference`.
 
 use serde::Deserialize;
 
 use super::markdown::{Markdown, code, codes, plain};
 
-/// What `affinode reference` prints.
+/// The JSON of `affinode reference`.
 #[derive(Deserialize)]
 pub struct Reference {
     configuration: Vec<Key>,
@@ -83,12 +83,12 @@ struct Argument {
     environment: String,
 }
 
-/// A sentence of the code, which may lack capital and full stop.
+/// Completes a sentence of the code, which may lack capital and full stop.
 fn sentence(text: &str) -> String {
     let text = plain(text);
     let mut chars = text.chars();
     let Some(first) = chars.next() else { return text };
-    // The first word may be an example of what is typed.
+    // The first word may be literal input, which keeps its case.
     if text.split(' ').next().is_some_and(|word| word.contains(['/', '_', '='])) {
         return text;
     }
@@ -96,7 +96,6 @@ fn sentence(text: &str) -> String {
     format!("{}{}{end}", first.to_uppercase(), chars.as_str())
 }
 
-/// `docs/configuration.md`
 pub fn configuration(known: &Reference) -> String {
     let mut page = Markdown::page(
         "Configuration",
@@ -148,7 +147,6 @@ fn key_row(key: &Key) -> [String; 5] {
     ]
 }
 
-/// `docs/annotations.md`
 pub fn annotations(known: &Reference) -> String {
     let mut page = Markdown::page(
         "Annotations",
@@ -189,7 +187,6 @@ pub fn annotations(known: &Reference) -> String {
     page.finish()
 }
 
-/// `docs/troubleshooting.md`
 pub fn troubleshooting(known: &Reference) -> String {
     let mut page = Markdown::page(
         "Troubleshooting",
@@ -219,7 +216,6 @@ fn explain(page: &mut Markdown, meaning: &str, cause: &str, remedy: &str) {
     ]);
 }
 
-/// `docs/reference/metrics.md`
 pub fn metrics(known: &Reference) -> String {
     let mut page = Markdown::page(
         "Metrics",
@@ -239,7 +235,6 @@ pub fn metrics(known: &Reference) -> String {
     page.finish()
 }
 
-/// `docs/reference/cli.md`
 pub fn cli(known: &Reference) -> String {
     let mut page = Markdown::page("Command line", "the definition of the command `affinode`");
     let status = known.commands.first().map(|command| command.after.as_str()).unwrap_or_default();

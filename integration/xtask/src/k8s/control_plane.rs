@@ -1,6 +1,6 @@
-//! A control plane on the first of its nodes. Each node is a world with a network of its own; they
-//! are joined by a bridge, where the API server has the address of its service itself, so that no
-//! proxy of services is needed.
+//! A control plane on the first node. Each node is a testbed with its own network. A bridge joins
+//! the nodes, and the API server's service address is on that bridge, so no service proxy is
+//! needed.
 //!
 //! ```text
 //!  node-1 10.97.0.1                                              node-2 10.97.0.2, …
@@ -20,12 +20,11 @@ use serde_json::Value;
 use super::{files, node::Node, programs::Programs};
 use crate::output;
 
-/// How long a control plane may take on a machine that has other work.
+/// Time limit for the start on a busy machine.
 pub const START_TIMEOUT: Duration = Duration::from_secs(300);
-/// The name of the first node, where the control plane is.
+/// Name of the first node, which runs the control plane.
 pub const NODE: &str = "node-1";
 
-/// A cluster.
 pub struct Plane<'a> {
     nodes: Vec<Node<'a>>,
     programs: Programs,
@@ -33,7 +32,7 @@ pub struct Plane<'a> {
 }
 
 impl<'a> Plane<'a> {
-    /// Starts it and waits until all nodes are ready and have GPUs.
+    /// Starts the cluster and waits until all nodes are ready and have GPUs.
     pub fn start(worlds: &'a [Testbed], programs: Programs) -> Result<Self> {
         let nodes: Vec<Node<'_>> =
             (1u8..).zip(worlds).map(|(at, world)| Node::new(at, world)).collect();
@@ -49,17 +48,15 @@ impl<'a> Plane<'a> {
         Ok(plane)
     }
 
-    /// All nodes.
     pub fn nodes(&self) -> &[Node<'a>] {
         &self.nodes
     }
 
-    /// The first.
     pub fn first(&self) -> &Node<'a> {
         &self.nodes[0]
     }
 
-    /// The world of the first.
+    /// The testbed of the first node.
     pub fn world(&self) -> &'a Testbed {
         self.first().world
     }
@@ -69,17 +66,16 @@ impl<'a> Plane<'a> {
         &self.programs
     }
 
-    /// Where the control plane keeps its files.
+    /// Folder of the control plane's files.
     pub fn dir(&self) -> &PathBuf {
         &self.dir
     }
 
-    /// kubectl, as an administrator.
+    /// kubectl with the rights of an administrator.
     pub fn kubectl(&self) -> Command {
         self.client("kubectl")
     }
 
-    /// helm, likewise.
     pub fn helm(&self) -> Command {
         let mut helm = self.client("helm");
         helm.env("HELM_CACHE_HOME", self.dir.join("helm"))
@@ -94,7 +90,7 @@ impl<'a> Plane<'a> {
         command
     }
 
-    /// What `kubectl get … -o json` prints.
+    /// The output of `kubectl get … -o json`.
     pub fn get(&self, what: &[&str]) -> Result<Value> {
         let text = containerd::run(self.kubectl().arg("get").args(what).args(["-o", "json"]))?;
         serde_json::from_str(&text).context("kubectl's JSON")
@@ -107,7 +103,7 @@ impl<'a> Plane<'a> {
         containerd::run(self.kubectl().args(["apply", "-f"]).arg(&file)).map(|_| ())
     }
 
-    /// Waits until something is so.
+    /// Waits until `probe` returns a value.
     pub fn until<T>(&self, what: &str, probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
         until_within(START_TIMEOUT, what, probe)
     }

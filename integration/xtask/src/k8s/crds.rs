@@ -1,11 +1,10 @@
-//! What the Prometheus operator adds to a cluster, as far as the chart uses it: the kinds with the
-//! fields that they have there, so that a field that is misspelt is refused.
+//! The resource types of the Prometheus operator that the chart uses, with their fields, so that
+//! the API server rejects a misspelt field.
 
 use serde_json::{Value, json};
 
 const GROUP: &str = "monitoring.coreos.com";
 
-/// ServiceMonitor and PrometheusRule.
 pub fn all() -> [Value; 2] {
     let text = || json!({"type": "string"});
     let texts = || json!({"type": "array", "items": {"type": "string"}});

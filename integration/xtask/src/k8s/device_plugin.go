@@ -1,4 +1,4 @@
-// A device plugin for the kubelet: so many devices of one resource, and what a container gets
+// A device plugin for the kubelet: this many devices of one resource, and what a container gets
 // with one, read from a file. It is given the simulated GPU's parts, as NVIDIA's plugin and
 // container toolkit give those of a real one.
 package main

@@ -1,5 +1,5 @@
-//! What the components of a cluster read: credentials, kubeconfigs, the kubelet's and CNI's
-//! configuration; and the arguments that they are started with.
+//! Files that the components of a cluster read: credentials, kubeconfigs, the configuration of the
+//! kubelet and CNI; and the components' arguments.
 
 use std::{fs, io, os::unix::fs::symlink, path::Path};
 
@@ -9,13 +9,12 @@ use serde_json::{Value, json};
 
 use super::node::Node;
 
-/// Who is who: a kubeconfig's file name, user, groups.
+/// Identities: file name of the kubeconfig, user, groups.
 const USERS: [(&str, &str, &str); 3] = [
     (ADMIN, "admin", "system:masters"),
     ("controller-manager.json", "system:kube-controller-manager", ""),
     ("scheduler.json", "system:kube-scheduler", ""),
 ];
-/// The administrator's kubeconfig.
 pub const ADMIN: &str = "admin.json";
 
 pub const ETCD: &str = "--data-dir=DIR/etcd --listen-client-urls=http://127.0.0.1:2379 \
@@ -54,7 +53,7 @@ pub fn write(dir: &Path, nodes: &[Node<'_>]) -> Result<()> {
         let token: String =
             token.public_key_raw().iter().take(32).map(|byte| format!("{byte:02x}")).collect();
         tokens.push_str(&format!("{token},{user},{user},{groups}\n"));
-        // The certificate is made by the API server when it starts.
+        // The API server creates its certificate at its start.
         let config = json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "test",
             "clusters": [{"name": "test", "cluster": {
@@ -69,7 +68,7 @@ pub fn write(dir: &Path, nodes: &[Node<'_>]) -> Result<()> {
     Ok(fs::write(dir.join("tokens.csv"), tokens)?)
 }
 
-/// A network for pods: a pair of interfaces each.
+/// A network for pods, with a pair of interfaces for each.
 pub fn cni(dir: &Path, plugins: &Path, subnet: &str) -> Result<()> {
     fs::create_dir_all(dir.join("net.d"))?;
     symlink(plugins, dir.join("bin"))?;
@@ -83,7 +82,7 @@ pub fn cni(dir: &Path, plugins: &Path, subnet: &str) -> Result<()> {
     Ok(fs::write(dir.join("net.d/10-pods.conflist"), network.to_string())?)
 }
 
-/// The kubelet's configuration. It leaves the machine's limits and firewall alone.
+/// The kubelet's configuration. It does not change the machine's limits and firewall.
 pub fn kubelet(node: &Node<'_>) -> Value {
     let world = node.world;
     let no_eviction = json!({
@@ -104,7 +103,7 @@ pub fn kubelet(node: &Node<'_>) -> Value {
     })
 }
 
-/// The folders below which the kubelet makes those of pods.
+/// Creates the cgroups below which the kubelet creates those of pods.
 pub fn cgroups(parent: &str) -> Result<()> {
     let root = Path::new("/sys/fs/cgroup");
     let hierarchies = match root.join("cgroup.controllers").exists() {

@@ -1,4 +1,4 @@
-//! A node of the cluster: a world with a kubelet and GPUs.
+//! A node of the cluster: a testbed with a kubelet and GPUs.
 
 use std::{
     collections::BTreeMap,
@@ -14,61 +14,57 @@ use serde_json::{Value, json};
 use super::{control_plane::Plane, files, programs::DEVICE_PLUGIN_NAME};
 use crate::output;
 
-/// What pods ask for, and how many of it a node has.
+/// The resource that pods request, and its number on a node.
 pub const RESOURCE: &str = "nvidia.com/gpu";
 const DEVICES: u32 = 4;
 
-/// Where a node's folder is on the node itself: on all the same, in what each has for itself.
+/// Path of a node's folder on the node itself: the same on all nodes, in their private mounts.
 pub const HOME: &str = "/run/containerd/node";
 
-/// A node. Its world's folder ends in its name.
+/// A node. Its testbed's folder ends in its name.
 pub struct Node<'a> {
-    /// In the cluster.
     pub name: String,
-    /// From 1.
     number: u8,
-    /// Where it is.
     pub world: &'a Testbed,
 }
 
 impl<'a> Node<'a> {
-    /// The one with that number.
+    /// The node of this number.
     pub fn new(number: u8, world: &'a Testbed) -> Self {
         Self { name: name(number), number, world }
     }
 
-    /// Its address.
     pub fn address(&self) -> String {
         format!("10.97.0.{}", self.number)
     }
 
-    /// The addresses of its pods.
+    /// The address range of its pods.
     pub fn pods(&self) -> String {
         format!("10.98.{}.0/24", self.number)
     }
 
-    /// The file that its containerd is started with.
+    /// The configuration file of its containerd.
     pub fn config_file(&self) -> PathBuf {
         self.world.containerd().config_file()
     }
 
-    /// As systemd would restart it.
+    /// Restarts containerd as systemd would.
     pub fn restart_containerd(&self) -> Result<()> {
         self.world.containerd().stop(Signal::SIGTERM)?;
         self.world.start_containerd()
     }
 
-    /// `ip` with each line, in its network.
+    /// Runs `ip` with each line, in the node's network.
     pub fn ip(&self, lines: &[&str]) -> Result<()> {
         for line in lines {
             let mut ip = self.world.keeper().command(Path::new("ip"));
             containerd::run(ip.args(line.split(' ')))
-                .context("the node's network; `ip` is of the package iproute2")?;
+                .context("cannot set up the node's network; `ip` is in the package iproute2")?;
         }
         Ok(())
     }
 
-    /// Joins it to the bridge of the first.
+    /// Connects it to the first node's bridge.
     pub fn join(&self, first: &Node<'_>) -> Result<()> {
         let (port, keeper) = (format!("to-{}", self.name), self.world.keeper().pid());
         first.ip(&[
@@ -103,7 +99,7 @@ impl<'a> Node<'a> {
         self.world.dir().join(format!("{name}.log"))
     }
 
-    /// Starts a component on it.
+    /// Starts a component on this node.
     pub fn spawn(&self, name: &str, program: &Path, arguments: &[String]) -> Result<()> {
         let argv = [program.display().to_string()].into_iter().chain(arguments.iter().cloned());
         let env = BTreeMap::from([("HOME".into(), self.world.dir().display().to_string())]);
@@ -146,7 +142,7 @@ impl<'a> Node<'a> {
         })
     }
 
-    /// A container gets of a device what NVIDIA's toolkit would add.
+    /// Gives a container the device files that NVIDIA's toolkit would add.
     fn gpus(&self, plane: &Plane<'_>) -> Result<()> {
         let world = self.world;
         let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
@@ -172,7 +168,8 @@ impl<'a> Node<'a> {
             .with_context(|| format!("its log: {}", self.log(DEVICE_PLUGIN_NAME).display()))
     }
 
-    /// A pod for this node that asks for a GPU and runs a CUDA program on pipes in a folder of it.
+    /// A pod for this node that requests a GPU and runs a CUDA program, driven through pipes in a
+    /// folder of the node.
     pub fn gpu_pod(&self, name: &str, vram_mib: u32) -> Result<Value> {
         use affinode_e2e::container::{CLIENTS, PIPES, make_pipes, piped};
         let pipes = make_pipes(self.world.dir(), name)?;

@@ -1,5 +1,5 @@
-//! The programs of a cluster: Kubernetes and helm, built from the source that Go's module proxy
-//! has; etcd and the CNI plugins from the machine's distribution. All of it is kept in
+//! The programs of a cluster: Kubernetes and helm, built from the source of Go's module proxy; etcd
+//! and the CNI plugins from the machine's distribution. They are kept in
 //! `target/affinode/cache/k8s`.
 
 use std::{
@@ -18,27 +18,27 @@ use crate::{apt, output, sh};
 const KUBERNETES: &str = "k8s.io/kubernetes";
 /// The release of Kubernetes.
 pub const VERSION: &str = "1.36.3";
-/// The modules that are kept in the same repository have its minor and patch number.
+/// Modules of the same repository have its minor and patch number.
 const STAGING_VERSION: &str = "v0.36.3";
 const HELM: &str = "helm.sh/helm/v3";
 const HELM_VERSION: &str = "v3.22.0";
-/// What is built of Kubernetes.
+/// The components that are built of Kubernetes.
 const COMPONENTS: [&str; 5] =
     ["kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"];
 const DEVICE_PLUGIN: &str = include_str!("device_plugin.go");
-/// The test's own program.
+/// Name of the test's own device plugin.
 pub const DEVICE_PLUGIN_NAME: &str = "device-plugin";
-/// Packages of the distribution, and a file that shows that they are unpacked.
+/// Packages of the distribution, and a file that exists once each is unpacked.
 const PACKAGES: [(&str, &str); 2] =
     [("etcd-server", "usr/bin/etcd"), ("containernetworking-plugins", "usr/lib/cni/ptp")];
 
-/// Where the programs are.
+/// Paths of the cluster's programs.
 pub struct Programs {
     folder: PathBuf,
 }
 
 impl Programs {
-    /// Builds and fetches what is not there yet.
+    /// Builds and fetches missing programs.
     pub fn prepare(artifacts: &Artifacts) -> Result<Self> {
         let folder = artifacts.cache_dir().join("k8s");
         let programs = Self { folder };
@@ -46,7 +46,7 @@ impl Programs {
             if !programs.folder.join(sign).is_file() {
                 output::step(&format!("Fetching {package}"));
                 apt::unpack_own(package, &programs.folder)
-                    .with_context(|| format!("{package} is not to be had"))?;
+                    .with_context(|| format!("cannot fetch {package}"))?;
             }
         }
         programs.build()?;
@@ -58,7 +58,6 @@ impl Programs {
         self.folder.join("bin").join(name)
     }
 
-    /// etcd.
     pub fn etcd(&self) -> PathBuf {
         self.folder.join(PACKAGES[0].1)
     }
@@ -68,7 +67,7 @@ impl Programs {
         self.folder.join("usr/lib/cni")
     }
 
-    /// One module names the release of each, so that what they share is built once.
+    /// One module requires the release of each program, so that shared packages are built once.
     fn build(&self) -> Result<()> {
         let bin = self.folder.join("bin");
         let wanted = self.folder.join("build/wanted");
@@ -78,13 +77,13 @@ impl Programs {
             .map(|name| format!("{KUBERNETES}/cmd/{name}"))
             .chain([format!("{HELM}/cmd/helm"), format!("./{DEVICE_PLUGIN_NAME}")])
             .collect();
-        // Built programs hold as long as all that they are built from is the same.
+        // Built programs are reused until one of their sources changes.
         let sign = format!("{HELM_VERSION} {}\n{DEVICE_PLUGIN}", ldflags());
         if fs::read_to_string(&wanted).is_ok_and(|known| known == sign) {
             return Ok(());
         }
         if sh::find("go").is_none() {
-            bail!("go is missing: install Go 1.26 or later, Kubernetes is written in it");
+            bail!("go is missing: install Go 1.26 or later to build Kubernetes");
         }
         output::step(&format!(
             "Building Kubernetes {VERSION} and helm (once; half an hour on two cores)"
@@ -105,7 +104,7 @@ impl Programs {
     }
 }
 
-/// Kubernetes says its version to helm, and its components compare theirs.
+/// Kubernetes reports its version to helm, and its components compare their versions.
 fn ldflags() -> String {
     let minor = VERSION.split('.').nth(1).unwrap_or_default();
     let mut flags = "-s -w".to_owned();
@@ -116,7 +115,7 @@ fn ldflags() -> String {
             let _ = write!(flags, " -X {package}.git{name}={value}");
         }
     }
-    // And helm compares that of charts, when there is no cluster, with that of its own.
+    // Without a cluster, helm compares a chart's version with its own.
     for package in ["chartutil", "lint/rules"] {
         for (name, value) in [("Major", "1"), ("Minor", minor)] {
             let _ = write!(flags, " -X {HELM}/pkg/{package}.k8sVersion{name}={value}");
@@ -125,7 +124,7 @@ fn ldflags() -> String {
     flags
 }
 
-/// Where Go keeps the source of Kubernetes.
+/// The folder in which Go keeps the source of Kubernetes.
 fn source(folder: &Path) -> Result<PathBuf> {
     #[derive(Deserialize)]
     struct Module {
@@ -134,15 +133,16 @@ fn source(folder: &Path) -> Result<PathBuf> {
     }
     let mut download = Command::new("go");
     download.args(["mod", "download", "-json", &format!("{KUBERNETES}@v{VERSION}")]);
-    // A module file from before would be asked first.
+    // A module file of an earlier run would be used instead.
     download.current_dir(folder).env("GO111MODULE", "on").env("GOFLAGS", "-modcacherw");
     let told = sh::read(&mut download)?;
-    let found: Module = serde_json::from_str(&told).context("what go printed of the module")?;
+    let found: Module =
+        serde_json::from_str(&told).context("cannot parse what go printed about the module")?;
     Ok(found.dir)
 }
 
-/// A module that needs all of it. Those that Kubernetes keeps in its own repository have
-/// releases of their own, too.
+/// A module that requires all of them. The modules in Kubernetes' own repository also have releases
+/// of their own.
 fn module(source: &Path) -> Result<String> {
     let file = source.join("go.mod");
     let text =

@@ -1,4 +1,4 @@
-//! Affinode as the cluster gets it: an image with its programs, and the chart.
+//! Affinode as a cluster gets it: an image with its programs, and the chart.
 
 use std::{fs, os::unix::fs::symlink, path::PathBuf};
 
@@ -15,20 +15,19 @@ use super::{
 };
 use crate::package;
 
-/// Where it is installed.
+/// Namespace of the installation.
 pub const NAMESPACE: &str = "affinode-system";
-/// Under which name.
+/// Name of the helm release.
 pub const RELEASE: &str = "affinode";
 
 /// A link to a node's root, in its folder.
 const ROOT: &str = "root";
 
-/// The chart's folder.
 pub fn chart() -> PathBuf {
     workspace_dir().join("config/helm/affinode")
 }
 
-/// Makes the image as it is released, of the programs of a build, and brings it to all nodes.
+/// Builds the release image from the programs of a build, and imports it on all nodes.
 pub fn load_image(plane: &Plane<'_>, artifacts: &Artifacts) -> Result<()> {
     let archive = plane.world().dir().join("affinode-image.tar");
     fs::write(&archive, package::image_of(artifacts)?)?;
@@ -38,45 +37,45 @@ pub fn load_image(plane: &Plane<'_>, artifacts: &Artifacts) -> Result<()> {
     fs::remove_file(&archive).context("the image's archive")
 }
 
-/// A place in each node's folder, as agents say it. Folders differ in the node's name alone, which
-/// an agent's environment has.
+/// A path in each node's folder, in a form that agents expand: folders differ only in the node's
+/// name, which an agent's environment has.
 fn of_each(plane: &Plane<'_>, below: &str) -> Result<String> {
     let folder = plane.world().dir().display().to_string();
     let common = folder.strip_suffix(NODE).context("a node's folder has its name")?;
     Ok(format!("{common}$(NODE_NAME)/{below}"))
 }
 
-/// The way to the root of each node, as a container of it has it: a link in the node's folder.
+/// The path to each node's root in a container of that node: a link in the node's folder.
 fn host_root(plane: &Plane<'_>) -> Result<String> {
     for node in plane.nodes() {
         let link = node.world.dir().join(ROOT);
         if !link.exists() {
-            // The first process of a node is its world's keeper.
+            // The first process of a node is its testbed's supervisor.
             symlink(format!("/proc/{}/root", node.world.keeper().pid()), link)?;
         }
     }
     Ok(format!("/proc/{}/root{}", std::process::id(), of_each(plane, ROOT)?))
 }
 
-/// What an operator of this cluster would write into a values file; these nodes have no systemd.
+/// The values file for this cluster; its nodes have no systemd.
 fn values(plane: &Plane<'_>) -> Result<Value> {
     let place = |below: &str| format!("{HOME}/{below}");
     Ok(json!({
-        // The name that the archive gives it.
+        // The name in the image's archive.
         "image": {"repository": "affinode/affinode", "pullPolicy": "Never"},
         "policy": {"mode": "eager", "idle_timeout": "2s"},
         "node": {
             "restart": "none",
             "hostRoot": host_root(plane)?,
             "containerdSocket": place("containerd.sock"),
-            // The nodes see each other's processes: shims are told apart by where their file is.
+            // Nodes see each other's processes: shims are distinguished by the path of their file.
             "prefix": of_each(plane, "prefix")?,
             "stateDir": place("state-affinode"),
             "runDir": place("run"),
             "configDir": place("affinode"),
             "drain": "2s",
         },
-        // On a cluster of one node the second would wait.
+        // On a cluster of one node, a second replica would stay pending.
         "inject": {"webhook": {"replicas": plane.nodes().len().min(2)}},
         "fleet": {"enabled": true},
         "dashboards": {"enabled": true},

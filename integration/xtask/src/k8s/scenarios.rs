@@ -1,4 +1,4 @@
-//! What is shown, step by step; each fails when it is not seen.
+//! The checks, step by step; each fails if its result is not seen.
 
 mod agent;
 mod chart;
@@ -22,16 +22,16 @@ use crate::output;
 
 /// The label of a node that serves the runtime.
 const LABEL: &str = "affinode.io/runtime";
-/// The label of a pod that says where its GPU memory is.
+/// The label of a pod with the place of its GPU memory.
 const GPU_STATE: &str = "affinode.io/gpu-state";
-/// And its condition.
+/// The condition of a pod with the same content.
 const RESIDENT: &str = "affinode.io/GpuResident";
-/// Where an agent says how its node stands.
+/// The annotation in which an agent reports its node's state.
 const STATE: &str = "affinode.io/state";
-/// VRAM of a pod that fits anywhere.
+/// VRAM of a small pod, which fits on any node.
 const SMALL_MIB: u32 = 32;
 
-/// All of it. Where nothing else is said, on the first node.
+/// Runs all checks, on the first node unless a check names another.
 pub fn all(plane: &Plane<'_>) -> Result<()> {
     for node in plane.nodes() {
         // As GPU feature discovery would.
@@ -49,8 +49,8 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
     let mut pods = vec![pod];
     pods.extend(nodes::others_serve(plane)?);
     fleet::shows_nodes(plane)?;
-    pods::who_waits_is_told(plane)?;
-    pods::who_stays_is_told(plane)?;
+    pods::waiting_pod_is_reported(plane)?;
+    pods::staying_pod_is_reported(plane)?;
     install::a_bad_policy_is_not_taken(plane)?;
     inject::by_webhook(plane)?;
     nodes::upgrade(plane, &mut pods)?;
@@ -71,7 +71,7 @@ fn step(text: &str) {
     output::step(text);
 }
 
-/// An answer by HTTPS, over the pod network, with an account's token.
+/// Sends an HTTPS request over the pod network with an account's token.
 fn fetch(plane: &Plane<'_>, url: &str, token: Option<&str>) -> Result<(u16, String)> {
     let mut curl = plane.world().keeper().command("curl".as_ref());
     curl.args(["--silent", "--insecure", "--write-out", "\n%{http_code}", url]);
@@ -107,7 +107,7 @@ fn agent_pod(plane: &Plane<'_>, node: &Node<'_>) -> Result<serde_json::Value> {
     plane.until("an agent", || {
         let found = plane.get(&[&agents[..], &["--field-selector", &there]].concat())?;
         let pods = found["items"].as_array().cloned().unwrap_or_default();
-        // While one is replaced there are two.
+        // Two pods exist while one replaces the other.
         Ok(pods.into_iter().find(|pod| pod["metadata"]["deletionTimestamp"].is_null()))
     })
 }
@@ -123,7 +123,7 @@ fn agent_log(plane: &Plane<'_>) -> String {
         .collect()
 }
 
-/// Waits until all agents are those of the chart as it is now.
+/// Waits until all agents match the present chart.
 fn rolled_out(plane: &Plane<'_>) -> Result<()> {
     let ready = ["-n", NAMESPACE, "rollout", "status", "daemonset/affinode-node", "--timeout=240s"];
     containerd::run(plane.kubectl().args(ready)).map(|_| ()).with_context(|| agent_log(plane))

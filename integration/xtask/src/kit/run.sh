@@ -12,7 +12,7 @@
 # `affinode simulate --calibration` reads. dashboard: what its page is told for a while, to be shown by
 # `cargo xtask browser --recorded`. hazards: each with and without Affinode. chaos: thirty rounds of
 # kills at random. Without a part, all of them. Prints tables, writes the same as JSON; exit status 0 when every
-# goal was met, every hazard survived and nobody lost.
+# goal was met, every hazard survived and no process lost.
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)

@@ -16,10 +16,10 @@ use affinode_proto::{
 use anyhow::{Context, Result};
 use ttrpc::{r#async::Client, context::with_duration};
 
-/// An answer of the controller takes no longer.
+/// Time limit for the controller's reply.
 const ANSWER: std::time::Duration = std::time::Duration::from_secs(30);
 
-/// Processes that end with it.
+/// Processes that end when this value is dropped.
 pub struct Crowd {
     keys: Vec<String>,
     children: Vec<Child>,
@@ -91,7 +91,7 @@ fn announce(world: &Testbed, keys: &[String]) -> Result<()> {
                 pod: format!("pod-{n}"),
                 container: "main".into(),
                 annotations: HashMap::new(),
-                // One that is there, and stays.
+                // An existing folder, which stays.
                 bundle: world.dir().display().to_string(),
                 ..Announcement::default()
             };

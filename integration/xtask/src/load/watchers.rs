@@ -1,4 +1,4 @@
-//! Those who watch: streams of the node, read as a browser reads them.
+//! Watchers: streams of the node, read as a browser reads them.
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -10,10 +10,10 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-/// A change that has not come by then does not come.
+/// Time limit for a change to reach a watcher.
 const GUARD: Duration = Duration::from_secs(10);
 
-/// One stream; the lines of its messages, and when each came.
+/// One stream: the lines of its messages, and the time of each.
 pub struct Watcher {
     lines: Receiver<(Instant, String)>,
     stream: UnixStream,
@@ -25,7 +25,7 @@ impl Drop for Watcher {
     }
 }
 
-/// Opens so many streams and waits until each has begun.
+/// Opens this many streams and waits until each has begun.
 pub fn open(socket: &Path, path: &str, count: usize) -> Result<Vec<Watcher>> {
     (0..count)
         .map(|_| {
@@ -48,7 +48,7 @@ pub fn open(socket: &Path, path: &str, count: usize) -> Result<Vec<Watcher>> {
 }
 
 impl Watcher {
-    /// When the next line with this text came.
+    /// Time at which the next line with this text came.
     fn wait_for(&self, text: &str) -> Result<Instant> {
         loop {
             let (when, line) = self.lines.recv_timeout(GUARD).with_context(|| text.to_owned())?;
@@ -59,8 +59,8 @@ impl Watcher {
     }
 }
 
-/// Pins containers, one after the other, and times how long each watcher takes to be shown
-/// that, in milliseconds.
+/// Pins containers one after the other, and times how long each watcher waits for the change, in
+/// milliseconds.
 pub fn time_changes(
     socket: &Path,
     watchers: &[Watcher],

@@ -1,4 +1,4 @@
-//! The newest containerd, built from the source that Go's module proxy has.
+//! The newest containerd, built from the source of Go's module proxy.
 
 use std::{fs, process::Command};
 
@@ -8,11 +8,11 @@ use anyhow::{Context, Result, bail};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/containerd/containerd/v2";
-/// The newest release when this was last looked at.
+/// The newest release at the time of the last update.
 const VERSION: &str = "2.4.2";
 const PROGRAMS: [&str; 3] = ["containerd", "ctr", "containerd-shim-runc-v2"];
 
-/// Builds it, unless that was done before.
+/// Builds it, unless it is built already.
 pub fn release(artifacts: &Artifacts) -> Result<Release> {
     let folder = artifacts.cache_dir().join("containerd-newest");
     let bin = folder.join("bin");
@@ -22,7 +22,7 @@ pub fn release(artifacts: &Artifacts) -> Result<Release> {
         return Ok(known);
     }
     if sh::find("go").is_none() {
-        bail!("go is missing: install Go 1.26 or later, containerd is written in it");
+        bail!("go is missing: install Go 1.26 or later to build containerd");
     }
     output::step(&format!("Building containerd {VERSION} (once; some minutes)"));
     fs::create_dir_all(&bin).with_context(|| format!("cannot make {}", bin.display()))?;

@@ -1,4 +1,4 @@
-//! The steps, in the order in which a node sees them.
+//! The steps, in the order of a node's life.
 
 use std::{fs, os::unix::fs::MetadataExt, path::Path, time::Duration};
 
@@ -22,10 +22,10 @@ use super::table::Column;
 const HANDLER: &str = "affinode";
 /// VRAM of a pod.
 const POD_MIB: u64 = 64;
-/// Nothing moves unless it is asked for.
+/// No container is offloaded without a request.
 const CONFIG: &str = "[policy]\nmode = \"manual\"\nminimum_residency = \"1ms\"\n";
 
-/// A controller waits a minute for the next container before it ends.
+/// Time limit for the controller's end: it waits a minute for another container.
 const CONTROLLER_ENDS: Duration = Duration::from_secs(180);
 
 type Step = fn(&mut Course<'_>) -> Result<String>;
@@ -43,7 +43,7 @@ const STEPS: [(&str, Step); 11] = [
     ("the node as before", as_before),
 ];
 
-/// All steps on one containerd; those behind a failed one are not tried.
+/// Runs all steps on one containerd; those after a failed step are skipped.
 pub fn run(column: &mut Column, release: &Release, artifacts: &Artifacts, upgrade: &Path) {
     let recipe = TestbedConfig::default().node().artifacts(artifacts.clone()).release(release);
     let world = match recipe.config(CONFIG).world() {
@@ -109,12 +109,12 @@ impl<'a> Course<'a> {
         Ok(())
     }
 
-    /// Every program is called, and finds in its VRAM what it has written there.
+    /// Calls every program, which checks the contents of its VRAM.
     fn all_verify(&mut self) -> Result<()> {
         self.pods.iter_mut().try_for_each(Pod::verify)
     }
 
-    /// The shims of ours.
+    /// The running shims of Affinode.
     fn shims(&self) -> Result<Vec<Process>> {
         let mut shims = self.world.shims()?;
         shims.retain(|shim| shim.command.contains(SHIM));
@@ -123,8 +123,9 @@ impl<'a> Course<'a> {
 
     /// Inode of the library that a container's program has loaded.
     fn loaded_library(&self, pod: &Pod) -> Result<u64> {
-        let row = self.cli.container(&pod.id)?.context("the controller does not know it")?;
-        let process = row.processes.first().context("it has no CUDA process")?;
+        let row =
+            self.cli.container(&pod.id)?.context("the controller does not list the container")?;
+        let process = row.processes.first().context("the container has no CUDA process")?;
         let maps = fs::read_to_string(format!("/proc/{}/maps", process.pid))?;
         let line = maps.lines().find(|line| line.contains(LIB_FILE)).context("no library")?;
         Ok(line.split_whitespace().nth(4).context("an inode")?.parse()?)
@@ -157,9 +158,9 @@ fn dry_run(course: &mut Course<'_>) -> Result<String> {
     let added = "+ [plugins.";
     let lines = said.lines().filter(|line| line.trim_start().starts_with("+ ")).count();
     ensure!(said.contains(added) && said.contains("restart containerd"), "{said}");
-    ensure!(restarts == 0, "it restarted containerd");
+    ensure!(restarts == 0, "the dry run restarted containerd");
     course.before.same_as(&course.snapshot()?)?;
-    Ok(format!("it shows {lines} lines to add; {} files as before", course.before.count()))
+    Ok(format!("{lines} lines to add; {} files as before", course.before.count()))
 }
 
 fn install(course: &mut Course<'_>) -> Result<String> {
@@ -202,21 +203,21 @@ fn offload(course: &mut Course<'_>) -> Result<String> {
     let said = course.cli.move_out(&course.pods[0].id)?;
     course.cli.wait_for_state(&course.pods[0].id, "Offloaded")?;
     let cli = &course.cli;
-    until("NVML to show nothing in use", || {
+    until("NVML to show 0 in use", || {
         let gpus = cli.ps()?.gpus;
         Ok(gpus.iter().all(|gpu| gpu.vram_used_bytes == 0).then_some(()))
     })?;
-    Ok(format!("{} MiB given back; NVML shows 0 in use", said.bytes / MIB))
+    Ok(format!("{} MiB offloaded; NVML shows 0 in use", said.bytes / MIB))
 }
 
 fn wake(course: &mut Course<'_>) -> Result<String> {
     course.all_verify()?;
-    let row = course.cli.container(&course.pods[0].id)?.context("it is gone")?;
+    let row = course.cli.container(&course.pods[0].id)?.context("the container is gone")?;
     ensure!(row.restores == 1 && row.vram_bytes >= POD_MIB * MIB, "{row:?}");
-    Ok(format!("every word of {} MiB as it was", row.vram_bytes / MIB))
+    Ok(format!("every word of {} MiB unchanged", row.vram_bytes / MIB))
 }
 
-/// One container is away meanwhile, one at home.
+/// One container is offloaded meanwhile, one is resident.
 fn upgrade(course: &mut Course<'_>) -> Result<String> {
     course.start_pod("second")?;
     course.cli.move_out(&course.pods[0].id)?;
@@ -225,7 +226,7 @@ fn upgrade(course: &mut Course<'_>) -> Result<String> {
     let (installation, from) = (&course.installation, course.upgrade.display().to_string());
     let (_, restarts) =
         installation.restarted(|| installation.done("install", &["--from", &from]))?;
-    ensure!(restarts == 0, "it restarted containerd");
+    ensure!(restarts == 0, "the upgrade restarted containerd");
     ensure!(course.world.containerd().pid() == containerd, "another containerd runs");
     let built = digest(&course.upgrade.join(SHIM))?;
     ensure!(digest(&installation.shim())? == built, "the shim was not replaced");
@@ -241,7 +242,7 @@ fn upgrade(course: &mut Course<'_>) -> Result<String> {
     course.cli.move_out(&course.pods[1].id)?;
     course.cli.wait_for_state(&course.pods[1].id, "Offloaded")?;
     course.all_verify()?;
-    Ok("no restart; the one that was away came home, the one at home went and came; the new \
+    Ok("no restart; the offloaded one was restored, the resident one offloaded and restored; the new \
         controller manages both"
         .into())
 }
@@ -258,7 +259,7 @@ fn new_pod(course: &mut Course<'_>) -> Result<String> {
     }
     course.cli.move_out(&course.pods[2].id)?;
     course.all_verify()?;
-    Ok("its shim and library are the new ones, those of the others as they were".into())
+    Ok("its shim and library are new, those of the others unchanged".into())
 }
 
 fn uninstall_is_refused(course: &mut Course<'_>) -> Result<String> {
@@ -286,9 +287,9 @@ fn uninstall_drains(course: &mut Course<'_>) -> Result<String> {
         ensure!(waiting.wait()?.success(), "it failed");
         Ok(waited)
     })?;
-    ensure!(waited == pods.len(), "it did not wait for all pods");
+    ensure!(waited == pods.len(), "uninstall did not wait for all pods");
     ensure!(restarts == 1, "{restarts} restarts");
-    Ok(format!("it waited for {waited} pods; one restart"))
+    Ok(format!("uninstall waited for {waited} pods; one restart"))
 }
 
 fn as_before(course: &mut Course<'_>) -> Result<String> {
@@ -304,7 +305,7 @@ fn as_before(course: &mut Course<'_>) -> Result<String> {
     cri.remove_pod(&pod_id)?;
     course.before.same_as(&course.snapshot()?)?;
     Ok(format!(
-        "{} files and folders byte for byte as before; runc serves, the handler is unknown",
+        "{} files and folders unchanged, byte for byte; runc serves, the handler is unknown",
         course.before.count()
     ))
 }

@@ -1,4 +1,4 @@
-//! What was seen, as a table for people and as JSON.
+//! The observations, as a table for people and as JSON.
 
 use std::{
     fmt::{self, Write},
@@ -10,25 +10,23 @@ use serde::Serialize;
 
 use crate::{sh, step::Tried};
 
-/// All of it.
 #[derive(Serialize)]
 pub struct Table {
-    /// The day, as 2026-01-31.
+    /// Date of the run, in the form 2026-01-31.
     date: String,
     runc: String,
     kernel: String,
-    /// One for each containerd.
+    /// One column for each containerd.
     pub columns: Vec<Column>,
 }
 
-/// A containerd.
 #[derive(Serialize)]
 pub struct Column {
     containerd: String,
     cells: Vec<Cell>,
 }
 
-/// A step on it.
+/// A step on one containerd.
 #[derive(Serialize)]
 struct Cell {
     step: String,
@@ -37,13 +35,13 @@ struct Cell {
 }
 
 impl Column {
-    /// Without a cell yet.
+    /// A column without cells.
     pub fn new(containerd: &str) -> Self {
         let containerd = containerd.trim_start_matches('v').to_owned();
         Self { containerd, cells: Vec::new() }
     }
 
-    /// Tries a step: what it says is what was seen.
+    /// Runs a step; its text is the observation.
     pub fn step(&mut self, step: &str, work: impl FnOnce() -> Result<String>) -> bool {
         let tried = Tried::step(step, work);
         let passed = tried.passed();
@@ -51,19 +49,19 @@ impl Column {
         passed
     }
 
-    /// A step that was tried before.
+    /// Records a step that failed before it ran.
     pub fn failed(&mut self, step: &str, error: &anyhow::Error) {
         self.step(step, || bail!("{error:#}"));
     }
 
-    /// A step that an earlier one stands in the way of.
+    /// Records a step that was skipped after a failure.
     pub fn not_tried(&mut self, step: &str) {
         self.cells.push(Cell { step: step.into(), tried: Tried::not_tried() });
     }
 }
 
 impl Table {
-    /// Without a column yet.
+    /// A table for this machine, without columns.
     pub fn here() -> Result<Self> {
         let read = |program: &str, argument: &str| sh::read(Command::new(program).arg(argument));
         let runc = read("runc", "--version")?;
@@ -71,24 +69,23 @@ impl Table {
         Ok(Self {
             date: read("date", "--iso-8601")?.trim().to_owned(),
             runc: runc.lines().next().unwrap_or("runc").to_owned(),
-            // What follows is the distribution's own.
+            // The rest is the distribution's own suffix.
             kernel: kernel.trim().split('-').next().unwrap_or_default().to_owned(),
             columns: Vec::new(),
         })
     }
 
-    /// Cells that are not as they should be.
+    /// Number of failed cells.
     pub fn failures(&self) -> usize {
         let cells = self.columns.iter().flat_map(|column| &column.cells);
         cells.filter(|cell| !cell.tried.passed()).count()
     }
 
-    /// For integration/matrix.md.
     pub fn page(&self) -> String {
         format!(
             "# Matrix\n\n\
-             Printed by `cargo xtask matrix`: an installation's life on each containerd, with the\n\
-             simulated GPU and a stand-in for systemctl. What a cell says was seen.\n\n\
+             Printed by `cargo xtask matrix`: the life cycle of an installation on each containerd, with the\n\
+             simulated GPU and a stand-in for systemctl. Each cell contains what was observed.\n\n\
              {}: {}, Linux {}.\n\n{self}",
             self.date, self.runc, self.kernel
         )

@@ -1,5 +1,6 @@
-//! Builds what is released: programs that load NVML against an old C library, so that they run on
-//! old nodes, and the one that does not as a static program. No path of this machine is in them.
+//! Builds the programs of a release. Programs that load NVML are linked against an old C library,
+//! so that they run on old nodes; the other one is a static program. No program contains a path of
+//! this machine.
 
 use std::{
     fs,
@@ -18,27 +19,22 @@ use crate::{
 
 const GNU: &str = "x86_64-unknown-linux-gnu";
 const MUSL: &str = "x86_64-unknown-linux-musl";
-/// The suite whose C library is linked to: everything since 2020 has that or a newer one.
+/// The suite whose C library is linked: distributions since 2020 have this version or a newer one.
 const OLD_SUITE: &str = "bullseye";
-/// Its version: what asks for a newer one was not linked to it.
+/// Version of that library: a program that needs a newer one was not linked against it.
 const OLD_GLIBC: (u32, u32) = (2, 31);
-/// What linking and compiling against it needs.
+/// Packages needed to link and compile against it.
 const OLD_PACKAGES: [&str; 4] = ["libc6", "libc6-dev", "libgcc-s1", "linux-libc-dev"];
 
-/// Built files.
 pub struct Built {
-    /// `affinode`.
     pub command: PathBuf,
-    /// `containerd-shim-affinode-v1`.
     pub shim: PathBuf,
-    /// `libaffinode_preload.so`.
     pub library: PathBuf,
-    /// `affinode-cluster`.
     pub cluster: PathBuf,
 }
 
 impl Built {
-    /// The newest version of the C library that a program of it asks for: `2.31`.
+    /// The newest version of the C library that a program needs, such as `2.31`.
     pub fn glibc(&self) -> Result<String> {
         let (major, minor) = self.newest_glibc()?;
         Ok(format!("{major}.{minor}"))
@@ -60,12 +56,11 @@ fn version(text: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
-/// What developers run.
 pub fn dev() -> Result<Built> {
     of(&build::all(Profile::Dev)?)
 }
 
-/// What was built already.
+/// The files of an existing build.
 pub fn of(artifacts: &Artifacts) -> Result<Built> {
     Ok(Built {
         command: artifacts.bin("affinode")?,
@@ -75,11 +70,10 @@ pub fn of(artifacts: &Artifacts) -> Result<Built> {
     })
 }
 
-/// What is released.
 pub fn release() -> Result<Built> {
     deps::own()?;
     let sysroot = sysroot()?;
-    output::step("Building what is released");
+    output::step("Building the programs of the release");
     let old = sysroot.as_deref();
     let command = ["--release", "-p", "affinode-controller", "--bin", "affinode"];
     cargo(GNU, old, &command)?;
@@ -98,17 +92,17 @@ pub fn release() -> Result<Built> {
         cluster: built(MUSL, "release/affinode-cluster"),
     };
     if old.is_some() && built.newest_glibc()? > OLD_GLIBC {
-        bail!("built against {OLD_SUITE}, and yet glibc {} is asked for", built.glibc()?);
+        bail!("built against {OLD_SUITE}, but a program needs glibc {}", built.glibc()?);
     }
     Ok(built)
 }
 
-/// A folder of its own: other flags would build everything anew each time.
+/// A separate folder: other flags would rebuild everything each time.
 fn folder() -> PathBuf {
     target_dir().join("package")
 }
 
-/// Builds one program or library. What comes after `--` is for its linking alone.
+/// Builds one program or library. Arguments after `--` apply to its linking only.
 fn cargo(target: &str, sysroot: Option<&Path>, arguments: &[&str]) -> Result<()> {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let home = |variable: &str, folder: &str| {
@@ -128,7 +122,7 @@ fn cargo(target: &str, sysroot: Option<&Path>, arguments: &[&str]) -> Result<()>
         let root = format!("--sysroot={}", sysroot.display());
         command.env(format!("CFLAGS_{}", target.replace('-', "_")), &root);
         flags.push(format!("-Clink-arg={root}"));
-        // gcc looks where it is installed before it looks below that root.
+        // gcc searches its own folders before those below the root.
         for folder in ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"] {
             let folder = sysroot.join(folder);
             for option in ["-B", "-L"] {
@@ -159,7 +153,7 @@ fn add_musl() -> Result<()> {
         .with_context(|| format!("install Rust's standard library for {MUSL}"))
 }
 
-/// A folder with the old C library, or nothing where there is no Debian to have it from.
+/// The folder with the old C library. `None` on a distribution other than Debian.
 fn sysroot() -> Result<Option<PathBuf>> {
     let here = Distribution::here()?;
     if here.id != "debian" {
@@ -186,7 +180,7 @@ fn sysroot() -> Result<Option<PathBuf>> {
     Ok(Some(folder))
 }
 
-/// Has links below a root that lead to `/…` lead to there below the root.
+/// Changes links to `/…` so that they stay below a root.
 fn stay_inside(root: &Path, folder: &Path) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;

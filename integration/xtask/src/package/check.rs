@@ -1,6 +1,5 @@
-//! Packages, put to use: installed in roots of their own by dpkg and rpm, taken off again, and
-//! the image run by a containerd of its own. Nothing of this machine changes but for `rpm`,
-//! which is installed where it is missing.
+//! Tests the packages: dpkg and rpm install them in private roots and remove them again, and a
+//! private containerd runs the image. On this machine, only `rpm` is installed if it is missing.
 
 use std::{
     collections::BTreeSet,
@@ -22,7 +21,6 @@ use crate::{
 /// The record of `affinode install`, below a root.
 const RECORD: &str = "var/lib/affinode/install.json";
 
-/// All three.
 pub fn all(out: &Path, about: &About) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("installing packages needs root");
@@ -52,7 +50,7 @@ fn debian(package: &Path) -> Result<()> {
     let dpkg = |arguments: &[&str]| {
         let mut command = Command::new("dpkg");
         command.arg(format!("--root={}", root.display()));
-        // This root has no C library and no shell: those of the machine do.
+        // This root has no C library and no shell; the machine's are used.
         command.args(["--force-depends", "--force-script-chrootless", "--log=/dev/null"]);
         sh::read(command.args(arguments))
     };
@@ -61,13 +59,13 @@ fn debian(package: &Path) -> Result<()> {
     ensure!(said.contains("run affinode install to register"), "dpkg said: {said}");
     runs(root)?;
     let record = root.join(RECORD);
-    fs::create_dir_all(record.parent().context("it is in a folder")?)?;
+    fs::create_dir_all(record.parent().context("the record has a folder")?)?;
     fs::write(&record, "{}")?;
     let said = dpkg(&["--install", &package])?;
     ensure!(said.contains("/usr/bin/affinode install to put this version"), "dpkg said: {said}");
     let said = dpkg(&["--remove", "affinode"])?;
     ensure!(said.contains("/usr/local/bin/affinode uninstall"), "dpkg said: {said}");
-    ensure!(record.is_file(), "what affinode install put in place was removed");
+    ensure!(record.is_file(), "the record of affinode install was removed");
     fs::remove_file(record)?;
     left_nothing(root, &["var"])
 }
@@ -87,18 +85,18 @@ fn red_hat(package: &Path) -> Result<()> {
     let root = root.path();
     let rpm = |arguments: &[&str]| {
         let mut command = Command::new("rpm");
-        // Not the folder in root's home, which Debian's rpm has.
+        // Not the folder in root's home, which Debian's rpm uses.
         command.arg("--root").arg(root).args(["--dbpath", "/var/lib/rpm"]);
         sh::read(command.args(arguments))
     };
     let path = package.to_string_lossy();
     let checked = rpm(&["--checksig", "--nosignature", &path])?;
     ensure!(checked.trim().ends_with("OK"), "rpm said: {checked}");
-    // No C library and no shell in this root.
+    // This root has no C library and no shell.
     rpm(&["--install", "--nodeps", "--noscripts", &path])?;
     let listed = rpm(&["--query", "--list", "affinode"])?;
     for path in listed.lines() {
-        ensure!(root.join(path.trim_start_matches('/')).exists(), "{path} is not there");
+        ensure!(root.join(path.trim_start_matches('/')).exists(), "{path} is missing");
     }
     rpm(&["--verify", "--nodeps", "affinode"])?;
     runs(root)?;
@@ -106,7 +104,7 @@ fn red_hat(package: &Path) -> Result<()> {
     left_nothing(root, &["var", "usr/bin", "usr/lib/.build-id"])
 }
 
-/// What was installed below a root runs.
+/// The programs installed below a root run.
 fn runs(root: &Path) -> Result<()> {
     let said = sh::read(Command::new(root.join("usr/bin/affinode")).arg("--version"))?;
     let expected = format!("affinode {}", env!("CARGO_PKG_VERSION"));
@@ -114,7 +112,7 @@ fn runs(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// No file is below a root but in these folders.
+/// Nothing is left below a root outside of these folders.
 fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
     let mut left = BTreeSet::new();
     let mut folders = vec![root.to_owned()];
@@ -135,7 +133,7 @@ fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// The image's programs run, and the package's find what `affinode install` needs beside them.
+/// The image's programs run, and `affinode install` of the package finds its files.
 fn containers(archive: &Path, package: &Path, about: &About) -> Result<()> {
     output::step("Running the image");
     let world = TestbedConfig::default().artifacts(build::all(Profile::Dev)?).world()?;
@@ -150,7 +148,7 @@ fn containers(archive: &Path, package: &Path, about: &About) -> Result<()> {
     }
     let state = tempfile::tempdir()?;
     let mut install = Command::new(package.join("usr/bin/affinode"));
-    // The world's containerd has a handler affinode.
+    // The testbed's containerd has a handler affinode.
     install.args(["install", "--dry-run", "--runtime-name", "packaged"]);
     install.arg("--containerd").arg(daemon.socket());
     install.arg("--state-dir").arg(state.path()).arg("--prefix").arg(state.path());

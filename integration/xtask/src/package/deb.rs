@@ -1,4 +1,4 @@
-//! The .deb, by dpkg-deb, which takes the time of everything from `SOURCE_DATE_EPOCH`.
+//! The .deb, built by dpkg-deb, which takes all times from `SOURCE_DATE_EPOCH`.
 
 use std::{
     fs,
@@ -20,12 +20,12 @@ gives the GPU of idle containers to others
  A containerd runtime shim that takes the GPU away from an idle container and gives
  it back at the next CUDA call, no state lost. This package changes nothing of the
  node: affinode install registers the runtime, affinode uninstall takes it off.";
-/// After it was unpacked: what there is to do. Nothing is done here, as it may restart containerd.
+/// Script after unpacking: prints the next steps. It changes nothing, because that may restart
+/// containerd.
 pub const AFTER: &str = include_str!("after.sh");
-/// Before it is removed: what stays.
+/// Script before removal: prints what stays.
 pub const BEFORE_REMOVAL: &str = include_str!("before-removal.sh");
 
-/// Packs.
 pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
     let folder = tempfile::tempdir()?;
     let root = folder.path().join("root");
@@ -40,7 +40,7 @@ pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
     sh::read(
         Command::new("dpkg-deb")
             .env("SOURCE_DATE_EPOCH", about.epoch_seconds.to_string())
-            // Threads cut what they compress into other pieces. Old dpkg knows xz.
+            // Several threads would compress other pieces. Old dpkg supports xz.
             .args(["--root-owner-group", "-Zxz", "--threads-max=1", "--build"])
             .args([&root, &package]),
     )?;
@@ -65,7 +65,7 @@ fn control_file(about: &About, files: &Tree) -> String {
     )
 }
 
-/// Writes a tree below a folder, whatever the umask is.
+/// Writes a tree below a folder, independent of the umask.
 pub fn lay_out(files: &Tree, root: &Path) -> Result<()> {
     make(root)?;
     for folder in files.folders() {

@@ -1,5 +1,5 @@
-//! What a node's package holds. `affinode install` takes programs and library from here: until
-//! then, nothing of the node has changed.
+//! The contents of a node's package. `affinode install` takes programs and library from here;
+//! before that, the node is unchanged.
 
 use std::{
     collections::BTreeMap,
@@ -16,18 +16,18 @@ use flate2::{Compression, GzBuilder};
 use super::{build::Built, tree::Tree};
 use crate::sh;
 
-/// Where programs and library are.
+/// Folder of programs and library in the package.
 pub const HOME: &str = "/usr/lib/affinode";
-/// Shells, what `affinode completion` calls them, and where they look.
+/// Shells, their names for `affinode completion`, and the folders of their completions.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash", "/usr/share/bash-completion/completions/affinode"),
     ("zsh", "/usr/share/zsh/site-functions/_affinode"),
     ("fish", "/usr/share/fish/vendor_completions.d/affinode.fish"),
 ];
-/// Folders of `config` that go along as they are.
+/// Folders of `config` that are packed unchanged.
 const SHARED: [&str; 7] =
     ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus", "slurm", "systemd"];
-/// Documents beside those in `docs`: in the repository, and in the package.
+/// Documents beside those in `docs`: path in the repository, and in the package.
 const DOCUMENTS: [(&str, &str); 10] = [
     ("README.md", "README.md"),
     ("ARCHITECTURE.md", "ARCHITECTURE.md"),
@@ -44,18 +44,13 @@ const DOCUMENTS: [(&str, &str); 10] = [
 
 /// Programs without their symbols, and the library.
 pub struct Programs {
-    /// `affinode`.
     pub command: Vec<u8>,
-    /// `containerd-shim-affinode-v1`.
     pub shim: Vec<u8>,
-    /// `affinode-cluster`.
     pub cluster: Vec<u8>,
-    /// `libaffinode_preload.so`.
     pub library: Vec<u8>,
 }
 
 impl Programs {
-    /// Reads them.
     pub fn of(built: &Built) -> Result<Programs> {
         Ok(Programs {
             command: stripped(&built.command)?,
@@ -66,7 +61,6 @@ impl Programs {
     }
 }
 
-/// All of it.
 pub fn all(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
     let mut tree = Tree::default();
     for (name, program) in
@@ -127,7 +121,7 @@ fn manuals(tree: &mut Tree, command: &Path) -> Result<()> {
     for entry in fs::read_dir(folder.path())? {
         let path = entry?.path();
         let name = path.file_name().context("a file has a name")?.to_string_lossy().into_owned();
-        // No name and no time in it.
+        // Without name and time in the header, for reproducible bytes.
         let mut packed = GzBuilder::new().write(Vec::new(), Compression::best());
         packed.write_all(&read(&path)?)?;
         tree.file(format!("/usr/share/man/man1/{name}.gz"), packed.finish()?);
@@ -142,7 +136,6 @@ fn stripped(program: &Path) -> Result<Vec<u8>> {
     read(file.path())
 }
 
-/// A file, whole.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).with_context(|| format!("cannot read {}", path.display()))
 }

@@ -18,15 +18,15 @@ use super::{
     tree::{Node, Tree},
 };
 
-/// Uid and gid of those that need not be root.
+/// Uid and gid of programs that need no root.
 const NOBODY: u32 = 65532;
 
-/// Where the chart expects them, and `affinode install` finds the one beside the other.
+/// Prefix that the chart expects, where `affinode install` finds the shim beside it.
 const PREFIX: &str = "/usr/local";
-/// Also of the node, whose root the installer enters.
+/// The PATH also applies on the node, whose root the installer enters.
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// What the image holds.
+/// The files of the image.
 pub fn tree(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
     let mut tree = Tree::default();
     for (name, program) in [
@@ -60,7 +60,7 @@ pub fn libraries(built: &Built) -> Result<BTreeSet<PathBuf>> {
     Ok(all)
 }
 
-/// What `ctr images import` and the kubelet call it.
+/// The image's name for `ctr images import` and the kubelet.
 pub fn name(about: &About) -> String {
     format!("docker.io/affinode/affinode:{}", about.version)
 }

@@ -1,4 +1,4 @@
-//! The .rpm.
+//! The .rpm, built without rpm's tools.
 
 use anyhow::Result;
 use rpm::{BuildConfig, CompressionWithLevel, Dependency, FileOptions, PackageBuilder};
@@ -10,10 +10,9 @@ use super::{
     tree::{Node, Tree},
 };
 
-/// Folders that are ours alone.
+/// Folders that belong to Affinode only.
 const OWN: [&str; 3] = [HOME, "/usr/share/affinode", "/usr/share/doc/affinode"];
 
-/// Packs.
 pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
     let summary = "Gives the GPU of idle containers to others";
     let version = about.package_version();

@@ -1,5 +1,5 @@
 //! The bill of materials, CycloneDX 1.5: every crate that is linked into a program of a release,
-//! with licence, checksum and what it uses, and the system's libraries that the image carries.
+//! with licence, checksum and dependencies, and the system libraries in the image.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::About;
 use crate::sh;
 
-/// Whose dependencies are released.
+/// The crates whose dependencies are released.
 const ROOTS: [&str; 4] =
     ["affinode-cluster", "affinode-controller", "affinode-preload", "affinode-shim"];
 
@@ -36,7 +36,7 @@ pub fn bill(about: &About, libraries: &BTreeSet<PathBuf>) -> Result<Vec<u8>> {
     Ok(serde_json::to_vec_pretty(&bill)?)
 }
 
-/// The bill, from what cargo says.
+/// The bill, from cargo's metadata.
 pub fn of(about: &About, metadata: &Value, sums: &BTreeMap<String, String>) -> Result<Value> {
     let packages: BTreeMap<&str, &Value> = list(&metadata["packages"])
         .filter_map(|package| Some((package["id"].as_str()?, package)))
@@ -84,7 +84,7 @@ pub fn of(about: &About, metadata: &Value, sums: &BTreeMap<String, String>) -> R
     }))
 }
 
-/// What a crate is linked with: neither tests nor build scripts use it.
+/// The crates that a crate is linked with, without those of tests and build scripts.
 fn linked(node: &Value) -> Vec<&str> {
     let is_linked =
         |dependency: &&Value| list(&dependency["dep_kinds"]).any(|kind| kind["kind"].is_null());
@@ -126,11 +126,11 @@ fn checksums(lock: &str) -> BTreeMap<String, String> {
     lock.split("[[package]]").filter_map(entry).collect()
 }
 
-/// The packages of this machine that libraries are from, where dpkg knows them.
+/// The packages of this machine that libraries belong to, if dpkg knows them.
 fn debian(libraries: &BTreeSet<PathBuf>) -> Result<Vec<Value>> {
     let mut owners = BTreeSet::new();
     for library in libraries {
-        // dpkg may know it by the name without the link of /lib.
+        // dpkg may list a file under its path without the link of /lib.
         let real = std::fs::canonicalize(library)?;
         let names = [library.clone(), PathBuf::from("/usr").join(library.strip_prefix("/")?), real];
         let owner = names.iter().find_map(|name| {

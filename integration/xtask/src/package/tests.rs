@@ -1,4 +1,4 @@
-//! The packing step on a small tree: the same bytes whenever and wherever, and what is in them.
+//! The packing step on a small tree: reproducible bytes, and the contents.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +16,7 @@ fn about() -> About {
 
 fn tree() -> Tree {
     let mut tree = Tree::default();
-    // Not in the order in which they are packed.
+    // Added in another order than they are packed.
     tree.link("/usr/bin/affinode", "../lib/affinode/bin/affinode");
     tree.file("/usr/share/doc/affinode/copyright", "Apache-2.0");
     tree.program("/usr/lib/affinode/bin/affinode", vec![7; 100_000]);
@@ -28,9 +28,9 @@ fn packed() -> Packages {
 }
 
 #[test]
-fn packed_again_by_others_at_another_time_every_byte_is_the_same() {
+fn packing_again_gives_the_same_bytes() {
     let first = packed();
-    // Another second, another mask for new files, other folders to pack in.
+    // A later second, another umask, other temporary folders.
     let since = std::time::Instant::now();
     affinode_e2e::wait::until("a second", || Ok((since.elapsed().as_secs() >= 1).then_some(())))
         .unwrap();
@@ -44,7 +44,7 @@ fn packed_again_by_others_at_another_time_every_byte_is_the_same() {
 }
 
 #[test]
-fn the_deb_holds_the_tree_as_roots_with_the_time_of_the_commit() {
+fn deb_has_root_owner_and_commit_time() {
     let packages = packed();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("affinode.deb");
@@ -80,13 +80,13 @@ fn the_rpm_holds_the_tree_and_what_it_needs() {
     assert_eq!(modes["/usr/lib/affinode/bin/affinode"], 0o755);
     assert_eq!(modes["/usr/share/doc/affinode/copyright"], 0o644);
     assert!(modes.contains_key("/usr/bin/affinode") && modes.contains_key("/usr/lib/affinode"));
-    assert!(!modes.contains_key("/usr/bin"), "others' folders are not ours");
+    assert!(!modes.contains_key("/usr/bin"), "shared folders are not part of the package");
     let needs = package.metadata.get_requires().unwrap();
     assert!(needs.iter().any(|need| need.name == "libc.so.6(GLIBC_2.31)(64bit)"));
 }
 
 #[test]
-fn the_image_names_itself_and_each_blob_is_what_its_digest_says() {
+fn image_has_its_name_and_valid_digests() {
     let packages = packed();
     let mut archive = tar::Archive::new(Cursor::new(&packages["affinode-0.1.0-rc.1-image.tar"]));
     let mut files = BTreeMap::new();
@@ -121,7 +121,7 @@ fn the_image_names_itself_and_each_blob_is_what_its_digest_says() {
 }
 
 #[test]
-fn the_bill_has_what_is_linked_and_not_what_tests_use() {
+fn bill_lists_linked_crates_only() {
     let package = |name: &str| json!({ "id": name, "name": name, "version": "1.0.0", "license": "MIT/Apache-2.0" });
     let on = |name: &str, kind: Value| json!({ "pkg": name, "dep_kinds": [{ "kind": kind }] });
     let packages = ["affinode-shim", "linked", "deep", "tested", "built", "stray"].map(package);
@@ -147,7 +147,7 @@ fn the_bill_has_what_is_linked_and_not_what_tests_use() {
 }
 
 #[test]
-fn a_version_that_the_programs_do_not_say_is_refused() {
+fn version_other_than_the_programs_is_rejected() {
     let own = env!("CARGO_PKG_VERSION");
     assert_eq!(version(None).unwrap(), own);
     assert_eq!(version(Some(&format!("v{own}"))).unwrap(), own);

@@ -1,35 +1,32 @@
-//! Files, where they go, and with which mode: what all packages are made from.
+//! Files with their paths and modes, from which all packages are built.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
 };
 
-/// What is at a place.
+/// A file or a link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Node {
-    /// A file, of root.
+    /// A file owned by root.
     File {
-        /// Its bytes.
         content: Vec<u8>,
-        /// Its mode.
         mode: u16,
     },
-    /// A symbolic link.
     Link(PathBuf),
 }
 
-/// Nodes by absolute path, sorted.
+/// Entries by absolute path, sorted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tree(BTreeMap<PathBuf, Node>);
 
 impl Tree {
-    /// Adds a file that everybody may read.
+    /// Adds a world-readable file.
     pub fn file(&mut self, path: impl Into<PathBuf>, content: impl Into<Vec<u8>>) {
         self.0.insert(path.into(), Node::File { content: content.into(), mode: 0o644 });
     }
 
-    /// Adds a file that everybody may run.
+    /// Adds a file that every user may execute.
     pub fn program(&mut self, path: impl Into<PathBuf>, content: impl Into<Vec<u8>>) {
         self.0.insert(path.into(), Node::File { content: content.into(), mode: 0o755 });
     }
@@ -39,18 +36,18 @@ impl Tree {
         self.0.insert(path.into(), Node::Link(target.into()));
     }
 
-    /// All of it, sorted.
+    /// All entries, sorted by path.
     pub fn iter(&self) -> impl Iterator<Item = (&Path, &Node)> {
         self.0.iter().map(|(path, node)| (path.as_path(), node))
     }
 
-    /// The folders that it needs, outer ones first.
+    /// The folders of all entries, outer ones first.
     pub fn folders(&self) -> BTreeSet<&Path> {
         let above = self.0.keys().flat_map(|path| path.ancestors().skip(1));
         above.filter(|folder| folder.parent().is_some()).collect()
     }
 
-    /// The bytes of all files.
+    /// Total size of all files in bytes.
     pub fn size_bytes(&self) -> u64 {
         let size = |node: &Node| match node {
             Node::File { content, .. } => content.len() as u64,

@@ -1,4 +1,4 @@
-//! The controller as a unit: what its death, its restart and its end do to who is away.
+//! The controller as a unit: the effect of its death, restart and end on offloaded containers.
 
 use std::{fs, time::Instant};
 
@@ -17,26 +17,25 @@ use super::{
 pub fn steps<'a>() -> [Step<Controller<'a>>; 11] {
     [
         ("`systemctl enable --now affinode-controller`", enable),
-        ("`kill -9`, a job is away", kill_with_job),
+        ("`kill -9`, a job is offloaded", kill_with_job),
         ("the same, without the descriptor store", kill_without_store),
         ("`affinode run` while there is no controller", run_meanwhile),
-        ("`kill -9`, a container is away, too", kill_with_both),
-        ("`systemctl restart`, both are away", restart),
-        ("`systemctl stop`, both are away", stop),
+        ("`kill -9`, a container is offloaded, too", kill_with_both),
+        ("`systemctl restart`, both are offloaded", restart),
+        ("`systemctl stop`, both are offloaded", stop),
         ("`systemctl start`, while a shim's controller serves", start),
-        ("that one ends", shims_ends),
+        ("the shim's controller ends", shims_ends),
         ("both end, their sockets leave the store", end),
-        ("`uninstall`, then it dies", uninstalled),
+        ("`uninstall`, then the controller dies", uninstalled),
     ]
 }
-/// Its unit.
 pub const UNIT: &str = "affinode-controller";
-/// How often it is killed for a row.
+/// Number of kills for a row.
 const KILLS: usize = 3;
-/// Sockets of the controller's own.
+/// Sockets of the controller itself in the descriptor store.
 const OWN_SOCKETS: usize = 2;
 
-/// A node with the unit, a container, and a job that is a unit itself.
+/// A node with the unit, a container, and a job in a unit of its own.
 pub struct Controller<'a> {
     node: &'a Node,
     container: Program,
@@ -44,7 +43,7 @@ pub struct Controller<'a> {
 }
 
 impl<'a> Controller<'a> {
-    /// On a node where Affinode is installed.
+    /// Prepares both programs on a node where Affinode is installed.
     pub fn new(node: &'a Node) -> Result<Self> {
         let prepare = |name| Program::prepare(node, name);
         Ok(Self { node, container: prepare("box")?, job: prepare("serve")? })
@@ -62,7 +61,7 @@ impl<'a> Controller<'a> {
         self.job.verify()
     }
 
-    /// Waits until another controller than that serves.
+    /// Waits until a controller other than this one serves.
     fn another_than(&self, old: i32) -> Result<i32> {
         until("another controller", || {
             let pid = self.node.cli().ps_now().map(|node| node.controller_pid).ok();
@@ -71,7 +70,7 @@ impl<'a> Controller<'a> {
     }
 }
 
-/// A job in a transient unit of systemd's, with a limit of memory.
+/// A job in a transient unit of systemd, with a memory limit.
 pub fn systemd_run(program: &Program, memory_max: &str) -> String {
     let name = program.name;
     format!(
@@ -81,13 +80,13 @@ pub fn systemd_run(program: &Program, memory_max: &str) -> String {
     )
 }
 
-/// The process of the controller that serves, and of the unit.
+/// The process of the serving controller, and that of the unit.
 fn serving(node: &Node) -> Result<(i32, i32)> {
     let unit = node.property(UNIT, "MainPID")?;
     Ok((node.cli().ps()?.controller_pid, unit.parse()?))
 }
 
-/// Demands that the unit's controller serves: its process.
+/// Requires that the unit's controller serves, and returns its process.
 fn unit_serves(node: &Node) -> Result<i32> {
     until("the unit's controller to serve", || {
         let (serving, unit) = serving(node)?;
@@ -107,7 +106,8 @@ fn enable(controller: &mut Controller<'_>) -> Result<String> {
     Ok("active, enabled, its process serves".into())
 }
 
-/// Kills the controller while one is away, and calls that one, a few times: how long it waited.
+/// Kills the controller while a program is offloaded, and calls that program, several times;
+/// returns the waits.
 fn killed(node: &Node, program: &mut Program) -> Result<String> {
     let mut waited = Vec::new();
     for _ in 0..KILLS {
@@ -120,9 +120,7 @@ fn killed(node: &Node, program: &mut Program) -> Result<String> {
         ensure!(unit_serves(node)? != old, "process {old} was not killed");
     }
     let waited = waited.join(", ");
-    Ok(format!(
-        "called at once, every word as it was, after {waited} ms; the unit's next controller serves"
-    ))
+    Ok(format!("every word unchanged, after {waited} ms; the unit's next controller serves"))
 }
 
 fn kill_with_job(controller: &mut Controller<'_>) -> Result<String> {
@@ -152,14 +150,14 @@ fn kill_without_store(controller: &mut Controller<'_>) -> Result<String> {
     Ok(format!("{seen}; a job that begins meanwhile: {:?} {said}", output.status.code()))
 }
 
-/// Waits until so many sockets are in the store.
+/// Waits until the store holds this number of sockets.
 fn stored_are(node: &Node, number: usize) -> Result<()> {
     let mut stored = String::new();
     until(&format!("{number} sockets in the store"), || {
         stored = node.property(UNIT, "NFileDescriptorStore")?;
         Ok((stored == number.to_string()).then_some(()))
     })
-    .with_context(|| format!("there are {stored}"))
+    .with_context(|| format!("the store holds {stored}"))
 }
 
 fn run_meanwhile(controller: &mut Controller<'_>) -> Result<String> {
@@ -172,7 +170,7 @@ fn run_meanwhile(controller: &mut Controller<'_>) -> Result<String> {
     node.move_out(late.name)?;
     late.verify()?;
     node.sh("systemctl stop late")?;
-    Ok("it waited for the next controller, and is managed by it".into())
+    Ok("the job waited for the next controller, which manages it".into())
 }
 
 fn kill_with_both(controller: &mut Controller<'_>) -> Result<String> {
@@ -183,7 +181,7 @@ fn kill_with_both(controller: &mut Controller<'_>) -> Result<String> {
     let seen = killed(node, &mut controller.container)?;
     node.wait_for(controller.job.name, "Offloaded")?;
     controller.job.verify()?;
-    Ok(format!("{seen}; the job that was away is so still, and as it was"))
+    Ok(format!("{seen}; the job is still offloaded and unchanged"))
 }
 
 fn restart(controller: &mut Controller<'_>) -> Result<String> {
@@ -192,12 +190,12 @@ fn restart(controller: &mut Controller<'_>) -> Result<String> {
     let old = unit_serves(node)?;
     node.sh(&format!("systemctl restart {UNIT}"))?;
     controller.another_than(old)?;
-    ensure!(unit_serves(node)? != old, "it was not restarted");
+    ensure!(unit_serves(node)? != old, "the controller was not restarted");
     for name in [controller.container.name, controller.job.name] {
         node.wait_for(name, "Offloaded")?;
     }
     controller.both_verify()?;
-    Ok("both are away still, and as they were; the unit's controller serves".into())
+    Ok("both are still offloaded and unchanged; the unit's controller serves".into())
 }
 
 fn stop(controller: &mut Controller<'_>) -> Result<String> {
@@ -207,14 +205,18 @@ fn stop(controller: &mut Controller<'_>) -> Result<String> {
     node.sh(&format!("systemctl stop {UNIT}"))?;
     let new = controller.another_than(old)?;
     let told = format!("tr '\\0' '\\n' </proc/{new}/environ");
-    ensure!(!node.sh(&told)?.contains("NOTIFY_SOCKET="), "it has containerd's way to systemd");
+    ensure!(
+        !node.sh(&told)?.contains("NOTIFY_SOCKET="),
+        "the controller inherited containerd's NOTIFY_SOCKET"
+    );
     let state = node.property(UNIT, "ActiveState")?;
     ensure!(state == "inactive", "the unit is {state}");
     for name in [controller.container.name, controller.job.name] {
         node.wait_for(name, "Offloaded")?;
     }
     controller.both_verify()?;
-    Ok("the shim has started its own; both are away there, too, and as they were".into())
+    Ok("the shim has started its own controller; both are still offloaded there, and unchanged"
+        .into())
 }
 
 fn start(controller: &mut Controller<'_>) -> Result<String> {
@@ -237,7 +239,7 @@ fn shims_ends(controller: &mut Controller<'_>) -> Result<String> {
     node.sh(&format!("kill -9 {old}"))?;
     unit_serves(node)?;
     controller.both_verify()?;
-    Ok("the unit's controller serves, both are as they were".into())
+    Ok("the unit's controller serves, both are unchanged".into())
 }
 
 fn end(controller: &mut Controller<'_>) -> Result<String> {
@@ -248,7 +250,7 @@ fn end(controller: &mut Controller<'_>) -> Result<String> {
     ))?;
     gone(node, job)?;
     stored_are(node, OWN_SOCKETS)?;
-    Ok(format!("{} sockets were in the store, {OWN_SOCKETS} are", OWN_SOCKETS + 2))
+    Ok(format!("{} sockets were in the store, now {OWN_SOCKETS}", OWN_SOCKETS + 2))
 }
 
 fn uninstalled(controller: &mut Controller<'_>) -> Result<String> {
@@ -256,7 +258,7 @@ fn uninstalled(controller: &mut Controller<'_>) -> Result<String> {
     node.sh("affinode uninstall")?;
     let old = unit_serves(node)?;
     node.sh(&format!("kill -9 {old}"))?;
-    until("systemd to give up", || {
+    until("systemd to stop restarting", || {
         Ok((node.property(UNIT, "ActiveState")? == "inactive").then_some(()))
     })?;
     let met = node.property(UNIT, "ConditionResult")?;
@@ -264,5 +266,5 @@ fn uninstalled(controller: &mut Controller<'_>) -> Result<String> {
     node.sh(INSTALL)?;
     node.sh(&format!("systemctl start {UNIT}"))?;
     unit_serves(node)?;
-    Ok("the unit is inactive, nothing is tried again; installed and started, it serves".into())
+    Ok("the unit is inactive and not restarted; after install and start it serves".into())
 }

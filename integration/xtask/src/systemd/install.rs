@@ -1,4 +1,4 @@
-//! An installation that restarts containerd through systemd, and takes it back.
+//! An installation that restarts containerd through systemd, and its removal.
 
 use affinode_e2e::snapshot::Snapshot;
 use anyhow::{Context, Result, ensure};
@@ -15,7 +15,7 @@ pub fn steps<'a>() -> [Step<Install<'a>>; 9] {
         ("systemd has booted", booted),
         ("`install --restart-mode systemd`", install),
         ("GPU container through ctr: offload", offload),
-        ("`systemctl restart containerd` while it is away", restart_containerd),
+        ("`systemctl restart containerd` while it is offloaded", restart_containerd),
         ("`uninstall`, the container runs", uninstall_is_refused),
         ("`uninstall`", uninstall),
         ("containerd's unit does not start with the handler", rolled_back),
@@ -26,12 +26,12 @@ pub fn steps<'a>() -> [Step<Install<'a>>; 9] {
 /// Installs the built files.
 pub const INSTALL: &str = "/opt/affinode/bin/affinode install --from /opt/affinode \
                        --restart-mode systemd";
-/// A drop-in that keeps containerd from starting.
+/// A drop-in that prevents containerd's start.
 const DROP_IN: &str = "/etc/systemd/system/containerd.service.d/fault.conf";
 /// Whether the handler is in containerd's file.
 const HAS_HANDLER: &str = "grep -q affinode /etc/containerd/config.toml";
 
-/// A node, and how its files were before.
+/// A node, and its files before the installation.
 pub struct Install<'a> {
     node: &'a Node,
     before: Vec<Snapshot>,
@@ -39,7 +39,7 @@ pub struct Install<'a> {
 }
 
 impl<'a> Install<'a> {
-    /// On a node that has nothing of Affinode.
+    /// A node without Affinode.
     pub fn new(node: &'a Node) -> Result<Self> {
         Ok(Self { node, before: files(node)?, program: None })
     }
@@ -50,7 +50,7 @@ impl<'a> Install<'a> {
         Ok(now.iter().map(Snapshot::count).sum())
     }
 
-    /// Who runs containerd now.
+    /// Process id of containerd's unit.
     fn containerd(&self) -> Result<String> {
         self.node.property("containerd", "MainPID")
     }
@@ -60,7 +60,7 @@ impl<'a> Install<'a> {
     }
 }
 
-/// All that an installation may write.
+/// All folders that an installation may change.
 fn files(node: &Node) -> Result<Vec<Snapshot>> {
     ["/etc", "/usr/local"].iter().map(|folder| Snapshot::of(&node.file(folder))).collect()
 }
@@ -133,7 +133,7 @@ fn restart_containerd(install: &mut Install<'_>) -> Result<String> {
     ensure!(tasks.contains("RUNNING"), "{tasks}");
     node.wait_for(name, "Offloaded")?;
     install.program()?.verify()?;
-    Ok("it runs, and is away; called, it finds every word as it was".into())
+    Ok("it runs and is offloaded; after a call every word is unchanged".into())
 }
 
 fn uninstall_is_refused(install: &mut Install<'_>) -> Result<String> {
@@ -151,10 +151,11 @@ fn uninstall(install: &mut Install<'_>) -> Result<String> {
     let before = install.containerd()?;
     node.sh("affinode uninstall --drain 1m")?;
     ensure!(install.containerd()? != before, "containerd was not restarted");
-    Ok(format!("{} files and folders byte for byte as before", install.same_as_before()?))
+    Ok(format!("{} files and folders unchanged, byte for byte", install.same_as_before()?))
 }
 
-/// Installs where that cannot go well, by a drop-in that runs `check` before containerd.
+/// Installs with a drop-in that runs `check` before containerd's start, so that the installation
+/// must fail.
 fn refused(install: &Install<'_>, check: &str) -> Result<String> {
     let node = install.node;
     let file = node.file(DROP_IN);
@@ -163,7 +164,7 @@ fn refused(install: &Install<'_>, check: &str) -> Result<String> {
     node.sh("systemctl daemon-reload")?;
     let output = node.output(INSTALL)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    ensure!(output.status.code() == Some(1), "it went well: {said}");
+    ensure!(output.status.code() == Some(1), "the installation succeeded: {said}");
     std::fs::remove_dir_all(file.parent().context("a folder")?)?;
     node.sh("systemctl daemon-reload")?;
     let active = node.output("systemctl is-active containerd")?;
@@ -172,7 +173,7 @@ fn refused(install: &Install<'_>, check: &str) -> Result<String> {
     let count = install.same_as_before()?;
     let said = said.lines().next().unwrap_or_default().trim_start_matches("affinode: ");
     let said = said.split(':').next().unwrap_or_default();
-    Ok(format!("{said}; it is active, {count} files and folders as before"))
+    Ok(format!("{said}; containerd is active, {count} files and folders unchanged"))
 }
 
 fn rolled_back(install: &mut Install<'_>) -> Result<String> {

@@ -1,5 +1,5 @@
-//! A node of its own: systemd as process 1, in namespaces and cgroups of its own, with no
-//! network but loopback. A keeper owns it: however the command ends, nothing of it is left.
+//! A private node: systemd as process 1 in its own namespaces and cgroups, with no network but
+//! loopback. A supervisor owns it: nothing of it is left when the command ends, in any way.
 
 use std::{
     collections::BTreeMap,
@@ -22,9 +22,9 @@ use anyhow::{Context, Result, bail, ensure};
 use super::tree;
 use crate::sh;
 
-/// How long a node may take to boot.
+/// Time limit for a node's boot.
 const BOOT: Duration = Duration::from_secs(180);
-/// Longer than any command on the node needs, in seconds.
+/// Time limit of a command on the node, in seconds.
 const LIMIT: &str = "180";
 /// The user of the node that is not root.
 pub const USER: &str = "alice";
@@ -39,7 +39,6 @@ const FILES: [(&str, &str); 7] = [
     ("etc/hostname", "node\n"),
 ];
 
-/// A node that runs.
 pub struct Node {
     keeper: Keeper,
     dir: PathBuf,
@@ -48,7 +47,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// Boots one from a copy of `base`, and waits until systemd says that all of it runs.
+    /// Boots a node from a copy of `base`, and waits until systemd reports that all units run.
     pub fn boot(artifacts: &Artifacts, base: &Path) -> Result<Self> {
         let dir = std::env::temp_dir().join(format!("afn-systemd-{}", std::process::id()));
         fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
@@ -88,23 +87,23 @@ impl Node {
         Ok(node)
     }
 
-    /// A file of the node, seen from here.
+    /// Path of a node's file on this machine.
     pub fn file(&self, path: &str) -> PathBuf {
         self.dir.join("root").join(path.trim_start_matches('/'))
     }
 
-    /// The command `affinode` on its controller.
+    /// The command `affinode`, for the node's controller.
     pub fn cli(&self) -> &Cli {
         &self.cli
     }
 
-    /// A container or job by its name.
+    /// The row of a container or job with this name.
     pub fn row(&self, name: &str) -> Result<Option<ContainerRow>> {
         let rows = self.cli.ps()?.containers;
         Ok(rows.into_iter().find(|row| [&row.container, &row.id].contains(&&name.to_owned())))
     }
 
-    /// Waits until one is in that state.
+    /// Waits until it is in that state, and returns its row.
     pub fn wait_for(&self, name: &str, state: &str) -> Result<ContainerRow> {
         let mut last = None;
         until(&format!("{name} to be {state}"), || {
@@ -114,14 +113,13 @@ impl Node {
         .with_context(|| format!("{last:?}"))
     }
 
-    /// Moves one out.
     pub fn move_out(&self, name: &str) -> Result<ContainerRow> {
         let id = until(&format!("{name} to be known"), || Ok(self.row(name)?.map(|row| row.id)))?;
         self.cli.move_out(&id)?;
         self.wait_for(name, "Offloaded")
     }
 
-    /// Waits until nothing of the simulated GPU is in use.
+    /// Waits until NVML reports 0 bytes in use on the simulated GPU.
     pub fn wait_gpu_empty(&self) -> Result<()> {
         until("the GPU to be empty", || {
             let gpus = self.cli.ps()?.gpus;
@@ -129,7 +127,7 @@ impl Node {
         })
     }
 
-    /// Runs a shell script on the node: how it ended, and what it said.
+    /// Runs a shell script on the node, and returns its status and output.
     pub fn output(&self, script: &str) -> Result<Output> {
         let mut command = Command::new("timeout");
         command.args([LIMIT, "nsenter", "--target", &self.pid.to_string(), "--mount", "--uts"]);
@@ -139,7 +137,7 @@ impl Node {
         Ok(command.output()?)
     }
 
-    /// The same, and demands success: its standard output.
+    /// Runs a shell script, requires success, and returns its stdout.
     pub fn sh(&self, script: &str) -> Result<String> {
         let output = self.output(script)?;
         let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
@@ -148,14 +146,14 @@ impl Node {
         Ok(said)
     }
 
-    /// A property of a unit, as systemd tells it.
+    /// A property of a unit, from systemctl.
     pub fn property(&self, unit: &str, name: &str) -> Result<String> {
         self.sh(&format!("systemctl show --value --property {name} {unit}"))
     }
 
-    /// Switches it off, and demands that nothing of it is left.
+    /// Powers the node off, and requires that nothing of it is left.
     pub fn end(self) -> Result<String> {
-        // The connection to systemd may break before it has answered.
+        // The connection to systemd may end before the reply.
         let _ = self.output("systemctl poweroff");
         let process = PathBuf::from(format!("/proc/{}", self.pid));
         until_within(BOOT, "the node to switch itself off", || {
@@ -167,10 +165,10 @@ impl Node {
         ensure!(!mounts.contains(&*dir.to_string_lossy()), "a mount is left");
         ensure!(cgroup_folders(&dir).is_empty(), "left: {:?}", cgroup_folders(&dir));
         ensure!(!dir.exists(), "{} is left", dir.display());
-        Ok("it switched itself off; no process, cgroup, mount or file is left".into())
+        Ok("the node powered off; no process, cgroup, mount or file is left".into())
     }
 
-    /// What its programs logged, for a step that failed.
+    /// The logs of its programs, for a failed step.
     pub fn log(&self) -> String {
         let script = "journalctl --no-pager --lines 60 --output short-precise; \
                       tail --lines 30 /run/affinode/controller.log";
@@ -188,7 +186,7 @@ impl Drop for Node {
     }
 }
 
-/// The child that is the first process of a pid namespace of its own.
+/// The child that is the first process of its own pid namespace.
 fn first_process(parent: u32) -> Option<u32> {
     let children = fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;
     children.split_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
@@ -198,7 +196,7 @@ fn first_process(parent: u32) -> Option<u32> {
     })
 }
 
-/// What is on a GPU node before Affinode: a driver, a configuration, users, images to run.
+/// The contents of a GPU node before Affinode: a driver, a configuration, users, images to run.
 fn furnish(root: &Path, artifacts: &Artifacts) -> Result<()> {
     let put = |path: &str, text: &str| -> Result<PathBuf> {
         let path = root.join(path);

@@ -1,4 +1,4 @@
-//! A CUDA program on the node that is driven through two pipes.
+//! A CUDA program on the node, driven through two pipes.
 
 use affinode_e2e::{
     container::make_pipes,
@@ -8,24 +8,23 @@ use anyhow::{Context, Result, ensure};
 
 use super::node::Node;
 
-/// VRAM that each fills.
+/// VRAM that each program fills, in MiB.
 pub const MIB: u64 = 64;
 
-/// One of them.
 pub struct Program {
-    /// What it is called, and where its pipes are.
+    /// Name of the program and of its pipes' folder.
     pub name: &'static str,
     lines: Lines,
 }
 
 impl Program {
-    /// Makes its pipes; it is started by somebody else.
+    /// Creates its pipes; a step starts the program.
     pub fn prepare(node: &Node, name: &'static str) -> Result<Self> {
         let folder = make_pipes(&node.file("/srv"), name)?;
         Ok(Self { name, lines: Lines::open(&folder)? })
     }
 
-    /// The command that runs it on its pipes, for a shell on the node.
+    /// The shell command that runs it on its pipes on the node.
     pub fn command(&self) -> String {
         let (name, seed) = (self.name, self.name.len() + self.name.as_bytes()[0] as usize);
         format!(
@@ -40,18 +39,18 @@ impl Program {
         self.expect("fill").map(drop)
     }
 
-    /// Calls it, and demands that every word of its VRAM is as it was.
+    /// Calls it, and requires that every word of its VRAM is unchanged.
     pub fn verify(&mut self) -> Result<()> {
         self.call("verify")?;
         self.verified()
     }
 
-    /// Calls it, and does not wait.
+    /// Sends a command without waiting for the reply.
     pub fn call(&mut self, command: &str) -> Result<()> {
         self.lines.send(command)
     }
 
-    /// Waits for the answer to `verify`.
+    /// Waits for the reply to `verify`.
     pub fn verified(&mut self) -> Result<()> {
         let answer = self.expect("verify")?;
         ensure!(answer.ok == Some(true), "{}: its memory is not as it was: {answer:?}", self.name);

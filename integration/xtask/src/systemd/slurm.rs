@@ -1,4 +1,4 @@
-//! Jobs of Slurm's, as config/slurm/job.sh has them, by a user of the node.
+//! Slurm jobs with config/slurm/job.sh, submitted by a user of the node.
 
 use std::fs;
 
@@ -17,10 +17,10 @@ use super::{
 pub fn steps<'a>() -> [Step<Slurm<'a>>; 6] {
     [
         ("slurmctld and slurmd serve", serves),
-        ("`sbatch job.sh`: managed, idle, away", idle),
+        ("`sbatch job.sh`: managed, idle, offloaded", idle),
         ("wake", wake),
-        ("`kill -9` of the controller while it is away", kill),
-        ("`scancel` while it is away", cancel),
+        ("`kill -9` of the controller while it is offloaded", kill),
+        ("`scancel` while it is offloaded", cancel),
         ("`sbatch job.sh` without a controller", unmanaged),
     ]
 }
@@ -33,17 +33,17 @@ pub struct Slurm<'a> {
 }
 
 impl<'a> Slurm<'a> {
-    /// On a node whose controller takes jobs of [`USER`].
+    /// Prepares a node whose controller accepts jobs of [`USER`].
     pub fn new(node: &'a Node) -> Result<Self> {
         Ok(Self { node, program: Program::prepare(node, "step")?, job: String::new() })
     }
 
-    /// What the job is called with Affinode.
+    /// Affinode's name of the job.
     fn name(&self) -> String {
         format!("slurm-{}", self.job)
     }
 
-    /// Hands the script of config/slurm to Slurm, with this program in it.
+    /// Submits the script of config/slurm with this program in it.
     fn submit(&mut self) -> Result<()> {
         let mut script = fs::read_to_string(workspace_dir().join("config/slurm/job.sh"))?;
         for (theirs, ours) in [
@@ -51,7 +51,7 @@ impl<'a> Slurm<'a> {
             ("idle-timeout=10m", "idle-timeout=300ms"),
             ("--mem=64G", "--mem=2G"),
         ] {
-            ensure!(script.contains(theirs), "config/slurm/job.sh has no {theirs:?} any more");
+            ensure!(script.contains(theirs), "config/slurm/job.sh does not contain {theirs:?}");
             script = script.replace(theirs, ours);
         }
         let home = format!("/home/{USER}");
@@ -61,7 +61,7 @@ impl<'a> Slurm<'a> {
         Ok(())
     }
 
-    /// What the job has said so far.
+    /// The job's output up to now.
     fn output(&self) -> String {
         let file = self.node.file(&format!("/home/{USER}/slurm-{}.out", self.job));
         fs::read_to_string(file).unwrap_or_default()
@@ -72,7 +72,7 @@ impl<'a> Slurm<'a> {
         filled.with_context(|| format!("the job said: {}", self.output()))
     }
 
-    /// Ends the job, and waits until Slurm has nothing of it.
+    /// Cancels the job, and waits until Slurm no longer lists it.
     fn scancel(&self) -> Result<()> {
         self.node.sh(&format!("scancel {}", self.job))?;
         until("Slurm to have no job", || {
@@ -102,7 +102,7 @@ fn idle(slurm: &mut Slurm<'_>) -> Result<String> {
     let own = cgroups
         .lines()
         .find_map(|line| line.rsplit(':').next().filter(|path| path.contains("/step_")));
-    let own = own.with_context(|| format!("it is in no step's cgroup: {cgroups}"))?;
+    let own = own.with_context(|| format!("the process is in no step's cgroup: {cgroups}"))?;
     let used = slurm.memory_of(own)?;
     ensure!(used >= MIB << 20, "{own} uses {used} bytes");
     Ok(format!(
@@ -115,7 +115,7 @@ fn idle(slurm: &mut Slurm<'_>) -> Result<String> {
 }
 
 impl Slurm<'_> {
-    /// Memory that a cgroup uses, by either version.
+    /// Memory use of a cgroup of either version.
     fn memory_of(&self, cgroup: &str) -> Result<u64> {
         let files = [
             format!("/sys/fs/cgroup/memory{cgroup}/memory.usage_in_bytes"),
@@ -128,9 +128,9 @@ impl Slurm<'_> {
 
 fn wake(slurm: &mut Slurm<'_>) -> Result<String> {
     slurm.program.verify()?;
-    let row = slurm.node.row(&slurm.name())?.context("it is not known any more")?;
+    let row = slurm.node.row(&slurm.name())?.context("the controller no longer lists the job")?;
     ensure!(row.restores >= 1, "{row:?}");
-    Ok("every word as it was".into())
+    Ok("every word unchanged".into())
 }
 
 fn kill(slurm: &mut Slurm<'_>) -> Result<String> {
@@ -141,7 +141,7 @@ fn kill(slurm: &mut Slurm<'_>) -> Result<String> {
     slurm.program.verify()?;
     ensure!(node.cli().ps()?.controller_pid != old, "process {old} was not killed");
     node.wait_for(&name, "Offloaded")?;
-    Ok("called at once, it finds every word as it was; it goes again with the next controller"
+    Ok("every word unchanged in a call right after the kill; offloaded again by the next controller"
         .into())
 }
 
@@ -152,7 +152,8 @@ fn cancel(slurm: &mut Slurm<'_>) -> Result<String> {
     gone(node, &name)?;
     let left = node.output("grep -l dlopen_dlsym /proc/[0-9]*/comm")?;
     ensure!(!left.status.success(), "left: {}", String::from_utf8_lossy(&left.stdout));
-    Ok("Slurm has no job, the controller none, no VRAM, process or folder of it is left".into())
+    Ok("neither Slurm nor the controller lists the job; no VRAM, process or folder of it is left"
+        .into())
 }
 
 fn unmanaged(slurm: &mut Slurm<'_>) -> Result<String> {

@@ -14,11 +14,11 @@ use super::{
 /// The steps, in order.
 pub fn steps<'a>() -> [Step<Units<'a>>; 5] {
     [
-        ("offload, its memory is its unit's", offload),
-        ("`uninstall` while it is away", uninstall_is_refused),
+        ("offload, host memory counts for the unit", offload),
+        ("`uninstall` while it is offloaded", uninstall_is_refused),
         ("wake", wake),
-        ("`systemctl stop` of the unit while it is away", stop),
-        ("a limit without room", no_room),
+        ("`systemctl stop` of the unit while it is offloaded", stop),
+        ("a memory limit that is too low", no_room),
     ]
 }
 
@@ -30,7 +30,7 @@ pub struct Units<'a> {
 }
 
 impl<'a> Units<'a> {
-    /// On a node whose controller takes jobs.
+    /// Prepares a node whose controller accepts jobs.
     pub fn new(node: &'a Node) -> Result<Self> {
         Ok(Self { node, program: Program::prepare(node, "train")?, at_home_bytes: 0 })
     }
@@ -63,9 +63,10 @@ fn uninstall_is_refused(units: &mut Units<'_>) -> Result<String> {
 
 fn wake(units: &mut Units<'_>) -> Result<String> {
     units.program.verify()?;
-    let row = units.node.row(units.program.name)?.context("it is not known any more")?;
+    let row =
+        units.node.row(units.program.name)?.context("the controller no longer lists the job")?;
     ensure!(row.restores == 1, "{row:?}");
-    Ok("every word as it was".into())
+    Ok("every word unchanged".into())
 }
 
 fn stop(units: &mut Units<'_>) -> Result<String> {
@@ -73,12 +74,14 @@ fn stop(units: &mut Units<'_>) -> Result<String> {
     node.move_out(name)?;
     node.sh(&format!("systemctl stop {name}"))?;
     gone(node, name)?;
-    Ok("forgotten; no VRAM, process or folder of it is left".into())
+    Ok("no longer listed; no VRAM, process or folder of it is left".into())
 }
 
 /// Waits until nothing of a job is left.
 pub fn gone(node: &Node, name: &str) -> Result<()> {
-    until(&format!("{name} to be forgotten"), || Ok(node.row(name)?.is_none().then_some(())))?;
+    until(&format!("{name} to be no longer listed"), || {
+        Ok(node.row(name)?.is_none().then_some(()))
+    })?;
     until("its folder to go", || {
         let left = node.sh("ls /run/affinode/containers")?;
         Ok(left.is_empty().then_some(()))

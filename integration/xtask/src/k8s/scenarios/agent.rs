@@ -1,4 +1,4 @@
-//! What the agent may, and what it shows.
+//! The rights of an agent, and the data that it serves.
 
 use std::time::Duration;
 
@@ -9,12 +9,11 @@ use serde_json::{Value, json};
 use super::{GPU_STATE, NAMESPACE, NODE, RESIDENT, agent_pod, fetch, step};
 use crate::{k8s::control_plane::Plane, output};
 
-/// The chart's port.
 const PORT: u16 = 9411;
 
-/// With the token of an agent: its node's own labels of ours, and no more.
+/// An agent's token may change Affinode's labels of its own node, and nothing else.
 pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
-    step("An agent's token changes nothing but what is Affinode's");
+    step("An agent's token changes only Affinode's labels and annotations");
     let pod = agent_pod(plane, plane.first())?;
     let pod = pod["metadata"]["name"].as_str().context("an agent's pod")?;
     let token = containerd::run(plane.kubectl().args([
@@ -49,14 +48,14 @@ pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     pods_of_its_node_alone(plane, token.trim())?;
     containerd::run(plane.kubectl().args(["label", "node", NODE, "affinode.io/tried-"]))?;
     containerd::run(plane.kubectl().args(["delete", "node", "nowhere"]))?;
-    output::note("its own node's label: yes; other labels, annotations, nodes, taints: refused");
+    output::note("its own node's label: allowed; other labels, annotations, nodes, taints: denied");
     output::note(
-        "its own pods' label and condition: yes; all else of them, pods elsewhere: refused",
+        "its own pods' label and condition: allowed; their other fields, pods of other nodes: denied",
     );
     Ok(())
 }
 
-/// Of those, a label and a condition.
+/// For pods of its own node: one label and one condition.
 fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
     let pod = |name: &str, node: &str| {
         plane.apply(&json!({
@@ -108,9 +107,9 @@ fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
     Ok(())
 }
 
-/// As Prometheus would: over the pod network, with an account's token.
+/// Fetches metrics as Prometheus does: over the pod network, with an account's token.
 pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
-    step("Metrics, by way of the agent");
+    step("Metrics through the agent");
     let pod = agent_pod(plane, plane.first())?;
     let address = pod["status"]["podIP"].as_str().context("the agent's address")?;
     let url = format!("https://{address}:{PORT}/metrics");
@@ -120,7 +119,10 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     let scrape = |token: Option<&str>| fetch(plane, &url, token);
     let (none, _) = scrape(None)?;
     let (stranger, _) = scrape(Some(&token))?;
-    ensure!((none, stranger) == (401, 403), "without a token {none}, of a stranger {stranger}");
+    ensure!(
+        (none, stranger) == (401, 403),
+        "without a token {none}, with an account without the right {stranger}"
+    );
     kubectl(&[
         "create",
         "clusterrolebinding",
@@ -128,9 +130,9 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
         "--clusterrole=affinode-viewer",
         "--serviceaccount=default:prometheus",
     ])?;
-    // A no is remembered for ten seconds.
+    // A denial is cached for 10 s.
     let mut last = (0, String::new());
-    let text = until_within(Duration::from_secs(60), "the account to be let in", || {
+    let text = until_within(Duration::from_secs(60), "the account to be allowed", || {
         last = scrape(Some(&token))?;
         Ok((last.0 == 200).then(|| last.1.clone()))
     });
@@ -144,7 +146,7 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
                 && line.contains("pod=\"trainer\"")
         })
         .with_context(|| format!("no calls of the pod in {text}"))?;
-    output::note("without a token: 401; of an account that may not: 403; that may:");
+    output::note("without a token: 401; account without the right: 403; account with it:");
     output::note(line);
     let node = plane.until("the node's annotation of VRAM", || {
         let node = plane.get(&["node", NODE])?;

@@ -11,13 +11,13 @@ use crate::{
     output,
 };
 
-/// Everything that can be turned on, with the webhook in place of the policy, which is the default.
+/// All options that can be on, with the webhook in place of the default, the policy.
 const ALL_ON: &str = "inject.by=webhook,fleet.enabled=true,fleet.replicas=2,fleet.tlsSecret=papers,\
     fleet.hosts={fleet.example},node.tlsSecret=papers,networkPolicy.enabled=true,\
     serviceMonitor.enabled=true,serviceMonitor.labels.release=prometheus,alertRules.enabled=true,\
     dashboards.enabled=true,serviceAccount.name=agents,image.tag=x";
 
-/// Helm's own look, the schema, and the API server's.
+/// Checks the chart with helm lint, the schema, and the API server.
 pub fn is_sound(plane: &Plane<'_>) -> Result<()> {
     step("helm lint, values.schema.json, and a dry run by the API server");
     release::helm(plane, &["lint", "--strict"])?;
@@ -30,7 +30,7 @@ pub fn is_sound(plane: &Plane<'_>) -> Result<()> {
             .args(["--set", wrong])
             .output()?;
         let said = String::from_utf8_lossy(&said.stderr).into_owned();
-        ensure!(said.contains("schema"), "the schema takes {wrong}: {said}");
+        ensure!(said.contains("schema"), "the schema accepts {wrong}: {said}");
     }
     release::helm(
         plane,
@@ -51,12 +51,12 @@ pub fn is_sound(plane: &Plane<'_>) -> Result<()> {
     containerd::run(plane.kubectl().args(["delete", "crd", "--all"]))?;
     let [usual, all] = taken.map(|objects| objects.len());
     output::note(&format!(
-        "the API server takes {usual} objects, and {all} with all that can be on"
+        "the API server accepts {usual} objects, and {all} with every option on"
     ));
     Ok(())
 }
 
-/// The objects of the chart that the API server would take as they are, by kind and name.
+/// The objects of the chart that the API server would accept, by kind and name.
 fn is_taken(plane: &Plane<'_>, set: &[&str]) -> Result<Vec<String>> {
     let served = ["ValidatingAdmissionPolicy", "MutatingAdmissionPolicy"]
         .map(|kind| format!("--api-versions=admissionregistration.k8s.io/v1/{kind}"));

@@ -1,4 +1,4 @@
-//! The page of all nodes, as a browser asks for it.
+//! The page of all nodes, requested as a browser does.
 
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use crate::{
     output,
 };
 
-/// An answer that changes is waited for so long.
+/// Time limit for a reply to change.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// Somebody whose token may look.
+/// An account whose token may read the page.
 pub struct Looker<'a> {
     plane: &'a Plane<'a>,
     base: String,
@@ -23,14 +23,14 @@ pub struct Looker<'a> {
 }
 
 impl<'a> Looker<'a> {
-    /// Who may look from now on.
+    /// Creates an account with the right.
     pub fn new(plane: &'a Plane<'a>) -> Result<Self> {
         let stranger = Self::stranger(plane)?;
         stranger.is_let()?;
         Ok(stranger)
     }
 
-    /// With an account that may do nothing.
+    /// Creates an account without any right.
     fn stranger(plane: &'a Plane<'a>) -> Result<Self> {
         let ready = ["-n", NAMESPACE, "rollout", "status", "deployment/affinode-fleet"];
         containerd::run(plane.kubectl().args(ready).arg("--timeout=180s"))?;
@@ -57,10 +57,10 @@ impl<'a> Looker<'a> {
         fetch(self.plane, &self.url(path), Some(&self.token))
     }
 
-    /// What the page shows of a node, once it is so.
+    /// The page's row of a node, once it satisfies `is_it`.
     pub fn row(&self, node: &str, is_it: impl Fn(&Value) -> bool) -> Result<Value> {
         let mut last = String::new();
-        // A no is remembered for ten seconds; then the nodes are asked.
+        // A denial is cached for 10 s; then the nodes are polled.
         let row = until_within(REPLY_TIMEOUT, &format!("the page to show {node} so"), || {
             let (code, text) = self.get("/api/v1/fleet")?;
             let list: Value = serde_json::from_str(&text).unwrap_or_default();
@@ -73,7 +73,7 @@ impl<'a> Looker<'a> {
         row.with_context(|| format!("{last}\n{}", log(self.plane)))
     }
 
-    /// The account goes.
+    /// Deletes the account and its rights.
     pub fn done(self) -> Result<()> {
         for what in ["clusterrolebinding", "serviceaccount"] {
             containerd::run(self.plane.kubectl().args(["delete", what, "looker"]))?;
@@ -82,7 +82,7 @@ impl<'a> Looker<'a> {
     }
 }
 
-/// Whose token may look, sees all nodes and follows to each; others see nothing.
+/// An account with the right sees all nodes and reaches each; others see nothing.
 pub fn shows_nodes(plane: &Plane<'_>) -> Result<()> {
     step("The page of all nodes");
     let looker = Looker::stranger(plane)?;
@@ -92,10 +92,13 @@ pub fn shows_nodes(plane: &Plane<'_>) -> Result<()> {
     for path in nodes.chain(["/api/v1/fleet".into()]) {
         let (none, _) = fetch(plane, &looker.url(&path), None)?;
         let (stranger, _) = looker.get(&path)?;
-        ensure!((none, stranger) == (401, 403), "{path}: {none}, of a stranger {stranger}");
+        ensure!(
+            (none, stranger) == (401, 403),
+            "{path}: {none}, with an account without the right {stranger}"
+        );
     }
     looker.is_let()?;
-    output::note("without a token: 401; of an account that may not: 403; that may:");
+    output::note("without a token: 401; account without the right: 403; account with it:");
     for node in plane.nodes() {
         let row = looker.row(&node.name, |row| row["health"] == "Serving")?;
         let known = |what: &str| row["figures"][what].as_u64().unwrap_or_default();
@@ -104,11 +107,11 @@ pub fn shows_nodes(plane: &Plane<'_>) -> Result<()> {
         output::note(&row.to_string());
         leads_to(&looker, node)?;
     }
-    output::note("by each name the node's own API, for the same token: to look at, not to move");
+    output::note("each name leads to the node's own API with the same token: read, not move");
     looker.done()
 }
 
-/// To the node's own dashboard and API, and no other's.
+/// A node's path leads to its own dashboard and API.
 fn leads_to(looker: &Looker<'_>, node: &Node<'_>) -> Result<()> {
     let path = |below: &str| format!("/nodes/{}/{below}", node.name);
     let own = until_within(REPLY_TIMEOUT, "the node's own API", || {
@@ -129,14 +132,17 @@ fn leads_to(looker: &Looker<'_>, node: &Node<'_>) -> Result<()> {
         curl
     };
     let events = looker.url(&path("api/v1/events?watch=node"));
-    // It has no end: curl ends it.
+    // The stream has no end: curl's time limit ends it.
     let said = curl(&["--no-buffer", "--max-time", "5", &events]).output()?;
     let said = String::from_utf8_lossy(&said.stdout).into_owned();
     ensure!(said.contains("event: node") && said.contains("\"pod\":\"trainer"), "{said}");
     let offload = looker.url(&path("api/v1/auto-offload/off"));
     let post = ["--request", "POST", "--write-out", "\n%{http_code}", &offload];
     let said = containerd::run(&mut curl(&post))?;
-    ensure!(said.ends_with("403") && said.contains("may not post"), "who may look moved: {said}");
+    ensure!(
+        said.ends_with("403") && said.contains("may not post"),
+        "an account with read rights moved a container: {said}"
+    );
     let (page, text) = fetch(looker.plane, &looker.url(&path("")), None)?;
     ensure!(page == 200 && text.contains("app.js"), "{page} {text}");
     Ok(())

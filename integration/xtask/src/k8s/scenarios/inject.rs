@@ -1,4 +1,4 @@
-//! GPU pods get the class, whoever gives it to them.
+//! GPU pods get the runtime class, from the policy or from the webhook.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{NAMESPACE, RELEASE, SMALL_MIB, agent_log, release, step};
 use crate::{k8s::control_plane::Plane, output};
 
-/// This API server serves MutatingAdmissionPolicy: the chart chose that.
+/// This API server serves MutatingAdmissionPolicy, so the chart uses it.
 pub fn by_policy(plane: &Plane<'_>) -> Result<()> {
     step("GPU pods get the class by an admission policy");
     let policies = plane.get(&["mutatingadmissionpolicies"])?;
@@ -17,7 +17,7 @@ pub fn by_policy(plane: &Plane<'_>) -> Result<()> {
     pods_get_the_class(plane, "asks-policy")
 }
 
-/// The other way, as on API servers that serve none.
+/// The webhook, as on API servers without that policy.
 pub fn by_webhook(plane: &Plane<'_>) -> Result<()> {
     step("helm upgrade --set inject.by=webhook: GPU pods get the class by the webhook");
     let upgrade =
@@ -37,11 +37,11 @@ pub fn by_webhook(plane: &Plane<'_>) -> Result<()> {
         let said = plane.world().cli().run(&["policy"])?;
         Ok(said.lines().any(|line| line.contains("priority") && line.contains('7')).then_some(()))
     })?;
-    output::note("and the node's controller has the policy that came with the upgrade");
+    output::note("the node's controller has the upgraded policy");
     Ok(())
 }
 
-/// Those alone that ask for a GPU, and did not say no.
+/// Only pods that request a GPU and do not opt out.
 fn pods_get_the_class(plane: &Plane<'_>, name: &str) -> Result<()> {
     let class = |pod: &Value| -> Result<Value> {
         let file = plane.world().dir().join("pod.json");
@@ -51,7 +51,7 @@ fn pods_get_the_class(plane: &Plane<'_>, name: &str) -> Result<()> {
         Ok(serde_json::from_str::<Value>(&made)?["spec"].take())
     };
     let asks = plane.first().gpu_pod(name, SMALL_MIB)?;
-    // An API server begins to call a webhook, or to apply a policy, a moment after it was made.
+    // A new webhook or policy takes effect at the API server after a moment.
     let spec = plane.until("a GPU pod to get the class", || {
         let spec = class(&asks)?;
         Ok((spec["runtimeClassName"] == "affinode").then_some(spec))
@@ -61,12 +61,12 @@ fn pods_get_the_class(plane: &Plane<'_>, name: &str) -> Result<()> {
     declines["metadata"]["labels"] = json!({"affinode.io/inject": "ignore"});
     let mut without = asks.clone();
     without["spec"]["containers"][0]["resources"] = json!({});
-    for (pod, what) in [(declines, "one that declines"), (without, "one without a GPU")] {
+    for (pod, what) in [(declines, "a pod that opts out"), (without, "a pod without a GPU")] {
         let spec = class(&pod)?;
         ensure!(spec["runtimeClassName"].is_null(), "{what} got the class: {spec}");
     }
     output::note(
-        "a GPU pod gets class and overhead; one that declines, one without a GPU: as they were",
+        "a GPU pod gets class and overhead; a pod that opts out and one without a GPU are unchanged",
     );
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! `helm install`: nodes that serve the runtime have the label, nodes that cannot say why not.
+//! `helm install`: nodes that serve the runtime have the label; the others report the reason.
 
 use std::fs;
 
@@ -14,10 +14,10 @@ use crate::{
     output,
 };
 
-/// What a broken configuration has in it.
+/// Text of the broken configuration, which its error contains.
 const BROKEN: &str = "missing.toml";
 
-/// The last of several nodes, whose containerd would not start with its configuration as it is.
+/// The last of several nodes, whose containerd would not start with its present configuration.
 fn broken<'a, 'p>(plane: &'p Plane<'a>) -> Option<&'p Node<'a>> {
     plane.nodes()[1..].last()
 }
@@ -40,7 +40,7 @@ pub fn all_but_the_broken(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Two installations would undo each other's work.
+/// Two installations on one node would undo each other's changes.
 fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
     let first = plane.first();
     let before = fs::read(first.config_file())?;
@@ -53,9 +53,9 @@ fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
         let said = String::from_utf8_lossy(&said.stdout).into_owned();
         Ok(said.contains("a/b looks after this node").then_some(()))
     })?;
-    ensure!(fs::read(first.config_file())? == before, "it touched another's node");
+    ensure!(fs::read(first.config_file())? == before, "it changed a node of another installation");
     containerd::run(plane.kubectl().args(["annotate", "node", NODE, "affinode.io/agent-"]))?;
-    output::note("a node that another installation looks after is left alone, until that is gone");
+    output::note("a node of another installation is left alone, until that one is gone");
     Ok(())
 }
 
@@ -63,7 +63,7 @@ fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
 fn serves(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     let name = &node.name;
     let state = wait_state(plane, name, |state| state.starts_with("installed"))?;
-    output::note(&format!("{name} says: {state}; it has no label, and pods of the class wait"));
+    output::note(&format!("{name}: {state}; it has no label, and pods of the class wait"));
     waits_for_the_label(plane, node)?;
     output::note("containerd is restarted");
     node.restart_containerd()?;
@@ -74,7 +74,7 @@ fn serves(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
 }
 
 fn waits_for_the_label(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
-    ensure!(!is_labelled(plane, &node.name)?, "the label was there before the runtime");
+    ensure!(!is_labelled(plane, &node.name)?, "the label came before the runtime");
     let mut early = node.gpu_pod("early", SMALL_MIB)?;
     early["spec"]["runtimeClassName"] = "affinode".into();
     plane.apply(&early)?;
@@ -85,37 +85,38 @@ fn waits_for_the_label(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     containerd::run(plane.kubectl().args(["delete", "pod", "early"])).map(|_| ())
 }
 
-/// Its agent says so at the node object, and the page of all nodes shows it.
+/// The agent reports the reason at the node object, and the page of all nodes shows it.
 fn says_why_not(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     step("A node whose containerd would not start again with its configuration");
     let name = &node.name;
     let before = fs::read(node.config_file())?;
     let state = wait_state(plane, name, |state| state.starts_with("not installed"))?;
-    ensure!(state.contains(BROKEN), "it does not say why: {state}");
-    ensure!(fs::read(node.config_file())? == before, "it changed what it could not read");
+    ensure!(state.contains(BROKEN), "the state does not contain the reason: {state}");
+    ensure!(
+        fs::read(node.config_file())? == before,
+        "it changed a configuration that it could not parse"
+    );
     waits_for_the_label(plane, node)?;
     output::note(&format!("{name} says: {state}"));
     let looker = Looker::new(plane)?;
     let row = looker.row(name, |row| row["health"] == "NotServed")?;
     ensure!(row["why"].as_str().is_some_and(|why| why.contains("not installed")), "{row}");
     looker.row(NODE, |row| row["health"] == "Resting")?;
-    output::note(&format!(
-        "{name} is left as it is, without label; the page of all nodes: NotServed"
-    ));
+    output::note(&format!("{name} is unchanged, without label; the page of all nodes: NotServed"));
     looker.done()
 }
 
-/// Its agent tries again.
+/// The agent tries again after the repair.
 pub fn the_broken(plane: &Plane<'_>) -> Result<()> {
     let Some(node) = broken(plane) else { return rolled_out(plane) };
-    step("That node's configuration is mended");
+    step("The node's configuration is repaired");
     let text = fs::read_to_string(node.config_file())?;
     fs::write(node.config_file(), text.replace(BROKEN, "*.toml"))?;
     serves(plane, node)?;
     rolled_out(plane)
 }
 
-/// A controller does not start with a configuration that it does not understand.
+/// A controller does not start with an invalid configuration.
 pub fn a_bad_policy_is_not_taken(plane: &Plane<'_>) -> Result<()> {
     step("helm upgrade --set policy.mode=sometimes");
     release::helm(plane, &["upgrade", RELEASE, "-n", NAMESPACE, "--set=policy.mode=sometimes"])?;

@@ -1,4 +1,4 @@
-//! What several nodes show together.
+//! Checks that need several nodes.
 
 use std::{fs, path::Path, process::Command};
 
@@ -21,12 +21,12 @@ use crate::{
     output,
 };
 
-/// What the files of another build have in them.
+/// Marker in the files of the other build.
 const SIGN: &str = "another build, for a test";
-/// The tag of the image that comes later.
+/// Tag of the other build's image.
 const NEXT: &str = "next";
 
-/// Each further node has a pod that leaves and comes home, as the first has.
+/// Each further node has a pod that is offloaded and restored, like the first.
 pub fn others_serve<'a>(plane: &'a Plane<'a>) -> Result<Vec<Pod<'a>>> {
     let others = plane.nodes()[1..].iter();
     others
@@ -34,10 +34,10 @@ pub fn others_serve<'a>(plane: &'a Plane<'a>) -> Result<Vec<Pod<'a>>> {
         .collect()
 }
 
-/// Every node gets the new files, one after the other, and nobody's pod notices.
+/// Every node gets the new files, one after the other, without an effect on running pods.
 pub fn upgrade<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
-    step("helm upgrade to another build, while the memory of a pod of each node is away");
-    pods.iter().try_for_each(|pod| pod.is_away())?;
+    step("helm upgrade to another build, while a pod of each node is offloaded");
+    pods.iter().try_for_each(|pod| pod.is_offloaded())?;
     let controllers = plane.nodes().iter().map(controller).collect::<Result<Vec<_>>>()?;
     let fresh = another(plane)?;
     release::load_image(plane, &fresh)?;
@@ -45,7 +45,7 @@ pub fn upgrade<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
         let mut ctr = node.world.containerd().ctr(node.world.keeper(), "k8s.io");
         let image =
             containerd::run(ctr.args(["images", "ls", "--quiet", "name~=affinode/affinode:"]))?;
-        let image = image.lines().next().context("no image of it")?;
+        let image = image.lines().next().context("the image is not listed")?;
         let (repository, _) = image.rsplit_once(':').context("an image has a tag")?;
         let mut ctr = node.world.containerd().ctr(node.world.keeper(), "k8s.io");
         containerd::run(ctr.args(["images", "tag", image, &format!("{repository}:{NEXT}")]))?;
@@ -73,8 +73,8 @@ pub fn upgrade<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     Ok(())
 }
 
-/// Programs and library as another build would have them, in a folder of their own: each with a
-/// section more, which stays when they are stripped for the image.
+/// Programs and library of another build, in a separate folder: each has an additional section,
+/// which stays when they are stripped for the image.
 fn another(plane: &Plane<'_>) -> Result<Artifacts> {
     let ours = plane.world().artifacts();
     let fresh = Artifacts::at(plane.world().dir().join("another"));
@@ -102,12 +102,12 @@ fn controller(node: &Node<'_>) -> Result<i32> {
     Ok(node.world.cli().ps()?.controller_pid)
 }
 
-/// A node whose agent does not answer goes on; only its agent is missed.
+/// A node whose agent does not reply goes on serving the runtime.
 pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     step("The agent of a node stops, and is killed");
     let (node, pod) = plane.nodes().last().zip(pods.last_mut()).context("a node and its pod")?;
     let agent: Process = (node.world.processes("affinode-cluster node")?.into_iter().next())
-        .context("no agent runs")?;
+        .context("no agent runs on the node")?;
     let looker = Looker::new(plane)?;
     looker.row(&node.name, |row| row["health"] == "Serving")?;
     kill(agent.pid, Signal::SIGSTOP)?;
@@ -120,19 +120,19 @@ pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<(
         output::note(&format!("{NODE} is Serving"));
     }
     plane.until("its pod to be not ready", || Ok((!is_ready(plane, node)?).then_some(())))?;
-    pod.is_away()?;
+    pod.is_offloaded()?;
     pod.comes_back()?;
-    ensure!(is_labelled(plane, &node.name)?, "the label went: pods would find no node");
+    ensure!(is_labelled(plane, &node.name)?, "the label is gone: no pod could be scheduled");
     output::note("its agent's pod is not ready; containerd serves the runtime, so the label stays");
     output::note("a pod there was called meanwhile: contents as before");
     match kill(agent.pid, Signal::SIGKILL) {
-        // The kubelet was faster: it ends an agent that does not answer for two minutes.
+        // The kubelet ended the agent first, after two minutes without a reply.
         Ok(()) | Err(Errno::ESRCH) => {}
         Err(error) => return Err(error).context("the agent"),
     }
     looker.row(&node.name, |row| row["health"] == "Serving")?;
     plane.until("its pod to be ready", || Ok(is_ready(plane, node)?.then_some(())))?;
-    output::note("killed, it is back: Serving");
+    output::note("killed and restarted: Serving");
     looker.done()
 }
 

@@ -1,4 +1,4 @@
-//! Pods with a CUDA program: they leave, come home, wait, stay, and are told.
+//! Pods with a CUDA program: offload, restore, wait, refusal, and their events.
 
 use affinode_e2e::{cli::ContainerRow, containerd, image, worker::Lines};
 use anyhow::{Context, Result, ensure};
@@ -10,12 +10,12 @@ use crate::{
     output,
 };
 
-/// One that has ended.
+/// Name of the pod that has ended.
 const ENDED: &str = "ended";
-/// Of two such pods one fits on the GPU.
+/// Only one of two such pods fits on the GPU.
 const LARGE_MIB: u32 = 600;
 
-/// A pod that names no class is moved out, and is called by `kubectl exec`.
+/// A pod without a runtime class is offloaded, and restored by a call through `kubectl exec`.
 pub fn comes_and_goes<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str) -> Result<Pod<'a>> {
     step(&format!("A GPU pod of {} whose manifest names no class is idle", node.name));
     let mut pod = Pod::start(plane, node, name, &node.gpu_pod(name, SMALL_MIB)?)?;
@@ -25,14 +25,14 @@ pub fn comes_and_goes<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str) 
     output::note(&format!(
         "kubectl get pods -L {GPU_STATE} says Offloaded; {RESIDENT}=False: {message}"
     ));
-    step("kubectl exec: its program is called");
+    step("kubectl exec makes its program call CUDA");
     pod.call()?;
     pod.is_back()?;
     Ok(pod)
 }
 
-/// A call that finds no room waits for it.
-pub fn who_waits_is_told(plane: &Plane<'_>) -> Result<()> {
+/// A call waits if its VRAM is not free.
+pub fn waiting_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     step("Two pods that together want more VRAM than there is");
     let node = plane.first();
     let mut first = Pod::start(plane, node, "first", &node.gpu_pod("first", LARGE_MIB)?)?;
@@ -42,7 +42,7 @@ pub fn who_waits_is_told(plane: &Plane<'_>) -> Result<()> {
     let mut second = Pod::start(plane, node, "second", &second)?;
     second.receive("open")?;
     second.receive("fill")?;
-    output::note("the second has the GPU and keeps it; the first is called");
+    output::note("the second holds the GPU; the first makes a call");
     first.call()?;
     first.tells("GPUWaiting")?;
     let message = first.stands(&["Queued"], "False", "")?;
@@ -54,8 +54,8 @@ pub fn who_waits_is_told(plane: &Plane<'_>) -> Result<()> {
     first.delete()
 }
 
-/// A pod that cannot be moved stays, and says why.
-pub fn who_stays_is_told(plane: &Plane<'_>) -> Result<()> {
+/// A pod that cannot be offloaded stays resident and reports the reason.
+pub fn staying_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     step("A pod whose memory limit has no room for its VRAM");
     let node = plane.first();
     let mut tight = node.gpu_pod("tight", SMALL_MIB)?;
@@ -65,7 +65,7 @@ pub fn who_stays_is_told(plane: &Plane<'_>) -> Result<()> {
     tight.delete()
 }
 
-/// A pod that ended while no agent looked still says how it stood.
+/// A pod that ended while no agent ran keeps its last state.
 pub fn ended_long_ago<'a>(plane: &'a Plane<'a>) -> Result<Ended<'a>> {
     plane.apply(&json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": ENDED},
@@ -90,7 +90,7 @@ pub fn ended_long_ago<'a>(plane: &'a Plane<'a>) -> Result<Ended<'a>> {
 pub struct Ended<'a>(&'a Plane<'a>);
 
 impl Ended<'_> {
-    /// Ours is taken off it, and nothing else.
+    /// Affinode's label and condition are removed from it, and nothing else.
     pub fn says_nothing(self) -> Result<()> {
         let pod = self.0.get(&["pod", ENDED])?;
         ensure!(pod["metadata"]["labels"][GPU_STATE].is_null(), "{}", pod["metadata"]["labels"]);
@@ -146,7 +146,7 @@ impl<'a> Pod<'a> {
         Ok(())
     }
 
-    /// By `kubectl exec`: its program is told to look at its memory.
+    /// Sends the program a command through `kubectl exec`.
     fn call(&self) -> Result<()> {
         let pipe = affinode_e2e::container::PIPES;
         let script = format!("echo verify > {pipe}/in");
@@ -156,17 +156,17 @@ impl<'a> Pod<'a> {
         .map(|_| ())
     }
 
-    /// Its memory leaves by itself once it has been idle. Its node is asked: an agent may be away,
-    /// too.
-    pub fn is_away(&self) -> Result<()> {
-        self.plane.until(&format!("the memory of {} to be away", self.name), || {
+    /// Waits until its memory is offloaded after its idle time. Queries the node's controller,
+    /// because the agent may be down.
+    pub fn is_offloaded(&self) -> Result<()> {
+        self.plane.until(&format!("the memory of {} to be offloaded", self.name), || {
             let known = self.node.world.cli().ps()?.containers;
-            let away = |c: &ContainerRow| c.pod == self.name && c.state == "Offloaded";
-            Ok(known.iter().any(away).then_some(()))
+            let offloaded = |c: &ContainerRow| c.pod == self.name && c.state == "Offloaded";
+            Ok(known.iter().any(offloaded).then_some(()))
         })
     }
 
-    /// It is called, and answers with what it had; it is the container that it was.
+    /// Makes a call, and checks the contents and that the container was not restarted.
     pub fn comes_back(&mut self) -> Result<()> {
         self.call()?;
         self.receive("verify")?;
@@ -176,14 +176,14 @@ impl<'a> Pod<'a> {
         Ok(())
     }
 
-    /// The call is answered, and its pod is told.
+    /// Checks the reply and the pod's event.
     fn is_back(&mut self) -> Result<()> {
         self.receive("verify")?;
         output::note("contents of its GPU memory: as before");
         self.tells("GPURestored")
     }
 
-    /// What its object says, in the label and the condition, at some time from now on.
+    /// Waits until label and condition of the pod have these values.
     fn stands(&self, states: &[&str], resident: &str, reason: &str) -> Result<String> {
         self.plane
             .until(&format!("label {GPU_STATE}={}", states.join(" or ")), || {
@@ -213,7 +213,6 @@ impl<'a> Pod<'a> {
             .with_context(|| agent_log(self.plane))
     }
 
-    /// Ends it.
     pub fn delete(self) -> Result<()> {
         containerd::run(self.plane.kubectl().args(["delete", "pod", &self.name])).map(|_| ())
     }

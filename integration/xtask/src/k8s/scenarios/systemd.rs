@@ -1,5 +1,5 @@
-//! The chart's default: containerd is restarted by the agent, through systemd. Each node has a
-//! `systemctl` that asks us to restart it, as it would.
+//! The chart's default: the agent restarts containerd through systemd. Each node has a `systemctl`
+//! that requests the restart from this program.
 
 use std::{
     fs,
@@ -25,7 +25,7 @@ use crate::{
 
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Installs and uninstalls with two restarts on each node that nobody else sees to.
+/// Installs and uninstalls with exactly two restarts on each node.
 pub fn restarts(plane: &Plane<'_>) -> Result<()> {
     step("helm install, with restarts of containerd through systemctl");
     plane.nodes().iter().try_for_each(systemctl)?;
@@ -59,7 +59,7 @@ fn signs(node: &Node<'_>) -> [PathBuf; 2] {
     ["asked", "done"].map(|name| node.world.dir().join("tools").join(name))
 }
 
-/// It asks, and waits for the answer.
+/// The stand-in sends a request and waits for the reply.
 fn systemctl(node: &Node<'_>) -> Result<()> {
     let [asked, done] = signs(node);
     let tools = node.world.dir().join("tools");
@@ -75,7 +75,7 @@ fn systemctl(node: &Node<'_>) -> Result<()> {
     Ok(fs::set_permissions(&file, fs::Permissions::from_mode(0o755))?)
 }
 
-/// Answers until all have asked, each once.
+/// Restarts each node once, until all have requested it.
 fn restart_each_once(plane: &Plane<'_>, over: impl Fn() -> Result<bool>) -> Result<()> {
     let mut restarted = vec![false; plane.nodes().len()];
     while restarted.contains(&false) {

@@ -1,4 +1,4 @@
-//! `helm uninstall`: off all nodes or none, and without a trace.
+//! `helm uninstall`: removes Affinode from all nodes or none, completely.
 
 use std::{fs, os::unix::fs::MetadataExt, path::PathBuf};
 
@@ -12,13 +12,13 @@ use crate::{
     output,
 };
 
-/// What there is of Affinode in a cluster after `helm uninstall`: nothing.
+/// Kinds of objects that must not be left after `helm uninstall`.
 const KINDS: &str = "all,configmaps,serviceaccounts,roles,rolebindings,clusterroles,\
     clusterrolebindings,runtimeclasses,mutatingwebhookconfigurations,\
     mutatingadmissionpolicies,mutatingadmissionpolicybindings,secrets,\
     validatingadmissionpolicies,validatingadmissionpolicybindings,\
     poddisruptionbudgets,networkpolicies";
-/// What is of Affinode in a node's folder.
+/// Affinode's files in a node's folder.
 const FILES: [&str; 4] = [
     "prefix/bin/affinode",
     "prefix/lib/affinode",
@@ -26,7 +26,7 @@ const FILES: [&str; 4] = [
     "state-affinode/install.json",
 ];
 
-/// What the nodes were like before.
+/// State of the nodes before the installation.
 pub struct Before(Vec<NodeBefore>);
 
 struct NodeBefore {
@@ -53,7 +53,7 @@ fn keys(object: &Value) -> Vec<String> {
     object.as_object().into_iter().flatten().map(|(key, _)| key.clone()).collect()
 }
 
-/// Nobody loses a shim: an uninstallation that would take it away changes nothing, on no node.
+/// An uninstallation that would end a running shim changes nothing, on no node.
 pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     step("helm uninstall, while a pod of the class runs on one node");
     for node in &plane.nodes()[1..] {
@@ -80,11 +80,11 @@ pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
         let now = written(node)?;
         ensure!(now == installed, "{} was touched: {now:?}, was {installed:?}", node.name);
     }
-    output::note("on every node all of it is as it was, and was never touched: served");
+    output::note("every node is unchanged and still served");
     Ok(())
 }
 
-/// Which files there are, and when each was written.
+/// Affinode's files, with inode and time of the last write.
 fn written(node: &Node<'_>) -> Result<Vec<(PathBuf, u64, i64)>> {
     let files = FILES.iter().map(|file| node.world.dir().join(file)).chain([node.config_file()]);
     files
@@ -102,7 +102,7 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
         .with_context(|| agent_log(plane))
 }
 
-/// On no node, and in no object of the cluster.
+/// Nothing is left on any node, or in any object of the cluster.
 pub fn left_nothing(plane: &Plane<'_>, before: &Before) -> Result<()> {
     for (node, before) in plane.nodes().iter().zip(&before.0) {
         left_nothing_on(plane, node, before).with_context(|| node.name.clone())?;
@@ -113,7 +113,7 @@ pub fn left_nothing(plane: &Plane<'_>, before: &Before) -> Result<()> {
         Ok(text.trim().is_empty().then_some(()))
     })?;
     output::note(
-        "the cluster has no object of it, no node a label, annotation or file; \
+        "no object, label, annotation or file of Affinode is left; \
                containerd's configuration is byte for byte as before",
     );
     Ok(())

@@ -11,7 +11,7 @@ for hierarchy in $hierarchies; do
     own=$hierarchy/$2
     mkdir -p "$own"
     if [ -e "$own/cpuset.effective_cpus" ]; then
-        # cgroup v1 takes nobody before these are set.
+        # cgroup v1 accepts no process before these are set.
         cat "$hierarchy/cpuset.cpus" > "$own/cpuset.cpus"
         cat "$hierarchy/cpuset.mems" > "$own/cpuset.mems"
     fi
