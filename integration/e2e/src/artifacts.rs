@@ -45,13 +45,13 @@ impl Artifacts {
         Self { root }
     }
 
-    /// The folder itself.
+    /// Path of the folder itself.
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// Binaries.
+    /// Folder of the programs.
     #[must_use]
     pub fn bin_dir(&self) -> PathBuf {
         self.root.join("bin")

@@ -21,7 +21,7 @@ pub fn start(world: &Testbed, id: &str) -> Result<Worker> {
     let controller = world.controller()?.context("a controller runs")?;
     let hello = AgentMessage::Hello {
         version: WIRE_VERSION,
-        // Somebody else's: the kernel knows better.
+        // A pid of another process: the controller uses the peer's credentials instead.
         pid_in_namespace: 1,
         phase: Phase::Checkpointed,
         generation: u64::MAX,

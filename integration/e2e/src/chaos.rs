@@ -1,27 +1,27 @@
-//! A crash campaign: containers that want more VRAM than there is, and random faults at
-//! random steps of their way out and home.
+//! A crash campaign: containers that together need more VRAM than there is, and random faults at
+//! random steps of their offloads and restores.
 //!
 //! ```text
 //!  round: draw (seed, number) ──> scenes: calls, then a fault at a step that is observed
-//!           ──> undo what lasts ──> everybody answers and verifies ──> who was ended is replaced
-//!           ──> everybody away, no VRAM held ──> census: as it was, or something leaks
+//!           ──> undo what lasts ──> all reply and verify ──> ended containers are replaced
+//!           ──> all offloaded, no VRAM held ──> leak check against the start
 //! ```
 //!
 //! | module | is |
 //! | --- | --- |
-//! | [`plan`] | what happens in a round; pure |
+//! | [`plan`] | the steps of a round; pure |
 //! | [`container`] | one container and its CUDA processes |
-//! | [`mod@env`] | the world, its cast, and what must hold after a round |
+//! | [`mod@env`] | the environment, its containers, and the invariants after a round |
 //! | [`fault`] | how each fault is done and undone |
-//! | [`vram`] | who may hold VRAM while all are away, by the driver's word |
+//! | [`vram`] | the processes that may hold VRAM while all are offloaded, from the driver's figures |
 //! | [`watch`] | the events by which steps are observed |
-//! | [`leak_check`] | what there is when all is quiet |
-//! | [`report`] | what was found |
+//! | [`leak_check`] | processes, files and mounts that remain at rest |
+//! | [`report`] | the findings |
 //!
-//! One world serves a block of rounds, each of which begins with everybody away; after a
-//! finding the next round has a new one. Several worlds share the blocks of a campaign, and in one of ten
-//! blocks a move takes seconds, in another one host memory is short, too. A seed and a round draw the same plan again;
-//! what the machine does with it in between is its own.
+//! One environment serves a block of rounds, each of which begins with all containers offloaded;
+//! after a finding the next round gets a new one. Several environments share the blocks of a
+//! campaign. In one of ten blocks a move takes seconds, and in another host memory is short. The
+//! same seed and round number give the same plan; the timing of the machine differs.
 
 pub mod container;
 pub mod env;
@@ -52,17 +52,17 @@ use plan::{Fault, Plan, Scene, Stimulus};
 
 /// Rounds of a block.
 const BLOCK: u64 = 10;
-/// Whoever finds so much has found enough.
+/// Number of findings after which a campaign ends.
 const ENOUGH: usize = 5;
 
-/// What to play.
+/// Rounds of a campaign.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Replays a campaign.
+    /// Seed that reproduces the campaign.
     pub seed: u64,
-    /// The first round.
+    /// Number of the first round.
     pub first: u64,
-    /// How many.
+    /// Number of rounds to play.
     pub rounds: u64,
     /// Simulated, of whatever size, or the machine's own.
     pub gpu: Gpu,
@@ -109,7 +109,7 @@ struct Campaign<'a> {
     told: Mutex<Told<'a>>,
 }
 
-/// What was found so far, and who hears of it.
+/// The findings up to now, and the callback that prints them.
 type Told<'a> = (Report, &'a mut (dyn FnMut(&str) + Send));
 
 impl<'a> Campaign<'a> {
@@ -186,7 +186,7 @@ impl<'a> Campaign<'a> {
     }
 }
 
-/// Plays a round and looks at what is left of it.
+/// Plays a round and checks for leaks after it.
 fn play(env: &mut ChaosEnv, plan: &Plan, round: u64, report: &mut Report) -> Vec<Finding> {
     env.watch.clear();
     let squeezed = env.setup == Setup::Squeezed;

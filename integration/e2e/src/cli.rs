@@ -23,9 +23,9 @@ pub struct Cli {
 pub struct Node {
     /// The controller's process id.
     pub controller_pid: i32,
-    /// Host memory that holds what was given back.
+    /// Host memory with offloaded contents, in bytes.
     pub host_used_bytes: u64,
-    /// The node's GPUs.
+    /// The GPUs of the node.
     pub gpus: Vec<GpuRow>,
     /// The node's GPU containers.
     pub containers: Vec<ContainerRow>,
@@ -33,13 +33,13 @@ pub struct Node {
     pub gpu_error: Option<String>,
 }
 
-/// A GPU.
+/// A GPU, as `affinode ps` prints it.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct GpuRow {
-    /// Its name.
+    /// Product name of the GPU.
     pub name: String,
-    /// All VRAM.
+    /// Total VRAM in bytes.
     pub vram_total_bytes: u64,
     /// VRAM in use, by NVML.
     pub vram_used_bytes: u64,
@@ -59,7 +59,7 @@ pub struct GpuRow {
     pub copier_stored_bytes: u64,
     /// Processes that it has copied out.
     pub copier_offloads: u64,
-    /// Processes that are home, and whose host memory is ready for the next time.
+    /// Processes that are resident, and whose host memory is ready for the next time.
     pub copier_prefaulted: u32,
     /// Processes whose memory it is getting hold of.
     pub copier_registering: u32,
@@ -67,25 +67,25 @@ pub struct GpuRow {
     pub copier_vram_bytes: u64,
 }
 
-/// A container.
+/// A container, as `affinode ps` prints it.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct ContainerRow {
-    /// namespace/pod/container, or namespace/id.
+    /// Name of the form namespace/pod/container, or namespace/id.
     pub name: String,
-    /// The controller's key.
+    /// Key of the container at the controller.
     pub key: String,
-    /// containerd's namespace.
+    /// Namespace of the container in containerd.
     pub namespace: String,
-    /// containerd's id.
+    /// Id of the container in containerd.
     pub id: String,
-    /// Kubernetes' namespace.
+    /// Namespace of the pod in Kubernetes.
     pub pod_namespace: String,
-    /// Kubernetes' pod.
+    /// Name of the pod in Kubernetes.
     pub pod: String,
-    /// Kubernetes' container.
+    /// Name of the container in its pod.
     pub container: String,
-    /// Its image.
+    /// Name of the container's image.
     pub image: String,
     /// Active, Idle, Offloaded, …
     pub state: String,
@@ -93,25 +93,25 @@ pub struct ContainerRow {
     pub since_unix_ms: i64,
     /// Why it is where it is.
     pub reason: String,
-    /// VRAM it holds.
+    /// VRAM that the container holds, in bytes.
     pub vram_bytes: u64,
     /// VRAM it gave back.
     pub offloaded_bytes: u64,
     /// The effective idle timeout.
     pub idle_timeout_ms: u64,
-    /// The effective engine.
+    /// Engine in effect for the container.
     pub engine: String,
     /// The part of its VRAM that is copied at the speed of the bus.
     pub copyable_share: Option<f64>,
     /// Moves out so far.
     pub offloads: u64,
-    /// Returns so far.
+    /// Number of restores up to now.
     pub restores: u64,
     /// Duration of the last move out.
     pub last_offload_ms: u64,
     /// Duration of the last return, as the caller felt it.
     pub last_wake_ms: u64,
-    /// Its CUDA processes.
+    /// CUDA processes of the container.
     pub processes: Vec<ProcessRow>,
     /// Annotations that were not understood.
     pub warnings: Vec<String>,
@@ -127,7 +127,7 @@ impl ContainerRow {
     }
 }
 
-/// A CUDA process.
+/// A CUDA process of a container.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct ProcessRow {
@@ -141,7 +141,7 @@ pub struct ProcessRow {
     pub swappable_bytes: u64,
     /// What of it is copied now.
     pub copied_out_bytes: u64,
-    /// Host memory that it keeps while it is home.
+    /// Host memory that it keeps while it is resident.
     pub kept_bytes: u64,
     /// What the last move out did not copy again.
     pub unchanged_bytes: u64,
@@ -151,7 +151,7 @@ pub struct ProcessRow {
     pub hazards: Vec<String>,
     /// The function that it called last.
     pub last_call: String,
-    /// VRAM it holds.
+    /// VRAM that the process holds, in bytes.
     pub vram_bytes: u64,
     /// Share of the last moment in which its work ran.
     pub utilization_percent: Option<u32>,
@@ -167,19 +167,19 @@ pub struct EventRow {
     pub unix_ms: i64,
     /// state, refused, annotation, controller, process.
     pub kind: String,
-    /// namespace/pod/container, or namespace/id.
+    /// Name of the form namespace/pod/container, or namespace/id.
     pub container: String,
-    /// State before.
+    /// State before the event.
     pub from: String,
-    /// State after.
+    /// State after the event.
     pub to: String,
-    /// Stable word.
+    /// Stable word of the reason.
     pub reason: String,
     /// VRAM that was moved.
     pub bytes: u64,
     /// How long it took.
     pub elapsed_ms: u64,
-    /// For people.
+    /// Text of the event for people.
     pub text: String,
 }
 
@@ -191,7 +191,7 @@ pub struct ActionRow {
     pub done: bool,
     /// The state it is in now.
     pub state: String,
-    /// Why not.
+    /// Reason of a refusal.
     pub reason: String,
     /// VRAM that was moved.
     pub bytes: u64,
@@ -324,7 +324,7 @@ impl Cli {
         Ok(rows.into_iter().find(|row| row.id == id))
     }
 
-    /// The same of one that the controller knows, or is about to be told of.
+    /// The row of a container that the controller lists, or will list soon.
     ///
     /// # Errors
     /// As [`Cli::ps`], or when it stays unknown.
@@ -365,8 +365,8 @@ impl Cli {
         .with_context(|| format!("it was {last}"))
     }
 
-    /// The events, once one of them is as wanted: the controller publishes them a moment after
-    /// what they report.
+    /// The events, once one of them matches: the controller publishes them a moment after what they
+    /// report.
     ///
     /// # Errors
     /// As [`Cli::ps`], or when it does not come.
@@ -396,11 +396,10 @@ impl Cli {
             .collect()
     }
 
-    /// `affinode offload` of a container that is on the GPU, asked again after a refusal
-    /// that passes by itself.
+    /// `affinode offload` of a resident container, repeated after a temporary refusal.
     ///
     /// # Errors
-    /// When it cannot be asked.
+    /// If the command cannot be run.
     pub fn offload(&self, id: &str) -> Result<ActionRow> {
         until(&format!("an answer about {id}"), || {
             let at_home = |row: &ContainerRow| ["Active", "Idle"].contains(&row.state.as_str());

@@ -25,9 +25,9 @@ pub const PIPES: &str = "/io";
 /// What a container is to be.
 #[derive(Clone, Debug)]
 pub struct Spec {
-    /// containerd's id.
+    /// Id of the container in containerd.
     pub id: String,
-    /// Runtime type.
+    /// Runtime type in containerd.
     pub runtime: String,
     /// One of [`image`]'s names.
     pub image: String,
@@ -35,15 +35,15 @@ pub struct Spec {
     pub rootfs: Option<PathBuf>,
     /// Whether it gets the world's GPU.
     pub gpu: bool,
-    /// Environment.
+    /// Environment variables of the program.
     pub env: Vec<(String, String)>,
-    /// Annotations.
+    /// Annotations of the spec.
     pub annotations: Vec<(String, String)>,
-    /// Read-only bind mounts.
+    /// Read-only bind mounts, as source and destination.
     pub mounts: Vec<(PathBuf, PathBuf)>,
     /// Further flags of `ctr run`.
     pub flags: Vec<String>,
-    /// Program and arguments.
+    /// Program and its arguments.
     pub argv: Vec<String>,
 }
 
@@ -108,14 +108,14 @@ impl Spec {
         self
     }
 
-    /// With another runtime.
+    /// Uses another runtime type.
     #[must_use]
     pub fn runtime(mut self, runtime: &str) -> Self {
         runtime.clone_into(&mut self.runtime);
         self
     }
 
-    /// From another image.
+    /// Runs the program from another image.
     #[must_use]
     pub fn image(mut self, image: &str) -> Self {
         image.clone_into(&mut self.image);
@@ -242,7 +242,7 @@ pub fn make_pipe_pairs(world: &Path, id: &str, suffixes: &[&str]) -> Result<Path
 /// A container that was started.
 #[derive(Clone, Debug)]
 pub struct Running {
-    /// containerd's id.
+    /// Id of the container in containerd.
     pub id: String,
 }
 

@@ -27,17 +27,17 @@ pub const AFFINODE: &str = "io.containerd.affinode.v1";
 /// Runtime type of the stock shim.
 pub const STOCK: &str = "io.containerd.runc.v2";
 
-/// The snippets that users are told to install, so that they are what is tested.
+/// The snippets that the documents tell users to install, so that the tests cover them.
 const REGISTER_V2: &str = include_str!("../../../config/containerd/affinode-v2.toml");
 /// Our shim, and where the snippet for containerd 2 has it.
 const SHIM: &str = "containerd-shim-affinode-v1";
 const INSTALLED: &str = "/usr/local/bin/containerd-shim-affinode-v1";
 const REGISTER_V3: &str = include_str!("../../../config/containerd/affinode-v3.toml");
 
-/// Who writes containerd's configuration.
+/// The writer of containerd's configuration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
-    /// A distribution, once.
+    /// A distribution, once at installation.
     #[default]
     Usual,
     /// k3s or rke2, at each start.
@@ -92,7 +92,7 @@ impl Containerd {
         Some(Rancher { line: self.release.line, imports, dir: &self.dir, store: &self.store })
     }
 
-    /// Registers our runtime, as users are told to.
+    /// Registers Affinode's runtime with the documented snippets.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -112,7 +112,7 @@ impl Containerd {
         Ok(std::fs::write(file, text)?)
     }
 
-    /// Its release.
+    /// Release of this containerd.
     #[must_use]
     pub fn release(&self) -> &Release {
         &self.release
@@ -151,7 +151,7 @@ impl Containerd {
         self.dir.join("state/io.containerd.runtime.v2.task").join(namespace)
     }
 
-    /// Its log.
+    /// Path of its log.
     #[must_use]
     pub fn log(&self) -> PathBuf {
         self.dir.join("containerd.log")
@@ -236,7 +236,7 @@ impl Containerd {
     }
 }
 
-/// Runs a command; its standard output, or an error that carries what it wrote last.
+/// Runs a command and returns its stdout; an error carries the end of its stderr.
 ///
 /// # Errors
 /// When it cannot be run or fails.

@@ -215,7 +215,7 @@ pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig
     }
 }
 
-/// A container with the world's GPU that runs the usual CUDA program with so much VRAM, and the
+/// A container with the testbed's GPU that runs the usual CUDA program with this much VRAM, and the
 /// program's lines.
 ///
 /// # Errors

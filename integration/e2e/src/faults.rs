@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 use crate::{cri::Cri, installed::Installation, snapshot::Snapshot, testbed::Testbed};
 
-/// A fault, on a node that nothing is installed on: what was seen.
+/// A fault on a node without an installation; returns the observation.
 pub type Fault = fn(&Testbed) -> Result<String>;
 
 /// Each of them, by name.
@@ -44,8 +44,8 @@ impl<'a> Scene<'a> {
         Cri::connect(&self.world.containerd().socket()).map(|_| ())
     }
 
-    /// Runs an installation with these mounts, which nobody else sees: what it says, and the
-    /// files that it leaves in `looked_at`.
+    /// Runs an installation with private mounts: returns its output, and the files that it leaves
+    /// in `looked_at`.
     fn with_mounts(&self, mounts: &str, looked_at: &str, more: &[&str]) -> Result<String> {
         let own = self.installation.command("install", more)?;
         let script = format!(
@@ -121,7 +121,7 @@ fn full_configuration(scene: &Scene) -> Result<()> {
     let own = [scene.world.prefix(), scene.installation.state("")];
     own.iter().try_for_each(fs::create_dir_all)?;
     let dir = scene.world.dir().display();
-    // Through the overlay nobody is reached.
+    // Through the overlay, the socket has no listener.
     let socket = scene.world.containerd().socket();
     let socket = socket.display();
     let binds = own.iter().zip(["prefix", "state"]).fold(String::new(), |all, (folder, name)| {
@@ -165,7 +165,7 @@ fn read_only(world: &Testbed) -> Result<String> {
     Ok(said)
 }
 
-/// Somebody has broken the configuration since containerd was started with it.
+/// The configuration was broken after containerd's start.
 fn broken_import(world: &Testbed) -> Result<String> {
     let config = world.containerd().config_file();
     let original = fs::read_to_string(&config)?;
@@ -212,7 +212,7 @@ fn second_installer(world: &Testbed) -> Result<String> {
     installation.done("status", &[])?;
     installation.restarted(|| installation.done("uninstall", &[]))?;
     scene.is_as_before()?;
-    let said = said.first().context("nobody was refused")?;
+    let said = said.first().context("no call was refused")?;
     Ok(format!("refused while the first goes on to its end: {}", said.trim()))
 }
 

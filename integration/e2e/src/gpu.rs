@@ -39,12 +39,12 @@ const DRIVER_LIBRARIES: [&str; 6] = [
 /// Which GPU a world has.
 #[derive(Clone, Debug)]
 pub enum Gpu {
-    /// Played by a daemon, with so many bytes of VRAM.
+    /// Simulated by a daemon, with this many bytes of VRAM.
     Simulated {
-        /// The whole VRAM.
+        /// Total VRAM in bytes.
         vram_bytes: u64,
     },
-    /// The machine's own.
+    /// The machine's own GPU.
     Real,
 }
 
@@ -178,11 +178,11 @@ fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
 /// What makes a container a GPU container.
 #[derive(Clone, Debug, Default)]
 pub struct ContainerParts {
-    /// Environment.
+    /// Environment variables that a program needs.
     pub env: BTreeMap<String, String>,
     /// Read-only bind mounts: host path, path in the container.
     pub mounts: Vec<(PathBuf, PathBuf)>,
-    /// Device nodes.
+    /// Device nodes that a container needs.
     pub devices: Vec<PathBuf>,
 }
 
@@ -260,7 +260,7 @@ pub fn driver_folder() -> Result<PathBuf> {
         .context("the NVIDIA driver's libcuda.so.1 is nowhere: is the driver installed?")
 }
 
-/// The machine's `nvidia-smi`.
+/// Path of the machine's `nvidia-smi`.
 fn nvidia_smi() -> Result<PathBuf> {
     let beside = driver_folder()?.join("../bin/nvidia-smi");
     [beside, "/usr/bin/nvidia-smi".into(), "/usr/local/bin/nvidia-smi".into()]

@@ -3,22 +3,22 @@
 //!
 //! | module | plays |
 //! | --- | --- |
-//! | [`calls`] | the five calls that kill while the state is away |
-//! | [`nvml`] | NVML asked in a process that is away |
+//! | [`calls`] | the five calls that kill a process while its state is offloaded |
+//! | [`nvml`] | NVML asked in a process that is offloaded |
 //! | [`memory`] | kinds of memory that a checkpoint cannot carry, or can |
 //! | [`host`] | host memory that has no room for the VRAM |
 //! | [`setup`] | processes that cannot be managed, or not now |
 //! | [`moments`] | something happens in the middle of a move |
-//! | [`ends`] | a container ends, or is paused, while it is away or waits |
+//! | [`ends`] | a container ends, or is paused, while it is offloaded or waits |
 //! | [`tools`] | profilers and video, which reach the driver past its public functions |
-//! | [`exits`] | a program ends by itself while it is away |
-//! | [`hidden`] | the driver is reached on a way that no hook sees |
+//! | [`exits`] | a program ends by itself while it is offloaded |
+//! | [`hidden`] | a driver call that no hook sees |
 //! | [`wake_race`] | two that do not fit together are woken at once |
-//! | [`manual_ops`] | what all of them use |
+//! | [`manual_ops`] | helpers of all hazards |
 //! | [`report`] | the table |
 //!
-//! *Without* is told, not judged: it is why the row is here. *With* is judged: the
-//! process lives on with its memory intact, moved or refused with the reason that is wanted.
+//! *Without* is reported, not judged: it is the reason for the row. *With* is judged: the process
+//! must live on with its memory intact, offloaded or refused with the expected reason.
 
 mod calls;
 mod ends;
@@ -46,7 +46,8 @@ use crate::{
     wait::until,
 };
 
-/// Nothing moves unless it is asked for; a kernel that runs is not waited for long.
+/// No container is offloaded without a request, and an offload waits only briefly for a running
+/// kernel.
 const CONFIG: &str = r#"
 [policy]
 mode = "manual"
@@ -66,7 +67,7 @@ const QUIET_BYTES: u64 = 1_024 * MIB;
 /// VRAM of a simulated GPU.
 const SIMULATED_BYTES: u64 = 8_192 * MIB;
 
-/// A hazard.
+/// A hazard to play.
 struct Case {
     name: String,
     /// Why it has nothing to show on a real GPU.
@@ -78,11 +79,11 @@ type Play = Box<dyn Fn(&Testbed) -> Result<Found>>;
 
 /// What a row shows.
 enum Found {
-    /// It was played.
+    /// The outcome of a played hazard.
     Row {
-        /// Without Affinode.
+        /// Outcome of the play without Affinode.
         without: String,
-        /// With it.
+        /// Outcome of the play with Affinode.
         with: String,
     },
     /// This machine cannot have it, and why.
@@ -112,7 +113,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// What to play.
+/// Which hazards to play.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Simulated, of whatever size, or the machine's own.
@@ -175,7 +176,7 @@ fn clear(world: &Testbed) -> Result<()> {
     until("the containers to be removed", || {
         let listed = containerd::run(world.ctr().args(["containers", "list", "--quiet"]))?;
         for id in listed.lines() {
-            // One that ends by itself in between is what is wanted.
+            // A container that ends by itself meanwhile is the wanted result.
             let _ = world.ctr().args(["tasks", "delete", "--force", id]).output()?;
             let _ = world.ctr().args(["containers", "delete", id]).output()?;
         }

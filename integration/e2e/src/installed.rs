@@ -18,7 +18,7 @@ use crate::{artifacts::Artifacts, testbed::Testbed};
 
 /// How the programs of an installation are called.
 pub const SHIM: &str = "containerd-shim-affinode-v1";
-/// What is installed, below its prefix.
+/// Installed files, below the prefix.
 pub const FILES: [&str; 3] =
     ["bin/affinode", "bin/containerd-shim-affinode-v1", "lib/affinode/libaffinode_preload.so"];
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -50,7 +50,7 @@ impl<'a> Installation<'a> {
         self.prefix.join(name)
     }
 
-    /// The installed shim.
+    /// Path of the installed shim.
     #[must_use]
     pub fn shim(&self) -> PathBuf {
         self.file("bin").join(SHIM)
@@ -62,14 +62,14 @@ impl<'a> Installation<'a> {
         self.state_dir.join(name)
     }
 
-    /// containerd's file.
+    /// Path of containerd's configuration.
     #[must_use]
     pub fn config(&self) -> PathBuf {
         self.world.containerd().config_file()
     }
 
-    /// `affinode install`, `uninstall` or `status` on it; `more` wins over what it would say
-    /// itself.
+    /// `affinode install`, `uninstall` or `status` for this node; `more` overrides the usual
+    /// arguments.
     ///
     /// # Errors
     /// When the command was not built.
@@ -104,7 +104,7 @@ impl<'a> Installation<'a> {
         Ok(self.command(verb, more)?.output()?)
     }
 
-    /// Runs it and demands success: what it printed.
+    /// Runs it, requires success, and returns its output.
     ///
     /// # Errors
     /// When it fails.
@@ -115,7 +115,7 @@ impl<'a> Installation<'a> {
         Ok(said)
     }
 
-    /// Runs it and demands exit status 1: what it says is wrong.
+    /// Runs it, requires exit status 1, and returns its error text.
     ///
     /// # Errors
     /// When it ends otherwise.
@@ -138,8 +138,8 @@ impl<'a> Installation<'a> {
         Ok(fs::set_permissions(&tool, fs::Permissions::from_mode(0o755))?)
     }
 
-    /// Runs it while `systemctl` asks for restarts and gets them, as systemd would carry them
-    /// out: what it returns, and how often containerd was restarted.
+    /// Runs it while `systemctl` requests restarts and gets them, as systemd would carry them out.
+    /// Returns the result, and the number of restarts.
     ///
     /// # Errors
     /// When it fails, or containerd does not come back.
@@ -153,8 +153,8 @@ impl<'a> Installation<'a> {
         })
     }
 
-    /// The same, where `restart` is told how many were asked for before, and says whether it
-    /// went well.
+    /// Like [`Installed::restarted`], but `restart` gets the number of earlier requests and returns
+    /// whether it succeeded.
     ///
     /// # Errors
     /// When either of them fails.
@@ -165,7 +165,7 @@ impl<'a> Installation<'a> {
     ) -> Result<(T, usize)> {
         let (asked, done) = (self.tools.join("asked"), self.tools.join("done"));
         let (a, d) = (asked.display(), done.display());
-        // Whoever asked and was killed is answered, too: that answer is nobody's.
+        // A request of a killed process also gets its reply, which no process reads.
         self.systemctl(&format!(
             "rm -f {d}; : > {a}; while [ ! -e {d} ]; do sleep 0.02; done; code=$(cat {d}); rm {d}; exit $code"
         ))?;

@@ -32,7 +32,7 @@ const MAX_TEST_NAME: usize = 45;
 /// An item's documentation with at most this many words says no more than the name.
 const SHORT_DOC_WORDS: usize = 3;
 
-/// Counts by name.
+/// Counts by scope and marker.
 pub type Counts = BTreeMap<String, u64>;
 
 /// A marker and the number of its occurrences in a line.

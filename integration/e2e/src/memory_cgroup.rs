@@ -21,7 +21,7 @@ pub fn folder(world: &Testbed) -> Result<PathBuf> {
         .context("no cgroup hierarchy limits memory")
 }
 
-/// What is charged to it, in bytes.
+/// Memory charged to the cgroup, in bytes.
 ///
 /// # Errors
 /// When that cannot be read.
@@ -33,7 +33,7 @@ pub fn used_bytes(folder: &Path) -> Result<u64> {
     text.trim().parse().with_context(|| format!("{} has no number: {text}", file.display()))
 }
 
-/// Sets a memory limit; none takes it away.
+/// Sets a memory limit; `None` removes it.
 ///
 /// # Errors
 /// When the kernel refuses it.

@@ -38,7 +38,7 @@ pub fn spent_bytes(folder: &Path) -> Result<u64> {
     let value = |name: &str| -> Option<u64> {
         text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
     };
-    // Version 1 sums up what is below in fields of its own.
+    // cgroup v1 has separate fields for the sums of descendants.
     let anonymous = value("total_rss").or_else(|| value("anon"));
     let shared = value("total_shmem").or_else(|| value("shmem"));
     Ok(anonymous.context("no anonymous memory")? + shared.context("no shared memory")?)

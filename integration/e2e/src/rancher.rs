@@ -15,25 +15,25 @@ use anyhow::{Context, Result, bail};
 
 use crate::{image, release::Line, supervisor::cgroup_parent};
 
-/// Their unit's name: k3s' installer gives it the one that it is told.
+/// Name of their unit: k3s' installer uses the name that it is given.
 pub const UNIT: &str = "k3s-lab";
 /// In their folder of data.
 const FOLDER: &str = "agent/etc/containerd";
 const BASE: &str = "{{ template \"base\" . }}";
 /// Their templates, the first that is there being read, and the version of the file that is made.
 const TEMPLATES: [(&str, u8); 2] = [("config-v3.toml.tmpl", 3), ("config.toml.tmpl", 2)];
-/// What they take for NVIDIA's runtime; here it is runc.
+/// The name under which they detect NVIDIA's runtime; here it is runc.
 const NVIDIA: &str = "nvidia-container-runtime";
 
 /// k3s or rke2 of a world.
 pub struct Rancher<'a> {
-    /// Of their containerd.
+    /// Release line of their containerd.
     pub line: Line,
-    /// Whether what they write imports a folder beside it, as newer ones do with containerd 2.
+    /// Whether their configuration imports a folder beside it, as newer ones do with containerd 2.
     pub imports: bool,
-    /// The world's folder.
+    /// Folder of the testbed.
     pub dir: &'a Path,
-    /// containerd's.
+    /// Folder with containerd's own store.
     pub store: &'a Path,
 }
 
@@ -47,7 +47,7 @@ impl Rancher<'_> {
         self.folder().join("config.toml")
     }
 
-    /// What is there before they start for the first time.
+    /// Creates the files that exist before their first start.
     pub fn prepare(&self) -> Result<()> {
         fs::create_dir_all(self.folder())?;
         let folders = std::env::var_os("PATH").unwrap_or_default();
@@ -150,12 +150,12 @@ SystemdCgroup = false
         root.join(cgroup_parent(self.dir)).join(format!("{UNIT}.service"))
     }
 
-    /// When rke2's unit has stopped it ends what is left in its cgroup and is listed with its
-    /// process id before the word containerd or kubelet: no shim must look so.
+    /// When rke2's unit has stopped, rke2 kills processes left in its cgroup whose listing has a
+    /// process id before the word containerd or kubelet: no shim may match.
     pub fn stopped(&self) -> Result<()> {
         let pids = fs::read_to_string(self.cgroup().join("cgroup.procs"))?;
         for pid in pids.lines() {
-            // One that has ended meanwhile is no matter.
+            // A process that ended meanwhile is skipped.
             let Ok(raw) = fs::read(format!("/proc/{pid}/cmdline")) else { continue };
             let line = format!("{pid} {}", String::from_utf8_lossy(&raw).replace('\0', " "));
             if ["containerd", "kubelet"].iter().any(|word| is_listed(&line, word)) {
@@ -177,7 +177,7 @@ mod tests {
     use super::is_listed;
 
     #[test]
-    fn what_is_started_by_its_name_alone_is_listed() {
+    fn process_started_by_name_is_listed() {
         assert!(is_listed("7 containerd -c /a", "containerd"));
         assert!(is_listed("7 containerd-shim-x -id 1", "containerd"));
         assert!(!is_listed("7 /usr/bin/containerd-shim-x -id a containerd", "containerd"));

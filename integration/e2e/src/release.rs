@@ -52,7 +52,7 @@ impl Line {
 /// One containerd with its own ctr and stock shim.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Release {
-    /// Its line.
+    /// Release line of this version.
     pub line: Line,
     /// Its version, as it says itself.
     pub version: String,

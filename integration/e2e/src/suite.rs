@@ -2,24 +2,24 @@
 //!
 //! | part | decides |
 //! | --- | --- |
-//! | [`cycle`] | a plain CUDA process and a torch process, as root and as uid 1000: idle, away, back, same results |
-//! | [`hidden`] | a call past the hooks while away: the process comes home, its context is not checkpointed again |
+//! | [`cycle`] | a plain CUDA process and a torch process, as root and as uid 1000: idle, offloaded, restored, same results |
+//! | [`hidden`] | a call past the hooks while offloaded: the process is restored, its context is not checkpointed again |
 //! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program dies |
-//! | [`no_controller`] | a process that is called while no controller answers brings itself back |
-//! | [`oversubscription`] | three on VRAM for one, and a newcomer whose allocations wait for most of it: all go on, none fails |
-//! | [`witness`] | a kernel that runs on while no call is made keeps its container where it is |
-//! | [`connection`] | a connection brings back who asked for that, before it is called |
-//! | [`immediate`] | restore policy `immediate`: one in use is moved, one that cannot be is ended |
+//! | [`no_controller`] | a process that makes a call without a controller restores itself |
+//! | [`oversubscription`] | three containers with VRAM for one, and a newcomer whose allocations wait for most of it: all proceed, none fails |
+//! | [`witness`] | a kernel that runs on while no call is made prevents its container's offload |
+//! | [`connection`] | a connection prewakes a container with that setting, before its call |
+//! | [`immediate`] | restore policy `immediate`: a container in use is offloaded, an immovable one is ended |
 //! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
 //! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; in a part of its own |
-//! | [`mod@gpus`] | returns onto another GPU, and programs that share memory between processes or GPUs |
-//! | [`nvml`] | NVML asked while the process is away, from C and from pynvml: answers without a wake, the same facts |
+//! | [`mod@gpus`] | restores on another GPU, and programs that share memory between processes or GPUs |
+//! | [`nvml`] | NVML asked while the process is offloaded, from C and from pynvml: answers without a wake, the same facts |
 //! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; in a part of its own |
 //! | [`tools`] | torch.profiler in every order, NVTX, compute-sanitizer, ncu, NVDEC: no process hangs or is lost |
-//! | [`jax`] | JAX by each engine, and what it calls while it is idle |
-//! | [`calibration`] | decides nothing: what moves cost, as a file for `affinode simulate` |
-//! | [`mod@host_memory`] | more leaves at once than host memory holds: no container is killed; in a part of its own |
-//! | [`recording`] | decides nothing: what the dashboard is told, to be looked at on another machine |
+//! | [`jax`] | JAX by each engine, and its calls while it is idle |
+//! | [`calibration`] | decides nothing: the costs of moves, as a file for `affinode simulate` |
+//! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; in a part of its own |
+//! | [`recording`] | decides nothing: the dashboard's stream, to be replayed on another machine |
 //! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own, a wake beside an attacker |
 //!
 //! It runs on the simulated GPU as well, less what needs torch.
@@ -104,12 +104,12 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "plain process, root", |world, rows| cycle::plain(world, "root", rows));
     report.part(&world, "plain process, uid 1000", |world, rows| cycle::plain(world, "user", rows));
     report.part(&world, "crashing calls", crashers::with_and_without);
-    report.part(&world, "hidden way", hidden::comes_home);
+    report.part(&world, "hidden way", hidden::hidden_call_restores);
     report.part(&world, "no controller", no_controller::comes_back);
     report.part(&world, "more wanted than there is", oversubscription::oversubscribed);
     report.part(&world, "work without calls", witness::work_without_calls);
     report.part(&world, "a connection wakes", connection::brings_back);
-    report.part(&world, "NVML while away", nvml::plain);
+    report.part(&world, "NVML while offloaded", nvml::plain);
     report.part(&world, "cost of a call", cost::calls);
     report.part(&world, "cost of watched calls", cost::watched_calls);
     report.part(&world, "cost of a wake", cost::wakes);
@@ -148,7 +148,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
 /// What needs the machine's torch, and its JAX.
 fn with_python(report: &mut Report, python: &python::Python) {
     let world = python.world;
-    report.part(world, "NVML while away, pynvml", |_, rows| nvml::python(python, rows));
+    report.part(world, "NVML while offloaded, pynvml", |_, rows| nvml::python(python, rows));
     report.part(world, "torch, root", |_, rows| torch::cycle(python, "root", rows));
     report.part(world, "torch, uid 1000", |_, rows| torch::cycle(python, "user", rows));
     report.part(world, "engines, torch", |_, rows| torch::ENGINES.side_by_side(python, rows));
@@ -233,7 +233,7 @@ pub fn calibrations(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<Pa
     Ok(files)
 }
 
-/// What the dashboard of a node with three containers is told, as files in a folder.
+/// Records the dashboard's stream of a node with three containers, as files in a folder.
 ///
 /// # Errors
 /// When no world can be made, or a container does not start.
@@ -242,8 +242,8 @@ pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>
     recording::record(&world, folder)
 }
 
-/// Waits until the copier has got hold of the memory of whoever was moved out, or has let go of
-/// that of whoever came home, as it has where a container stays for some seconds.
+/// Waits until the copier has imported the memory of offloaded processes, or released that of
+/// restored ones, as it has where a container stays for some seconds.
 fn wait_held(world: &Testbed) -> Result<()> {
     until("the copier", || {
         let gpus = world.cli().ps()?.gpus;
@@ -251,7 +251,7 @@ fn wait_held(world: &Testbed) -> Result<()> {
     })
 }
 
-/// Until the host memory of so many processes is ready for their next offload.
+/// Waits until the host memory of this many processes is prefaulted for their next offload.
 fn wait_prepared(world: &Testbed, many: usize) -> Result<()> {
     let mut last = Node::default();
     until_within(Duration::from_secs(30), "host memory that is ready", || {
@@ -262,7 +262,7 @@ fn wait_prepared(world: &Testbed, many: usize) -> Result<()> {
     .with_context(|| format!("{:?}, {:?}", last.gpus, last.containers))
 }
 
-/// VRAM in use on the first GPU, beside the copier's, once it is what is wanted.
+/// VRAM in use on the first GPU, without the copier's, once it satisfies `wanted`.
 fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = 0;
     until("the VRAM in use to change", || {

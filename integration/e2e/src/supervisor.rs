@@ -1,5 +1,5 @@
-//! The keeper: a process that owns everything a private world starts, so that
-//! nothing of it outlives the test, the demo or the bench, however they end.
+//! The supervisor: a process that owns everything that a testbed starts, so that nothing of it
+//! outlives the test, the demo or the bench, however they end.
 //!
 //! ```text
 //!  test ──stdin/stdout, JSON lines──> affinode-keeper          own session, own mount namespace,
@@ -12,8 +12,8 @@
 //!                                               unmount, remove cgroups and folder, exit
 //! ```
 //!
-//! Nothing is named or guessed: what is killed is what descends from the keeper,
-//! what is unmounted is what its own namespace holds.
+//! It works without names or guesses: it kills its own descendants, and unmounts the mounts of its
+//! own namespace.
 
 mod cleanup;
 mod client;
@@ -36,7 +36,7 @@ pub(crate) const STORE: &str = "store";
 /// What of the machine a world has for itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
-    /// Its mounts.
+    /// Mounts that it creates.
     #[default]
     Mounts,
     /// Its network as well, and the folders that a kubelet always uses: a node of a cluster.
@@ -54,10 +54,10 @@ impl Scope {
     }
 }
 
-/// What the keeper is asked to start.
+/// A program that the supervisor must start.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Job {
-    /// Program and arguments.
+    /// Program and its arguments.
     pub argv: Vec<String>,
     /// Added to the keeper's own environment.
     pub env: BTreeMap<String, String>,
@@ -71,7 +71,7 @@ pub struct Job {
 pub(crate) enum Reply {
     /// Ready, or the job runs: its process id.
     Pid(u32),
-    /// Why not.
+    /// Reason of the failure.
     Error(String),
 }
 

@@ -62,7 +62,7 @@ impl Default for TestbedConfig {
 }
 
 impl TestbedConfig {
-    /// With these built files instead of those that [`Artifacts::find`] finds.
+    /// Uses these built files instead of those that [`Artifacts::find`] finds.
     #[must_use]
     pub fn artifacts(mut self, artifacts: Artifacts) -> Self {
         self.artifacts = Some(artifacts);
@@ -76,7 +76,7 @@ impl TestbedConfig {
         self
     }
 
-    /// With this GPU.
+    /// Gives the testbed this GPU.
     #[must_use]
     pub fn gpu(mut self, gpu: Gpu) -> Self {
         self.gpu = gpu;
@@ -220,7 +220,7 @@ impl Testbed {
         TestbedConfig::default().world()
     }
 
-    /// Its folder.
+    /// Folder of the testbed.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
@@ -232,19 +232,19 @@ impl Testbed {
         self.dir.join(PREFIX)
     }
 
-    /// Its containerd.
+    /// The containerd of this testbed.
     #[must_use]
     pub fn containerd(&self) -> &Containerd {
         &self.containerd
     }
 
-    /// Its keeper.
+    /// The supervisor of this testbed.
     #[must_use]
     pub fn keeper(&self) -> &Keeper {
         &self.keeper
     }
 
-    /// Its GPU.
+    /// The GPU of this testbed.
     #[must_use]
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
@@ -256,7 +256,7 @@ impl Testbed {
         &self.cli
     }
 
-    /// The built files.
+    /// The built files in use.
     #[must_use]
     pub fn artifacts(&self) -> &Artifacts {
         &self.artifacts

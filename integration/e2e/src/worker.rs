@@ -108,9 +108,9 @@ impl Lines {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Answer {
-    /// What was asked.
+    /// The command that was sent.
     pub command: String,
-    /// The `CUresult`.
+    /// The `CUresult` of the command.
     pub result: i32,
     /// How long the call took.
     pub elapsed_us: u64,
@@ -120,17 +120,17 @@ pub struct Answer {
     pub line: Option<u32>,
     /// How much was compared.
     pub bytes: Option<u64>,
-    /// Over all words.
+    /// Checksum over all words.
     pub checksum: Option<String>,
     /// How often every word was changed.
     pub touches: Option<u64>,
-    /// Of the program.
+    /// User id of the program.
     pub uid: Option<u32>,
     /// In the program's own pid namespace.
     pub pid: Option<i32>,
     /// What the GPU calls itself.
     pub device_name: Option<String>,
-    /// Free VRAM.
+    /// Free VRAM in bytes.
     pub free_bytes: Option<u64>,
     /// VRAM that was free at the start and is not at the end.
     pub missing_bytes: Option<u64>,
@@ -146,7 +146,7 @@ pub struct Answer {
 
 /// A container that runs the CUDA program `worker.c`, and its pipes.
 pub struct Worker {
-    /// Its container.
+    /// The container that runs it.
     pub running: Running,
     lines: Lines,
 }
@@ -193,7 +193,7 @@ impl Worker {
     #[must_use]
     pub fn pools(id: &str, engine: &str, mib: u64) -> Spec {
         let (program, mib) = (format!("{CLIENTS}/pools"), mib.to_string());
-        // Beside a capture: what is the driver's own may be refused, on a real GPU.
+        // During a capture, a real driver may refuse functions of its own.
         let may_refuse = if engine == "checkpoint" { "1" } else { "0" };
         Spec::gpu(id, &[&program, "--mib", &mib, "--may-refuse", may_refuse])
             .annotation("affinode.io/engine", engine)
@@ -314,7 +314,7 @@ impl Worker {
     /// When none comes.
     pub fn ask(&mut self, command: &str) -> Result<Answer> {
         self.send(command)?;
-        self.receive().with_context(|| format!("asked: {command}"))
+        self.receive().with_context(|| format!("command {command}"))
     }
 
     /// Sends a command and demands success.
@@ -329,10 +329,10 @@ impl Worker {
         Ok(answer)
     }
 
-    /// Closes the program's standard input: whether it ends of that.
+    /// Closes the program's standard input, and returns whether it ends then.
     ///
     /// # Errors
-    /// When containerd cannot be asked.
+    /// If containerd cannot be reached.
     pub fn ends(&mut self, world: &Testbed) -> Result<bool> {
         self.lines.close()?;
         match self.running.wait_stopped(world) {
@@ -342,7 +342,7 @@ impl Worker {
         }
     }
 
-    /// Whether all VRAM holds what it must, read by kernels; and that it was this much.
+    /// Whether all VRAM holds the expected words, read by kernels, and is of this size.
     ///
     /// # Errors
     /// When CUDA fails.
@@ -355,7 +355,7 @@ impl Worker {
         answer.ok.context("check says whether it is ok")
     }
 
-    /// Whether all VRAM holds what it must.
+    /// Whether all VRAM holds the expected words.
     ///
     /// # Errors
     /// When CUDA fails.

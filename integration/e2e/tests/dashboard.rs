@@ -41,7 +41,7 @@ fn node(world: &Testbed) -> Result<Value> {
 }
 
 #[test]
-fn the_api_shows_and_moves_what_the_command_shows_and_moves() -> Result<()> {
+fn api_and_command_agree() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Idle")?;
@@ -73,15 +73,15 @@ fn the_api_shows_and_moves_what_the_command_shows_and_moves() -> Result<()> {
         let seen = node(&world)?;
         let container = &seen["containers"][0];
         let only_one = container["wake_p99_ms"] == container["last_wake_ms"];
-        let home = container["restores"] == 1 && seen["host_used_bytes"] == 0;
-        Ok((only_one && home).then_some(seen))
+        let resident = container["restores"] == 1 && seen["host_used_bytes"] == 0;
+        Ok((only_one && resident).then_some(seen))
     })?;
     assert!(seen["host_free_bytes"].as_u64() > Some(0), "{seen}");
-    what_the_hook_costs_is_told(&world)
+    hook_overhead_is_reported(&world)
 }
 
 /// What a call costs was measured in the process; the call that woke it waited at the gate.
-fn what_the_hook_costs_is_told(world: &Testbed) -> Result<()> {
+fn hook_overhead_is_reported(world: &Testbed) -> Result<()> {
     let process = until("the wait at the gate to be known", || {
         let process = node(world)?["containers"][0]["processes"][0].clone();
         Ok((process["held_us"].as_u64() > Some(0)).then_some(process))
@@ -125,7 +125,7 @@ fn the_history_outlives_the_controller() -> Result<()> {
 }
 
 #[test]
-fn a_taken_port_costs_the_dashboard_and_nothing_else() -> Result<()> {
+fn port_in_use_disables_only_the_dashboard() -> Result<()> {
     let taken = TcpListener::bind("127.0.0.1:0")?;
     let listen = format!("[http]\nlisten = \"{}\"\n", taken.local_addr()?);
     let world = TestbedConfig::default().config(&format!("{MANUAL}{listen}")).world()?;

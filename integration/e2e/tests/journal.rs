@@ -37,7 +37,7 @@ fn entry(journal: &UnixDatagram, text: &str) -> Result<String> {
 }
 
 #[test]
-fn events_are_entries_of_the_journal_with_a_field_for_each_value() -> Result<()> {
+fn events_are_journal_entries_with_fields() -> Result<()> {
     let artifacts = Artifacts::find()?;
     let folder = tempfile::tempdir()?;
     let at = |name: &str| folder.path().join(name);

@@ -62,7 +62,7 @@ fn encoded(query: &str) -> String {
 }
 
 #[test]
-fn a_prometheus_scrapes_the_node_and_the_dashboards_find_data() -> Result<()> {
+fn prometheus_scrapes_and_dashboards_have_data() -> Result<()> {
     if Command::new("prometheus").arg("--version").stdout(Stdio::null()).status().is_err() {
         if std::env::var_os("AFFINODE_NEEDS_PROMTOOL").is_some() {
             bail!("no prometheus in the PATH");
@@ -75,7 +75,7 @@ fn a_prometheus_scrapes_the_node_and_the_dashboards_find_data() -> Result<()> {
     let config = format!("[policy]\n{policy}\n[http]\nlisten = \"{node}\"\n");
     let world = TestbedConfig::default().config(&config).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
-    let _away = Worker::start(&world, "away", 64)?;
+    let _offloaded = Worker::start(&world, "offloaded", 64)?;
 
     let scraper = free_address()?;
     let folder = world.dir().join("prometheus");
@@ -95,8 +95,8 @@ fn a_prometheus_scrapes_the_node_and_the_dashboards_find_data() -> Result<()> {
             .spawn()?,
     );
 
-    // Something of everything: moves out and home, one that is refused, a stranger.
-    world.cli().move_out("away")?;
+    // Something of everything: moves offload and restore, one that is refused, a stranger.
+    world.cli().move_out("offloaded")?;
     world.cli().move_out("worker")?;
     assert!(worker.verify()?);
     world.cli().run(&["pin", "worker"])?;

@@ -8,8 +8,8 @@ use serde_json::Value;
 
 /// Folder of a crate, and the crates of the workspace that it may use.
 ///
-/// `integration` meets the product as binaries only: were it linked to them, the
-/// tests would test what nobody runs.
+/// `integration` uses the product as binaries only: if it linked to them, the tests would test
+/// programs that no user runs.
 const ALLOWED: [(&str, &[&str]); 5] = [
     ("proto", &[]),
     ("preload", &["affinode-proto", "affinode-cuda-sys"]),
@@ -70,7 +70,7 @@ fn crates_use_only_whom_they_may() -> Result<()> {
 }
 
 #[test]
-fn the_shim_names_the_controller_in_its_main_file_alone() -> Result<()> {
+fn shim_names_controller_only_in_main() -> Result<()> {
     let sources = workspace_dir().join("runtime-shim/src");
     let mut folders = vec![sources.clone()];
     while let Some(folder) = folders.pop() {

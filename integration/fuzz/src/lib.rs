@@ -1,14 +1,14 @@
-//! Fuzz targets: every reader of bytes that somebody else wrote, each a function that
-//! panics when it finds a fault.
+//! Fuzz targets: every reader of bytes from another program, each as a function that panics when it
+//! finds a fault.
 //!
 //! - `cargo test -p affinode-fuzz` feeds each its corpus (`corpus/<target>`) and random
-//!   changes of it; `PROPTEST_CASES` says how many.
+//! changes of it; `PROPTEST_CASES` sets their number.
 //! - `cargo xtask fuzz --seconds 300` lets libFuzzer search, guided by coverage, and
 //!   keeps what reaches new code in `target/fuzz/corpus`; `--keep` brings the smallest set
 //!   of it back here.
 //!
-//! It links the product's crates, alone among the crates of `integration`: what it tests is
-//! functions, not programs.
+//! Of the crates of `integration`, only this one links the product's crates: it tests functions,
+//! not programs.
 
 pub mod targets;
 
@@ -17,7 +17,7 @@ use targets::{agent, files, image, node, shim};
 /// A target's name and function.
 pub type Target = (&'static str, fn(&[u8]));
 
-/// All of them.
+/// All targets by name.
 pub const TARGETS: [Target; 16] = [
     ("page", agent::page),
     ("messages", agent::messages),

@@ -14,7 +14,7 @@ fn corpus(target: &str) -> Vec<Vec<u8>> {
     files.collect()
 }
 
-/// A change: at a place, so many bytes are replaced by these.
+/// A change: at this position, this many bytes are replaced by these.
 type Change = (prop::sample::Index, usize, Vec<u8>);
 
 fn changed(mut bytes: Vec<u8>, changes: &[Change]) -> Vec<u8> {
@@ -27,7 +27,7 @@ fn changed(mut bytes: Vec<u8>, changes: &[Change]) -> Vec<u8> {
 }
 
 #[test]
-fn every_target_survives_its_corpus_and_what_is_near() {
+fn targets_survive_corpus_and_mutations() {
     for (name, run) in TARGETS {
         let corpus = corpus(name);
         assert!(!corpus.is_empty(), "{name} has no corpus");

@@ -1,10 +1,10 @@
-//! What tests of any crate tell the person who runs all of them.
+//! Notes of tests for the user who runs all of them.
 //!
-//! `cargo test` shows no output of a test that passes, so what a test did not check would be
-//! known to no one. A test that cannot run here calls [`skip`]; one that counts how often a thing
-//! went well calls [`share`]. Each writes a line to the file that [`NOTES_ENV`] names, which
-//! `cargo xtask test` prints at its end. Where [`MAY_SKIP_ENV`] names a list, as in CI, a skip for
-//! anything that is not on the list is a failure.
+//! `cargo test` prints no output of a test that passes, so a skipped check would stay unknown. A
+//! test that cannot run here calls [`skip`]; one that counts successes of repeated attempts calls
+//! [`share`]. Each writes a line to the file that [`NOTES_ENV`] names, which `cargo xtask test`
+//! prints at its end. If [`MAY_SKIP_ENV`] contains a list, as in CI, a skip that is not on the list
+//! is an error.
 
 #![forbid(unsafe_code)]
 

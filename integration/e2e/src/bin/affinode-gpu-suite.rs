@@ -53,7 +53,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether every goal was met, every hazard survived, and nobody lost.
+/// Whether every goal was met, every hazard survived, and no process lost.
 fn run() -> Result<bool> {
     let mut arguments = std::env::args_os().skip(1);
     let usage = "usage: affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [PART]...";
@@ -79,7 +79,7 @@ fn run() -> Result<bool> {
     let recipe = || TestbedConfig::default().release(&release);
     let mut whole = Map::new();
     let mut good = true;
-    // Parts of the suite that may be asked for alone.
+    // Parts of the suite that can be selected alone.
     only.extend(words.iter().filter(|word| IN_SUITE.contains(&word.as_str())).cloned());
     if wanted("suite") {
         only.clear();

@@ -22,34 +22,34 @@ use crate::{
 const EXEC: &str = "x";
 /// What that one allocates.
 const EXEC_MIB: u64 = 20;
-/// The contents of those that share.
+/// Seed of the contents that the twins share.
 const SHARED_SEED: u32 = 7;
 /// `cuMemAlloc` where VRAM is short.
 const OUT_OF_MEMORY: i32 = 2;
 
-/// A CUDA process.
+/// A CUDA process of a container.
 pub struct Process {
     lines: Lines,
     asked: VecDeque<String>,
     /// How often its memory was changed, when it verified it last.
     pub touches: u64,
-    /// On the host.
+    /// Process id on the host.
     pub pid: Pid,
     /// A fault was meant to end it.
     pub doomed: bool,
 }
 
-/// A container.
+/// A container with its CUDA processes.
 pub struct ChaosContainer {
     /// Its name for containerd; a new one each time it is started again.
     pub running: Running,
-    /// Its CUDA processes.
+    /// Its CUDA processes, in the order of their start.
     pub processes: Vec<Process>,
     /// The one that was started with exec, and the `ctr` that did it.
     pub guest: Option<(Lines, Child)>,
     /// A fault was meant to end it.
     pub doomed: bool,
-    /// How it leaves.
+    /// Settings of its offloads.
     pub way: Way,
     pipes: std::path::PathBuf,
 }
@@ -73,11 +73,11 @@ pub enum Verdict {
 /// How a container leaves.
 #[derive(Clone, Copy, Debug)]
 pub struct Way {
-    /// Its engine.
+    /// Engine that the annotation selects.
     pub engine: &'static str,
     /// It keeps its copies.
     pub keeps: bool,
-    /// It is prepared.
+    /// Whether its host memory is prefaulted.
     pub prepares: bool,
     /// It holds the same as others that share, and may hold it once with them.
     pub shares: bool,
@@ -86,12 +86,13 @@ pub struct Way {
 impl Way {
     /// The engine `full`, and nothing else.
     pub const FAST: Way = Way { engine: "full", keeps: false, prepares: false, shares: false };
-    /// The driver's own.
+    /// The driver's checkpoint without copies of the library.
     pub const DRIVER: Way = Way { engine: "checkpoint", ..Way::FAST };
 }
 
 impl ChaosContainer {
-    /// Starts a container of so many processes, and waits until each has filled its memory.
+    /// Starts a container with this number of processes, and waits until each has filled its
+    /// memory.
     ///
     /// # Errors
     /// When it does not start, or CUDA fails.
@@ -108,7 +109,7 @@ impl ChaosContainer {
         // `wait` is what a signal interrupts at once.
         script.push_str("while :; do wait; sleep 3600 & done\n");
         let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]);
-        // Who is prepared is idle for long enough to be.
+        // A longer idle time leaves enough time to prefault.
         let spec = if way.prepares { spec.prepared() } else { spec };
         let mut spec = spec
             .annotation("affinode.io/engine", way.engine)
@@ -315,7 +316,7 @@ fn is_well(asked: &str, line: &str) -> bool {
     result && contents && answer.command == command
 }
 
-/// Whether a process is no more; a corpse that nobody has collected is none.
+/// Whether a process has ended; a zombie counts as ended.
 #[must_use]
 pub fn has_ended(pid: Pid) -> bool {
     if kill(pid, None) == Err(Errno::ESRCH) {

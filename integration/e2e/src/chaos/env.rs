@@ -28,7 +28,7 @@ use crate::{
     worker::Worker,
 };
 
-/// Idle and away at once, looked at often.
+/// Short idle times and frequent checks.
 const CONFIG: &str = r#"
 [policy]
 mode = "eager"
@@ -51,7 +51,7 @@ pub enum Setup {
     /// As one of many GiB: beyond time-outs that a quick one never meets.
     Slow,
     /// Quick, and neither VRAM nor host memory has room for all: the containers are below a cgroup whose
-    /// limit is less than all of them need while they are away.
+    /// limit is less than all of them need while they are offloaded.
     Squeezed,
 }
 
@@ -82,7 +82,7 @@ impl Setup {
         }
     }
 
-    /// Who has not left by itself in this time is not going to.
+    /// Time limit for an offload without a request.
     fn automatic(self) -> Duration {
         match self {
             Setup::Quick | Setup::Squeezed => Duration::from_secs(20),
@@ -106,13 +106,14 @@ const SIMULATED_BYTES: u64 = 288 * MIB;
 /// Where host memory is short as well, both twins may be there at once (160 MiB each), beside the contexts
 /// of the others: not all that the cast wants (388 MiB, and seven contexts).
 const SQUEEZED_BYTES: u64 = 448 * MIB;
-/// So much less host memory than all need while they are away: each twin alone can leave, both cannot.
+/// Amount by which the limit is below what all need while offloaded: each twin alone can be
+/// offloaded, both cannot.
 const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
 /// Why a container may stay there.
 const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
 /// What a twin holds: what can be held once, and a rest that cannot.
 const TWIN_MIB: u64 = 144;
-/// Twins that leave so often and hold nothing together are let be.
+/// Number of offloads after which twins without shared contents are left as they are.
 const TURNS: usize = 2;
 /// How long that is waited for.
 const SOON: Duration = Duration::from_millis(500);
@@ -120,13 +121,13 @@ const SOON: Duration = Duration::from_millis(500);
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
 /// What a real driver may keep beyond that of moved processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
-/// A context of the simulated driver, with a table for digests that stays with it; and what a copier
-/// has beside its own for what is copied on the device.
+/// A context of the simulated driver with the digest table that stays with it, and the copier's
+/// buffer for copies on the device.
 const SIMULATED_CONTEXT_BYTES: u64 = 16 * MIB + MIB / 2;
 const SIMULATED_COPIER_BYTES: u64 = SIMULATED_CONTEXT_BYTES + 4 * MIB;
 /// The same of a real one: 530 to 671 MiB were seen.
 const REAL_CONTEXT_BYTES: u64 = 768 * MIB;
-/// Whoever is started has the next of these, whatever its role.
+/// Each started container gets the next of these, whatever its role.
 const WAYS: [Way; 7] = [
     Way::DRIVER,
     Way { engine: "auto", ..Way::FAST },
@@ -143,13 +144,13 @@ const SETTLED: Duration = Duration::from_secs(20);
 pub struct ChaosEnv {
     /// Dropped first: it follows the world's controller.
     pub watch: Watch,
-    /// The containers.
+    /// The containers of the campaign.
     pub cast: Vec<ChaosContainer>,
     /// How long its moves take.
     pub setup: Setup,
     /// Takes the room that a large GPU has too much of, and its process.
     ballast: Option<(Worker, i32)>,
-    /// Who had to be sent away by hand, and why it stayed.
+    /// Containers that needed a manual offload, and the reason.
     stayed: BTreeSet<String>,
     /// Where it all is.
     pub world: Testbed,
@@ -212,22 +213,24 @@ impl ChaosEnv {
         Ok(stage)
     }
 
-    /// Limits the host memory of all containers together, once it is known what they need while they are away.
+    /// Limits the host memory of all containers together, below their measured need while
+    /// offloaded.
     fn squeeze(&mut self) -> Result<()> {
         let folder = memory_cgroup::folder(&self.world)?;
-        let all_away = oom::spent_bytes(&folder)?;
-        // What is there now would not fit below the limit: both twins stay home until it is set.
+        let all_offloaded = oom::spent_bytes(&folder)?;
+        // The present use is above the limit: both twins stay resident until the limit is set.
         for role in TWINS {
             let id = &self.cast[role].running.id;
             self.world.cli().run(&["pin", id])?;
             self.world.cli().wait_resident(id)?;
         }
-        let limit = all_away - SQUEEZED_BY_BYTES;
-        // Refused as long as more is in use: what they have let go of is given back in a moment.
+        let limit = all_offloaded - SQUEEZED_BY_BYTES;
+        // The kernel rejects the limit while more is in use; freed memory is returned after a
+        // moment.
         until("the limit to be set", || Ok(memory_cgroup::set_limit(&folder, Some(limit)).ok()))
             .with_context(|| {
                 let now = oom::spent_bytes(&folder).unwrap_or(0);
-                format!("{limit} bytes, of {all_away} with all away, {now} now")
+                format!("{limit} bytes, of {all_offloaded} with all offloaded, {now} now")
             })?;
         for role in TWINS {
             self.world.cli().run(&["unpin", &self.cast[role].running.id])?;
@@ -254,7 +257,7 @@ impl ChaosEnv {
             && SHORT_OF_MEMORY.contains(&row.reason.as_str())
     }
 
-    /// On a large GPU something unmanaged leaves only a little to those who are managed.
+    /// On a large GPU an unmanaged process leaves only a little VRAM to the managed ones.
     fn take_ballast(&mut self) -> Result<()> {
         self.rest()?;
         let worker = ballast(&self.world, REAL_ROOM_BYTES)?;
@@ -268,8 +271,8 @@ impl ChaosEnv {
         })
     }
 
-    /// What is held of the GPU that may not be while everybody is away but those that stay resident, by
-    /// the driver's own word.
+    /// VRAM that is held, from the driver's figures, although all containers are offloaded except
+    /// those that stay resident.
     fn held(&self, resident: &BTreeSet<&str>) -> Result<Vec<String>> {
         let (context, copier, unnamed_bytes) = match self.world.gpu() {
             Gpu::Simulated { .. } => (SIMULATED_CONTEXT_BYTES, SIMULATED_COPIER_BYTES, 0),
@@ -283,14 +286,14 @@ impl ChaosEnv {
         for process in self.world.processes(fault::COPIER)? {
             allowed.by_pid.insert(process.pid.as_raw(), copier);
         }
-        // Who may park keeps the context; the others keep nothing.
+        // A process whose engine copies keeps its context; the others keep nothing.
         for actor in self.cast.iter().filter(|actor| ["copy", "auto"].contains(&actor.way.engine)) {
             allowed.by_pid.extend(actor.processes.iter().map(|one| (one.pid.as_raw(), context)));
         }
         Ok(vram::leaks(&self.world.gpu().holders(self.world.dir())?, &allowed))
     }
 
-    /// Who had to be sent away by hand since this was last asked, and why it stayed.
+    /// Containers that needed a manual offload since the last call, and the reason.
     pub fn take_stayed(&mut self) -> BTreeSet<String> {
         std::mem::take(&mut self.stayed)
     }
@@ -308,7 +311,7 @@ impl ChaosEnv {
         }
     }
 
-    /// Whether the twins hold once what they have in common.
+    /// Whether the twins' common contents are stored once.
     #[must_use]
     pub fn is_together(&self) -> bool {
         let sealed = |role: &usize| {
@@ -319,11 +322,11 @@ impl ChaosEnv {
         one.is_some() && one == other
     }
 
-    /// Has them come home and leave until they do, a few times: who left while there was no copier holds
-    /// nothing with others, nor does who was touched less.
+    /// Restores and offloads the twins until they share contents, at most [`TURNS`] times: a
+    /// process that was offloaded without a copier shares nothing, nor does one with fewer calls.
     ///
     /// # Errors
-    /// When one does not come home, or does not leave.
+    /// If one is not restored, or not offloaded.
     pub fn bring_together(&mut self) -> Result<()> {
         for _ in 0..TURNS {
             if self.is_soon_together() {
@@ -338,7 +341,7 @@ impl ChaosEnv {
                 twin.ask("verify")?;
                 match twin.settle(Instant::now() + self.setup.patience()) {
                     Verdict::Well => most = twin.touches,
-                    verdict => bail!("a twin does not come home: {verdict:?}"),
+                    verdict => bail!("a twin is not restored: {verdict:?}"),
                 }
                 // There is no room for both, and where room is short there is no copier.
                 self.rest()?;
@@ -358,7 +361,7 @@ impl ChaosEnv {
         true
     }
 
-    /// Starts a container of the cast, when everybody else is away.
+    /// Starts a container while all others are offloaded.
     ///
     /// # Errors
     /// When it does not start.
@@ -368,7 +371,7 @@ impl ChaosEnv {
         let id = format!("c{role}-{}", self.started);
         let processes = WORKLOADS.get(role).copied().unwrap_or(1);
         let turn = usize::try_from(self.started).unwrap_or(0);
-        // What is held once is the copier's, and needs no memory of the container.
+        // Shared contents belong to the copier, and need no memory of the container.
         let shares = TWINS.contains(&role) && self.setup != Setup::Squeezed;
         let squeezed = self.setup == Setup::Squeezed;
         let of_twins = if squeezed { Way::DRIVER.engine } else { Way::FAST.engine };
@@ -376,7 +379,7 @@ impl ChaosEnv {
             // Other ways leave nothing with the copier that could be held together; where host memory is
             // short, this one gives all of it back at each return.
             (!TWINS.contains(&role) || way.engine == of_twins)
-                // What is kept or made ready takes host memory from those that leave.
+                // Retained copies and prefaulted memory reduce the host memory for other offloads.
                 && (self.setup != Setup::Squeezed || !(way.keeps || way.prepares))
         };
         let ways: Vec<Way> = WAYS.into_iter().filter(fits).collect();
@@ -385,7 +388,7 @@ impl ChaosEnv {
             .with_context(|| format!("cannot start {id}"))
     }
 
-    /// Lets everybody answer what is owed and verify; what does not is a finding.
+    /// Collects all owed replies and verifies contents; a failure is a finding.
     pub fn verify(&mut self, round: u64, verified: &mut u64) -> Vec<Finding> {
         let deadline = Instant::now() + self.setup.patience();
         let mut found = Vec::new();
@@ -423,7 +426,7 @@ impl ChaosEnv {
         found
     }
 
-    /// What was meant to end has ended, and is replaced.
+    /// Waits for the end of containers that had to end, and replaces them.
     ///
     /// # Errors
     /// When it does not end, or the next does not start.
@@ -435,7 +438,7 @@ impl ChaosEnv {
             let doomed: Vec<_> =
                 self.cast[role].processes.iter().filter(|p| p.doomed).map(|p| p.pid).collect();
             for pid in doomed {
-                until(&format!("process {pid} to end, as it was told"), || {
+                until(&format!("process {pid} to end as requested"), || {
                     Ok(super::container::has_ended(pid).then_some(()))
                 })?;
             }
@@ -445,15 +448,15 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// Moves everybody out, and waits until no VRAM is held but by those who park.
+    /// Offloads all containers, and waits until only contexts of copying engines hold VRAM.
     ///
     /// # Errors
-    /// When somebody does not go.
+    /// If a container is not offloaded.
     pub fn rest(&mut self) -> Result<()> {
         let (mut last, mut stayed) = (String::new(), BTreeSet::new());
         let asked = Instant::now();
         let patience = self.setup.automatic() + self.setup.patience();
-        let rested = until_within(patience, "everybody to be away", || {
+        let rested = until_within(patience, "all containers to be offloaded", || {
             let Ok(node) = self.world.cli().ps_now() else {
                 // With no container there is no controller; else it is about to come back.
                 return Ok((self.cast.is_empty()).then_some(()));
@@ -473,8 +476,8 @@ impl ChaosEnv {
                 .map(|row| format!("{}: {} ({}) ", row.id, row.state, row.reason))
                 .collect();
             for row in &staying {
-                let home = matches!(row.state.as_str(), "Active" | "Idle");
-                if home && asked.elapsed() > self.setup.automatic() {
+                let is_resident = matches!(row.state.as_str(), "Active" | "Idle");
+                if is_resident && asked.elapsed() > self.setup.automatic() {
                     // It is a finding; the round goes on, so that what else is wrong is seen.
                     let why = format!("{} ({})", row.state, row.reason);
                     stayed.insert(format!("{} did not leave by itself: {why}", row.id));
@@ -492,7 +495,7 @@ impl ChaosEnv {
         rested.with_context(|| format!("last seen: {last}"))
     }
 
-    /// What is there that was not there when the world was new.
+    /// Processes, files and mounts that did not exist when the environment was new.
     ///
     /// # Errors
     /// When it cannot be counted.
@@ -513,7 +516,7 @@ impl ChaosEnv {
 
     fn differences(&self, now: &LeakCheck, first: &LeakCheck) -> Vec<String> {
         let mut found = now.differences(first);
-        // A record stands for each process that is away, and not all of them can be.
+        // A record stands for each process that is offloaded, and not all of them can be.
         found.retain(|text| self.setup != Setup::Squeezed || !text.starts_with("journal records"));
         found
     }
@@ -539,7 +542,7 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// The longest of the returns since it was last asked, in milliseconds; 0 without one.
+    /// The longest restore since the last call, in milliseconds; 0 without one.
     ///
     /// # Errors
     /// When a controller did not come back though a container needs one.

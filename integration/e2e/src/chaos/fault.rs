@@ -24,9 +24,9 @@ pub enum Undo {
     Continue(Pid),
     /// Let its cgroup run on.
     Thaw(PathBuf),
-    /// `ctr tasks resume`.
+    /// Undo by `ctr tasks resume`.
     Resume(String),
-    /// Start containerd.
+    /// Undo by a start of containerd.
     StartContainerd,
 }
 
@@ -221,7 +221,7 @@ fn cut_agent(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
 
 /// Inodes of the connected sockets whose path holds `part`, in a process's network namespace.
 fn connected(pid: Pid, part: &str) -> Result<Vec<String>> {
-    /// SS_CONNECTED
+    /// The kernel's SS_CONNECTED in /proc/net/unix.
     const CONNECTED: &str = "03";
     let table = std::fs::read_to_string(format!("/proc/{pid}/net/unix")).unwrap_or_default();
     // Num RefCount Protocol Flags Type St Inode Path

@@ -13,7 +13,7 @@ use crate::{processes, supervisor::cgroup_folders, testbed::Testbed};
 /// Descriptors that a controller may have beyond those it had first: a reader that comes
 /// and goes, no more.
 const PASSING_DESCRIPTORS: usize = 6;
-/// Our shim's program.
+/// Program name of Affinode's shim.
 const OWN_SHIM: &str = "containerd-shim-affinode-v1";
 
 /// The same of a shim.
@@ -84,7 +84,7 @@ impl LeakCheck {
         Ok(Self { counts, controller_descriptors, shim_descriptors, copier_excess, strangers })
     }
 
-    /// What is otherwise than it was; empty when nothing is.
+    /// Differences from the start; empty if there is none.
     #[must_use]
     pub fn differences(&self, first: &LeakCheck) -> Vec<String> {
         let kinds: BTreeSet<&&str> = self.counts.keys().chain(first.counts.keys()).collect();
@@ -112,7 +112,7 @@ impl LeakCheck {
     }
 }
 
-/// What of a copier's descriptors is more than it may have for so many processes.
+/// Descriptors of a copier above the number for this many processes.
 fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
     let files = descriptors.iter().filter(|target| target.contains("/memfd:")).count();
     let most = |each: usize| each * (processes + 1);
@@ -126,7 +126,7 @@ fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
     found
 }
 
-/// The world's processes by what they are; those that are nothing known are returned.
+/// Counts the environment's processes by kind; unknown ones are returned.
 fn count_processes(
     world: &Testbed,
     cast: &[ChaosContainer],

@@ -16,7 +16,7 @@ const STEPS: [&str; 7] =
 /// One process of the cast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
-    /// Index into [`WORKLOADS`].
+    /// Index into [`WORKLOADS`], for a container.
     pub container: usize,
     /// Which of its processes.
     pub process: usize,
@@ -25,17 +25,17 @@ pub struct Target {
 /// Something that a container or a person does.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stimulus {
-    /// The process is told to make CUDA calls.
+    /// The process makes CUDA calls.
     Call(Target, &'static str),
-    /// `affinode offload`.
+    /// The command `affinode offload`.
     Offload(usize),
-    /// `affinode restore`.
+    /// The command `affinode restore`.
     Restore(usize),
     /// One more CUDA process, started with exec.
     Exec(usize),
 }
 
-/// What breaks.
+/// The fault that is injected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fault {
     /// SIGKILL of the controller.
@@ -125,18 +125,18 @@ impl Fault {
     }
 }
 
-/// A fault and its moment: so long after the container is seen in that state.
+/// A fault and its time, counted from the moment when the container is seen in that state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strike {
-    /// What breaks.
+    /// The fault to inject.
     pub fault: Fault,
-    /// Whose.
+    /// The container or process that it hits.
     pub on: Target,
     /// Whose state is watched, and which.
     pub at: (usize, &'static str),
-    /// And then so long.
+    /// Delay of the fault after the state is seen, in µs.
     pub after_us: u64,
-    /// What lasts for a while lasts so long.
+    /// Duration of a fault that is undone, in ms.
     pub lasts_ms: u64,
 }
 
@@ -145,21 +145,21 @@ pub struct Strike {
 pub struct Scene {
     /// What sets things going.
     pub stimuli: Vec<Stimulus>,
-    /// What breaks then.
+    /// The fault that hits the step.
     pub strike: Strike,
 }
 
-/// A round.
+/// The plan of a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// It begins when the twins hold once what they have in common, unless that takes long.
+    /// Whether the round begins only after the twins share contents, unless that takes too long.
     pub together: bool,
     /// One after the other, without waiting for quiet in between.
     pub scenes: Vec<Scene>,
 }
 
 impl Plan {
-    /// Draws a round.
+    /// Draws the plan of a round.
     #[must_use]
     pub fn draw(seed: u64, round: u64) -> Plan {
         let mut random = Rng::with_seed(seed ^ round.wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn every_fault_strikes_at_every_step_in_a_long_campaign() {
+    fn long_campaign_covers_every_fault_and_step() {
         let drawn: BTreeSet<(Fault, &str)> = (0..5_000)
             .flat_map(|round| Plan::draw(1, round).scenes)
             .map(|scene| (scene.strike.fault, scene.strike.at.1))

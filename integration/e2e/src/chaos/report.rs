@@ -14,16 +14,16 @@ pub struct Finding {
     pub round: u64,
     /// lost, stuck, corrupted, leaked or error.
     pub kind: &'static str,
-    /// What was seen.
+    /// Description of the finding.
     pub text: String,
 }
 
 /// Everything that a campaign found.
 #[derive(Debug, Default, Serialize)]
 pub struct Report {
-    /// simulated or real.
+    /// Kind of GPU: simulated or real.
     pub gpu: String,
-    /// Replays the campaign.
+    /// Seed that replays the campaign.
     pub seed: u64,
     /// Rounds that were played.
     pub rounds: u64,
@@ -33,7 +33,7 @@ pub struct Report {
     pub verified: u64,
     /// Wakes from `Offloaded`, over all rounds.
     pub wakes: u64,
-    /// Rounds that began while two containers held once what they have in common.
+    /// Rounds that began while two containers shared contents.
     pub together: u64,
     /// Longest time from the death of a controller to the first answer of the next to a command, whose
     /// own start is counted in, in milliseconds.
@@ -71,7 +71,7 @@ impl Report {
         *self.strikes.entry(fault).or_default().entry(state.to_owned()).or_default() += 1;
     }
 
-    /// For people.
+    /// The report as a table for people.
     #[must_use]
     pub fn table(&self) -> String {
         let mut text = String::new();

@@ -1,4 +1,5 @@
-//! Who may hold VRAM while every container is away, judged by what the driver says.
+//! Checks which processes may hold VRAM while every container is offloaded, from the driver's
+//! figures.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,15 +8,15 @@ use crate::gpu::Holders;
 /// What may be held.
 #[derive(Clone, Debug, Default)]
 pub struct Allowed {
-    /// At most so much by each of these processes: contexts that stay, copiers.
+    /// Upper bounds by process, in bytes: contexts that stay, copiers.
     pub by_pid: BTreeMap<i32, u64>,
     /// Whatever they hold: what makes the GPU small.
     pub ballast: BTreeSet<i32>,
-    /// By nobody: what a driver keeps for itself.
+    /// Upper bound of VRAM without a process: the driver's own reserve.
     pub unnamed_bytes: u64,
 }
 
-/// What is held though it may not be; empty when all is well.
+/// VRAM that is held without permission; empty if there is none.
 #[must_use]
 pub fn leaks(holders: &Holders, allowed: &Allowed) -> Vec<String> {
     let mut found = Vec::new();
@@ -52,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn contexts_ballast_and_the_drivers_own_may_be_held() {
+    fn contexts_and_driver_reserve_may_be_held() {
         assert_eq!(found(0, &[]), 0);
         assert_eq!(found(1036, &[(COPIER, 16), (PARKED, 16), (9, 1000)]), 0);
     }
@@ -61,7 +62,7 @@ mod tests {
     fn memory_beyond_a_context_is_a_leak() {
         assert_eq!(found(17, &[(COPIER, 17)]), 1, "of the copier");
         assert_eq!(found(17, &[(PARKED, 17)]), 1, "of a parked process");
-        assert_eq!(found(1, &[(10, 1)]), 1, "of a process that is away");
-        assert_eq!(found(21, &[(COPIER, 16)]), 1, "of nobody");
+        assert_eq!(found(1, &[(10, 1)]), 1, "of a process that is offloaded");
+        assert_eq!(found(21, &[(COPIER, 16)]), 1, "without a process");
     }
 }

@@ -35,12 +35,12 @@ struct Seen {
 struct Events {
     /// Last state of each container.
     state: BTreeMap<String, String>,
-    /// What came since the last [`Watch::clear`].
+    /// Events since the last [`Watch::clear`].
     log: Vec<EventRow>,
 }
 
 impl Watch {
-    /// Begins to follow.
+    /// Starts to follow the events.
     #[must_use]
     pub fn start(cli: &Cli) -> Self {
         let seen = Arc::new(Seen::default());
@@ -49,12 +49,12 @@ impl Watch {
         Self { seen, thread: Some(thread) }
     }
 
-    /// Forgets what came so far; the last states stay.
+    /// Drops the events up to now; the last states stay.
     pub fn clear(&self) {
         self.seen.events().log.clear();
     }
 
-    /// What came since the last [`Watch::clear`].
+    /// Events since the last [`Watch::clear`].
     #[must_use]
     pub fn log(&self) -> Vec<EventRow> {
         self.seen.events().log.clone()

@@ -7,12 +7,12 @@ use prost::Message;
 
 /// `NamespaceMode.NODE`: the host's network, so that no CNI plugin is needed.
 pub(super) const NODE: i32 = 2;
-/// `NamespaceMode.POD`.
+/// The value of CRI's `NamespaceMode.POD`.
 pub(super) const POD: i32 = 0;
-/// `ContainerState.CONTAINER_EXITED`.
+/// The value of CRI's `ContainerState.CONTAINER_EXITED`.
 pub const EXITED: i32 = 2;
 
-/// A pod.
+/// Configuration of a pod.
 #[derive(Clone, PartialEq, Message)]
 pub struct PodConfig {
     #[prost(message, optional, tag = "1")]

@@ -1,4 +1,4 @@
-//! The five calls that kill an application whose GPU state is away.
+//! The five calls that kill an application whose GPU state is offloaded.
 
 use anyhow::{Result, ensure};
 
@@ -10,11 +10,11 @@ use crate::{
 };
 
 const CALLS: [(&str, &str); 5] = [
-    ("cuCtxSynchronize while away", "ctx-sync"),
-    ("cuStreamSynchronize while away", "stream-sync"),
-    ("cuStreamQuery while away", "stream-query"),
-    ("cuEventQuery while away", "event-query"),
-    ("cuEventSynchronize while away", "event-sync"),
+    ("cuCtxSynchronize while offloaded", "ctx-sync"),
+    ("cuStreamSynchronize while offloaded", "stream-sync"),
+    ("cuStreamQuery while offloaded", "stream-query"),
+    ("cuEventQuery while offloaded", "event-query"),
+    ("cuEventSynchronize while offloaded", "event-sync"),
 ];
 
 pub fn cases() -> Vec<Case> {

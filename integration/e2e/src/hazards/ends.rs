@@ -1,4 +1,4 @@
-//! A container ends, or is paused, while it is away, or while it waits for VRAM.
+//! A container ends, or is paused, while it is offloaded, or while it waits for VRAM.
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -27,11 +27,11 @@ const ENDS: [(&str, End); 4] = [
     ("container paused", End::Paused),
 ];
 const ID: &str = "ends";
-/// Makes the container spend memory until the kernel ends somebody.
+/// Makes the container use memory until the kernel kills a process.
 const SPEND: &str = "x=0123456789abcdef; while :; do x=$x$x; done";
 
 pub fn cases() -> Vec<Case> {
-    let moment = |queued: bool| if queued { "queued" } else { "away" };
+    let moment = |queued: bool| if queued { "queued" } else { "offloaded" };
     let all =
         [false, true].into_iter().flat_map(|queued| ENDS.map(|(name, end)| (queued, name, end)));
     all.map(|(queued, name, end)| {
@@ -66,7 +66,7 @@ fn play(world: &Testbed, end: End, queued: bool) -> Result<Found> {
         if let Some(taker) = &taker {
             taker.running.kill(world)?;
         }
-        // What was asked of it and of its GPU waits for it.
+        // Requests to the container and its GPU wait for this.
         containerd::run(world.ctr().args(["tasks", "resume", ID]))?;
         all_intact(&mut actor)?;
         let with = "goes on when it is resumed; contents intact".into();
@@ -83,7 +83,7 @@ fn play(world: &Testbed, end: End, queued: bool) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with: "ends as it would; nothing is left".into() })
 }
 
-/// The kernel prefers the process whose GPU state is away.
+/// The kernel prefers the process whose GPU state is offloaded.
 fn spend(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     let pid = actor.processes[0].pid;
     std::fs::write(format!("/proc/{pid}/oom_score_adj"), "1000")?;

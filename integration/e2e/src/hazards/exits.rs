@@ -1,4 +1,4 @@
-//! A container that is away ends, while another one holds all VRAM.
+//! A container that is offloaded ends, while another one holds all VRAM.
 
 use anyhow::{Result, ensure};
 
@@ -16,13 +16,13 @@ const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 
 pub fn cases() -> Vec<Case> {
     vec![
-        Case::new("exit-while-away, releases before the driver's end", |world| {
+        Case::new("exit-while-offloaded, releases before the driver's end", |world| {
             without_room(world, "release")
         }),
-        Case::new("exit-while-away, releases after the driver's end", |world| {
+        Case::new("exit-while-offloaded, releases after the driver's end", |world| {
             without_room(world, "ended")
         }),
-        Case::new("exit-while-away, results read in an exit handler", results),
+        Case::new("exit-while-offloaded, results read in an exit handler", results),
     ]
 }
 
@@ -55,7 +55,7 @@ fn newest(world: &Testbed) -> Result<u64> {
     Ok(world.cli().events()?.iter().map(|event| event.sequence).max().unwrap_or(0))
 }
 
-/// What was told of a container since then, beside moves that were wanted.
+/// Requires that no event since then names the container, except for the expected moves.
 fn no_trouble(world: &Testbed, id: &str, since: u64, allowed: &[&str]) -> Result<()> {
     let name = format!("default/{id}");
     let trouble = |event: &crate::cli::EventRow| {
@@ -112,6 +112,6 @@ fn results(world: &Testbed) -> Result<Found> {
         check(held, &said, &as_bare)?;
         no_trouble(world, &id, since, &["Queued", "Restoring"])?;
     }
-    let with = "comes home, its handler reads what it would; no refusal".into();
+    let with = "is restored, its handler reads what it would; no refusal".into();
     Ok(Found::Row { without: "-".into(), with })
 }

@@ -1,4 +1,4 @@
-//! A thread reaches the driver on a way that no hook sees, while the process is away.
+//! A thread reaches the driver on a way that no hook sees, while the process is offloaded.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::{
 const HANGS: Duration = Duration::from_secs(5);
 
 pub fn cases() -> Vec<Case> {
-    let name = "unknown-way into the driver while away";
+    let name = "unknown-way into the driver while offloaded";
     vec![Case::new(name, play).simulated("the GPU suite has this part")]
 }
 
@@ -59,13 +59,13 @@ fn play(world: &Testbed) -> Result<Found> {
             // With its context there, nothing blocks.
             worker.call("hidden")?;
             let row = world.cli().known(&id)?;
-            ensure!(row.state == "Offloaded", "it was brought home for nothing: {row:?}");
+            ensure!(row.state == "Offloaded", "it was restored without need: {row:?}");
         }
         intact(&mut worker)?;
         worker.running.kill(world)?;
         worker.running.delete(world)?;
     }
-    let with = "comes home, is not checkpointed again; contents intact".into();
+    let with = "is restored, is not checkpointed again; contents intact".into();
     Ok(Found::Row { without: without.into(), with })
 }
 

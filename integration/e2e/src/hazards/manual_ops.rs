@@ -1,4 +1,4 @@
-//! What rows do: containers without Affinode, moves by hand, and looks at what came of it.
+//! Helpers of the rows: containers without Affinode, manual offloads and restores, and checks.
 
 use std::{
     process::{Child, Stdio},
@@ -22,7 +22,7 @@ pub const CHECKPOINTED: i32 = 2;
 
 /// A container in the foreground, so that its end is seen.
 pub struct Held {
-    /// Its program.
+    /// The program in the container.
     pub worker: Worker,
     container: Child,
 }
@@ -66,7 +66,7 @@ impl Held {
         answer.value.with_context(|| format!("no state in {text}"))
     }
 
-    /// A whole cycle by that program: what comes of it.
+    /// A whole cycle by that program; returns its outcome.
     pub fn cycle(&mut self, world: &Testbed) -> Result<String> {
         let out = self.tool(world, &["lock", "checkpoint"])?;
         if out != [0, 0] {
@@ -103,7 +103,7 @@ impl Held {
         Ok((status.code(), word))
     }
 
-    /// Ends it.
+    /// Kills and removes the container.
     pub fn kill(self, world: &Testbed) -> Result<()> {
         self.worker.running.kill(world)?;
         self.end().map(|_| ())
@@ -177,7 +177,7 @@ impl Offload {
     }
 }
 
-/// The usual program, of so many MiB.
+/// The usual program with this many MiB.
 pub fn usual(id: &str, mib: u64) -> Spec {
     Worker::spec(id, USUAL, mib)
 }
@@ -187,12 +187,12 @@ pub fn kind(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/hazards"), kind])
 }
 
-/// Somebody who is not managed and holds all VRAM of the first GPU but this.
+/// An unmanaged program that holds all VRAM of the first GPU except this much.
 pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
     let spec = usual("ballast", 1).annotation("affinode.io/inject", "false");
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
-    let free = worker.call("meminfo")?.free_bytes.context("meminfo says what is free")?;
+    let free = worker.call("meminfo")?.free_bytes.context("meminfo without free_bytes")?;
     let Some(more) = free.checked_sub(leave_bytes) else {
         bail!("{} MiB are free, {} are needed", free / MIB, leave_bytes / MIB);
     };

@@ -26,12 +26,12 @@ pub fn cases() -> Vec<Case> {
     vec![
         Case::new("restore while VRAM is short", short),
         Case::new("kernel running at the lock", running_kernel),
-        Case::new("exit while away", exit),
+        Case::new("exit while offloaded", exit),
         Case::new("kill -9 of the caller in mid-checkpoint", caller_dies),
         Case::new("fork in mid-checkpoint", fork),
         Case::new("CUDA process starts in mid-checkpoint", starts),
         Case::new("CUDA process dies in mid-checkpoint", dies),
-        Case::new("exec into a container that is away", exec),
+        Case::new("exec into a container that is offloaded", exec),
         Case::new("three processes of a container", together),
     ]
 }
@@ -63,7 +63,7 @@ fn short(world: &Testbed) -> Result<Found> {
     let taker = ballast(world, LEFT)?;
     worker.send("verify")?;
     let row = world.cli().wait_for_state("short", "Queued")?;
-    until("it to say what it waits for", || {
+    until("it to print what it waits for", || {
         let row = world.cli().container("short")?;
         Ok(row.filter(|row| row.reason == "waiting-for-vram"))
     })?;
@@ -106,7 +106,7 @@ fn exit(world: &Testbed) -> Result<Found> {
     held.worker.send("go")?;
     let (status, with) = held.end()?;
     ensure!(status == Some(0), "{with}");
-    // Its driver refuses a return, because it has ended: nobody is lost, and that is no error.
+    // Its driver refuses a restore because it has ended: no process is lost, and that is no error.
     let told = |event: &EventRow| {
         let is_error = event.kind == "refused" && event.reason == "driver-error";
         event.to == "Lost" || (is_error && event.container == "default/exit")
@@ -217,7 +217,10 @@ fn together(world: &Testbed) -> Result<Found> {
     let mut actor = ChaosContainer::start(world, "together", 3, 16, Way::DRIVER)?;
     world.cli().move_out("together")?;
     let row = world.cli().wait_for_state("together", "Offloaded")?;
-    ensure!(row.processes.iter().all(|p| p.phase == "Checkpointed"), "not all are away: {row:?}");
+    ensure!(
+        row.processes.iter().all(|p| p.phase == "Checkpointed"),
+        "not all are offloaded: {row:?}"
+    );
     actor.processes[0].ask("touch")?;
     well(&actor.processes[0].settle(Instant::now() + WAIT_TIMEOUT))?;
     let row = world.cli().wait_resident("together")?;

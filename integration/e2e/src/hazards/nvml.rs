@@ -19,9 +19,12 @@ const BLOCKED: Duration = Duration::from_secs(3);
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 
 pub fn cases() -> Vec<Case> {
-    [("nvml: called while away", "nvml"), ("nvml: linked, called while away", "nvml_linked")]
-        .map(|(name, program)| Case::new(name, move |world| play(world, program)))
-        .into()
+    [
+        ("nvml: called while offloaded", "nvml"),
+        ("nvml: linked, called while offloaded", "nvml_linked"),
+    ]
+    .map(|(name, program)| Case::new(name, move |world| play(world, program)))
+    .into()
 }
 
 fn spec(id: &str, program: &str) -> Spec {
@@ -50,10 +53,10 @@ fn play(world: &Testbed, program: &str) -> Result<Found> {
         let mut worker = Worker::start_as(world, spec)?;
         worker.expect("ready")?;
         world.cli().move_out(&id)?;
-        // Initialised for the first time while it is away: it comes back.
+        // Initialised for the first time while it is offloaded: it comes back.
         worker.call("init")?;
         worker.call("ask")?;
-        // With `copy` it has been away all the time.
+        // With `copy` it has been offloaded all the time.
         intact(&mut worker)?;
         world.cli().move_out(&id)?;
         for command in ["ask", "init", "ask", "shutdown"] {

@@ -10,20 +10,20 @@ use super::Found;
 /// A hazard that was played.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// What it is.
+    /// Name of the hazard.
     pub hazard: String,
     /// What happens without Affinode.
     pub without: String,
     /// What happens with it.
     pub with: String,
-    /// Whether everybody who should live lives, with memory contents intact.
+    /// Whether all processes that must survive did, with memory contents intact.
     pub survived: bool,
 }
 
-/// Every hazard.
+/// The outcomes of all hazards.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// simulated or real.
+    /// Kind of GPU: simulated or real.
     pub gpu: String,
     /// Hazards that were played.
     pub rows: Vec<Row>,
@@ -54,7 +54,7 @@ impl Report {
         self.rows.iter().any(|row| !row.survived)
     }
 
-    /// For people.
+    /// The report as a table for people.
     #[must_use]
     pub fn table(&self) -> String {
         let widest = |column: fn(&Row) -> &str, title: &str| {

@@ -44,7 +44,7 @@ fn stays(world: &Testbed, spec: Spec, reason: &str) -> Result<Found> {
 }
 
 fn mps(world: &Testbed) -> Result<Found> {
-    // A control pipe where libcuda looks for one; nobody needs to serve it to be noticed.
+    // A control pipe where libcuda looks for one; it is noticed without a server.
     let host = world.dir().join("mps");
     std::fs::create_dir_all(&host)?;
     std::fs::write(host.join("control"), "")?;

@@ -22,7 +22,7 @@ const CLOCK_NANOSLEEP: u32 = 230;
 pub fn cases() -> Vec<Case> {
     const WHY: &str = "the stand-in is of the simulated GPU: the GPU suite has a real profiler";
     vec![
-        Case::new("profiler, begun while away", begun_while_away).simulated(WHY),
+        Case::new("profiler, begun while offloaded", begun_while_offloaded).simulated(WHY),
         Case::new("profiler, moved while it begins", moved_while_it_begins).simulated(WHY),
         Case::new("profiler, ended before the move", ended_before).simulated(WHY),
         Case::new("tools, injected by the environment", injected).simulated(WHY),
@@ -57,7 +57,7 @@ fn lost(world: &Testbed, bare: Held) -> Result<String> {
     Ok(format!("begin hangs, restore returns {}: lost", restored.first().unwrap_or(&-1)))
 }
 
-fn begun_while_away(world: &Testbed) -> Result<Found> {
+fn begun_while_offloaded(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;
     ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint");

@@ -1,5 +1,5 @@
-//! Two containers, VRAM for one of them, woken at once, many times: nobody is lost, and who
-//! came first is served first.
+//! Two containers with VRAM for one are woken at once, many times: no process is lost, and the
+//! first request is served first.
 
 use anyhow::{Context, Result, ensure};
 
@@ -15,7 +15,7 @@ use crate::{
     worker::Worker,
 };
 
-/// The row's name.
+/// Name of the row.
 pub const NAME: &str = "two woken at once, VRAM for one";
 
 const CONFIG: &str = r#"

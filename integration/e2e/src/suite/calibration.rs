@@ -14,8 +14,8 @@ use crate::{
 
 const ROUNDS: usize = 3;
 
-/// The fixed part and the speed of each move. What it costs to start from nothing is not
-/// measured: the program decides that.
+/// The fixed part and the speed of each move. The cost of a cold start is not measured: it depends
+/// on the program.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Calibration {
     /// Fixed part of an offload.
@@ -28,7 +28,7 @@ pub struct Calibration {
     pub restore_bytes_per_second: f64,
 }
 
-/// Milliseconds of a move of so many bytes.
+/// Duration in milliseconds of a move of this many bytes.
 #[derive(Clone, Copy, Debug)]
 struct Took {
     bytes: u64,

@@ -33,15 +33,15 @@ pub fn connect(world: &Testbed, id: &str) -> Result<()> {
     there.join().map_err(|_| anyhow!("the thread in the container's network"))?
 }
 
-/// Away, connected to, and back before it is called.
+/// Offloaded, connected to, and back before it is called.
 pub fn brings_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "listens";
     let spec = Worker::spec(id, USUAL, 256).annotation("affinode.io/wake-on", "connection");
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     world.cli().wait_for_state(id, "Offloaded")?;
-    // What was before it was looked at does not count: so until it does.
-    until("the connection to bring it back", || {
+    // Connections before the first check do not count, so repeat until one does.
+    until("the connection to prewake the container", || {
         connect(world, id)?;
         let row = world.cli().known(id)?;
         Ok((row.restores == 1 && row.reason == "connection").then_some(()))

@@ -60,7 +60,7 @@ pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// A loop full of calls, hooked, while somebody watches them and while nobody does.
+/// A loop of hooked calls, with and without call tracing.
 pub fn watched_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str| -> Result<f64> {
         let program = format!("{CLIENTS}/call_cost");
@@ -76,14 +76,14 @@ pub fn watched_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     watcher.wait()?;
     let (watched, after) = (watched?, measure("unwatched")?);
     let seen = std::fs::read_to_string(seen)?;
-    ensure!(seen.contains("cuLaunchKernel"), "nobody watched: {seen}");
+    ensure!(seen.contains("cuLaunchKernel"), "no call was traced: {seen}");
     let plain = before.min(after);
     rows.tell("20 launches, 20 queries, a synchronisation", plain / 1000.0, "us");
     let percent = 100.0 * (watched - plain) / plain;
     let what = "the same, its calls watched: more by";
     match world.gpu() {
         Gpu::Real => rows.want(what, percent, "%", "at most 2 %", percent <= 2.0),
-        // Who watches takes the processors that its kernels run on.
+        // Tracing uses the processors on which the simulated kernels run.
         Gpu::Simulated { .. } => rows.tell(what, percent, "%"),
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The five calls that kill an application whose GPU state is away.
+//! The five calls that kill an application whose GPU state is offloaded.
 
 use std::process::Stdio;
 
@@ -12,7 +12,7 @@ use crate::{
 };
 
 const CALLS: [&str; 5] = ["ctx-sync", "stream-sync", "stream-query", "event-query", "event-sync"];
-/// Thirty in all.
+/// Rounds of each call, thirty in all.
 const ROUNDS: usize = 6;
 /// How a shell tells of death by a segmentation fault.
 const SEGMENTATION_FAULT: i32 = 128 + 11;
@@ -23,7 +23,7 @@ pub fn with_and_without(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut died = 0;
     for call in CALLS {
         let good = returns(world, call)?;
-        rows.count(&format!("{call} while away, with the library"), good, ROUNDS);
+        rows.count(&format!("{call} while offloaded, with the library"), good, ROUNDS);
         returned += good;
         died += usize::from(kills(world, call)?);
     }
@@ -52,7 +52,7 @@ fn returns(world: &Testbed, call: &str) -> Result<usize> {
     Ok(good)
 }
 
-/// The driver's own tool takes its state away from outside; then it makes the call.
+/// The driver's own tool offloads its state from outside; then it makes the call.
 fn kills(world: &Testbed, call: &str) -> Result<bool> {
     let (spec, pipes) = spec(call).annotation("affinode.io/inject", "false").piped(world)?;
     let mut container = spec.command(world, &["--rm"])?.stderr(Stdio::null()).spawn()?;

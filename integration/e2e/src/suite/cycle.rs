@@ -1,4 +1,4 @@
-//! A plain CUDA process: idle, away, back, the same contents.
+//! A plain CUDA process: idle, offloaded, restored, the same contents.
 
 use anyhow::{Context, Result};
 
@@ -11,7 +11,7 @@ use crate::{
 
 /// VRAM that the process fills.
 const WORKER_MIB: u64 = 1024;
-/// What may be in use on a device that nobody uses: the driver keeps a little for itself.
+/// VRAM that may be in use on an idle device: the driver keeps a little for itself.
 pub(super) const EMPTY_BYTES: u64 = 32 * MIB;
 
 /// As `root`, or as uid 1000.
@@ -25,16 +25,16 @@ pub fn plain(world: &Testbed, who: &str, rows: &mut Rows) -> Result<()> {
     let row = world.cli().wait_for_state(&id, "Offloaded")?;
     rows.tell("moved out in", row.last_offload_ms as f64, "ms");
     let empty = vram_used(world, |used| used < full / 2)?;
-    rows.want("device in use, away", mib(empty), "MiB", "a few MiB", empty <= EMPTY_BYTES);
+    rows.want("device in use, offloaded", mib(empty), "MiB", "a few MiB", empty <= EMPTY_BYTES);
     let info = worker.ask("exec-info")?;
     rows.tell("runs as uid", f64::from(info.uid.context("it says its uid")?), "");
-    rows.count("cuDeviceGetName while away", usize::from(info.result == 0), 1);
+    rows.count("cuDeviceGetName while offloaded", usize::from(info.result == 0), 1);
     let good = worker.verify()?;
     let row = world.cli().known(&id)?;
     rows.tell("came back in", row.last_wake_ms as f64, "ms");
     rows.count("contents as before", usize::from(good), 1);
     world.cli().wait_for_state(&id, "Offloaded")?;
-    rows.count("ends by itself while away", usize::from(worker.ends(world)?), 1);
+    rows.count("ends by itself while offloaded", usize::from(worker.ends(world)?), 1);
     worker.running.delete(world)?;
     rows.count("checksum as without the cycle", usize::from(same_results(world, &id, image)?), 1);
     Ok(())
@@ -43,14 +43,14 @@ pub fn plain(world: &Testbed, who: &str, rows: &mut Rows) -> Result<()> {
 /// Three kernels, with and without a cycle after each.
 fn same_results(world: &Testbed, id: &str, image: &str) -> Result<bool> {
     let mut checksums = Vec::new();
-    for away in [false, true] {
+    for offloaded in [false, true] {
         let (name, value) = BY_ORDER;
         let spec = Worker::spec(id, USUAL, 256).image(image).annotation(name, value);
         let mut worker = Worker::start_as(world, spec)?;
         worker.wait_filled()?;
         for _ in 0..3 {
             worker.call("touch")?;
-            if away {
+            if offloaded {
                 world.cli().move_out(id)?;
             }
         }

@@ -1,5 +1,5 @@
-//! Two containers of the same content: how much host memory holds it while both are away, how long
-//! until it is held once, and how fast each comes home with its own.
+//! Two containers of the same content: how much host memory holds it while both are offloaded, how long
+//! until it is held once, and how fast each is restored with its own.
 
 use std::time::Instant;
 
@@ -46,13 +46,13 @@ pub fn held_once(world: &Testbed, rows: &mut Rows) -> Result<()> {
         for id in IDS {
             world.cli().move_out(id)?;
         }
-        let away = Instant::now();
+        let offloaded = Instant::now();
         let stored_bytes = until("both to hold it together", || {
             let gpu = world.cli().gpu()?;
             let all = gpu.copier_shared_bytes == IDS.len() as u64 * mib * MIB;
             Ok(all.then_some(gpu.copier_stored_bytes))
         })?;
-        Ok((stored_bytes, away.elapsed().as_secs_f64() * 1000.0))
+        Ok((stored_bytes, offloaded.elapsed().as_secs_f64() * 1000.0))
     };
     for _ in 0..rounds {
         let (bytes, ms) = leave()?;
@@ -72,7 +72,7 @@ pub fn held_once(world: &Testbed, rows: &mut Rows) -> Result<()> {
     rows.tell(&format!("{size}: wake"), (mib * MIB) as f64 / median(&back) / 1e6, "GB/s");
     let filled = world.cli().gpu()?.copier_restores - filled;
     rows.tell(&format!("{size}: wakes through the copier"), filled as f64, "");
-    // What they have in common is in the hands of each: without the copier they bring it home.
+    // Each process still has the common contents itself: without the copier it restores them.
     leave()?;
     kill(Pid::from_raw(world.cli().gpu()?.copier_pid), Signal::SIGKILL)?;
     let mut alone = Vec::new();

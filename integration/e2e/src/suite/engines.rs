@@ -31,7 +31,7 @@ pub const KEPT: &str = "kept";
 /// `full`, of a container whose host memory is made ready while it is idle.
 pub const PREPARED: &str = "prepared";
 
-/// `full`, of a container that looks whether its memory has come home as it left.
+/// `full`, of a container that looks whether its memory has come back unchanged.
 pub const CHECKED: &str = "checked";
 
 /// A container of an engine, or of [`KEPT`], [`PREPARED`] or [`CHECKED`].
@@ -48,8 +48,8 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     }
 }
 
-/// The device wipes what was released, and copies the slower meanwhile: bare programs found 60 GiB
-/// at 49.7 GB/s directly after the release, at 54.8 GB/s from 0.2 s on.
+/// The device scrubs released memory, and copies slower meanwhile: bare programs measured 49.7 GB/s
+/// for 60 GiB directly after the release, and 54.8 GB/s from 0.2 s on.
 const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
 
 /// A call that comes soon after an offload: before the copier has hold of all, and while the device wipes.
@@ -70,7 +70,8 @@ impl Load {
     }
 }
 
-/// A small process: what is beside the copy shows. [`super::torch`] has a larger one.
+/// A small process, in which the costs beside the copy are visible. [`super::torch`] has a larger
+/// one.
 pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 1024, more: 0, rounds: 7 },
@@ -97,7 +98,7 @@ pub fn large(world: &Testbed, rows: &mut Rows) -> Result<()> {
         .try_for_each(|engine| cycles(world, rows, engine, &load))
 }
 
-/// A size between.
+/// A load of medium size.
 fn medium(world: &Testbed) -> Load {
     match world.gpu() {
         Gpu::Real => Load { filled_mib: 4096, more: 1, rounds: 5 },
@@ -160,7 +161,7 @@ pub fn chosen(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// What a look at what has come home costs, and what becomes of what is wrong there.
+/// Measures the verification of restored memory, and checks the result of a corruption.
 pub fn checked(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = medium(world);
     ["full", CHECKED].iter().try_for_each(|engine| cycles(world, rows, engine, &load))?;
@@ -185,7 +186,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     for _ in 0..load.more {
         worker.call(&format!("alloc {}", load.filled_mib))?;
     }
-    let (mut out, mut back, mut away, mut good) = (Vec::new(), Vec::new(), 0, 0);
+    let (mut out, mut back, mut offloaded, mut good) = (Vec::new(), Vec::new(), 0, 0);
     let filled = fills(world)?;
     let copied = copies(world)?;
     // A copier that has hold of host memory has page tables for it.
@@ -198,7 +199,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
         }
         world.cli().move_out(&id)?;
         out.push(world.cli().known(&id)?.last_offload_ms as f64);
-        away = vram_used(world, |used| used <= left)?;
+        offloaded = vram_used(world, |used| used <= left)?;
         wait_held(world)?;
         if matches!(world.gpu(), Gpu::Real) {
             thread::sleep(SCRUBBED_AFTER);
@@ -232,18 +233,18 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
         through_copier(&format!("{size}: copied out by the copier"), copied);
     }
     rows.tell(&format!("{size}: first offload"), out[0], "ms");
-    // Of what is kept, the first tells nothing.
+    // The first offload has no retained copy yet, so it does not count.
     let out = median(&out[usize::from(engine == KEPT)..]);
     rows.tell(&format!("{size}: offload"), out, "ms");
     rows.tell(&format!("{size}: offload"), rate(out), "GB/s");
     rows.tell(&format!("{size}: wake"), median(&back), "ms");
     rows.tell(&format!("{size}: wake"), rate(median(&back)), "GB/s");
     rows.tell(&format!("{size}: wake, called 0.3 s after the offload"), soon, "ms");
-    let what = format!("{size}: device in use, away");
+    let what = format!("{size}: device in use, offloaded");
     if engine == "copy" {
-        rows.tell(&what, mib(away), "MiB");
+        rows.tell(&what, mib(offloaded), "MiB");
     } else {
-        rows.want(&what, mib(away), "MiB", "a few MiB", away <= few);
+        rows.want(&what, mib(offloaded), "MiB", "a few MiB", offloaded <= few);
     }
     if engine != "checkpoint" {
         let row = world.cli().known(&id)?;

@@ -16,8 +16,8 @@ enum Bound {
     AtLeast(f64),
 }
 
-/// Adds the goals that a run says something about. `value` looks a figure up by its part, what it
-/// is, and its unit.
+/// Adds the goals for which the run has figures. `value` returns a figure by its part, name and
+/// unit.
 pub fn judge(value: impl Fn(&str, &str, &str) -> Option<f64>, rows: &mut Rows) {
     use Bound::{AtLeast, AtMost};
     let mut want = |what: &str, value: Option<f64>, unit: &'static str, bound: Bound| {
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_is_not_judged() {
+    fn missing_figure_is_not_judged() {
         assert_eq!(judged(&[]).values().count(), 0);
         let goals = judged(&[(LARGE, LARGE_WAKE, 54.0, "GB/s")]);
         assert_eq!(goals.values().count(), 1, "not beside a pinned copy that is not there");

@@ -26,7 +26,7 @@ const HOPS: usize = 4;
 /// Less than every program here needs.
 const LEFT_MIB: u64 = 2048;
 const PLAIN_MIB: u64 = 4096;
-/// What torch holds beside what it works on.
+/// Memory that torch holds without using it.
 const HELD_GIB: u64 = 23;
 const STEPS: u32 = 3;
 
@@ -161,7 +161,7 @@ fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
             let what = format!("{engine}: wake on the other GPU, as the caller feels it");
             rows.tell(&what, median(&back), "ms");
             let same = usize::from(digests.last() == digests.first());
-            rows.count(&format!("{engine}: weights as without being away"), same, 1);
+            rows.count(&format!("{engine}: weights as without an offload"), same, 1);
         }
         hops.end()?;
         worker.running.kill(world)?;
@@ -181,9 +181,9 @@ fn movable(spec: Spec, engine: &str) -> Spec {
 struct Hops<'w> {
     world: &'w Testbed,
     id: &'w str,
-    /// Where it is.
+    /// GPU on which it runs.
     on: usize,
-    /// What fills its GPU while it is away.
+    /// What fills its GPU while it is offloaded.
     filler: Option<Worker>,
     fillers: usize,
 }

@@ -1,4 +1,4 @@
-//! NVML, on a way that no hook sees, while the context is checkpointed: it blocks until the process is home.
+//! NVML, on a way that no hook sees, while the context is checkpointed: it blocks until the process is restored.
 
 use anyhow::Result;
 
@@ -13,8 +13,8 @@ use crate::{
 
 const MIB: &str = "1024";
 
-/// The process is brought home within seconds, and its context stays on the GPU from then on.
-pub fn comes_home(world: &Testbed, rows: &mut Rows) -> Result<()> {
+/// The process is restored within seconds, and its context stays on the GPU from then on.
+pub fn hidden_call_restores(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let way = if matches!(world.gpu(), Gpu::Real) { "nvml" } else { "call" };
     for engine in ["checkpoint", "full"] {
         let id = format!("hidden-{engine}");
@@ -27,7 +27,7 @@ pub fn comes_home(world: &Testbed, rows: &mut Rows) -> Result<()> {
         world.cli().move_out(&id)?;
         let answer = worker.call("hidden")?;
         rows.tell(
-            &format!("{engine}: a hidden call while away returned after"),
+            &format!("{engine}: a hidden call while offloaded returned after"),
             answer.elapsed_us as f64 / 1e6,
             "s",
         );

@@ -1,5 +1,5 @@
 //! A root filesystem for containers that need what the machine has installed: the
-//! machine's own, below a layer that takes all writes and is thrown away.
+//! machine's own, below a layer that takes all writes and is discarded.
 
 use std::path::{Path, PathBuf};
 

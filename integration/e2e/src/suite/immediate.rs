@@ -1,4 +1,4 @@
-//! Restore policy `immediate`: whoever is called does not wait for those that are in use.
+//! Restore policy `immediate`: a call does not wait for containers in use.
 
 use anyhow::Result;
 
@@ -11,7 +11,7 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// An hour without a call makes idle: whoever leaves was made to.
+/// A container is idle after an hour without a call, so every offload is forced.
 pub const CONFIG: &str = r#"
 [policy]
 mode = "pressure"
@@ -41,24 +41,28 @@ pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut asker = Worker::start_as(world, spec)?;
     asker.wait_filled()?;
 
-    let away = |world: &Testbed| world.cli().move_out("asker");
-    away(world)?;
+    let offloaded = |world: &Testbed| world.cli().move_out("asker");
+    offloaded(world)?;
     let mut spec = Worker::spec("busy", USUAL, each_mib);
     spec.argv.extend(["--period-ms".into(), "20".into()]);
     let mut busy = Worker::start_as(world, spec)?;
     busy.wait_filled()?;
     busy.expect("period")?;
-    rows.count("who is called is back, contents as before", usize::from(asker.verify()?), 1);
+    rows.count(
+        "the calling container is restored, contents unchanged",
+        usize::from(asker.verify()?),
+        1,
+    );
     let row = world.cli().known("busy")?;
-    rows.count("who was in use was moved, not ended", usize::from(row.offloads == 1), 1);
+    rows.count("the container in use was offloaded, not ended", usize::from(row.offloads == 1), 1);
     let asked = world.cli().known("asker")?;
     rows.tell("the wake took", asked.last_wake_ms as f64, "ms");
-    away(world)?;
+    offloaded(world)?;
     until("the busy one to be back", || {
         let row = world.cli().container("busy")?;
         Ok(row.filter(|row| row.state == "Active" && row.restores == 1))
     })?;
-    // What it wrote while it was here lies unread in the pipe.
+    // Its output while it was resident is still unread in the pipe.
     while busy.has_answer()? {
         busy.expect("period")?;
     }
@@ -70,12 +74,16 @@ pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut fixed = Worker::start(world, "fixed", each_mib)?;
     // The driver cannot checkpoint managed memory: only its end gives its room.
     fixed.call("managed")?;
-    rows.count("who is called is back, contents as before", usize::from(asker.verify()?), 1);
+    rows.count(
+        "the calling container is restored, contents unchanged",
+        usize::from(asker.verify()?),
+        1,
+    );
     fixed.running.wait_stopped(world)?;
     let events = world.cli().events()?;
     let ended: Vec<_> = events.iter().filter(|event| event.kind == "ended").collect();
     let right = matches!(ended.as_slice(), [event] if event.container.contains("fixed"));
-    rows.count("who could not be moved was ended, and nobody else", usize::from(right), 1);
+    rows.count("only the immovable container was ended", usize::from(right), 1);
     asker.running.kill(world)?;
     asker.running.delete(world)
 }

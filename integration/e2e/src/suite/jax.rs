@@ -1,4 +1,4 @@
-//! JAX: moved by each engine, and what it calls while nobody asks it for anything.
+//! JAX: offloaded by each engine, and its calls while it is idle.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use super::{
 use crate::worker::Worker;
 
 const JAX: &[&str] = &["jax_worker.py"];
-/// What it takes at its start, of the whole device.
+/// The share of the device that JAX allocates at its start.
 const SHARE: (&str, &str) = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2");
 /// Where it sees several it makes them peers.
 const ONE_GPU: (&str, &str) = ("CUDA_VISIBLE_DEVICES", "0");
@@ -23,7 +23,7 @@ pub const ENGINES: Flavour = Flavour { settings: &[SHARE, ONE_GPU], ..Flavour::l
 /// How long it is watched: its calls come every five seconds.
 const SECONDS: &str = "12";
 
-/// `affinode calls -o json`: what is read of a line.
+/// The fields of a line of `affinode calls -o json`.
 #[derive(Deserialize)]
 struct Batch {
     processes: Vec<Process>,
@@ -50,7 +50,7 @@ struct Call {
     thread: u32,
 }
 
-/// What was called of one function.
+/// The calls of one function.
 #[derive(Default)]
 struct Seen {
     calls: u64,
@@ -100,8 +100,8 @@ fn tell(text: &str, rows: &mut Rows) -> Result<()> {
     rows.tell("of them lost", dropped as f64, "");
     for (name, seen) in functions {
         rows.tell(&name, seen.calls as f64, "calls");
-        rows.tell(&format!("{name}: at so many moments"), seen.moments as f64, "");
-        rows.tell(&format!("{name}: from so many threads"), seen.threads.len() as f64, "");
+        rows.tell(&format!("{name}: number of moments"), seen.moments as f64, "");
+        rows.tell(&format!("{name}: number of threads"), seen.threads.len() as f64, "");
     }
     Ok(())
 }

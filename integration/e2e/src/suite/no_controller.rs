@@ -1,4 +1,4 @@
-//! A controller that does not answer: whoever is called comes back by itself.
+//! A controller that does not answer: a process that makes a call restores itself.
 
 use std::time::Instant;
 
@@ -30,7 +30,7 @@ pub fn comes_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     rows.tell("after the call", waited_ms, "ms");
     // The controller finds it where it is, and goes on with it.
     world.cli().wait_for_state(id, "Offloaded")?;
-    rows.count("known again, and away and back", usize::from(worker.verify()?), 1);
+    rows.count("known again, offloaded and restored", usize::from(worker.verify()?), 1);
     worker.running.kill(world)?;
     worker.running.delete(world)
 }

@@ -1,4 +1,4 @@
-//! NVML asked in a process that is away: it answers without a wake, as with the stock runtime.
+//! NVML queries in an offloaded process: they return without a wake, as with the stock runtime.
 
 use anyhow::{Result, bail, ensure};
 
@@ -17,7 +17,7 @@ use crate::{
 /// The program that uses pynvml.
 const PROGRAM: &[&str] = &["nvml_program.py"];
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
-/// How often each engine takes the process away.
+/// How often each engine offloads the process.
 const ROUNDS: usize = 20;
 
 fn managed(spec: Spec, engine: &str) -> Spec {
@@ -35,7 +35,7 @@ fn answers(world: &Testbed, id: &str, worker: &mut Worker, commands: &[&str]) ->
     Ok(())
 }
 
-/// By a program in C, with the first initialisation while it is away.
+/// By a program in C, with the first initialisation while it is offloaded.
 pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
     const COMMANDS: [&str; 5] = ["ask", "shutdown", "init", "ask", "ask"];
     for engine in ENGINES {
@@ -46,7 +46,7 @@ pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
         world.cli().move_out(&id)?;
         worker.call("init")?;
         worker.call("ask")?;
-        // With `copy` it has been away all the time.
+        // With `copy` it has been offloaded all the time.
         ensure!(worker.verify()?, "{id}: its memory is not as it was");
         let mut good = 0;
         for _ in 0..ROUNDS {

@@ -18,10 +18,10 @@ use crate::{
 /// Containers that work in bursts, and how often.
 const WORKERS: [&str; 3] = ["burst-a", "burst-b", "burst-c"];
 const BURSTS: usize = 2;
-/// Kernels in a burst; then nothing for so long.
+/// Kernels in a burst, before a pause of this length.
 const KERNELS: usize = 4;
 const PAUSE: &str = "sleep 2000";
-/// The newcomer begins with so much, and takes the rest in so many pieces.
+/// The newcomer's first allocation; it allocates the rest in this many pieces.
 const FIRST_MIB: u64 = 16;
 const PIECES: u64 = 12;
 
@@ -29,7 +29,7 @@ const PIECES: u64 = 12;
 /// holds the rest; and what of that the others take.
 struct Sizes {
     room_mib: u64,
-    /// A worker works on so much, and holds so much more.
+    /// VRAM that a worker uses, and VRAM that it holds in addition.
     works_on_mib: u64,
     holds_more_mib: u64,
     piece_mib: u64,
@@ -62,7 +62,7 @@ pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     }
     let served = bursts(&mut workers, || Ok(()))?;
     rows.count("bursts without a failure", served, WORKERS.len() * BURSTS);
-    // Who came last may have been served without ever leaving.
+    // The last container may have been served without any offload.
     let mut returns = 0;
     for id in WORKERS {
         let row = world.cli().container(id)?.with_context(|| format!("{id} is known"))?;
@@ -105,7 +105,7 @@ fn waiting(id: &str, mib: u64) -> Spec {
         .annotation("affinode.io/on-oom-timeout", "5m")
 }
 
-/// Somebody who is not managed holds all but the scene's room.
+/// An unmanaged program that holds all VRAM except for the scenario's.
 fn ballast(world: &Testbed, sizes: &Sizes) -> Result<Worker> {
     let ballast = hazards::ballast(world, sizes.room_mib * MIB)?;
     until("the ballast to be seen", || {

@@ -1,11 +1,11 @@
-//! Programs of many kinds, each moved by each engine: the same results as without being away.
+//! Programs of many kinds, each moved by each engine: the same results as without an offload.
 
 use super::{Report, Testbed, python::Python, repeated_offload::Flavour};
 use crate::gpu::CONTAINER_LIBRARIES;
 
 /// The program that runs all of them.
 const PROGRAM: &str = "programs.py";
-/// What they are called in the report, and how they are moved.
+/// Their names in the report, and their engines.
 const PROGRAMS: [(&str, Flavour); 7] = [
     (
         "transformers, a language model",

@@ -32,18 +32,18 @@ pub struct Python<'w> {
     root: PathBuf,
 }
 
-/// An answer of one of the programs: what is asked for is there.
+/// A reply of one of the programs; only requested fields are set.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub struct Answer {
     command: String,
     result: i32,
-    /// Why not.
+    /// Reason why it cannot run here.
     why: String,
     digest: String,
-    /// The median step.
+    /// Median duration of a step.
     pub step_ms: f64,
-    /// The fastest.
+    /// Shortest duration of a step.
     pub best_ms: f64,
     /// How long a wait for the device took.
     pub sync_ms: f64,
@@ -52,7 +52,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Over what was asked for.
+    /// Digest of the requested contents.
     ///
     /// # Errors
     /// When the program sent none: two that send none would compare equal.
@@ -136,7 +136,7 @@ impl<'w> Python<'w> {
     }
 }
 
-/// Has a program make so many steps.
+/// Has a program run this many steps.
 ///
 /// # Errors
 /// When it fails.

@@ -1,5 +1,5 @@
-//! What the dashboard is told by a node with containers at work, recorded as it comes:
-//! `cargo xtask browser --recorded FILE` shows it to a browser later, on a machine that has one.
+//! Records the dashboard's stream of a node with working containers: `cargo xtask browser
+//! --recorded FILE` replays it later in a browser, on a machine that has one.
 
 use std::{
     io::{BufRead, BufReader, Read, Write, copy},
@@ -24,8 +24,8 @@ use crate::{
 const SECONDS: u64 = 45;
 /// No recording is longer.
 const MAX_BYTES: u64 = 8 << 20;
-/// Who is away, and who is at home without work.
-const AWAY: &str = "notebook";
+/// The offloaded container, and the resident idle one.
+const OFFLOADED: &str = "notebook";
 const WAITING: &str = "model-server";
 const AT_WORK: &str = "training";
 
@@ -36,8 +36,9 @@ struct Part {
     text: String,
 }
 
-/// Three containers: one trains, one is away, one is idle and stays. Writes
-/// `dashboard.jsonl`, the stream, and beside it the timeline of who trains and the node's report.
+/// Three containers: one trains, one is offloaded, one is idle and stays resident. Writes
+/// `dashboard.jsonl`, the stream, and beside it the timeline of the training container and the
+/// node's report.
 ///
 /// # Errors
 /// When a container does not start or the controller does not answer.
@@ -51,15 +52,15 @@ pub fn record(world: &Testbed, folder: &Path) -> Result<Vec<PathBuf>> {
         worker.wait_filled()?;
         Ok(worker)
     };
-    let _away = start(AWAY, mib(24 << 10), &[(ENGINE, "full")])?;
+    let _offloaded = start(OFFLOADED, mib(24 << 10), &[(ENGINE, "full")])?;
     let _waiting = start(WAITING, mib(16 << 10), &[BY_ORDER])?;
     let mut at_work = start(AT_WORK, mib(8 << 10), &[BY_ORDER])?;
-    world.cli().wait_for_state(AWAY, "Offloaded")?;
+    world.cli().wait_for_state(OFFLOADED, "Offloaded")?;
 
     let (over, goes_on) = mpsc::channel::<()>();
     thread::scope(|scope| {
         let trains = scope.spawn(move || -> Result<()> {
-            // A step every so often, of which a part is work of the GPU.
+            // A step at fixed intervals, of which a part is GPU work.
             while goes_on.recv_timeout(Duration::from_millis(40)) == Err(RecvTimeoutError::Timeout)
             {
                 at_work.call("spin 60")?;
@@ -73,7 +74,10 @@ pub fn record(world: &Testbed, folder: &Path) -> Result<Vec<PathBuf>> {
         recorded
     })?;
 
-    let row = world.cli().container(AT_WORK)?.context("who trains is known")?;
+    let row = world
+        .cli()
+        .container(AT_WORK)?
+        .context("the controller does not list the training container")?;
     let mut files = vec![folder.join("dashboard.jsonl")];
     let history = format!("/api/v1/history?key={}", row.key);
     for (what, path) in [("history", history.as_str()), ("report", "/api/v1/report")] {

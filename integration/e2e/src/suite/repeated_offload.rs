@@ -1,5 +1,5 @@
-//! A program that works in turns and is away after each, with each engine: the same
-//! results as without being away.
+//! A program that works in turns and is offloaded after each, with each engine: the same
+//! results as without an offload.
 
 use std::{any::Any, thread, time::Instant};
 
@@ -18,10 +18,10 @@ use crate::{container::Spec, worker::Worker};
 
 /// Steps of a turn.
 pub(super) const STEPS: u32 = 5;
-/// The one that is never away.
+/// The one that is never offloaded.
 const STILL: &str = "off";
-/// Where a process may be while its container is away.
-const AWAY: [&str; 2] = ["Checkpointed", "CopiedOut"];
+/// Where a process may be while its container is offloaded.
+const OFFLOADED: [&str; 2] = ["Checkpointed", "CopiedOut"];
 
 /// A program, and how it is moved.
 pub struct Flavour {
@@ -31,21 +31,21 @@ pub struct Flavour {
     pub program: &'static [&'static str],
     /// Environment: how its memory is made.
     pub settings: &'static [(&'static str, &'static str)],
-    /// By what it is moved.
+    /// Engines to offload with.
     pub engines: &'static [&'static str],
     /// Cycles with each engine.
     pub rounds: usize,
-    /// What it holds beside what it works on.
+    /// Memory that it holds without using it.
     pub held_gib: u64,
     /// Processes with memory on the device.
     pub processes: usize,
-    /// One container at a time: its times and what is left on the device are its own. Otherwise
-    /// all are there at once and move beside each other, which is quicker.
+    /// One container at a time, so that its times and its rest on the device are its own. Otherwise
+    /// all run at once and move concurrently, which is quicker.
     pub is_alone: bool,
 }
 
 impl Flavour {
-    /// So large that what is beside the copy does not show; takes minutes.
+    /// So large that the costs beside the copy are negligible; takes minutes.
     pub const fn large(name: &'static str, program: &'static [&'static str]) -> Self {
         Self {
             name,
@@ -73,7 +73,7 @@ impl Flavour {
         Ok(if engine == STILL { spec } else { moved_by(spec, engine) })
     }
 
-    /// With each engine, and without being away.
+    /// Runs it with each engine, and without an offload.
     ///
     /// # Errors
     /// When a container or a move fails; [`NotHere`] when the machine lacks what it needs.
@@ -112,10 +112,10 @@ impl Flavour {
             rows.tell(&format!("{engine}: offload"), out, "ms");
             rows.tell(&format!("{engine}: wake, {felt}"), back, "ms");
             if let Some(left) = left {
-                rows.tell(&format!("{engine}: device in use, away"), mib(left), "MiB");
+                rows.tell(&format!("{engine}: device in use, offloaded"), mib(left), "MiB");
             }
             let same = usize::from(digest == still);
-            rows.count(&format!("{engine}: results as without being away"), same, 1);
+            rows.count(&format!("{engine}: results as without an offload"), same, 1);
             wakes.push((out, back));
         }
         if let ([driver, _, fast, kept, prepared], true) = (&wakes[..], self.is_alone) {
@@ -181,8 +181,9 @@ impl Flavour {
             lane.out.push(row.last_offload_ms as f64);
             parked.push(row.processes.iter().map(|p| p.copied_out_bytes).sum::<u64>());
             unchanged = row.processes.iter().map(|p| p.unchanged_bytes).sum::<u64>();
-            let away = row.processes.iter().filter(|p| AWAY.contains(&&*p.phase)).count();
-            together += usize::from(away == self.processes && row.processes.len() == away);
+            let offloaded = row.processes.iter().filter(|p| OFFLOADED.contains(&&*p.phase)).count();
+            together +=
+                usize::from(offloaded == self.processes && row.processes.len() == offloaded);
             if self.is_alone {
                 lane.left = Some(vram_used(python.world, |used| used < self.held_gib << 29)?);
             }
@@ -191,19 +192,23 @@ impl Flavour {
             step(worker, STEPS)?;
         }
         if self.processes > 1 {
-            rows.count(&format!("{engine}: all processes away together"), together, self.rounds);
+            rows.count(
+                &format!("{engine}: all processes offloaded together"),
+                together,
+                self.rounds,
+            );
         }
         let same = usize::from(ask(worker, "check")?.digest()? == digest);
         rows.count(&format!("{engine}: ballast as it was"), same, 1);
         let whole = cli.known(id)?.copyable_share.unwrap_or(0.0) * 100.0;
         rows.tell(&format!("{engine}: copied, of its VRAM with the context"), whole, "%");
         if engine != "checkpoint" {
-            // A small program's context is a large part of what it has on the device: there
-            // it counts what its allocators had at the first move, if that is known.
+            // A small program's context is a large part of its VRAM: it then compares with the
+            // allocators' memory at the first offload, if that is known.
             let own = before.held_bytes.zip(parked.first());
             let share = own.map(|(held, &parked)| parked as f64 / held.max(1) as f64 * 100.0);
             let share = share.map_or(whole, |share| share.min(100.0));
-            // The rest is the context, and what is too small to be worth it.
+            // The rest is the context, and allocations too small for a copy.
             let what = format!("{engine}: at wire speed");
             rows.want(&what, share, "%", "at least 95%", share >= 95.0);
         }
@@ -225,7 +230,7 @@ impl Flavour {
     }
 }
 
-/// What was found of one container, and how it went.
+/// The findings about one container, and its outcome.
 type Finished = (Rows, Result<Lane>);
 
 fn panicked(_: Box<dyn Any + Send>) -> Finished {
@@ -241,6 +246,6 @@ struct Lane {
     /// Moves out and returns, in milliseconds.
     out: Vec<f64>,
     back: Vec<f64>,
-    /// In use on the device while it was away.
+    /// In use on the device while it was offloaded.
     left: Option<u64>,
 }

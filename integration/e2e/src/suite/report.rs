@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::goals;
 use crate::testbed::Testbed;
 
-/// A part of the suite needs what is not installed here; why that is so.
+/// A part of the suite needs software that is not installed; with the reason.
 #[derive(Debug)]
 pub struct NotHere(pub String);
 
@@ -20,7 +20,7 @@ impl fmt::Display for NotHere {
 
 impl std::error::Error for NotHere {}
 
-/// One finding.
+/// One finding of a part.
 #[derive(Debug, Serialize)]
 pub struct Row {
     part: String,
@@ -49,7 +49,7 @@ impl Rows {
         self.rows.push((what.into(), value, unit, goal.into(), met));
     }
 
-    /// Others behind these.
+    /// Appends the rows of others.
     pub(super) fn append(&mut self, mut others: Rows) {
         self.rows.append(&mut others.rows);
     }
@@ -63,13 +63,13 @@ impl Rows {
             .collect()
     }
 
-    /// The figures alone.
+    /// Values of all figures.
     #[cfg(test)]
     pub(super) fn values(&self) -> impl Iterator<Item = f64> {
         self.rows.iter().map(|row| row.1)
     }
 
-    /// What is known already, for who does not see the end.
+    /// Prints an intermediate result, for a run that does not reach its end.
     #[expect(clippy::print_stderr, reason = "what is being done now")]
     fn say(&self, part: &str) {
         for (what, value, unit, ..) in &self.rows {
@@ -77,7 +77,7 @@ impl Rows {
         }
     }
 
-    /// So many of so many.
+    /// Adds a row of the form "good of all".
     pub fn count(&mut self, what: &str, good: usize, of: usize) {
         self.want(what, good as f64, "", &format!("{of} of {of}"), good == of);
     }
@@ -99,7 +99,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// An empty one.
+    /// Starts an empty report.
     pub(super) fn new(world: &Testbed, wanted: &[&str]) -> Self {
         Self {
             gpu: world.gpu().as_str().into(),
@@ -117,7 +117,7 @@ impl Report {
         self.wanted.is_empty() || self.wanted.iter().any(|word| part.contains(word.as_str()))
     }
 
-    /// Carries out a part. What it found before it failed is kept, its containers are not.
+    /// Runs a part. After an error its findings are kept, and its containers removed.
     pub(super) fn part(
         &mut self,
         world: &Testbed,
@@ -164,7 +164,7 @@ impl Report {
         self.add("goals", goals);
     }
 
-    /// Names the GPU.
+    /// Records the name of the GPU.
     pub fn name_gpu(&mut self, name: &str) {
         name.clone_into(&mut self.gpu_name);
     }
@@ -180,7 +180,7 @@ impl Report {
         !self.errors.is_empty()
     }
 
-    /// For people.
+    /// The report as a table for people.
     #[must_use]
     pub fn table(&self) -> String {
         let mut text =

@@ -1,10 +1,10 @@
-//! What the library costs a program that works: the time of its steps with an engine and
-//! with the stock runtime.
+//! The overhead of the library in a working program: the time of its steps with an engine and with
+//! the stock runtime.
 //!
-//! Starts of one program differ from each other, and so do moments of one host. So several
-//! of each side are there at once and measured in turn, again and again; what counts of a start is its
-//! fastest step. How far the starts of the stock runtime are from each other, looked at
-//! in the same way, is the noise: what is less than that was not measured.
+//! Starts of one program differ from each other, and so do moments of one host. So several starts
+//! of each side run at once and are measured in turn, repeatedly; the figure of a start is its
+//! fastest step. The noise is the largest difference between the stock runtime's starts, measured
+//! in the same way: smaller differences are not significant.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{containerd::STOCK, worker::Worker};
 
-/// What they are called in the report, and their arguments.
+/// Their names in the report, and their arguments.
 const PROGRAMS: [(&str, &[&str]); 3] = [
     ("steps, training", &["programs.py", "training"]),
     ("steps, decoding", &["programs.py", "llm"]),
@@ -68,7 +68,7 @@ fn compare(python: &Python, program: &[&str], rows: &mut Rows) -> Result<()> {
     for round in 0..ROUNDS {
         for n in 0..STARTS {
             let mut pair = [&mut stock[n], &mut ours[n]];
-            // Nobody is always the second.
+            // No pair is always the second one.
             pair.rotate_left((round + n) % 2);
             pair.into_iter().try_for_each(measure)?;
         }
@@ -81,11 +81,11 @@ fn compare(python: &Python, program: &[&str], rows: &mut Rows) -> Result<()> {
     let (without, with) = (medians(&stock), medians(&ours));
     compared(rows, "middle median step", median, &without, &with, false);
 
-    // What was measured is a program that can be moved, and it is as fast after that.
+    // The measured program can be offloaded, and is as fast afterwards.
     if let Some(moved) = ours.first_mut() {
         python.world.cli().move_out(&moved.worker.running.id)?;
         let step = ask(&mut moved.worker, "bench")?;
-        rows.tell("one start: fastest step before it was away", moved.best_ms, "ms");
+        rows.tell("one start: fastest step before it was offloaded", moved.best_ms, "ms");
         rows.tell("one start: fastest step after its return", step.best_ms, "ms");
     }
     for start in stock.iter().chain(&ours) {
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn noise_is_the_largest_difference_between_halves() {
+    fn noise_is_the_largest_half_difference() {
         let noise_of = |starts: &[f64]| noise(starts, fastest).round();
         assert_eq!(noise_of(&[10.0, 10.0, 10.0, 10.0]), 0.0);
         // 10 and 11 in one half, 12 and 13 in the other.

@@ -3,14 +3,15 @@
 //!
 //! | order | what happens to the container |
 //! | --- | --- |
-//! | ended | a profile is taken and ended, then it leaves |
-//! | away | it leaves, then the profiler begins |
-//! | begins | it is told to leave while the profiler begins |
-//! | through | the profiler runs while it leaves and comes back |
+//! | ended | a profile is taken and ended, then it is offloaded |
+//! | offloaded | it is offloaded, then the profiler begins |
+//! | begins | an offload is requested while the profiler begins |
+//! | through | the profiler runs during its offload and restore |
 //! | again | as ended, twice |
 //!
-//! A repetition is a process: a container has several, forked before CUDA, that do the same at the same
-//! time. What hung or lost before is repeated `AFFINODE_TOOL_ROUNDS` times (20), the others four times.
+//! A repetition is a process: a container has several, forked before CUDA, that do the same at the
+//! same time. Orders in which a process hung or was lost before are repeated `AFFINODE_TOOL_ROUNDS`
+//! times (20), the others four times.
 
 use std::{path::PathBuf, thread, time::Duration};
 
@@ -86,7 +87,7 @@ fn rounds() -> usize {
 /// The profiler, in every order.
 pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     let orders: [(&str, usize, Order); 5] = [
-        ("begun while away", rounds(), away),
+        ("begun while offloaded", rounds(), offloaded),
         ("moved while it begins", rounds(), begins),
         ("ended before", FEW, ended),
         ("running through it", FEW, through),
@@ -142,7 +143,7 @@ fn ended(subject: &mut Subject) -> Result<()> {
     subject.ask("step")
 }
 
-fn away(subject: &mut Subject) -> Result<()> {
+fn offloaded(subject: &mut Subject) -> Result<()> {
     subject.leave()?;
     subject.profile()?;
     subject.ask("step")
@@ -207,10 +208,10 @@ impl<'w> Subject<'w> {
         }
         self.seen.asked += self.processes;
         self.seen.answered += said.count;
-        let who = self.engine;
+        let engine = self.engine;
         ensure!(
             said.count == self.processes,
-            "{who}: {command}: {} of {} processes answered: {}",
+            "{engine}: {command}: {} of {} processes replied: {}",
             said.count,
             self.processes,
             said.why
@@ -269,7 +270,7 @@ fn beside_stock(
         let by_order = |spec: Spec| spec.annotation(BY_ORDER.0, BY_ORDER.1);
         let mut subject = Subject::start(python, engine, processes, more, by_order)?;
         let outcome = order(&mut subject);
-        // Also of one that hangs: the next order needs its name.
+        // Also for a hanging one: the next order needs its name.
         let ended = subject.end();
         outcome.and(ended).with_context(|| format!("{name}, {engine}"))?;
         Ok(subject.seen)

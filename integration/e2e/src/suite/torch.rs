@@ -1,4 +1,4 @@
-//! A training loop of torch: idle, away, back, the same weights; and what a step costs.
+//! A training loop of torch: idle, offloaded, restored, the same weights; and what a step costs.
 
 use anyhow::Result;
 
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{containerd::STOCK, testbed::MIB, worker::Worker};
 
-/// The program.
+/// The program's command line.
 const TORCH: &[&str] = &["torch_worker.py"];
 /// It, moved by each engine.
 pub const ENGINES: Flavour = Flavour::large("torch", TORCH);
@@ -35,32 +35,32 @@ pub const POOLS: Flavour = Flavour {
     ..Flavour::large("pools", TORCH)
 };
 
-/// Trains, goes idle, is away, trains on; and the same without being away.
+/// Trains, goes idle, is offloaded, trains on; and the same without an offload.
 pub fn cycle(python: &Python, who: &str, rows: &mut Rows) -> Result<()> {
     let world = python.world;
     let mut digests = Vec::new();
-    for away in [false, true] {
-        let id = format!("torch-{who}-{away}");
+    for offloaded in [false, true] {
+        let id = format!("torch-{who}-{offloaded}");
         let spec = python.spec(&id, who, TORCH)?;
-        let spec = if away { spec } else { spec.annotation("affinode.io/offload", "off") };
+        let spec = if offloaded { spec } else { spec.annotation("affinode.io/offload", "off") };
         let mut worker = Worker::start_as(world, spec)?;
         worker.expect("ready")?;
         step(&mut worker, STEPS)?;
-        if away {
+        if offloaded {
             let full = vram_used(world, |used| used >= 256 * MIB)?;
             rows.tell("device in use, trained", mib(full), "MiB");
             let row = world.cli().wait_for_state(&id, "Offloaded")?;
             rows.tell("moved out in", row.last_offload_ms as f64, "ms");
             let empty = vram_used(world, |used| used < full / 2)?;
             let good = empty <= EMPTY_BYTES;
-            rows.want("device in use, away", mib(empty), "MiB", "a few MiB", good);
+            rows.want("device in use, offloaded", mib(empty), "MiB", "a few MiB", good);
         }
         digests.push(step(&mut worker, STEPS)?.digest()?);
-        if away {
+        if offloaded {
             let row = world.cli().known(&id)?;
             rows.tell("came back in", row.last_wake_ms as f64, "ms");
             world.cli().wait_for_state(&id, "Offloaded")?;
-            rows.count("ends by itself while away", usize::from(worker.ends(world)?), 1);
+            rows.count("ends by itself while offloaded", usize::from(worker.ends(world)?), 1);
         } else {
             worker.running.kill(world)?;
         }
@@ -88,8 +88,8 @@ pub fn step_cost(python: &Python, rows: &mut Rows) -> Result<()> {
             worker.running.delete(world)?;
         }
     }
-    // From one start to the next the median differs by 15 %, whoever runs it; the fastest
-    // step of many starts by less than 1 %.
+    // Between starts, the median step differs by 15 % in any runtime; the fastest step of many
+    // starts by less than 1 %.
     let median_of = |steps: &[Answer]| median(&steps.iter().map(|s| s.step_ms).collect::<Vec<_>>());
     rows.tell("median with the stock runtime", median_of(&without), "ms");
     rows.tell("median with the library", median_of(&with), "ms");

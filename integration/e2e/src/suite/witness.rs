@@ -29,9 +29,9 @@ pub fn work_without_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     rows.tell("seen busy after the launch, with no call in progress", seconds(launched), "s");
     rows.tell("share of the GPU's time", f64::from(percent), "%");
     let row = world.cli().wait_for_state(id, "Offloaded")?;
-    let away = seconds(launched);
-    rows.want("moved out after the launch", away, "s", "not before its end", {
-        (away * 1e3) as u64 + row.last_offload_ms >= KERNEL_MS
+    let offloaded = seconds(launched);
+    rows.want("moved out after the launch", offloaded, "s", "not before its end", {
+        (offloaded * 1e3) as u64 + row.last_offload_ms >= KERNEL_MS
     });
     let refused = world.cli().events()?;
     let refused = refused.iter().filter(|e| e.kind == "refused" && e.container.contains(id));

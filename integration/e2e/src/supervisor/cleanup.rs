@@ -20,7 +20,7 @@ pub(super) fn kill_descendants() -> Result<()> {
     until("the processes of the world to end", || {
         let pids = descendants(std::process::id() as i32)?;
         for pid in &pids {
-            // One that ended by itself in between is what was wanted.
+            // A process that ended by itself meanwhile is the wanted result.
             let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
         Ok(pids.is_empty().then_some(()))

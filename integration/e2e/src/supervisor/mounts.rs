@@ -50,7 +50,7 @@ pub(super) fn unmount_below(world: &Path) -> Result<()> {
         .collect();
     points.reverse();
     for point in points {
-        // Whoever comes first may have taken the ones below with it.
+        // The unmount of another point may have removed the ones below it.
         let _ = umount2(&point, MntFlags::MNT_DETACH);
     }
     Ok(())

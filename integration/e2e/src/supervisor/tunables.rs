@@ -2,7 +2,7 @@
 
 use std::fs;
 
-/// Files, and what was in them.
+/// Files with their original contents.
 pub(super) struct Tunables(Vec<(&'static str, String)>);
 
 impl Tunables {
@@ -15,13 +15,13 @@ impl Tunables {
         "/proc/sys/kernel/keys/root_maxbytes",
     ];
 
-    /// Remembers them.
+    /// Reads the present contents.
     pub(super) fn remember() -> Self {
         let read = |file| Some((file, fs::read_to_string(file).ok()?));
         Self(Self::KEPT.into_iter().filter_map(read).collect())
     }
 
-    /// Puts them back.
+    /// Writes the original contents back.
     pub(super) fn put_back(&self) {
         for (file, value) in &self.0 {
             // What may not be written was not written by a kubelet either.

@@ -37,8 +37,7 @@ struct Recorded {
     name: String,
 }
 
-/// `affinode calls` in the background. It writes into a file: a pipe that nobody empties
-/// would hold it up.
+/// `affinode calls` in the background. It writes to a file: a pipe without a reader would block it.
 struct Watch {
     child: Child,
     output: PathBuf,
@@ -66,7 +65,7 @@ fn seen(mut watch: Watch, worker: &mut Worker) -> Result<Vec<Process>> {
 }
 
 #[test]
-fn a_watcher_sees_functions_by_name_and_of_the_container_it_asked_for() -> Result<()> {
+fn call_trace_names_functions_of_one_container() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut busy = Worker::start(&world, "busy", 32)?;
     let mut other = Worker::start(&world, "other", 32)?;
@@ -90,7 +89,7 @@ fn a_watcher_sees_functions_by_name_and_of_the_container_it_asked_for() -> Resul
 }
 
 #[test]
-fn a_watched_process_goes_out_comes_back_and_is_watched_by_the_next_controller() -> Result<()> {
+fn call_trace_survives_offload_and_restart() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "worker", 32)?;
     let mut everything = watch(&world, &[])?;
@@ -106,7 +105,7 @@ fn a_watched_process_goes_out_comes_back_and_is_watched_by_the_next_controller()
 }
 
 #[test]
-fn a_container_that_is_not_there_is_an_error_that_says_what_to_do() -> Result<()> {
+fn unknown_container_is_an_error_with_advice() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let _worker = Worker::start(&world, "worker", 32)?;
     world.cli().known("worker")?;

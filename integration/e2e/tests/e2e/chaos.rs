@@ -22,7 +22,7 @@ fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
     Ok(())
 }
 
-/// Below a cgroup that has no room for all of them while they are away, and on a GPU that has none for
+/// Below a cgroup that has no room for all of them while they are offloaded, and on a GPU that has none for
 /// all of them either: each waits for its turn, and the kernel kills none.
 #[test]
 fn rounds_without_host_memory_lose_no_process() -> Result<()> {

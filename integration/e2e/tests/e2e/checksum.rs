@@ -1,4 +1,4 @@
-//! `checksum`: a return looks whether memory has come home as it left.
+//! `checksum`: a return looks whether memory has come back unchanged.
 
 use affinode_e2e::{
     testbed::{Testbed, TestbedConfig},
@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::offload::MANUAL;
 
-/// `CUDA_ERROR_ECC_UNCORRECTABLE`.
+/// The driver's `CUDA_ERROR_ECC_UNCORRECTABLE`.
 const ECC_UNCORRECTABLE: i32 = 214;
 const WORKER_MIB: u64 = 96;
 const NO_COPIER: &str = "[copier]\nenabled = false\n";
@@ -24,9 +24,10 @@ fn start(world: &Testbed, id: &str, engine: &str, checksum: &str, spoilt: &str) 
     Ok(worker)
 }
 
-/// Who is checked gets an error for each call, and is told of; who is not goes on with what is wrong.
+/// With the check, every call of the process fails, and an event reports that; without it, the
+/// process computes with wrong contents.
 #[test]
-fn what_was_overwritten_in_host_memory_is_never_computed_with() -> Result<()> {
+fn corrupted_host_copy_is_never_used() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut checked = start(&world, "checked", "full", "true", "")?;
     let mut trusting = start(&world, "trusting", "full", "false", "")?;
@@ -79,9 +80,9 @@ fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     Ok(())
 }
 
-/// With what is kept, left out and changed in between.
+/// With contents that are retained, left out and changed in between.
 #[test]
-fn what_came_home_as_it_left_is_said_to_be_so() -> Result<()> {
+fn unchanged_contents_are_reported() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ["copy", "full"] {
         let spec = Worker::spec(engine, USUAL, WORKER_MIB)

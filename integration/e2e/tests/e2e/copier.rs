@@ -1,4 +1,4 @@
-//! Home through the copier: who it fills, and what becomes of those whose copier is gone.
+//! Restores through the copier, and of processes whose copier is gone.
 
 use affinode_e2e::{
     cli::GpuRow,
@@ -40,7 +40,7 @@ pub fn fills(world: &Testbed) -> Result<u64> {
     Ok(world.cli().wait_gpu("the copier to let go", let_go)?.copier_restores)
 }
 
-/// Out and home until the copier was in time: one that gets no turn for half a second is not
+/// Offload and restore until the copier was in time: one that gets no turn for half a second is not
 /// waited for, which on a busy machine may happen a few times in a row.
 fn filled_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = fills(world)?;
@@ -51,17 +51,17 @@ fn filled_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
             return Ok(());
         }
     }
-    bail!("in 12 rounds the copier has filled nobody")
+    bail!("in 12 rounds the copier restored no process")
 }
 
 #[test]
-fn a_process_comes_home_through_the_copier_again_and_again() -> Result<()> {
+fn repeated_restores_through_the_copier() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     const ROUNDS: u64 = 12;
     for round in 1..=ROUNDS {
         move_out(&world, "worker")?;
-        // The copier's own context is what is in use.
+        // Only the copier's own context is in use.
         wait_gpu_empty(&world)?;
         world.cli().wait_gpu("the copier's context", |gpu| gpu.copier_vram_bytes > 0)?;
         worker.call("touch")?;
@@ -79,7 +79,7 @@ fn a_process_comes_home_through_the_copier_again_and_again() -> Result<()> {
 }
 
 #[test]
-fn a_process_whose_copier_was_killed_comes_home_by_itself() -> Result<()> {
+fn killed_copier_process_restores_itself() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     for _ in 0..2 {
@@ -95,7 +95,7 @@ fn a_process_whose_copier_was_killed_comes_home_by_itself() -> Result<()> {
 }
 
 #[test]
-fn a_process_whose_copier_is_stopped_comes_home_by_itself() -> Result<()> {
+fn stopped_copier_process_restores_itself() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     let copier = Pid::from_raw(move_out(&world, "worker")?);
@@ -103,8 +103,8 @@ fn a_process_whose_copier_is_stopped_comes_home_by_itself() -> Result<()> {
     worker.call("touch")?;
     assert!(worker.verify()?);
     kill(copier, Signal::SIGCONT)?;
-    // It finds out that nobody waits for it any more, and takes nothing.
-    let after = until("the copier to let go", || {
+    // The copier detects that no process waits for it, and imports nothing.
+    let after = until("the copier to release the memory", || {
         Ok(Some(world.cli().gpu()?)
             .filter(|gpu| gpu.copier_registering == 0 && gpu.copier_registered == 0))
     })?;
@@ -115,12 +115,12 @@ fn a_process_whose_copier_is_stopped_comes_home_by_itself() -> Result<()> {
 }
 
 #[test]
-fn memory_of_a_copiers_making_is_copied_out_whatever_the_engine_is_now() -> Result<()> {
+fn copier_memory_is_copied_out_with_any_engine() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     filled_once(&world, &mut worker)?;
-    // From now on all leave through the driver's checkpoint, after which it would be lost; and
-    // the next controller knows of who made its memory by the page alone.
+    // From now on the driver's checkpoint takes all, after which copier memory would be lost; and
+    // the next controller knows from the counters alone whose memory a copier made.
     let driver = config().replace("engine = \"full\"", "engine = \"checkpoint\"");
     std::fs::write(world.dir().join("affinode/config.toml"), driver)?;
     shoot_controller(&world)?;
@@ -134,7 +134,7 @@ fn memory_of_a_copiers_making_is_copied_out_whatever_the_engine_is_now() -> Resu
 
 /// A process whose memory is such that no copier can make it says so after the first time.
 #[test]
-fn no_copier_is_started_again_for_who_has_no_use_for_it() -> Result<()> {
+fn unneeded_copier_is_not_restarted() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
     let mut shared = pieces(&world, "shared", "1")?;
     world.cli().move_out("shared")?;
@@ -145,7 +145,7 @@ fn no_copier_is_started_again_for_who_has_no_use_for_it() -> Result<()> {
     world.cli().move_out("shared")?;
     assert_eq!(world.cli().gpu()?.copier_pid, 0);
     assert!(shared.verify()?);
-    // Who has is served.
+    // A process with such memory is served.
     let mut plain = pieces(&world, "worker", "0")?;
     filled_once(&world, &mut plain)
 }
@@ -158,9 +158,9 @@ fn pieces(world: &Testbed, id: &str, handle_types: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// What was imported is not exported again: who may want to is brought home without a copier.
+/// Imported memory is not exported again: such a process is restored without a copier.
 #[test]
-fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> {
+fn application_mapped_memory_is_unchanged() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
     let mut plain = pieces(&world, "worker", "0")?;
     filled_once(&world, &mut plain)?;
@@ -173,7 +173,7 @@ fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> 
         let parked = world.cli().known("shared")?.process()?.copied_out_bytes;
         assert_eq!(parked, WORKER_MIB * MIB);
         // A copier that would take it has it by now.
-        until("nobody to be on the way to the copier", || {
+        until("no process to be registering with the copier", || {
             Ok((world.cli().gpu()?.copier_registering == 0).then_some(()))
         })?;
         assert_eq!(shared.call("properties")?.ok, Some(true));
@@ -186,9 +186,9 @@ fn memory_that_the_application_maps_by_itself_stays_what_it_was() -> Result<()> 
     Ok(())
 }
 
-/// What the driver does not export again has no handle either; what is allocated later has.
+/// The driver gives no handle for memory that it does not export; later allocations have one.
 #[test]
-fn legacy_ipc_is_refused_for_what_a_copier_has_made() -> Result<()> {
+fn legacy_ipc_of_copier_memory_is_refused() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
     let mut worker = Worker::start_as(&world, ipc::giver("worker", WORKER_MIB))?;
     worker.wait_filled()?;

@@ -1,4 +1,4 @@
-//! `dedup`: what containers of a namespace hold as well is held once while they are away.
+//! `dedup`: what containers of a namespace hold as well is held once while they are offloaded.
 
 use std::{
     collections::BTreeSet,
@@ -100,7 +100,7 @@ fn wait_gone(world: &Testbed, copier: i32) -> Result<()> {
 }
 
 #[test]
-fn two_containers_hold_the_same_content_once_and_come_home_with_their_own() -> Result<()> {
+fn equal_contents_are_stored_once() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
     // These have nothing to do with it, with the same content.
@@ -122,7 +122,7 @@ fn two_containers_hold_the_same_content_once_and_come_home_with_their_own() -> R
         one.call("touch")?;
         assert!(one.verify()?, "round {round}");
         let inodes = sealed_files(pid(&world, "other")?)?;
-        assert_eq!(inodes.len() as u64 * CHUNK_MIB, SHARED_MIB, "it is away still");
+        assert_eq!(inodes.len() as u64 * CHUNK_MIB, SHARED_MIB, "it is offloaded still");
         other.call("touch")?;
         assert!(other.verify()? && one.verify()?, "round {round}");
     }
@@ -133,7 +133,7 @@ fn two_containers_hold_the_same_content_once_and_come_home_with_their_own() -> R
 }
 
 #[test]
-fn a_third_one_joins_and_whoever_is_killed_takes_nothing_along() -> Result<()> {
+fn killed_member_keeps_shared_contents() -> Result<()> {
     let world = world()?;
     let [one, mut other] = twins(&world)?;
     wait_together(&world, &["one", "other"])?;
@@ -145,7 +145,7 @@ fn a_third_one_joins_and_whoever_is_killed_takes_nothing_along() -> Result<()> {
 }
 
 #[test]
-fn what_differs_in_a_byte_is_not_held_together() -> Result<()> {
+fn contents_differing_in_a_byte_stay_separate() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
     // Behind every sample that is looked at first.
@@ -161,9 +161,9 @@ fn what_differs_in_a_byte_is_not_held_together() -> Result<()> {
     Ok(())
 }
 
-/// What it has kept, had made ready, or has looked at, is as without.
+/// Retained copies, prefaulted memory and checksums work as without dedup.
 #[test]
-fn beside_copies_that_are_kept_or_made_ready_and_digests() -> Result<()> {
+fn dedup_with_retained_copies_and_digests() -> Result<()> {
     let world = world()?;
     let kept = spec("one", 7, "true")
         .annotation("affinode.io/retain-host-copy", "true")
@@ -177,7 +177,7 @@ fn beside_copies_that_are_kept_or_made_ready_and_digests() -> Result<()> {
             Ok((world.cli().gpu()?.copier_prefaulted == 1).then_some(()))
         })?;
         wait_together(&world, &["one", "other"])?;
-        // It differs in the end from what is kept and from what was held together.
+        // Its end differs from the retained copy and from the shared contents.
         for worker in [&mut one, &mut other] {
             assert!(worker.verify()?, "round {round}");
             worker.call("touch")?;
@@ -187,7 +187,7 @@ fn beside_copies_that_are_kept_or_made_ready_and_digests() -> Result<()> {
     Ok(())
 }
 
-/// Wherever it is caught: a fault comes as soon as they are away, or once a part is together.
+/// Wherever it is caught: a fault comes as soon as they are offloaded, or once a part is together.
 #[test]
 fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
     let world = world()?;
@@ -219,9 +219,9 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
     Ok(())
 }
 
-/// Whoever dies beside it: nobody needs the copier or the controller for what is held together.
+/// Shared contents need neither the copier nor the controller, whichever process dies.
 #[test]
-fn copier_and_controller_die_and_everybody_has_its_content() -> Result<()> {
+fn contents_survive_copier_and_controller_death() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
     for controller_too in [false, true, false] {
@@ -241,7 +241,7 @@ fn copier_and_controller_die_and_everybody_has_its_content() -> Result<()> {
     Ok(())
 }
 
-/// Nobody can write to what others have as well, not even the process itself.
+/// No process can write to shared contents, not even the owner.
 #[test]
 fn a_sealed_file_is_read_alone() -> Result<()> {
     let world = world()?;
@@ -252,7 +252,7 @@ fn a_sealed_file_is_read_alone() -> Result<()> {
     for line in maps.lines().filter(|line| line.contains("memfd:affinode-shared")) {
         assert_eq!(line.split_whitespace().nth(1), Some("r--s"), "{line}");
         let range = line.split_whitespace().next().context("no range")?;
-        // As root, by another way: the seal holds for everybody.
+        // As root, by another path: the seal applies to every process.
         let file =
             fs::OpenOptions::new().write(true).open(format!("/proc/{pid}/map_files/{range}"))?;
         let refused = file.write_at(&[1], 0).map_err(|error| error.raw_os_error());

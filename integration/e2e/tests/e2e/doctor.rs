@@ -69,7 +69,7 @@ fn finds_nothing_wrong_where_containers_run(world: &Testbed) -> Result<()> {
 
 /// Each break is seen by its check, with a hint, and by the exit status.
 #[test]
-fn what_is_broken_is_found() -> Result<()> {
+fn doctor_finds_faults() -> Result<()> {
     let folder = tempfile::tempdir()?;
     std::fs::write(folder.path().join("libaffinode_preload.so"), "not a library")?;
     let lib_dir = folder.path().to_string_lossy();

@@ -1,4 +1,4 @@
-//! Engines that copy memory by themselves: out and home, at every depth, and what goes wrong.
+//! Engines that copy memory by themselves: offload and restore, at every depth, and what goes wrong.
 
 use affinode_e2e::{
     cli::ContainerRow,
@@ -45,30 +45,31 @@ fn wait_gone(world: &Testbed, engine: &str) -> Result<()> {
 }
 
 #[test]
-fn copied_memory_comes_back_as_it_was_again_and_again() -> Result<()> {
+fn copied_memory_survives_repeated_offloads() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ENGINES {
         let mut worker = worker(&world, engine, WORKER_MIB)?;
         for round in 1..=3 {
             world.cli().move_out(engine)?;
             wait_gone(&world, engine)?;
-            let away = row(&world, engine)?;
-            assert_eq!(away.state, "Offloaded");
-            assert!(away.offloaded_bytes >= WORKER_MIB * MIB, "{away:?}");
-            let process = away.process()?;
-            assert_eq!(process.copied_out_bytes, WORKER_MIB * MIB, "{away:?}");
+            let offloaded = row(&world, engine)?;
+            assert_eq!(offloaded.state, "Offloaded");
+            assert!(offloaded.offloaded_bytes >= WORKER_MIB * MIB, "{offloaded:?}");
+            let process = offloaded.process()?;
+            assert_eq!(process.copied_out_bytes, WORKER_MIB * MIB, "{offloaded:?}");
             let phase = if engine == "copy" { "CopiedOut" } else { "Checkpointed" };
             assert_eq!(process.phase, phase);
             // What changed in between is kept as well.
             worker.call("touch")?;
             assert!(worker.verify()?, "{engine}, round {round}");
         }
-        let home = world.cli().wait_for(engine, "to carry its memory after 3 returns", |row| {
-            let carried = row.processes.first().map(|process| process.swappable_bytes);
-            row.restores == 3 && carried == Some(WORKER_MIB * MIB)
-        })?;
-        assert_eq!(home.engine, engine);
-        assert!(home.copyable_share.is_some_and(|share| share > 0.8), "{home:?}");
+        let resident =
+            world.cli().wait_for(engine, "to carry its memory after 3 returns", |row| {
+                let carried = row.processes.first().map(|process| process.swappable_bytes);
+                row.restores == 3 && carried == Some(WORKER_MIB * MIB)
+            })?;
+        assert_eq!(resident.engine, engine);
+        assert!(resident.copyable_share.is_some_and(|share| share > 0.8), "{resident:?}");
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
         wait_gpu_empty(&world)?;
@@ -76,9 +77,9 @@ fn copied_memory_comes_back_as_it_was_again_and_again() -> Result<()> {
     Ok(())
 }
 
-/// What an application maps by itself, at every turn that such an allocator may take: what is
-/// at one address, all of it, is copied; the rest goes with the driver, or stays with the context.
-/// Whatever it chooses then: each of the two ways is tried before.
+/// Memory that an application maps itself, at every step that such an allocator may take: memory
+/// completely mapped at one address is copied; the rest is checkpointed by the driver, or stays
+/// with the context. Each of the two ways is tried.
 #[test]
 fn an_engine_that_chooses_tries_both_ways() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -96,7 +97,7 @@ fn an_engine_that_chooses_tries_both_ways() -> Result<()> {
 }
 
 #[test]
-fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
+fn application_mapped_memory_is_copied() -> Result<()> {
     const PIECE_MIB: u64 = 4;
     let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ENGINES {
@@ -112,9 +113,9 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
         ] {
             assert_eq!(worker.call(change)?.ok, Some(true), "{engine}, {change}");
             world.cli().move_out(engine)?;
-            let away = row(&world, engine)?;
+            let offloaded = row(&world, engine)?;
             let parked = (64 - left_mib) * MIB;
-            assert_eq!(away.process()?.copied_out_bytes, parked, "{change}: {away:?}");
+            assert_eq!(offloaded.process()?.copied_out_bytes, parked, "{change}: {offloaded:?}");
             assert_eq!(worker.call(undo)?.ok, Some(true), "{engine}, {undo}");
             assert!(worker.verify()?, "{engine}, {change}");
         }
@@ -131,7 +132,7 @@ fn memory_that_the_application_maps_by_itself_is_copied_too() -> Result<()> {
 fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     let id = worker.running.id.clone();
     assert!(worker.ends_with_nothing_left(world)?, "{id}: more is in use than before");
-    world.cli().wait_for(&id, "to carry nothing any more", |row| {
+    world.cli().wait_for(&id, "to have no copied allocation", |row| {
         row.processes.first().is_some_and(|process| process.swappable_bytes == 0)
     })?;
     worker.running.kill(world)?;
@@ -140,7 +141,7 @@ fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
 
 /// Memory that others on the bus may reach costs more: it is made so where there are others.
 #[test]
-fn others_reach_memory_in_a_container_that_has_other_devices_alone() -> Result<()> {
+fn peer_access_with_other_devices() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let card = ["--mount", "type=bind,src=/dev/null,dst=/dev/card,options=bind"];
     for (id, flags, reached) in [("alone", &[][..], false), ("beside", &card[..], true)] {
@@ -158,7 +159,7 @@ fn others_reach_memory_in_a_container_that_has_other_devices_alone() -> Result<(
     Ok(())
 }
 
-/// The same of a pool, at every turn; what is unused is neither copied nor in the way.
+/// The same for a pool, at every step; unused memory is neither copied nor an obstacle.
 #[test]
 fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     const ALL_MIB: u64 = 64;
@@ -181,8 +182,12 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
             assert_eq!(answer.ok, Some(true), "{engine}: {answer:?}");
             world.cli().move_out(engine)?;
             wait_gone(&world, engine)?;
-            let away = row(&world, engine)?;
-            assert_eq!(away.process()?.copied_out_bytes, ALL_MIB * MIB, "{turn}: {away:?}");
+            let offloaded = row(&world, engine)?;
+            assert_eq!(
+                offloaded.process()?.copied_out_bytes,
+                ALL_MIB * MIB,
+                "{turn}: {offloaded:?}"
+            );
             assert!(worker.verify()?, "{engine}, {turn}");
         }
         assert_eq!(worker.call("drop")?.ok, Some(true), "{engine}");
@@ -191,9 +196,9 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     Ok(())
 }
 
-/// Without being asked, and whatever the size: what is too small for a copy goes with the rest.
+/// Without a setting, for every size: allocations too small for a copy go with the context.
 #[test]
-fn the_engine_of_the_configuration_holds_and_the_annotation_comes_first() -> Result<()> {
+fn annotation_overrides_configured_engine() -> Result<()> {
     let eager = EAGER.replace("[policy]", "[policy]\nengine = \"auto\"");
     let world = TestbedConfig::default().config(&eager).world()?;
     let mut small = Worker::start(&world, "small", 1)?;
@@ -202,8 +207,8 @@ fn the_engine_of_the_configuration_holds_and_the_annotation_comes_first() -> Res
     for (worker, id, carried) in
         [(&mut small, "small", 0), (&mut big, "big", 64 * MIB), (&mut other, "checkpoint", 0)]
     {
-        let away = world.cli().wait_for_state(id, "Offloaded")?;
-        assert_eq!(away.process()?.swappable_bytes, carried, "{away:?}");
+        let offloaded = world.cli().wait_for_state(id, "Offloaded")?;
+        assert_eq!(offloaded.process()?.swappable_bytes, carried, "{offloaded:?}");
         assert!(worker.verify()?, "{id}");
     }
     Ok(())
@@ -231,7 +236,7 @@ fn carried_memory_is_as_the_drivers_own() -> Result<()> {
 
 /// kill -9 of the controller at any depth: the content is in the process.
 #[test]
-fn the_next_controller_brings_home_what_the_last_one_parked() -> Result<()> {
+fn next_controller_restores_copied_out_process() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ENGINES {
         let mut worker = worker(&world, engine, 64)?;
@@ -241,7 +246,7 @@ fn the_next_controller_brings_home_what_the_last_one_parked() -> Result<()> {
         until("another controller", || {
             Ok(world.controller()?.filter(|next| next.pid != controller.pid))
         })?;
-        let known = world.cli().wait_for(engine, "to be known as away", |row| {
+        let known = world.cli().wait_for(engine, "to be known as offloaded", |row| {
             row.state == "Offloaded" && !row.processes.is_empty()
         })?;
         assert_eq!(known.process()?.copied_out_bytes, 64 * MIB, "{known:?}");
@@ -255,7 +260,7 @@ fn the_next_controller_brings_home_what_the_last_one_parked() -> Result<()> {
 }
 
 #[test]
-fn a_parked_process_comes_home_without_a_controller() -> Result<()> {
+fn copied_out_process_restores_itself() -> Result<()> {
     for engine in ENGINES {
         let world = TestbedConfig::default().config(MANUAL).world()?;
         let mut worker = worker(&world, engine, 64)?;
@@ -264,7 +269,7 @@ fn a_parked_process_comes_home_without_a_controller() -> Result<()> {
         kill(controller.pid, Signal::SIGSTOP)?;
         assert!(worker.verify()?, "{engine}");
         kill(controller.pid, Signal::SIGCONT)?;
-        until("the controller to see that it is home", || {
+        until("the controller to see that it is resident", || {
             Ok(Some(row(&world, engine)?)
                 .filter(|row| row.state == "Active" || row.state == "Idle"))
         })?;
@@ -273,8 +278,8 @@ fn a_parked_process_comes_home_without_a_controller() -> Result<()> {
     Ok(())
 }
 
-/// Somebody who is not managed takes the VRAM: a return without a controller fails, is tried
-/// again, and nothing is lost.
+/// An unmanaged process takes the VRAM: a restore without a controller fails, is repeated, and
+/// nothing is lost.
 #[test]
 fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     let world = TestbedConfig::default()
@@ -302,7 +307,7 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     Ok(())
 }
 
-/// The five calls that kill an application whose state is away, while it is parked.
+/// The five calls that kill an application whose state is offloaded, while it is parked.
 #[test]
 fn calls_that_crash_are_held_while_parked() -> Result<()> {
     for engine in ENGINES {
@@ -355,9 +360,9 @@ fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     Ok(())
 }
 
-/// What moves cost here becomes what they cost in a simulation.
+/// The measured costs of moves here become the costs of a simulation.
 #[test]
-fn a_simulation_takes_the_costs_that_were_measured() -> Result<()> {
+fn simulation_uses_measured_costs() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let measured = suite::calibrate(&world, "checkpoint")?;
     let file = world.dir().join("calibration.toml");

@@ -21,7 +21,7 @@ fn with(name: &str, world: Testbed) -> Result<()> {
 }
 
 #[test]
-fn containerd_that_fails_to_restart_has_its_old_configuration() -> Result<()> {
+fn failed_restart_restores_configuration() -> Result<()> {
     fault("containerd fails to restart")
 }
 
@@ -31,7 +31,7 @@ fn a_full_disk_leaves_nothing_behind() -> Result<()> {
 }
 
 #[test]
-fn what_is_read_only_is_named() -> Result<()> {
+fn read_only_path_is_named() -> Result<()> {
     fault("read-only /etc")
 }
 
@@ -51,6 +51,6 @@ fn a_second_installer_is_refused() -> Result<()> {
 }
 
 #[test]
-fn an_installer_that_is_killed_at_any_step_is_healed_by_the_next() -> Result<()> {
+fn next_install_repairs_a_killed_one() -> Result<()> {
     fault("kill -9 at every step")
 }

@@ -45,7 +45,7 @@ fn fill_first(world: &Testbed) -> Result<Worker> {
     Worker::start(world, "filler", FILLER_MIB)
 }
 
-/// Waits until so many MiB are in use on the two, without those of copiers.
+/// Waits until the use of both GPUs in MiB, without that of copiers, satisfies `is_so`.
 fn wait_until_used(world: &Testbed, is_so: impl Fn([u64; 2]) -> bool) -> Result<()> {
     until("the GPUs to be in use as they should", || {
         let used = |gpu: &GpuRow| gpu.vram_used_bytes.saturating_sub(gpu.copier_vram_bytes) / MIB;
@@ -62,7 +62,7 @@ fn says(world: &Testbed, part: &str) -> Result<bool> {
 }
 
 #[test]
-fn who_finds_its_gpu_full_comes_back_on_the_other_and_lives_there() -> Result<()> {
+fn full_gpu_restores_on_the_other_gpu() -> Result<()> {
     for engine in ["checkpoint", "full"] {
         let world = two_gpus(&[])?;
         let mut worker = start(&world, "moves", engine, &[0, 1])?;
@@ -91,9 +91,9 @@ fn who_finds_its_gpu_full_comes_back_on_the_other_and_lives_there() -> Result<()
     Ok(())
 }
 
-/// Who cannot open the other GPU's device file is not tried there.
+/// The container's process cannot open the other GPU's device file, so that GPU is not tried.
 #[test]
-fn who_does_not_reach_every_gpu_waits_for_its_own() -> Result<()> {
+fn container_of_one_gpu_waits_for_it() -> Result<()> {
     for files in [&[0][..], &[]] {
         let world = two_gpus(&[])?;
         let mut worker = start(&world, "stays", "full", files)?;
@@ -113,7 +113,7 @@ fn who_does_not_reach_every_gpu_waits_for_its_own() -> Result<()> {
 }
 
 #[test]
-fn a_controller_that_dies_while_one_moves_is_followed_by_one_that_knows_where() -> Result<()> {
+fn controller_death_in_migration_is_recovered() -> Result<()> {
     let world = two_gpus(&["--restore-fixed-ms", "4000"])?;
     let mut worker = start(&world, "moves", "full", &[0, 1])?;
     world.cli().move_out("moves")?;

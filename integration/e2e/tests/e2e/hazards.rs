@@ -15,19 +15,19 @@ fn every_hazard_is_survived() -> Result<()> {
     assert!(!report.failed(), "{}", report.table());
     // The hazards are real: without Affinode these kill, or lose.
     for (hazard, end) in [
-        ("cuCtxSynchronize while away", "dies of a segmentation fault"),
-        ("cuStreamSynchronize while away", "dies of a segmentation fault"),
-        ("cuStreamQuery while away", "dies of a segmentation fault"),
-        ("cuEventQuery while away", "dies of a segmentation fault"),
-        ("cuEventSynchronize while away", "dies of a segmentation fault"),
+        ("cuCtxSynchronize while offloaded", "dies of a segmentation fault"),
+        ("cuStreamSynchronize while offloaded", "dies of a segmentation fault"),
+        ("cuStreamQuery while offloaded", "dies of a segmentation fault"),
+        ("cuEventQuery while offloaded", "dies of a segmentation fault"),
+        ("cuEventSynchronize while offloaded", "dies of a segmentation fault"),
         ("peer access between GPUs", ": lost"),
-        ("nvml: called while away", "blocks until it is restored"),
-        ("nvml: linked, called while away", "blocks until it is restored"),
+        ("nvml: called while offloaded", "blocks until it is restored"),
+        ("nvml: linked, called while offloaded", "blocks until it is restored"),
         ("memory limit of 1 GiB, 4 GiB of VRAM", "is killed"),
         ("the same limit on an ancestor", "is killed"),
         ("restore while VRAM is short", ": lost for ever, with the room free again"),
         ("kill -9 of the caller in mid-checkpoint", "return [0, 0]; contents intact"),
-        ("profiler, begun while away", ": lost"),
+        ("profiler, begun while offloaded", ": lost"),
         ("profiler, moved while it begins", ": lost"),
         ("profiler, ended before the move", "dies of a segmentation fault"),
     ] {

@@ -1,4 +1,4 @@
-//! What is said of a container: idle, busy.
+//! Hints about a container: idle, busy.
 
 use affinode_e2e::{
     testbed::{Testbed, TestbedConfig},
@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::offload::EAGER;
 
-/// Idle only after an hour, if nobody says anything.
+/// Idle only after an hour, without a hint.
 const PATIENT: &str = r#"
 [policy]
 mode = "eager"
@@ -26,7 +26,7 @@ fn says(world: &Testbed, worker: &Worker, word: &str) -> Result<()> {
 
 /// A program says through a file in its container that it is idle; its next call brings it back.
 #[test]
-fn who_says_that_it_is_idle_leaves_and_comes_back_when_it_calls() -> Result<()> {
+fn idle_hint_offloads_until_the_next_call() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
     let mut worker = Worker::start(&world, "modest", 32)?;
     says(&world, &worker, "idle")?;
@@ -38,7 +38,7 @@ fn who_says_that_it_is_idle_leaves_and_comes_back_when_it_calls() -> Result<()> 
 
 /// One that is busy without a call stays, until an operator says that it is idle.
 #[test]
-fn who_says_that_it_is_busy_stays_until_it_is_said_to_be_idle() -> Result<()> {
+fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
     let mut worker = Worker::start(&world, "thinker", 32)?;
     says(&world, &worker, "nonsense busy")?;
@@ -58,7 +58,7 @@ fn who_says_that_it_is_busy_stays_until_it_is_said_to_be_idle() -> Result<()> {
 /// A kernel that was launched runs on and no call is in progress: NVML is the witness. Without
 /// it, the driver would refuse to lock the process, and that would be told.
 #[test]
-fn who_has_work_running_stays_until_it_is_done_whatever_is_said() -> Result<()> {
+fn running_work_overrides_idle_hint() -> Result<()> {
     let world =
         TestbedConfig::default().config(&format!("{PATIENT}lock_timeout = \"100ms\"\n")).world()?;
     let mut worker = Worker::start(&world, "runner", 32)?;

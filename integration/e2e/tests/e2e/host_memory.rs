@@ -75,7 +75,7 @@ fn one_leaves_and_one_stays(engine: &str) -> Result<()> {
     assert_eq!(said.iter().filter(|said| said.done).count(), 1, "{engine}: {said:?}");
     let (out, stays) = if said[0].done { (0, 1) } else { (1, 0) };
     assert_eq!(said[stays].reason, "cgroup-memory", "{engine}: {said:?}");
-    // Both live, and have what they had.
+    // Both processes live, with unchanged contents.
     assert!(pod.workers[stays].verify()?, "{engine}");
     assert!(pod.workers[out].verify()?, "{engine}");
     // What the first one took is free with its end: the promise has ended, too.

@@ -1,4 +1,4 @@
-//! What comes from a container is hostile: garbage harms nobody else.
+//! Input from a container is hostile: garbage does not affect any other container.
 
 use std::{
     io::{Read, Write},
@@ -105,7 +105,7 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
 /// Everything at once, from inside: see `attack.c`. The neighbour goes and comes as ever,
 /// what the controller spends on the attacker is bounded, and it gets it all back.
 #[test]
-fn an_attack_with_everything_costs_little_and_harms_nobody_else() -> Result<()> {
+fn combined_attack_harms_no_other_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let mut good = Worker::start(&world, "good", 32)?;
     let controller = world.controller()?.context("it runs")?;
@@ -199,7 +199,7 @@ fn the_control_socket_is_for_root_alone() -> Result<()> {
 /// A container's socket and its pipe are for it alone: other users of the host do not reach them,
 /// though they may come to the folders of their own jobs.
 #[test]
-fn other_users_of_the_host_do_not_reach_a_containers_socket() -> Result<()> {
+fn host_users_cannot_reach_container_socket() -> Result<()> {
     use std::os::unix::process::CommandExt;
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let _worker = Worker::start(&world, "good", 32)?;
@@ -209,7 +209,7 @@ fn other_users_of_the_host_do_not_reach_a_containers_socket() -> Result<()> {
         let status = Command::new("test").arg("-e").arg(path).uid(user).gid(user).status();
         status.map(|status| status.success())
     };
-    assert!(exists(65534, &folders)?, "who has a job comes through");
+    assert!(exists(65534, &folders)?, "the user of the job may traverse the folder");
     for name in ["agent.sock", "hint", "pressure"] {
         assert!(exists(0, &inside.join(name))?, "{name}");
         assert!(!exists(65534, &inside.join(name))?, "{name}");
@@ -219,7 +219,7 @@ fn other_users_of_the_host_do_not_reach_a_containers_socket() -> Result<()> {
 
 /// A container that cannot be managed still runs as with the stock shim.
 #[test]
-fn a_container_runs_when_the_configuration_is_bad() -> Result<()> {
+fn container_runs_with_invalid_configuration() -> Result<()> {
     let world = TestbedConfig::default().config("[policy]\nmode = \"sometimes\"\n").world()?;
     let mut worker = Worker::start(&world, "runs", 32)?;
     assert!(worker.verify()?);

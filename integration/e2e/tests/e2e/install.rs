@@ -28,7 +28,7 @@ use crate::{
 
 on_every_containerd!(
     TestbedConfig::default().cri();
-    a_node_is_installed_serves_pods_and_is_as_it_was,
+    install_serve_uninstall_restores_node,
 );
 
 const HANDLER: &str = "test-idle";
@@ -37,7 +37,7 @@ fn place(world: &Testbed) -> Result<Installation<'_>> {
     Installation::new(world, &world.dir().join("installed"), HANDLER)
 }
 
-fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &Testbed) -> Result<()> {
+fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     let place = place(world)?;
     let original = fs::read(place.config())?;
     let unchanged = || Ok::<_, anyhow::Error>(fs::read(place.config())? == original);
@@ -79,7 +79,7 @@ fn a_node_is_installed_serves_pods_and_is_as_it_was(world: &Testbed) -> Result<(
 
 /// NVIDIA's toolkit adds such a file: with containerd 1.x it takes the place of the whole section.
 #[test]
-fn a_file_that_covers_the_section_gets_the_handler() -> Result<()> {
+fn overriding_file_gets_the_handler() -> Result<()> {
     for line in [Line::V1_6, Line::V1_7] {
         let Some(world) = matrix::world(line, TestbedConfig::default().node())? else { continue };
         let place = Installation::new(&world, &world.prefix(), HANDLER)?;
@@ -114,7 +114,10 @@ fn a_file_that_covers_the_section_gets_the_handler() -> Result<()> {
         fs::write(&covering, &before.1)?;
         restart()?;
         place.restarted(|| place.done("install", &[]))?;
-        ensure!(fs::read(place.config())? == before.0, "the handler is left where nobody reads it");
+        ensure!(
+            fs::read(place.config())? == before.0,
+            "the handler is left in a file that containerd does not read"
+        );
         place.restarted(|| place.done("uninstall", &[]))?;
         ensure!((fs::read(place.config())?, fs::read(&covering)?) == before, "not as it was");
     }
@@ -152,9 +155,9 @@ fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     Ok(())
 }
 
-/// Whatever fails, containerd's file is what it was, and who reads the error knows why.
+/// After any failure containerd's file is unchanged, and the error names the reason.
 #[test]
-fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
+fn failed_install_keeps_configuration() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
     let place = place(&world)?;
     let original = fs::read(place.config())?;
@@ -177,7 +180,7 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
     let lock = fs::File::create(place.state("install.lock"))?;
     let held = Flock::lock(lock, FlockArg::LockExclusiveNonblock)
         .map_err(|(_, errno)| errno)
-        .context("nobody else holds it")?;
+        .context("the lock has another holder")?;
     refused(&["--restart-mode", "none"], "another affinode install")?;
     drop(held);
 
@@ -189,7 +192,7 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
     ensure!(fs::read(place.config())? == broken);
     fs::write(place.config(), &original)?;
 
-    // What is not as it was installed, or not yet served, is told.
+    // Files that differ from the installation, or are not served yet, are reported.
     place.done("install", &["--restart-mode", "none"])?;
     let status = || -> Result<String> {
         let output = place.run("status", &[])?;
@@ -215,7 +218,7 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
     ensure!(fs::read(place.config())? == original);
     ensure!(!place.shim().exists());
 
-    // What somebody changed since is left to them.
+    // Later changes of an operator are kept.
     place.done("install", &["--restart-mode", "none"])?;
     let text = fs::read_to_string(place.config())?;
     fs::write(place.config(), text.replace("affinode.io/*", "*"))?;
@@ -226,7 +229,7 @@ fn what_goes_wrong_leaves_the_configuration_as_it_was() -> Result<()> {
 
 /// A shim that runs would be lost with its file.
 #[test]
-fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
+fn uninstall_is_refused_while_containers_run() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
     let place = place(&world)?;
     place.done("install", &["--restart-mode", "none"])?;
@@ -241,7 +244,7 @@ fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
     let said = place.refused("uninstall", &["--restart-mode", "none"])?;
     ensure!(said.contains("1 shim runs of Affinode"), "{said}");
     ensure!(shim.exists());
-    // Asked to wait for its end, it does.
+    // With --drain it waits for the containers' end.
     let mut waiting =
         place.command("uninstall", &["--restart-mode", "none", "--drain", "10m"])?.spawn()?;
     until("the command to begin", || {
@@ -254,7 +257,7 @@ fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
     running.wait()?;
     ensure!(waiting.wait()?.success());
     ensure!(!shim.exists());
-    // A controller that no container needs any more is the same program, and no obstacle.
+    // A controller without containers is the same program, and no obstacle.
     place.done("install", &["--restart-mode", "none"])?;
     let run_dir = place.file("run");
     let mut controller =
@@ -269,7 +272,7 @@ fn a_node_whose_containers_run_is_not_uninstalled() -> Result<()> {
 
 /// Containers go on with the shim and library that they have; the controller is the new one.
 #[test]
-fn an_upgrade_below_a_running_container_takes_the_controller_along() -> Result<()> {
+fn upgrade_replaces_the_running_controller() -> Result<()> {
     let world = TestbedConfig::default().node().config(MANUAL).world()?;
     let place = Installation::new(&world, &world.prefix(), HANDLER)?;
     place.done("install", &["--restart-mode", "none"])?;

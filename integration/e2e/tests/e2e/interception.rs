@@ -19,7 +19,7 @@ fn cycle(spec: Spec, first: &[&str]) -> Result<()> {
     let row = world.cli().wait_for_state(&id, "Offloaded")?;
     assert_eq!(row.processes.len(), 1, "{row:?}");
     wait_gpu_empty(&world)?;
-    // A call on the default stream wakes it; what is computed then is computed on the right memory.
+    // A call on the default stream wakes it; it then computes with the right contents.
     worker.call("touch")?;
     worker.call("sync")?;
     assert!(worker.verify()?);
@@ -96,9 +96,9 @@ fn many_threads() -> Result<()> {
     Ok(())
 }
 
-/// A child that is forked while its parent is away neither harms nor wakes it.
+/// A child that is forked while its parent is offloaded neither harms nor wakes it.
 #[test]
-fn a_child_forked_while_away() -> Result<()> {
+fn child_forked_while_offloaded() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start(&world, "parent", 32)?;
     world.cli().wait_for_state("parent", "Offloaded")?;

@@ -19,7 +19,7 @@ fn program(id: &str, engine: &str, arguments: &[&str]) -> Spec {
     Spec::gpu(id, &[&[&*program], arguments].concat()).annotation("affinode.io/engine", engine)
 }
 
-/// Has so much memory, by the engine of the configuration.
+/// A worker with this much memory and the configured engine.
 pub fn giver(id: &str, mib: u64) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/ipc"), "--mib", &mib.to_string()])
 }
@@ -60,7 +60,7 @@ fn free_bytes(worker: &mut Worker) -> Result<u64> {
     worker.call("meminfo")?.free_bytes.context("no count of bytes")
 }
 
-/// Sees it refused for what it shares.
+/// Requires that its offload is refused because of shared memory.
 fn stays(world: &Testbed, id: &str) -> Result<()> {
     until(&format!("{id} to be registered"), || {
         let row = world.cli().container(id)?;
@@ -76,7 +76,7 @@ fn remove(world: &Testbed, worker: &Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// As with the driver's own memory (engine `checkpoint`), which is the first to show what is right.
+/// With the driver's own memory (engine `checkpoint`), which shows the driver's behaviour first.
 #[test]
 fn memory_is_shared_whoever_carries_it() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -98,11 +98,15 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
         assert_eq!(handle(&mut giver)?, shared, "{out}: the same each time");
         let inside = giver.call(&format!("handle {}", 3 * MIB + 5))?.handle;
         assert_eq!(inside.as_deref(), Some(&*shared), "{out}: from anywhere inside");
-        until("what is shared not to count as carried", || {
+        until("shared memory not to count as copyable", || {
             let row = world.cli().known("giver")?;
             Ok(row.processes.first().filter(|row| row.swappable_bytes == 0).map(drop))
         })?;
-        assert_eq!(open(&mut giver, &shared)?.0, 201, "{out}: nobody opens what is its own");
+        assert_eq!(
+            open(&mut giver, &shared)?.0,
+            201,
+            "{out}: a process cannot open its own handle"
+        );
 
         let free = free_bytes(&mut taker)?;
         for time in 0..2 {
@@ -122,7 +126,11 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
         for command in ["handle 0", "free", "inner"] {
             assert_eq!(result(&mut taker, command)?, 1, "{out}, {back}: {command} of it");
         }
-        assert_eq!(result(&mut giver, "close")?, 1, "{out}: closed by who has not opened it");
+        assert_eq!(
+            result(&mut giver, "close")?,
+            1,
+            "{out}: a process without the import cannot close it"
+        );
         stays(&world, "giver")?;
         stays(&world, "taker")?;
         taker.call("close")?;
@@ -145,7 +153,7 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
 /// Without memory that is carried, a handle of ours is known as well; one that is none of ours is
 /// the driver's to refuse.
 #[test]
-fn what_is_no_handle_opens_nothing() -> Result<()> {
+fn invalid_handle_opens_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut giver = exporter(&world, "giver", "full")?;
     let mut taker = importer(&world, "taker", "checkpoint", &giver)?;
@@ -153,7 +161,7 @@ fn what_is_no_handle_opens_nothing() -> Result<()> {
     for flags in [0, 2, 3] {
         assert_eq!(result(&mut taker, &format!("flags {shared} {flags}"))?, 1, "{flags}");
     }
-    // Each part of it counts: whose it is, the word, who answers, which memory.
+    // Each part of it counts: the owner, the magic word, the exporter's socket, the memory.
     for at in (0..64).step_by(5).chain([8, 24, 40, 48, 56]) {
         let (before, after) = (&shared[..2 * at], &shared[2 * at + 2..]);
         let byte = u8::from_str_radix(&shared[2 * at..2 * at + 2], 16)? ^ 0x10;
@@ -163,15 +171,15 @@ fn what_is_no_handle_opens_nothing() -> Result<()> {
     assert_eq!(open(&mut taker, &shared)?, (0, true));
     assert!(taker.verify()?);
 
-    // Another network namespace: nobody is there by that name.
+    // In another network namespace that socket does not exist.
     let mut stranger = Worker::start_as(&world, program("stranger", "full", &[]))?;
     stranger.wait_filled()?;
     assert_eq!(open(&mut stranger, &shared)?.0, 1);
     Ok(())
 }
 
-/// What others in the network namespace can do to an exporter keeps nobody from its memory, and
-/// gets them none of it.
+/// Other processes of the network namespace cannot block an exporter's importers, and do not get
+/// its memory.
 #[test]
 fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -195,9 +203,9 @@ fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
     stays(&world, "giver")
 }
 
-/// Whoever dies, the other goes on with the memory; its name alone is gone.
+/// If either process dies, the other keeps the memory; only its name is gone.
 #[test]
-fn what_was_opened_outlives_who_has_made_it() -> Result<()> {
+fn imported_memory_outlives_its_exporter() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut giver = exporter(&world, "giver", "full")?;
     // Keeps the network namespace.
@@ -208,15 +216,15 @@ fn what_was_opened_outlives_who_has_made_it() -> Result<()> {
     assert_eq!(open(&mut taker, &shared)?, (0, true));
     remove(&world, &giver)?;
     assert!(taker.verify()?);
-    assert_eq!(open(&mut other, &shared)?.0, 1, "nobody is there to ask");
+    assert_eq!(open(&mut other, &shared)?.0, 1, "the exporter no longer exists");
     stays(&world, "taker")?;
     taker.call("close")?;
     Ok(())
 }
 
-/// A context takes what was opened in it with it, and nothing else.
+/// The end of a context closes its imports, and nothing else.
 #[test]
-fn the_end_of_a_context_closes_what_was_opened_in_it() -> Result<()> {
+fn context_end_closes_its_imports() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut giver = exporter(&world, "giver", "full")?;
     let mut taker = importer(&world, "taker", "checkpoint", &giver)?;

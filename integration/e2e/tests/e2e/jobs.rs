@@ -113,8 +113,8 @@ impl Node {
         Ok(rows.into_iter().find(|row| row.container == name))
     }
 
-    fn wait_away(&self, name: &str) -> Result<ContainerRow> {
-        until(&format!("{name} to be away"), || {
+    fn wait_offloaded(&self, name: &str) -> Result<ContainerRow> {
+        until(&format!("{name} to be offloaded"), || {
             Ok(self.job(name)?.filter(|row| row.state == "Offloaded"))
         })
     }
@@ -159,24 +159,24 @@ fn said(output: &Output) -> String {
 }
 
 #[test]
-fn a_program_without_a_container_leaves_when_idle_and_wakes_with_its_memory_intact() -> Result<()> {
+fn idle_job_is_offloaded_and_restored() -> Result<()> {
     let node = Node::new("enabled = true")?;
     let mut worker = node.worker(0, "train", &["--annotation", "idle-timeout=150ms", "--"])?;
-    let row = node.wait_away("train")?;
+    let row = node.wait_offloaded("train")?;
     assert_eq!((row.name.as_str(), row.idle_timeout_ms), ("jobs/train", 150));
     wait_gpu_empty(&node.world)?;
     assert!(worker.verify()?);
     until("the return to be counted", || Ok(node.job("train")?.filter(|row| row.restores == 1)))?;
 
-    // Its end, however it ends, leaves nothing: away, and with nobody who could say so.
-    node.wait_away("train")?;
+    // Any kind of end leaves nothing, even of an offloaded job without a process to report it.
+    node.wait_offloaded("train")?;
     drop(worker);
     node.wait_nothing_left("train")
 }
 
 /// Also where no controller is there to greet it: the first has left the word beside the socket.
 #[test]
-fn the_engine_of_a_job_holds_from_its_first_allocation_on() -> Result<()> {
+fn job_engine_applies_from_first_allocation() -> Result<()> {
     let node = Node::new("enabled = true")?;
     let controller = node.world.cli().ps()?.controller_pid;
     let script = format!("kill -9 {controller}; exec \"$0\" \"$@\"");
@@ -184,8 +184,8 @@ fn the_engine_of_a_job_holds_from_its_first_allocation_on() -> Result<()> {
     let mut worker = node.worker(0, "early", &words)?;
     node.start_controller()?;
     // The copier, which may be in the same cgroup as the job, is no stranger that keeps it there.
-    let away = node.wait_away("early")?;
-    assert_eq!(away.process()?.swappable_bytes, 64 * MIB, "{away:?}");
+    let offloaded = node.wait_offloaded("early")?;
+    assert_eq!(offloaded.process()?.swappable_bytes, 64 * MIB, "{offloaded:?}");
     assert!(worker.verify()?);
     Ok(())
 }
@@ -196,9 +196,9 @@ fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
     let node = Node::new("enabled = true")?;
     let mut workers = [node.worker(0, "one", &["--"])?, node.worker(0, "two", &["--"])?];
     for (worker, name) in workers.iter_mut().zip(["one", "two"]) {
-        node.wait_away(name)?;
+        node.wait_offloaded(name)?;
         assert!(worker.verify()?);
-        node.wait_away(name)?;
+        node.wait_offloaded(name)?;
     }
     Ok(())
 }
@@ -212,7 +212,7 @@ fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
     let limiter = limiter.display().to_string();
     let env = [("LD_PRELOAD", limiter.as_str()), ("LIMIT_MIB", "80")];
     let mut worker = node.worker_with(0, "limited", &["--"], &env)?;
-    node.wait_away("limited")?;
+    node.wait_offloaded("limited")?;
     worker.lines.send("alloc 8")?;
     let line = worker.lines.receive()?;
     assert!(line.contains("\"result\":0"), "it waited for the return: {line}");
@@ -225,22 +225,22 @@ fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
 }
 
 #[test]
-fn no_death_of_a_controller_or_of_the_first_process_loses_a_job() -> Result<()> {
+fn job_survives_controller_and_parent_death() -> Result<()> {
     let node = Node::new("enabled = true")?;
     // A shell that waits for the program: its first process is not the one with the GPU.
     let shell = ["--", "sh", "-c", "exec 3<&0; \"$@\" <&3 & wait", "sh"];
     let mut worker = node.worker(0, "train", &shell)?;
-    let before = node.wait_away("train")?;
+    let before = node.wait_offloaded("train")?;
     node.shoot_controller()?;
-    let after = node.wait_away("train")?;
+    let after = node.wait_offloaded("train")?;
     assert_eq!((&before.key, &before.name), (&after.key, &after.name));
     assert!(worker.verify()?);
 
     worker.child.kill()?;
     worker.child.wait()?;
-    node.wait_away("train")?;
+    node.wait_offloaded("train")?;
     node.shoot_controller()?;
-    node.wait_away("train")?;
+    node.wait_offloaded("train")?;
     assert!(worker.verify()?);
     // It ends with its input.
     let pid = until("its process to be registered", || {
@@ -251,7 +251,7 @@ fn no_death_of_a_controller_or_of_the_first_process_loses_a_job() -> Result<()> 
 }
 
 #[test]
-fn whoever_may_not_run_jobs_is_told_so_and_whoever_may_has_his_own_namespace() -> Result<()> {
+fn job_rights_are_checked_per_user() -> Result<()> {
     let node = Node::new("enabled = true")?;
     let refused = node.run(&["--", "true"]).uid(NOBODY).gid(NOBODY).output()?;
     assert_eq!(refused.status.code(), Some(1));
@@ -271,20 +271,20 @@ fn whoever_may_not_run_jobs_is_told_so_and_whoever_may_has_his_own_namespace() -
         node.run(&["--annotation", "priority=9", "--", "true"]).uid(NOBODY).gid(NOBODY).output()?;
     assert!(said(&refused).contains("for root to choose"), "{}", said(&refused));
     let mut worker = node.worker(NOBODY, "notebook", &["--"])?;
-    let row = node.wait_away("notebook")?;
+    let row = node.wait_offloaded("notebook")?;
     assert!(row.namespace.starts_with("user-"), "{row:?}");
-    // What is somebody's own nobody else reaches.
+    // Other users do not reach a user's own job.
     let mount = node.world.cli().run_dir().join("containers").join(&row.key).join("mount");
     let stranger = Command::new("ls").arg(&mount).uid(1).gid(1).stdin(Stdio::null()).output()?;
     assert!(!stranger.status.success());
-    // Of the same group, so that it may pass: it is still somebody else's process.
+    // A process of the same group can connect, but still belongs to another user.
     let mut stranger = node.world.host_gpu_command(&node.shared.join(USUAL));
     stranger.env("LD_LIBRARY_PATH", &node.shared).env("AFFINODE_SOCKET", mount.join("agent.sock"));
     stranger.env("LD_PRELOAD", node.shared.join("libaffinode_preload.so"));
     stranger.args(["--mib", "64", "--seed", "8"]).stdin(Stdio::null()).stdout(Stdio::null());
     assert!(stranger.uid(1).gid(NOBODY).status()?.success());
     let log = node.world.dir().join("controller.log");
-    until("it to be turned away", || {
+    until("the connection to be rejected", || {
         Ok(fs::read_to_string(&log)?.contains("does not own this container").then_some(()))
     })?;
     assert!(worker.verify()?);
@@ -292,7 +292,7 @@ fn whoever_may_not_run_jobs_is_told_so_and_whoever_may_has_his_own_namespace() -
 }
 
 #[test]
-fn a_job_ends_as_its_program_ends_and_where_no_jobs_are_taken_that_is_said() -> Result<()> {
+fn job_exit_status_is_that_of_its_program() -> Result<()> {
     let node = Node::new("enabled = true")?;
     assert_eq!(node.run(&["--", "sh", "-c", "exit 7"]).status()?.code(), Some(7));
     let killed = node.run(&["--", "sh", "-c", "kill -TERM $$"]).status()?;

@@ -155,7 +155,7 @@ fn no_shim_or_bundle_is_left(world: &Testbed) -> Result<()> {
     .with_context(|| format!("{left:?}"))
 }
 
-/// Runs a command whose standard streams are a terminal: what it printed there.
+/// Runs a command on a terminal, and returns its output.
 fn on_a_terminal(mut command: Command) -> Result<String> {
     let pty = nix::pty::openpty(None, None)?;
     let end = || -> Result<Stdio> { Ok(pty.slave.try_clone()?.into()) };

@@ -12,7 +12,7 @@ use crate::offload::{EAGER, MANUAL, wait_gpu_empty};
 
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 const WORKER_MIB: u64 = 64;
-/// So many questions of the monitor follow the offload.
+/// Number of the monitor's queries after the offload.
 const QUESTIONS: u32 = 30;
 
 fn start(
@@ -30,10 +30,10 @@ fn start(
 }
 
 fn asked(worker: &mut Worker) -> Result<u32> {
-    worker.call("asked")?.polls.context("asked says how often")
+    worker.call("asked")?.polls.context("the reply to `asked` has no count")
 }
 
-/// It asks ten times a second while its container goes idle, and while it is away.
+/// It asks ten times a second while its container goes idle, and while it is offloaded.
 #[test]
 fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -42,21 +42,27 @@ fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
         worker.call("init")?;
         worker.call("monitor 100")?;
         world.cli().wait_for_state(engine, "Offloaded")?;
-        let (away, before) = (world.cli().known(engine)?, asked(&mut worker)?);
+        let (offloaded, before) = (world.cli().known(engine)?, asked(&mut worker)?);
         until("the monitor to ask on", || {
             Ok((asked(&mut worker)? >= before + QUESTIONS).then_some(()))
         })?;
         let row = world.cli().known(engine)?;
         assert_eq!(row.state, "Offloaded", "{engine}: {row:?}");
-        assert_eq!((row.offloads, row.restores), (away.offloads, away.restores), "{engine}");
-        // What is left of the container with `copy` is its context.
+        assert_eq!(
+            (row.offloads, row.restores),
+            (offloaded.offloads, offloaded.restores),
+            "{engine}"
+        );
+        // With `copy`, only the context of the container is left.
         let gpu = world.cli().ps()?.gpus.remove(0);
         let answer = worker.call("ask")?;
         let free = gpu.vram_total_bytes - gpu.vram_used_bytes;
         assert_eq!(answer.free_bytes, Some(free), "{engine}");
         assert!(gpu.vram_used_bytes < WORKER_MIB * MIB, "{engine}: {gpu:?}");
         assert!(worker.verify()?, "{engine}");
-        world.cli().wait_for(engine, "to have returned", |row| row.restores > away.restores)?;
+        world
+            .cli()
+            .wait_for(engine, "to have returned", |row| row.restores > offloaded.restores)?;
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
         wait_gpu_empty(&world)?;
@@ -65,30 +71,30 @@ fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
 }
 
 #[test]
-fn figures_while_away_are_of_the_device_now() -> Result<()> {
+fn figures_while_offloaded_are_current() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = start(&world, "nvml", "full", |spec| spec)?;
     worker.call("init")?;
     let before = worker.call("ask")?.free_bytes.context("free")?;
     world.cli().move_out("full")?;
     wait_gpu_empty(&world)?;
-    let away = worker.call("ask")?.free_bytes.context("free")?;
-    assert!(away >= before + WORKER_MIB * MIB, "{before} {away}");
+    let offloaded = worker.call("ask")?.free_bytes.context("free")?;
+    assert!(offloaded >= before + WORKER_MIB * MIB, "{before} {offloaded}");
     // A neighbour that comes meanwhile is seen.
     let mut neighbour = Worker::start(&world, "neighbour", 128)?;
-    let mut last = away;
+    let mut last = offloaded;
     until("the neighbour's memory to be seen", || {
         last = worker.call("ask")?.free_bytes.context("free")?;
-        Ok((last + 128 * MIB <= away).then_some(()))
+        Ok((last + 128 * MIB <= offloaded).then_some(()))
     })
-    .with_context(|| format!("{away} and then {last} bytes were free"))?;
+    .with_context(|| format!("{offloaded} and then {last} bytes were free"))?;
     assert_eq!(world.cli().known("full")?.state, "Offloaded");
     assert!(worker.verify()? && neighbour.verify()?);
     Ok(())
 }
 
 #[test]
-fn first_init_while_away_brings_it_back() -> Result<()> {
+fn first_init_while_offloaded_restores() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ["checkpoint", "full"] {
         let mut worker = start(&world, "nvml", engine, |spec| spec)?;
@@ -109,7 +115,7 @@ fn first_init_while_away_brings_it_back() -> Result<()> {
 }
 
 #[test]
-fn python_asks_by_ctypes_while_away() -> Result<()> {
+fn python_queries_by_ctypes_while_offloaded() -> Result<()> {
     if !std::path::Path::new("/usr/bin/python3").exists() {
         affinode_test_notes::skip("python3", "no /usr/bin/python3 on this machine");
         return Ok(());
@@ -123,8 +129,8 @@ fn python_asks_by_ctypes_while_away() -> Result<()> {
     let before = worker.call("nvml")?.free_bytes.context("free")?;
     world.cli().move_out("python")?;
     wait_gpu_empty(&world)?;
-    let away = worker.call("nvml")?.free_bytes.context("free")?;
-    assert!(away >= before + WORKER_MIB * MIB, "{before} {away}");
+    let offloaded = worker.call("nvml")?.free_bytes.context("free")?;
+    assert!(offloaded >= before + WORKER_MIB * MIB, "{before} {offloaded}");
     assert_eq!(world.cli().known("python")?.state, "Offloaded");
     assert!(worker.verify()?);
     Ok(())

@@ -1,4 +1,4 @@
-//! The main job, with every containerd: idle, away, called, back.
+//! The main job, with every containerd: idle, offloaded, called, restored.
 
 use affinode_e2e::{
     image,
@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 use crate::matrix::on_every_containerd;
 
-/// Idle at once, away at once.
+/// Idle at once, offloaded at once.
 pub const EAGER: &str = r#"
 [policy]
 mode = "eager"
@@ -20,7 +20,7 @@ minimum_residency = "1ms"
 sample_interval = "50ms"
 "#;
 
-/// Nothing moves unless it is asked for.
+/// No container is offloaded without a request.
 pub const MANUAL: &str = r#"
 [policy]
 mode = "manual"
@@ -34,13 +34,12 @@ on_every_containerd!(
     TestbedConfig::default().config(EAGER);
     goes_when_idle_and_comes_back_when_called,
     runs_unprivileged,
-    survives_a_restart_of_containerd_while_away,
+    survives_containerd_restart_while_offloaded,
 );
 
 const WORKER_MIB: u64 = 256;
 
-/// Waits until NVML shows the controller so much VRAM in use on the node's GPU, beside what a
-/// copier has of its own.
+/// Waits until NVML reports this VRAM use on the node's GPU, without the copier's own.
 pub fn wait_vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = None;
     until("the VRAM in use to change", || {
@@ -87,7 +86,7 @@ fn runs_unprivileged(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-fn survives_a_restart_of_containerd_while_away(world: &Testbed) -> Result<()> {
+fn survives_containerd_restart_while_offloaded(world: &Testbed) -> Result<()> {
     let mut worker = Worker::start(world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     world.containerd().stop(nix::sys::signal::Signal::SIGTERM)?;
@@ -103,14 +102,14 @@ fn survives_a_restart_of_containerd_while_away(world: &Testbed) -> Result<()> {
 
 /// The same program with the same seed computes the same with and without the cycle.
 #[test]
-fn results_are_the_same_with_and_without_the_cycle() -> Result<()> {
+fn results_are_equal_with_and_without_offload() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut checksums = Vec::new();
-    for away in [false, true] {
+    for offloaded in [false, true] {
         let mut worker = Worker::start(&world, "same", 64)?;
         for _ in 0..3 {
             worker.call("touch")?;
-            if away {
+            if offloaded {
                 world.cli().move_out("same")?;
                 wait_gpu_empty(&world)?;
             }
@@ -128,7 +127,7 @@ fn results_are_the_same_with_and_without_the_cycle() -> Result<()> {
 /// A thread asks again and again whether its stream is done, as frameworks do. That is no use
 /// of the GPU, and is answered without it.
 #[test]
-fn a_thread_that_polls_neither_keeps_its_container_nor_wakes_it() -> Result<()> {
+fn polling_thread_neither_blocks_nor_wakes() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     for engine in ["checkpoint", "copy", "full"] {
         let spec = Worker::spec(engine, USUAL, 32).annotation("affinode.io/engine", engine);
@@ -137,7 +136,7 @@ fn a_thread_that_polls_neither_keeps_its_container_nor_wakes_it() -> Result<()> 
         worker.call("poll 5")?;
         world.cli().wait_for_state(engine, "Offloaded")?;
         let before = worker.call("polled")?.polls.context("it counts")?;
-        until("a hundred polls while it is away", || {
+        until("a hundred polls while it is offloaded", || {
             let polls = worker.call("polled")?.polls.context("it counts")?;
             Ok((polls >= before + 100).then_some(()))
         })?;

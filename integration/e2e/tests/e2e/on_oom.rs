@@ -16,7 +16,7 @@ use crate::offload::EAGER;
 const VRAM_MIB: u64 = 512;
 const OUT_OF_MEMORY: i32 = 2;
 
-/// Nothing leaves before somebody needs its room.
+/// A container is offloaded only for another that needs its VRAM.
 fn world() -> Result<Testbed> {
     let config = EAGER.replace("eager", "pressure");
     TestbedConfig::default()
@@ -41,7 +41,7 @@ fn reasons(world: &Testbed, of: &str) -> Result<Vec<String>> {
     Ok(own.map(|event| event.reason).collect())
 }
 
-/// Events come a moment after what they report.
+/// The controller publishes events a moment after what they report.
 fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
     let mut last = Vec::new();
     until("the events of allocations", || {
@@ -52,7 +52,7 @@ fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
 }
 
 #[test]
-fn an_idle_neighbour_makes_room_for_an_allocation_that_waits() -> Result<()> {
+fn idle_neighbour_is_evicted_for_allocation() -> Result<()> {
     let world = world()?;
     let mut idle = start(&world, Worker::spec("idle", USUAL, 320))?;
     // Even its first, and the context before it.
@@ -66,7 +66,7 @@ fn an_idle_neighbour_makes_room_for_an_allocation_that_waits() -> Result<()> {
 }
 
 #[test]
-fn without_the_annotation_an_allocation_fails_at_once() -> Result<()> {
+fn without_annotation_allocation_fails() -> Result<()> {
     let world = world()?;
     let mut idle = start(&world, Worker::spec("idle", USUAL, 320))?;
     let mut other = start(&world, Worker::spec("other", USUAL, 64))?;
@@ -77,7 +77,7 @@ fn without_the_annotation_an_allocation_fails_at_once() -> Result<()> {
 }
 
 #[test]
-fn what_can_never_fit_fails_at_once_and_what_finds_no_room_fails_in_time() -> Result<()> {
+fn oversized_allocation_fails_waiting_times_out() -> Result<()> {
     let world = world()?;
     let mut busy = start(&world, waiting("busy", 300).busy())?;
     let spec = waiting("short", 64).annotation("affinode.io/on-oom-timeout", "1s");
@@ -86,19 +86,19 @@ fn what_can_never_fit_fails_at_once_and_what_finds_no_room_fails_in_time() -> Re
     wait_for_reasons(&world, "short", &["no-room"])?;
     assert_eq!(short.ask("alloc 300")?.result, OUT_OF_MEMORY);
     wait_for_reasons(&world, "short", &["no-room", "allocation-waits", "no-room-in-time"])?;
-    // It runs on, and whoever was in use was left alone.
+    // It runs on, and the container in use was left alone.
     assert!(short.verify()?);
     assert_eq!(world.cli().container("busy")?.map(|row| row.offloads), Some(0));
     busy.expect("period").map(|_| ())
 }
 
 #[test]
-fn who_waits_says_so_and_can_be_ended() -> Result<()> {
+fn waiting_allocation_is_shown_and_can_end() -> Result<()> {
     let world = world()?;
     let busy = start(&world, Worker::spec("busy", USUAL, 300).busy())?;
     let mut waiter = start(&world, waiting("waiter", 64))?;
     waiter.send("alloc 300")?;
-    until("the reason of who waits", || {
+    until("the reason of the waiting container", || {
         let row = world.cli().container("waiter")?;
         Ok(row.filter(|row| row.state == "Active" && row.reason == "allocation-waits"))
     })?;
@@ -127,7 +127,7 @@ fn two_that_each_need_the_others_room_take_turns() -> Result<()> {
 }
 
 #[test]
-fn a_restart_of_the_controller_does_not_end_the_wait() -> Result<()> {
+fn controller_restart_keeps_allocation_waiting() -> Result<()> {
     let world = world()?;
     let busy = start(&world, Worker::spec("busy", USUAL, 300).busy())?;
     let mut waiter = start(&world, waiting("waiter", 64))?;
@@ -136,10 +136,10 @@ fn a_restart_of_the_controller_does_not_end_the_wait() -> Result<()> {
         let row = world.cli().container("waiter")?;
         Ok(row.filter(|row| row.reason == "allocation-waits"))
     };
-    until("who waits to be known", || waits(&world))?;
+    until("the wait to be shown", || waits(&world))?;
     let old = world.controller()?.context("a controller runs")?.pid;
     kill(old, Signal::SIGKILL)?;
-    until("the next controller to know who waits", || {
+    until("the next controller to show the wait", || {
         let new = world.controller()?.map(|process| process.pid);
         Ok(if new == Some(old) { None } else { waits(&world).unwrap_or_default() })
     })?;
@@ -150,7 +150,7 @@ fn a_restart_of_the_controller_does_not_end_the_wait() -> Result<()> {
 
 /// The scene of the suite for GPU machines.
 #[test]
-fn three_on_vram_for_one_and_a_newcomer_that_needs_most_of_it_all_go_on() -> Result<()> {
+fn newcomer_and_three_tenants_all_proceed() -> Result<()> {
     let config = EAGER.replace("200ms", "500ms");
     let world = TestbedConfig::default().config(&config).world()?;
     let mut rows = suite::Rows::default();

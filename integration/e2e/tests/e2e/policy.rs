@@ -15,7 +15,7 @@ use crate::{
 
 /// No mode but eager moves a container by itself; each says why.
 #[test]
-fn what_is_not_to_be_moved_stays_and_says_why() -> Result<()> {
+fn ineligible_container_stays_with_reason() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     for (mode, reason) in
         [("manual", "mode-manual"), ("off", "mode-off"), ("pressure", "no-pressure")]
@@ -48,7 +48,7 @@ fn an_operator_moves_it_out_and_back() -> Result<()> {
 }
 
 #[test]
-fn an_annotation_that_is_not_understood_is_told_and_the_default_holds() -> Result<()> {
+fn invalid_annotation_uses_default() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let spec = Worker::spec("bad", USUAL, 32).annotation("affinode.io/idle-timeout", "soon");
     let mut worker = Worker::start_as(&world, spec)?;
@@ -80,7 +80,7 @@ fn managed_memory_is_never_offloaded() -> Result<()> {
 }
 
 #[test]
-fn with_the_library_turned_off_the_program_runs_unmanaged() -> Result<()> {
+fn disabled_library_runs_unmanaged() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let spec = Worker::spec("alone", USUAL, 32).env("AFFINODE_DISABLE", "1");
     let mut worker = Worker::start_as(&world, spec)?;
@@ -94,13 +94,13 @@ fn with_the_library_turned_off_the_program_runs_unmanaged() -> Result<()> {
     Ok(())
 }
 
-/// What an operator chose holds across controllers, and is told in the events.
+/// An operator's override applies across controllers, and events report it.
 #[test]
 fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "chosen", 32)?;
     world.cli().move_out("chosen")?;
-    // One that is away comes back.
+    // One that is offloaded comes back.
     world.cli().run(&["pin", "chosen"])?;
     wait_vram_used(&world, |used| used > 0)?;
     assert_eq!(world.cli().run(&["auto-offload", "off"])?, "auto-offload is off\n");

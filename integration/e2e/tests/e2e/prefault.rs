@@ -58,7 +58,7 @@ fn copies(world: &Testbed) -> Result<u64> {
     Ok(world.cli().gpu()?.copier_offloads)
 }
 
-/// Out and home; the contents are as before.
+/// Offload and restore; the contents are as before.
 fn leaves_and_returns(world: &Testbed, worker: &mut Worker) -> Result<()> {
     wait_prepared(world)?;
     world.cli().move_out("worker")?;
@@ -101,7 +101,7 @@ fn wait_handed(world: &Testbed, asked: &mut Child) -> Result<()> {
 }
 
 #[test]
-fn a_prepared_process_leaves_through_the_copier_again_and_again() -> Result<()> {
+fn prefaulted_process_offloads_through_copier() -> Result<()> {
     let world = world()?;
     let mut worker = plain(&world)?;
     wait_prepared(&world)?;
@@ -115,9 +115,9 @@ fn a_prepared_process_leaves_through_the_copier_again_and_again() -> Result<()> 
     leaves_through_the_copier(&world, &mut worker, "offloads of prepared memory by the copier")
 }
 
-/// What it has made for itself the driver does not let us export: it is copied on the device first.
+/// The driver does not export such memory: it is copied on the device first.
 #[test]
-fn memory_that_cannot_be_exported_leaves_through_the_copier_too() -> Result<()> {
+fn unexportable_memory_offloads_through_copier() -> Result<()> {
     let world = world()?;
     let spec =
         Worker::pieces("worker", "full", WORKER_MIB, &["--piece-mib", "16", "--handle-types", "0"]);
@@ -129,7 +129,7 @@ fn memory_that_cannot_be_exported_leaves_through_the_copier_too() -> Result<()> 
 }
 
 #[test]
-fn a_call_ends_the_preparation_and_the_next_idleness_begins_another() -> Result<()> {
+fn call_ends_prefault_until_next_idle() -> Result<()> {
     let world = world()?;
     let mut worker = plain(&world)?;
     wait_prepared(&world)?;
@@ -142,7 +142,7 @@ fn a_call_ends_the_preparation_and_the_next_idleness_begins_another() -> Result<
 }
 
 #[test]
-fn a_prepared_process_whose_copier_was_killed_leaves_by_itself() -> Result<()> {
+fn prefaulted_process_without_copier_offloads() -> Result<()> {
     let world = world()?;
     let mut worker = plain(&world)?;
     let copier = wait_prepared(&world)?;
@@ -158,8 +158,8 @@ fn a_prepared_process_whose_copier_was_killed_leaves_by_itself() -> Result<()> {
     leaves_through_the_copier_once(&world, &mut worker)
 }
 
-/// An offload that is asked for while the copier is stopped. Now and then the process copies by itself
-/// beside other tests: then it is asked for again.
+/// An offload requested while the copier is stopped. Beside other tests the process sometimes
+/// copies by itself: then the request is repeated.
 fn hands_over_in_vain(
     world: &Testbed,
     worker: &mut Worker,
@@ -174,7 +174,7 @@ fn hands_over_in_vain(
         if !asked.wait()?.success() {
             return Ok(copier);
         }
-        // Nothing depends on it any more, whether it is there or not.
+        // Nothing depends on the copier now, whether it still exists or not.
         let _ = kill(copier, Signal::SIGCONT);
         assert!(worker.verify()?);
     }
@@ -183,15 +183,15 @@ fn hands_over_in_vain(
 
 /// Its content is nowhere but in device memory that it has descriptors of, while it is checkpointed.
 #[test]
-fn what_a_stopped_copier_was_handed_comes_home() -> Result<()> {
+fn exports_to_stopped_copier_are_restored() -> Result<()> {
     let world = world()?;
     let mut worker = plain(&world)?;
     let copier = hands_over_in_vain(&world, &mut worker, |_| Ok(()))?;
     assert!(worker.verify()?);
     world.cli().wait_for("worker", "to hold its VRAM", |row| row.vram_bytes >= WORKER_MIB * MIB)?;
     kill(copier, Signal::SIGCONT)?;
-    // What it was handed it lets go of, and nothing of it is there twice.
-    until("the copier to let go", || {
+    // The copier releases the exported memory, and nothing is in memory twice.
+    until("the copier to release the memory", || {
         let used = world.cli().gpu()?.vram_used_bytes;
         Ok((used < 2 * WORKER_MIB * MIB).then_some(()))
     })?;
@@ -201,7 +201,7 @@ fn what_a_stopped_copier_was_handed_comes_home() -> Result<()> {
 }
 
 #[test]
-fn what_a_copier_was_handed_that_is_killed_comes_home() -> Result<()> {
+fn exports_to_killed_copier_are_restored() -> Result<()> {
     let world = world()?;
     let mut worker = plain(&world)?;
     hands_over_in_vain(&world, &mut worker, |copier| Ok(kill(copier, Signal::SIGKILL)?))?;
@@ -210,7 +210,7 @@ fn what_a_copier_was_handed_that_is_killed_comes_home() -> Result<()> {
 }
 
 #[test]
-fn what_was_handed_over_when_the_controller_died_comes_home() -> Result<()> {
+fn exports_survive_controller_death() -> Result<()> {
     let world = world()?;
     let mut worker = plain(&world)?;
     hands_over_in_vain(&world, &mut worker, |_| shoot_controller(&world))?;

@@ -26,7 +26,7 @@ fn limited(program: &str) -> Spec {
     Worker::spec(program, program, HELD_MIB).env("LIMIT_MIB", LIMIT_MIB)
 }
 
-/// The limit holds before, and after the container was away; its memory is as it was.
+/// The limit holds before, and after the container was offloaded; its memory is as it was.
 fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     let id = spec.id.clone();
     let mut worker = Worker::start_as(world, spec)?;

@@ -53,7 +53,7 @@ fn a_return_waits_for_room() -> Result<()> {
         Ok(row.filter(|row| row.state == "Queued" && row.reason == "waiting-for-vram"))
     })?;
     assert!(!alpha.has_answer()?);
-    // Who holds the room can read that somebody waits for it.
+    // The resident container can read that another waits for its VRAM.
     let read = ["/bin/cat", "/.affinode/run/pressure"];
     until("the notice of pressure in the container", || {
         Ok(busy.running.exec(&world, &read)?.contains("GPU-").then_some(()))
@@ -65,11 +65,11 @@ fn a_return_waits_for_room() -> Result<()> {
         Ok((!alpha.running.exec(&world, &read)?.contains("GPU-")).then_some(()))
     })?;
     let told = world.cli().events()?.into_iter().filter(|event| event.kind == "pressure").count();
-    assert!(told >= 2, "it is told in the events: {told}");
+    assert!(told >= 2, "events report the pressure: {told}");
     Ok(())
 }
 
-/// Mode pressure: stays while nobody needs the room, goes when somebody does.
+/// Mode pressure: resident while no other container needs the VRAM, offloaded when one does.
 #[test]
 fn an_idle_neighbour_makes_room() -> Result<()> {
     let world = small_world(&EAGER.replace("eager", "pressure"))?;

@@ -22,18 +22,18 @@ fn told(world: &Testbed, kind: &str) -> Result<usize> {
     Ok(events.iter().filter(|e| e.kind == kind && e.reason == "connection").count())
 }
 
-/// One that is annotated comes back for a connection, and the call finds it there; its
-/// neighbour, to which somebody connected before, does not.
+/// An annotated container is restored for a connection, before its call; its neighbour, to which a
+/// client connected before, is not.
 #[test]
-fn a_connection_brings_back_who_asked_for_it_and_nobody_else() -> Result<()> {
+fn connection_prewakes_only_its_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let mut listens = start(&world, "listens", "connection")?;
     let mut sleeps = start(&world, "sleeps", "call")?;
     for id in ["listens", "sleeps"] {
         world.cli().wait_for_state(id, "Offloaded")?;
     }
-    // What was before it was looked at does not count: so until it does.
-    until("the connection to bring it back", || {
+    // Connections before the first check do not count, so repeat until one does.
+    until("the connection to prewake the container", || {
         connect(&world, "sleeps")?;
         connect(&world, "listens")?;
         let row = world.cli().known("listens")?;

@@ -23,7 +23,7 @@ use crate::{
 on_every_containerd!(
     TestbedConfig::default().rancher(true).config(EAGER);
     the_handler_outlives_every_new_configuration,
-    a_container_that_is_away_outlives_restart_and_upgrade,
+    offloaded_container_survives_upgrade,
 );
 
 const HANDLER: &str = "test-idle";
@@ -32,21 +32,21 @@ const THEIRS: &str = "# theirs\n{{ template \"base\" . }}\n";
 
 /// Newer ones import a folder; older ones, and all with containerd 1.x, have templates alone.
 #[test]
-fn the_handler_is_in_a_template_where_no_folder_is_imported() -> Result<()> {
+fn template_gets_handler_without_imports() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(false))? else {
         return Ok(());
     };
     the_handler_outlives_every_new_configuration(&world)?;
-    // Another's template stays what it is.
+    // The template of another version is unchanged.
     fs::write(world.containerd().config_file().with_file_name(NEWER), THEIRS)?;
     world.restart_containerd()?;
     the_handler_outlives_every_new_configuration(&world)
 }
 
-/// Who has a template of the time before containerd 2 has a file of that time made from it, which
+/// From a template of the time before containerd 2, they generate a file of that form, which
 /// imports another folder.
 #[test]
-fn a_template_of_an_older_release_gets_the_handler() -> Result<()> {
+fn old_template_gets_the_handler() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {
         return Ok(());
     };
@@ -55,14 +55,14 @@ fn a_template_of_an_older_release_gets_the_handler() -> Result<()> {
     the_handler_outlives_every_new_configuration(&world)?;
     let place = Installation::new(&world, &world.prefix(), HANDLER)?;
     let said = place.done("install", &["--dry-run"])?;
-    // Only so containerd 2 asks our shim what it can do.
+    // containerd 2 runs the shim's -info only with this setting.
     ensure!(said.contains("config.toml.tmpl") && said.contains("runtime_path"), "{said}");
     Ok(())
 }
 
-/// An older k3s, or a whole template of somebody's, imports no folder.
+/// An older k3s, or a user's complete template, imports no folder.
 #[test]
-fn a_folder_that_is_not_imported_any_more_is_told_and_left() -> Result<()> {
+fn unimported_folder_is_reported_and_kept() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {
         return Ok(());
     };
@@ -108,13 +108,13 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
     for handler in ["runc", HANDLER] {
         let id = cri.run_pod(&pod, handler)?;
         let container = cri.run_container(&id, &sleeper, &pod)?;
-        // Somebody else restarts them.
+        // Another program restarts them.
         world.restart_containerd()?;
         let cri = Cri::connect(&world.containerd().socket())?;
         ensure!(cri.exec(&container, &["/bin/echo", "still"])?.stdout == b"still\n");
         cri.remove_pod(&id)?;
     }
-    // Its own containerd is asked for, whoever else there is.
+    // It uses its own containerd, whichever others run.
     let mut status = Command::new(world.artifacts().bin("affinode")?);
     status.args(["status", "--state-dir"]).arg(place.state("")).arg("--prefix").arg(world.prefix());
     let said = containerd::run(status.env_remove("CONTAINERD_ADDRESS"))?;
@@ -125,11 +125,11 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-fn a_container_that_is_away_outlives_restart_and_upgrade(world: &Testbed) -> Result<()> {
+fn offloaded_container_survives_upgrade(world: &Testbed) -> Result<()> {
     let place = Installation::new(world, &world.prefix(), HANDLER)?;
     place.restarted(|| place.done("install", &[]))?;
     let cri = Cri::connect(&world.containerd().socket())?;
-    let pod = cri::pod("away", &world.cgroup_parent(), world.dir());
+    let pod = cri::pod("offloaded", &world.cgroup_parent(), world.dir());
     let pod_id = cri.run_pod(&pod, HANDLER)?;
     let (config, mut lines) = cri::gpu_container(world, "worker", 32)?;
     let id = cri.run_container(&pod_id, &config, &pod)?;
@@ -141,7 +141,7 @@ fn a_container_that_is_away_outlives_restart_and_upgrade(world: &Testbed) -> Res
     another_build(world.artifacts(), &newer)?;
     let from = newer.display().to_string();
     let (_, restarts) = place.restarted(|| place.done("install", &["--from", &from]))?;
-    ensure!(restarts == 0, "an upgrade asked for {restarts} restarts");
+    ensure!(restarts == 0, "the upgrade requested {restarts} restarts");
     until("a controller of the new build", || {
         let controller = world.controller()?;
         let exe = |process: Process| fs::read_link(format!("/proc/{}/exe", process.pid)).ok();

@@ -26,7 +26,7 @@ pub fn shoot_controller(world: &Testbed) -> Result<()> {
 }
 
 #[test]
-fn the_controller_comes_back_and_wakes_what_is_away() -> Result<()> {
+fn restarted_controller_wakes_offloaded() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
@@ -39,7 +39,7 @@ fn the_controller_comes_back_and_wakes_what_is_away() -> Result<()> {
 }
 
 #[test]
-fn the_controller_comes_back_while_a_caller_waits() -> Result<()> {
+fn controller_restarts_while_a_call_waits() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
@@ -51,10 +51,10 @@ fn the_controller_comes_back_while_a_caller_waits() -> Result<()> {
     Ok(())
 }
 
-/// Nobody answers: who is called comes back by itself, one at a time and only where there
-/// is room. The other waits, and is not lost.
+/// Without a controller, a process that makes a call restores itself, one at a time and only if its
+/// VRAM is free. The other waits, and is not lost.
 #[test]
-fn called_without_a_controller_they_come_back_where_there_is_room() -> Result<()> {
+fn without_controller_restore_needs_free_vram() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: 512 * MIB };
     let world = TestbedConfig::default().gpu(gpu).config(EAGER).world()?;
     let mut workers = Vec::new();
@@ -99,7 +99,7 @@ fn active_containers_do_not_notice_its_death() -> Result<()> {
 }
 
 #[test]
-fn a_container_killed_while_away_leaves_nothing() -> Result<()> {
+fn container_killed_while_offloaded_is_removed() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;

@@ -1,4 +1,4 @@
-//! Restore policy `immediate`: whoever is called does not wait for those that are in use.
+//! Restore policy `immediate`: a call does not wait for containers in use.
 
 use affinode_e2e::{
     gpu::Gpu,
@@ -22,7 +22,7 @@ fn busy(world: &Testbed) -> Result<Worker> {
 
 /// The scene that GPU machines see too.
 #[test]
-fn an_immediate_return_moves_who_is_in_use_and_ends_only_who_cannot_be_moved() -> Result<()> {
+fn immediate_restore_ends_only_immovable() -> Result<()> {
     let world = world(512)?;
     let mut rows = Rows::default();
     suite::takes_room_at_once(&world, &mut rows)?;

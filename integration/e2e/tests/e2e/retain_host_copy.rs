@@ -1,5 +1,5 @@
-//! `retain_host_copy`: the copy in host memory stays after a return, and what has not changed by the
-//! next time is not copied again.
+//! `retain_host_copy`: the copy in host memory stays after a restore, and unchanged contents are
+//! not copied again.
 
 use affinode_e2e::{
     cli::ProcessRow,
@@ -29,13 +29,13 @@ fn process(world: &Testbed, id: &str) -> Result<ProcessRow> {
     Ok(world.cli().registered(id)?.process()?.clone())
 }
 
-/// Moves it out and home: MiB that were parked, and MiB that were not copied for that.
+/// Moves it offload and restore: MiB that were parked, and MiB that were not copied for that.
 fn cycle(world: &Testbed, id: &str, worker: &mut Worker) -> Result<(u64, u64)> {
     world.cli().move_out(id)?;
-    let away = process(world, id)?;
+    let offloaded = process(world, id)?;
     worker.call("streamsync")?;
     world.cli().wait_resident(id)?;
-    Ok((away.copied_out_bytes / MIB, away.unchanged_bytes / MIB))
+    Ok((offloaded.copied_out_bytes / MIB, offloaded.unchanged_bytes / MIB))
 }
 
 #[test]
@@ -54,9 +54,9 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
             worker.call("touch")?;
             let (_, unchanged) = cycle(&world, engine, &mut worker)?;
             assert_eq!(unchanged, MORE_MIB, "{engine}, round {round}");
-            assert!(worker.verify()?, "{engine}: what has changed was copied, round {round}");
+            assert!(worker.verify()?, "{engine}: changed contents were copied, round {round}");
         }
-        assert_eq!(cycle(&world, engine, &mut worker)?, (all, all), "{engine}: changed by nobody");
+        assert_eq!(cycle(&world, engine, &mut worker)?, (all, all), "{engine}: nothing changed");
         worker.call("free")?;
         // Whatever the addresses: the older keeps its place in the pool.
         assert_eq!(cycle(&world, engine, &mut worker)?, (WORKER_MIB, WORKER_MIB), "{engine}");
@@ -69,7 +69,7 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
 
 /// By default everything is copied each time, and after a larger pool had to be made.
 #[test]
-fn without_a_copy_that_is_kept_everything_is_copied_each_time() -> Result<()> {
+fn without_retained_copy_all_is_copied() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = start(&world, "none", "full", "false")?;
     for _ in 0..2 {
@@ -85,10 +85,10 @@ fn without_a_copy_that_is_kept_everything_is_copied_each_time() -> Result<()> {
     Ok(())
 }
 
-/// Some seconds after a return, whoever sees that its memory limit is far has kept all; who sees
-/// no limit, and none that is not there, has kept the least.
+/// Some seconds after a restore, a process far below its memory limit has retained all; one that
+/// sees no limit, or a missing one, has retained the minimum.
 #[test]
-fn what_is_kept_stays_where_the_limit_is_seen_to_be_far() -> Result<()> {
+fn retained_copy_stays_far_from_the_limit() -> Result<()> {
     const LARGE_MIB: u64 = 1152;
     const MIN_MIB: u64 = 1024;
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -104,7 +104,7 @@ fn what_is_kept_stays_where_the_limit_is_seen_to_be_far() -> Result<()> {
     blind.wait_filled()?;
     cycle(&world, "blind", &mut blind)?;
     // The other one has looked before.
-    until("what is kept to be given back", || {
+    until("the retained copy to be freed", || {
         let kept = process(&world, "blind")?.kept_bytes;
         Ok((0 < kept && kept <= MIN_MIB * MIB).then_some(()))
     })?;

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use crate::offload::MANUAL;
 
 const WORKER_MIB: u64 = 64;
-/// What was asked for is released as well.
+/// The dummy allocation is released as well.
 const LITTLE_BYTES: u64 = 2 * MIB;
 
 /// What the driver has still to take note of, on all GPUs.
@@ -27,7 +27,7 @@ fn unnoted_bytes(world: &Testbed) -> Result<u64> {
 
 /// By the agent where the context stays, by the copier where it does not.
 #[test]
-fn a_return_does_not_wait_until_the_driver_has_taken_note_of_what_was_released() -> Result<()> {
+fn restore_does_not_wait_for_scrub() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ["copy", "full"] {
         let spec = Worker::spec(engine, USUAL, WORKER_MIB).annotation("affinode.io/engine", engine);
@@ -35,7 +35,7 @@ fn a_return_does_not_wait_until_the_driver_has_taken_note_of_what_was_released()
         worker.wait_filled()?;
         for _ in 0..2 {
             world.cli().move_out(engine)?;
-            until("somebody to ask for a little", || {
+            until("the agent to make a dummy allocation", || {
                 Ok((unnoted_bytes(&world)? <= LITTLE_BYTES).then_some(()))
             })?;
             assert!(worker.verify()?, "{engine}: contents as before");

@@ -20,7 +20,7 @@ use rustix::{
     net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags},
 };
 
-/// Hands over what it was given: descriptors by number, then a `--`, then the program.
+/// Passes descriptors on by number: descriptors, then a `--`, then the program.
 const HAND_OVER: &str = "n=3; while [ \"$1\" != -- ]; do eval \"exec $n<&$1\"; n=$((n+1)); shift; done; \
                          shift; export LISTEN_PID=$$ LISTEN_FDS=$((n-3)); exec \"$@\"";
 
@@ -71,7 +71,7 @@ impl Supervisor {
         })
     }
 
-    /// Reads what it was told since.
+    /// Reads the messages that came since the last call.
     fn hear(&mut self) -> Result<()> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         loop {
@@ -147,7 +147,7 @@ fn connect(socket: &Path) -> Result<UnixStream> {
 }
 
 #[test]
-fn who_comes_while_there_is_no_controller_waits_for_the_next_one() -> Result<()> {
+fn job_waits_for_the_next_controller() -> Result<()> {
     let mut systemd = Supervisor::new()?;
     systemd.start()?;
     let job = systemd.job("early")?;
@@ -158,7 +158,7 @@ fn who_comes_while_there_is_no_controller_waits_for_the_next_one() -> Result<()>
     names.sort_unstable();
     assert_eq!(names, ["containers", "control.sock", "jobs.sock"]);
 
-    // Nobody is refused, and who asks now is answered by the next controller.
+    // No connection is refused: the next controller replies to it.
     let _agent = connect(&agent)?;
     let _shim = connect(&systemd.path("run/control.sock"))?;
     let late = systemd.job("late")?;
@@ -183,9 +183,10 @@ fn who_comes_while_there_is_no_controller_waits_for_the_next_one() -> Result<()>
 }
 
 #[test]
-fn a_supervised_controller_waits_for_the_end_of_the_one_that_serves() -> Result<()> {
+fn unit_waits_for_serving_controller_to_end() -> Result<()> {
     let (mut systemd, mut shim) = (Supervisor::new()?, Supervisor::new()?);
-    // A controller that a shim started has nobody to tell, and ends at once beside another.
+    // A controller that a shim started has no supervisor to notify, and ends immediately beside
+    // another.
     let unsupervised = |of: &Supervisor| -> Result<Command> {
         let mut command = Command::new(of.artifacts.bin("containerd-shim-affinode-v1")?);
         command.arg("controller").env("AFFINODE_RUN_DIR", systemd.path("run"));

@@ -40,7 +40,7 @@ fn runtime_with_private_table_is_moved() -> Result<()> {
 }
 
 #[test]
-fn device_queries_while_away_wake_nothing() -> Result<()> {
+fn device_queries_while_offloaded_wake_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     for engine in ["checkpoint", "copy"] {
         let mut worker = start(&world, "tools", engine, engine)?;

@@ -61,7 +61,7 @@ fn offload_and_wake(world: &Testbed) -> Result<()> {
     let row = world.cli().wait_for_state(&id, "Offloaded")?;
     assert!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
     wait_gpu_empty(world)?;
-    // It is root there, and nobody here.
+    // It is root in the container, and an unprivileged user here.
     let pid = row.process()?.pid;
     assert_eq!(fs::metadata(format!("/proc/{pid}"))?.uid(), cri::OWN_USERS.host_id);
     let said = cri.exec(&id, &["/bin/sh", "-c", "id -u; cat /proc/self/maps"])?;
@@ -74,7 +74,7 @@ fn offload_and_wake(world: &Testbed) -> Result<()> {
         assert!(line.contains(&format!("\"command\":\"{command}\",\"result\":0")), "{line}");
     }
     world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
-    // What it may tell and read of its own, it may from there, too.
+    // From there it may also write its hints and read its pressure file.
     let hint = "echo busy > /.affinode/run/hint && cat /.affinode/run/pressure";
     let told = cri.exec(&id, &["/bin/sh", "-c", hint])?;
     assert_eq!(told.exit_code, 0, "{}", String::from_utf8_lossy(&told.stderr));

@@ -1,4 +1,4 @@
-//! Memory that is all zero is not stored while its process is away, and is zero after the return.
+//! Memory that is all zero is not stored while its process is offloaded, and is zero after the return.
 
 use std::fs;
 
@@ -28,23 +28,23 @@ fn start(world: &Testbed, engine: &str, keep: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Moves it out and home, and looks at its contents: how it was while it was away, and the MiB
+/// Moves it offload and restore, and looks at its contents: how it was while it was offloaded, and the MiB
 /// of it that were resident in host memory.
 fn cycle(world: &Testbed, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
     let id = worker.running.id.clone();
     world.cli().move_out(&id)?;
     let node = world.cli().ps()?;
     let row = node.containers.into_iter().find(|row| row.id == id).context("it is known")?;
-    let away = row.process()?.clone();
-    assert_eq!(node.host_used_bytes, row.offloaded_bytes - away.zero_bytes, "{away:?}");
-    let resident = resident_mib(away.pid)?;
-    // Who could go home through a copier does.
+    let offloaded = row.process()?.clone();
+    assert_eq!(node.host_used_bytes, row.offloaded_bytes - offloaded.zero_bytes, "{offloaded:?}");
+    let resident = resident_mib(offloaded.pid)?;
+    // A process that can be restored through a copier is.
     until("the copier", || {
         Ok(world.cli().ps()?.gpus.iter().all(|gpu| gpu.copier_registering == 0).then_some(()))
     })?;
     assert!(worker.verify()?, "{id}: contents as before");
     world.cli().wait_resident(&id)?;
-    Ok((away, resident))
+    Ok((offloaded, resident))
 }
 
 fn resident_mib(pid: i32) -> Result<u64> {
@@ -55,15 +55,15 @@ fn resident_mib(pid: i32) -> Result<u64> {
 }
 
 #[test]
-fn what_nobody_has_written_takes_no_host_memory_and_comes_back_as_zeros() -> Result<()> {
+fn zero_memory_takes_no_host_memory() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     for (engine, keep) in [("copy", "false"), ("full", "true")] {
         let mut worker = start(&world, engine, keep)?;
         worker.call(&format!("alloc {MORE_MIB}"))?;
         worker.call(&format!("alloc {ZERO_MIB} 0"))?;
         for round in 0..2 {
-            let (away, resident) = cycle(&world, &mut worker)?;
-            let said = (away.copied_out_bytes / MIB, away.zero_bytes / MIB);
+            let (offloaded, resident) = cycle(&world, &mut worker)?;
+            let said = (offloaded.copied_out_bytes / MIB, offloaded.zero_bytes / MIB);
             let all = FILLED_MIB + MORE_MIB + ZERO_MIB;
             assert_eq!(said, (all, ZERO_MIB), "{engine}, {keep}, round {round}");
             assert!(resident < all * 2 / 3, "{engine}, {keep}: {resident} MiB, round {round}");
@@ -85,13 +85,13 @@ fn what_nobody_has_written_takes_no_host_memory_and_comes_back_as_zeros() -> Res
     Ok(())
 }
 
-/// A copier saves more than a few zeros would: they are stored then, and it is used. Of what is left
-/// out it knows nothing, and what was there before must not come home.
+/// A copier saves more than a few zeros would: they are then stored, and the copier is used. The
+/// copier does not know skipped pages, whose earlier contents must not be restored.
 #[test]
 fn a_copier_brings_home_who_leaves_nothing_out() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = start(&world, "full", "false")?;
-    // With what is filled at the start one chunk of the pool, which is never empty.
+    // One chunk of the pool holds the data of the start, so it is never empty.
     for mib in [32, 32, 32] {
         worker.call(&format!("alloc {mib}"))?;
     }
@@ -101,23 +101,23 @@ fn a_copier_brings_home_who_leaves_nothing_out() -> Result<()> {
     filled_with_zeros_stored(&world, &mut worker)?;
     worker.call("set 1 0")?;
     let before = fills(&world)?;
-    let (away, _) = cycle(&world, &mut worker)?;
-    assert_eq!((away.zero_bytes / MIB, fills(&world)? - before), (64, 0), "half of it");
+    let (offloaded, _) = cycle(&world, &mut worker)?;
+    assert_eq!((offloaded.zero_bytes / MIB, fills(&world)? - before), (64, 0), "half of it");
     // And when it has more to store again, the copier is there again, at the latest the time after.
     worker.call("set 1 7")?;
     cycle(&world, &mut worker)?;
     filled_with_zeros_stored(&world, &mut worker)
 }
 
-/// Out and home until the copier was in time, which on a busy machine it is not always.
+/// Offload and restore until the copier was in time, which on a busy machine it is not always.
 fn filled_with_zeros_stored(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = fills(world)?;
     for _ in 0..12 {
-        let (away, _) = cycle(world, worker)?;
-        assert_eq!(away.zero_bytes, 0, "what goes through a copier is stored whole");
+        let (offloaded, _) = cycle(world, worker)?;
+        assert_eq!(offloaded.zero_bytes, 0, "what goes through a copier is stored whole");
         if fills(world)? > before {
             return Ok(());
         }
     }
-    bail!("a few zeros keep the copier away for ever")
+    bail!("a few zeros keep the copier idle for ever")
 }

@@ -19,7 +19,7 @@ pub fn page(data: &[u8]) {
         bytes[at..at + 8].copy_from_slice(&change[2..]);
     }
     if let Some(page) = bytes.first_chunk() {
-        // Twice: what was begun and not finished is given up the second time.
+        // Twice: the second time ends transfers that the first time began.
         let mut reader = CallRingReader::default();
         for _ in 0..2 {
             let mut taken = 0;
@@ -41,7 +41,7 @@ fn valid_page() -> Vec<u8> {
     bytes
 }
 
-/// Decodes frames of both directions. What is understood comes back from its own frame.
+/// Decodes frames of both directions. A decoded frame must equal itself after encoding.
 pub fn messages(data: &[u8]) {
     let mut frame = [0; FRAME_BYTES];
     let taken = data.len().min(FRAME_BYTES);

@@ -24,8 +24,8 @@ pub fn config(data: &[u8]) {
     }
 }
 
-/// A pod's annotations, `name=value` a line: each is understood or named in a warning, and
-/// what comes out is a policy that the node can keep.
+/// A pod's annotations, one `name=value` a line: each is accepted or named in a warning, and the
+/// result is a policy that the node can satisfy.
 pub fn annotations(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     let pairs = text.lines().filter_map(|line| line.split_once('='));
@@ -45,7 +45,7 @@ fn assert_within_the_operators_limits(pairs: &BTreeMap<String, String>) {
         for dedup in [false, true] {
             let node = Policy { restore, dedup, ..Policy::default() };
             let (policy, _) = Policies { node, ..Policies::default() }.resolve("pods", pairs);
-            assert_ne!(policy.restore, Restore::ByAnnotation, "no way to come home");
+            assert_ne!(policy.restore, Restore::ByAnnotation, "no restore policy");
             if restore == Restore::Queue {
                 assert_eq!(policy.restore, Restore::Queue, "a pod may end processes of others");
             }
@@ -71,7 +71,7 @@ pub fn query(data: &[u8]) {
     }
 }
 
-/// A trace for `affinode simulate`: what is read is in order and can be added up.
+/// A trace for `affinode simulate`: accepted events are in order and can be summed.
 pub fn trace(data: &[u8]) {
     let assumed = TraceDefaults { vram_bytes: 1 << 30, service_ms: 10, seed: 1 };
     let Ok(trace) = WorkloadTrace::parse(data, "fuzz", assumed) else { return };
@@ -87,11 +87,11 @@ pub fn hint(data: &[u8]) {
     let Some(hint) = Hint::last(data) else { return };
     let mut written = data.to_vec();
     written.extend_from_slice(format!("\n{}\n", hint.as_str()).as_bytes());
-    assert_eq!(Hint::last(&written), Some(hint), "what is written again is another hint");
+    assert_eq!(Hint::last(&written), Some(hint), "the hint changes when it is written again");
 }
 
-/// A record of the journal, as its file holds it, and as one whose checksum fits: it is read or
-/// named, and what was read is written and read again as it was.
+/// A record of the journal, as in its file, and with a matching checksum: it is read or rejected
+/// with a reason, and a record that was read is unchanged after writing and reading.
 pub fn journal(data: &[u8]) {
     thread_local! {
         static FOLDER: Option<TempDir> = tempfile::tempdir().ok();

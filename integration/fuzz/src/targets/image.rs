@@ -12,16 +12,16 @@ use arbitrary::{Result, Unstructured};
 use containerd_shim_protos::types::mount::Mount;
 use rustix::fs::{Mode, OFlags, ResolveFlags, XattrFlags};
 
-/// What is asked for, as the shim does.
+/// The path that the shim looks up.
 const ASKED: &str = "/etc/ld.so.preload";
 const MAX_BYTES: u64 = 64;
-/// Names of which paths are made: those that lead to what is asked for, and others.
+/// Names in paths: those on the way to that file, and others.
 const NAMES: [&str; 8] = ["etc", "ld.so.preload", "a", "b", ".wh.etc", "usr", "..", "."];
 /// What no file of the image holds.
 const OUTSIDE: &[u8] = b"outside";
 
-/// Interprets the bytes as layers, and asks for a file in them: what is outside of the layers is never
-/// read, what is too large is not returned, and with one layer the answer is the kernel's own.
+/// Interprets the bytes as layers, and looks up a file in them: files outside of the layers are
+/// never read, too large ones are not returned, and with one layer the result equals the kernel's.
 pub fn image(data: &[u8]) {
     let Ok(folder) = tempfile::tempdir() else { return };
     let mut bytes = Unstructured::new(data);

@@ -1,6 +1,6 @@
-//! The node against one container that lies, beside honest ones of every engine on two GPUs: whatever
-//! the first says, in whatever order, the others come home when they are called, within a bound and
-//! while it goes on lying, and nothing panics.
+//! The node with one hostile container, beside honest ones of every engine on two GPUs: for any
+//! input of the hostile one in any order, the others are restored when they make a call, within a
+//! bound, and nothing panics.
 
 use std::collections::VecDeque;
 
@@ -32,14 +32,14 @@ const LIAR_VRAM: u64 = 50;
 const TOTAL_VRAM: u64 = 1_000;
 /// Things that happen in one run before the honest containers are called.
 const STEPS: usize = 400;
-/// What the liar does in each round while they come home.
+/// Inputs of the hostile container in each round while the others are restored.
 const LIES_A_ROUND: usize = 3;
 const ROUND_MS: u64 = 50;
-/// In this time of the model the honest containers must be home. The liar's own turn takes up to
-/// 10 s for an allocation, and as long for a return.
+/// Time limit, in the model's time, for the honest containers' restores. The hostile container may
+/// delay its own turn by up to 10 s for an allocation, and as long for a restore.
 const BOUND_MS: u64 = 40_000;
 
-/// A process that does what it is told.
+/// A process that executes its orders.
 struct Honest {
     id: ProcessId,
     pid: u32,
@@ -76,7 +76,7 @@ pub fn hostile(data: &[u8]) {
             break;
         }
     }
-    world.come_home(data);
+    world.restore_container(data);
 }
 
 fn key(letter: char) -> Key {
@@ -225,7 +225,7 @@ impl World {
         });
     }
 
-    /// The liar answers what it was told, and what it is told for that.
+    /// The hostile container replies to its orders, and to those that follow.
     fn answer_alike(&mut self, outcome: Outcome) {
         const MAX_ROUNDS: usize = 1_000;
         for answered in 0.. {
@@ -345,9 +345,9 @@ impl World {
 
     /// All are called and stay in use from then on; the liar goes on, with the same bytes over and
     /// over.
-    fn come_home(&mut self, data: &[u8]) {
+    fn restore_container(&mut self, data: &[u8]) {
         let mut bytes = Unstructured::new(data);
-        // Or it is there, and answers all that it is told alike.
+        // Or it is connected, and gives the same reply to all orders.
         let alike = [None, Some(Outcome::Busy), Some(Outcome::Late), Some(Outcome::Done)];
         let alike = *bytes.choose(&alike).unwrap_or(&None);
         if alike.is_some() {
