@@ -6,7 +6,8 @@ use std::{env, fs};
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
-    // cuGetProcAddress gives its own functions out, whoever exports the same names before it.
+    // cuGetProcAddress must return this library's functions, even if another library exports the
+    // same names first.
     println!("cargo:rustc-cdylib-link-arg=-Wl,-Bsymbolic-functions");
     // std asks for libgcc_s.so.1, which a container may lack. This linker script stands in
     // its place and takes the unwinder from the compiler's static library.

@@ -130,7 +130,7 @@ fn a_period_goes_on_until_quit() {
 }
 
 #[test]
-fn utilisation_rises_with_a_kernel_and_falls_after_it() {
+fn utilisation_follows_kernel_activity() {
     let node = Node::start(&[]);
     let mut worker = node.worker(1);
     wait_for("an idle GPU", || node.snapshot()[0].busy_percent == 0);

@@ -46,7 +46,7 @@ fn obey(node: &Node) {
 }
 
 #[test]
-fn an_exporter_is_restored_apart_from_who_has_imported() {
+fn exporter_is_restored_apart_from_importer() {
     let node = Node::start(&[]);
     let importer = attach(&node);
     // The latest attachment of a pid is the process that checkpoint calls mean.
@@ -64,11 +64,11 @@ fn an_exporter_is_restored_apart_from_who_has_imported() {
     assert_eq!(checkpoint(&node, Operation::RestoreThread), Reply::Thread(7));
     assert_eq!(checkpoint(&node, Operation::Save), Reply::Done);
     assert_eq!(node.used_bytes(0), 0);
-    let away = ask_with(&importer, &Request::Import, Some(&exported)).0;
+    let checkpointed = ask_with(&importer, &Request::Import, Some(&exported)).0;
     assert_eq!(
-        away,
+        checkpointed,
         Reply::Error(code::INVALID_HANDLE),
-        "there is nothing to import while it is away"
+        "nothing can be imported while it is checkpointed"
     );
     assert_eq!(checkpoint(&node, Operation::Restore { gpu_pairs: vec![] }), Reply::Done);
 
@@ -87,7 +87,7 @@ fn an_exporter_is_restored_apart_from_who_has_imported() {
 }
 
 #[test]
-fn an_open_descriptor_keeps_the_memory_and_its_end_frees_it() {
+fn open_descriptor_keeps_memory_until_closed() {
     let node = Node::start(&[]);
     let owner = attach(&node);
     let Reply::Object { object, .. } = ask(&owner, &Request::Allocate { gpu: 0, bytes: MIB })

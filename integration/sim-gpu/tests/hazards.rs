@@ -14,7 +14,7 @@ const AWAY: [&str; 2] = ["lock", "checkpoint"];
 const BACK: [&str; 2] = ["restore", "unlock"];
 
 #[test]
-fn a_cycle_frees_the_vram_and_brings_the_contents_back() {
+fn cycle_frees_vram_and_restores_contents() {
     let node = Node::start(&["--context-mib", "16"]);
     let mut worker = node.worker(32);
     worker.expect("touch", 0);
@@ -44,7 +44,7 @@ fn resident_anonymous(pid: u32) -> u64 {
 }
 
 #[test]
-fn five_calls_crash_the_application_while_it_is_away() {
+fn five_calls_crash_a_checkpointed_application() {
     let node = Node::start(&[]);
     for call in ["sync", "streamsync", "streamquery", "eventquery", "eventsync"] {
         let mut worker = node.worker(2);
@@ -94,7 +94,7 @@ fn work_waits_until_restored_and_unlocked() {
 }
 
 #[test]
-fn even_the_crashing_calls_only_wait_while_locked() {
+fn crashing_calls_wait_while_locked() {
     let node = Node::start(&[]);
     let mut worker = node.worker(2);
     assert_eq!(node.checkpoint(worker.pid(), &["lock"]), [0]);
@@ -105,7 +105,7 @@ fn even_the_crashing_calls_only_wait_while_locked() {
 }
 
 #[test]
-fn a_few_calls_answer_while_away() {
+fn some_calls_return_while_checkpointed() {
     let node = Node::start(&[]);
     let mut worker = node.worker(2);
     assert_eq!(node.checkpoint(worker.pid(), &AWAY), [0, 0]);
@@ -165,7 +165,7 @@ fn a_lock_waits_for_kernels_as_long_as_it_may() {
 }
 
 #[test]
-fn managed_memory_cannot_be_checkpointed_but_is_unharmed() {
+fn managed_memory_prevents_checkpoint_unharmed() {
     let node = Node::start(&[]);
     let mut worker = node.worker(2);
     worker.expect("managed", 0);
@@ -174,9 +174,9 @@ fn managed_memory_cannot_be_checkpointed_but_is_unharmed() {
     worker.expect_intact();
 }
 
-/// As with the driver's own memory, so with what was exported as a descriptor.
+/// The driver's own memory behaves like memory exported as a descriptor.
 #[test]
-fn who_has_shared_memory_comes_back_with_a_copy_and_nobody_says_so() {
+fn shared_memory_is_restored_as_a_silent_copy() {
     let node = Node::start(&[]);
     let mut giver = node.client("ipc", &["--mib", "8", "--seed", "3"]);
     assert_eq!(giver.answer("fill")["result"], 0);
@@ -189,7 +189,7 @@ fn who_has_shared_memory_comes_back_with_a_copy_and_nobody_says_so() {
     giver.expect("touch", 0);
     giver.expect_intact();
     taker.expect_intact();
-    // Who has taken it is lost.
+    // The importer is lost.
     assert_eq!(node.checkpoint(taker.pid(), &["lock", "checkpoint", "restore"]), [0, 0, 1]);
     giver.expect("free", 0);
     giver.kill();
@@ -210,7 +210,7 @@ fn peer_access_makes_the_restore_fail_for_good() {
 }
 
 #[test]
-fn a_full_permutation_moves_a_process_to_the_other_gpu() {
+fn full_permutation_moves_process_to_other_gpu() {
     let node = Node::start(&["--gpus", "2"]);
     let mut worker = node.worker(8);
     assert_eq!(node.checkpoint(worker.pid(), &AWAY), [0, 0]);
@@ -282,10 +282,10 @@ fn the_caller_may_die_the_operation_does_not() {
 #[test]
 fn a_kill_leaves_nothing_behind() {
     let node = Node::start(&[]);
-    for away in [true, false] {
+    for checkpointed in [true, false] {
         let mut worker = node.worker(8);
         let pid = worker.pid();
-        if away {
+        if checkpointed {
             assert_eq!(node.checkpoint(pid, &AWAY), [0, 0]);
         }
         worker.kill();
@@ -326,7 +326,7 @@ fn calls_on_oneself_work_in_a_pid_namespace() {
 }
 
 #[test]
-fn a_checkpoint_beyond_the_memory_limit_kills_the_process() {
+fn checkpoint_above_memory_limit_kills() {
     let Some(group) = MemoryGroup::create(40 * MIB) else {
         affinode_test_notes::skip("memory-cgroup", "no memory cgroup can be made here");
         return;
@@ -384,7 +384,7 @@ impl Drop for MemoryGroup {
 fn many_threads_survive_cycles() {
     let node = Node::start(&[]);
     let mut threads = node.client("threads", &["--threads", "8", "--mib", "1", "--rounds", "3000"]);
-    // Verified sums go on being right while the process is taken away again and again.
+    // Verified sums stay right while the process is checkpointed repeatedly.
     assert_eq!(threads.answer("open")["result"], 0);
     for _ in 0..8 {
         assert_eq!(threads.answer("fill")["result"], 0);

@@ -31,7 +31,7 @@ fn runtime_table_is_checked_and_survives_a_cycle() {
 }
 
 #[test]
-fn table_function_without_context_kills_its_caller() {
+fn table_call_without_context_kills_caller() {
     let node = Node::start(&[]);
     let mut runtime = ready(&node, "runtime");
     assert_eq!(node.checkpoint(runtime.pid(), &AWAY), [0, 0]);
@@ -40,7 +40,7 @@ fn table_function_without_context_kills_its_caller() {
 }
 
 #[test]
-fn profiler_begun_without_context_loses_its_process() {
+fn profiler_without_context_loses_process() {
     let node = Node::start(&[]);
     let mut program = ready(&node, "tools");
     assert_eq!(node.checkpoint(program.pid(), &AWAY), [0, 0]);
@@ -52,7 +52,7 @@ fn profiler_begun_without_context_loses_its_process() {
 
 /// Whether the checkpoint comes before it begins, in the middle, or when it has begun.
 #[test]
-fn profiler_that_meets_a_checkpoint_loses_its_process() {
+fn profiler_during_checkpoint_loses_process() {
     let node = Node::start(&[]);
     let mut program = ready(&node, "tools");
     program.send("begin 500");
@@ -63,7 +63,7 @@ fn profiler_that_meets_a_checkpoint_loses_its_process() {
 
 /// The thread that a profiler leaves behind goes on.
 #[test]
-fn profiler_that_has_ended_still_reaches_the_driver() {
+fn ended_profiler_still_reaches_driver() {
     let node = Node::start(&[]);
     let mut program = ready(&node, "tools");
     program.expect("begin", 0);

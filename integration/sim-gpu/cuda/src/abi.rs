@@ -6,9 +6,7 @@ pub use affinode_sim_protocol::{In, Out, Text, pointer};
 
 /// `CUresult`; 0 is success.
 pub type CUresult = i32;
-/// `CUdevice`: an ordinal.
 pub type CUdevice = i32;
-/// `CUdeviceptr`: an address.
 pub type CUdeviceptr = u64;
 /// Every opaque handle (`CUcontext`, `CUstream`, `CUevent`, `CUmodule`, `CUfunction`): see [`handle`].
 pub type Handle = usize;
@@ -58,7 +56,7 @@ pub enum Kind {
     Graph = 7,
 }
 
-/// A handle that is no valid address and says what it names, so that a mix-up is noticed.
+/// A handle that is no valid address and contains its kind, so that a mix-up is noticed.
 pub fn handle(kind: Kind, id: u64) -> Handle {
     ((kind as usize) << 56) | ((id as usize) << 4)
 }
@@ -72,10 +70,10 @@ pub fn number(kind: Kind, handle: Handle) -> Outcome<u64> {
     }
 }
 
-/// `CUuuid`
+/// The driver's C type `CUuuid`.
 pub type Uuid = [u8; 16];
 
-/// `CUmemLocation`
+/// The driver's C type `CUmemLocation`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Location {
@@ -83,7 +81,7 @@ pub struct Location {
     pub id: i32,
 }
 
-/// `CUmemAllocationProp`
+/// The driver's C type `CUmemAllocationProp`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct AllocationProp {
@@ -94,7 +92,7 @@ pub struct AllocationProp {
     pub flags: [u8; 8],
 }
 
-/// `CUmemPoolProps`
+/// The driver's C type `CUmemPoolProps`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct PoolProps {
@@ -107,7 +105,7 @@ pub struct PoolProps {
     pub reserved: [u8; 54],
 }
 
-/// `CUmemAccessDesc`
+/// The driver's C type `CUmemAccessDesc`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct AccessDesc {
@@ -115,16 +113,16 @@ pub struct AccessDesc {
     pub flags: u32,
 }
 
-/// `CU_MEM_LOCATION_TYPE_DEVICE`
+/// The driver's constant `CU_MEM_LOCATION_TYPE_DEVICE`.
 pub const LOCATION_DEVICE: u32 = 1;
-/// `CU_MEM_ALLOCATION_TYPE_PINNED`
+/// The driver's constant `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub const ALLOCATION_PINNED: u32 = 1;
-/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`
+/// The driver's constant `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
 pub const ACCESS_READ_WRITE: u32 = 3;
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
+/// The driver's constant `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 pub const HANDLE_POSIX_FD: u32 = 1;
 
-/// `CUlaunchConfig`
+/// The driver's C type `CUlaunchConfig`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct LaunchConfig {
@@ -136,19 +134,19 @@ pub struct LaunchConfig {
     pub attribute_count: u32,
 }
 
-/// `CUipcMemHandle`
+/// The driver's C type `CUipcMemHandle`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct IpcMemHandle(pub [u8; 64]);
 
-/// `CUhostFn`
+/// The driver's C type `CUhostFn`.
 pub type HostFunction = Option<unsafe extern "C" fn(*mut c_void)>;
-/// `CUstreamCallback`
+/// The driver's C type `CUstreamCallback`.
 pub type StreamCallback = Option<unsafe extern "C" fn(Handle, CUresult, *mut c_void)>;
 
-/// `CU_STREAM_LEGACY`
+/// The driver's constant `CU_STREAM_LEGACY`.
 pub const STREAM_LEGACY: Handle = 1;
-/// `CU_STREAM_PER_THREAD`
+/// The driver's constant `CU_STREAM_PER_THREAD`.
 pub const STREAM_PER_THREAD: Handle = 2;
 
 #[cfg(test)]

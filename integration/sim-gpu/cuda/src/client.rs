@@ -52,7 +52,6 @@ impl Link {
         self.fd
     }
 
-    /// One question.
     pub fn ask(
         &self,
         request: &Request,
@@ -78,7 +77,6 @@ impl Link {
     }
 }
 
-/// A checkpoint call.
 pub fn checkpoint(pid: i32, operation: Operation) -> Outcome<Reply> {
     check_ending()?;
     let packet = connect().map_err(|_| NOT_INITIALIZED)?;

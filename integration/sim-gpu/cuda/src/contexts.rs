@@ -22,7 +22,7 @@ struct Context {
     flags: u32,
 }
 
-/// All contexts of the process, and who may reach whose memory.
+/// All contexts of the process, and the peer access between them.
 #[derive(Debug, Default)]
 pub struct Contexts {
     contexts: BTreeMap<u64, Context>,
@@ -73,17 +73,16 @@ pub fn top() -> Option<u64> {
     STACK.with(|stack| stack.borrow().last().copied())
 }
 
-/// `cuCtxPushCurrent`
+/// Simulates the function `cuCtxPushCurrent`.
 pub fn push(context: u64) {
     STACK.with(|stack| stack.borrow_mut().push(context));
 }
 
-/// `cuCtxPopCurrent`
+/// Simulates the function `cuCtxPopCurrent`.
 pub fn pop() -> Outcome<u64> {
     STACK.with(|stack| stack.borrow_mut().pop()).ok_or(INVALID_CONTEXT)
 }
 
-/// `cuCtxSetCurrent`; `None` unbinds.
 pub fn set(context: Option<u64>) {
     STACK.with(|stack| {
         let mut stack = stack.borrow_mut();
@@ -116,7 +115,7 @@ impl Contexts {
         Ok((context.device, context.flags))
     }
 
-    /// `cuCtxEnablePeerAccess`
+    /// Simulates the function `cuCtxEnablePeerAccess`.
     pub fn enable_peer(&mut self, from: u64, to: u64) -> Outcome {
         if self.peers_spoilt {
             return Err(INVALID_HANDLE);
@@ -125,7 +124,7 @@ impl Contexts {
         if self.peers.insert((from, to)) { Ok(()) } else { Err(PEER_ACCESS_ALREADY_ENABLED) }
     }
 
-    /// `cuCtxDisablePeerAccess`
+    /// Simulates the function `cuCtxDisablePeerAccess`.
     pub fn disable_peer(&mut self, from: u64, to: u64) -> Outcome {
         if self.peers.remove(&(from, to)) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
     }
@@ -158,7 +157,7 @@ impl Driver {
         Ok(id)
     }
 
-    /// `cuDevicePrimaryCtxRetain`
+    /// Simulates the function `cuDevicePrimaryCtxRetain`.
     pub fn retain_primary(&self, device: CUdevice) -> Outcome<u64> {
         self.gpu(device)?;
         let mut contexts = self.contexts();

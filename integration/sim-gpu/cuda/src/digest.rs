@@ -10,7 +10,7 @@ const THREADS: usize = 256;
 /// Of memory that is all zero.
 const ZERO: [u64; 2] = [0, u64::MAX];
 
-/// Runs it on a table of so many entries.
+/// Runs it on a table of this many entries.
 pub fn run(driver: &Driver, table: u64, many: u32) -> Outcome {
     let entries = many as usize * 2;
     let pieces = driver.memory().device(table, entries * 8)?;
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn one_bit_and_two_words_that_change_places_are_told() {
+    fn digest_detects_bit_flip_and_word_swap() {
         const WORDS: u64 = SLOT_BYTES as u64 / 8;
         let whole = of(0..WORDS);
         for bit in [0, 31, 63] {

@@ -24,13 +24,9 @@ use crate::tables::Tools;
 
 /// Everything that the driver knows in this process. Lives until the process ends.
 pub struct Driver {
-    /// Before every call.
     pub gate: Gate,
-    /// To the daemon.
     pub link: Link,
-    /// Queues.
     pub streams: Streams,
-    /// Kernel time.
     pub stats: Stats,
     /// What has the private tables.
     pub tools: Tools,
@@ -59,7 +55,7 @@ pub fn driver() -> Outcome<&'static Driver> {
     DRIVER.get().copied().ok_or(NOT_INITIALIZED)
 }
 
-/// `cuInit`
+/// Simulates the function `cuInit`.
 pub fn init() -> Outcome<&'static Driver> {
     if FORKED.load(Ordering::Relaxed) {
         return Err(NOT_INITIALIZED);
@@ -178,17 +174,14 @@ impl Driver {
         guard(&self.contexts)
     }
 
-    /// Allocations and mappings.
     pub fn memory(&self) -> MutexGuard<'_, Memory> {
         guard(&self.memory)
     }
 
-    /// Memory pools.
     pub fn pools(&self) -> MutexGuard<'_, Pools> {
         guard(&self.pools)
     }
 
-    /// Modules and functions.
     pub fn modules(&self) -> MutexGuard<'_, Modules> {
         guard(&self.modules)
     }
@@ -204,7 +197,7 @@ mod tests {
     use affinode_sim_protocol::gpu_uuid;
 
     #[test]
-    fn visible_devices_are_read_as_the_driver_reads_them() {
+    fn visible_devices_follow_the_driver() {
         let gpu = |index| GpuInfo {
             name: String::new(),
             uuid: gpu_uuid(index),

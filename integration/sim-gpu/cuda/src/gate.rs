@@ -1,4 +1,4 @@
-//! What a call does while the checkpoint API has the process in its hands.
+//! Behaviour of a call while the checkpoint API controls the process.
 //!
 //! ```text
 //!            close (waits for calls inside, then streams)      leave          back         open
@@ -12,7 +12,7 @@
 //! | `Work`: launches, copies, memory, stream create, event record | waits for Running | waits for Running |
 //! | `Sync`: the five that synchronise or query | waits for Running | **SIGSEGV**, as the real driver does |
 //! | `MemInfo`: `cuMemGetInfo`, `cuDeviceGetName` | waits for Running | error 304 |
-//! | `Instant`: attributes, current context | answers | answers |
+//! | `Instant`: attributes, current context | returns | returns |
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -24,11 +24,9 @@ use crate::abi::{CUresult, OPERATING_SYSTEM};
 pub enum Class {
     /// Needs `cuInit`, and nothing from the GPU. (`Always` in the lists: not even that.)
     Instant,
-    /// Needs the GPU.
     Work,
-    /// Looks at GPU state that is not there while away.
+    /// Reads GPU state, which does not exist while checkpointed.
     Sync,
-    /// `cuMemGetInfo`, `cuDeviceGetName`.
     MemInfo,
 }
 
@@ -65,7 +63,6 @@ impl Drop for Inside<'_> {
 }
 
 impl Gate {
-    /// Open.
     pub fn new() -> Self {
         Self {
             inner: Mutex::new(Inner { phase: Phase::Running, inside: 0 }),
@@ -114,15 +111,15 @@ impl Gate {
         self.lock().phase = Phase::Away;
     }
 
-    /// Looks at the context without waiting for a lock: the application dies if it is away.
+    /// Reads the context without waiting for a lock: the application dies if it is checkpointed.
     pub fn look(&self) {
-        if self.is_away() {
+        if self.is_offloaded() {
             segfault();
         }
     }
 
     /// Whether the contents are off the GPU.
-    pub fn is_away(&self) -> bool {
+    pub fn is_offloaded(&self) -> bool {
         self.lock().phase == Phase::Away
     }
 
@@ -174,7 +171,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn closing_waits_for_calls_inside_and_gives_up_in_time() {
+    fn close_waits_for_calls_until_timeout() {
         let gate = Gate::new();
         let inside = gate.enter(Class::Work).unwrap();
         assert!(!gate.close(Some(Instant::now())));

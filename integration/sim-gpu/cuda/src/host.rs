@@ -10,11 +10,11 @@ use crate::pages::Pages;
 /// What kind of host memory the driver knows at an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostKind {
-    /// `cuMemHostAlloc`
+    /// Simulates the function `cuMemHostAlloc`.
     Pinned,
-    /// `cuMemHostRegister`
+    /// Simulates the function `cuMemHostRegister`.
     Registered,
-    /// `cuMemAllocManaged`
+    /// Simulates the function `cuMemAllocManaged`.
     Managed,
 }
 
@@ -32,7 +32,7 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// Host memory that the driver gives out or is told of. `None`: it allocates.
+    /// Host memory that the driver allocates or registers. `None`: it allocates.
     pub fn add(
         &mut self,
         address: Option<HostAddress>,

@@ -11,32 +11,33 @@
 //! - The checkpoint calls with their states and what goes wrong with them; see [`gate`].
 //! - `cuGetProcAddress` of both signatures, per-thread default stream variants (`_ptds`, `_ptsz`).
 //! - The driver's private tables, of the runtime's kind and of tools'; see [`tables`].
-//! - A bus that fails: of the asynchronous copies of 1 MiB and more to the device, the one whose number is
-//!   in `AFFINODE_SIM_SPOIL_COPY` leaves something else there, without an error.
+//! - A faulty bus: of the asynchronous copies of 1 MiB and more to the device, the one with the
+//! number in
+//! `AFFINODE_SIM_SPOIL_COPY` writes other contents, without an error.
 //!
 //! # What is not
 //!
 //! Real kernels, graphs, textures, arrays, 2D and 3D copies, memory pools with attributes, most of
 //! the runtime's private tables (so the CUDA runtime library does not run on it), MPS, MIG, ECC, clocks, speeds.
-//! A checkpoint of memory opened by legacy IPC is taken to end like one of imported VMM memory: lost.
+//! A checkpoint of memory opened by legacy IPC is assumed to end like one of imported VMM memory: lost.
 //!
 //! # How it is built
 //!
 //! ```text
-//!  application ──> api ──> gate ──> contexts, memory, streams ──> link ──> affinode-sim-gpud
-//!                                        ^                                        │
-//!                                        └───────────── control thread <──────────┘
+//!  application ──> api ──> gate ──> contexts, memory, streams ──> client ──> affinode-sim-gpud
+//!                                        ^                                          │
+//!                                        └─────────── checkpoint thread <───────────┘
 //! ```
 //!
 //! | module | does |
 //! | --- | --- |
 //! | [`api`] | the exported functions, each with its class, in one list per subject |
-//! | [`gate`] | what a call does while the process is locked or away |
+//! | [`gate`] | behaviour of a call while the process is locked or checkpointed |
 //! | [`hidden`] | a function that no hook finds |
 //! | [`driver`] | the one instance per process, `cuInit`, fork |
 //! | [`contexts`], [`memory`], [`host`], [`streams`], [`modules`] | state of the application's objects |
-//! | [`pages`], [`pieces`], [`kernels`] | mappings, and the work done on them |
-//! | [`link`], [`control`] | towards the daemon, and from it |
+//! | [`pages`], [`chunks`], [`kernels`] | mappings, and the work done on them |
+//! | [`client`], [`checkpoint_thread`] | requests to the daemon, and orders from it |
 
 #![allow(
     unsafe_code,

@@ -5,8 +5,8 @@
 //!                                  └──> copy in host memory, window gone       (Away)
 //! ```
 //!
-//! `cuMemAlloc` is a reservation, a physical object and a mapping in one; the VMM calls
-//! make the three one by one. Addresses stay what they are over a checkpoint.
+//! `cuMemAlloc` is a reservation, a physical object and a mapping in one; with the VMM calls a
+//! program makes the three one by one. Addresses do not change over a checkpoint.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,7 +23,6 @@ use crate::client::Granted;
 use crate::host::HostMemory;
 use crate::pages::{PAGE_BYTES, Pages};
 
-/// What `cuMemGetAllocationGranularity` says.
 pub const GRANULARITY: usize = 2 << 20;
 
 #[derive(Debug)]
@@ -35,14 +34,13 @@ struct Physical {
     handles: u32,
     mappings: u32,
     source: Source,
-    /// What `cuMemCreate` was asked for.
+    /// Properties that `cuMemCreate` was called with.
     property: Option<AllocationProp>,
 }
 
-/// Who made a physical object, and how it came here.
+/// Owner of a physical object, and its origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
-    /// This process.
     Own,
     /// Another one, through `cuMemImportFromShareableHandle`.
     Shared,
@@ -57,9 +55,9 @@ pub enum Origin {
     Alloc,
     /// `cuMemAllocAsync` and its kin.
     Pool,
-    /// `cuMemMap`
+    /// Simulates the function `cuMemMap`.
     Vmm,
-    /// `cuIpcOpenMemHandle`
+    /// Simulates the function `cuIpcOpenMemHandle`.
     Ipc,
 }
 
@@ -79,7 +77,6 @@ struct Mapping {
     _pages: Option<Pages>,
 }
 
-/// The tables.
 #[derive(Debug, Default)]
 pub struct Memory {
     physical: BTreeMap<ObjectId, Physical>,
@@ -87,7 +84,7 @@ pub struct Memory {
     reservations: BTreeMap<u64, Pages>,
     /// What the driver knows of host memory.
     pub host: HostMemory,
-    /// What the driver takes beside the contents while away.
+    /// Host memory of the checkpoint beside the contents.
     extra: Option<Pages>,
 }
 
@@ -125,7 +122,7 @@ impl Memory {
         Ok(())
     }
 
-    /// What a new object was asked for as.
+    /// Sets the properties of a new object.
     pub fn made_as(&mut self, object: ObjectId, property: AllocationProp) {
         if let Some(physical) = self.physical.get_mut(&object) {
             physical.property.get_or_insert(property);
@@ -144,7 +141,7 @@ impl Memory {
         property.map_or(0, |property| property.requested_handle_types)
     }
 
-    /// Whether others on the bus reach an object; `cuMemAlloc` has asked nobody.
+    /// Whether other devices on the bus can reach an object; `cuMemAlloc` grants no access.
     pub fn is_reached_by_others(&self, object: ObjectId) -> bool {
         let property = self.physical.get(&object).and_then(|physical| physical.property);
         property.is_some_and(|property| property.flags[1] != 0)
@@ -213,7 +210,7 @@ impl Memory {
         Ok(address)
     }
 
-    /// Takes away a mapping that starts here. The object, when it is to be freed.
+    /// Removes the mapping that starts here. Returns the object if it must be freed.
     pub fn remove(&mut self, address: CUdeviceptr, origin: Origin) -> Outcome<Option<ObjectId>> {
         self.mappings
             .get(&address)
@@ -242,7 +239,7 @@ impl Memory {
         Some(*address)
     }
 
-    /// Closes once what was opened here. The object, when it is to be freed.
+    /// Closes an import once. Returns the object if it must be freed.
     pub fn close(&mut self, address: CUdeviceptr) -> Outcome<Option<ObjectId>> {
         let opened = self.mappings.get_mut(&address).filter(|m| m.origin == Origin::Ipc);
         let opened = opened.ok_or(INVALID_VALUE)?;
@@ -273,7 +270,7 @@ impl Memory {
         freed
     }
 
-    /// Takes away everything that a context owned. The objects that are to be freed.
+    /// Removes everything that a context owned. Returns the objects that must be freed.
     pub fn remove_context(&mut self, context: u64) -> Vec<ObjectId> {
         let owned = |mapping: &Mapping| mapping.context == context && mapping.origin != Origin::Vmm;
         let addresses: Vec<_> =
@@ -281,7 +278,7 @@ impl Memory {
         addresses.into_iter().filter_map(|address| self.unmap_at(address)).collect()
     }
 
-    /// `cuMemAddressReserve`
+    /// Simulates the function `cuMemAddressReserve`.
     pub fn reserve(&mut self, bytes: usize, align: usize) -> Outcome<CUdeviceptr> {
         let aligned = align == 0 || align.is_power_of_two();
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || !aligned {
@@ -293,7 +290,7 @@ impl Memory {
         Ok(address)
     }
 
-    /// `cuMemAddressFree`
+    /// Simulates the function `cuMemAddressFree`.
     pub fn unreserve(&mut self, address: CUdeviceptr, bytes: usize) -> Outcome {
         let fits = self.reservations.get(&address).is_some_and(|pages| pages.bytes() == bytes);
         let in_use =
@@ -305,7 +302,7 @@ impl Memory {
         Ok(())
     }
 
-    /// `cuMemMap`
+    /// Simulates the function `cuMemMap`.
     pub fn map(
         &mut self,
         address: CUdeviceptr,
@@ -352,7 +349,7 @@ impl Memory {
         Ok(addresses.into_iter().filter_map(|address| self.unmap_at(address)).collect())
     }
 
-    /// `cuMemSetAccess`
+    /// Simulates the function `cuMemSetAccess`.
     pub fn set_access(&mut self, address: CUdeviceptr, bytes: usize, access: u32) -> Outcome {
         for address in self.vmm_range(address, bytes)? {
             if let Some(mapping) = self.mappings.get_mut(&address) {
@@ -362,7 +359,7 @@ impl Memory {
         Ok(())
     }
 
-    /// `cuMemGetAccess`
+    /// Simulates the function `cuMemGetAccess`.
     pub fn access(&self, address: CUdeviceptr) -> Outcome<(usize, u32)> {
         let (_, mapping) = self.mapping_at(address).ok_or(INVALID_VALUE)?;
         Ok((self.physical.get(&mapping.object).ok_or(INVALID_VALUE)?.gpu, mapping.access))
@@ -388,7 +385,7 @@ impl Memory {
         (address - base < mapping.bytes as u64).then_some((*base, mapping))
     }
 
-    /// What is at a device address.
+    /// Describes the mapping at a device address.
     pub fn describe(&self, address: CUdeviceptr) -> Option<Description> {
         let (base, mapping) = self.mapping_at(address)?;
         let gpu = self.physical.get(&mapping.object)?.gpu;
@@ -468,7 +465,6 @@ impl Memory {
         Ok(())
     }
 
-    /// All is back.
     pub fn resume(&mut self, gpu_map: &[usize]) {
         self.extra = None;
         for physical in self.physical.values_mut() {

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use crate::abi::{Handle, INVALID_HANDLE, Kind, NOT_FOUND, Outcome, handle, number};
 use crate::kernels::Kernel;
 
-/// What `cuModuleLoadData` made.
 #[derive(Debug, Default)]
 pub struct Modules {
     /// The entries of a PTX text; `None` for an image that we cannot read, which may hold any kernel.
@@ -15,14 +14,14 @@ pub struct Modules {
 }
 
 impl Modules {
-    /// `cuModuleLoadData`
+    /// Simulates the function `cuModuleLoadData`.
     pub fn load(&mut self, entries: Option<Vec<String>>) -> Handle {
         self.next += 1;
         self.modules.insert(self.next, entries);
         handle(Kind::Module, self.next)
     }
 
-    /// `cuModuleUnload`
+    /// Simulates the function `cuModuleUnload`.
     pub fn unload(&mut self, module: Handle) -> Outcome {
         let id = number(Kind::Module, module)?;
         self.modules.remove(&id).ok_or(INVALID_HANDLE)?;
@@ -36,7 +35,7 @@ impl Modules {
         if self.modules.contains_key(&id) { Ok(()) } else { Err(INVALID_HANDLE) }
     }
 
-    /// `cuModuleGetFunction`
+    /// Simulates the function `cuModuleGetFunction`.
     pub fn function(&mut self, module: Handle, name: &str) -> Outcome<Handle> {
         let id = number(Kind::Module, module)?;
         let entries = self.modules.get(&id).ok_or(INVALID_HANDLE)?;

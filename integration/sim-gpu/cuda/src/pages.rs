@@ -33,7 +33,6 @@ impl Pages {
         Ok(pages)
     }
 
-    /// Host memory.
     pub fn host(bytes: usize) -> Outcome<Self> {
         Self::map(
             bytes,
@@ -68,7 +67,6 @@ impl Pages {
         }
     }
 
-    /// The first address.
     pub fn start(&self) -> usize {
         self.start
     }

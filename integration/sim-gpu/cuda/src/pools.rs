@@ -18,7 +18,6 @@ use crate::driver::Driver;
 use crate::memory::{Origin, Source};
 use crate::pages::PAGE_BYTES;
 
-/// One pool.
 #[derive(Debug, Default)]
 pub struct Pool {
     pub device: CUdevice,
@@ -53,7 +52,6 @@ struct Allocation {
     is_freed: bool,
 }
 
-/// All of them.
 #[derive(Debug, Default)]
 pub struct Pools {
     pools: BTreeMap<u64, Pool>,
@@ -64,14 +62,12 @@ pub struct Pools {
 }
 
 impl Pools {
-    /// A new pool.
     pub fn create(&mut self, device: CUdevice) -> Handle {
         self.made += 1;
         self.pools.insert(self.made, Pool { device, reuse: [1; 3], ..Pool::default() });
         handle(Kind::Pool, self.made)
     }
 
-    /// A device's own.
     pub fn default_of(&mut self, device: CUdevice) -> Handle {
         if let Some(known) = self.default.get(&device) {
             return handle(Kind::Pool, *known);
@@ -92,7 +88,6 @@ impl Pools {
         }
     }
 
-    /// Changes that.
     pub fn set_current(&mut self, device: CUdevice, pool: Handle) -> Outcome {
         if self.get(pool)?.device != device {
             return Err(INVALID_VALUE);
@@ -106,7 +101,7 @@ impl Pools {
         self.pools.get_mut(&number(Kind::Pool, pool)?).ok_or(INVALID_VALUE)
     }
 
-    /// Ends a pool; what is in use lives on.
+    /// Destroys a pool; allocations in use stay valid.
     fn remove(&mut self, pool: Handle) -> Outcome<Vec<ObjectId>> {
         if self.get(pool)?.is_default {
             return Err(INVALID_VALUE);
@@ -146,7 +141,7 @@ impl Pools {
 }
 
 impl Driver {
-    /// Physical memory; where it is short, pools give back what they hold.
+    /// Allocates physical memory; if it is short, pools release their reserves.
     pub fn obtain(&self, gpu: usize, bytes: u64) -> Outcome<Granted> {
         let obtain = || self.link.obtain(&Request::Allocate { gpu, bytes }, None);
         match obtain() {
@@ -173,19 +168,19 @@ impl Driver {
         })
     }
 
-    /// Work has been waited for: what is above the thresholds goes.
+    /// After a wait for work: releases memory above the thresholds.
     pub fn trim_pools(&self) -> Outcome {
         self.trim_all(|pool| pool.threshold)
     }
 
-    /// `cuMemPoolTrimTo`
+    /// Simulates the function `cuMemPoolTrimTo`.
     pub fn trim_pool(&self, pool: Handle, keep: u64) -> Outcome {
         self.pools().get(pool)?;
         let surplus = self.pools().surplus(number(Kind::Pool, pool)?, keep);
         self.release(surplus)
     }
 
-    /// `cuMemPoolDestroy`
+    /// Simulates the function `cuMemPoolDestroy`.
     pub fn destroy_pool(&self, pool: Handle) -> Outcome {
         let held = self.pools().remove(pool)?;
         self.release(held)
@@ -227,7 +222,8 @@ impl Driver {
         Ok(address)
     }
 
-    /// No work uses an allocation any more: its memory is held, or goes with a pool that is gone.
+    /// Called when no work uses an allocation: its memory returns to the pool, or is freed if the
+    /// pool is gone.
     pub fn pool_takes_back(&self, address: CUdeviceptr) -> Outcome {
         // First: as soon as nothing is mapped there, the address may be the next allocation's.
         let of = {

@@ -32,7 +32,6 @@ impl Stats {
         })
     }
 
-    /// A kernel starts.
     pub fn kernel(&self, gpu: usize) -> Busy<'_> {
         let gpu = gpu.min(MAX_GPUS - 1);
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
@@ -63,7 +62,6 @@ impl Drop for Busy<'_> {
     }
 }
 
-/// CLOCK_MONOTONIC, never 0.
 pub fn now_ns() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: writes one timespec that lives here.

@@ -19,7 +19,6 @@ use crate::driver::Driver;
 use crate::gate::wait_until;
 use crate::stats::now_ns;
 
-/// Names a stream.
 pub type StreamId = u64;
 /// A point in a stream's life.
 pub type Mark = (StreamId, u64);
@@ -51,9 +50,7 @@ struct Capture {
 pub enum StreamKind {
     /// The legacy default stream itself.
     Legacy,
-    /// Ordered with it.
     Blocking,
-    /// Not (`CU_STREAM_NON_BLOCKING`).
     NonBlocking,
 }
 
@@ -99,7 +96,6 @@ impl State {
 }
 
 impl Streams {
-    /// None yet.
     pub fn new() -> Self {
         Self { state: Mutex::default(), changed: Condvar::new(), failure: AtomicI32::new(0) }
     }
@@ -116,7 +112,6 @@ impl Streams {
         }
     }
 
-    /// A new stream.
     pub fn create(&self, context: u64, kind: StreamKind) -> StreamId {
         let mut state = self.lock();
         state.next += 1;
@@ -214,7 +209,6 @@ impl Streams {
         Ok((stream.context, stream.kind))
     }
 
-    /// Queues work.
     pub fn submit(&'static self, id: StreamId, op: Op) -> Outcome<Mark> {
         self.submit_after(id, Vec::new(), op)
     }
@@ -312,7 +306,6 @@ impl Streams {
         true
     }
 
-    /// A new event.
     pub fn create_event(&self) -> u64 {
         let mut state = self.lock();
         state.next += 1;

@@ -1,15 +1,15 @@
-//! The driver's private tables (`cuGetExportTable`): functions that no program finds by a name.
+//! The driver's private tables (`cuGetExportTable`): functions without a public name.
 //!
-//! | table | asked for by | functions |
+//! | table | requested by | functions |
 //! | --- | --- | --- |
 //! | [`RUNTIME`] | the CUDA runtime | `check` (a hash over process and addresses), `storage`, `settle` |
 //! | [`VIDEO`] | the video library | `settle` |
 //! | any other | tools | `attach`, `detach`, `look` |
 //!
-//! `settle` and `look` need the context: the application dies when one of them is called while the
-//! context is away. A tool that attaches while the context is away, or whose attaching meets a
-//! checkpoint, hangs, and no restore of that process succeeds (torch.profiler, H200, 580.159). A
-//! checkpoint of a process with an attached tool is taken to end like that, too.
+//! `settle` and `look` need the context: the application dies if one of them is called while the
+//! context is checkpointed. If a tool attaches while the context is checkpointed, or during a
+//! checkpoint, it hangs, and no restore of that process succeeds (torch.profiler, H200, 580.159). A
+//! checkpoint of a process with an attached tool is assumed to end in the same way.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::thread;
@@ -21,9 +21,7 @@ use crate::abi::{CUresult, INVALID_VALUE, Outcome, Uuid, status};
 use crate::driver::{Driver, driver};
 use crate::gate::Class;
 
-/// `libcudart`'s: its interface.
 const RUNTIME: Uuid = 0x6bd5_fb6c_5bf4_e74a_8987_d939_12fd_9df9_u128.to_be_bytes();
-/// `libnvcuvid`'s.
 const VIDEO: Uuid = 0x9af0_707b_8e2d_d84c_8e4e_b994_c82d_dc35_u128.to_be_bytes();
 
 /// What tools have done to this process.
@@ -53,7 +51,7 @@ impl Tools {
         let saves = self.saves.load(Ordering::SeqCst);
         self.attached.fetch_add(1, Ordering::SeqCst);
         thread::sleep(takes);
-        if driver.gate.is_away() || self.saves.load(Ordering::SeqCst) != saves {
+        if driver.gate.is_offloaded() || self.saves.load(Ordering::SeqCst) != saves {
             self.is_broken.store(true, Ordering::SeqCst);
             loop {
                 thread::park();
@@ -109,7 +107,7 @@ unsafe extern "C" fn settle(_: u64, _: u64) -> CUresult {
     with(Class::Sync)
 }
 
-/// Takes so many milliseconds, in which no function with a name is called.
+/// Takes this many milliseconds, in which no public function is called.
 unsafe extern "C" fn attach(takes_ms: u64, _: u64) -> CUresult {
     let attach = |driver: &Driver| driver.tools.attach(driver, Duration::from_millis(takes_ms));
     status(driver().map(attach))

@@ -1,4 +1,4 @@
-//! The checkpoint calls, made on one process by itself or by another one.
+//! The checkpoint calls, which a process makes for itself or for another one.
 //!
 //! ```text
 //!            Lock                Save                 Restore
@@ -9,8 +9,8 @@
 //!                                            Lost (reads as CHECKPOINTED; every restore 304)
 //! ```
 //!
-//! An operation runs to its end whether its caller lives or not, and the next
-//! one on the same process, `GetState` too, waits for it.
+//! An operation runs to its end even if its caller dies, and the next one on the same process,
+//! `GetState` too, waits for it.
 
 use std::sync::Arc;
 use std::thread;
@@ -27,9 +27,7 @@ use crate::{memory, node};
 /// Where a process stands.
 #[derive(Debug)]
 pub enum Stage {
-    /// Calls go through.
     Running,
-    /// Calls wait.
     Locked,
     /// Calls wait, the VRAM is in host memory.
     Away {
@@ -105,8 +103,8 @@ fn save(driver: &Driver, process: &Process, stage: &mut Stage) -> Result<(), i32
     let cost = driver.config.checkpoint_cost(bytes);
     let extra_bytes = driver.config.checkpoint_extra_bytes();
     if node::memory_limit_bytes(process.pid).is_some_and(|limit| limit < bytes + extra_bytes) {
-        // The contents go to host memory of the process's own cgroup, which is too small: the
-        // OOM killer ends the process half way, and the call finds nobody there.
+        // The contents go to host memory of the process's own cgroup, which is too small: the OOM
+        // killer ends the process during the copy, and the call finds no process.
         thread::sleep(cost / 2);
         kill_process(process.pid);
         return Err(code::OPERATING_SYSTEM);

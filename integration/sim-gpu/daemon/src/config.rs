@@ -14,13 +14,13 @@ pub struct Config {
     /// Where to listen; a socket left there by a daemon that is gone is replaced.
     #[arg(long, default_value = SOCKET)]
     pub socket: PathBuf,
-    /// How many GPUs.
+    /// Number of simulated GPUs.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=MAX_GPUS as i64))]
     pub gpus: u16,
     /// The GPU that says it is cut into MIG instances.
     #[arg(long)]
     pub mig_gpu: Option<u16>,
-    /// Memory of each.
+    /// Memory of each GPU in MiB.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub vram_mib: u64,
     /// What the GPUs call themselves; must say that they are simulated.
@@ -68,12 +68,12 @@ impl Config {
         self.checkpoint_extra_mib * MIB
     }
 
-    /// Least time that a checkpoint of so much takes.
+    /// Minimum duration of a checkpoint of this many bytes.
     pub fn checkpoint_cost(&self, bytes: u64) -> Duration {
         cost(self.checkpoint_fixed_ms, self.checkpoint_gib_per_s, bytes)
     }
 
-    /// Least time that a restore of so much takes.
+    /// Minimum duration of a restore of this many bytes.
     pub fn restore_cost(&self, bytes: u64) -> Duration {
         cost(self.restore_fixed_ms, self.restore_gib_per_s, bytes)
     }

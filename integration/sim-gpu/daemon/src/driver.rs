@@ -28,16 +28,13 @@ const MAX_LISTED_PROCESSES: usize = 64;
 /// What a request comes to: an answer with a descriptor, or a `CUresult`.
 pub type Answer = Result<(Reply, Option<Arc<OwnedFd>>), i32>;
 
-/// A CUDA process.
 #[derive(Debug)]
 pub struct Process {
-    /// This attachment.
     pub id: ClientId,
-    /// On the host.
     pub pid: u32,
-    /// Who may checkpoint it, beside root.
+    /// The user that may checkpoint it, beside root.
     pub uid: u32,
-    /// What it writes about its kernels.
+    /// File in which the process records its kernels' times.
     pub stats: File,
     /// Where it stands; held while an operation runs.
     pub stage: Mutex<Stage>,
@@ -45,10 +42,8 @@ pub struct Process {
     pub control: Mutex<Option<(Arc<Packet>, i32)>>,
 }
 
-/// Everything that changes.
 #[derive(Debug)]
 pub struct State {
-    /// Who holds what.
     pub ledger: Ledger,
     /// The memory of each object.
     pub memories: HashMap<ObjectId, Arc<OwnedFd>>,
@@ -61,7 +56,6 @@ pub struct State {
 /// The simulated kernel driver.
 #[derive(Debug)]
 pub struct Driver {
-    /// The command line.
     pub config: Config,
     state: Mutex<State>,
 }
@@ -72,7 +66,6 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Driver {
-    /// Empty GPUs.
     pub fn new(config: Config) -> Self {
         let capacities = config.gpu_infos().iter().map(|gpu| gpu.vram_bytes).collect();
         let ledger = Ledger::new(capacities, config.context_bytes());
@@ -87,7 +80,6 @@ impl Driver {
         Self { config, state: Mutex::new(state) }
     }
 
-    /// The books.
     pub fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
@@ -105,7 +97,7 @@ impl Driver {
         Ok((process, Arc::new(page)))
     }
 
-    /// A process is gone: so is what it held.
+    /// Removes an ended process with everything that it held.
     pub fn detach(&self, process: &Process) {
         let mut state = self.state();
         state.processes.remove(&process.id);
@@ -136,7 +128,6 @@ impl Driver {
         Ok((Reply::Done, None))
     }
 
-    /// `cuMemAlloc`, `cuMemCreate`.
     pub fn allocate(&self, client: ClientId, gpu: usize, bytes: u64) -> Answer {
         self.check_gpu(gpu)?;
         if bytes == 0 {
@@ -165,7 +156,6 @@ impl Driver {
         }
     }
 
-    /// `cuMemFree`, `cuMemRelease`.
     pub fn free(&self, client: ClientId, object: ObjectId) -> Answer {
         let mut state = self.state();
         if !state.ledger.holds(client, object) {
@@ -199,14 +189,14 @@ impl Driver {
         }
     }
 
-    /// `cuMemImportFromShareableHandle`.
+    /// Simulates the function `cuMemImportFromShareableHandle`.
     pub fn import(&self, client: ClientId, name: u64) -> Answer {
         let mut state = self.state();
         let object = state.ledger.exported(name).ok_or(code::INVALID_VALUE)?;
         state.open(client, object)
     }
 
-    /// `cuIpcGetMemHandle`.
+    /// Simulates the function `cuIpcGetMemHandle`.
     pub fn ipc_export(&self, client: ClientId, object: ObjectId) -> Answer {
         let mut state = self.state();
         if !state.ledger.holds(client, object) {
@@ -227,14 +217,14 @@ impl Driver {
         Ok((Reply::Token(token), None))
     }
 
-    /// `cuIpcOpenMemHandle`.
+    /// Simulates the function `cuIpcOpenMemHandle`.
     pub fn ipc_open(&self, client: ClientId, token: &str) -> Answer {
         let mut state = self.state();
         let object = *state.tokens.get(token).ok_or(code::INVALID_VALUE)?;
         state.open(client, object)
     }
 
-    /// `cuMemGetInfo`.
+    /// Simulates the function `cuMemGetInfo`.
     pub fn memory(&self, gpu: usize) -> Answer {
         self.check_gpu(gpu)?;
         let free_bytes = self.state().ledger.free_bytes(gpu);
@@ -252,7 +242,6 @@ impl Driver {
         state.usage.sample(now_ns, usize::from(self.config.gpus), pages);
     }
 
-    /// What NVML shows.
     pub fn snapshot(&self) -> Reply {
         let infos = self.config.gpu_infos();
         let state = self.state();

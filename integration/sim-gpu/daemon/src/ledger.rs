@@ -1,4 +1,4 @@
-//! Who holds how much VRAM. Pure: ids and numbers in, ids and numbers out.
+//! Accounting of VRAM by process. Pure: ids and numbers in, ids and numbers out.
 //!
 //! An object lives while a client holds it or an exported descriptor of it is open.
 //! It counts against its GPU once, and for NVML against its first holder.
@@ -28,18 +28,15 @@ struct Object {
 pub struct Saved {
     /// Objects with their GPU and size.
     pub objects: Vec<(ObjectId, usize, u64)>,
-    /// Contexts per GPU.
     pub contexts: BTreeMap<usize, u32>,
 }
 
 impl Saved {
-    /// Contents, without contexts.
     pub fn bytes(&self) -> u64 {
         self.objects.iter().map(|(_, _, bytes)| bytes).sum()
     }
 }
 
-/// The books.
 #[derive(Debug)]
 pub struct Ledger {
     capacities: Vec<u64>,
@@ -48,16 +45,15 @@ pub struct Ledger {
     objects: BTreeMap<ObjectId, Object>,
     /// Open exported descriptors, by name.
     exports: BTreeMap<u64, ObjectId>,
-    /// What a client means by a name that others keep for what it has shared before its checkpoint:
-    /// it came back with a copy of its own (measured with 580).
+    /// After a checkpoint, a client that had shared an object has a copy of its own, under the name
+    /// that others keep for the original (measured with 580).
     copies: BTreeMap<(ClientId, ObjectId), ObjectId>,
-    /// Of each GPU what was let go of since anybody last asked for memory there.
+    /// VRAM of each GPU released since the last allocation there.
     unnoted: Vec<u64>,
     next_object: ObjectId,
 }
 
 impl Ledger {
-    /// Empty GPUs.
     pub fn new(capacities: Vec<u64>, context_bytes: u64) -> Self {
         Self {
             unnoted: vec![0; capacities.len()],
@@ -76,8 +72,8 @@ impl Ledger {
         self.objects.len()
     }
 
-    /// What was let go of since anybody last asked for memory of a GPU: the driver takes note of
-    /// it, and the next who asks waits for that (13 to 20 ms for 60 GiB; measured with 580).
+    /// VRAM of a GPU released since the last allocation there: the driver notices it in the next
+    /// allocation, which then waits (13 to 20 ms for 60 GiB; measured with 580).
     pub fn unnoted_bytes(&self, gpu: usize) -> u64 {
         self.unnoted.get(gpu).copied().unwrap_or(0)
     }
@@ -119,7 +115,6 @@ impl Ledger {
         Ok(())
     }
 
-    /// One context less.
     pub fn destroy_context(&mut self, client: ClientId, gpu: usize) {
         if let Some(contexts) = self.contexts.get_mut(&client)
             && let Some(count) = contexts.get_mut(&gpu)
@@ -131,7 +126,6 @@ impl Ledger {
         }
     }
 
-    /// A new object.
     pub fn allocate(
         &mut self,
         client: ClientId,
@@ -156,7 +150,7 @@ impl Ledger {
         self.copies.get(&(client, id)).copied().unwrap_or(id)
     }
 
-    /// A client lets go of an object, which is gone then, if it is told.
+    /// Releases a client's hold. Returns the object if it is gone then.
     pub fn release(&mut self, client: ClientId, id: ObjectId) -> Option<ObjectId> {
         let id = self.copies.remove(&(client, id)).unwrap_or(id);
         if let Some(object) = self.objects.get_mut(&id) {
@@ -224,7 +218,7 @@ impl Ledger {
         copy.map_or(id, |((_, name), _)| *name)
     }
 
-    /// Takes a client off the GPUs. What it held, and the objects that are gone.
+    /// Removes a client from the GPUs. Returns its saved contents, and the objects that are gone.
     pub fn evict(&mut self, client: ClientId) -> (Saved, Vec<ObjectId>) {
         let saved = self.holdings(client);
         self.contexts.remove(&client);
@@ -328,7 +322,7 @@ mod tests {
     const B: ClientId = ClientId(2);
 
     #[test]
-    fn an_object_counts_once_until_its_last_holder_and_descriptor_are_gone() {
+    fn object_counts_once_until_last_holder_ends() {
         let mut ledger = Ledger::new(vec![100], 10);
         ledger.create_context(A, 0).unwrap();
         let id = ledger.allocate(A, 0, 50).unwrap();
@@ -346,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_evicted_comes_back_only_when_all_of_it_fits() {
+    fn evicted_process_returns_only_if_all_fits() {
         let mut ledger = Ledger::new(vec![100, 100], 10);
         ledger.create_context(A, 0).unwrap();
         ledger.allocate(A, 0, 40).unwrap();
@@ -363,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_shared_something_comes_back_with_a_copy() {
+    fn sharing_process_is_restored_with_a_copy() {
         let mut ledger = Ledger::new(vec![100], 10);
         let id = ledger.allocate(A, 0, 40).unwrap();
         ledger.hold(B, id).unwrap();
@@ -386,20 +380,20 @@ mod tests {
         #[test]
         fn a_gpu_is_never_overcommitted(steps in proptest::collection::vec((0u8..5, 0u64..3, 1u64..60), 1..80)) {
             let mut ledger = Ledger::new(vec![100], 10);
-            let mut away: BTreeMap<ClientId, Saved> = BTreeMap::new();
+            let mut evicted: BTreeMap<ClientId, Saved> = BTreeMap::new();
             for (kind, who, bytes) in steps {
                 let client = ClientId(who);
                 if kind == 3 {
                     let (saved, _) = ledger.evict(client);
-                    away.entry(client).or_insert(saved);
+                    evicted.entry(client).or_insert(saved);
                 } else if kind == 4 {
-                    if let Some(saved) = away.remove(&client) {
+                    if let Some(saved) = evicted.remove(&client) {
                         let before = ledger.used_bytes(0);
                         if ledger.readmit(client, &saved, &[0]).is_err() {
                             prop_assert_eq!(ledger.used_bytes(0), before);
                         }
                     }
-                } else if !away.contains_key(&client) {
+                } else if !evicted.contains_key(&client) {
                     match kind {
                         0 => drop(ledger.allocate(client, 0, bytes)),
                         1 => drop(ledger.create_context(client, 0)),

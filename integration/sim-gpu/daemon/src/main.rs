@@ -1,4 +1,4 @@
-//! `affinode-sim-gpud`: plays the kernel driver of the simulated GPU.
+//! `affinode-sim-gpud`: simulates the kernel driver of the simulated GPU.
 //!
 //! ```text
 //! affinode-sim-gpud [--socket /run/affinode-sim/gpu.sock] [--gpus 1] [--vram-mib 1024]
@@ -6,17 +6,17 @@
 //!     [--checkpoint-fixed-ms 0] [--checkpoint-gib-per-s 0] [--restore-fixed-ms 0] [--restore-gib-per-s 0]
 //! ```
 //!
-//! Prints one line, `ready`, when it listens. It runs as root where processes of
-//! several users or containers are to share the GPU. It ends on SIGTERM and SIGINT
-//! and takes the contents of every simulated GPU with it.
+//! Prints one line, `ready`, when it listens. It runs as root if processes of several users or
+//! containers share the GPU. It ends on SIGTERM and SIGINT, and the contents of every simulated GPU
+//! are then lost.
 //!
 //! | module | does |
 //! | --- | --- |
-//! | [`ledger`] | who holds how much VRAM; pure |
-//! | [`driver`] | the state of the node, and what a request does to it |
+//! | [`ledger`] | VRAM by process; pure |
+//! | [`driver`] | the state of the node, and the effect of each request |
 //! | [`checkpoint`] | lock, save, restore, unlock of one process |
 //! | [`server`] | connections |
-//! | [`usage`] | how busy each GPU was |
+//! | [`usage`] | utilisation of each GPU |
 //! | [`memory`] | device memory, as sealed memory files |
 //! | [`node`] | /proc and cgroups |
 

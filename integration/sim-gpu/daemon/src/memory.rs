@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-/// A memory file of exactly this size that nobody can resize.
+/// A memory file of exactly this size, sealed against a change of its size.
 pub fn create(name: &str, bytes: u64) -> io::Result<OwnedFd> {
     let name = CString::new(name)?;
     let length = i64::try_from(bytes).map_err(io::Error::other)?;

@@ -27,22 +27,10 @@ pub enum Error {
     /// Another one is there.
     #[error("a simulated GPU already listens on {0}; stop it or choose another --socket")]
     InUse(String),
-    /// The socket.
     #[error("cannot listen on {path}; choose a --socket in a folder that you can write")]
-    Listen {
-        /// Where.
-        path: String,
-        /// Why.
-        source: io::Error,
-    },
-    /// The machine.
+    Listen { path: String, source: io::Error },
     #[error("cannot {what}")]
-    System {
-        /// What failed.
-        what: &'static str,
-        /// Why.
-        source: io::Error,
-    },
+    System { what: &'static str, source: io::Error },
 }
 
 /// Prints an error with its causes.
@@ -56,7 +44,6 @@ pub fn complain(error: &dyn std::error::Error) {
     let _ = writeln!(io::stderr(), "{line}");
 }
 
-/// Listens until killed.
 pub fn run(config: Config) -> Result<(), Error> {
     // Each object of VRAM is an open file.
     if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {

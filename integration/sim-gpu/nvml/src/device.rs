@@ -11,7 +11,7 @@ use crate::{
     Outcome, nvml_api,
 };
 
-/// `nvmlMemory_t`
+/// NVML's C type `nvmlMemory_t`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Memory {
@@ -20,7 +20,7 @@ pub struct Memory {
     used: u64,
 }
 
-/// `nvmlMemory_v2_t`
+/// NVML's C type `nvmlMemory_v2_t`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct MemoryV2 {
@@ -31,7 +31,6 @@ pub struct MemoryV2 {
     used: u64,
 }
 
-/// `nvmlUtilization_t`, in percent.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Utilization {
@@ -39,7 +38,7 @@ pub struct Utilization {
     memory: u32,
 }
 
-/// `nvmlProcessInfo_v1_t`
+/// NVML's C type `nvmlProcessInfo_v1_t`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ProcessInfoV1 {
@@ -47,7 +46,7 @@ pub struct ProcessInfoV1 {
     used_bytes: u64,
 }
 
-/// `nvmlProcessInfo_t`
+/// NVML's C type `nvmlProcessInfo_t`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ProcessInfo {
@@ -57,7 +56,7 @@ pub struct ProcessInfo {
     compute_instance: u32,
 }
 
-/// `nvmlProcessUtilizationSample_t`
+/// NVML's C type `nvmlProcessUtilizationSample_t`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct UtilizationSample {
@@ -69,7 +68,7 @@ pub struct UtilizationSample {
     decoder: u32,
 }
 
-/// `nvmlPciInfo_t`
+/// NVML's C type `nvmlPciInfo_t`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct PciInfo {
@@ -161,7 +160,7 @@ nvml_api! {
             encoder: 0,
             decoder: 0,
         };
-        // Those alone that were busy, as NVIDIA's does; what is sampled here is of this moment.
+        // Only busy processes, as NVIDIA's does; samples are of the present moment.
         let busy: Vec<_> = gpu.processes.iter().filter(|p| p.busy_percent > 0).map(sample).collect();
         if busy.is_empty() || after_us >= now {
             return Err(NOT_FOUND);

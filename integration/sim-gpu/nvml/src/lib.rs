@@ -1,9 +1,9 @@
 //! The simulated GPU's `libnvidia-ml.so.1`.
 //!
-//! It shows what the daemon knows, each call asking anew: device names, UUIDs, memory, utilisation over the last
-//! second, and the processes that hold VRAM by their pids on the host. A process that is checkpointed
-//! is in no list. Clocks, power, temperature, ECC, MIG, events and everything else that
-//! monitoring tools may ask is absent, and the few that are often asked say "not supported".
+//! Each call queries the daemon: device names, UUIDs, memory, utilisation over the last second, and
+//! the processes that hold VRAM by their pids on the host. A checkpointed process is in no list.
+//! Clocks, power, temperature, ECC, MIG and events are absent, and the few functions for them that
+//! tools call often return "not supported".
 
 #![allow(
     unsafe_code,

@@ -23,14 +23,14 @@ pub type Device = usize;
 /// process that is locked in the middle of one ends then: what becomes of it is not known.
 const SLOW_ENV: &str = "AFFINODE_SIM_NVML_SLOW_MS";
 
-/// `nvmlInit`
+/// Simulates the function `nvmlInit`.
 pub fn init() -> Outcome {
     ask()?;
     USERS.fetch_add(1, Ordering::Relaxed);
     Ok(())
 }
 
-/// `nvmlShutdown`
+/// Simulates the function `nvmlShutdown`.
 pub fn shutdown() -> Outcome {
     if USERS.load(Ordering::Relaxed) > 0 {
         wait_until_unlocked();
@@ -74,12 +74,12 @@ fn own_state() -> Option<ProcessState> {
 /// driver.
 pub fn wait_until_unlocked() {
     let mut was_away = false;
-    let mut is_away = || {
+    let mut is_offloaded = || {
         let state = own_state();
         was_away |= matches!(state, Some(ProcessState::Checkpointed | ProcessState::Failed));
         was_away && !matches!(state, Some(ProcessState::Running) | None)
     };
-    while is_away() {
+    while is_offloaded() {
         std::thread::sleep(POLL);
     }
 }

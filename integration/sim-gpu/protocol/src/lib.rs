@@ -1,16 +1,16 @@
-//! What the simulated driver (`affinode-sim-gpud`) and its two libraries say to each other.
+//! The messages between the simulated driver (`affinode-sim-gpud`) and its two libraries.
 //!
 //! One Unix socket of type SEQPACKET: a message is one packet of JSON of at most
 //! [`MAX_PACKET_BYTES`], with at most one file descriptor beside it. A client
 //! opens a connection and its first request decides what the connection is:
 //!
-//! | first request | the connection is | who asks then |
+//! | first request | the connection is | requests come from |
 //! | --- | --- | --- |
 //! | [`Request::Attach`] | the life of a CUDA process: when it closes, its VRAM is free | the process |
-//! | [`Request::Control`] | the way by which the driver reaches into that process | the daemon, with [`Order`]s |
-//! | anything else | one question, one answer | the client |
+//! | [`Request::Control`] | the driver's channel into that process | the daemon, with [`Order`]s |
+//! | anything else | one request, one reply | the client |
 //!
-//! `SO_PEERCRED` says who a client is; nothing that it writes about itself is believed.
+//! `SO_PEERCRED` identifies a client; the daemon trusts nothing that the client sends about itself.
 
 mod packet;
 mod pointers;
@@ -38,7 +38,7 @@ pub type ObjectId = u64;
 
 /// `CUresult`s that travel in messages.
 pub mod code {
-    /// Success.
+    /// The call succeeded, `CUDA_SUCCESS`.
     pub const SUCCESS: i32 = 0;
     /// A bad argument; also what a restore with peer access used, or with a partial GPU map, returns.
     pub const INVALID_VALUE: i32 = 1;
@@ -58,7 +58,7 @@ pub mod code {
     pub const NOT_READY: i32 = 600;
     /// Not supported: managed memory, shared memory.
     pub const NOT_SUPPORTED: i32 = 801;
-    /// Anything else.
+    /// Any other error, `CUDA_ERROR_UNKNOWN`.
     pub const UNKNOWN: i32 = 999;
 }
 
@@ -74,53 +74,53 @@ pub enum Request {
     },
     /// A context on a GPU; the first one of a process costs VRAM.
     CreateContext {
-        /// Which GPU.
+        /// Index of the GPU.
         gpu: usize,
     },
     /// The end of one.
     DestroyContext {
-        /// Which GPU.
+        /// Index of the GPU.
         gpu: usize,
     },
     /// Device memory. Answer: [`Reply::Object`] with its memory file.
     Allocate {
-        /// Which GPU.
+        /// Index of the GPU.
         gpu: usize,
-        /// How much.
+        /// Size in bytes to allocate.
         bytes: u64,
     },
     /// This process lets go of it.
     Free {
-        /// What.
+        /// Object that is meant.
         object: ObjectId,
     },
     /// Answer: [`Reply::Done`] with a descriptor that names the object.
     Export {
-        /// What.
+        /// Object that is meant.
         object: ObjectId,
     },
     /// Comes with a descriptor made by `Export`. Answer as to `Allocate`.
     Import,
     /// A legacy IPC handle. Answer: [`Reply::Token`].
     IpcExport {
-        /// What.
+        /// Object that is meant.
         object: ObjectId,
     },
     /// Opens one. Answer as to `Allocate`.
     IpcOpen {
-        /// From a [`Reply::Token`].
+        /// Text of a [`Reply::Token`].
         token: String,
     },
-    /// Answer: [`Reply::Memory`].
+    /// Free and total memory; the reply is [`Reply::Memory`].
     Memory {
-        /// Which GPU.
+        /// Index of the GPU.
         gpu: usize,
     },
     /// The checkpoint calls. Answer: [`Reply::Done`], [`Reply::State`] or an error.
     Checkpoint {
         /// In the caller's pid namespace.
         pid: i32,
-        /// What to do.
+        /// Checkpoint operation to run.
         operation: Operation,
     },
     /// What NVML shows. Answer: [`Reply::Snapshot`].
@@ -132,72 +132,72 @@ pub enum Request {
 pub enum Operation {
     /// Stop calls and wait for the work in flight.
     Lock {
-        /// 0: no limit.
+        /// Time limit; 0: no limit.
         timeout_ms: u32,
     },
     /// VRAM to host memory.
     Save,
-    /// And back.
+    /// Restore, with the GPUs to use.
     Restore {
         /// Old and new UUID; empty: onto the same GPUs.
         gpu_pairs: Vec<([u8; 16], [u8; 16])>,
     },
     /// Let calls go on.
     Unlock,
-    /// Which [`ProcessState`].
+    /// Query the [`ProcessState`].
     State,
-    /// Which thread restores.
+    /// Query the thread that restores.
     RestoreThread,
 }
 
-/// `CUprocessState`.
+/// The driver's C type `CUprocessState`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ProcessState {
-    /// `CU_PROCESS_STATE_RUNNING`
+    /// The driver's constant `CU_PROCESS_STATE_RUNNING`.
     Running = 0,
-    /// `CU_PROCESS_STATE_LOCKED`
+    /// The driver's constant `CU_PROCESS_STATE_LOCKED`.
     Locked = 1,
-    /// `CU_PROCESS_STATE_CHECKPOINTED`
+    /// The driver's constant `CU_PROCESS_STATE_CHECKPOINTED`.
     Checkpointed = 2,
-    /// `CU_PROCESS_STATE_FAILED`
+    /// The driver's constant `CU_PROCESS_STATE_FAILED`.
     Failed = 3,
 }
 
-/// The daemon's answers.
+/// Replies of the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
     /// Refused, with a `CUresult`.
     Error(i32),
     /// Nothing more to say.
     Done,
-    /// To [`Request::Attach`].
+    /// Reply to [`Request::Attach`].
     Attached {
         /// Every GPU of the node.
         gpus: Vec<GpuInfo>,
     },
     /// Device memory; its file comes beside.
     Object {
-        /// Its name.
+        /// Name of the object.
         object: ObjectId,
-        /// Where it lies.
+        /// Index of its GPU.
         gpu: usize,
         /// How large it is.
         bytes: u64,
     },
     /// A name that another process can open.
     Token(String),
-    /// Of one GPU.
+    /// Memory of one GPU.
     Memory {
         /// Not used by anyone.
         free_bytes: u64,
-        /// Altogether.
+        /// Total memory in bytes.
         total_bytes: u64,
     },
-    /// To [`Operation::State`].
+    /// Reply to [`Operation::State`].
     State(ProcessState),
-    /// To [`Operation::RestoreThread`].
+    /// Reply to [`Operation::RestoreThread`].
     Thread(i32),
-    /// To [`Request::Snapshot`].
+    /// Reply to [`Request::Snapshot`].
     Snapshot(Vec<GpuSnapshot>),
 }
 
@@ -206,7 +206,7 @@ pub enum Reply {
 pub enum Order {
     /// Hold new calls, wait for those inside and for the streams.
     Lock {
-        /// 0: no limit.
+        /// Time limit; 0: no limit.
         timeout_ms: u32,
     },
     /// Copy every object to host memory, unmap it.
@@ -216,7 +216,7 @@ pub enum Order {
     },
     /// Comes with the new memory of an object: map it and fill it.
     Map {
-        /// Which object.
+        /// Object that is meant.
         object: ObjectId,
     },
     /// All objects are back.
@@ -231,20 +231,20 @@ pub enum Order {
 /// The process's answer to an [`Order`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// A `CUresult`.
+    /// Value of a `CUresult`.
     pub code: i32,
     /// After `Save`: what every restore is bound to return, 0 if nothing stands against it.
     pub restore_code: i32,
 }
 
-/// One simulated GPU.
+/// One of the simulated GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuInfo {
     /// Always says that it is simulated.
     pub name: String,
-    /// As in `CUuuid`.
+    /// Bytes as in `CUuuid`.
     pub uuid: [u8; 16],
-    /// Capacity.
+    /// Total memory in bytes.
     pub vram_bytes: u64,
     /// Says that it is cut into MIG instances; it is none the less used whole.
     pub mig: bool,
@@ -253,11 +253,11 @@ pub struct GpuInfo {
 /// What NVML knows of one GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuSnapshot {
-    /// Which.
+    /// The GPU that is described.
     pub info: GpuInfo,
-    /// By all processes.
+    /// Memory in use by all processes, in bytes.
     pub used_bytes: u64,
-    /// What was let go of since anybody last asked for memory of it; not of NVML.
+    /// VRAM released since the last allocation on this GPU; not part of NVML.
     pub unnoted_bytes: u64,
     /// Share of the last sample period in which a kernel ran.
     pub busy_percent: u32,
@@ -268,9 +268,9 @@ pub struct GpuSnapshot {
 /// One process on one GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessUse {
-    /// On the host.
+    /// Process id on the host.
     pub pid: u32,
-    /// Its VRAM.
+    /// VRAM that the process holds, in bytes.
     pub used_bytes: u64,
     /// Its share of the sample period.
     pub busy_percent: u32,
@@ -289,7 +289,7 @@ pub fn gpu_uuid(index: usize) -> [u8; 16] {
     uuid
 }
 
-/// `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`
+/// Formats a UUID as `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
 pub fn uuid_text(uuid: &[u8; 16]) -> String {
     let mut text = String::from("GPU-");
     for (position, byte) in uuid.iter().enumerate() {

@@ -41,13 +41,13 @@ impl Packet {
         Ok(packet)
     }
 
-    /// The next connection.
+    /// Accepts the next connection.
     pub fn accept(&self) -> io::Result<Self> {
         let fd = retry(|| socket::accept4(self.0.as_raw_fd(), SockFlag::SOCK_CLOEXEC))?;
         Ok(Self(own(fd)))
     }
 
-    /// Who is at the other end, as the kernel says.
+    /// Credentials of the peer, from the kernel.
     pub fn peer(&self) -> io::Result<UnixCredentials> {
         Ok(socket::getsockopt(&self.0, sockopt::PeerCredentials)?)
     }
@@ -57,7 +57,7 @@ impl Packet {
         let _ = socket::shutdown(self.0.as_raw_fd(), socket::Shutdown::Both);
     }
 
-    /// Sends one message.
+    /// Sends one message, with at most one descriptor.
     pub fn send<T: Serialize>(&self, message: &T, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let bytes = serde_json::to_vec(message)?;
         if bytes.len() > MAX_PACKET_BYTES {
@@ -112,7 +112,7 @@ impl AsFd for Packet {
 
 #[allow(unsafe_code)]
 fn own(fd: RawFd) -> OwnedFd {
-    // SAFETY: the kernel has just made this descriptor for us (accept4, SCM_RIGHTS); nobody else has it.
+    // SAFETY: the kernel has just created this descriptor (accept4, SCM_RIGHTS), so it has no other owner.
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 

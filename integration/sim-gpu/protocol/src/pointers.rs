@@ -73,7 +73,7 @@ impl<T: Copy> In<T> {
         if self.0.is_null() { None } else { In(self.0.wrapping_add(index)).get() }
     }
 
-    /// Where it points, for what is read later.
+    /// The address, for a later read.
     pub fn address(self) -> usize {
         self.0 as usize
     }

@@ -42,7 +42,8 @@ pub fn products() -> &'static Products {
             .args(["-p", "affinode-sim-gpud", "-p", "affinode-sim-cuda", "-p", "affinode-sim-nvml"])
             .status();
         assert!(build.unwrap().success());
-        // Nobody drops a static: a folder of this test binary's own, emptied by its next run.
+        // A static is never dropped: this is a folder of the test binary itself, emptied by its
+        // next run.
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(test.file_name().unwrap());
         let _ = std::fs::remove_dir_all(&folder);
         let (libraries, clients) = (folder.join("lib"), folder.join("clients"));
@@ -122,7 +123,7 @@ impl Node {
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// `cuCheckpointProcessGetState`
+    /// Simulates the function `cuCheckpointProcessGetState`.
     pub fn state(&self, pid: u32) -> i64 {
         self.checkpoint_answers(pid, &["state"])[0]["value"].as_i64().unwrap()
     }
@@ -140,7 +141,7 @@ impl Node {
         self.snapshot()[gpu].used_bytes
     }
 
-    /// Waits until a GPU has so much in use.
+    /// Waits until a GPU has this many bytes in use.
     pub fn wait_used(&self, gpu: usize, bytes: u64) {
         wait_for(&format!("{bytes} bytes in use"), || self.used_bytes(gpu) == bytes);
     }
@@ -205,7 +206,7 @@ impl Client {
         assert_eq!(answer["result"], result, "{answer}");
     }
 
-    /// All words are what they must be.
+    /// Requires that all words have the expected values.
     pub fn expect_intact(&mut self) {
         let answer = self.ask("verify");
         assert_eq!((&answer["result"], &answer["ok"]), (&0.into(), &true.into()), "{answer}");

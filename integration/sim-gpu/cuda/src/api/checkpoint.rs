@@ -9,7 +9,7 @@ use crate::client;
 
 const MAX_PAIRS: usize = 64;
 
-/// `CUcheckpointLockArgs`
+/// The driver's C type `CUcheckpointLockArgs`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct LockArgs {
@@ -18,7 +18,7 @@ pub struct LockArgs {
     reserved1: [u64; 7],
 }
 
-/// `CUcheckpointGpuPair`
+/// The driver's C type `CUcheckpointGpuPair`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct GpuPair {
@@ -26,7 +26,7 @@ pub struct GpuPair {
     new: Uuid,
 }
 
-/// `CUcheckpointRestoreArgs`
+/// The driver's C type `CUcheckpointRestoreArgs`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct RestoreArgs {
@@ -36,7 +36,6 @@ pub struct RestoreArgs {
     reserved1: u64,
 }
 
-/// `CUcheckpointCheckpointArgs`, `CUcheckpointUnlockArgs`
 type PlainArgs = [u64; 8];
 
 cuda_api! {

@@ -15,7 +15,7 @@ cuda_api! {
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
-        // A second call waits while the process is away, as any work does.
+        // A second call waits while the process is checkpointed, as any work does.
         driver::init()?.gate.enter(Class::Work).map(drop)
     }
     Always 2020 fn cuDriverGetVersion(version: Out<i32>) |_d, _z| { version.set(CUDA_VERSION) }
@@ -24,7 +24,7 @@ cuda_api! {
         d.gpu(ordinal)?;
         device.set(ordinal)
     }
-    // 304 while away, as measured.
+    // 304 while checkpointed, as measured.
     MemInfo 2000 fn cuDeviceGetName(name: Out<c_char>, length: i32, device: CUdevice) |d, _z| {
         write_text(name, length, &d.info(device)?.name)
     }

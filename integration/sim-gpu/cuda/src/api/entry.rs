@@ -9,7 +9,7 @@ use crate::api::{Symbol, cuda_api, symbols};
 
 const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 
-/// `CUdriverProcAddressQueryResult`
+/// The driver's C type `CUdriverProcAddressQueryResult`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 enum Search {

@@ -6,7 +6,7 @@ use crate::abi::{CUdeviceptr, INVALID_CONTEXT, INVALID_VALUE, IpcMemHandle, Out,
 use crate::api::cuda_api;
 use crate::memory::{Origin, Source};
 
-/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`
+/// The driver's constant `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 
 cuda_api! {

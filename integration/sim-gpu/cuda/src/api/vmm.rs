@@ -65,7 +65,7 @@ cuda_api! {
         freed.into_iter().try_for_each(|object| d.link.tell(&Request::Free { object }))
     }
     Work 10020 fn cuMemSetAccess(address: CUdeviceptr, bytes: usize, descriptions: In<AccessDesc>, count: usize) |d, _z| {
-        // Which device may reach what is not told apart: the last description counts.
+        // Access rights of single devices are not simulated: the last description applies.
         let last = count.checked_sub(1).and_then(|last| descriptions.at(last)).ok_or(INVALID_VALUE)?;
         if last.location.kind != LOCATION_DEVICE {
             return Err(INVALID_VALUE);
@@ -83,7 +83,7 @@ cuda_api! {
         if kind != HANDLE_POSIX_FD {
             return Err(NOT_SUPPORTED);
         }
-        // Measured: what was imported is not exported again.
+        // Measured: imported memory cannot be exported again.
         if !d.memory().owns(handle) {
             return Err(INVALID_VALUE);
         }
@@ -110,7 +110,7 @@ cuda_api! {
     }
 }
 
-/// What is told of memory that came as a descriptor.
+/// Properties of memory that was imported from a descriptor.
 fn exported_from(device: CUdevice) -> AllocationProp {
     AllocationProp {
         kind: ALLOCATION_PINNED,

@@ -21,7 +21,7 @@ fn read(memory: &Memory, address: u64, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn contents_survive_a_save_and_a_refill_at_the_same_address() {
+fn contents_survive_save_and_refill() {
     let mut memory = Memory::default();
     memory.add(&granted(1, 8192), Source::Own).unwrap();
     let address = memory.place(1, 8192, 1, Origin::Alloc).unwrap();
