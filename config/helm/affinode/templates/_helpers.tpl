@@ -44,12 +44,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{/* How agents name this installation at their nodes. */}}
+{{/* Name of this installation in the annotations of its nodes. */}}
 {{- define "affinode.installation" -}}
 {{ .Release.Namespace }}/{{ .Release.Name }}
 {{- end }}
 
-{{/* Who gives GPU pods the class. */}}
+{{/* How GPU pods get the class: policy, webhook or none. */}}
 {{- define "affinode.injectBy" -}}
 {{- if ne .Values.inject.by "auto" }}
 {{- .Values.inject.by }}
