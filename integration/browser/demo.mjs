@@ -22,9 +22,9 @@ await row("first").getByRole("button", { name: "Offload first" }).or(row("first"
 check("a click offloads", Boolean(await state("first", "Offloaded")));
 const known = (await node()).containers.find((container) => container.id === "first");
 check("the controller says the same", known.state === "Offloaded" && known.vram_bytes === 0, `${known.offloaded_bytes} bytes in host memory`);
-check("what the copier has of the GPU is shown", Boolean(await until("the copier", async () => (await page.locator(".s-copier").count()) > 0)), await page.locator(".gpu").first().textContent());
-await until("a word about it", async () => (await page.locator(".toast").count()) > 0);
-check("who asked is noted", (await page.locator(".feed li", { hasText: "request" }).count()) > 0);
+check("VRAM of the copier is shown", Boolean(await until("the copier", async () => (await page.locator(".s-copier").count()) > 0)), await page.locator(".gpu").first().textContent());
+await until("a toast about it", async () => (await page.locator(".toast").count()) > 0);
+check("the requester is recorded", (await page.locator(".feed li", { hasText: "request" }).count()) > 0);
 
 check("the host memory that it takes is shown with what there is", /MiB of .* [GT]iB/.test(await page.locator("#tiles").textContent()), await page.locator("#tiles div").first().textContent());
 
@@ -39,7 +39,7 @@ check("the last call has a name and an age", /cu[A-Z].* ago/.test(await page.loc
 check("processes are listed", (await page.locator(".detail tbody tr").count()) === 1, await page.locator(".detail tbody code").first().textContent());
 if (shots) await page.screenshot({ path: `${shots}/open.png` });
 await page.keyboard.press("r");
-check("r restores", Boolean(await until("first to be home", async () => ["Active", "Idle"].includes(await row("first").getAttribute("data-state")))));
+check("r restores", Boolean(await until("first to be resident", async () => ["Active", "Idle"].includes(await row("first").getAttribute("data-state")))));
 check("its row says how long the wake took, and 99 of 100", Boolean(await until("the wake", async () => /\d m?s ?p99 [\d.]+ m?s/.test(await row("first").locator(".two").nth(1).textContent()))), await row("first").locator(".two").nth(1).textContent());
 check("and that it was offloaded once", (await row("first").locator(".two").first().textContent()).includes("1 offload"));
 await page.keyboard.press("Enter");
@@ -61,9 +61,9 @@ check("a paused feed stands still", (await page.locator(".feed li").count()) ===
 await page.locator("#feed-pause").click();
 check("and goes on", Boolean(await until("the feed", async () => (await page.locator(".feed li").count()) > before)));
 
-// The calls, watched: nothing flows before, then by name, filtered, held, and over.
+// Call tracing: nothing before it, then calls by name, filtered, paused, and ended.
 const functions = () => page.locator("#calls-rows tr").count();
-check("nobody watches calls at first", await page.locator("#calls-body").isHidden());
+check("calls are not traced at first", await page.locator("#calls-body").isHidden());
 await page.locator("#calls-watch").click();
 const sync = page.locator("#calls-rows tr", { hasText: "cuStreamSynchronize" });
 check("watched calls flow by name", Boolean(await until("a function", async () => (await sync.count()) > 0)), await sync.first().textContent());
@@ -163,7 +163,7 @@ await until("the page to notice", async () => (await page.locator("#link-text").
 check("the page says that it reconnects", true);
 const back = await until("the next controller", async () => (await page.locator("#link-text").textContent()) === "Live" && (await node()).controller_pid !== pid);
 check("it goes on with the next controller", Boolean(back));
-check("which knows what is away", Boolean(await state("second", "Offloaded")));
+check("which lists the offloaded container", Boolean(await state("second", "Offloaded")));
 await row("second").locator(".name").click();
 check("the history outlives the controller", Boolean(await until("spans from before", async () => (await page.locator(".timeline rect").count()) > 2)));
 

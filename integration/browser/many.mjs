@@ -16,15 +16,15 @@ const SPACES = ["research", "notebooks", "inference", "team-vision"], PODS = ["j
 
 function container(i, round) {
   const [state, reason, reason_text] = STATES[(i * 3 + (i % 10 === 0 ? round : 0)) % STATES.length];
-  const away = state === "Offloaded" || state === "Queued", size = (1 + i % 23) * GIB / 2, uuid = `GPU-${i % 8}`;
+  const offloaded = state === "Offloaded" || state === "Queued", size = (1 + i % 23) * GIB / 2, uuid = `GPU-${i % 8}`;
   const devices = [{ uuid, bytes: size }];
   return {
     name: `${SPACES[i % 4]}/${PODS[i % 5]}-${i}/main`, key: i.toString(16).padStart(32, "0"), namespace: "k8s.io", id: `c${i}`, sandbox_id: "", pod_namespace: SPACES[i % 4],
     pod: `${PODS[i % 5]}-${i}`, container: "main", image: "registry.example/ml:1", state, since_unix_ms: Date.now() - (i + 1) * 61000, idle_ms: state === "Active" ? i * 250 : i * 9000,
-    reason, reason_text, vram_bytes: away ? 0 : size, offloaded_bytes: away ? size : 0, offloads: i % 9, restores: i % 8, last_offload_ms: 800, last_wake_ms: 200 + i * 3, wake_p99_ms: i % 8 ? 260 + i * 5 : 0, last_restore_ms: 180,
+    reason, reason_text, vram_bytes: offloaded ? 0 : size, offloaded_bytes: offloaded ? size : 0, offloads: i % 9, restores: i % 8, last_offload_ms: 800, last_wake_ms: 200 + i * 3, wake_p99_ms: i % 8 ? 260 + i * 5 : 0, last_restore_ms: 180,
     mode: i % 6 ? "eager" : "pressure", idle_timeout_ms: 300000, idle_after_ms: i % 3 ? 300000 : 92000, priority: 0, warnings: [],
-    processes: [{ pid: 10000 + i, command: "python3", phase: away ? "Checkpointed" : "Open", vram_bytes: away ? 0 : size, offloaded_bytes: away ? size : 0, calls: 1000 * i + round * (i % 900),
-      inflight: 0, waiters: 0, hazards: [], last_call: "cuLaunchKernel", polls: 0, call_cost_ps: 2400, held_us: 0, utilization_percent: i % 5 ? Math.floor(50 + 45 * Math.sin(i + round / 4)) : null, vram: away ? [] : devices, away: away ? devices : [] }],
+    processes: [{ pid: 10000 + i, command: "python3", phase: offloaded ? "Checkpointed" : "Open", vram_bytes: offloaded ? 0 : size, offloaded_bytes: offloaded ? size : 0, calls: 1000 * i + round * (i % 900),
+      inflight: 0, waiters: 0, hazards: [], last_call: "cuLaunchKernel", polls: 0, call_cost_ps: 2400, held_us: 0, utilization_percent: i % 5 ? Math.floor(50 + 45 * Math.sin(i + round / 4)) : null, vram: offloaded ? [] : devices, offloaded: offloaded ? devices : [] }],
   };
 }
 const gpus = [...Array(8).keys()].map((index) => ({ index, uuid: `GPU-${index}`, name: "NVIDIA H200", simulated: false, vram_total_bytes: 140 * GIB * 8, vram_used_bytes: 90 * GIB * 8,
@@ -53,7 +53,7 @@ for (const colorScheme of ["light", "dark"]) {
   check(`${colorScheme}: a thousand rows are there`, true, `${Math.round(performance.now() - began)} ms after the browser was started`);
   const ready = await page.evaluate(() => performance.getEntriesByType("paint").map((p) => `${p.name} ${Math.round(p.startTime)} ms`).join(", "));
   console.log(`     ${ready}`);
-  // Frames while changes come in and somebody scrolls: told, not judged, for the machine may be busy.
+  // Frames during changes and scrolling: printed, not judged, because the machine may be busy.
   const frames = await page.evaluate(() => new Promise((done) => {
     const times = [];
     let last = performance.now();

@@ -1,8 +1,8 @@
-/* Makes one of the five calls that kill an unguarded application while its GPU state is away.
+/* Makes one of the five calls that kill an unguarded application while its context is checkpointed.
  *
  *   crashers ctx-sync|stream-sync|stream-query|event-query|event-sync [MIB]
  *
- * It fills MIB (default 64) of memory, says so, waits for a line on stdin, makes the call, verifies its memory, and
+ * It fills MIB (default 64) of memory, prints that, waits for a line on stdin, makes the call, verifies its memory, and
  * waits for the next line; it ends with stdin. */
 #include "client.h"
 

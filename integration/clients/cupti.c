@@ -1,7 +1,7 @@
-/* A stand-in for CUPTI: libcupti.so.12 of programs that run on the simulated GPU. It asks the driver for a private
- * table of a tool's, is slow to begin, and keeps a thread that reaches the driver by that table, also after the end.
+/* A stand-in for CUPTI: libcupti.so.12 of programs that run on the simulated GPU. It gets a tool's
+ * private table of the driver, starts slowly, and keeps a thread that calls the driver through it, also after the end.
  *
- *   begin(ms)   attaches, for the first time taking so many milliseconds without a call of a function with a name
+ *   begin(ms)   attaches, the first time for this many milliseconds without a call of a public function
  *   end()       detaches */
 #include "cuda_min.h"
 

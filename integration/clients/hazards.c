@@ -2,13 +2,13 @@
  *
  *   hazards plain|managed|peer|ipc-import|ipc-export|pinned|async|exit [MIB]
  *
- * It fills MIB (default 16) of memory, does the thing, and says so ("ready"). For each line on stdin it verifies all
- * its memory, that of the thing too ("verify": "ok"); it ends with stdin.
+ * It fills MIB (default 16) of memory, runs the hazard, and prints "ready". For each line on stdin it verifies all
+ * its memory, that of the hazard too ("verify": "ok"); it ends with stdin.
  *
  *   managed      1 MiB by cuMemAllocManaged
  *   peer         peer access to the other device
  *   ipc-import   a child exports memory, this process opens the handle
- *   ipc-export   a handle that nobody opens
+ *   ipc-export   a handle that no process opens
  *   pinned       4 MiB of pinned host memory, used for copies
  *   async        4 MiB by cuMemAllocAsync
  *   exit         ends at the first line, while another of its threads makes a call; its last exit handler lingers */

@@ -2,10 +2,10 @@
  *
  *   ipc [--mib N] [--seed S] [--by-name V]
  *
- * With --by-name it asks cuGetProcAddress for cuIpcOpenMemHandle of CUDA version V, as the runtime does, else dlsym for
- * cuIpcOpenMemHandle_v2.
- * With --mib it allocates so much and fills it by seed; without, it has none until it opens some. Commands on stdin,
- * each answered by a line of JSON; result is the CUresult, or what the command's own steps come to:
+ * With --by-name it gets cuIpcOpenMemHandle of CUDA version V from cuGetProcAddress, as the runtime does, else
+ * cuIpcOpenMemHandle_v2 from dlsym.
+ * With --mib it allocates this much and fills it by seed; without, it has no memory until it opens some. Commands on
+ * stdin, each with a reply of one line of JSON; result is the CUresult, or the outcome of the command's own steps:
  *
  *   handle [OFFSET]      cuIpcGetMemHandle of an address inside: "handle", in hex
  *   open HEX MIB SEED    cuIpcOpenMemHandle; it is this process's memory from now on; "ok": not open before, or at the
@@ -19,11 +19,11 @@
  *   busyclose            the same while a kernel runs; "ok": it has ended then
  *   capable              "ok": CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE says so of it
  *   free                 cuMemFree
- *   reset                ends the primary context and takes another: what was open is not any more
+ *   reset                ends the primary context and takes another: all imports are closed then
  *   fork                 a child that makes a CUDA call and exits: its result
- *   attack HEX           asks the socket that the handle names for what it must not give, and floods it; "ok": it gave
- *                        nothing but what the handle is good for
- *   reached              "ok": others on the bus may reach the memory (GPUDirect RDMA)
+ *   attack HEX           requests forbidden memory from the socket that the handle names, and floods it; "ok": it gave
+ *                        only the memory of the handle
+ *   reached              "ok": other devices on the bus may reach the memory (GPUDirect RDMA)
  *   meminfo              "free_bytes"
  *   quit
  */
@@ -212,7 +212,7 @@ static int is_given(int socket, const unsigned char *frame, size_t bytes)
     return fd >= 0;
 }
 
-/* What everybody in the network namespace can do to the socket. */
+/* Attacks that any process of the network namespace can make on the socket. */
 static int attack(const char *hex)
 {
     enum { KIND = 4, WORD = 8, ADDRESS = 24, SINCE = 32 };
@@ -317,7 +317,7 @@ int main(int argc, char **argv)
     }
     if (cuda_load(&client.cuda) != 0)
         return 3;
-    /* One name alone: who asks by both gets the same. */
+    /* Only one of the two names: both return the same function. */
 #define F(name, parameters)                                                                                           \
     if (!version || strcmp(#name, "cuIpcOpenMemHandle_v2") != 0)                                                      \
         *(void **)&name = cuda_function(#name);

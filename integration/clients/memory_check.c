@@ -1,9 +1,9 @@
-/* What applications rely on of device memory beyond single calls, whoever backs it.
+/* Properties of device memory that applications rely on beyond single calls, for any backing.
  *
  *   memory_check             a line of JSON per check; exit status 0 when all hold
  *
- * Every expectation holds of the driver's own allocations, so it must hold of those that Affinode
- * carries: waiting for work, contexts and what ends with them, pitch, attributes, threads, fork.
+ * Every expectation holds for the driver's own allocations, so it must hold for those that Affinode
+ * backs: waiting for work, contexts and what ends with them, pitch, attributes, threads, fork.
  */
 #include "client.h"
 

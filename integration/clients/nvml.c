@@ -2,14 +2,14 @@
  *
  *   nvml [MIB]
  *
- * It fills MIB (default 16) of memory and says so ("ready"). It obeys lines on stdin; "result" is NVML's:
+ * It fills MIB (default 16) of memory and prints "ready". It executes lines on stdin; "result" is NVML's:
  *
  *   init         nvmlInit_v2, and the handle of the first device
  *   shutdown     nvmlShutdown
  *   ask          memory and utilisation of the device ("free_bytes")
- *   utilization  of its processes: nothing answers it while the process is away
- *   monitor MS   a thread asks, in pauses of MS milliseconds
- *   asked        how often it has ("polls"); the longest that took is elapsed_us, the last error result
+ *   utilization  of its processes: it does not return while the process is checkpointed
+ *   monitor MS   a thread queries every MS milliseconds
+ *   asked        number of its queries ("polls"); elapsed_us is the longest, result the last error
  *   verify       its memory ("ok") */
 #include "client.h"
 

@@ -244,7 +244,7 @@ static CUresult attributes(void)
     return 0;
 }
 
-/* Frees one more in the stream, with so many bytes to be kept. */
+/* Frees one more in the stream, with this many bytes to be kept. */
 static CUresult free_one(uint64_t keep_bytes)
 {
     CUdeviceptr address;
@@ -376,7 +376,7 @@ static CUresult outlive(void)
     return client.cuda.ctx_sync();
 }
 
-/* As much as fits, at most so many pieces. */
+/* Allocates until VRAM is full, at most this many pieces. */
 static CUresult fill_up(CUdeviceptr *at, size_t *many, size_t bytes)
 {
     CUresult result = 0;

@@ -2,12 +2,12 @@
  *
  *   tools [MIB]
  *
- * It fills MIB (default 16) of memory and says so ("ready"). Then it obeys, a line each:
+ * It fills MIB (default 16) of memory and prints "ready". Then it executes commands, one a line:
  *
- *   begin [MS]   the profiler begins; the first time it takes so many milliseconds (default 0)
+ *   begin [MS]   the profiler begins; the first time it takes MS milliseconds (default 0)
  *   end          it ends
  *   video        a video library gets its private table
- *   devices      asks for what does not change: the number of devices, and the first one's name
+ *   devices      queries constants: the number of devices, and the first one's name
  *   verify       "ok": whether all memory is as it was */
 #include "client.h"
 

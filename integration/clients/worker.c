@@ -24,9 +24,9 @@
  *                   word; with - as V neither filled nor verified; free: the last
  *   set N V         every word of the Nth of them, counted from 0, is V from now on
  *   poke OFFSET [N] another byte there, in the first allocation or in the Nth of the others; verify does not know
- *   spin MS         a kernel of so long, do not wait
+ *   spin MS         a kernel of MS milliseconds, do not wait
  *   managed         1 MiB of managed memory
- *   stray           one bit of host memory that its content is parked in is changed
+ *   stray           flips one bit of host memory with its copied-out contents
  *   peer            peer access from this device's context to the other device's
  *   fork            a child that makes a CUDA call and exits: "child_result", "child_status"
  *   orphan          a child that does nothing and outlives this program by up to a minute: "child"
@@ -421,7 +421,7 @@ int worker_main(int argc, char **argv)
     answer("fill", result, now_us() - start, "\"mib\":%zu,\"seed\":%u", mib, seed);
     if (result != 0)
         return 4;
-    /* No call of the start comes after the answer to fill: who freezes it now freezes it between calls. */
+    /* After the reply to fill no call of the start follows: a freeze now comes between calls. */
     int from_stdin = script == NULL || period_ms > 0;
     char *save = NULL;
     for (char *command = script ? strtok_r(script, ";", &save) : NULL; command; command = strtok_r(NULL, ";", &save)) {

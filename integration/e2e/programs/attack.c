@@ -16,8 +16,8 @@
 
 #define SOCKET "/.affinode/run/agent.sock"
 #define TALKERS 16
-/* Before anybody else dials: 512 are accepted at once, then 50 a second, in order of a backlog of
- * thousands. Who hangs up as noise does fills that for more than a minute with what is over. */
+/* These connect before all others: 512 are accepted at once, then 50 a second, from a backlog of
+ * thousands. Connections that noise closes fill that backlog for more than a minute. */
 #define HOLDERS 12
 #define HELD_BY_EACH 75
 

@@ -1,10 +1,10 @@
-/* The cost of a call of the driver, for a few that it answers at once.
+/* The cost of a call of the driver, for a few that return immediately.
  *
  * Method: rounds of many calls in one loop between two readings of the clock; a line of
  * JSON per function: the median over rounds, in nanoseconds per call. Run it with and
  * without the preload library: the difference is the library's.
  *
- *   call_cost loop SECONDS   a loop as programs have it, for so long: steps of 20 launches, 20
+ *   call_cost loop SECONDS   a typical program's loop, for SECONDS: steps of 20 launches, 20
  *                            queries and a synchronisation; the median of the steps */
 #include "client.h"
 

@@ -20,13 +20,13 @@ CONFIG = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-# The conversation: so many at once, and what they begin with.
+# Number of conversations at once, and tokens of their prompt.
 BATCH = 8
 PROMPT = 64
-# Tokens of a step, and of an answer that transformers generates by itself.
+# Tokens of a step, and of a reply that transformers generates by itself.
 TOKENS = 4
 ANSWER = 12
-# What is measured: so many conversations, and what they have said. 10 ms and more of work for a large GPU.
+# Conversations and tokens of their context in the measurement: at least 10 ms of work for a large GPU.
 MEASURED_BATCH = 1024
 MEASURED_CONTEXT = 320
 

@@ -74,7 +74,7 @@ def bench(program):
         program.sync()
 
     times = [milliseconds(step) for _ in range(WARM_UP + MEASURED)][WARM_UP:]
-    # What it took for that is not in the way of others.
+    # Frees its memory, so that it does not affect the others.
     del one
     program.tidy()
     return {"step_ms": statistics.median(times), "best_ms": min(times)}

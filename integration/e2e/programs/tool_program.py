@@ -1,7 +1,7 @@
 """CUDA processes with tools in them: tool_program.py PROCESSES [nvtx].
 
-It imports torch once and forks so many processes, each with a context, memory and a profiler of its own. Each obeys
-each command, all at once. Commands on stdin, one JSON object per line on stdout:
+It imports torch once and forks PROCESSES processes, each with its own context, memory and profiler. All execute
+each command at once. Commands on stdin, one JSON object per line on stdout:
 
     step       a few steps, inside NVTX ranges where that is wanted: "digest" over the results of all processes
     begin      torch.profiler begins
@@ -158,7 +158,7 @@ def live(torch, seed, ranges, pipe):
 
 
 def answers(pipes, within_s=PATIENCE_S):
-    """What each process has answered; None of one that hangs or has ended."""
+    """Replies by process; None for one that hangs or has ended."""
     end = time.monotonic() + within_s
     found = []
     for pipe in pipes:
@@ -201,7 +201,7 @@ def main():
     for line in sys.stdin:
         command = line.strip()
         for pipe in pipes:
-            # One that has ended is told of by its answer.
+            # The reply of an ended process reports its end.
             with contextlib.suppress(OSError):
                 pipe.send(command)
         tell(command, answers(pipes))

@@ -20,7 +20,7 @@ class TorchProgram:
     """What all programs with torch's allocator have in common."""
 
     def __init__(self, seed):
-        # Some calls have no such algorithm and none is needed: they are told on stderr.
+        # Some calls have no such algorithm and need none: torch warns about them on stderr.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(seed)
         self.held = []
@@ -158,7 +158,7 @@ class Streams(TorchProgram):
     def step(self):
         for n, stream in enumerate(self.streams):
             with torch.cuda.stream(stream):
-                # Whoever is next has seen what was here before.
+                # The next stream has read the earlier contents.
                 stream.wait_event(self.seen[(n + 1) % self.COUNT])
                 self.arrived[n].copy_(self.inputs[n], non_blocking=True)
                 torch.addmm(self.arrived[n], self.mixed[n], self.weights[n], out=self.own[n])

@@ -1,6 +1,6 @@
-// A device plugin for the kubelet: this many devices of one resource, and what a container gets
-// with one, read from a file. It is given the simulated GPU's parts, as NVIDIA's plugin and
-// container toolkit give those of a real one.
+// A device plugin for the kubelet: this many devices of one resource, and the mounts and devices
+// of a container that gets one, read from a file. The file lists those of the simulated GPU, as
+// NVIDIA's plugin and container toolkit add those of a real one.
 package main
 
 import (

@@ -1,15 +1,15 @@
 #!/bin/sh
 # Runs Affinode's suite for GPU machines. Needs an NVIDIA driver (570 or newer) and root;
-# python3 with torch, where there is one, is tested too. Installs nothing, needs no network.
+# python3 with torch is tested too if it is installed. Installs nothing, needs no network.
 #
 #   run.sh [REPORT.json [suite|suite:WORD|engines|programs|gpus|steps|host-memory|calibration|dashboard|hazards|chaos]...]
 #
-# suite: what only a real driver can decide; suite:WORD: its parts with that in their names.
-# suite:tools repeats what is likely to hang AFFINODE_TOOL_ROUNDS times (20).
-# programs: transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes, where python3 has them, moved by each engine.
-# gpus: on a machine with two of a kind, returns onto the other one, and programs that share memory (torch.multiprocessing, NCCL, peers).
-# host-memory: more leaves at once than host memory holds (wants 140 GiB of VRAM and 128 GiB of RAM; a quarter of an hour). steps: the time of steps with an engine and without Affinode. calibration: what moves cost, as files beside the report that
-# `affinode simulate --calibration` reads. dashboard: what its page is told for a while, to be shown by
+# suite: checks that need a real driver; suite:WORD: its parts with WORD in their names.
+# suite:tools repeats the orders that are likely to hang AFFINODE_TOOL_ROUNDS times (20).
+# programs: transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes, if python3 has them, offloaded by each engine.
+# gpus: on a machine with two of a kind, restores on the other one, and programs that share memory (torch.multiprocessing, NCCL, peers).
+# host-memory: more offloads at once than host memory holds (needs 140 GiB of VRAM and 128 GiB of RAM; a quarter of an hour). steps: the time of steps with an engine and without Affinode. calibration: the costs of moves, as files beside the report that
+# `affinode simulate --calibration` reads. dashboard: records the stream of its page, for a replay by
 # `cargo xtask browser --recorded`. hazards: each with and without Affinode. chaos: thirty rounds of
 # kills at random. Without a part, all of them. Prints tables, writes the same as JSON; exit status 0 when every
 # goal was met, every hazard survived and no process lost.
