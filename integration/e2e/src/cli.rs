@@ -203,7 +203,7 @@ const PS: [&str; 3] = ["ps", "-o", "json"];
 /// Exit status of `timeout` when it had to end the command.
 const TIMED_OUT: i32 = 124;
 /// What the command says when no controller listens: on a busy machine one may be about to.
-const NOBODY: &str = "cannot connect to the controller";
+const NO_CONTROLLER: &str = "cannot connect to the controller";
 /// Refusals that pass by themselves: a call is in the way, or the process is about to register.
 const PASSING: [&str; 4] = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
 
@@ -254,7 +254,8 @@ impl Cli {
     /// When it fails, or no controller comes.
     pub fn run(&self, arguments: &[&str]) -> Result<String> {
         let listens = |output: &Output| {
-            output.status.success() || !String::from_utf8_lossy(&output.stderr).contains(NOBODY)
+            output.status.success()
+                || !String::from_utf8_lossy(&output.stderr).contains(NO_CONTROLLER)
         };
         let output = until("a controller to answer", || {
             self.output(arguments).map(|output| Some(output).filter(listens))

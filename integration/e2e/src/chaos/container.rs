@@ -1,5 +1,5 @@
-//! One container of the cast: a shell, and below it one or several CUDA processes, each with
-//! pipes of its own.
+//! One container of a campaign: a shell, and below it one or several CUDA processes, each with its
+//! own pipes.
 
 use std::{
     collections::VecDeque,
@@ -20,71 +20,71 @@ use crate::{
 
 /// Suffix of the pipes of a process that is started with exec.
 const EXEC: &str = "x";
-/// What that one allocates.
+/// VRAM that the process started with exec allocates.
 const EXEC_MIB: u64 = 20;
 /// Seed of the contents that the twins share.
 const SHARED_SEED: u32 = 7;
-/// `cuMemAlloc` where VRAM is short.
+/// `cuMemAlloc` returns this if VRAM is short.
 const OUT_OF_MEMORY: i32 = 2;
 
 /// A CUDA process of a container.
 pub struct Process {
     lines: Lines,
     asked: VecDeque<String>,
-    /// How often its memory was changed, when it verified it last.
+    /// Number of changes to its memory up to the last verification.
     pub touches: u64,
     /// Process id on the host.
     pub pid: Pid,
-    /// A fault was meant to end it.
+    /// Whether a fault was meant to end it.
     pub doomed: bool,
 }
 
 /// A container with its CUDA processes.
 pub struct ChaosContainer {
-    /// Its name for containerd; a new one each time it is started again.
+    /// The running container; its name differs after each restart.
     pub running: Running,
     /// Its CUDA processes, in the order of their start.
     pub processes: Vec<Process>,
-    /// The one that was started with exec, and the `ctr` that did it.
+    /// The process started with exec, and the `ctr` that started it.
     pub guest: Option<(Lines, Child)>,
-    /// A fault was meant to end it.
+    /// Whether a fault was meant to end it.
     pub doomed: bool,
     /// Settings of its offloads.
     pub way: Way,
     pipes: std::path::PathBuf,
 }
 
-/// Between two looks whether a process is there.
+/// Interval of the checks whether a process exists.
 const LOOK: std::time::Duration = std::time::Duration::from_millis(200);
 
-/// What became of a process.
+/// State of a process after a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It answered, and its memory is as it must be.
+    /// It replied, and its memory has the expected contents.
     Well,
-    /// It is gone, and nothing was meant to end it.
+    /// It is gone, and no fault was meant to end it.
     Lost(String),
-    /// It is there and does not answer.
+    /// It exists and does not reply.
     Stuck(String),
-    /// It answered with an error, or its memory is not as it must be.
+    /// It replied with an error, or its memory has other contents.
     Corrupted(String),
 }
 
-/// How a container leaves.
+/// Settings of a container's offloads.
 #[derive(Clone, Copy, Debug)]
 pub struct Way {
     /// Engine that the annotation selects.
     pub engine: &'static str,
-    /// It keeps its copies.
+    /// Whether it retains its host copies.
     pub keeps: bool,
     /// Whether its host memory is prefaulted.
     pub prepares: bool,
-    /// It holds the same as others that share, and may hold it once with them.
+    /// Whether it has contents in common with others, which may be stored once.
     pub shares: bool,
 }
 
 impl Way {
-    /// The engine `full`, and nothing else.
+    /// The engine `full` without further settings.
     pub const FAST: Way = Way { engine: "full", keeps: false, prepares: false, shares: false };
     /// The driver's checkpoint without copies of the library.
     pub const DRIVER: Way = Way { engine: "checkpoint", ..Way::FAST };
@@ -106,7 +106,7 @@ impl ChaosContainer {
             script.push_str(&program(suffix, seed, mib));
             script.push_str(" &\n");
         }
-        // `wait` is what a signal interrupts at once.
+        // A signal interrupts `wait` immediately.
         script.push_str("while :; do wait; sleep 3600 & done\n");
         let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]);
         // A longer idle time leaves enough time to prefault.
@@ -140,7 +140,7 @@ impl ChaosContainer {
         Ok(actor)
     }
 
-    /// Starts one more CUDA process with exec; whether it gets the VRAM is its own matter.
+    /// Starts one more CUDA process with exec, which may or may not get its VRAM.
     ///
     /// # Errors
     /// When `ctr` or the pipes cannot be opened.
@@ -158,8 +158,8 @@ impl ChaosContainer {
         Ok(())
     }
 
-    /// Lets the process that was started with exec verify and end; it may never have started,
-    /// and where VRAM was short it has ended already.
+    /// Lets the process started with exec verify and end; it may never have started, or may have
+    /// ended for lack of VRAM.
     #[must_use]
     pub fn settle_guest(&mut self, world: &Testbed, deadline: Instant) -> Verdict {
         let Some((mut lines, mut child)) = self.guest.take() else { return Verdict::Well };
@@ -211,7 +211,7 @@ impl ChaosContainer {
         Verdict::Well
     }
 
-    /// The process that was started with exec, while it is there.
+    /// Pid of the process started with exec, while it exists.
     fn guest_pid(&self, world: &Testbed) -> Option<i32> {
         let seed = format!("--seed\0{}\0", seed(&self.running.id, EXEC));
         self.pids(world).into_iter().find(|pid| {
@@ -220,13 +220,13 @@ impl ChaosContainer {
         })
     }
 
-    /// Its name in events.
+    /// Name of the container in events.
     #[must_use]
     pub fn name(&self) -> String {
         format!("default/{}", self.running.id)
     }
 
-    /// Its processes in its cgroup, on the host; none when the cgroup is gone.
+    /// Its processes in its cgroup, as host pids; none if the cgroup is gone.
     #[must_use]
     pub fn pids(&self, world: &Testbed) -> Vec<i32> {
         let mut found: Vec<i32> = Vec::new();
@@ -250,7 +250,7 @@ impl ChaosContainer {
         found.map(Pid::from_raw).with_context(|| format!("{} has no {inside}", self.running.id))
     }
 
-    /// Whether every process runs, as far as faults meant them to.
+    /// Whether every process runs that no fault was meant to end.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         !self.doomed && self.processes.iter().all(|process| !process.doomed)
@@ -258,7 +258,7 @@ impl ChaosContainer {
 }
 
 impl Process {
-    /// Tells it to make a call; the answer is read later.
+    /// Sends a command; the reply is read later.
     ///
     /// # Errors
     /// When the pipe is broken.
@@ -271,7 +271,7 @@ impl Process {
         Ok(())
     }
 
-    /// Reads every answer that is owed, until then.
+    /// Reads all owed replies, up to this time.
     #[must_use]
     pub fn settle(&mut self, deadline: Instant) -> Verdict {
         while let Some(asked) = self.asked.front() {
@@ -295,7 +295,7 @@ impl Process {
         Verdict::Well
     }
 
-    /// Whether an answer is owed.
+    /// Whether a reply is owed.
     #[must_use]
     pub fn owes(&self) -> bool {
         !self.asked.is_empty()
@@ -307,11 +307,11 @@ fn is_well(asked: &str, line: &str) -> bool {
     let command = asked.split(' ').next().unwrap_or_default();
     let result = match command {
         "alloc" => answer.result == 0 || answer.result == OUT_OF_MEMORY,
-        // There is nothing to free where there was nothing to be had.
+        // Without an allocation there is nothing to free.
         "free" => answer.result == 0 || answer.result == 1,
         _ => answer.result == 0,
     };
-    // Only a verification says that it is well, and it must say so.
+    // Only a verification reports contents, and must report them as intact.
     let contents = if command == "verify" { answer.ok == Some(true) } else { answer.ok.is_none() };
     result && contents && answer.command == command
 }
@@ -332,12 +332,12 @@ fn program(suffix: &str, seed: u32, mib: u64) -> String {
     )
 }
 
-/// No two processes hold the same contents, but those that share.
+/// Processes have different contents, except those that share.
 fn seed(id: &str, suffix: &str) -> u32 {
     id.bytes().chain(suffix.bytes()).fold(1, |sum, b| sum.wrapping_mul(31).wrapping_add(b.into()))
 }
 
-/// Reads the answer to `command`, which must be a success.
+/// Reads the reply to `command`, which must be a success.
 ///
 /// # Errors
 /// When it is not, or none comes.

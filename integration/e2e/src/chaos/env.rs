@@ -1,4 +1,4 @@
-//! The world of a campaign: containers that want more VRAM than there is.
+//! The environment of a campaign: containers that together need more VRAM than there is.
 
 use std::{
     collections::BTreeSet,
@@ -43,20 +43,20 @@ node_reserve_mib = 64
 [history]
 dir = "off"
 "#;
-/// How long a move of the simulated driver takes: time to be struck in.
+/// Duration of a move of the simulated driver, in which faults can hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setup {
-    /// As soon as it has copied, and a little more.
+    /// The time of the copy, and a little more.
     Quick,
-    /// As one of many GiB: beyond time-outs that a quick one never meets.
+    /// Like a move of many GiB: exceeds time-outs that quick moves never reach.
     Slow,
-    /// Quick, and neither VRAM nor host memory has room for all: the containers are below a cgroup whose
-    /// limit is less than all of them need while they are offloaded.
+    /// Quick moves, but neither VRAM nor host memory is enough for all: the limit of the
+    /// containers' cgroup is below their need while offloaded.
     Squeezed,
 }
 
 impl Setup {
-    /// Of the block of rounds that this one is in: one of ten is slow. A real driver has its own.
+    /// The setting of a round's block: one of ten is slow. A real driver has its own times.
     #[must_use]
     pub fn of(round: u64, gpu: &Gpu) -> Self {
         match gpu {
@@ -73,7 +73,7 @@ impl Setup {
         }
     }
 
-    /// A step that does not come in this time will not come in this scene.
+    /// Time limit for a step to occur in a scene.
     #[must_use]
     pub fn step_patience(self) -> Duration {
         match self {
@@ -90,42 +90,43 @@ impl Setup {
         }
     }
 
-    /// Far beyond what a healthy machine needs for a round.
+    /// Time limit far beyond the need of a healthy machine for a round.
     fn patience(self) -> Duration {
         match self {
             Setup::Quick | Setup::Squeezed => WAIT_TIMEOUT,
-            // Each of seven processes leaves and comes back, one after the other, on a busy machine.
+            // Each of seven processes is offloaded and restored, one after the other, on a busy
+            // machine.
             Setup::Slow => 4 * WAIT_TIMEOUT,
         }
     }
 }
 
-/// Room for the largest container (a twin, 160 MiB) where all others are parked and keep their
-/// contexts (six of 16 MiB, and the copier's), not for the whole cast.
+/// Enough for the largest container (a twin, 160 MiB) while all others are copied out and keep
+/// their contexts (six of 16 MiB, and the copier's), but not for all containers.
 const SIMULATED_BYTES: u64 = 288 * MIB;
-/// Where host memory is short as well, both twins may be there at once (160 MiB each), beside the contexts
-/// of the others: not all that the cast wants (388 MiB, and seven contexts).
+/// If host memory is short as well, both twins may be resident at once (160 MiB each), beside the
+/// contexts of the others: less than all containers need (388 MiB, and seven contexts).
 const SQUEEZED_BYTES: u64 = 448 * MIB;
 /// Amount by which the limit is below what all need while offloaded: each twin alone can be
 /// offloaded, both cannot.
 const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
-/// Why a container may stay there.
+/// Reasons for which a container may stay resident then.
 const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
-/// What a twin holds: what can be held once, and a rest that cannot.
+/// VRAM of a twin: contents that can be stored once, and a rest that cannot.
 const TWIN_MIB: u64 = 144;
 /// Number of offloads after which twins without shared contents are left as they are.
 const TURNS: usize = 2;
-/// How long that is waited for.
+/// Time limit for sharing to begin.
 const SOON: Duration = Duration::from_millis(500);
-/// The same on a GPU whose contexts have half a GiB.
+/// VRAM for the containers on a real GPU, whose contexts have half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
-/// What a real driver may keep beyond that of moved processes.
+/// VRAM that a real driver may keep beyond that of offloaded processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
 /// A context of the simulated driver with the digest table that stays with it, and the copier's
 /// buffer for copies on the device.
 const SIMULATED_CONTEXT_BYTES: u64 = 16 * MIB + MIB / 2;
 const SIMULATED_COPIER_BYTES: u64 = SIMULATED_CONTEXT_BYTES + 4 * MIB;
-/// The same of a real one: 530 to 671 MiB were seen.
+/// Upper bound of a real context: 530 to 671 MiB were measured.
 const REAL_CONTEXT_BYTES: u64 = 768 * MIB;
 /// Each started container gets the next of these, whatever its role.
 const WAYS: [Way; 7] = [
@@ -137,22 +138,22 @@ const WAYS: [Way; 7] = [
     Way { keeps: true, ..Way::FAST },
     Way { prepares: true, ..Way::FAST },
 ];
-/// What must happen after a round happens in this time, and mostly in far less.
+/// Time limit for the state after a round, which mostly comes far sooner.
 const SETTLED: Duration = Duration::from_secs(20);
 
-/// A world and its cast.
+/// An environment and its containers.
 pub struct ChaosEnv {
-    /// Dropped first: it follows the world's controller.
+    /// Dropped first: it follows the testbed's controller.
     pub watch: Watch,
     /// The containers of the campaign.
     pub cast: Vec<ChaosContainer>,
-    /// How long its moves take.
+    /// Duration of its moves.
     pub setup: Setup,
-    /// Takes the room that a large GPU has too much of, and its process.
+    /// Program that occupies the surplus VRAM of a large GPU, and its process.
     ballast: Option<(Worker, i32)>,
     /// Containers that needed a manual offload, and the reason.
     stayed: BTreeSet<String>,
-    /// Where it all is.
+    /// The testbed with containerd, controller and GPU.
     pub world: Testbed,
     quiet: Option<LeakCheck>,
     started: u64,
@@ -160,7 +161,7 @@ pub struct ChaosEnv {
 }
 
 impl ChaosEnv {
-    /// Makes a world and starts the cast, one after the other.
+    /// Creates the testbed and starts the containers, one after the other.
     ///
     /// # Errors
     /// When a container does not start.
@@ -174,7 +175,8 @@ impl ChaosEnv {
         };
         let mut config = CONFIG.to_owned();
         if setup == Setup::Squeezed {
-            // As the simulated driver has it: with more, those that could make room may not.
+            // Equal to the simulated driver's need: with more, containers that could be evicted
+            // might not be.
             config = config.replace("driver_overhead_mib = 64", "driver_overhead_mib = 16");
         }
         let recipe = recipe.config(&config).gpu(gpu).sim_options(&[
@@ -238,7 +240,7 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// Processes of the cast that the kernel has killed for want of host memory.
+    /// Processes of the containers that the kernel killed for lack of host memory.
     #[must_use]
     pub fn oom_kills(&self) -> u64 {
         let folders = cgroup_folders(self.world.dir());
@@ -250,7 +252,7 @@ impl ChaosEnv {
         self.cast.iter().map(own).sum()
     }
 
-    /// Whether a container may stay where it is: its world has no host memory for all.
+    /// Whether a container may stay resident, because host memory is not enough for all.
     fn may_stay(&self, row: &ContainerRow) -> bool {
         self.setup == Setup::Squeezed
             && row.state == "Idle"
@@ -343,7 +345,7 @@ impl ChaosEnv {
                     Verdict::Well => most = twin.touches,
                     verdict => bail!("a twin is not restored: {verdict:?}"),
                 }
-                // There is no room for both, and where room is short there is no copier.
+                // VRAM is not enough for both, and without free VRAM there is no copier.
                 self.rest()?;
             }
         }
@@ -376,8 +378,8 @@ impl ChaosEnv {
         let squeezed = self.setup == Setup::Squeezed;
         let of_twins = if squeezed { Way::DRIVER.engine } else { Way::FAST.engine };
         let fits = |way: &Way| {
-            // Other ways leave nothing with the copier that could be held together; where host memory is
-            // short, this one gives all of it back at each return.
+            // Other engines leave nothing with the copier that could be shared; if host memory is
+            // short, this one frees all of it at each restore.
             (!TWINS.contains(&role) || way.engine == of_twins)
                 // Retained copies and prefaulted memory reduce the host memory for other offloads.
                 && (self.setup != Setup::Squeezed || !(way.keeps || way.prepares))
@@ -458,7 +460,7 @@ impl ChaosEnv {
         let patience = self.setup.automatic() + self.setup.patience();
         let rested = until_within(patience, "all containers to be offloaded", || {
             let Ok(node) = self.world.cli().ps_now() else {
-                // With no container there is no controller; else it is about to come back.
+                // Without containers there is no controller; otherwise it is about to restart.
                 return Ok((self.cast.is_empty()).then_some(()));
             };
             let staying: Vec<_> = node
@@ -478,7 +480,7 @@ impl ChaosEnv {
             for row in &staying {
                 let is_resident = matches!(row.state.as_str(), "Active" | "Idle");
                 if is_resident && asked.elapsed() > self.setup.automatic() {
-                    // It is a finding; the round goes on, so that what else is wrong is seen.
+                    // A finding; the round goes on, to show further ones.
                     let why = format!("{} ({})", row.state, row.reason);
                     stayed.insert(format!("{} did not leave by itself: {why}", row.id));
                     let _ = self.world.cli().output(&["offload", &row.id, "-o", "json"])?;
@@ -516,12 +518,12 @@ impl ChaosEnv {
 
     fn differences(&self, now: &LeakCheck, first: &LeakCheck) -> Vec<String> {
         let mut found = now.differences(first);
-        // A record stands for each process that is offloaded, and not all of them can be.
+        // Each offloaded process has a record, and not all can be offloaded.
         found.retain(|text| self.setup != Setup::Squeezed || !text.starts_with("journal records"));
         found
     }
 
-    /// The controller is about to be killed: how long until another one answers a command?
+    /// Before the controller is killed: measures the time until the next one replies to a command.
     ///
     /// # Errors
     /// When /proc cannot be read.

@@ -1,4 +1,4 @@
-//! How each fault is done, and undone.
+//! How each fault is caused, and undone.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -18,11 +18,11 @@ use super::{
 };
 use crate::{containerd, processes, supervisor::cgroup_folders, testbed::Testbed, wait::until};
 
-/// What must be done before a round is looked at.
+/// Undo steps that must run before the checks of a round.
 pub enum Undo {
-    /// Let it run on.
+    /// Continue a stopped process.
     Continue(Pid),
-    /// Let its cgroup run on.
+    /// Thaw its cgroup.
     Thaw(PathBuf),
     /// Undo by `ctr tasks resume`.
     Resume(String),
@@ -30,12 +30,12 @@ pub enum Undo {
     StartContainerd,
 }
 
-/// What a copier is called.
+/// Process name of a copier.
 pub(super) const COPIER: &str = "affinode-copier";
-/// How a runc that works is waited for.
+/// Time limit for a working runc.
 const RUNC_PATIENCE: Duration = Duration::from_millis(200);
 
-/// Whether there is a copier for a fault that is about one: it comes and goes as it is needed.
+/// Whether a copier exists for a fault that hits one: copiers start and end on demand.
 ///
 /// # Errors
 /// When /proc cannot be read.
@@ -45,7 +45,7 @@ pub fn has_victim(world: &Testbed, fault: Fault) -> Result<bool> {
     Ok(!of_copier || !world.processes(COPIER)?.is_empty())
 }
 
-/// Does it. What lasts is left in `undo`.
+/// Causes the fault. A lasting one adds its undo step to `undo`.
 ///
 /// # Errors
 /// When it cannot be done, though its victim is there.
@@ -126,7 +126,7 @@ pub fn strike(
             }
         }
         Fault::Pause => {
-            // Refused while another fault has containerd or the container.
+            // Fails if another fault has hit containerd or the container.
             let _ = world.ctr().args(["tasks", "pause", &id]).output()?;
             undo.push(Undo::Resume(id));
         }
@@ -145,7 +145,7 @@ pub fn strike(
     Ok(())
 }
 
-/// Ends what lasts, the latest first.
+/// Undoes the lasting faults, the latest first.
 ///
 /// # Errors
 /// When containerd does not come back.
@@ -154,7 +154,7 @@ pub fn undo(world: &Testbed, what: Vec<Undo>) -> Result<()> {
         match undo {
             Undo::Continue(pid) => send(pid, Signal::SIGCONT),
             Undo::Thaw(folder) => {
-                // Gone with its container.
+                // The cgroup may be gone with its container.
                 let _ = set_frozen(&folder, false);
             }
             Undo::Resume(id) => {
@@ -168,7 +168,7 @@ pub fn undo(world: &Testbed, what: Vec<Undo>) -> Result<()> {
     Ok(())
 }
 
-/// A process that ended in between is no mistake.
+/// A process that ended meanwhile is no error.
 fn send(pid: Pid, signal: Signal) {
     let _ = kill(pid, signal);
 }
@@ -257,7 +257,7 @@ pub fn set_frozen(folder: &std::path::Path, frozen: bool) -> Result<()> {
     std::fs::write(&file, word).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// Removes a container, whatever is left of it, and waits until none of its processes is there.
+/// Removes a container in any state, and waits until none of its processes exists.
 ///
 /// # Errors
 /// When something of it stays.

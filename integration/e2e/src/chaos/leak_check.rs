@@ -1,4 +1,4 @@
-//! What there is when everything is quiet: the same after every round, or something leaks.
+//! Processes, files and mounts at rest: equal after every round, or something leaks.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,33 +10,32 @@ use anyhow::{Context, Result};
 use super::{container::ChaosContainer, fault::COPIER};
 use crate::{processes, supervisor::cgroup_folders, testbed::Testbed};
 
-/// Descriptors that a controller may have beyond those it had first: a reader that comes
-/// and goes, no more.
+/// Descriptors that a controller may have beyond its first count: temporary readers, no more.
 const PASSING_DESCRIPTORS: usize = 6;
 /// Program name of Affinode's shim.
 const OWN_SHIM: &str = "containerd-shim-affinode-v1";
 
-/// The same of a shim.
+/// The same bound for a shim.
 const PASSING_SHIM_DESCRIPTORS: usize = 6;
-/// Descriptors and memory files that a copier may have at most for each process of the cast: it comes
-/// and goes as it is needed, so there may have been none to compare with.
+/// Upper bound of a copier's descriptors and memory files for each process: copiers start and end
+/// on demand, so there may have been none at the start to compare with.
 const COPIER_DESCRIPTORS_EACH: usize = 16;
 const COPIER_MEMORY_FILES_EACH: usize = 6;
 
-/// How many there are of each kind.
+/// Counts of each kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeakCheck {
     counts: BTreeMap<&'static str, usize>,
     controller_descriptors: usize,
-    /// Of the shim that has most.
+    /// Descriptors of the shim that has most.
     shim_descriptors: usize,
-    /// More than copiers may have.
+    /// Descriptors of copiers above their bound.
     copier_excess: Vec<String>,
     strangers: Vec<String>,
 }
 
 impl LeakCheck {
-    /// Counts. `scenery`: processes that are there all the time.
+    /// Counts them. `scenery`: processes that exist all the time.
     ///
     /// # Errors
     /// When there is no controller, or it does not answer.
@@ -51,7 +50,7 @@ impl LeakCheck {
         let groups = cgroup_folders(world.dir());
         let cgroups = groups.iter().flat_map(|group| entries(group)).filter(|path| path.is_dir());
         counts.insert("cgroups", cgroups.count());
-        // Seen from the keeper's mount namespace.
+        // As seen from the supervisor's mount namespace.
         let inside = PathBuf::from(format!("/proc/{}/root", world.keeper().pid()));
         counts.insert("shim sockets", entries(&inside.join("run/containerd/s")).len());
         let states = inside.join("run/containerd/runc/default");
@@ -62,7 +61,7 @@ impl LeakCheck {
         let own = descriptors(controller.pid.as_raw());
         let of = |part: &str| own.iter().filter(|target| target.contains(part)).count();
         counts.insert("pages in the controller", of("/memfd:"));
-        // A copier comes and goes as it is needed: at most one, with a pidfd and three more.
+        // A copier starts and ends on demand: at most one, with a pidfd and three more descriptors.
         let copiers = world.processes(COPIER)?.len();
         counts.insert("copiers too many", copiers.saturating_sub(1));
         counts.insert("pidfds in the controller", of("pidfd").saturating_sub(copiers));
@@ -148,7 +147,7 @@ fn count_processes(
             "containerd-shim-affinode-v1" => "shims",
             _ if contained.contains(&process.pid.as_raw()) => "processes of containers",
             _ if scenery.contains(&process.pid.as_raw()) => "scenery",
-            // One that is collected in a moment is not there at the next look.
+            // A zombie that is about to be collected is gone at the next check.
             "" if processes::is_zombie(process.pid.as_raw()) => "zombies",
             // One that has just been made has no command line either.
             "" => continue,

@@ -70,14 +70,14 @@ pub enum Fault {
     Freeze,
     /// `ctr tasks pause` for a while.
     Pause,
-    /// SIGTERM of the container's first process, which ends of it.
+    /// SIGTERM to the container's first process, which ends from it.
     EndContainer,
     /// `ctr tasks delete --force`.
     DeleteContainer,
 }
 
 impl Fault {
-    /// Every fault, and how often it is drawn against the others.
+    /// Every fault, and its weight in the draw.
     pub const ALL: [(Fault, u32); 18] = [
         (Fault::KillController, 16),
         (Fault::StopController, 6),
@@ -99,7 +99,7 @@ impl Fault {
         (Fault::DeleteContainer, 3),
     ];
 
-    /// The word for it in reports.
+    /// Name of the fault in reports.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -132,7 +132,7 @@ pub struct Strike {
     pub fault: Fault,
     /// The container or process that it hits.
     pub on: Target,
-    /// Whose state is watched, and which.
+    /// The container whose state is watched, and that state.
     pub at: (usize, &'static str),
     /// Delay of the fault after the state is seen, in µs.
     pub after_us: u64,
@@ -140,10 +140,10 @@ pub struct Strike {
     pub lasts_ms: u64,
 }
 
-/// Stimuli, all at once, and a fault in the middle of what follows.
+/// Stimuli that start at once, and a fault among their effects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scene {
-    /// What sets things going.
+    /// The calls and commands that start a scene.
     pub stimuli: Vec<Stimulus>,
     /// The fault that hits the step.
     pub strike: Strike,
@@ -154,7 +154,7 @@ pub struct Scene {
 pub struct Plan {
     /// Whether the round begins only after the twins share contents, unless that takes too long.
     pub together: bool,
-    /// One after the other, without waiting for quiet in between.
+    /// Scenes one after the other, without waiting for rest between them.
     pub scenes: Vec<Scene>,
 }
 
@@ -174,7 +174,7 @@ fn scene(random: &mut Rng) -> Scene {
     let step = STEPS[random.usize(..STEPS.len())];
     let mut stimuli = Vec::new();
     if step == "Closing" && random.bool() {
-        // The lock waits for a kernel that runs: the step lasts longer.
+        // The lock waits for a running kernel, so the step lasts longer.
         stimuli.push(Stimulus::Call(on, "spin 60"));
     }
     stimuli.push(Stimulus::Call(on, call(random)));
@@ -195,7 +195,7 @@ fn scene(random: &mut Rng) -> Scene {
         stimuli.push(Stimulus::Exec(on.container));
     }
     random.shuffle(&mut stimuli);
-    // Mostly the container that the fault is about; sometimes another one's step.
+    // Usually the container that the fault hits; sometimes another one.
     let watched = if random.u32(..10) < 8 { on.container } else { random.usize(..WORKLOADS.len()) };
     let strike = Strike {
         fault,

@@ -1,24 +1,24 @@
-//! What a campaign found.
+//! The findings of a campaign.
 
 use std::{collections::BTreeMap, fmt::Write};
 
 use serde::Serialize;
 
-/// Instead of a state, where a fault of a copier found none.
+/// Replaces the state if a fault of a copier found none.
 pub(super) const NO_COPIER: &str = "(no copier)";
 
-/// Something that must not be.
+/// A violated invariant.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// Replays it, together with the seed.
+    /// Round number; with the seed it replays the finding.
     pub round: u64,
-    /// lost, stuck, corrupted, leaked or error.
+    /// One of lost, stuck, corrupted, leaked or error.
     pub kind: &'static str,
     /// Description of the finding.
     pub text: String,
 }
 
-/// Everything that a campaign found.
+/// The findings and counts of a campaign.
 #[derive(Debug, Default, Serialize)]
 pub struct Report {
     /// Kind of GPU: simulated or real.
@@ -27,7 +27,7 @@ pub struct Report {
     pub seed: u64,
     /// Rounds that were played.
     pub rounds: u64,
-    /// Faults by kind, and the state of the container that they struck in.
+    /// Faults by kind, and by the state of the container that they hit.
     pub strikes: BTreeMap<&'static str, BTreeMap<String, u64>>,
     /// Processes that were verified, over all rounds.
     pub verified: u64,
@@ -35,23 +35,23 @@ pub struct Report {
     pub wakes: u64,
     /// Rounds that began while two containers shared contents.
     pub together: u64,
-    /// Longest time from the death of a controller to the first answer of the next to a command, whose
-    /// own start is counted in, in milliseconds.
+    /// Longest time from the death of a controller to the next one's first reply to a command,
+    /// including the command's own start, in milliseconds.
     pub longest_return_ms: u64,
-    /// How long it took, in seconds.
+    /// Duration of the campaign in seconds.
     pub seconds: f64,
-    /// Empty when all went well.
+    /// Empty if all invariants held.
     pub findings: Vec<Finding>,
 }
 
 impl Report {
-    /// Whether something was found.
+    /// Whether there are findings.
     #[must_use]
     pub fn failed(&self) -> bool {
         !self.findings.is_empty()
     }
 
-    /// Takes in what a round showed.
+    /// Adds the results of a round.
     pub(super) fn add(&mut self, round: Report) {
         self.rounds += 1;
         for (fault, by_state) in round.strikes {

@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::gpu::Holders;
 
-/// What may be held.
+/// VRAM that may be held.
 #[derive(Clone, Debug, Default)]
 pub struct Allowed {
     /// Upper bounds by process, in bytes: contexts that stay, copiers.
     pub by_pid: BTreeMap<i32, u64>,
-    /// Whatever they hold: what makes the GPU small.
+    /// Processes without a bound, which reduce the free VRAM.
     pub ballast: BTreeSet<i32>,
     /// Upper bound of VRAM without a process: the driver's own reserve.
     pub unnamed_bytes: u64,

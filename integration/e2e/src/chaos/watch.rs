@@ -1,4 +1,4 @@
-//! The controller's events as they come, across controllers: a round's moments.
+//! The controller's events as they come, also across restarts of the controller.
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +14,7 @@ use std::{
 
 use crate::cli::{Cli, EventRow};
 
-/// Before the next attempt to follow a controller that is gone.
+/// Pause before the next attempt to follow a controller that ended.
 const AGAIN: Duration = Duration::from_millis(20);
 
 /// A thread that follows `affinode events`.
@@ -66,7 +66,7 @@ impl Watch {
         self.seen.events().state.get(name).cloned().unwrap_or_default()
     }
 
-    /// Waits until a container enters a state after `from` events, or time is up.
+    /// Waits until a container enters a state after `from` events, or the time is over.
     #[must_use]
     pub fn wait(&self, name: &str, state: &str, from: usize, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
@@ -87,7 +87,7 @@ impl Watch {
         }
     }
 
-    /// How many events came since the last [`Watch::clear`].
+    /// Number of events since the last [`Watch::clear`].
     #[must_use]
     pub fn count(&self) -> usize {
         self.seen.events().log.len()
@@ -126,7 +126,7 @@ impl Seen {
         }
     }
 
-    /// Until the controller ends.
+    /// Follows events until the controller ends.
     fn follow_one(&self, cli: &Cli) {
         let mut command = cli.command(&["events", "--follow", "-o", "json"]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());

@@ -30,7 +30,7 @@ fn spec(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/exits"), kind])
 }
 
-/// What the exit handler answers, and how the program ends, without Affinode.
+/// The exit handler's output, and the program's end, without Affinode.
 fn bare(world: &Testbed, kind: &str) -> Result<(Answer, Option<i32>)> {
     let mut bare = Held::bare(world, spec("bare", kind))?;
     bare.worker.expect("ready")?;
@@ -78,7 +78,7 @@ fn without_room(world: &Testbed, kind: &str) -> Result<Found> {
         held.worker.expect("ready")?;
         world.cli().move_out(&id)?;
         let since = newest(world)?;
-        // There is no room until this one ends, which is after the other.
+        // This one holds all VRAM until it ends, which is after the other.
         let taker = ballast(world, 0)?;
         held.worker.send("go")?;
         let said = held.worker.receive()?;
@@ -91,7 +91,7 @@ fn without_room(world: &Testbed, kind: &str) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// What a handler reads from the GPU it must get.
+/// An exit handler must get the results that it reads from the GPU.
 fn results(world: &Testbed) -> Result<Found> {
     let as_bare = bare(world, "results")?;
     ensure!(as_bare.0.ok == Some(true), "{as_bare:?}");

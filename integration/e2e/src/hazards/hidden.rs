@@ -15,7 +15,7 @@ use crate::{
     worker::Worker,
 };
 
-/// How long one without Affinode is seen to hang. Told, not judged.
+/// Time for which a process without Affinode is observed to hang. Reported, not judged.
 const HANGS: Duration = Duration::from_secs(5);
 
 pub fn cases() -> Vec<Case> {
@@ -48,7 +48,7 @@ fn play(world: &Testbed) -> Result<Found> {
         worker.call("hidden")?;
         told(world, &id)?;
         intact(&mut worker)?;
-        // The driver's checkpoint is not tried again.
+        // The driver's checkpoint is not attempted again.
         if engine == "checkpoint" {
             let said = offload_once(world, &id)?;
             ensure!(!said.done && said.reason == "hidden-way", "{said:?}");
@@ -56,7 +56,7 @@ fn play(world: &Testbed) -> Result<Found> {
             world.cli().move_out(&id)?;
             let row = world.cli().known(&id)?;
             ensure!(row.processes.iter().all(|process| process.phase == "CopiedOut"), "{row:?}");
-            // With its context there, nothing blocks.
+            // With a resident context no call blocks.
             worker.call("hidden")?;
             let row = world.cli().known(&id)?;
             ensure!(row.state == "Offloaded", "it was restored without need: {row:?}");
@@ -69,7 +69,7 @@ fn play(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: without.into(), with })
 }
 
-/// An event and the container's row name the way, once.
+/// An event and the container's row report the hidden call once.
 fn told(world: &Testbed, id: &str) -> Result<()> {
     let name = format!("default/{id}");
     until("the way to be told of", || {

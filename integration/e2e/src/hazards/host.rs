@@ -1,4 +1,4 @@
-//! Host memory that has no room for the VRAM: a checkpoint would be killed in the middle.
+//! Host memory that is not enough for the VRAM: a checkpoint would be killed in the middle.
 
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
@@ -33,7 +33,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 fn limited(world: &Testbed, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
-    // The world's cgroup, which may carry the limit, is there once a container was.
+    // The testbed's cgroup, which may carry the limit, exists after the first container.
     let mut bare = Held::bare(world, spec("bare"))?;
     bare.worker.wait_filled()?;
     let grow = format!("alloc {VRAM_MIB}");
@@ -62,7 +62,7 @@ fn limited(world: &Testbed, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// The budget is read when a controller starts.
+/// The controller reads the budget when it starts.
 fn budget_spent(world: &Testbed) -> Result<Found> {
     let mut worker = Worker::start(world, "budget", 16)?;
     let file = world.dir().join("affinode/config.toml");

@@ -20,7 +20,7 @@ use crate::{
 pub const LOCKED: i32 = 1;
 pub const CHECKPOINTED: i32 = 2;
 
-/// A container in the foreground, so that its end is seen.
+/// A container in the foreground, so that its end is observed.
 pub struct Held {
     /// The program in the container.
     pub worker: Worker,
@@ -28,12 +28,12 @@ pub struct Held {
 }
 
 impl Held {
-    /// Starts one that Affinode leaves alone.
+    /// Starts a container that Affinode does not manage.
     pub fn bare(world: &Testbed, spec: Spec) -> Result<Self> {
         Self::start(world, spec.annotation("affinode.io/inject", "false"))
     }
 
-    /// Starts one that Affinode manages.
+    /// Starts a container that Affinode manages.
     pub fn start(world: &Testbed, spec: Spec) -> Result<Self> {
         let (spec, pipes) = spec.piped(world)?;
         let mut command = spec.command(world, &["--rm"])?;
@@ -41,7 +41,7 @@ impl Held {
         Ok(Self { worker: Worker::attach(&spec, &pipes)?, container })
     }
 
-    /// The driver's checkpoint calls, by a program outside: what each returned.
+    /// Runs the driver's checkpoint calls from another program, and returns their results.
     pub fn tool(&self, world: &Testbed, calls: &[&str]) -> Result<Vec<i32>> {
         let pid = self.worker.running.pid(world)?.to_string();
         let program = world.artifacts().clients_dir().join("checkpoint");
@@ -55,7 +55,7 @@ impl Held {
             .collect()
     }
 
-    /// The driver's state of the process; waits for a call that is under way.
+    /// The driver's state of the process; waits for a call in progress.
     pub fn state(&self, world: &Testbed) -> Result<i32> {
         let pid = self.worker.running.pid(world)?.to_string();
         let program = world.artifacts().clients_dir().join("checkpoint");
@@ -84,13 +84,13 @@ impl Held {
         Ok(if good { "moves, contents intact" } else { "moves, contents wrong" }.into())
     }
 
-    /// Whether it answers, with all its memory as it was.
+    /// Whether it replies, with all its memory unchanged.
     pub fn verifies(&mut self) -> Result<bool> {
         let answer = self.worker.ask("verify")?;
         Ok(answer.result == 0 && answer.ok == Some(true))
     }
 
-    /// Waits for its end: in words.
+    /// Waits for its end; returns its exit status and a description.
     pub fn end(mut self) -> Result<(Option<i32>, String)> {
         let status = until("the container to end", || Ok(self.container.try_wait()?))?;
         let word = match status.code() {
@@ -110,8 +110,8 @@ impl Held {
     }
 }
 
-/// One request, without a second attempt. A call that is just ending, or that was made since
-/// the page was read last, is waited for.
+/// One request, without a second attempt. Waits for a call that is ending, or that came after the
+/// last read of the counters.
 pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
     until(&format!("an answer about {id}"), || {
         let output = world.cli().output(&["offload", id, "-o", "json"])?;
@@ -123,7 +123,7 @@ pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
     })
 }
 
-/// It must be refused for this reason, which people must be able to see.
+/// Requires a refusal with this reason, visible to users.
 pub fn refused(world: &Testbed, id: &str, reason: &str) -> Result<String> {
     until(&format!("{id} to be registered"), || {
         let row = world.cli().container(id)?;
@@ -141,20 +141,20 @@ pub fn refused(world: &Testbed, id: &str, reason: &str) -> Result<String> {
     Ok(format!("refused: {reason}; contents intact"))
 }
 
-/// The program must answer, with all its memory as it was.
+/// Requires a reply of the program, with all its memory unchanged.
 pub fn intact(worker: &mut Worker) -> Result<()> {
     let answer = worker.call("verify")?;
     ensure!(answer.ok == Some(true), "its memory is not as it was: {answer:?}");
     Ok(())
 }
 
-/// An offload that was begun and seen on its way.
+/// An offload that was observed to have begun.
 pub struct Offload {
     answer: JoinHandle<Result<ActionRow>>,
 }
 
 impl Offload {
-    /// Asks for it, and waits until the driver is at work.
+    /// Requests an offload, and waits until the driver works on it.
     pub fn begin(world: &Testbed, id: &str) -> Result<Self> {
         let watch = Watch::start(world.cli());
         let (cli, asked) = (world.cli().clone(), id.to_owned());
@@ -167,11 +167,11 @@ impl Offload {
         Ok(Self { answer })
     }
 
-    /// Waits for the answer, which may be anything: that there is one counts.
+    /// Waits for a reply of any content.
     pub fn end(self) -> Result<()> {
         let ended =
             self.answer.join().map_err(|_| anyhow::anyhow!("the asking thread panicked"))?;
-        // One whose controller was killed has no answer.
+        // Without its controller, the request has no reply.
         let _ = ended;
         Ok(())
     }
@@ -182,7 +182,7 @@ pub fn usual(id: &str, mib: u64) -> Spec {
     Worker::spec(id, USUAL, mib)
 }
 
-/// The program of a kind of hazard.
+/// The program for a kind of hazard.
 pub fn kind(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/hazards"), kind])
 }

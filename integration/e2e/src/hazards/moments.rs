@@ -1,4 +1,4 @@
-//! Something happens in the middle of a move.
+//! Events in the middle of an offload or restore.
 
 use std::{
     io::{BufRead, BufReader, Read},
@@ -92,7 +92,7 @@ fn running_kernel(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "refused: busy; moves later; contents intact".into() })
 }
 
-/// Its driver has ended, another thread waits at the gate, and a handler lingers.
+/// Its driver has ended, another thread waits at the gate, and an exit handler lingers.
 fn exit(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", "exit"))?;
     bare.worker.expect("ready")?;
@@ -134,9 +134,9 @@ fn caller_dies(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "the next controller goes on; contents intact".into() })
 }
 
-/// Kills a caller of the driver's checkpoint in the middle of it, which is observed: the caller had no
-/// answer yet, and the process is checkpointed afterwards. Otherwise it was too early or too late, and
-/// is tried again.
+/// Kills a caller of the driver's checkpoint in the middle of it. This is observed: the caller had
+/// no reply yet, and the process is checkpointed afterwards. Otherwise the kill was too early or
+/// too late, and is repeated.
 fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
     const TRIES: usize = 50;
     let pid = bare.worker.running.pid(world)?.to_string();
@@ -147,14 +147,14 @@ fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
         caller.args([&pid, "announce", "checkpoint"]).stdout(Stdio::piped());
         let mut caller = caller.spawn()?;
         let mut said = BufReader::new(caller.stdout.take().context("no output")?);
-        // It calls as soon as it has said so.
+        // The program makes the call right after this line.
         said.read_line(&mut String::new())?;
         std::thread::yield_now();
         caller.kill()?;
         caller.wait()?;
         let mut answer = String::new();
         said.read_to_string(&mut answer)?;
-        // Blocks until the driver has finished by itself.
+        // Blocks until the driver has finished.
         match (bare.state(world)?, answer.is_empty()) {
             (CHECKPOINTED, true) => return Ok(()),
             (CHECKPOINTED, false) => {
@@ -229,7 +229,7 @@ fn together(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with: "move as one; contents intact".into() })
 }
 
-/// Every process that was not ended verifies.
+/// Every process that no fault ended verifies its memory.
 pub fn all_intact(actor: &mut ChaosContainer) -> Result<()> {
     for process in actor.processes.iter_mut().filter(|process| !process.doomed) {
         process.ask("verify")?;

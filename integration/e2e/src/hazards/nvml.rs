@@ -14,7 +14,7 @@ use crate::{
     worker::Worker,
 };
 
-/// How long a call of the driver alone is seen to block.
+/// Time for which a call of the driver alone is observed to block.
 const BLOCKED: Duration = Duration::from_secs(3);
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 
@@ -53,10 +53,10 @@ fn play(world: &Testbed, program: &str) -> Result<Found> {
         let mut worker = Worker::start_as(world, spec)?;
         worker.expect("ready")?;
         world.cli().move_out(&id)?;
-        // Initialised for the first time while it is offloaded: it comes back.
+        // Its first initialisation while offloaded: it is restored.
         worker.call("init")?;
         worker.call("ask")?;
-        // With `copy` it has been offloaded all the time.
+        // With `copy` it was offloaded all the time.
         intact(&mut worker)?;
         world.cli().move_out(&id)?;
         for command in ["ask", "init", "ask", "shutdown"] {

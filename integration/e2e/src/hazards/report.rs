@@ -12,9 +12,9 @@ use super::Found;
 pub struct Row {
     /// Name of the hazard.
     pub hazard: String,
-    /// What happens without Affinode.
+    /// The result without Affinode.
     pub without: String,
-    /// What happens with it.
+    /// The result with Affinode.
     pub with: String,
     /// Whether all processes that must survive did, with memory contents intact.
     pub survived: bool,
@@ -27,7 +27,7 @@ pub struct Report {
     pub gpu: String,
     /// Hazards that were played.
     pub rows: Vec<Row>,
-    /// Hazards that this machine cannot have, and why.
+    /// Hazards that cannot occur on this machine, with the reason.
     pub skipped: Vec<(String, String)>,
 }
 
@@ -48,7 +48,7 @@ impl Report {
         self.rows.push(Row { hazard: hazard.into(), without, with, survived });
     }
 
-    /// Whether a row did not survive.
+    /// Whether a hazard failed.
     #[must_use]
     pub fn failed(&self) -> bool {
         self.rows.iter().any(|row| !row.survived)

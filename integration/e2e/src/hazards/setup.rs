@@ -1,4 +1,4 @@
-//! Processes that cannot be managed, or not now.
+//! Processes that cannot be managed, or not at present.
 
 use anyhow::{Context, Result, ensure};
 use nix::{
@@ -17,7 +17,7 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// What a driver before 570 does not have.
+/// Symbols that a driver before 570 lacks.
 const ENTRY_POINTS: &[u8] = b"cuCheckpointProcess";
 
 pub fn cases() -> Vec<Case> {
@@ -33,7 +33,7 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// Starts it, sees it refused for the reason, and working on.
+/// Starts it, and requires a refusal with this reason and a working program.
 fn stays(world: &Testbed, spec: Spec, reason: &str) -> Result<Found> {
     let id = spec.id.clone();
     let mut worker = Worker::start_as(world, spec)?;
@@ -69,7 +69,7 @@ fn old_driver(world: &Testbed) -> Result<Found> {
     stays(world, spec.flags(&["--mount", &mount]), "driver-too-old")
 }
 
-/// Makes every dynamic symbol whose name begins so an undefined, weak one.
+/// Makes every dynamic symbol with this prefix undefined and weak.
 fn without_symbols(mut elf: Vec<u8>, prefix: &[u8]) -> Option<Vec<u8>> {
     const DYNSYM: u64 = 11;
     const SYMBOL_BYTES: u64 = 24;
@@ -80,7 +80,7 @@ fn without_symbols(mut elf: Vec<u8>, prefix: &[u8]) -> Option<Vec<u8>> {
         word[..bytes].copy_from_slice(elf.get(at..at + bytes)?);
         Some(u64::from_le_bytes(word))
     }
-    // Section headers: where they are, how large, how many.
+    // Section headers: their offset, size and number.
     let (table, size, count) =
         (number(&elf, 0x28, 8)?, number(&elf, 0x3a, 2)?, number(&elf, 0x3c, 2)?);
     let section = |elf: &[u8], n: u64| -> Option<(u64, u64, u64, u64)> {
@@ -113,7 +113,7 @@ fn disabled(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// Two CUDA processes in a container, of which one did not load the library.
+/// Two CUDA processes in a container, one without the library.
 fn stranger(world: &Testbed) -> Result<Found> {
     let program = format!("{CLIENTS}/{USUAL}");
     let script = format!(

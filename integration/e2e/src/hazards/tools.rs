@@ -1,6 +1,6 @@
-//! Tools in the process, and video: ways to the driver past its public functions. The profiler is a
-//! stand-in for CUPTI (`clients/cupti.c`), which hangs and loses its process as the real one was seen
-//! to on a GPU.
+//! Tools in the process, and video: calls to the driver past its public functions. The profiler is
+//! a stand-in for CUPTI (`clients/cupti.c`), which hangs and loses its process as measured with the
+//! real one on a GPU.
 
 use anyhow::{Context, Result, ensure};
 
@@ -15,7 +15,7 @@ use crate::{
     worker::Worker,
 };
 
-/// System calls that the program hangs in, and that it sleeps in.
+/// System calls in which the program hangs, and sleeps.
 const FUTEX: u32 = 202;
 const CLOCK_NANOSLEEP: u32 = 230;
 
@@ -67,7 +67,7 @@ fn begun_while_offloaded(world: &Testbed) -> Result<Found> {
 
     let mut worker = start(world, program("begun", "checkpoint"))?;
     world.cli().move_out("begun")?;
-    // It waits for its return, and then begins.
+    // It waits for its restore, and then begins.
     worker.call("begin")?;
     let with = refused(world, "begun", "tools")?;
     worker.call("end")?;
@@ -76,7 +76,7 @@ fn begun_while_offloaded(world: &Testbed) -> Result<Found> {
 }
 
 fn moved_while_it_begins(world: &Testbed) -> Result<Found> {
-    // Longer than what follows takes on a slow machine; nothing waits for its end.
+    // Longer than the following steps take on a slow machine; no step waits for its end.
     const BEGIN: &str = "begin 20000";
     let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;
@@ -95,7 +95,7 @@ fn moved_while_it_begins(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// Its thread goes on: it dies of a checkpoint, and a copy does it no harm.
+/// Its thread goes on: a checkpoint kills the process, a copy does not.
 fn ended_before(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;
@@ -115,9 +115,9 @@ fn ended_before(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "copied, context stays; contents intact".into() })
 }
 
-/// It must leave by a copy alone.
+/// It must be offloaded by a copy alone.
 fn copied(world: &Testbed, id: &str) -> Result<()> {
-    // Before its page was read the controller knows of nothing that could be copied.
+    // Before the first read of its counters the controller knows no copyable memory.
     world.cli().wait_for(id, "to have its memory carried", |row| {
         row.processes.iter().any(|process| process.swappable_bytes > 0)
     })?;

@@ -29,7 +29,7 @@ sample_interval = "20ms"
 dir = "off"
 "#;
 const NAMES: [&str; 2] = ["alpha", "beta"];
-/// What the controller keeps free of a device at most.
+/// Upper bound of the VRAM that the controller keeps free on a device.
 const MARGIN_BYTES: u64 = 512 * MIB;
 
 pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
@@ -37,7 +37,7 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
         Gpu::Simulated { .. } => Gpu::Simulated { vram_bytes: 128 * MIB },
         Gpu::Real => Gpu::Real,
     };
-    // On a real GPU more than what the controller keeps free, so that two never fit.
+    // On a real GPU more than the controller keeps free, so that two never fit.
     let each_mib = if matches!(gpu, Gpu::Real) { 1024 } else { 64 };
     let world = recipe.config(CONFIG).gpu(gpu).world()?;
     let watch = Watch::start(world.cli());
@@ -56,7 +56,7 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
             world.cli().wait_for_state(name, "Offloaded")?;
         }
         watch.clear();
-        // Now the one first, now the other.
+        // The two take turns in being first.
         let first = round % 2;
         workers[first].send("verify")?;
         workers[1 - first].send("verify")?;
@@ -64,7 +64,7 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
             let answer = worker.expect("verify").with_context(|| format!("round {round}"))?;
             ensure!(answer.ok == Some(true), "round {round}: {answer:?}");
         }
-        // A verification that is slow may come and go twice: the first time counts.
+        // A slow verification may be offloaded and restored twice: the first time counts.
         let order = |state: &str| -> Vec<String> {
             let mut names: Vec<String> = Vec::new();
             let entered = watch.log().into_iter().filter(|e| e.kind == "state" && e.to == state);
@@ -86,7 +86,7 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// Both moved out by hand, and back at once.
+/// Offloads both by request, and restores both at once.
 fn by_hand(world: &Testbed, each_mib: u64) -> Result<String> {
     let mut bare = Vec::new();
     for name in NAMES {

@@ -109,7 +109,7 @@ fn unknown_container_is_an_error_with_advice() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let _worker = Worker::start(&world, "worker", 32)?;
     world.cli().known("worker")?;
-    let output = world.cli().output(&["calls", "nobody", "--once"])?;
+    let output = world.cli().output(&["calls", "missing", "--once"])?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("affinode ps"), "{said}");
