@@ -24,7 +24,7 @@ pub struct Artifacts {
 }
 
 impl Artifacts {
-    /// The folder that [`ARTIFACTS_ENV`] names, else `target/affinode` of the workspace.
+    /// The folder in [`ARTIFACTS_ENV`], else `target/affinode` of the workspace.
     ///
     /// # Errors
     /// When the folder does not exist.
@@ -39,7 +39,7 @@ impl Artifacts {
         Ok(Self { root })
     }
 
-    /// A folder that is known to be one, or is about to be filled.
+    /// A folder that already is one, or is about to be filled.
     #[must_use]
     pub fn at(root: PathBuf) -> Self {
         Self { root }
@@ -57,7 +57,7 @@ impl Artifacts {
         self.root.join("bin")
     }
 
-    /// The preload library's folder: what `AFFINODE_LIB_DIR` names.
+    /// The folder of the preload library, the value of `AFFINODE_LIB_DIR`.
     #[must_use]
     pub fn lib_dir(&self) -> PathBuf {
         self.root.join("lib")
@@ -87,7 +87,7 @@ impl Artifacts {
         self.cache_dir().join("runc")
     }
 
-    /// A binary that must be there.
+    /// Path of a program that must exist.
     ///
     /// # Errors
     /// When it is not.

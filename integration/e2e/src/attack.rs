@@ -1,4 +1,4 @@
-//! A hostile container that does everything at once, see `attack.c`.
+//! A hostile container that makes all attacks at once, see `attack.c`.
 
 use affinode_proto::wire::{
     Capabilities, Hazards, Phase, WIRE_VERSION, counters::PAGE_BYTES, message::AgentMessage,
@@ -13,7 +13,7 @@ use crate::{
     worker::Worker,
 };
 
-/// Starts one, and returns when it is in full swing.
+/// Starts the container, and returns once all attacks run.
 ///
 /// # Errors
 /// When it cannot be started or the controller does not feel it.

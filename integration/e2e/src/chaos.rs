@@ -70,10 +70,10 @@ pub struct Options {
     pub worlds: usize,
 }
 
-/// Plays a campaign in worlds of this recipe. `tell` hears what people want to know meanwhile.
+/// Plays a campaign in testbeds of this recipe. `tell` hears what people want to know meanwhile.
 ///
 /// # Errors
-/// When no world can be made.
+/// When no testbed can be made.
 pub fn run(
     recipe: &(dyn Fn() -> TestbedConfig + Sync),
     options: &Options,
@@ -100,7 +100,7 @@ pub fn run(
     Ok(Report { seconds, ..report })
 }
 
-/// What the worlds of a campaign share.
+/// What the testbeds of a campaign share.
 struct Campaign<'a> {
     recipe: &'a (dyn Fn() -> TestbedConfig + Sync),
     options: &'a Options,
@@ -113,7 +113,7 @@ struct Campaign<'a> {
 type Told<'a> = (Report, &'a mut (dyn FnMut(&str) + Send));
 
 impl<'a> Campaign<'a> {
-    /// Plays rounds in one world after the other, until all are played or enough was found.
+    /// Plays rounds in one testbed after the other, until all are played or enough was found.
     fn play_rounds(&self) -> Result<()> {
         let Options { seed, first, rounds, gpu, .. } = self.options;
         let mut env: Option<ChaosEnv> = None;
@@ -314,7 +314,7 @@ fn play_scene(
     Ok(())
 }
 
-/// Asks the controller for something, whatever it answers: that it answers is looked at later.
+/// Asks the controller for something, whatever it answers: that it replies is looked at later.
 fn ask(env: &ChaosEnv, what: &str, container: usize) -> Result<Child> {
     let mut command = env.world.cli().command(&[what, &env.cast[container].running.id]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -332,7 +332,7 @@ fn end(mut child: Child) -> Result<()> {
     ended
 }
 
-/// A controller answers, where a container of the cast needs one.
+/// A controller replies, where a container of the campaign needs one.
 fn controller_is_back(env: &ChaosEnv) -> Result<()> {
     if env.cast.iter().all(|container| container.doomed) {
         return Ok(());

@@ -10,14 +10,14 @@ use serde::Deserialize;
 
 use crate::wait::{WAIT_TIMEOUT, until};
 
-/// The `affinode` command on one controller.
+/// The `affinode` command for one controller.
 #[derive(Clone, Debug)]
 pub struct Cli {
     binary: PathBuf,
     run_dir: PathBuf,
 }
 
-/// `affinode ps -o json`: what tests read of it.
+/// The fields of `affinode ps -o json` that tests read.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Node {
@@ -29,7 +29,7 @@ pub struct Node {
     pub gpus: Vec<GpuRow>,
     /// The node's GPU containers.
     pub containers: Vec<ContainerRow>,
-    /// Why the GPUs cannot be seen.
+    /// Reason why the GPUs cannot be read. `None`: they can.
     pub gpu_error: Option<String>,
 }
 
@@ -41,29 +41,29 @@ pub struct GpuRow {
     pub name: String,
     /// Total VRAM in bytes.
     pub vram_total_bytes: u64,
-    /// VRAM in use, by NVML.
+    /// VRAM in use, from NVML, in bytes.
     pub vram_used_bytes: u64,
-    /// VRAM that offloaded containers gave back.
+    /// VRAM that offloads have freed, in bytes.
     pub vram_reclaimed_bytes: u64,
     /// Whether NVML is the simulated one.
     pub simulated: bool,
-    /// Pid of its copier; 0: there is none.
+    /// Pid of its copier; 0 if there is none.
     pub copier_pid: i32,
-    /// Processes that its copiers have filled.
+    /// Processes that its copiers have restored.
     pub copier_restores: u64,
-    /// Processes whose memory it holds.
+    /// Processes whose memory is registered with the copier.
     pub copier_registered: u32,
-    /// What processes hold once with others, over all of them.
+    /// Shared contents of processes, summed over all of them, in bytes.
     pub copier_shared_bytes: u64,
-    /// The files that hold it.
+    /// Size of the files with shared contents, in bytes.
     pub copier_stored_bytes: u64,
     /// Processes that it has copied out.
     pub copier_offloads: u64,
-    /// Processes that are resident, and whose host memory is ready for the next time.
+    /// Resident processes whose host memory is prefaulted.
     pub copier_prefaulted: u32,
-    /// Processes whose memory it is getting hold of.
+    /// Processes whose memory is being registered.
     pub copier_registering: u32,
-    /// VRAM that it holds itself.
+    /// VRAM of the copier itself, in bytes.
     pub copier_vram_bytes: u64,
 }
 
@@ -89,36 +89,36 @@ pub struct ContainerRow {
     pub image: String,
     /// Active, Idle, Offloaded, …
     pub state: String,
-    /// Since when, milliseconds since the epoch.
+    /// Time of the last change of state, in milliseconds since 1970.
     pub since_unix_ms: i64,
-    /// Why it is where it is.
+    /// Stable word of the state's reason.
     pub reason: String,
     /// VRAM that the container holds, in bytes.
     pub vram_bytes: u64,
-    /// VRAM it gave back.
+    /// VRAM that its offload has freed, in bytes.
     pub offloaded_bytes: u64,
-    /// The effective idle timeout.
+    /// Idle timeout in effect.
     pub idle_timeout_ms: u64,
     /// Engine in effect for the container.
     pub engine: String,
-    /// The part of its VRAM that is copied at the speed of the bus.
+    /// Share of its VRAM that is copied at bus speed.
     pub copyable_share: Option<f64>,
-    /// Moves out so far.
+    /// Number of offloads up to now.
     pub offloads: u64,
     /// Number of restores up to now.
     pub restores: u64,
-    /// Duration of the last move out.
+    /// Duration of the last offload.
     pub last_offload_ms: u64,
-    /// Duration of the last return, as the caller felt it.
+    /// Duration of the last wake, as the caller measured it.
     pub last_wake_ms: u64,
     /// CUDA processes of the container.
     pub processes: Vec<ProcessRow>,
-    /// Annotations that were not understood.
+    /// Warnings about invalid annotations.
     pub warnings: Vec<String>,
 }
 
 impl ContainerRow {
-    /// The first CUDA process that has registered.
+    /// The first CUDA process that registered.
     ///
     /// # Errors
     /// When none has: see [`Cli::registered`].
@@ -131,29 +131,29 @@ impl ContainerRow {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct ProcessRow {
-    /// In the controller's pid namespace.
+    /// Process id in the controller's pid namespace.
     pub pid: i32,
-    /// Where it is in its agent's eyes.
+    /// Phase that its agent reports.
     pub phase: String,
-    /// Calls counted so far.
+    /// Number of CUDA calls up to now.
     pub calls: u64,
-    /// VRAM that its agent can copy.
+    /// VRAM that its agent can copy, in bytes.
     pub swappable_bytes: u64,
-    /// What of it is copied now.
+    /// VRAM that is copied out at present, in bytes.
     pub copied_out_bytes: u64,
-    /// Host memory that it keeps while it is resident.
+    /// Host memory that it retains while it is resident, in bytes.
     pub kept_bytes: u64,
-    /// What the last move out did not copy again.
+    /// Unchanged bytes that the last offload did not copy.
     pub unchanged_bytes: u64,
-    /// What the last move out did not store, because it is all zero.
+    /// Zero bytes that the last offload did not store.
     pub zero_bytes: u64,
-    /// What makes it unsafe to move.
+    /// Reasons that make an offload unsafe.
     pub hazards: Vec<String>,
-    /// The function that it called last.
+    /// Name of the last CUDA function that it called.
     pub last_call: String,
     /// VRAM that the process holds, in bytes.
     pub vram_bytes: u64,
-    /// Share of the last moment in which its work ran.
+    /// Share of the last sampling interval in which its kernels ran, in percent.
     pub utilization_percent: Option<u32>,
 }
 
@@ -161,11 +161,11 @@ pub struct ProcessRow {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct EventRow {
-    /// Counts up from 1 in each controller.
+    /// Sequence number, from 1 in each controller.
     pub sequence: u64,
-    /// When, milliseconds since the epoch.
+    /// Time of the event, in milliseconds since 1970.
     pub unix_ms: i64,
-    /// state, refused, annotation, controller, process.
+    /// One of state, refused, annotation, controller, process.
     pub kind: String,
     /// Name of the form namespace/pod/container, or namespace/id.
     pub container: String,
@@ -175,36 +175,36 @@ pub struct EventRow {
     pub to: String,
     /// Stable word of the reason.
     pub reason: String,
-    /// VRAM that was moved.
+    /// VRAM that was moved, in bytes.
     pub bytes: u64,
-    /// How long it took.
+    /// Duration of the move.
     pub elapsed_ms: u64,
     /// Text of the event for people.
     pub text: String,
 }
 
-/// `affinode offload -o json`.
+/// The output of `affinode offload -o json`.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct ActionRow {
-    /// Whether it was carried out.
+    /// Whether the offload took place.
     pub done: bool,
-    /// The state it is in now.
+    /// Present state of the container.
     pub state: String,
     /// Reason of a refusal.
     pub reason: String,
-    /// VRAM that was moved.
+    /// VRAM that was moved, in bytes.
     pub bytes: u64,
-    /// How long it took.
+    /// Duration of the move.
     pub elapsed_ms: u64,
 }
 
 const PS: [&str; 3] = ["ps", "-o", "json"];
-/// Exit status of `timeout` when it had to end the command.
+/// Exit status of `timeout` after it ended the command.
 const TIMED_OUT: i32 = 124;
-/// What the command says when no controller listens: on a busy machine one may be about to.
+/// Output of the command without a controller; on a busy machine one may be about to listen.
 const NO_CONTROLLER: &str = "cannot connect to the controller";
-/// Refusals that pass by themselves: a call is in the way, or the process is about to register.
+/// Temporary refusals: a call is in progress, or the process is about to register.
 const PASSING: [&str; 4] = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
 
 impl Cli {
@@ -228,7 +228,7 @@ impl Cli {
         command
     }
 
-    /// Runs it, whatever its exit status.
+    /// Runs it, with any exit status.
     ///
     /// # Errors
     /// When it cannot be run, or does not answer in [`WAIT_TIMEOUT`].
@@ -248,7 +248,7 @@ impl Cli {
         Ok(output)
     }
 
-    /// Runs it and demands success, from a controller that is about to start as well.
+    /// Runs it and requires success; waits for a controller that is about to start.
     ///
     /// # Errors
     /// When it fails, or no controller comes.
@@ -275,7 +275,7 @@ impl Cli {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// What the controller knows; waits for one that is about to start.
+    /// The output of `affinode ps`; waits for a controller that is about to start.
     ///
     /// # Errors
     /// When no controller comes, or its answer cannot be read.
@@ -283,7 +283,7 @@ impl Cli {
         Self::node(&self.run(&PS)?)
     }
 
-    /// The same of a controller that is there now.
+    /// The output of `affinode ps` from the running controller.
     ///
     /// # Errors
     /// When there is none, or its answer cannot be read.
@@ -295,7 +295,7 @@ impl Cli {
         serde_json::from_str(text).with_context(|| format!("`affinode ps -o json` said: {text}"))
     }
 
-    /// The first GPU. A controller that has just started has not seen it yet.
+    /// The first GPU. A controller that has just started has not read it yet.
     ///
     /// # Errors
     /// As [`Cli::ps`]; also when there is none.
@@ -303,7 +303,7 @@ impl Cli {
         until("the controller to see a GPU", || Ok(self.ps()?.gpus.into_iter().next()))
     }
 
-    /// The first GPU, once it is as wanted; `what` completes "waited for …".
+    /// The first GPU, once it matches; `what` completes "waited for …".
     ///
     /// # Errors
     /// As [`Cli::ps`]; also when it does not get there.
@@ -316,7 +316,7 @@ impl Cli {
         .with_context(|| format!("it was {last:?}"))
     }
 
-    /// A container by containerd's id, if the controller knows it.
+    /// A container by containerd's id, if the controller lists it.
     ///
     /// # Errors
     /// As [`Cli::ps`].
@@ -333,7 +333,7 @@ impl Cli {
         until(&format!("{id} to be known"), || self.container(id))
     }
 
-    /// A container of which a process has registered: its first call has reached the controller.
+    /// A container with a registered process: its first call has reached the controller.
     ///
     /// # Errors
     /// As [`Cli::ps`], or when none registers.
@@ -341,8 +341,8 @@ impl Cli {
         self.wait_for(id, "to be registered", |row| !row.processes.is_empty())
     }
 
-    /// A container, once it is as wanted; `what` completes "waited for the container …".
-    /// An answer of a program may be there before the controller knows of the move behind it.
+    /// A container, once it matches; `what` completes "waited for the container …". A program's
+    /// reply may come before the controller has recorded the move behind it.
     ///
     /// # Errors
     /// When it does not get there.
@@ -354,7 +354,7 @@ impl Cli {
     ) -> Result<ContainerRow> {
         let mut last = String::from("unknown");
         until(&format!("{id} {what}"), || {
-            // The controller may be about to start, or to come back.
+            // The controller may be about to start, or to restart.
             match self.container(id) {
                 Ok(Some(row)) if wanted(&row) => return Ok(Some(row)),
                 Ok(Some(row)) => last = format!("{row:?}"),
@@ -384,7 +384,7 @@ impl Cli {
         .with_context(|| format!("the events are {last:#?}"))
     }
 
-    /// What happened since the controller started, oldest first.
+    /// The events since the controller's start, oldest first.
     ///
     /// # Errors
     /// As [`Cli::ps`].
@@ -416,7 +416,7 @@ impl Cli {
         })
     }
 
-    /// The same, and it must be carried out.
+    /// Like [`Cli::offload`], but it must take place.
     ///
     /// # Errors
     /// When it is refused.
@@ -428,8 +428,8 @@ impl Cli {
         Ok(said)
     }
 
-    /// Waits until a container has its memory on the GPU: a machine may be so slow that it is idle again
-    /// before it is seen to be active.
+    /// Waits until a container is resident: on a slow machine it may be idle again before it is
+    /// seen as active.
     ///
     /// # Errors
     /// When it does not get there.
@@ -437,7 +437,7 @@ impl Cli {
         self.wait_for(id, "to be resident", |row| ["Active", "Idle"].contains(&row.state.as_str()))
     }
 
-    /// Waits until a container is in a state, and returns how it is then.
+    /// Waits until a container is in a state, and returns its row.
     ///
     /// # Errors
     /// When it does not get there.

@@ -14,15 +14,15 @@ use nix::{sys::stat::Mode, unistd::mkfifo};
 
 use crate::{containerd, image, testbed::Testbed, wait::until};
 
-/// Where the client programs are in a container.
+/// Folder of the client programs in a container.
 pub const CLIENTS: &str = "/opt/clients";
 /// Flags of a container that sees its cgroup, as those of Kubernetes and nerdctl do; `ctr`'s do not.
 pub const SEES_ITS_CGROUP: [&str; 2] =
     ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro"];
-/// Where the pipes are in a container.
+/// Folder of the pipes in a container.
 pub const PIPES: &str = "/io";
 
-/// What a container is to be.
+/// Description of a container to run.
 #[derive(Clone, Debug)]
 pub struct Spec {
     /// Id of the container in containerd.
@@ -31,9 +31,9 @@ pub struct Spec {
     pub runtime: String,
     /// One of [`image`]'s names.
     pub image: String,
-    /// A root filesystem that is there already, instead of the image.
+    /// An existing root filesystem in place of the image.
     pub rootfs: Option<PathBuf>,
-    /// Whether it gets the world's GPU.
+    /// Whether it gets the testbed's GPU.
     pub gpu: bool,
     /// Environment variables of the program.
     pub env: Vec<(String, String)>,
@@ -71,21 +71,21 @@ impl Spec {
         }
     }
 
-    /// With one more environment variable.
+    /// Adds an environment variable.
     #[must_use]
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.env.push((name.into(), value.into()));
         self
     }
 
-    /// A worker that makes a call every 20 ms, and counts as in use however slow the machine is.
+    /// A worker that makes a call every 20 ms, and counts as in use on a slow machine too.
     #[must_use]
     pub fn busy(mut self) -> Self {
         self.argv.extend(["--period-ms".into(), "20".into()]);
         self.annotation("affinode.io/idle-timeout", "1h")
     }
 
-    /// With host memory that is made ready soon after the last call.
+    /// Prefaults host memory soon after the last call.
     #[must_use]
     pub fn prepared(self) -> Self {
         self.annotation("affinode.io/engine", "full")
@@ -94,14 +94,14 @@ impl Spec {
             .flags(&SEES_ITS_CGROUP)
     }
 
-    /// With one more annotation.
+    /// Adds an annotation.
     #[must_use]
     pub fn annotation(mut self, name: &str, value: &str) -> Self {
         self.annotations.push((name.into(), value.into()));
         self
     }
 
-    /// With further flags of `ctr run`.
+    /// Adds flags of `ctr run`.
     #[must_use]
     pub fn flags(mut self, flags: &[&str]) -> Self {
         self.flags.extend(flags.iter().map(|&flag| flag.to_owned()));
@@ -162,7 +162,7 @@ impl Spec {
         Ok(command)
     }
 
-    /// Runs it in the foreground to its end and removes it: its standard output.
+    /// Runs it in the foreground to its end, removes it, and returns its stdout.
     ///
     /// # Errors
     /// When it fails.
@@ -179,13 +179,13 @@ impl Spec {
         Ok(self.running())
     }
 
-    /// The container that was started from this by other means.
+    /// A container of this description that was started by other means.
     #[must_use]
     pub fn running(&self) -> Running {
         Running { id: self.id.clone() }
     }
 
-    /// With its program's standard input and output on pipes in a folder, which is returned.
+    /// Connects the program's standard input and output to pipes in a folder, which is returned.
     ///
     /// # Errors
     /// When the pipes cannot be made.
@@ -223,7 +223,7 @@ pub fn make_pipe_pairs(world: &Path, id: &str, suffixes: &[&str]) -> Result<Path
     use std::os::unix::fs::PermissionsExt;
     let folder = world.join("io").join(id);
     if folder.exists() {
-        // Of a container of that name that has ended.
+        // Left by an ended container of this name.
         std::fs::remove_dir_all(&folder)?;
     }
     std::fs::create_dir_all(&folder)?;
@@ -233,7 +233,7 @@ pub fn make_pipe_pairs(world: &Path, id: &str, suffixes: &[&str]) -> Result<Path
         let pipe = folder.join(name);
         mkfifo(&pipe, Mode::from_bits_truncate(0o666))
             .with_context(|| format!("cannot make {}", pipe.display()))?;
-        // The umask had its say at creation.
+        // The umask applied at creation.
         std::fs::set_permissions(&pipe, std::fs::Permissions::from_mode(0o666))?;
     }
     Ok(folder)
@@ -293,7 +293,7 @@ impl Running {
         let tail = format!("\n{LAST}\n");
         while !said.ends_with(&tail) && output.read_line(&mut said)? > 0 {}
         if let Some(mut input) = child.stdin.take() {
-            // It has ended already when it never ran.
+            // Fails if the program never ran.
             let _ = writeln!(input);
         }
         let ended = child.wait_with_output()?;
@@ -311,7 +311,7 @@ impl Running {
         let killed =
             containerd::run(world.ctr().args(["tasks", "kill", "--signal", "SIGKILL", &self.id]));
         if let Err(error) = killed {
-            // It may have ended by itself just before: with much VRAM that takes seconds.
+            // It may have ended by itself before: with much VRAM that takes seconds.
             let ends = format!("{error:#}").contains("process already finished");
             if !ends && self.status(world)?.as_deref() == Some("RUNNING") {
                 return Err(error);
@@ -336,9 +336,9 @@ impl Running {
     /// # Errors
     /// When ctr fails.
     pub fn delete(&self, world: &Testbed) -> Result<()> {
-        // `ctr run --rm` and a kill may have taken the task already.
+        // `ctr run --rm` and a kill may have removed the task already.
         if self.status(world)?.is_some() {
-            // Exits with the task's own status: only its absence afterwards counts.
+            // Exits with the task's own status: only the task's absence afterwards counts.
             world.ctr().args(["tasks", "delete", &self.id]).output()?;
         }
         containerd::run(world.ctr().args(["containers", "delete", &self.id])).map(|_| ())

@@ -29,7 +29,7 @@ pub const STOCK: &str = "io.containerd.runc.v2";
 
 /// The snippets that the documents tell users to install, so that the tests cover them.
 const REGISTER_V2: &str = include_str!("../../../config/containerd/affinode-v2.toml");
-/// Our shim, and where the snippet for containerd 2 has it.
+/// Affinode's shim, and its path in the snippet for containerd 2.
 const SHIM: &str = "containerd-shim-affinode-v1";
 const INSTALLED: &str = "/usr/local/bin/containerd-shim-affinode-v1";
 const REGISTER_V3: &str = include_str!("../../../config/containerd/affinode-v3.toml");
@@ -47,7 +47,7 @@ pub enum Layout {
     },
 }
 
-/// A containerd in a world's folder.
+/// A containerd in a testbed's folder.
 pub struct Containerd {
     release: Release,
     layout: Layout,
@@ -58,7 +58,8 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Writes the configuration, without our runtime. `env` reaches containerd, and so every shim and the controller.
+    /// Writes the configuration, without Affinode's runtime. `env` applies to containerd, and so to
+    /// every shim and the controller.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -118,7 +119,7 @@ impl Containerd {
         &self.release
     }
 
-    /// The file that it is started with.
+    /// Path of the configuration file that it is started with.
     #[must_use]
     pub fn config_file(&self) -> PathBuf {
         match self.rancher() {
@@ -127,13 +128,13 @@ impl Containerd {
         }
     }
 
-    /// The unit that it would be of.
+    /// The unit that a distribution would run it in.
     #[must_use]
     pub fn unit(&self) -> &'static str {
         self.rancher().map_or("containerd", |_| rancher::UNIT)
     }
 
-    /// Its process, while it runs.
+    /// Its process id, while it runs.
     #[must_use]
     pub fn pid(&self) -> Option<Pid> {
         self.pid.lock().ok().and_then(|pid| *pid)
@@ -145,7 +146,7 @@ impl Containerd {
         self.dir.join("containerd.sock")
     }
 
-    /// Where the bundles of a namespace are.
+    /// Folder of the bundles of a namespace.
     #[must_use]
     pub fn bundles(&self, namespace: &str) -> PathBuf {
         self.dir.join("state/io.containerd.runtime.v2.task").join(namespace)
@@ -157,7 +158,7 @@ impl Containerd {
         self.dir.join("containerd.log")
     }
 
-    /// Starts it and waits until it answers.
+    /// Starts it and waits until it replies.
     ///
     /// # Errors
     /// When it ends, or does not answer.
@@ -180,14 +181,14 @@ impl Containerd {
             if gone(pid) {
                 bail!("containerd ended; its log: {}", self.log().display());
             }
-            // Services load one after the other: namespaces alone come too early for CRI.
+            // Its services load one after the other: namespaces alone come too early for CRI.
             let answer =
                 self.ctr(keeper, "default").args(["plugins", "list", "--quiet"]).output()?;
             Ok((answer.status.success() && self.socket().exists()).then_some(()))
         })
     }
 
-    /// Ends it with a signal, as systemd (SIGTERM) or a crash (SIGKILL) would. Containers stay.
+    /// Ends it with a signal, as systemd (SIGTERM) or a crash (SIGKILL) would. Containers go on.
     ///
     /// # Errors
     /// When it is not running or does not end.
@@ -220,7 +221,7 @@ impl Containerd {
         run(self.ctr(keeper, namespace).args(["images", "import"]).arg(archive)).map(|_| ())
     }
 
-    /// `ctr` on this containerd, in the keeper's mount namespace.
+    /// `ctr` on this containerd, in the supervisor's mount namespace.
     #[must_use]
     pub fn ctr(&self, keeper: &Keeper, namespace: &str) -> Command {
         let mut command = keeper.command(&self.release.bin_dir.join("ctr"));
@@ -250,7 +251,7 @@ pub fn run(command: &mut Command) -> Result<String> {
     Ok(out.into_owned())
 }
 
-/// The end of what a program wrote: why it failed.
+/// The end of a program's output, which contains the error.
 fn last(text: &str) -> String {
     let lines: Vec<&str> = text.trim().lines().collect();
     lines.split_at(lines.len().saturating_sub(30)).1.join("\n")

@@ -28,7 +28,7 @@ use crate::{
     worker::{Lines, USUAL},
 };
 
-/// The users of the host that are those of a pod with a user namespace.
+/// The users of the host that a pod with a user namespace is mapped to.
 pub const OWN_USERS: IdMapping = IdMapping { host_id: 655_360, container_id: 0, length: 65_536 };
 
 /// A client of containerd's CRI service.
@@ -38,7 +38,7 @@ pub struct Cri {
 }
 
 impl Cri {
-    /// Connects, and waits until CRI serves: it begins to a moment after containerd.
+    /// Connects, and waits until CRI serves, which begins a moment after containerd's start.
     ///
     /// # Errors
     /// When CRI fails.
@@ -62,7 +62,8 @@ impl Cri {
         Ok(cri)
     }
 
-    /// What containerd says that pods of a runtime handler may have: a kubelet runs no others.
+    /// The features that containerd reports for a runtime handler: a kubelet runs no pods that need
+    /// others.
     ///
     /// # Errors
     /// When CRI fails, or knows no such handler.
@@ -182,8 +183,8 @@ fn host_network() -> Namespaces {
     Namespaces { network: NODE, userns_options: None }
 }
 
-/// Puts a pod and a container of it into users of their own, as a kubelet does for a pod that
-/// says `hostUsers: false`, and so into a network of their own.
+/// Puts a pod and a container of it into a user namespace, as a kubelet does for `hostUsers:
+/// false`, and so into a network namespace.
 pub fn of_own_users(pod: &mut PodConfig, container: &mut ContainerConfig) {
     let ids = vec![OWN_USERS];
     let users = UserNamespace { uids: ids.clone(), gids: ids.clone() };

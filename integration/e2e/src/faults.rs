@@ -1,5 +1,5 @@
-//! What goes wrong while a node is installed: each fault is made, and afterwards the node is as it
-//! was or properly installed, containerd serves, and the error says what to do.
+//! Faults during an installation: after each one the node is unchanged or properly installed,
+//! containerd serves, and the error says what to do.
 
 mod killed;
 
@@ -13,7 +13,7 @@ use crate::{cri::Cri, installed::Installation, snapshot::Snapshot, testbed::Test
 /// A fault on a node without an installation; returns the observation.
 pub type Fault = fn(&Testbed) -> Result<String>;
 
-/// Each of them, by name.
+/// The faults by name.
 pub const ALL: [(&str, Fault); 6] = [
     ("containerd fails to restart", restart_fails),
     ("full disk", full_disk),
@@ -25,7 +25,7 @@ pub const ALL: [(&str, Fault); 6] = [
 
 const HANDLER: &str = "affinode";
 
-/// The node as it was before, to be compared with.
+/// The node before the fault, for comparison.
 struct Scene<'a> {
     world: &'a Testbed,
     installation: Installation<'a>,
@@ -38,7 +38,7 @@ impl<'a> Scene<'a> {
         Ok(Self { world, installation, before: Snapshot::of(world.dir())? })
     }
 
-    /// Nothing of it is left, and containerd serves.
+    /// Requires that the node is unchanged, and that containerd serves.
     fn is_as_before(&self) -> Result<()> {
         self.before.same_as(&Snapshot::of(self.world.dir())?)?;
         Cri::connect(&self.world.containerd().socket()).map(|_| ())
@@ -66,7 +66,7 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// It must tell of this.
+/// Requires that the output contains each text.
 fn tells(said: &str, of: &[&str]) -> Result<()> {
     of.iter().try_for_each(|word| {
         ensure!(said.contains(word), "{said} does not tell of {word}");
@@ -74,7 +74,7 @@ fn tells(said: &str, of: &[&str]) -> Result<()> {
     })
 }
 
-/// With the new configuration containerd does not come up; with the old one it does.
+/// With the new configuration containerd does not start; with the old one it does.
 fn restart_fails(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let installation = &scene.installation;
@@ -100,7 +100,7 @@ fn full_disk(world: &Testbed) -> Result<String> {
     let mounts = format!("mkdir -p {place}; mount -t tmpfs -o size=256k none {place}");
     let said = scene.with_mounts(&mounts, &place.to_string(), &["--restart-mode", "none"])?;
     tells(&said, &["No space left", "--prefix"])?;
-    // Of the mount point.
+    // The empty folder of the mount point.
     fs::remove_dir(&prefix)?;
     scene.is_as_before()?;
     let state = scene.installation.state("");
@@ -116,7 +116,7 @@ fn full_disk(world: &Testbed) -> Result<String> {
     Ok(said)
 }
 
-/// There is room for our own files, and none beside containerd's.
+/// The disk has space for Affinode's files, but none beside containerd's.
 fn full_configuration(scene: &Scene) -> Result<()> {
     let own = [scene.world.prefix(), scene.installation.state("")];
     own.iter().try_for_each(fs::create_dir_all)?;
@@ -141,7 +141,7 @@ fn full_configuration(scene: &Scene) -> Result<()> {
     tells(&said?, &["No space left", "containerd.toml"])
 }
 
-/// As on systems whose /etc, or all of whose /usr, is read-only.
+/// As on systems with a read-only /etc or /usr.
 fn read_only(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let (prefix, state) = (world.prefix(), scene.installation.state(""));
@@ -191,7 +191,7 @@ fn broken_import(world: &Testbed) -> Result<String> {
     Ok(said.trim().to_owned())
 }
 
-/// While the first waits for containerd.
+/// A second installer starts while the first waits for containerd.
 fn second_installer(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let installation = &scene.installation;
@@ -216,7 +216,7 @@ fn second_installer(world: &Testbed) -> Result<String> {
     Ok(format!("refused while the first goes on to its end: {}", said.trim()))
 }
 
-/// With small programs, for time: what an installer does with them is the same.
+/// With small programs, to save time: an installer treats them alike.
 fn killed_at_every_step(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let artifacts = world.artifacts();
@@ -259,7 +259,7 @@ fn killed_at_every_step(world: &Testbed) -> Result<String> {
             let command = scene.installation.command(verb, more)?;
             at += 1;
             let Some(step) = killed::before_step(&command, at)? else { break };
-            // Healed by the one, then by the other, in turns.
+            // Repaired by an install or by an uninstall, in turns.
             let healed = if at % 2 == 0 { installed().and_then(|()| gone()) } else { gone() };
             healed.with_context(|| format!("{verb} was killed before its step {at}, {step}"))?;
         }
@@ -272,7 +272,7 @@ fn killed_at_every_step(world: &Testbed) -> Result<String> {
 }
 
 fn tempfile_dir(world: &Testbed) -> Result<std::path::PathBuf> {
-    // Below a folder that is no part of the node.
+    // In a folder that is no part of the node.
     let folder = world.dir().join("io/small");
     fs::create_dir_all(&folder)?;
     Ok(folder)

@@ -20,11 +20,11 @@ use crate::{
 
 /// Environment variable that names the simulated driver's socket.
 const SIM_SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
-/// Where containers see the simulated driver's socket.
+/// Folder of the simulated driver's socket in containers.
 const SIM_FOLDER: &str = "/run/affinode-sim";
-/// Where containers see the driver's libraries: a folder that glibc searches by itself.
+/// Folder of the driver's libraries in containers, which glibc searches by itself.
 pub(crate) const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
-/// And where they put the driver's tool.
+/// Path of the driver's tool in containers.
 const CONTAINER_TOOL: &str = "/usr/bin/nvidia-smi";
 /// The driver's libraries that compute needs: what the container toolkit mounts for `compute,utility`.
 const DRIVER_LIBRARIES: [&str; 6] = [
@@ -36,7 +36,7 @@ const DRIVER_LIBRARIES: [&str; 6] = [
     "libnvidia-gpucomp.so",
 ];
 
-/// Which GPU a world has.
+/// The GPU of a testbed.
 #[derive(Clone, Debug)]
 pub enum Gpu {
     /// Simulated by a daemon, with this many bytes of VRAM.
@@ -55,7 +55,7 @@ impl Gpu {
         Path::new("/dev/nvidiactl").exists() && Path::new("/dev/nvidia0").exists()
     }
 
-    /// The word for it in outputs.
+    /// Name of the kind for outputs.
     #[must_use]
     pub fn as_str(&self) -> &'static str {
         match self {
@@ -77,7 +77,8 @@ impl Gpu {
         env
     }
 
-    /// Starts what must run before the first container; `options` are the simulated daemon's.
+    /// Starts the processes that must run before the first container; `options` are the simulated
+    /// daemon's.
     ///
     /// # Errors
     /// When the simulated driver does not come up.
@@ -107,7 +108,7 @@ impl Gpu {
         until("the simulated GPU", || Ok(socket.exists().then_some(())))
     }
 
-    /// What a container gets.
+    /// The parts that a container needs.
     ///
     /// # Errors
     /// When a library of the driver cannot be found.
@@ -119,18 +120,18 @@ impl Gpu {
     }
 }
 
-/// VRAM in use on the first GPU, and by which processes.
+/// VRAM in use on the first GPU, in total and by process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Holders {
-    /// By all of them, and by what no process is named for.
+    /// Use by all processes, and by the driver itself.
     pub used_bytes: u64,
     /// By process id on the host.
     pub by_pid: BTreeMap<i32, u64>,
 }
 
 impl Gpu {
-    /// What the driver itself says of the first GPU, without asking the controller: the simulated
-    /// driver's daemon, or NVIDIA's own tool.
+    /// The figures of the first GPU from the driver, without the controller: from the simulated
+    /// driver's daemon, or from NVIDIA's own tool.
     ///
     /// # Errors
     /// When it does not answer, or shows no GPU.
@@ -164,7 +165,7 @@ fn real_holders() -> Result<Holders> {
     Ok(Holders { used_bytes: nvidia_smi_used_bytes()?, by_pid: listed_holders(&text)? })
 }
 
-/// Lines of a process id and MiB.
+/// Parses lines of a process id and MiB.
 fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
     let lines = text.lines().filter(|line| !line.trim().is_empty());
     let holder = |line: &str| -> Result<(i32, u64)> {
@@ -175,7 +176,7 @@ fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
     lines.map(holder).collect()
 }
 
-/// What makes a container a GPU container.
+/// The parts that make a container a GPU container.
 #[derive(Clone, Debug, Default)]
 pub struct ContainerParts {
     /// Environment variables that a program needs.

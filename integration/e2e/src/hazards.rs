@@ -124,11 +124,11 @@ pub struct Options {
     pub turns: usize,
 }
 
-/// Plays the hazards in worlds of this recipe. A row that fails does not keep the others from
+/// Plays the hazards in testbeds of this recipe. A row that fails does not keep the others from
 /// being played.
 ///
 /// # Errors
-/// When no world can be made.
+/// When no testbed can be made.
 pub fn run(
     recipe: &dyn Fn() -> TestbedConfig,
     options: &Options,

@@ -83,7 +83,7 @@ pub fn write_usual(archive: &Path) -> Result<()> {
     images.write(archive)
 }
 
-/// The layer, made once per process: reading the machine's files is the slow part.
+/// The layer, built once per process: reading the machine's files is slow.
 fn shared_layer() -> Result<&'static [u8]> {
     static LAYER: OnceLock<Result<Vec<u8>, String>> = OnceLock::new();
     let make = || usual_layer().and_then(Layer::finish).map_err(|error| format!("{error:#}"));
@@ -91,7 +91,7 @@ fn shared_layer() -> Result<&'static [u8]> {
     made.as_deref().map_err(|error| anyhow!("{error}"))
 }
 
-/// What the usual images hold, for one that holds more.
+/// The contents of the usual images, for one with more.
 ///
 /// # Errors
 /// When a file of the machine cannot be read.

@@ -1,5 +1,5 @@
-//! An installation of a world's own, made and taken off by the command `affinode`. Where it
-//! restarts containerd, a `systemctl` in its PATH asks us to, and waits.
+//! An installation in a testbed, made and removed by the command `affinode`. To restart containerd,
+//! a `systemctl` in its PATH sends a request to this program, and waits.
 
 use std::{
     fs,
@@ -16,14 +16,14 @@ use anyhow::{Context, Result, ensure};
 
 use crate::{artifacts::Artifacts, testbed::Testbed};
 
-/// How the programs of an installation are called.
+/// Names of the installed programs.
 pub const SHIM: &str = "containerd-shim-affinode-v1";
 /// Installed files, below the prefix.
 pub const FILES: [&str; 3] =
     ["bin/affinode", "bin/containerd-shim-affinode-v1", "lib/affinode/libaffinode_preload.so"];
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// Where it is, or will be.
+/// An installation, or the place for one.
 pub struct Installation<'a> {
     world: &'a Testbed,
     prefix: PathBuf,
@@ -33,10 +33,10 @@ pub struct Installation<'a> {
 }
 
 impl<'a> Installation<'a> {
-    /// Below `prefix`, with a handler of that name. Nothing is installed yet.
+    /// An installation below `prefix` with a handler of this name; nothing is installed yet.
     ///
     /// # Errors
-    /// When the world's folder cannot be written.
+    /// When the testbed's folder cannot be written.
     pub fn new(world: &'a Testbed, prefix: &Path, handler: &str) -> Result<Self> {
         let tools = world.dir().join("tools");
         fs::create_dir_all(&tools)?;
@@ -44,7 +44,7 @@ impl<'a> Installation<'a> {
         Ok(Self { world, prefix: prefix.to_owned(), state_dir, tools, handler: handler.into() })
     }
 
-    /// A file of it.
+    /// Path of an installed file.
     #[must_use]
     pub fn file(&self, name: &str) -> PathBuf {
         self.prefix.join(name)
@@ -56,7 +56,7 @@ impl<'a> Installation<'a> {
         self.file("bin").join(SHIM)
     }
 
-    /// A file of its record's folder.
+    /// Path of a file in its record's folder.
     #[must_use]
     pub fn state(&self, name: &str) -> PathBuf {
         self.state_dir.join(name)
@@ -96,7 +96,7 @@ impl<'a> Installation<'a> {
         Ok(command)
     }
 
-    /// Runs it, however it ends.
+    /// Runs it, with any result.
     ///
     /// # Errors
     /// When it cannot be run.
@@ -126,7 +126,7 @@ impl<'a> Installation<'a> {
         Ok(said)
     }
 
-    /// A `systemctl restart` that does this.
+    /// Installs a `systemctl restart` with this script.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -189,8 +189,8 @@ impl<'a> Installation<'a> {
     }
 }
 
-/// Fills a folder with another build of the same version, as far as files can tell: each of the
-/// programs and the library has bytes behind its end, which no loader reads.
+/// Fills a folder with another build of the same version, by its bytes: each of the programs and
+/// the library has extra bytes at its end, which no loader reads.
 ///
 /// # Errors
 /// When a file is missing, or cannot be copied.

@@ -1,16 +1,16 @@
-//! The end-to-end suite's private worlds, also used by the demo, the bench and
+//! The end-to-end suite's private testbeds, also used by the demo, the bench and
 //! the kit for GPU machines.
 //!
 //! | module | is |
 //! | --- | --- |
 //! | [`testbed`] | one containerd, one GPU, one controller in one folder; ends without a trace |
-//! | [`supervisor`] | the process that owns all that a world starts |
+//! | [`supervisor`] | the process that owns all that a testbed starts |
 //! | [`containerd`], [`release`] | a private containerd, and which releases there are |
 //! | [`gpu`] | the simulated GPU, or the machine's own |
 //! | [`image`] | images made from the machine's own files |
 //! | [`container`], [`worker`] | containers, and the CUDA program that tests talk to |
 //! | [`cri`] | pods, as a kubelet runs them |
-//! | [`installed`] | an installation of a world's own, by `affinode install` |
+//! | [`installed`] | an installation of a testbed's own, by `affinode install` |
 //! | [`faults`], [`snapshot`] | what goes wrong meanwhile, and a node's files byte for byte |
 //! | [`cli`] | the `affinode` command |
 //! | [`language`] | counts of what the language of the project avoids, and their limits |

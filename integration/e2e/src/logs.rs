@@ -1,8 +1,8 @@
-//! What a failed test shows of its world before it is removed.
+//! The output of a failed test: the logs of its testbed, before it is removed.
 
 use std::path::{Path, PathBuf};
 
-/// Lines that are shown of each log.
+/// Lines printed of each log.
 const LINES: usize = 40;
 
 /// The logs of a world: in its folder, and its `run` and `io` folders.
@@ -28,7 +28,7 @@ pub(crate) fn show(dir: &Path) {
     }
 }
 
-/// Keeps a log of a world where `AFFINODE_E2E_KEEP_LOGS` names a folder.
+/// Keeps a log of a testbed where `AFFINODE_E2E_KEEP_LOGS` names a folder.
 pub(crate) fn keep(dir: &Path, log: &Path) {
     let keep = std::env::var_os("AFFINODE_E2E_KEEP_LOGS").map(PathBuf::from);
     if let (Some(keep), Some(name)) = (keep, log.file_name()) {

@@ -1,4 +1,4 @@
-//! The memory cgroup above all containers of a world: what a pod's is in a cluster.
+//! The memory cgroup above all containers of a testbed, like that of a pod in a cluster.
 
 use std::path::{Path, PathBuf};
 
@@ -6,13 +6,13 @@ use anyhow::{Context, Result};
 
 use crate::{container::Spec, supervisor::cgroup_folders, testbed::Testbed};
 
-/// The world's folder in the hierarchy that limits memory.
+/// The testbed's folder in the hierarchy that limits memory.
 ///
 /// # Errors
 /// When no hierarchy does, or the container that makes the folder does not run.
 pub fn folder(world: &Testbed) -> Result<PathBuf> {
     if cgroup_folders(world.dir()).is_empty() {
-        // Made with the first container.
+        // The cgroup is created with the first container.
         Spec::gpu("first", &["/bin/true"]).run(world)?;
     }
     cgroup_folders(world.dir())

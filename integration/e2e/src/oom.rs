@@ -1,4 +1,4 @@
-//! The kernel's killer, as memory cgroups count it.
+//! Kills by the kernel's OOM killer, as memory cgroups count them.
 
 use std::{
     path::{Path, PathBuf},
@@ -12,11 +12,11 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// Between two looks: far less than a runtime needs to remove the cgroup of a process that was killed.
+/// Interval of the checks: far less than a runtime needs to remove the cgroup of a killed process.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// How many processes the kernel has killed for the memory limit of a cgroup or of one above it.
-/// `None` where the folder is gone, or its hierarchy does not count memory.
+/// Number of processes that the kernel has killed for the memory limit of a cgroup or of one above
+/// it. `None` if the folder is gone, or its hierarchy does not count memory.
 #[must_use]
 pub fn kills(folder: &Path) -> Option<u64> {
     // Version 2, version 1.
@@ -27,8 +27,8 @@ pub fn kills(folder: &Path) -> Option<u64> {
     count.and_then(|count| count.trim().parse().ok())
 }
 
-/// Host memory that the processes of a cgroup, and of those below it, cannot do without: anonymous and
-/// shared memory, without files that the kernel may drop.
+/// Host memory that the processes of a cgroup, and of those below it, need: anonymous and shared
+/// memory, without files that the kernel may drop.
 ///
 /// # Errors
 /// When its hierarchy does not count memory.
@@ -44,7 +44,7 @@ pub fn spent_bytes(folder: &Path) -> Result<u64> {
     Ok(anonymous.context("no anonymous memory")? + shared.context("no shared memory")?)
 }
 
-/// Looks at cgroups as long as they are there: a runtime removes them with the container.
+/// Polls cgroups until they are removed: a runtime removes them with the container.
 pub struct OomWatch {
     seen: Arc<AtomicU64>,
     over: Arc<AtomicBool>,
@@ -52,7 +52,7 @@ pub struct OomWatch {
 }
 
 impl OomWatch {
-    /// Begins to look at these folders.
+    /// Starts to poll these folders.
     #[must_use]
     pub fn start(folders: Vec<PathBuf>) -> Self {
         let (seen, over) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
@@ -67,7 +67,7 @@ impl OomWatch {
         Self { seen, over, thread: Some(thread) }
     }
 
-    /// The most that a folder has shown so far.
+    /// The maximum of a folder up to now.
     #[must_use]
     pub fn kills(&self) -> u64 {
         self.seen.load(Ordering::SeqCst)

@@ -1,4 +1,4 @@
-//! The processes of a world: the keeper's descendants.
+//! The processes of a world: the supervisor's descendants.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -21,7 +21,7 @@ pub struct Process {
 pub fn descriptors(pid: i32) -> Result<Vec<String>> {
     let folder = format!("/proc/{pid}/fd");
     let entries = std::fs::read_dir(&folder).with_context(|| folder)?;
-    // One that was closed meanwhile is none.
+    // A descriptor that was closed meanwhile is skipped.
     let links = entries.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok());
     Ok(links.map(|link| link.to_string_lossy().into_owned()).collect())
 }
@@ -37,7 +37,7 @@ pub fn resident_bytes(pid: i32) -> Result<u64> {
     Ok(kib.trim().parse::<u64>()? << 10)
 }
 
-/// The sealed files of content that is held once which a process has mapped: their inodes.
+/// Inodes of the sealed files with shared contents that a process has mapped.
 ///
 /// # Errors
 /// When it is gone.
@@ -73,7 +73,7 @@ pub(crate) fn descendants(of: i32) -> Result<Vec<i32>> {
         let Some(pid) = name.to_str().and_then(|name| name.parse::<i32>().ok()) else {
             continue;
         };
-        // A process that ended meanwhile has no parent to speak of.
+        // A process that ended meanwhile has no parent.
         if let Some(parent) = parent(pid) {
             children.entry(parent).or_default().push(pid);
         }

@@ -20,12 +20,13 @@ pub const UNIT: &str = "k3s-lab";
 /// In their folder of data.
 const FOLDER: &str = "agent/etc/containerd";
 const BASE: &str = "{{ template \"base\" . }}";
-/// Their templates, the first that is there being read, and the version of the file that is made.
+/// Their templates, of which they read the first that exists, and the version of the generated
+/// file.
 const TEMPLATES: [(&str, u8); 2] = [("config-v3.toml.tmpl", 3), ("config.toml.tmpl", 2)];
 /// The name under which they detect NVIDIA's runtime; here it is runc.
 const NVIDIA: &str = "nvidia-container-runtime";
 
-/// k3s or rke2 of a world.
+/// A k3s or rke2 of a testbed.
 pub struct Rancher<'a> {
     /// Release line of their containerd.
     pub line: Line,
@@ -58,9 +59,9 @@ impl Rancher<'_> {
         Ok(std::os::unix::fs::symlink(runc.context("no runc")?, self.dir.join(NVIDIA))?)
     }
 
-    /// Writes containerd's file, as at each start.
+    /// Writes containerd's file, as they do at each start.
     pub fn render(&self) -> Result<()> {
-        // With containerd 1.x they know of the older one alone.
+        // With containerd 1.x they read the older template only.
         let known = if self.line == Line::V2 { &TEMPLATES[..] } else { &TEMPLATES[1..] };
         let there = known.iter().find_map(|(name, version)| {
             Some((fs::read_to_string(self.folder().join(name)).ok()?, *version))
@@ -128,7 +129,7 @@ SystemdCgroup = false
         )
     }
 
-    /// How they start it: found in PATH, in the cgroup of their unit.
+    /// Their command line for containerd: found in PATH, in the cgroup of their unit.
     pub fn argv(&self) -> Result<Vec<String>> {
         let unit = self.cgroup();
         fs::create_dir_all(&unit).with_context(|| format!("cannot make {}", unit.display()))?;
@@ -166,7 +167,7 @@ SystemdCgroup = false
     }
 }
 
-/// A number, a blank, and the word.
+/// Whether a line has a number, a blank, and the word.
 fn is_listed(line: &str, word: &str) -> bool {
     let digit = |at: usize| line[..at].ends_with(|last: char| last.is_ascii_digit());
     line.match_indices(&format!(" {word}")).any(|(at, _)| digit(at))

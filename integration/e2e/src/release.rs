@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::artifacts::Artifacts;
 
-/// A line of releases whose shim contract differs from the others'.
+/// A line of releases with a shim contract of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Line {
     /// containerd 1.6: one start per container, address as text.
@@ -38,7 +38,7 @@ impl Line {
             .find_map(|(prefix, line)| version.starts_with(prefix).then_some(line))
     }
 
-    /// How people call it.
+    /// Usual name of the line.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -54,23 +54,23 @@ impl Line {
 pub struct Release {
     /// Release line of this version.
     pub line: Line,
-    /// Its version, as it says itself.
+    /// Version that it reports itself.
     pub version: String,
     /// The folder that holds `containerd`, `ctr` and `containerd-shim-runc-v2`.
     pub bin_dir: PathBuf,
 }
 
-/// What `cargo xtask deps` found or fetched: `cache/releases.json`.
+/// The releases that `cargo xtask deps` found or fetched: `cache/releases.json`.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Releases {
-    /// Those that can be used.
+    /// Releases that can be used.
     pub available: Vec<Release>,
-    /// Those that cannot, and why.
+    /// Lines that cannot be used, with the reason.
     pub unavailable: BTreeMap<String, String>,
 }
 
 impl Releases {
-    /// Where the list is kept.
+    /// Path of the list.
     #[must_use]
     pub fn file(artifacts: &Artifacts) -> PathBuf {
         artifacts.cache_dir().join("releases.json")
@@ -87,7 +87,7 @@ impl Releases {
         serde_json::from_slice(&text).with_context(|| format!("{} is damaged", file.display()))
     }
 
-    /// The release of a line; `None` when the machine cannot have it, said on standard error.
+    /// The release of a line; `None`, with the reason on stderr, if the machine cannot have it.
     ///
     /// # Errors
     /// When the line is neither available nor known to be unavailable.
@@ -110,7 +110,7 @@ impl Releases {
 }
 
 impl Release {
-    /// Asks a containerd for its version.
+    /// Queries the version of a containerd.
     ///
     /// # Errors
     /// When it cannot be run, or is of no known line.

@@ -1,4 +1,4 @@
-//! Which shared libraries a program needs, as the machine's own loader says.
+//! The shared libraries that a program needs, from the machine's own loader.
 
 use std::{
     collections::BTreeSet,

@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use sha2::{Digest, Sha256};
 
-/// What containerd, containers and this program keep in a world's folder: not the node's files.
+/// What containerd, containers and this program keep in a testbed's folder: not the node's files.
 const RUNTIME: [&str; 8] = ["images.tar", "io", "pods", "run", "sim", "state", "store", "tools"];
 
 /// Every file and folder, with its mode and content.
@@ -18,7 +18,7 @@ const RUNTIME: [&str; 8] = ["images.tar", "io", "pods", "run", "sim", "state", "
 pub struct Snapshot(BTreeMap<PathBuf, String>);
 
 impl Snapshot {
-    /// Looks at a world's folder. Logs and sockets are no files of the node either.
+    /// Reads a testbed's folder. Logs and sockets are no files of the node either.
     ///
     /// # Errors
     /// When a file cannot be read.
@@ -51,13 +51,13 @@ impl Snapshot {
         Ok(Self(seen))
     }
 
-    /// How many files and folders.
+    /// Number of files and folders.
     #[must_use]
     pub fn count(&self) -> usize {
         self.0.len()
     }
 
-    /// Demands that nothing differs.
+    /// Requires that nothing differs.
     ///
     /// # Errors
     /// What differs.

@@ -74,7 +74,7 @@ pub use immediate::{CONFIG as IMMEDIATE, takes_room as takes_room_at_once};
 pub use oversubscription::oversubscribed;
 pub use report::{Report, Rows};
 
-/// Idle after a second; nothing keeps a container once it is idle.
+/// Idle after a second, without a minimum residency.
 const CONFIG: &str = r#"
 [policy]
 mode = "eager"
@@ -88,15 +88,14 @@ sample_interval = "100ms"
 [log]
 level = "info,affinode_controller::agents=debug"
 "#;
-/// Annotation of a container that moves by order alone.
+/// Annotation of a container that is offloaded on request only.
 const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
 
-/// Runs all parts, or those with one of the wanted words in their names, with this
-/// containerd and GPU. A part that fails is a row that is
-/// not met; the others go on.
+/// Runs all parts, or those with one of the wanted words in their names, with this containerd and
+/// GPU. A part that fails becomes a missed row; the others go on.
 ///
 /// # Errors
-/// When no world can be made.
+/// When no testbed can be made.
 pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     let world =
         TestbedConfig::default().release(release).gpu(gpu.clone()).config(CONFIG).world()?;
@@ -145,7 +144,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     Ok(report)
 }
 
-/// What needs the machine's torch, and its JAX.
+/// Parts that need the machine's torch and JAX.
 fn with_python(report: &mut Report, python: &python::Python) {
     let world = python.world;
     report.part(world, "NVML while offloaded, pynvml", |_, rows| nvml::python(python, rows));
@@ -174,10 +173,10 @@ fn with_python(report: &mut Report, python: &python::Python) {
     report.part(world, "cost of a torch step", |_, rows| torch::step_cost(python, rows));
 }
 
-/// Programs of many kinds, moved by each engine: transformers, cuDNN, CUDA graphs, CuPy, Triton.
+/// Programs of many kinds with each engine: transformers, cuDNN, CUDA graphs, CuPy, Triton.
 ///
 /// # Errors
-/// When no world can be made.
+/// When no testbed can be made.
 pub fn programs(release: &Release, gpu: Gpu) -> Result<Report> {
     alone_with(release, gpu, programs::all)
 }
@@ -185,12 +184,12 @@ pub fn programs(release: &Release, gpu: Gpu) -> Result<Report> {
 /// The time of steps with an engine and with the stock runtime.
 ///
 /// # Errors
-/// When no world can be made.
+/// When no testbed can be made.
 pub fn steps(release: &Release, gpu: Gpu) -> Result<Report> {
     alone_with(release, gpu, steps::all)
 }
 
-/// A report of its own, from a world of its own.
+/// A separate report, from a separate testbed.
 fn alone_with(
     release: &Release,
     gpu: Gpu,
@@ -204,7 +203,7 @@ fn alone_with(
 }
 
 fn finish(world: &Testbed, report: &mut Report) {
-    // Where nothing could be carried out there was never a controller.
+    // If no part could run, there never was a controller.
     let node = world.cli().ps_now().unwrap_or_default();
     if let Some(gpu) = node.gpus.first() {
         report.name_gpu(&gpu.name);
@@ -216,10 +215,11 @@ fn finish(world: &Testbed, report: &mut Report) {
     }
 }
 
-/// What moves cost with each engine: a file for each, `calibration-ENGINE.toml`, in a folder.
+/// Measures the costs of moves with each engine: one file for each, `calibration-ENGINE.toml`, in a
+/// folder.
 ///
 /// # Errors
-/// When no world can be made, or a process does not move.
+/// When no testbed can be made, or a process does not move.
 pub fn calibrations(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>> {
     let world = TestbedConfig::default().release(release).gpu(gpu).config(CONFIG).world()?;
     let mut files = Vec::new();
@@ -236,7 +236,7 @@ pub fn calibrations(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<Pa
 /// Records the dashboard's stream of a node with three containers, as files in a folder.
 ///
 /// # Errors
-/// When no world can be made, or a container does not start.
+/// When no testbed can be made, or a container does not start.
 pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>> {
     let world = TestbedConfig::default().release(release).gpu(gpu).config(CONFIG).world()?;
     recording::record(&world, folder)

@@ -28,26 +28,25 @@ use serde::{Deserialize, Serialize};
 pub use client::Keeper;
 pub use server::serve;
 
-/// In the world's folder: where containerd keeps images and snapshots. On a tmpfs
-/// of its own, because overlayfs cannot stand on the overlayfs that a machine's
-/// root may be.
+/// Folder of containerd's images and snapshots in the testbed's folder. It is a separate tmpfs,
+/// because overlayfs cannot be stacked on the overlayfs that a machine's root may be.
 pub(crate) const STORE: &str = "store";
 
-/// What of the machine a world has for itself.
+/// The parts of the machine that a testbed has privately.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
     /// Mounts that it creates.
     #[default]
     Mounts,
-    /// Its network as well, and the folders that a kubelet always uses: a node of a cluster.
+    /// Its network too, and the fixed folders of a kubelet: a node of a cluster.
     Node,
 }
 
 impl Scope {
-    /// The keeper's second argument, for a node.
+    /// Second argument of the supervisor, for a node.
     const NODE: &str = "node";
 
-    /// From the keeper's second argument.
+    /// Parses the supervisor's second argument.
     #[must_use]
     pub fn of(argument: Option<&std::ffi::OsStr>) -> Self {
         if argument.is_some_and(|word| word == Self::NODE) { Scope::Node } else { Scope::Mounts }
@@ -59,23 +58,23 @@ impl Scope {
 pub struct Job {
     /// Program and its arguments.
     pub argv: Vec<String>,
-    /// Added to the keeper's own environment.
+    /// Added to the supervisor's own environment.
     pub env: BTreeMap<String, String>,
-    /// Where standard output and standard error are appended.
+    /// File to which stdout and stderr are appended.
     pub log: PathBuf,
 }
 
-/// What the keeper answers: to the start of itself, and to each [`Job`].
+/// Reply of the supervisor to its own start, and to each [`Job`].
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Reply {
-    /// Ready, or the job runs: its process id.
+    /// Process id: the supervisor is ready, or the job runs.
     Pid(u32),
     /// Reason of the failure.
     Error(String),
 }
 
-/// The folder of cgroups that a world's containers go to, below every hierarchy.
+/// The folder of cgroups that a testbed's containers go to, below every hierarchy.
 #[must_use]
 pub fn cgroup_parent(world: &std::path::Path) -> String {
     let name = world.file_name().map_or_else(|| "world".into(), |name| name.to_string_lossy());

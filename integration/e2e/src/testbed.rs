@@ -22,13 +22,13 @@ use crate::{
 
 /// Bytes in a MiB.
 pub const MIB: u64 = 1 << 20;
-/// VRAM of a simulated GPU that no test fills by accident.
+/// VRAM of a simulated GPU that is more than any test needs.
 pub const PLENTY_BYTES: u64 = 4096 * MIB;
 
-/// In the folder of a node's world.
+/// In the folder of a node's testbed.
 const PREFIX: &str = "prefix";
 
-/// What a world is made of. [`TestbedConfig::world`] makes it.
+/// Configuration of a testbed. [`TestbedConfig::world`] creates it.
 pub struct TestbedConfig {
     artifacts: Option<Artifacts>,
     release: Option<Release>,
@@ -69,7 +69,7 @@ impl TestbedConfig {
         self
     }
 
-    /// With this containerd instead of the machine's own.
+    /// Uses this containerd instead of the machine's own.
     #[must_use]
     pub fn release(mut self, release: &Release) -> Self {
         self.release = Some(release.clone());
@@ -83,64 +83,64 @@ impl TestbedConfig {
         self
     }
 
-    /// With this `config.toml` of Affinode.
+    /// Uses this `config.toml` of Affinode.
     #[must_use]
     pub fn config(mut self, text: &str) -> Self {
         text.clone_into(&mut self.config);
         self
     }
 
-    /// With images in CRI's namespace as well.
+    /// Imports the images into CRI's namespace as well.
     #[must_use]
     pub fn cri(mut self) -> Self {
         self.images.push("k8s.io");
         self
     }
 
-    /// As a node of a cluster that has nothing of Affinode yet: a network of its own, a containerd
-    /// that finds our files in [`Testbed::prefix`] once they are there.
+    /// A node of a cluster without Affinode: a private network, and a containerd that finds
+    /// Affinode's files in [`Testbed::prefix`] once they are there.
     #[must_use]
     pub fn node(mut self) -> Self {
         self.scope = Scope::Node;
         self.cri()
     }
 
-    /// As a node of k3s or rke2, which write containerd's configuration at each start.
+    /// A node of k3s or rke2, which write containerd's configuration at each start.
     #[must_use]
     pub fn rancher(mut self, imports: bool) -> Self {
         self.layout = Layout::Rancher { imports };
         self.node()
     }
 
-    /// With the runc that `cargo xtask deps` built: it can give pods users of their own.
+    /// Uses the runc that `cargo xtask deps` built, which supports user namespaces.
     #[must_use]
     pub fn own_users(mut self) -> Self {
         self.own_users = true;
         self
     }
 
-    /// In a folder with this name at its end, instead of a number.
+    /// Uses a folder that ends in this name instead of a number.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// With one more variable in containerd's environment.
+    /// Adds a variable to containerd's environment.
     #[must_use]
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.env.insert(name.into(), value.into());
         self
     }
 
-    /// With these further options of the simulated GPU's daemon. A machine's own GPU has none.
+    /// Adds options of the simulated GPU's daemon. A machine's own GPU has none.
     #[must_use]
     pub fn sim_options(mut self, options: &[&str]) -> Self {
         self.sim_options.extend(options.iter().map(|&option| option.to_owned()));
         self
     }
 
-    /// Makes the world and waits until its containerd answers.
+    /// Creates the testbed and waits until its containerd replies.
     ///
     /// # Errors
     /// When a part is missing or does not start.
@@ -200,9 +200,9 @@ impl TestbedConfig {
     }
 }
 
-/// A running world. Dropping it ends and removes everything in it.
+/// A running testbed. Dropping it ends and removes everything in it.
 pub struct Testbed {
-    // Fields are dropped in this order: the keeper ends the processes.
+    // Fields are dropped in this order: the supervisor ends the processes.
     keeper: Keeper,
     containerd: Containerd,
     gpu: Gpu,
@@ -212,7 +212,7 @@ pub struct Testbed {
 }
 
 impl Testbed {
-    /// A world of the defaults: the machine's containerd, a simulated GPU with plenty of VRAM.
+    /// A testbed with defaults: the machine's containerd, a simulated GPU with plenty of VRAM.
     ///
     /// # Errors
     /// As [`TestbedConfig::world`].
@@ -226,7 +226,7 @@ impl Testbed {
         &self.dir
     }
 
-    /// Where Affinode is installed in the world of a node.
+    /// Folder of Affinode's installation in the testbed of a node.
     #[must_use]
     pub fn prefix(&self) -> PathBuf {
         self.dir.join(PREFIX)
@@ -268,7 +268,7 @@ impl Testbed {
         self.containerd.ctr(&self.keeper, "default")
     }
 
-    /// A program on the host that finds the world's GPU, outside all containers.
+    /// A program on the host, outside of all containers, that finds the testbed's GPU.
     #[must_use]
     pub fn host_gpu_command(&self, program: &Path) -> std::process::Command {
         let mut command = std::process::Command::new(program);
@@ -282,7 +282,7 @@ impl Testbed {
         cgroup_parent(&self.dir)
     }
 
-    /// Shims that run, stock and ours. The controller is the same binary, and none of them.
+    /// Running shims, stock and Affinode's. The controller is the same binary, and is not included.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -292,7 +292,7 @@ impl Testbed {
         Ok(found)
     }
 
-    /// The controller, while there is one.
+    /// The controller's process, if one runs.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -301,7 +301,7 @@ impl Testbed {
         Ok(found.into_iter().find(is_controller))
     }
 
-    /// Processes of the world whose command lines hold `part`.
+    /// Processes of the testbed whose command lines hold `part`.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -317,7 +317,7 @@ impl Testbed {
         let listed = containerd::run(self.ctr().args(["containers", "list", "--quiet"]))?;
         for id in listed.lines() {
             let running = Running { id: id.into() };
-            // One whose input has ended may end by itself just now.
+            // A program whose input has ended may end by itself at this moment.
             if running.status(self)?.as_deref() == Some("RUNNING")
                 && let Err(error) = running.kill(self)
                 && running.status(self)?.as_deref() == Some("RUNNING")
@@ -334,12 +334,12 @@ impl Testbed {
         self.keeper.end();
     }
 
-    /// Prints what the world's programs logged, for a test that failed.
+    /// Prints the logs of the testbed's programs, for a failed test.
     pub fn show_logs(&self) {
         crate::logs::show(&self.dir);
     }
 
-    /// Keeps them where `AFFINODE_E2E_KEEP_LOGS` names a folder.
+    /// Keeps the logs if `AFFINODE_E2E_KEEP_LOGS` names a folder.
     pub fn keep_logs(&self) {
         crate::logs::all(&self.dir).for_each(|log| crate::logs::keep(&self.dir, &log));
     }
@@ -382,7 +382,7 @@ fn new_folder(name: Option<&str>) -> Result<PathBuf> {
     let name = name.map_or_else(number, str::to_owned);
     let dir = std::env::temp_dir().join(format!("afn-{:x}-{name}", std::process::id()));
     std::fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-    // Containers run as other users and reach into it.
+    // Containers run as other users and access it.
     std::fs::set_permissions(&dir, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
     Ok(dir)
 }

@@ -1,13 +1,13 @@
-//! Waiting for a condition, with a deadline and without a word about speed.
+//! Waits for a condition, with a deadline that says nothing about speed.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-/// Far beyond anything a healthy machine needs: reaching it is a failure, not a measurement.
+/// Far longer than a healthy machine needs: reaching it is a failure, not a measurement.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Probes until the condition holds and returns what the probe found.
+/// Probes until the condition holds, and returns the probe's value.
 ///
 /// # Errors
 /// When the probe fails, or [`WAIT_TIMEOUT`] is over; `what` completes "waited for …".
@@ -15,7 +15,7 @@ pub fn until<T>(what: &str, probe: impl FnMut() -> Result<Option<T>>) -> Result<
     until_within(WAIT_TIMEOUT, what, probe)
 }
 
-/// The same, where a healthy machine may need longer than [`WAIT_TIMEOUT`].
+/// Like [`until`], where a healthy machine may need longer than [`WAIT_TIMEOUT`].
 ///
 /// # Errors
 /// When the probe fails, or the time is over.

@@ -1,4 +1,4 @@
-//! The CUDA program that tests talk to: commands in, lines of JSON out.
+//! The CUDA program that tests drive: commands in, lines of JSON out.
 
 use std::{
     fs::{File, OpenOptions},
@@ -34,12 +34,13 @@ impl Lines {
         Self::open_pair(folder, "")
     }
 
-    /// The same, of pipes with a suffix after `in` and `out`.
+    /// Like [`Lines::open`], for pipes with a suffix after `in` and `out`.
     ///
     /// # Errors
     /// When they cannot be opened.
     pub fn open_pair(folder: &Path, suffix: &str) -> Result<Self> {
-        // Read and write: an end of ours stays open, so neither open nor write blocks or fails.
+        // Opened for reading and writing: this end stays open, so neither open nor write blocks or
+        // fails.
         let open = |name: &str| {
             OpenOptions::new().read(true).write(true).open(folder.join(format!("{name}{suffix}")))
         };
@@ -72,7 +73,7 @@ impl Lines {
         line.with_context(|| format!("the program did not answer in {} s", WAIT_TIMEOUT.as_secs()))
     }
 
-    /// Waits for the next line until then; `None` when none came.
+    /// Waits for the next line until the deadline; `None` if none came.
     ///
     /// # Errors
     /// When the pipe is broken.
@@ -94,7 +95,7 @@ impl Lines {
         }
     }
 
-    /// Whether a line, or a part of one, is there now.
+    /// Whether a line, or a part of one, is readable.
     ///
     /// # Errors
     /// When the pipe cannot be polled.
@@ -104,7 +105,7 @@ impl Lines {
     }
 }
 
-/// An answer of a client program: one line of JSON.
+/// A reply of a client program: one line of JSON.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Answer {
@@ -112,35 +113,35 @@ pub struct Answer {
     pub command: String,
     /// The `CUresult` of the command.
     pub result: i32,
-    /// How long the call took.
+    /// Duration of the call.
     pub elapsed_us: u64,
-    /// Whether every word was right.
+    /// Whether every word was as expected.
     pub ok: Option<bool>,
-    /// Where in the program something was not as it should be.
+    /// Line of the program's source at which a check failed.
     pub line: Option<u32>,
-    /// How much was compared.
+    /// Number of bytes compared.
     pub bytes: Option<u64>,
     /// Checksum over all words.
     pub checksum: Option<String>,
-    /// How often every word was changed.
+    /// Number of changes to every word.
     pub touches: Option<u64>,
     /// User id of the program.
     pub uid: Option<u32>,
-    /// In the program's own pid namespace.
+    /// Process id in the program's own pid namespace.
     pub pid: Option<i32>,
-    /// What the GPU calls itself.
+    /// Name of the GPU from the driver.
     pub device_name: Option<String>,
     /// Free VRAM in bytes.
     pub free_bytes: Option<u64>,
-    /// VRAM that was free at the start and is not at the end.
+    /// VRAM that was free at the start and is not at the end, in bytes.
     pub missing_bytes: Option<u64>,
-    /// How often a thread has polled.
+    /// Number of polls of a thread.
     pub polls: Option<u32>,
-    /// Of a forked child.
+    /// Result of a forked child.
     pub child_result: Option<i32>,
-    /// What a call of the driver's checkpoint interface gave, beside its result.
+    /// Value that a checkpoint call returned beside its result.
     pub value: Option<i32>,
-    /// Of legacy IPC, in hex.
+    /// Handle of legacy IPC, in hex.
     pub handle: Option<String>,
 }
 
@@ -155,7 +156,7 @@ pub struct Worker {
 pub const USUAL: &str = "dlopen_dlsym";
 
 impl Worker {
-    /// Starts one as root, and waits until it has filled its VRAM.
+    /// Starts a worker as root, and waits until it has filled its VRAM.
     ///
     /// # Errors
     /// When the container does not start, or CUDA fails.
@@ -165,23 +166,23 @@ impl Worker {
         Ok(worker)
     }
 
-    /// What [`Worker::start`] runs, with any of the programs made from `worker.c`.
+    /// The container of [`Worker::start`], with any of the programs built from `worker.c`.
     #[must_use]
     pub fn spec(id: &str, program: &str, mib: u64) -> Spec {
         let program = format!("{CLIENTS}/{program}");
-        // The id as seed: no two workers hold the same contents.
+        // The id is the seed: workers have different contents.
         let seed: u32 =
             id.bytes().fold(1, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
         Spec::gpu(id, &[&program, "--mib", &mib.to_string(), "--seed", &seed.to_string()])
     }
 
-    /// A container of the program that maps its memory piece by piece, moved by an engine.
+    /// A container of the program that maps its memory in pieces, with an engine.
     #[must_use]
     pub fn segments(id: &str, engine: &str, mib: u64) -> Spec {
         Worker::pieces(id, engine, mib, &[])
     }
 
-    /// The same, with more arguments.
+    /// Like [`Worker::segments`], with more arguments.
     #[must_use]
     pub fn pieces(id: &str, engine: &str, mib: u64, more: &[&str]) -> Spec {
         let (program, mib) = (format!("{CLIENTS}/segments"), mib.to_string());
@@ -189,7 +190,7 @@ impl Worker {
         Spec::gpu(id, &argv).annotation("affinode.io/engine", engine)
     }
 
-    /// A container of the program whose memory comes in the order of streams, moved by an engine.
+    /// A container of the program with stream-ordered memory, with an engine.
     #[must_use]
     pub fn pools(id: &str, engine: &str, mib: u64) -> Spec {
         let (program, mib) = (format!("{CLIENTS}/pools"), mib.to_string());
@@ -199,7 +200,7 @@ impl Worker {
             .annotation("affinode.io/engine", engine)
     }
 
-    /// What that program does between two moves, each with a word on whether all was well.
+    /// Steps of that program between two moves; each reports whether its checks passed.
     pub const POOL_TURNS: [&str; 11] = [
         "touch",
         "churn",
@@ -214,7 +215,7 @@ impl Worker {
         "hold",
     ];
 
-    /// Starts a container whose program talks in lines; waits for nothing.
+    /// Starts a container whose program exchanges lines; waits for nothing.
     ///
     /// # Errors
     /// When the container does not start.
@@ -224,7 +225,7 @@ impl Worker {
         Self::attach(&spec, &pipes)
     }
 
-    /// Talks to a container that was, or will be, started from a specification with pipes.
+    /// Attaches to a container with pipes that was, or will be, started by other means.
     ///
     /// # Errors
     /// When the pipes cannot be opened.
@@ -232,9 +233,8 @@ impl Worker {
         Ok(Self { running: spec.running(), lines: Lines::open(pipes)? })
     }
 
-    /// Ends a program of [`Worker::segments`] well: whether all VRAM that it had is free again, but
-    /// for what the driver keeps of its own (streams that were made, host memory that it has hold of)
-    /// and what a copier has got meanwhile.
+    /// Ends a program of [`Worker::segments`], and returns whether all its VRAM is free again,
+    /// except for the driver's own (created streams, registered host memory) and the copier's.
     ///
     /// # Errors
     /// It does not answer.
@@ -245,7 +245,7 @@ impl Worker {
         Ok(missing <= DRIVERS_OWN_BYTES + copiers)
     }
 
-    /// Reads the lines that `worker.c` begins with.
+    /// Reads the first lines of `worker.c`.
     ///
     /// # Errors
     /// When CUDA fails.
@@ -254,7 +254,7 @@ impl Worker {
         self.expect("fill").map(|_| ())
     }
 
-    /// Reads a line that must be about `command`, and a success.
+    /// Reads a line that must be a success of `command`.
     ///
     /// # Errors
     /// When it is not.
@@ -266,7 +266,7 @@ impl Worker {
         Ok(answer)
     }
 
-    /// Reads an answer.
+    /// Reads and parses a reply.
     ///
     /// # Errors
     /// When none comes.
@@ -275,7 +275,7 @@ impl Worker {
         serde_json::from_str(&line).with_context(|| format!("{} said: {line}", self.running.id))
     }
 
-    /// Reads a line.
+    /// Reads a line, which must come.
     ///
     /// # Errors
     /// When none comes.
@@ -283,7 +283,7 @@ impl Worker {
         self.lines.receive().with_context(|| format!("from {}", self.running.id))
     }
 
-    /// Reads the first line of a program that takes long to begin.
+    /// Reads the first line of a program that starts slowly.
     ///
     /// # Errors
     /// When none comes.
@@ -300,7 +300,7 @@ impl Worker {
         self.lines.send(command)
     }
 
-    /// Whether an answer is there.
+    /// Whether a reply is readable.
     ///
     /// # Errors
     /// When the pipe cannot be polled.
@@ -308,7 +308,7 @@ impl Worker {
         self.lines.has_reply()
     }
 
-    /// Sends a command and waits for its answer, whatever the result.
+    /// Sends a command and waits for its reply, with any result.
     ///
     /// # Errors
     /// When none comes.
@@ -317,7 +317,7 @@ impl Worker {
         self.receive().with_context(|| format!("command {command}"))
     }
 
-    /// Sends a command and demands success.
+    /// Sends a command and requires success.
     ///
     /// # Errors
     /// When it fails.

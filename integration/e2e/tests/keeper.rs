@@ -1,4 +1,4 @@
-//! Nothing outlives a keeper, however its parent ends.
+//! Nothing outlives a supervisor, however its parent ends.
 
 use std::{
     collections::BTreeMap,
@@ -57,7 +57,7 @@ fn dropping_it_ends_everything() -> Result<()> {
     job.env.insert("DIR".into(), dir.join("mounted").display().to_string());
     keeper.spawn(&job)?;
     until("the children", || Ok((with_mark(mark)? == 3).then_some(())))?;
-    // The machine never sees the world's mounts.
+    // The machine never sees the testbed's mounts.
     assert!(!mounted_below(&dir)?);
     drop(keeper);
     assert_eq!(with_mark(mark)?, 0);
@@ -65,12 +65,12 @@ fn dropping_it_ends_everything() -> Result<()> {
     Ok(())
 }
 
-/// As `kill -9` of a test, or of the demo: only the pipe tells the keeper.
+/// As `kill -9` of a test, or of the demo: only the pipe tells the supervisor.
 #[test]
 fn the_death_of_its_parent_ends_everything() -> Result<()> {
     let dir = world("death")?;
     let mark = "98762";
-    // A shell plays the parent: it starts the keeper, asks for a job, and is killed.
+    // A shell plays the parent: it starts the supervisor, asks for a job, and is killed.
     let mut job = flee(mark);
     job.env.insert("DIR".into(), dir.join("mounted").display().to_string());
     let request = serde_json::to_string(&job)?;
@@ -84,7 +84,7 @@ fn the_death_of_its_parent_ends_everything() -> Result<()> {
         .spawn()
         .context("cannot start a shell")?;
     until("the children", || Ok((with_mark(mark)? == 3).then_some(())))?;
-    // The whole session of the parent, which the keeper has left.
+    // The whole session of the parent, which the supervisor has left.
     Command::new("kill").args(["-9", "--", &format!("-{}", parent.id())]).status()?;
     parent.wait()?;
     until("the children to end", || Ok((with_mark(mark)? == 0).then_some(())))?;

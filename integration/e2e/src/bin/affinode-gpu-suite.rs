@@ -20,7 +20,7 @@ use serde_json::{Map, Value, to_value};
 
 /// Rounds of the crash campaign.
 const ROUNDS: u64 = 30;
-/// How often two are woken at once.
+/// Number of times that two containers are woken at once.
 const TURNS: usize = 10;
 const PARTS: [&str; 10] = [
     "suite",
@@ -34,12 +34,12 @@ const PARTS: [&str; 10] = [
     "hazards",
     "chaos",
 ];
-/// More leaves than host memory holds.
+/// More offloads at once than host memory holds.
 const HOST_MEMORY: &str = "host-memory";
-/// What compares engines, and what takes two GPUs.
+/// The parts that compare engines, and that need two GPUs.
 const IN_SUITE: [&str; 2] = ["engines", "gpus"];
 
-/// A part with a report of its own.
+/// A part with its own report.
 type MakeReport = fn(&Release, Gpu) -> Result<suite::Report>;
 
 fn main() -> ExitCode {

@@ -1,4 +1,4 @@
-//! Owns the processes and mounts of a private world; see `affinode_e2e::keeper`.
+//! Owns the processes and mounts of a testbed; see `affinode_e2e::supervisor`.
 
 use std::{path::PathBuf, process::ExitCode};
 

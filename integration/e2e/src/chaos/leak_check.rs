@@ -161,7 +161,7 @@ fn count_processes(
     Ok(strangers)
 }
 
-/// Mounts of the world's own. Others come and go with the machine's other business.
+/// Mounts of the testbed's own. Others come and go with the machine's other business.
 fn mounts(world: &Testbed) -> Result<usize> {
     let table = std::fs::read_to_string(format!("/proc/{}/mountinfo", world.keeper().pid()))?;
     let points = table.lines().filter_map(|line| line.split(' ').nth(4));

@@ -4,7 +4,7 @@ use std::fmt;
 
 use fastrand::Rng;
 
-/// CUDA processes of each container of the cast.
+/// CUDA processes of each container of the campaign.
 pub const WORKLOADS: [usize; 4] = [1, 1, 2, 3];
 /// Two of them, of one process each, hold the same and may hold it once.
 pub const TWINS: [usize; 2] = [0, 1];
@@ -13,7 +13,7 @@ pub const TWINS: [usize; 2] = [0, 1];
 const STEPS: [&str; 7] =
     ["Active", "Idle", "Closing", "Offloading", "Offloaded", "Queued", "Restoring"];
 
-/// One process of the cast.
+/// One process of the campaign.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
     /// Index into [`WORKLOADS`], for a container.

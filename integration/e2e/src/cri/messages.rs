@@ -151,7 +151,7 @@ pub(super) struct RunPodSandboxRequest {
     pub(super) runtime_handler: String,
 }
 
-/// Several requests and answers are one id in field 1.
+/// Several requests and replies consist of one id in field 1.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Id {
     #[prost(string, tag = "1")]
@@ -186,7 +186,7 @@ pub(super) struct ExecSyncRequest {
     pub(super) timeout: i64,
 }
 
-/// What a program that was run in a container left.
+/// Result of a program that was run in a container.
 #[derive(Clone, PartialEq, Message)]
 pub struct ExecSyncResponse {
     #[prost(bytes = "vec", tag = "1")]
@@ -209,7 +209,7 @@ pub(super) struct ContainerStatus {
     pub(super) state: i32,
 }
 
-/// What CRI says of itself.
+/// CRI's version and features.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct StatusResponse {
     #[prost(message, repeated, tag = "3")]
@@ -224,7 +224,7 @@ pub(super) struct RuntimeHandler {
     pub(super) features: Option<Features>,
 }
 
-/// What pods of a runtime handler may have.
+/// Features of a runtime handler.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub struct Features {
     #[prost(bool, tag = "1")]

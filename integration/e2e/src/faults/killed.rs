@@ -1,5 +1,5 @@
-//! Kills a program before the n-th step in which it changes a file or starts another program: it
-//! is traced, so that no step is missed and none is met by luck.
+//! Kills a program before the n-th step in which it changes a file or starts another program. It is
+//! traced, so that each step is hit exactly once.
 
 use std::{
     io::Write,
@@ -17,7 +17,7 @@ use nix::{
     unistd::Pid,
 };
 
-/// System calls by which it changes something, or lets another do so.
+/// System calls that change a file or start a program.
 const STEPS: [(i64, &str); 10] = [
     (libc::SYS_mkdir, "mkdir"),
     (libc::SYS_rmdir, "rmdir"),
@@ -31,10 +31,10 @@ const STEPS: [(i64, &str); 10] = [
     (libc::SYS_openat, "open to write"),
 ];
 
-/// Runs a command and kills it before its n-th step: which one that is; `None` where it ends
-/// before.
+/// Runs a command and kills it before its n-th step. Returns the name of that step; `None` if the
+/// command ends before.
 pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static str>> {
-    // It begins when it is traced.
+    // The command starts once it is traced.
     let mut traced = Command::new("sh");
     traced.args(["-c", "read -r go; exec \"$@\" </dev/null", "sh"]);
     traced.arg(command.get_program()).args(command.get_args());
@@ -72,10 +72,10 @@ pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static
     }
 }
 
-/// Whether it is about to begin a step.
+/// The step that the process is about to make.
 fn step(pid: Pid) -> Result<Option<&'static str>> {
     let registers = ptrace::getregs(pid)?;
-    // What a call returns is not there yet when it begins.
+    // At the entry of a call its return value is not set yet.
     if registers.rax.cast_signed() != -i64::from(libc::ENOSYS) {
         return Ok(None);
     }

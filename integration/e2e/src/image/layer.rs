@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-/// A tar in the making. Every file belongs to root.
+/// A tar that is being written. Every file belongs to root.
 pub struct Layer {
     tar: tar::Builder<Vec<u8>>,
 }

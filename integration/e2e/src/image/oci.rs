@@ -12,7 +12,7 @@ const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
 const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 
-/// An archive in the making.
+/// An archive that is being written.
 #[derive(Default)]
 pub struct Archive {
     blobs: Vec<(String, Vec<u8>)>,
@@ -30,7 +30,7 @@ impl Archive {
         self.manifests.iter().find(is_it)?["digest"].as_str()
     }
 
-    /// What a SHA-256 digest stands for.
+    /// The blob with this SHA-256 digest.
     #[must_use]
     pub fn blob(&self, digest: &str) -> Option<&[u8]> {
         let found = self.blobs.iter().find(|(known, _)| known == digest);
@@ -57,7 +57,7 @@ impl Archive {
         Ok(())
     }
 
-    /// Writes it.
+    /// Writes the archive to a file.
     ///
     /// # Errors
     /// When the file cannot be written.

@@ -1,4 +1,4 @@
-//! What moves cost on this machine, as the file that `affinode simulate --calibration` reads.
+//! The costs of moves on this machine, as the file for `affinode simulate --calibration`.
 
 use std::path::Path;
 
@@ -35,7 +35,7 @@ struct Took {
     ms: f64,
 }
 
-/// Moves a small and a large process by one engine, again and again.
+/// Moves a small and a large process with one engine, repeatedly.
 ///
 /// # Errors
 /// When one of them does not start or move.
@@ -77,7 +77,7 @@ impl Calibration {
     }
 }
 
-/// Medians of both ways. The first cycle warms up and does not count.
+/// Medians of both directions. The first cycle is a warm-up and does not count.
 fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, Took)> {
     let id = format!("calibration-{engine}-{name}");
     let spec =
@@ -100,8 +100,8 @@ fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, T
     Ok((took(&out), took(&back)))
 }
 
-/// The straight line through both: milliseconds at no bytes, bytes per second. Where noise
-/// makes the large one no slower, all of its time counts as copying.
+/// The straight line through both points: milliseconds at 0 bytes, and bytes per second. If noise
+/// makes the large move no slower, all of its time counts as copying.
 fn fit(small: Took, large: Took) -> (u64, f64) {
     let (bytes, ms) = ((large.bytes - small.bytes) as f64, large.ms - small.ms);
     let per_ms = if ms > 0.0 { bytes / ms } else { large.bytes as f64 / large.ms.max(0.001) };

@@ -44,7 +44,7 @@ const MAX_WAIT: Duration = Duration::from_secs(300);
 /// Each crowd with each engine, or those with one of the wanted words in their names.
 ///
 /// # Errors
-/// When no world can be made.
+/// When no testbed can be made.
 pub fn oversubscribed(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     let recipe = || TestbedConfig::default().release(release).gpu(gpu.clone()).config(CONFIG);
     let mut report = Report::new(&recipe().world()?, wanted);

@@ -12,7 +12,7 @@ const HOLD_FILES: [&str; 7] = ["ext4", "xfs", "btrfs", "squashfs", "erofs", "ove
 /// Places that a container gets from its runtime.
 const NOT_THESE: [&str; 5] = ["/proc", "/sys", "/dev", "/run", "/tmp"];
 
-/// Mounts the machine's root below a fresh layer, in the world's mount namespace alone.
+/// Mounts the machine's root below a fresh layer, in the testbed's mount namespace alone.
 pub fn mount(world: &Testbed) -> Result<PathBuf> {
     let folder = world.dir().join(STORE).join("host");
     let path = folder.display();

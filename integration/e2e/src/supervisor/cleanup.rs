@@ -1,4 +1,4 @@
-//! Ending what a world started.
+//! Ends everything that a testbed started.
 
 use std::{
     path::{Path, PathBuf},
@@ -14,8 +14,8 @@ use nix::{
 use super::cgroup_folders;
 use crate::{processes::descendants, wait::until};
 
-/// Kills every descendant of this process, again and again until none is left:
-/// one that forks while it is being killed leaves a child that comes to us.
+/// Kills every descendant of this process, repeatedly until none is left: a process that forks
+/// while it is killed leaves a child, which becomes a child of this process.
 pub(super) fn kill_descendants() -> Result<()> {
     until("the processes of the world to end", || {
         let pids = descendants(std::process::id() as i32)?;
@@ -27,10 +27,10 @@ pub(super) fn kill_descendants() -> Result<()> {
     })
 }
 
-/// Removes the world's cgroups from every hierarchy.
+/// Removes the testbed's cgroups from every hierarchy.
 pub(super) fn remove_cgroups(world: &Path) {
     for folder in cgroup_folders(world) {
-        // The kernel lets go of a killed process's cgroup a moment after its end.
+        // The kernel releases a killed process's cgroup a moment after its end.
         for _ in 0..100 {
             remove_tree(&folder);
             if !folder.exists() {

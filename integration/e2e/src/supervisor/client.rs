@@ -1,4 +1,4 @@
-//! The side of the test: starts a keeper and asks it for processes.
+//! The test's side: starts a supervisor and requests processes from it.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 
 use super::{Job, Reply, Scope};
 
-/// A running keeper. Dropping it ends everything that it started.
+/// A running supervisor. Dropping it ends everything that it started.
 pub struct Keeper {
     pid: u32,
     pipes: Mutex<Option<Pipes>>,
@@ -24,7 +24,7 @@ struct Pipes {
 }
 
 impl Keeper {
-    /// Starts a keeper for the world in `dir`.
+    /// Starts a supervisor for the testbed in `dir`.
     ///
     /// # Errors
     /// When it cannot be started, or cannot make its mount namespace (needs root).
@@ -43,7 +43,7 @@ impl Keeper {
         Ok(Self { pid, pipes: Mutex::new(Some(pipes)) })
     }
 
-    /// Its process id: all processes of the world descend from it.
+    /// Its process id: all processes of the testbed descend from it.
     #[must_use]
     pub fn pid(&self) -> i32 {
         i32::try_from(self.pid).unwrap_or(i32::MAX)
@@ -52,7 +52,7 @@ impl Keeper {
     /// Starts a process and returns its id.
     ///
     /// # Errors
-    /// When the program cannot be started, or the keeper is gone.
+    /// When the program cannot be started, or the supervisor is gone.
     pub fn spawn(&self, job: &Job) -> Result<u32> {
         let mut pipes = self.lock();
         let pipes = pipes.as_mut().context("the keeper has ended")?;
@@ -62,7 +62,7 @@ impl Keeper {
         pipes.reply().with_context(|| format!("cannot start {}", job.argv.join(" ")))
     }
 
-    /// A command that will run in the keeper's mounts and network, as a child of the caller.
+    /// A command that will run in the supervisor's mounts and network, as a child of the caller.
     #[must_use]
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("nsenter");
@@ -73,13 +73,13 @@ impl Keeper {
         command
     }
 
-    /// Ends everything and waits until it has ended; so does a second caller meanwhile.
-    /// Further calls do nothing.
+    /// Ends everything and waits for the end; a concurrent call waits too. Further calls do
+    /// nothing.
     pub fn end(&self) {
         let mut pipes = self.lock();
         if let Some(Pipes { mut child, requests, replies }) = pipes.take() {
             drop((requests, replies));
-            // An error here means that the keeper is gone already.
+            // An error here means that the supervisor has ended already.
             let _ = child.wait();
         }
     }

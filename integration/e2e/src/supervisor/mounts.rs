@@ -11,10 +11,10 @@ use nix::{
 
 use super::{STORE, Scope};
 
-/// Folders that containerd and runc use whatever their configuration says.
+/// Folders that containerd and runc use with any configuration.
 const SHARED_STATE: [&str; 2] = ["/run/containerd", "/run/runc"];
 
-/// Folders that a kubelet uses whatever its configuration says.
+/// Folders that a kubelet uses with any configuration.
 const KUBELET_STATE: [&str; 3] = ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers"];
 
 /// Enters a mount namespace whose changes stay inside; a node has a network of its own, too.
@@ -38,7 +38,7 @@ pub(super) fn make_private(world: &Path, scope: Scope) -> Result<()> {
     Ok(())
 }
 
-/// Detaches every mount below the world's folder, the innermost first.
+/// Detaches every mount below the testbed's folder, the innermost first.
 pub(super) fn unmount_below(world: &Path) -> Result<()> {
     let table =
         std::fs::read_to_string("/proc/self/mountinfo").context("cannot read the mount table")?;

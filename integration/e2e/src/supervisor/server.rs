@@ -1,4 +1,4 @@
-//! The keeper itself: the main function of `affinode-keeper`.
+//! The supervisor itself: the main function of `affinode-keeper`.
 
 use std::{
     fs::OpenOptions,
@@ -25,8 +25,8 @@ use super::{Job, Reply, Scope, cleanup, mounts, tunables::Tunables};
 /// # Errors
 /// When the namespace cannot be made, or something could not be cleaned up.
 pub fn serve(world: &Path, scope: Scope) -> Result<()> {
-    // Leads its own session, so that Ctrl-C on the terminal leaves it to the
-    // parent to end its work first. Fails only for a process that leads one already.
+    // Leads its own session, so that Ctrl-C on the terminal ends the parent's work first. Fails
+    // only for a process that leads one already.
     let _ = setsid();
     prctl::set_child_subreaper(true).context("cannot become a subreaper")?;
     mounts::make_private(world, scope)?;
@@ -34,7 +34,7 @@ pub fn serve(world: &Path, scope: Scope) -> Result<()> {
     let reaper = Reaper::start();
     answer(&Reply::Pid(std::process::id()))?;
     for line in std::io::stdin().lock().lines() {
-        // A broken pipe is the end of the world, as its end is.
+        // A broken pipe ends the testbed, as the end of the input does.
         let Ok(line) = line else { break };
         let reply = match serde_json::from_str::<Job>(&line)
             .map_err(Into::into)
@@ -72,7 +72,7 @@ fn start(job: &Job) -> Result<u32> {
         .stderr(log)
         .spawn()
         .with_context(|| format!("cannot run {program}"))?;
-    // The reaper collects it: the handle is not needed.
+    // The reaper collects it, so the handle is not needed.
     Ok(child.id())
 }
 
@@ -100,7 +100,7 @@ impl Reaper {
             loop {
                 match waitid(Id::All, WaitPidFlag::WEXITED) {
                     Ok(_) | Err(Errno::EINTR) => {}
-                    // No child, so no descendant either: only a start can change that.
+                    // Without a child there is no descendant either: only a start changes that.
                     Err(_) => {
                         let guard = count.lock().unwrap_or_else(PoisonError::into_inner);
                         let guard = changed

@@ -1,4 +1,4 @@
-//! What a kubelet sets on the whole machine, put back when its world ends.
+//! The kernel settings that a kubelet changes, restored when its testbed ends.
 
 use std::fs;
 
@@ -24,7 +24,7 @@ impl Tunables {
     /// Writes the original contents back.
     pub(super) fn put_back(&self) {
         for (file, value) in &self.0 {
-            // What may not be written was not written by a kubelet either.
+            // A file that cannot be written was not written by a kubelet either.
             let _ = fs::write(file, value);
         }
     }

@@ -73,7 +73,7 @@ fn repeated_restores_through_the_copier() -> Result<()> {
         fills(&world)?;
     }
     // A copier that gets no turn for half a second is not waited for: on a busy machine that is a
-    // share of the rounds. On a GPU the suite demands all of them.
+    // share of the rounds. On a GPU the suite requires all of them.
     affinode_test_notes::share("returns through the copier", fills(&world)?, ROUNDS, 2.0 / 3.0);
     Ok(())
 }

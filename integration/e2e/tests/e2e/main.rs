@@ -1,5 +1,5 @@
 //! The end-to-end suite: real containerd, real runc, the built shim, controller
-//! and preload library, a simulated GPU. Each test has a world of its own.
+//! and preload library, a simulated GPU. Each test has a testbed of its own.
 //!
 //! `cargo xtask test --e2e` builds all of it first.
 

@@ -7,7 +7,7 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-/// A world with a containerd of this line; `None` where the machine cannot have one,
+/// A testbed with a containerd of this line; `None` where the machine cannot have one,
 /// which `cargo xtask deps` has said then.
 pub fn world(line: Line, recipe: TestbedConfig) -> Result<Option<Testbed>> {
     let releases = Releases::read(&Artifacts::find()?)?;
@@ -21,7 +21,7 @@ pub fn world(line: Line, recipe: TestbedConfig) -> Result<Option<Testbed>> {
     }
 }
 
-/// Makes a test per line of containerd from each function `fn(&World) -> Result<()>`.
+/// Makes a test per line of containerd from each function `fn(&Testbed) -> Result<()>`.
 macro_rules! on_every_containerd {
     ($recipe:expr; $($case:ident),* $(,)?) => {
         on_every_containerd!(@line containerd_1_6, V1_6, $recipe; $($case),*);

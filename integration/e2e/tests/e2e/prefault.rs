@@ -81,7 +81,7 @@ fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Resul
 }
 
 /// One hand-over at a time on a machine, so beside other tests it copies by itself in a share of
-/// the rounds. On a GPU the suite demands all of them.
+/// the rounds. On a GPU the suite requires all of them.
 fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -> Result<()> {
     const ROUNDS: u64 = 8;
     let before = copies(world)?;

@@ -73,7 +73,7 @@ pub fn ttrpc(data: &[u8]) {
     assert!(stock.starts_with(&to_client), "the client got something else");
 }
 
-/// What containerd gives to `start`, and what the stock shim's `start` answers.
+/// What containerd gives to `start`, and what the stock shim's `start` replies.
 pub fn start(data: &[u8]) {
     let _ = BootstrapInput::parse(data, "default", "id");
     if let Ok(answer) = BootstrapReply::parse(data) {

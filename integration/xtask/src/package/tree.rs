@@ -21,7 +21,7 @@ pub enum Node {
 pub struct Tree(BTreeMap<PathBuf, Node>);
 
 impl Tree {
-    /// Adds a world-readable file.
+    /// Adds a testbed-readable file.
     pub fn file(&mut self, path: impl Into<PathBuf>, content: impl Into<Vec<u8>>) {
         self.0.insert(path.into(), Node::File { content: content.into(), mode: 0o644 });
     }
