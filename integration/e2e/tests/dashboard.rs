@@ -1,4 +1,4 @@
-//! What the controller serves over HTTP, on a real node with a simulated GPU.
+//! The HTTP API of the controller, on a real node with a simulated GPU.
 
 use std::{
     io::{Read, Write},
@@ -23,7 +23,7 @@ minimum_residency = "1ms"
 sample_interval = "50ms"
 "#;
 
-/// A request over the socket that a private controller has in its run directory.
+/// A request over the socket in a private controller's run directory.
 fn ask(world: &Testbed, method: &str, path: &str) -> Result<(u16, String)> {
     let socket = world.cli().run_dir().join("http.sock");
     let mut stream = UnixStream::connect(&socket)
@@ -80,7 +80,7 @@ fn api_and_command_agree() -> Result<()> {
     hook_overhead_is_reported(&world)
 }
 
-/// What a call costs was measured in the process; the call that woke it waited at the gate.
+/// The process measured the overhead; the call that woke it waited at the gate.
 fn hook_overhead_is_reported(world: &Testbed) -> Result<()> {
     let process = until("the wait at the gate to be known", || {
         let process = node(world)?["containers"][0]["processes"][0].clone();
@@ -113,7 +113,7 @@ fn the_history_outlives_the_controller() -> Result<()> {
         Ok(report["rows"][0]["returned_gpu_seconds"].as_f64().filter(|s| *s > 0.0 && offloads == 1))
     };
     let before = until("the report to know the offload", || returned(&world))?;
-    // It ends in order, as at a change of version: everything is on disk.
+    // An orderly end, as at a change of version, writes everything to disk.
     let controller = world.controller()?.context("there is a controller")?;
     nix::sys::signal::kill(controller.pid, nix::sys::signal::Signal::SIGTERM)?;
     until("the next controller", || {

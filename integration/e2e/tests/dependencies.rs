@@ -70,7 +70,7 @@ fn faults_of_packages_are_found() -> Result<()> {
     Ok(())
 }
 
-/// What deny.toml forbids about a package, one line each.
+/// Violations of deny.toml by a package, one line each.
 fn faults(package: &Value, allowed: &BTreeSet<String>) -> Vec<String> {
     let mut found = Vec::new();
     let name = &package["name"];

@@ -1,4 +1,4 @@
-//! The calls that processes make, as a watcher sees them.
+//! The CUDA calls of processes, as a call trace shows them.
 
 use std::{fs::File, path::PathBuf, process::Child};
 
@@ -50,7 +50,7 @@ fn watch(world: &Testbed, arguments: &[&str]) -> Result<Watch> {
     Ok(Watch { child, output })
 }
 
-/// What a watch saw of a worker that called all the while.
+/// The functions that a watch recorded of a worker that made calls all the time.
 fn seen(mut watch: Watch, worker: &mut Worker) -> Result<Vec<Process>> {
     let status = loop {
         worker.call("streamsync")?;

@@ -1,4 +1,4 @@
-//! `checksum`: a return looks whether memory has come back unchanged.
+//! `checksum`: a restore verifies that the contents are unchanged.
 
 use affinode_e2e::{
     testbed::{Testbed, TestbedConfig},
@@ -55,7 +55,8 @@ fn corrupted_host_copy_is_never_used() -> Result<()> {
     Ok(())
 }
 
-/// The first large copy to the device is one of the return: the program computes its content there.
+/// The first large copy to the device is one of the restore: the program computes its contents
+/// there.
 #[test]
 fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     let world = TestbedConfig::default().config(&[MANUAL, NO_COPIER].concat()).world()?;

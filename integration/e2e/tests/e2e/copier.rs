@@ -24,7 +24,7 @@ fn config() -> String {
     MANUAL.replace("[policy]", "[copier]\nenabled = true\n[policy]\nengine = \"full\"")
 }
 
-/// Moves it out, and waits until a copier holds its memory.
+/// Offloads it, and waits until a copier holds its memory.
 fn move_out(world: &Testbed, id: &str) -> Result<i32> {
     world.cli().move_out(id)?;
     until("a copier that holds its memory", || {
@@ -33,15 +33,15 @@ fn move_out(world: &Testbed, id: &str) -> Result<i32> {
     })
 }
 
-/// Returns that copiers have filled, once the copier has let go of the last one: its report of a
-/// fill comes before that, and after the program's answer.
+/// Number of restores by copiers, read after the copier has released the last process: the report
+/// of a restore comes before that, and after the program's reply.
 pub fn fills(world: &Testbed) -> Result<u64> {
     let let_go = |gpu: &GpuRow| gpu.copier_registered == 0 && gpu.copier_registering == 0;
     Ok(world.cli().wait_gpu("the copier to let go", let_go)?.copier_restores)
 }
 
-/// Offload and restore until the copier was in time: one that gets no turn for half a second is not
-/// waited for, which on a busy machine may happen a few times in a row.
+/// Offloads and restores until the copier was in time: the library waits half a second for it,
+/// which on a busy machine may not be enough several times in a row.
 fn filled_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = fills(world)?;
     for _ in 0..12 {
@@ -72,9 +72,9 @@ fn repeated_restores_through_the_copier() -> Result<()> {
         })?;
         fills(&world)?;
     }
-    // A copier that gets no turn for half a second is not waited for: on a busy machine that is a
-    // share of the rounds. On a GPU the suite requires all of them.
-    affinode_test_notes::share("returns through the copier", fills(&world)?, ROUNDS, 2.0 / 3.0);
+    // The library waits half a second for a copier: on a busy machine that is enough in a share of
+    // the rounds. On a GPU the suite requires all of them.
+    affinode_test_notes::share("restores through the copier", fills(&world)?, ROUNDS, 2.0 / 3.0);
     Ok(())
 }
 
@@ -90,7 +90,7 @@ fn killed_copier_process_restores_itself() -> Result<()> {
         assert!(worker.verify()?);
         assert_eq!(world.cli().gpu()?.copier_restores, 0);
     }
-    // And the next one serves.
+    // The next copier serves it.
     filled_once(&world, &mut worker)
 }
 
@@ -132,7 +132,7 @@ fn copier_memory_is_copied_out_with_any_engine() -> Result<()> {
     Ok(())
 }
 
-/// A process whose memory is such that no copier can make it says so after the first time.
+/// A process whose memory no copier can make reports that after the first time.
 #[test]
 fn unneeded_copier_is_not_restarted() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
@@ -150,7 +150,7 @@ fn unneeded_copier_is_not_restarted() -> Result<()> {
     filled_once(&world, &mut plain)
 }
 
-/// A program that maps its memory by itself, made to be exported in these ways.
+/// A program that maps its memory itself, created for export in these ways.
 fn pieces(world: &Testbed, id: &str, handle_types: &str) -> Result<Worker> {
     let arguments = ["--piece-mib", "16", "--handle-types", handle_types];
     let mut worker = Worker::start_as(world, Worker::pieces(id, "full", WORKER_MIB, &arguments))?;
@@ -172,7 +172,7 @@ fn application_mapped_memory_is_unchanged() -> Result<()> {
         world.cli().move_out("shared")?;
         let parked = world.cli().known("shared")?.process()?.copied_out_bytes;
         assert_eq!(parked, WORKER_MIB * MIB);
-        // A copier that would take it has it by now.
+        // A copier that accepts it has it by now.
         until("no process to be registering with the copier", || {
             Ok((world.cli().gpu()?.copier_registering == 0).then_some(()))
         })?;
@@ -198,7 +198,7 @@ fn legacy_ipc_of_copier_memory_is_refused() -> Result<()> {
         let row = world.cli().known("worker")?;
         Ok(row.warnings.iter().any(|text| text.contains("IPC")).then_some(()))
     })?;
-    // It goes on as before.
+    // Its next cycles work as before.
     filled_once(&world, &mut worker)
 }
 
@@ -208,7 +208,7 @@ fn the_copier_gives_its_room_to_who_waits_for_it() -> Result<()> {
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     let copier = move_out(&world, "worker")?;
     let total = world.cli().gpu()?.vram_total_bytes / MIB;
-    // All of the device but this one's own context.
+    // All of the device except for this one's own context.
     let spec = Worker::spec("other", USUAL, total - 24)
         .annotation("affinode.io/engine", "checkpoint")
         .annotation("affinode.io/on-oom", "wait");

@@ -1,4 +1,4 @@
-//! `dedup`: what containers of a namespace hold as well is held once while they are offloaded.
+//! `dedup`: common contents of a namespace's containers are stored once while they are offloaded.
 
 use std::{
     collections::BTreeSet,
@@ -22,7 +22,7 @@ use nix::{
 
 use crate::{offload::MANUAL, recovery::shoot_controller};
 
-/// Two chunks of 128 MiB, and a part of one, which is never held together.
+/// Two chunks of 128 MiB, and a part of one, which is never shared.
 const WORKER_MIB: u64 = 288;
 const SHARED_MIB: u64 = 256;
 const CHUNK_MIB: u64 = 128;
@@ -45,7 +45,7 @@ fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Two of the same content, which may hold it once.
+/// Two containers with the same contents, which may share them.
 fn twins(world: &Testbed) -> Result<[Worker; 2]> {
     Ok([start(world, spec("one", 7, "true"))?, start(world, spec("other", 7, "true"))?])
 }
@@ -54,7 +54,7 @@ fn pid(world: &Testbed, id: &str) -> Result<i32> {
     Ok(world.cli().registered(id)?.process()?.pid)
 }
 
-/// What the memory file of a process has of its own, in bytes.
+/// Size of the unshared part of a process's memory file, in bytes.
 fn own_bytes(pid: i32) -> Result<u64> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let path = entry?.path();
@@ -65,7 +65,7 @@ fn own_bytes(pid: i32) -> Result<u64> {
     Ok(0)
 }
 
-/// Moves them out and waits until they hold all that they can together.
+/// Offloads them and waits until they share all that they can.
 fn wait_together(world: &Testbed, ids: &[&str]) -> Result<()> {
     for id in ids {
         if world.cli().known(id)?.state != "Offloaded" {
@@ -91,7 +91,7 @@ fn wait_together(world: &Testbed, ids: &[&str]) -> Result<()> {
     })
 }
 
-/// A controller that has just begun has seen no GPU yet.
+/// A controller that has just started has read no GPU yet.
 fn wait_gone(world: &Testbed, copier: i32) -> Result<()> {
     until("the copier to be gone", || {
         let gpus = world.cli().ps()?.gpus;
@@ -103,7 +103,7 @@ fn wait_gone(world: &Testbed, copier: i32) -> Result<()> {
 fn equal_contents_are_stored_once() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
-    // These have nothing to do with it, with the same content.
+    // Containers of another namespace, with the same contents, share nothing with these.
     let elsewhere = "io.kubernetes.cri.sandbox-namespace";
     let mut strangers = [
         start(&world, spec("third", 7, "false"))?,
@@ -118,7 +118,7 @@ fn equal_contents_are_stored_once() -> Result<()> {
         for id in ["third", "fourth"] {
             assert_eq!(sealed_files(pid(&world, id)?)?.len(), 0, "{id}");
         }
-        // What the one makes of it is no business of the other.
+        // A change by one process does not affect the other.
         one.call("touch")?;
         assert!(one.verify()?, "round {round}");
         let inodes = sealed_files(pid(&world, "other")?)?;
@@ -148,7 +148,7 @@ fn killed_member_keeps_shared_contents() -> Result<()> {
 fn contents_differing_in_a_byte_stay_separate() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
-    // Behind every sample that is looked at first.
+    // The difference is behind every sample that is compared first.
     let mut odd = start(&world, spec("odd", 7, "true"))?;
     odd.call(&format!("poke {}", CHUNK_MIB * MIB - 1))?;
     world.cli().move_out("odd")?;
@@ -187,7 +187,7 @@ fn dedup_with_retained_copies_and_digests() -> Result<()> {
     Ok(())
 }
 
-/// Wherever it is caught: a fault comes as soon as they are offloaded, or once a part is together.
+/// At any time of the fault: right after the offload, or when a part is shared.
 #[test]
 fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
     let world = world()?;
@@ -196,7 +196,7 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
         for id in ["one", "other"] {
             world.cli().move_out(id)?;
         }
-        // One that serves: what dies on its way to that is not started again for a while.
+        // A running copier: one that dies during its registration is not restarted for a while.
         until("a copier that holds it, or a part that is held together", || {
             let held = world.cli().gpu()?.copier_registered > 0;
             let together = !sealed_files(pid(&world, "one")?)?.is_empty();
@@ -212,7 +212,7 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
             worker.call("touch")?;
             assert!(worker.verify()?, "round {round}");
         }
-        // It may have been ended already.
+        // The copier may have ended already.
         let _ = kill(copier, Signal::SIGKILL);
         wait_gone(&world, copier.as_raw())?;
     }

@@ -1,4 +1,4 @@
-//! `affinode doctor` on machines that are in order, and on such that are not.
+//! `affinode doctor` on machines without and with faults.
 
 use std::process::Output;
 
@@ -52,7 +52,7 @@ on_every_containerd!(
     finds_nothing_wrong_where_containers_run,
 );
 
-/// Containers run here, so whatever it calls wrong would be its own mistake.
+/// Containers run here, so any fault that it reports would be its own error.
 fn finds_nothing_wrong_where_containers_run(world: &Testbed) -> Result<()> {
     let _worker = Worker::start(world, "runs", 32)?;
     let (findings, code) = findings(world)?;
@@ -67,7 +67,7 @@ fn finds_nothing_wrong_where_containers_run(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Each break is seen by its check, with a hint, and by the exit status.
+/// The check of each fault reports it, with a hint and in the exit status.
 #[test]
 fn doctor_finds_faults() -> Result<()> {
     let folder = tempfile::tempdir()?;

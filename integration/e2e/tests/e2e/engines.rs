@@ -1,4 +1,5 @@
-//! Engines that copy memory by themselves: offload and restore, at every depth, and what goes wrong.
+//! Engines that copy memory in the library: offload and restore, with and without the context, and
+//! faults.
 
 use affinode_e2e::{
     cli::ContainerRow,
@@ -35,7 +36,7 @@ fn row(world: &Testbed, id: &str) -> Result<ContainerRow> {
     world.cli().known(id)
 }
 
-/// Waits until NVML shows as little as the engine leaves.
+/// Waits until NVML reports only the memory that the engine leaves.
 fn wait_gone(world: &Testbed, engine: &str) -> Result<()> {
     if engine == "copy" {
         wait_vram_used(world, |used| used > 0 && used <= CONTEXT_BYTES).map(|_| ())
@@ -59,7 +60,7 @@ fn copied_memory_survives_repeated_offloads() -> Result<()> {
             assert_eq!(process.copied_out_bytes, WORKER_MIB * MIB, "{offloaded:?}");
             let phase = if engine == "copy" { "CopiedOut" } else { "Checkpointed" };
             assert_eq!(process.phase, phase);
-            // What changed in between is kept as well.
+            // Changes between two cycles are kept too.
             worker.call("touch")?;
             assert!(worker.verify()?, "{engine}, round {round}");
         }
@@ -128,7 +129,7 @@ fn application_mapped_memory_is_copied() -> Result<()> {
     Ok(())
 }
 
-/// Ends, of a program that frees everything: nothing of it is in use, or carried.
+/// Ends a program that frees everything: nothing of it is in use or copyable then.
 fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     let id = worker.running.id.clone();
     assert!(worker.ends_with_nothing_left(world)?, "{id}: more is in use than before");
@@ -139,7 +140,8 @@ fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Memory that others on the bus may reach costs more: it is made so where there are others.
+/// Memory that other devices on the bus may reach costs more: it is created so only if there are
+/// other devices.
 #[test]
 fn peer_access_with_other_devices() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -164,7 +166,7 @@ fn peer_access_with_other_devices() -> Result<()> {
 fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     const ALL_MIB: u64 = 64;
     let world = TestbedConfig::default().config(MANUAL).world()?;
-    // The program is right about the driver itself.
+    // The program's expectations hold for the driver itself.
     let mut bare = Worker::start_as(&world, Worker::pools("bare", "copy", ALL_MIB).runtime(STOCK))?;
     bare.wait_filled()?;
     for turn in Worker::POOL_TURNS {
@@ -214,7 +216,7 @@ fn annotation_overrides_configured_engine() -> Result<()> {
     Ok(())
 }
 
-/// Calls and promises of the driver, checked one by one, hold of carried memory too.
+/// The driver's calls and guarantees, checked one by one, hold for swappable memory too.
 #[test]
 fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     let world = TestbedConfig::default().config(&config("copy")).world()?;
@@ -224,7 +226,7 @@ fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     ] {
         let path = format!("{CLIENTS}/{program}");
         let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();
-        // It holds from the first call, also when the controller is slow to start.
+        // They hold from the first call, also with a controller that starts slowly.
         let output = Spec::gpu(&program.replace('_', "-"), &argv).run(&world)?;
         let wrong: Vec<&str> =
             output.lines().filter(|line| line.contains("\"ok\":false")).collect();
@@ -234,7 +236,7 @@ fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     Ok(())
 }
 
-/// kill -9 of the controller at any depth: the content is in the process.
+/// kill -9 of the controller in any state: the contents are in the process.
 #[test]
 fn next_controller_restores_copied_out_process() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -296,7 +298,7 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     until("the wake to wait for VRAM", || {
         Ok(Some(row(&world, "copy")?).filter(|row| row.reason == "waiting-for-vram"))
     })?;
-    // And without the controller, whose proof kept it from trying.
+    // Also without the controller, whose proof prevented the attempt.
     let controller = world.controller()?.context("a controller runs")?;
     kill(controller.pid, Signal::SIGSTOP)?;
     assert!(!parked.has_answer()?);
@@ -307,7 +309,8 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     Ok(())
 }
 
-/// The five calls that kill an application whose state is offloaded, while it is parked.
+/// The five calls that kill an application while its context is checkpointed, while it is copied
+/// out.
 #[test]
 fn calls_that_crash_are_held_while_parked() -> Result<()> {
     for engine in ENGINES {
@@ -327,7 +330,7 @@ fn calls_that_crash_are_held_while_parked() -> Result<()> {
     Ok(())
 }
 
-/// A forked child has neither the memory nor the table of it.
+/// A forked child has neither the memory nor its table.
 #[test]
 fn a_child_of_a_parked_process_harms_nobody() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -341,14 +344,15 @@ fn a_child_of_a_parked_process_harms_nobody() -> Result<()> {
     Ok(())
 }
 
-/// Work on the GPU is waited for, or the offload is given up; never copied under.
+/// The offload waits for work on the GPU or fails; memory in use is never copied.
 #[test]
 fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     let config = MANUAL.replace("[timing]", "[timing]\nlock_timeout = \"200ms\"");
     let world = TestbedConfig::default().config(&config).world()?;
     let mut worker = worker(&world, "copy", 64)?;
     world.cli().wait_resident("copy")?;
-    // Far longer than the way to the first try, which fails; the command tries until it is done.
+    // Far longer than the time to the first attempt, which fails; the command repeats it until it
+    // succeeds.
     worker.call("spin 8000")?;
     worker.call("touch")?;
     world.cli().move_out("copy")?;

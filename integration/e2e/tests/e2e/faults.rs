@@ -1,5 +1,5 @@
-//! Each fault of an installation, with the machine's own containerd. `cargo xtask matrix` has them
-//! on all.
+//! Each fault of an installation, with the machine's own containerd. `cargo xtask matrix` runs them
+//! on every containerd.
 
 use affinode_e2e::{
     faults,
@@ -38,7 +38,7 @@ fn read_only_path_is_named() -> Result<()> {
 #[test]
 fn a_broken_import_is_not_built_upon() -> Result<()> {
     fault("broken import")?;
-    // containerd 2 tells of it only when it does not start.
+    // containerd 2 reports it only when it does not start.
     match matrix::world(Line::V2, TestbedConfig::default().node())? {
         Some(world) => with("broken import", world),
         None => Ok(()),

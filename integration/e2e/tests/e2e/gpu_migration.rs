@@ -1,4 +1,4 @@
-//! Returns onto another GPU of the same kind, where the own one is full.
+//! Restores on another GPU of the same model, if the own GPU is full.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use crate::offload::MANUAL;
 
 const VRAM_MIB: u64 = 512;
 const WORKER_MIB: u64 = 192;
-/// Beside it there is no room for the worker.
+/// VRAM of a filler beside which the worker does not fit.
 const FILLER_MIB: u64 = 352;
 
 fn two_gpus(options: &[&str]) -> Result<Testbed> {
@@ -28,12 +28,12 @@ fn two_gpus(options: &[&str]) -> Result<Testbed> {
         .world()
 }
 
-/// A worker that reaches the device files of these GPUs, moved by an engine.
+/// A worker that can open the device files of these GPUs, with an engine.
 fn start(world: &Testbed, id: &str, engine: &str, files: &[usize]) -> Result<Worker> {
     let mut spec = Worker::spec(id, USUAL, WORKER_MIB)
         .annotation("affinode.io/engine", engine)
         .annotation("affinode.io/allow-gpu-migration", "true");
-    // Any device file that can be opened stands for one: the simulated driver has none.
+    // Any device file that can be opened is enough: the simulated driver has none.
     let files = files.iter().map(|n| ("/dev/null".into(), format!("/dev/nvidia{n}").into()));
     spec.mounts.extend(files);
     let mut worker = Worker::start_as(world, spec)?;
@@ -51,7 +51,7 @@ fn wait_until_used(world: &Testbed, is_so: impl Fn([u64; 2]) -> bool) -> Result<
         let used = |gpu: &GpuRow| gpu.vram_used_bytes.saturating_sub(gpu.copier_vram_bytes) / MIB;
         match world.cli().ps()?.gpus.as_slice() {
             [first, second] => Ok(is_so([used(first), used(second)]).then_some(())),
-            // A controller that has just started has not seen them.
+            // A controller that has just started has not read the GPUs.
             _ => Ok(None),
         }
     })
@@ -77,7 +77,7 @@ fn full_gpu_restores_on_the_other_gpu() -> Result<()> {
         until("the return on another GPU to be told", || {
             Ok(says(&world, "comes back on GPU-")?.then_some(()))
         })?;
-        // All that it can do before it can do there.
+        // Everything that worked on the first GPU works there.
         worker.call("touch")?;
         worker.call("alloc 16")?;
         world.cli().move_out("moves")?;

@@ -1,4 +1,4 @@
-//! GPU containers in pods: names, annotations, two containers that move apart.
+//! GPU containers in pods: names, annotations, two containers with independent moves.
 
 use std::collections::HashMap;
 

@@ -13,7 +13,7 @@ fn every_hazard_is_survived() -> Result<()> {
     let options = Options { gpu, filter: String::new(), turns: 10 };
     let report = hazards::run(&TestbedConfig::default, &options, &mut |_| {})?;
     assert!(!report.failed(), "{}", report.table());
-    // The hazards are real: without Affinode these kill, or lose.
+    // Without Affinode these hazards kill or lose a process.
     for (hazard, end) in [
         ("cuCtxSynchronize while offloaded", "dies of a segmentation fault"),
         ("cuStreamSynchronize while offloaded", "dies of a segmentation fault"),

@@ -24,7 +24,7 @@ fn says(world: &Testbed, worker: &Worker, word: &str) -> Result<()> {
     worker.running.exec(world, &["/bin/sh", "-c", &script]).map(drop)
 }
 
-/// A program says through a file in its container that it is idle; its next call brings it back.
+/// A program reports through a file in its container that it is idle; its next call restores it.
 #[test]
 fn idle_hint_offloads_until_the_next_call() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
@@ -36,7 +36,7 @@ fn idle_hint_offloads_until_the_next_call() -> Result<()> {
     Ok(())
 }
 
-/// One that is busy without a call stays, until an operator says that it is idle.
+/// A container with the hint busy stays resident without calls, until an operator sets it idle.
 #[test]
 fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
@@ -55,15 +55,15 @@ fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     Ok(())
 }
 
-/// A kernel that was launched runs on and no call is in progress: NVML is the witness. Without
-/// it, the driver would refuse to lock the process, and that would be told.
+/// A launched kernel runs on without a call in progress: NVML utilisation shows it. Without NVML,
+/// the driver would refuse to lock the process, and an event would report that.
 #[test]
 fn running_work_overrides_idle_hint() -> Result<()> {
     let world =
         TestbedConfig::default().config(&format!("{PATIENT}lock_timeout = \"100ms\"\n")).world()?;
     let mut worker = Worker::start(&world, "runner", 32)?;
     world.cli().wait_for_state("runner", "Active")?;
-    // Far longer than the two looks that follow.
+    // Far longer than the two checks that follow.
     worker.call("spin 12000")?;
     until("the work to be seen", || {
         let row = world.cli().container("runner")?;

@@ -1,4 +1,4 @@
-//! More VRAM wants to leave at once than host memory holds.
+//! More VRAM to offload at once than host memory holds.
 
 use std::{
     io::Write,
@@ -25,10 +25,10 @@ sample_interval = "50ms"
 driver_overhead_mib = 64
 "#;
 const VRAM_MIB: u64 = 512;
-/// For one of them and what the driver takes beside it, not for two.
+/// Enough for one of them with the driver's own need, not for two.
 const ROOM_MIB: u64 = 900;
 
-/// Two containers of one pod, and a limit on the pod that has room for one to leave.
+/// Two containers of one pod, whose memory limit allows one offload.
 struct CrowdedPod {
     world: Testbed,
     workers: [Worker; 2],
@@ -56,7 +56,7 @@ impl CrowdedPod {
         Worker::spec(id, USUAL, VRAM_MIB).annotation("affinode.io/engine", engine)
     }
 
-    /// Asks for both offloads at the same moment.
+    /// Requests both offloads at the same moment.
     fn offload_both(&self) -> Result<[ActionRow; 2]> {
         let cli = self.world.cli();
         std::thread::scope(|scope| {
@@ -78,7 +78,7 @@ fn one_leaves_and_one_stays(engine: &str) -> Result<()> {
     // Both processes live, with unchanged contents.
     assert!(pod.workers[stays].verify()?, "{engine}");
     assert!(pod.workers[out].verify()?, "{engine}");
-    // What the first one took is free with its end: the promise has ended, too.
+    // The end of the first one frees its host memory, and its reservation.
     pod.workers[out].running.kill(&pod.world)?;
     until("the other to leave", || {
         let said = pod.world.cli().offload(NAMES[stays])?;

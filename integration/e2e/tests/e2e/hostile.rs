@@ -27,7 +27,7 @@ fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
     let socket = world.cli().run_dir().join("containers").join(key).join("mount/agent.sock");
     for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], &[0; 128], b"x"] {
         let mut stream = UnixStream::connect(&socket)?;
-        // The controller may hang up in the middle of it.
+        // The controller may close the connection in the middle.
         let _ = stream.write_all(garbage);
     }
     world.cli().wait_for_state("good", "Offloaded")?;
@@ -35,7 +35,7 @@ fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
     Ok(())
 }
 
-/// A process that overwrites the page it shares with the controller harms itself at most.
+/// A process that overwrites the counters it shares with the controller harms only itself.
 #[test]
 fn a_scribbled_page_harms_nobody_else() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -60,17 +60,17 @@ fn a_scribbled_page_harms_nobody_else() -> Result<()> {
     })
 }
 
-/// Connections that a container opens, and what the controller serves of them at a time.
+/// Connections that a container opens, and the number that the controller serves at a time.
 const FLOOD: usize = 2000;
 const MAX_OPEN: usize = 512;
 
-/// Whether the other side has not hung up.
+/// Whether the peer has not closed the connection.
 fn is_open(mut stream: &UnixStream) -> bool {
-    // It never sends anything before it is greeted: there is nothing to be read, or the end.
+    // The controller sends nothing before a greeting: a read finds nothing, or the end.
     !matches!(stream.read(&mut [0]), Ok(0)) && stream.peer_addr().is_ok()
 }
 
-/// A container that opens connections without end is cut off; its neighbour is served.
+/// A container that opens connections without end is disconnected; its neighbour is served.
 #[test]
 fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -82,7 +82,7 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     let before = descriptors(controller)?.len();
     let (mut open, mut most) = (Vec::new(), 0);
     for count in 1..=FLOOD {
-        // One that waits in the kernel's queue has not been looked at: it comes to the end of it.
+        // A connection in the kernel's queue is accepted later, and then closed.
         let stream = UnixStream::connect(&socket)?;
         stream.set_nonblocking(true)?;
         open.push(stream);
@@ -102,8 +102,8 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     flooder.delete(&world)
 }
 
-/// Everything at once, from inside: see `attack.c`. The neighbour goes and comes as ever,
-/// what the controller spends on the attacker is bounded, and it gets it all back.
+/// All attacks at once, from inside: see `attack.c`. The neighbour's offloads and restores go on,
+/// the controller's cost for the attacker is bounded, and is freed at the end.
 #[test]
 fn combined_attack_harms_no_other_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -130,9 +130,9 @@ fn combined_attack_harms_no_other_container() -> Result<()> {
     Ok(())
 }
 
-/// What a container is given is its own: no path to the control API or to another
-/// container, nothing to write to but the pipe for its own hints, and in its processes one
-/// page and one socket more than without us.
+/// A container gets only its own files: no path to the control API or to another container, nothing
+/// writable but the pipe for its own hints, and in its processes one mapped page and one socket
+/// more than without Affinode.
 #[test]
 fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -153,7 +153,7 @@ fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
     without.sort();
     assert_eq!(with, without);
 
-    // The shell's own words: the image has little else.
+    // Only shell built-ins: the image has few other programs.
     let look = r#"for path in /.affinode/* /.affinode/*/* /.affinode/run/.[!.]*; do echo "$path"; done
         for path in /.affinode/run/x /.affinode/run/engine /.affinode/run/pressure /.affinode/lib/x /etc/ld.so.preload; do
             (: >> "$path") 2>/dev/null && echo "can write $path"
@@ -184,7 +184,7 @@ fn garbage_on_the_control_socket_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// Only root may ask.
+/// Only root may use the control API.
 #[test]
 fn the_control_socket_is_for_root_alone() -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
@@ -196,8 +196,8 @@ fn the_control_socket_is_for_root_alone() -> Result<()> {
     Ok(())
 }
 
-/// A container's socket and its pipe are for it alone: other users of the host do not reach them,
-/// though they may come to the folders of their own jobs.
+/// A container's socket and pipe are private: other users of the host cannot reach them, though
+/// they may traverse the folders of their own jobs.
 #[test]
 fn host_users_cannot_reach_container_socket() -> Result<()> {
     use std::os::unix::process::CommandExt;
@@ -217,7 +217,7 @@ fn host_users_cannot_reach_container_socket() -> Result<()> {
     Ok(())
 }
 
-/// A container that cannot be managed still runs as with the stock shim.
+/// A container that cannot be managed runs as with the stock shim.
 #[test]
 fn container_runs_with_invalid_configuration() -> Result<()> {
     let world = TestbedConfig::default().config("[policy]\nmode = \"sometimes\"\n").world()?;

@@ -1,5 +1,5 @@
 //! `affinode install` and `uninstall` on each containerd: a handler that pods can name, and
-//! afterwards every byte as it was.
+//! afterwards unchanged files.
 
 use std::{
     fs,
@@ -77,7 +77,7 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// NVIDIA's toolkit adds such a file: with containerd 1.x it takes the place of the whole section.
+/// NVIDIA's toolkit adds such a file: with containerd 1.x it replaces the whole section.
 #[test]
 fn overriding_file_gets_the_handler() -> Result<()> {
     for line in [Line::V1_6, Line::V1_7] {
@@ -106,7 +106,7 @@ fn overriding_file_gets_the_handler() -> Result<()> {
             let id = cri.run_pod(&pod, handler)?;
             cri.remove_pod(&id)?;
         }
-        // That file goes: the handler follows to where the section is then.
+        // If that file is removed, the handler moves to the file that then has the section.
         fs::remove_file(&covering)?;
         restart()?;
         let (said, _) = place.restarted(|| place.done("install", &[]))?;
@@ -124,8 +124,8 @@ fn overriding_file_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// As a container of the node does it: containerd, its configuration and the place of the files
-/// cannot be seen from there.
+/// As in a container of the node: containerd, its configuration and the installed files are not
+/// visible from there.
 #[test]
 fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -184,7 +184,7 @@ fn failed_install_keeps_configuration() -> Result<()> {
     refused(&["--restart-mode", "none"], "another affinode install")?;
     drop(held);
 
-    // A file that containerd would not read again is not edited on top.
+    // A file that containerd could not parse is not edited further.
     let broken = [original.as_slice(), b"\nimports = 3\n[plugins\n"].concat();
     fs::write(place.config(), &broken)?;
     let said = place.refused("install", &["--restart-mode", "none"])?;
@@ -210,7 +210,7 @@ fn failed_install_keeps_configuration() -> Result<()> {
     place.done("install", &["--restart-mode", "none"])?;
     place.done("uninstall", &["--restart-mode", "none"])?;
 
-    // Killed after the record was written, an installation can be taken off all the same.
+    // An installation that was killed after it wrote its record can be removed.
     place.done("install", &["--restart-mode", "none"])?;
     fs::remove_file(place.file("bin/affinode"))?;
     fs::write(place.config(), &original)?;
@@ -227,14 +227,14 @@ fn failed_install_keeps_configuration() -> Result<()> {
     Ok(())
 }
 
-/// A shim that runs would be lost with its file.
+/// A running shim would lose its program file.
 #[test]
 fn uninstall_is_refused_while_containers_run() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
     let place = place(&world)?;
     place.done("install", &["--restart-mode", "none"])?;
     let shim = place.shim();
-    // As good as one: the installed file runs, waiting for its options.
+    // In place of a shim: the installed file runs, and waits for its options.
     let mut running =
         Command::new(&shim).arg("-info").stdin(std::process::Stdio::piped()).spawn()?;
     until("the shim to run", || {
@@ -270,7 +270,7 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
     Ok(())
 }
 
-/// Containers go on with the shim and library that they have; the controller is the new one.
+/// Containers keep their shim and library; the controller is the new one.
 #[test]
 fn upgrade_replaces_the_running_controller() -> Result<()> {
     let world = TestbedConfig::default().node().config(MANUAL).world()?;
@@ -291,7 +291,7 @@ fn upgrade_replaces_the_running_controller() -> Result<()> {
     let more = ["--restart-mode", "none", "--from", from.as_str()];
     let said = place.done("install", &more)?;
     ensure!(said.contains("end the controller") && !said.contains("restart"), "{said}");
-    // Started by the shim of before, it is of the version that is installed now.
+    // The old shim starts the controller version that is installed now.
     until("the new controller", || {
         let now = runs()?;
         Ok(now.filter(|(pid, exe)| *pid != old && *exe == place.shim()))

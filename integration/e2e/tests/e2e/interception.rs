@@ -1,4 +1,4 @@
-//! Every way in which programs reach the driver is seen, counted and gated.
+//! Every way in which programs reach the driver is intercepted, counted and gated.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -71,8 +71,8 @@ fn python_with_ctypes() -> Result<()> {
     cycle(Spec::gpu("way", &["/usr/bin/python3", &program, "--mib", "4"]), &["open"])
 }
 
-/// Eight threads that all come back at once, again and again: all of them wait,
-/// and none computes on the wrong memory.
+/// Eight threads make calls at once, repeatedly: all of them wait, and none computes with wrong
+/// contents.
 #[test]
 fn many_threads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

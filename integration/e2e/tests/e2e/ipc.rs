@@ -1,5 +1,5 @@
-//! Legacy IPC for memory that the library carries: processes open each other's, whatever engine
-//! moves them, and all of them stay on the device.
+//! Legacy IPC for swappable memory: processes open each other's memory with any engine, and all of
+//! them stay resident.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -24,7 +24,7 @@ pub fn giver(id: &str, mib: u64) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/ipc"), "--mib", &mib.to_string()])
 }
 
-/// Has memory, which is filled.
+/// A process with memory, which it has filled.
 fn exporter(world: &Testbed, id: &str, engine: &str) -> Result<Worker> {
     let (mib, seed) = (SHARED_MIB.to_string(), SEED.to_string());
     let spec = program(id, engine, &["--mib", &mib, "--seed", &seed]);
@@ -33,8 +33,8 @@ fn exporter(world: &Testbed, id: &str, engine: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Has none, and is in the network namespace of another one, as containers of one pod are. It
-/// comes to the driver as CUDA's runtime does.
+/// A process without memory, in the network namespace of another one, as containers of one pod are.
+/// It loads the driver as CUDA's runtime does.
 fn importer(world: &Testbed, id: &str, engine: &str, beside: &Worker) -> Result<Worker> {
     let network = format!("network:/proc/{}/ns/net", beside.running.pid(world)?);
     let spec = program(id, engine, &["--by-name", "11000"]).flags(&["--with-ns", &network]);
@@ -150,8 +150,8 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
     Ok(())
 }
 
-/// Without memory that is carried, a handle of ours is known as well; one that is none of ours is
-/// the driver's to refuse.
+/// Without swappable memory, Affinode's handles are recognised as well; the driver rejects a handle
+/// that is neither.
 #[test]
 fn invalid_handle_opens_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -208,7 +208,7 @@ fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
 fn imported_memory_outlives_its_exporter() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut giver = exporter(&world, "giver", "full")?;
-    // Keeps the network namespace.
+    // Keeps the network namespace alive.
     let mut other = importer(&world, "other", "full", &giver)?;
     let mut taker = importer(&world, "taker", "checkpoint", &other)?;
     let shared = handle(&mut giver)?;

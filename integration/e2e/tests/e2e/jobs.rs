@@ -26,10 +26,10 @@ use crate::offload::{EAGER, wait_gpu_empty};
 /// A user without any rights.
 const NOBODY: u32 = 65_534;
 
-/// A node without containers: a controller alone, as systemd starts it.
+/// A node without containers: only a controller, as systemd starts it.
 struct Node {
     world: Testbed,
-    /// What users run, in a place that they all can read.
+    /// Folder of the users' programs, which they all can read.
     shared: PathBuf,
 }
 
@@ -74,7 +74,7 @@ impl Node {
         self.start_controller().map(drop)
     }
 
-    /// `affinode run` with these words, as a user of the node types it.
+    /// `affinode run` with these arguments, as a user of the node runs it.
     fn run(&self, words: &[&str]) -> Command {
         let mut command = self.world.host_gpu_command(&self.shared.join("affinode"));
         command.env("LD_LIBRARY_PATH", &self.shared).env("AFFINODE_LIB_DIR", &self.shared);
@@ -127,7 +127,7 @@ impl Node {
     }
 }
 
-/// A CUDA program that was started by `affinode run`.
+/// A CUDA program that `affinode run` started.
 struct Worker {
     child: Child,
     lines: Lines,
@@ -174,7 +174,7 @@ fn idle_job_is_offloaded_and_restored() -> Result<()> {
     node.wait_nothing_left("train")
 }
 
-/// Also where no controller is there to greet it: the first has left the word beside the socket.
+/// Also without a controller: the first has left the engine's name beside the socket.
 #[test]
 fn job_engine_applies_from_first_allocation() -> Result<()> {
     let node = Node::new("enabled = true")?;
@@ -183,14 +183,15 @@ fn job_engine_applies_from_first_allocation() -> Result<()> {
     let words = ["--annotation", "engine=full", "--", "/bin/sh", "-c", &script];
     let mut worker = node.worker(0, "early", &words)?;
     node.start_controller()?;
-    // The copier, which may be in the same cgroup as the job, is no stranger that keeps it there.
+    // The copier, which may be in the same cgroup as the job, does not count as an unmanaged
+    // process of it.
     let offloaded = node.wait_offloaded("early")?;
     assert_eq!(offloaded.process()?.swappable_bytes, 64 * MIB, "{offloaded:?}");
     assert!(worker.verify()?);
     Ok(())
 }
 
-/// They share a cgroup, and neither takes the other for a process of its own that has not registered.
+/// They share a cgroup, and neither counts as an unregistered process of the other.
 #[test]
 fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
     let node = Node::new("enabled = true")?;
@@ -203,7 +204,7 @@ fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
     Ok(())
 }
 
-/// What a job preloads by itself does its work, and its calls do not get past ours.
+/// A library that a job preloads itself works, and its calls pass Affinode's gate.
 #[test]
 fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
     let node = Node::new("enabled = true")?;
@@ -227,7 +228,7 @@ fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
 #[test]
 fn job_survives_controller_and_parent_death() -> Result<()> {
     let node = Node::new("enabled = true")?;
-    // A shell that waits for the program: its first process is not the one with the GPU.
+    // A shell that waits for the program: the job's first process is not the GPU process.
     let shell = ["--", "sh", "-c", "exec 3<&0; \"$@\" <&3 & wait", "sh"];
     let mut worker = node.worker(0, "train", &shell)?;
     let before = node.wait_offloaded("train")?;
@@ -242,7 +243,7 @@ fn job_survives_controller_and_parent_death() -> Result<()> {
     node.shoot_controller()?;
     node.wait_offloaded("train")?;
     assert!(worker.verify()?);
-    // It ends with its input.
+    // The program ends with its input.
     let pid = until("its process to be registered", || {
         Ok(node.job("train")?.and_then(|row| Some(row.processes.first()?.pid)))
     })?;

@@ -1,4 +1,4 @@
-//! Images of other C libraries: the library loads in them, or does nothing.
+//! Images with other C libraries: the library loads in them, or has no effect.
 
 use std::{path::Path, process::Command};
 
@@ -66,7 +66,7 @@ fn an_old_glibc_loads_it() -> Result<()> {
     Ok(())
 }
 
-/// musl ignores /etc/ld.so.preload. With LD_PRELOAD it loads the library as well.
+/// musl ignores /etc/ld.so.preload. With LD_PRELOAD it loads the library.
 #[test]
 fn musl_runs_with_and_without_it() -> Result<()> {
     let world = TestbedConfig::default().world()?;

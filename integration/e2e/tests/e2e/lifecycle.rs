@@ -1,5 +1,5 @@
-//! The life of containers without a GPU. Every case runs with the stock runtime
-//! and with Affinode's: they must agree.
+//! The life of containers without a GPU. Every case runs with the stock runtime and with
+//! Affinode's, with equal results.
 
 use std::{
     io::Read,
@@ -112,7 +112,7 @@ fn reports_a_program_that_is_not_there(world: &Testbed) -> Result<()> {
         let spec = Spec::plain("absent", &["/bin/no-such-program"]).runtime(runtime);
         let output = spec.command(world, &["--rm"])?.output()?;
         assert!(!output.status.success(), "{runtime}");
-        // What ctr logs has the time in it.
+        // Log lines of ctr contain the time.
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let lines: Vec<String> =
             said.lines().filter(|line| !line.starts_with("time=")).map(str::to_owned).collect();
@@ -124,7 +124,7 @@ fn reports_a_program_that_is_not_there(world: &Testbed) -> Result<()> {
     nothing_is_left(world)
 }
 
-/// No shim, no bundle, no cgroup.
+/// Requires that no shim, bundle or cgroup is left.
 pub fn nothing_is_left(world: &Testbed) -> Result<()> {
     no_shim_or_bundle_is_left(world)?;
     let mut left = Vec::new();
@@ -139,14 +139,14 @@ pub fn nothing_is_left(world: &Testbed) -> Result<()> {
     .with_context(|| format!("{left:?}"))
 }
 
-/// Of processes and bundles alone.
+/// The same for processes and bundles only.
 fn no_shim_or_bundle_is_left(world: &Testbed) -> Result<()> {
     until("shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
     let mut left = Vec::new();
     until("bundles to be removed", || {
         left.clear();
         for namespace in ["default", "k8s.io"] {
-            // The folder is not there before the first container.
+            // The folder does not exist before the first container.
             let entries = std::fs::read_dir(world.containerd().bundles(namespace));
             left.extend(entries.into_iter().flatten().flatten().map(|entry| entry.path()));
         }
@@ -160,7 +160,7 @@ fn on_a_terminal(mut command: Command) -> Result<String> {
     let pty = nix::pty::openpty(None, None)?;
     let end = || -> Result<Stdio> { Ok(pty.slave.try_clone()?.into()) };
     let mut child = command.stdin(end()?).stdout(end()?).stderr(end()?).spawn()?;
-    // Ours must be closed, or the terminal would never hang up.
+    // This end must be closed, or the terminal never ends.
     drop(command);
     drop(pty.slave);
     let mut said = Vec::new();

@@ -7,8 +7,8 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-/// A testbed with a containerd of this line; `None` where the machine cannot have one,
-/// which `cargo xtask deps` has said then.
+/// A testbed with a containerd of this line; `None` if the machine cannot have one, which `cargo
+/// xtask deps` then has reported.
 pub fn world(line: Line, recipe: TestbedConfig) -> Result<Option<Testbed>> {
     let releases = Releases::read(&Artifacts::find()?)?;
     match releases.get(line)? {

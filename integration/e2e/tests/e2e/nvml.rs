@@ -33,7 +33,7 @@ fn asked(worker: &mut Worker) -> Result<u32> {
     worker.call("asked")?.polls.context("the reply to `asked` has no count")
 }
 
-/// It asks ten times a second while its container goes idle, and while it is offloaded.
+/// It queries ten times a second while its container becomes idle, and while it is offloaded.
 #[test]
 fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -80,7 +80,7 @@ fn figures_while_offloaded_are_current() -> Result<()> {
     wait_gpu_empty(&world)?;
     let offloaded = worker.call("ask")?.free_bytes.context("free")?;
     assert!(offloaded >= before + WORKER_MIB * MIB, "{before} {offloaded}");
-    // A neighbour that comes meanwhile is seen.
+    // A neighbour that starts meanwhile is counted.
     let mut neighbour = Worker::start(&world, "neighbour", 128)?;
     let mut last = offloaded;
     until("the neighbour's memory to be seen", || {
@@ -100,12 +100,12 @@ fn first_init_while_offloaded_restores() -> Result<()> {
         let mut worker = start(&world, "nvml", engine, |spec| spec)?;
         world.cli().move_out(engine)?;
         worker.call("init")?;
-        // NVML answers from the driver's unlock on, a moment before the container is active.
+        // NVML returns from the driver's unlock on, a moment before the container is active.
         world.cli().wait_for(engine, "to have returned", |row| {
             row.restores == 1 && row.state == "Active"
         })?;
         worker.call("ask")?;
-        // Nothing knows the answer to this one.
+        // The library has no recorded reply to this query.
         world.cli().move_out(engine)?;
         worker.call("utilization")?;
         world.cli().wait_for(engine, "to have returned twice", |row| row.restores == 2)?;
@@ -136,7 +136,7 @@ fn python_queries_by_ctypes_while_offloaded() -> Result<()> {
     Ok(())
 }
 
-/// The simulated NVML ends a process that is locked while a call is inside.
+/// The simulated NVML ends a process that is locked during a call.
 #[test]
 fn lock_waits_for_a_call_inside_nvml() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,4 +1,4 @@
-//! The main job, with every containerd: idle, offloaded, called, restored.
+//! The main function, with every containerd: idle, offloaded, called, restored.
 
 use affinode_e2e::{
     image,
@@ -50,7 +50,7 @@ pub fn wait_vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u
     .with_context(|| format!("in use were {last:?}"))
 }
 
-/// Waits until NVML shows that nothing is in use.
+/// Waits until NVML reports 0 bytes in use.
 pub fn wait_gpu_empty(world: &Testbed) -> Result<()> {
     wait_vram_used(world, |used| used == 0).map(|_| ())
 }
@@ -60,14 +60,14 @@ fn goes_when_idle_and_comes_back_when_called(world: &Testbed) -> Result<()> {
     let row = world.cli().wait_for_state("worker", "Offloaded")?;
     assert!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
     assert_eq!(row.offloads, 1);
-    // Not one byte is left, of the context neither.
+    // No byte is left, not even of the context.
     wait_gpu_empty(world)?;
     world.cli().wait_for("worker", "to hold no VRAM", |row| row.vram_bytes == 0)?;
 
     assert!(worker.verify()?);
     world.cli().wait_for("worker", "to have returned once", |row| row.restores == 1)?;
 
-    // And again: what changed in between is kept as well.
+    // Changes between two cycles are kept too.
     worker.call("touch")?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     wait_gpu_empty(world)?;
@@ -90,7 +90,7 @@ fn survives_containerd_restart_while_offloaded(world: &Testbed) -> Result<()> {
     let mut worker = Worker::start(world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     world.containerd().stop(nix::sys::signal::Signal::SIGTERM)?;
-    // The GPU comes back without containerd, and after it.
+    // The container is restored without containerd, and after its restart.
     assert!(worker.verify()?);
     world.cli().wait_for_state("worker", "Offloaded")?;
     world.start_containerd()?;
@@ -100,7 +100,7 @@ fn survives_containerd_restart_while_offloaded(world: &Testbed) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// The same program with the same seed computes the same with and without the cycle.
+/// The same program with the same seed computes the same with and without the offload.
 #[test]
 fn results_are_equal_with_and_without_offload() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -124,8 +124,8 @@ fn results_are_equal_with_and_without_offload() -> Result<()> {
     Ok(())
 }
 
-/// A thread asks again and again whether its stream is done, as frameworks do. That is no use
-/// of the GPU, and is answered without it.
+/// A thread polls its stream repeatedly, as frameworks do. Polls do not count as use of the GPU,
+/// and return without a restore.
 #[test]
 fn polling_thread_neither_blocks_nor_wakes() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

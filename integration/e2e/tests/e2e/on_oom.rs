@@ -1,4 +1,4 @@
-//! Allocations that find no memory.
+//! Allocations without enough free VRAM.
 
 use affinode_e2e::{
     container::Spec,
@@ -55,7 +55,7 @@ fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
 fn idle_neighbour_is_evicted_for_allocation() -> Result<()> {
     let world = world()?;
     let mut idle = start(&world, Worker::spec("idle", USUAL, 320))?;
-    // Even its first, and the context before it.
+    // Also its first allocation, and the context before it.
     let mut newcomer = start(&world, waiting("newcomer", 300))?;
     world.cli().wait_for_state("idle", "Offloaded")?;
     assert!(newcomer.verify()?);
@@ -105,7 +105,7 @@ fn waiting_allocation_is_shown_and_can_end() -> Result<()> {
     assert!(!waiter.has_answer()?);
     waiter.running.kill(&world)?;
     waiter.running.delete(&world)?;
-    // Nothing of it is left behind: the next one is served.
+    // No state of it is left: the next one is served.
     let mut next = start(&world, waiting("next", 64))?;
     next.send("alloc 300")?;
     busy.running.kill(&world)?;
@@ -148,7 +148,7 @@ fn controller_restart_keeps_allocation_waiting() -> Result<()> {
     Ok(())
 }
 
-/// The scene of the suite for GPU machines.
+/// The scenario of the suite for GPU machines.
 #[test]
 fn newcomer_and_three_tenants_all_proceed() -> Result<()> {
     let config = EAGER.replace("200ms", "500ms");

@@ -67,7 +67,8 @@ fn a_pod_survives_a_restart_of_containerd(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// containerd notices the end of the connection, runs our `delete`, and the pod can be removed.
+/// containerd notices the end of the connection and runs Affinode's `delete`; then the pod can be
+/// removed.
 fn a_shim_that_is_killed_leaves_nothing(world: &Testbed) -> Result<()> {
     let cri = Cri::connect(&world.containerd().socket())?;
     let pod = cri::pod("shot", &world.cgroup_parent(), world.dir());
@@ -81,7 +82,7 @@ fn a_shim_that_is_killed_leaves_nothing(world: &Testbed) -> Result<()> {
     }
     until("containerd to see the end", || Ok((cri.state(&id)? == cri::EXITED).then_some(())))?;
     cri.remove_container(&id)?;
-    // While containerd still clears up after the shim it refuses: a kubelet asks again.
+    // containerd refuses while it cleans up after the shim: a kubelet tries again.
     until("containerd to remove the pod", || Ok(cri.remove_pod(&pod_id).ok()))?;
     nothing_is_left(world)
 }

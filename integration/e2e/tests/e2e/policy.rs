@@ -13,7 +13,7 @@ use crate::{
     recovery::shoot_controller,
 };
 
-/// No mode but eager moves a container by itself; each says why.
+/// Only mode eager offloads a container without a request; the others show the reason.
 #[test]
 fn ineligible_container_stays_with_reason() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -63,7 +63,7 @@ fn invalid_annotation_uses_default() -> Result<()> {
     Ok(())
 }
 
-/// The driver cannot checkpoint it: it is refused before anything is touched.
+/// The driver cannot checkpoint it: the offload is refused before any change.
 #[test]
 fn managed_memory_is_never_offloaded() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -100,7 +100,7 @@ fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "chosen", 32)?;
     world.cli().move_out("chosen")?;
-    // One that is offloaded comes back.
+    // An offloaded container is restored.
     world.cli().run(&["pin", "chosen"])?;
     wait_vram_used(&world, |used| used > 0)?;
     assert_eq!(world.cli().run(&["auto-offload", "off"])?, "auto-offload is off\n");
@@ -127,7 +127,7 @@ fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     Ok(())
 }
 
-/// `affinode policy show`: value and origin.
+/// A row of `affinode policy show`: value and origin.
 fn value_of(world: &Testbed, container: &str, name: &str) -> Result<(String, String)> {
     let said = world.cli().run(&["policy", "show", container, "--no-headers"])?;
     let rows = said.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
@@ -136,8 +136,8 @@ fn value_of(world: &Testbed, container: &str, name: &str) -> Result<(String, Str
     Ok((row[2].to_owned(), row[3].to_owned()))
 }
 
-/// The node's policy is set, seen with where it comes from, outlives the controller, and is
-/// taken back. What would be bad changes nothing.
+/// The node's policy can be set, is shown with its origin, outlives the controller, and can be
+/// reset. An invalid value changes nothing.
 #[test]
 fn a_policy_is_set_shown_and_taken_back() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,5 +1,5 @@
-//! `prefault`: host memory is ready before a container leaves, and the copier copies it out beside
-//! the driver's checkpoint.
+//! `prefault`: host memory is prefaulted before an offload, and the copier copies out beside the
+//! driver's checkpoint.
 
 use std::process::Child;
 
@@ -27,7 +27,7 @@ fn world() -> Result<Testbed> {
     TestbedConfig::default().config(MANUAL).world()
 }
 
-/// A worker whose idleness lasts long enough to be prepared, and not longer.
+/// A worker with an idle time that is just long enough for the prefault.
 fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     let mut worker = Worker::start_as(world, spec.prepared())?;
     worker.wait_filled()?;
@@ -38,27 +38,28 @@ fn plain(world: &Testbed) -> Result<Worker> {
     start(world, Worker::spec("worker", USUAL, WORKER_MIB))
 }
 
-/// Until its host memory is ready: the copier's pid.
+/// Waits until its host memory is prefaulted, and returns the copier's pid.
 fn wait_prepared(world: &Testbed) -> Result<Pid> {
     let ready = |gpu: &GpuRow| gpu.copier_prefaulted == 1 && gpu.copier_pid != 0;
     Ok(Pid::from_raw(world.cli().wait_gpu("host memory that is ready", ready)?.copier_pid))
 }
 
-/// Until neither the process nor the copier has hold of the memory: a context is what the copier has.
+/// Waits until neither the process nor the copier holds the memory: the copier keeps its context
+/// only.
 fn wait_nowhere_on_the_device(world: &Testbed) -> Result<()> {
     until("the memory to be let go of", || {
         Ok((world.cli().gpu()?.vram_used_bytes < WORKER_MIB * MIB).then_some(()))
     })
 }
 
-/// Processes that copiers have copied out, once the worker is ready for the next time: the report
-/// of a copy comes before that.
+/// Number of offloads by copiers, read once the worker is prefaulted again: the report of an
+/// offload comes before that.
 fn copies(world: &Testbed) -> Result<u64> {
     wait_prepared(world)?;
     Ok(world.cli().gpu()?.copier_offloads)
 }
 
-/// Offload and restore; the contents are as before.
+/// Offloads and restores; the contents are unchanged.
 fn leaves_and_returns(world: &Testbed, worker: &mut Worker) -> Result<()> {
     wait_prepared(world)?;
     world.cli().move_out("worker")?;
@@ -68,7 +69,8 @@ fn leaves_and_returns(world: &Testbed, worker: &mut Worker) -> Result<()> {
     Ok(())
 }
 
-/// Until a copier has copied it out once: beside other tests it may copy by itself a few times.
+/// Until a copier has copied it out once: beside other tests the process may copy itself a few
+/// times.
 fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = copies(world)?;
     for _ in 0..12 {
@@ -80,8 +82,8 @@ fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Resul
     bail!("in 12 rounds the copier has not copied it out")
 }
 
-/// One hand-over at a time on a machine, so beside other tests it copies by itself in a share of
-/// the rounds. On a GPU the suite requires all of them.
+/// A machine runs one export at a time, so beside other tests the process copies itself in a share
+/// of the rounds. On a GPU the suite requires all of them.
 fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -> Result<()> {
     const ROUNDS: u64 = 8;
     let before = copies(world)?;
@@ -92,7 +94,7 @@ fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -
     Ok(())
 }
 
-/// Until its process has handed everything over, or that is over already.
+/// Waits until its process has exported everything, or the offload is over.
 fn wait_handed(world: &Testbed, asked: &mut Child) -> Result<()> {
     until("it to be handed over", || {
         let parked = world.cli().registered("worker")?.process()?.phase == "CopiedOut";
@@ -154,7 +156,7 @@ fn prefaulted_process_without_copier_offloads() -> Result<()> {
     wait_gpu_empty(&world)?;
     assert!(worker.verify()?);
     assert_eq!(world.cli().gpu()?.copier_offloads, 0);
-    // And the next time through the next one.
+    // The next offload uses the next copier.
     leaves_through_the_copier_once(&world, &mut worker)
 }
 
@@ -181,7 +183,8 @@ fn hands_over_in_vain(
     bail!("in 12 rounds it has handed nothing over")
 }
 
-/// Its content is nowhere but in device memory that it has descriptors of, while it is checkpointed.
+/// While it is checkpointed, its contents exist only in device memory that the copier has
+/// descriptors of.
 #[test]
 fn exports_to_stopped_copier_are_restored() -> Result<()> {
     let world = world()?;

@@ -1,4 +1,4 @@
-//! Beside another library that stands in front of the driver: both do their work.
+//! Beside another library in front of the driver: both work.
 
 use std::{fs, path::Path};
 
@@ -18,7 +18,7 @@ use crate::{
 const OUT_OF_MEMORY: i32 = 2;
 /// An image with a list of its own.
 const LIMITED: &str = "localhost/affinode/limited:1";
-/// What each program holds, and what the other library lets it hold.
+/// VRAM that each program allocates, and the limit of the other library.
 const HELD_MIB: u64 = 32;
 const LIMIT_MIB: &str = "48";
 
@@ -26,7 +26,7 @@ fn limited(program: &str) -> Spec {
     Worker::spec(program, program, HELD_MIB).env("LIMIT_MIB", LIMIT_MIB)
 }
 
-/// The limit holds before, and after the container was offloaded; its memory is as it was.
+/// The limit applies before and after an offload; the memory is unchanged.
 fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     let id = spec.id.clone();
     let mut worker = Worker::start_as(world, spec)?;
@@ -44,7 +44,7 @@ fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// The node's owner mounts the list, as HAMi's device plugin does.
+/// The node's operator mounts the list, as HAMi's device plugin does.
 #[test]
 fn a_library_that_the_host_preloads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

@@ -1,4 +1,4 @@
-//! More VRAM wanted than there is.
+//! More VRAM needed than there is.
 
 use affinode_e2e::{
     gpu::Gpu,
@@ -36,8 +36,8 @@ fn two_that_do_not_fit_take_turns() -> Result<()> {
     Ok(())
 }
 
-/// A caller whose room is taken waits in a state that says so, and comes back
-/// when the other goes idle. Neither is lost.
+/// A waiting container shows the reason in its state, and is restored when the other becomes idle.
+/// Neither is lost.
 #[test]
 fn a_return_waits_for_room() -> Result<()> {
     let world = small_world(EAGER)?;
@@ -47,7 +47,7 @@ fn a_return_waits_for_room() -> Result<()> {
     let mut busy = Worker::start_as(&world, spec)?;
     busy.wait_filled()?;
     alpha.send("verify")?;
-    // While the room is only being proven its reason is still the call.
+    // While the free VRAM is being proven, its reason is still the call.
     until("alpha to wait for room", || {
         let row = world.cli().container("alpha")?;
         Ok(row.filter(|row| row.state == "Queued" && row.reason == "waiting-for-vram"))
