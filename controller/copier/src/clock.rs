@@ -1,8 +1,8 @@
-//! The time, which a test can hold and move on.
+//! The clock, which a test can stop and advance.
 
 use std::time::{Duration, Instant};
 
-/// The time now.
+/// The current time, or the stopped one.
 pub fn now() -> Instant {
     #[cfg(any(test, feature = "testing"))]
     if let Some(held) = HELD.get() {
@@ -11,24 +11,24 @@ pub fn now() -> Instant {
     Instant::now()
 }
 
-/// How long ago something was.
+/// Time that has passed since then.
 pub fn since(then: Instant) -> Duration {
     now().saturating_duration_since(then)
 }
 
 #[cfg(any(test, feature = "testing"))]
 thread_local! {
-    /// The time of this thread, where a test holds it.
+    /// The stopped time of this thread in a test; `None`: the clock runs.
     static HELD: std::cell::Cell<Option<Instant>> = const { std::cell::Cell::new(None) };
 }
 
-/// Holds the time of this thread: it passes by [`advance`] alone.
+/// Stops the clock of this thread: only [`advance`] moves it.
 #[cfg(any(test, feature = "testing"))]
 pub fn hold() {
     HELD.set(Some(Instant::now()));
 }
 
-/// Moves the time of this thread on, if it is held.
+/// Advances the clock of this thread, if it is stopped.
 #[cfg(any(test, feature = "testing"))]
 pub fn advance(by: Duration) {
     HELD.set(HELD.get().map(|held| held + by));

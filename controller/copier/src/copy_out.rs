@@ -1,4 +1,4 @@
-//! What a process has handed over to be copied out, while it is checkpointed.
+//! What a process has exported to be copied out, while it is checkpointed.
 
 use std::{os::fd::OwnedFd, rc::Rc, time::Instant};
 
@@ -7,21 +7,21 @@ use crate::{
     sys::{CopyDirection, CopyStream, CudaDriver, CudaError, DeviceBlock, HostRegion},
 };
 
-/// The pieces that have come so far. Fields are dropped in this order: copies before what they
-/// copy.
+/// The pieces that have arrived so far. Fields are dropped in this order: copies before their
+/// memory.
 #[derive(Debug)]
 pub struct CopyOutBatch {
     copies: CopyStream,
     blocks: Vec<DeviceBlock>,
-    /// Where in the region the next one begins.
+    /// Offset of the next piece in the region.
     offset: usize,
     since: Instant,
-    /// When the last one came.
+    /// Time of the last piece.
     last: Instant,
 }
 
 impl CopyOutBatch {
-    /// None yet.
+    /// A batch without pieces.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -31,7 +31,7 @@ impl CopyOutBatch {
         Ok(CopyOutBatch { copies, blocks: Vec::new(), offset: 0, since, last: since })
     }
 
-    /// Begins to copy the next one into the region, which must have room for it.
+    /// Starts to copy the next piece into the region, which must have space for it.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -45,29 +45,29 @@ impl CopyOutBatch {
         let block = DeviceBlock::import(cuda, shared, bytes)?;
         let copied =
             region.copy(CopyDirection::Out, self.offset, &block, bytes as usize, &mut self.copies);
-        // Also where one has failed: others of it may have begun.
+        // Also after a failure: other copies of the piece may have begun.
         self.blocks.push(block);
         self.offset += bytes as usize;
         self.last = clock::now();
         copied
     }
 
-    /// How many have come.
+    /// Number of pieces that have arrived.
     pub fn many(&self) -> usize {
         self.blocks.len()
     }
 
-    /// When the first came.
+    /// Time of the first piece.
     pub fn since(&self) -> Instant {
         self.since
     }
 
-    /// When the last came.
+    /// Time of the last piece.
     pub fn last(&self) -> Instant {
         self.last
     }
 
-    /// Whether all that have come are in the region.
+    /// Whether all pieces that have arrived are copied into the region.
     ///
     /// # Errors
     /// [`CudaError`]: a copy has failed.

@@ -1,14 +1,14 @@
-//! Finds what processes have in common, and makes a segment of it.
+//! Finds content that processes have in common, and makes a shared segment of it.
 //!
 //! ```text
-//! chunk ──print──> of a segment's? ──the same, byte by byte──> offered
-//!                  of another's?   ──the same, byte by byte, written to a draft──> segment, offered to both
-//!                  of nobody's, or not the same ──> remembered
+//! chunk ──print──> of a segment?  ──the same, byte by byte──> offered
+//!                  of another chunk? ──the same, written to a draft──> segment, offered to both
+//!                  of none, or not the same ──> remembered
 //! ```
 //!
-//! A print is made of samples, with keys that nobody else knows: it says where it is worth to
-//! compare, nothing more. Each is looked at only beside others of its domain, and sees a segment only
-//! where it has all of it already.
+//! A print is a hash of samples, with keys that only this process knows: it tells which chunks are
+//! worth comparing, nothing more. A chunk is only compared within its dedup domain, and a process
+//! gets a segment only if it has all of its content already.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -23,52 +23,52 @@ use crate::{
     sys::{CHUNK_BYTES, RegionError, SegmentDraft},
 };
 
-/// Content that is held once.
+/// Content that is stored once.
 pub trait ChunkContent {
     /// Reads from an offset on.
     ///
     /// # Errors
-    /// The system's word.
+    /// The `errno` of the read.
     fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()>;
 }
 
-/// A process that may have something in common with others.
+/// A process that may have content in common with others.
 pub trait ChunkHolder {
-    /// What that is held in.
+    /// The type of shared content.
     type Segment: ChunkContent;
-    /// Who it is.
+    /// The controller's number of the process.
     fn process(&self) -> u64;
-    /// With whom it may share.
+    /// The dedup domain: only processes of the same domain share.
     fn domain(&self) -> u64;
-    /// The next chunk of what it holds alone that was not looked at.
+    /// The next chunk of its own content that was not examined; `None`: none for now.
     fn next_chunk(&self) -> Option<usize>;
-    /// That one was.
+    /// Marks that chunk as examined.
     fn has_looked(&mut self);
-    /// Whether it may be offered a segment for a chunk, now or soon.
+    /// Whether a segment may be offered for a chunk, now or soon.
     fn may_offer(&self, chunk: usize) -> bool;
-    /// Whether it need not answer anything first.
+    /// Whether it can take another offer before it replies to earlier ones.
     fn has_room(&self) -> bool;
-    /// Whether it is to answer something; one that does not in time is asked no more.
+    /// Whether it has to reply to an offer; after a timeout it gets no more offers.
     fn is_asked(&mut self) -> bool;
-    /// Reads what it has parked.
+    /// Reads its copied-out content.
     ///
     /// # Errors
-    /// The system's word.
+    /// The `errno` of the read.
     fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()>;
-    /// Offers it a segment that holds what a chunk of its own does.
+    /// Offers a segment with the same content as one of its chunks.
     fn offer(&mut self, chunk: usize, segment: &Rc<Self::Segment>);
 }
 
-/// So much is compared at a time: some milliseconds, in which nobody is heard.
+/// Bytes that are compared at a time: some milliseconds, in which no message is read.
 const PART_BYTES: usize = CHUNK_BYTES / 16;
 const SAMPLES: usize = 64;
 const SAMPLE_BYTES: usize = 4096;
-/// Segments are no container's to pay: of host memory at most one part in so many for each copier,
+/// Segments are charged to no container. Each copier takes at most this fraction of host memory,
 const MAX_MEMORY_SHARE: u64 = 4;
-/// and where so much stays free, whoever has the rest.
+/// and only while this fraction stays free.
 const MIN_FREE: u64 = 8;
 
-/// Domain and print.
+/// Dedup domain and print.
 type Key = (u64, u64);
 
 #[derive(Clone, Copy, Debug)]
@@ -89,31 +89,31 @@ struct CompareJob<S> {
 #[derive(Debug)]
 enum CompareTarget<S> {
     Segment(Rc<S>),
-    /// Another's chunk, and what is the same so far.
+    /// Another process's chunk, and the content that is the same so far.
     Chunk(ChunkLocation, SegmentDraft),
 }
 
-/// What is known of all.
+/// What is known of all chunks and segments.
 #[derive(Debug)]
 pub struct DedupIndex<S> {
     keys: RandomState,
     seen: HashMap<Key, ChunkLocation>,
     segments: HashMap<Key, Weak<S>>,
     job: Option<CompareJob<S>>,
-    /// What is compared; kept, because fresh memory takes longer than to compare it.
+    /// The compared parts; kept, because faulting in fresh memory takes longer than the comparison.
     parts: [Vec<u8>; 2],
     told_bytes: u64,
-    /// Reads how much host memory there is.
+    /// Reads the host memory that is available.
     memory: fn() -> HostBudget,
 }
 
 impl<S: ChunkContent> DedupIndex<S> {
-    /// Nothing.
+    /// An empty index, within this machine's host memory.
     pub fn new() -> Self {
         DedupIndex::within(HostBudget::now)
     }
 
-    /// Nothing, within the host memory that `memory` reads.
+    /// An empty index, within the host memory that `memory` reads.
     pub fn within(memory: fn() -> HostBudget) -> Self {
         DedupIndex {
             keys: RandomState::new(),
@@ -126,7 +126,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         }
     }
 
-    /// A process has left.
+    /// Forgets a process that has left.
     pub fn forget(&mut self, process: u64) {
         self.seen.retain(|_, place| place.process != process);
         let is_of = |place: &ChunkLocation| place.process == process;
@@ -134,7 +134,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         self.job = match self.job.take() {
             Some(job) if is_of(&job.place) => None,
             Some(job) if is_first(&job.with) => {
-                // The next one may have it in common with this one, which is not looked at again.
+                // Another process may have the content in common with this chunk, which is not examined again.
                 self.seen.insert(job.key, job.place);
                 None
             }
@@ -142,23 +142,23 @@ impl<S: ChunkContent> DedupIndex<S> {
         };
     }
 
-    /// What all segments come to.
+    /// Bytes of all segments.
     fn stored_bytes(&self) -> u64 {
         let live = self.segments.values().filter(|segment| segment.strong_count() > 0);
         (live.count() * CHUNK_BYTES) as u64
     }
 
-    /// What all segments come to, and whether that was not reported.
+    /// Bytes of all segments, and whether they have changed since the last report.
     pub fn report(&mut self) -> (u64, bool) {
         let stored_bytes = self.stored_bytes();
         let told_bytes = std::mem::replace(&mut self.told_bytes, stored_bytes);
         (stored_bytes, told_bytes != stored_bytes)
     }
 
-    /// Does a little; `Later`: somebody is to answer first. `finish` makes a segment of what was written.
+    /// Takes one step; `Later`: a process has to reply first. `finish` makes a segment of a draft.
     ///
     /// # Errors
-    /// [`RegionError`]: the driver refused in a way that may not pass.
+    /// [`RegionError`]: the driver has refused in a way that may not pass.
     pub fn step<H: ChunkHolder<Segment = S>>(
         &mut self,
         clients: &mut [H],
@@ -171,9 +171,9 @@ impl<S: ChunkContent> DedupIndex<S> {
             }
             return Ok(looked);
         };
-        // Who has left, or cannot be read, has nothing in common.
+        // A process that has left, or whose chunk cannot be read, has nothing in common.
         if !matches!(job.compare(clients, &mut self.parts), Ok(true)) {
-            // The next one may have, with this one.
+            // Another process may have the content in common with this chunk.
             self.seen.insert(job.key, job.place);
             return Ok(SessionStep::More);
         }
@@ -189,6 +189,7 @@ impl<S: ChunkContent> DedupIndex<S> {
                 Err(_) => return Ok(SessionStep::More),
             },
         };
+        // Only the sessions own segments: forget those that no session uses.
         self.segments.retain(|_, segment| segment.strong_count() > 0);
         self.segments.insert(job.key, Rc::downgrade(&segment));
         for place in [Some(job.place), first].into_iter().flatten() {
@@ -199,7 +200,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         Ok(SessionStep::More)
     }
 
-    /// Looks at the next chunk that nobody has looked at.
+    /// Examines the next chunk that was not examined.
     fn look<H: ChunkHolder<Segment = S>>(&mut self, clients: &mut [H]) -> SessionStep {
         let mut waits = false;
         for client in clients.iter_mut() {
@@ -210,13 +211,13 @@ impl<S: ChunkContent> DedupIndex<S> {
             if self.look_at(clients, ChunkLocation { process, chunk }) {
                 return SessionStep::More;
             }
-            // Another one has to answer first.
+            // Another process has to reply first.
             waits = true;
         }
         if waits { SessionStep::Later } else { SessionStep::Nothing }
     }
 
-    /// Finds whom a chunk is to be compared with, if there is anybody. False: not yet.
+    /// Finds what a chunk is to be compared with, if there is anything. False: not yet.
     fn look_at<H: ChunkHolder<Segment = S>>(
         &mut self,
         clients: &mut [H],
@@ -254,7 +255,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         true
     }
 
-    /// Whether there may be one more.
+    /// Whether host memory allows one more segment.
     fn has_memory(&self) -> bool {
         let (one, memory) = (CHUNK_BYTES as u64, (self.memory)());
         self.stored_bytes() + one <= memory.total_bytes / MAX_MEMORY_SHARE
@@ -273,7 +274,7 @@ impl<S: ChunkContent> DedupIndex<S> {
 }
 
 impl<S: ChunkContent> CompareJob<S> {
-    /// Whether the next part is the same, too.
+    /// Compares the next part; whether it is the same, too.
     fn compare(
         &mut self,
         clients: &mut [impl ChunkHolder],
@@ -299,7 +300,7 @@ impl<S: ChunkContent> CompareJob<S> {
     }
 }
 
-/// Whoever is there still, and may be offered something in that place.
+/// The process of a chunk, if it is still attached and may be offered a segment for that chunk.
 fn find<H: ChunkHolder>(clients: &mut [H], place: ChunkLocation) -> Option<&mut H> {
     let mut all = clients.iter_mut();
     all.find(|client| client.process() == place.process && client.may_offer(place.chunk))
@@ -319,7 +320,7 @@ fn read(
 mod tests {
     use super::*;
 
-    /// What a chunk of a process has: a word for each page, and other ones from a byte on.
+    /// A chunk's content: a word for each page, and different ones from a byte on.
     #[derive(Clone, Copy)]
     struct StoredChunk {
         seed: u8,
@@ -327,7 +328,7 @@ mod tests {
     }
 
     const SAME: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES };
-    /// Behind every sample.
+    /// Differs behind every sample.
     const ODD: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES - 1 };
 
     impl ChunkContent for StoredChunk {
@@ -350,7 +351,7 @@ mod tests {
 
     impl ChunkContent for SegmentDraft {
         fn read(&self, _: usize, to: &mut [u8]) -> io::Result<()> {
-            // What is in it was equal to what others have: of these tests' chunks, the same byte.
+            // What is in it was equal to the tests' chunks, which have the same byte everywhere.
             to.fill(SAME.seed);
             Ok(())
         }
@@ -393,7 +394,7 @@ mod tests {
         DedupProcess { number, domain, chunks, looked: 0, room: 9, offered: Vec::new() }
     }
 
-    /// Until there is nothing to do: what that is because of, and which chunks each was offered.
+    /// Steps until nothing is left: the last result, and the chunks that each process was offered.
     fn run(
         dedup: &mut DedupIndex<SegmentDraft>,
         all: &mut [DedupProcess],
@@ -410,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_the_same_to_the_last_byte_is_offered_and_only_within_a_domain() {
+    fn equal_chunks_are_offered_within_one_domain() {
         let mut dedup = DedupIndex::new();
         let mut all = [
             process(1, 5, &[ODD, SAME]),
@@ -425,7 +426,7 @@ mod tests {
         assert_eq!(dedup.report(), (CHUNK_BYTES as u64, false));
         assert_eq!(all[0].offered[0].1.written(), CHUNK_BYTES);
         all.iter_mut().for_each(|one| one.offered.clear());
-        assert_eq!(dedup.report(), (0, true), "the last who had it is gone");
+        assert_eq!(dedup.report(), (0, true), "its last user is gone");
     }
 
     #[test]
@@ -438,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn a_third_one_gets_what_there_is_and_one_that_differs_does_not() {
+    fn third_process_gets_segment_unless_it_differs() {
         let mut dedup = DedupIndex::new();
         let mut two = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
         run(&mut dedup, &mut two);
@@ -449,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_differs_is_in_nobodys_way_and_nobody_shares_with_itself() {
+    fn different_chunk_does_not_block_equal_ones() {
         let mut dedup = DedupIndex::new();
         let alone = process(1, 5, &[ODD, ODD]);
         let mut all = [alone, process(2, 5, &[SAME]), process(3, 5, &[SAME])];
@@ -458,10 +459,10 @@ mod tests {
     }
 
     #[test]
-    fn who_has_to_answer_first_is_waited_for_and_who_has_left_is_not() {
+    fn owed_reply_is_awaited_unless_process_left() {
         let mut dedup = DedupIndex::new();
         let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
-        // It is looked at, and is to answer then.
+        // The first process is examined, and then has to reply.
         dedup.step(&mut all[..1], Ok).unwrap();
         all[0].room = 0;
         let (looked, offered) = run(&mut dedup, &mut all);
@@ -474,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn a_comparison_ends_with_who_leaves_in_the_middle() {
+    fn comparison_ends_when_its_process_leaves() {
         let mut dedup = DedupIndex::new();
         let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
         for _ in 0..4 {
@@ -483,14 +484,14 @@ mod tests {
         assert!(dedup.job.is_some());
         dedup.forget(1);
         assert!(dedup.job.is_none());
-        // Another one of that number has something else.
+        // Another process with that number has different content.
         all[0] = process(1, 5, &[ODD]);
         let (_, offered) = run(&mut dedup, &mut all);
         assert_eq!(offered, [Vec::<usize>::new(), vec![]]);
     }
 
     #[test]
-    fn who_was_compared_with_one_that_left_is_compared_with_the_next() {
+    fn chunk_is_compared_again_after_peer_left() {
         let mut dedup = DedupIndex::new();
         let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
         for _ in 0..4 {
@@ -500,7 +501,7 @@ mod tests {
             matches!(&dedup.job, Some(CompareJob { with: CompareTarget::Chunk(first, _), .. }) if first.process == 1)
         );
         dedup.forget(1);
-        // It comes back, or another one does.
+        // The process attaches again, or another one does.
         all[0] = process(1, 5, &[SAME]);
         let (_, offered) = run(&mut dedup, &mut all);
         assert_eq!(offered, [vec![0], vec![0]]);

@@ -1,18 +1,18 @@
-//! How much host memory there is for what no container pays.
+//! Host memory that is available for what no container is charged for.
 
 use std::{fs, path::Path};
 
-/// Of the node, or of the control groups that this process is in, whatever is less.
+/// Memory of the node, or of the control groups of this process if that is less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBudget {
-    /// All of it, in bytes.
+    /// Total memory in bytes.
     pub total_bytes: u64,
-    /// What this process could have of it.
+    /// Bytes of it that this process could allocate.
     pub free_bytes: u64,
 }
 
 impl HostBudget {
-    /// As it is now.
+    /// The budget at the time of the call.
     pub fn now() -> HostBudget {
         let node = HostBudget {
             total_bytes: of_meminfo("MemTotal"),
@@ -24,15 +24,15 @@ impl HostBudget {
         node.within(root, &root.join(path.trim_start_matches('/')))
     }
 
-    /// Within the limits of a control group and all above it. Who is over one is killed.
+    /// Limits the budget by a control group and all above it. The kernel kills processes above a limit.
     fn within(self, root: &Path, group: &Path) -> HostBudget {
         let read = |group: &Path, file: &str| {
             fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok()
         };
         group.ancestors().take_while(|above| *above != root).fold(self, |least, above| {
-            // "max" is no number.
+            // Without a limit the file says "max".
             let Some(limit) = read(above, "memory.max") else { return least };
-            // Copies of files that nobody uses go before anybody is killed.
+            // The kernel drops inactive cached files before it kills a process.
             let unused = fs::read_to_string(above.join("memory.stat")).unwrap_or_default();
             let used = read(above, "memory.current").unwrap_or(limit);
             let used = used.saturating_sub(inactive_file_bytes(&unused));
@@ -44,7 +44,7 @@ impl HostBudget {
     }
 }
 
-/// 0: not known.
+/// A value of /proc/meminfo in bytes; 0: not known.
 fn of_meminfo(name: &str) -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     value(&text, name).unwrap_or(0)

@@ -1,26 +1,26 @@
-//! The copier: one process for each GPU from which somebody is away, a child of the controller.
+//! The copier: one process per GPU with offloaded processes, a child of the controller.
 //!
 //! The driver restores a context at its own pace, a third of a second and more, and no call of the
-//! restored process goes through meanwhile. This process has a context of its own: it makes the
-//! memory of who comes home, copies the content into it and hands it over, all beside that restore.
-//! Where it was told ahead who will leave, it copies that one's memory out, beside its checkpoint.
+//! restored process passes meanwhile. The copier has a context of its own: beside that restore it
+//! creates the memory of the restored process, copies the content in and exports it to the process.
+//! For a process that was prefaulted, it copies the memory out beside the checkpoint.
 //!
-//! | module | what |
+//! | module | content |
 //! | --- | --- |
-//! | `serve` | the loop: who has a turn |
-//! | `client` | one process, from its memory file to the end of its fill |
-//! | `taking` | what one process has handed over to be copied out |
+//! | `serve` | the loop: messages, and whose turn it is |
+//! | `session` | one process, from its memory file to the end of its fill |
+//! | `copy_out` | what one process has exported to be copied out |
+//! | `dedup`, `host_budget` | content that processes have in common; host memory for it |
 //! | `socket` | frames with a descriptor |
-//! | `sys` | the driver, and files in memory |
+//! | `sys` | the driver, and memory files |
 //!
-//! It owns nothing that anybody needs: the content is in a memory file of the process it belongs
-//! to, or still in device memory that the process has descriptors of, and the process copies it by
-//! itself where there is no copier. So it may die at any moment, and it is
-//! ended whenever its VRAM (a context) is wanted.
+//! The copier owns nothing that a process needs: the content is in a memory file of its process,
+//! or still in device memory that the process has descriptors of, and the process copies it by
+//! itself without a copier. So the copier may die at any moment, and the controller
+//! ends it whenever the VRAM of its context is needed.
 //!
 //! What agents send is hostile until proven: sizes are bounded by what the controller knows of the
-//! process, the file must be a sealed one with all its pages, and no byte of it is read here; the
-//! device copies it.
+//! process, and the file must be sealed with all its pages. The device copies the content.
 
 mod clock;
 mod copy_out;
@@ -53,7 +53,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> Result<(), CopierError> {
         .without_time()
         .with_target(false)
         .try_init();
-    // Without its controller it is of no use, also while the driver keeps it from noticing.
+    // A copier without its controller is of no use, also while the driver blocks it.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let library = std::env::var(LIBRARY_ENV).unwrap_or_else(|_| "libcuda.so.1".into());
     let uuid = args.last().unwrap_or_default().to_string_lossy().into_owned();

@@ -1,5 +1,5 @@
-//! The loop: hears the controller and the agents, and does a little of what there is to do. Who is
-//! waited for comes first.
+//! The loop: reads messages of the controller and the agents, and takes one step of work at a time.
+//! Sessions that a process waits for come first.
 
 use std::{
     io,
@@ -22,35 +22,35 @@ use crate::{
     sys::{CudaDriver, CudaError, HostRegion, SegmentDraft, SharedSegment},
 };
 
-/// No process has this number.
+/// A number that no process has, for reports about no process.
 const NOBODY: u64 = 0;
 
-/// How often the device is asked whether copies have ended.
+/// How often the device is queried for ended copies.
 const SOON_NS: i64 = 500_000;
 
-/// By then 60 GiB that were released are wiped.
+/// By then 60 GiB of freed memory are scrubbed.
 const WIPED_AFTER: Duration = Duration::from_millis(200);
 
-/// Why a copier ended.
+/// Why a copier has ended.
 #[derive(Debug, thiserror::Error)]
 pub enum CopierError {
-    /// No context.
-    #[error("no context on the GPU {uuid}")]
+    /// The context cannot be created.
+    #[error("cannot create a CUDA context on GPU {uuid}")]
     Cuda {
-        /// Which.
+        /// UUID of the GPU.
         uuid: String,
-        /// Why.
+        /// Error of the driver's call.
         #[source]
         source: CudaError,
     },
-    /// The controller's socket.
-    #[error("the controller cannot be heard")]
+    /// The controller's socket has failed.
+    #[error("the socket of the controller failed")]
     Io(#[from] io::Error),
-    /// What came on it.
-    #[error("the controller said something else than an order")]
+    /// The controller has sent an invalid frame.
+    #[error("the controller sent an invalid frame")]
     Frame(#[from] FrameError),
-    /// The driver refused in a way that does not pass.
-    #[error("the context is of no use any more")]
+    /// The driver has refused in a way that does not pass.
+    #[error("the CUDA context is unusable")]
     Broken(#[source] Box<dyn std::error::Error>),
 }
 
@@ -65,7 +65,7 @@ pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), CopierE
     let cuda = CudaDriver::open(library, uuid)
         .map_err(|source| CopierError::Cuda { uuid: uuid.to_owned(), source })?;
     socket::send(&controller, &CopierReport::Ready.encode(), None)?;
-    tracing::info!(gpu = uuid, "copier is ready");
+    tracing::info!("copier {uuid}: ready");
     let mut copier = CopierServer::new(controller, cuda, DedupIndex::new());
     let mut step = SessionStep::Nothing;
     loop {
@@ -77,7 +77,7 @@ pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), CopierE
     }
 }
 
-/// Whether the controller has ended before this process asked to end with it.
+/// Whether the controller ended before this process requested to end with it.
 fn hung_up(controller: &OwnedFd) -> io::Result<bool> {
     let mut polled = [PollFd::new(controller, PollFlags::empty())];
     rustix::event::poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
@@ -88,17 +88,17 @@ pub(crate) struct CopierServer {
     controller: OwnedFd,
     cuda: Rc<CudaDriver>,
     clients: Vec<ProcessSession>,
-    /// Of those that are gone, while nobody is waited for: the driver does one thing at a time.
+    /// Regions of ended sessions, unregistered while no process waits: the driver does one thing at a time.
     leaving: Vec<HostRegion>,
     dedup: DedupIndex<SharedSegment>,
-    /// When the last of them had left, until what it released is taken note of.
+    /// Since when freed memory is scrubbed; `None` once the driver has noticed it.
     wiping: Option<Instant>,
-    /// Nothing that takes VRAM may begin.
+    /// The controller's hold: no step may begin that takes VRAM.
     held: bool,
 }
 
 impl CopierServer {
-    /// Serves no process yet.
+    /// A copier without sessions.
     pub(crate) fn new(
         controller: OwnedFd,
         cuda: Rc<CudaDriver>,
@@ -115,7 +115,7 @@ impl CopierServer {
         }
     }
 
-    /// Takes in what was said, and does a little of what there is to do. `None`: the controller
+    /// Reads messages, and takes one step of work. `None`: the controller
     /// has hung up.
     pub(crate) fn turn(&mut self) -> Result<Option<SessionStep>, CopierError> {
         if !self.hear_controller()? {
@@ -147,7 +147,7 @@ impl CopierServer {
         }
     }
 
-    /// False: it has hung up.
+    /// Reads the controller's orders. False: it has hung up.
     fn hear_controller(&mut self) -> Result<bool, CopierError> {
         loop {
             let (frame, descriptor) = match socket::receive(&self.controller) {
@@ -158,7 +158,7 @@ impl CopierServer {
             };
             match CopierOrder::decode(&frame)? {
                 CopierOrder::Attach { process, most_bytes, domain } => {
-                    // The controller knows already that the old one is over.
+                    // The controller knows already that the old session has ended.
                     let old = |client: &ProcessSession| client.process() == process;
                     let old: Vec<ProcessSession> =
                         self.clients.extract_if(.., |client| old(client)).collect();
@@ -171,7 +171,7 @@ impl CopierServer {
                     }
                 }
                 CopierOrder::Fill { process, most_bytes } => {
-                    // What it has said already counts.
+                    // Messages that have arrived count first.
                     self.hear_clients()?;
                     self.each(|client| match client.process() == process {
                         true => client.grant(most_bytes),
@@ -187,7 +187,7 @@ impl CopierServer {
         self.each(ProcessSession::hear)
     }
 
-    /// Does something with each; who makes it impossible is hung up on.
+    /// Calls `body` for each session, and ends those that fail.
     fn each(
         &mut self,
         mut body: impl FnMut(&mut ProcessSession) -> Result<(), SessionError>,
@@ -219,7 +219,7 @@ impl CopierServer {
         }
     }
 
-    /// Tells how much is held once, where that has changed.
+    /// Reports how much memory is stored once, where that has changed.
     fn tell_shared(&mut self) {
         let (stored_bytes, changed) = self.dedup.report();
         let of = |client: &mut ProcessSession| {
@@ -235,7 +235,7 @@ impl CopierServer {
         }
     }
 
-    /// A little for everybody who is waited for; else one thing for one of the others.
+    /// Takes a step for every session that a process waits for; else one step for one of the others.
     fn work(&mut self) -> Result<SessionStep, CopierError> {
         let urgent = self.clients.iter().any(ProcessSession::is_urgent);
         let held = self.held;
@@ -271,7 +271,7 @@ impl CopierServer {
             self.report(report);
         }
         self.end(|client| over.contains(&client.process()));
-        // Host memory that is kept from those who want it back waits for those alone who come home.
+        // Another process may need that host memory, so it waits only for sessions that are filling.
         let free =
             !self.clients.iter().any(ProcessSession::is_filling) && most != SessionStep::More;
         if free && let Some(region) = self.leaving.last_mut() {
@@ -301,18 +301,18 @@ impl CopierServer {
                 self.cuda.take_note();
             }
         }
-        // Those that were not urgent have their turn when nobody is any more.
+        // The other sessions have their turn once none is urgent.
         let over = urgent && matches!(most, SessionStep::Nothing | SessionStep::Later);
         Ok(if over { SessionStep::More } else { most })
     }
 
-    /// A controller that does not listen hangs up before long.
+    /// Sends a report. A controller that does not read hangs up before long.
     fn report(&self, report: CopierReport) {
         let _ = socket::send(&self.controller, &report.encode(), None);
     }
 }
 
-/// An error of one process is no reason to end, unless the next would fare no better.
+/// Ends the copier only for an error of a session after which the context may be unusable.
 fn pass(error: SessionError) -> Result<(), CopierError> {
     if error.is_fatal() { Err(CopierError::Broken(error.into())) } else { Ok(()) }
 }
@@ -322,7 +322,7 @@ fn note(process: u64, error: &SessionError) {
         return;
     }
     let error: &dyn std::error::Error = error;
-    tracing::warn!(process, error, "a process is left to bring itself home");
+    tracing::warn!(error, "process {process}: connection closed, the process restores itself");
 }
 
 #[cfg(test)]
@@ -334,13 +334,13 @@ mod tests {
     const NO_LIBRARY: &str = "/nonexistent/libcuda.so.1";
 
     #[test]
-    fn one_that_comes_too_late_ends_without_a_context() {
+    fn late_copier_ends_without_a_context() {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
                 .unwrap();
         let said = run(ours.try_clone().unwrap(), NO_LIBRARY, "GPU-1");
-        assert!(matches!(said, Err(CopierError::Cuda { .. })), "who is waited for tries: {said:?}");
+        assert!(matches!(said, Err(CopierError::Cuda { .. })), "the controller still waits: {said:?}");
         drop(theirs);
         run(ours, NO_LIBRARY, "GPU-1").unwrap();
     }

@@ -1,17 +1,18 @@
-//! One process that is away, or about to be.
+//! One process that is offloaded, or about to be.
 //!
 //! ```text
-//! New ──Parked, Pieces──> Listing ──Away──> Registering ──all are──> Held
-//!  │                        ^    ^                                    │ Fill and Restoring, whichever
-//!  │ Prepared               │    │ all copied                         v is second
-//!  v                        │    └── Taking <──Take── (Listing) ... Filling ──> Filled ──hangs up──> gone
-//! Prepared ──Parked, Pieces─┘
+//! New ──CopiedOut, Chunks──> Listing ──Checkpointed──> Registering ──all are──> Registered
+//!  │                         ^    ^                        Fill and Restoring, in any order │
+//!  │ Prefaulted              │    │ all copied                                              v
+//!  v                         │    └── CopyingOut <──CopyOut── (Listing)      Filled <── Filling
+//! Prepared ─CopiedOut, Chunks┘                                                │
+//!                                                                             └─ hangs up ─> gone
 //! ```
 //!
-//! The memory of one that is prepared is registered as soon as nobody is waited for, from then on.
+//! The memory of a Prepared process is registered as soon as no other process is waited for.
 //!
-//! From everywhere: whoever says what does not fit, is too slow, or is refused by the driver is hung up
-//! on, and brings itself home.
+//! From every state: the copier closes the connection if a message does not fit, if the process is too
+//! slow, or if the driver fails; the process then restores itself.
 
 mod sharing;
 
@@ -38,63 +39,63 @@ use crate::{
     },
 };
 
-/// Left to the driver, beside what it is known to need, until it has restored the process: a
-/// restore without room loses it.
+/// VRAM that stays free for the driver, beside what it is known to need, until it has restored the
+/// process: a restore without enough VRAM loses it.
 const MARGIN_BYTES: u64 = 1 << 30;
 
 /// Frames that are read from one process before others have their turn.
 const FRAMES_AT_ONCE: usize = 64;
-/// How long a fill may take beside its copies, and who is filled may take to hang up.
+/// Time for a fill beside its copies, and for a filled process to hang up.
 const FILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the next piece may take that is handed over.
+/// Time until the next exported piece must arrive.
 const BETWEEN: Duration = Duration::from_secs(2);
-/// The slowest bus that is waited for.
+/// Slowest bus that copies may need.
 const BYTES_A_SECOND: u64 = 1 << 30;
 
-/// Why a process is hung up on.
+/// Why the connection to a process is closed.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
-    /// It hung up.
+    /// The process has hung up.
     #[error("the process hung up")]
     HungUp,
-    /// Its socket.
-    #[error("its socket failed")]
+    /// Receiving from or sending to the process has failed.
+    #[error("the socket of the process failed")]
     Io(#[source] io::Error),
-    /// What it said.
-    #[error("it sent no message")]
+    /// The process has sent an invalid frame.
+    #[error("the process sent an invalid frame")]
     Frame(#[from] FrameError),
-    /// Not at this time.
-    #[error("it sent a message that does not fit what it said before")]
+    /// The message is not allowed in this state.
+    #[error("the process sent a message that is not allowed in its state")]
     Order,
-    /// Pieces or bytes beyond what the controller knows of it, or of another device.
-    #[error("it says to have parked {bytes} bytes in {pieces} pieces, of at most {most_bytes}")]
+    /// More pieces or bytes than the controller's limit, or another device.
+    #[error("the process announced {bytes} bytes in {pieces} pieces, of at most {most_bytes} bytes")]
     Claim {
-        /// What it says.
+        /// Bytes that the process announces.
         bytes: u64,
-        /// What it says.
+        /// Pieces that the process announces.
         pieces: u32,
-        /// What it can have.
+        /// Limit from the controller.
         most_bytes: u64,
     },
-    /// Its file.
-    #[error("its memory file is refused")]
+    /// The memory file cannot be used.
+    #[error("cannot use the memory file of the process")]
     Region(#[from] RegionError),
-    /// The driver.
-    #[error("the driver refused")]
+    /// The driver has refused a call.
+    #[error("a call of the driver failed")]
     Cuda(#[from] CudaError),
-    /// What it has handed over.
-    #[error("what it handed over cannot be copied out")]
+    /// The driver cannot import or copy what the process has exported.
+    #[error("cannot copy out what the process exported")]
     HandedOver(#[source] CudaError),
-    /// It is to be filled and has not told everything, or not all is registered.
-    #[error("it is not held yet")]
+    /// The process is to be filled before all of its memory is registered.
+    #[error("the memory of the process is not registered yet")]
     NotHeld,
-    /// It does not take what is there for it, or there is no room.
-    #[error("it was not filled, or did not hang up then, in time")]
+    /// The process does not read what was sent, or there is no VRAM, within the limit.
+    #[error("the copies or the messages of the process took too long")]
     Late,
 }
 
 impl SessionError {
-    /// Whether the context may be of no use any more.
+    /// Whether the context may be unusable after this error.
     pub fn is_fatal(&self) -> bool {
         match self {
             SessionError::Cuda(error) | SessionError::Region(RegionError::Cuda(error)) => {
@@ -105,28 +106,28 @@ impl SessionError {
     }
 }
 
-/// What a step came to.
+/// What can be done after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SessionStep {
-    /// There is more to do at once.
+    /// More can be done at once.
     More,
-    /// Something on the device has to end first.
+    /// Something on the device must end first.
     Soon,
-    /// Something else has to happen in time.
+    /// The process must act within a limit of time.
     Later,
-    /// Nothing to do before something is heard.
+    /// Nothing can be done before a message arrives.
     Nothing,
 }
 
 #[derive(Debug)]
 enum SessionState {
-    /// Nothing was told yet.
+    /// Nothing was announced yet.
     New,
-    /// Its file is known, and it is home.
+    /// The memory file is known, and the process is resident.
     Prepared,
-    /// So many more pieces follow; or all are there, and it is not away yet.
+    /// This many pieces are still to be listed; 0: all are, and the process is not checkpointed yet.
     Listing(u32),
-    /// It hands its pieces over, to be copied out.
+    /// The process exports its pieces, to be copied out.
     CopyingOut(CopyOutBatch),
     Registering,
     Registered,
@@ -138,7 +139,7 @@ enum SessionState {
     },
 }
 
-/// A process. Fields are dropped in this order: copies before what they copy.
+/// The session of one process. Fields are dropped in this order: copies before their memory.
 #[derive(Debug)]
 pub struct ProcessSession {
     process: u64,
@@ -146,21 +147,21 @@ pub struct ProcessSession {
     state: SessionState,
     copies: Option<CopyStream>,
     blocks: Vec<DeviceBlock>,
-    /// Where in the region the next one begins.
+    /// Offset of the next block in the region.
     offset: usize,
-    /// How many of them were handed over.
+    /// Number of blocks that were exported to the process.
     shared: usize,
     region: Option<HostRegion>,
-    /// The region was told of before anything was in it.
+    /// The region was announced before it had content.
     prepared: bool,
     /// All of the region is registered.
     registered: bool,
-    /// What the pieces come to.
+    /// Sum of the pieces' bytes.
     copied_out_bytes: u64,
     pieces: Vec<Piece>,
     rest_bytes: u64,
     sharing: ContentSharing<SharedSegment>,
-    /// The controller has granted its room.
+    /// The controller has granted the VRAM for the fill.
     granted: bool,
     restoring: bool,
     restored: bool,
@@ -169,7 +170,7 @@ pub struct ProcessSession {
 }
 
 impl ProcessSession {
-    /// Nothing is known yet but who it is, what it can have parked and with whom it may share.
+    /// A session without messages so far: its process, the limit of its bytes, its dedup domain.
     pub fn new(
         cuda: &Rc<CudaDriver>,
         socket: OwnedFd,
@@ -200,22 +201,22 @@ impl ProcessSession {
         }
     }
 
-    /// The controller's number.
+    /// The controller's number of the process.
     pub fn process(&self) -> u64 {
         self.process
     }
 
-    /// Where it is heard.
+    /// The socket of the process.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// Whether somebody waits for this one.
+    /// Whether a restore or a checkpoint waits for this session.
     pub fn is_urgent(&self) -> bool {
         matches!(self.state, SessionState::Filling { .. } | SessionState::CopyingOut(_))
     }
 
-    /// Whether it waits to come home.
+    /// Whether the process waits to be restored.
     pub fn is_filling(&self) -> bool {
         matches!(self.state, SessionState::Filling { .. })
     }
@@ -225,10 +226,10 @@ impl ProcessSession {
         matches!(self.state, SessionState::Registering) || (self.prepared && !self.registered)
     }
 
-    /// Takes in what it has said, or a part of it.
+    /// Reads messages of the process, at most [`FRAMES_AT_ONCE`].
     ///
     /// # Errors
-    /// [`SessionError`]: it is to be hung up on.
+    /// [`SessionError`]: the connection is to be closed.
     pub fn hear(&mut self) -> Result<(), SessionError> {
         for _ in 0..FRAMES_AT_ONCE {
             let (frame, descriptor) = match socket::receive(&self.socket) {
@@ -283,7 +284,7 @@ impl ProcessSession {
                     self.state = SessionState::Registering
                 }
                 (ToCopier::Restoring, None, _) if !self.restoring => {
-                    // Who comes home before its memory is ready need not wait to learn it.
+                    // A process that is restored before its memory is registered learns that at once.
                     if !matches!(self.state, SessionState::Registered) {
                         return Err(SessionError::NotHeld);
                     }
@@ -311,8 +312,8 @@ impl ProcessSession {
         if fits { Ok(()) } else { Err(SessionError::Claim { bytes, pieces, most_bytes }) }
     }
 
-    /// Begins to copy the next piece out. What it hands over may be anything: that the driver
-    /// refuses it says nothing about the context.
+    /// Starts to copy the next piece out. The descriptor may be of anything: if the driver
+    /// refuses it, the context is still usable.
     fn take(&mut self, shared: &OwnedFd) -> Result<(), SessionError> {
         let (SessionState::CopyingOut(taking), Some(region)) = (&mut self.state, &self.region)
         else {
@@ -331,10 +332,10 @@ impl ProcessSession {
         if sum == self.copied_out_bytes { Ok(()) } else { Err(SessionError::Order) }
     }
 
-    /// So much room is granted.
+    /// The controller has granted this much VRAM for the fill.
     ///
     /// # Errors
-    /// [`SessionError`]: it is to be hung up on, and brings itself home.
+    /// [`SessionError`]: the connection is to be closed, and the process restores itself.
     pub fn grant(&mut self, most_bytes: u64) -> Result<(), SessionError> {
         if self.copied_out_bytes > most_bytes {
             let (bytes, pieces) = (self.copied_out_bytes, self.pieces.len() as u32);
@@ -345,8 +346,8 @@ impl ProcessSession {
         self.begin()
     }
 
-    /// Begins to fill once the room is granted and the process restores: neither alone is enough,
-    /// as the one may be late, and the other come from anybody.
+    /// Starts to fill once the VRAM is granted and the process restores. Neither alone is enough: the
+    /// grant may be late, and any process can send the message.
     fn begin(&mut self) -> Result<(), SessionError> {
         if !(self.granted && self.restoring) {
             return Ok(());
@@ -359,10 +360,10 @@ impl ProcessSession {
         if self.tell(FromCopier::Begin, None)? { Ok(()) } else { Err(SessionError::Late) }
     }
 
-    /// Does the next thing, and says what there is to report.
+    /// Takes the next step, and returns what there is to report.
     ///
     /// # Errors
-    /// [`SessionError`]: it is to be hung up on.
+    /// [`SessionError`]: the connection is to be closed.
     pub fn step(&mut self) -> Result<(SessionStep, Option<CopierReport>), SessionError> {
         match (&self.state, &mut self.region) {
             (SessionState::CopyingOut(_), _) => self.take_next(),
@@ -374,7 +375,7 @@ impl ProcessSession {
                 }
                 self.registered = true;
                 if !matches!(self.state, SessionState::Prepared) {
-                    // It did not wait for this, and copies by itself.
+                    // The process has not waited for this, and copies out by itself.
                     return Ok((SessionStep::Nothing, None));
                 }
                 let (process, bytes) = (self.process, region.bytes() as u64);
@@ -422,7 +423,7 @@ impl ProcessSession {
         if !(all && taking.is_over().map_err(SessionError::HandedOver)?) {
             return Ok((SessionStep::Soon, None));
         }
-        // The memory goes with the last hold of it: this one's is gone when the process hears.
+        // The memory is freed with its last reference: the copier drops its own before it sends Copied.
         self.state = SessionState::Listing(0);
         if !self.tell(FromCopier::Copied, None)? {
             return Err(SessionError::Late);
@@ -440,6 +441,7 @@ impl ProcessSession {
         let index = self.blocks.len();
         if let Some(piece) = self.pieces.get(index).copied() {
             let kept = if self.restored { 0 } else { self.rest_bytes.saturating_add(MARGIN_BYTES) };
+            // Until the driver has restored the process, VRAM for the rest of it stays free.
             let has_room = self.cuda.free_bytes()? >= piece.bytes.saturating_add(kept);
             if !has_room && !self.restored {
                 return Ok((SessionStep::Soon, None));
@@ -461,7 +463,7 @@ impl ProcessSession {
         Ok((SessionStep::Later, Some(report)))
     }
 
-    /// Begins to fill the block just made.
+    /// Starts to fill the block that was just created.
     fn copy(&mut self, index: usize) -> Result<(), SessionError> {
         let (Some(region), Some(copies)) = (&self.region, &mut self.copies) else {
             return Err(SessionError::NotHeld);
@@ -475,9 +477,9 @@ impl ProcessSession {
         Ok(())
     }
 
-    /// Hands the next block over: one that is filled, so that nobody sees what was there before,
-    /// and not before the process reads, because a handle on its way keeps the memory. False:
-    /// there is none, or the process has to read first.
+    /// Exports the next block: a filled one, so that the process never sees what was in that memory before,
+    /// and only once the process reads, because a handle in a socket keeps the memory. False:
+    /// no block is ready, or the process has to read first.
     fn share_next(&mut self) -> Result<bool, SessionError> {
         let Some(block) = self.blocks.get(self.shared).filter(|_| self.restored) else {
             return Ok(false);
@@ -492,12 +494,12 @@ impl ProcessSession {
         Ok(told)
     }
 
-    /// What is left of it once it is gone, to be let go of piece by piece.
+    /// The region of an ended session, to be unregistered chunk by chunk.
     pub fn into_region(self) -> Option<HostRegion> {
         self.region
     }
 
-    /// False: it has to read first.
+    /// Sends a message. False: the process has to read first.
     fn tell(
         &self,
         message: FromCopier,

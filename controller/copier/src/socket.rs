@@ -1,4 +1,4 @@
-//! Frames, one a packet, with a descriptor at most.
+//! Frames, one per packet, each with at most one descriptor.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -12,13 +12,13 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
-/// A frame, and what came along.
+/// A frame, and the descriptor that arrived with it.
 pub type Received = ([u8; FRAME_BYTES], Option<OwnedFd>);
 
-/// The next packet, without waiting for one.
+/// Receives the next packet, without waiting for one.
 ///
 /// # Errors
-/// `WouldBlock`: there is none. Anything else: there will be none, or it was no frame.
+/// `WouldBlock`: no packet has arrived. Else: the connection has ended, or the packet was no frame.
 pub fn receive(socket: impl AsFd) -> io::Result<Received> {
     let mut frame = [0; FRAME_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -39,10 +39,10 @@ pub fn receive(socket: impl AsFd) -> io::Result<Received> {
     }
 }
 
-/// Sends a packet, without waiting; on a stream perhaps not all of it: how many bytes.
+/// Sends a packet, without waiting. Returns the bytes sent: on a stream, perhaps not all.
 ///
 /// # Errors
-/// It does not fit, or nobody is there.
+/// The socket is full, or the peer has closed it.
 pub fn send(
     socket: impl AsFd,
     frame: &[u8; FRAME_BYTES],

@@ -1,9 +1,9 @@
-//! What a process has in common with others: held once, in a segment, while it is away.
+//! Content that a process has in common with others: stored once, in a segment, while it is offloaded.
 //!
 //! ```text
-//! chunk:  not looked at ──> looked at ──Same──> offered ──Mapped──> elsewhere
-//!                                                  │  └──not taken──> looked at
-//!                                                  └──no answer in time──> nothing more is offered
+//! chunk:  not examined ──> examined ──Same──> offered ──Mapped──> elsewhere
+//!                                              │  └──not taken──> examined
+//!                                              └──no reply in time──> no more offers
 //! ```
 
 use std::{
@@ -22,52 +22,52 @@ use crate::{
     sys::{CHUNK_BYTES, CudaError, HostRegion, SharedSegment},
 };
 
-/// A process that has not answered so many is offered no more yet.
+/// A process with this many unanswered offers gets no more for now.
 const MAX_OFFERED: usize = 2;
-/// One that is stopped does not answer, and keeps others from what they have in common with it.
+/// Timeout of a reply. A stopped process does not reply, and would block deduplication for others.
 const ANSWERS: Duration = Duration::from_secs(5);
 
-/// How far that is for one process.
+/// The state of deduplication for one process.
 #[derive(Debug)]
 pub struct ContentSharing<S> {
-    /// Who may have something in common; 0: this one with nobody.
+    /// Dedup domain; 0: the process shares with no other.
     domain: u64,
-    /// Whether it may be offered anything now.
+    /// Whether segments may be offered now.
     open: bool,
-    /// The first chunk that was not looked at.
+    /// The first chunk that was not examined.
     next: usize,
     offered: BTreeMap<usize, (Instant, Rc<S>)>,
     told_bytes: usize,
 }
 
 impl<S> ContentSharing<S> {
-    /// Nothing was looked at yet.
+    /// No chunk is examined yet.
     pub fn of(domain: u64) -> Self {
         ContentSharing { domain, open: false, next: 0, offered: BTreeMap::new(), told_bytes: 0 }
     }
 
-    /// It is away, and all of its memory is held.
+    /// Starts the offers: the process is offloaded, and all of its memory is registered.
     pub fn open(&mut self) {
         self.open = self.domain != 0;
     }
 
-    /// It is to come home: it is offered nothing more, and may answer still.
+    /// Ends the offers, because the process is to be restored; replies are still accepted.
     pub fn end(&mut self) {
         self.open = false;
     }
 
-    /// It comes home: of what it has not answered it answers nothing any more.
+    /// The process is being restored: outstanding offers get no reply.
     pub fn close(&mut self) {
         self.open = false;
         self.offered.clear();
     }
 
-    /// Ends it if it does not answer.
+    /// Ends the offers if a reply is overdue.
     fn expire(&mut self, now: Instant) {
         self.open &= self.offered.values().all(|(since, _)| now - *since < ANSWERS);
     }
 
-    /// Whether it may be offered something for a chunk, now or soon.
+    /// Whether a segment may be offered for a chunk, now or soon.
     fn may_offer(&self, chunk: usize) -> bool {
         self.open && !self.offered.contains_key(&chunk)
     }
@@ -76,7 +76,7 @@ impl<S> ContentSharing<S> {
         self.offered.len() < MAX_OFFERED
     }
 
-    /// The next chunk of so many to look at, unless it is to answer first.
+    /// The next of `chunks` chunks to examine; `None`: none, or the process has to reply first.
     fn next(&self, chunks: usize) -> Option<usize> {
         (self.open && self.has_room() && self.next < chunks).then_some(self.next)
     }
@@ -89,7 +89,7 @@ impl<S> ContentSharing<S> {
         self.offered.remove(&chunk).map(|(_, segment)| segment)
     }
 
-    /// How much is elsewhere, if that was not reported.
+    /// Bytes in segments, if they have changed since the last report.
     fn report(&mut self, elsewhere_bytes: usize) -> Option<u64> {
         let told = std::mem::replace(&mut self.told_bytes, elsewhere_bytes);
         (told != elsewhere_bytes).then_some(elsewhere_bytes as u64)
@@ -97,7 +97,7 @@ impl<S> ContentSharing<S> {
 }
 
 impl ProcessSession {
-    /// It has answered what it was offered for a chunk.
+    /// Handles the reply to the offer for a chunk.
     pub(super) fn mapped(&mut self, chunk: usize, taken: bool) -> Result<(), SessionError> {
         let segment = self.sharing.answered(chunk).ok_or(SessionError::Order)?;
         match &mut self.region {
@@ -106,15 +106,15 @@ impl ProcessSession {
         }
     }
 
-    /// Lets go of what it has given up for a segment. False: there is nothing of that.
+    /// Unregisters memory that the process has given up for a segment. False: there is none.
     ///
     /// # Errors
-    /// [`CudaError`]: the context is of no use any more.
+    /// [`CudaError`]: the context is unusable.
     pub fn let_go_next(&mut self) -> Result<bool, CudaError> {
         self.region.as_mut().map_or(Ok(false), HostRegion::let_go_next)
     }
 
-    /// How much of it is in segments, if that has changed.
+    /// Bytes in segments, if they have changed.
     pub fn shared_bytes(&mut self) -> Option<u64> {
         self.sharing.report(self.region.as_ref().map_or(0, HostRegion::elsewhere_bytes))
     }
@@ -174,22 +174,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_who_is_away_and_of_a_domain_is_looked_at() {
+    fn only_offloaded_in_a_domain_is_examined() {
         let mut none = ContentSharing::<u8>::of(0);
         none.open();
         assert!(none.next(3).is_none() && !none.may_offer(0));
         let mut sharing = ContentSharing::<u8>::of(7);
-        assert!(sharing.next(2).is_none() && !sharing.may_offer(0), "not away yet");
+        assert!(sharing.next(2).is_none() && !sharing.may_offer(0), "not offloaded yet");
         sharing.open();
         assert!(sharing.next(2) == Some(0) && sharing.may_offer(1));
         sharing.next = 2;
         assert_eq!(sharing.next(2), None, "all were");
         sharing.end();
-        assert!(sharing.next(9).is_none() && !sharing.may_offer(1), "it is to come home");
+        assert!(sharing.next(9).is_none() && !sharing.may_offer(1), "it is to be restored");
     }
 
     #[test]
-    fn who_is_asked_twice_is_to_answer_first_and_in_time() {
+    fn two_open_offers_await_replies_in_time() {
         let mut sharing = ContentSharing::of(7);
         sharing.open();
         sharing.offer(3, Rc::new(1));
@@ -205,9 +205,9 @@ mod tests {
         assert!(sharing.next(9).is_none(), "it is asked no more");
     }
 
-    /// The order to come home and an answer may cross; what it says first it answers no more.
+    /// The order to restore and a reply may cross; after its own Restoring the process sends no reply.
     #[test]
-    fn who_is_to_come_home_may_answer_until_it_does() {
+    fn replies_are_accepted_until_restore_begins() {
         let mut sharing = ContentSharing::of(7);
         sharing.open();
         sharing.offer(3, Rc::new(1));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_reported_is_not_again() {
+    fn unchanged_bytes_are_reported_once() {
         let mut sharing = ContentSharing::<u8>::of(7);
         assert_eq!(sharing.report(0), None);
         assert_eq!([sharing.report(5), sharing.report(5)], [Some(5), None]);

@@ -1,4 +1,4 @@
-//! The driver's functions that a copier takes, on one device.
+//! The driver's functions that a copier uses, on one device.
 
 use std::{
     ffi::c_void,
@@ -12,43 +12,43 @@ use affinode_cuda_sys::{
 };
 use libloading::Library;
 
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR` of the driver's header.
 pub(super) const POSIX_DESCRIPTOR: u32 = 1;
 
-/// `CU_DEVICE_ATTRIBUTE_COMPUTE_MODE`.
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_MODE` of the driver's header.
 const COMPUTE_MODE: i32 = 20;
 
-/// What the driver did not do.
+/// A failed call of the driver.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    /// The library, or a function of it.
+    /// The library, or one of its functions, cannot be loaded.
     #[error("cannot load the driver's library {library}")]
     Library {
-        /// Which.
+        /// Name of the library.
         library: String,
-        /// Why.
+        /// Error of the loader's call.
         #[source]
         source: libloading::Error,
     },
-    /// A call.
-    #[error("{call} answered {code}")]
+    /// A call has returned an error.
+    #[error("{call} returned {code}")]
     Call {
-        /// Its name.
+        /// Name of the function.
         call: &'static str,
-        /// `CUresult`.
+        /// The `CUresult` of the call.
         code: u32,
     },
-    /// The device is not there.
+    /// The driver does not list the device.
     #[error("no device has the UUID {0}")]
     NoDevice(String),
-    /// Whoever has left could not come back beside a copier.
+    /// In an exclusive compute mode a process could not be restored beside the copier.
     #[error("the GPU takes one process at a time (compute mode {0})")]
     Exclusive(i32),
 }
 
 impl CudaError {
-    /// Whether the next one may fare better: there was no memory, or a container's own memory was
-    /// refused. After anything else the context may be of no use any more.
+    /// Whether a later call may succeed: memory was short, or the memory of a container was
+    /// refused. After any other error the context may be unusable.
     pub fn is_passing(&self) -> bool {
         const ALREADY_REGISTERED: u32 = 712;
         const PASSING: [u32; 3] =
@@ -59,7 +59,7 @@ impl CudaError {
 
 macro_rules! functions {
     ($($name:ident = $symbol:literal ($($argument:ty),*);)*) => {
-        /// Their addresses. The library stays loaded as long as this exists.
+        /// Addresses of the functions. The library stays loaded as long as this exists.
         #[derive(Debug)]
         pub(super) struct Functions {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> u32,)*
@@ -69,7 +69,7 @@ macro_rules! functions {
 
         impl Functions {
             fn load(name: &str) -> Result<Functions, libloading::Error> {
-                // SAFETY: the driver's library; what it does when it is loaded is what it does in
+                // SAFETY: the driver's library; loading it has the same effects as in
                 // every CUDA program.
                 let library = unsafe { Library::new(name)? };
                 Ok(Functions {
@@ -133,7 +133,7 @@ pub struct CudaDriver {
 }
 
 impl CudaDriver {
-    /// Makes the context. `uuid` is as NVML writes it.
+    /// Creates the context. `uuid` is in NVML's notation.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -143,7 +143,7 @@ impl CudaDriver {
         CudaDriver::with(functions, uuid)
     }
 
-    /// Makes the context by the functions given.
+    /// Creates the context with the given functions.
     pub(super) fn with(functions: Functions, uuid: &str) -> Result<Rc<CudaDriver>, CudaError> {
         call!(functions, init(0))?;
         let mut count = 0;
@@ -175,12 +175,12 @@ impl CudaDriver {
         Err(CudaError::NoDevice(uuid.to_owned()))
     }
 
-    /// The device's UUID.
+    /// The UUID of the device.
     pub fn uuid(&self) -> [u8; 16] {
         self.uuid
     }
 
-    /// Device memory that nobody has, in bytes.
+    /// Free device memory, in bytes.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -190,8 +190,8 @@ impl CudaDriver {
         Ok(free as u64)
     }
 
-    /// Asks for a little device memory and gives it back: with the next request, whoever makes it, the
-    /// driver takes note of what was wiped since, 13 to 20 ms for 60 GiB (H200, 580.159).
+    /// Makes a small allocation and frees it: inside the next allocation of any process the driver
+    /// notices that freed memory is scrubbed, which takes 13 to 20 ms for 60 GiB (H200, driver 580.159).
     pub fn take_note(&self) {
         const LITTLE_BYTES: usize = 2 << 20;
         let (mut handle, property) = (0, self.property(false));
@@ -215,10 +215,10 @@ impl CudaDriver {
         }
     }
 
-    /// Gets hold of host memory, so that the device copies at the speed of the bus.
+    /// Registers host memory, so that the device copies at the speed of the bus.
     ///
     /// # Safety
-    /// The range must be mapped, and stay so until [`Self::unregister`].
+    /// The range must be mapped, and stay mapped until [`Self::unregister`].
     ///
     /// # Errors
     /// [`CudaError`]
@@ -227,7 +227,7 @@ impl CudaDriver {
         call!(self.functions, host_register(start, bytes, PORTABLE))
     }
 
-    /// Lets go of what [`Self::register`] got hold of.
+    /// Unregisters what [`Self::register`] has registered.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -236,31 +236,31 @@ impl CudaDriver {
     }
 }
 
-/// Whether a UUID of NVML's means this one.
+/// Whether a UUID in NVML's notation is that of this device.
 fn names(uuid: &str, raw: &[u8; 16]) -> bool {
     let digits = uuid.trim_start_matches("GPU-").bytes().filter(|digit| *digit != b'-');
     digits.eq(raw.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()))
 }
 
-/// Device memory that is being filled, or copied out. Gone from this process when it is dropped;
-/// whoever has imported it, or made it, keeps it.
+/// Device memory that is being filled, or copied out. Dropping it releases it in this process;
+/// a process that has imported or created it keeps it.
 #[derive(Debug)]
 pub struct DeviceBlock {
     cuda: Rc<CudaDriver>,
     handle: u64,
-    /// Reserved, of this size; 0: not yet.
+    /// Reserved address range of this size; 0: none yet.
     address: u64,
     bytes: usize,
     is_mapped: bool,
-    /// Happens when its copies have ended.
+    /// Event that happens when its copies have ended.
     filled: *mut c_void,
 }
 
 impl DeviceBlock {
-    /// Makes and maps one.
+    /// Creates and maps device memory.
     ///
     /// # Errors
-    /// [`CudaError`]; there is none then.
+    /// [`CudaError`]; nothing is allocated then.
     pub fn make(cuda: &Rc<CudaDriver>, bytes: u64, rdma: bool) -> Result<DeviceBlock, CudaError> {
         let property = cuda.property(rdma);
         let mut block = DeviceBlock::nowhere(cuda, bytes)?;
@@ -270,17 +270,17 @@ impl DeviceBlock {
         Ok(block)
     }
 
-    /// Maps what another process has made, of this size.
+    /// Maps memory of another process, of this size.
     ///
     /// # Errors
-    /// [`CudaError`]; nothing is mapped then, and the memory is the other's alone.
+    /// [`CudaError`]; nothing is mapped then, and only the other process has the memory.
     pub fn import(
         cuda: &Rc<CudaDriver>,
         shared: &OwnedFd,
         bytes: u64,
     ) -> Result<DeviceBlock, CudaError> {
         let mut block = DeviceBlock::nowhere(cuda, bytes)?;
-        // The driver takes the number in the place of a pointer.
+        // The driver takes the descriptor's number in place of a pointer.
         let number = std::ptr::without_provenance_mut(shared.as_raw_fd() as usize);
         call!(cuda.functions, mem_import(&raw mut block.handle, number, POSIX_DESCRIPTOR))?;
         block.map()?;
@@ -311,7 +311,7 @@ impl DeviceBlock {
     /// Whether its copies have ended.
     ///
     /// # Errors
-    /// [`CudaError`]: one has failed.
+    /// [`CudaError`]: a copy has failed.
     pub fn is_copied(&self) -> Result<bool, CudaError> {
         match call!(self.cuda.functions, event_query(self.filled)) {
             Ok(()) => Ok(true),
@@ -320,14 +320,14 @@ impl DeviceBlock {
         }
     }
 
-    /// What another process imports it by.
+    /// A descriptor by which another process imports it.
     ///
     /// # Errors
     /// [`CudaError`]
     pub fn share(&self) -> Result<OwnedFd, CudaError> {
         let mut fd = -1;
         call!(self.cuda.functions, mem_export(&raw mut fd, self.handle, POSIX_DESCRIPTOR, 0))?;
-        // SAFETY: the driver has just made it, for us.
+        // SAFETY: the driver has just made the descriptor for this process.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 }
@@ -351,7 +351,7 @@ impl Drop for DeviceBlock {
     }
 }
 
-/// Copies in progress, of one process.
+/// Copies in progress, for one process.
 #[derive(Debug)]
 pub struct CopyStream {
     cuda: Rc<CudaDriver>,
@@ -359,7 +359,7 @@ pub struct CopyStream {
 }
 
 impl CopyStream {
-    /// None yet.
+    /// A stream without copies.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -370,10 +370,10 @@ impl CopyStream {
         Ok(CopyStream { cuda: Rc::clone(cuda), stream })
     }
 
-    /// Begins one, into a place in a block.
+    /// Starts a copy to an offset in a block.
     ///
     /// # Safety
-    /// The host memory must be registered and stay so until the drop of this, as must the block.
+    /// The host memory must be registered and stay so until this is dropped, as must the block.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -388,7 +388,7 @@ impl CopyStream {
         call!(self.cuda.functions, copy_in(address, from, bytes, self.stream))
     }
 
-    /// Begins one, out of a place in a block.
+    /// Starts a copy from an offset in a block.
     ///
     /// # Safety
     /// As for [`Self::copy_in`].
@@ -406,7 +406,7 @@ impl CopyStream {
         call!(self.cuda.functions, copy_out(to, address, bytes, self.stream))
     }
 
-    /// All of a block's have begun: [`DeviceBlock::is_copied`] tells of their end.
+    /// Marks that all copies of a block have begun: [`DeviceBlock::is_copied`] reports their end.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -417,7 +417,7 @@ impl CopyStream {
 
 impl Drop for CopyStream {
     fn drop(&mut self) {
-        // Nothing may still be copied when its memory goes.
+        // No copy may still run when its memory is freed.
         let _ = call!(self.cuda.functions, stream_synchronize(self.stream));
         let _ = call!(self.cuda.functions, stream_destroy(self.stream));
     }

@@ -106,9 +106,9 @@ pub struct Left {
     pub reservations: usize,
     /// Registrations of host memory.
     pub registrations: usize,
-    /// Streams.
+    /// Number of existing streams.
     pub streams: usize,
-    /// Events.
+    /// Number of existing events.
     pub events: usize,
 }
 
@@ -140,7 +140,7 @@ pub struct Fake {
     faults: Vec<String>,
 }
 
-/// Starts the driver of this thread anew, with so much memory.
+/// Starts the driver of this thread anew, with this much memory.
 pub fn reset(total_bytes: u64) {
     FAKE.replace(Fake { total_bytes, rdma_capable: true, next: 1, ..Fake::default() });
 }
@@ -238,12 +238,12 @@ impl Fake {
         self.handles.values().filter(imported).map(|id| self.bytes_of(*id)).sum()
     }
 
-    /// Other processes have so much.
+    /// Sets the memory of other processes.
     pub fn others_use(&mut self, bytes: u64) {
         self.used_by_others_bytes = bytes;
     }
 
-    /// From now on each request for memory must leave so much.
+    /// From now on each request for memory must leave this much.
     pub fn must_leave(&mut self, bytes: u64) {
         self.floor_bytes = bytes;
     }
@@ -268,7 +268,7 @@ impl Fake {
         self.compute_mode = mode;
     }
 
-    /// Refuses one call, of a name or of any, after so many.
+    /// Refuses one call, of a name or of any, after this many.
     pub fn refuse(&mut self, call: Option<&'static str>, after: usize, code: u32) {
         self.refusals.push(Refusal { call, after, code });
     }
@@ -359,7 +359,7 @@ impl Fake {
     fn copy(&mut self, host: usize, device: u64, bytes: usize, is_in: bool) {
         let mapping = self.mapping(device, bytes);
         let (true, Some((_, offset, mapping))) = (self.is_registered(host, bytes), mapping) else {
-            return self.fault("memory was taken away beneath a copy");
+            return self.fault("memory was unmapped during a copy");
         };
         match resident(host, bytes) {
             None => return self.fault("host memory was unmapped beneath a copy"),

@@ -1,6 +1,6 @@
-//! A process's memory file, mapped and registered. No byte of the mapping is read or written here:
-//! what is read is read from the file, where a hole costs nothing. No call on the file waits for a
-//! lock that its container could keep (`lseek` and `fallocate` do).
+//! A process's memory file, mapped and registered. This process reads and writes no byte of the
+//! mapping: it reads from the file, where a hole costs nothing. No call on the file waits for a
+//! lock that the file's container could keep (`lseek` and `fallocate` do).
 
 use std::{collections::BTreeMap, ffi::c_void, io, os::fd::OwnedFd, ptr::NonNull, rc::Rc};
 
@@ -14,57 +14,57 @@ use super::{
     segment::SharedSegment,
 };
 
-/// So much is registered at a time, and copied: a few milliseconds.
+/// Bytes that are registered at a time, and copied: a few milliseconds.
 #[cfg(not(test))]
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
-/// Less in tests, which fill many of them.
+/// Smaller in tests, which fill many chunks.
 #[cfg(test)]
 pub const CHUNK_BYTES: usize = 16 << 20;
 const PAGE_BYTES: usize = 4096;
 /// `f_type` of tmpfs, to which memory files belong (`linux/magic.h`).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// Why a file is not mapped, or not registered.
+/// Why a file cannot be mapped or registered.
 #[derive(Debug, thiserror::Error)]
 pub enum RegionError {
-    /// The system's word.
-    #[error("the memory file cannot be mapped")]
+    /// A system call has failed.
+    #[error("cannot map the memory file")]
     Io(#[from] io::Error),
-    /// Its size could change under a copy.
-    #[error("the memory file is not sealed against another size")]
+    /// Its size could change during a copy.
+    #[error("the size of the memory file is not sealed")]
     NotSealed,
-    /// Its pages are others than a container pays for.
-    #[error("the memory file is not of ordinary pages")]
+    /// Its pages are of a kind that the container is not charged for.
+    #[error("the memory file does not consist of ordinary pages")]
     NotPlain,
-    /// It is smaller than what is said to be in it.
-    #[error("the memory file has {has} bytes of the {wanted} that it is said to hold")]
+    /// It is smaller than the process has announced.
+    #[error("the memory file has {has} of the announced {wanted} bytes")]
     TooSmall {
-        /// What it has.
+        /// Size of the file.
         has: u64,
-        /// What it should.
+        /// Size that the process has announced.
         wanted: u64,
     },
-    /// Whoever registers pages that are not there makes them, and pays for them.
+    /// Pages are missing: registering would allocate them, and charge the copier for them.
     #[error("pages of the memory file are missing")]
     Missing,
-    /// It has not let go of what it says to have in common with others.
-    #[error("a chunk that is held elsewhere is in the memory file still")]
+    /// The process has not freed a chunk that it reports to have in common with others.
+    #[error("the memory file still has pages of a chunk that is in a segment")]
     NotGivenUp,
-    /// The driver.
+    /// The driver has refused a call.
     #[error(transparent)]
     Cuda(#[from] CudaError),
 }
 
-/// Which way a copy goes.
+/// The direction of a copy.
 #[derive(Clone, Copy, Debug)]
 pub enum CopyDirection {
-    /// To the device.
+    /// From the host to the device.
     In,
-    /// Off it.
+    /// From the device to the host.
     Out,
 }
 
-/// The mapping. The memory is the process's, and its container's to pay.
+/// The mapping. The memory belongs to the process, and its container is charged for it.
 #[derive(Debug)]
 pub struct HostRegion {
     cuda: Rc<CudaDriver>,
@@ -72,18 +72,18 @@ pub struct HostRegion {
     start: NonNull<c_void>,
     bytes: usize,
     registered: usize,
-    /// Chunks whose content is held together with others', by their number.
+    /// Chunks whose content is in shared segments, by their number.
     elsewhere: BTreeMap<usize, Rc<SharedSegment>>,
-    /// Those of them whose own memory is registered still.
+    /// Such chunks whose own memory is still registered.
     given_up: Vec<usize>,
 }
 
-/// Whether a file is what it has to be.
+/// Checks that a file can be mapped safely.
 fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     let io = io::Error::from;
     let seals = rustix::fs::fcntl_get_seals(file).map_err(io)?;
-    // Huge pages have seals, too. To map them takes them from the node's pool, whoever has them in
-    // the end, and no part of one can be unmapped.
+    // Files of huge pages can have seals, too. Mapping them takes pages from the node's pool, no matter
+    // which process uses them, and a huge page cannot be unmapped in part.
     let kind = rustix::fs::fstatfs(file).map_err(io)?.f_type;
     if !u64::try_from(kind).is_ok_and(|kind| kind == TMPFS_MAGIC) {
         return Err(RegionError::NotPlain);
@@ -99,7 +99,7 @@ fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     Ok(())
 }
 
-/// What of a range has pages.
+/// Which pages of a range are present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PageState {
     All,
@@ -107,11 +107,11 @@ enum PageState {
     None,
 }
 
-/// How much of a range is there, by a call that waits for no lock of its file: a container could
-/// keep that.
+/// Which pages of a range are present. The call waits for no lock of the file: a container could
+/// keep such a lock.
 ///
 /// # Safety
-/// It must be mapped.
+/// The range must be mapped.
 unsafe fn pages(start: *mut c_void, bytes: usize) -> io::Result<PageState> {
     let mut pages = vec![0_u8; bytes.div_ceil(PAGE_BYTES)];
     // SAFETY: the caller vouches for the range; a byte for each of its pages.
@@ -156,18 +156,18 @@ impl HostRegion {
         Ok(HostRegion { cuda, file, start, bytes: length, registered: 0, elsewhere, given_up })
     }
 
-    /// Reads what the file has from an offset on; holes are zeros, and stay holes.
+    /// Reads the file from an offset on; holes read as zeros, and stay holes.
     ///
     /// # Errors
-    /// The system's word.
+    /// The `errno` of the read.
     pub fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()> {
         super::read_exact_at(&self.file, offset, to)
     }
 
-    /// A chunk's content is in a segment from now on, and not in the file any more.
+    /// Records that a chunk's content is in a segment, and no longer in the file.
     ///
     /// # Errors
-    /// [`RegionError`]: the process is to be hung up on.
+    /// [`RegionError`]: the connection to the process is to be closed.
     pub fn put_elsewhere(
         &mut self,
         chunk: usize,
@@ -176,7 +176,7 @@ impl HostRegion {
         let offset = chunk.saturating_mul(CHUNK_BYTES);
         let whole = offset.checked_add(CHUNK_BYTES).is_some_and(|end| end <= self.registered);
         let again = self.elsewhere.contains_key(&chunk);
-        // SAFETY: a part of the mapping, as was just looked at.
+        // SAFETY: a part of the mapping, as `whole` has just proven.
         if !whole || again || unsafe { pages(self.at(offset), CHUNK_BYTES)? } != PageState::None {
             return Err(RegionError::NotGivenUp);
         }
@@ -185,10 +185,10 @@ impl HostRegion {
         Ok(())
     }
 
-    /// Lets go of the memory that a chunk had before it was elsewhere. False: of all already.
+    /// Unregisters the memory of one chunk whose content is in a segment. False: none is left.
     ///
     /// # Errors
-    /// [`CudaError`]: the driver may have hold of it still. The process should end.
+    /// [`CudaError`]: the memory may still be registered. The copier should end.
     pub fn let_go_next(&mut self) -> Result<bool, CudaError> {
         let Some(chunk) = self.given_up.last().copied() else {
             return Ok(false);
@@ -198,17 +198,17 @@ impl HostRegion {
         Ok(true)
     }
 
-    /// How many bytes are in segments.
+    /// Bytes in shared segments.
     pub fn elsewhere_bytes(&self) -> usize {
         self.elsewhere.len() * CHUNK_BYTES
     }
 
-    /// Whether a chunk is.
+    /// Whether a chunk's content is in a segment.
     pub fn is_elsewhere(&self, chunk: usize) -> bool {
         self.elsewhere.contains_key(&chunk)
     }
 
-    /// Its size.
+    /// Size of the mapping in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -217,7 +217,7 @@ impl HostRegion {
         self.start.as_ptr().wrapping_byte_add(offset)
     }
 
-    /// Registers the next chunk. False: all are.
+    /// Registers the next chunk. False: all are registered.
     ///
     /// # Errors
     /// [`RegionError`]
@@ -236,7 +236,7 @@ impl HostRegion {
         Ok(true)
     }
 
-    /// Begins to copy between a block and as much from an offset on.
+    /// Starts to copy between a block and the same number of bytes from an offset on.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -251,17 +251,18 @@ impl HostRegion {
         let mut done = 0;
         while done < bytes {
             let from = offset + done;
-            // A copy that crosses into another registration is refused.
+            // The driver refuses a copy that crosses into another registration.
             let part = (bytes - done).min(CHUNK_BYTES - from % CHUNK_BYTES);
             let at = match self.elsewhere.get(&(from / CHUNK_BYTES)) {
                 Some(segment) => segment.at(from % CHUNK_BYTES),
                 None => self.at(from),
             };
-            // SAFETY: all of it is registered, there or as a segment; whoever has this drops the copies first.
+            // SAFETY: all of it is registered, here or as a segment; the owner of this region drops
+            // the copies first.
             unsafe {
                 match way {
                     CopyDirection::In => copies.copy_in(at.cast_const(), part, block, done)?,
-                    // Never into what others have as well.
+                    // Never into content that other processes have as well.
                     CopyDirection::Out if !self.elsewhere.is_empty() => {
                         let code = affinode_cuda_sys::result::NOT_SUPPORTED;
                         return Err(CudaError::Call { call: "copy_out", code });
@@ -274,10 +275,10 @@ impl HostRegion {
         copies.all_of(block)
     }
 
-    /// Lets go of the last chunk that is registered. False: none is.
+    /// Unregisters the last registered chunk. False: none is registered.
     ///
     /// # Errors
-    /// [`CudaError`]: the driver may have hold of it still. The process should end.
+    /// [`CudaError`]: the memory may still be registered. The copier should end.
     pub fn unregister_last(&mut self) -> Result<bool, CudaError> {
         if self.let_go_next()? {
             return Ok(true);
@@ -300,10 +301,10 @@ impl Drop for HostRegion {
     fn drop(&mut self) {
         while matches!(self.unregister_last(), Ok(true)) {}
         if self.registered > 0 {
-            // At these addresses another's memory would be taken for what the driver knows there.
+            // The mapping stays: the driver would take later memory at these addresses for it.
             return;
         }
-        // SAFETY: mapped by this, and no copy of it is in progress: those are dropped before.
+        // SAFETY: mapped by this, and no copy of it is in progress: copies are dropped before.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr(), self.bytes) };
     }
 }
@@ -327,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_could_shrink_or_is_none_of_memory_is_refused() {
+    fn file_that_could_shrink_is_refused() {
         let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         assert!(check(&file(all), BYTES).is_ok());
         for missing in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::SEAL] {

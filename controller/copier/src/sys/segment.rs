@@ -1,8 +1,8 @@
-//! Content that several processes have in common: a chunk in a memory file of the node's, sealed, so
+//! Content that several processes have in common: a chunk in a memory file of the copier, sealed, so
 //! that none of them can change it for the others.
 //!
 //! ```text
-//! Draft ──all is written──> sealed, registered: Segment ──the last who has it is gone──> let go of
+//! SegmentDraft ──all is written──> sealed, registered: SharedSegment ──its last user is gone──> unmapped
 //! ```
 
 use std::{
@@ -25,11 +25,11 @@ use super::{
 };
 use crate::dedup::ChunkContent;
 
-/// `F_SEAL_FUTURE_WRITE`: only what is mapped already can be written to.
+/// `F_SEAL_FUTURE_WRITE`: only existing mappings can be written to.
 const FUTURE_WRITE: SealFlags = SealFlags::from_bits_retain(16);
 
-/// The file, mapped here so that the device may copy from it. Nobody else can write to it, and
-/// here nobody does.
+/// The file, mapped here so that the device can copy from it. No other process can write to it, and
+/// nothing in this process does.
 #[derive(Debug)]
 struct MappedSegment {
     file: OwnedFd,
@@ -37,13 +37,13 @@ struct MappedSegment {
 }
 
 impl MappedSegment {
-    /// From now on nobody changes its content or its size.
+    /// Seals content and size for all processes.
     fn seal(&self) -> io::Result<()> {
         let seals = SealFlags::SHRINK | SealFlags::GROW | FUTURE_WRITE | SealFlags::SEAL;
         Ok(rustix::fs::fcntl_add_seals(&self.file, seals)?)
     }
 
-    /// Opened anew, so that whoever gets it can read alone and has a description of its own.
+    /// Opens the file again, read-only and with a file description of its own.
     fn to_read(&self) -> io::Result<OwnedFd> {
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
@@ -52,12 +52,12 @@ impl MappedSegment {
 
 impl Drop for MappedSegment {
     fn drop(&mut self) {
-        // SAFETY: mapped by this, with that size, and not registered any more.
+        // SAFETY: mapped by this, with that size, and no longer registered.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr(), CHUNK_BYTES) };
     }
 }
 
-/// One that is being written.
+/// A segment that is being written.
 #[derive(Debug)]
 pub struct SegmentDraft {
     mapped: MappedSegment,
@@ -65,10 +65,10 @@ pub struct SegmentDraft {
 }
 
 impl SegmentDraft {
-    /// Without content yet.
+    /// A draft without content.
     ///
     /// # Errors
-    /// The system's word.
+    /// The `errno` of creating or mapping the file.
     pub fn begin() -> io::Result<SegmentDraft> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("affinode-shared", flags)?;
@@ -88,17 +88,17 @@ impl SegmentDraft {
         Ok(SegmentDraft { mapped: MappedSegment { file, start }, written: 0 })
     }
 
-    /// How much there is.
+    /// Number of bytes written.
     #[cfg(test)]
     pub fn written(&self) -> usize {
         self.written
     }
 
-    /// Writes the next part. On huge pages only where a memory file gets them by itself: to make
-    /// each of them one takes 6 ms (Linux 6.18), and eight times as long for all.
+    /// Writes the next part. Does not request huge pages: collapsing one takes 6 ms (Linux 6.18) and makes
+    /// the whole write eight times slower.
     ///
     /// # Errors
-    /// The system's word.
+    /// The `errno` of the write.
     pub fn write(&mut self, part: &[u8]) -> io::Result<()> {
         let mut left = part;
         while !left.is_empty() {
@@ -109,7 +109,7 @@ impl SegmentDraft {
         Ok(())
     }
 
-    /// Nobody changes it any more, and the device may copy from it.
+    /// Seals the segment and registers it, so that the device can copy from it.
     ///
     /// # Errors
     /// [`RegionError`]
@@ -124,24 +124,24 @@ impl SegmentDraft {
     }
 }
 
-/// One that is there for all who have it.
+/// A complete segment, shared by all sessions that use it.
 #[derive(Debug)]
 pub struct SharedSegment {
     cuda: Rc<CudaDriver>,
-    /// Let go of only once the driver has.
+    /// Unmapped only once the driver has unregistered it.
     mapped: ManuallyDrop<MappedSegment>,
 }
 
 impl SharedSegment {
-    /// Its file, for somebody to read.
+    /// A read-only descriptor of the file, for a process.
     ///
     /// # Errors
-    /// The system's word.
+    /// The `errno` of opening the file.
     pub fn to_read(&self) -> io::Result<OwnedFd> {
         self.mapped.to_read()
     }
 
-    /// Where an offset is mapped.
+    /// The address of an offset.
     pub fn at(&self, offset: usize) -> *mut c_void {
         self.mapped.start.as_ptr().wrapping_byte_add(offset)
     }
@@ -155,9 +155,9 @@ impl ChunkContent for SharedSegment {
 
 impl Drop for SharedSegment {
     fn drop(&mut self) {
-        // Otherwise another's memory would be taken for what the driver knows at these addresses.
+        // Otherwise the driver would take later memory at these addresses for the segment.
         if self.cuda.unregister(self.at(0)).is_ok() {
-            // SAFETY: this once, and nobody uses it any more.
+            // SAFETY: dropped exactly here, and nothing uses it afterwards.
             unsafe { ManuallyDrop::drop(&mut self.mapped) };
         }
     }
@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_sealed_is_changed_by_nobody() {
+    fn sealed_segment_cannot_change() {
         let mut draft = SegmentDraft::begin().unwrap();
         draft.write(&[7; 4096]).unwrap();
         assert_eq!(draft.written, 4096);
@@ -178,7 +178,7 @@ mod tests {
         draft.mapped.seal().unwrap();
         assert!(draft.write(&[8; 4096]).is_err(), "not by a write");
         let (access, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
-        // SAFETY: a new mapping, if there were one.
+        // SAFETY: a new mapping, if the kernel allowed it.
         let mapped = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), 4096, access, shared, &draft.mapped.file, 0)
         };

@@ -1,5 +1,5 @@
-//! A copier on a driver that is played, with the controller's end and the agents' ends of its
-//! sockets. Everything of it runs on the thread of the test.
+//! A copier on a simulated driver, with the controller's end and the agents' ends of its
+//! sockets. All of it runs on the thread of the test.
 #![allow(clippy::unwrap_used, reason = "this is code of tests, also where a feature asks for it")]
 
 mod play;
@@ -33,20 +33,20 @@ use crate::{
     session::SessionStep, socket,
 };
 
-/// The size of a piece of which others are multiples.
+/// The size of a piece is a multiple of this.
 pub const UNIT: u64 = affinode_proto::wire::copier::UNIT_BYTES;
 /// Device memory of a testbed, in bytes.
 pub const VRAM_BYTES: u64 = 8 << 30;
 
 const SEALED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Two ends of a socket of packets.
+/// Two ends of a packet socket.
 pub fn pair() -> (OwnedFd, OwnedFd) {
     let flags = SocketFlags::CLOEXEC;
     rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
 }
 
-/// Bytes of which each page tells its place.
+/// Bytes that tell, in each page, the page's position.
 pub fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
     let mut content = vec![seed as u8; bytes as usize];
     for (n, page) in content.chunks_exact_mut(4096).enumerate() {
@@ -65,12 +65,12 @@ pub fn memory_file(content: &[u8], seals: SealFlags) -> OwnedFd {
     file
 }
 
-/// A memory file as an agent of ours makes it.
+/// A memory file as a real agent makes it.
 pub fn parked_file(content: &[u8]) -> OwnedFd {
     memory_file(content, SEALED)
 }
 
-/// What a file holds.
+/// The content of a file.
 pub fn content_of(file: &OwnedFd, bytes: usize) -> Vec<u8> {
     let mut content = vec![0; bytes];
     File::from(file.try_clone().unwrap()).read_exact_at(&mut content, 0).unwrap();
@@ -81,18 +81,18 @@ pub fn content_of(file: &OwnedFd, bytes: usize) -> Vec<u8> {
 pub struct Testbed {
     copier: Option<CopierServer>,
     controller: Option<OwnedFd>,
-    /// What the copier has reported and nothing has looked at yet.
+    /// Reports of the copier that no test has taken yet.
     pub reports: Vec<CopierReport>,
 }
 
 impl Testbed {
-    /// With a GPU that nothing else uses.
+    /// A testbed with a GPU that nothing else uses.
     pub fn new() -> Testbed {
-        // Enough of host memory for anything, whatever this machine has.
+        // Enough host memory for any test, whatever this machine has.
         Testbed::within(|| HostBudget { total_bytes: 1 << 40, free_bytes: 1 << 40 })
     }
 
-    /// With so much host memory.
+    /// A testbed with the host memory that `memory` returns.
     pub fn within(memory: fn() -> HostBudget) -> Testbed {
         clock::hold();
         fake::reset(VRAM_BYTES);
@@ -101,34 +101,34 @@ impl Testbed {
         Testbed { copier: Some(copier), controller: Some(ours), reports: Vec::new() }
     }
 
-    /// Orders something.
+    /// Sends an order of the controller.
     pub fn order(&self, order: CopierOrder, descriptor: Option<&OwnedFd>) {
         if let Some(controller) = &self.controller {
-            // It may have ended.
+            // The copier may have ended.
             let _ = socket::send(controller, &order.encode(), descriptor);
         }
     }
 
-    /// Orders anything.
+    /// Sends any frame as the controller.
     pub fn order_bytes(&self, frame: &[u8; FRAME_BYTES]) {
         if let Some(controller) = &self.controller {
             socket::send(controller, frame, None).unwrap();
         }
     }
 
-    /// The controller hangs up.
+    /// Closes the controller's end.
     pub fn hang_up(&mut self) {
         self.controller = None;
     }
 
-    /// A copier with a context that is opened as the driver is now.
+    /// Starts a copier anew, with the driver in its current state.
     pub fn open_again(&mut self) {
         let (ours, theirs) = pair();
         self.copier = Some(CopierServer::new(theirs, fake::open().unwrap(), DedupIndex::new()));
         self.controller = Some(ours);
     }
 
-    /// Attaches a process for which few messages wait at a time.
+    /// Attaches a process whose socket holds only a few messages.
     pub fn attach_with_a_short_queue(&self, process: u64, most_bytes: u64, domain: u64) -> Agent {
         let (ours, theirs) = pair();
         rustix::net::sockopt::set_socket_send_buffer_size(&theirs, 1).unwrap();
@@ -136,19 +136,19 @@ impl Testbed {
         Agent { process, socket: Some(ours), inbox: Vec::new() }
     }
 
-    /// Attaches a process, and gives its end.
+    /// Attaches a process, and returns its end.
     pub fn attach(&self, process: u64, most_bytes: u64, domain: u64) -> Agent {
         let (ours, theirs) = pair();
         self.order(CopierOrder::Attach { process, most_bytes, domain }, Some(&theirs));
         Agent { process, socket: Some(ours), inbox: Vec::new() }
     }
 
-    /// Orders to fill a process.
+    /// Orders the copier to fill a process.
     pub fn fill(&self, process: u64, most_bytes: u64) {
         self.order(CopierOrder::Fill { process, most_bytes }, None);
     }
 
-    /// One turn of the copier. `None`: it has ended, because the controller has.
+    /// Runs one turn of the copier. `None`: it has ended, because the controller has.
     ///
     /// # Errors
     /// [`CopierError`]: it has ended.
@@ -162,7 +162,7 @@ impl Testbed {
         step
     }
 
-    /// Turns until nothing is left that could be done at once.
+    /// Runs turns until nothing is left that could be done at once.
     ///
     /// # Errors
     /// As for [`Self::turn`].
@@ -184,7 +184,7 @@ impl Testbed {
         }
     }
 
-    /// The reports since the last look.
+    /// The reports since the last call.
     pub fn take_reports(&mut self) -> Vec<CopierReport> {
         std::mem::take(&mut self.reports)
     }
@@ -194,20 +194,20 @@ impl Testbed {
         self.copier.is_some()
     }
 
-    /// The controller hangs up, and the copier ends.
+    /// Closes the controller's end, and lets the copier end.
     pub fn end(&mut self) {
         self.controller = None;
         let _ = self.turn();
         self.copier = None;
     }
 
-    /// Lets time pass.
+    /// Advances the clock by this time.
     pub fn wait(&self, by: Duration) {
         clock::advance(by);
     }
 
     /// # Panics
-    /// A rule of the driver was broken, or something of a process that has left is there still.
+    /// A rule of the driver was broken, or something of a process that has left remains.
     pub fn assert_nothing_is_left(&self) {
         fake::with(|fake| {
             assert_eq!(fake.faults(), &[] as &[String]);
@@ -223,8 +223,8 @@ impl Default for Testbed {
     }
 }
 
-/// How many memory files of this thread's testbed are mapped. Those of other threads of the test
-/// program have the same name, so it is asked by file: each testbed maps files of its own.
+/// Number of mapped memory files of this thread's testbed. Those of other threads of the test
+/// program have the same name, so files are told apart by inode.
 fn mappings() -> usize {
     FILES.with_borrow(|files| {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -241,7 +241,7 @@ thread_local! {
     static FILES: RefCell<BTreeSet<u64>> = const { RefCell::new(BTreeSet::new()) };
 }
 
-/// An agent's end.
+/// An agent's end of its socket.
 pub struct Agent {
     /// The controller's number of the process.
     pub process: u64,
@@ -250,12 +250,12 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Says something. False: the copier has hung up.
+    /// Sends a message. False: the copier has hung up.
     pub fn say(&self, message: ToCopier, descriptor: Option<&OwnedFd>) -> bool {
         self.say_bytes(&message.encode(), descriptor)
     }
 
-    /// Says any frame.
+    /// Sends any frame as the agent.
     pub fn say_bytes(&self, frame: &[u8; FRAME_BYTES], descriptor: Option<&OwnedFd>) -> bool {
         if let Some(file) = descriptor
             && let Ok(stat) = rustix::fs::fstat(file)
@@ -273,7 +273,7 @@ impl Agent {
         }
     }
 
-    /// Tells what is parked, and which pieces. The file comes along where there is one.
+    /// Announces the copied-out pieces, with the file if there is one.
     pub fn park(&self, pieces: &[Piece], rest_bytes: u64, file: Option<&OwnedFd>) {
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
         let many = u32::try_from(pieces.len()).unwrap();
@@ -287,13 +287,13 @@ impl Agent {
         }
     }
 
-    /// Parks, and is away: its memory is to be registered.
+    /// Announces the pieces and the checkpoint: the memory is to be registered.
     pub fn leave(&self, pieces: &[Piece], rest_bytes: u64, file: &OwnedFd) {
         self.park(pieces, rest_bytes, Some(file));
         self.say(ToCopier::Checkpointed, None);
     }
 
-    /// What the copier has said since the last look.
+    /// What the copier has sent since the last call.
     pub fn heard(&mut self) -> Vec<(FromCopier, Option<OwnedFd>)> {
         while let Some(Ok((frame, descriptor))) = self.socket.as_ref().map(socket::receive) {
             self.inbox.push((FromCopier::decode(&frame).unwrap(), descriptor));
@@ -301,7 +301,7 @@ impl Agent {
         std::mem::take(&mut self.inbox)
     }
 
-    /// The messages alone.
+    /// The messages without their descriptors.
     pub fn words(&mut self) -> Vec<FromCopier> {
         self.heard().into_iter().map(|(message, _)| message).collect()
     }
@@ -319,18 +319,18 @@ impl Agent {
         }
     }
 
-    /// Hangs up, or dies.
+    /// Closes the agent's end, as its death would.
     pub fn hang_up(&mut self) {
         self.socket = None;
     }
 }
 
-/// Pieces of so many units.
+/// Pieces with these sizes in units.
 pub fn pieces(units: &[u64]) -> Vec<Piece> {
     units.iter().map(|units| Piece { bytes: units * UNIT, rdma: false }).collect()
 }
 
-/// What the blocks hold that an agent was handed, one behind the other.
+/// The content of all blocks that an agent got, one after the other.
 pub fn content_of_blocks(heard: &[(FromCopier, Option<OwnedFd>)]) -> Vec<u8> {
     let mut content = Vec::new();
     for (message, block) in heard {
@@ -341,7 +341,7 @@ pub fn content_of_blocks(heard: &[(FromCopier, Option<OwnedFd>)]) -> Vec<u8> {
     content
 }
 
-/// Pieces one behind the other, each full of its number of units.
+/// Pieces one after the other, each filled with its number of units.
 pub fn full_of_units(units: &[u64]) -> Vec<u8> {
     let mut content = Vec::new();
     for many in units {

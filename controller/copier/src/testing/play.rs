@@ -1,4 +1,4 @@
-//! A copier, an honest process that is held by it, and others that say anything.
+//! A copier with an honest process that it serves, and with hostile ones.
 
 use std::{fs::File, io, os::fd::OwnedFd, time::Duration};
 
@@ -9,18 +9,18 @@ use super::*;
 
 /// The process that keeps the rules.
 const HONEST: u64 = 9;
-/// Those that do not: 1 and on.
+/// Number of hostile processes, numbered from 1.
 const HOSTILE: usize = 3;
-/// What each of them may have parked.
+/// Limit of what each of them may have copied out.
 const MAX_UNITS: u64 = 4;
-/// What happens at most.
+/// Limit of the simulated steps.
 const MAX_STEPS: usize = 120;
 
-/// Interprets bytes as what hostile processes, their controller and the device do, and then has an
-/// honest process filled.
+/// Interprets bytes as the actions of hostile processes, their controller and the device, and then
+/// lets an honest process be filled.
 ///
 /// # Panics
-/// The copier has ended, broke a rule of the driver, made memory that was not granted, kept
+/// The copier has ended, broken a rule of the driver, allocated memory that was not granted, kept
 /// something of a process that has left, or the honest process did not get its content.
 pub fn play(data: &[u8]) {
     let mut play = Play::new(data);
@@ -36,9 +36,9 @@ pub fn play(data: &[u8]) {
 #[derive(Default)]
 struct Hostile {
     agent: Option<Agent>,
-    /// The most that a fill was ordered for since it was attached.
+    /// Highest grant of a fill since the process was attached.
     granted_bytes: u64,
-    /// It has said that it restores.
+    /// The process has sent Restoring.
     restores: bool,
 }
 
@@ -159,7 +159,7 @@ impl<'a> Play<'a> {
             message,
             ToCopier::Prefaulted { .. } | ToCopier::CopiedOut { .. } | ToCopier::CopyOut
         );
-        // Mostly as it should be: most of what is wrong at once ends the process.
+        // Mostly valid: several errors at once usually end the session.
         let kind = match self.byte() {
             wrong @ 0..64 => usize::from(wrong) % self.things.len(),
             n if takes_a_file && matches!(message, ToCopier::CopyOut) => usize::from(n) % 3 + 5,
@@ -219,7 +219,7 @@ impl<'a> Play<'a> {
     }
 }
 
-/// None; memory files, the last of which is scribbled on; memory of the device; and what is neither.
+/// No descriptor; memory files, of which the last is overwritten; device memory; and other files.
 fn things() -> Vec<Option<OwnedFd>> {
     thread_local! {
         static FILES: Vec<OwnedFd> = {

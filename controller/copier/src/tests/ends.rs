@@ -23,7 +23,7 @@ fn process_that_dies_at_any_stage_leaves_nothing() {
 }
 
 #[test]
-fn process_that_comes_again_replaces_its_old_self() {
+fn attached_again_process_replaces_old_session() {
     for stage in STAGES {
         let (mut testbed, mut agent, file) = reach(stage);
         testbed.take_reports();
@@ -74,7 +74,7 @@ fn copier_ends_when_its_controller_hangs_up() {
 }
 
 #[test]
-fn copier_ends_when_its_controller_sends_no_order() {
+fn copier_ends_on_invalid_controller_frame() {
     let (mut testbed, _agent, _) = reach(Stage::Held);
     testbed.order_bytes(&[7; 128]);
     assert!(matches!(testbed.turn(), Err(CopierError::Frame(_))));

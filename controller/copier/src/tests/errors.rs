@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// From its memory file to its end, out and home through the copier: what an agent of ours does, which
+/// From its memory file to its end, offload and restore by the copier: what a real agent does, which
 /// gives up when it is hung up on.
 fn whole_life(testbed: &mut Testbed) -> Result<(), CopierError> {
     let mut agent = testbed.attach(1, COPIED_OUT_BYTES, 0);

@@ -137,7 +137,7 @@ fn report_of_a_fill_has_its_time() {
 
 /// A copy that crosses into another registration is refused by the driver.
 #[test]
-fn content_that_crosses_chunks_is_copied_in_parts() {
+fn content_across_chunks_is_copied_in_parts() {
     const CHUNK: u64 = crate::sys::CHUNK_BYTES as u64;
     let units = CHUNK / UNIT;
     let list = [units - 1, 2, 1];

@@ -37,7 +37,7 @@ enum Stage {
     Listed,
     /// One of two pieces has been handed over.
     Taking,
-    /// All are copied.
+    /// All pieces are copied.
     Taken,
     Held,
     /// The copies have not ended.

@@ -44,7 +44,7 @@ fn grant_before_all_is_registered_is_no_fill() {
     let (mut testbed, mut agent, _) = reach(Stage::Listed);
     testbed.fill(1, COPIED_OUT_BYTES);
     agent.say(ToCopier::Restoring, None);
-    assert_ended(&mut testbed, &mut agent, "it is not held yet");
+    assert_ended(&mut testbed, &mut agent, "its memory is not registered yet");
     assert!(fake::with(|fake| !fake.calls().contains(&"mem_create")));
 }
 

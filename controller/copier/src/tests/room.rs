@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A process whose fill has begun, on a GPU that has so much free.
+/// A process whose fill has begun, on a GPU with this much free VRAM.
 fn filling_with(free_bytes: u64) -> (Testbed, Agent) {
     let (mut testbed, agent, _) = reach(Stage::Held);
     fake::with(|fake| {

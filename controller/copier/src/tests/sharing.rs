@@ -9,7 +9,7 @@ use super::*;
 const CHUNK: u64 = crate::sys::CHUNK_BYTES as u64;
 const DOMAIN: u64 = 5;
 
-/// Two processes that are away, each with a chunk that is the other's, too, and a unit of its own.
+/// Two offloaded processes, each with a common chunk and a unit of its own.
 fn two(testbed: &mut Testbed, domains: [u64; 2]) -> [(Agent, OwnedFd); 2] {
     let common = pattern(CHUNK, 7);
     let both = [1_u64, 2].map(|process| {
@@ -33,7 +33,7 @@ fn shared_reports(testbed: &mut Testbed) -> Vec<CopierReport> {
 }
 
 #[test]
-fn common_content_is_offered_and_filled_from_once() {
+fn common_content_is_offered_and_fills_once() {
     let mut testbed = Testbed::new();
     // One that says nothing keeps nothing from the others.
     let _silent = testbed.attach(3, CHUNK, DOMAIN);
@@ -137,7 +137,7 @@ fn answer_to_nothing_offered_ends_the_process() {
 }
 
 #[test]
-fn chunk_that_was_not_taken_stays_the_process_own() {
+fn chunk_that_was_not_taken_stays_its_own() {
     let mut testbed = Testbed::new();
     let [(mut agent, _), _other] = two(&mut testbed, [DOMAIN, DOMAIN]);
     agent.say(ToCopier::Mapped { chunk: 0, taken: false }, None);
@@ -169,7 +169,7 @@ fn process_that_comes_home_is_offered_nothing() {
         testbed.settle().unwrap();
         other.leave(&pieces(&[CHUNK / UNIT]), 0, &parked_file(&pattern(CHUNK, 7)));
         testbed.settle().unwrap();
-        assert_eq!(other.words(), [], "nothing is in common with a process that comes home");
+        assert_eq!(other.words(), [], "a process that is restored gets no offer");
         fake::run_copies();
     }
 }

@@ -28,7 +28,7 @@ fn handed_memory_is_copied_to_its_place() {
     agent.say(ToCopier::Restoring, None);
     agent.say(ToCopier::Restored, None);
     testbed.settle().unwrap();
-    assert!(content_of_blocks(&agent.heard()) == taken_content(), "it comes home as it left");
+    assert!(content_of_blocks(&agent.heard()) == taken_content(), "the content is the same");
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn copied_is_said_once_all_pieces_have_come() {
 
 /// The process closes its descriptors then, and expects the memory to be free.
 #[test]
-fn handed_memory_is_released_before_copied_is_said() {
+fn exported_memory_is_released_before_copied() {
     let (mut testbed, mut agent, _) = reach(Stage::Taking);
     assert_eq!(fake::with(|fake| fake.imported_bytes()), UNIT);
     take(&agent, &pieces(&UNITS)[1..]);
@@ -79,7 +79,7 @@ fn copy_out_that_fails_is_never_said_to_be_done() {
     agent.words();
     fake::with(|fake| fake.copies_fail(700));
     take(&agent, &pieces(&UNITS)[1..]);
-    // The context is of no use any more, which the next call for another process shows.
+    // The context is unusable, which the next call for another process shows.
     let _ = testbed.settle();
     assert!(agent.is_hung_up());
     assert_eq!(agent.words(), []);
@@ -88,7 +88,7 @@ fn copy_out_that_fails_is_never_said_to_be_done() {
 }
 
 #[test]
-fn nothing_is_taken_before_the_file_is_registered() {
+fn no_piece_is_taken_before_file_is_registered() {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
     agent.park(&pieces(&UNITS), 0, Some(&parked_file(&pattern(COPIED_OUT_BYTES, 1))));
@@ -97,7 +97,7 @@ fn nothing_is_taken_before_the_file_is_registered() {
 }
 
 #[test]
-fn handed_thing_that_is_no_memory_ends_its_process_only() {
+fn invalid_descriptor_ends_its_session_only() {
     let (pipe, _end) = std::io::pipe().unwrap();
     let pipe = OwnedFd::from(pipe);
     for thing in [
@@ -126,7 +126,7 @@ fn more_pieces_than_listed_are_refused() {
 }
 
 #[test]
-fn piece_that_does_not_come_in_time_ends_the_process() {
+fn late_piece_ends_the_session() {
     let (mut testbed, mut agent, _) = reach(Stage::Taking);
     testbed.wait(2 * SECOND - SECOND / 4);
     testbed.settle().unwrap();
@@ -136,7 +136,7 @@ fn piece_that_does_not_come_in_time_ends_the_process() {
 }
 
 #[test]
-fn copies_that_do_not_end_in_time_end_the_process() {
+fn late_copies_end_the_session() {
     let (mut testbed, mut agent, _) = reach(Stage::Listed);
     fake::with(fake::Fake::copies_wait);
     take(&agent, &pieces(&UNITS));
