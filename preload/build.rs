@@ -11,20 +11,20 @@ fn main() {
         // No libc, no start files: the library must load into any process.
         "-nostdlib",
         "-nostartfiles",
-        // It has a thread and hands out addresses of its code: it can never be unmapped.
+        // The library has a thread and hands out addresses of its code: it must never be unmapped.
         "-Wl,-z,nodelete",
-        // All relocations at load, none in the middle of a signal handler.
+        // All relocations are made at load, none inside a signal handler.
         "-Wl,-z,now",
         "-Wl,-soname,libaffinode_preload.so",
-        // The loaders of all times read one of the two.
+        // Each loader reads at least one of the two hash tables.
         "-Wl,--hash-style=both",
     ] {
         println!("cargo::rustc-link-arg={argument}");
     }
 }
 
-/// Whether the profile is `preload`, in which nothing but the product is linked. Cargo
-/// tells a build script no more of it than the folder: `<target>/<profile>/build/<package>/out`.
+/// Whether the profile is `preload`, in which only the product is linked. A build script
+/// can only tell it by the folder: `<target>/<profile>/build/<package>/out`.
 fn is_product() -> bool {
     std::env::var("OUT_DIR").is_ok_and(|out| {
         Path::new(&out).ancestors().nth(3).is_some_and(|folder| folder.ends_with("preload"))

@@ -1,15 +1,15 @@
-//! Recording calls, while somebody watches: the writing side of the page's ring
+//! Recording of calls while they are watched: the writing side of the ring in the counters
 //! ([`affinode_proto::wire::call_ring`]).
 //!
 //! ```text
-//! thunk: gate and one_in both 0 ──> (nobody watches, nothing below happens)
+//! thunk: gate and one_in both 0 ──> (not watched, nothing below happens)
 //!        gate 0, one_in not: skip -= 1, still not below 0 ──> call unrecorded
 //!                            below 0 ──> slow path: begin ──> call ──> end
 //! ```
 //!
-//! How many calls are skipped is drawn anew each time, so a program whose calls repeat in
-//! a rhythm is not always met at the same one. No lock, no system call, no wait: a thread
-//! that finds the ring full counts and goes on.
+//! The number of skipped calls is drawn anew each time, so that a program whose calls repeat in
+//! a rhythm is not always recorded at the same one. No lock, no system call, no wait: a thread
+//! that finds the ring full counts the call as dropped and goes on.
 
 use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
@@ -20,21 +20,21 @@ use affinode_proto::wire::counters::SLOTS_OFFSET;
 use crate::counters::{CounterPage, ThreadSlot};
 use crate::{libc, sys};
 
-/// While the ring is full, at least so many calls go by between two looks at it.
+/// While the ring is full, at least this many calls pass between two attempts.
 const PAUSE: u32 = 63;
 
-/// How calls of a slot are picked. Written as the slot's counters are.
+/// Sampling state of a slot. Written as the slot's counters are.
 #[repr(C)]
 pub struct CallSampler {
-    /// Calls that go by before the next one is recorded; the thunk counts it down.
+    /// Calls that pass before the next one is recorded; the thunk counts it down.
     pub skip: AtomicU32,
-    /// State of the draw.
+    /// State of the random numbers.
     draw: AtomicU32,
-    /// Calls and polls of the slot at its last record.
+    /// The slot's calls and polls at its last record.
     told: AtomicU64,
 }
 
-/// The ring, as the protocol lays it out.
+/// The ring, in the protocol's layout.
 #[repr(C, align(64))]
 pub struct CallRing {
     claimed: AtomicU64,
@@ -71,20 +71,20 @@ const _: () = {
     assert!(offset_of!(RecordSlot, bytes) == record::BYTES);
 };
 
-/// A call that is over, as the caller sees it.
+/// A call that has returned.
 pub struct CallTimer<'a> {
-    /// Number of the hook.
+    /// The number of the hook.
     pub hook: u32,
-    /// The driver's result.
+    /// The driver's result code.
     pub result: u32,
-    /// Its arguments in registers.
+    /// The call's arguments in registers.
     pub arguments: &'a [u64; 6],
-    /// What [`begin`] gave.
+    /// The result of [`begin`].
     pub began_ns: u64,
 }
 
 impl CallRing {
-    /// The number of a record for the caller to write; `None` when all are unread.
+    /// Claims the number of a record to write; `None`: all records are unread.
     fn claim(&self) -> Option<u64> {
         let limit = self.limit.load(Ordering::Relaxed);
         let mut number = self.claimed.load(Ordering::Relaxed);
@@ -99,8 +99,8 @@ impl CallRing {
     }
 }
 
-/// The agent's side: records about one call in `one_in` from now on; the reader has read
-/// the records below `read`. 0: none any more.
+/// Records about one call in `one_in` from now on; 0: none. The reader has read the records
+/// below `read`. Called by the agent.
 pub fn watch(page: &CounterPage, one_in: u32, read: u64) {
     let before = page.one_in.load(Ordering::Relaxed);
     if one_in == 0 {
@@ -113,21 +113,21 @@ pub fn watch(page: &CounterPage, one_in: u32, read: u64) {
             if before == 0 {
                 slot.pick.told.store(total(slot), Ordering::Relaxed);
             }
-            // A thread that counts down just now may undo this: it comes to a record later.
+            // A thread that counts down at this moment may undo this: its next record comes later.
             slot.pick.skip.store(0, Ordering::Relaxed);
         }
     }
-    // At most what a count-down can hold, drawn twice as long.
+    // The limit of the countdown, whose random numbers are up to twice as large.
     page.one_in.store(one_in.min(1 << 24), Ordering::Relaxed);
 }
 
-/// A call on the slow path goes to the driver. When it is picked: the time; else 0.
+/// Start of a call on the slow path, in nanoseconds; 0: the call is not recorded.
 pub fn begin(page: &CounterPage, slot: &ThreadSlot) -> u64 {
     if page.one_in.load(Ordering::Relaxed) == 0 {
         return 0;
     }
     let skip = &slot.pick.skip;
-    // The thunk has counted down already where it is below 0.
+    // Below 0, the thunk has counted down already.
     let left = skip.load(Ordering::Relaxed).cast_signed();
     if left > 0 {
         skip.store((left - 1).cast_unsigned(), Ordering::Relaxed);
@@ -136,7 +136,7 @@ pub fn begin(page: &CounterPage, slot: &ThreadSlot) -> u64 {
     now_ns().max(1)
 }
 
-/// It has returned, and is still counted.
+/// Records a call that has returned and is still counted.
 pub fn end(page: &CounterPage, slot: &ThreadSlot, call: &CallTimer) {
     let duration_ns = now_ns().saturating_sub(call.began_ns);
     let one_in = page.one_in.load(Ordering::Relaxed);
@@ -169,7 +169,7 @@ fn total(slot: &ThreadSlot) -> u64 {
     slot.calls.load(Ordering::Relaxed).wrapping_add(slot.polls.load(Ordering::Relaxed))
 }
 
-/// From 0 to twice `one_in`, `one_in - 1` on average.
+/// A random number from 0 to twice `one_in`, `one_in - 1` on average.
 fn draw(pick: &CallSampler, one_in: u32) -> u32 {
     let mut x = pick.draw.load(Ordering::Relaxed) | 1;
     x ^= x << 13;
@@ -181,7 +181,7 @@ fn draw(pick: &CallSampler, one_in: u32) -> u32 {
 }
 
 fn now_ns() -> u64 {
-    // Where libc has no clock of its own, the kernel's.
+    // If libc has no clock of its own, the kernel's.
     libc::monotonic_ns().unwrap_or_else(|| sys::now_us() * 1_000)
 }
 
@@ -198,7 +198,7 @@ mod tests {
         unsafe { &*(&raw const *page).cast() }
     }
 
-    /// Calls as the thunk makes them; true when it went the slow path.
+    /// A call as the thunk makes it; true when it took the slow path.
     fn call(page: &CounterPage, slot: &ThreadSlot, hook: u32) -> bool {
         slot.calls.fetch_add(1, Ordering::Relaxed);
         if page.one_in.load(Ordering::Relaxed) == 0 {
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn records_stand_for_every_call_however_few_are_taken() {
+    fn records_stand_for_every_call() {
         let page = page();
         let slot = page.claim(sys::gettid()).unwrap();
         slot.polls.store(500, Ordering::Relaxed);

@@ -1,24 +1,24 @@
-//! Runs a program and takes what it prints, unseen by the application.
+//! Runs a program and reads its output, unseen by the application.
 //!
-//! An ordinary child would be the application's as well: its SIGCHLD, its `waitpid(-1)`,
-//! its handlers of `fork`. So there is a task in between that nobody is told of:
+//! An ordinary child would also be the application's: its SIGCHLD, its `waitpid(-1)`,
+//! its handlers of `fork`. So a task is in between whose end sends no signal:
 //!
 //! ```text
 //! agent ──clone, no signal──> keeper ──clone, SIGCHLD──> program
-//!          waits for it         reads the pipe, ends the program in time, reaps it
+//!    waits for it             reads the pipe, kills the program after the timeout, reaps it
 //! ```
 //!
-//! Both are made as `vfork` makes them, on stacks of their own: they share the memory
-//! (copying the page tables of a large process takes seconds) and have descriptors of
-//! their own. They run on the agent's thread pointer, so they make system calls and
-//! nothing else.
+//! Both are made as `vfork` makes them, on their own stacks: they share the memory
+//! (copying the page tables of a large process takes seconds) and have their own
+//! descriptors. They run with the agent's thread pointer, so they only make system
+//! calls.
 
 use core::ffi::{CStr, c_char};
 
 use crate::sys::task;
 use crate::{libc, sys};
 
-/// Most arguments, the program's name included.
+/// Limit of the arguments, the program's name included.
 pub const MAX_ARGUMENTS: usize = 4;
 
 const STACK_BYTES: usize = 64 << 10;
@@ -27,18 +27,18 @@ struct ChildJob<'a> {
     path: &'a CStr,
     arguments: [*const c_char; MAX_ARGUMENTS + 1],
     output: &'a mut [u8],
-    /// Bytes of output, when the program ended well and in time.
+    /// Bytes of output, if the program succeeded in time.
     length: Option<usize>,
     end_us: u64,
     pipe: [i32; 2],
     program_stack: usize,
 }
 
-/// What a program prints, as far as it fits into `output`. `None` when it cannot be run,
-/// fails, or is not done in `timeout_ms`.
+/// The output of a program, as far as it fits into `output`. `None` if it cannot be run,
+/// fails, or takes longer than `timeout_ms`.
 ///
-/// The caller must have all signals blocked, as the agent has: what handles them is
-/// the application's.
+/// The caller must have all signals blocked, as the agent has: their handlers belong to
+/// the application.
 pub fn output_of<'o>(
     path: &CStr,
     arguments: &[&CStr],
@@ -60,8 +60,8 @@ pub fn output_of<'o>(
     let stacks = sys::MappedRegion::new(2 * STACK_BYTES).ok()?;
     job.program_stack = stacks.start() + STACK_BYTES;
     let keeper_stack = stacks.start() + 2 * STACK_BYTES;
-    // SAFETY: the stack is its own, `job` outlives it because we sleep until it has ended,
-    // and it does as this module's header says.
+    // SAFETY: the stack is its own, `job` outlives it because this thread sleeps until it has
+    // ended, and it only makes system calls, as the module header demands.
     let keeper = unsafe { task::spawn(0, keeper_stack, keep, (&raw mut job).cast()) };
     if let Ok(keeper) = keeper {
         let _ = task::wait_child(keeper);
@@ -80,7 +80,7 @@ unsafe extern "C" fn keep(job: *mut core::ffi::c_void) -> i32 {
     };
     job.pipe = pipe;
     let stack = job.program_stack;
-    // SAFETY: a stack of its own; this task sleeps until the program runs or has failed to.
+    // SAFETY: its own stack; this task sleeps until the program runs or has failed to start.
     let started = unsafe { task::spawn(SIGCHLD, stack, become_program, (&raw mut *job).cast()) };
     let Ok(program) = started else {
         return 1;
@@ -117,7 +117,7 @@ unsafe extern "C" fn become_program(job: *mut core::ffi::c_void) -> i32 {
     // SAFETY: made by `output_of`; the keeper sleeps until this task has become a program.
     let job = unsafe { &*job.cast::<ChildJob<'_>>() };
     task::take_standard_streams(job.pipe[1]);
-    // SAFETY: both lists are ended by null pointers, their strings by zeros.
+    // SAFETY: both lists end with null pointers, their strings with zeros.
     unsafe { task::execute(job.path, job.arguments.as_ptr(), libc::environ()) };
     127
 }
@@ -161,13 +161,13 @@ mod tests {
         let children =
             std::fs::read_to_string(format!("/proc/self/task/{}/children", sys::gettid()));
         assert_eq!(children.unwrap().trim(), "");
-        // Other tests of this process open some of their own.
+        // Other tests of this process open descriptors, too.
         assert!(std::fs::read_dir("/proc/self/fd").unwrap().count() < before + 40);
     }
 
     #[test]
     fn the_program_has_none_of_our_descriptors() {
-        // ls itself opens one, the folder that it lists.
+        // ls itself opens one descriptor, for the folder that it lists.
         let said = shell(c"ls /proc/self/fd | wc -l", 60_000).unwrap();
         assert_eq!(said.trim_ascii(), b"4");
     }

@@ -1,14 +1,14 @@
-//! Answers of the driver that do not change in the life of a process: how many devices there are, and
-//! what each is called.
+//! Results of the driver that do not change in the life of a process: the number of devices, and
+//! their names.
 //!
-//! A program asks for them at any time (`torch.cuda.device_count()`), and none of them needs the GPU.
-//! While the process is away some reach the driver in vain (`cuDeviceGetName` returns 304, H200,
-//! 580.159), so none does: the gate answers with what the driver answered before. What was never
-//! asked before waits, as any call does.
+//! A program calls for them at any time (`torch.cuda.device_count()`), and none of them needs the GPU.
+//! While the process is offloaded some fail in the driver (`cuDeviceGetName` returns 304, H200,
+//! driver 580.159), so none reaches it: the gate returns the driver's earlier result. A call without
+//! an earlier result waits like any other.
 //!
 //! ```text
-//! resident: driver ──success──> remember()          away: answer() ──known──> caller
-//!                                                              └──not──> gate
+//! resident: driver ──success──> remember()    offloaded: answer() ──known──> caller
+//!                                                           └──not──> gate
 //! ```
 
 use core::slice;
@@ -16,11 +16,11 @@ use core::sync::atomic::{AtomicU8, Ordering};
 
 use affinode_cuda_sys::hook::Function;
 
-/// Devices from this ordinal on are not remembered.
+/// Devices from this ordinal on are not cached.
 const MAX_DEVICES: usize = 16;
-/// The longest answer.
+/// Longest result that is cached.
 const MAX_BYTES: usize = 256;
-/// Functions whose answers are remembered.
+/// Functions whose results are cached.
 const FUNCTIONS: [Function; 9] = [
     Function::cuDeviceGetCount,
     Function::cuDeviceGet,
@@ -37,7 +37,7 @@ const EMPTY: u8 = 0;
 const BUSY: u8 = 1;
 const KNOWN: u8 = 2;
 
-/// What a function has answered for a device.
+/// The result of a function for a device.
 struct CachedConstant {
     state: AtomicU8,
     bytes: [AtomicU8; MAX_BYTES],
@@ -52,15 +52,15 @@ static CONSTANTS: [[CachedConstant; MAX_DEVICES]; FUNCTIONS.len()] = [const {
     }; MAX_DEVICES]
 }; FUNCTIONS.len()];
 
-/// Where a call wants its answer.
+/// The places for a call's results.
 enum ConstantQuery {
-    /// At one or two places, of so many bytes each.
+    /// One or two places, each with its number of bytes.
     Values([(u64, usize); 2]),
-    /// A text of at most so many bytes, its end included.
+    /// A text with the size of its buffer, terminating zero included.
     Text(u64, usize),
 }
 
-/// The place of an answer, and where the caller wants it. `None`: it is not remembered.
+/// The cache entry of a call, and the places for its results. `None`: it is not cached.
 fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstant, ConstantQuery)> {
     let row = FUNCTIONS.iter().position(|function| *function as u32 + 1 == number)?;
     let [a, b, c, ..] = *arguments;
@@ -73,7 +73,7 @@ fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstan
         Function::cuDeviceComputeCapability => (c, ConstantQuery::Values([(a, 4), (b, 4)])),
         Function::cuDeviceGetUuid | Function::cuDeviceGetUuid_v2 => (b, one(16)),
         Function::cuDeviceTotalMem_v2 => (b, one(8)),
-        // cuDeviceGet, and the size as it was in 32 bits.
+        // cuDeviceGet, and the size in its 32-bit version.
         _ => (b, one(4)),
     };
     let device = usize::try_from(device as i32).ok()?;
@@ -85,7 +85,7 @@ fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstan
     is_whole.then_some((answer, wanted))
 }
 
-/// Keeps what the driver has answered.
+/// Caches the driver's result.
 ///
 /// # Safety
 /// `arguments` must be those of a call of this function that has just succeeded.
@@ -97,7 +97,7 @@ pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
     }
     let mut kept = answer.bytes.iter();
     let mut keep = |at: u64, bytes: usize| {
-        // SAFETY: the driver has written so many bytes there.
+        // SAFETY: the driver has written this many bytes there.
         let said = unsafe { slice::from_raw_parts(at as *const u8, bytes) };
         said.iter().zip(&mut kept).for_each(|(byte, to)| to.store(*byte, Ordering::Relaxed));
     };
@@ -108,9 +108,9 @@ pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
             true
         }
         ConstantQuery::Text(at, room) => {
-            // SAFETY: the driver has written a text that ends in this room.
+            // SAFETY: the driver has written a text that ends within this buffer.
             let length = unsafe { length(at, room) };
-            // One that fills the room may have been cut off.
+            // A text that fills its buffer may have been cut off.
             let is_whole = length.is_some_and(|n| n + 1 < room && n < MAX_BYTES);
             if let Some(length) = length.filter(|_| is_whole) {
                 keep(at, length + 1);
@@ -121,16 +121,16 @@ pub unsafe fn remember(number: u32, arguments: &[u64; 6]) {
     answer.state.store(if is_kept { KNOWN } else { EMPTY }, Ordering::Release);
 }
 
-/// The length of a text without its end, if it ends in its room.
+/// The length of a text without its terminating zero; `None`: it does not end within `room`.
 ///
 /// # Safety
-/// `at` must point to a text that ends, or to so many bytes.
+/// `at` must point to a text with its end, or to `room` bytes.
 unsafe fn length(at: u64, room: usize) -> Option<usize> {
-    // SAFETY: as the function demands; what is behind the end is not read.
+    // SAFETY: as the function demands; nothing after the end is read.
     (0..room).find(|n| unsafe { (at as *const u8).add(*n).read() } == 0)
 }
 
-/// Answers a call from what is known. False: it is not.
+/// Writes the cached result of a call. False: there is none, or its buffer is too small.
 ///
 /// # Safety
 /// `arguments` must be those of a call of this function.
@@ -142,7 +142,7 @@ pub unsafe fn answer(number: u32, arguments: &[u64; 6]) -> bool {
     let mut known = answer.bytes.iter().map(|byte| byte.load(Ordering::Relaxed));
     let mut put = |at: u64, bytes: usize| {
         for (n, byte) in known.by_ref().take(bytes).enumerate() {
-            // SAFETY: the caller has room for the answer there.
+            // SAFETY: the caller has space for the result there.
             unsafe { (at as *mut u8).add(n).write(byte) };
         }
     };
@@ -159,7 +159,7 @@ pub unsafe fn answer(number: u32, arguments: &[u64; 6]) -> bool {
     true
 }
 
-/// Forgets all: the devices are others from now on. Only while no call is in progress.
+/// Empties the cache, because the devices change. Only called while no call is in progress.
 pub fn forget() {
     CONSTANTS.iter().flatten().for_each(|answer| answer.state.store(EMPTY, Ordering::Release));
 }
@@ -176,16 +176,16 @@ mod tests {
         [at.as_mut_ptr() as u64, at.len() as u64, device, 0, 0, 0]
     }
 
-    /// One test, because what is known is known to all.
+    /// One test, because the cache is common to all.
     #[test]
     fn answers_are_kept_and_given_by_device() {
         let name = number(Function::cuDeviceGetName);
         let mut said = *b"A GPU\0......";
         let (mut asked, mut cut) = ([0xff_u8; 8], [0_u8; 4]);
-        // SAFETY: rooms of these sizes, and texts that end in them.
+        // SAFETY: buffers of these sizes, and texts that end in them.
         unsafe {
             assert!(!answer(name, &text(&mut asked, 1)), "never asked");
-            // What fills its room may be a part.
+            // A text that fills its buffer may be a part.
             remember(name, &text(&mut said[..6], 1));
             assert!(!answer(name, &text(&mut asked, 1)));
             remember(name, &text(&mut said, 1));

@@ -1,4 +1,4 @@
-//! The shared page as the process itself sees it: mapped, with atomics in place.
+//! The shared counters as the process itself sees them: a mapped page, with atomics in place.
 //! The layout is the protocol's; this module only gives it types.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use affinode_proto::wire::{Hazards, Phase, ProcessFlags, WIRE_VERSION, call_ring
 use crate::call_recorder::{CallRing, CallSampler};
 use crate::sys;
 
-/// Counters of one thread, or of all threads without an own one (slot 0).
+/// Counters of one thread; slot 0: of all threads without a slot of their own.
 ///
 /// An owned slot is written by its thread alone, with plain increments; slot 0 with
 /// atomic ones.
@@ -22,23 +22,23 @@ pub struct ThreadSlot {
     pub calls: AtomicU64,
     pub polls: AtomicU64,
     pub owner: SlotOwner,
-    /// How calls of this slot are picked for the ring. Private to the library, as what follows:
-    /// the protocol leaves the rest of a slot free.
+    /// Picks calls of this slot for the ring. This field and the next ones are private to the
+    /// library: the protocol leaves the rest of a slot free.
     pub pick: CallSampler,
     /// Calls inside the driver that may take device memory.
     pub allocating: AtomicU32,
-    /// Threads that wait at the gate. Of the shared slot alone.
+    /// Threads that wait at the gate. Only used in slot 0.
     waiting: AtomicU32,
-    /// Until when a thread of the slot counts as waiting at the gate, unless it says so again.
+    /// Until when a thread of the slot counts as waiting at the gate, unless it renews its wait.
     waits_until_us: AtomicU64,
 }
 
 /// The owner of a slot: a thread id in the lower half, 0 while the slot is free; in the upper half
-/// how often the slot was taken.
+/// the number of times that the slot was taken.
 ///
-/// A slot is taken by one change of the whole word from what was seen: by the thread that finds it
-/// free or its owner dead, and by a thread that was given the id of its dead owner. The upper half
-/// tells an owner from a later one of the same id, so two of them never take it both.
+/// A thread takes a slot by one compare-and-exchange of the whole word: if the slot is free, if its
+/// owner is dead, or if the dead owner had this thread's id. The upper half tells an owner from a
+/// later owner with the same id, so two threads never both take the slot.
 #[repr(transparent)]
 pub struct SlotOwner(AtomicU64);
 
@@ -52,17 +52,17 @@ impl SlotOwner {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Takes the slot for thread `tid`, unless it is not as it was seen any more.
+    /// Takes the slot for thread `tid`, unless it has changed since `seen`.
     fn take(&self, seen: u64, tid: u32) -> bool {
         let taken = (seen >> 32).wrapping_add(1) << 32 | u64::from(tid);
         self.0.compare_exchange(seen, taken, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 }
 
-/// How long a wait at the gate counts without being renewed.
+/// How long a wait at the gate counts without being renewed, in microseconds.
 const WAIT_COUNTS_US: u64 = 3_000_000;
 
-/// The whole page.
+/// The whole shared page, at least one per process.
 #[repr(C, align(4096))]
 pub struct CounterPage {
     magic: AtomicU64,
@@ -77,10 +77,10 @@ pub struct CounterPage {
     pub filling_bytes: AtomicU64,
     free3: [u8; 16],
     pub gate: AtomicU32,
-    /// Beside the gate: one comparison sees both.
+    /// Beside the gate: one comparison covers both.
     pub one_in: AtomicU32,
-    /// 1 once the counts that the gate holds back were all seen at zero: nested calls wait too
-    /// from then on. Private to the library.
+    /// 1 once all counts that the gate waits for were seen at zero: nested calls wait, too, from
+    /// then on. Private to the library.
     sealed: AtomicU32,
     free1: [u8; 52],
     waiters: AtomicU32,
@@ -90,9 +90,9 @@ pub struct CounterPage {
     pub swappable_bytes: AtomicU64,
     pub copied_out_bytes: AtomicU64,
     notes: AtomicU32,
-    /// What the hook adds to a call, in picoseconds; 0: not known.
+    /// What the hook adds to a call, in picoseconds; 0: not measured.
     pub call_cost_ps: AtomicU32,
-    /// How long callers waited at the gate, all together.
+    /// Total time that callers have waited at the gate.
     pub held_us: AtomicU64,
     pub ring: CallRing,
     pub slots: [ThreadSlot; SLOT_COUNT],
@@ -132,21 +132,21 @@ const _: () = {
 
 #[cfg(test)]
 impl ThreadSlot {
-    /// Belongs to a thread.
+    /// Gives the slot to thread `tid`.
     pub fn own_for_test(&self, tid: u32) {
         assert!(self.owner.take(self.owner.seen(), tid));
     }
 }
 
 impl CounterPage {
-    /// Writes the header of a page that was just made.
+    /// Writes the header of a new page.
     pub fn initialise(&self) {
         self.version.store(WIRE_VERSION, Ordering::Relaxed);
         self.slot_count.store(SLOT_COUNT as u32, Ordering::Relaxed);
         self.magic.store(PAGE_MAGIC, Ordering::Release);
     }
 
-    /// The slot of threads that have none.
+    /// The slot of threads that have no slot of their own.
     pub fn shared_slot(&self) -> &ThreadSlot {
         let [shared, ..] = &self.slots;
         shared
@@ -161,7 +161,7 @@ impl CounterPage {
                 may(seen as u32) && slot.owner.take(seen, tid)
             })
         };
-        // Another thread had our id, and ended: its slot is ours, unless another has taken it.
+        // A dead thread had the id of this one: its slot is reused, unless another thread takes it.
         let slot = take(&|owner| owner == tid)
             .or_else(|| take(&|owner| owner == 0))
             .or_else(|| take(&|owner| !sys::thread_lives(owner)))?;
@@ -172,11 +172,11 @@ impl CounterPage {
         Some(slot)
     }
 
-    /// Whether a count is zero in all slots, those of dead threads left out.
+    /// Whether a count is zero in all slots, except those of dead threads.
     ///
-    /// Sound after a barrier on all threads: whoever has passed the gate before it has
+    /// Sound after a barrier on all threads: a thread that has passed the gate before the barrier has
     /// made both the slot's ownership and the count visible, in this order. So a count
-    /// under an owner that is dead both before and after belongs to nobody.
+    /// under an owner that is dead both before and after belongs to no thread.
     pub fn drained(&self, count: impl Fn(&ThreadSlot) -> &AtomicU32) -> bool {
         self.slots.iter().all(|slot| {
             let seen = slot.owner.seen();
@@ -186,9 +186,9 @@ impl CounterPage {
         })
     }
 
-    /// A thread of this slot waits at the gate from now on. It says so again once a second
-    /// ([`Page::renew_wait`]): one that has left by a jump out of a signal handler, by an exception
-    /// or by its end does not, and counts no more after a moment.
+    /// A thread of this slot begins to wait at the gate. It renews the wait once a second
+    /// ([`CounterPage::renew_wait`]). A thread that leaves the wait by a jump out of a signal handler,
+    /// by an exception or by its end does not, and stops counting after [`WAIT_COUNTS_US`].
     pub fn begin_wait(&self, slot: &ThreadSlot, now_us: u64) {
         if slot.owner.tid() == 0 {
             slot.waiting.fetch_add(1, Ordering::SeqCst);
@@ -197,12 +197,12 @@ impl CounterPage {
         self.count_waiters(now_us);
     }
 
-    /// It still waits. True: it did not count as waiting any more.
+    /// Renews a wait. True: it had stopped counting.
     pub fn renew_wait(&self, slot: &ThreadSlot, now_us: u64) -> bool {
         slot.waits_until_us.swap(now_us.saturating_add(WAIT_COUNTS_US), Ordering::SeqCst) <= now_us
     }
 
-    /// It goes on.
+    /// Ends a wait that [`Self::begin_wait`] began.
     pub fn end_wait(&self, slot: &ThreadSlot, now_us: u64) {
         if slot.owner.tid() == 0 {
             slot.waiting.fetch_sub(1, Ordering::SeqCst);
@@ -212,15 +212,15 @@ impl CounterPage {
         self.count_waiters(now_us);
     }
 
-    /// How many callers wait at the gate; writes it for the controller. Of several threads that
-    /// count at the same time one may write an older number than another: so each looks again
-    /// behind what it wrote.
+    /// Counts the callers that wait at the gate, and publishes the number for the controller. If several
+    /// threads count at the same time, one may publish an older number than another: so each counts
+    /// again after it has published.
     pub fn count_waiters(&self, now_us: u64) -> u32 {
         self.write_waiters(|| self.waits_that_count(now_us))
     }
 
     fn write_waiters(&self, mut count: impl FnMut() -> u32) -> u32 {
-        // Each further round means that a wait began or ended meanwhile; its thread counts, too.
+        // Each further round means that a wait has begun or ended; that thread counts, too.
         const MAX_ROUNDS: u32 = 64;
         let mut counted = count();
         for _ in 0..MAX_ROUNDS {
@@ -248,12 +248,12 @@ impl CounterPage {
         self.count_waiters(sys::now_us()) > 0
     }
 
-    /// Whether the number that was written last says that callers wait. It may be too high.
+    /// Whether the published number of waiting callers is above 0. It may be too high.
     pub fn may_have_waiters(&self) -> bool {
         self.waiters.load(Ordering::Relaxed) > 0
     }
 
-    /// What is known to make a checkpoint unsafe.
+    /// What is known to make a checkpoint of this process unsafe.
     pub fn hazards(&self) -> Hazards {
         Hazards(self.hazards.load(Ordering::SeqCst))
     }
@@ -264,7 +264,7 @@ impl CounterPage {
         before & hazards.0 != hazards.0
     }
 
-    /// Writes whether something is so.
+    /// Sets or clears a flag.
     pub fn note(&self, what: ProcessFlags, is_so: bool) {
         if is_so {
             self.notes.fetch_or(what.0, Ordering::Relaxed);
@@ -273,7 +273,7 @@ impl CounterPage {
         }
     }
 
-    /// Sets the gate, and wakes those who wait when it opens further.
+    /// Sets the gate, and wakes waiting callers when it opens further.
     pub fn set_gate(&self, gate: Gate) {
         self.gate.store(gate as u32, Ordering::SeqCst);
         if gate != Gate::Closed {
@@ -286,7 +286,7 @@ impl CounterPage {
         self.sealed.load(Ordering::SeqCst) != 0
     }
 
-    /// Sets whether the gate holds nested calls, too. Those that wait look again.
+    /// Sets whether the gate holds nested calls, too. Waiting callers check again.
     pub fn set_sealed(&self, sealed: bool) {
         self.sealed.store(u32::from(sealed), Ordering::SeqCst);
         if !sealed {
@@ -294,7 +294,7 @@ impl CounterPage {
         }
     }
 
-    /// Tells readers of the page where the process is.
+    /// Publishes the phase for the controller.
     pub fn set_phase(&self, phase: Phase) {
         self.phase.store(phase as u32, Ordering::Release);
     }
@@ -310,7 +310,7 @@ impl CounterPage {
     }
 
     /// Whether all work on the GPU has ended, and none can begin: from the driver's lock on,
-    /// until calls go through again. Only of meaning while the gate is closed.
+    /// until calls pass again. Only meaningful while the gate is closed.
     pub fn is_finished(&self) -> bool {
         const FINISHED: [Phase; 8] = [
             Phase::Locked,
@@ -326,7 +326,7 @@ impl CounterPage {
         FINISHED.iter().any(|finished| *finished as u32 == phase)
     }
 
-    /// Sleeps until the gate changes, or a moment. Nobody is told of it.
+    /// Sleeps until the gate changes, at most 5 ms. Does not wake the agent.
     pub fn wait_a_moment(&self) {
         const MOMENT_MS: u64 = 5;
         let gate = self.gate.load(Ordering::SeqCst);
@@ -368,7 +368,7 @@ pub mod tests {
     }
 
     #[test]
-    fn slots_go_to_threads_and_come_back_from_dead_ones() {
+    fn slots_of_dead_threads_are_reused() {
         let page = page();
         let own = sys::gettid();
         let dead = std::thread::spawn(sys::gettid).join().unwrap();
@@ -414,8 +414,8 @@ pub mod tests {
         }
     }
 
-    /// Thread ids are used again: a thread that has found the owner dead is stopped, and another
-    /// is given the owner's id, in both orders.
+    /// Thread ids are reused: a thread that has found the owner dead is stopped, and another
+    /// gets the owner's id, in both orders.
     #[test]
     fn slot_of_dead_owner_goes_to_one_thread() {
         const DEAD: u32 = 11;
@@ -429,15 +429,15 @@ pub mod tests {
             assert!(!owner.take(seen, second), "{first} has it");
             assert_eq!(owner.tid(), first);
         }
-        // An heir makes it known, too, that the slot is taken once more.
+        // A thread that inherits an id takes the slot anew, too.
         page.slots[1].own_for_test(DEAD);
         let seen = owner.seen();
         assert!(core::ptr::eq(page.claim(DEAD).unwrap(), &page.slots[1]));
         assert!(!owner.take(seen, OTHER));
     }
 
-    /// Another thread's wait ends, and it writes its count, between this one's count and its
-    /// writing.
+    /// Another thread's wait ends, and that thread publishes its count, between this thread's count
+    /// and its publishing.
     #[test]
     fn older_count_of_waiters_does_not_stay() {
         let page = page();
@@ -460,7 +460,7 @@ pub mod tests {
         assert_eq!((told(&page), page.count_waiters(20)), (3, 3));
         page.end_wait(shared, 20);
         assert_eq!(told(&page), 2);
-        // What was never ended counts no more, until it is renewed.
+        // A wait that never ended stops counting, until it is renewed.
         assert_eq!(page.count_waiters(10 + WAIT_COUNTS_US), 0);
         assert!(!page.may_have_waiters());
         assert!(page.renew_wait(own, 10 + WAIT_COUNTS_US), "it had lapsed");
@@ -469,7 +469,7 @@ pub mod tests {
         page.end_wait(own, 12 + WAIT_COUNTS_US);
         assert_eq!(told(&page), 0);
         page.end_wait(shared, 12 + WAIT_COUNTS_US);
-        // An heir waits for nothing.
+        // A thread that inherits a slot does not wait.
         page.begin_wait(own, 10);
         page.claim(5).unwrap();
         assert_eq!(page.count_waiters(11), 0);

@@ -1,13 +1,13 @@
-//! Loaded objects, read in place: which is at an address, what it defines.
+//! Loaded objects, read in place: which object is at an address, what it defines.
 //!
-//! `dlsym` cannot answer for us: it takes the loader's lock, leaves an error for the
-//! application's `dlerror`, and is what we hook.
+//! This library cannot use `dlsym`: that takes the loader's lock, leaves an error for the
+//! application's `dlerror`, and is itself hooked.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 
 use crate::libc;
 
-/// `Elf64_Phdr`.
+/// `Elf64_Phdr` of the ELF format.
 #[repr(C)]
 pub struct ProgramHeader {
     kind: u32,
@@ -24,7 +24,7 @@ const PT_LOAD: u32 = 1;
 const PT_DYNAMIC: u32 = 2;
 const PF_EXECUTABLE: u32 = 1;
 
-/// `Elf64_Sym`.
+/// `Elf64_Sym` of the ELF format.
 #[repr(C)]
 struct Symbol {
     name: u32,
@@ -53,17 +53,17 @@ impl LoadedObject<'_> {
         })
     }
 
-    /// Whether an address lies inside.
+    /// Whether an address is inside the object.
     pub fn contains(&self, address: usize) -> bool {
         self.holds(address, 0)
     }
 
-    /// Whether an address lies in its code.
+    /// Whether an address is inside its code.
     pub fn contains_code(&self, address: usize) -> bool {
         self.holds(address, PF_EXECUTABLE)
     }
 
-    /// Where its code lies.
+    /// Begin and end of its code.
     pub fn code(&self) -> Option<core::ops::Range<usize>> {
         let is_code = |h: &&ProgramHeader| h.kind == PT_LOAD && h.flags & PF_EXECUTABLE != 0;
         let header = self.headers.iter().find(is_code)?;
@@ -71,7 +71,7 @@ impl LoadedObject<'_> {
         Some(start..start.wrapping_add(header.memory_bytes as usize))
     }
 
-    /// Its tables of symbols, if it has them.
+    /// Its symbol tables, if it has them.
     pub fn dynamic(&self) -> Option<DynamicSection> {
         let header = self.headers.iter().find(|h| h.kind == PT_DYNAMIC)?;
         let start = self.base.wrapping_add(header.address as usize);
@@ -102,7 +102,7 @@ pub fn each_object<F: FnMut(&LoadedObject<'_>) -> bool>(mut visit: F) {
         let name = if info.name.is_null() {
             &[]
         } else {
-            // SAFETY: the loader's copy of the path, ended by a zero byte.
+            // SAFETY: the loader's copy of the path, which ends with a zero byte.
             unsafe { CStr::from_ptr(info.name) }.to_bytes()
         };
         let headers = if info.headers.is_null() {
@@ -117,7 +117,7 @@ pub fn each_object<F: FnMut(&LoadedObject<'_>) -> bool>(mut visit: F) {
     unsafe { libc::iterate_objects(step::<F>, (&raw mut visit).cast()) };
 }
 
-/// The first object, in load order, for which `select` has an answer.
+/// The first result of `select` that is not `None`, over all objects in load order.
 pub fn find<T>(mut select: impl FnMut(&LoadedObject<'_>) -> Option<T>) -> Option<T> {
     let mut found = None;
     each_object(|object| {
@@ -127,7 +127,7 @@ pub fn find<T>(mut select: impl FnMut(&LoadedObject<'_>) -> Option<T>) -> Option
     found
 }
 
-/// Whether an address lies in this library.
+/// Whether an object is this library.
 pub fn is_own(object: &LoadedObject<'_>) -> bool {
     object.contains(is_own as *const () as usize)
 }
@@ -174,7 +174,7 @@ impl DynamicSection {
             soname: None,
         };
         loop {
-            // SAFETY: the section is ended by DT_NULL, at which the loop stops.
+            // SAFETY: the section ends with DT_NULL, at which the loop stops.
             let [tag, value] = unsafe { entry.read() };
             match tag {
                 DT_NULL => break,
@@ -193,7 +193,7 @@ impl DynamicSection {
         usable.then_some(dynamic)
     }
 
-    /// The name that the object gives itself.
+    /// The object's `DT_SONAME`, if it has one.
     pub fn soname(&self) -> Option<&[u8]> {
         self.soname.map(|offset| self.string(offset))
     }
@@ -228,7 +228,7 @@ impl DynamicSection {
         {
             return None;
         }
-        // SAFETY: where there is a table of versions, it has an entry per symbol.
+        // SAFETY: a table of versions has an entry per symbol.
         if !self.versions.is_null() && unsafe { *self.versions.add(index) } & VERSION_HIDDEN != 0 {
             return None;
         }

@@ -1,19 +1,19 @@
-//! The end of a process that is away.
+//! The end of a process that is offloaded.
 //!
 //! Exit handlers and destructors release what the program has on the GPU. The process is about to
-//! end and gives all of that back anyway, so a release needs neither the GPU nor room on it:
+//! end and frees all of that anyway, so a release needs neither the GPU nor VRAM:
 //!
 //! ```text
 //! call at a closed gate, all work has ended, `exit` is on the stack
-//!   the driver has ended ──────────────> the agent opens the gate, the driver answers DEINITIALIZED
-//!   a release of a handle ─────────────> SUCCESS; noted
+//!   the driver has ended ──────────────> the agent opens the gate, the driver returns DEINITIALIZED
+//!   a release of a handle ─────────────> SUCCESS; recorded
 //!   a wait for work ───────────────────> SUCCESS
-//!   anything else ─────────────────────> brings the process home; what was noted is made up for first
+//!   anything else ─────────────────────> restores the process; recorded releases are made first
 //! ```
 //!
-//! What was noted is made up for on the same thread, in the same order, before that thread's next
-//! call reaches the driver. Nothing is answered after the release of a context: what the driver
-//! would say of handles in it is not known.
+//! Recorded releases are made on the same thread, in the same order, before that thread's next
+//! call reaches the driver. After the release of a context every call waits: what the
+//! driver would return for handles in that context is not known.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -24,9 +24,9 @@ use affinode_cuda_sys::result;
 use crate::hook_table::HookEntry;
 use crate::{elf, libcuda, process, swap, sys};
 
-/// Releases that are noted at most; the next one brings the process home.
+/// Limit of recorded releases; the next one restores the process.
 const MAX_NOTED: usize = 4096;
-/// How far up the stack `exit` is looked for, in bytes.
+/// Part of the stack that is searched for `exit`, in bytes.
 const MAX_STACK_BYTES: usize = 256 << 10;
 
 /// Functions whose only effect is that a handle's resources are released. Host memory that the
@@ -35,14 +35,14 @@ const MAX_STACK_BYTES: usize = 256 << 10;
 const RELEASES: &[u8] = b"cuArrayDestroy cuEventDestroy cuGraphExecDestroy cuLibraryUnload \
     cuMemAddressFree cuMemFree cuMemFreeHost cuMemRelease cuMemUnmap cuMipmappedArrayDestroy \
     cuModuleUnload cuStreamDestroy cuSurfObjectDestroy cuTexObjectDestroy";
-/// The same, for a context and all that is in it.
+/// The same, for a context with everything in it.
 const CONTEXT_RELEASES: &[u8] = b"cuCtxDestroy cuDevicePrimaryCtxRelease";
 
 fn names(list: &[u8]) -> impl Iterator<Item = &[u8]> {
     list.split(|byte| *byte == b' ').filter(|name| !name.is_empty())
 }
 
-/// Set once a caller at the gate was seen to be inside `exit`.
+/// 1 once a caller at the gate was seen to be inside `exit`.
 static BEGUN: AtomicU32 = AtomicU32::new(0);
 
 /// Whether a caller at the gate was seen to be inside `exit`.
@@ -50,7 +50,7 @@ pub fn has_begun() -> bool {
     BEGUN.load(Ordering::Relaxed) != 0
 }
 
-/// The code of `exit`, of each object that defines it: begin and end, 0 where there is none.
+/// The code of `exit` in each object that defines it: begin and end; 0: unused.
 static CODE: [[AtomicUsize; 2]; 4] = [const { [const { AtomicUsize::new(0) }; 2] }; 4];
 static CODE_IS_KNOWN: AtomicU32 = AtomicU32::new(0);
 
@@ -73,13 +73,13 @@ fn find_code() {
 fn is_in_code(word: usize) -> bool {
     CODE.iter().any(|[from, to]| {
         let from = from.load(Ordering::Relaxed);
-        // The address of the function itself is no return address into it.
+        // The function's own address is not a return address into it.
         from != 0 && word > from && word < to.load(Ordering::Relaxed)
     })
 }
 
 /// Whether the calling thread is inside `exit`: its stack, from this address on, has a return
-/// address into it. `exit` never returns, so there is none of an earlier call.
+/// address into `exit`. As `exit` never returns, the address is not left over from an earlier call.
 pub fn is_running(stack: usize) -> bool {
     const CHUNK_BYTES: usize = 2048;
     find_code();
@@ -87,7 +87,7 @@ pub fn is_running(stack: usize) -> bool {
     let end = stack.saturating_add(MAX_STACK_BYTES);
     let mut at = stack & !(size_of::<usize>() - 1);
     while at < end {
-        // Never over the end of a page: the last one of the stack is read whole.
+        // A read never crosses the end of a page: the stack's last page is read whole.
         let bytes = CHUNK_BYTES - at % CHUNK_BYTES;
         let Some(words) = words.get_mut(..bytes / size_of::<usize>()) else { return false };
         if !sys::read_own_memory(at, words) {
@@ -110,7 +110,7 @@ struct PendingRelease {
     arguments: [u64; 2],
 }
 
-/// What was noted, by one thread.
+/// The releases that were recorded, all by one thread.
 struct RecordedRelease {
     releases: [PendingRelease; MAX_NOTED],
     count: usize,
@@ -133,19 +133,19 @@ static RECORDED: ReleaseCell = ReleaseCell(UnsafeCell::new(RecordedRelease {
     process: 0,
     context_is_gone: false,
 }));
-/// How many are noted, for all threads to see.
+/// Number of recorded releases, readable by all threads.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// What becomes of a call.
+/// What a call inside `exit` is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ReleaseKind {
-    /// It releases a handle.
+    /// Its only effect is the release of a handle.
     Release,
-    /// It releases a context.
+    /// Releases a context and everything in it.
     ContextRelease,
-    /// It waits for work, all of which has ended.
+    /// Waits for work, all of which has ended.
     Wait,
-    /// It needs the GPU.
+    /// Needs the GPU or the driver.
     Other,
 }
 
@@ -168,20 +168,20 @@ fn driver_is_up() -> bool {
     libcuda::checkpoint_state().is_some_and(|(code, _)| code == result::SUCCESS)
 }
 
-/// Whether a call inside `exit` is answered with success, without the driver. Only to be asked
+/// Whether a call inside `exit` is answered with SUCCESS, without the driver. Only to be called
 /// while all work on the GPU has ended and the calling thread [runs](is_running) `exit`.
 pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool {
     let kind = kind(entry.number(), entry.class());
     let [handle, second, ..] = *arguments;
     let (thread, own) = (sys::gettid(), sys::getpid());
-    // SAFETY: see `Cell`.
+    // SAFETY: see `ReleaseCell`.
     let noted = unsafe { &mut *RECORDED.0.get() };
     if noted.process != own {
-        // A child, forked from inside `exit`: what its parent noted is the parent's.
+        // A child, forked from inside `exit`: the recorded releases are its parent's.
         (noted.count, noted.thread, noted.process) = (0, thread, own);
         noted.context_is_gone = false;
     }
-    // Of a driver that has ended the answer is another one.
+    // A driver that has ended returns DEINITIALIZED instead.
     let is_known = !noted.context_is_gone && noted.thread == thread;
     if !is_known || kind == ReleaseKind::Other || !driver_is_up() {
         return false;
@@ -194,7 +194,7 @@ pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool
     let is_repeated = known
         .into_iter()
         .any(|before| before.number == release.number && before.arguments == release.arguments);
-    // The driver alone knows what to say of these.
+    // Only the driver knows the result of a repeated release and of a null handle.
     let Some(place) = noted.releases.get_mut(noted.count) else { return false };
     if is_repeated || (handle == 0 && kind == ReleaseKind::Release) {
         return false;
@@ -207,13 +207,13 @@ pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool
     true
 }
 
-/// Makes up for what was noted. The calling thread is counted as inside the driver.
+/// Makes the recorded releases. The calling thread is counted as inside the driver.
 pub fn catch_up() {
     if COUNT.load(Ordering::Relaxed) == 0 {
         return;
     }
-    // SAFETY: see `Cell`; of another thread only these two numbers are read, which its own
-    // thread wrote before it came to the gate.
+    // SAFETY: see `ReleaseCell`; a thread that did not record reads only these two numbers, which
+    // the recording thread wrote before it came to the gate.
     let noted = unsafe { &mut *RECORDED.0.get() };
     if noted.thread != sys::gettid() || noted.process != sys::getpid() {
         return;
@@ -221,7 +221,7 @@ pub fn catch_up() {
     for release in noted.releases.iter().take(noted.count) {
         let target = swap::stand_in(release.number, release.real).unwrap_or(release.real);
         let [first, second] = release.arguments;
-        // SAFETY: the driver's function of this number, or what stands in for it, with the
+        // SAFETY: the driver's function of this number, or its wrapper, with the
         // arguments that the program called it with; none of `RELEASES` has more than two.
         unsafe {
             let call: unsafe extern "C" fn(u64, u64) -> u32 = core::mem::transmute(target);

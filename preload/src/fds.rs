@@ -1,12 +1,12 @@
-//! Descriptors of ours in the application's table: they are moved to high numbers, and before
-//! each use it is made sure that the number still means our file. A number that does not is
+//! Descriptors of this library in the application's table. They are moved to high numbers, and
+//! checked before each use: a number may mean another file by now. Such a number is
 //! forgotten, never closed.
 
 use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use crate::sys::{self, Identity};
 
-/// A descriptor and what it meant when it was made.
+/// A descriptor and the file that it referred to when it was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrackedFd {
     fd: i32,
@@ -14,17 +14,17 @@ pub struct TrackedFd {
 }
 
 impl TrackedFd {
-    /// Notes what a descriptor means.
+    /// Records the file of a descriptor; `None`: it is closed.
     pub fn note(fd: i32) -> Option<TrackedFd> {
         sys::identity(fd).map(|identity| TrackedFd { fd, identity })
     }
 
-    /// The descriptor, if its number still means the same.
+    /// The descriptor, if its number still refers to the same file.
     pub fn get(&self) -> Option<i32> {
         (sys::identity(self.fd) == Some(self.identity)).then_some(self.fd)
     }
 
-    /// Closes it, if it is still ours.
+    /// Closes the descriptor, if it still refers to the same file.
     pub fn close(self) {
         if let Some(fd) = self.get() {
             sys::close(fd);
@@ -32,18 +32,18 @@ impl TrackedFd {
     }
 }
 
-/// The connection last made in this process or, in a forked child, by its parent.
+/// The controller's socket, made last in this process or, in a forked child, by its parent.
 pub static SOCKET: InheritedFd = InheritedFd::none();
-/// The same for the page's file.
+/// The same for the counters' file.
 pub static PAGE: InheritedFd = InheritedFd::none();
-/// The way to a copier.
+/// The socket of the copier.
 pub static COPIER: InheritedFd = InheritedFd::none();
-/// The file of the pool.
+/// The file of the staging pool.
 pub static POOL: InheritedFd = InheritedFd::none();
-/// Where others ask for memory of this process.
+/// The socket for requests of processes that open memory of this one.
 pub static SHARING: InheritedFd = InheritedFd::none();
 
-/// Where a descriptor is noted, so that a forked child knows of it.
+/// A recorded descriptor that a forked child finds, too.
 pub struct InheritedFd {
     fd: AtomicI32,
     device: AtomicU64,
@@ -55,14 +55,14 @@ impl InheritedFd {
         InheritedFd { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
     }
 
-    /// Notes it in place of another.
+    /// Records a descriptor, and replaces the earlier one.
     pub fn set(&self, owned: TrackedFd) {
         self.device.store(owned.identity.device, Ordering::Relaxed);
         self.inode.store(owned.identity.inode, Ordering::Relaxed);
         self.fd.store(owned.fd, Ordering::Release);
     }
 
-    /// What is noted.
+    /// The recorded descriptor, unchecked.
     pub fn owned(&self) -> Option<TrackedFd> {
         let fd = self.fd.load(Ordering::Acquire);
         let identity = Identity {
@@ -72,12 +72,12 @@ impl InheritedFd {
         (fd >= 0).then_some(TrackedFd { fd, identity })
     }
 
-    /// The descriptor that is noted, if its number still means the same.
+    /// The recorded descriptor, if its number still refers to the same file.
     pub fn get(&self) -> Option<i32> {
         self.owned()?.get()
     }
 
-    /// Closes and forgets it.
+    /// Closes and forgets the descriptor.
     pub fn close(&self) {
         let owned = self.owned();
         self.fd.store(-1, Ordering::Release);

@@ -9,35 +9,35 @@
 //!                    start again              every inflight 0? ──> no call is inside,
 //!          Closed, nested, not sealed            │                  none can come in
 //!                ──> call ──> inflight -= 1      └ no: sealed = 0, wait
-//!          Damaged ─> answered: memory is not what it was, nothing reaches the driver
+//!          Damaged ─> error: the content of memory is lost, nothing reaches the driver
 //! ```
 //!
-//! A poll (`cuStreamQuery`, `cuEventQuery`) asks whether work has finished. Once the driver
-//! has locked the process, which waits for all work, or holds it away, it has: the poll is
-//! answered so, and nobody is woken for it. An idle framework polls.
+//! A poll (`cuStreamQuery`, `cuEventQuery`) asks whether work has finished. All work has finished
+//! from the driver's lock on, which waits for it, until the process is resident again: the poll
+//! returns SUCCESS without the driver, and no wake is sent. An idle framework polls.
 //!
 //! # Calls inside calls
 //!
 //! A call that is made while another call of its thread is counted is nested: a callback of the
 //! driver makes one, and so does a signal handler that interrupts a call. The outer call may need
 //! the nested one to end, so a nested call passes a closed gate as long as the gate is not sealed.
-//! That the outer call is counted proves nothing: a signal can arrive after the outer call was
-//! counted and before it looked at the gate, when the closer has already seen every count at zero.
-//! So a nested call passes a second gate, the seal:
+//! A counted outer call is no proof that it was let through: a signal can arrive after the outer
+//! call was counted and before it read the gate, when the closer has already seen every count at
+//! zero. So a nested call passes a second gate, the seal:
 //!
 //! - The nested call adds its own count before it reads `sealed`. The closer writes `sealed`
 //!   before it reads the counts for the last time. All four are sequentially consistent (the slow
 //!   path counts by locked instructions), so one of the two sees the other: either the nested call
 //!   reads that the gate is sealed, and waits; or the closer reads its count, and breaks the seal.
-//! - Where the outer call was let through, its count was there before the gate was closed or is
-//!   seen behind the barrier, and stays until it ends: the gate is not sealed under it, and the
-//!   nested call never waits for a closer that waits for the outer call.
-//! - Where the outer call was only counted, it is held as soon as it looks at the gate, whatever
+//! - If the outer call was let through, its count was there before the gate was closed or is
+//!   seen behind the barrier, and stays until the call ends: the gate is not sealed meanwhile, and
+//!   the nested call never waits for a closer that waits for the outer call.
+//! - If the outer call was only counted, the gate holds it as soon as it reads the gate, whatever
 //!   its handler has done.
 //!
 //! Held allocations are sealed in the same way, by the counts of allocating calls: a nested
 //! allocation passes until the hold is reported, and waits from then on, whatever its outer call
-//! is. The fast path knows nothing of all this: it passes an open gate alone.
+//! is. The fast path needs none of this: it passes an open gate only.
 
 use core::sync::atomic::Ordering;
 
@@ -53,7 +53,7 @@ use crate::hook_table::HookEntry;
 use crate::process::{self, PROCESS, SlotLocation};
 use crate::{constants, elf, exit, hazard, libcuda, oom_wait, swap, sys, tools};
 
-/// What the thunk keeps on the stack of a call on the slow path. It knows this layout.
+/// The stack frame of a call on the slow path. The thunk depends on this layout.
 #[repr(C, align(16))]
 pub struct HookFrame {
     place: SlotLocation,
@@ -64,11 +64,11 @@ pub struct HookFrame {
     pub arguments: [u64; 6],
     vectors: [[u64; 2]; 8],
     rdx: u64,
-    /// What the thunk is to call.
+    /// Address that the thunk calls or jumps to.
     target: usize,
-    /// Until when the call may wait for room; 0 (the thunk's) while it has not.
+    /// Deadline for waiting for free VRAM; 0 (set by the thunk): the call has not waited yet.
     waits_until_us: u64,
-    /// When the call began, if it is recorded; else 0.
+    /// Start of the call if it is recorded, else 0.
     began_ns: u64,
 }
 
@@ -84,7 +84,7 @@ const _: () = {
     assert!(size_of::<HookFrame>().is_multiple_of(16));
 };
 
-/// What the thunk is to do.
+/// What the thunk does after [`enter`].
 #[repr(u32)]
 pub enum ThunkAction {
     /// Jump to the target.
@@ -95,20 +95,20 @@ pub enum ThunkAction {
     Answered = 2,
 }
 
-/// A call comes in.
+/// Decides about a call on the slow path: counts it, holds it, or returns a result itself.
 ///
 /// # Safety
-/// Called by the thunk alone, with its frame.
+/// Only the thunk calls it, with its own frame.
 pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
     // SAFETY: stubs pass entries, which are static.
     let entry = unsafe { &*frame.entry };
     let Some(real) = entry.resolve(libcuda::function) else {
-        // Only exported names come here. Some programs bring functions of these names
-        // that load libcuda when they are called; they would have been called without us.
+        // Only exported names arrive here. Some programs define functions of these names
+        // that load libcuda when they are called; without this library those would be called.
         let Some(stand_in) =
             hook::name(entry.number()).map(str::as_bytes).and_then(elf::find_function)
         else {
-            // There is no libcuda.
+            // The process has not loaded libcuda.
             frame.result = result::NOT_INITIALIZED.into();
             return ThunkAction::Answered;
         };
@@ -138,8 +138,8 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
             return ThunkAction::Pass;
         };
         frame.place = place;
-        // Before the call counts or waits: an agent that has found every call ended finds this, and a
-        // call that comes later waits until the process is resident.
+        // The hazard is added before the call counts or waits. An agent that has found every call
+        // ended sees it; a call that arrives later waits until the process is resident.
         if !tool.is_empty() && page.add_hazards(tool) {
             process::poke_agent();
         }
@@ -147,8 +147,8 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
             EnterResult::Through => {
                 exit::catch_up();
                 frame.began_ns = place.slot().map_or(0, |slot| call_recorder::begin(page, slot));
-                // Known once the gate has let it through: a first allocation waits for what the
-                // controller says.
+                // The engine is known only now: a first allocation waits at the gate for the
+                // controller's Welcome.
                 frame.target = swap::stand_in(entry.number(), real).unwrap_or_else(|| {
                     if may_take_handles(entry) {
                         swap::translate(&mut frame.arguments);
@@ -179,7 +179,7 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
                 }
                 page.wait_a_moment();
             }
-            // Before the driver has locked the process, work may still run on the GPU.
+            // A nested call needs its outer call, and before the driver's lock work may still run.
             Some(slot)
                 if !nested
                     && exit::is_running(core::ptr::from_ref(frame) as usize)
@@ -195,10 +195,10 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
     }
 }
 
-/// The call has returned. True: it is to be made again.
+/// Ends a call on the slow path. Returns 1 if the thunk is to repeat the call, else 0.
 ///
 /// # Safety
-/// Called by the thunk alone, with the frame that [`enter`] filled.
+/// Only the thunk calls it, with the frame that [`enter`] filled.
 pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
     // SAFETY: as in `enter`.
     let entry = unsafe { &*frame.entry };
@@ -214,7 +214,7 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
         // SAFETY: these are the arguments of a call of this function that succeeded.
         unsafe { constants::remember(entry.number(), &frame.arguments) };
     }
-    // While the call still counts, so that no gate is closed before it is known.
+    // While the call still counts, so that no gate closes before its hazards are known.
     if frame.result as u32 == 0 && class.is_special() {
         // SAFETY: these are the arguments of a call of this class that succeeded.
         let hazards = unsafe { hazard::of_call(class, &frame.arguments) };
@@ -240,21 +240,21 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
     oom_wait::settle(desk, want, frame.result, &mut frame.waits_until_us).into()
 }
 
-/// Whether the call asks for what does not change and is known, and was answered so.
+/// Whether the call asks for a constant whose value is cached; if so, its results are written.
 fn is_known(entry: &HookEntry, frame: &HookFrame) -> bool {
     // SAFETY: these are the arguments of a call of this function.
     entry.class() == Class::Constant
         && unsafe { constants::answer(entry.number(), &frame.arguments) }
 }
 
-/// Whether a function that nothing stands in for may take handles of physical memory: those
-/// that bind it for several devices, and those that are not known.
+/// Whether a function without a wrapper may take handles of physical memory: functions
+/// that bind memory for several devices, and unlisted functions.
 fn may_take_handles(entry: &HookEntry) -> bool {
     entry.class() == Class::Peer || entry.number() == hook::UNLISTED
 }
 
-/// Whether the call that has just returned was made from inside another one, which is
-/// still counted and must not wait for room.
+/// Whether the call that has just returned was nested in another one, which is
+/// still counted and must not wait for free VRAM.
 fn is_inside_another(place: SlotLocation) -> bool {
     // SAFETY: the calling thread's own block.
     let depth = unsafe { (*process::thread()).depth };
@@ -264,16 +264,16 @@ fn is_inside_another(place: SlotLocation) -> bool {
     depth > 1 || place.slot().is_none_or(others)
 }
 
-/// What became of a call at the gate.
+/// What [`try_enter`] has done with a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EnterResult {
-    /// It is counted, and may be made.
+    /// The call is counted and may be made.
     Through,
-    /// The gate holds it; it is not counted.
+    /// The gate holds the call; it is not counted.
     Held { nested: bool },
-    /// Nothing may reach the driver; it is not counted.
+    /// No call may reach the driver; this one is not counted.
     Damaged,
-    /// The process has become another: the place belongs to its parent.
+    /// The process is a forked child: the slot belongs to its parent.
     Forked,
 }
 
@@ -287,8 +287,8 @@ fn try_enter(place: SlotLocation, page: &CounterPage, entry: &HookEntry) -> Ente
     if class.is_special() {
         slot.allocating.fetch_add(1, Ordering::SeqCst);
     }
-    // The depth says "an outer call is counted", also to a signal handler that comes in
-    // just here: so it grows after the count, and shrinks before it.
+    // A depth above 0 means that an outer call is counted, also for a signal handler that
+    // interrupts here: so the depth grows after the count, and shrinks before it.
     let thread = process::thread();
     // SAFETY: the calling thread's own block; a handler leaves it as it found it.
     let outer = unsafe {
@@ -300,7 +300,7 @@ fn try_enter(place: SlotLocation, page: &CounterPage, entry: &HookEntry) -> Ente
     let nested = outer > 0 || (owned && own_before > 0);
     let held = match look(page, class) {
         GateCheck::Passes => None,
-        // After the call was counted: see the header.
+        // The count was added before this read of the seal: see the module header.
         GateCheck::Holds if nested && !page.is_sealed() => None,
         GateCheck::Holds => Some(EnterResult::Held { nested }),
         GateCheck::Damaged => Some(EnterResult::Damaged),
@@ -320,7 +320,7 @@ fn try_enter(place: SlotLocation, page: &CounterPage, entry: &HookEntry) -> Ente
 
 fn uncount(place: SlotLocation, class: Class) {
     let Some(slot) = place.slot() else {
-        // Forked meanwhile: the count is the parent's, the block starts anew.
+        // The process has forked meanwhile: the count is the parent's, the block is reset.
         return;
     };
     let thread = process::thread();
@@ -332,7 +332,7 @@ fn uncount(place: SlotLocation, class: Class) {
     slot.inflight.fetch_sub(1, Ordering::SeqCst);
 }
 
-/// What the gate says to a call.
+/// The gate's state for one class of calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GateCheck {
     Passes,
@@ -340,7 +340,7 @@ pub enum GateCheck {
     Damaged,
 }
 
-/// One look at the gate for a call of this class.
+/// Reads the gate once, for a call of this class.
 pub fn look(page: &CounterPage, class: Class) -> GateCheck {
     const CLOSED: u32 = Gate::Closed as u32;
     const ALLOCATIONS_HELD: u32 = Gate::AllocationsHeld as u32;
@@ -353,17 +353,17 @@ pub fn look(page: &CounterPage, class: Class) -> GateCheck {
     }
 }
 
-/// Whether the gate holds a call of this class now. What it says to one that waits is no leave to
-/// go on: the call is counted and looks again.
+/// Whether the gate holds a call of this class now. `false` ends the wait, but does not admit the
+/// call: the call is counted and reads the gate again.
 fn holds(page: &CounterPage, class: Class, nested: bool) -> bool {
     look(page, class) == GateCheck::Holds && (!nested || page.is_sealed())
 }
 
-/// Sleeps until the gate lets calls of this class through. Signals are handled as ever;
-/// those that end the process, end it.
+/// Sleeps until the gate lets calls of this class through. Signal handlers run as usual, and
+/// signals that end the process end it.
 fn wait(place: SlotLocation, page: &CounterPage, entry: &HookEntry, nested: bool) {
-    // A guard, as the agent wakes all when it opens the gate; and to go on counting as one that
-    // waits.
+    // The agent wakes all waiters when it opens the gate; the interval is a guard, and renews the
+    // wait before it stops counting.
     const LOOK_AGAIN_MS: u64 = 1_000;
     let Some(slot) = place.slot() else {
         return;
@@ -378,7 +378,7 @@ fn wait(place: SlotLocation, page: &CounterPage, entry: &HookEntry, nested: bool
         if gate != Gate::Open as u32 {
             sys::futex_wait(&page.gate, gate, LOOK_AGAIN_MS);
         }
-        // Stopped for long, or ended by a wait inside of this one.
+        // The wait had lapsed: the process was stopped for long, or a nested wait has ended it.
         if place.slot().is_some() && page.renew_wait(slot, sys::now_us()) {
             process::poke_agent();
         }

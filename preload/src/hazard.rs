@@ -1,4 +1,4 @@
-//! What a process does that makes a checkpoint unsafe, as its calls show it.
+//! What makes a checkpoint of a process unsafe, detected from its calls.
 
 use core::ffi::{CStr, c_void};
 
@@ -12,7 +12,7 @@ use crate::{libc, libcuda, sys, tools};
 
 const NONE: Hazards = Hazards(0);
 
-/// What is known before the first call.
+/// The hazards that are known before the first call.
 pub fn at_start() -> Hazards {
     let mut hazards = NONE;
     if libcuda::function(b"cuCheckpointProcessLock").is_none() {
@@ -24,7 +24,7 @@ pub fn at_start() -> Hazards {
     Hazards(hazards.0 | tools::in_environment().0)
 }
 
-/// Whether an MPS control daemon is where libcuda looks for one.
+/// Whether an MPS control daemon exists where libcuda looks for one.
 fn uses_mps() -> bool {
     let folder = libc::environment(b"CUDA_MPS_PIPE_DIRECTORY").unwrap_or(b"/tmp/nvidia-mps");
     let mut path = [0; 256];
@@ -38,7 +38,7 @@ fn uses_mps() -> bool {
     CStr::from_bytes_until_nul(&path).is_ok_and(sys::exists)
 }
 
-/// What a successful call of this class adds.
+/// The hazards that a successful call of this class adds.
 ///
 /// # Safety
 /// `arguments` must be those of a function of this class that returned success.
@@ -52,7 +52,7 @@ pub unsafe fn of_call(class: Class, arguments: &[u64; 6]) -> Hazards {
         // SAFETY: the driver has read this array of descriptors without an error.
         Class::Access => unsafe { peer_access(c as *const MemAccessDesc, d, device_of(a)) },
         // (pool, descriptors, count); the pool's own device has access from the start,
-        // so a call is about another one.
+        // so a call is about another device.
         // SAFETY: as above.
         Class::PoolAccess => unsafe { peer_access(b as *const MemAccessDesc, c, None) },
         Class::Work
@@ -86,14 +86,14 @@ unsafe fn peer_access(
     if foreign { Hazards::PEER_ACCESS } else { NONE }
 }
 
-/// The device that memory at an address lies on.
+/// The device of the memory at an address.
 fn device_of(address: u64) -> Option<i32> {
     let get = libcuda::function(b"cuPointerGetAttribute")?;
     // SAFETY: this is the signature of cuPointerGetAttribute in every version.
     let get: PointerGetAttributeFn = unsafe { core::mem::transmute(get) };
     let mut ordinal = -1_i32;
     let at = (&raw mut ordinal).cast::<c_void>();
-    // SAFETY: the attribute is an int, and there is room for one.
+    // SAFETY: the attribute is an int, and `ordinal` is one.
     let result = unsafe { get(at, POINTER_ATTRIBUTE_DEVICE_ORDINAL, address) };
     (result == 0).then_some(ordinal)
 }
@@ -112,10 +112,10 @@ mod tests {
     }
 
     #[test]
-    fn access_by_another_device_is_a_hazard_and_by_its_own_is_none() {
+    fn access_of_another_device_is_a_hazard() {
         assert_eq!(of(&[access(0, 3)], Some(0)), NONE);
         assert_eq!(of(&[access(0, 3), access(1, 3)], Some(0)), Hazards::PEER_ACCESS);
-        assert_eq!(of(&[access(1, 0)], Some(0)), NONE, "taken away");
+        assert_eq!(of(&[access(1, 0)], Some(0)), NONE, "access revoked");
         assert_eq!(of(&[access(0, 3)], None), Hazards::PEER_ACCESS, "unknown owner");
     }
 

@@ -1,20 +1,20 @@
 //! Entries: one per hooked function, with the stub through which it is called.
 //!
-//! Exported names have their entries beside them (module `exports`). Functions that
-//! the application gets as addresses take one from a pool, found by address, so that a
-//! function has one stub however often it is asked for. The pool is a hash table in
-//! which entries are only ever added, without a lock: a thread that is stopped in the
-//! middle, or a fork, leaves nothing half done.
+//! Exported names have their entries beside them (`exports`). Functions that
+//! the application gets as addresses take an entry from a pool, found by address, so that a
+//! function has one stub however often it is looked up. The pool is a hash table to
+//! which entries are only added, without a lock: a thread that is stopped in the
+//! middle, or a fork, leaves no inconsistent entry.
 
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::hook::{self, Class};
 use affinode_proto::wire::counters::slot;
 
-/// A hooked function. The thunk knows this layout.
+/// A hooked function. The thunk depends on this layout.
 #[repr(C, align(16))]
 pub struct HookEntry {
-    /// Where the real function is; 0 while nobody knows.
+    /// Address of the real function; 0: not known yet.
     real: AtomicUsize,
     /// Bits 0..32: number of the hook; 32..48: offset in a slot of the counter of its
     /// calls; 48..56: 1 when calls take the thorough path; 56..64: class.
@@ -23,7 +23,7 @@ pub struct HookEntry {
 
 /// Offsets and flags for the thunk.
 pub mod layout {
-    /// `Entry::real`.
+    /// Offset of `HookEntry::real`, usize.
     pub const REAL: usize = 0;
     /// Number of the hook, u32.
     pub const NUMBER: usize = 8;
@@ -58,17 +58,17 @@ impl HookEntry {
         HookEntry { real: AtomicUsize::new(0), meta: AtomicU64::new(meta(number, class, true)) }
     }
 
-    /// Number of the hook.
+    /// The number of the hook.
     pub fn number(&self) -> u32 {
         self.meta.load(Ordering::Relaxed) as u32
     }
 
-    /// Class of the function.
+    /// The class of the function.
     pub fn class(&self) -> Class {
         Class::from_u8((self.meta.load(Ordering::Relaxed) >> 56) as u8)
     }
 
-    /// Notes an exported call that waits. False: there is no place for it.
+    /// Records an exported function that waits for work. False: the table is full.
     fn is_noted(&'static self) -> bool {
         let own = core::ptr::from_ref(self).cast_mut();
         EXPORTED_WAITS.iter().any(|place| {
@@ -78,9 +78,9 @@ impl HookEntry {
         })
     }
 
-    /// Puts a call that waits on the thorough path.
+    /// Puts a function that waits for work on the thorough path.
     fn see_wait(&self) {
-        // Before it is complete it has no class, and whoever completes it comes here after.
+        // An incomplete entry has no class; the thread that completes it calls this afterwards.
         if (self.meta.load(Ordering::SeqCst) >> 56) as u8 == Class::Sync as u8 {
             self.meta.fetch_or(THOROUGH_BIT, Ordering::SeqCst);
         }
@@ -94,7 +94,7 @@ impl HookEntry {
         }
         let real = find(hook::name(self.number())?.as_bytes())?;
         self.real.store(real, Ordering::Release);
-        // A call that waits is to be found later, when it is to be seen.
+        // A function that waits for work must be found again by `see_waits`.
         if !self.class().is_thorough() && (self.class() != Class::Sync || self.is_noted()) {
             self.meta.fetch_and(!THOROUGH_BIT, Ordering::SeqCst);
             if SEES_WAITS.load(Ordering::SeqCst) {
@@ -105,25 +105,25 @@ impl HookEntry {
     }
 }
 
-/// Size of the pool: libcuda of CUDA 13 exports some 700 functions with all variants.
+/// Size of the pool: libcuda of CUDA 13 exports about 700 functions with all variants.
 pub const POOL: usize = 1024;
 
 /// The pool, in the order of its stubs.
 pub static ENTRIES: [HookEntry; POOL] = [const { HookEntry::empty() }; POOL];
 
-/// Set once calls of [`Class::Sync`] are to be seen.
+/// Set once calls of [`Class::Sync`] take the thorough path.
 static SEES_WAITS: AtomicBool = AtomicBool::new(false);
 
-/// Exported entries of such calls.
+/// Exported entries of such functions.
 static EXPORTED_WAITS: [AtomicPtr<HookEntry>; 8] =
     [const { AtomicPtr::new(core::ptr::null_mut()) }; 8];
 
-/// From now on calls that wait for work take the thorough path. Before, they cost nothing.
+/// Puts calls that wait for work on the thorough path from now on. Before, they cost nothing.
 pub fn see_waits() {
     if !SEES_WAITS.load(Ordering::Relaxed) && !SEES_WAITS.swap(true, Ordering::SeqCst) {
         ENTRIES.iter().for_each(HookEntry::see_wait);
         for place in &EXPORTED_WAITS {
-            // SAFETY: null, or what `is_noted` wrote, which lives for ever.
+            // SAFETY: null, or a static entry that `is_noted` wrote.
             if let Some(entry) = unsafe { place.load(Ordering::SeqCst).as_ref() } {
                 entry.see_wait();
             }
@@ -147,10 +147,10 @@ fn find_or_add(entries: &[HookEntry], real: usize, number: u32, class: Class) ->
             .compare_exchange(0, real, Ordering::AcqRel, Ordering::Acquire)
             .unwrap_or_else(|owner| owner);
         if owner == 0 || owner == real {
-            // Whoever finds the entry completes it with the same values before handing
-            // out its stub: nobody waits for another to do so.
+            // Each thread that finds the entry completes it with the same values before it hands
+            // out the stub: no thread waits for another one.
             if entry.meta.load(Ordering::Acquire) == 0 {
-                // What it is given may need a look, see `carry::translate`.
+                // Its arguments may need a translation, see `swap::translate`.
                 let thorough = class.is_thorough() || number == hook::UNLISTED;
                 let meta = meta(number, class, thorough);
                 entry.meta.store(meta, Ordering::SeqCst);
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exported_entry_is_resolved_once_and_then_takes_the_fast_path() {
+    fn resolved_export_takes_the_fast_path() {
         let number = hook::find(b"cuStreamWaitEvent").unwrap().0;
         let entry: &HookEntry = Box::leak(Box::new(HookEntry::exported(number, Class::Work)));
         assert_eq!(entry.resolve(|_| None), None);
@@ -217,7 +217,7 @@ mod tests {
         assert_eq!(exported.resolve(|_| Some(77)), Some(77));
         assert!(SEES_WAITS.load(Ordering::Relaxed) || !is_seen(), "nothing is to be seen yet");
         see_waits();
-        // Another test may have been first, whose look is not over.
+        // Another test may have been first, and its `see_waits` not complete.
         EXPORTED_WAITS.iter().for_each(|place| {
             // SAFETY: as in `see_waits`.
             unsafe { place.load(Ordering::SeqCst).as_ref() }

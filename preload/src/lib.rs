@@ -1,6 +1,6 @@
 //! `libaffinode_preload.so`: the part of Affinode inside each CUDA process of a
-//! container. It counts the calls into the driver, holds them while the process's GPU
-//! state is away, and carries out the controller's orders on its own process.
+//! container. It counts the calls into the driver, holds them while the process is
+//! offloaded, and carries out the controller's orders on its own process.
 //!
 //! ```text
 //! application ──dlsym, cuGetProcAddress──> lookup ──┐ (returns a stub)
@@ -9,33 +9,34 @@
 //!                                     stub ──> thunk ──> libcuda
 //!                                                │ not registered, gate closed, special call
 //!                                                v
-//!                                process <──── gate ────> page <──── agent ──> controller
+//!                                process <──── gate ────> counters <──── agent ──> controller
 //! ```
 //!
-//! | module | what |
+//! | module | content |
 //! | --- | --- |
-//! | `exports`, `lookup`, `table` | how a call comes here, and where it goes |
-//! | `thunk`, `gate` | what happens to it on the way |
-//! | `cost` | what that adds to a call |
-//! | `exit` | what is released while the process is away and ends |
-//! | `process`, `page`, `hazard` | registration; the counters; what is unsafe |
-//! | `tools` | profilers, debuggers, video: ways to the driver past its public functions |
-//! | `constants` | answers that do not change, for calls that come while the process is away |
-//! | `room` | allocations that wait for memory instead of failing |
-//! | `carry` | device memory that the agent moves by itself |
+//! | `exports`, `lookup`, `hook_table` | how a call reaches this library, and its target in the driver |
+//! | `thunk`, `gate` | the fast path and the slow path of a call |
+//! | `overhead`, `call_recorder` | what the hook adds to a call; recorded calls |
+//! | `exit` | releases that exit handlers make while the process is offloaded |
+//! | `process`, `counters`, `hazard` | registration; the shared counters; what is unsafe |
+//! | `fds`, `child` | descriptors of this library; programs that it runs |
+//! | `tools` | profilers, debuggers, video: access to the driver past its public functions |
+//! | `constants` | cached results that do not change, for calls during an offload |
+//! | `oom_wait` | allocations that wait for memory instead of failing |
+//! | `swap` | device memory that the agent copies by itself |
 //! | `nvml` | calls into NVML, which would block while the context is checkpointed |
-//! | `agent` | the thread that talks to the controller and to the checkpoint interface |
-//! | `sys`, `libc`, `elf`, `libcuda`, `start` | the edge: kernel, libc, loader, driver |
+//! | `agent` | the thread that serves the controller and calls the checkpoint interface |
+//! | `sys`, `libc`, `elf`, `libcuda`, `rt` | the edge: kernel, libc, loader, driver |
 //!
-//! The library is loaded into every process of a container, so it must be able to do
-//! nothing at all: it has no dependency, no constructor, no strong undefined symbol, and
-//! never prints, panics, exits or aborts. Where anything is missing, calls pass.
+//! The library is loaded into every process of a container, so it must be harmless where it
+//! has nothing to do: it has no dependency, no constructor, no strong undefined symbol, and
+//! never prints, panics, exits or aborts. If anything is missing, calls pass.
 //!
 //! The crate is an ordinary library for checks and unit tests. The product is built with
 //! `cargo rustc -p affinode-preload --profile preload --lib --crate-type cdylib`.
 
 #![cfg_attr(not(test), no_std)]
-// The code between an application and its driver: unsafe is its trade.
+// The code between an application and its driver cannot do without unsafe code.
 #![allow(unsafe_code)]
 // Without its exports, nothing calls the rest.
 #![cfg_attr(any(test, not(panic = "abort")), allow(dead_code))]

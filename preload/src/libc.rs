@@ -1,4 +1,4 @@
-//! The few things that only the process's own libc can do, found at run time.
+//! The few functions that only the process's own libc can provide, found at run time.
 //!
 //! References are weak, so the library also loads where one of them is missing.
 
@@ -23,7 +23,7 @@ macro_rules! weak {
     }};
 }
 
-/// `struct dl_phdr_info`, as far as it is read.
+/// `struct dl_phdr_info`, its first fields.
 #[repr(C)]
 pub struct PhdrInfo {
     pub base: usize,
@@ -60,24 +60,24 @@ pub fn monotonic_ns() -> Option<u64> {
     // SAFETY: the symbol has had this signature in every libc of this machine that has it.
     let get: unsafe extern "C" fn(c_int, *mut i64) -> c_int =
         unsafe { core::mem::transmute(address) };
-    // SAFETY: a clock that every kernel has, and room for the answer: it fails in no way.
+    // SAFETY: a clock that every kernel has, and space for the result: it cannot fail.
     unsafe { get(CLOCK_MONOTONIC, time.as_mut_ptr()) };
     let [seconds, nanoseconds] = time.map(i64::cast_unsigned);
     Some(seconds.wrapping_mul(1_000_000_000).wrapping_add(nanoseconds))
 }
 
-/// The environment of the process: a list that a null pointer ends, or null.
+/// The environment of the process: a list that ends with a null pointer, or null.
 pub fn environ() -> *const *const c_char {
     let environ = weak!("environ") as *const *const *const c_char;
-    // SAFETY: a variable of libc's, where there is one.
+    // SAFETY: libc's variable, if it exists.
     if environ.is_null() { core::ptr::null() } else { unsafe { *environ } }
 }
 
 /// The value of an environment variable of the process.
 pub fn environment(name: &[u8]) -> Option<&'static [u8]> {
     let environ = environ();
-    // SAFETY: a list that a null pointer ends, or null itself.
-    // A program that changes its environment beside its first CUDA call breaks this as
+    // SAFETY: a list that ends with a null pointer, or null itself.
+    // A program that changes its environment during its first CUDA call breaks this as
     // it breaks getenv.
     unsafe {
         let mut entry = environ;
@@ -92,8 +92,8 @@ pub fn environment(name: &[u8]) -> Option<&'static [u8]> {
     None
 }
 
-/// Whether the process runs with more rights than its caller (setuid): its environment
-/// is the caller's and must not steer us.
+/// Whether the process has more privileges than its caller (setuid): its environment
+/// is the caller's and must not control this library.
 pub fn is_secure() -> bool {
     const AT_SECURE: u64 = 23;
     let address = weak!("getauxval");
@@ -106,7 +106,7 @@ pub fn is_secure() -> bool {
     unsafe { getauxval(AT_SECURE) != 0 }
 }
 
-/// Runs `body` and puts the application's `errno` back as it was.
+/// Runs `body` and restores the application's `errno`.
 pub fn with_errno_kept<R>(body: impl FnOnce() -> R) -> R {
     let address = weak!("__errno_location");
     if address == 0 {
@@ -133,8 +133,8 @@ pub fn internal_signals() -> u64 {
     if weak!("gnu_get_libc_version") == 0 { bit(32) | bit(33) | bit(34) } else { bit(32) | bit(33) }
 }
 
-/// One more reference to a library that is loaded already, for as long as the process lives. Takes
-/// the loader's lock: not for the agent's own thread.
+/// Adds a reference to a loaded library, for the life of the process. Takes the loader's lock: not
+/// for the agent's own thread.
 pub fn keep_loaded(name: &CStr) {
     const LAZY_NOLOAD_NODELETE: c_int = 1 | 4 | 0x1000;
     let Some(address) = dlopen() else {
@@ -143,11 +143,11 @@ pub fn keep_loaded(name: &CStr) {
     // SAFETY: the symbol has this signature in every libc.
     let dlopen: unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void =
         unsafe { core::mem::transmute(address) };
-    // SAFETY: a name that zero ends. What is not loaded is not loaded by this.
+    // SAFETY: a string with its terminating zero. RTLD_NOLOAD loads nothing new.
     unsafe { dlopen(name.as_ptr(), LAZY_NOLOAD_NODELETE) };
 }
 
-/// The address of `dlopen`, which was in a library of its own before glibc 2.34.
+/// The address of `dlopen`, which was in a separate library before glibc 2.34.
 fn dlopen() -> Option<usize> {
     match weak!("dlopen") {
         0 => elf::find_function(b"dlopen"),
@@ -157,11 +157,11 @@ fn dlopen() -> Option<usize> {
 
 type ThreadMain = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
 
-/// Starts a thread as the application's libc does it: libcuda uses thread-local
-/// storage, so a bare `clone` will not do.
+/// Starts a thread with the application's libc: libcuda uses thread-local
+/// storage, which a bare `clone` does not set up.
 pub fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     type Create = unsafe extern "C" fn(*mut usize, *const c_void, ThreadMain, *mut c_void) -> c_int;
-    // Before glibc 2.34 it is in libpthread, which may be loaded out of our scope.
+    // Before glibc 2.34 it is in libpthread, which may be loaded outside of this library's scope.
     let address = match weak!("pthread_create") {
         0 => elf::find_function(b"pthread_create").unwrap_or(0),
         found => found,
@@ -179,7 +179,7 @@ pub fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
         found => found,
     };
     if started && address != 0 {
-        // SAFETY: the symbol has this signature in every libc; nobody joins the thread.
+        // SAFETY: the symbol has this signature in every libc; no thread joins this one.
         unsafe {
             let detach: unsafe extern "C" fn(usize) -> c_int = core::mem::transmute(address);
             detach(thread);

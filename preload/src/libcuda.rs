@@ -1,4 +1,4 @@
-//! The driver's library in this process: which loaded object it is, and its functions.
+//! The driver's library among the loaded objects, and its functions.
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -18,7 +18,7 @@ fn is_libcuda(object: &LoadedObject<'_>) -> bool {
     (by_path || by_soname) && dynamic.function(b"cuInit").is_some()
 }
 
-/// The address of a function that libcuda exports; `None` as well when no libcuda is
+/// The address of a function that libcuda exports; `None` also when no libcuda is
 /// loaded.
 pub fn function(name: &[u8]) -> Option<usize> {
     #[cfg(test)]
@@ -28,8 +28,8 @@ pub fn function(name: &[u8]) -> Option<usize> {
     elf::find(|object| if is_libcuda(object) { object.function(name) } else { None })
 }
 
-/// What `cuCheckpointProcessGetState` returns of this process: its code, and the state. `None`: the
-/// driver has no such function. It answers in every state, and waits for a step in progress.
+/// What `cuCheckpointProcessGetState` returns for this process: its code, and the state. `None`: the
+/// driver has no such function. It works in every state, and waits for a step in progress.
 pub fn checkpoint_state() -> Option<(u32, u32)> {
     let function = function(b"cuCheckpointProcessGetState")?;
     let mut state = 0;
@@ -43,8 +43,8 @@ pub fn checkpoint_state() -> Option<(u32, u32)> {
 
 /// Whether an address lies in the code of libcuda.
 pub fn owns(address: usize) -> bool {
-    // One page that is known to be libcuda's code. Enough to spare the walk for most of
-    // the hundreds of addresses that libcudart asks for.
+    // Pages that are known to be libcuda's code. Enough to avoid the walk for most of
+    // the hundreds of addresses that libcudart looks up.
     static KNOWN_PAGES: [AtomicUsize; 64] = [const { AtomicUsize::new(0) }; 64];
     const PAGE_BYTES: usize = 4096;
     let page = address / PAGE_BYTES;

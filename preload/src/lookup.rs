@@ -1,6 +1,6 @@
-//! The ways to the driver's functions that go through a look-up: `dlsym` and
-//! `cuGetProcAddress`. The real one answers first; what it returns is replaced by a
-//! stub when it is a function of libcuda that the gate holds.
+//! Access to the driver's functions through a look-up: `dlsym` and
+//! `cuGetProcAddress`. The real one is called first; a returned function of libcuda that
+//! the gate holds is replaced by its stub.
 
 use core::ffi::{CStr, c_char, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,7 +10,7 @@ use affinode_cuda_sys::{hook, result};
 use crate::{elf, hook_table, libcuda, nvml, process, thunk};
 
 /// Set when a function could not be given a stub: calls may pass the gate unseen, so
-/// the gate must never be relied on.
+/// the gate is no longer reliable.
 static LEAKING: AtomicBool = AtomicBool::new(false);
 
 /// Whether every function handed out so far is held by the gate.
@@ -18,12 +18,12 @@ pub fn is_tight() -> bool {
     !LEAKING.load(Ordering::Relaxed)
 }
 
-/// A function was handed out without a stub.
+/// Records that a function was handed out without a stub.
 pub fn leak() {
     LEAKING.store(true, Ordering::Relaxed);
 }
 
-/// What the application gets for a function that a look-up has found.
+/// The address that the application gets for a function that a look-up has found.
 fn hooked(name: &[u8], real: usize) -> usize {
     if is_of_nvml(name) {
         return nvml::hooked(name, real);
@@ -45,9 +45,9 @@ fn hooked(name: &[u8], real: usize) -> usize {
     real
 }
 
-/// A way to one real `cuGetProcAddress`: they exist in two signatures, and each in a
+/// A wrapper of one real `cuGetProcAddress`: there are two signatures, and each has a
 /// variant for per-thread default streams. All are called with the five arguments of
-/// the longest; a function of four does not look at the fifth.
+/// the longest; a function with four arguments ignores the fifth.
 struct LookupEntry {
     real: AtomicUsize,
 }
@@ -93,11 +93,11 @@ impl LookupEntry {
     }
 }
 
-/// `cuGetProcAddress`, by way of one door. The exported one is door 0, the exported
-/// `cuGetProcAddress_v2` door 1.
+/// `cuGetProcAddress` through one of [`LOOKUP_ENTRIES`]. Entry 0 is the exported one, entry 1
+/// the exported `cuGetProcAddress_v2`.
 ///
 /// # Safety
-/// As the driver's documentation has it.
+/// As for the driver's function.
 pub unsafe extern "C" fn through<const DOOR: usize>(
     symbol: *const c_char,
     function: *mut usize,
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn through<const DOOR: usize>(
     let Some(real) = LOOKUP_ENTRIES.get(DOOR).and_then(|door| door.real(exported)) else {
         return result::NOT_INITIALIZED;
     };
-    // SAFETY: the address of a cuGetProcAddress, see `Door`.
+    // SAFETY: the address of a cuGetProcAddress, see `LookupEntry`.
     let real: GetProcAddress = unsafe { core::mem::transmute(real) };
     // SAFETY: the application's own arguments.
     let code = unsafe { real(symbol, function, version, flags, status) };
@@ -126,7 +126,7 @@ pub unsafe extern "C" fn through<const DOOR: usize>(
     code
 }
 
-/// What the exported `dlsym` is to do, in two registers.
+/// What the exported `dlsym` does, in two registers.
 #[repr(C)]
 pub struct LookupResult {
     address: usize,
@@ -142,12 +142,12 @@ impl LookupResult {
     }
 }
 
-/// The address of the real `dlsym`, kept for the exported one; 0 before it is known.
+/// The address of the real `dlsym`, for the exported one; 0 before it is known.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds the real `dlsym`: the first one that an object behind us defines. One before us may be
-/// another library that hooks it and comes to ours. 0 if there is none, which is how a program
-/// with a weak reference would have found it.
+/// Finds the real `dlsym`: the first one that an object loaded after this library defines. One
+/// before it may be another library that hooks `dlsym` and calls this one. 0 if there is none, which
+/// is what a program with a weak reference would have found.
 pub extern "C" fn find_dlsym() -> usize {
     let found = next_after(find_dlsym as *const () as usize, b"dlsym").unwrap_or(0);
     REAL_DLSYM.store(found, Ordering::Release);
@@ -156,7 +156,7 @@ pub extern "C" fn find_dlsym() -> usize {
 
 type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> usize;
 
-/// The real `dlsym`, as called by this library.
+/// The real `dlsym`, as seen from this library.
 fn real_dlsym() -> Option<Dlsym> {
     let known = REAL_DLSYM.load(Ordering::Acquire);
     let address = if known == 0 { find_dlsym() } else { known };
@@ -188,7 +188,7 @@ pub unsafe extern "C" fn dlsym_of_driver(
     let owns = if is_of_nvml { nvml::owns } else { libcuda::owns };
     let function = if is_of_nvml { nvml::function } else { libcuda::function };
     if handle as usize == RTLD_NEXT {
-        // The real one would look from us on instead of from the caller on.
+        // Calling the real one from here would resolve relative to this library, not to the caller.
         return match next_after(caller, text) {
             Some(found) if owns(found) => LookupResult::is(hooked(text, found)),
             _ => LookupResult::JUMP,
@@ -199,14 +199,14 @@ pub unsafe extern "C" fn dlsym_of_driver(
     if found != 0 && !is_ours(found) {
         return LookupResult::is(hooked(text, found));
     }
-    // Nothing, or what stands before the library only because we export it. Asked without a
-    // handle, the answer depends on the caller's scope, which only the loader knows: a
-    // function of a loaded library that works is better than none.
+    // Nothing found, or only this library's export. Without a handle, the result depends on the
+    // caller's scope, which only the loader knows: any function of a loaded library that works is
+    // better than none.
     let may_be_local = found != 0 || handle as usize == RTLD_DEFAULT;
     match function(text).filter(|_| may_be_local) {
         Some(of_driver) => LookupResult::is(hooked(text, of_driver)),
         None if found == 0 => LookupResult::JUMP,
-        // SAFETY: as above; looks on from us, where it would have found ours.
+        // SAFETY: as above; resolves after this library, whose own function was found before.
         None => LookupResult::is(unsafe { real(RTLD_NEXT as *mut c_void, name) }),
     }
 }

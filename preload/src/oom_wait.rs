@@ -1,18 +1,18 @@
-//! Allocations that fail for lack of device memory, and wait for room where that is wanted.
+//! Allocations that fail for lack of device memory, and wait for free VRAM if that is configured.
 //!
 //! ```text
-//! caller, outside the driver                        agent
+//! caller, outside the driver                               agent
 //!   call returned OUT_OF_MEMORY, is uncounted
-//!   takes the desk, Asked, pokes ───────────────────> Want
-//!   sleeps                       <── GoAhead ──────── Room
+//!   becomes the owner, ASKED, wakes the agent ─────────> AllocWait
+//!   sleeps                              <── GO_AHEAD ─── AllocGrant
 //!   through the gate and called again
-//!      made ──> desk free, pokes ───────────────────> WantOver
-//!      failed ──> Asked again
-//!   GiveUp, or the time is over ──> desk free, pokes ─> WantOver; the failure is returned
+//!     succeeded ──> FREE, wakes the agent ─────────────> AllocWaitDone
+//!     failed ──> ASKED again
+//!   GIVE_UP or timeout ──> FREE, wakes the agent ──────> AllocWaitDone; the error is returned
 //! ```
 //!
-//! Whoever waits holds nothing: the process may be moved out meanwhile, as any other. One
-//! allocation of a process is told at a time; others that fail wait for the desk.
+//! A waiting allocation holds nothing: the process may be offloaded meanwhile, as any other. Only one
+//! allocation of a process is reported at a time; others that fail wait until the state is FREE.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -30,37 +30,37 @@ const ASKED: u32 = 1;
 const GO_AHEAD: u32 = 2;
 const GIVE_UP: u32 = 3;
 
-/// Where an allocation waits. Zero in a forked child.
+/// The allocation that waits, if any. Zero in a forked child.
 pub struct OomWaiter {
-    /// How long one may wait, as the controller said; 0: not at all.
+    /// How long an allocation may wait, set by the controller; 0: not at all.
     wait_ms: AtomicU32,
-    /// Thread of the allocation that is at the desk; 0: none.
+    /// Thread of the waiting allocation; 0: none.
     owner: AtomicU32,
     state: AtomicU32,
     attempts: AtomicU32,
     ticket: AtomicU64,
     bytes: AtomicU64,
     uuid: [AtomicU64; 2],
-    /// Ticket of the last allocation that was made after all.
+    /// Ticket of the last allocation that succeeded after its wait.
     served: AtomicU64,
 }
 
-/// What an allocation asks for.
+/// The requirements of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AllocRequest {
-    /// 0: only the driver knows.
+    /// Size in bytes; 0: only the driver knows it.
     pub bytes: u64,
-    /// Of the device.
+    /// UUID of the device.
     pub uuid: [u8; 16],
 }
 
-/// What is at the desk.
+/// The waiting allocation, as the agent sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PendingAlloc {
     pub ticket: u64,
     pub want: AllocRequest,
     pub attempts: u32,
-    /// It waits for an answer.
+    /// It waits for an AllocGrant.
     pub asked: bool,
 }
 
@@ -86,7 +86,7 @@ impl OomWaiter {
         }
     }
 
-    /// The agent's look.
+    /// The waiting allocation, for the agent.
     pub fn case(&self) -> Option<PendingAlloc> {
         let state = self.state.load(Ordering::Acquire);
         let [low, high] = self.uuid.each_ref().map(|half| half.load(Ordering::Relaxed));
@@ -99,19 +99,19 @@ impl OomWaiter {
         })
     }
 
-    /// Whether the allocation of this ticket was made in the end.
+    /// Whether the allocation of this ticket succeeded in the end.
     pub fn was_served(&self, ticket: u64) -> bool {
         self.served.load(Ordering::Relaxed) == ticket
     }
 
-    /// The controller's answer.
+    /// Stores the controller's AllocGrant.
     pub fn answer(&self, ticket: u64, granted: bool) {
         if self.ticket.load(Ordering::Relaxed) == ticket {
             self.change(if granted { GO_AHEAD } else { GIVE_UP });
         }
     }
 
-    /// Only who asks can be answered.
+    /// Changes the state, if an allocation waits for a grant.
     fn change(&self, to: u32) {
         let changed = self.state.compare_exchange(ASKED, to, Ordering::AcqRel, Ordering::Relaxed);
         if changed.is_ok() {
@@ -119,7 +119,7 @@ impl OomWaiter {
         }
     }
 
-    /// Takes the desk, when that is possible in time.
+    /// Becomes the owner, if that is possible in time.
     fn take(&self, tid: u32, until_us: u64) -> bool {
         loop {
             let owner =
@@ -127,12 +127,12 @@ impl OomWaiter {
                     Ok(_) => return true,
                     Err(owner) => owner,
                 };
-            // Our own: a signal handler's allocation, inside of the one that waits.
+            // The owner is this thread: a signal handler's allocation interrupts the one that waits.
             let left_us = until_us.saturating_sub(sys::now_us());
             if owner == tid || left_us == 0 {
                 return false;
             }
-            // One that was ended while it waited left the desk as it was.
+            // A thread that ended while it waited is still the owner.
             let gone = !sys::thread_lives(owner);
             if gone
                 && self
@@ -159,7 +159,7 @@ impl OomWaiter {
         process::poke_agent();
     }
 
-    /// Sleeps until there is an answer, or the time is over. True: go ahead.
+    /// Sleeps until there is a grant, a refusal or a timeout. True: repeat the call.
     fn wait(&self, tid: u32, until_us: u64) -> bool {
         while self.owner.load(Ordering::Relaxed) == tid
             && self.state.load(Ordering::Acquire) == ASKED
@@ -175,7 +175,7 @@ impl OomWaiter {
 
     fn leave(&self, tid: u32, served: bool) {
         if self.owner.load(Ordering::Relaxed) != tid {
-            return; // Forked meanwhile: the desk is another process's.
+            return; // Forked since: the waiter is the parent's.
         }
         if served {
             self.served.store(self.ticket.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -187,18 +187,18 @@ impl OomWaiter {
     }
 }
 
-/// Only a guard, as for callers at the gate.
+/// A guard only, as for callers at the gate.
 const LOOK_AGAIN_MS: u64 = 1_000;
 
-/// Whether a call of this function that found no memory has done nothing, and may be made again. Not a
-/// graph's launch: nobody says that none of its work has begun.
+/// Whether a call of this function that found no memory has done nothing, and may be repeated. Not a
+/// graph's launch: that none of its work has begun is not documented.
 pub fn may_be_repeated(entry: &HookEntry) -> bool {
     let name = hook::name(entry.number()).map_or(&[][..], str::as_bytes);
     entry.class() == Class::Alloc && hook::base(name) != b"cuGraphLaunch"
 }
 
-/// What a call that has just failed wants, if it may wait for it. To be asked while the
-/// call is still counted: it asks the driver for the device.
+/// What a call that has just failed requires, if it may wait. To be called while the call
+/// is still counted: it queries the driver for the device.
 ///
 /// # Safety
 /// `arguments` must be those of a call of `entry`'s function.
@@ -244,8 +244,8 @@ pub unsafe fn wanted(
     Some(AllocRequest { bytes, uuid })
 }
 
-/// Called when a call has returned and is not counted any more. True: it is to be made
-/// again. `until_us` is 0 at the first time, and is kept for the next.
+/// Called when a call has returned and is no longer counted. True: repeat it.
+/// `until_us` is 0 the first time, and is kept for the next.
 pub fn settle(desk: &OomWaiter, want: Option<AllocRequest>, code: u64, until_us: &mut u64) -> bool {
     let first = *until_us == 0;
     let Some(want) = want else {
@@ -273,7 +273,7 @@ pub fn settle(desk: &OomWaiter, want: Option<AllocRequest>, code: u64, until_us:
     again
 }
 
-/// The call was to be made again, and is made unseen: the process is not managed any more.
+/// Ends the wait of a call that is repeated without the gate: the process is no longer managed.
 pub fn abandon(desk: &OomWaiter, until_us: u64) {
     if until_us != 0 {
         desk.leave(sys::gettid(), false);
@@ -292,7 +292,7 @@ fn current_device() -> Option<i32> {
 }
 
 fn uuid_of(device: i32) -> Option<[u8; 16]> {
-    // The second version tells a part of a device from the whole.
+    // The second version distinguishes a part of a device (MIG) from the whole.
     let get = libcuda::function(b"cuDeviceGetUuid_v2")
         .or_else(|| libcuda::function(b"cuDeviceGetUuid"))?;
     let mut uuid = [0_u8; 16];
@@ -317,7 +317,7 @@ mod tests {
         desk
     }
 
-    /// Waits for a case that asks, as the agent sees it.
+    /// Waits for an allocation that waits for a grant, as the agent sees it.
     fn asked(desk: &OomWaiter) -> PendingAlloc {
         loop {
             match desk.case() {
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_call_goes_ahead_when_it_is_told_to_and_then_frees_the_desk() {
+    fn granted_allocation_repeats_and_frees_waiter() {
         let desk = desk(60_000);
         std::thread::scope(|scope| {
             let caller = scope.spawn(|| {
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused_or_out_of_time_fails_and_frees_the_desk() {
+    fn refused_or_late_allocation_frees_waiter() {
         let refused = desk(60_000);
         std::thread::scope(|scope| {
             let caller = scope.spawn(|| settle(&refused, Some(WANT), OOM, &mut 0));
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_have_begun_is_not_repeated() {
+    fn call_that_may_have_begun_is_not_repeated() {
         for (name, class, may) in [
             (&b"cuMemAlloc_v2"[..], Class::Alloc, true),
             (b"cuArrayCreate_v2", Class::Alloc, true),
@@ -381,14 +381,14 @@ mod tests {
     }
 
     #[test]
-    fn an_allocation_inside_the_one_that_waits_fails_at_once() {
+    fn nested_allocation_fails_at_once() {
         let desk = desk(60_000);
         assert!(desk.take(sys::gettid(), u64::MAX));
         assert!(!settle(&desk, Some(WANT), OOM, &mut 0));
     }
 
     #[test]
-    fn the_desk_of_a_thread_that_has_ended_is_taken_over() {
+    fn waiter_of_dead_thread_is_taken_over() {
         let desk = desk(60_000);
         let dead = std::thread::spawn(sys::gettid).join().unwrap();
         while sys::thread_lives(dead) {

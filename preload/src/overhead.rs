@@ -1,9 +1,9 @@
-//! What the hook adds to a call, measured in this very process: its agent calls a function
-//! that does nothing, through a stub as an application does and without it, and takes the
-//! difference. It counts on a page of its own, so nobody takes these calls for activity.
+//! What the hook adds to a call, measured in this process: its agent calls a function
+//! that does nothing, with and without a stub, and takes the difference. It counts on
+//! a separate page, so these calls do not count as activity.
 //!
-//! Some twenty microseconds, once, on the agent's thread; the calls of the application
-//! carry no clock for it. It is the cost in a tight loop: the least that a call pays.
+//! About 20 µs, once, on the agent's thread; no call of the application reads a clock for
+//! it. The result is the cost in a tight loop: the minimum that a call pays.
 
 use core::hint::black_box;
 use core::sync::atomic::Ordering;
@@ -14,7 +14,7 @@ use affinode_proto::wire::counters::{MAX_CALL_COST_PS, PAGE_BYTES};
 use crate::counters::CounterPage;
 use crate::{hook_table, libc, process, sys, thunk};
 
-/// The best of so many rounds: an interrupted one is none.
+/// The fastest of this many rounds counts: interruptions only make a round slower.
 const ROUNDS: u32 = 16;
 const CALLS: u64 = 256;
 type Nothing = extern "C" fn();
@@ -23,11 +23,11 @@ extern "C" fn nothing() {
     black_box(());
 }
 
-/// Measures it, and writes it into the page: picoseconds, at least one. Without a clock that
-/// is quick to read it stays 0: not known.
+/// Measures the overhead, and writes it to the counters: picoseconds, at least one. Without a clock
+/// that libc reads quickly it stays 0: not measured.
 pub fn measure(page: &CounterPage) {
     if !process::is_fenced() {
-        // Calls take another way there, which this does not measure.
+        // Calls take the slow path in such a process, which this does not measure.
         return;
     }
     let real = nothing as Nothing as usize;
@@ -39,7 +39,7 @@ pub fn measure(page: &CounterPage) {
     // SAFETY: the stub takes what the function behind it takes: nothing.
     let hooked: Nothing = unsafe { core::mem::transmute(hooked) };
     let cost = sys::with_scratch(PAGE_BYTES, |at| {
-        // SAFETY: zeroed memory of this size and alignment, ours alone for as long as this
+        // SAFETY: zeroed memory of this size and alignment, used by nothing else while this
         // runs; zero is a value of every field, and stands for an open gate.
         let scratch = unsafe { &*at.cast::<CounterPage>() };
         process::with_slot(scratch, || difference_ps(hooked))

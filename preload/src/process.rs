@@ -6,7 +6,7 @@
 //!  └──────────────────────────── fork: the child finds zeroes ───────┘
 //! ```
 //!
-//! All of it is in one page that a forked child finds zeroed, so the child is New
+//! The state is in one page that a forked child finds zeroed, so the child is New
 //! without a handler. A thread proves that it belongs to this registration by a token
 //! in its thread-local block; no two registrations in a line of forks share a token.
 
@@ -25,23 +25,23 @@ const BUSY: u32 = 1;
 const READY: u32 = 2;
 const UNMANAGED: u32 = 3;
 
-/// What is known of this process. Zero in a forked child.
+/// The registration of this process. Zero in a forked child.
 #[repr(C, align(4096))]
 pub struct Process {
     /// Proof of membership, a multiple of [`TOKEN_STEP`]; 0 while not registered.
-    /// First: the thunk compares it.
+    /// First field: the thunk compares it.
     token: AtomicU64,
     page: AtomicPtr<CounterPage>,
     state: AtomicU32,
-    /// 1 when threads cannot be fenced from afar: all use slot 0.
+    /// 1 when the kernel has no barrier on all threads: all use slot 0.
     unfenced: AtomicU32,
     page_fd: AtomicI32,
     agent_tid: AtomicU32,
-    /// The hook of the caller that came last to a closed gate.
+    /// The hook of the caller that arrived last at a closed gate.
     pub waiting_hook: AtomicU32,
-    /// Where allocations wait for room.
+    /// Allocations that wait for free VRAM.
     pub desk: OomWaiter,
-    /// Calls into NVML.
+    /// Counts of calls into NVML.
     pub nvml: nvml::NvmlCallCount,
 }
 
@@ -67,13 +67,13 @@ const SHARED: u64 = 1;
 /// A thread's block, in its initial thread-local storage.
 #[repr(C)]
 pub struct ThreadState {
-    /// Null until the thread has one.
+    /// Null until the thread is attached.
     slot: *const ThreadSlot,
-    /// -1 until the thread has made a call, which no token is.
+    /// -1, which is no token, until the thread has made a call.
     token: u64,
-    /// Calls of the slow path that this thread is inside of.
+    /// Slow-path calls that this thread is inside of.
     pub depth: u32,
-    /// 1 on our own agent thread, whose calls are never held.
+    /// 1 on the agent's thread, whose calls are never held.
     pub is_agent: u32,
 }
 
@@ -106,7 +106,7 @@ pub fn thread() -> *mut ThreadState {
     block
 }
 
-/// Where a call is counted, kept from its beginning to its end.
+/// Where a call is counted, from its begin to its end.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct SlotLocation {
@@ -115,8 +115,7 @@ pub struct SlotLocation {
 }
 
 impl SlotLocation {
-    /// The slot, unless the process has become another by a fork meanwhile: the page is
-    /// the parent's then.
+    /// The slot, unless the process has forked since: then the page is the parent's.
     pub fn slot(&self) -> Option<&'static ThreadSlot> {
         let current = PROCESS.token.load(Ordering::Relaxed);
         if current == 0 || self.token & !SHARED != current {
@@ -134,8 +133,8 @@ pub fn page() -> Option<&'static CounterPage> {
     unsafe { PROCESS.page.load(Ordering::Acquire).as_ref() }
 }
 
-/// The calling thread's place to count in, and the page; registers process and thread
-/// where needed. `None`: the process is not managed.
+/// The slot of the calling thread, and the counters; registers process and thread
+/// if needed. `None`: the process is not managed.
 pub fn place() -> Option<(SlotLocation, &'static CounterPage)> {
     let page = register()?;
     let token = PROCESS.token.load(Ordering::Acquire);
@@ -175,7 +174,7 @@ pub fn leave_fast_path() {
     unsafe { (*thread()).token |= SHARED };
 }
 
-/// Runs something while the calling thread counts on another page. For the agent, whose own
+/// Runs `run` while the calling thread counts on another page. For the agent, whose own
 /// calls are not counted.
 pub fn with_slot<T>(scratch: &CounterPage, run: impl FnOnce() -> T) -> T {
     let thread = thread();
@@ -202,7 +201,7 @@ fn register() -> Option<&'static CounterPage> {
                 if !children_start_anew() {
                     return None;
                 }
-                // No handler of ours may wait for what it has interrupted.
+                // A signal handler must not wait for a registration that it has interrupted.
                 let mask = sys::set_signal_mask(!libc::internal_signals());
                 let first =
                     PROCESS.state.compare_exchange(NEW, BUSY, Ordering::Acquire, Ordering::Acquire);
@@ -232,7 +231,7 @@ pub fn children_start_anew() -> bool {
     }
 }
 
-/// Makes the page and starts the agent.
+/// Creates the counters and starts the agent.
 fn make() -> Option<()> {
     let fd = take_page()?;
     let started = libc::start_thread(agent::main, agent::connection::named_socket());
@@ -242,7 +241,7 @@ fn make() -> Option<()> {
     started.then_some(())
 }
 
-/// Makes the page, and counts calls on it from now on; gives the descriptor of its file.
+/// Creates the counters and counts calls on them from now on; returns their file's descriptor.
 fn take_page() -> Option<i32> {
     static LAST_TOKEN: AtomicU64 = AtomicU64::new(0);
     fds::close_inherited();
@@ -256,11 +255,11 @@ fn take_page() -> Option<i32> {
     // every field; never unmapped.
     let page = unsafe { &*at };
     page.initialise();
-    // Until the agent has heard from a controller, or found none. No call is inside yet.
+    // Held until the agent has the Welcome of a controller, or has found none. No call is inside yet.
     page.set_sealed(true);
     page.set_gate(Gate::AllocationsHeld);
     page.add_hazards(hazard::at_start());
-    // Without the seals the file is as good; it is the controller that wants them.
+    // The file works without the seals; only the controller requires them.
     let _ = sys::seal_size(fd);
     let unfenced = u32::from(sys::register_barrier().is_err());
     PROCESS.unfenced.store(unfenced, Ordering::Relaxed);
@@ -290,7 +289,7 @@ pub fn manage() -> Option<&'static CounterPage> {
     page()
 }
 
-/// Whether `AFFINODE_DISABLE=1` was set when it was first asked.
+/// Whether `AFFINODE_DISABLE=1` was set at the first call of this function.
 pub fn is_disabled() -> bool {
     static ANSWER: AtomicU32 = AtomicU32::new(0);
     match ANSWER.load(Ordering::Relaxed) {
@@ -303,17 +302,17 @@ pub fn is_disabled() -> bool {
     }
 }
 
-/// Whether threads can be fenced, so that their plain increments are seen in time.
+/// Whether the barrier on all threads works, which makes their plain increments visible in time.
 pub fn is_fenced() -> bool {
     PROCESS.unfenced.load(Ordering::Relaxed) == 0
 }
 
-/// The descriptor of the page's file.
+/// The descriptor of the counters' file.
 pub fn page_fd() -> i32 {
     PROCESS.page_fd.load(Ordering::Relaxed)
 }
 
-/// The calling thread is the agent from now on.
+/// Marks the calling thread as the agent.
 pub fn become_agent(tid: u32) {
     pass_gate();
     PROCESS.agent_tid.store(tid, Ordering::SeqCst);
@@ -325,13 +324,13 @@ pub fn pass_gate() {
     unsafe { (*thread()).is_agent = 1 };
 }
 
-/// The agent's thread id, once it runs.
+/// The agent's thread id; `None` until it runs.
 pub fn agent_tid() -> Option<u32> {
     Some(PROCESS.agent_tid.load(Ordering::SeqCst)).filter(|tid| *tid != 0)
 }
 
-/// Lets the agent look at once. It never ends and has the signal blocked, so the signal
-/// does nothing but wake it; its default action is to be ignored.
+/// Wakes the agent. It never ends and has the signal blocked, so the signal
+/// only wakes it; the signal's default action is to be ignored.
 pub fn poke_agent() {
     if let Some(tid) = agent_tid() {
         let _ = sys::signal_thread(tid, sys::SIGURG);

@@ -1,8 +1,8 @@
-//! What the compiler and `core` expect of a platform, for a library without one.
+//! What the compiler and `core` require of a platform, for a library without one.
 
 use core::arch::global_asm;
 
-// Calls to these come from the compiler. Hidden: the application keeps its own.
+// The compiler emits calls to these. Hidden: the application keeps its own.
 global_asm!(
     ".text",
     ".globl memcpy, memmove, memset, memcmp, bcmp, strlen",
@@ -24,7 +24,7 @@ global_asm!(
     "mov rcx, rdx",
     "rep movsb",
     "ret",
-    // The target begins inside the source: from the end.
+    // The target begins inside the source: copy from the end.
     "1:",
     "mov rax, rdi",
     "mov rcx, rdx",
@@ -67,8 +67,8 @@ global_asm!(
     ".cfi_endproc",
 );
 
-/// Never reached: no operation in this library can panic, and a test looks for this in
-/// the built file. Should it be, the thread stops and the application is not ended.
+/// Never reached: no operation in this library can panic, and a test checks the built file
+/// for this. If it were reached, the thread would stop without ending the application.
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
     loop {

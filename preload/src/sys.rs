@@ -77,7 +77,7 @@ pub struct Errno(pub i32);
 /// Ignored by default; wakes the agent, which has it blocked.
 pub const SIGURG: u64 = 23;
 
-/// `O_CLOEXEC`.
+/// `O_CLOEXEC`, as of `open`.
 const CLOEXEC: usize = 0x8_0000;
 
 pub const ESRCH: Errno = Errno(3);
@@ -85,10 +85,10 @@ pub const EINTR: Errno = Errno(4);
 pub const EAGAIN: Errno = Errno(11);
 pub const ETOOMANYREFS: Errno = Errno(109);
 
-/// One system call.
+/// Makes one system call.
 ///
 /// # Safety
-/// As the call with these arguments demands.
+/// As the system call with these arguments demands.
 unsafe fn call(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
     let [a, b, c, d, e, f] = args;
     let ret: isize;
@@ -113,17 +113,17 @@ fn plain(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
     unsafe { call(n, args) }
 }
 
-/// Own process id, never cached: after a fork it is another.
+/// This process's id, never cached: it changes in a forked child.
 pub fn getpid() -> u32 {
     plain(number::GETPID, [0; 6]).unwrap_or(0) as u32
 }
 
-/// Own thread id.
+/// The calling thread's id.
 pub fn gettid() -> u32 {
     plain(number::GETTID, [0; 6]).unwrap_or(0) as u32
 }
 
-/// Whether a thread of this process lives. An answer that cannot be had counts as yes.
+/// Whether a thread of this process lives. True also if that cannot be found out.
 pub fn thread_lives(tid: u32) -> bool {
     signal_thread(tid, 0) != Err(ESRCH)
 }
@@ -204,7 +204,7 @@ pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ms: u64) {
     let _ = plain(number::FUTEX, args);
 }
 
-/// Wakes all that sleep on `word`.
+/// Wakes all threads that sleep on `word`.
 pub fn futex_wake_all(word: &AtomicU32) {
     const FUTEX_WAKE: usize = 1;
     let at = core::ptr::from_ref(word) as usize;
@@ -223,7 +223,7 @@ pub fn barrier() -> Result<(), Errno> {
     plain(number::MEMBARRIER, [PRIVATE_EXPEDITED, 0, 0, 0, 0, 0]).map(drop)
 }
 
-/// Processors, one bit for each.
+/// A set of processors, one bit for each.
 pub type CpuSet = [u64; 128];
 
 /// The processors that the calling thread may run on.
@@ -239,14 +239,14 @@ pub fn processors() -> usize {
     allowed.iter().map(|word| word.count_ones() as usize).sum::<usize>().max(1)
 }
 
-/// The calling thread runs on these alone from now on. False: it may on none of them, and stays as
-/// it is.
+/// Limits the calling thread to these processors. False: it may run on none of them, and
+/// nothing changes.
 pub fn run_on(set: &CpuSet) -> bool {
     let args = [0, size_of_val(set), set.as_ptr() as usize, 0, 0, 0];
     plain(number::SCHED_SETAFFINITY, args).is_ok()
 }
 
-/// The limit of the stack, which libc gives its threads, in bytes; 0 where it is not told.
+/// The stack limit, which libc gives its threads, in bytes; 0 if it cannot be read.
 pub fn stack_limit_bytes() -> usize {
     const RLIMIT_STACK: usize = 3;
     limit(RLIMIT_STACK).unwrap_or(0)
@@ -259,13 +259,13 @@ fn limit(resource: usize) -> Option<usize> {
     Some(soft)
 }
 
-/// How many descriptors the process may have; 0 where it is not told.
+/// Limit of the process's descriptors; 0 if it cannot be read.
 pub fn descriptor_limit() -> usize {
     const RLIMIT_NOFILE: usize = 7;
     limit(RLIMIT_NOFILE).unwrap_or(0)
 }
 
-/// How large the process may make a file, as far as that is told.
+/// Limit of a file's size; `usize::MAX` if it cannot be read.
 fn file_limit_bytes() -> usize {
     const RLIMIT_FSIZE: usize = 1;
     limit(RLIMIT_FSIZE).unwrap_or(usize::MAX)
@@ -282,19 +282,19 @@ pub fn read_file<'a>(path: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
     buffer.get(..read.ok()?)
 }
 
-/// A file to read, for a moment.
+/// Opens a file for reading.
 pub fn open_to_read(path: &CStr) -> Option<Descriptor> {
     const RDONLY_CLOEXEC_NONBLOCK: usize = 0x8_0000 | 0x800;
     let args = [path.as_ptr() as usize, RDONLY_CLOEXEC_NONBLOCK, 0, 0, 0, 0];
     plain(number::OPEN, args).ok().map(|fd| Descriptor(fd as i32))
 }
 
-/// How often all threads of this process but the calling one were switched from.
+/// Context switches of all threads of this process except for the calling one.
 pub fn switches_of_others() -> u64 {
     const SELF: usize = 0;
     const THREAD: usize = 1;
     let of = |whom: usize| {
-        // struct rusage: two times of two words, then fourteen counts.
+        // struct rusage: two times of two words, then 14 counts.
         let mut usage = [0_u64; 18];
         let args = [whom, usage.as_mut_ptr() as usize, 0, 0, 0, 0];
         let _ = plain(number::GETRUSAGE, args);
@@ -304,7 +304,7 @@ pub fn switches_of_others() -> u64 {
     of(SELF).wrapping_sub(of(THREAD))
 }
 
-/// Reads memory of this process that may not be there. False: not all of it could be read.
+/// Reads memory of this process that may be unmapped. False: not all of it could be read.
 pub fn read_own_memory(at: usize, words: &mut [usize]) -> bool {
     let bytes = size_of_val(words);
     let (to, from) = ([words.as_mut_ptr() as usize, bytes], [at, bytes]);
@@ -317,7 +317,7 @@ pub fn exists(path: &CStr) -> bool {
     plain(number::ACCESS, [path.as_ptr() as usize, 0, 0, 0, 0, 0]).is_ok()
 }
 
-/// Whether a file can be opened to read and write, here and now.
+/// Whether this process can open a file for reading and writing now.
 pub fn can_open(path: &CStr) -> bool {
     const RDWR_NONBLOCK_CLOEXEC: usize = 2 | 0x800 | 0x8_0000;
     let opened = plain(number::OPEN, [path.as_ptr() as usize, RDWR_NONBLOCK_CLOEXEC, 0, 0, 0, 0]);
@@ -331,8 +331,8 @@ fn fcntl(fd: i32, command: usize, argument: usize) -> Result<usize, Errno> {
     plain(number::FCNTL, [fd as usize, command, argument, 0, 0, 0])
 }
 
-/// Moves a descriptor out of the way of programs that count on low numbers, and closes
-/// the old one. Stays where it is when the limit is too low.
+/// Moves a descriptor out of the range of programs that rely on low numbers, and closes
+/// the old one. Returns it unchanged if the limit is too low.
 pub fn lift(fd: i32) -> i32 {
     const F_DUPFD_CLOEXEC: usize = 1030;
     for lowest in [1000, 400, 200] {
@@ -344,12 +344,12 @@ pub fn lift(fd: i32) -> i32 {
     fd
 }
 
-/// Closes a descriptor that is known to be ours.
+/// Closes a descriptor that is known to be this library's.
 pub fn close(fd: i32) {
     let _ = plain(number::CLOSE, [fd as usize, 0, 0, 0, 0, 0]);
 }
 
-/// What a descriptor refers to, to notice when its number has come to mean another file.
+/// Identifies an open file, to notice when a descriptor refers to another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     pub device: u64,
@@ -364,8 +364,8 @@ pub fn identity(fd: i32) -> Option<Identity> {
     plain(number::FSTAT, args).ok().map(|_| Identity { device: stat[0], inode: stat[1] })
 }
 
-/// A Unix stream socket connected to `path`, that never blocks and tells `tid` of
-/// anything that can be read by making `signal` pending.
+/// A Unix stream socket connected to `path`, which never blocks and makes `signal` pending
+/// on `tid` for anything that can be read.
 pub fn connect(path: &[u8], tid: u32, signal: u64) -> Result<i32, Errno> {
     const AF_UNIX: u16 = 1;
     const STREAM_NONBLOCK_CLOEXEC: usize = 1 | 0x800 | 0x8_0000;
@@ -385,7 +385,7 @@ pub fn connect(path: &[u8], tid: u32, signal: u64) -> Result<i32, Errno> {
     Ok(fd)
 }
 
-/// Asks for `signal` on thread `tid` whenever `fd` becomes readable or is hung up.
+/// Requests `signal` on thread `tid` whenever `fd` becomes readable or is hung up.
 pub fn notify(fd: i32, tid: u32, signal: u64) -> Result<usize, Errno> {
     const F_SETFL: usize = 4;
     const F_SETSIG: usize = 10;
@@ -397,7 +397,7 @@ pub fn notify(fd: i32, tid: u32, signal: u64) -> Result<usize, Errno> {
     fcntl(fd, F_SETFL, O_RDWR_NONBLOCK_ASYNC)
 }
 
-/// Sends bytes on a socket, all or nothing for so few, with a descriptor if given.
+/// Sends bytes on a socket, with a descriptor if given. A frame is sent whole or not at all.
 /// Neither blocks nor raises SIGPIPE.
 pub fn send(fd: i32, bytes: &[u8], descriptor: Option<i32>) -> Result<usize, Errno> {
     const SOL_SOCKET: u64 = 1;
@@ -419,12 +419,12 @@ pub fn send(fd: i32, bytes: &[u8], descriptor: Option<i32>) -> Result<usize, Err
     plain(number::SENDMSG, [fd as usize, at, DONTWAIT_NOSIGNAL, 0, 0, 0])
 }
 
-/// A descriptor that was received or made for a moment. Closed when nobody takes it.
+/// A descriptor that was received or made for short use. Closed when dropped.
 #[derive(Debug)]
 pub struct Descriptor(i32);
 
 impl Descriptor {
-    /// Its number.
+    /// The descriptor's number; it stays owned.
     pub fn number(&self) -> i32 {
         self.0
     }
@@ -434,7 +434,7 @@ impl Descriptor {
         Descriptor(lift(self.take()))
     }
 
-    /// Whoever takes it closes it.
+    /// The number, which the caller must close.
     pub fn take(self) -> i32 {
         let number = self.0;
         core::mem::forget(self);
@@ -448,8 +448,8 @@ impl Drop for Descriptor {
     }
 }
 
-/// Receives bytes from a socket without blocking, and a descriptor if one came along; 0 at
-/// the end of the stream. Of several descriptors the kernel gives the first alone.
+/// Receives bytes from a socket without blocking, and a descriptor if one was sent with them; 0 at
+/// the end of the stream. If several descriptors were sent, the kernel passes only the first.
 pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<(usize, Option<Descriptor>), Errno> {
     const DONTWAIT_CLOEXEC: usize = 0x40 | 0x4000_0000;
     const SOL_SOCKET_RIGHTS: u64 = 1 | 1 << 32;
@@ -460,7 +460,7 @@ pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<(usize, Option<Descriptor>)
     message[2] = part.as_ptr() as usize;
     message[3] = 1;
     message[4] = control.as_mut_ptr() as usize;
-    // No room for a second one, which 24 bytes would have.
+    // No space for a second descriptor, which 24 bytes would have.
     message[5] = ONE_DESCRIPTOR as usize;
     let at = message.as_mut_ptr() as usize;
     let bytes = plain(number::RECVMSG, [fd as usize, at, DONTWAIT_CLOEXEC, 0, 0, 0])?;
@@ -468,18 +468,18 @@ pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<(usize, Option<Descriptor>)
     Ok((bytes, came.then(|| Descriptor(lift(control[2] as u32 as i32)))))
 }
 
-/// Ends a connection for whoever has a descriptor of it.
+/// Ends a connection for all processes that have its descriptor.
 pub fn shut_down(fd: i32) {
     const SHUT_RDWR: usize = 2;
     let _ = plain(number::SHUTDOWN, [fd as usize, SHUT_RDWR, 0, 0, 0, 0]);
 }
 
-/// The node-wide lock of a folder that several containers see.
+/// The node-wide lock of a folder that is shared between containers.
 #[derive(Debug)]
 pub enum FolderLock {
-    /// Held until it is dropped.
+    /// Held until this is dropped.
     Held(i32),
-    /// There is no such folder: nobody to agree with.
+    /// The folder does not exist: no other process can lock it.
     Missing,
 }
 
@@ -491,7 +491,7 @@ impl Drop for FolderLock {
     }
 }
 
-/// Takes the lock of a folder; `None` while somebody else holds it.
+/// Takes the lock of a folder; `None` while another process holds it.
 pub fn lock_folder(path: &CStr) -> Option<FolderLock> {
     const O_DIRECTORY_CLOEXEC: usize = 0o200_000 | CLOEXEC;
     const LOCK_EXCLUSIVE_NONBLOCK: usize = 2 | 4;
@@ -511,7 +511,7 @@ mod tests {
     fn own_thread_lives_and_a_joined_one_does_not() {
         assert!(thread_lives(gettid()));
         let tid = std::thread::spawn(gettid).join().unwrap();
-        // The kernel clears the id in join before the task is quite gone.
+        // The kernel clears the id in join before the task has completely ended.
         while thread_lives(tid) {
             std::thread::yield_now();
         }

@@ -1,22 +1,22 @@
-//! The code that every hooked call runs through. It knows no signature: the argument
+//! The code that every hooked call runs through. It needs no signatures: the argument
 //! registers stay as they are, and eight words of stack arguments are passed on: the 64 bytes
-//! of `cuIpcOpenMemHandle`, which come by value. No other driver function has more than five.
+//! of `cuIpcOpenMemHandle`, which are passed by value. No other driver function has more than five.
 //!
 //! ```text
 //! stub: r11 = entry ──> thunk
 //!   thread's token is the process's, entry needs no thorough look
 //!     ──> inflight += 1, gate open? ──> calls += 1 ──> real function ──> inflight -= 1
-//!         (and nobody watches, or this call is not picked)
+//!         (and calls are not recorded, or this call is not picked)
 //!   anything else
 //!     ──> save all argument registers ──> gate::enter ──> real function ──> gate::leave
 //!                                       ^    ├── not managed: jump to the real function  │
 //!                                       │    └── answered: its result, nothing is called  │
-//!                                       └────── no memory, waited, there is room now ────┘
+//!                                       └── out of memory, waited, memory is free now ────┘
 //! ```
 //!
-//! On the fast path there is no system call, lock, atomic operation or clock. The
-//! increment and the look at the gate may pass each other in the processor: whoever
-//! closes the gate makes up for it with a barrier on all threads (`membarrier`).
+//! On the fast path there is no system call, lock, atomic operation or clock. The processor
+//! may reorder the increment and the read of the gate: the closer of the gate makes up
+//! for that with a barrier on all threads (`membarrier`).
 
 use core::arch::global_asm;
 
@@ -27,7 +27,7 @@ use crate::gate::{HookFrame, enter, leave};
 use crate::hook_table::{ENTRIES, POOL, layout};
 use crate::process::PROCESS;
 
-/// Offset of the count-down to the next recorded call, from the slot's start.
+/// Offset of the countdown to the next recorded call, from the slot's start.
 const SKIP: usize = core::mem::offset_of!(ThreadSlot, pick.skip);
 
 global_asm!(
@@ -51,7 +51,7 @@ global_asm!(
     "jne 3f",
     "cmp byte ptr [r11 + {thorough}], 0",
     "jne 3f",
-    // Count first, then look at the gate of the slot's page, and in the same word whether
+    // Count first, then compare the gate in the slot's page, and in the same word whether
     // calls are recorded.
     "inc dword ptr [r10 + {inflight}]",
     "mov rax, r10",
@@ -72,7 +72,7 @@ global_asm!(
     "push qword ptr [rbp + 24]",
     "push qword ptr [rbp + 16]",
     "call qword ptr [r11 + {real}]",
-    // A child forked inside the call returns here too: its parent's slot is not its.
+    // A child forked inside the call returns here too: the slot in r10 is its parent's.
     "mov rcx, qword ptr [rip + affinode_thread@GOTTPOFF]",
     "mov r10, qword ptr fs:[rcx + 8]",
     "cmp r10, qword ptr [rip + {process}]",
@@ -85,7 +85,7 @@ global_asm!(
     ".cfi_def_cfa rsp, 8",
     "ret",
     ".cfi_restore_state",
-    // Open, but somebody watches: most calls go on, the slow path records the others.
+    // Open, but calls are recorded: most calls go on, the slow path records the others.
     "7:",
     "cmp dword ptr [rax + {gate}], 0",
     "jne 2f",
@@ -94,7 +94,7 @@ global_asm!(
     // Not open: take the count back, and let the slow path decide.
     "2:",
     "dec dword ptr [r10 + {inflight}]",
-    // The slow path, with a Frame at rsp.
+    // The slow path, with a HookFrame at rsp.
     "3:",
     "sub rsp, {frame_bytes}",
     "mov qword ptr [rsp + 16], r11",
@@ -150,7 +150,7 @@ global_asm!(
     "movaps xmmword ptr [rsp + 80], xmm0",
     "mov rdi, rsp",
     "call {leave}",
-    // 1: it found no memory and waited for room. Once more, through the gate.
+    // 1: it found no memory and has waited. Repeat it, through the gate.
     "test eax, eax",
     "jnz 6b",
     "mov rax, qword ptr [rsp + 24]",
@@ -161,14 +161,14 @@ global_asm!(
     ".cfi_def_cfa rsp, 8",
     "ret",
     ".cfi_restore_state",
-    // 0: not managed. As if we were not there.
+    // 0: not managed. Jump, as if this library were not loaded.
     "4:",
     ".cfi_remember_state",
     "leave",
     ".cfi_def_cfa rsp, 8",
     "jmp r11",
     ".cfi_restore_state",
-    // 2: nothing is to be called, the frame has the result.
+    // 2: call nothing; the frame has the result.
     "5:",
     "mov eax, dword ptr [rsp + 24]",
     "leave",

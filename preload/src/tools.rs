@@ -1,17 +1,17 @@
-//! Ways to the driver past its public functions: profilers, sanitizers, debuggers, video.
+//! Access to the driver past its public functions: profilers, sanitizers, debuggers, video.
 //!
 //! The driver has private tables of functions (`cuGetExportTable`), which no gate holds. They are
-//! never wrapped: the CUDA runtime checks them by a hash. The request for one is a call like any
-//! other, so it is seen: a table of the CUDA runtime's or its libraries' is harmless, because their
+//! never wrapped: the CUDA runtime checks them by a hash. The request for a table is an ordinary call,
+//! so it is seen. A table of the CUDA runtime or its libraries is harmless, because their
 //! functions are reached from inside calls that are held. A table of any other kind belongs to a tool,
-//! whose threads come and go as they like. With a checkpointed context such a call hangs, and the
-//! process is lost at the restore (CUPTI, H200, 580.159). So a process that has asked for one keeps
-//! its context for good.
+//! whose threads call at any time. With a checkpointed context such a call hangs, and the
+//! process is lost at the restore (CUPTI, H200, driver 580.159). So a process that has requested one
+//! keeps its context for good.
 //!
 //! ```text
-//! request ──bit in the page──> gate ──resident──> driver: the table is the tool's
-//!                   │
-//!                   └──> agent: gate closed, every call ended, bit? no checkpoint
+//! request ──bit in the counters──> gate ──resident──> driver: the tool gets the table
+//!                │
+//!                └──> agent: gate closed, every call ended, bit? no checkpoint
 //! ```
 
 use core::ffi::CStr;
@@ -20,10 +20,10 @@ use affinode_proto::wire::Hazards;
 
 use crate::{elf, libc, sys};
 
-/// `CUuuid`.
+/// A `CUuuid`, as bytes.
 pub type TableId = [u8; 16];
 
-/// Tables that the CUDA runtime, its math libraries, NVRTC and NVML ask for in programs without any
+/// Tables that the CUDA runtime, its math libraries, NVRTC and NVML request in programs without any
 /// tool (CUDA 13.0, driver 580.159.04, H200). Their ids, the first byte highest.
 const HARMLESS: [u128; 11] = [
     0xf8cff951_21468b4e_b9e2fb46_9e7c0dd9,
@@ -33,7 +33,7 @@ const HARMLESS: [u128; 11] = [
     0xc693336e_1121df11_a8c368f3_55d89593,
     0x263e8860_7cd26143_92f6bbd5_006dfa7e,
     0xd4082055_bde6704b_8d34ba12_3c66e1f2,
-    // cuBLASLt and cuFFT; tools as well, which ask for others, too.
+    // cuBLASLt and cuFFT; also tools, which request further ones.
     0x21318c60_97143248_8ca641ff_7324c8f2,
     0x6e163fbe_b958444d_835ce182_aff1991e,
     // NVRTC.
@@ -41,14 +41,14 @@ const HARMLESS: [u128; 11] = [
     // NVML.
     0x69a28e9f_24498b47_b030c5da_330ea4e9,
 ];
-/// What the video library asks for (NVDEC, and beneath NVENC); tools ask for the second as well.
+/// Tables that the video library requests (NVDEC, and below NVENC); tools request the second, too.
 const VIDEO: [u128; 2] =
     [0x9af0707b_8e2dd84c_8e4eb994_c82ddc35, 0xb10541e1_f7c7c74a_9f64f223_be99f1e2];
 
-/// Variables by which a tool is loaded into the process.
+/// Variables that load a tool into the process.
 const INJECTIONS: [&[u8]; 2] = [b"CUDA_INJECTION64_PATH", b"NVTX_INJECTION64_PATH"];
 
-/// Libraries of tools that are loaded only to be used. Not CUPTI: frameworks are linked to it.
+/// Libraries of tools that are only loaded for use. Not CUPTI: frameworks are linked against it.
 const OF_TOOLS: [&[u8]; 5] = [
     b"libsanitizer-",
     b"libInterceptorInjection",
@@ -56,11 +56,11 @@ const OF_TOOLS: [&[u8]; 5] = [
     b"libToolsInjection",
     b"libcudadebugger.so",
 ];
-/// Libraries that decode and encode video. Loaded alone they do no harm: what they do begins with the
-/// request for a table.
+/// Libraries that decode and encode video. They are harmless until they request a
+/// table.
 const OF_VIDEO: [&[u8]; 2] = [b"libnvcuvid.so", b"libnvidia-encode.so"];
 
-/// The table that a call of `cuGetExportTable` asks for; 0 if it names none.
+/// The table that a call of `cuGetExportTable` requests; 0 if it names none.
 ///
 /// # Safety
 /// `id` must be null or point to a table's id.
@@ -69,7 +69,7 @@ pub unsafe fn table(id: *const TableId) -> u128 {
     if id.is_null() { 0 } else { u128::from_be_bytes(unsafe { id.read_unaligned() }) }
 }
 
-/// What the request for a table makes of the process: no bit, if it is none of a tool's.
+/// The hazard of a request for a table; empty if the table is no tool's.
 pub fn of_request(table: u128) -> Hazards {
     let [decoder, shared] = VIDEO;
     if table == 0 || HARMLESS.contains(&table) {
@@ -81,13 +81,13 @@ pub fn of_request(table: u128) -> Hazards {
     }
 }
 
-/// What the environment says before the first call.
+/// The hazard that the environment shows before the first call.
 pub fn in_environment() -> Hazards {
     let is_set = |name: &&[u8]| libc::environment(name).is_some_and(|value| !value.is_empty());
     if INJECTIONS.iter().any(is_set) { Hazards::TOOLS } else { Hazards(0) }
 }
 
-/// What is in the process now, or looks at it. For the agent.
+/// The hazard of loaded tools and of a tracer, at the time of the call. For the agent.
 pub fn found() -> Hazards {
     if is_loaded(&OF_TOOLS) || is_traced() { Hazards::TOOLS } else { Hazards(0) }
 }
@@ -106,7 +106,7 @@ fn is_traced() -> bool {
     sys::read_file(STATUS, &mut buffer).is_some_and(names_tracer)
 }
 
-/// Whether a process's status names a tracer.
+/// Whether the text of a process's status names a tracer.
 fn names_tracer(status: &[u8]) -> bool {
     const FIELD: &[u8] = b"TracerPid:\t";
     let mut lines = status.split(|byte| *byte == b'\n');
@@ -134,10 +134,10 @@ mod tests {
         for harmless in asked.into_iter().chain(HARMLESS) {
             assert_eq!(of_request(harmless), Hazards(0), "{harmless:032x}");
         }
-        // The first that CUPTI asks for.
+        // The first table that CUPTI requests.
         let of_cupti = 0x2c8e0ad8_0710ab4e_90dd5471_9fe5f74b;
         assert_eq!(of_request(of_cupti), Hazards::TOOLS);
-        // The second is a tool's where no video library is loaded.
+        // The second one is a tool's if no video library is loaded.
         assert_eq!(VIDEO.map(of_request), [Hazards::VIDEO, Hazards::TOOLS]);
     }
 

@@ -1,4 +1,4 @@
-//! Without a controller, or with one that goes away: the application is never lost.
+//! Without a controller, or when it ends: the application is never lost.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -74,8 +74,8 @@ fn programs_without_cuda_do_not_notice() {
 }
 
 #[test]
-fn a_caller_that_nobody_answers_brings_its_process_back() {
-    // The controller dies while the state is away.
+fn unanswered_caller_restores_its_process() {
+    // The controller dies while the process is checkpointed.
     let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
     let mut client = registered_with_tool(&controller, folder.path(), ROOM);
     let mut agent = controller.welcome();
@@ -85,7 +85,7 @@ fn a_caller_that_nobody_answers_brings_its_process_back() {
 }
 
 #[test]
-fn a_controller_that_hears_and_says_nothing_is_done_without() {
+fn silent_controller_is_not_needed() {
     let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
     let (mut client, agent) = called_while_away(&controller, folder.path(), ROOM);
     assert_eq!(client.answer(), 0);
@@ -96,7 +96,7 @@ fn a_controller_that_hears_and_says_nothing_is_done_without() {
 }
 
 #[test]
-fn a_locked_process_whose_controller_is_gone_is_unlocked() {
+fn locked_process_without_controller_unlocks() {
     let controller = Controller::new();
     let mut client = registered(&controller);
     let mut agent = controller.welcome();
@@ -115,7 +115,7 @@ fn a_locked_process_whose_controller_is_gone_is_unlocked() {
 }
 
 #[test]
-fn the_next_controller_takes_over_where_the_last_one_died() {
+fn next_controller_takes_over() {
     let controller = Controller::new();
     let mut client = registered(&controller);
     let mut agent = controller.welcome();
@@ -144,7 +144,7 @@ fn a_program_that_closes_all_descriptors_runs_on() {
 }
 
 #[test]
-fn a_signal_ends_a_process_that_waits_at_the_gate() {
+fn signal_ends_process_waiting_at_the_gate() {
     let controller = Controller::new();
     let mut client = registered(&controller);
     let mut agent = controller.welcome();
@@ -157,7 +157,7 @@ fn a_signal_ends_a_process_that_waits_at_the_gate() {
 }
 
 #[test]
-fn a_listener_that_never_answers_is_no_controller() {
+fn listener_without_welcome_is_no_controller() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("agent.sock");
     let _listener = UnixListener::bind(&path).unwrap();
@@ -183,7 +183,7 @@ fn an_old_driver_is_told_and_never_locked() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
-/// A client that is away and called, and the tool that will be asked for room.
+/// A checkpointed client with a waiting call, and the tool that reports free VRAM.
 fn called_while_away(controller: &Controller, folder: &Path, free: &str) -> (Client, Connection) {
     let mut client = registered_with_tool(controller, folder, free);
     let mut agent = controller.welcome();
@@ -201,19 +201,19 @@ fn wait_asked_twice(folder: &Path) {
 }
 
 #[test]
-fn it_does_not_bring_itself_back_while_others_hold_the_room() {
+fn no_self_restore_while_vram_is_taken() {
     let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
     let (mut client, agent) = called_while_away(&controller, folder.path(), NO_ROOM);
     wait_asked_twice(folder.path());
     assert_eq!(agent.page().phase, Phase::Checkpointed);
     std::fs::write(folder.path().join("free"), ROOM).unwrap();
     assert_eq!(client.answer(), 0);
-    // Whoever looks for its children finds none.
+    // A look for its children finds none.
     assert_eq!(client.ask("wait"), -i64::from(nix::libc::ECHILD));
 }
 
 #[test]
-fn without_a_proof_of_room_it_waits_for_a_controller() {
+fn process_without_proof_waits_for_controller() {
     let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
     let said = "No devices were found\n";
     let (mut client, mut agent) = called_while_away(&controller, folder.path(), said);
@@ -224,7 +224,7 @@ fn without_a_proof_of_room_it_waits_for_a_controller() {
 }
 
 #[test]
-fn what_the_kernel_denies_is_done_without() {
+fn denied_system_calls_are_not_needed() {
     const MEMBARRIER: &str = "324";
     const MEMFD_CREATE: &str = "319";
     const MADVISE: &str = "28";

@@ -63,7 +63,7 @@ impl Watched {
 }
 
 #[test]
-fn what_a_call_costs_is_measured_and_no_call_of_the_application() {
+fn overhead_is_measured_without_counted_calls() {
     let controller = Controller::new();
     let path = controller.path();
     let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
@@ -79,7 +79,7 @@ fn what_a_call_costs_is_measured_and_no_call_of_the_application() {
 }
 
 #[test]
-fn calls_are_recorded_from_the_watch_on_and_no_longer() {
+fn calls_are_recorded_only_while_watched() {
     let controller = Controller::new();
     let mut w = registered(&controller);
     w.client.ask("cuLaunchKernel");
@@ -99,7 +99,7 @@ fn calls_are_recorded_from_the_watch_on_and_no_longer() {
 }
 
 #[test]
-fn a_record_says_who_called_how_long_it_took_and_what_came_back() {
+fn record_has_thread_duration_and_result() {
     let controller = Controller::new();
     let mut w = registered(&controller);
     w.watch(1);

@@ -1,4 +1,4 @@
-//! Calls whose answer does not change: given while the process is away, without a wake.
+//! Calls with a constant result: they return while the process is offloaded, without a wake.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

@@ -1,4 +1,4 @@
-//! A process that is away ends: what its exit handlers get, and what they ask for.
+//! An offloaded process ends: the results of its exit handlers' calls, and the wakes for them.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -9,7 +9,7 @@ use support::{Build, Client};
 
 const BUILDS: [Build; 2] = [Build::Glibc, Build::Musl];
 
-/// A client with these exit handlers, registered before and after the driver's own, that is away.
+/// An offloaded client with these exit handlers, registered before and after the driver's own.
 fn away(build: Build, before: &str, after: &str) -> (Client, Connection) {
     let controller = Controller::new();
     let path = controller.path();

@@ -1,5 +1,5 @@
-//! Calls into NVML. The stub ends the process at once when one reaches it while the state of its
-//! process is away: a real one would block until the process is restored.
+//! Calls into NVML. The stub ends the process at once when one reaches it while its
+//! process is checkpointed: a real one would block until the process is restored.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

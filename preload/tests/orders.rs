@@ -70,7 +70,7 @@ fn phases_are_reported_and_stand_in_the_page() {
 
 /// The container, or the controller, was stopped: others may have the room by now.
 #[test]
-fn an_order_to_come_back_that_was_decided_long_ago_is_not_carried_out() {
+fn restore_order_decided_long_ago_is_refused() {
     let controller = Controller::new();
     let _client = registered(&controller, "dlopen");
     let mut agent = controller.welcome();
@@ -97,7 +97,7 @@ fn a_call_in_progress_makes_a_close_busy() {
 }
 
 #[test]
-fn a_caller_that_meets_a_close_in_progress_turns_it_round() {
+fn caller_during_close_reopens_the_gate() {
     let controller = Controller::new();
     let mut client = registered(&controller, "dlopen");
     let mut agent = controller.welcome();
@@ -131,7 +131,7 @@ fn caller_that_jumps_out_waits_no_more() {
     agent.wake();
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGUSR1).unwrap();
     assert_eq!(client.answer(), 99);
-    // While it is away, and after the return.
+    // While it is offloaded, and after the restore.
     until_no_waiters(&agent);
     agent.done(&BRING_BACK);
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
@@ -180,7 +180,7 @@ fn held_allocations_wait_while_the_rest_runs() {
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
     client.send("cuMemAlloc");
-    // It asks, again and again, to know that somebody is there.
+    // It repeats the Wake, to know that the controller is there.
     assert_eq!([agent.wake().1, agent.wake().1], [1, 1]);
     assert_eq!(agent.page().phase, Phase::Open);
     agent.done(&[Action::ReleaseAllocations]);
@@ -188,7 +188,7 @@ fn held_allocations_wait_while_the_rest_runs() {
 }
 
 #[test]
-fn nothing_is_allocated_before_the_welcome_nor_when_a_hold_came_before_it() {
+fn no_allocation_before_welcome_or_under_hold() {
     let controller = Controller::new();
     let mut client = registered(&controller, "dlopen");
     let mut agent = controller.accept();
@@ -219,7 +219,7 @@ fn nothing_is_allocated_before_the_welcome_nor_when_a_hold_came_before_it() {
 }
 
 #[test]
-fn a_hold_outlives_its_connection_until_the_next_welcome() {
+fn hold_outlives_connection_until_welcome() {
     let controller = Controller::new();
     let mut client = registered(&controller, "dlopen");
     let mut agent = controller.welcome();
@@ -237,7 +237,7 @@ fn a_hold_outlives_its_connection_until_the_next_welcome() {
 }
 
 #[test]
-fn hazards_are_told_stand_in_the_page_and_forbid_a_lock() {
+fn hazards_are_reported_and_forbid_a_lock() {
     let controller = Controller::new();
     for (call, hazard) in [
         ("cuMemAllocManaged", Hazards::MANAGED_MEMORY),
@@ -267,7 +267,7 @@ fn mps_is_noticed() {
 }
 
 #[test]
-fn a_refused_process_runs_on_and_does_not_ask_again() {
+fn refused_process_runs_without_another_hello() {
     let controller = Controller::new();
     let mut client = registered(&controller, "dlopen");
     let mut agent = controller.accept();

@@ -28,7 +28,7 @@ fn want(ticket: u64, attempts: u32) -> AgentMessage {
 }
 
 #[test]
-fn an_allocation_is_tried_again_until_there_is_room() {
+fn allocation_repeats_until_vram_is_free() {
     let controller = Controller::new();
     let (mut client, mut agent) = registered(&controller, LONG_MS);
     client.ask("short 2");
@@ -45,7 +45,7 @@ fn an_allocation_is_tried_again_until_there_is_room() {
 }
 
 #[test]
-fn it_fails_as_ever_when_it_is_refused_out_of_time_or_not_to_wait() {
+fn refused_or_late_allocation_fails() {
     let controller = Controller::new();
     let (mut client, mut agent) = registered(&controller, LONG_MS);
     client.ask("short 1");
@@ -65,7 +65,7 @@ fn it_fails_as_ever_when_it_is_refused_out_of_time_or_not_to_wait() {
 }
 
 #[test]
-fn a_process_may_be_moved_out_and_back_while_its_allocation_waits() {
+fn process_is_offloaded_while_allocation_waits() {
     let controller = Controller::new();
     let (mut client, mut agent) = registered(&controller, LONG_MS);
     client.ask("short 1");
@@ -96,7 +96,7 @@ fn the_next_controller_is_told_as_well() {
 }
 
 #[test]
-fn a_waiting_allocation_holds_no_others_and_can_be_ended() {
+fn waiting_allocation_blocks_no_others() {
     let controller = Controller::new();
     let (mut client, mut agent) = registered(&controller, LONG_MS);
     client.ask("short 1");

@@ -10,8 +10,8 @@ use support::{Build, Client};
 
 const ROUTES: [&str; 6] = ["link", "dlopen", "proc1", "proc2", "next", "default"];
 
-/// Calls are counted, held while away, and go on afterwards. The stub driver ends the
-/// process at once when a call reaches it while its state is away.
+/// Calls are counted, held while the process is offloaded, and go on afterwards. The stub
+/// driver ends the process at once when a call reaches it meanwhile.
 fn is_counted_and_held(build: Build, route: &str) {
     let controller = Controller::new();
     let path = controller.path();
@@ -29,7 +29,7 @@ fn is_counted_and_held(build: Build, route: &str) {
     assert_eq!(after.polls - before.polls, 1, "{route}");
     assert_eq!(after.inflight, 0, "{route}");
 
-    // Polls are answered in between: nothing runs, and nobody is woken.
+    // Polls return in between: nothing runs, and no wake is sent.
     for call in ["cuCtxSynchronize", "cuMemAlloc"] {
         agent.done(&OFFLOAD);
         let polls = agent.page().polls;
@@ -49,7 +49,7 @@ fn is_counted_and_held(build: Build, route: &str) {
 
 /// Before the driver has locked the process its work may still run: the driver is asked, later.
 #[test]
-fn a_poll_waits_while_work_may_still_run_and_wakes_nobody() {
+fn poll_waits_while_work_may_run_without_wake() {
     let controller = Controller::new();
     let path = controller.path();
     let mut client = Client::start(Build::Glibc, "link", &[("AFFINODE_SOCKET", &path)]);
@@ -75,14 +75,14 @@ fn calls_by_every_route_are_counted_and_held() {
 }
 
 #[test]
-fn calls_by_every_route_are_counted_and_held_under_musl() {
+fn calls_by_every_route_are_held_under_musl() {
     for route in ["link", "dlopen", "proc1", "proc2", "next", "default"] {
         is_counted_and_held(Build::Musl, route);
     }
 }
 
 #[test]
-fn arguments_on_the_stack_and_in_vector_registers_arrive() {
+fn stack_and_vector_arguments_arrive() {
     let controller = Controller::new();
     let path = controller.path();
     for build in [Build::Glibc, Build::Musl] {
@@ -120,14 +120,14 @@ fn a_function_that_no_list_knows_is_held_too() {
 }
 
 #[test]
-fn a_function_has_one_address_and_an_unknown_one_has_none() {
+fn function_has_one_address() {
     let mut client = Client::start(Build::Glibc, "dlopen", &[]);
     assert_eq!(client.ask("same cuCtxSynchronize"), 1);
     assert_eq!(client.ask("cuNoSuchFunction"), -1);
 }
 
 #[test]
-fn a_library_with_functions_of_the_drivers_names_still_loads_the_driver() {
+fn library_with_driver_names_loads_the_driver() {
     let controller = Controller::new();
     let path = controller.path();
     let mut client = Client::start(Build::Glibc, "forward", &[("AFFINODE_SOCKET", &path)]);
@@ -141,7 +141,7 @@ fn a_library_with_functions_of_the_drivers_names_still_loads_the_driver() {
 }
 
 #[test]
-fn a_profiler_that_asks_for_the_next_function_gets_the_drivers_and_not_its_own() {
+fn profiler_gets_the_drivers_next_function() {
     let controller = Controller::new();
     let path = controller.path();
     let mut client = Client::start(Build::Glibc, "forward", &[("AFFINODE_SOCKET", &path)]);
@@ -158,7 +158,7 @@ fn a_profiler_that_asks_for_the_next_function_gets_the_drivers_and_not_its_own()
 }
 
 #[test]
-fn a_driver_whose_own_references_lead_to_the_exports_is_held_once() {
+fn driver_with_own_references_is_held_once() {
     let controller = Controller::new();
     let path = controller.path();
     let folder = support::other_driver("interposable", &[]);

@@ -38,7 +38,7 @@ fn every_undefined_symbol_is_weak() {
 }
 
 #[test]
-fn it_defines_dlsym_and_the_listed_functions_and_nothing_else() {
+fn library_defines_dlsym_and_listed_functions() {
     let defined = output("nm", &["-D", "--defined-only"]);
     let defined: BTreeSet<&str> =
         defined.lines().filter_map(|line| line.split_whitespace().last()).collect();
@@ -60,7 +60,7 @@ fn no_code_in_it_can_panic() {
 }
 
 #[test]
-fn it_costs_a_process_without_cuda_few_relocations() {
+fn process_without_cuda_has_few_relocations() {
     let relocations = output("readelf", &["-rW"]);
     let count = relocations.matches("R_X86_64_").count();
     assert!(count < 64, "{count} relocations in every process: {relocations}");

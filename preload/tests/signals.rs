@@ -17,7 +17,7 @@ const GUARD: Duration = Duration::from_secs(120);
 /// Absences of a test.
 const ROUNDS: u32 = 30;
 
-/// The program `signals` with a call, its handler's call and so many threads.
+/// The program `signals` with a call, its handler's call and this many threads.
 fn started(controller: &Controller, words: [&str; 3]) -> (Client, Connection) {
     let path = controller.path();
     let [call, in_handler, threads] = words;
@@ -70,8 +70,8 @@ fn poll_in_handler_while_away_is_answered() {
     client.finish();
 }
 
-/// The main thread's call is a poll, which is answered while it is away: the handler's call
-/// alone waits, and it is what brings the process back.
+/// The main thread's call is a poll, which returns while the process is offloaded: only the
+/// handler's call waits, and its wake restores the process.
 #[test]
 fn call_in_handler_while_away_is_held() {
     let controller = Controller::new();

@@ -29,7 +29,7 @@ fn tool_table_is_remembered_and_bars_checkpoint() {
         assert_eq!(client.ask(OF_TOOL), 0);
         assert_eq!(agent.page().hazards, Hazards::TOOLS, "{route}");
         assert_eq!(agent.notice(), Hazards::TOOLS);
-        // It may be locked, which a copy begins with; the driver is not told to take it away.
+        // It may be locked, which a copy-out begins with; the driver must not checkpoint it.
         agent.done(&[CLOSE, LOCK]);
         assert_eq!(agent.order(CHECKPOINT), (Outcome::Unsupported, Phase::Locked, 0), "{route}");
         agent.done(&[Action::Unlock, Action::Open]);
@@ -92,7 +92,7 @@ fn tool_table_request_while_away_waits_and_wakes() {
 /// The request is remembered before the caller has the table, and the agent looks after the gate was
 /// closed: between the close and the checkpoint nothing comes in.
 #[test]
-fn tool_table_request_after_close_bars_checkpoint() {
+fn tool_request_after_close_bars_checkpoint() {
     let controller = Controller::new();
     let mut client = started(&controller, "dlopen", &[]);
     assert_eq!(client.ask("cuInit"), 0);

@@ -340,7 +340,7 @@ mod tests {
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
                 .unwrap();
         let said = run(ours.try_clone().unwrap(), NO_LIBRARY, "GPU-1");
-        assert!(matches!(said, Err(CopierError::Cuda { .. })), "the controller still waits: {said:?}");
+        assert!(matches!(said, Err(CopierError::Cuda { .. })), "the controller waits: {said:?}");
         drop(theirs);
         run(ours, NO_LIBRARY, "GPU-1").unwrap();
     }

@@ -68,7 +68,7 @@ pub enum SessionError {
     #[error("the process sent a message that is not allowed in its state")]
     Order,
     /// More pieces or bytes than the controller's limit, or another device.
-    #[error("the process announced {bytes} bytes in {pieces} pieces, of at most {most_bytes} bytes")]
+    #[error("the process announced {bytes} bytes in {pieces} pieces, of at most {most_bytes}")]
     Claim {
         /// Bytes that the process announces.
         bytes: u64,

@@ -1,4 +1,4 @@
-//! What is known of a driver function by its name: its class, its number.
+//! Properties of a driver function by its name: its class, its number.
 
 /// How a hook treats calls of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,23 +18,23 @@ pub enum Class {
     Access = 5,
     /// `cuMemPoolSetAccess`: as [`Class::Access`], for a pool.
     PoolAccess = 6,
-    /// Success means memory is shared with another process or another API, or may be from now
-    /// on: of an exporter the driver restores a copy, apart from what the importer has.
+    /// Success means that memory is shared with another process or API, or may be from now
+    /// on: the driver restores a copy for an exporter, apart from the importer's memory.
     Import = 7,
-    /// Held and counted as [`Class::Work`]; what it does depends on whether the memory is
-    /// the driver's or carried by the library.
+    /// Held and counted as [`Class::Work`]; its effect depends on whether the memory is
+    /// the driver's or swappable by the library.
     Memory = 8,
-    /// Answers at once even while the state is away, and passes: unless the library carries
-    /// memory, which has no attributes while it is parked. Then as [`Class::Poll`].
+    /// Returns at once even while the process is checkpointed, and passes: unless the library has
+    /// swappable memory, which has no attributes while it is copied out. Then as [`Class::Poll`].
     Pointer = 9,
-    /// As [`Class::Work`]. Memory that was freed in a stream is given back after it, so calls are
-    /// looked at once there may be such memory of the library's.
+    /// As [`Class::Work`]. Memory that was freed in a stream is released after it, so calls take the
+    /// thorough path once such memory of the library may exist.
     Sync = 10,
     /// `cuGetExportTable`. Requests for the tables of the CUDA runtime and its libraries pass unseen;
-    /// any other is remembered, then held and counted as [`Class::Work`].
+    /// any other is recorded, then held and counted as [`Class::Work`].
     Table = 11,
-    /// Asks for what does not change in the life of a process. Held, but answered from what was
-    /// answered before, where it is known; counted as [`Class::Poll`].
+    /// Requests a constant of the process's life. Held, but answered with an earlier result if
+    /// one is cached; counted as [`Class::Poll`].
     Constant = 12,
 }
 
@@ -59,8 +59,8 @@ impl Class {
         }
     }
 
-    /// Whether calls may take device memory or change what may be done to the process:
-    /// held as well while allocations are held.
+    /// Whether calls may take device memory or add a hazard:
+    /// also held while allocations are held.
     #[must_use]
     pub const fn is_special(self) -> bool {
         !matches!(
@@ -75,7 +75,7 @@ impl Class {
         )
     }
 
-    /// Whether calls need more than to be counted, which puts them on the thorough path.
+    /// Whether calls need more than counting, which puts them on the thorough path.
     #[must_use]
     pub const fn is_thorough(self) -> bool {
         !matches!(self, Class::Work | Class::Poll | Class::Sync)
@@ -84,17 +84,17 @@ impl Class {
 
 macro_rules! define_hooks {
     ($($class:ident { $($name:ident)* })*) => {
-        /// Every listed function. The number of a hook in pages and messages is
-        /// `function as u32 + 1`; 0 is none, [`UNLISTED`] one that is not listed.
+        /// Every listed function. The number of a hook in counters and messages is
+        /// `function as u32 + 1`; 0 is none, [`UNLISTED`] an unlisted function.
         #[allow(missing_docs, nonstandard_style)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u32)]
         pub enum Function { $($($name,)*)* }
 
-        /// All names, each ended by a zero byte. One string rather than a table of
+        /// All names, each with a terminating zero. One string rather than a table of
         /// references, which would cost every process a relocation per name.
         const NAMES: &str = concat!($($(stringify!($name), "\0",)*)*);
-        /// Number of listed functions.
+        /// The number of listed functions.
         pub const COUNT: usize = [$($(Function::$name,)*)*].len();
         const SECTIONS: &[(Class, usize)] =
             &[$((Class::$class, [$(Function::$name,)*].len()),)*];
@@ -127,7 +127,7 @@ fn name_at(index: usize) -> &'static [u8] {
     NAMES.as_bytes().get(start..end.saturating_sub(1)).unwrap_or(&[])
 }
 
-/// The name of the hook with this number, if it is a listed one.
+/// The name of the hook with this number, if it is a listed function.
 #[must_use]
 pub fn name(number: u32) -> Option<&'static str> {
     let index = (number as usize).checked_sub(1).filter(|i| *i < COUNT)?;
@@ -165,9 +165,9 @@ pub fn base(name: &[u8]) -> &[u8] {
 }
 
 /// Whether calls of this function go to the driver unseen: it touches no context and
-/// answers at once, and well, even while the state is away (measured one by one: of the
-/// device queries, the attributes do, and the name does not; which context is current can
-/// be changed and asked for, also while a checkpoint or a restore is running), or it is a
+/// succeeds at once even while the process is checkpointed (measured one by one: of the
+/// device queries, the attributes do, and the name does not; the current context can
+/// be changed and queried, also while a checkpoint or a restore is running), or it is a
 /// part of the checkpoint interface itself.
 #[must_use]
 pub fn passes(name: &[u8]) -> bool {
@@ -185,16 +185,16 @@ pub fn passes(name: &[u8]) -> bool {
                 | b"cuCtxPopCurrent"
                 | b"cuCtxGetDevice"
                 | b"cuDeviceGetAttribute"
-                // JAX asks all its streams every few seconds. Millions of calls in each state of
-                // a checkpoint and at each step between them were answered at once (580).
+                // JAX queries all its streams every few seconds. Millions of calls in each state of
+                // a checkpoint and at each step between them returned at once (driver 580).
                 | b"cuStreamIsCapturing"
         )
 }
 
 /// Number and class for any name that does not [pass](passes): exactly as listed, else
-/// as its listed base, else by what the name says. An unknown function is held rather
-/// than let through: one that reached the driver while the state is away could end the
-/// process.
+/// as its listed base, else by the words in the name. An unknown function is held rather
+/// than let through: if it reached the driver while the process is checkpointed, it could end
+/// the process.
 #[must_use]
 pub fn classify(name: &[u8]) -> (u32, Class) {
     if let Some(found) = find(name).or_else(|| find(base(name))) {
@@ -245,9 +245,9 @@ mod tests {
             ("cuCtxEnablePeerAccess", Class::Peer),
             ("cuMemSetAccess", Class::Access),
             ("cuIpcOpenMemHandle_v2", Class::Import),
-            // Whoever opens such an event works on when this process has finished.
+            // A process that opens such an event works on when this process has finished.
             ("cuIpcGetEventHandle", Class::Import),
-            // Each hands out what others come to the memory by.
+            // Each returns a handle by which another process opens the memory.
             ("cuIpcGetMemHandle", Class::Import),
             ("cuMemExportToShareableHandle", Class::Import),
             ("cuMemGetHandleForAddressRange", Class::Import),
@@ -278,7 +278,7 @@ mod tests {
             assert_eq!(base(name.as_bytes()), b"cuX", "{name}");
         }
         assert!(passes(b"cuDeviceGetAttribute"));
-        assert!(!passes(b"cuDeviceGetName"), "answers 304 while the state is away");
+        assert!(!passes(b"cuDeviceGetName"), "returns 304 while the process is checkpointed");
         assert!(!passes(b"cuDeviceGetMemPool"));
         assert!(passes(b"cuStreamIsCapturing_ptsz") && !passes(b"cuStreamGetCaptureInfo"));
         assert!(passes(b"cuCtxSetCurrent") && passes(b"cuCtxPushCurrent_v2"));

@@ -1,6 +1,6 @@
 //! The part of NVIDIA's driver interface that Affinode uses: types of the checkpoint
 //! calls, result codes, and the [list](hooked_functions) of functions that the
-//! preload library holds while a process's GPU state is away. No logic beyond looking
+//! preload library holds while a process is offloaded. No logic beyond looking
 //! up a name.
 
 #![cfg_attr(not(test), no_std)]
@@ -11,29 +11,29 @@ mod list;
 pub mod nvml;
 pub mod size;
 
-/// `CUresult` values that have a meaning here.
+/// `CUresult` values that Affinode handles.
 pub mod result {
-    /// It worked.
+    /// `CUDA_SUCCESS`: the call has succeeded.
     pub const SUCCESS: u32 = 0;
-    /// An argument is not what the function takes.
+    /// An argument is invalid.
     pub const INVALID_VALUE: u32 = 1;
-    /// Out of device memory.
+    /// `CUDA_ERROR_OUT_OF_MEMORY`: device memory is short.
     pub const OUT_OF_MEMORY: u32 = 2;
-    /// The driver is not there, or not yet.
+    /// The driver is missing, or not initialised yet.
     pub const NOT_INITIALIZED: u32 = 3;
-    /// `CUDA_ERROR_DEINITIALIZED`: the process is ending, and the driver has gone before.
+    /// `CUDA_ERROR_DEINITIALIZED`: the process is ending, and its driver has ended before.
     pub const DEINITIALIZED: u32 = 4;
-    /// `CUDA_ERROR_ECC_UNCORRECTABLE`: device memory is not what was written there.
+    /// `CUDA_ERROR_ECC_UNCORRECTABLE`: the content of device memory is lost.
     pub const ECC_UNCORRECTABLE: u32 = 214;
-    /// There is no context, or it is not one for this.
+    /// No context is current, or not a suitable one.
     pub const INVALID_CONTEXT: u32 = 201;
     /// Lock: work was still running at the end of the timeout.
     pub const NOT_READY: u32 = 600;
     /// Checkpoint: the process uses something that cannot be checkpointed.
     pub const NOT_SUPPORTED: u32 = 801;
 
-    /// Whether a context is lost with this code: the driver answers every later call with it, and
-    /// no attempt mends it. Uncorrectable memory errors and faults of kernels.
+    /// Whether a context is lost with this code: the driver returns it for every later call.
+    /// Uncorrectable memory errors and faults of kernels.
     #[must_use]
     pub const fn is_sticky(code: u32) -> bool {
         const NVLINK_UNCORRECTABLE: u32 = 220;
@@ -57,9 +57,9 @@ pub mod result {
     }
 }
 
-/// `CUprocessState` values.
+/// `CUprocessState` values, as the driver reports them.
 pub mod process_state {
-    /// Runs freely.
+    /// The process uses the device freely.
     pub const RUNNING: u32 = 0;
     /// Locked: calls block, the state is on the device.
     pub const LOCKED: u32 = 1;
@@ -69,15 +69,15 @@ pub mod process_state {
     pub const FAILED: u32 = 3;
 }
 
-/// `CUcheckpointLockArgs`.
+/// `CUcheckpointLockArgs`, the argument of [`CheckpointLockFn`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct CheckpointLockArgs {
-    /// How long running work is waited for, in milliseconds; 0: for ever.
+    /// How long to wait for running work, in milliseconds; 0: without a limit.
     pub timeout_ms: u32,
-    /// Zero.
+    /// Reserved, must be zero.
     pub reserved0: u32,
-    /// Zero.
+    /// Reserved, must be zero.
     pub reserved1: [u64; 7],
 }
 
@@ -85,17 +85,17 @@ pub struct CheckpointLockArgs {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct CheckpointArgs {
-    /// Zero.
+    /// Reserved, must be zero.
     pub reserved: [u64; 8],
 }
 
-/// `CUcheckpointGpuPair`: a GPU, and the one that stands for it after a restore.
+/// `CUcheckpointGpuPair`: a GPU, and the GPU that replaces it after a restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct GpuPair {
-    /// UUID of the one at the checkpoint.
+    /// UUID of the GPU at the checkpoint.
     pub old: [u8; 16],
-    /// UUID of the one at the restore.
+    /// UUID of the GPU at the restore.
     pub new: [u8; 16],
 }
 
@@ -103,23 +103,23 @@ pub struct GpuPair {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct CheckpointRestoreArgs {
-    /// Every GPU of the node.
+    /// Array of pairs that names every GPU of the node.
     pub pairs: *const GpuPair,
-    /// How many.
+    /// Number of pairs in the array.
     pub many: u32,
-    /// Zero.
+    /// Reserved, must be zero.
     pub reserved0: [u32; 11],
-    /// Zero.
+    /// Reserved, must be zero.
     pub reserved1: u64,
 }
 
-/// `CUmemAccessDesc`.
+/// `CUmemAccessDesc`, the access of one device to a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct MemAccessDesc {
-    /// [`LOCATION_DEVICE`] or another kind of place.
+    /// [`LOCATION_DEVICE`] or another kind of location.
     pub location_type: u32,
-    /// Device ordinal where the kind is a device.
+    /// Device ordinal if the kind is a device.
     pub location_id: i32,
     /// 0: none, 1: read, 3: read and write.
     pub flags: u32,
@@ -129,133 +129,133 @@ pub struct MemAccessDesc {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct MemAllocationProp {
-    /// [`ALLOCATION_PINNED`].
+    /// [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
     pub kind: u32,
-    /// Kinds of handles that it can be exported as.
+    /// Bit set of the handle types that it can be exported as.
     pub handle_types: u32,
-    /// [`LOCATION_DEVICE`].
+    /// [`LOCATION_DEVICE`] or another kind of location.
     pub location_type: u32,
-    /// Device ordinal.
+    /// Ordinal of the device.
     pub location_id: i32,
-    /// Zero.
+    /// Security attributes for Windows, must be zero.
     pub windows: u64,
-    /// 0: none.
+    /// Kind of compression; 0: none.
     pub compression: u8,
     /// 1: other devices on the bus may reach it.
     pub gpu_direct_rdma: u8,
-    /// 0.
+    /// Usage flags; 0: none.
     pub usage: u16,
-    /// Zero.
+    /// Reserved, must be zero.
     pub reserved: [u8; 4],
 }
 
-/// `CUmemPoolProps`.
+/// `CUmemPoolProps`, the properties of a memory pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct MemPoolProps {
-    /// [`ALLOCATION_PINNED`].
+    /// [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
     pub kind: u32,
-    /// Kinds of handles that it can be exported as.
+    /// Bit set of the handle types that it can be exported as.
     pub handle_types: u32,
-    /// [`LOCATION_DEVICE`] or another kind of place.
+    /// [`LOCATION_DEVICE`] or another kind of location.
     pub location_type: u32,
-    /// Device ordinal where the kind is a device.
+    /// Device ordinal if the kind is a device.
     pub location_id: i32,
-    /// Zero.
+    /// Security attributes for Windows, must be zero.
     pub windows: u64,
-    /// Its greatest size in bytes; 0: the driver's choice.
+    /// Limit of its size in bytes; 0: the driver's choice.
     pub most_bytes: u64,
-    /// 0.
+    /// Usage flags; 0: none.
     pub usage: u16,
-    /// Zero.
+    /// Reserved, must be zero.
     pub reserved: [u8; 54],
 }
 
-/// Values of `CUmemPool_attribute`.
+/// Values of `CUmemPool_attribute` that Affinode uses.
 pub mod pool_attribute {
-    /// Memory of another stream may be had once its work has ended.
+    /// Memory of another stream may be reused once its work has ended.
     pub const REUSE_OPPORTUNISTIC: u32 = 2;
-    /// Bytes that are kept when work is waited for.
+    /// Bytes that the pool keeps when work is waited for.
     pub const RELEASE_THRESHOLD: u32 = 4;
     /// Bytes of physical memory.
     pub const RESERVED: u32 = 5;
-    /// The most of it.
+    /// Highest value of [`RESERVED`] since its reset.
     pub const RESERVED_HIGH: u32 = 6;
-    /// Bytes in use.
+    /// Bytes of memory in use.
     pub const USED: u32 = 7;
-    /// The most of it.
+    /// Highest value of [`USED`] since its reset.
     pub const USED_HIGH: u32 = 8;
 }
 
-/// `CUarrayMapInfo`, as far as it is looked at.
+/// `CUarrayMapInfo`, as far as Affinode reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct ArrayMapInfo {
-    /// What is mapped into which array.
+    /// The array, and the part of it that is mapped.
     pub resource: [u64; 7],
-    /// Map or unmap.
+    /// The operation: map or unmap.
     pub operation: u32,
     /// 0: the handle is that of an allocation.
     pub handle_type: u32,
-    /// The memory.
+    /// The handle of the memory.
     pub handle: u64,
-    /// Where in it, on which devices.
+    /// Offset in the memory, and the devices, as the driver defines them.
     pub rest: [u64; 3],
 }
 
-/// `CU_MEM_ALLOCATION_TYPE_PINNED`.
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`: memory that stays on its device.
 pub const ALLOCATION_PINNED: u32 = 1;
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`: exportable as a descriptor.
 pub const POSIX_DESCRIPTOR: u32 = 1;
-/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`: read and write.
 pub const ACCESS_READ_WRITE: u32 = 3;
 
-/// Values of `CUdevice_attribute`.
+/// Values of `CUdevice_attribute` that Affinode uses.
 pub mod device_attribute {
-    /// Physical memory and addresses can be had apart.
+    /// Physical memory and addresses can be allocated separately.
     pub const VIRTUAL_MEMORY_MANAGEMENT: i32 = 102;
-    /// Memory made so can be exported as a descriptor.
+    /// Such memory can be exported as a descriptor.
     pub const POSIX_DESCRIPTORS: i32 = 103;
-    /// Memory made so can be reached by other devices on the bus.
+    /// Other devices on the bus can reach such memory.
     pub const RDMA_WITH_VIRTUAL_MEMORY: i32 = 110;
-    /// The node of host memory that is closest; -1: there is but one, or it is not known.
+    /// The nearest node of host memory; -1: there is only one, or it is unknown.
     pub const HOST_NUMA_ID: i32 = 134;
 }
 
-/// Values of `CUpointer_attribute`.
+/// Values of `CUpointer_attribute` that Affinode uses.
 pub mod pointer_attribute {
     /// The context that the memory was allocated in.
     pub const CONTEXT: u32 = 1;
-    /// Whether `cuIpcGetMemHandle` shares it.
+    /// Whether `cuIpcGetMemHandle` can share it.
     pub const LEGACY_IPC: u32 = 10;
     /// The size of the allocation.
     pub const RANGE_SIZE: u32 = 12;
-    /// What it can be exported as.
+    /// The handle types that it can be exported as.
     pub const HANDLE_TYPES: u32 = 14;
-    /// The pool that it came from; 0: none.
+    /// The pool that it was allocated from; 0: none.
     pub const POOL: u32 = 17;
 }
 
-/// `CU_MEM_LOCATION_TYPE_DEVICE`.
+/// `CU_MEM_LOCATION_TYPE_DEVICE`: the memory of a device.
 pub const LOCATION_DEVICE: u32 = 1;
-/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
+/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`: the device of an address.
 pub const POINTER_ATTRIBUTE_DEVICE_ORDINAL: u32 = 9;
 
-/// `cuCheckpointProcessLock`.
+/// The signature of `cuCheckpointProcessLock`.
 pub type CheckpointLockFn = unsafe extern "C" fn(i32, *mut CheckpointLockArgs) -> u32;
-/// `cuCheckpointProcessCheckpoint`, `…Restore`, `…Unlock`.
+/// The signature of `cuCheckpointProcessCheckpoint`, `…Restore` and `…Unlock`.
 pub type CheckpointFn = unsafe extern "C" fn(i32, *mut CheckpointArgs) -> u32;
-/// `cuCheckpointProcessRestore`, onto other GPUs.
+/// The signature of `cuCheckpointProcessRestore` with GPU pairs.
 pub type CheckpointRestoreFn = unsafe extern "C" fn(i32, *mut CheckpointRestoreArgs) -> u32;
-/// `cuCheckpointProcessGetState`.
+/// The signature of `cuCheckpointProcessGetState`.
 pub type CheckpointGetStateFn = unsafe extern "C" fn(i32, *mut u32) -> u32;
-/// `cuDriverGetVersion`.
+/// The signature of `cuDriverGetVersion`.
 pub type DriverGetVersionFn = unsafe extern "C" fn(*mut i32) -> u32;
-/// `cuCtxGetDevice`.
+/// The signature of `cuCtxGetDevice`.
 pub type CtxGetDeviceFn = unsafe extern "C" fn(*mut i32) -> u32;
 /// `cuDeviceGetUuid`, `cuDeviceGetUuid_v2`: 16 bytes.
 pub type DeviceGetUuidFn = unsafe extern "C" fn(*mut core::ffi::c_void, i32) -> u32;
-/// `cuPointerGetAttribute`.
+/// The signature of `cuPointerGetAttribute`.
 pub type PointerGetAttributeFn = unsafe extern "C" fn(*mut core::ffi::c_void, u32, u64) -> u32;
 
 const _: () = assert!(size_of::<CheckpointLockArgs>() == 64);

@@ -1,4 +1,4 @@
-//! The one list of driver functions that are held by the gate, by class.
+//! The list of all driver functions that the gate holds, by class.
 //!
 //! All names that CUDA 13's headers can make a program refer to, old versions and
 //! per-thread-default-stream variants included, because a linked program needs each

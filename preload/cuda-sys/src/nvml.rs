@@ -1,14 +1,14 @@
-//! The functions of NVIDIA's management library (NVML), by what becomes of a call while the
+//! The functions of NVIDIA's management library (NVML), by the handling of a call while the
 //! process's context is checkpointed: NVML would block until the context is restored.
 
-/// What becomes of a call while the context is checkpointed. The table in `docs/nvml.md` has the
+/// The handling of a call while the context is checkpointed. The table in `docs/nvml.md` has the
 /// functions of each class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
     /// Passes in every state: it does not reach the driver.
     Pass,
-    /// Counted by the library while NVML is initialised; else the process is brought back.
+    /// Counted by the library while NVML is initialised; else the process is restored first.
     Init,
     /// Counted by the library. NVML stays initialised in a process that uses CUDA.
     Shutdown,
@@ -46,9 +46,9 @@ pub enum Class {
     Power,
     /// `(device, count *, processes *)`: none.
     Processes,
-    /// `(set, data *, timeout)`: waits outside NVML, and brings nothing back.
+    /// `(set, data *, timeout)`: waits outside NVML, and restores no process.
     Wait,
-    /// The process is brought back first.
+    /// The process is restored first.
     Held,
 }
 
@@ -62,7 +62,7 @@ macro_rules! define_functions {
 
         /// As in [`crate::hook`]: one string costs a process no relocations.
         const NAMES: &str = concat!($($(stringify!($name), "\0",)*)*);
-        /// Number of listed functions.
+        /// The number of listed functions.
         pub const COUNT: usize = [$($(Function::$name,)*)*].len();
         const SECTIONS: &[(Class, usize)] =
             &[$((Class::$class, [$(Function::$name,)*].len()),)*];
@@ -70,9 +70,9 @@ macro_rules! define_functions {
 }
 crate::nvml_functions!(define_functions);
 
-/// The function that says which device a handle is of.
+/// The function that returns the UUID of a handle's device.
 pub const UUID: usize = Function::nvmlDeviceGetUUID as usize;
-/// The one way to initialise NVML that has an argument.
+/// The only function that initialises NVML and has an argument.
 pub const INIT_WITH_FLAGS: usize = Function::nvmlInitWithFlags as usize;
 
 const fn offsets() -> [u16; COUNT] {

@@ -1,15 +1,15 @@
-//! How many bytes a call moves, fills or asks for, by its arguments.
+//! The bytes that a call moves, fills or allocates, from its arguments.
 
 use crate::hook;
 
 /// Bytes that a call of the function with this number names in its arguments, which are
-/// those in registers; 0 when it names none. Says what was asked for, whether or not it
-/// was done.
+/// those in registers; 0 when it names none. This is the requested size, whether or not the call
+/// succeeded.
 #[must_use]
 pub fn of_call(number: u32, arguments: &[u64; 6]) -> u64 {
     let Some(name) = hook::name(number).map(str::as_bytes) else { return 0 };
     let base = hook::base(name);
-    // The first versions of these take 32 bits, and nobody calls them any more.
+    // The first versions of these take 32 bits; no current program calls them.
     let wide = name.get(base.len()..).is_some_and(|rest| rest.starts_with(b"_v2"));
     let [_, a, b, c, d, _] = *arguments;
     match base {

@@ -1,36 +1,36 @@
-//! Threads that block inside the driver while the process is away, on a way that no hook sees.
+//! Threads that block inside the driver while the process is offloaded, in calls that no hook sees.
 //!
-//! A call that reaches a driver library past the hooks waits there until the process is home, and
-//! nothing brings it home: it hangs for ever. So the agent looks at the threads of its process:
+//! A call that reaches a driver library past the hooks waits there until the process is resident,
+//! and no Wake is sent for it: it hangs for ever. So the agent samples the threads of its process:
 //!
 //! ```text
 //! before the driver's lock: where each thread is
-//! while away, once a second, if any thread has run since:
-//!   at another place than at the last look ──> noted
+//! while Checkpointed, every 0.9 s, if any thread has run since:
+//!   at another place than at the last look ──> recorded
 //!   there still, without having run ─────────> inside the driver, and not so before the lock?
-//!                                                └─ yes: the process is brought home
-//! home again:
-//!   it has gone on ──────> the way is real: Hazards::HIDDEN_WAY, its context stays on the device from now on
+//!                                              └─ yes: counts as a waiting caller
+//! Open again:
+//!   it has gone on ──────> a way past the hooks: Hazards::HIDDEN_WAY, the context is kept from now on
 //!   it is where it was ──> it waits for something else: this place is never counted again
 //! ```
 //!
 //! A place is the system call, the stack pointer and the program counter of
 //! `/proc/self/task/TID/syscall`. It is inside the driver if the first return address on the stack
 //! that is not libc's is in the code of a driver library. The driver's own threads are at such places,
-//! too: they are known by their names, or by being where they were before the lock.
+//! too: they are recognised by their names, or by being where they were before the lock.
 
 use core::ffi::CStr;
 
 use crate::sys;
 
-/// Threads that are looked at; of a process with more, the oldest.
+/// Limit of the threads that are watched; in a process with more, the oldest are watched.
 const MAX_THREADS: usize = 256;
-/// Places at which threads wait for something else.
+/// Limit of the places that are known to be waits for something else; the oldest is replaced.
 const MAX_EXCUSED: usize = 16;
-/// After this many returns for nothing the process is not watched any more.
+/// After this many restores without need the process is watched no longer.
 const MAX_FALSE_ALARMS: u32 = 3;
 const INTERVAL_US: u64 = 900_000;
-/// A thread that has not gone on so long after the return waits for something else.
+/// A thread that has not gone on this long after the restore waits for something else.
 const GOES_ON_WITHIN_US: u64 = 2_000_000;
 /// How far up the stack the caller of libc is looked for, in words.
 const STACK_WORDS: usize = 128;
@@ -47,32 +47,31 @@ struct ThreadLocation {
 struct ThreadSample {
     tid: u32,
     place: ThreadLocation,
-    /// How often it was switched from, once it was found at this place twice.
+    /// Voluntary context switches, once the thread was found at this place twice.
     switches: Option<u64>,
-    /// Where it was before the lock.
+    /// The place before the lock; `None`: the thread did not exist or ran.
     before: Option<ThreadLocation>,
-    /// It was judged at this place.
+    /// The thread has been judged at this place.
     is_judged: bool,
 }
 
-/// What is known of the threads of this process.
+/// The samples of the threads of this process.
 pub struct BlockedThreadWatch {
     threads: [ThreadSample; MAX_THREADS],
     count: usize,
     excused: [(u32, ThreadLocation); MAX_EXCUSED],
     excused_count: usize,
-    /// The thread for which the process comes home, and when it was home.
+    /// The thread for which the process is restored, and when it was first seen resident.
     suspect: Option<(u32, ThreadLocation, Option<u64>)>,
     false_alarms: u32,
     due_us: u64,
-    /// What all threads but this one were switched from at the last look, and in how many looks in a
-    /// row that was the same.
+    /// Context switches of all threads but the agent at the last look, and the number of looks in a
+    /// row that found the same.
     switches: u64,
     quiet_looks: u32,
 }
 
 impl BlockedThreadWatch {
-    /// Nothing is known.
     pub const fn new() -> BlockedThreadWatch {
         const PLACE: ThreadLocation = ThreadLocation { call: 0, stack: 0, code: 0 };
         const NO_THREAD: ThreadSample =
@@ -90,17 +89,17 @@ impl BlockedThreadWatch {
         }
     }
 
-    /// Whether a thread blocks inside the driver until the process is home.
+    /// Whether a thread blocks inside the driver until the process is restored.
     pub fn has_blocked(&self) -> bool {
         matches!(self.suspect, Some((_, _, None)))
     }
 
-    /// Whether [`Watch::settle`] has something to find out.
+    /// Whether [`BlockedThreadWatch::settle`] has something to find out.
     pub fn is_settling(&self) -> bool {
         self.suspect.is_some()
     }
 
-    /// The gate is closed, the driver has not locked the process yet.
+    /// Samples all threads while the gate is closed and the driver has not locked the process yet.
     pub fn note(&mut self) {
         self.count = 0;
         (self.due_us, self.quiet_looks) = (0, 0);
@@ -116,7 +115,7 @@ impl BlockedThreadWatch {
         });
     }
 
-    /// The context of the process is off the device. True: a thread blocks inside the driver.
+    /// Samples all threads of a checkpointed process. True: a thread blocks inside the driver.
     pub fn look(&mut self, now_us: u64) -> bool {
         if self.has_blocked() {
             return true;
@@ -125,7 +124,7 @@ impl BlockedThreadWatch {
             return false;
         }
         self.due_us = now_us + INTERVAL_US;
-        // A thread is found out at the third look after it has run.
+        // A blocked thread is found at the third look after it has run.
         const LOOKS: u32 = 3;
         let switches = sys::switches_of_others();
         self.quiet_looks = if switches == self.switches { self.quiet_looks + 1 } else { 0 };
@@ -143,7 +142,7 @@ impl BlockedThreadWatch {
         self.has_blocked()
     }
 
-    /// The process is home. True: the thread that had blocked has gone on.
+    /// Checks the suspect once the process is resident. True: the blocked thread has gone on.
     pub fn settle(&mut self, now_us: u64) -> bool {
         let Some((tid, place, home_us)) = self.suspect else { return false };
         if place_of(tid) != Some(place) {
@@ -158,7 +157,7 @@ impl BlockedThreadWatch {
         false
     }
 
-    /// The process is about to leave again. True as in [`Watch::settle`].
+    /// The same as [`BlockedThreadWatch::settle`], before the next offload, without waiting on.
     pub fn settle_now(&mut self) -> bool {
         let Some((tid, place, _)) = self.suspect else { return false };
         let has_gone_on = place_of(tid) != Some(place);
@@ -191,7 +190,7 @@ impl BlockedThreadWatch {
             }
         };
         let Some(entry) = entry else { return false };
-        // It runs.
+        // Without a place, the thread is running.
         let before = if known.is_some() { entry.before } else { None };
         let Some(place) = place else {
             *entry = ThreadSample { tid, before, ..ThreadSample::default() };
@@ -230,7 +229,7 @@ impl ProcPath {
         let parts: [&[u8]; 4] =
             [b"/proc/self/task/", digits.get(leading..).unwrap_or(&[]), b"/", file];
         let mut path = ProcPath([0; 48]);
-        // The last byte stays the end.
+        // The last byte stays zero, as the end of the string.
         let room = path.0.iter_mut().take(47);
         room.zip(parts.into_iter().flatten()).for_each(|(to, from)| *to = *from);
         path
@@ -264,7 +263,7 @@ fn hexadecimal(text: &[u8]) -> Option<usize> {
     number(text.strip_prefix(b"0x").unwrap_or(text), 16).map(|value| value as usize)
 }
 
-/// Where a thread sleeps; `None` if it runs, has ended or is not to be seen.
+/// Where a thread sleeps; `None` if it runs, has ended or cannot be read.
 fn place_of(tid: u32) -> Option<ThreadLocation> {
     let mut buffer = [0; 256];
     place_in(ProcPath::of(tid, b"syscall").read(&mut buffer)?)
@@ -278,7 +277,7 @@ fn place_in(text: &[u8]) -> Option<ThreadLocation> {
     Some(ThreadLocation { call, stack, code: hexadecimal(words.next()?)? })
 }
 
-/// How often a thread was switched from.
+/// Voluntary context switches of a thread.
 fn switches_of(tid: u32) -> Option<u64> {
     let mut buffer = [0; 4096];
     let text = ProcPath::of(tid, b"status").read(&mut buffer)?;
@@ -287,13 +286,13 @@ fn switches_of(tid: u32) -> Option<u64> {
     number(line.trim_ascii(), 10)
 }
 
-/// Whether a thread has a name that the driver gives to its own.
+/// Whether a thread has a name that the driver gives to its own threads.
 fn is_drivers_own(tid: u32) -> bool {
     let mut buffer = [0; 32];
     ProcPath::of(tid, b"comm").read(&mut buffer).is_some_and(|name| name.starts_with(b"cuda"))
 }
 
-/// Whose code it is.
+/// The owner of the code at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Code {
     Driver,
@@ -302,7 +301,7 @@ enum Code {
 }
 
 impl Code {
-    /// By the path of the file that is mapped.
+    /// Classifies by the path of the mapped file.
     fn of(path: &[u8]) -> Code {
         // One string each: a table of references would cost every process a relocation per name.
         const DRIVER: &[u8] = b"libcuda.so libnvidia- libcupti libnvcuvid libnvoptix \
@@ -321,7 +320,7 @@ impl Code {
     }
 }
 
-/// Addresses, and whose code they are in.
+/// Addresses, each with the owner of the code it points into; `None`: it points into no code.
 type Words = [(usize, Option<Code>); STACK_WORDS + 1];
 
 /// Whether a thread that sleeps there was called from the code of a driver library.
@@ -352,7 +351,7 @@ fn is_inside_driver(place: ThreadLocation) -> bool {
     first == Some(Some(Code::Driver))
 }
 
-/// Finds out in whose code each address is. False: that cannot be read.
+/// Sets the owner of the code at each address. False: the memory map cannot be read.
 fn attribute(words: &mut Words) -> bool {
     const BUFFER_BYTES: usize = 4096;
     let mut buffer = [0_u8; BUFFER_BYTES];
@@ -374,7 +373,7 @@ fn attribute(words: &mut Words) -> bool {
         if bytes == 0 {
             return true;
         }
-        // A line that does not fit has a path that is none of the driver's.
+        // A line longer than the buffer has a path that is no driver library's.
         let used = if used == 0 && filled == BUFFER_BYTES { filled } else { used };
         let mut line = [0_u8; BUFFER_BYTES];
         let rest = buffer.get(used..filled).unwrap_or(&[]);

@@ -10,10 +10,10 @@ use crate::{libc, sys};
 
 const FIRST_BACKOFF_MS: u64 = 100;
 const MAX_BACKOFF_MS: u64 = 5_000;
-/// How long a Welcome is waited for.
+/// Time within which the Welcome must arrive.
 const WELCOME_WITHIN_US: u64 = 5_000_000;
 
-/// The value of the variable that names another socket, null when it is not set. Asked
+/// The value of the variable that names another socket, null when it is not set. To be read
 /// on the application's thread, as it may change its environment right afterwards.
 pub fn named_socket() -> *mut c_void {
     // The environment of a setuid program is its caller's.
@@ -21,7 +21,7 @@ pub fn named_socket() -> *mut c_void {
     value.map_or(core::ptr::null_mut(), |v| v.as_ptr().cast_mut().cast())
 }
 
-/// The socket that the agent connects to. `named` is what [`named_socket`] gave.
+/// The socket that the agent connects to. `named` is the result of [`named_socket`].
 fn socket_path<'a>(named: *const c_void) -> &'a [u8] {
     if named.is_null() {
         CONTAINER_AGENT_SOCKET.as_bytes()
@@ -31,7 +31,7 @@ fn socket_path<'a>(named: *const c_void) -> &'a [u8] {
     }
 }
 
-/// The file beside that socket which has the word of the engine.
+/// The file beside that socket which contains the engine's name.
 pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Option<&CStr> {
     let socket = socket_path(named);
     let slash = socket.iter().rposition(|byte| *byte == b'/')?;
@@ -40,11 +40,11 @@ pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Optio
     for (to, from) in buffer.iter_mut().zip(path) {
         *to = *from;
     }
-    // One that is too long has no end.
+    // A path that is too long has no terminating zero.
     CStr::from_bytes_until_nul(buffer).ok()
 }
 
-/// The longest path of a socket, with its end.
+/// Longest path of a socket, with its terminating zero.
 pub const PATH_BYTES: usize = 108;
 
 /// A connection, or the wait for one.
@@ -55,27 +55,27 @@ pub struct ControllerConnection {
     page_file: TrackedFd,
     socket: Option<TrackedFd>,
     welcomed: bool,
-    /// While connected: when a Welcome must have come. Else: when to try again.
+    /// While connected: deadline of the Welcome. Else: time of the next attempt.
     due_us: u64,
     backoff_ms: u64,
     frame: [u8; FRAME_BYTES],
     received: usize,
-    /// Came with the frame that is being received.
+    /// Arrived with the frame that is being received.
     descriptor: Option<sys::Descriptor>,
 }
 
-/// What the controller has to say.
+/// Result of one receive.
 pub enum ReceivedMessage {
-    /// Nothing more for now.
+    /// No complete message has arrived.
     Nothing,
-    /// A message, and what came along.
+    /// A message, and the descriptor that arrived with it.
     Message(ControllerMessage, Option<sys::Descriptor>),
-    /// The connection is gone, or was dropped because of what came.
+    /// The connection has ended, or was dropped because of an invalid message.
     Lost,
 }
 
 impl ControllerConnection {
-    /// A link that has not tried yet. `named` is what [`named_socket`] gave.
+    /// Without an attempt so far. `named` is the result of [`named_socket`].
     pub fn new(named: *const c_void, tid: u32, page_file: TrackedFd) -> ControllerConnection {
         fds::PAGE.set(page_file);
         let path = socket_path(named);
@@ -103,19 +103,19 @@ impl ControllerConnection {
         self.welcomed
     }
 
-    /// Whether there is no connection at all: the last attempt failed, or one has ended.
+    /// Whether there is no connection: the last attempt failed, or the connection has ended.
     pub fn is_alone(&self) -> bool {
         self.socket.is_none()
     }
 
-    /// The controller said welcome.
+    /// Records that the Welcome has arrived.
     pub fn set_welcomed(&mut self) {
         self.welcomed = true;
         self.backoff_ms = FIRST_BACKOFF_MS;
     }
 
-    /// Connects and says hello when it is time to; gives up a connection that is not
-    /// answered or whose descriptor was taken away.
+    /// Connects and sends the Hello when that is due; ends a connection without a Welcome in time
+    /// or whose descriptor the application has closed.
     pub fn keep(&mut self, now_us: u64, hello: impl FnOnce() -> AgentMessage) {
         if let Some(socket) = self.socket {
             let overdue = !self.welcomed && now_us >= self.due_us;
@@ -147,7 +147,7 @@ impl ControllerConnection {
         sys::send(fd, &hello().encode(), Some(page_fd)) == Ok(FRAME_BYTES)
     }
 
-    /// Ends the connection; the next attempt comes after a pause that grows.
+    /// Ends the connection; the next attempt follows after a pause that doubles each time.
     pub fn lose(&mut self, now_us: u64) {
         if let Some(socket) = self.socket.take() {
             socket.close();
@@ -157,7 +157,7 @@ impl ControllerConnection {
         self.backoff_ms = (2 * self.backoff_ms).min(MAX_BACKOFF_MS);
     }
 
-    /// How long to sleep at most before [`Self::keep`] has something to do.
+    /// Longest sleep before [`Self::keep`] has something to do.
     pub fn patience_ms(&self, now_us: u64) -> u64 {
         if self.welcomed {
             MAX_BACKOFF_MS
@@ -166,7 +166,7 @@ impl ControllerConnection {
         }
     }
 
-    /// Sends a message. A connection that does not take it is given up.
+    /// Sends a message. If the socket does not take it whole, the connection ends.
     pub fn send(&mut self, now_us: u64, message: &AgentMessage) {
         let fd = self.socket.and_then(|socket| socket.get());
         let sent = fd.is_some_and(|fd| sys::send(fd, &message.encode(), None) == Ok(FRAME_BYTES));
@@ -175,7 +175,7 @@ impl ControllerConnection {
         }
     }
 
-    /// The next message, without waiting for one.
+    /// Receives the next message, without waiting for one.
     pub fn receive(&mut self, now_us: u64) -> ReceivedMessage {
         let Some(socket) = self.socket else {
             return ReceivedMessage::Nothing;

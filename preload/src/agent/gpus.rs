@@ -1,9 +1,9 @@
-//! The GPUs of the node, as the controller lists them, and which stands for which when the
-//! process comes back on another one.
+//! The GPUs of the node, as the controller lists them, and their exchange when the process is
+//! restored on another GPU.
 //!
 //! The driver wants every GPU of the node named, each as old and as new one (seen with 580),
-//! and opens their device files in this process. A container that was given fewer stays where
-//! it is: nothing is tried whose failure nobody has seen.
+//! and opens their device files in this process. A container with fewer device files is not
+//! moved to another GPU: how the driver would fail is not known.
 
 use core::ffi::CStr;
 
@@ -16,7 +16,7 @@ use crate::sys;
 /// The first driver (of CUDA 13.0) whose restore takes pairs of GPUs.
 const MIN_DRIVER: u32 = 13_000;
 
-/// A list, or the part of it that has come.
+/// The list, or the part of it that has arrived.
 #[derive(Clone, Copy)]
 pub struct GpuMap {
     total: usize,
@@ -24,26 +24,25 @@ pub struct GpuMap {
     known: [Gpu; MAX_GPUS],
 }
 
-/// Each GPU of a list with the one that stands for it.
+/// Each GPU of the list with the GPU that replaces it.
 pub struct DevicePairs {
     many: usize,
     pairs: [GpuPair; MAX_GPUS],
 }
 
 impl DevicePairs {
-    /// Those that count.
+    /// The pairs in use.
     pub fn all(&self) -> &[GpuPair] {
         self.pairs.get(..self.many).unwrap_or_default()
     }
 }
 
 impl GpuMap {
-    /// None have been listed.
     pub const fn none() -> GpuMap {
         GpuMap { total: 0, come: 0, known: [Gpu { uuid: [0; 16], minor: 0 }; MAX_GPUS] }
     }
 
-    /// Takes the next part of a list. One that begins replaces what is known.
+    /// Stores the next part of the list. The first part of a list discards the previous one.
     pub fn take(&mut self, first: u8, total: u8, part: &[Gpu; GPUS_PER_FRAME]) {
         let (first, total) = (usize::from(first), usize::from(total));
         if first == 0 {
@@ -64,8 +63,8 @@ impl GpuMap {
         self.known.get(..self.come).filter(|all| all.len() == self.total).unwrap_or_default()
     }
 
-    /// The two change places, every other stands for itself. `None`: there are no such two, or
-    /// the list is not whole.
+    /// The pairs in which GPUs `from` and `to` are exchanged and every other one maps to itself.
+    /// `None`: an index is not in the list, or the list is incomplete.
     pub fn exchanged(&self, from: u8, to: u8) -> Option<DevicePairs> {
         let all = self.all();
         let (from, to) = (usize::from(from), usize::from(to));
@@ -86,7 +85,7 @@ impl GpuMap {
         Some(pairs)
     }
 
-    /// Whether this process can open the device file of each.
+    /// Whether this process can open the device files of all GPUs.
     pub fn are_reachable(&self) -> bool {
         self.all().iter().all(|gpu| {
             let mut path = [0; 32];
@@ -95,7 +94,7 @@ impl GpuMap {
     }
 }
 
-/// Whether the driver can bring a process back on another GPU.
+/// Whether the driver can restore a process on another GPU.
 pub fn driver_can() -> bool {
     host::driver_version() >= MIN_DRIVER
 }

@@ -1,4 +1,4 @@
-//! The machine's hands: the page, the threads and the driver of this process.
+//! [`Host`] on the real process: its counters, threads and driver.
 
 use core::ffi::CStr;
 use core::sync::atomic::Ordering;
@@ -18,26 +18,26 @@ use super::vram;
 use crate::counters::CounterPage;
 use crate::{constants, libcuda, lookup, nvml, process, swap, sys, tools};
 
-/// This process.
+/// The process that this library is loaded into.
 pub struct DriverHost {
-    /// Its page.
+    /// The process's shared counters.
     pub page: &'static CounterPage,
-    /// Those of the node.
+    /// The node's GPUs, as the controller lists them.
     pub gpus: GpuMap,
-    /// Its threads.
+    /// Watches threads for calls past the hooks.
     pub watch: BlockedThreadWatch,
-    /// Held while it comes back without a controller.
+    /// Lock of the node, held during a self-restore; `None`: none is running.
     pub turn: Option<sys::FolderLock>,
-    /// With the lock of a hand-over.
+    /// How long a copy-out with the copier waits for the node's lock.
     pub patience: WaitBudget,
 }
 
-/// The library's folder: every container of the node has the same one.
+/// The library's folder, the same file in every container of the node: self-restores lock it.
 const FOLDER: &CStr = c"/.affinode/lib";
 
-/// How often the lock of a hand-over is tried, a millisecond apart. Any container can hold it for
-/// as long as it likes: after one that was not to be had in time, it is tried once at a time until
-/// it is to be had again.
+/// Whether the last wait for the node's lock failed. The lock is tried up to [`Self::MAX_TRIES`]
+/// times, a millisecond apart. Any container can hold it as long as it wants: after a wait that
+/// failed, the lock is tried once each time until it is free again.
 #[derive(Debug, Default)]
 pub struct WaitBudget {
     refused: bool,
@@ -46,7 +46,7 @@ pub struct WaitBudget {
 impl WaitBudget {
     const MAX_TRIES: u32 = 1_000;
 
-    /// The lock, for which others that leave are waited for.
+    /// Takes the lock, and waits while other processes hold it.
     fn take<T>(&mut self, mut try_lock: impl FnMut() -> Option<T>, pause: impl Fn()) -> Option<T> {
         let tries = if self.refused { 1 } else { Self::MAX_TRIES };
         let mut taken = try_lock();
@@ -62,14 +62,14 @@ impl WaitBudget {
     }
 }
 
-/// How long a call that is inside NVML is waited for before a lock.
+/// Longest wait before a lock for a call that is inside NVML.
 const MAX_NVML_MS: u32 = 2_000;
 
 fn own_pid() -> i32 {
     sys::getpid() as i32
 }
 
-/// `cuDriverGetVersion`, 0 when it cannot be had.
+/// `cuDriverGetVersion`; 0: the call is missing or failed.
 pub fn driver_version() -> u32 {
     let mut version = 0_i32;
     if let Some(get) = libcuda::function(b"cuDriverGetVersion") {
@@ -82,7 +82,7 @@ pub fn driver_version() -> u32 {
     u32::try_from(version).unwrap_or(0)
 }
 
-/// Whether the driver shows this process one GPU: what it shows is settled with `cuInit`. False
+/// Whether the driver shows this process exactly one GPU. `cuInit` fixes what it shows: false
 /// before that.
 pub fn sees_one_gpu() -> bool {
     type DeviceGetCountFn = unsafe extern "C" fn(*mut i32) -> u32;
@@ -144,7 +144,7 @@ impl Host for DriverHost {
         if swap::is_reached() {
             self.page.add_hazards(Hazards::SHARED_MEMORY);
         }
-        // Known before the report of this order: what is moved, and how, depends on it.
+        // Added before the report of this order: the controller's plan depends on it.
         self.page.add_hazards(tools::found());
         let hazards = self.page.hazards().without(Hazards::KEEPS_CONTEXT);
         hazards.is_empty() && lookup::is_tight()
@@ -185,7 +185,7 @@ impl Host for DriverHost {
                 }
                 DriverCall::RestoreOn(from, to) => {
                     let pairs = self.gpus.exchanged(from, to)?;
-                    // The driver shows it the other GPU from then on.
+                    // From then on the driver shows the process the other GPU.
                     constants::forget();
                     let all = pairs.all();
                     let mut arguments = CheckpointRestoreArgs {
@@ -213,7 +213,7 @@ impl Host for DriverHost {
     }
 
     fn note_threads(&mut self) {
-        // One that had blocked, and has gone on since it is home.
+        // A thread that had blocked, and has gone on since the process is resident.
         if self.watch.settle_now() {
             self.page.add_hazards(Hazards::HIDDEN_WAY);
         }
@@ -225,7 +225,7 @@ impl Host for DriverHost {
     }
 
     fn park(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32> {
-        // Who comes back without a controller takes no device memory beside what that copies there.
+        // A process that restores itself must not take the VRAM into which the copier still copies.
         let hands_over = how.then_checkpoint && swap::is_prepared();
         let try_lock = || sys::lock_folder(FOLDER);
         let mut take = || self.patience.take(try_lock, || sys::sleep_us(1_000));
@@ -282,7 +282,7 @@ impl Host for DriverHost {
     }
 
     fn begin_return(&mut self, vram_bytes: u64) -> bool {
-        // What is free for one is free for all who ask: one at a time on the whole node.
+        // Each process would find the same VRAM free: one self-restore at a time on the node.
         self.turn = sys::lock_folder(FOLDER);
         self.turn.is_some() && vram::has_room(vram_bytes)
     }

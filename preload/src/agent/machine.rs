@@ -1,32 +1,32 @@
-//! What the agent does with an order, apart from how.
+//! The phases of a process and the steps of each order, apart from how a step is done ([`Host`]).
 //!
 //! ```text
-//!        Close           Lock             Checkpoint
-//! Open ────────> Closed ──────> Locked ───────────────> Away
-//!      <────────   ^    <──────   │    <───────────────  ^ │
-//!        Open      │    Unlock    │    Restore, nothing  │ │
-//!                  │              │    is parked         │ │
-//!                  │              │ Park: unlock, copy,  │ │
-//!                  │  Restore:    v       give back      │ │
-//!                  └─ unpark ── Parked ──────────────────┘ │ Restore, then go on as
-//!                                ^  Checkpoint: lock, then │ from Parked: restore,
-//!                                │  checkpoint the rest    │ unlock, unpark
-//!                                └─────────────────────────┘
+//!        Close            Lock                  Checkpoint
+//! Open ────────> Closed ──────> Locked ───────────────────> Checkpointed
+//!      <────────  ^     <──────  │     <───────────────────     ^  │
+//!        Open     │     Unlock   │     Restore, nothing is      │  │
+//!                 │              │     copied out               │  │
+//!                 │              │ CopyOut: unlock, copy,       │  │
+//!                 │ Restore:     v free device memory           │  │
+//!                 └─ copy in ── CopiedOut ──────────────────────┘  │ Restore: restore,
+//!                                ^       Checkpoint: lock, then    │ unlock, then copy in
+//!                                │       checkpoint the rest       │ as from CopiedOut
+//!                                └─────────────────────────────────┘
 //! ```
 //!
-//! The lock before a Park waits for work on the GPU. Of a Park that fails nothing was given
-//! back (Closed); of a return that fails in its second half the memory is in the pool
-//! (Parked), and it is tried again.
+//! While a step runs, the phase names it: Closing, Locking, CopyingOut, Checkpointing, Restoring,
+//! Unlocking, CopyingIn. After each call into the driver the state that the driver reports decides
+//! the phase, whatever the call returned.
 //!
-//! Where the context is lost, as after an uncorrectable memory error, the program is told: Open.
-//!
-//! A process that ends while it is away (its driver answers "deinitialized") is Open.
-//! Between two of them the phase says so (Closing, Locking, …). After each call into
-//! the driver its own word decides where the process is, whatever the call returned.
-//!
-//! Where a checkpoint follows, a copier may copy beside it what a Park has handed over; it is waited
-//! for behind the checkpoint. Where it does not, the process is Away with its memory on the device,
-//! and takes that back when it returns.
+//! - The lock before a CopyOut waits for work on the GPU. A CopyOut that fails has freed nothing
+//!   (Closed). If a restore fails while it copies in, the content stays in the staging buffer
+//!   (CopiedOut), and the restore is repeated.
+//! - If the context is lost, as after an uncorrectable memory error, the gate opens (Open) and the
+//!   program's calls return the error.
+//! - A process that ends while it is offloaded (its driver returns DEINITIALIZED) is Open.
+//! - If a checkpoint follows a CopyOut, a copier may copy meanwhile what the CopyOut has exported
+//!   to it; the agent waits for the copier after the checkpoint. If the copier fails, the process is
+//!   Checkpointed with that memory still on the device, and takes it back when it is restored.
 
 use affinode_cuda_sys::{process_state, result};
 use affinode_proto::wire::Phase;
@@ -35,10 +35,10 @@ use affinode_proto::wire::message::{Action, BUSY_NVML, CopyOptions, Outcome, PRO
 
 use crate::swap::{LOADER_HELD, NO_HOST_MEMORY};
 
-/// Which counts are waited for.
+/// The calls whose counts must be zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallAdmission {
-    /// Every call.
+    /// Calls of every class.
     All,
     /// Calls that may take device memory.
     Allocating,
@@ -47,111 +47,111 @@ pub enum CallAdmission {
 /// A call of the driver's checkpoint interface, on the own process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriverCall {
-    /// Lock, waiting at most so many milliseconds for running work.
+    /// Lock, waiting at most this many milliseconds for running work.
     Lock(u32),
-    /// Device memory to host memory.
+    /// Move device memory to host memory.
     Checkpoint,
-    /// And back.
+    /// Move it back to the device.
     Restore,
-    /// And back, with these two of the listed GPUs in each other's place.
+    /// Move it back, with these two GPUs of the controller's list exchanged.
     RestoreOn(u8, u8),
-    /// Run on.
+    /// Let the process use the device again.
     Unlock,
 }
 
 /// Everything that the machine can do to the process.
 pub trait Host {
-    /// Sets the gate.
+    /// Sets the gate; a damaged process gets [`Gate::Damaged`] instead of an open gate.
     fn set_gate(&mut self, gate: Gate);
-    /// Makes the phase known.
+    /// Publishes the phase in the counters.
     fn set_phase(&mut self, phase: Phase);
-    /// Counts one closing more.
+    /// Increments the number of closings.
     fn next_generation(&mut self);
-    /// Makes the gate's value known to all threads, and their counts to us. False: it
-    /// cannot be done.
+    /// Makes the gate's value visible to all threads, and their counts to the agent.
+    /// `false`: the barrier failed.
     fn fence(&mut self) -> bool;
-    /// Sets whether the gate holds calls that are made inside of other calls, too.
+    /// Sets whether the gate holds nested calls, too.
     fn set_sealed(&mut self, sealed: bool);
     /// Whether none of these calls is inside the driver.
     fn drained(&mut self, calls: CallAdmission) -> bool;
     /// Whether a caller waits at the gate.
     fn has_waiters(&mut self) -> bool;
-    /// Sleeps.
+    /// Sleeps for `us` microseconds.
     fn sleep_us(&mut self, us: u64);
-    /// Monotonic time.
+    /// Monotonic time in microseconds.
     fn now_us(&mut self) -> u64;
-    /// Whether anything of this process may leave its device.
+    /// Whether no hazard keeps all of this process on its device.
     fn is_eligible(&mut self) -> bool;
-    /// Whether the driver must not checkpoint it: a tool or a video library is in the process. Asked
-    /// with the gate closed, so that none can come in before the checkpoint.
+    /// Whether the driver must not checkpoint the process: it has loaded a tool or a video library.
+    /// Only called with the gate closed, so that none can be loaded before the checkpoint.
     fn keeps_context(&mut self) -> bool;
-    /// The driver is about to lock the process: where its threads are is noted.
+    /// Records where the threads are, before the driver locks the process.
     fn note_threads(&mut self);
-    /// Whether the driver has ended, before its process: it says so to every call.
+    /// Whether the driver has ended before its process: it then returns DEINITIALIZED.
     fn has_driver_ended(&mut self) -> bool;
     /// Calls the driver; `None` when it has no such function.
     fn call(&mut self, call: DriverCall) -> Option<u32>;
-    /// The driver's word on the state of the process, if it has one.
+    /// The process state that the driver reports; `None`: it reports none.
     fn state(&mut self) -> Option<u32>;
-    /// Copies what can be carried to host memory, and gives the device memory back. On an
-    /// error, the driver's code, everything is as it was. `vram_bytes`: all that the process holds
-    /// on its device; where a checkpoint follows, a copier may copy beside it.
+    /// Copies swappable memory to host memory and frees the device memory. On an error, which
+    /// is the driver's code, all is as before. `vram_bytes`: all that the process holds on its
+    /// device. If a checkpoint follows, a copier may copy meanwhile.
     fn park(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32>;
-    /// Waits until a copier has copied what it was handed, if anything. False: it has not, and
-    /// will not; the content is on the device.
+    /// Waits until the copier has copied what was exported to it, if anything. `false`: the
+    /// copier has failed; the content is still on the device.
     fn settle(&mut self) -> bool;
-    /// Bytes of what was handed over and is not copied: they are on the device still.
+    /// Bytes that were exported to the copier but not copied: they are still on the device.
     fn handed_bytes(&mut self) -> u64;
-    /// Brings it back. On an error, the driver's code, it is parked as before.
+    /// Copies in what is copied out. On an error, which is the driver's code, it stays copied out.
     fn unpark(&mut self) -> Result<(), u32>;
-    /// Whether anything is parked.
+    /// Whether anything is copied out.
     fn is_parked(&mut self) -> bool;
-    /// Takes the host memory that it is parked in out of the driver's hands; a copier may get
-    /// it into its own. `vram_bytes`: all that the process holds on its device when it is home.
+    /// Unregisters the staging buffer from the driver; a copier may register it for itself.
+    /// `vram_bytes`: all that the process holds on its device when it is resident.
     fn let_go_of_parked(&mut self, vram_bytes: u64);
-    /// Tells a copier that the driver has taken the rest of the process off the device.
+    /// Tells the copier that the driver has checkpointed the rest of the process.
     fn announce_away(&mut self);
-    /// Tells a copier that the driver restores the process from now on.
+    /// Tells the copier that the driver begins to restore the process.
     fn announce_restore(&mut self);
-    /// Leaves the copier, if there is a way to one.
+    /// Closes the connection to the copier, if there is one.
     fn leave_copier(&mut self);
-    /// Whether it has hold of device memory that another process has made: the driver would
-    /// checkpoint it, and then not restore it.
+    /// Whether the process has imported device memory of another process: the driver would
+    /// checkpoint it, and then fail to restore it.
     fn holds_imported(&mut self) -> bool;
-    /// Whether it can come back with these two of the listed GPUs in each other's place.
+    /// Whether the process can be restored with these two GPUs of the list exchanged.
     fn can_move(&mut self, from: u8, to: u8) -> bool;
-    /// Whether the driver runs and answers every call with this code: the context is lost.
+    /// Whether the driver runs and returns this code for every call: the context is lost.
     fn is_broken(&mut self, code: u32) -> bool;
-    /// From now on an open gate answers calls with an error: the memory is not there.
+    /// From now on an open gate answers calls with an error: the content of memory is lost.
     fn set_damaged(&mut self);
-    /// Whether so many bytes are proven free on the devices, and no other process that
-    /// comes back by itself takes them before [`Host::end_return`].
+    /// Whether this many bytes are proven free on the devices, and no other process that
+    /// restores itself takes them before [`Host::end_return`].
     fn begin_return(&mut self, vram_bytes: u64) -> bool;
-    /// The end of a return by itself, whether it began or not.
+    /// Ends a self-restore, whether it began or not.
     fn end_return(&mut self);
 }
 
-/// How an order ended, with the driver's code where it was asked.
+/// The outcome of an order, with the driver's code (0: none).
 pub type Ended = (Outcome, u32);
 
-/// Where the process is.
+/// The phase of the process, and what a restore depends on.
 #[derive(Debug)]
 pub struct OrderMachine {
     phase: Phase,
     allocations_held: bool,
     vram_bytes: u64,
-    /// Returns in a line that failed with a code of a lost context.
+    /// Failed restores in a row with a code of a lost context.
     lost_returns: u32,
-    /// The code that the driver answers every call with.
+    /// The code that the driver returns for every call, once the context is lost.
     broken: Option<u32>,
 }
 
-/// Returns that may fail so before the program is told: the driver may find other memory.
+/// Restores that may fail so before calls return an error: the driver may find other memory.
 const MAX_LOST_RETURNS: u32 = 3;
 
 impl OrderMachine {
-    /// A process that runs, but takes no device memory before the controller has had
-    /// its say: memory may be promised to another just now.
+    /// A process that runs, but takes no device memory before the controller has sent its
+    /// Welcome: the VRAM may be granted to another process.
     pub fn new() -> OrderMachine {
         OrderMachine {
             phase: Phase::Open,
@@ -162,7 +162,6 @@ impl OrderMachine {
         }
     }
 
-    /// Where the process is.
     pub fn phase(&self) -> Phase {
         self.phase
     }
@@ -172,15 +171,15 @@ impl OrderMachine {
         self.allocations_held
     }
 
-    /// Carries out the controller's order of `decided_ms` (0: of no known time), unless it
-    /// takes VRAM and is so old that the VRAM may be another's by now: the process or the
-    /// controller was stopped in between.
+    /// Carries out the controller's order of `decided_ms` (0: time unknown). An order that takes
+    /// VRAM and is older than [`PROOF_TTL_MS`] is refused, since that VRAM may be granted to another
+    /// process by now: this process or the controller was stopped in between.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
         let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
         let late = decided_ms > 0 && age_ms > PROOF_TTL_MS;
         match action {
             _ if late && action.is_restore() => (Outcome::Late, 0),
-            // Others may be promised by now what is copied on the device meanwhile.
+            // What a copier copies on the device meanwhile needs VRAM that others may be granted by now.
             Action::CopyOut { vram_bytes, how } if late => {
                 let how = CopyOptions { then_checkpoint: false, ..how };
                 self.carry_out(host, Action::CopyOut { vram_bytes, how })
@@ -189,10 +188,10 @@ impl OrderMachine {
         }
     }
 
-    /// Carries out an order, all of it, before it returns.
+    /// Carries out an order completely before it returns.
     pub fn carry_out(&mut self, host: &mut impl Host, action: Action) -> Ended {
         if !admits(self.phase, action) {
-            // Somebody may have moved the process from outside.
+            // Another program may have moved the process with the driver's checkpoint interface.
             self.observe(host);
         }
         if !admits(self.phase, action) {
@@ -212,7 +211,7 @@ impl OrderMachine {
                     return (Outcome::Unsupported, 0);
                 }
                 host.note_threads();
-                // 0 would wait for ever.
+                // For the driver, 0 means without a limit.
                 let call = DriverCall::Lock(timeout_ms.max(1));
                 self.step(host, call, Phase::Locking, Phase::Locked)
             }
@@ -241,7 +240,7 @@ impl OrderMachine {
                 self.hand_over_if_lost(host, ended)
             }
             Action::RestoreOnGpu { from, to } => {
-                // It would fill memory of the GPU where the process was.
+                // The copier would copy into memory of the GPU where the process was.
                 host.leave_copier();
                 if host.handed_bytes() > 0 || !host.can_move(from, to) {
                     return (Outcome::Unreachable, 0);
@@ -261,7 +260,7 @@ impl OrderMachine {
         }
     }
 
-    /// Lets callers go on that wait only because allocations are held.
+    /// Lets callers pass that wait only because allocations are held.
     pub fn release_allocations(&mut self, host: &mut impl Host) {
         if self.allocations_held && self.phase == Phase::Open {
             host.set_gate(Gate::Open);
@@ -269,8 +268,8 @@ impl OrderMachine {
         self.allocations_held = false;
     }
 
-    /// Brings the process back without a controller, as far as it goes now. True when
-    /// calls go through again.
+    /// Restores the process without a controller, as far as that is possible now. True when
+    /// calls pass again.
     pub fn bring_back(&mut self, host: &mut impl Host) -> bool {
         let is_back = self.go_home(host);
         host.end_return();
@@ -278,7 +277,7 @@ impl OrderMachine {
     }
 
     fn go_home(&mut self, host: &mut impl Host) -> bool {
-        // What a copier has made for this process would look like somebody else's.
+        // The copier's device memory for this process would count as used in the check for free VRAM.
         host.leave_copier();
         self.release_allocations(host);
         self.observe(host);
@@ -287,8 +286,8 @@ impl OrderMachine {
                 Phase::Open => return true,
                 Phase::Closed => Action::Open,
                 Phase::Locked => Action::Unlock,
-                // Without room the restore would fail, and the process would be lost. One that
-                // is parked would only wait, but may not take what another was promised.
+                // Without free VRAM the restore would fail, and the process would be lost. A process that
+                // is only copied out would keep its content, but must not take VRAM granted to another.
                 Phase::Checkpointed | Phase::CopiedOut if self.has_room(host) => Action::Restore,
                 _ => return false,
             };
@@ -303,8 +302,8 @@ impl OrderMachine {
         host.begin_return(self.vram_bytes.saturating_sub(on_device))
     }
 
-    /// Whether the process ends, and its driver has ended before it. Calls go through then, to be
-    /// answered as they would be anyway: there is nothing to bring back, and nobody is asked for room.
+    /// Whether the process ends, and its driver has ended before it. Calls pass from then on and
+    /// return DEINITIALIZED, as without this library: there is nothing to restore.
     pub fn has_ended(&mut self, host: &mut impl Host) -> bool {
         let ended = self.phase != Phase::Open && host.has_driver_ended();
         if ended {
@@ -325,6 +324,7 @@ impl OrderMachine {
     }
 
     fn close(&mut self, host: &mut impl Host, deadline_ms: u32) -> Ended {
+        // A closed gate holds allocations, too: the hold ends with the Close.
         self.release_allocations(host);
         host.next_generation();
         self.enter(host, Phase::Closing);
@@ -341,7 +341,7 @@ impl OrderMachine {
     fn hold_allocations(&mut self, host: &mut impl Host, deadline_ms: u32) -> Ended {
         self.allocations_held = true;
         if self.phase != Phase::Open {
-            // Nobody is inside the driver; whoever is let in later finds them held.
+            // No call is inside the driver; the gate holds allocations when it opens.
             return (Outcome::Done, 0);
         }
         host.set_sealed(false);
@@ -349,19 +349,19 @@ impl OrderMachine {
         if host.fence() && wait_drained(host, CallAdmission::Allocating, deadline_ms) {
             return (Outcome::Done, 0);
         }
-        // The controller goes on without this process: the calls that are inside may still take
-        // memory, but none begins before the release.
+        // The controller goes on without this process: calls that are inside the driver may still
+        // take memory, but none begins before the release.
         (Outcome::Busy, 0)
     }
 
-    /// Back to Closed; or to Parked, while something is.
+    /// Back to Closed; or to CopiedOut, while anything is copied out.
     fn unlock(&mut self, host: &mut impl Host) -> Ended {
         let after = if host.is_parked() { Phase::CopiedOut } else { Phase::Closed };
         self.step(host, DriverCall::Unlock, Phase::Unlocking, after)
     }
 
-    /// The lock has waited for the GPU, and the gate lets no new work in: locked or not,
-    /// nothing changes the memory. Copies need the process unlocked.
+    /// Copies out, unlocked: copies need the driver. The lock has waited for the GPU and the gate
+    /// admits no new work, so nothing changes the memory, locked or not.
     fn park(&mut self, host: &mut impl Host, how: CopyOptions) -> Ended {
         match self.unlock(host) {
             (Outcome::Done, _) => {}
@@ -377,7 +377,7 @@ impl OrderMachine {
         }
     }
 
-    /// A copy that failed: where the process is, its memory says.
+    /// The phase after a failed copy: CopiedOut if anything is copied out, else Closed.
     fn moved(&mut self, host: &mut impl Host, code: u32) -> Ended {
         if code == result::DEINITIALIZED {
             self.open(host);
@@ -394,7 +394,7 @@ impl OrderMachine {
 
     fn checkpoint(&mut self, host: &mut impl Host) -> Ended {
         if self.phase == Phase::CopiedOut {
-            // Nothing runs on the GPU: it was waited for, and the gate is closed.
+            // Nothing runs on the GPU: the first lock has waited for it, and the gate is closed.
             const LOCK_MS: u32 = 5_000;
             host.let_go_of_parked(self.vram_bytes);
             let call = DriverCall::Lock(LOCK_MS);
@@ -406,11 +406,13 @@ impl OrderMachine {
         let call = DriverCall::Checkpoint;
         let ended = self.step(host, call, Phase::Checkpointing, Phase::Checkpointed);
         if self.phase == Phase::Checkpointed {
+            // The checkpoint has succeeded, but the copier may not have copied everything.
             if !host.settle() {
                 return (Outcome::NotCopied, 0);
             }
             host.announce_away();
         }
+        // The checkpoint has failed after a copy-out: unlock, back to CopiedOut.
         if self.phase == Phase::Locked && host.is_parked() {
             self.unlock(host);
         }
@@ -441,14 +443,13 @@ impl OrderMachine {
         }
     }
 
-    /// A step home has ended. Where it failed because the context is lost, as after an
+    /// Ends a step of a restore. If it failed because the context is lost, as after an
     /// uncorrectable memory error, no attempt will succeed, and callers would wait for ever:
     ///
-    /// - The driver runs and confirms it: calls go through, and the driver answers them with its
-    ///   error, as it does without us. They find no memory of ours that is not back, as none of
-    ///   them is carried out.
-    /// - Otherwise, after some attempts, calls are answered with an error and none reaches the
-    ///   driver, whose state is not there.
+    /// - If the driver runs and confirms the code, calls pass, and the driver returns its error, as
+    ///   without this library. Memory that is not copied in is not missed, as no call is carried out.
+    /// - Otherwise, after [`MAX_LOST_RETURNS`] attempts, the gate answers calls with an error and none
+    ///   reaches the driver, whose state is not restored.
     fn hand_over_if_lost(&mut self, host: &mut impl Host, ended: Ended) -> Ended {
         let (outcome, code) = ended;
         if outcome == Outcome::Done {
@@ -484,8 +485,8 @@ impl OrderMachine {
             return (Outcome::Unsupported, 0);
         };
         if code == result::DEINITIALIZED {
-            // The process is ending and its driver has ended: there is nothing left to bring
-            // back, and every call is answered with this code. Whoever waits goes on to exit.
+            // The process is ending and its driver has ended: nothing is left to restore, and every
+            // call returns this code. Waiting callers go on to the end of the process.
             self.open(host);
             return (Outcome::DriverError, code);
         }
@@ -504,7 +505,7 @@ impl OrderMachine {
         (outcome, code)
     }
 
-    /// Takes the driver's word for where the process is, once the gate is closed.
+    /// Sets the phase to the state that the driver reports, once the gate is closed.
     fn observe(&mut self, host: &mut impl Host) {
         if self.phase == Phase::Open {
             return;
@@ -533,15 +534,15 @@ fn admits(phase: Phase, action: Action) -> bool {
 }
 
 /// Waits for calls in progress, and seals the gate behind them. Gives up as soon as a caller waits
-/// for the gate while another is still inside: the process is not idle then, and the one inside might even
-/// need the other to go on.
+/// at the gate while another call is still inside: the process is not idle then, and the call inside
+/// might even need the waiting one to go on.
 fn wait_drained(host: &mut impl Host, calls: CallAdmission, deadline_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end = host.now_us() + u64::from(deadline_ms) * 1_000;
     let mut sleep_us = 20;
     loop {
-        // Behind the fence: the first look proves that no call passes as one that is alone, the
-        // second that no nested call passed beside it.
+        // Behind the fence: the first check proves that no call passes that is not nested, the
+        // second that no nested call has passed beside it.
         if host.drained(calls) {
             host.set_sealed(true);
             if host.drained(calls) {

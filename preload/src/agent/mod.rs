@@ -1,10 +1,10 @@
-//! The agent: one thread per CUDA process. It carries out the controller's orders, tells
-//! it of waiting callers, and brings its process back by itself when nobody answers.
+//! The agent: one thread per CUDA process. It carries out the controller's orders, reports
+//! waiting callers, and restores its process by itself when the controller does not respond.
 //!
-//! It sleeps until one signal is pending, which it has blocked: the socket raises it for
-//! anything to read, callers raise it for a look at the page. Its descriptors are a
-//! socket and the page's file, where there is a copier the way to it and the pool's file, and the
-//! socket of those that open memory of the process, once it has handed any out.
+//! The agent sleeps until SIGURG is pending, which it has blocked: the socket raises it for
+//! anything to read, callers raise it when the counters have changed. Its descriptors are a
+//! socket and the counters' file; with a copier, the copier's socket and the staging file; and
+//! the socket of processes that open memory of this process, once it has exported any.
 
 mod blocked;
 #[cfg(test)]
@@ -36,7 +36,7 @@ use crate::oom_wait::{AllocRequest, PendingAlloc};
 use crate::process::PROCESS;
 use crate::{call_recorder, exit, libc, nvml, overhead, process, swap, sys};
 
-/// What this library can do.
+/// What this library tells the controller that it can do.
 const ABILITIES: Capabilities = Capabilities(
     Capabilities::RECORDS_CALLS.0
         | Capabilities::USES_COPIER.0
@@ -46,6 +46,7 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::DEDUPS.0,
 );
 
+/// Signal set of the one signal that wakes the agent.
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
 /// The thread's main function. It never returns: callers signal its thread id.
@@ -57,7 +58,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     sys::set_thread_name(c"affinode-agent");
     let tid = sys::gettid();
     process::become_agent(tid);
-    // Before anything of the driver's is called here, or its address kept.
+    // Before this thread calls anything in the driver, or keeps an address in it.
     pin::pin_libcuda();
     let mut path = [0; connection::PATH_BYTES];
     if let Some(file) = connection::engine_file(named_socket, &mut path) {
@@ -92,11 +93,11 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
         .run();
         PROCESS.desk.set_wait_ms(0);
     } else if let Some(page) = process::page() {
-        // The page's file is gone already: nobody will ever say that calls may go on.
+        // The counters' file is closed already: no controller can ever release allocations.
         page.set_gate(Gate::Open);
     }
     loop {
-        // Managed or not, others may open what it has handed out.
+        // Managed or not, other processes may open memory that this process has exported.
         while swap::answer() {}
         sys::wait_signal(LOOK, 3_600_000);
     }
@@ -108,36 +109,36 @@ struct Agent {
     machine: OrderMachine,
     link: ControllerConnection,
     silence: ControllerWatchdog,
-    /// An order or an acknowledgement has come since the last look at the silence.
+    /// An order or an acknowledgement has arrived since the watchdog's last check.
     heard: bool,
-    /// Why allocations are held, while they are.
+    /// Why allocations are held, if [`OrderMachine::allocations_held`].
     hold: AllocationHold,
     told_hazards: Hazards,
-    /// Generation and time of the last Wake.
+    /// Generation and time of the last Wake; `None`: none on this connection.
     wake_sent: Option<(u64, u64)>,
-    /// Ticket and attempts of the allocation that was last told of.
+    /// Ticket and attempts of the last AllocWait that was sent.
     want_sent: Option<(u64, u32)>,
-    /// When host memory that is not needed any more is given back, if there may be any.
+    /// When to free unneeded host memory; `None`: not scheduled; `u64::MAX`: none is left.
     tidy_us: Option<u64>,
-    /// Device memory that was given back.
+    /// Freed device memory whose scrub the driver has not noticed yet.
     released: swap::ScrubState,
-    /// Others may have asked for memory of the process, or its copier for something, and were not
-    /// answered yet.
+    /// Other processes may have asked for memory of this process, or its copier for something,
+    /// without a response yet.
     more_asked: bool,
 }
 
 /// Why allocations are held.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum AllocationHold {
-    /// Nobody has said yet that they may go on.
+    /// No controller has released them yet.
     AtStart,
-    /// Ordered on an earlier connection: who comes next repeats it, or it is over.
+    /// Ordered on an earlier connection: the next controller repeats the order or releases them.
     Before,
     /// Ordered on this connection.
     Now,
 }
 
-/// Whether the process stays under management.
+/// Whether the process stays managed.
 #[derive(PartialEq, Eq)]
 enum AgentMode {
     Still,
@@ -145,7 +146,7 @@ enum AgentMode {
 }
 
 impl Agent {
-    /// Returns when the process is not to be managed any more; calls go through then.
+    /// Returns when the process is not to be managed again; calls pass from then on.
     fn run(&mut self) {
         loop {
             let (page, phase) = (self.page, self.machine.phase());
@@ -159,7 +160,7 @@ impl Agent {
             }
             let managed = self.listen();
             if !self.link.is_welcomed() {
-                // Who watched is gone, as is who had host memory made ready, with the copier.
+                // The watcher of calls is gone, as are the order to prefault and the copier.
                 call_recorder::watch(self.page, 0, 0);
                 if self.machine.phase() == Phase::Open {
                     swap::end_preparation();
@@ -173,7 +174,7 @@ impl Agent {
             self.look_after();
             self.tidy();
             self.take_note();
-            // While a call of the application's would go through, ours may.
+            // The agent calls the driver only while an application's call would pass, too.
             self.more_asked = match self.machine.phase() {
                 Phase::Open => swap::answer(),
                 Phase::Checkpointed => swap::copier_restore::recv(),
@@ -201,16 +202,16 @@ impl Agent {
                 ControllerMessage::Welcome { wait_for_room_ms, engine, .. } => {
                     self.link.set_welcomed();
                     PROCESS.desk.set_wait_ms(wait_for_room_ms);
-                    // Before an allocation can go through.
+                    // Before an allocation can pass the gate.
                     swap::set_engine(engine);
                     if self.hold != AllocationHold::Now {
                         self.machine.release_allocations(&mut self.own);
                     }
-                    // The hello said what it knew; what came since is told anew.
+                    // The Hello carried the state at its time; later changes are sent again.
                     self.told_hazards = Hazards(0);
                     (self.wake_sent, self.want_sent) = (None, None);
                 }
-                // Nothing else before the welcome: such a controller is none.
+                // A peer that sends anything else before its Welcome is no controller.
                 _ if !self.link.is_welcomed() && !is_hold(&message) => {
                     self.link.lose(sys::now_us())
                 }
@@ -223,7 +224,7 @@ impl Agent {
                 }
                 ControllerMessage::Copier => swap::copier_restore::meet(descriptor),
                 ControllerMessage::Prefault { on } => {
-                    // Who leaves is past it.
+                    // A process that is being offloaded has no use for it.
                     if self.machine.phase() == Phase::Open {
                         swap::prepare(on);
                         self.tidy_us = Some(sys::now_us());
@@ -234,7 +235,7 @@ impl Agent {
                     self.own.gpus.take(first, total, &gpus);
                 }
                 ControllerMessage::Order { order, action, decided_ms } => {
-                    // A hazard that came up is known before the answer.
+                    // The controller learns of a new hazard before it reads the report.
                     self.tell_hazards();
                     if matches!(action, Action::HoldAllocations { .. }) {
                         self.hold = AllocationHold::Now;
@@ -257,7 +258,7 @@ impl Agent {
                         zero_bytes: swap::zero_bytes(),
                     };
                     self.link.send(now_us, &report);
-                    // After the answer, which is waited for.
+                    // After the report, for which the controller waits.
                     if matches!(action, Action::HoldAllocations { .. })
                         && self.machine.phase() == Phase::Open
                     {
@@ -298,7 +299,8 @@ impl Agent {
         });
         let held = self.machine.phase() != Phase::Open || self.machine.allocations_held();
         if waiters > 0 && held && due {
-            // Asked only where that may be, and of those that wait for room again each time.
+            // The driver is asked only if the program has begun to exit, or on a repeated Wake;
+            // without a Wake no VRAM is requested.
             let repeated = self.wake_sent.is_some_and(|(told, _)| told == generation);
             if (exit::has_begun() || repeated) && self.machine.has_ended(&mut self.own) {
                 return;
@@ -316,7 +318,7 @@ impl Agent {
         }
     }
 
-    /// Tells of the allocation that waits for room, and when it does no more.
+    /// Reports the allocation that waits for free VRAM, and the end of that wait.
     fn tell_want(&mut self) {
         let case = PROCESS.desk.case();
         if let Some((ticket, _)) = self.want_sent
@@ -343,11 +345,11 @@ impl Agent {
         }
     }
 
-    /// Does without the controller what must not wait for it any longer.
+    /// Acts without the controller when a response is overdue.
     fn look_after(&mut self) {
         let connected = self.link.is_welcomed();
-        // Without a controller nobody is promised anything. One that has ordered the hold
-        // and died is followed by another, or the silence ends it.
+        // Without a controller no VRAM is granted to others. A controller that has ordered the
+        // hold and died is replaced by another, or the watchdog ends the hold.
         if self.link.is_alone() && self.hold == AllocationHold::AtStart {
             self.machine.release_allocations(&mut self.own);
         }
@@ -361,18 +363,18 @@ impl Agent {
         if self.silence.is_too_long(sys::now_us(), situation)
             && self.machine.bring_back(&mut self.own)
         {
-            // Whoever was too busy to answer learns from the next hello where we are.
+            // A controller that was too busy to respond learns the phase from the next Hello.
             self.link.lose(sys::now_us());
         }
     }
 
-    /// A moment after a return, so that the calls that wait for it come first; then piece by
-    /// piece, with an ear for orders.
+    /// Frees host memory and prefaults: 2 s after a restore, so that waiting calls go first;
+    /// then piece by piece, so that orders are read in between.
     fn tidy(&mut self) {
         const PAUSE_US: u64 = 2_000_000;
-        // While something is kept: the application may need the host memory.
+        // While copies are retained: the application may need the host memory.
         const LOOK_US: u64 = 250_000;
-        // While pages are being brought in.
+        // While pages are being faulted in.
         const SOON_US: u64 = 20_000;
         if self.machine.phase() != Phase::Open {
             self.tidy_us = None;
@@ -409,7 +411,7 @@ impl Agent {
     }
 
     fn patience_ms(&self) -> u64 {
-        // How soon it is seen that a thread goes on after the return.
+        // Interval at which a thread is checked for having gone on after the restore.
         const SETTLES_MS: u64 = 50;
         if self.more_asked {
             return 0;
@@ -423,12 +425,12 @@ impl Agent {
             return link_ms.min(SETTLES_MS);
         }
         let open = is_open && !self.machine.allocations_held();
-        // A wait that lapses is looked at again.
+        // A lapsed wait is counted again.
         if open && !self.page.may_have_waiters() { link_ms } else { link_ms.min(WAKE_REPEAT_MS) }
     }
 }
 
-/// The one order that comes before the Welcome: from then on, allocations would go through.
+/// The one order that may precede the Welcome: the Welcome lets allocations through.
 fn is_hold(message: &ControllerMessage) -> bool {
     matches!(message, ControllerMessage::Order { action: Action::HoldAllocations { .. }, .. })
 }

@@ -1,20 +1,20 @@
-//! Keeps libcuda loaded. Before `cuInit` the driver's library goes with its last `dlclose` (seen
-//! with 580; from `cuInit` on it stays): a program that asks for the version, closes it, and loads
-//! it at another address would leave the agent with addresses of what is not there any more.
+//! Keeps libcuda loaded. Before `cuInit` the driver's library is unloaded with its last `dlclose`
+//! (seen with 580; after `cuInit` it stays). A program that asks for the version, closes the library
+//! and loads it at another address would leave the agent with addresses of unmapped code.
 //!
-//! `dlopen` takes the loader's lock, which a thread holds whose constructor waits at the gate for
-//! this very agent: so a thread of its own takes the reference, and the agent waits for it for a
-//! moment alone.
+//! `dlopen` takes the loader's lock. A thread may hold that lock while its constructor waits at the
+//! gate for this agent: so a separate thread takes the reference, and the agent waits for it for
+//! at most 1 s.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use crate::{libc, sys};
 
-/// 1 once the reference is taken, or cannot be.
+/// 1 once the reference is taken, or has failed.
 static DONE: AtomicU32 = AtomicU32::new(0);
 
-/// Takes the reference, unless that lasts.
+/// Takes the reference, or leaves that to its thread if it lasts longer than 1 s.
 pub fn pin_libcuda() {
     const PIN_TIMEOUT_MS: u64 = 1_000;
     if libc::start_thread(take_reference, core::ptr::null_mut()) {

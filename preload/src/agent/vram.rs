@@ -1,24 +1,24 @@
-//! Proof of free device memory for a return without a controller.
+//! Proof of free VRAM for a self-restore.
 //!
-//! The process itself cannot ask: while it is checkpointed, libcuda holds the lock of its
-//! NVML (seen with 580). Another process can, so `nvidia-smi` is run, which container
-//! toolkits put beside the driver's libraries. Whoever cannot prove that there is room
-//! waits for the next controller: a restore without room loses the process.
+//! The process itself cannot query it: while it is checkpointed, libcuda holds the lock of its
+//! NVML (seen with 580). Another process can, so the agent runs `nvidia-smi`, which container
+//! toolkits put beside the driver's libraries. A process without the proof waits for the next
+//! controller: a restore without enough VRAM loses the process.
 
 use core::ffi::CStr;
 
 use crate::{child, libc, sys};
 
-/// How long an answer is waited for: without persistence mode the driver starts first.
+/// Longest wait for `nvidia-smi`: without persistence mode the driver starts first.
 const NVML_TIMEOUT_MS: u64 = 10_000;
-/// Where container toolkits put it, after the folders of `PATH`.
+/// Where container toolkits put `nvidia-smi`; searched after the folders of `PATH`.
 const FOLDERS: &[u8] = b"/usr/bin:/usr/local/bin:/usr/local/nvidia/bin";
 const NAME: &[u8] = b"/nvidia-smi\0";
 const MAX_PATH: usize = 256;
 const MIB: u64 = 1 << 20;
 
-/// Whether so many bytes are free, beside what the driver wants for itself, on every device
-/// that the container has: on which the process held its memory, only the driver knows.
+/// Whether this many bytes are free, beside a margin for the driver, on every device of the
+/// container: only the driver knows on which of them the process held its memory.
 pub fn has_room(vram_bytes: u64) -> bool {
     let mut path = [0; MAX_PATH];
     let Some(tool) = find(&mut path) else {
@@ -51,9 +51,9 @@ fn find(path: &mut [u8; MAX_PATH]) -> Option<&CStr> {
     None
 }
 
-/// Reads lines of free and total MiB. `None`: that is not what they are.
+/// Parses lines of free and total MiB. `None`: a line is not of that form.
 fn has_room_everywhere(said: &[u8], vram_bytes: u64) -> Option<bool> {
-    // As bytes: an operation on text that could panic is none of this library's.
+    // As bytes: this library must not use operations on text that could panic.
     let lines = said.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());
     let mut rooms = lines.map(|line| {
         let mut fields = line.split(|byte| *byte == b',');
@@ -62,7 +62,7 @@ fn has_room_everywhere(said: &[u8], vram_bytes: u64) -> Option<bool> {
             text.parse::<u64>().ok()?.checked_mul(MIB)
         };
         let (free_bytes, total_bytes) = (mib()?, mib()?);
-        // What the controller keeps free beside promises, too.
+        // The same margin as the controller keeps free beside grants.
         let margin_bytes = (total_bytes / 50).min(512 * MIB);
         Some(vram_bytes.saturating_add(margin_bytes) <= free_bytes)
     });
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_device_must_have_the_room_and_the_margin() {
+    fn every_device_needs_free_vram_and_margin() {
         let one = b"1020, 1000\n";
         assert_eq!(has_room_everywhere(one, 1000 * MIB), Some(true));
         assert_eq!(has_room_everywhere(one, 1000 * MIB + 1), Some(false));
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_proves_nothing() {
+    fn unparsable_output_proves_nothing() {
         for said in ["", "\n", "No devices were found\n", "[N/A], 81559\n", "500, 1000\nError\n"] {
             assert_eq!(has_room_everywhere(said.as_bytes(), 1), None, "{said}");
         }

@@ -1,35 +1,35 @@
-//! How long the controller has owed an answer.
+//! How long a response of the controller is overdue.
 
 use affinode_proto::wire::Phase;
 use affinode_proto::wire::message::{RESCUE_AFTER_MS, WAKE_REPEAT_MS};
 
-/// What the agent sees at one moment.
+/// What the agent sees at one check.
 #[derive(Clone, Copy, Debug)]
 pub struct GateActivity {
     /// A caller waits at the gate.
     pub waiters: bool,
-    /// Where the process is.
+    /// The phase of the process.
     pub phase: Phase,
-    /// Allocations are held.
+    /// The gate holds allocations.
     pub allocations_held: bool,
     /// A controller manages the process.
     pub connected: bool,
-    /// An order or an acknowledgement has come since the last look.
+    /// An order or an acknowledgement has arrived since the last check.
     pub heard: bool,
 }
 
 impl GateActivity {
     fn answer_is_owed(self) -> bool {
         let held = self.phase != Phase::Open || self.allocations_held;
-        // Without a controller, a process that has lost nothing yet goes on; one that
-        // is away stays away until it is called.
+        // Without a controller, a process whose memory is still on the device opens by itself;
+        // an offloaded process stays offloaded until a call waits.
         let stranded = !self.connected && matches!(self.phase, Phase::Closed | Phase::Locked);
         (held && self.waiters) || stranded
     }
 }
 
-/// Time without an answer, as the agent has lived through it: a process that was frozen
-/// or a machine that slept has not been left alone.
+/// Time without a response, limited to what the agent has experienced: a frozen process and a
+/// suspended machine do not count.
 #[derive(Debug)]
 pub struct ControllerWatchdog {
     last_us: u64,
@@ -38,13 +38,13 @@ pub struct ControllerWatchdog {
 }
 
 impl ControllerWatchdog {
-    /// Nothing is owed yet.
+    /// Starts at `now_us`, with no response overdue.
     pub fn new(now_us: u64) -> ControllerWatchdog {
         ControllerWatchdog { last_us: now_us, owed: false, silent_us: 0 }
     }
 
-    /// Takes note; true when the process must be brought back without the controller.
-    /// To be called at least every [`WAKE_REPEAT_MS`] while something is owed.
+    /// Records one check; true when the process must be restored without the controller.
+    /// To be called at least every [`WAKE_REPEAT_MS`] while a response is overdue.
     pub fn is_too_long(&mut self, now_us: u64, situation: GateActivity) -> bool {
         let lived_us = now_us.saturating_sub(self.last_us).min(2 * WAKE_REPEAT_MS * 1_000);
         self.last_us = now_us;
@@ -68,21 +68,21 @@ mod tests {
         heard: false,
     };
 
-    /// Seconds until it is too long, looking once a second, up to 20.
+    /// Seconds until the watchdog fires, checked once a second, up to 20.
     fn seconds(silence: &mut ControllerWatchdog, situation: GateActivity) -> Option<u64> {
         let start = silence.last_us;
         (0..20).find(|s| silence.is_too_long(start + s * 1_000_000, situation))
     }
 
     #[test]
-    fn a_waiting_caller_is_left_alone_for_five_seconds() {
+    fn watchdog_fires_after_five_seconds() {
         assert_eq!(seconds(&mut ControllerWatchdog::new(0), HELD), Some(5));
         let heard = GateActivity { heard: true, ..HELD };
         assert_eq!(seconds(&mut ControllerWatchdog::new(0), heard), None);
     }
 
     #[test]
-    fn without_callers_only_a_controller_that_is_gone_counts_and_only_before_away() {
+    fn lost_controller_counts_before_checkpoint() {
         for (phase, connected, expected) in [
             (Phase::Checkpointed, false, None),
             (Phase::Locked, true, None),

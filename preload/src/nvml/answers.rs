@@ -1,4 +1,4 @@
-//! Answers to calls that are made while NVML must not be reached, and what is remembered for them.
+//! Results of calls that are made while NVML must not be reached, and what is cached for them.
 
 use core::ffi::{CStr, c_char};
 
@@ -10,26 +10,26 @@ use super::thunk::NvmlFrame;
 use super::{code, functions, readings};
 use crate::sys;
 
-/// While the process is being moved, figures may be so old.
+/// Maximum age of figures while the process is being moved.
 pub const OLD_US: u64 = 60_000_000;
 
-/// Where a function writes what it returns: the number of the argument.
+/// Where a function writes its result: the number of the argument.
 #[derive(Clone, Copy)]
 enum AnswerShape {
-    /// So many bytes.
+    /// This argument, and the number of bytes.
     Bytes(usize, usize),
-    /// A text; the argument after it is the room for it.
+    /// A text; the next argument is its buffer's length.
     Text(usize),
-    /// A u32, and another at the argument after it.
+    /// A u32, and another one at the next argument.
     Pair(usize),
 }
 
-/// What distinguishes a call from others of the same function, besides texts.
+/// What distinguishes calls of the same function, besides texts.
 #[derive(Clone, Copy)]
 struct AnswerLayout {
-    /// So many of the first arguments.
+    /// This many of the first arguments.
     numbers: usize,
-    /// So many bytes of the structure that is written, which the caller has filled in.
+    /// This many bytes of the result's structure, which the caller has filled in.
     filled_bytes: usize,
     output: AnswerShape,
 }
@@ -60,7 +60,7 @@ fn shape(class: Class) -> Option<AnswerLayout> {
 }
 
 impl AnswerLayout {
-    /// The address that is written to, which must not be null; and a second one.
+    /// The address that is written to, and a second one; `None` if one is null.
     fn addresses(self, arguments: &[u64; 6]) -> Option<(u64, u64)> {
         let at = |number: usize| arguments.get(number).copied().unwrap_or(0);
         let (first, second) = match self.output {
@@ -71,7 +71,7 @@ impl AnswerLayout {
     }
 }
 
-/// The key of what is remembered of which device a handle is of.
+/// The key under which the UUID of a handle is cached.
 pub fn uuid_key(handle: u64) -> u64 {
     cache::key(UUID, &[handle], &[])
 }
@@ -92,9 +92,9 @@ unsafe fn key(place: u64, class: Class, shape: AnswerLayout, arguments: &[u64; 6
         return (text.len() <= MAX_TEXT).then(|| cache::key(index, numbers, text));
     }
     let (at, _) = shape.addresses(arguments)?;
-    // SAFETY: the caller has a structure there that begins with what it has filled in.
+    // SAFETY: the caller has a structure there that begins with the bytes that it has filled in.
     let filled = unsafe { core::slice::from_raw_parts(at as *const u8, shape.filled_bytes) };
-    // Arguments of 32 bits have anything in the upper half of their registers.
+    // For 32-bit arguments the upper half of the register is undefined.
     Some(match *numbers {
         [number] if class == Class::Handle => cache::key(index, &[number & 0xffff_ffff], filled),
         [device, kind] => cache::key(index, &[device, kind & 0xffff_ffff], filled),
@@ -102,7 +102,7 @@ unsafe fn key(place: u64, class: Class, shape: AnswerLayout, arguments: &[u64; 6
     })
 }
 
-/// Remembers what a call has returned that has reached NVML.
+/// Caches the result of a call that has reached NVML.
 ///
 /// # Safety
 /// `frame` must be of a call of a function of this class that has returned.
@@ -147,7 +147,7 @@ unsafe fn copy(to: &mut [u8], from: u64, count: usize) {
     }
 }
 
-/// The answer to a call that must not reach NVML, if there is one.
+/// The result of a call that must not reach NVML, if one is known.
 ///
 /// # Safety
 /// `frame` must be of a call of a function of this class.
@@ -190,7 +190,7 @@ pub unsafe fn answer(place: u64, class: Class, frame: &NvmlFrame, is_away: bool)
     known.map(|known| unsafe { give(shape, first, second, &known) })
 }
 
-/// Writes what is remembered, as the function would.
+/// Writes a cached result, as the function would.
 ///
 /// # Safety
 /// The addresses must be those of a call of a function of this shape.
@@ -211,7 +211,7 @@ unsafe fn give(shape: AnswerLayout, first: u64, second: u64, known: &AnswerKey) 
             write(second, known.bytes.get(4..8).unwrap_or_default());
         }
         AnswerShape::Text(_) => {
-            // The second argument is the room, here.
+            // For a text, the second value is the buffer's length.
             let text = CStr::from_bytes_until_nul(&known.bytes).unwrap_or_default();
             let text = text.to_bytes_with_nul();
             if (second as u32 as usize) < text.len() {
@@ -223,7 +223,7 @@ unsafe fn give(shape: AnswerLayout, first: u64, second: u64, known: &AnswerKey) 
     known.result
 }
 
-/// Writes what the controller has read.
+/// Writes a reading of the controller.
 ///
 /// # Safety
 /// The address must be that of a call of a function of this class.
@@ -238,8 +238,8 @@ unsafe fn give_reading(
     let used = reading.total_bytes.saturating_sub(reading.free_bytes);
     let [_, kind, ..] = *arguments;
     let known = |value: u32| (value != UNKNOWN_UTILIZATION).then_some(value);
-    // SAFETY: the caller has a structure there, of which the version says how large it is; and
-    // room for as much as the function writes.
+    // SAFETY: the caller has a structure there whose version gives its size; and
+    // space for as much as the function writes.
     unsafe {
         let words = at as *mut u32;
         let long = |index: usize, value: u64| (at as *mut u64).add(index).write_unaligned(value);
@@ -272,20 +272,20 @@ unsafe fn give_reading(
                 word(2, known(reading.temperature_c)?);
             }
             Class::Power => word(0, known(reading.power_mw)?),
-            // Another sensor, another version.
+            // Another sensor, or another version of the structure.
             _ => return None,
         }
     }
     Some(code::SUCCESS)
 }
 
-/// The device that a handle is of.
+/// The UUID of a handle's device.
 fn uuid(handle: u64) -> Option<[u8; 16]> {
     let known = cache::find(uuid_key(handle)).filter(|known| known.result == code::SUCCESS)?;
     parse_uuid(CStr::from_bytes_until_nul(&known.bytes).ok()?.to_bytes())
 }
 
-/// The bytes of `GPU-8f3c…`. MIG devices are named otherwise.
+/// Parses `GPU-8f3c…`. `None` also for MIG devices, which have names of another form.
 pub fn parse_uuid(text: &[u8]) -> Option<[u8; 16]> {
     let mut digits = text.strip_prefix(b"GPU-")?.iter().filter(|byte| **byte != b'-');
     let mut uuid = [0; 16];
@@ -296,7 +296,7 @@ pub fn parse_uuid(text: &[u8]) -> Option<[u8; 16]> {
     digits.next().is_none().then_some(uuid)
 }
 
-/// (device, count, processes): those of the container are off the device, and others are not seen.
+/// (device, count, processes): those of the container are off the device, and others are not visible.
 ///
 /// # Safety
 /// `frame` must be of a call of such a function.

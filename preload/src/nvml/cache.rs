@@ -1,17 +1,17 @@
-//! What calls into NVML have returned, for those that are made while it must not be reached.
+//! Results of calls into NVML, for calls that are made while it must not be reached.
 //!
-//! Entries are only ever added and renewed, without a lock: a version that is odd is being written,
-//! and a reader that meets one knows nothing. A thread that is stopped in the middle leaves an
-//! entry that is known to nobody, which costs a wake.
+//! Entries are only added and renewed, without a lock: while the version is odd, the entry is being
+//! written, and a reader ignores it. A thread that is stopped in the middle leaves an entry that
+//! all readers ignore, which costs a wake.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use crate::sys;
 
-/// Most bytes that a call returns: NVML's longest name.
+/// Limit of the bytes that a call returns: NVML's longest name.
 pub const BYTES: usize = 96;
 const WORDS: usize = BYTES / 8;
-/// Some thirty functions that monitors call, of each of eight devices.
+/// About 30 functions that monitors call, for each of 8 devices.
 const ENTRIES: usize = 256;
 
 struct CachedAnswer {
@@ -33,18 +33,18 @@ static CACHE: [CachedAnswer; ENTRIES] = [const {
     }
 }; ENTRIES];
 
-/// What a call has returned.
+/// The result of a call.
 #[derive(Clone, Copy)]
 pub struct AnswerKey {
-    /// `nvmlReturn_t`.
+    /// The `nvmlReturn_t` of the call.
     pub result: u32,
-    /// When, on the monotonic clock.
+    /// Time of the call, on the monotonic clock.
     pub at_us: u64,
-    /// What it wrote.
+    /// The bytes that it wrote.
     pub bytes: [u8; BYTES],
 }
 
-/// The key of a function with these arguments: FNV-1a, which makes no difference small.
+/// The key of a function with these arguments: FNV-1a. Never 0, which marks a free entry.
 pub fn key(function: usize, arguments: &[u64], text: &[u8]) -> u64 {
     let words = arguments.iter().flat_map(|word| word.to_le_bytes());
     let function = (function as u64).to_le_bytes();
@@ -55,8 +55,8 @@ pub fn key(function: usize, arguments: &[u64], text: &[u8]) -> u64 {
     hash.max(1)
 }
 
-/// Takes note of what a call has returned. Nothing is noted once the cache is full, or where
-/// another thread is just doing so.
+/// Stores the result of a call, unless the cache is full or another thread is writing
+/// the entry.
 pub fn store(key: u64, result: u32, bytes: &[u8; BYTES]) {
     let entry = CACHE.iter().find(|entry| {
         let owner = entry.key.compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire);
@@ -82,7 +82,7 @@ pub fn store(key: u64, result: u32, bytes: &[u8; BYTES]) {
     entry.version.store(odd.wrapping_add(1), Ordering::Release);
 }
 
-/// What the last such call has returned.
+/// The last result of such a call.
 pub fn find(key: u64) -> Option<AnswerKey> {
     let entry = CACHE.iter().find(|entry| entry.key.load(Ordering::Acquire) == key)?;
     let before = entry.version.load(Ordering::Acquire);

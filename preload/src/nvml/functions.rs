@@ -1,4 +1,4 @@
-//! Which object is NVML, which function a stub stands for, and where the real one is.
+//! Detection of NVML among loaded objects, and the function of each stub.
 
 use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
@@ -10,9 +10,9 @@ use crate::{lookup, process};
 
 /// The real functions, by stub; 0: not known.
 static REAL: [AtomicUsize; STUBS] = [const { AtomicUsize::new(0) }; STUBS];
-/// Which function a spare stub stands for: its index and one; 0: one that is not listed.
+/// The function of each spare stub: its index plus one; 0: an unlisted function.
 static SPARE_INDEX: [AtomicU32; SPARE] = [const { AtomicU32::new(0) }; SPARE];
-/// Where the code of the library that was found first begins and ends.
+/// Begin and end of the code of the library that was found first.
 static CODE: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 fn is_nvml(object: &LoadedObject<'_>) -> bool {
@@ -26,7 +26,7 @@ fn is_nvml(object: &LoadedObject<'_>) -> bool {
     (by_path || by_soname) && dynamic.function(b"nvmlInit_v2").is_some()
 }
 
-/// The address of a function that the library exports; `None` as well where none is loaded.
+/// The address of a function that the library exports; `None` also if none is loaded.
 pub fn function(name: &[u8]) -> Option<usize> {
     elf::find(|object| {
         if !is_nvml(object) {
@@ -60,14 +60,14 @@ fn know_code(object: &LoadedObject<'_>) {
     }
 }
 
-/// Whether a call comes from the library itself, to a name that this one defines before it.
+/// Whether a call comes from the library itself, by a name that this library defines before it.
 pub fn is_inside(address: usize) -> bool {
     let [start, end] = &CODE;
     let first = start.load(Ordering::Acquire);
     first != 0 && (first..end.load(Ordering::Relaxed)).contains(&address)
 }
 
-/// What the application gets for a function that a look-up has found.
+/// The address that the application gets for a function that a look-up has found.
 pub fn hooked(name: &[u8], real: usize) -> usize {
     if process::is_disabled() || !owns(real) {
         return real;
@@ -91,7 +91,7 @@ fn is_taken(place: &AtomicUsize, real: usize) -> bool {
     owner.is_ok() || owner == Err(real)
 }
 
-/// A stub for a function that has none of its own: not listed, or of a second copy of the library.
+/// A stub for a function without its own: unlisted, or of a second copy of the library.
 fn spare(index: Option<usize>, real: usize) -> Option<usize> {
     let spares = REAL.get(COUNT..)?.iter().zip(&SPARE_INDEX);
     for (number, (place, known)) in spares.enumerate() {
@@ -110,14 +110,14 @@ pub fn real(place: u64) -> Option<usize> {
     if address != 0 {
         return Some(address);
     }
-    // Called by the name that it is linked by.
+    // Called by the name that the program is linked against.
     let name = nvml::name(place as usize)?.as_bytes();
     let found = function(name).or_else(|| elf::find_function(name))?;
     let owner = known.compare_exchange(0, found, Ordering::AcqRel, Ordering::Acquire);
     Some(owner.err().unwrap_or(found))
 }
 
-/// The index of a stub's function in the list.
+/// The index of a stub's function in the list; `None`: unlisted.
 pub fn index(place: u64) -> Option<usize> {
     let place = place as usize;
     match place.checked_sub(COUNT) {
@@ -126,7 +126,7 @@ pub fn index(place: u64) -> Option<usize> {
     }
 }
 
-/// The class of a stub's function.
+/// The class of a stub's function; unlisted functions are held.
 pub fn class(place: u64) -> Class {
     index(place).map_or(Class::Held, nvml::class)
 }

@@ -1,20 +1,20 @@
 //! Calls into NVIDIA's management library (NVML) from a process that uses CUDA. While the driver
-//! holds the process locked or checkpointed, every function of NVML blocks (measured, 580), and
-//! nothing that NVML does would bring the process back. `docs/nvml.md` says what becomes of each
-//! function.
+//! holds the process locked or checkpointed, every function of NVML blocks (measured, driver 580),
+//! and no step of NVML would restore the process. `docs/nvml.md` lists how each function is
+//! handled.
 //!
 //! ```text
 //! application ──dlsym, linked name──> stub ──> thunk ──enter──> NVML ──leave──>
 //!                                                        │ gate closed
-//!                                                        ├── answered from the cache or a reading
+//!                                                        ├── result from the cache or a reading
 //!                                                        └── waits, and wakes the process
 //! agent ──set_phase──> gate     ──drain──> no call is inside NVML when the driver locks
 //! controller ──Reading──> readings
 //! ```
 //!
-//! The gate is not that of CUDA calls: with the engine `copy` the context stays, and NVML answers
+//! The gate is not that of CUDA calls: with the engine `copy` the context stays, and NVML works
 //! while CUDA calls wait. Calls are counted in one word, because they are rare and slow, and
-//! because they are made before the process has a page, too.
+//! because they are also made before the process has its counters.
 
 mod answers;
 mod cache;
@@ -33,9 +33,9 @@ use self::thunk::NvmlFrame;
 use crate::process::{self, PROCESS};
 use crate::sys;
 
-/// `nvmlReturn_t` values.
+/// `nvmlReturn_t` values that this module uses.
 pub mod code {
-    /// It worked.
+    /// The call has succeeded.
     pub const SUCCESS: u32 = 0;
     /// NVML is not initialised.
     pub const UNINITIALIZED: u32 = 1;
@@ -55,22 +55,21 @@ pub mod code {
     pub const FUNCTION_NOT_FOUND: u32 = 13;
     /// The version of a structure is not known.
     pub const ARGUMENT_VERSION_MISMATCH: u32 = 25;
-    /// Anything else.
+    /// An error without a code of its own.
     pub const UNKNOWN: u32 = 999;
 }
 
-/// What is known of calls into NVML. Zero in a forked child, as all of [`PROCESS`].
+/// State of calls into NVML. Zero in a forked child, as all of [`PROCESS`].
 pub struct NvmlCallCount {
-    /// 1 while calls must not reach NVML. A futex.
+    /// Futex; 1 while calls must not reach NVML.
     gate: AtomicU32,
-    /// Calls inside NVML.
+    /// Number of calls inside NVML.
     inside: AtomicU32,
     /// Set when a caller needs a reading.
     asked: AtomicBool,
 }
 
 impl NvmlCallCount {
-    /// None yet.
     pub const fn new() -> NvmlCallCount {
         NvmlCallCount {
             gate: AtomicU32::new(OPEN),
@@ -83,18 +82,18 @@ impl NvmlCallCount {
 const OPEN: u32 = 0;
 const CLOSED: u32 = 1;
 
-/// `nvmlInit` less `nvmlShutdown`, as the application has called them. Like NVML's own count, a
-/// forked child has a copy of it.
+/// Calls of `nvmlInit` less those of `nvmlShutdown` by the application. A forked child has a copy
+/// of it, as of NVML's own count.
 static USERS: AtomicU32 = AtomicU32::new(0);
-/// The same, of the calls that have reached NVML.
+/// The same, for the calls that have reached NVML.
 static REFERENCES: AtomicU32 = AtomicU32::new(0);
-/// Whether one of them has attached the devices.
+/// Whether one of these calls has attached the devices.
 static ATTACHED: AtomicBool = AtomicBool::new(false);
 /// The process whose gate is closed; 0: none. A child that is forked meanwhile has a copy of NVML
-/// whose locks are held for ever.
+/// whose locks are never released.
 static CLOSED_PID: AtomicU32 = AtomicU32::new(0);
 
-/// What the thunk is to do with a call.
+/// What the thunk does with a call.
 #[repr(u32)]
 pub enum NvmlAction {
     /// Jump to the function.
@@ -105,13 +104,13 @@ pub enum NvmlAction {
     Answered = 2,
 }
 
-/// A call comes in.
+/// Decides about a call: counts it, holds it, or returns a result itself.
 ///
 /// # Safety
-/// Called by the thunk alone, with its frame: the arguments are those of the function.
+/// Only the thunk calls it, with its own frame: the arguments are those of the function.
 unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
     let Some(real) = functions::real(frame.place) else {
-        // Linked by its name, and the library does not have it.
+        // The program is linked against a name that the library does not have.
         return frame.answer(code::FUNCTION_NOT_FOUND);
     };
     frame.target = real;
@@ -159,10 +158,10 @@ unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
     }
 }
 
-/// The call has returned. 1: it is to be made again.
+/// Ends a call. Returns 1 if the thunk is to repeat it, else 0.
 ///
 /// # Safety
-/// Called by the thunk alone, with the frame that [`enter`] filled.
+/// Only the thunk calls it, with the frame that [`enter`] filled.
 unsafe extern "C" fn leave(frame: &mut NvmlFrame) -> u32 {
     let class = functions::class(frame.place);
     let result = frame.result as u32;
@@ -193,7 +192,7 @@ unsafe extern "C" fn leave(frame: &mut NvmlFrame) -> u32 {
     again
 }
 
-/// Which device the handle is of that a call has just given: readings name devices so.
+/// Remembers the UUID of a handle that a call has just returned: readings name devices by it.
 ///
 /// # Safety
 /// `frame` must be of a call that has written a handle.
@@ -204,7 +203,7 @@ unsafe fn learn_uuid(frame: &NvmlFrame) {
     let handle = unsafe { (handle_at as *const u64).read_unaligned() };
     if let Some(get) = functions::real(UUID as u64) {
         let mut text = [0; cache::BYTES];
-        // SAFETY: the signature of nvmlDeviceGetUUID; there is room for as much as is said.
+        // SAFETY: the signature of nvmlDeviceGetUUID; the buffer has the length that is passed.
         let result = unsafe {
             let get: GetUuid = core::mem::transmute(get);
             get(handle, text.as_mut_ptr(), text.len() as u32)
@@ -215,15 +214,15 @@ unsafe fn learn_uuid(frame: &NvmlFrame) {
     }
 }
 
-/// Whether this way to initialise NVML attaches devices.
+/// Whether this call initialises NVML with its devices.
 fn attaches(frame: &NvmlFrame) -> bool {
     const NO_ATTACH: u64 = 2;
     let [flags, ..] = frame.arguments;
     functions::index(frame.place) != Some(INIT_WITH_FLAGS) || flags & NO_ATTACH == 0
 }
 
-/// What the counts alone say to a call. In a process that uses CUDA, NVML stays initialised once
-/// it is: it could not be initialised while the process is away.
+/// The result of a call that only depends on the counts. In a process that uses CUDA, NVML stays
+/// initialised: it could not be initialised while the process is checkpointed.
 fn counted_init(frame: &NvmlFrame, class: Class) -> Option<u32> {
     if REFERENCES.load(Ordering::SeqCst) == 0 {
         return None;
@@ -250,12 +249,12 @@ fn is_open() -> bool {
 }
 
 fn uncount() {
-    // In a child that was forked in the middle of a call, the count began anew.
+    // In a child that was forked during a call, the count began anew.
     let less = |count: u32| count.checked_sub(1);
     let _ = PROCESS.nvml.inside.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
 }
 
-/// Waits for the gate, or for the end of a wait for an event. False: the wait is over.
+/// Waits for the gate, or for the timeout of a wait for an event. False: the timeout has passed.
 fn wait_for_event(frame: &mut NvmlFrame) -> bool {
     const LOOK_AGAIN_MS: u64 = 1_000;
     frame.begin_wait();
@@ -266,8 +265,8 @@ fn wait_for_event(frame: &mut NvmlFrame) -> bool {
     left_ms > 0
 }
 
-/// Sleeps until calls may reach NVML. A process that is away is woken for it; one that is being
-/// moved is left to arrive first.
+/// Sleeps until calls may reach NVML. Wakes a checkpointed process at once, and any other after
+/// 2 s, since a process that is being moved usually arrives before.
 fn wait() {
     const QUIET_US: u64 = 2_000_000;
     const LOOK_AGAIN_MS: u64 = 20;
@@ -296,7 +295,7 @@ fn wait() {
     }
 }
 
-/// The process is in this phase from now on. Calls must not reach NVML from before the driver's
+/// Opens or closes the gate for a phase. Calls must not reach NVML from before the driver's
 /// lock until after its unlock.
 pub fn set_phase(phase: Phase) {
     let blocks = matches!(
@@ -315,7 +314,7 @@ pub fn set_phase(phase: Phase) {
     }
 }
 
-/// Waits until no call is inside NVML, once the gate is closed. False: one still is.
+/// Waits until no call is inside NVML, once the gate is closed. False: a call still is.
 pub fn drain(timeout_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end_us = sys::now_us() + u64::from(timeout_ms) * 1_000;
@@ -330,12 +329,12 @@ pub fn drain(timeout_ms: u32) -> bool {
     true
 }
 
-/// Whether a caller has asked for readings since the last look.
+/// Whether a caller has requested readings since the last check.
 pub fn take_asked() -> bool {
     PROCESS.nvml.asked.load(Ordering::Relaxed) && PROCESS.nvml.asked.swap(false, Ordering::SeqCst)
 }
 
-/// Has the agent ask the controller for readings.
+/// Lets the agent request readings from the controller.
 fn ask() {
     PROCESS.nvml.asked.store(true, Ordering::SeqCst);
     process::poke_agent();

@@ -1,4 +1,4 @@
-//! What the controller has read of devices, for calls that are made while NVML must not be reached.
+//! The controller's readings of devices, for calls that are made while NVML must not be reached.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -7,11 +7,11 @@ use affinode_proto::wire::message::{GpuReading, MAX_GPUS};
 use super::{ask, is_open};
 use crate::sys;
 
-/// As words: the UUID, when it came, the figures.
+/// Per reading: the UUID (2), its arrival, 5 words of figures.
 const WORDS: usize = 8;
 
 struct ReadingSlot {
-    /// Odd while it is being written, by the agent alone; 0: nothing is there.
+    /// Odd while the agent writes it; 0: empty.
     version: AtomicU32,
     words: [AtomicU64; WORDS],
 }
@@ -19,7 +19,7 @@ struct ReadingSlot {
 static PLACES: [ReadingSlot; MAX_GPUS] = [const {
     ReadingSlot { version: AtomicU32::new(0), words: [const { AtomicU64::new(0) }; WORDS] }
 }; MAX_GPUS];
-/// Grows with each reading. A futex.
+/// Futex; grows with each reading.
 static CAME: AtomicU32 = AtomicU32::new(0);
 
 fn pack(low: u32, high: u32) -> u64 {
@@ -31,7 +31,7 @@ fn halves(uuid: &[u8; 16]) -> [u64; 2] {
     [whole as u64, (whole >> 64) as u64]
 }
 
-/// Keeps a reading. Called by the agent alone.
+/// Stores a reading. Only the agent calls it.
 pub fn store(reading: &GpuReading) {
     let [first, second] = halves(&reading.uuid);
     let is_of = |place: &&ReadingSlot| {
@@ -56,14 +56,14 @@ pub fn store(reading: &GpuReading) {
         for (to, word) in place.words.iter().zip(words) {
             to.store(word, Ordering::Relaxed);
         }
-        // Never 0 again.
+        // 0 would mean empty.
         place.version.store((version | 1).wrapping_add(1).max(2), Ordering::Release);
     }
     CAME.fetch_add(1, Ordering::SeqCst);
     sys::futex_wake_all(&CAME);
 }
 
-/// The last reading of a device, and how old it is.
+/// The last reading of a device, and its age in microseconds.
 fn last(uuid: &[u8; 16]) -> Option<(GpuReading, u64)> {
     let [first, second] = halves(uuid);
     PLACES.iter().find_map(|place| {
@@ -90,8 +90,8 @@ fn last(uuid: &[u8; 16]) -> Option<(GpuReading, u64)> {
     })
 }
 
-/// A reading of the device. While the process is away the controller is asked for one that is not
-/// old, and waited for. While it is being moved its agent cannot ask: what is known must do.
+/// A reading of the device. In a checkpointed process, requests a recent one from the controller and
+/// waits for it. While the process is being moved, its agent cannot request one: an older one serves.
 pub fn fresh(uuid: &[u8; 16], is_away: bool) -> Option<GpuReading> {
     const FRESH_US: u64 = 2_000_000;
     const WITHIN_US: u64 = 1_000_000;

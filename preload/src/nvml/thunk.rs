@@ -1,4 +1,4 @@
-//! The code that every call into NVML runs through. As [`crate::thunk`], it knows no signature:
+//! The code that every call into NVML runs through. As [`crate::thunk`], it needs no signatures:
 //! the argument registers are kept, and eight words of stack arguments are passed on. No function
 //! of NVML has an argument in a vector register.
 
@@ -7,20 +7,20 @@ use core::arch::global_asm;
 use super::{NvmlAction, enter, leave};
 use crate::sys;
 
-/// What the thunk keeps on the stack of a call. It knows this layout.
+/// The stack frame of a call. The thunk depends on this layout.
 #[repr(C, align(16))]
 pub struct NvmlFrame {
-    /// Which stub was called.
+    /// Number of the stub that was called.
     pub place: u64,
     /// The address that the call returns to.
     pub caller: usize,
-    /// rax of the function.
+    /// rax of the real function.
     pub result: u64,
-    /// What the thunk is to call.
+    /// Address that the thunk calls or jumps to.
     pub target: usize,
     /// rdi, rsi, rdx, rcx, r8, r9.
     pub arguments: [u64; 6],
-    /// Until when a call that waits for events may wait; 0 (the thunk's) before it is known.
+    /// Deadline of a call that waits for events; 0 (set by the thunk): not known yet.
     until_us: u64,
     unused: u64,
 }
@@ -36,13 +36,13 @@ const _: () = {
 };
 
 impl NvmlFrame {
-    /// Nothing is to be called.
+    /// Sets the result of a call that must not reach NVML.
     pub fn answer(&mut self, result: u32) -> NvmlAction {
         self.result = result.into();
         NvmlAction::Answered
     }
 
-    /// Takes note of when a call that waits for events must end: (set, data, milliseconds).
+    /// Sets the deadline of a call that waits for events: (set, data, milliseconds).
     pub fn begin_wait(&mut self) {
         let [_, _, timeout_ms, ..] = self.arguments;
         if self.until_us == 0 {
@@ -50,13 +50,13 @@ impl NvmlFrame {
         }
     }
 
-    /// How long such a call may still wait.
+    /// Microseconds that such a call may still wait.
     pub fn left_us(&self) -> u64 {
         self.until_us.saturating_sub(sys::now_us())
     }
 
-    /// Has NVML wait for a part of that time alone, so that it ends soon when the gate closes.
-    /// False: the time is over, and NVML has been asked.
+    /// Limits NVML's wait to a slice of that time, so that it ends soon after the gate closes.
+    /// False: the time is over, and NVML has waited at least once.
     pub fn slice_wait(&mut self) -> bool {
         const SLICE_MS: u64 = 100;
         let is_first = self.until_us == 0;
@@ -68,9 +68,9 @@ impl NvmlFrame {
     }
 }
 
-/// Stubs beyond those of listed functions: for other versions, and for what is not listed.
+/// Stubs beyond those of listed functions: for other versions and unlisted functions.
 pub const SPARE: usize = 112;
-/// Number of stubs.
+/// Number of all stubs.
 pub const STUBS: usize = affinode_cuda_sys::nvml::COUNT + SPARE;
 const STRIDE: usize = 16;
 
@@ -134,7 +134,7 @@ global_asm!(
     ".cfi_def_cfa rsp, 8",
     "ret",
     ".cfi_restore_state",
-    // As if we were not there.
+    // Not counted: jump, as if this library were not loaded.
     "3:",
     "leave",
     ".cfi_def_cfa rsp, 8",

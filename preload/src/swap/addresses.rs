@@ -1,23 +1,23 @@
-//! Reserved addresses of allocations that were freed, for the next of the same size: the driver too
-//! gives the same ones again. A reservation and its page tables are a quarter of a pair of
-//! `cuMemAlloc` and `cuMemFree` of 2 MiB (H200, 580.159).
+//! Reserved addresses of freed allocations, for the next one of the same size: the driver, too,
+//! reuses addresses. A reservation and its page tables take a quarter of the time of a pair of
+//! `cuMemAlloc` and `cuMemFree` of 2 MiB (H200, driver 580.159).
 
 use affinode_cuda_sys::result;
 
 use super::driver::call;
 use super::tables;
 
-/// Most that are kept.
+/// Limit of the ranges that are kept.
 const MAX_RANGES: usize = 16;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct AddressRange {
     address: u64,
-    /// 0: none.
+    /// 0: an unused entry.
     bytes: u64,
 }
 
-/// What is kept, until a context ends: what that does to reservations nobody says. Zero is nothing.
+/// The kept ranges, until a context ends: its effect on reservations is undocumented. Zeroes are empty.
 #[repr(C)]
 pub struct AddressReservations {
     kept: [AddressRange; MAX_RANGES],
@@ -25,7 +25,6 @@ pub struct AddressReservations {
 }
 
 impl AddressReservations {
-    /// Nothing.
     pub const fn none() -> AddressReservations {
         AddressReservations { kept: [AddressRange { address: 0, bytes: 0 }; MAX_RANGES], oldest: 0 }
     }
@@ -39,7 +38,7 @@ impl AddressReservations {
         self.kept.iter_mut().find(|range| range.bytes > 0).map(core::mem::take)
     }
 
-    /// What is kept no more instead.
+    /// Keeps a range; returns the one that it replaces.
     fn keep(&mut self, range: AddressRange) -> Option<AddressRange> {
         if let Some(free) = self.kept.iter_mut().find(|range| range.bytes == 0) {
             *free = range;
@@ -51,7 +50,7 @@ impl AddressReservations {
     }
 }
 
-/// Addresses that nothing is mapped at. `None`: there are none.
+/// Addresses without a mapping. `None`: the driver has none.
 pub fn reserve(bytes: usize) -> Option<u64> {
     if let Some(address) = tables(|tables| tables.addresses.take(bytes as u64)) {
         return Some(address);
@@ -61,14 +60,14 @@ pub fn reserve(bytes: usize) -> Option<u64> {
     (code == result::SUCCESS).then_some(address)
 }
 
-/// Nothing is mapped there any more.
+/// Keeps addresses that are no longer mapped.
 pub fn free(address: u64, bytes: u64) {
     if let Some(oldest) = tables(|tables| tables.addresses.keep(AddressRange { address, bytes })) {
         call!(mem_address_free(oldest.address, oldest.bytes as usize));
     }
 }
 
-/// Keeps none of them any more.
+/// Frees all kept addresses.
 pub fn let_go() {
     while let Some(range) = tables(|tables| tables.addresses.take_any()) {
         call!(mem_address_free(range.address, range.bytes as usize));
@@ -81,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_driver_is_asked_once_for_what_is_freed_and_taken_again() {
+    fn freed_addresses_are_reserved_once() {
         let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let fake = Fake::new();
         let bytes = 4 << 20;
@@ -101,14 +100,14 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_given_once_and_for_their_size_alone() {
+    fn kept_addresses_serve_their_size_once() {
         let mut addresses = AddressReservations::none();
         assert_eq!(addresses.take(2 << 20), None);
         assert_eq!(addresses.keep(range(1)), None);
         assert_eq!(addresses.keep(AddressRange { bytes: 4 << 20, ..range(2) }), None);
         assert_eq!(addresses.take(6 << 20), None);
         assert_eq!(addresses.take(2 << 20), Some(1 << 30));
-        assert_eq!(addresses.take(2 << 20), None, "given away");
+        assert_eq!(addresses.take(2 << 20), None, "handed out");
         assert_eq!(addresses.take(4 << 20), Some(2 << 30));
     }
 

@@ -1,4 +1,4 @@
-//! What stands in for the driver's functions about allocations and addresses.
+//! Wrappers of the driver's functions about allocations and addresses.
 
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
@@ -18,7 +18,7 @@ pub unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
     if !address.is_null()
         && let Some(carried) = allocate(bytes)
     {
-        // SAFETY: the application's own place for it.
+        // SAFETY: the application's own place for the address.
         unsafe { address.write(carried) };
         return result::SUCCESS;
     }
@@ -38,7 +38,7 @@ pub unsafe extern "C" fn mem_alloc_pitch(
         && let Some(row_bytes) = pitch_of(width, element)
         && let Some(carried) = row_bytes.checked_mul(height).and_then(allocate)
     {
-        // SAFETY: the application's own places for them.
+        // SAFETY: the application's own places for the results.
         unsafe {
             address.write(carried);
             pitch.write(row_bytes);
@@ -48,7 +48,7 @@ pub unsafe extern "C" fn mem_alloc_pitch(
     call!(mem_alloc_pitch(address, pitch, width, height, element))
 }
 
-/// What the driver makes of a width: asked with one row.
+/// The pitch that the driver uses for a width; found by an allocation of one row.
 fn pitch_of(width: usize, element: u32) -> Option<usize> {
     let (mut row, mut pitch) = (0, 0);
     if call!(mem_alloc_pitch(&raw mut row, &raw mut pitch, width, 1, element)) != result::SUCCESS {
@@ -58,7 +58,7 @@ fn pitch_of(width: usize, element: u32) -> Option<usize> {
     (freed == result::SUCCESS && pitch >= width).then_some(pitch)
 }
 
-/// Memory that can be carried. `None`: the driver is to decide.
+/// Allocates swappable memory. `None`: the driver must decide.
 fn allocate(asked_bytes: usize) -> Option<u64> {
     if asked_bytes < MIN_BYTES || SWAP.wanted.load(Ordering::Acquire) == 0 {
         return None;
@@ -83,7 +83,7 @@ fn allocate(asked_bytes: usize) -> Option<u64> {
     None
 }
 
-/// Addresses with physical memory behind them.
+/// Reserves addresses and maps physical memory there.
 pub(super) fn make(
     asked_bytes: usize,
     property: MemAllocationProp,
@@ -101,18 +101,18 @@ pub(super) fn make(
     if let Ok(handle) = back_with_room(&piece) {
         return Some(AllocationPiece { handle, ..piece });
     }
-    // Whether anything is mapped there is not known.
+    // The addresses are not reused: whether anything is mapped there is unknown.
     call!(mem_address_free(address, bytes));
     None
 }
 
-/// Undoes [`make`].
+/// Unmaps and frees what [`make`] has made.
 pub(super) fn unmake(piece: &AllocationPiece) {
     unback(piece);
     call!(mem_address_free(piece.address, piece.bytes as usize));
 }
 
-/// The same as [`back`]; where memory is short, what nobody uses makes room.
+/// The same as [`back`]; if memory is short, unused memory of stream pools is freed.
 fn back_with_room(piece: &AllocationPiece) -> Result<u64, u32> {
     loop {
         match back(piece) {
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn mem_free(address: u64) -> u32 {
     }
 }
 
-/// Gives back what was taken for an allocation that is in the table no more.
+/// Frees the memory and addresses of an allocation that has left the table.
 pub(super) fn release(piece: &AllocationPiece) {
     if piece.may_stray() {
         strays();
@@ -171,7 +171,7 @@ pub(super) fn release(piece: &AllocationPiece) {
     }
 }
 
-/// What an address lies in: carried memory, or what was opened.
+/// The allocation or the imported memory that contains an address.
 fn known_at(address: u64) -> Option<Allocation> {
     tables(|tables| {
         let carried = tables.allocations.around(address).copied();
@@ -187,7 +187,7 @@ pub unsafe extern "C" fn mem_get_address_range(
     let Some(found) = known_at(address) else {
         return call!(mem_get_address_range(base, bytes, address));
     };
-    // SAFETY: the application's own places, null where it does not want to know.
+    // SAFETY: the application's own places; null where it needs no result.
     unsafe {
         if let Some(base) = base.as_mut() {
             *base = found.piece.address;
@@ -199,14 +199,14 @@ pub unsafe extern "C" fn mem_get_address_range(
     result::SUCCESS
 }
 
-/// Corrects what the driver says of mapped memory to what it says of its own allocations.
+/// Changes the driver's attributes of mapped memory to those of its own allocations.
 ///
 /// # Safety
 /// The driver must have written the attribute's value to `data` with success.
 unsafe fn correct(data: *mut c_void, attribute: u32, allocation: &Allocation) {
     let pooled = allocation.pool != 0;
     let first_byte = |value| {
-        // SAFETY: it is a byte, or begins with the one that counts.
+        // SAFETY: the value is one byte, or begins with the one that counts.
         unsafe { data.cast::<u8>().write(value) };
     };
     let value = match attribute {
@@ -218,7 +218,7 @@ unsafe fn correct(data: *mut c_void, attribute: u32, allocation: &Allocation) {
         pointer_attribute::HANDLE_TYPES if pooled => return first_byte(0),
         _ => return,
     };
-    // SAFETY: each of these is as large as a pointer.
+    // SAFETY: each of these values is as large as a pointer.
     unsafe { data.cast::<u64>().write(value) };
 }
 
@@ -251,7 +251,7 @@ pub unsafe extern "C" fn pointer_get_attributes(
     code
 }
 
-/// An allocation whose physical memory others than its mapping refer to now.
+/// Keeps an allocation on the device: other holders than its mapping refer to its physical memory.
 pub(super) fn stays(address: u64) {
     let found = locked(|table| {
         let piece = &mut table.around(address)?.piece;
@@ -268,7 +268,7 @@ pub unsafe extern "C" fn pointer_set_attribute(
     at: u64,
 ) -> u32 {
     let code = call!(pointer_set_attribute(value, attribute, at));
-    // Whatever the answer: who asks for this wants others on the bus to reach the memory.
+    // Whatever the result: the application wants other devices on the bus to reach the memory.
     stays(at);
     vmm::blocks(|blocks| blocks.stay_in(at, 1));
     code
@@ -289,7 +289,7 @@ pub unsafe extern "C" fn mem_get_handle_for_range(
     code
 }
 
-/// Such a context ends in a way that is not seen here: from now on nothing new is carried.
+/// The end of such a context is not seen by a hook: from now on nothing new is swappable.
 pub unsafe extern "C" fn ctx_from_green(context: *mut usize, green: usize) -> u32 {
     let code = call!(ctx_from_green(context, green));
     if code == result::SUCCESS {
@@ -309,7 +309,7 @@ pub unsafe extern "C" fn ctx_enable_peer_access(peer: usize, flags: u32) -> u32 
         && let Some(peers) = usize::try_from(other).ok().and_then(|other| SWAP.peers.get(other))
     {
         peers.fetch_or(1_u64.checked_shl(bit).unwrap_or(0), Ordering::AcqRel);
-        // What the peer has already; later allocations find the bit.
+        // Existing allocations of the peer; later ones find the bit.
         let mut next = 0;
         while let Some(found) = locked(|table| {
             let of_other = |a: &&Allocation| a.piece.property.location_id == other;

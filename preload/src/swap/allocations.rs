@@ -1,4 +1,4 @@
-//! What is carried: pieces of physical memory, each with its address and its content's place.
+//! Swappable memory: pieces of physical memory, each with its address and the place of its content.
 
 use affinode_cuda_sys::MemAllocationProp;
 
@@ -12,30 +12,30 @@ use crate::fds::TrackedFd;
 /// One piece of physical memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AllocationPiece {
-    /// Where all of it is mapped; 0: it is not carried now.
+    /// Address at which all of it is mapped; 0: it is not swappable now.
     pub address: u64,
-    /// Its size, which is what is mapped.
+    /// Size of the memory and of its mapping.
     pub bytes: u64,
-    /// What it is made as, each time.
+    /// The properties that it is created with, each time.
     pub property: MemAllocationProp,
-    /// The driver's handle of it; of no meaning while it is in the pool.
+    /// The driver's handle; meaningless while the content is in the pool.
     pub handle: u64,
-    /// The context that was current; 0: none is known.
+    /// The context that was current at its creation; 0: unknown.
     pub context: usize,
-    /// It must stay: the application, or another, has hold of it in a way that we cannot move.
+    /// It must stay on the device: another holder refers to its physical memory.
     pub stays: bool,
-    /// Its physical memory was made by a copier: the driver brings a process that has hold of
-    /// such memory at its checkpoint back no more.
+    /// Its physical memory was created by a copier: the driver does not restore a process that
+    /// held such memory at its checkpoint.
     pub imported: bool,
-    /// Where its content is.
+    /// The place of its content.
     pub place: MemoryPlace,
-    /// It was among what left the last time.
+    /// It was part of the last copy-out.
     pub has_left: bool,
     /// Offset of its content in the pool, while the content is there.
     pub offset: u64,
-    /// What its memory is imported by, while its content is in nothing else.
+    /// Descriptor that its memory is imported by, while its content is in nothing else.
     pub shared: Option<TrackedFd>,
-    /// When its context was noted, counted: another of the same number may follow one that ended.
+    /// Moment of its creation: another context of the same number may follow one that ended.
     pub since: u64,
 }
 
@@ -43,47 +43,47 @@ pub struct AllocationPiece {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum MemoryPlace {
-    /// On the device.
+    /// In VRAM, mapped at its address.
     #[default]
     Device = 0,
     /// In the pool; nothing is mapped.
     Pool = 1,
     /// In the pool; physical memory is mapped again, and not filled yet.
     Mapped = 2,
-    /// In device memory that is mapped nowhere here: a copier copies it to the pool.
+    /// In device memory that is not mapped here: a copier copies it to the pool.
     Handed = 3,
 }
 
 impl AllocationPiece {
-    /// Whether it can leave the device.
+    /// Whether it can be copied out.
     pub fn is_carried(&self) -> bool {
         !self.stays && self.address != 0 && self.context != 0
     }
 
-    /// Whether its memory, once it is not known here any more, may still be held: it is of a
-    /// copier's making, and was made to stay by a call that takes a hold of its own.
+    /// Whether its memory may still be held after it has left the tables: it was created by a
+    /// copier, and a call that takes a reference of its own has made it stay.
     pub fn may_stray(&self) -> bool {
         self.imported
             && self.stays
             && matches!(self.place, MemoryPlace::Device | MemoryPlace::Mapped)
     }
 
-    /// Whether it leaves the device when the rest does.
+    /// Whether the next copy-out takes it off the device.
     pub fn leaves(&self) -> bool {
         self.is_carried() && self.place == MemoryPlace::Device
     }
 }
 
-/// What the application got from `cuMemAlloc` and its kin.
+/// An allocation of `cuMemAlloc` or a similar function.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Allocation {
-    /// What backs it.
+    /// Its physical memory and address.
     pub piece: AllocationPiece,
-    /// What the application asked for, in bytes.
+    /// The size that the application requested, in bytes.
     pub asked_bytes: u64,
     /// The number of the pool that it came from; 0: none.
     pub pool: u64,
-    /// An event of ours, once it was freed in a stream.
+    /// An event of this library, once the allocation was freed in a stream.
     pub mark: CompletionMark,
 }
 
@@ -93,31 +93,31 @@ impl HasKey for Allocation {
     }
 }
 
-/// All of them, by address.
+/// All allocations by address.
 pub type Allocations = ChunkedMap<Allocation>;
 
 impl Allocations {
-    /// The one that an address lies in.
+    /// The allocation that contains an address.
     pub fn around(&mut self, address: u64) -> Option<&mut Allocation> {
         let inside = |a: &&mut Allocation| address.wrapping_sub(a.piece.address) < a.piece.bytes;
         self.up_to(address).filter(inside)
     }
 }
 
-/// Names a piece. Allocations come before the application's own blocks.
+/// Identifies a piece. Allocations come before the application's own blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AllocationId {
     /// The allocation at this address.
     Allocation(u64),
-    /// The block of this name.
+    /// The block of this id.
     Block(u64),
 }
 
 impl AllocationId {
-    /// The least.
+    /// The lowest id of all.
     pub const FIRST: AllocationId = AllocationId::Allocation(0);
 
-    /// The next after it.
+    /// The lowest id after this one.
     pub fn next(self) -> AllocationId {
         match self {
             AllocationId::Allocation(address) => {
@@ -128,26 +128,25 @@ impl AllocationId {
     }
 }
 
-/// Everything that is carried. Zero is nothing.
+/// All swappable memory. Zeroes are empty.
 #[repr(C)]
 pub struct AllocationTables {
-    /// What `cuMemAlloc` gave.
+    /// Allocations of `cuMemAlloc` and similar functions.
     pub allocations: Allocations,
-    /// What `cuMemCreate` gave.
+    /// Physical memory of `cuMemCreate`.
     pub blocks: VmmHandleTable,
-    /// What `cuIpcOpenMemHandle` gave of other processes' memory. It is not carried.
+    /// Memory of other processes, of `cuIpcOpenMemHandle`. It is not swappable.
     pub opened: OpenedOnes,
-    /// Who this process is to those that open its memory.
+    /// The identity of this process for processes that open its memory.
     pub identity: ExportIdentity,
-    /// What was freed.
+    /// Reserved addresses of freed allocations.
     pub addresses: AddressReservations,
-    /// What nobody uses any more.
+    /// Unused memory of stream pools.
     pub cache: PoolCache,
     noted: u64,
 }
 
 impl AllocationTables {
-    /// Nothing.
     pub const fn empty() -> AllocationTables {
         AllocationTables {
             allocations: ChunkedMap::empty(),
@@ -160,19 +159,19 @@ impl AllocationTables {
         }
     }
 
-    /// A moment after all that was noted before.
+    /// A number that is higher than all numbers returned before.
     pub fn now(&mut self) -> u64 {
         self.noted += 1;
         self.noted
     }
 
-    /// Takes an allocation in. False: there is no memory to note it.
+    /// Adds an allocation. False: out of memory.
     pub fn insert(&mut self, mut allocation: Allocation) -> bool {
         allocation.piece.since = self.now();
         self.allocations.insert(allocation)
     }
 
-    /// The first piece from one on that `which` picks.
+    /// The first piece at or after `from` that `which` picks.
     pub fn next(
         &mut self,
         from: AllocationId,
@@ -192,7 +191,6 @@ impl AllocationTables {
         Some((AllocationId::Block(found.name), &mut found.piece))
     }
 
-    /// A piece.
     pub fn piece(&mut self, id: AllocationId) -> Option<&mut AllocationPiece> {
         match id {
             AllocationId::Allocation(address) => Some(&mut self.allocations.at(address)?.piece),
@@ -233,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_must_stay_does_not_leave() {
+    fn pinned_memory_is_not_copied_out() {
         assert!(piece(1).leaves());
         assert!(!AllocationPiece { stays: true, ..piece(1) }.leaves());
         assert!(!AllocationPiece { place: MemoryPlace::Pool, ..piece(1) }.leaves());

@@ -1,4 +1,4 @@
-//! Physical memory behind reserved addresses, and who may reach it.
+//! Physical memory for reserved addresses, and its access rights.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -11,15 +11,15 @@ use super::{
     DEVICES, GRANULE_BYTES, SWAP, allocations::AllocationPiece, driver::call, peer_devices,
 };
 
-/// What is known of each device.
+/// The abilities of each device; 0: not queried yet.
 static ABILITIES: [AtomicU32; DEVICES] = [const { AtomicU32::new(0) }; DEVICES];
-/// It was asked.
+/// The device was queried.
 const KNOWN: u32 = 1;
-/// Memory on it can be carried.
+/// Memory of the device can be swappable.
 const ABLE: u32 = 1 << 1;
-/// It may say that others on the bus reach it.
+/// Its memory may be created for access by other devices on the bus.
 const RDMA: u32 = 1 << 2;
-/// It can be exported.
+/// Its memory can be exported.
 const SHARES: u32 = 1 << 3;
 
 fn ability(device: i32) -> u32 {
@@ -68,12 +68,12 @@ fn property(device: i32, abilities: u32) -> MemAllocationProp {
     }
 }
 
-/// What memory on a device is made as, for an allocation.
+/// The properties of new memory on a device, for an allocation.
 pub(super) fn property_on(device: i32) -> MemAllocationProp {
     property(device, ability(device))
 }
 
-/// Puts physical memory behind a piece's addresses: its handle.
+/// Creates physical memory for a piece, maps it, and returns its handle.
 pub(super) fn back(piece: &AllocationPiece) -> Result<u64, u32> {
     let mut handle = 0;
     match call!(mem_create(&raw mut handle, piece.bytes as usize, &raw const piece.property, 0)) {
@@ -83,13 +83,13 @@ pub(super) fn back(piece: &AllocationPiece) -> Result<u64, u32> {
     map(piece, handle).map(|()| handle)
 }
 
-/// Puts physical memory that is there behind a piece's addresses; releases it where that fails.
+/// Maps existing physical memory at a piece's addresses; releases it if that fails.
 pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
     let bytes = piece.bytes as usize;
     let try_once = || call!(mem_map(piece.address, bytes, 0, handle, 0));
     let mapped = match try_once() {
         result::SUCCESS => result::SUCCESS,
-        // What could not be unmapped when this failed the last time.
+        // A mapping is left there that could not be unmapped at an earlier failure.
         _ if call!(mem_unmap(piece.address, bytes)) == result::SUCCESS => try_once(),
         code => code,
     };
@@ -103,7 +103,7 @@ pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
         result::SUCCESS => Ok(()),
         code => {
             if !unback(&AllocationPiece { handle, ..*piece }) {
-                // It goes with its mapping, of which nobody else knows.
+                // The memory is freed with its mapping, which is in no table.
                 call!(mem_release(handle));
             }
             Err(code)
@@ -111,7 +111,7 @@ pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
     }
 }
 
-/// Undoes [`back`]. False: it is mapped still.
+/// Undoes [`back`]. False: it is still mapped.
 pub(super) fn unback(piece: &AllocationPiece) -> bool {
     let unmapped = call!(mem_unmap(piece.address, piece.bytes as usize)) == result::SUCCESS;
     let released = unmapped && call!(mem_release(piece.handle)) == result::SUCCESS;
@@ -121,12 +121,12 @@ pub(super) fn unback(piece: &AllocationPiece) -> bool {
     unmapped
 }
 
-/// Memory of a copier's making may be held from now on by something that nothing here knows of.
+/// Memory imported from a copier may be held from now on by something that no table contains.
 pub(super) fn strays() {
     SWAP.strayed.store(1, Ordering::Release);
 }
 
-/// Gives the device itself access, and those that the application has made its peers.
+/// Gives access to the device itself and to its peers, as the application has enabled them.
 pub(super) fn give_access(piece: &AllocationPiece) -> u32 {
     match give(piece, piece.property.location_id) {
         result::SUCCESS => {}
@@ -141,8 +141,8 @@ pub(super) fn give_access(piece: &AllocationPiece) -> u32 {
     result::SUCCESS
 }
 
-/// The same for memory of another process, which may lie on another device than the one that it
-/// is opened on: the peers of that one reach it where they can.
+/// The same for memory of another process, which may be on another device than the one that it
+/// is opened on: peers of the latter get access if the driver allows it.
 pub(super) fn give_access_to_opened(piece: &AllocationPiece) -> u32 {
     let code = give(piece, piece.property.location_id);
     if code == result::SUCCESS {
@@ -162,7 +162,7 @@ fn give(piece: &AllocationPiece, device: i32) -> u32 {
     call!(mem_set_access(piece.address, piece.bytes as usize, &raw const access, 1))
 }
 
-/// The devices that the application has made peers of a piece's.
+/// The devices that the application has made peers of a piece's device.
 fn peers_of(piece: &AllocationPiece) -> impl Iterator<Item = i32> {
     let device = usize::try_from(piece.property.location_id).ok();
     let peers = device.and_then(|device| SWAP.peers.get(device));

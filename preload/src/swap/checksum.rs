@@ -1,17 +1,17 @@
-//! Whether what has come home is what left: its digests are made again on the device, where the
-//! controller asked for that.
+//! Whether restored content is the content that was copied out: its digests are computed again on
+//! the device, if the controller has ordered that.
 //!
 //! ```text
-//! home ──the digests of when it left?──> intact
-//!            │ no: those pieces once more from the pool
-//!            └──> again? ──yes──> intact
-//!                    │ no
-//!                    └──> damaged: the process is told so at every call from then on
+//! restored ──the digests of the copy-out?──> intact
+//!   │ no: those pieces are copied again from the pool
+//!   └──> again? ──yes──> intact
+//!         │ no
+//!         └──> damaged: every call returns an error from then on
 //! ```
 //!
-//! The pool is memory of the application's own process, which a stray write of its own may reach,
-//! and content crosses the bus twice. What is wrong there is told as the driver tells of wrong
-//! device memory: as an uncorrectable error, and no result is made of it.
+//! The pool is memory of the application's own process, which a stray write of the application may
+//! reach, and content crosses the bus twice. A difference is reported as the driver reports faulty
+//! device memory: as an uncorrectable error, so that no result is computed from it.
 
 use core::sync::atomic::Ordering;
 
@@ -24,12 +24,12 @@ use super::staging::StagingPool;
 use super::{SWAP, with_pool};
 use crate::process;
 
-/// Whether the next returns are checked, until it is said again.
+/// Sets whether restores are checked, until the next call.
 pub(super) fn set(on: bool) {
     SWAP.checks.store(u32::from(on), Ordering::Relaxed);
 }
 
-/// Everything has just come home: what is not as it left is said on the page.
+/// Checks restored content, and adds a hazard to the counters if it differs.
 pub(super) fn look() {
     if SWAP.checks.load(Ordering::Relaxed) == 1
         && !is_intact()
@@ -39,25 +39,25 @@ pub(super) fn look() {
     }
 }
 
-/// Whether what has come home is what left, as far as that is known.
+/// Whether restored content is what was copied out, as far as that is known.
 fn is_intact() -> bool {
     with_pool(|pool| match compare(pool) {
         ChecksumResult::Same | ChecksumResult::Unknown => true,
         ChecksumResult::Other(slots) => {
             copy_again(pool, slots.all());
-            // What cannot be looked at any more was wrong when it was seen last.
+            // A check that cannot be repeated leaves the result of the first one: it differed.
             matches!(compare(pool), ChecksumResult::Same)
         }
     })
 }
 
-/// What has come home.
+/// Result of comparing restored content.
 enum ChecksumResult {
-    /// As it left, where that is known.
+    /// As it was copied out, where the digest is known.
     Same,
-    /// The device makes no digests of it now.
+    /// The device cannot compute digests now.
     Unknown,
-    /// Other than it was in the slots that have a digest here.
+    /// Different in the slots that have a digest in this table.
     Other(DigestTable),
 }
 
@@ -88,7 +88,7 @@ fn is_other(known: Digest, found: Digest) -> bool {
     are_known && known != found && !(is_zero(known) && is_zero(found))
 }
 
-/// What fails here is found to be wrong again.
+/// Copies the differing pieces again. If that fails, the next comparison finds them.
 fn copy_again(pool: &mut StagingPool, wrong: &[Digest]) {
     let is_wrong = |piece: &AllocationPiece| {
         let first = piece.offset as usize / SLOT_BYTES;
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_known_is_not_wrong_and_zeros_are_zeros() {
+    fn unknown_digest_is_no_difference() {
         let [one, other] = [1, 2].map(Digest::of_address);
         assert!(is_other(one, other) && is_other(one, Digest::ZERO));
         assert!(is_other(Digest::LEFT_OUT, one) && is_other(Digest::ZERO, one));

@@ -1,48 +1,44 @@
-//! What is in order of its keys, in groups of a page each: one that comes or goes moves no more
-//! than a group, however many there are.
+//! An ordered map stored as page-sized groups: an insert or a remove shifts at most one group,
+//! however many entries there are.
 
 use super::mmap_vec::{MmapVec, PAGE_BYTES};
 
-/// What has a key.
+/// An entry with its key.
 pub trait HasKey: Copy {
-    /// It; no two of a list have the same.
+    /// The key; unique within a map.
     fn key(&self) -> u64;
 }
 
-/// All of them. Zero is none.
+/// The map. Zeroes are an empty one.
 #[repr(C)]
 pub struct ChunkedMap<T> {
-    /// In order, none of them empty.
+    /// Groups in order, none of them empty.
     groups: MmapVec<MmapVec<T>>,
-    /// The last that became empty, for the next.
+    /// The last group that became empty, for reuse.
     spare: MmapVec<T>,
 }
 
 impl<T: HasKey> ChunkedMap<T> {
     const MAX_GROUP_LEN: usize = PAGE_BYTES / size_of::<T>();
 
-    /// Without any.
     pub const fn empty() -> ChunkedMap<T> {
         const { assert!(Self::MAX_GROUP_LEN > 1, "a group that can be split") };
         ChunkedMap { groups: MmapVec::empty(), spare: MmapVec::empty() }
     }
 
-    /// All of them.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &T> {
         self.groups.all().iter().flat_map(|group| group.all())
     }
 
-    /// All of them.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.groups.all_mut().iter_mut().flat_map(|group| group.all_mut())
     }
 
-    /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.groups.all().is_empty()
     }
 
-    /// The one at a place in the order.
+    /// The entry at a position in the order.
     pub fn nth(&self, mut place: usize) -> Option<&T> {
         for group in self.groups.all() {
             let ones = group.all();
@@ -54,14 +50,14 @@ impl<T: HasKey> ChunkedMap<T> {
         None
     }
 
-    /// The group where a key is, or would be.
+    /// Index of the group that has a key, or would have it.
     fn group(&self, key: u64) -> usize {
         let begins_before =
             |group: &MmapVec<T>| group.all().first().is_some_and(|one| one.key() <= key);
         self.groups.all().partition_point(begins_before).saturating_sub(1)
     }
 
-    /// Where a key is, in its group; or where it would be.
+    /// A key's group and its position there, or the position where it would be.
     fn place(&self, key: u64) -> (usize, Result<usize, usize>) {
         let group = self.group(key);
         let ones = self.groups.all().get(group).map_or(&[][..], MmapVec::all);
@@ -72,26 +68,26 @@ impl<T: HasKey> ChunkedMap<T> {
         self.groups.all_mut().get_mut(group)?.all_mut().get_mut(place)
     }
 
-    /// The one with a key.
+    /// The entry with a key.
     pub fn at(&mut self, key: u64) -> Option<&mut T> {
         let (group, place) = self.place(key);
         self.get_mut(group, place.ok()?)
     }
 
-    /// The one with the key, or else the last before it.
+    /// The entry with the key, or else the last one before it.
     pub fn up_to(&mut self, key: u64) -> Option<&mut T> {
         let (group, place) = self.place(key);
         let place = place.or_else(|after| after.checked_sub(1).ok_or(())).ok()?;
         self.get_mut(group, place)
     }
 
-    /// Those from a key on.
+    /// The entries from a key on.
     pub fn from(&self, key: u64) -> impl Iterator<Item = &T> {
         let groups = self.groups.all().get(self.group(key)..).unwrap_or_default();
         groups.iter().flat_map(MmapVec::all).skip_while(move |one| one.key() < key)
     }
 
-    /// The first from a key on that `which` picks.
+    /// The first entry from a key on that `which` picks.
     pub fn find_from(&mut self, key: u64, which: impl Fn(&T) -> bool) -> Option<&mut T> {
         let group = self.group(key);
         let groups = self.groups.all_mut().get_mut(group..).unwrap_or_default();
@@ -99,7 +95,7 @@ impl<T: HasKey> ChunkedMap<T> {
         from_there.find(|one| one.key() >= key && which(one))
     }
 
-    /// Takes one in. False: its key is there, or there is no memory to note it.
+    /// Adds an entry. False: its key exists, or memory has run out.
     pub fn insert(&mut self, one: T) -> bool {
         let (mut group, Err(mut place)) = self.place(one.key()) else {
             return false;
@@ -113,7 +109,7 @@ impl<T: HasKey> ChunkedMap<T> {
             (group, place) = (group + 1, 0);
         } else if many.is_none_or(|many| many >= Self::MAX_GROUP_LEN) {
             let keeps = match many {
-                // What comes in order leaves full groups behind.
+                // Entries that arrive in order leave full groups behind.
                 Some(many) if place == many => many,
                 Some(many) => many / 2,
                 None => 0,
@@ -131,10 +127,10 @@ impl<T: HasKey> ChunkedMap<T> {
         }
     }
 
-    /// Makes a group for one more: after another, of which it takes those from a place on; or the first.
+    /// Adds a group: after another one, of which it takes the entries from `keeps` on; or the first.
     fn begin_group(&mut self, after: usize, keeps: usize) -> bool {
         let mut fresh = core::mem::replace(&mut self.spare, MmapVec::empty());
-        // All that can fail comes before anything moves.
+        // All steps that can fail come before any entry moves.
         let has_room = fresh.reserve_one() && self.groups.reserve_one();
         let moved = has_room
             && match self.groups.all_mut().get_mut(after) {
@@ -149,7 +145,7 @@ impl<T: HasKey> ChunkedMap<T> {
         self.groups.insert(place, fresh).is_ok()
     }
 
-    /// Takes out the first that `which` picks.
+    /// Removes the first entry that `which` picks.
     pub fn remove(&mut self, which: impl Fn(&T) -> bool) -> Option<T> {
         let mut groups = self.groups.all().iter().enumerate();
         let (group, place) =
@@ -157,7 +153,7 @@ impl<T: HasKey> ChunkedMap<T> {
         self.take_out(group, place)
     }
 
-    /// Takes out the one with a key.
+    /// Removes the entry with a key.
     pub fn remove_at(&mut self, key: u64) -> Option<T> {
         let (group, place) = self.place(key);
         self.take_out(group, place.ok()?)
@@ -174,7 +170,7 @@ impl<T: HasKey> ChunkedMap<T> {
         Some(found)
     }
 
-    /// Gives the memory back: none of them is left.
+    /// Frees the memory; the map is empty afterwards.
     pub fn discard(&mut self) {
         self.groups.all_mut().iter_mut().for_each(MmapVec::discard);
         self.groups.discard();
@@ -230,7 +226,7 @@ mod tests {
         assert_eq!(all(&sorted), [1, 5]);
     }
 
-    /// Few to a group, so that groups begin and end all the time.
+    /// Large entries, so few in a group that groups begin and end all the time.
     #[test]
     fn it_is_as_a_tree_whatever_comes_and_goes() {
         let mut seed = 1_u64;
@@ -269,9 +265,9 @@ mod tests {
         assert!(sorted.is_empty());
     }
 
-    /// So that what was taken out for a moment is not lost where there is no memory for a group.
+    /// An entry that is taken out for a moment is not lost if there is no memory for a new group.
     #[test]
-    fn what_was_taken_out_fits_in_again_without_another_group() {
+    fn removed_entry_fits_again_without_a_new_group() {
         let mut sorted = ChunkedMap::empty();
         let many = 3 * ChunkedMap::<u64>::MAX_GROUP_LEN as u64;
         assert!((0..many).all(|n| sorted.insert(n)));
@@ -285,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_in_order_fills_its_groups() {
+    fn ordered_inserts_fill_their_groups() {
         let mut sorted = ChunkedMap::empty();
         let many = 10 * ChunkedMap::<u64>::MAX_GROUP_LEN as u64;
         assert!((0..many).all(|n| sorted.insert(n)));

@@ -1,4 +1,4 @@
-//! Contexts: the current one, work in another, and what ends with one.
+//! Contexts: the current one, calls in another one, and what ends with a context.
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -14,16 +14,16 @@ pub(super) fn current_context() -> Option<usize> {
     (call!(ctx_get_current(&raw mut context)) == result::SUCCESS).then_some(context)
 }
 
-/// Waits as `cuMemFree` does, and is refused where it is (while a stream is being captured,
-/// after an error): by freeing something small of the same context.
-/// Of what has outlived its context: in the current one.
+/// Waits for work as `cuMemFree` does, and fails where that fails (while a stream is being
+/// captured, after an error): by freeing a small allocation of the same context.
+/// For memory that has outlived its context (0): in the current one.
 pub(super) fn wait_for_work(context: usize) -> u32 {
     const SMALL_BYTES: usize = 256;
     let context = if context == 0 { current_context().unwrap_or(0) } else { context };
     in_context(context, || {
         let mut small = 0;
         match call!(mem_alloc(&raw mut small, SMALL_BYTES)) {
-            // The first stays: with it the driver keeps the piece that it makes such out of.
+            // The first one stays: with it the driver keeps the block that it serves small requests from.
             result::SUCCESS if keeps_first(context) => {
                 let mut second = 0;
                 match call!(mem_alloc(&raw mut second, SMALL_BYTES)) {
@@ -38,7 +38,7 @@ pub(super) fn wait_for_work(context: usize) -> u32 {
     })
 }
 
-/// Whether a context has nothing small that stays yet, and its name is noted now.
+/// Whether a context has no small allocation that stays yet; if so, the context is recorded.
 fn keeps_first(context: usize) -> bool {
     let known = |place: &AtomicUsize| place.load(Ordering::Relaxed) == context;
     let take = |place: &AtomicUsize| {
@@ -47,7 +47,7 @@ fn keeps_first(context: usize) -> bool {
     !SWAP.anchored.iter().any(known) && SWAP.anchored.iter().any(take)
 }
 
-/// Runs `body` with a context that lives, and leaves the application's as it was.
+/// Runs `body` in an existing context, and restores the application's current one.
 pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
     if current_context() == Some(context) {
         return body();
@@ -62,7 +62,7 @@ pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
     code
 }
 
-/// The end of a context, which ends its allocations. `which`: asked when no other ends meanwhile.
+/// Ends a context with its allocations. `which`: called once no other context can end.
 fn ends(
     which: impl FnOnce() -> Option<usize>,
     end: impl FnOnce() -> u32,
@@ -75,7 +75,7 @@ fn ends(
         };
         context = found;
         SWAP.unused_lock.hold(|| {
-            // Not earlier: another thread that has hold of it may have been let through first.
+            // Not earlier: another thread that waited for this lock may have gone first.
             before = tables(AllocationTables::now);
             let code = end();
             ended = code == result::SUCCESS && has_ended();
@@ -90,7 +90,7 @@ fn ends(
             code
         })
     });
-    // Another thread may have made a context of the same number, and memory in it, meanwhile.
+    // Since then another thread may have created a context of the same number, and memory in it.
     let of_it = |piece: &AllocationPiece| piece.context == context && piece.since < before;
     if ended {
         blocks(|blocks| blocks.context_ends(context, before));
@@ -111,9 +111,9 @@ fn ends(
     code
 }
 
-/// Memory of a pool is no context's: it outlives the one that it was allocated in (measured, H200,
-/// 580.159), and stays where it is, as there is nothing left to copy it in. Of the next such that is
-/// carried: how much.
+/// Memory of a pool does not belong to a context: it outlives the one that it was allocated in
+/// (measured, H200, driver 580.159), and stays on the device, as no context is left to copy it in.
+/// Changes the next such allocation, and returns its swappable bytes.
 fn outlives(table: &mut Allocations, of_it: impl Fn(&AllocationPiece) -> bool) -> Option<u64> {
     let mut pooled = table.iter_mut().filter(|a| a.pool != 0);
     let piece = &mut pooled.find(|a| of_it(&a.piece))?.piece;
@@ -131,8 +131,8 @@ fn is_primary_active(device: i32) -> bool {
     code == result::SUCCESS && active != 0
 }
 
-/// The device's primary context, if it has one now. To be asked while none ends: a hold is taken of it
-/// for a moment, which would be the last where another thread lets go of its own meanwhile.
+/// The device's primary context, if it has one now. To be called while no context ends: it takes a
+/// reference for a moment, which would be the last if another thread released its own meanwhile.
 fn primary_context(device: i32) -> Option<usize> {
     let mut context = 0;
     if !is_primary_active(device)

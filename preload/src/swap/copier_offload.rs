@@ -1,17 +1,16 @@
-//! Out through a copier: the process hands its memory over and is checkpointed, while the copier
-//! copies the content to the pool that it has registered before.
+//! Offload through a copier: the process exports its memory and is checkpointed, while the copier
+//! copies the content to the staging pool, which it has registered before.
 //!
 //! ```text
-//! Device ──copied to new memory, where it cannot be exported──> exported, sent, unmapped, released
-//!   ^                                                                      │
-//!   │                                                                      v
-//!   └── imported by our descriptor, mapped ──anything else── Handed ──the copier says that all is
-//!                                                                     copied──> Pool
+//! Device ──copied to new memory, if it cannot be exported──> exported, sent, unmapped, released
+//!   ^                                                                       │
+//!   │                                                                       v
+//!   └── imported by its own descriptor, mapped ──any failure── Handed ──the copier sends Copied──> Pool
 //! ```
 //!
-//! Until the copier has said so, the content is in device memory that a descriptor of this process
-//! keeps: neither the copier's death nor the controller's loses it. A pool that the copier may still be
-//! writing to is not used again.
+//! Until the copier reports Copied, the content is in device memory that a descriptor of this process
+//! keeps: neither the copier's death nor the controller's loses it. A pool that the copier may still
+//! be writing to is not used again.
 
 use affinode_cuda_sys::{POSIX_DESCRIPTOR, result};
 
@@ -26,10 +25,10 @@ use super::{copier_restore, is_in_use, tables, with_pool};
 use crate::fds::TrackedFd;
 use crate::sys::{self, Descriptor, datagram};
 
-/// How long a copier may take to read what it is handed.
+/// How long the copier may take to read the exported descriptors.
 const WITHIN_US: u64 = 4_000_000;
 
-/// Bytes of content that is in such memory alone.
+/// Bytes whose content is only in exported memory.
 pub fn bytes() -> u64 {
     if is_in_use() { tables(|tables| tables.bytes(is_handed)) } else { 0 }
 }
@@ -38,12 +37,12 @@ fn is_handed(piece: &AllocationPiece) -> bool {
     piece.place == MemoryPlace::Handed
 }
 
-/// Hands everything over that leaves. False: everything is on the device as before.
+/// Exports everything that leaves the device. False: everything is on the device as before.
 ///
 /// # Errors
-/// The driver's code: some of it is handed over still, and the copier is left.
+/// The driver's code: some of it stays exported, and the connection to the copier is closed.
 pub fn export_to_copier(pool: &mut StagingPool, vram_bytes: u64) -> Result<bool, u32> {
-    // All of its pages are there.
+    // The copier needs all pages of the pool: end the prefault.
     pool.end();
     if hand_all(pool, vram_bytes).is_some() {
         return Ok(true);
@@ -57,10 +56,10 @@ fn hand_all(pool: &StagingPool, vram_bytes: u64) -> Option<()> {
     let mut order = AllocationLayout::of(AllocationPiece::leaves)?;
     let summary = copier_restore::summary(MemoryPlace::Device)?;
     let many = summary.0 as usize;
-    // They are in the application's table until the copier is done.
+    // The descriptors are in the application's table until the copier is done: use a quarter of it.
     (many <= sys::descriptor_limit() / 4).then_some(())?;
     copier_restore::announce_copied_out(pool, summary, AllocationPiece::leaves, vram_bytes)?;
-    // The controller has nobody else take device memory for a little longer.
+    // The controller's hold on allocations lasts only a little longer than this deadline.
     let end_us = sys::now_us() + WITHIN_US;
     for place in 0..many {
         let (id, piece) = order.piece(place)?;
@@ -79,9 +78,10 @@ fn hand(id: AllocationId, piece: &AllocationPiece, end_us: u64) -> Option<()> {
         copier_restore::send_piece(shared.number(), end_us)?;
         Some((shared, owned))
     });
+    // Unmapped only once the copier's descriptor is sent: until then a failure changes nothing.
     let gone = sent.is_some() && unback(piece);
     if !exportable {
-        // From here on the descriptor alone keeps it.
+        // From here on only the descriptor keeps the memory.
         call!(mem_release(handed));
     }
     let (shared, owned) = sent.filter(|_| gone)?;
@@ -99,8 +99,8 @@ fn export(handle: u64) -> Option<Descriptor> {
     datagram::made(fd).filter(|_| code == result::SUCCESS).map(Descriptor::lifted)
 }
 
-/// Copies a piece to new memory that can be exported, on the device: what the driver does not let
-/// us export is of a copier's making, or of the application's own. The new memory's handle.
+/// Copies a piece to new, exportable memory on the device, and returns the new handle. The driver
+/// cannot export memory that was imported, or that was created without a handle type for it.
 fn copy(piece: &AllocationPiece) -> Option<u64> {
     let bytes = piece.bytes as usize;
     let mut property = piece.property;
@@ -131,7 +131,7 @@ fn copy_across(to: u64, piece: &AllocationPiece) -> u32 {
             result::SUCCESS => {}
             code => return code,
         }
-        // SAFETY: both are mapped, of this size, and nobody else uses either now.
+        // SAFETY: both are mapped, of this size, and nothing else uses either now.
         let begun = unsafe { copy(to, piece.address, piece.bytes as usize, stream) };
         let ended = call!(stream_synchronize(stream));
         call!(stream_destroy(stream));
@@ -139,7 +139,7 @@ fn copy_across(to: u64, piece: &AllocationPiece) -> u32 {
     })
 }
 
-/// Waits until the copier has copied everything. False: it has not, and will not.
+/// Waits until the copier has copied everything. False: the copier has failed or was too slow.
 pub fn settle() -> bool {
     let bytes = bytes();
     if bytes == 0 {
@@ -158,16 +158,16 @@ pub fn settle() -> bool {
     true
 }
 
-/// Does without the copier.
+/// Goes on without the copier.
 fn leave() {
     copier_restore::hang_up();
     with_pool(StagingPool::taint);
 }
 
-/// Brings home what was handed over and not copied.
+/// Takes back what was exported and not copied.
 ///
 /// # Errors
-/// The driver's code. Nothing is lost: it can be tried again.
+/// The driver's code. Nothing is lost: the call can be repeated.
 pub fn restore_from_copier() -> Result<(), u32> {
     if bytes() == 0 {
         return Ok(());
@@ -186,7 +186,7 @@ fn take_back() -> Result<(), u32> {
             result::SUCCESS => {}
             code => return code,
         }
-        // As if a copier had made it: of no checkpoint with it is known that it comes back.
+        // As if a copier had made it: whether a checkpoint with such memory can be restored is unknown.
         if let Err(code) = map(&AllocationPiece { imported: true, ..*piece }, handle) {
             return code;
         }

@@ -1,17 +1,16 @@
-//! Home through a copier: another process makes and fills the memory while the driver restores
-//! this one's context; here it is only imported and mapped.
+//! Restore through a copier: another process creates and fills the memory while the driver restores
+//! this one's context; this process only imports and maps it.
 //!
 //! ```text
-//! offer: parked, about to be checkpointed ──> the pool's file and the list of pieces, to the copier
-//! announce: it is away, and the copier may register the pool; it is about to be restored, and the
-//!        copier begins
-//! take:  restored ──> Begin? ──> each Block: import, map ──> Filled ──> on the device
-//!                        │ anything else, or too late
-//!                        └──> what came is unmapped and released, the copier hung up on: the pool
-//!                             has the content all along, and it is copied from there
+//! offer: copied out, about to be checkpointed ──> the pool's file and the list of pieces, to the copier
+//! announce: Checkpointed, so the copier may register the pool; Restoring, so the copier begins
+//! import: Restored ──> Begin? ──> each Block: import, map ──> Filled ──> on the device
+//!            │ any other message, or too late
+//!            └──> imported memory is unmapped and released, the connection closed: the pool
+//!                 still has the content, and the process copies it from there
 //! ```
 //!
-//! One socket serves one absence. Nothing here is needed for a return: whoever has no copier
+//! One socket serves one offload. A restore does not need the copier: a process without one
 //! copies by itself.
 
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -36,18 +35,18 @@ use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, task};
 
-/// A copier that fills began while the driver restored, and one that does not has hung up: its
-/// word is there already, unless it is stopped.
+/// A copier that fills has begun while the driver restored, and any other has hung up: its message
+/// has already arrived, unless the copier is stopped.
 const BEGIN_WITHIN_MS: u64 = 500;
-/// How long the next block is waited for.
+/// How long to wait for the next block, beside the time for its bytes.
 const BLOCK_WITHIN_MS: u64 = 2_000;
-/// The slowest bus that is worth waiting for.
+/// Bytes per millisecond of the slowest bus that is worth waiting for.
 const BYTES_A_MS: u64 = 2_000_000;
 
-/// 1: what is parked was handed over on the socket that there is.
+/// 1: what is copied out was offered on the current socket.
 static OFFERED: AtomicU32 = AtomicU32::new(0);
 
-/// The controller has sent a way to a copier.
+/// Stores the copier's socket that the controller has sent.
 pub fn meet(socket: Option<Descriptor>) {
     hang_up();
     if let Some(socket) = socket {
@@ -61,8 +60,8 @@ pub fn meet(socket: Option<Descriptor>) {
     }
 }
 
-/// Leaves the copier, which lets go of everything then. What was on its way here is let go of,
-/// too: a shareable handle keeps its memory for as long as it is anywhere.
+/// Closes the connection, upon which the copier frees everything for this process. Descriptors still
+/// in the socket are closed, too: a shareable handle keeps its memory as long as it exists.
 pub fn hang_up() {
     if let Some(copier) = fds::COPIER.get() {
         // A forked child may have the socket as well.
@@ -74,14 +73,14 @@ pub fn hang_up() {
     prefault_ahead::is_over();
 }
 
-/// Hands what is parked over, where a copier can bring it home faster. Otherwise it is hung up on,
-/// and the page says that the next one would not be of use.
+/// Offers what is copied out to the copier, if the copier can restore it faster. Otherwise closes the
+/// connection, and notes in the counters that the next copier would be of no use.
 pub fn offer(pool: &StagingPool, vram_bytes: u64) {
     let summary = summary(MemoryPlace::Pool);
     if let Some(page) = process::page() {
         page.note(ProcessFlags::NO_COPIER, summary.is_none() || pool.is_sparse());
     }
-    // What was left out of the pool, or is not in its file, no copier knows.
+    // A copier cannot restore content that was skipped in the pool, or is not in its file.
     let offered = summary
         .filter(|_| !pool.leaves_out() && !pool.is_shared())
         .and_then(|summary| announce_copied_out(pool, summary, is_off, vram_bytes));
@@ -91,8 +90,8 @@ pub fn offer(pool: &StagingPool, vram_bytes: u64) {
     }
 }
 
-/// The driver has taken the rest. What the copier says while the process is away its agent hears
-/// at once.
+/// Tells the copier that the process is checkpointed. From here on the copier's messages wake the
+/// agent at once.
 pub fn announce_away() {
     if let Some(copier) = fds::COPIER.get() {
         let _ = sys::notify(copier, sys::gettid(), sys::SIGURG);
@@ -100,13 +99,13 @@ pub fn announce_away() {
     send(ToCopier::Checkpointed, None);
 }
 
-/// Whether somebody waits for the process, or the controller has something to say.
+/// Whether a caller waits at the gate, or the controller has sent something.
 fn is_wanted() -> bool {
     process::page().is_some_and(CounterPage::has_waiters)
         || fds::SOCKET.get().is_some_and(|socket| task::wait_readable(socket, 0))
 }
 
-/// Does the next thing that the copier asks for while the process is away. True: there may be more.
+/// Serves the next request of the copier while the process is offloaded. True: there may be more.
 pub fn recv() -> bool {
     let Some((message, file)) = receive(0) else {
         return false;
@@ -117,28 +116,28 @@ pub fn recv() -> bool {
                 with_pool(|pool| pool.share(chunk as usize, file.number(), is_wanted))
             });
             if send(ToCopier::Mapped { chunk, taken }, None).is_none() {
-                // It does not know where the content is.
+                // The copier does not know where the content is.
                 hang_up();
             }
         }
-        // Later than it was of use.
+        // Too late to be of use.
         (FromCopier::Ready, None) => {}
         _ => hang_up(),
     }
     true
 }
 
-/// The driver restores the process from now on.
+/// Tells the copier that the driver restores the process from now on.
 pub fn announce_restore() {
     send(ToCopier::Restoring, None);
 }
 
-/// Whether the copier can copy out, as far as it has said.
+/// Whether the copier has reported that it can copy out.
 pub(super) fn has_said_ready() -> bool {
     matches!(receive(0), Some((FromCopier::Ready, None)))
 }
 
-/// Hands the next piece over, and waits for room on the way.
+/// Sends the next piece's descriptor, and waits while the socket is full.
 pub(super) fn send_piece(shared: i32, end_us: u64) -> Option<()> {
     const PAUSE_US: u64 = 200;
     loop {
@@ -152,8 +151,8 @@ pub(super) fn send_piece(shared: i32, end_us: u64) -> Option<()> {
     }
 }
 
-/// Waits until all of what was handed over is copied. False: that will not be, or somebody waits
-/// for the process, which has it sooner as it is.
+/// Waits until the copier has copied everything that was exported. False: the copier has failed, or a
+/// caller waits, for whom the memory is faster taken back than copied.
 pub(super) fn has_copied(bytes: u64) -> bool {
     const SLICE_MS: u64 = 10;
     const ALMOST_MS: u64 = 500;
@@ -172,12 +171,12 @@ pub(super) fn has_copied(bytes: u64) -> bool {
     copied
 }
 
-/// Each time it is made sure anew that the number means our socket.
+/// Sends a message. Checks before each send that the descriptor is still the copier's socket.
 fn send(message: ToCopier, descriptor: Option<i32>) -> Option<()> {
     sys::send(fds::COPIER.get()?, &message.encode(), descriptor).ok().map(drop)
 }
 
-/// Has the copier register the pool, in which nothing is yet.
+/// Has the copier register the pool, which is still empty.
 pub(super) fn announce_prefault(pool: &StagingPool, bytes: u64) -> Option<()> {
     let (.., device) = summary(MemoryPlace::Device)?;
     send(ToCopier::Prefaulted { bytes, uuid: uuid_of(device)? }, Some(pool.file()?))
@@ -188,7 +187,7 @@ fn uuid_of(device: i32) -> Option<[u8; 16]> {
     (call!(device_get_uuid(&raw mut uuid, device)) == result::SUCCESS).then_some(uuid)
 }
 
-/// Lists the pieces that `which` picks: in the pool, or about to be.
+/// Sends the list of the pieces that `which` picks: they are in the pool, or about to be.
 pub(super) fn announce_copied_out(
     pool: &StagingPool,
     (pieces, bytes, device): Summary,
@@ -199,7 +198,7 @@ pub(super) fn announce_copied_out(
     let file = pool.file()?;
     let uuid = uuid_of(device)?;
     let rest_bytes = vram_bytes.saturating_sub(bytes);
-    // What was prepared it has already.
+    // After a prefault the copier has the file already.
     let file = Some(file).filter(|_| !prefault_ahead::is_told());
     send(ToCopier::CopiedOut { bytes, rest_bytes, pieces, uuid }, file)?;
     let (mut many, mut words) = (0, [0; PIECES_A_FRAME]);
@@ -221,18 +220,18 @@ fn is_off(piece: &AllocationPiece) -> bool {
     piece.place == MemoryPlace::Pool
 }
 
-/// Number, bytes and device of what is parked.
+/// Number, bytes and device of the copied-out pieces.
 pub(super) type Summary = (u32, u64, i32);
 
-/// That, if a copier can make such memory: all of it in the
-/// pool one behind the other, on one device, not too small, and nothing special. Least of all
-/// something that the application may export: the driver does not export what was imported. What
-/// it has not made itself can be exported by our choice alone, and stays at home once it was.
+/// The summary of the pieces, if a copier can create such memory: all of it contiguous in the pool,
+/// on one device, large enough on average, and without special properties. Above all, not exportable
+/// by the application: the driver does not export imported memory. Allocations of `cuMemAlloc` may be
+/// exportable, since only this library exports them, and an exported one stays on the device.
 pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
     let (mut many, mut end) = (0_u32, 0);
     let mut device = None;
     let mut order = match place {
-        // What stays at home is not asked about.
+        // Pieces that stay on the device are left out.
         MemoryPlace::Device => AllocationLayout::of(AllocationPiece::leaves)?,
         _ => AllocationLayout::of(|piece| piece.place != MemoryPlace::Device)?,
     };
@@ -265,10 +264,10 @@ pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
     (large && many as usize <= MAX_PIECES).then_some((many, end, device?))
 }
 
-/// Takes everything home from the copier. False: nothing came, and everything is parked as before.
+/// Takes all memory from the copier. False: nothing was taken, and everything is copied out as before.
 pub fn import_from_copier() -> bool {
     if OFFERED.load(Ordering::Relaxed) == 0 {
-        // Who turns round before its checkpoint has handed nothing over.
+        // A process that turns back before its checkpoint has offered nothing.
         hang_up();
         return false;
     }
@@ -291,7 +290,7 @@ fn take_all() -> Option<()> {
     loop {
         match receive(BEGIN_WITHIN_MS)?.0 {
             FromCopier::Begin => break,
-            // Later than it was of use.
+            // Too late to be of use.
             FromCopier::Ready | FromCopier::Same { .. } => {}
             _ => return None,
         }
@@ -341,7 +340,7 @@ fn import(id: AllocationId, piece: &AllocationPiece, shared: &Descriptor) -> Opt
         })
     });
     if noted.is_none() {
-        // Nobody would undo it.
+        // The piece is in no table, so no later step would undo the mapping.
         unback(&AllocationPiece { handle, ..piece });
     }
     noted

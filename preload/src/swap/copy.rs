@@ -1,11 +1,11 @@
-//! Out and home, by the agent, with the gate closed and no work on the GPU.
+//! Copy out and copy in, by the agent, with the gate closed and no work on the GPU.
 //!
 //! ```text
-//! park:   room in the pool ──> copy all that it does not hold already, and is not zero ──> all copied?
+//! copy out: begin the pool ──> copy all that it does not have already, and is not zero ──> all copied?
 //!                                │                                          └──> unmap, release
-//!                                │ anything fails: nothing was unmapped              each
-//! unpark: make, map, begin to copy each ──> all copied? ──> done
-//!            │ no VRAM                         │ anything fails: all is unmapped and released;
+//!                                │ any failure: nothing was unmapped                 each
+//! copy in:  create, map, start to copy each ──> all copied? ──> done
+//!            │ no VRAM                         │ any failure: all is unmapped and released;
 //!            │                                 │ what cannot be unmapped is filled next time
 //!            └─────────────────────────────────┴─> again; the content is in the pool
 //! ```
@@ -29,18 +29,18 @@ use super::{
 };
 use crate::process;
 
-/// Most contexts whose memory is copied. A process with more cannot be parked: the controller
-/// has the driver take it.
+/// Limit of the contexts whose memory is copied. A process with more cannot copy out: the
+/// controller has the driver checkpoint it.
 const MAX_CONTEXTS: usize = 16;
 
-/// What [`copy`] returns when others took the host memory that it was about to fill. No code of the
-/// driver's.
+/// Error of [`copy_out`] when other processes took the host memory that it was about to fill. Not a
+/// code of the driver.
 pub const NO_HOST_MEMORY: u32 = 0xffff_0001;
 /// What [`copy_out`] returns when another thread has the dynamic loader's lock, and perhaps waits for
 /// the gate. No code of the driver's.
 pub const LOADER_HELD: u32 = affinode_proto::wire::message::BUSY_LOADER;
 
-/// Whether content is in the pool.
+/// Whether content is in the staging pool.
 pub fn is_copied_out() -> bool {
     is_in_use()
         && tables(|tables| {
@@ -48,25 +48,27 @@ pub fn is_copied_out() -> bool {
         })
 }
 
-/// Moves everything that can be carried to host memory. `keep`: the copy is to be kept after the
-/// return, and what the last one holds unchanged is not copied again. `handed`: a checkpoint
-/// follows, of a process that has so many bytes on the device, beside which a copier may copy.
-/// `check`: the return looks whether everything has come home.
+/// Copies all swappable memory to host memory and frees it. `keep`: the copy is retained after the
+/// restore, and content that the last copy holds unchanged is not copied again. `handed`: a
+/// checkpoint follows, of a process with this many bytes on the device; a copier may copy
+/// meanwhile. `check`: the restore verifies checksums.
 ///
 /// # Errors
-/// The driver's code, [`NO_HOST_MEMORY`] or [`LOADER_HELD`]. Everything is on the device as it was.
+/// The driver's code, [`NO_HOST_MEMORY`] or [`LOADER_HELD`]. Everything is on the device as before.
 pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
     }
     if is_copied_out() {
-        // The pool has content: it comes home first.
+        // The pool has content, which must be copied in first.
         return Err(result::NOT_SUPPORTED);
     }
     relax_captures();
+    // Unused memory of stream pools would stay on the device.
     stream_pools::clear();
     checksum::set(check);
     with_pool(|pool| {
+        // The copy-out assigns new offsets and begins the pool itself.
         prefault_ahead::stop(pool);
         let Some((bytes, context)) = assign() else {
             return Err(result::OUT_OF_MEMORY);
@@ -83,8 +85,11 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
             return Err(result::OUT_OF_MEMORY);
         }
         pool.set_keeps(keep);
+        // Before the first copy: digests decide what is copied, and which zero pages are skipped.
         let mut found = digest::of(bytes, AllocationPiece::leaves);
         let zero_bytes = found.as_mut().map_or(0, |found| pool.leave_out(found));
+        // The copier copies everything, so it is only used if most of the content is new and no
+        // zero page is skipped.
         let handed = handed.filter(|_| {
             let all_new = zero_bytes == 0 && is_new(pool, found.as_ref(), bytes as u64);
             all_new && prefault_ahead::is_ready(bytes as u64)
@@ -92,12 +97,13 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
         if let Some(vram_bytes) = handed
             && copier_offload::export_to_copier(pool, vram_bytes)?
         {
-            // Where the copier does not copy it, the pool is not used again.
+            // If the copier does not copy it, the pool is tainted and not used again.
             pool.learn(found.unwrap_or(DigestTable::none()));
             update_kept_counter(0);
             update_counters();
             return Ok(());
         }
+        // The copier was tried and failed. It may still write to the pool, so begin a new one.
         if pool.is_tainted() && !pool.begin(bytes, context) {
             return Err(result::OUT_OF_MEMORY);
         }
@@ -105,38 +111,38 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
             CopyOutProgress { pool, copies: CopyStreams::new(), found, unchanged_bytes: 0 };
         let copied = as_result(each(AllocationPiece::leaves, |_, piece| out.copy(piece)));
         let CopyOutProgress { pool, copies, found, unchanged_bytes } = out;
-        // In any case: nothing may still be copying when the pool or the memory goes.
+        // In any case: no copy may still run when the pool or the memory is freed.
         let finished = copies.finish();
         pool.end();
         if copied == Err(NO_HOST_MEMORY) {
             pool.give_back_unused();
         }
         copied.and(finished)?;
-        // Without digests nothing is known any more, beyond what was copied either.
+        // Without digests the content of the pool is unknown from here on, also what was not copied.
         pool.learn(found.unwrap_or(DigestTable::none()));
         SWAP.unchanged_bytes.store(unchanged_bytes, Ordering::Relaxed);
         SWAP.zero_bytes.store(zero_bytes, Ordering::Relaxed);
-        // What is in use is not kept.
+        // What is in use does not count as retained.
         update_kept_counter(0);
         give_back();
         Ok(())
     })
 }
 
-/// Whether most of it is not in the pool yet.
+/// Whether less than half of the content is in the pool already.
 fn is_new(pool: &StagingPool, found: Option<&DigestTable>, bytes: u64) -> bool {
     found.is_none_or(|found| pool.unchanged(found) < bytes / 2)
 }
 
-/// The agent may do what would break another thread's capture of a stream.
+/// Lets the agent make calls that would break another thread's capture of a stream.
 fn relax_captures() {
     const RELAXED: u32 = 2;
     let mut mode = RELAXED;
     driver::exchange_capture_mode(&mut mode);
 }
 
-/// Gives each piece that leaves its place in the pool: bytes of all, and a context. `None`: there
-/// is no memory to tell their order.
+/// Assigns each piece that leaves the device its offset in the pool: the bytes of all, and a context.
+/// `None`: no memory for the list that sorts them.
 pub(super) fn assign() -> Option<(usize, usize)> {
     tables(|tables| {
         let mut from = AllocationId::FIRST;
@@ -156,8 +162,8 @@ pub(super) fn assign() -> Option<(usize, usize)> {
     })
 }
 
-/// Each piece that `which` picks. Looked up one by one, so that no lock is held during a
-/// call into the driver.
+/// Calls `body` for each piece that `which` picks. Looks the pieces up one by one, so that no lock
+/// is held during a call into the driver.
 pub(super) fn each(
     which: impl Fn(&AllocationPiece) -> bool,
     mut body: impl FnMut(AllocationId, &AllocationPiece) -> u32,
@@ -181,7 +187,7 @@ pub(super) fn record_progress(id: AllocationId, handle: u64, place: MemoryPlace)
     });
 }
 
-/// Whether anything on the device is of a copier's making.
+/// Whether any memory on the device was imported from a copier.
 pub fn holds_imported() -> bool {
     let on_device =
         |piece: &AllocationPiece| matches!(piece.place, MemoryPlace::Device | MemoryPlace::Mapped);
@@ -194,7 +200,7 @@ pub fn holds_imported() -> bool {
             }))
 }
 
-/// Copies out in progress.
+/// A copy-out in progress.
 struct CopyOutProgress<'a> {
     pool: &'a mut StagingPool,
     copies: CopyStreams,
@@ -203,7 +209,7 @@ struct CopyOutProgress<'a> {
 }
 
 impl CopyOutProgress<'_> {
-    /// Begins to copy what the pool does not hold of a piece.
+    /// Starts to copy what the pool does not have of a piece.
     fn copy(&mut self, piece: &AllocationPiece) -> u32 {
         let mut done = 0;
         while done < piece.bytes {
@@ -231,7 +237,7 @@ impl CopyOutProgress<'_> {
     }
 }
 
-/// Begins to copy a piece that is mapped in.
+/// Starts to fill a piece that is mapped, with copies from the pool and with zeroes.
 pub(super) fn copy_to_host(
     pool: &mut StagingPool,
     copies: &mut CopyStreams,
@@ -241,7 +247,7 @@ pub(super) fn copy_to_host(
     while done < piece.bytes {
         let offset = (piece.offset + done) as usize;
         let left = (piece.bytes - done) as usize;
-        // A copy that crosses into another registration is refused: not beyond the chunk.
+        // The driver refuses a copy that crosses into another registration: not beyond the chunk.
         let (is_zero, bytes) = pool.left_out(offset, left);
         let device = piece.address + done;
         let code = copies.on_stream(piece.context, |stream| match is_zero {
@@ -260,7 +266,7 @@ pub(super) fn as_result(code: u32) -> Result<(), u32> {
     if code == result::SUCCESS { Ok(()) } else { Err(code) }
 }
 
-/// All is copied: gives the physical memory back. What cannot be unmapped stays.
+/// Frees the physical memory of what is copied out. A piece that cannot be unmapped stays.
 fn give_back() {
     each(AllocationPiece::leaves, |id, piece| {
         if unback(piece) {
@@ -271,7 +277,7 @@ fn give_back() {
     update_counters();
 }
 
-/// Writes to the page what is parked, and whether a copier has made any of the rest.
+/// Writes to the counters what is copied out, and whether the rest has imported memory.
 pub(super) fn update_counters() {
     let in_pool =
         |piece: &AllocationPiece| matches!(piece.place, MemoryPlace::Pool | MemoryPlace::Mapped);
@@ -284,15 +290,16 @@ pub(super) fn update_counters() {
     }
 }
 
-/// Brings everything back to the same addresses.
+/// Copies everything back to the same addresses.
 ///
 /// # Errors
-/// The driver's code, most often for lack of VRAM. Nothing is lost: it can be tried again.
+/// The driver's code, most often for lack of VRAM. Nothing is lost: the call can be repeated.
 pub fn copy_in() -> Result<(), u32> {
     if !is_copied_out() {
         return Ok(());
     }
     relax_captures();
+    // First what is exported: it is still on the device, and is only mapped again.
     copier_offload::restore_from_copier()?;
     let returned = if copier_restore::import_from_copier() {
         update_counters();
@@ -302,6 +309,7 @@ pub fn copy_in() -> Result<(), u32> {
     };
     update_kept_counter(with_pool(|pool| pool.kept_bytes()));
     returned?;
+    // Only once all content is back: the digests are computed on the device.
     checksum::look();
     Ok(())
 }
@@ -311,7 +319,7 @@ fn copy_to_device() -> Result<(), u32> {
         let mut copies = CopyStreams::new();
         let is_away = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
         let begun = as_result(each(is_away, |id, piece| fill(pool, &mut copies, id, piece)));
-        // In any case: nothing may still be copied when the memory goes again.
+        // In any case: no copy may still run when the memory is unmapped again.
         let finished = copies.finish();
         let copied = begun.and(finished);
         each(
@@ -330,8 +338,8 @@ fn copy_to_device() -> Result<(), u32> {
     })
 }
 
-/// Whether the driver answers every call in the context of what is parked with this code. Nothing
-/// runs on the GPU, so it answers at once.
+/// Whether the driver returns this code for a synchronisation of the copied-out memory's context.
+/// Nothing runs on the GPU, so the driver returns at once.
 pub fn is_broken(code: u32) -> bool {
     if !is_copied_out() {
         return false;
@@ -344,9 +352,9 @@ pub fn is_broken(code: u32) -> bool {
     context.is_some_and(|context| in_context(context, || call!(ctx_synchronize())) == code)
 }
 
-/// Before a checkpoint, which would take the longer for every byte of host memory that the
-/// driver has hold of, as would the restore. The return takes hold of it beside its copies, or
-/// a copier does before.
+/// Unregisters the pool before a checkpoint: checkpoint and restore take longer for every byte of
+/// host memory that is registered with the driver. The copy-in registers it again beside its
+/// copies, or a copier registers it earlier.
 pub fn release_copied_out(vram_bytes: u64) {
     if is_copied_out() {
         with_pool(|pool| {
@@ -358,7 +366,7 @@ pub fn release_copied_out(vram_bytes: u64) {
     }
 }
 
-/// Puts new memory behind a piece's addresses, and begins to fill it: the copies of one run
+/// Maps new memory at a piece's addresses and starts to fill it: one piece is copied
 /// while the next is mapped.
 fn fill(
     pool: &mut StagingPool,
@@ -379,8 +387,8 @@ fn fill(
     }
 }
 
-/// Gives a part of the unused pool back to the system, beside the running application, unless it
-/// is kept and there is host memory enough.
+/// Frees a part of the unused pool beside the running application, unless it is retained and
+/// host memory suffices.
 pub fn tidy() -> TrimResult {
     if !is_in_use() || is_copied_out() {
         return TrimResult::All;
@@ -389,7 +397,7 @@ pub fn tidy() -> TrimResult {
         (pool.tidy(prefault_ahead::is_on(), host_pressure::is_near), pool.kept_bytes())
     };
     let Some((tidied, kept_bytes)) = with_pool_if_free(tidy) else {
-        // Looked at again, as what is kept is.
+        // Tried again after the same interval as for retained memory.
         return TrimResult::Kept;
     };
     update_kept_counter(kept_bytes);
@@ -402,7 +410,7 @@ pub(super) fn update_kept_counter(bytes: u64) {
     }
 }
 
-/// Copies in progress: a stream per context, made for this.
+/// Copies in progress: one stream per context, created on first use.
 pub(super) struct CopyStreams {
     streams: [(usize, *mut c_void); MAX_CONTEXTS],
     many: usize,
@@ -434,7 +442,7 @@ impl CopyStreams {
         })
     }
 
-    /// Waits for all of them.
+    /// Waits for all copies.
     pub(super) fn finish(self) -> Result<(), u32> {
         let mut ended = Ok(());
         for (context, stream) in self.streams.into_iter().take(self.many) {

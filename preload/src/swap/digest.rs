@@ -1,15 +1,15 @@
-//! What the pool holds already: digests of memory on the device, made there, at the speed of its
+//! What the pool has already: digests of memory on the device, computed there at the speed of its
 //! memory, some hundred times faster than a copy to the host.
 //!
 //! ```text
 //! slot of the pool (2 MiB):  not known ──copied, with its digest──> known
 //!                                ^                                    │ the same digest on the
-//!                                └── about to be copied to, given back │ device: not copied again
+//!                                └── about to be copied to, freed     │ device: not copied again
 //!                                                                     └──> known
 //! ```
 //!
-//! A digest has 128 bits and is not a cryptographic one: who could make another content of the
-//! same digest would spoil memory of its own, and nobody else's.
+//! A digest has 128 bits and is not cryptographic: a process that crafts different content with the
+//! same digest only damages its own memory.
 
 use core::ffi::{c_char, c_void};
 
@@ -21,15 +21,15 @@ use super::driver::call;
 use super::tables;
 use crate::sys;
 
-/// What one digest is of.
+/// Bytes that one digest covers.
 pub const SLOT_BYTES: usize = 2 << 20;
 const THREADS: u32 = 256;
-/// The driver compiles the kernel on the thread that loads it: not on one with a small stack.
+/// The driver compiles the kernel on the thread that loads it, which needs this much stack.
 const MIN_STACK_BYTES: usize = 1 << 20;
 const NAME: *const c_char = c"affinode_digest".as_ptr();
 const IMAGE: &str = concat!(include_str!("digest.ptx"), "\0");
 
-/// Zero: not known.
+/// A digest of one slot. Zero: not known.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Digest {
@@ -38,20 +38,19 @@ pub struct Digest {
 }
 
 impl Digest {
-    /// None is known.
     pub const UNKNOWN: Digest = Digest { low: 0, high: 0 };
-    /// Of memory that is all zero, and of no other.
+    /// The digest of memory that is all zero; no other content has it.
     pub const ZERO: Digest = Digest { low: 0, high: u64::MAX };
-    /// Instead of [`Self::ZERO`] where nothing is stored: see `zeros`.
+    /// Instead of [`Self::ZERO`] for a slot that is not stored: see `zeros`.
     pub const LEFT_OUT: Digest = Digest { low: 0, high: u64::MAX - 1 };
 
-    /// Where the device is to find the memory.
+    /// Input of the kernel: the address of the memory, in the place of its digest.
     pub(super) fn of_address(address: u64) -> Digest {
         Digest { low: address, high: 0 }
     }
 }
 
-/// A digest for each slot of a pool, in memory that a forked child does not have. Zero is none.
+/// A digest for each slot of a pool, in memory that a forked child does not have. Zeroes are empty.
 #[repr(C)]
 pub struct DigestTable {
     start: usize,
@@ -59,31 +58,28 @@ pub struct DigestTable {
 }
 
 impl DigestTable {
-    /// None.
     pub const fn none() -> DigestTable {
         DigestTable { start: 0, many: 0 }
     }
 
-    /// So many, of which none is known.
+    /// A table of this many slots, all unknown.
     pub fn unknown(many: usize) -> Option<DigestTable> {
         let start = sys::map_private(many.checked_mul(size_of::<Digest>())?).ok()?;
         Some(DigestTable { start: start as usize, many })
     }
 
-    /// All of them.
     pub fn all(&self) -> &[Digest] {
         match self.start {
             0 => &[],
-            // SAFETY: mapped for so many until this is dropped; any bytes are digests.
+            // SAFETY: mapped with this length until this is dropped; any bytes are digests.
             start => unsafe { core::slice::from_raw_parts(start as *const Digest, self.many) },
         }
     }
 
-    /// All of them.
     pub fn all_mut(&mut self) -> &mut [Digest] {
         match self.start {
             0 => &mut [],
-            // SAFETY: as above, and nobody else has them.
+            // SAFETY: as above, and `self` is borrowed exclusively.
             start => unsafe { core::slice::from_raw_parts_mut(start as *mut Digest, self.many) },
         }
     }
@@ -98,8 +94,8 @@ impl Drop for DigestTable {
     }
 }
 
-/// Digests of the pieces that `which` picks on the device, each at its slot of a pool of so many
-/// bytes. What the device makes none of is not known.
+/// Digests of the pieces on the device that `which` picks, each at its slot of a pool of `bytes`
+/// bytes. `None`: the device computes none; single pieces may stay unknown.
 pub fn of(bytes: usize, which: fn(&AllocationPiece) -> bool) -> Option<DigestTable> {
     if sys::stack_limit_bytes() < MIN_STACK_BYTES {
         return None;
@@ -118,7 +114,7 @@ pub fn of(bytes: usize, which: fn(&AllocationPiece) -> bool) -> Option<DigestTab
     Some(found)
 }
 
-/// The next context that something of it is in.
+/// The next context that has such a piece.
 fn context_after(context: usize, which: fn(&AllocationPiece) -> bool) -> Option<usize> {
     let (mut from, mut least) = (AllocationId::FIRST, None);
     let later = |piece: &AllocationPiece| which(piece) && piece.context > context;
@@ -140,7 +136,7 @@ fn of_context(
     let mut device = -1;
     (in_context(context, || call!(ctx_get_device(&raw mut device))) == result::SUCCESS)
         .then_some(())?;
-    // Of memory elsewhere it is not known whether a kernel of this context can read it.
+    // Whether a kernel of this context can read memory of another device is unknown.
     let here = |piece: &AllocationPiece| {
         which(piece) && piece.context == context && piece.property.location_id == device
     };
@@ -163,15 +159,15 @@ fn of_context(
     Some(())
 }
 
-/// Loads the kernel, and runs nothing.
+/// Loads the kernel without running it.
 pub fn load_once(context: usize) {
     if sys::stack_limit_bytes() >= MIN_STACK_BYTES {
         in_context(context, || with_kernel(|_| result::SUCCESS));
     }
 }
 
-/// Loaded each time: it takes a quarter of a millisecond but for the first time in a process, and
-/// nothing of it is there when the driver moves the context.
+/// Loads the kernel for each use: that takes 0.25 ms except for the first time in a process, and
+/// nothing of it is left when the driver moves the context.
 fn with_kernel(run: impl FnOnce(usize) -> u32) -> u32 {
     let (mut module, mut kernel) = (0, 0);
     match call!(module_load_data(&raw mut module, IMAGE.as_ptr().cast::<c_void>())) {
@@ -196,7 +192,7 @@ fn run(kernel: usize, work: &mut [Digest]) -> u32 {
     let code = match call!(stream_create(&raw mut stream, NON_BLOCKING)) {
         result::SUCCESS => {
             let code = run_on(kernel, table, work, stream);
-            // In any case: nothing may still use the table when it goes.
+            // In any case: the device must not use the table once it is freed.
             let finished = call!(stream_synchronize(stream));
             call!(stream_destroy(stream));
             if code == result::SUCCESS { finished } else { code }
@@ -231,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn digests_are_unknown_at_first_and_none_where_there_is_no_pool() {
+    fn new_digests_are_unknown() {
         let mut digests = DigestTable::unknown(3).unwrap();
         assert_eq!(digests.all(), [Digest::UNKNOWN; 3]);
         digests.all_mut()[1] = Digest::of_address(7);
@@ -240,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn the_image_ends_as_the_driver_expects_and_has_the_kernel() {
+    fn image_ends_with_zero_and_has_the_kernel() {
         assert!(IMAGE.ends_with('\0') && !IMAGE.trim_end_matches('\0').contains('\0'));
         assert!(IMAGE.contains(".entry affinode_digest("));
     }

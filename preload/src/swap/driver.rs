@@ -1,4 +1,4 @@
-//! The driver's functions that carrying memory takes, looked up once each.
+//! The driver's functions that swapping needs, each looked up once.
 
 use core::ffi::{c_char, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -32,7 +32,7 @@ macro_rules! functions {
 }
 
 functions! {
-    /// Whether libcuda has all that carrying memory takes.
+    /// Whether libcuda has everything that swapping needs.
     is_complete;
     mem_alloc = "cuMemAlloc_v2" (*mut u64, usize);
     mem_alloc_pitch = "cuMemAllocPitch_v2" (*mut u64, *mut usize, usize, usize, u32);
@@ -83,7 +83,7 @@ functions! {
 }
 
 functions! {
-    /// Whether libcuda has all that memory in the order of streams takes, as of CUDA 12.0.
+    /// Whether libcuda has everything that stream-ordered memory needs, as of CUDA 12.0.
     has_pools;
     event_create = "cuEventCreate" (*mut usize, u32);
     event_destroy = "cuEventDestroy_v2" (usize);
@@ -107,7 +107,7 @@ functions! {
     stream_is_capturing = "cuStreamIsCapturing" (*mut c_void, *mut u32);
 }
 
-/// `cuThreadExchangeStreamCaptureMode`, which is not needed where it is missing.
+/// `cuThreadExchangeStreamCaptureMode`; does nothing if the driver does not have it.
 pub fn exchange_capture_mode(mode: &mut u32) {
     if let Some(exchange) = exchange_mode() {
         // SAFETY: the function's signature since it exists.
@@ -135,13 +135,13 @@ later_functions! {
     mem_map_array = b"cuMemMapArrayAsync" (*mut ArrayMapInfo, u32, *mut c_void);
     /// The same, for per-thread default streams.
     mem_map_array_ptsz = b"cuMemMapArrayAsync_ptsz" (*mut ArrayMapInfo, u32, *mut c_void);
-    /// As of CUDA 11.0; another as the old name.
+    /// As of CUDA 11.0; its handle's format differs from that of the old name.
     ipc_open_mem_handle_v2 = b"cuIpcOpenMemHandle_v2" (*mut u64, ByValue, u32);
-    /// The same before.
+    /// The form before CUDA 11.0.
     ipc_open_mem_handle = b"cuIpcOpenMemHandle" (*mut u64, ByValue, u32);
     /// As of CUDA 11.2, for per-thread default streams.
     mem_alloc_async_ptsz = b"cuMemAllocAsync_ptsz" (*mut u64, usize, *mut c_void);
-    /// The same, from a pool that is named.
+    /// The same, from an explicitly given pool.
     mem_alloc_from_pool_ptsz = b"cuMemAllocFromPoolAsync_ptsz" (*mut u64, usize, usize, *mut c_void);
     /// As of CUDA 11.2, for per-thread default streams.
     mem_free_async_ptsz = b"cuMemFreeAsync_ptsz" (u64, *mut c_void);
@@ -151,8 +151,8 @@ later_functions! {
     ctx_from_green = b"cuCtxFromGreenCtx" (*mut usize, usize);
 }
 
-/// Calls a function of the driver, which is there: [`is_complete`] was asked before
-/// anything stood in for one.
+/// Calls a function of the driver, which exists: [`is_complete`] was checked before
+/// any wrapper was installed.
 macro_rules! call {
     ($name:ident($($argument:expr),*)) => {
         match $crate::swap::driver::$name() {

@@ -24,7 +24,7 @@ pub const DEFAULT_POOL: usize = 0x900;
 pub const DEVICE: i32 = 61;
 const GRANULE_BYTES: usize = 2 << 20;
 const SLOT_BYTES: u64 = 2 << 20;
-/// What memory holds that nobody has written to.
+/// Content of memory without a write.
 const FRESH: u64 = 0xdead;
 
 /// What is held of the device.
@@ -32,13 +32,13 @@ const FRESH: u64 = 0xdead;
 pub struct Held {
     /// Handles of physical memory.
     pub handles: usize,
-    /// Mappings of it.
+    /// Mappings of such memory.
     pub mappings: usize,
     /// Ranges of reserved addresses.
     pub ranges: usize,
     /// What descriptors are of, wherever they are.
     pub descriptors: usize,
-    /// Streams.
+    /// Number of existing streams.
     pub streams: usize,
 }
 
@@ -48,7 +48,7 @@ struct Handle {
     exportable: bool,
 }
 
-/// A descriptor is one end of a pipe: the other sees when nobody has it any more.
+/// A descriptor is one end of a pipe: the other end sees when its last copy is closed.
 struct Export {
     object: u64,
     inode: u64,
@@ -66,7 +66,7 @@ impl Export {
 struct Device {
     next: u64,
     handles: BTreeMap<u64, Handle>,
-    /// Objects, by address.
+    /// Mapped objects by address.
     mappings: BTreeMap<u64, u64>,
     ranges: BTreeMap<u64, usize>,
     /// What the memory of each object holds: a word for each slot, where any was written.
@@ -102,7 +102,7 @@ impl Fake {
         Fake(())
     }
 
-    /// A function fails once, after it has done well so often.
+    /// A function fails once, after this many successful calls.
     pub fn fail(&self, name: &'static str, after: usize) {
         device(|device| device.fails.push((name, after)));
     }
@@ -133,7 +133,7 @@ impl Fake {
         device(|device| device.exported(descriptor)).is_some()
     }
 
-    /// The application takes hold of the primary context so often.
+    /// The application retains the primary context this many times.
     pub fn retain_primary(&self, times: usize) {
         device(|device| device.primary_holds += times);
     }
@@ -279,7 +279,7 @@ macro_rules! functions {
     };
 }
 
-/// Answers.
+/// Writes a result, as the driver does.
 fn set<T>(place: *mut T, value: T) -> Option<()> {
     // SAFETY: what is tested passes a place for the answer.
     unsafe { place.write(value) };
@@ -398,7 +398,7 @@ functions! {
             return Some(());
         }
         for (n, slot) in device.slots(to, bytes)?.into_iter().enumerate() {
-            // SAFETY: what is tested passes memory of so many slots.
+            // SAFETY: what is tested passes memory of this many slots.
             let content = unsafe { from.wrapping_byte_add(n * SLOT_BYTES as usize).cast::<u64>().read() };
             device.contents.insert(slot, content);
         }

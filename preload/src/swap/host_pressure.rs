@@ -1,9 +1,9 @@
-//! Whether host memory that is only kept should rather be free: before the container's memory
-//! limit, or the node's memory, is reached by what the application takes.
+//! Whether retained host memory should rather be freed: before the application reaches the
+//! container's memory limit, or the node's memory.
 //!
-//! An eighth of the limit, at least 1 GiB, is to be left, and an eighth of the node. What cannot
-//! be read counts as short: nothing is kept in the dark. Limits above the container's own are not
-//! seen from inside.
+//! An eighth of the limit, at least 1 GiB, must stay free, and an eighth of the node. What cannot
+//! be read counts as short: nothing is retained blindly. Limits above the container's own are not
+//! visible from inside.
 
 use core::ffi::CStr;
 
@@ -12,23 +12,23 @@ use crate::sys;
 const MIN_BYTES: u64 = 1 << 30;
 const PATH_BYTES: usize = 512;
 
-/// Whether it is.
+/// Whether host memory is short.
 pub fn is_near() -> bool {
     would_be_near(0)
 }
 
-/// Whether it is once so much more is taken.
+/// Whether host memory is short once `bytes` more are taken.
 pub fn would_be_near(bytes: u64) -> bool {
     let left = |room: u64| room.saturating_sub(bytes);
     node().is_none_or(|(room, all)| left(room) < all / 8)
         || group().is_none_or(|(room, limit)| left(room) < (limit / 8).max(MIN_BYTES))
 }
 
-/// Whether taking so many bytes now would leave so little that the kernel's out-of-memory killer is
+/// Whether taking `bytes` now would leave so little that the kernel's out-of-memory killer is
 /// near: less than a 64th of the node, or than a 128th of the container's limit (at most 32 MiB).
 ///
-/// The controller has promised this memory by readings of a moment before; this is what others have
-/// taken since. What cannot be read does not count here.
+/// The controller has granted this memory by readings of a moment before; this check sees what other
+/// processes have taken since. What cannot be read does not count here.
 pub fn is_critical(bytes: u64) -> bool {
     const MAX_GROUP_FLOOR_BYTES: u64 = 32 << 20;
     #[cfg(test)]
@@ -48,8 +48,8 @@ fn node() -> Option<(u64, u64)> {
     Some((bytes(b"MemAvailable:")?, bytes(b"MemTotal:")?))
 }
 
-/// What the container's limit leaves, and the limit, in bytes. Files that are only cached leave
-/// when their room is needed.
+/// What the container's limit leaves, and the limit, in bytes. The kernel drops cached files
+/// when their memory is needed.
 fn group() -> Option<(u64, u64)> {
     const UNIFIED: [&[u8]; 3] = [b"memory.max", b"memory.current", b"memory.stat"];
     const FIRST: [&CStr; 3] = [
@@ -61,7 +61,7 @@ fn group() -> Option<(u64, u64)> {
     let own = sys::read_file(c"/proc/self/cgroup", &mut own).and_then(path_of).unwrap_or(b"/");
     let mut paths = [const { [0; PATH_BYTES] }; 3];
     let [first, second, third] = &mut paths;
-    // Who sees the groups of the whole node finds its own among them.
+    // If the groups of the whole node are visible, the container's own is among them.
     let folder = if exists(own, UNIFIED[0]) { own } else { b"/" };
     let unified = exists(folder, UNIFIED[0]);
     let [limit, usage, stat] = if unified {
@@ -83,7 +83,7 @@ fn group() -> Option<(u64, u64)> {
     Some((limit.saturating_sub(usage.saturating_sub(cached)), limit))
 }
 
-/// The own group's path, of `/proc/self/cgroup` where there is one hierarchy.
+/// The own group's path, from `/proc/self/cgroup` with a single hierarchy.
 fn path_of(text: &[u8]) -> Option<&[u8]> {
     text.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"0::"))
 }
@@ -101,7 +101,7 @@ fn path<'a>(group: &[u8], name: &[u8], place: &'a mut [u8; PATH_BYTES]) -> Optio
     CStr::from_bytes_with_nul(whole).ok()
 }
 
-/// `max` is no limit, as are the numbers that version 1 has for it: what counts then is the node.
+/// `max` is no limit, as are the numbers that version 1 uses for it: then the node's memory counts.
 fn limit_of(text: &[u8]) -> Option<u64> {
     match text.trim_ascii() {
         b"max" => Some(NO_LIMIT),
@@ -109,10 +109,10 @@ fn limit_of(text: &[u8]) -> Option<u64> {
     }
 }
 
-/// A pebibyte, of which an eighth is free on any node.
+/// A pebibyte: more than any node has, so its eighth is always free.
 const NO_LIMIT: u64 = 1 << 50;
 
-/// The number behind a name at the beginning of a line.
+/// The number after a name at the beginning of a line.
 fn field(text: &[u8], name: &[u8]) -> Option<u64> {
     let mut lines = text.split(|byte| *byte == b'\n');
     let rest = lines.find_map(|line| {
@@ -131,11 +131,11 @@ pub mod tests {
 
     use super::*;
 
-    /// What [`is_critical`] takes for gone beside what it reads, in bytes.
+    /// Bytes that [`is_critical`] treats as taken beside what it reads.
     pub static TAKEN_BY_OTHERS: AtomicU64 = AtomicU64::new(0);
 
     #[test]
-    fn fields_are_whole_names_at_the_beginning_of_a_line() {
+    fn fields_match_whole_names_at_line_start() {
         let text = b"inactive_file_x 1\nxinactive_file 2\ninactive_file 30\nMemTotal:   7 kB\n";
         assert_eq!(field(text, b"inactive_file"), Some(30));
         assert_eq!(field(text, b"MemTotal:"), Some(7));

@@ -1,5 +1,5 @@
-//! What is carried by age, the oldest first: that is how it lies in the pool. What a program has
-//! from its beginning, the weights of a model, keeps its place there when something comes or goes.
+//! Swappable memory by age, the oldest first: the order of its content in the pool. What a program
+//! has from its beginning, such as the weights of a model, keeps its offset when newer memory changes.
 //!
 //! Allocations come before the application's own blocks, whose names count up.
 
@@ -7,9 +7,9 @@ use super::allocations::{AllocationId, AllocationPiece, AllocationTables};
 use super::chunked_map::{ChunkedMap, HasKey};
 use super::tables;
 
-/// More are taken by address: each takes its place among all before it.
+/// Above this number the order is by address: an insert takes its place among all before it.
 const MAX_BY_AGE: usize = 8_192;
-/// Beyond every moment that an allocation was noted at.
+/// Above every moment that an allocation was recorded at.
 const BLOCKS: u64 = 1 << 63;
 
 #[derive(Clone, Copy)]
@@ -24,16 +24,16 @@ impl HasKey for LayoutEntry {
     }
 }
 
-/// The names of some pieces, in that order.
+/// The ids of some pieces, in that order.
 pub struct AllocationLayout(ChunkedMap<LayoutEntry>);
 
 impl AllocationLayout {
-    /// Those that `which` picks. `None`: there is no memory for them.
+    /// The pieces that `which` picks. `None`: out of memory.
     pub fn of(which: impl Fn(&AllocationPiece) -> bool) -> Option<AllocationLayout> {
         tables(|tables| AllocationLayout::within(tables, which))
     }
 
-    /// The same, of tables that are locked already.
+    /// The same, with tables that are locked already.
     pub fn within(
         tables: &mut AllocationTables,
         which: impl Fn(&AllocationPiece) -> bool,
@@ -63,12 +63,12 @@ impl AllocationLayout {
         Some(order)
     }
 
-    /// The name at a place.
+    /// The id at a position.
     pub fn id(&mut self, place: usize) -> Option<AllocationId> {
         self.0.nth(place).map(|entry| entry.id)
     }
 
-    /// What is at a place; `None` at the end, or where it is not known any more.
+    /// The piece at a position; `None` at the end, or if it has left the tables.
     pub fn piece(&mut self, place: usize) -> Option<(AllocationId, AllocationPiece)> {
         let id = self.id(place)?;
         tables(|tables| tables.piece(id).map(|piece| (id, *piece)))

@@ -1,11 +1,11 @@
-//! A list in memory of our own: pages that a forked child does not have.
+//! A vector in mapped memory of its own: pages that a forked child does not have.
 
 use crate::sys;
 
-/// What a list begins with.
+/// Bytes of the first mapping.
 pub const PAGE_BYTES: usize = 4096;
 
-/// The list. Zero is an empty one. It keeps its memory until it is [discarded](MmapVec::discard).
+/// The vector. Zeroes are an empty one. It keeps its memory until it is [discarded](MmapVec::discard).
 #[repr(C)]
 pub struct MmapVec<T> {
     first: *mut T,
@@ -14,40 +14,37 @@ pub struct MmapVec<T> {
 }
 
 impl<T> MmapVec<T> {
-    /// Without any.
     pub const fn empty() -> MmapVec<T> {
         MmapVec { first: core::ptr::null_mut(), len: 0, capacity: 0 }
     }
 
-    /// All of them.
     pub fn all(&self) -> &[T] {
         if self.first.is_null() {
             return &[];
         }
-        // SAFETY: `len` of them were written here, in memory that is ours alone.
+        // SAFETY: `len` elements were written here, in memory that only this vector uses.
         unsafe { core::slice::from_raw_parts(self.first, self.len) }
     }
 
-    /// All of them.
     pub fn all_mut(&mut self) -> &mut [T] {
         if self.first.is_null() {
             return &mut [];
         }
-        // SAFETY: as above.
+        // SAFETY: as above, and `self` is borrowed exclusively.
         unsafe { core::slice::from_raw_parts_mut(self.first, self.len) }
     }
 
-    /// Makes sure that one more fits. False: there is no memory.
+    /// Makes space for one more element. False: out of memory.
     pub fn reserve_one(&mut self) -> bool {
         self.len < self.capacity || self.grow()
     }
 
-    /// Puts one before the one at a place, or at the end. It comes back where there is no memory.
+    /// Inserts an element at a position. Returns the element if memory runs out.
     pub fn insert(&mut self, place: usize, one: T) -> Result<(), T> {
         if place > self.len || !self.reserve_one() {
             return Err(one);
         }
-        // SAFETY: there is room for one more, and `place` is at most `len`.
+        // SAFETY: there is space for one more element, and `place` is at most `len`.
         unsafe {
             let at = self.first.add(place);
             core::ptr::copy(at, at.add(1), self.len - place);
@@ -57,13 +54,13 @@ impl<T> MmapVec<T> {
         Ok(())
     }
 
-    /// Takes one out.
+    /// Removes the element at a position.
     pub fn remove(&mut self, place: usize) -> Option<T> {
         if place >= self.len {
             return None;
         }
         self.len -= 1;
-        // SAFETY: `place` was inside, so as many as move lie behind it; what is read is not any more.
+        // SAFETY: `place` was inside, and the elements behind it move down over the one that was read.
         unsafe {
             let at = self.first.add(place);
             let found = at.read();
@@ -72,7 +69,7 @@ impl<T> MmapVec<T> {
         }
     }
 
-    /// Takes those from a place on to the end of another list. False: there is no memory for them.
+    /// Moves the elements from a position on to the end of another vector. False: out of memory.
     pub fn split_into(&mut self, place: usize, other: &mut MmapVec<T>) -> bool {
         let many = self.len.saturating_sub(place);
         while other.capacity - other.len < many {
@@ -81,8 +78,8 @@ impl<T> MmapVec<T> {
             }
         }
         if many > 0 {
-            // SAFETY: `many` lie behind `place`, as many fit behind the other's last, and are not
-            // this list's any more.
+            // SAFETY: `many` elements lie behind `place` and fit behind the other's last; they leave
+            // this vector.
             unsafe {
                 let to = other.first.add(other.len);
                 core::ptr::copy_nonoverlapping(self.first.add(place), to, many);
@@ -93,7 +90,7 @@ impl<T> MmapVec<T> {
         true
     }
 
-    /// Gives the memory back: an empty list.
+    /// Frees the memory; the vector is empty afterwards.
     pub fn discard(&mut self) {
         if !self.first.is_null() {
             let bytes = self.capacity * size_of::<T>();
@@ -111,7 +108,7 @@ impl<T> MmapVec<T> {
         };
         let fresh = fresh.cast::<T>();
         if !self.first.is_null() {
-            // SAFETY: `len` of them from the old memory to the new, larger one; the old one
+            // SAFETY: `len` elements from the old memory to the new, larger one; the old one
             // was mapped here and is not used again.
             unsafe {
                 core::ptr::copy_nonoverlapping(self.first, fresh, self.len);

@@ -1,36 +1,36 @@
-//! Device memory that the agent can carry to host memory by itself, where the controller
-//! asked for an engine that does so.
+//! Device memory that the agent can copy to host memory by itself, if the controller has set an
+//! engine that does so.
 //!
 //! ```text
-//! cuMemAlloc of 2 MiB and more ──> addresses reserved, physical memory made and mapped
-//!     park:   copied to the pool ──> unmapped, released; the addresses stay reserved
-//!     unpark: made, mapped, copied back
+//! cuMemAlloc of 2 MiB and more ──> addresses reserved, physical memory created and mapped
+//!   copy out: copied to the staging pool ──> unmapped, released; the addresses stay reserved
+//!   copy in:  created, mapped, copied back
 //!
 //! cuMemCreate ──> the same, at the addresses where the application maps it
 //! ```
 //!
-//! The application sees the same addresses and contents all along. Whatever the driver does
-//! not let us do is left to the driver: the allocation is then one of its own. The content
-//! never leaves the process, so nobody's death but its own can lose it.
+//! The application sees the same addresses and contents at all times. If the driver refuses a
+//! step for an allocation, the driver makes that allocation itself. The content never leaves the
+//! process, so only the death of this process can lose it.
 //!
-//! | module | what |
+//! | module | content |
 //! | --- | --- |
-//! | `stand_ins`, `calls` | what stands in for the driver's functions; those about allocations |
-//! | `pools` | memory in the order of streams |
-//! | `vmm`, `blocks` | the same for physical memory that the application maps by itself |
+//! | `wrappers`, `alloc_wrappers` | the functions that replace the driver's; those about allocations |
+//! | `stream_pools` | stream-ordered memory |
+//! | `vmm`, `vmm_handles` | wrappers for physical memory that the application maps itself; its handles |
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
-//! | `addresses` | of what was freed |
-//! | `bus` | whether others could be let at such memory |
-//! | `table`, `sorted`, `list`, `order` | what is carried, by key; by age |
-//! | `copy`, `pool`, `filling` | out and home; the host memory for it, and its pages |
-//! | `released` | device memory that was given back |
-//! | `near` | processors near the GPU, from whose memory it is taken |
-//! | `digest`, `shortage` | what of it has not changed by the next time; whether it can be kept |
-//! | `zeros` | what of it need not be stored at all |
-//! | `check` | whether it has come home as it left |
-//! | `copier` | home through a process that fills the memory while the driver restores the rest |
-//! | `ahead`, `handed` | host memory that is ready before; out through that process |
-//! | `ipc` | legacy IPC, which the driver does not have for such memory |
+//! | `addresses` | reserved addresses of freed allocations |
+//! | `peer_devices` | whether other devices can reach the process's device memory |
+//! | `allocations`, `chunked_map`, `mmap_vec`, `layout` | swappable memory by key; its order in the pool |
+//! | `copy`, `staging`, `prefault` | copy out and copy in; the host memory for it, and its pages |
+//! | `scrub` | the driver's stall after much device memory was freed |
+//! | `numa` | processors near the GPU, whose memory the pool takes |
+//! | `digest`, `host_pressure` | what has not changed since the last copy; whether it can be retained |
+//! | `zeros` | zero pages, which are not stored |
+//! | `checksum` | whether the content after a restore is what was copied out |
+//! | `copier_restore` | restore with the copier, which fills memory while the driver restores the rest |
+//! | `prefault_ahead`, `copier_offload` | host memory made ready before; offload with the copier |
+//! | `ipc` | legacy IPC, which the driver does not support for such memory |
 //! | `driver` | the driver's functions |
 
 mod addresses;
@@ -91,46 +91,46 @@ pub use self::vmm::translate;
 use self::wrappers::FUNCTIONS;
 use crate::{libc, libcuda, process, sys};
 
-/// Physical memory comes in multiples of this. A device where it does not is left alone.
+/// Granularity of physical memory. Devices with another one are left to the driver.
 const GRANULE_BYTES: usize = 2 << 20;
-/// Most devices of a process that are told apart.
+/// Limit of the devices of a process that are told apart.
 const DEVICES: usize = 64;
 
-/// All of it in pages that a forked child finds zeroed: the child has no driver, and none of
-/// the memory is its own.
+/// The module's state, in pages that a forked child finds zeroed: the child has no driver, and none
+/// of the memory is its own.
 #[repr(C, align(4096))]
 struct SwapState {
-    /// 1 once memory may be carried: calls are looked at.
+    /// 1 once memory may be swappable: calls are inspected.
     in_use: AtomicU32,
-    /// 1 while new allocations are to be carried.
+    /// 1 while new allocations are made swappable.
     wanted: AtomicU32,
-    /// 1 once a context was made of a part of a device.
+    /// 1 once a green context exists, which has a part of a device.
     green: AtomicU32,
-    /// 1 once memory of a copier's making may be held by something that is not in the tables.
+    /// 1 once memory imported from a copier may be held by something outside the tables.
     strayed: AtomicU32,
     table_lock: FutexLock,
     tables: UnsafeCell<AllocationTables>,
-    /// Held while the application's own blocks change, in the driver and here.
+    /// Held while the application's own physical memory changes, in the driver and here.
     vmm_lock: FutexLock,
-    /// Held while it is made sure that others reach this process.
+    /// Held while the listener for processes that open this one's memory is set up.
     reach_lock: FutexLock,
-    /// Held while it is looked at what memory nobody uses any more, and while that goes.
+    /// Held while unused memory of stream pools is checked and freed.
     unused_lock: FutexLock,
-    /// 1 while there may be such that was not looked at.
+    /// 1 while unused memory may exist that was not checked.
     unsettled: AtomicU32,
-    /// Held while a context ends, and while the agent uses one beside the application.
+    /// Held while a context ends, and while the agent uses a context beside the application.
     contexts_lock: FutexLock,
-    /// The agent's alone, but for what [`Pool::context_ends`] changes under the lock of contexts.
+    /// Used by the agent only, except for [`StagingPool::context_ends`], under the lock of contexts.
     pool: UnsafeCell<StagingPool>,
-    /// Devices that may reach the memory of each device, beside itself, as a bit set.
+    /// Other devices that may reach the memory of each device, as a bit set.
     peers: [AtomicU64; DEVICES],
-    /// What the last move out did not have to copy.
+    /// Bytes that the last copy-out did not copy, because the pool had them.
     unchanged_bytes: AtomicU64,
-    /// What it left out, because it is all zero.
+    /// Bytes that the last copy-out did not store, because they are zero.
     zero_bytes: AtomicU64,
-    /// 1: a return looks whether everything is as it was.
+    /// 1: the next restore verifies the checksums.
     checks: AtomicU32,
-    /// How far host memory is prepared, and how much.
+    /// State and size of the prefault.
     ahead: PrefaultJob,
     /// Contexts in which something small stays allocated.
     anchored: [AtomicUsize; 16],
@@ -160,8 +160,8 @@ static SWAP: SwapState = SwapState {
     anchored: [const { AtomicUsize::new(0) }; 16],
 };
 
-/// A lock that sleeps. Whoever holds it has signals blocked, so no handler waits for what it
-/// has interrupted.
+/// A lock that sleeps. Its holder has signals blocked, so no handler waits for a lock that
+/// it has interrupted.
 struct FutexLock(AtomicU32);
 
 impl FutexLock {
@@ -186,7 +186,7 @@ impl FutexLock {
         result
     }
 
-    /// The same, unless somebody holds it.
+    /// The same, unless another thread holds it: `None`.
     fn hold_if_free<R>(&self, body: impl FnOnce() -> R) -> Option<R> {
         let mask = sys::set_signal_mask(!libc::internal_signals());
         let result = self.try_take().then(|| {
@@ -198,13 +198,13 @@ impl FutexLock {
         result
     }
 
-    /// Takes it where it is free.
+    /// Takes the lock if it is free.
     fn try_take(&self) -> bool {
         let (free, held) = (FutexLock::FREE, FutexLock::HELD);
         self.0.compare_exchange(free, held, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
-    /// Whether somebody waits for it.
+    /// Whether a thread waits for the lock.
     #[cfg(test)]
     fn is_awaited(&self) -> bool {
         self.0.load(Ordering::Relaxed) == FutexLock::AWAITED
@@ -219,7 +219,7 @@ impl FutexLock {
 
 /// Runs `body` on the tables. No call into the driver belongs inside.
 fn tables<R>(body: impl FnOnce(&mut AllocationTables) -> R) -> R {
-    // SAFETY: nobody else has them while the lock is held, and `body` cannot come here again.
+    // SAFETY: the lock excludes all other threads, and `body` cannot come here again.
     SWAP.table_lock.hold(|| body(unsafe { &mut *SWAP.tables.get() }))
 }
 
@@ -228,20 +228,20 @@ fn locked<R>(body: impl FnOnce(&mut Allocations) -> R) -> R {
     tables(|tables| body(&mut tables.allocations))
 }
 
-/// Runs `body` on the pool, with no context ending meanwhile.
+/// Runs `body` on the staging pool; no context ends meanwhile.
 fn with_pool<R>(body: impl FnOnce(&mut StagingPool) -> R) -> R {
     // SAFETY: as above.
     SWAP.contexts_lock.hold(|| body(unsafe { &mut *SWAP.pool.get() }))
 }
 
-/// The same, unless a context ends just now: that may take as long as the work in it, and the agent
-/// has others to listen to.
+/// The same, unless a context ends just now (`None`): that may take as long as the work in it, and
+/// the agent must go on to receive messages.
 fn with_pool_if_free<R>(body: impl FnOnce(&mut StagingPool) -> R) -> Option<R> {
     // SAFETY: as above.
     SWAP.contexts_lock.hold_if_free(|| body(unsafe { &mut *SWAP.pool.get() }))
 }
 
-/// What shim or controller have left, for as long as no controller has said anything.
+/// Sets the engine that shim or controller have written to a file, until a controller sends one.
 pub fn set_engine_by_file(file: &CStr) {
     let mut buffer = [0; 16];
     if let Some(engine) = sys::read_file(file, &mut buffer).and_then(Engine::parse) {
@@ -249,8 +249,8 @@ pub fn set_engine_by_file(file: &CStr) {
     }
 }
 
-/// The controller says how memory shall leave the device. What is allocated already stays
-/// what it is.
+/// Sets the controller's engine for new allocations. Existing allocations stay as
+/// they are.
 pub fn set_engine(engine: Engine) {
     let wanted = engine != Engine::Checkpoint
         && process::page().is_some_and(|page| page.hazards().is_empty())
@@ -259,7 +259,7 @@ pub fn set_engine(engine: Engine) {
     SWAP.wanted.store(u32::from(wanted), Ordering::Release);
 }
 
-/// Finds all that is needed; false when something is missing. May be called by several threads at
+/// Finds the driver's functions; false when one is missing. Several threads may call it at
 /// once.
 fn find_all() -> bool {
     if SWAP.in_use.load(Ordering::Acquire) == 1 {
@@ -278,15 +278,15 @@ fn find_all() -> bool {
     true
 }
 
-/// The driver's functions that something stands in for, in the order of [`FUNCTIONS`].
+/// The driver's functions that have a wrapper, in the order of [`FUNCTIONS`].
 static REAL: [AtomicUsize; FUNCTIONS.len()] = [const { AtomicUsize::new(0) }; FUNCTIONS.len()];
 
-/// Whether memory is carried in this process, or was.
+/// Whether memory of this process is swappable, or was.
 pub fn is_in_use() -> bool {
     SWAP.in_use.load(Ordering::Acquire) == 1
 }
 
-/// What is to be called in place of a driver's function, if anything is. `number`: the hook's.
+/// The wrapper to call instead of a driver's function, if there is one. `number`: the hook's.
 pub fn stand_in(number: u32, real: usize) -> Option<usize> {
     if !is_in_use() {
         return ipc::opening(number, real);
@@ -298,17 +298,17 @@ pub fn stand_in(number: u32, real: usize) -> Option<usize> {
     FUNCTIONS.get(index).copied().and_then(wrappers::stand_in)
 }
 
-/// What the last move out did not store, because it is all zero, in bytes.
+/// Bytes that the last copy-out did not store, because they are zero.
 pub fn zero_bytes() -> u64 {
     SWAP.zero_bytes.load(Ordering::Relaxed)
 }
 
-/// What the last move out did not have to copy, in bytes.
+/// Bytes that the last copy-out did not copy, because the pool had them already.
 pub fn unchanged_bytes() -> u64 {
     SWAP.unchanged_bytes.load(Ordering::Relaxed)
 }
 
-/// Changes the bytes that the page says are carried.
+/// Changes the counter of swappable bytes.
 fn count(bytes: i64) {
     if let Some(page) = process::page() {
         page.swappable_bytes.fetch_add(bytes.cast_unsigned(), Ordering::Relaxed);

@@ -1,7 +1,7 @@
-//! Processors near a GPU. Memory of the host comes from the node whose processor touches it first,
-//! and the bus to the GPU is the slower the farther away that node is.
+//! Processors near a GPU. A page of host memory comes from the NUMA node whose processor touches it
+//! first, and copies to the GPU are slower the farther that node is from the GPU.
 //!
-//! No memory policy is set: the usual filter of system calls in a container refuses that.
+//! No memory policy is set: the usual seccomp filter of a container refuses that.
 
 use affinode_cuda_sys::{device_attribute, result};
 
@@ -9,10 +9,10 @@ use super::contexts::in_context;
 use super::driver::call;
 use crate::sys::{self, CpuSet};
 
-/// Two nodes of 4096 processors that alternate would not fit; their memory is anywhere then.
+/// Limit of the kernel's list. Two nodes of 4096 alternating processors do not fit: any node is used.
 const MAX_BYTES: usize = 4096;
 
-/// The processors nearest to the device of a context. `None`: none is nearer, or it is not known.
+/// The processors nearest to the device of a context. `None`: no node is nearer, or it is unknown.
 pub fn processors(context: usize) -> Option<CpuSet> {
     let (mut device, mut node) = (0, -1);
     let code = in_context(context, || call!(ctx_get_device(&raw mut device)));
@@ -22,12 +22,12 @@ pub fn processors(context: usize) -> Option<CpuSet> {
     processors_of(node)
 }
 
-/// The calling thread runs there alone from now on, if it may at all: never where the process was
-/// not let before.
+/// Limits the calling thread to these processors, as far as it may run there: never to others
+/// than it was allowed before.
 pub fn stay(near: &CpuSet) {
     let mut both = sys::processors_allowed().unwrap_or([0; 128]);
     both.iter_mut().zip(near).for_each(|(allowed, near)| *allowed &= near);
-    // Of none it stays where it is.
+    // Without a common processor the thread keeps its own set.
     sys::run_on(&both);
 }
 
@@ -44,7 +44,7 @@ pub(super) fn processors_of(node: i32) -> Option<CpuSet> {
     parse(sys::read_file(path, &mut buffer)?)
 }
 
-/// `0-47,96-143`, as the kernel lists processors. `None`: none, or not so.
+/// Parses `0-47,96-143`, the kernel's list of processors. `None`: empty or of another form.
 fn parse(list: &[u8]) -> Option<CpuSet> {
     let mut set = [0; 128];
     let list = list.strip_suffix(b"\n")?;
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_of_processors_are_read_as_the_kernel_writes_them() {
+    fn processor_lists_of_the_kernel_are_parsed() {
         assert_eq!(listed("0-3,8,64-65\n").unwrap(), [0, 1, 2, 3, 8, 64, 65]);
         assert_eq!(listed("0\n").unwrap(), [0]);
         for bad in ["", "\n", "0-3", "0,\n", "-1\n", "3-x\n", "0-8192\n", "99999999999999999999\n"]
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_goes_where_it_is_sent_and_stays_where_it_may_be() {
+    fn thread_stays_on_its_allowed_processors() {
         let everywhere = sys::processors_allowed().unwrap();
         let first = (0..8192).find(|n| everywhere[n / 64] & 1 << (n % 64) != 0).unwrap();
         let mut one = [0; 128];
@@ -100,7 +100,7 @@ mod tests {
         .unwrap();
     }
 
-    /// Of the machine that runs the test: each node that it has, and none that it has not.
+    /// On the machine that runs the test: each node that exists, and none that does not.
     #[test]
     fn the_nodes_of_this_machine_are_known() {
         for node in 0..1_000 {

@@ -1,8 +1,8 @@
-//! Whether others on the bus could be let at device memory: network cards, capture cards, drives.
+//! Whether other devices on the bus could reach device memory: network cards, capture cards, drives.
 //!
-//! Memory that they may reach takes 12 us more to map and unmap (H200, 580.159), about a seventh of
-//! a pair of `cuMemAlloc` and `cuMemFree`. A container that has no device but those of the GPU and
-//! the ones that every container has cannot ask anybody to.
+//! Memory that they may reach takes 12 us more to map and unmap (H200, driver 580.159), about a seventh
+//! of a pair of `cuMemAlloc` and `cuMemFree`. A container without such a device in `/dev` cannot
+//! use one.
 
 use core::ffi::CStr;
 
@@ -11,12 +11,12 @@ use crate::sys::{self, folder};
 const DEVICES: &CStr = c"/dev";
 const DESCRIPTORS: &CStr = c"/proc/self/fd";
 
-/// In every container.
+/// Files of `/dev` in every container.
 const USUAL: [&[u8]; 18] = [
     b".", b"..", b"console", b"core", b"fd", b"full", b"mqueue", b"null", b"ptmx", b"pts",
     b"random", b"shm", b"stderr", b"stdin", b"stdout", b"tty", b"urandom", b"zero",
 ];
-/// What comes with a GPU, and what Kubernetes adds.
+/// Files that come with a GPU, and that Kubernetes adds.
 const OF_GPU: [&[u8]; 6] = [
     b"dri",
     b"nvidia-caps",
@@ -26,15 +26,15 @@ const OF_GPU: [&[u8]; 6] = [
     b"termination-log",
 ];
 
-/// Whether there is any other device, or it cannot be told.
+/// Whether there is any other device. True also if that cannot be read.
 pub fn has_others() -> bool {
     folder::has(DEVICES, |name| !is_known(name)).unwrap_or(true)
 }
 
-/// Whether another device may reach memory of this process by now, without a call of the driver's
-/// that would say so: it is open here, and the kernel gives it what addresses of the GPU stand for
-/// (`nvidia_p2p_get_pages`). What it writes no gate holds and no lock waits for, and it goes on to
-/// the memory that was there when it asked.
+/// Whether another device may reach memory of this process without a call of the driver: its file
+/// is open here, and the kernel gives it the pages behind addresses of the GPU
+/// (`nvidia_p2p_get_pages`). No gate holds its writes and no lock waits for them, and they go to
+/// the memory that was mapped when the device asked.
 pub fn is_reached() -> bool {
     has_others() && is_reached_by(DESCRIPTORS, has_peer_memory())
 }
@@ -48,8 +48,8 @@ fn is_reached_by(descriptors: &CStr, peer_memory: bool) -> bool {
     folder::has_link(descriptors, reaches).unwrap_or(true)
 }
 
-/// Whether network cards take an address of the GPU for one of memory (`ibv_reg_mr`), or it cannot
-/// be told. Without that they take descriptors of the driver's alone, which it is asked for.
+/// Whether network cards accept GPU addresses as memory (`ibv_reg_mr`). True also if that cannot
+/// be read. Without it they only accept descriptors, which come from a call of the driver.
 fn has_peer_memory() -> bool {
     const MODULES: [&CStr; 2] = [c"/sys/module/nvidia_peermem", c"/sys/module/nv_peer_mem"];
     !sys::exists(c"/sys/module") || MODULES.into_iter().any(sys::exists)
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_a_device_open_that_reaches_the_gpu_by_itself_is_reached() {
+    fn open_peer_device_reaches_the_process() {
         let dir = std::env::temp_dir().join(format!("affinode-open-{}", std::process::id()));
         let path = std::ffi::CString::new(dir.to_str().unwrap()).unwrap();
         assert!(is_reached_by(&path, false), "it cannot be told");

@@ -1,4 +1,4 @@
-//! Bringing the pool's chunks in, by helper threads: one alone is slower than the bus.
+//! Faults the pool's chunks in, by helper threads: a single one is slower than the bus.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -8,9 +8,9 @@ use crate::counters::CounterPage;
 use crate::sys::CpuSet;
 use crate::{libc, process, sys};
 
-/// What is registered at a time, and the most that one copy moves.
+/// Bytes of a registration, and the limit of one copy.
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
-/// Most chunks of a pool.
+/// Limit of the chunks of a pool.
 pub const MAX_CHUNKS: usize = 64 * WORDS;
 const WORDS: usize = 256;
 const MAX_HELPERS: usize = 16;
@@ -22,7 +22,6 @@ const STEP_BYTES: usize = 16 << 20;
 pub struct ChunkQueue([AtomicU64; WORDS]);
 
 impl ChunkQueue {
-    /// None.
     pub const fn none() -> ChunkQueue {
         ChunkQueue([const { AtomicU64::new(0) }; WORDS])
     }
@@ -36,7 +35,7 @@ impl ChunkQueue {
         self.word(chunk).is_some_and(|w| w.load(Ordering::Acquire) & 1 << (chunk % 64) != 0)
     }
 
-    /// Takes a chunk in, or out.
+    /// Adds or removes a chunk.
     pub fn set(&self, chunk: usize, on: bool) {
         let bit = 1 << (chunk % 64);
         let Some(word) = self.word(chunk) else { return };
@@ -47,37 +46,36 @@ impl ChunkQueue {
         };
     }
 
-    /// Takes all out.
     pub fn clear(&self) {
         self.0.iter().for_each(|word| word.store(0, Ordering::Release));
     }
 }
 
-/// What the helpers do. Not the pool's own, which a forked child finds zeroed: no helper
-/// lives in the child.
+/// The work of the helpers. Not part of the pool, which a forked child finds zeroed: no helper
+/// runs in the child.
 pub struct Prefault {
     start: AtomicUsize,
     bytes: AtomicUsize,
     of_file: AtomicUsize,
-    /// Processors where helpers run; none: anywhere.
+    /// Processors that helpers run on, as bits; all 0: any.
     near: [AtomicU64; 128],
     next: AtomicUsize,
-    /// What helpers are touching now, in bytes.
+    /// Bytes that helpers are touching now.
     touching: AtomicU64,
     /// What has still to be touched, in bytes.
     missing_bytes: AtomicU64,
     /// 1: host memory became short, and chunks are missing.
     short: AtomicU32,
-    /// Chunks that are in.
+    /// Chunks whose pages are present.
     pub resident: ChunkQueue,
-    /// Chunks in which nothing will be stored.
+    /// Chunks in which nothing will be stored; they are skipped.
     pub empty: ChunkQueue,
-    /// Changes with every chunk that has become resident.
+    /// Futex; changes with every chunk that has become resident.
     progress: AtomicU32,
     helpers: AtomicU32,
 }
 
-/// Of this process's pool.
+/// The state for this process's pool.
 pub static PREFAULT: Prefault = Prefault {
     start: AtomicUsize::new(0),
     bytes: AtomicUsize::new(0),
@@ -94,29 +92,29 @@ pub static PREFAULT: Prefault = Prefault {
 };
 
 impl Prefault {
-    /// The first pool of this process: helpers of the one that forked it are not here.
+    /// Resets the helpers for the first pool of this process: those of a parent do not run here.
     pub fn begins_in_this_process(&self) {
         self.helpers.store(0, Ordering::Release);
         self.touching.store(0, Ordering::Release);
     }
 
-    /// Where helpers run.
+    /// The processors that helpers run on.
     pub fn near(&self) -> CpuSet {
         core::array::from_fn(|n| self.near.get(n).map_or(0, |word| word.load(Ordering::Relaxed)))
     }
 
-    /// Whether helpers are at work.
+    /// Whether helpers are running.
     pub fn is_busy(&self) -> bool {
         self.helpers.load(Ordering::Acquire) > 0
     }
 
-    /// Has the helpers stop, each after its chunk.
+    /// Stops the helpers, each after its current chunk.
     pub fn stop(&self) {
         self.next.store(MAX_CHUNKS, Ordering::Release);
     }
 
-    /// Begins to bring in what is missing of a pool, on these processors if any are named.
-    /// [`Self::end`] comes before and after.
+    /// Starts to fault in the missing chunks of a pool, on these processors if there are any.
+    /// [`Self::end`] must be called before and after.
     pub fn begin(&self, start: usize, bytes: usize, of_file: usize, near: Option<CpuSet>) {
         self.start.store(start, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);
@@ -136,7 +134,7 @@ impl Prefault {
         }
     }
 
-    /// Makes the next chunk resident; false when there is none left to begin.
+    /// Makes the next chunk resident; false: no chunk is left, or host memory is short.
     fn fill_next(&self) -> bool {
         let chunk = self.next.fetch_add(1, Ordering::AcqRel);
         let bytes = chunk_bytes(self.bytes.load(Ordering::Relaxed), chunk);
@@ -229,7 +227,7 @@ impl Prefault {
         }
     }
 
-    /// Until a chunk is in. False: host memory became short before.
+    /// Waits until a chunk is resident. False: host memory became short before.
     pub fn wait(&self, chunk: usize) -> bool {
         loop {
             let seen = self.progress.load(Ordering::Acquire);
@@ -240,7 +238,7 @@ impl Prefault {
                 return false;
             }
             if self.helpers.load(Ordering::Acquire) == 0 {
-                // Nobody helps: what is registered or copied becomes resident by that.
+                // Without helpers the chunk becomes resident when it is registered or copied to.
                 if !self.fill_next() && self.short.load(Ordering::Acquire) == 0 {
                     self.resident.set(chunk, true);
                 }
@@ -250,7 +248,7 @@ impl Prefault {
         }
     }
 
-    /// Waits until no helper touches the pool any more.
+    /// Waits until no helper touches the pool.
     pub fn end(&self) {
         self.stop();
         while self.helpers.load(Ordering::Acquire) > 0 {
@@ -290,7 +288,7 @@ pub mod tests {
 
     const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-    /// As a child finds it that was forked while helpers were at work.
+    /// As in a child that was forked while helpers were running.
     pub fn forked() {
         PREFAULT.helpers.store(3, Ordering::Release);
     }
@@ -298,7 +296,7 @@ pub mod tests {
     /// Who works with [`PREFAULT`], of which a process has one.
     pub static SHARED: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
-    /// Nothing is carried any more, and there is no pool.
+    /// Nothing is swappable, and there is no pool.
     pub fn forget_all() {
         locked(|allocations| *allocations = Allocations::empty());
         addresses::let_go();
@@ -312,7 +310,7 @@ pub mod tests {
     }
 
     #[test]
-    fn chunks_are_filled_by_helpers_and_by_whoever_waits() {
+    fn chunks_are_filled_by_helpers_and_waiters() {
         const CHUNKS: usize = 3;
         let _own = SHARED.lock();
         let bytes = 2 * CHUNK_BYTES + HUGE_PAGE_BYTES;

@@ -1,13 +1,13 @@
-//! Host memory that is made ready while the process is home: its pages are there, and a copier has
-//! registered them, so that the copier can copy out as soon as that is asked for.
+//! Host memory that is prefaulted while the process is resident: its pages are present, and a copier has
+//! registered them, so that the copier can copy out as soon as an offload is ordered.
 //!
 //! ```text
-//! Nothing ──prepare──> Filling ──all pages are there──> Told ──the copier says so──> Ready
-//!    ^                    │                               │                          │
-//!    └──── not any more, no memory, the copier was left, pages were given back ───────┘
+//! NOTHING ──prepare──> FILLING_PAGES ──all pages are present──> TOLD ──the copier sends Ready──> READY
+//! ^                     │                                        │                                │
+//! └──── ended, out of memory, connection to the copier closed, pages were freed ──────────────────┘
 //! ```
 //!
-//! Nothing waits for it: who leaves before copies by itself, to what is there already.
+//! Nothing waits for it: an offload before READY copies by itself, to the pages that are present.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -25,7 +25,7 @@ const FILLING_PAGES: u32 = 1;
 const TOLD: u32 = 2;
 const READY: u32 = 3;
 
-/// How far it is, and how much. Zero is nothing. The agent's alone.
+/// State and size. Zeroes are NOTHING. Only the agent uses it.
 #[repr(C)]
 pub struct PrefaultJob {
     state: AtomicU32,
@@ -33,7 +33,6 @@ pub struct PrefaultJob {
 }
 
 impl PrefaultJob {
-    /// Nothing.
     pub const fn none() -> PrefaultJob {
         PrefaultJob { state: AtomicU32::new(NOTHING), bytes: AtomicU64::new(0) }
     }
@@ -47,7 +46,7 @@ impl PrefaultJob {
     }
 }
 
-/// Begins, or no longer. Only once a copier was shown.
+/// Starts or ends the prefault. Starting needs the copier's socket.
 pub fn prepare(on: bool) {
     if !is_in_use() {
         return;
@@ -60,7 +59,7 @@ pub fn prepare(on: bool) {
     }
 }
 
-/// No longer, if at all.
+/// Ends the prefault, if one is on.
 pub fn end_preparation() {
     if is_on() {
         prepare(false);
@@ -85,7 +84,7 @@ fn begin() -> Option<()> {
     Some(())
 }
 
-/// Does the next thing; true: soon again.
+/// Takes the next step; true: call again soon.
 pub fn go_on() -> bool {
     if !SWAP.ahead.is(FILLING_PAGES) {
         return false;
@@ -115,7 +114,7 @@ pub fn go_on() -> bool {
     false
 }
 
-/// Whether memory is there, or on its way, for the next time.
+/// Whether memory is prefaulted for the next offload, or being so.
 pub fn is_on() -> bool {
     !SWAP.ahead.is(NOTHING)
 }
@@ -125,7 +124,7 @@ pub fn is_told() -> bool {
     SWAP.ahead.is(TOLD) || SWAP.ahead.is(READY)
 }
 
-/// Nothing is filled any more, however far that is: somebody else is about to.
+/// Stops a prefault that is not complete: the caller is about to use the pool.
 pub fn stop(pool: &mut StagingPool) {
     if SWAP.ahead.is(FILLING_PAGES) {
         pool.end();
@@ -133,7 +132,7 @@ pub fn stop(pool: &mut StagingPool) {
     }
 }
 
-/// Whether the copier can copy so much out now.
+/// Whether the copier can copy out this many bytes now.
 pub fn is_ready(bytes: u64) -> bool {
     if SWAP.ahead.is(TOLD) && copier_restore::has_said_ready() {
         SWAP.ahead.set(READY);
@@ -141,14 +140,14 @@ pub fn is_ready(bytes: u64) -> bool {
     SWAP.ahead.is(READY) && bytes <= SWAP.ahead.bytes.load(Ordering::Relaxed)
 }
 
-/// The copier was left.
+/// The connection to the copier was closed.
 pub fn is_over() {
     if is_in_use() {
         SWAP.ahead.set(NOTHING);
     }
 }
 
-/// Pages are about to be given back: what the copier has registered is not the pool's any more.
+/// Pages are about to be freed: what the copier has registered is no longer the pool.
 pub fn is_spoilt() {
     if is_told() {
         copier_restore::hang_up();
@@ -159,19 +158,19 @@ pub fn is_spoilt() {
 pub mod tests {
     use super::*;
 
-    /// A copier was told of so much.
+    /// As if this size had been announced to a copier.
     pub fn told(bytes: u64) {
         SWAP.ahead.bytes.store(bytes, Ordering::Relaxed);
         SWAP.ahead.set(TOLD);
     }
 
-    /// So much is being brought in.
+    /// As if this size were being faulted in.
     pub fn filling(bytes: u64) {
         SWAP.ahead.bytes.store(bytes, Ordering::Relaxed);
         SWAP.ahead.set(FILLING_PAGES);
     }
 
-    /// Nobody was told of anything.
+    /// As if nothing had been announced.
     pub fn told_nothing() {
         SWAP.ahead.set(NOTHING);
     }

@@ -1,11 +1,12 @@
-//! What follows a release of device memory. The device wipes it, and that it has is taken note of by
-//! the next request for memory, whoever makes it: 13 to 20 ms after 60 GiB (H200, 580.159), for which
-//! a return would wait. So a little is asked for in between, and given back at once.
+//! The driver's stall after device memory was freed. The device scrubs freed memory, and the driver
+//! notices completion only inside the next allocation, which then stalls 13 to 20 ms after 60 GiB
+//! (H200, driver 580.159). A restore would wait for that. So the agent makes a small allocation
+//! before, and frees it at once.
 //!
 //! ```text
-//! here ──parked──> Wiping ──WIPED_AFTER, nobody is promised memory──> Noted
-//!   ^                 │ home, or on to a checkpoint                     │
-//!   └─────────────────┴────────────────────────────────────────────────┘
+//! Not ──copied out──> Wiping ──WIPED_AFTER_US, allocations are not held──> Noted
+//!  ^                     │ resident, or on to a checkpoint                  │
+//!  └─────────────────────┴──────────────────────────────────────────────────┘
 //! ```
 
 use affinode_cuda_sys::result;
@@ -14,23 +15,23 @@ use super::allocations::{AllocationId, MemoryPlace};
 use super::driver::call;
 use super::{GRANULE_BYTES, tables};
 
-/// By then 60 GiB are wiped.
+/// Time after which 60 GiB are scrubbed.
 const WIPED_AFTER_US: u64 = 200_000;
 
-/// When a little is asked for.
+/// State of the small allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScrubState {
-    /// Nothing was released, or it is home again.
+    /// Nothing was freed, or the process is resident again.
     Not,
-    /// Then.
+    /// Memory was freed; the time at which the allocation is due, in microseconds.
     Wiping(u64),
-    /// It was.
+    /// The allocation was made.
     Noted,
 }
 
 impl ScrubState {
-    /// Whether it is time. `parked`: memory has been released and the driver can be called. `held`:
-    /// somebody is promised memory, to the last byte perhaps.
+    /// Whether the allocation is due. `parked`: memory is copied out and the driver can be called.
+    /// `held`: allocations are held, since another process is granted VRAM, perhaps to the last byte.
     pub fn is_due(&mut self, now_us: u64, parked: bool, held: bool) -> bool {
         *self = match *self {
             _ if !parked => ScrubState::Not,
@@ -44,7 +45,7 @@ impl ScrubState {
         false
     }
 
-    /// How long nothing is to be done. Who is held is told of its end.
+    /// Time until the allocation is due. The end of a hold wakes the agent by itself.
     pub fn patience_ms(&self, now_us: u64) -> u64 {
         match self {
             ScrubState::Wiping(due_us) if *due_us > now_us => (due_us - now_us).div_ceil(1_000),
@@ -53,7 +54,7 @@ impl ScrubState {
     }
 }
 
-/// Asks for a little where something is parked from. Whether it is there is all the same.
+/// Makes a small allocation on a device that was copied out from. A failure does not matter.
 pub fn absorb_scrub_stall() {
     let away = tables(|tables| {
         tables
@@ -79,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_asked_for_is_given_back() {
+    fn small_allocation_is_freed() {
         let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let fake = Fake::new();
         let property: MemAllocationProp = property_on(DEVICE);
@@ -121,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn not_while_somebody_is_promised_memory_nor_after_the_return() {
+    fn no_allocation_while_held_or_resident() {
         let mut released = ScrubState::Not;
         assert!(!released.is_due(0, true, false));
         assert!(!released.is_due(300_000, true, true));

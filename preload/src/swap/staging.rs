@@ -1,19 +1,19 @@
-//! Host memory for content that is off the device: anonymous memory of the process, charged
-//! to its container as the driver's own checkpoint is, on huge pages where it gets them.
+//! Host memory for copied-out content: anonymous memory of the process, charged
+//! to its container as the driver's own checkpoint is, on huge pages where the kernel gives them.
 //!
 //! ```text
 //! chunk:  empty ──helper threads──> resident ──agent──> registered ──> copied to or from
 //! ```
 //!
-//! Several threads bring pages in, because one alone is slower than the bus; the agent
-//! registers the chunks with the driver in order and copies behind.
+//! Several threads fault pages in, because a single one is slower than the bus; the agent
+//! registers the chunks with the driver in order and copies behind them.
 //!
-//! What is all zero is not stored (`zeros`). What is kept after a return is told by its digests: what has not changed by the next time is
-//! not copied again.
+//! Zero pages are not stored (`zeros`). For a copy that is retained after a restore, digests tell
+//! what has not changed by the next offload: that part is not copied again.
 //!
-//! Where there is a copier it is a file in memory, so that the copier can read it as well; the
-//! process has hold of it all the same, and its container is charged for it. Chunks that others
-//! hold as well may then lie in files that they have in common (`dedup`).
+//! With a copier the memory is a memory file, so that the copier can read it, too; the
+//! process still maps it, and its container is charged for it. Chunks that other processes
+//! have as well may then be mapped from files that they share (`dedup`).
 
 mod dedup;
 
@@ -30,57 +30,57 @@ use super::{numa, zeros};
 use crate::fds::{self, TrackedFd};
 use crate::sys;
 
-/// So much is kept for the next time; the rest is given back once the process runs again.
+/// Chunks that are kept without retention; the rest is freed once the process is resident.
 const KEPT_CHUNKS: usize = 8;
 const MAX_BYTES: usize = MAX_CHUNKS * CHUNK_BYTES;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// The memory. Zero is none.
+/// The staging buffer. Zeroes are an empty one.
 #[repr(C)]
 pub struct StagingPool {
     start: usize,
     bytes: usize,
     /// The context that chunks are registered in.
     context: usize,
-    /// 1: it is a file in memory, [`owned::POOL`].
+    /// 1: the memory is a memory file, [`fds::POOL`].
     of_file: usize,
-    /// 1: nothing is given back after a return, as far as host memory allows.
+    /// 1: nothing is freed after a restore, as far as host memory allows.
     keeps: usize,
-    /// 1: so much was left out of it that a copier is not missed.
+    /// 1: too much was skipped as zero for a copier to be of use.
     sparse: usize,
-    /// 1: a copier may be writing to it still: it is replaced before it is used again.
+    /// 1: a copier may still be writing to it: the memory is replaced before its next use.
     tainted: usize,
     registered: ChunkQueue,
-    /// In whose place a sealed file is, which others have hold of as well.
+    /// Chunks in whose place a sealed file is mapped that other processes share.
     shared: ChunkQueue,
-    /// What each slot holds, as far as that is known.
+    /// The digest of each slot's content, as far as known.
     known: DigestTable,
 }
 
-/// Where content is when everything has left the device.
+/// Where content is stored when everything is copied out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoredChunk {
-    /// In the pool, once it is copied.
+    /// In the pool, once copied.
     Anew,
-    /// In the pool as it was.
+    /// In the pool since the last copy.
     Already,
-    /// Nowhere: it is all zero.
+    /// Not stored: it is all zero.
     Nowhere,
 }
 
-/// What becomes of host memory that nothing is parked in.
+/// Result of freeing unused host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TrimResult {
-    /// There is no more to give back.
+    /// Nothing is left to free.
     All,
-    /// There is.
+    /// There is more to free.
     Part,
-    /// It is kept for the next time.
+    /// The rest is retained for the next time.
     Kept,
 }
 
-/// Addresses for an eighth more, so that a process that grows a little keeps what it has here;
-/// none for a small one, of which a whole chunk more would be much.
+/// Adds an eighth of addresses, so that a process that grows a little keeps its pool;
+/// none for a small pool, whose share of an extra chunk would be large.
 fn with_room_to_grow(bytes: usize) -> usize {
     if bytes < KEPT_CHUNKS * CHUNK_BYTES {
         return bytes;
@@ -89,7 +89,6 @@ fn with_room_to_grow(bytes: usize) -> usize {
 }
 
 impl StagingPool {
-    /// None.
     pub const fn none() -> StagingPool {
         StagingPool {
             start: 0,
@@ -105,10 +104,10 @@ impl StagingPool {
         }
     }
 
-    /// Begins to make room for `bytes`; [`Self::ready`] waits for each chunk, and
-    /// [`Self::end`] must follow. False: the address space has no room.
+    /// Starts to prefault `bytes`; [`Self::ready`] waits for each chunk, and
+    /// [`Self::end`] must follow. False: the address space is exhausted.
     ///
-    /// Nothing may be in the pool. `context` is one that lives.
+    /// The pool must be empty. `context` must exist.
     pub fn begin(&mut self, bytes: usize, context: usize) -> bool {
         let bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
         let shared = fds::COPIER.get().is_some();
@@ -128,23 +127,23 @@ impl StagingPool {
         true
     }
 
-    /// Whether the first `bytes` of it have their pages.
+    /// Whether the first `bytes` have their pages.
     pub fn is_resident(&self, bytes: usize) -> bool {
         bytes <= self.bytes
             && (0..bytes.div_ceil(CHUNK_BYTES)).all(|chunk| PREFAULT.resident.has(chunk))
     }
 
-    /// Whether it is to be replaced before it is used again.
+    /// Whether the memory must be replaced before its next use.
     pub fn is_tainted(&self) -> bool {
         self.tainted == 1
     }
 
-    /// A copier was told to write to it, and has not said that it has.
+    /// Marks the memory: a copier was told to write to it, and has not confirmed that it has finished.
     pub fn taint(&mut self) {
         self.tainted = 1;
     }
 
-    /// Its file, if it is one.
+    /// The memory file; `None`: the pool is anonymous memory.
     pub fn file(&self) -> Option<i32> {
         fds::POOL.get().filter(|_| self.of_file == 1)
     }
@@ -154,7 +153,7 @@ impl StagingPool {
             return false;
         };
         if self.start == 0 {
-            // The first of this process: helpers of the one that forked it are not here.
+            // The first pool of this process: helpers of a parent process do not run here.
             PREFAULT.begins_in_this_process();
         }
         prefault_ahead::is_spoilt();
@@ -166,15 +165,16 @@ impl StagingPool {
         self.tainted = 0;
         PREFAULT.resident.clear();
         if self.start != 0 {
-            // A file's pages would live on with a descriptor in a forked child.
+            // A file's pages would stay as long as a forked child has the descriptor.
             let own = |chunk: &usize| !self.shared.has(*chunk);
             for chunk in (0..self.chunks()).filter(own) {
                 let (at, bytes) =
                     (self.at(chunk * CHUNK_BYTES).cast(), chunk_bytes(self.bytes, chunk));
-                // SAFETY: mapped here, and nothing is in the pool.
+                // SAFETY: mapped here, and the pool is empty.
                 unsafe { sys::discard(at, bytes, self.of_file == 1) };
             }
-            // At these addresses the application's own would be taken for what the driver knows there.
+            // A chunk that is still registered keeps its addresses: the driver would take later memory
+            // of the application there for the chunk.
             if is_free {
                 // SAFETY: as above.
                 unsafe { sys::unmap_private(self.start as *mut u8, self.bytes) };
@@ -186,9 +186,9 @@ impl StagingPool {
         self.bytes = bytes;
         self.of_file = 0;
         if shared && let Some(file) = self.make_file() {
-            // SAFETY: just mapped, and nobody knows it yet.
+            // SAFETY: just mapped, and not used elsewhere yet.
             if !unsafe { sys::map_over(self.start as *mut u8, bytes, file, 0) } {
-                // What is there now is not known: none of it is used.
+                // The state of the mapping is unknown: none of it is used.
                 fds::POOL.close();
                 // SAFETY: as above.
                 unsafe { sys::unmap_private(mapped, bytes + HUGE_PAGE_BYTES) };
@@ -201,7 +201,7 @@ impl StagingPool {
         true
     }
 
-    /// A file for the memory, of a size that nobody changes any more.
+    /// Creates a file for the memory, with its size sealed.
     fn make_file(&self) -> Option<i32> {
         let fd = sys::lift(sys::memory_file(c"affinode-copied-out", self.bytes).ok()?);
         let owned = TrackedFd::note(fd).filter(|_| sys::seal_size(fd).is_ok());
@@ -216,20 +216,20 @@ impl StagingPool {
         self.bytes.div_ceil(CHUNK_BYTES)
     }
 
-    /// The host address of an offset, once it can be copied to. `None`: others took the host memory
-    /// meanwhile.
+    /// The host address of an offset, once it can be copied to. `None`: other processes have taken
+    /// the host memory.
     pub fn ready(&mut self, offset: usize) -> Option<*mut c_void> {
-        // Also of one that the driver has not let go of: whoever brings its pages in writes to it.
+        // Waits also for a chunk that is still registered: the prefault writes to it.
         PREFAULT.wait(offset / CHUNK_BYTES).then(|| self.held(offset))
     }
 
-    /// Gives back what was brought in for content that is not stored here after all.
+    /// Frees the pages that were faulted in for a copy-out that failed.
     pub fn give_back_unused(&mut self) {
         self.keeps = 0;
         while self.shrink() {}
     }
 
-    /// The host address of an offset at which content is, in the driver's hands again.
+    /// The host address of an offset that has content; registers the chunk with the driver.
     pub fn held(&mut self, offset: usize) -> *mut c_void {
         let chunk = offset / CHUNK_BYTES;
         if !self.registered.has(chunk) {
@@ -243,14 +243,14 @@ impl StagingPool {
         (self.start + offset) as *mut c_void
     }
 
-    /// Nobody makes room any more. Helpers of the process that forked this one are not here.
+    /// Stops the prefault. Helpers of a parent process do not run here.
     pub fn end(&mut self) {
         if self.start != 0 {
             PREFAULT.end();
         }
     }
 
-    /// Without registration the copy is slower, and as right.
+    /// Registers a chunk with the driver. If that fails, the copy is slower, but correct.
     fn register(&mut self, chunk: usize) {
         const PORTABLE: u32 = 1;
         const READ_ONLY: u32 = 8;
@@ -261,7 +261,7 @@ impl StagingPool {
         self.registered.set(chunk, code == result::SUCCESS);
     }
 
-    /// False: the driver still has hold of it.
+    /// Unregisters a chunk. False: it is still registered with the driver.
     fn unregister(&mut self, chunk: usize) -> bool {
         if !self.registered.has(chunk) {
             return true;
@@ -272,14 +272,14 @@ impl StagingPool {
         code == result::SUCCESS
     }
 
-    /// Takes every chunk out of the driver's hands.
+    /// Unregisters every chunk from the driver.
     pub fn unregister_all(&mut self) {
         (0..self.chunks()).for_each(|chunk| {
             self.unregister(chunk);
         });
     }
 
-    /// A context has ended, and with it what was registered in it.
+    /// A context has ended, and with it the registrations in it.
     pub fn context_ends(&mut self, context: usize) {
         if self.context == context {
             self.context = 0;
@@ -287,12 +287,12 @@ impl StagingPool {
         }
     }
 
-    /// Whether it is kept after the return.
+    /// Sets whether the pool is retained after the restore.
     pub fn set_keeps(&mut self, keeps: bool) {
         self.keeps = usize::from(keeps);
     }
 
-    /// What becomes of how many bytes from an offset on: of all of them the same, in one chunk, at
+    /// How content from an offset on is stored, and for how many bytes that holds: all in one chunk, at
     /// most `most`.
     pub fn stored(
         &self,
@@ -316,7 +316,7 @@ impl StagingPool {
         (all, most.min(slots.count() * SLOT_BYTES))
     }
 
-    /// Marks what need not be stored in a pool that is being filled: so many bytes.
+    /// Marks what a copy-out need not store, and returns its bytes.
     pub fn leave_out(&mut self, found: &mut DigestTable) -> u64 {
         let bytes = zeros::skip_zero_pages(found.all_mut(), fds::COPIER.get().is_some());
         self.sparse = usize::from(zeros::is_worth_a_copier(bytes, found.all().len()));
@@ -324,27 +324,27 @@ impl StagingPool {
         bytes as u64
     }
 
-    /// Whether so much was left out that a copier would not be of use the next time either.
+    /// Whether too much was skipped for a copier to be of use the next time.
     pub fn is_sparse(&self) -> bool {
         self.sparse == 1
     }
 
-    /// What each slot holds, as far as that is known.
+    /// The digest of each slot's content, as far as known.
     pub fn known(&self) -> &[Digest] {
         self.known.all()
     }
 
-    /// Whether something is not in the pool that was left out of it.
+    /// Whether any content was skipped, so that it is not in the pool.
     pub fn leaves_out(&self) -> bool {
         self.known.all().contains(&Digest::LEFT_OUT)
     }
 
-    /// How many bytes from an offset on were left out, or were not.
+    /// Whether content from an offset on was skipped, and for how many bytes that holds.
     pub fn left_out(&self, offset: usize, most: usize) -> (bool, usize) {
         zeros::run_at(self.known.all(), offset, most)
     }
 
-    /// Something is about to be copied there.
+    /// Forgets the digests of a range that is about to be overwritten.
     pub fn forget(&mut self, offset: usize, bytes: usize) {
         let (first, end) = (offset / SLOT_BYTES, (offset + bytes).div_ceil(SLOT_BYTES));
         let slots = self.known.all_mut().get_mut(first..);
@@ -352,7 +352,7 @@ impl StagingPool {
         slots.for_each(|slot| *slot = Digest::UNKNOWN);
     }
 
-    /// How many bytes of what was found are in it already.
+    /// How many bytes of the found content the pool has already.
     pub fn unchanged(&self, found: &DigestTable) -> u64 {
         let known = self.known.all().iter().zip(found.all());
         let same = known.filter(|(known, found)| known == found && **known != Digest::UNKNOWN);
@@ -360,8 +360,8 @@ impl StagingPool {
         (slots * SLOT_BYTES) as u64
     }
 
-    /// All that was found is there now, but for what was left out; chunks of that alone hold
-    /// nothing.
+    /// Stores the digests of what was copied; chunks of which everything was skipped are
+    /// freed.
     pub fn learn(&mut self, found: DigestTable) {
         self.known = found;
         for chunk in 0..self.chunks() {
@@ -371,15 +371,14 @@ impl StagingPool {
         }
     }
 
-    /// The host memory that is kept while nothing is in it.
+    /// Host memory of the pool while it is unused.
     pub fn kept_bytes(&self) -> u64 {
         let resident = (0..self.chunks()).filter(|chunk| PREFAULT.resident.has(*chunk));
         resident.map(|chunk| chunk_bytes(self.bytes, chunk) as u64).sum()
     }
 
-    /// Gives a part of an unused pool back to the system, or to the driver's hands less of what
-    /// is kept. `prepared`: it is there for the next time. `short`: host memory is, so nothing is
-    /// kept any more.
+    /// Frees or unregisters a part of an unused pool. `prepared`: prefaulted for
+    /// the next offload. `short`: whether host memory is short, so that nothing is retained.
     pub fn tidy(&mut self, prepared: bool, short: impl FnOnce() -> bool) -> TrimResult {
         if self.unshare_next() {
             return TrimResult::Part;
@@ -404,11 +403,11 @@ impl StagingPool {
         true
     }
 
-    /// Gives a chunk's pages back. Nothing may be in it.
+    /// Frees a chunk's pages. It must have no content.
     fn discard(&mut self, chunk: usize) {
         prefault_ahead::is_spoilt();
         if self.unregister(chunk) {
-            // SAFETY: a chunk of the pool, in which nothing is.
+            // SAFETY: a chunk of the pool, without content.
             unsafe {
                 let at = self.at(chunk * CHUNK_BYTES).cast();
                 sys::discard(at, chunk_bytes(self.bytes, chunk), self.of_file == 1);

@@ -1,5 +1,5 @@
-//! What stands in for the calls with which an application manages physical memory itself.
-//! One at a time: what the driver has done and what the tables say of it change together.
+//! Wrappers of the calls with which an application manages physical memory itself (VMM).
+//! They run one at a time: the driver's state and the tables change together.
 
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
@@ -15,7 +15,7 @@ use super::driver::call;
 use super::vmm_handles::{Handle, HandleRelease, MappingPart, VmmHandleTable, is_name};
 use super::{SWAP, count, is_in_use, tables};
 
-/// Runs `body` on the blocks; the page learns how much more or less is carried.
+/// Runs `body` on the blocks, and updates the counter of swappable bytes.
 pub(super) fn blocks<R>(body: impl FnOnce(&mut VmmHandleTable) -> R) -> R {
     let (result, before, after) = tables(|tables| {
         let before = tables.blocks.swappable_bytes();
@@ -30,7 +30,7 @@ fn one_at_a_time(body: impl FnOnce() -> u32) -> u32 {
     SWAP.vmm_lock.hold(body)
 }
 
-/// Runs `body` with the driver's handle for the application's, and whether it is a name.
+/// Runs `body` with the driver's handle for the application's handle, and whether that is a name.
 fn with_handle(given: u64, body: impl FnOnce(u64, bool) -> u32) -> u32 {
     match blocks(|blocks| blocks.handle(given)) {
         Handle::Drivers => body(given, false),
@@ -39,8 +39,8 @@ fn with_handle(given: u64, body: impl FnOnce(u64, bool) -> u32) -> u32 {
     }
 }
 
-/// A function that nothing stands in for: whatever looks like a name of ours is one, and
-/// what the function does with it is not known.
+/// Replaces names in the arguments of a function without a wrapper: any argument that looks like a
+/// name is taken for one. Its block stays on the device, as the function's effect is unknown.
 pub fn translate(arguments: &mut [u64; 6]) {
     if !is_in_use() {
         return;
@@ -74,7 +74,7 @@ pub(super) unsafe extern "C" fn mem_create(
             && is_able(property.location_id)
             && let Some(name) = blocks(|blocks| blocks.insert(made, property, bytes as u64))
         {
-            // SAFETY: the application's own place for it.
+            // SAFETY: the application's own place for the handle.
             unsafe { handle.write(name) };
         }
         code
@@ -139,7 +139,7 @@ pub(super) unsafe extern "C" fn mem_set_access(
     one_at_a_time(|| {
         let code = call!(mem_set_access(address, bytes, access, many));
         if code != result::SUCCESS {
-            // A part of it may have been done.
+            // The driver may have changed the access of a part of the range.
             blocks(|blocks| blocks.stay_in(address, bytes as u64));
         } else if !access.is_null() {
             let mut device = -1;
@@ -160,7 +160,7 @@ pub(super) unsafe extern "C" fn mem_retain_handle(handle: *mut u64, address: u64
         if !handle.is_null()
             && let Some(name) = blocks(|blocks| blocks.retain(address))
         {
-            // SAFETY: the application's own place for it.
+            // SAFETY: the application's own place for the handle.
             unsafe { handle.write(name) };
             return result::SUCCESS;
         }
@@ -172,7 +172,7 @@ pub(super) unsafe extern "C" fn mem_retain_handle(handle: *mut u64, address: u64
     })
 }
 
-/// Whoever imports it refers to this physical memory, not to what we may put in its place.
+/// An importer refers to this physical memory, not to what may replace it: the block must stay.
 pub(super) unsafe extern "C" fn mem_export(
     shareable: *mut c_void,
     given: u64,
@@ -200,9 +200,9 @@ pub(super) unsafe extern "C" fn mem_get_property(
             Some(piece.property)
         });
         with_handle(given, |handle, _| match made_as {
-            // The driver would tell what a copier has made.
+            // The driver would return the properties that the copier has created it with.
             Some(known) if !property.is_null() => {
-                // SAFETY: the application's own place for it.
+                // SAFETY: the application's own place for the properties.
                 unsafe { property.write(known) };
                 result::SUCCESS
             }
@@ -231,7 +231,7 @@ pub(super) unsafe extern "C" fn mem_map_array_ptsz(
     unsafe { each_array(list, many, map) }
 }
 
-/// Parts of sparse arrays, one after the other, each with the driver's handle.
+/// Maps parts of sparse arrays one by one, each with the driver's handle.
 ///
 /// # Safety
 /// `list` must point to `many`, or be null.

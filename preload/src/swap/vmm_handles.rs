@@ -1,14 +1,14 @@
-//! Physical memory that the application made by itself (`cuMemCreate`), and where it maps it.
+//! Physical memory that the application created itself (`cuMemCreate`), and its mappings.
 //!
-//! The application knows a block by a name of ours, which stays when the driver's handle
-//! changes. A block is carried while all of it is mapped once, at one address, and its own
-//! device, and nobody else, may read and write there: what frameworks do whose segments
-//! grow. Any other is left to the driver.
+//! The application knows a block by a name of this library, which stays the same when the driver's
+//! handle changes. A block is swappable while it is mapped as a whole exactly once, and only its own
+//! device may read and write it there: frameworks with segments that grow use it so. Any other
+//! block is left to the driver.
 //!
 //! ```text
-//! cuMemCreate ──> named ──cuMemMap──> mapped ──cuMemSetAccess──> carried
-//!                   ^                    │ ^        a second mapping, less access, │
-//!                   └────cuMemUnmap──────┘ └────────the context's end──────────────┘
+//! cuMemCreate ──> named ──cuMemMap──> mapped ──cuMemSetAccess──> swappable
+//!                   ^                  │ ^  a second mapping, less access, │
+//!                   └────cuMemUnmap────┘ └────────the context's end────────┘
 //! ```
 
 use affinode_cuda_sys::{ACCESS_READ_WRITE, LOCATION_DEVICE, MemAccessDesc, MemAllocationProp};
@@ -16,7 +16,7 @@ use affinode_cuda_sys::{ACCESS_READ_WRITE, LOCATION_DEVICE, MemAccessDesc, MemAl
 use super::allocations::AllocationPiece;
 use super::chunked_map::{ChunkedMap, HasKey};
 
-/// What every name begins with, which no handle, address or size does.
+/// The highest bits of every name; no handle, address or size has them.
 const NAMES: u64 = 0xAFF1_0000_0000_0000;
 const NAMES_MASK: u64 = 0xFFFF_0000_0000_0000;
 
@@ -25,14 +25,13 @@ pub fn is_name(number: u64) -> bool {
     number & NAMES_MASK == NAMES
 }
 
-/// One block.
+/// One block of physical memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmmHandle {
-    /// What the application calls it.
+    /// The handle that the application has.
     pub name: u64,
-    /// Its memory.
     pub piece: AllocationPiece,
-    /// How often the application has hold of it by name.
+    /// Number of the application's references by name.
     references: u32,
     mappings: u32,
 }
@@ -58,40 +57,40 @@ impl HasKey for VmmMapping {
     }
 }
 
-/// Where a call is made: the current context, its device, and when.
+/// The circumstances of a call: the current context, its device, and the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MappingPart {
-    /// 0: none.
+    /// 0: no context is current.
     pub context: usize,
-    /// Its ordinal.
+    /// Ordinal of the device.
     pub device: i32,
-    /// See [`AllocationTables::now`](super::allocations::AllocationTables::now).
+    /// The time, from [`AllocationTables::now`](super::allocations::AllocationTables::now).
     pub now: u64,
 }
 
-/// What is behind a handle that the application gave.
+/// What a handle of the application means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Handle {
-    /// It is the driver's own.
+    /// A handle of the driver.
     Drivers,
-    /// Our name of what the driver calls so.
+    /// A name of this library, for this handle of the driver.
     Named(u64),
-    /// A name of nothing.
+    /// A name whose block does not exist.
     Stale,
 }
 
-/// What a release is to do.
+/// What the caller must do after a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HandleRelease {
-    /// Nothing: the block lives on.
+    /// Nothing: the block is still referenced.
     Lives,
-    /// It was the last hold: the driver is to release this handle.
+    /// The last reference is gone: release this handle in the driver.
     Last(u64),
-    /// The same, and memory of a copier's making may be held elsewhere.
+    /// The same, and memory imported from a copier may be held elsewhere.
     Strays(u64),
 }
 
-/// All of them. Zero is none.
+/// All blocks and mappings. Zeroes are empty.
 #[repr(C)]
 pub struct VmmHandleTable {
     blocks: ChunkedMap<VmmHandle>,
@@ -101,7 +100,6 @@ pub struct VmmHandleTable {
 }
 
 impl VmmHandleTable {
-    /// None.
     pub const fn empty() -> VmmHandleTable {
         VmmHandleTable {
             blocks: ChunkedMap::empty(),
@@ -111,22 +109,22 @@ impl VmmHandleTable {
         }
     }
 
-    /// Bytes of those that are carried now.
+    /// Bytes of the blocks that are swappable now.
     pub fn swappable_bytes(&self) -> u64 {
         self.swappable_bytes
     }
 
-    /// The block of a name.
+    /// The block with a name.
     pub fn at(&mut self, name: u64) -> Option<&mut VmmHandle> {
         self.blocks.at(name)
     }
 
-    /// Those from a name on.
+    /// The blocks from a name on.
     pub fn from(&self, name: u64) -> impl Iterator<Item = &VmmHandle> {
         self.blocks.from(name)
     }
 
-    /// The first from a name on that `which` picks.
+    /// The first block from a name on that `which` picks.
     pub fn find_from(
         &mut self,
         name: u64,
@@ -135,7 +133,7 @@ impl VmmHandleTable {
         self.blocks.find_from(name, which)
     }
 
-    /// Changes a block, and the sum of what is carried with it.
+    /// Changes a block, and the sum of swappable bytes with it.
     fn change<R>(&mut self, name: u64, body: impl FnOnce(&mut VmmHandle) -> R) -> Option<R> {
         let block = self.blocks.at(name)?;
         let carried = |piece: &AllocationPiece| if piece.is_carried() { piece.bytes } else { 0 };
@@ -145,7 +143,7 @@ impl VmmHandleTable {
         Some(result)
     }
 
-    /// A block that the driver has just made: its name. `None`: it cannot be noted.
+    /// Adds a new block and returns its name. `None`: out of memory or of names.
     pub fn insert(&mut self, handle: u64, property: MemAllocationProp, bytes: u64) -> Option<u64> {
         let name = NAMES | (self.names_given + 1);
         let piece = AllocationPiece { handle, property, bytes, ..AllocationPiece::default() };
@@ -157,7 +155,7 @@ impl VmmHandleTable {
         Some(name)
     }
 
-    /// What the application means by a handle.
+    /// Resolves a handle of the application.
     pub fn handle(&mut self, given: u64) -> Handle {
         if !is_name(given) {
             return Handle::Drivers;
@@ -168,13 +166,13 @@ impl VmmHandleTable {
         }
     }
 
-    /// The application lets go of a name that has a [handle](Self::handle).
+    /// Drops a reference of the application to a name that has a [handle](Self::handle).
     pub fn release(&mut self, name: u64) -> HandleRelease {
         self.change(name, |block| block.references = block.references.saturating_sub(1));
         self.bury(name)
     }
 
-    /// Forgets a block that nobody has hold of any more.
+    /// Forgets a block without references and mappings.
     fn bury(&mut self, name: u64) -> HandleRelease {
         let dead = |block: &&mut VmmHandle| block.references == 0 && block.mappings == 0;
         match self.blocks.at(name).filter(dead).map(|block| block.piece) {
@@ -192,7 +190,7 @@ impl VmmHandleTable {
         }
     }
 
-    /// The application takes hold of what is mapped at an address: its name.
+    /// Adds a reference to the block that is mapped at an address, and returns its name.
     pub fn retain(&mut self, address: u64) -> Option<u64> {
         let name = self.around(address)?.block;
         self.change(name, |block| block.references += 1)?;
@@ -204,12 +202,12 @@ impl VmmHandleTable {
         (address.wrapping_sub(found.address) < found.bytes).then_some(found)
     }
 
-    /// A block must stay from now on.
+    /// Keeps a block on the device from now on.
     pub fn stay(&mut self, name: u64) {
         self.change(name, |block| block.piece.stays = true);
     }
 
-    /// So must all that are mapped in a range.
+    /// Keeps all blocks on the device that are mapped in a range.
     pub fn stay_in(&mut self, address: u64, bytes: u64) {
         let mut next = address;
         while let Some(mapping) = self.touching(next, address.saturating_add(bytes)) {
@@ -218,7 +216,7 @@ impl VmmHandleTable {
         }
     }
 
-    /// The first mapping that lies in a range, or reaches into it.
+    /// The first mapping that overlaps a range.
     fn touching(&mut self, address: u64, end: u64) -> Option<VmmMapping> {
         if let Some(inside) = self.around(address).filter(|_| address < end) {
             return Some(inside);
@@ -226,20 +224,20 @@ impl VmmHandleTable {
         self.mappings.from(address).next().copied().filter(|mapping| mapping.address < end)
     }
 
-    /// A part of a block has been mapped.
+    /// Records a mapping of a part of a block.
     pub fn map(&mut self, name: u64, address: u64, bytes: u64, offset: u64) {
         let noted =
             bytes > 0 && self.mappings.insert(VmmMapping { address, bytes, offset, block: name });
         self.change(name, |block| {
             block.mappings += u32::from(noted);
-            // Readable after cuMemSetAccess, if then.
+            // The application can only read it after cuMemSetAccess.
             block.piece.address = 0;
             block.piece.stays |= !noted;
         });
     }
 
-    /// A range has been unmapped. To be called until it has no more to say: each time what
-    /// to do for one mapping.
+    /// Records that a range was unmapped: one mapping at each call, until it returns `None`.
+    /// Each time returns what to do for that mapping.
     pub fn unmap(&mut self, address: u64, bytes: u64) -> Option<HandleRelease> {
         let end = address.saturating_add(bytes);
         let first = self.mappings.from(address).next().copied();
@@ -252,7 +250,7 @@ impl VmmHandleTable {
         Some(self.bury(mapping.block))
     }
 
-    /// Who may reach a range has been set.
+    /// Records which devices may access a range.
     pub fn set_access(
         &mut self,
         address: u64,
@@ -288,7 +286,7 @@ impl VmmHandleTable {
         }
     }
 
-    /// A context that was noted before then has ended. What it copied stays; nobody can copy it now.
+    /// A context that was current before that moment has ended. Its blocks stay: no context can copy them.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         let mut next = 0;
         while let Some(name) = self.name_from(next, context, before) {
@@ -318,7 +316,7 @@ mod tests {
         (blocks, name)
     }
 
-    /// A block that is mapped and may be reached.
+    /// A block that is mapped and accessible.
     fn carried() -> (VmmHandleTable, u64) {
         let (mut blocks, name) = one();
         blocks.map(name, 8 * MIB, 2 * MIB, 0);
@@ -328,11 +326,11 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_carried_while_it_is_mapped_and_reached() {
+    fn block_is_swappable_while_mapped_with_access() {
         let (mut blocks, name) = one();
         assert_eq!(blocks.handle(name), Handle::Named(5));
         blocks.map(name, 8 * MIB, 2 * MIB, 0);
-        assert_eq!(blocks.swappable_bytes(), 0, "nobody may read it");
+        assert_eq!(blocks.swappable_bytes(), 0, "without access rights");
         blocks.set_access(8 * MIB, 2 * MIB, &[OWN], HERE);
         let piece = blocks.at(name).unwrap().piece;
         assert_eq!((piece.address, piece.context, piece.leaves()), (8 * MIB, 77, true));
@@ -345,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_was_let_go_lives_on_in_its_mapping() {
+    fn released_name_lives_on_in_its_mapping() {
         let (mut blocks, name) = carried();
         assert_eq!(blocks.release(name), HandleRelease::Lives);
         assert_eq!(blocks.handle(name), Handle::Stale);
@@ -359,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_mapped_twice_or_in_part_is_left_to_the_driver() {
+    fn partly_or_twice_mapped_block_is_the_drivers() {
         let (mut blocks, name) = carried();
         blocks.map(name, 16 * MIB, 2 * MIB, 0);
         blocks.set_access(16 * MIB, 2 * MIB, &[OWN], HERE);
@@ -376,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_reach_or_hold_stays() {
+    fn block_that_others_reach_stays() {
         let other = MemAccessDesc { location_id: 1, ..OWN };
         for access in [&[OWN, other][..], &[other], &[MemAccessDesc { location_type: 3, ..OWN }]] {
             let (mut blocks, name) = carried();
@@ -386,7 +384,7 @@ mod tests {
         }
         let (mut blocks, _) = carried();
         blocks.set_access(8 * MIB, 2 * MIB, &[MemAccessDesc { flags: 0, ..other }], HERE);
-        assert_eq!(blocks.swappable_bytes(), 2 * MIB, "taken away from another");
+        assert_eq!(blocks.swappable_bytes(), 2 * MIB, "access of another device revoked");
         blocks.set_access(8 * MIB, 2 * MIB, &[MemAccessDesc { flags: 1, ..OWN }], HERE);
         assert_eq!(blocks.swappable_bytes(), 0, "only to read");
         blocks.set_access(8 * MIB, 2 * MIB, &[OWN], MappingPart { context: 78, device: 1, now: 1 });
@@ -400,9 +398,9 @@ mod tests {
         assert!(!blocks.at(name).unwrap().piece.stays);
     }
 
-    /// A hold that another call has taken outlives the name and the mapping.
+    /// A reference that another call has taken outlives the name and the mapping.
     #[test]
-    fn memory_of_a_copiers_making_that_had_to_stay_is_not_forgotten() {
+    fn pinned_import_is_reported_when_released() {
         for (imported, stays) in [(true, true), (true, false), (false, true)] {
             let (mut blocks, name) = carried();
             blocks.at(name).unwrap().piece.imported = imported;
@@ -417,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_context_leaves_its_blocks_to_the_driver() {
+    fn context_end_leaves_blocks_to_the_driver() {
         let (mut blocks, _) = carried();
         blocks.context_ends(78, 2);
         blocks.context_ends(77, 1);

@@ -1,5 +1,5 @@
-//! Which of our functions stands in for which of the driver's. Each has its function's signature, is
-//! called while the call is counted, and passes on whatever is not about carried memory.
+//! Which wrapper replaces which of the driver's functions. Each has its function's signature, is
+//! called while the call is counted, and passes on whatever does not concern swappable memory.
 
 use affinode_cuda_sys::hook::Function;
 
@@ -11,7 +11,7 @@ macro_rules! stand_ins {
         pub const FUNCTIONS: [Function; [$(Function::$function,)*].len()] =
             [$(Function::$function,)*];
 
-        /// What stands in for one of them.
+        /// The wrapper of a function; `None`: it has none.
         pub fn stand_in(function: Function) -> Option<usize> {
             match function {
                 $(Function::$function => Some($stand_in as *const () as usize),)*

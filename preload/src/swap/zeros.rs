@@ -1,26 +1,26 @@
-//! Memory that is all zero is not stored: what nobody has written to yet (arenas that are taken
+//! Memory that is all zero is not stored: memory without a write so far (arenas that are taken
 //! at once, caches that are not full) costs no host memory and no copy. The kernel of `digest`
-//! tells it, exactly.
+//! detects it exactly.
 //!
 //! ```text
 //! run of zeros:  short ──────────> stored and copied as any other memory
-//!                16 MiB and more ─> left out: cleared on the device at the return
+//!                16 MiB and more ─> skipped: cleared on the device at the restore
 //! ```
 //!
-//! A copier knows nothing of what is left out: who goes through one leaves out nothing, unless
-//! that is worth more than the copier.
+//! A copier does not know what was skipped. So a process with a copier skips zeroes only if they are
+//! at least half of its memory, or 16 GiB: then the shorter copy saves more than the copier does.
 
 use super::digest::{Digest, SLOT_BYTES};
 use super::prefault::CHUNK_BYTES;
 
-/// Shorter runs would make many small copies of a large one.
+/// Shorter runs would split a large copy into many small ones.
 const MIN_SLOTS: usize = 8;
 const CHUNK_SLOTS: usize = CHUNK_BYTES / SLOT_BYTES;
-/// A copy of so much takes as long as what a copier saves, the restore of a context: 16 GiB at
+/// Copying this much takes as long as a copier saves, which is the restore of a context: 16 GiB at
 /// the speed of the bus are a quarter of a second.
 const WORTH_BYTES: usize = 16 << 30;
 
-/// Marks what is to be left out: so many bytes. `with_copier`: a copier would bring it home.
+/// Marks what is skipped, and returns its bytes. `with_copier`: a copier could restore the process.
 pub fn skip_zero_pages(found: &mut [Digest], with_copier: bool) -> usize {
     let (mut zeros, mut at) = (0, 0);
     while let Some((begin, end)) = next_run(found, at) {
@@ -39,12 +39,12 @@ pub fn skip_zero_pages(found: &mut [Digest], with_copier: bool) -> usize {
     bytes
 }
 
-/// Whether it is better to leave so much out of so many slots than to go home through a copier.
+/// Whether skipping `bytes` of these slots saves more than a restore by a copier.
 pub fn is_worth_a_copier(bytes: usize, slots: usize) -> bool {
     bytes >= WORTH_BYTES || (bytes > 0 && 2 * bytes / SLOT_BYTES >= slots)
 }
 
-/// The next run of zeros that is long enough, from a slot on. What is marked already is none.
+/// The next run of zeros that is long enough, from a slot on. Slots that are marked already do not count.
 fn next_run(found: &[Digest], from: usize) -> Option<(usize, usize)> {
     let mut begin = from;
     loop {
@@ -57,13 +57,13 @@ fn next_run(found: &[Digest], from: usize) -> Option<(usize, usize)> {
     }
 }
 
-/// Chunks of a pool in which nothing is stored.
+/// The chunks of a pool in which nothing is stored.
 pub fn empty_chunks(known: &[Digest]) -> impl Iterator<Item = usize> + '_ {
     let is_out = |slot: &Digest| *slot == Digest::LEFT_OUT;
     known.chunks(CHUNK_SLOTS).enumerate().filter(move |(_, c)| c.iter().all(is_out)).map(|c| c.0)
 }
 
-/// How many bytes from an offset on are left out, or are not: all of them the same way, in one
+/// Whether content from an offset on is skipped, and for how many bytes that holds: all in one
 /// chunk, at most `most`.
 pub fn run_at(known: &[Digest], offset: usize, most: usize) -> (bool, usize) {
     let most = most.min(CHUNK_BYTES - offset % CHUNK_BYTES);
@@ -82,7 +82,7 @@ mod tests {
         Digest::of_address(7)
     }
 
-    /// Zeros and others in turn, beginning with zeros.
+    /// Runs of zeros and of other slots in turn, beginning with zeros.
     fn slots(runs: &[usize]) -> Vec<Digest> {
         let run = |(n, many): (usize, &usize)| {
             std::iter::repeat_n(if n % 2 == 0 { Digest::ZERO } else { other() }, *many)
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn who_would_go_through_a_copier_leaves_out_only_much() {
+    fn with_a_copier_only_many_zeros_are_skipped() {
         assert_eq!(skip_zero_pages(&mut slots(&[20, 21]), true), 0);
         assert_eq!(skip_zero_pages(&mut slots(&[20, 20]), true), 20 * SLOT_BYTES);
         let many = WORTH_BYTES / SLOT_BYTES;
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_end_with_what_is_left_out_and_with_the_chunk() {
+    fn runs_end_at_skipped_slots_and_at_the_chunk() {
         let mut known = slots(&[8, 2, 70]);
         skip_zero_pages(&mut known, false);
         let run = |slot: usize, most: usize| {

@@ -1,4 +1,4 @@
-//! Datagrams by an abstract name, and the ways of their answers.
+//! Datagram sockets with abstract names, and socket pairs for replies.
 
 use super::{CLOEXEC, Descriptor, Errno, lift, notify, number, plain};
 
@@ -7,7 +7,7 @@ const DATAGRAM: usize = 2;
 const SEQPACKET: usize = 5;
 const NONBLOCK: usize = 0x800;
 
-/// A `struct sockaddr_un` of an abstract name, and how much of it counts.
+/// A `struct sockaddr_un` of an abstract name, and its length.
 struct Address {
     bytes: [u8; 110],
     length: usize,
@@ -15,7 +15,7 @@ struct Address {
 
 impl Address {
     fn of(name: &[u8]) -> Option<Address> {
-        // The family, and the zero that makes it abstract.
+        // The family, and the zero that makes the name abstract.
         const BEFORE: usize = 3;
         let mut bytes = [0; 110];
         let length = BEFORE + name.len();
@@ -31,7 +31,7 @@ fn socket() -> Result<Descriptor, Errno> {
     Ok(Descriptor(lift(socket as i32)))
 }
 
-/// Gives a socket the name, or has it send to who has it (the call of this number).
+/// Binds or connects a socket to the name (`call`: the system call's number).
 fn name_it(socket: &Descriptor, name: &[u8], call: usize) -> Result<(), Errno> {
     const ENAMETOOLONG: Errno = Errno(36);
     let address = Address::of(name).ok_or(ENAMETOOLONG)?;
@@ -39,20 +39,20 @@ fn name_it(socket: &Descriptor, name: &[u8], call: usize) -> Result<(), Errno> {
     plain(call, [socket.number() as usize, at, address.length, 0, 0, 0]).map(drop)
 }
 
-/// What a datagram must begin with, and how long it must be.
+/// The required first bytes and length of a datagram.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpectedSender<'a> {
-    /// Its first bytes.
+    /// The first bytes of the datagram.
     pub begin: &'a [u8; BEGIN_BYTES],
-    /// All of it.
+    /// The length of the whole datagram.
     pub length: usize,
 }
 
-/// So many bytes of a datagram are looked at.
+/// Number of bytes of a datagram that are compared.
 pub const BEGIN_BYTES: usize = 24;
 const BEGIN_WORDS: usize = BEGIN_BYTES / 4;
 
-/// `struct sock_filter`.
+/// The kernel's `struct sock_filter`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct SocketStep {
@@ -63,8 +63,8 @@ struct SocketStep {
 }
 
 impl ExpectedSender<'_> {
-    /// Has the kernel drop all others in whoever sends them: what came along is closed there,
-    /// which takes it as long as whoever has made it likes.
+    /// Lets the kernel drop all other datagrams inside the sender's call. Their descriptors are closed
+    /// there: the process that made such a file decides how long that takes.
     fn attach(&self, socket: &Descriptor) -> Result<(), Errno> {
         const SOL_SOCKET: usize = 1;
         const ATTACH_FILTER: usize = 26;
@@ -86,7 +86,7 @@ impl ExpectedSender<'_> {
                 two.copy_from_slice(&[load, SocketStep { if_false: is_not, ..step(IS, expected) }]);
             }
         }
-        // The one before the last: the whole datagram is taken.
+        // The last but one step: the whole datagram is accepted.
         if let Some(taken) = steps.get_mut(STEPS - 2) {
             *taken = step(RETURN, u32::MAX);
         }
@@ -98,8 +98,8 @@ impl ExpectedSender<'_> {
     }
 }
 
-/// A socket of this name, that tells `tid` of what comes by making `signal` pending. Of what
-/// begins otherwise than `only` nothing comes, where the kernel can be told so.
+/// A socket with this name, which makes `signal` pending on `tid` for each datagram. Datagrams
+/// that do not match `only` are dropped, if the kernel supports that filter.
 pub fn bind(
     name: &[u8],
     only: Option<ExpectedSender<'_>>,
@@ -122,19 +122,19 @@ pub fn connect(name: &[u8]) -> Result<Descriptor, Errno> {
     Ok(socket)
 }
 
-/// Copies the next datagram, which stays: its length, of what there is room for.
+/// Copies the next datagram and leaves it in the queue; returns the copied length.
 pub fn peek(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
     const PEEK_DONTWAIT: usize = 2 | 0x40;
     take(fd, buffer, PEEK_DONTWAIT)
 }
 
-/// Drops the next datagram and what came along.
+/// Drops the next datagram with its descriptors.
 pub fn discard(fd: i32) {
     const DONTWAIT: usize = 0x40;
     let _ = take(fd, &mut [], DONTWAIT);
 }
 
-/// Without room for descriptors.
+/// Receives without space for descriptors.
 fn take(fd: i32, buffer: &mut [u8], flags: usize) -> Result<usize, Errno> {
     let part = [buffer.as_mut_ptr() as usize, buffer.len()];
     let mut message = [0_usize; 7];
@@ -143,7 +143,7 @@ fn take(fd: i32, buffer: &mut [u8], flags: usize) -> Result<usize, Errno> {
     plain(number::RECVMSG, [fd as usize, message.as_mut_ptr() as usize, flags, 0, 0, 0])
 }
 
-/// Two ends that keep messages apart; none of them blocks.
+/// Two connected ends that preserve message boundaries; neither blocks.
 pub fn pair() -> Result<[Descriptor; 2], Errno> {
     let mut ends = [-1_i32; 2];
     let kind = SEQPACKET | NONBLOCK | CLOEXEC;
@@ -152,15 +152,15 @@ pub fn pair() -> Result<[Descriptor; 2], Errno> {
     Ok(ends.map(|end| Descriptor(lift(end))))
 }
 
-/// A descriptor that somebody else has made for us.
+/// Owns a descriptor that the driver has made; `None`: it is negative.
 pub fn made(fd: i32) -> Option<Descriptor> {
     (fd >= 0).then_some(Descriptor(fd))
 }
 
-/// Random bytes, all of them or an error.
+/// Fills `bytes` with random numbers, or fails.
 pub fn random(bytes: &mut [u8]) -> Result<(), Errno> {
     const EIO: Errno = Errno(5);
-    // So few are never given in part.
+    // The kernel returns this few bytes whole.
     let args = [bytes.as_mut_ptr() as usize, bytes.len(), 0, 0, 0, 0];
     let given = plain(number::GETRANDOM, args)?;
     if given == bytes.len() { Ok(()) } else { Err(EIO) }
@@ -180,7 +180,7 @@ mod tests {
     #[test]
     fn a_datagram_comes_with_the_way_of_its_answer() {
         let name = name();
-        assert!(connect(&name).is_err(), "nobody has the name");
+        assert!(connect(&name).is_err(), "no socket has the name");
         let socket = bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
         assert!(bind(&name, None, sys::gettid(), sys::SIGURG).is_err(), "one has it");
         let [own, theirs] = pair().unwrap();
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_not_answered_learns_of_it() {
+    fn sender_without_reply_sees_the_socket_close() {
         let name = name();
         let socket = bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
         let [own, theirs] = pair().unwrap();
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_looked_at_stays_and_what_is_dropped_is_closed_unopened() {
+    fn peeked_datagram_stays_until_discarded() {
         let name = name();
         let socket = bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
         let [own, theirs] = pair().unwrap();
@@ -227,9 +227,9 @@ mod tests {
         assert_eq!(peek(socket.number(), &mut bytes).err(), Some(sys::EAGAIN));
     }
 
-    /// Who reads what came along, or drops it, waits for whoever has made it.
+    /// Reading or dropping a datagram closes its descriptors, which can take as long as their maker wants.
     #[test]
-    fn what_begins_otherwise_is_dropped_in_who_sends_it() {
+    fn unexpected_datagram_is_dropped_in_its_sender() {
         let (name, begin) = (name(), core::array::from_fn(|n| n as u8 + 1));
         let only = ExpectedSender { begin: &begin, length: 30 };
         let socket = bind(&name, Some(only), sys::gettid(), sys::SIGURG).unwrap();
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_too_long_are_refused_and_random_bytes_differ() {
+    fn long_names_are_refused() {
         assert!(Address::of(&[b'x'; 107]).is_some() && Address::of(&[b'x'; 108]).is_none());
         assert_ne!(name(), name());
     }

@@ -1,24 +1,24 @@
-//! What is in a folder.
+//! Searches in folders.
 
 use core::ffi::CStr;
 
 use super::{CLOEXEC, close, number, plain};
 
-/// Before a name: inode, offset, length of the entry, type.
+/// Bytes before a name: inode, offset, length of the entry, type.
 const HEAD_BYTES: usize = 19;
 const LENGTH_AT: core::ops::Range<usize> = 16..18;
 
-/// Whether `which` is true of a name in a folder; `None` where it cannot be read.
+/// Whether `which` holds for a name in a folder; `None`: the folder cannot be read.
 pub fn has(path: &CStr, mut which: impl FnMut(&[u8]) -> bool) -> Option<bool> {
     any(path, |_, name| which(name.to_bytes()))
 }
 
-/// Whether `which` is true of what a link in a folder leads to; `None` where it cannot be read.
+/// Whether `which` holds for the target of a link in a folder; `None`: it cannot be read.
 pub fn has_link(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
     any(path, |folder, name| {
         let mut target = [0_u8; 256];
         let (name, at) = (name.as_ptr() as usize, target.as_mut_ptr() as usize);
-        // What is no link, or gone by now, leads nowhere.
+        // A name that is no link, or is gone by now, has no target.
         let bytes = plain(number::READLINKAT, [folder, name, at, target.len(), 0, 0]);
         bytes.is_ok_and(|bytes| target.get(..bytes).is_some_and(&which))
     })
@@ -48,7 +48,7 @@ fn any(path: &CStr, mut which: impl FnMut(usize, &CStr) -> bool) -> Option<bool>
     found
 }
 
-/// The names in a buffer of entries.
+/// The names in a buffer of directory entries.
 fn names(mut entries: &[u8]) -> impl Iterator<Item = &CStr> {
     core::iter::from_fn(move || {
         let length = entries.get(LENGTH_AT)?.try_into().ok().map(u16::from_ne_bytes)?;
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_followed_by_one_step_and_what_is_none_leads_nowhere() {
+    fn links_are_followed_by_one_step() {
         let dir = std::env::temp_dir().join(format!("affinode-links-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(dir.join("none"), "").unwrap();

@@ -1,13 +1,13 @@
-//! Memory of the process: mapped, shared, given back.
+//! Memory of the process: mapping, sharing, freeing.
 
 use core::ffi::{CStr, c_void};
 
 use super::{Errno, call, close, fcntl, number, plain};
 
-/// Makes a forked child find these pages zero.
+/// Makes a forked child find these pages zeroed.
 ///
 /// # Safety
-/// The range must be whole, private, anonymous pages of the caller's.
+/// The range must be whole, private, anonymous pages that belong to the caller.
 pub unsafe fn wipe_on_fork(start: *const c_void, bytes: usize) -> Result<(), Errno> {
     const MADV_WIPEONFORK: usize = 18;
     let args = [start as usize, bytes, MADV_WIPEONFORK, 0, 0, 0];
@@ -15,7 +15,7 @@ pub unsafe fn wipe_on_fork(start: *const c_void, bytes: usize) -> Result<(), Err
     unsafe { call(number::MADVISE, args) }.map(drop)
 }
 
-/// Fresh memory of this process alone: no part of it is there in a forked child.
+/// Maps private memory that a forked child does not have.
 pub fn map_private(bytes: usize) -> Result<*mut u8, Errno> {
     const PROT_READ_WRITE: usize = 1 | 2;
     const PRIVATE_ANONYMOUS_NORESERVE: usize = 2 | 0x20 | 0x4000;
@@ -31,16 +31,16 @@ pub fn map_private(bytes: usize) -> Result<*mut u8, Errno> {
     Ok(at as *mut u8)
 }
 
-/// Ends a part of what [`map_private`] made.
+/// Unmaps a part of what [`map_private`] mapped.
 ///
 /// # Safety
-/// Nothing may refer to it any more.
+/// Nothing may refer to it afterwards.
 pub unsafe fn unmap_private(start: *mut u8, bytes: usize) {
     unmap(start as usize, bytes);
 }
 
-/// Runs something with zeroed memory of its own, aligned to its size (a power of two); `None`
-/// where there is none.
+/// Runs `run` with zeroed memory, aligned to its size (a power of two); `None`: out of
+/// memory.
 pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T> {
     let reserved = map_private(2 * bytes).ok()? as usize;
     let done = run(reserved.next_multiple_of(bytes) as *mut u8);
@@ -48,8 +48,8 @@ pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T
     Some(done)
 }
 
-/// Puts a part of a file, shared, in the place of a part of what [`map_private`] made; a forked
-/// child has neither. False: what is there now is not known.
+/// Maps a part of a file, shared, over a part of what [`map_private`] mapped; a forked
+/// child has neither. False: the state of the range is unknown.
 ///
 /// # Safety
 /// Nothing may refer to that part.
@@ -58,31 +58,31 @@ pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32, offset: usize) -> 
     const MAP_SHARED_FIXED: usize = 1 | 0x10;
     let at = start as usize;
     let args = [at, bytes, PROT_READ_WRITE, MAP_SHARED_FIXED, fd as usize, offset];
-    // SAFETY: the caller vouches for the range, which is ours.
+    // SAFETY: the caller vouches for the range, which this library has mapped.
     let mapped = unsafe { call(number::MMAP, args) };
     mapped.is_ok() && is_kept_from_children(at, bytes)
 }
 
-/// Keeps a mapping of ours from being there in forked children.
+/// Keeps a mapping of this library out of forked children.
 fn is_kept_from_children(at: usize, bytes: usize) -> bool {
     const MADV_DONTFORK: usize = 10;
-    // SAFETY: changes no content here; called for mappings of ours alone.
+    // SAFETY: changes no content here; only called for mappings of this library.
     unsafe { call(number::MADVISE, [at, bytes, MADV_DONTFORK, 0, 0, 0]) }.is_ok()
 }
 
-/// Asks for huge pages.
+/// Requests huge pages for a range.
 pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
     const MADV_HUGEPAGE: usize = 14;
     // SAFETY: changes no content.
     let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_HUGEPAGE, 0, 0, 0]) };
 }
 
-/// Brings the pages of fresh memory in; those of a file as huge ones, where that is not
-/// forbidden: `shmem_enabled` keeps it from getting them by itself on most machines.
+/// Faults the pages of fresh memory in; those of a file as huge pages, if the kernel allows it:
+/// `shmem_enabled` keeps a file from getting them by itself on most machines.
 ///
 /// # Safety
-/// The range must be mapped, begin and end with a huge page, and hold nothing: where the kernel is
-/// older than 5.14, zeroes are written.
+/// The range must be mapped, begin and end with a huge page, and have no content: on kernels
+/// before 5.14, zeroes are written.
 pub unsafe fn make_resident(start: *mut u8, bytes: usize, of_file: bool) {
     const MADV_POPULATE_WRITE: usize = 23;
     const PAGE_BYTES: usize = 4096;
@@ -108,21 +108,21 @@ unsafe fn make_huge(start: *mut u8, bytes: usize) {
     const HUGE_PAGE_BYTES: usize = 2 << 20;
     for offset in (0..bytes).step_by(HUGE_PAGE_BYTES) {
         let page_bytes = HUGE_PAGE_BYTES.min(bytes - offset);
-        // SAFETY: inside the range, which the caller vouches for. The kernel collapses only what
-        // has a page already.
+        // SAFETY: inside the range, which the caller vouches for. The kernel only collapses a range
+        // that has a page already.
         let done = unsafe {
             let page = start.add(offset);
             page.write_volatile(0);
             call(number::MADVISE, [page as usize, page_bytes, MADV_COLLAPSE, 0, 0, 0])
         };
         if done.is_err() {
-            // Linux before 6.1, or denied: small pages are as right.
+            // Linux before 6.1, or denied: small pages are correct, too.
             return;
         }
     }
 }
 
-/// Gives pages back; the range is there and zero.
+/// Frees pages; the range stays mapped and reads as zero.
 ///
 /// # Safety
 /// The content must not be needed.
@@ -138,7 +138,7 @@ pub unsafe fn discard(start: *mut u8, bytes: usize, of_file: bool) {
 pub fn memory_file(name: &CStr, bytes: usize) -> Result<i32, Errno> {
     const CLOEXEC_ALLOW_SEALING: usize = 1 | 2;
     const EFBIG: Errno = Errno(27);
-    // The kernel would say so with a signal that ends the process.
+    // The kernel would report it by a signal that ends the process.
     if bytes > super::file_limit_bytes() {
         return Err(EFBIG);
     }
@@ -151,32 +151,32 @@ pub fn memory_file(name: &CStr, bytes: usize) -> Result<i32, Errno> {
     Ok(fd as i32)
 }
 
-/// Fixes the size of a memory file for ever.
+/// Seals the size of a memory file.
 pub fn seal_size(fd: i32) -> Result<(), Errno> {
     const F_ADD_SEALS: usize = 1033;
     const SEAL_SHRINK_GROW: usize = 1 | 2 | 4;
     fcntl(fd, F_ADD_SEALS, SEAL_SHRINK_GROW).map(drop)
 }
 
-/// A memory file that nobody can change any more, mapped to be read; a forked child has it not.
+/// A memory file that can no longer change, mapped for reading; not in a forked child.
 pub struct SealedFile {
     at: usize,
     bytes: usize,
 }
 
-/// What is in a place that a mapping was to be moved to.
+/// The state of a range that a mapping was to be moved to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PagePlacement {
-    /// That mapping.
+    /// The new mapping has moved there.
     Taken,
-    /// What was there before.
+    /// The old mapping is unchanged.
     AsBefore,
-    /// Not all of what was there before.
+    /// Parts of the old mapping are missing.
     Broken,
 }
 
 impl SealedFile {
-    /// Maps the first `bytes` of it. `None`: it could change, or has fewer.
+    /// Maps its first `bytes`. `None`: it could change, or is shorter.
     pub fn map(fd: i32, bytes: usize) -> Option<SealedFile> {
         const PROT_READ: usize = 1;
         const MAP_SHARED_POPULATE: usize = 1 | 0x8000;
@@ -188,10 +188,10 @@ impl SealedFile {
         is_kept_from_children(sealed.at, bytes).then_some(sealed)
     }
 
-    /// Whether as much from an address on is the same. `stop` is asked now and then: no, then.
+    /// Whether the bytes from an address on are the same. `stop` is polled: if true, the result is false.
     ///
     /// # Safety
-    /// So many bytes must be mapped there: whole pages, from the beginning of one on.
+    /// As many bytes must be mapped there: whole pages, from the beginning of a page on.
     pub unsafe fn is_same(&self, at: *const u8, stop: impl Fn() -> bool) -> bool {
         const PART_BYTES: usize = 4 << 20;
         const WORD_BYTES: usize = size_of::<u64>();
@@ -199,7 +199,7 @@ impl SealedFile {
         parts.all(|offset| {
             let words = PART_BYTES.min(self.bytes - offset) / WORD_BYTES;
             // SAFETY: inside this mapping, of a file that does not shrink, and inside what the
-            // caller vouches for; both begin with a page, and nobody writes to either.
+            // caller vouches for; both begin with a page, and nothing writes to either.
             let (one, other) = unsafe {
                 let (one, other) = ((self.at as *const u8).add(offset), at.add(offset));
                 (
@@ -211,22 +211,22 @@ impl SealedFile {
         })
     }
 
-    /// Moves the mapping over a part of what [`map_private`] made: what was looked at, whatever the
-    /// descriptor means by now.
+    /// Moves the mapping over a part of what [`map_private`] mapped: the compared file, whatever the
+    /// descriptor refers to by now.
     ///
     /// # Safety
-    /// Nobody may write to that part from now on.
+    /// Nothing may write to that part from now on.
     pub unsafe fn take_place(self, start: *mut u8) -> PagePlacement {
         const MAYMOVE_FIXED: usize = 1 | 2;
         let args = [self.at, self.bytes, self.bytes, MAYMOVE_FIXED, start as usize, 0];
-        // SAFETY: the caller vouches for the range, which is ours, as is this mapping.
+        // SAFETY: the caller vouches for the range; it and this mapping belong to this library.
         let moved = unsafe { call(number::MREMAP, args) };
         if moved.is_ok() {
-            // It is not where it was.
+            // The mapping has left its old address.
             core::mem::forget(self);
             PagePlacement::Taken
         } else if is_kept_from_children(start as usize, self.bytes) {
-            // What holds already for all of it; the kernel refuses where a part is not mapped.
+            // Only succeeds if all of the range is still mapped, and changes nothing then.
             PagePlacement::AsBefore
         } else {
             PagePlacement::Broken
@@ -240,20 +240,20 @@ impl Drop for SealedFile {
     }
 }
 
-/// Without a `memcmp`: there is no libc, and the one of the compiler's goes byte by byte.
+/// Compares words without `memcmp`: there is no libc, and the compiler's goes byte by byte.
 fn are_same(one: &[u64], other: &[u64]) -> bool {
     const WORDS_PER_STEP: usize = 512;
     let mut pairs = one.chunks(WORDS_PER_STEP).zip(other.chunks(WORDS_PER_STEP));
     pairs.all(|(one, other)| one.iter().zip(other).fold(0, |all, (a, b)| all | (a ^ b)) == 0)
 }
 
-/// Whether neither size nor content can change, and it is that large.
+/// Whether neither size nor content can change, and the file has at least this size.
 fn is_sealed(fd: i32, bytes: usize) -> bool {
     const F_GET_SEALS: usize = 1034;
     const SHRINK_GROW: usize = 2 | 4;
     const WRITE: usize = 8;
     const FUTURE_WRITE: usize = 16;
-    // At the seventh word of struct stat, which is 144 bytes long, is st_size.
+    // st_size is the seventh word of struct stat, which is 144 bytes long.
     let mut stat = [0_u64; 18];
     let args = [fd as usize, stat.as_mut_ptr() as usize, 0, 0, 0, 0];
     fcntl(fd, F_GET_SEALS, 0).is_ok_and(|seals| {
@@ -262,7 +262,7 @@ fn is_sealed(fd: i32, bytes: usize) -> bool {
         && stat[6] >= bytes as u64
 }
 
-/// Gives a part of a memory file back, mapped or not. False: it is there still.
+/// Frees a part of a memory file, mapped or not. False: it was not freed.
 pub fn punch(fd: i32, offset: usize, bytes: usize) -> bool {
     const KEEP_SIZE_PUNCH_HOLE: usize = 1 | 2;
     let args = [fd as usize, KEEP_SIZE_PUNCH_HOLE, offset, bytes, 0, 0];
@@ -274,12 +274,12 @@ pub fn map_aligned(fd: i32, bytes: usize) -> Result<*mut u8, Errno> {
     const PROT_READ_WRITE: usize = 1 | 2;
     const MAP_SHARED_FIXED: usize = 1 | 0x10;
     const MAP_PRIVATE_ANONYMOUS_NORESERVE: usize = 2 | 0x20 | 0x4000;
-    // Reserve twice the size, map the file over the aligned part, give the rest back.
+    // Reserve twice the size, map the file over the aligned part, unmap the rest.
     let args = [0, 2 * bytes, 0, MAP_PRIVATE_ANONYMOUS_NORESERVE, usize::MAX, 0];
     let reserved = plain(number::MMAP, args)?;
     let aligned = reserved.next_multiple_of(bytes);
     let args = [aligned, bytes, PROT_READ_WRITE, MAP_SHARED_FIXED, fd as usize, 0];
-    // SAFETY: replaces pages of the reservation just made, which nobody else knows.
+    // SAFETY: replaces pages of the reservation just made, to which nothing refers.
     let mapped = unsafe { call(number::MMAP, args) };
     if mapped.is_err() {
         unmap(reserved, 2 * bytes);
@@ -297,14 +297,14 @@ fn unmap(start: usize, bytes: usize) {
     }
 }
 
-/// Memory that is given back at the end.
+/// Memory that is unmapped when dropped.
 pub struct MappedRegion {
     start: usize,
     bytes: usize,
 }
 
 impl MappedRegion {
-    /// Zeros, in whole pages.
+    /// Maps zeroed memory, in whole pages.
     pub fn new(bytes: usize) -> Result<MappedRegion, Errno> {
         const PROT_READ_WRITE: usize = 1 | 2;
         const MAP_PRIVATE_ANONYMOUS: usize = 2 | 0x20;
@@ -312,7 +312,7 @@ impl MappedRegion {
         plain(number::MMAP, args).map(|start| MappedRegion { start, bytes })
     }
 
-    /// Its first address.
+    /// The address of its first byte.
     pub fn start(&self) -> usize {
         self.start
     }
@@ -330,14 +330,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mapping_that_cannot_be_moved_leaves_what_was_there() {
+    fn failed_move_leaves_the_old_mapping() {
         const BYTES: usize = 8192;
         const F_ADD_SEALS: usize = 1033;
         const SHRINK_GROW_FUTURE_WRITE: usize = 2 | 4 | 16;
         let fd = lift(memory_file(c"test", BYTES).unwrap());
         fcntl(fd, F_ADD_SEALS, SHRINK_GROW_FUTURE_WRITE).unwrap();
         let at = map_private(BYTES).unwrap();
-        // SAFETY: just mapped, of this size; nobody else knows it.
+        // SAFETY: just mapped, of this size; nothing else refers to it.
         unsafe {
             at.write(7);
             let [first, second] = [(); 2].map(|()| SealedFile::map(fd, BYTES).unwrap());
@@ -357,13 +357,13 @@ mod tests {
         close(fd);
     }
 
-    /// The signal for one that is too large ends a process.
+    /// The signal for a file that is too large ends a process.
     #[test]
-    fn a_memory_file_beyond_the_limit_is_an_error_and_no_signal() {
+    fn memory_file_beyond_limit_is_an_error() {
         use nix::sys::resource::{Resource, setrlimit};
         use nix::sys::wait::{WaitStatus, waitpid};
         use nix::unistd::{ForkResult, fork};
-        // SAFETY: the child makes system calls alone, and ends.
+        // SAFETY: the child only makes system calls, and ends.
         match unsafe { fork() }.unwrap() {
             ForkResult::Child => {
                 let limited = setrlimit(Resource::RLIMIT_FSIZE, 8192, 8192).is_ok();

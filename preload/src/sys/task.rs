@@ -1,4 +1,4 @@
-//! System calls to run a program in a task of its own.
+//! System calls to run a program in a separate task.
 
 use core::arch::asm;
 use core::ffi::{CStr, c_char, c_void};
@@ -8,13 +8,13 @@ use super::{CLOEXEC, EINTR, Errno, call, now_us, number, plain};
 /// The main function of a task made by [`spawn`].
 pub type TaskMain = unsafe extern "C" fn(*mut c_void) -> i32;
 
-/// A task that shares the memory, begins at the top of `stack` and ends the process that
-/// it is with what `main` returns. The caller sleeps until it has become a program or has
-/// ended. `end_signal`: what the caller gets then, 0 for nothing.
+/// Starts a task that shares the memory, begins at the top of `stack` and ends its process
+/// with the result of `main`. The caller sleeps until the task has become a program or has
+/// ended. `end_signal`: the signal that the caller gets then, 0 for none.
 ///
 /// # Safety
 /// The stack must be unused until then and large enough; `main` must be sound to call with
-/// `argument`, touch no thread-local storage and return through no other way.
+/// `argument`, touch no thread-local storage and return normally.
 pub unsafe fn spawn(
     end_signal: usize,
     stack_top: usize,
@@ -23,8 +23,8 @@ pub unsafe fn spawn(
 ) -> Result<i32, Errno> {
     const VM_VFORK: usize = 0x100 | 0x4000;
     let ret: isize;
-    // SAFETY: here as in `call`. There rsp is the new stack, the two kept registers are as
-    // here, and nothing of this frame is used: it ends where it stands.
+    // SAFETY: here as in `call`. In the task rsp is the new stack, the two kept registers are as
+    // here, and nothing of this frame is used: the task ends inside this block.
     unsafe {
         asm!(
             "syscall",
@@ -53,7 +53,7 @@ pub unsafe fn spawn(
     if (-4095..0).contains(&ret) { Err(Errno(-ret as i32)) } else { Ok(ret as i32) }
 }
 
-/// Waits for the end of a child, also one that ends without a signal: its status.
+/// Waits for the end of a child, even if it ends without a signal; returns its status.
 pub fn wait_child(pid: i32) -> Result<i32, Errno> {
     const ALL: usize = 0x4000_0000;
     let mut status = 0_i32;
@@ -65,26 +65,26 @@ pub fn wait_child(pid: i32) -> Result<i32, Errno> {
     }
 }
 
-/// Ends a child that was not waited for yet.
+/// Kills a child that was not waited for yet.
 pub fn kill(child: i32) {
     const SIGKILL: usize = 9;
     let _ = plain(number::KILL, [child as usize, SIGKILL, 0, 0, 0, 0]);
 }
 
-/// The calling task ends when the thread that made it does.
+/// Ends the calling task when the thread that made it ends.
 pub fn die_with_parent() {
     const PR_SET_PDEATHSIG: usize = 1;
     const SIGKILL: usize = 9;
     let _ = plain(number::PRCTL, [PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0, 0]);
 }
 
-/// A pipe: the end to read, the end to write.
+/// A pipe: its read end, its write end.
 pub fn pipe() -> Result<[i32; 2], Errno> {
     let mut ends = [-1_i32; 2];
     plain(number::PIPE2, [ends.as_mut_ptr() as usize, CLOEXEC, 0, 0, 0, 0]).map(|_| ends)
 }
 
-/// Whether there is something to read, or the end, before the time is over.
+/// Whether there is something to read, or the end of the stream, before the timeout.
 pub fn wait_readable(fd: i32, timeout_ms: u64) -> bool {
     const POLLIN: u64 = 1;
     // struct pollfd: the descriptor, then two 16-bit sets of events.
@@ -99,13 +99,13 @@ pub fn wait_readable(fd: i32, timeout_ms: u64) -> bool {
     }
 }
 
-/// Reads bytes; 0 at the end.
+/// Reads bytes; 0 at the end of the stream.
 pub fn read(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
     plain(number::READ, [fd as usize, buffer.as_mut_ptr() as usize, buffer.len(), 0, 0, 0])
 }
 
-/// Standard output is `output`, the two others are nothing, and no other descriptor
-/// outlives the next [`execute`]. Only for a task with descriptors of its own.
+/// Makes `output` the standard output and the other two `/dev/null`, and lets no other descriptor
+/// outlive the next [`execute`]. Only for a task with its own descriptors.
 pub fn take_standard_streams(output: i32) {
     const CLOSE_RANGE_CLOEXEC: usize = 4;
     const O_RDWR: usize = 2;
@@ -114,15 +114,15 @@ pub fn take_standard_streams(output: i32) {
     for (from, to) in [(output as usize, 1), (nothing, 0), (nothing, 2)] {
         let _ = plain(number::DUP2, [from, to, 0, 0, 0, 0]);
     }
-    // Before 5.11 those that the application does not close itself are inherited.
+    // Before Linux 5.11, descriptors without close-on-exec are inherited.
     let all = [3, u32::MAX as usize, CLOSE_RANGE_CLOEXEC, 0, 0, 0];
     let _ = plain(number::CLOSE_RANGE, all);
 }
 
-/// Becomes another program; returns when that fails.
+/// Replaces the program; returns when that fails.
 ///
 /// # Safety
-/// Both lists must be ended by null pointers, and hold pointers to strings.
+/// Both lists must end with null pointers, and have pointers to strings.
 pub unsafe fn execute(
     path: &CStr,
     arguments: *const *const c_char,

@@ -1,5 +1,5 @@
 // A libcuda.so.1 of a few functions, for tests of the preload library alone. It keeps
-// the driver's most important promise: a call into a process whose state is away ends it.
+// the driver's most important promise: a call into a checkpointed process ends it.
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -32,7 +32,7 @@ impl Controller {
         Controller { listener, folder }
     }
 
-    /// The socket's path.
+    /// The path of the socket.
     pub fn path(&self) -> String {
         let path = self.folder.path().join("agent.sock");
         path.to_str().unwrap().to_owned()
@@ -56,7 +56,7 @@ impl Controller {
             });
             let fd = fds.next().expect("the page comes with the hello");
             #[expect(unsafe_code, reason = "a descriptor comes as a number")]
-            // SAFETY: just received, nobody else's.
+            // SAFETY: just received, and owned by nothing else.
             let page = unsafe { File::from_raw_fd(fd) };
             page
         };
@@ -94,9 +94,9 @@ pub struct Connection {
     pub stream: UnixStream,
     pub page: File,
     pub hello: AgentMessage,
-    /// Wakes that came while something else was waited for.
+    /// Wakes that arrived while the test waited for another message.
     pub wakes: Vec<AgentMessage>,
-    /// Notices likewise.
+    /// Notices that arrived in the same way.
     pub notices: Vec<Hazards>,
     /// Readings that were asked for and not looked at.
     pub asks: usize,
@@ -183,7 +183,7 @@ impl Connection {
         self.asks = 0;
     }
 
-    /// Whether nothing comes for so long.
+    /// Whether no message arrives within this time.
     pub fn is_silent_for(&mut self, time: Duration) -> bool {
         self.stream.set_read_timeout(Some(time)).unwrap();
         let mut byte = [0; 1];
@@ -228,7 +228,7 @@ impl Connection {
         self.wakes.len()
     }
 
-    /// The page now.
+    /// The counters at the time of the call.
     pub fn page(&self) -> CounterSnapshot {
         let mut bytes = vec![0; PAGE_BYTES];
         self.page.read_exact_at(&mut bytes, 0).unwrap();

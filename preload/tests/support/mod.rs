@@ -48,7 +48,7 @@ fn compile(compiler: &str, source: &str, output: &str, flags: &[&str]) -> PathBu
 fn folder(compiler: &str) -> PathBuf {
     static ROOT: OnceLock<PathBuf> = OnceLock::new();
     let root = ROOT.get_or_init(|| {
-        // Nobody drops a static: a folder of this test binary's own, emptied by its next run.
+        // A static is never dropped: a folder of this test binary's own, emptied by its next run.
         let binary = std::env::current_exe().unwrap();
         let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join(binary.file_name().unwrap());
         let _ = std::fs::remove_dir_all(&root);
@@ -118,7 +118,7 @@ pub fn nvidia_smi(folder: &Path) -> String {
     format!("{}:/usr/bin:/bin", folder.display())
 }
 
-/// A running client.
+/// A running client program.
 pub struct Client {
     child: Child,
     stdin: ChildStdin,
@@ -157,7 +157,7 @@ impl Client {
         writeln!(self.stdin, "{command}").unwrap();
     }
 
-    /// The next answer.
+    /// The client's next line, a number.
     pub fn answer(&mut self) -> i64 {
         let mut line = String::new();
         self.stdout.read_line(&mut line).unwrap();
@@ -171,7 +171,7 @@ impl Client {
         self.answer()
     }
 
-    /// Its process id.
+    /// The client's process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }

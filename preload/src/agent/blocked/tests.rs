@@ -95,15 +95,15 @@ fn threads_asleep_elsewhere_are_no_alarm() {
 }
 
 #[test]
-fn a_thread_that_goes_on_is_told_from_one_that_stays() {
+fn thread_that_goes_on_is_recognised() {
     let sleeper = Sleeper::start();
     let (tid, place) = (sleeper.tid, place_of(sleeper.tid).unwrap());
     let mut watch = BlockedThreadWatch::new();
     watch.suspect = Some((tid, place, None));
     assert!(watch.has_blocked());
-    // Home, and where it was.
+    // Resident, and where it was.
     assert!(!watch.settle(1_000_000));
-    assert!(!watch.has_blocked(), "it is not brought home twice");
+    assert!(!watch.has_blocked(), "it is not restored twice");
     assert!(!watch.settle(1_000_000 + GOES_ON_WITHIN_US));
     assert_eq!((watch.suspect, watch.false_alarms), (None, 1));
     assert!(watch.excused.contains(&(tid, place)));

@@ -30,7 +30,7 @@ fn in_own_process(test: &str, body: fn()) {
     assert!(ended.status.success(), "{ended:?}");
 }
 
-/// The driver: whether its state is away, and how many calls are inside.
+/// The driver: whether the process is checkpointed, and how many calls are inside.
 static AWAY: AtomicBool = AtomicBool::new(false);
 static WITHIN: AtomicU32 = AtomicU32::new(0);
 static MADE: AtomicU64 = AtomicU64::new(0);

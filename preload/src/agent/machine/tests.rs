@@ -32,12 +32,12 @@ struct Fake {
     let_go: bool,
     /// Memory of another's making that is not parked.
     imported: bool,
-    /// A copier fills.
+    /// A copier fills the memory.
     with_copier: bool,
-    /// So many bytes are handed to a copier at a park, while it says that it copies.
+    /// This many bytes are exported to a copier at a copy-out, which then copies them.
     hands: u64,
     handed: u64,
-    /// A copier was told that the process is away.
+    /// The copier was told that the process is checkpointed.
     announced: bool,
     /// Room that was asked for without a controller.
     asked_room: u64,
@@ -266,7 +266,7 @@ fn out_and_back() {
 
 /// It, or the controller, was stopped for a while: the VRAM may be another's by now.
 #[test]
-fn an_order_to_come_back_that_is_old_is_not_carried_out() {
+fn old_restore_order_is_refused() {
     let mut host = Fake::new();
     let mut machine = away(&mut host);
     host.now_us = 60_000_000;
@@ -284,7 +284,7 @@ fn an_order_to_come_back_that_is_old_is_not_carried_out() {
 }
 
 #[test]
-fn calls_that_end_in_time_are_waited_for_and_others_reopen_the_gate() {
+fn close_waits_for_calls_up_to_its_deadline() {
     let mut host = Fake::new();
     host.inside_until_us = 49_000;
     assert_eq!(running(&mut host).carry_out(&mut host, CLOSE).0, Outcome::Done);
@@ -315,7 +315,7 @@ fn orders_that_do_not_fit_do_nothing() {
         assert_eq!(machine.carry_out(&mut host, action).0, Outcome::WrongPhase);
     }
     assert!(host.calls.is_empty());
-    assert_eq!(host.gate, Gate::Closed, "nothing opens a gate while away");
+    assert_eq!(host.gate, Gate::Closed, "no order opens the gate of an offloaded process");
 }
 
 #[test]
@@ -348,7 +348,7 @@ fn the_drivers_word_decides_after_an_error() {
 }
 
 #[test]
-fn a_process_that_was_moved_from_outside_is_believed() {
+fn driver_state_overrides_the_phase() {
     let mut host = Fake::new();
     let mut machine = away(&mut host);
     host.state = process_state::RUNNING;
@@ -356,7 +356,7 @@ fn a_process_that_was_moved_from_outside_is_believed() {
 }
 
 #[test]
-fn it_brings_itself_back_only_where_there_is_room() {
+fn self_restore_needs_free_vram() {
     let mut host = Fake::new();
     let mut machine = away(&mut host);
     host.room = false;
@@ -377,7 +377,7 @@ fn a_failed_restore_leaves_the_gate_closed() {
 }
 
 #[test]
-fn allocations_are_held_and_released_while_the_rest_runs() {
+fn allocations_are_held_while_other_calls_run() {
     let hold = Action::HoldAllocations { deadline_ms: 10 };
     let mut host = Fake::new();
     let mut machine = running(&mut host);
@@ -399,7 +399,7 @@ fn a_hold_outlasts_a_way_out_and_back() {
     let mut host = Fake::new();
     let mut machine = away(&mut host);
     assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Done);
-    assert_eq!(host.gate, Gate::Closed, "a hold lets nobody in");
+    assert_eq!(host.gate, Gate::Closed, "a hold lets no call in");
     for action in [Action::Restore, Action::Unlock, Action::Open] {
         assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
     }

@@ -29,7 +29,7 @@ enum Made {
     Exportable,
     /// Not to be exported.
     Otherwise,
-    /// By a copier.
+    /// Imported from a copier.
     Imported,
 }
 use Made::{Exportable, Imported, Otherwise};
@@ -146,7 +146,7 @@ impl Drop for World {
     }
 }
 
-/// What is held of so many pieces that are mapped.
+/// What is held of this many mapped pieces.
 fn usual(many: usize) -> Held {
     Held { handles: many, mappings: many, ranges: many, descriptors: 0, streams: 0 }
 }
@@ -157,7 +157,7 @@ fn away(descriptors: usize) -> Held {
 }
 
 #[test]
-fn what_is_handed_over_is_held_by_descriptors_alone_until_it_is_copied() {
+fn export_is_held_by_descriptors_until_copied() {
     for made in [Exportable, Otherwise, Imported] {
         let world = World::new(PIECES, made);
         assert_eq!(world.hand_over(), Ok(true));
@@ -174,7 +174,7 @@ fn what_is_handed_over_is_held_by_descriptors_alone_until_it_is_copied() {
 
 /// Its file has holes where that content was, from which a copier would fill zeros.
 #[test]
-fn what_is_held_together_with_others_is_offered_to_no_other_copier() {
+fn shared_chunks_are_offered_to_no_other_copier() {
     for shared in [false, true] {
         let world = World::new(PIECES, Exportable);
         assert_eq!(world.hand_over(), Ok(true));
@@ -192,7 +192,7 @@ fn what_is_held_together_with_others_is_offered_to_no_other_copier() {
 
 /// It says something else, says nothing and is gone, or was gone before.
 #[test]
-fn what_the_copier_has_not_said_to_be_copied_comes_home_from_the_device() {
+fn uncopied_export_is_restored_from_the_device() {
     for (made, said) in
         [(Exportable, None), (Imported, None), (Exportable, Some(FromCopier::Ready))]
     {
@@ -214,7 +214,7 @@ fn what_the_copier_has_not_said_to_be_copied_comes_home_from_the_device() {
 }
 
 #[test]
-fn who_turns_round_takes_everything_back_and_leaves_the_pool_to_the_copier() {
+fn abandoned_offload_taints_the_pool() {
     let world = World::new(PIECES, Exportable);
     assert_eq!(world.hand_over(), Ok(true));
     assert_eq!(restore_from_copier(), Ok(()));
@@ -225,7 +225,7 @@ fn who_turns_round_takes_everything_back_and_leaves_the_pool_to_the_copier() {
 
 /// Each of the driver's calls, at each piece: nothing is lost, and nothing is left behind.
 #[test]
-fn what_fails_in_the_middle_is_on_the_device_as_before() {
+fn failed_export_leaves_all_on_the_device() {
     let always = ["cuMemExportToShareableHandle"];
     let copies = [
         "cuMemAddressReserve",
@@ -255,7 +255,7 @@ fn what_fails_in_the_middle_is_on_the_device_as_before() {
 
 /// Also where the memory cannot be taken back at first: its descriptors are kept for that.
 #[test]
-fn what_cannot_be_taken_back_at_once_is_later() {
+fn failed_take_back_is_repeated() {
     for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {
         for which in 0..PIECES {
             let world = World::new(PIECES, Exportable);
@@ -277,7 +277,7 @@ fn what_cannot_be_taken_back_at_once_is_later() {
 
 /// A checkpoint with what could not be released would lose the process.
 #[test]
-fn what_is_taken_back_and_cannot_be_let_go_of_again_is_told_of() {
+fn unreleased_import_is_reported() {
     let world = World::new(1, Exportable);
     assert_eq!(world.hand_over(), Ok(true));
     world.fake.fail("cuMemMap", 0);
@@ -297,7 +297,7 @@ fn a_piece_that_cannot_be_unmapped_stays() {
 }
 
 #[test]
-fn nothing_is_handed_over_without_a_copier_or_too_late() {
+fn export_needs_a_copier_in_time() {
     let world = World::new(PIECES, Imported);
     let mut order = AllocationLayout::of(AllocationPiece::leaves).unwrap();
     let (id, piece) = order.piece(0).unwrap();
@@ -311,7 +311,7 @@ fn nothing_is_handed_over_without_a_copier_or_too_late() {
 
 /// A copier that reads nothing any more is not waited for without end.
 #[test]
-fn a_copier_that_does_not_read_is_waited_for_until_the_end() {
+fn unread_socket_is_awaited_until_deadline() {
     let world = World::new(PIECES, Exportable);
     let socket = fds::COPIER.get().unwrap();
     while crate::sys::send(socket, &ToCopier::Checkpointed.encode(), None).is_ok() {}
@@ -320,7 +320,7 @@ fn a_copier_that_does_not_read_is_waited_for_until_the_end() {
 
 /// The application may want some, too.
 #[test]
-fn no_more_is_handed_over_than_a_quarter_of_the_descriptors() {
+fn export_uses_a_quarter_of_the_descriptors() {
     const MANY: usize = 300;
     let world = World::new(MANY, Exportable);
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
@@ -344,7 +344,7 @@ fn no_more_is_handed_over_than_a_quarter_of_the_descriptors() {
 }
 
 #[test]
-fn the_copier_is_ready_for_so_much_as_it_was_told_of_once_it_has_said_so() {
+fn copier_is_ready_for_the_announced_bytes() {
     let world = World::new(PIECES, Exportable);
     let own = TrackedFd::note(fds::COPIER.get().unwrap());
     assert!(!prefault_ahead::is_ready(0), "nothing was prepared");

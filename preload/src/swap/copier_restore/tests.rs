@@ -101,7 +101,7 @@ impl Drop for World {
 }
 
 #[test]
-fn what_a_copier_has_filled_is_home_without_a_copy() {
+fn filled_memory_is_imported_without_a_copy() {
     let world = World::new();
     world.says(FromCopier::Begin, None);
     (0..PIECES).for_each(|index| world.fills(index));
@@ -113,7 +113,7 @@ fn what_a_copier_has_filled_is_home_without_a_copy() {
 
 /// Each of the driver's calls, at each piece; and the same where what is mapped stays so.
 #[test]
-fn what_cannot_be_taken_from_a_copier_is_copied() {
+fn failed_import_is_copied_from_the_pool() {
     for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {
         for (which, unmaps) in (0..PIECES).flat_map(|which| [(which, true), (which, false)]) {
             let world = World::new();
@@ -132,7 +132,7 @@ fn what_cannot_be_taken_from_a_copier_is_copied() {
 
 /// It stops anywhere, or says what it should not.
 #[test]
-fn of_a_copier_that_does_not_go_on_nothing_is_needed() {
+fn stopped_copier_is_not_needed() {
     for filled in 0..=PIECES {
         for odd in [None, Some(FromCopier::Copied), Some(FromCopier::Block { index: 7 })] {
             let world = World::new();
@@ -147,7 +147,7 @@ fn of_a_copier_that_does_not_go_on_nothing_is_needed() {
 }
 
 #[test]
-fn who_has_handed_nothing_over_does_not_ask_for_it() {
+fn process_without_offer_does_not_import() {
     let _own = SHARED.lock();
     let (mut copier, own) = UnixStream::pair().unwrap();
     fds::COPIER.set(TrackedFd::note(own.into_raw_fd()).unwrap());

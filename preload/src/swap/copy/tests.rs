@@ -70,13 +70,13 @@ impl Drop for World {
     }
 }
 
-/// What is held where so many pieces are mapped.
+/// What is held with this many mapped pieces.
 fn held(many: usize) -> Held {
     Held { handles: many, mappings: many, ranges: PIECES, descriptors: 0, streams: 0 }
 }
 
 #[test]
-fn what_leaves_comes_home_as_it_was() {
+fn copied_out_content_is_restored() {
     let world = World::new();
     assert_eq!((copy_out(false, false, None), world.is_away()), (Ok(()), true));
     assert_eq!((copy_in(), world.is_home()), (Ok(()), true));
@@ -127,7 +127,7 @@ fn copy_turned_back_by_controller_leaves_all() {
 
 /// Each of the driver's calls, at each piece.
 #[test]
-fn of_what_cannot_be_copied_out_nothing_has_left() {
+fn failed_copy_out_leaves_all_on_the_device() {
     for call in ["cuStreamCreate", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"] {
         for which in 0..if call == "cuMemcpyDtoHAsync_v2" { PIECES } else { 1 } {
             let world = World::new();
@@ -142,7 +142,7 @@ fn of_what_cannot_be_copied_out_nothing_has_left() {
 }
 
 #[test]
-fn what_cannot_be_brought_home_is_in_the_pool_and_comes_later() {
+fn failed_copy_in_is_repeated_from_the_pool() {
     let each_piece = ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyHtoDAsync_v2"];
     let once = ["cuStreamCreate", "cuStreamSynchronize"];
     let calls = each_piece.iter().flat_map(|call| (0..PIECES).map(move |which| (*call, which)));
@@ -158,7 +158,7 @@ fn what_cannot_be_brought_home_is_in_the_pool_and_comes_later() {
 
 /// And the same where what was mapped cannot be unmapped again.
 #[test]
-fn what_cannot_be_unmapped_again_is_filled_the_next_time() {
+fn piece_that_stays_mapped_is_filled_next_time() {
     for call in ["cuMemSetAccess", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"] {
         for (which, unmap) in [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2)] {
             let world = World::new();
@@ -174,7 +174,7 @@ fn what_cannot_be_unmapped_again_is_filled_the_next_time() {
 
 /// Its end waits for the work in it, as long as that takes.
 #[test]
-fn what_is_given_back_in_passing_waits_for_no_context_that_ends() {
+fn tidy_does_not_wait_for_an_ending_context() {
     let _world = World::new();
     let (tell, told) = std::sync::mpsc::channel();
     let told = SWAP.contexts_lock.hold(|| {
@@ -270,7 +270,7 @@ impl Model {
 
 /// Whatever changes between two absences, is kept, known, zero, in another place or fails on the way.
 #[test]
-fn what_comes_home_is_what_left_whatever_was_kept_of_before() {
+fn restore_with_stale_copy_preserves_contents() {
     const OUT: [&str; 8] = [
         "cuStreamCreate",
         "cuMemcpyDtoHAsync_v2",

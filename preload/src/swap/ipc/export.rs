@@ -1,4 +1,4 @@
-//! Handles of this process's memory, and the answers to who opens them.
+//! Handles of this process's memory, and the replies to processes that open them.
 
 use affinode_cuda_sys::{POSIX_DESCRIPTOR, result};
 use affinode_proto::wire::ProcessFlags;
@@ -14,7 +14,7 @@ use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, datagram};
 
-/// What this process calls itself to others. Zero: it has no name yet.
+/// The identity of this process for others. Zeroes: it has none yet.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct ExportIdentity {
@@ -25,7 +25,6 @@ pub struct ExportIdentity {
 }
 
 impl ExportIdentity {
-    /// None yet.
     pub const fn none() -> ExportIdentity {
         ExportIdentity { socket: [0; 16], word: [0; 16], proof: 0, is_made: false }
     }
@@ -44,7 +43,7 @@ impl ExportIdentity {
         IpcHandle { socket, word, proof, address, since }
     }
 
-    /// Whether a handle is this process's own.
+    /// Whether this process has made a handle.
     pub(super) fn made(&self, handle: &IpcHandle) -> bool {
         self.is_made && self.socket == handle.socket && self.word == handle.word
     }
@@ -52,7 +51,7 @@ impl ExportIdentity {
 
 pub unsafe extern "C" fn ipc_get_mem_handle(handle: *mut [u8; HANDLE_BYTES], address: u64) -> u32 {
     if tables(|tables| tables.opened.around(address).is_some()) {
-        // As of memory that the driver has opened.
+        // As the driver does for memory that it has opened.
         return result::INVALID_VALUE;
     }
     let ours = locked(|table| table.around(address).copied());
@@ -61,7 +60,7 @@ pub unsafe extern "C" fn ipc_get_mem_handle(handle: *mut [u8; HANDLE_BYTES], add
         && let Some(identity) = be_reachable()
     {
         stays(address);
-        // SAFETY: the application's own place for it.
+        // SAFETY: the application's own place for the handle.
         unsafe { handle.write(identity.handle(&allocation).encode()) };
         return result::SUCCESS;
     }
@@ -77,12 +76,12 @@ pub unsafe extern "C" fn ipc_get_mem_handle(handle: *mut [u8; HANDLE_BYTES], add
     code
 }
 
-/// Makes sure that the agent hears who asks: as whom they ask for this process.
+/// Binds the socket on which the agent receives requests, and returns the identity for handles.
 fn be_reachable() -> Option<ExportIdentity> {
     SWAP.reach_lock.hold(|| {
         let known = tables(|tables| tables.identity);
         let identity = if known.is_made { known } else { ExportIdentity::random()? };
-        // An application that has closed it gets it back under the same name.
+        // If the application has closed the socket, it is bound again under the same name.
         if fds::SHARING.get().is_none() {
             let name = identity.handle(&Allocation::default()).socket_name();
             let ask = IpcRequest { word: identity.word, address: 0, since: 0 }.encode();
@@ -97,14 +96,14 @@ fn be_reachable() -> Option<ExportIdentity> {
     })
 }
 
-/// Answers who has asked. For the agent, while calls go through. True: there may be more of them.
+/// Replies to requests. Only the agent calls it, while calls pass. True: there may be more.
 pub fn answer() -> bool {
-    /// Then it listens to the controller again, whoever floods it.
+    /// Then the agent reads the controller's messages again, however many requests there are.
     const MAX_REQUESTS_PER_TURN: u32 = 16;
     if !is_in_use() {
         return false;
     }
-    // One byte more, so that what is too long is seen to be.
+    // One byte more, to detect a message that is too long.
     let mut frame = [0; FRAME_BYTES + 1];
     for _ in 0..MAX_REQUESTS_PER_TURN {
         let Some(socket) = fds::SHARING.get() else {
@@ -119,12 +118,12 @@ pub fn answer() -> bool {
         match ask.and_then(|frame| IpcRequest::decode(frame).ok()).filter(knows) {
             Some(ask) => {
                 if let Ok((_, Some(way))) = sys::receive(socket, &mut frame) {
-                    // Who gets no answer sees that the way was closed.
+                    // Without a reply the importer sees that its socket was closed.
                     let _ = serve(&ask, &identity, &way);
                 }
             }
-            // With what came along, unopened: it takes the kernel as long to close a file as
-            // who has made it likes.
+            // Discarded with its descriptor, unopened: the sender decides how long the kernel takes
+            // to close such a file.
             None => datagram::discard(socket),
         }
     }
@@ -141,8 +140,8 @@ fn serve(ask: &IpcRequest, identity: &ExportIdentity, way: &Descriptor) -> Optio
     if call!(mem_retain_handle(&raw mut memory, piece.address)) != result::SUCCESS {
         return None;
     }
-    // What is in the table after the hold was taken is what the hold is of, whatever the
-    // application frees meanwhile.
+    // What is in the table after the reference was taken is what the reference is for,
+    // whatever the application frees meanwhile.
     let shared = find().and_then(|_| {
         let mut fd = -1_i32;
         let code = call!(mem_export((&raw mut fd).cast(), memory, POSIX_DESCRIPTOR, 0));
@@ -153,7 +152,7 @@ fn serve(ask: &IpcRequest, identity: &ExportIdentity, way: &Descriptor) -> Optio
     sys::send(way.number(), &answer.encode(), Some(shared?.number())).ok().map(drop)
 }
 
-/// Takes as long wherever they differ.
+/// Compares in constant time.
 fn is_same(one: &[u8; 16], other: &[u8; 16]) -> bool {
     one.iter().zip(other).fold(0, |sum, (one, other)| sum | (one ^ other)) == 0
 }

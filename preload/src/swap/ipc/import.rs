@@ -1,4 +1,4 @@
-//! Memory of other processes that was opened here.
+//! Memory of other processes that this process has opened.
 
 use affinode_cuda_sys::hook::Function;
 use affinode_cuda_sys::{MemAllocationProp, POSIX_DESCRIPTOR, result};
@@ -15,13 +15,13 @@ use super::super::{GRANULE_BYTES, addresses, find_all, locked, tables};
 use crate::libcuda;
 use crate::sys::{self, Descriptor, datagram, task};
 
-/// How long an exporter may take to answer. One that has gone is known to be at once.
+/// How long an exporter may take to reply. The end of an exporter is seen at once.
 const WITHIN_US: u64 = 5_000_000;
 
-/// One that is open.
+/// One opened allocation of another process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ImportedHandle {
-    /// Where it is mapped here; it stays, as it is not ours to move.
+    /// Its mapping here; it stays on the device, since it belongs to another process.
     pub allocation: Allocation,
     handle: IpcHandle,
     times: u32,
@@ -33,11 +33,11 @@ impl HasKey for ImportedHandle {
     }
 }
 
-/// All of them, by address.
+/// All opened allocations by address.
 pub type OpenedOnes = ChunkedMap<ImportedHandle>;
 
 impl OpenedOnes {
-    /// The one that an address lies in.
+    /// The opened allocation that contains an address.
     pub fn around(&mut self, address: u64) -> Option<&mut ImportedHandle> {
         let inside = |opened: &&mut ImportedHandle| {
             let piece = &opened.allocation.piece;
@@ -46,7 +46,7 @@ impl OpenedOnes {
         self.up_to(address).filter(inside)
     }
 
-    /// The address of what is open already in this context, which is open once more now.
+    /// Opens once more what is open already in this context, and returns its address.
     fn again(&mut self, handle: &IpcHandle, context: usize) -> Option<u64> {
         let same = |opened: &&mut ImportedHandle| {
             opened.handle == *handle && opened.allocation.piece.context == context
@@ -56,7 +56,7 @@ impl OpenedOnes {
         Some(known.allocation.piece.address)
     }
 
-    /// Closed once: whether it was open, and what is to be released if that was the last time.
+    /// Closes it once. `None`: it was not open; the piece to release if this was the last time.
     fn let_go(&mut self, address: u64) -> Option<Option<AllocationPiece>> {
         let known = self.at(address)?;
         known.times -= 1;
@@ -67,18 +67,18 @@ impl OpenedOnes {
     }
 }
 
-/// The 64 bytes as C passes them: by value, on the stack.
+/// The handle's 64 bytes as C passes them: by value, on the stack.
 #[repr(C)]
 pub struct ByValue([u8; HANDLE_BYTES]);
 
-/// What stands in for a function that opens handles, also where nothing is carried: whose handle
-/// it is only its bytes say.
+/// The wrapper of a function that opens handles, also if no memory is swappable: only the bytes of a
+/// handle tell whether this library has made it.
 pub fn opening(number: u32, real: usize) -> Option<usize> {
     let is = |function: Function| number == function as u32 + 1;
     if !is(Function::cuIpcOpenMemHandle_v2) && !is(Function::cuIpcOpenMemHandle) {
         return None;
     }
-    // `cuGetProcAddress` finds the new one by the old name.
+    // `cuGetProcAddress` returns the new function for the old name.
     let is_new = libcuda::function(b"cuIpcOpenMemHandle_v2") == Some(real);
     Some(if is_new {
         ipc_open_mem_handle_v2 as *const () as usize
@@ -126,12 +126,12 @@ unsafe fn open(at: *mut u64, handle: &IpcHandle, flags: u32) -> u32 {
             Err(code) => return code,
         },
     };
-    // SAFETY: not null, and so the application's own place for it.
+    // SAFETY: not null, and so the application's own place for the address.
     unsafe { at.write(address) };
     result::SUCCESS
 }
 
-/// Notes it, unless another thread has opened the same meanwhile: that one's address then.
+/// Records it, unless another thread has opened the same since: then returns that one's address.
 fn keep(opened: &ImportedHandle) -> Result<u64, u32> {
     let piece = opened.allocation.piece;
     let (known, noted) = tables(|tables| {
@@ -151,7 +151,7 @@ fn done(code: u32) -> Result<(), u32> {
     if code == result::SUCCESS { Ok(()) } else { Err(code) }
 }
 
-/// Fetches the memory, and maps it for the device of the current context.
+/// Requests the memory, and maps it for the device of the current context.
 fn import(handle: &IpcHandle, context: usize) -> Result<ImportedHandle, u32> {
     let mut device = -1;
     done(call!(ctx_get_device(&raw mut device)))?;
@@ -184,7 +184,7 @@ fn map_anywhere(piece: AllocationPiece) -> Result<AllocationPiece, u32> {
     Ok(AllocationPiece { address, ..piece })
 }
 
-/// Asks the exporter for the memory.
+/// Requests the memory from the exporter.
 fn ask(handle: &IpcHandle) -> Option<(IpcReply, Descriptor)> {
     let IpcHandle { word, address, since, .. } = *handle;
     let question = IpcRequest { word, address, since }.encode();
@@ -193,14 +193,14 @@ fn ask(handle: &IpcHandle) -> Option<(IpcReply, Descriptor)> {
     let [own, theirs] = datagram::pair().ok()?;
     let exporter = datagram::connect(&handle.socket_name()).ok()?;
     while let Err(error) = sys::send(exporter.number(), &question, Some(theirs.number())) {
-        // Others ask as well.
+        // The socket is full of other requests.
         const PAUSE_US: u64 = 500;
         if ![sys::EAGAIN, sys::EINTR].contains(&error) || left_us() == 0 {
             return None;
         }
         sys::sleep_us(PAUSE_US);
     }
-    // From here on the exporter alone has it, and its end would be seen.
+    // From here on only the exporter has it, and its end would be seen.
     drop(theirs);
     if !task::wait_readable(own.number(), left_us().div_ceil(1_000)) {
         return None;
@@ -237,7 +237,7 @@ pub unsafe extern "C" fn ipc_close_mem_handle(address: u64) -> u32 {
             }
             result::SUCCESS
         }
-        // Another thread has closed it meanwhile.
+        // Another thread has closed it since.
         None => result::INVALID_VALUE,
     }
 }
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_opened_twice_is_closed_twice() {
+    fn handle_opened_twice_is_closed_twice() {
         let mut table = OpenedOnes::empty();
         assert!(table.insert(opened(1, 7)) && table.insert(opened(2, 7)));
         let handle = opened(1, 7).handle;
@@ -275,7 +275,7 @@ mod tests {
         assert!(table.around(260).is_none());
     }
 
-    /// Somebody has the name that the handle names, and answers: what is made of it.
+    /// A server with the handle's socket name sends a reply: the result on the importer's side.
     fn answered(make: impl Fn(&IpcHandle) -> IpcReply, with_memory: bool) -> Option<IpcReply> {
         let mut socket = [0; 16];
         datagram::random(&mut socket).unwrap();
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn only_who_has_made_the_handle_is_believed() {
+    fn only_the_maker_of_a_handle_is_believed() {
         const UNIT: u64 = GRANULE_BYTES as u64;
         let good =
             |handle: &IpcHandle| IpcReply { proof: handle.proof, bytes: UNIT, asked_bytes: 9 };
@@ -309,10 +309,10 @@ mod tests {
             assert_eq!(answered(|h| IpcReply { bytes, ..good(h) }, true), None, "{bytes}");
         }
         assert_eq!(answered(|h| IpcReply { asked_bytes: UNIT + 1, ..good(h) }, true), None);
-        assert_eq!(ask(&IpcHandle::default()).map(|(answer, _)| answer), None, "nobody there");
+        assert_eq!(ask(&IpcHandle::default()).map(|(answer, _)| answer), None, "no such socket");
     }
 
-    /// Integers in registers, the 64 bytes as eight words on the stack: as many as the thunk passes on.
+    /// Integers in registers, the 64 bytes as eight words on the stack, as the thunk passes them on.
     #[test]
     fn a_handle_is_passed_as_c_passes_it() {
         type InWords =
@@ -320,7 +320,7 @@ mod tests {
         type W = u64;
         unsafe extern "C" fn seen(at: *mut u64, handle: ByValue, flags: u32) -> u32 {
             let ends = [handle.0[0], handle.0[63]].map(u64::from);
-            // SAFETY: a place of the test's.
+            // SAFETY: a local of the test.
             unsafe { at.write(ends[0] << 8 | ends[1]) };
             flags
         }

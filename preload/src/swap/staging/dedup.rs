@@ -1,20 +1,20 @@
-//! Chunks whose content other processes of the same tenant hold as well: one file for all of them,
-//! sealed, in the place of each one's own.
+//! Chunks whose content other processes of the same dedup domain have as well: one sealed file for all
+//! of them, mapped in the place of each process's own chunk.
 //!
 //! ```text
-//! own ──the copier shows a sealed file; byte by byte the same──> shared ──home, or about to be used──> own, empty
+//! own ──sealed file of the copier, same bytes──> shared ──resident, or before next use──> own, empty
 //! ```
 //!
-//! The file is mapped here, so that neither the copier's death nor the others' takes it away. It is
-//! the copier that made it, from what both have; that it is the same is looked at here once more,
-//! because what was in its place is gone then.
+//! The process maps the file itself, so the file outlives the copier and the other processes.
+//! The copier made the file from content that both have; this process compares it once more,
+//! because the content in its own chunk is lost afterwards.
 
 use super::{CHUNK_BYTES, PREFAULT, StagingPool, chunk_bytes};
 use crate::sys::{self, PagePlacement, SealedFile};
 
 impl StagingPool {
-    /// Puts a sealed file in the place of a chunk that has content, if that is the same, and frees
-    /// what was there. False: that was not done, also because of `stop`; the content is as it was.
+    /// Maps a sealed file in the place of a chunk that has content, if the content is the same, and frees
+    /// the chunk. False: not done, also because of `stop`; the content is as before.
     pub fn share(&mut self, chunk: usize, sealed: i32, stop: impl Fn() -> bool) -> bool {
         let fits = chunk_bytes(self.bytes, chunk) == CHUNK_BYTES
             && self.tainted == 0
@@ -24,12 +24,12 @@ impl StagingPool {
             return false;
         }
         let at = self.chunk_at(chunk);
-        // SAFETY: a chunk of the pool, which only the agent, here, writes to.
+        // SAFETY: a chunk of the pool, to which only the agent, here, writes.
         let same = |sealed: &SealedFile| unsafe { sealed.is_same(at, stop) };
         let Some(sealed) = SealedFile::map(sealed, CHUNK_BYTES).filter(same) else {
             return false;
         };
-        // SAFETY: as above; nothing is copied to it until it is its own again.
+        // SAFETY: as above; nothing is copied to the chunk until it is unshared.
         match unsafe { sealed.take_place(at) } {
             PagePlacement::Taken => {}
             PagePlacement::AsBefore => return false,
@@ -39,13 +39,13 @@ impl StagingPool {
             }
         }
         self.shared.set(chunk, true);
-        // What it had of its own is not there for the next time.
+        // The chunk has no pages of its own for the next time.
         PREFAULT.resident.set(chunk, false);
-        // Meanwhile the number may have come to mean another file.
+        // The descriptor may have been replaced by another file since.
         self.file().is_some_and(|file| sys::punch(file, chunk * CHUNK_BYTES, CHUNK_BYTES))
     }
 
-    /// Whether content is in files that others have hold of.
+    /// Whether content is in shared files.
     pub fn is_shared(&self) -> bool {
         self.first_shared().is_some()
     }
@@ -54,8 +54,8 @@ impl StagingPool {
         (0..self.chunks()).find(|chunk| self.shared.has(*chunk))
     }
 
-    /// Makes a chunk of an unused pool its own again. False: there is none, or it cannot be, and the
-    /// pool is to be replaced.
+    /// Makes one chunk of an unused pool its own again. False: none is shared, or it failed, and the
+    /// pool must be replaced.
     pub(super) fn unshare_next(&mut self) -> bool {
         let Some(chunk) = self.first_shared() else {
             return false;
@@ -69,11 +69,11 @@ impl StagingPool {
         true
     }
 
-    /// Puts a part of the pool's file where it belongs.
+    /// Maps the chunk's part of the pool's file again.
     fn is_put_back(&self, chunk: usize) -> bool {
         let at = self.chunk_at(chunk);
         let put_back = self.file().is_some_and(|file| {
-            // SAFETY: a chunk of the pool, in which nothing is, or which is not mapped.
+            // SAFETY: a chunk of the pool without content, or one that is not mapped.
             unsafe { sys::map_over(at, CHUNK_BYTES, file, chunk * CHUNK_BYTES) }
         });
         if put_back {
@@ -82,8 +82,8 @@ impl StagingPool {
         put_back
     }
 
-    /// The kernel has taken a chunk away and had no memory for what was to come in its place. The
-    /// content is in the file alone now, and has to be mapped: nothing goes on without it.
+    /// The kernel has unmapped a chunk and had no memory to map its replacement. The content is now only
+    /// in the file, and must be mapped: without it the agent cannot go on.
     fn mend(&self, chunk: usize) {
         const PAUSE_US: u64 = 10_000;
         while !self.is_put_back(chunk) {
@@ -98,7 +98,7 @@ impl StagingPool {
 
 #[cfg(test)]
 impl StagingPool {
-    /// As if a chunk were shared.
+    /// Marks a chunk as shared, without a file.
     pub fn say_shared(&self, chunk: usize, shared: bool) {
         self.shared.set(chunk, shared);
     }
@@ -120,7 +120,7 @@ mod tests {
 
     const BYTES: usize = 2 * CHUNK_BYTES + (2 << 20);
 
-    /// Two chunks and a piece of one, in a file.
+    /// Two whole chunks and a part of one, in a file.
     fn of_file() -> StagingPool {
         let mut pool = StagingPool::none();
         assert!(pool.replace(BYTES, true) && pool.file().is_some());
@@ -135,9 +135,9 @@ mod tests {
         PREFAULT.resident.clear();
     }
 
-    /// All the same byte, but for the last.
+    /// Fills a chunk with one byte, except for its last.
     fn write(pool: &StagingPool, chunk: usize, byte: u8, last: u8) {
-        // SAFETY: a chunk of the pool, that is its own.
+        // SAFETY: a chunk of the pool that is not shared.
         unsafe {
             pool.chunk_at(chunk).write_bytes(byte, CHUNK_BYTES);
             pool.chunk_at(chunk).add(CHUNK_BYTES - 1).write(last);
@@ -149,12 +149,12 @@ mod tests {
         unsafe { (pool.chunk_at(chunk).read(), pool.chunk_at(chunk).add(CHUNK_BYTES - 1).read()) }
     }
 
-    /// A file with the content of a chunk, and these seals.
+    /// A file with a chunk's content, and these seals.
     fn sealed(pool: &StagingPool, chunk: usize, seals: &[SealFlag]) -> OwnedFd {
         let fd = sys::memory_file(c"sealed", CHUNK_BYTES).unwrap();
         // SAFETY: just made.
         let mut file = unsafe { File::from_raw_fd(fd) };
-        // SAFETY: a chunk of the pool, which nobody writes to meanwhile.
+        // SAFETY: a chunk of the pool, to which nothing writes meanwhile.
         let content = unsafe { core::slice::from_raw_parts(pool.chunk_at(chunk), CHUNK_BYTES) };
         file.write_all(content).unwrap();
         let seals = seals.iter().copied().collect::<SealFlag>();
@@ -166,7 +166,7 @@ mod tests {
         pool.share(chunk, file.as_raw_fd(), || false)
     }
 
-    /// How many bytes of memory the pool's file has.
+    /// Bytes that the pool's file occupies.
     fn has_bytes(pool: &StagingPool) -> usize {
         // SAFETY: open as long as the pool.
         let file = unsafe { BorrowedFd::borrow_raw(pool.file().unwrap()) };
@@ -178,7 +178,7 @@ mod tests {
     const FUTURE_WRITE: SealFlag = SealFlag::from_bits_retain(16);
 
     #[test]
-    fn what_others_hold_as_well_is_held_once_until_the_pool_is_used_again() {
+    fn common_chunk_is_shared_until_the_next_use() {
         let _own = SHARED.lock();
         let _fake = Fake::new();
         let mut pool = of_file();
@@ -201,10 +201,10 @@ mod tests {
         end(&pool);
     }
 
-    /// Also for a process that leaves again before it was tidied, and where a chunk cannot be made
-    /// its own again.
+    /// Also for a process that is offloaded again before `tidy`, and if a chunk cannot be
+    /// unshared.
     #[test]
-    fn a_pool_is_all_its_own_before_anything_is_written_to_it() {
+    fn pool_is_unshared_before_its_next_use() {
         let _own = SHARED.lock();
         let _fake = Fake::new();
         for file_is_gone in [false, true] {
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_the_same_for_good_takes_the_place_of_a_chunk() {
+    fn only_equal_sealed_file_replaces_a_chunk() {
         let _own = SHARED.lock();
         let mut pool = of_file();
         write(&pool, 0, 7, 8);
@@ -241,7 +241,7 @@ mod tests {
         for (refused, why) in [(&other, "the last byte"), (&writable, "seal"), (&shrinks, "seal")] {
             assert!(!share(&mut pool, 0, refused), "{why}");
         }
-        assert!(!pool.share(0, same.as_raw_fd(), || true), "somebody calls");
+        assert!(!pool.share(0, same.as_raw_fd(), || true), "a caller waits");
         assert!(!share(&mut pool, 2, &same), "not a whole chunk");
         assert!(!share(&mut pool, usize::MAX, &same) && !share(&mut pool, 3, &same));
         pool.taint();

@@ -18,7 +18,7 @@ fn kept() -> StagingPool {
     pool
 }
 
-/// Each its own.
+/// Digests that all differ.
 fn digests(many: usize) -> DigestTable {
     let mut digests = DigestTable::unknown(many).unwrap();
     for (n, digest) in digests.all_mut().iter_mut().enumerate() {
@@ -28,7 +28,7 @@ fn digests(many: usize) -> DigestTable {
 }
 
 #[test]
-fn what_is_kept_goes_when_host_memory_is_short_and_is_not_known_any_more() {
+fn retained_copy_is_freed_when_memory_is_short() {
     let _own = SHARED.lock();
     let mut pool = kept();
     assert_eq!(pool.tidy(false, || false), TrimResult::Kept);
@@ -54,7 +54,7 @@ fn what_is_kept_goes_when_host_memory_is_short_and_is_not_known_any_more() {
 }
 
 #[test]
-fn a_forked_child_waits_for_no_helper_of_its_parent() {
+fn forked_child_does_not_wait_for_helpers() {
     let _own = SHARED.lock();
     forked();
     let mut pool = StagingPool::none();
@@ -67,7 +67,7 @@ fn a_forked_child_waits_for_no_helper_of_its_parent() {
 }
 
 #[test]
-fn what_is_left_out_is_not_in_the_pool_and_its_chunks_are_given_back() {
+fn skipped_chunks_are_freed() {
     let _own = SHARED.lock();
     let mut pool = kept();
     let mut found = digests(pool.bytes / SLOT_BYTES);
@@ -102,7 +102,7 @@ fn a_large_pool_has_room_to_grow_in_whole_chunks() {
 }
 
 #[test]
-fn runs_end_where_something_has_changed_and_with_the_chunk() {
+fn runs_end_at_changes_and_at_the_chunk() {
     let _own = SHARED.lock();
     let mut pool = kept();
     let mut found = digests(pool.bytes / SLOT_BYTES);
@@ -144,11 +144,11 @@ fn its_pages_are_brought_in_near_the_device() {
 
 /// A copier may be writing to what was tainted, for as long as it has the file.
 #[test]
-fn what_is_tainted_is_not_kept_and_not_used_again() {
+fn tainted_pool_is_not_used_again() {
     let _own = SHARED.lock();
     let mut pool = kept();
     pool.taint();
-    assert_eq!(pool.tidy(true, || false), TrimResult::Part, "kept by nobody, prepared for nobody");
+    assert_eq!(pool.tidy(true, || false), TrimResult::Part, "neither retained nor prefaulted");
     let (start, bytes) = (pool.start, pool.bytes);
     assert!(pool.begin(HUGE_PAGE_BYTES, 1));
     pool.end();
@@ -164,7 +164,7 @@ fn what_is_tainted_is_not_kept_and_not_used_again() {
 }
 
 #[test]
-fn a_copier_is_left_before_pages_that_it_has_registered_are_given_back() {
+fn copier_is_left_before_its_pages_are_freed() {
     let _own = SHARED.lock();
     let discards: fn(&mut StagingPool) =
         |pool| assert_eq!(pool.tidy(true, || true), TrimResult::Part);
@@ -191,7 +191,7 @@ fn a_copier_is_left_before_pages_that_it_has_registered_are_given_back() {
 
 /// A piece that is no multiple of a slot moves all behind it.
 #[test]
-fn what_is_copied_to_a_part_of_a_slot_is_known_of_none_that_it_touches() {
+fn partial_copy_forgets_the_digests_it_touches() {
     let _own = SHARED.lock();
     let mut pool = kept();
     pool.forget(SLOT_BYTES / 2, SLOT_BYTES);
@@ -213,7 +213,7 @@ fn is_mapped(address: usize) -> bool {
 }
 
 #[test]
-fn addresses_at_which_the_driver_has_hold_of_a_pool_become_nobody_elses() {
+fn registered_addresses_stay_mapped() {
     let _own = SHARED.lock();
     for is_held in [false, true] {
         let fake = Fake::new();
@@ -230,7 +230,7 @@ fn addresses_at_which_the_driver_has_hold_of_a_pool_become_nobody_elses() {
         assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT));
         pool.end();
         assert_eq!(fake.registered().len(), usize::from(is_held));
-        // Else somebody may have them again already.
+        // Else other memory may be there already.
         assert!(!is_held || is_mapped(start));
         // SAFETY: mapped by the pools, and not used any more.
         unsafe {
@@ -243,9 +243,9 @@ fn addresses_at_which_the_driver_has_hold_of_a_pool_become_nobody_elses() {
     }
 }
 
-/// Whoever brings the pages in writes zeros, also after it was copied to.
+/// A helper that faults pages in writes zeros, also after a copy to them.
 #[test]
-fn nothing_is_copied_to_a_chunk_before_its_pages_are_there_whoever_has_hold_of_it() {
+fn copy_waits_for_the_pages_of_a_chunk() {
     let _own = SHARED.lock();
     let _fake = Fake::new();
     let mut pool = kept();

@@ -1,14 +1,14 @@
-//! Memory that the application has freed in a stream, and the pools that it is of: what of it an
-//! allocation may have, what waits for which work, what is next to be given back. No driver in here.
+//! Memory that the application has freed in a stream, and its pools: which of it an
+//! allocation may have, what waits for which work, what to free next. Calls no driver.
 //!
 //! ```text
-//!            cuMemAllocAsync                     cuMemFreeAsync
-//!    ┌────── of the same stream, or ended ──────┐    │
-//!    v                                          │    v
+//!         cuMemAllocAsync                        cuMemFreeAsync
+//! ┌────── of the same stream, or ended ──────┐        │
+//! v                                          │        v
 //! in use (table of allocations) ───────────> unused: waits ── its mark has happened ──> ended
-//!                                               │                                         │
-//!                                               └── context ends, all is cleared ──> given back
-//!                                                              above the pool's threshold ┘
+//!                                                     │                                   │
+//!                                                     └── context ends, all is cleared ──> freed
+//!                                                             above the pool's threshold ┘
 //! ```
 
 use super::super::allocations::{Allocation, AllocationPiece};
@@ -17,26 +17,25 @@ use super::super::chunked_map::{ChunkedMap, HasKey};
 /// A point in a stream's work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CompletionMark {
-    /// The driver's event; 0: there is none.
+    /// The driver's event; 0: none.
     pub event: usize,
-    /// What it was made in.
+    /// The context of the event.
     pub context: usize,
 }
 
-/// A piece of memory that nobody uses, or will not once the work before its mark has ended.
+/// A piece of memory that is unused, or will be once the work before its mark has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FreePiece {
-    /// When it was freed, counted.
+    /// When it was freed, in `AllocationTables::now`.
     pub since: u64,
-    /// The memory.
     pub piece: AllocationPiece,
-    /// The number of its pool; 0: it is of none, and goes as soon as it may.
+    /// The number of its pool; 0: none, so it is freed as soon as possible.
     pub pool: u64,
     /// Id of the stream that it was freed in.
     pub stream: u64,
-    /// Its place among that stream's work.
+    /// The point in that stream's work after which it is unused.
     pub mark: CompletionMark,
-    /// All work before that has ended.
+    /// All work before the mark has ended.
     pub ended: bool,
 }
 
@@ -46,20 +45,20 @@ impl HasKey for FreePiece {
     }
 }
 
-/// A pool whose allocations are carried.
+/// A pool whose allocations are swappable.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamPool {
-    /// What the application calls it.
+    /// The application's handle of it.
     pub handle: usize,
-    /// Ours. Another pool of the same handle may follow it.
+    /// This library's number, unique where a handle is reused.
     pub number: u64,
-    /// Where its memory is.
+    /// The device of its memory.
     pub device: i32,
-    /// New allocations are the driver's.
+    /// New allocations come from the driver.
     pub left: bool,
-    /// What is in use, as asked for.
+    /// Bytes in use, as requested.
     pub used: SizeClass,
-    /// Physical memory.
+    /// Bytes of physical memory.
     pub reserved: SizeClass,
 }
 
@@ -69,12 +68,10 @@ impl HasKey for StreamPool {
     }
 }
 
-/// Bytes, and the most of them that there have been.
+/// A number of bytes, and its highest value since the last reset.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SizeClass {
-    /// Now.
     pub bytes: u64,
-    /// The most.
     pub high: u64,
 }
 
@@ -89,23 +86,22 @@ impl SizeClass {
     }
 }
 
-/// What an allocation is looked for.
+/// The requirements of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PieceRequest {
-    /// The number of its pool.
     pub pool: u64,
-    /// Id of its stream.
+    /// The id of its stream.
     pub stream: u64,
-    /// The stream's context: nobody says that ids of two are not the same.
+    /// The stream's context: ids of two contexts may be the same.
     pub context: usize,
-    /// In whole granules.
+    /// Size in whole granules.
     pub bytes: u64,
-    /// It may have what other streams have used, once they do not any more.
+    /// Pieces of other streams are allowed, once their work has ended.
     pub of_others: bool,
 }
 
 impl PieceRequest {
-    /// How well something fits: less is better.
+    /// How well a piece fits: less is better; `None`: it does not.
     fn fit(&self, one: &FreePiece) -> Option<(bool, u64)> {
         let is_own = (one.stream, one.mark.context) == (self.stream, self.context);
         let may = one.pool == self.pool && (is_own || (one.ended && self.of_others));
@@ -114,7 +110,7 @@ impl PieceRequest {
     }
 }
 
-/// No stream's id, as a thread's default stream has none: what was freed in such is of any number of them.
+/// No stream's id: a thread's default stream has none, so pieces with it may be of different streams.
 pub const NO_STREAM: u64 = u64::MAX;
 
 /// Streams that were found to be busy, each with its context.
@@ -125,7 +121,7 @@ pub struct PendingFree {
 }
 
 impl PendingFree {
-    /// One more. Of those for which there is no room each piece is asked about.
+    /// Adds a stream. Beyond the limit, each piece of a stream is queried by itself.
     pub fn add(&mut self, of: &FreePiece) {
         if of.stream != NO_STREAM
             && let Some(place) = self.streams.get_mut(self.many)
@@ -141,7 +137,7 @@ impl PendingFree {
     }
 }
 
-/// All of them, what is unused in the order in which it was freed. Zero is none.
+/// All unused pieces, in the order in which they were freed, and all pools. Zeroes are empty.
 #[repr(C)]
 pub struct PoolCache {
     unused: ChunkedMap<FreePiece>,
@@ -149,45 +145,43 @@ pub struct PoolCache {
 }
 
 impl PoolCache {
-    /// None.
     pub const fn empty() -> PoolCache {
         PoolCache { unused: ChunkedMap::empty(), pools: ChunkedMap::empty() }
     }
 
-    /// The pool of a handle.
     pub fn pool(&mut self, handle: usize) -> Option<StreamPool> {
         self.pools.at(handle as u64).copied()
     }
 
-    /// The pools from a handle on.
+    /// The first pool whose handle is at least this.
     pub fn pool_from(&mut self, handle: usize) -> Option<StreamPool> {
         self.pools.from(handle as u64).next().copied()
     }
 
-    /// Allocations of a pool are carried from now on; of one of that handle before they are not.
-    /// False: there is no memory to note it.
+    /// Makes allocations of a pool swappable from now on, and forgets an earlier pool of that handle.
+    /// False: out of memory.
     pub fn add_pool(&mut self, pool: StreamPool) -> bool {
         self.remove_pool(pool.handle);
         self.pools.insert(pool)
     }
 
-    /// The same, unless it is known already: another thread may have been first.
+    /// The same, unless the pool is known already: another thread may have been first.
     pub fn learn_pool(&mut self, pool: StreamPool) -> bool {
         self.pools.at(pool.handle as u64).is_some() || self.pools.insert(pool)
     }
 
-    /// Whether new allocations of a pool are carried still.
+    /// Whether new allocations of a pool are still swappable.
     pub fn carries(&mut self, number: u64) -> bool {
         self.numbered(number).is_some_and(|pool| !pool.left)
     }
 
-    /// Allocations of a pool are not carried any more.
+    /// Forgets a pool; its allocations are the driver's from now on.
     pub fn remove_pool(&mut self, handle: usize) -> Option<StreamPool> {
         self.pools.remove_at(handle as u64)
     }
 
-    /// New allocations of a pool are the driver's from now on, also where none was carried yet and it
-    /// has no number but the one that it is given: its number. `None`: there is no memory to note it.
+    /// Leaves new allocations of a pool to the driver from now on. Returns the pool's number: `number`, if
+    /// it had none yet. `None`: out of memory.
     pub fn leave(&mut self, handle: usize, number: u64) -> Option<u64> {
         if let Some(pool) = self.pools.at(handle as u64) {
             pool.left = true;
@@ -197,7 +191,7 @@ impl PoolCache {
         self.pools.insert(pool).then_some(number)
     }
 
-    /// The most that a pool has had is what it has now.
+    /// Resets a highest value to the current one.
     pub fn forget_highs(&mut self, handle: usize, of: impl Fn(&mut StreamPool) -> &mut SizeClass) {
         if let Some(pool) = self.pools.at(handle as u64) {
             let level = of(pool);
@@ -209,12 +203,12 @@ impl PoolCache {
         self.pools.iter_mut().find(|pool| number != 0 && pool.number == number)
     }
 
-    /// What the application calls the pool of a number; 0: it is no more.
+    /// The application's handle of a pool; 0: destroyed.
     pub fn handle_of(&mut self, number: u64) -> usize {
         self.numbered(number).map_or(0, |pool| pool.handle)
     }
 
-    /// A new piece of a pool is in use.
+    /// Counts a new piece of a pool as in use.
     pub fn made(&mut self, allocation: &Allocation) {
         if let Some(pool) = self.numbered(allocation.pool) {
             pool.used.rise(allocation.asked_bytes);
@@ -222,7 +216,7 @@ impl PoolCache {
         }
     }
 
-    /// Something of a pool that is in use ends, its memory as well.
+    /// Counts a piece of a pool, and its memory, as gone.
     fn ends(&mut self, allocation: &Allocation) {
         if let Some(pool) = self.numbered(allocation.pool) {
             pool.used.fall(allocation.asked_bytes);
@@ -230,7 +224,7 @@ impl PoolCache {
         }
     }
 
-    /// Takes in what was in use until now. False: there is no memory to note it.
+    /// Stores a piece that was in use. False: out of memory.
     pub fn put(&mut self, allocation: &Allocation, unused: FreePiece) -> bool {
         if !self.unused.insert(unused) {
             self.ends(allocation);
@@ -243,13 +237,13 @@ impl PoolCache {
         true
     }
 
-    /// Takes out what fits an allocation best, for so many bytes that were asked for.
+    /// Takes out the piece that fits best, for an allocation of `asked_bytes`.
     pub fn take(&mut self, want: &PieceRequest, asked_bytes: u64) -> Option<FreePiece> {
         if !self.carries(want.pool) {
             return None;
         }
         let mut best: Option<((bool, u64), u64)> = None;
-        // What was freed last is what a loop allocates next.
+        // A loop usually allocates next what it has freed last.
         for one in self.unused.iter().rev() {
             let Some(fit) = want.fit(one) else { continue };
             if best.is_none_or(|best| fit < best.0) {
@@ -266,59 +260,59 @@ impl PoolCache {
         Some(taken)
     }
 
-    /// Whether a pool has anything unused.
+    /// Whether a pool has unused pieces.
     pub fn has_of(&mut self, number: u64) -> bool {
         self.unused.iter().any(|one| one.pool == number)
     }
 
-    /// The first from a moment on that waits for a stream that is not known to be busy: of a busy
-    /// one no later work has ended either.
+    /// The first piece from a moment on that waits for a stream that is not known to be busy: in a busy
+    /// stream no later work has ended either.
     pub fn waiting(&mut self, from: u64, busy: &PendingFree) -> Option<FreePiece> {
         let waits = |one: &&FreePiece| !one.ended && !busy.has(one);
         self.unused.from(from).find(waits).copied()
     }
 
-    /// Whether any waits.
+    /// Whether any piece waits for work.
     pub fn waits(&mut self) -> bool {
         self.waiting(0, &PendingFree::default()).is_some()
     }
 
-    /// Whether there is any.
+    /// Whether there is no unused piece.
     pub fn is_empty(&mut self) -> bool {
         self.unused.is_empty()
     }
 
-    /// Nobody uses it any more, unless it has been taken out meanwhile.
+    /// Marks a piece as ended, unless it has been taken out since.
     pub fn has_ended(&mut self, since: u64) {
         if let Some(one) = self.unused.at(since) {
             one.ended = true;
         }
     }
 
-    /// Takes out the oldest that nobody uses any more.
+    /// Takes out the oldest ended piece.
     pub fn take_ended(&mut self) -> Option<FreePiece> {
         self.take_out(|one| one.ended)
     }
 
-    /// The same, of those that are of no pool, or of one that is no more.
+    /// The same, among the pieces without a pool or of a destroyed pool.
     pub fn take_loose(&mut self) -> Option<FreePiece> {
         let pools = &self.pools;
         let loose = |one: &FreePiece| one.ended && !pools.iter().any(|p| p.number == one.pool);
         self.unused.remove(loose)
     }
 
-    /// The same, of a pool that has more physical memory than it is to keep.
+    /// The same, of a pool with more physical memory than it is to keep.
     pub fn take_surplus(&mut self, number: u64, keep_bytes: u64) -> Option<FreePiece> {
         self.numbered(number).filter(|pool| pool.reserved.bytes > keep_bytes)?;
         self.take_out(|one| one.ended && one.pool == number)
     }
 
-    /// Takes out the oldest, whatever it waits for.
+    /// Takes out the oldest piece, whatever it waits for.
     pub fn take_any(&mut self) -> Option<FreePiece> {
         self.take_out(|_| true)
     }
 
-    /// A context has ended, and with it all work in it before that moment, and its events.
+    /// A context has ended, and with it all its work before that moment, and its events.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         for one in self.unused.iter_mut().filter(|one| one.since < before) {
             if one.mark.context == context {
@@ -327,18 +321,18 @@ impl PoolCache {
         }
     }
 
-    /// Takes out the oldest of a context that has ended at that moment. Not what waits for work of
-    /// another one, which may use it still.
+    /// Takes out the oldest piece of a context that ended at that moment. Not a piece that waits for work of
+    /// another context, which may still use it.
     pub fn take_of_context(&mut self, context: usize, before: u64) -> Option<FreePiece> {
         self.take_out(|one| one.ended && one.piece.context == context && one.since < before)
     }
 
-    /// Whether any is of a copier's making.
+    /// Whether any piece is imported from a copier.
     pub fn holds_imported(&mut self) -> bool {
         self.unused.iter().any(|one| one.piece.imported)
     }
 
-    /// Out for good: the pool has so much less.
+    /// Takes a piece out for good: its bytes leave the pool's sizes.
     fn take_out(&mut self, which: impl Fn(&FreePiece) -> bool) -> Option<FreePiece> {
         let taken = self.unused.remove(which)?;
         if let Some(pool) = self.numbered(taken.pool) {

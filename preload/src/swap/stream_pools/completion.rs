@@ -1,7 +1,7 @@
-//! When work has ended, and what is done then: the effects of what [`super::cache`] decides.
+//! When work has ended, and what is freed then: the driver calls for what [`super::cache`] decides.
 //!
-//! One thread at a time looks at events and ends them. An event is recorded by the call that frees, in
-//! the stream that it names: at any other time that stream may be another thread's to capture.
+//! One thread at a time queries and destroys events. An event is recorded by the call that frees, in
+//! the stream that this call names: at any other time another thread may be capturing that stream.
 
 use core::sync::atomic::Ordering;
 
@@ -16,7 +16,7 @@ use super::cache::{CompletionMark, FreePiece, PendingFree, StreamPool};
 use super::stream::Stream;
 use crate::sys;
 
-/// Runs `body` so that what it asks harms no capture, of this thread or another.
+/// Runs `body` so that its calls break no capture, of this thread or another.
 pub fn relaxed<R>(body: impl FnOnce() -> R) -> R {
     const RELAXED: u32 = 2;
     let mut mode = RELAXED;
@@ -26,7 +26,7 @@ pub fn relaxed<R>(body: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Marks what a stream has to do by now, by an event of its context that may be there already.
+/// Records the stream's current work in an event, which may exist already in its context.
 pub fn mark(stream: Stream, before: CompletionMark) -> Option<CompletionMark> {
     let context = stream.context()?;
     let mut mark = before;
@@ -47,7 +47,7 @@ pub fn mark(stream: Stream, before: CompletionMark) -> Option<CompletionMark> {
     Some(mark)
 }
 
-/// Ends an event. The lock is held.
+/// Destroys a mark's event. [`SwapState::unused_lock`](super::super::SwapState) is held.
 pub fn forget(mark: CompletionMark) {
     if mark.event != 0 {
         in_context(mark.context, || call!(event_destroy(mark.event)));
@@ -59,7 +59,7 @@ fn has_happened(mark: CompletionMark) -> bool {
         || in_context(mark.context, || call!(event_query(mark.event))) == result::SUCCESS
 }
 
-/// Waits for the mark of what cannot even be noted, and gives it back.
+/// Waits for the mark of a piece that the cache had no memory for, and frees the piece.
 pub fn give_back_after(one: &FreePiece) {
     relaxed(|| {
         in_context(one.mark.context, || call!(event_synchronize(one.mark.event)));
@@ -67,7 +67,7 @@ pub fn give_back_after(one: &FreePiece) {
     });
 }
 
-/// Gives memory back that nobody uses. The lock is held.
+/// Frees an unused piece. The lock is held.
 fn give_back(one: &FreePiece) {
     if one.piece.may_stray() {
         strays();
@@ -76,7 +76,7 @@ fn give_back(one: &FreePiece) {
     forget(one.mark);
 }
 
-/// Learns what has ended. The lock is held.
+/// Finds the pieces whose work has ended. The lock is held.
 fn look() {
     let mut busy = PendingFree::default();
     let mut from = 0;
@@ -90,8 +90,8 @@ fn look() {
     }
 }
 
-/// Gives back what is of no pool, and with `pools` what is more than each is to keep: whether there is
-/// more to be done at the next wait. The lock is held.
+/// Frees the pieces without a pool, and with `pools` what each pool has above its threshold. Returns
+/// whether the next wait has more to do. The lock is held.
 fn give_back_surplus(pools: bool) -> bool {
     while let Some(one) = tables(|tables| tables.cache.take_loose()) {
         give_back(&one);
@@ -107,7 +107,7 @@ fn give_back_surplus(pools: bool) -> bool {
     tables(|tables| tables.cache.waits() || (!pools && !tables.cache.is_empty()))
 }
 
-/// Gives back what a pool has beyond some bytes, with what the driver has for it. The lock is held.
+/// Frees what a pool has above `keep_bytes`, the driver's part included. The lock is held.
 fn trim(pool: &StreamPool, keep_bytes: u64) {
     let drivers = attribute(pool.handle, pool_attribute::RESERVED).unwrap_or(0);
     let keep = keep_bytes.saturating_sub(drivers);
@@ -116,14 +116,14 @@ fn trim(pool: &StreamPool, keep_bytes: u64) {
     }
 }
 
-/// What the driver says of a pool.
+/// An attribute of a pool, from the driver; `None`: the call failed.
 pub fn attribute(pool: usize, which: u32) -> Option<u64> {
     let mut value = 0_u64;
     let code = call!(pool_get_attribute(pool, which, (&raw mut value).cast()));
     (code == result::SUCCESS).then_some(value)
 }
 
-/// Gives back what a pool has beyond some bytes and nobody uses any more.
+/// Frees the unused memory that a pool has above `keep_bytes`.
 pub fn trim_to(pool: &StreamPool, keep_bytes: u64) {
     relaxed(|| {
         SWAP.unused_lock.hold(|| {
@@ -133,20 +133,21 @@ pub fn trim_to(pool: &StreamPool, keep_bytes: u64) {
     });
 }
 
-/// Something was freed: calls look again.
+/// Makes the next calls check for ended work, after something was freed.
 pub fn unsettle() {
     SWAP.unsettled.store(1, Ordering::Release);
 }
 
-/// Gives back what is to be given back, where something was freed since, or still waits: of pools
-/// once work was `waited` for, as the driver does. While another thread is at it, the next call does:
-/// that thread may end a context, whose work may want for what this one does.
+/// Frees what is due, if something was freed since or still waits: of pools if the call has
+/// `waited` for work, as the driver does. If another thread is doing so, the next call does it: that
+/// thread may be ending a context whose work needs this thread to go on.
 pub fn settle(waited: bool) {
     if SWAP.unsettled.load(Ordering::Relaxed) == 0 {
         return;
     }
     relaxed(|| {
         SWAP.unused_lock.hold_if_free(|| {
+            // Before the check, so that a free during the check is not missed.
             SWAP.unsettled.store(0, Ordering::Release);
             look();
             if give_back_surplus(waited) {
@@ -156,10 +157,10 @@ pub fn settle(waited: bool) {
     });
 }
 
-/// Device memory was short: gives back all that nobody uses any more, or else the first for whose
-/// work it can wait. True: it is worth another try.
+/// Device memory ran out: frees all unused pieces, or waits until the work of one has ended.
+/// True: the allocation is worth another attempt.
 pub fn make_room() -> bool {
-    /// Work that takes longer may wait for this thread.
+    /// Limit of the wait: work that takes longer may wait for this thread.
     const MAX_US: u64 = 10_000_000;
     const BETWEEN_US: u64 = 500;
     if !is_in_use() {
@@ -185,7 +186,7 @@ pub fn make_room() -> bool {
     }
 }
 
-/// Everything has ended, and no call is in the driver: gives all of it back.
+/// Frees all pieces. Only called when all work has ended and no call is in the driver.
 pub fn clear() {
     SWAP.unused_lock.hold(|| {
         while let Some(one) = tables(|tables| tables.cache.take_any()) {
@@ -194,7 +195,7 @@ pub fn clear() {
     });
 }
 
-/// What ended with a context that was noted before a moment. The lock is held.
+/// Frees the pieces of a context that ended at `before`. The lock is held.
 pub fn context_ends(context: usize, before: u64) {
     tables(|tables| {
         tables.cache.context_ends(context, before);

@@ -1,28 +1,28 @@
-//! Memory in the order of streams: `cuMemAllocAsync`, the pools that it is of, and `cuMemFreeAsync`,
-//! which takes what came from `cuMemAlloc` as well.
+//! Stream-ordered memory: `cuMemAllocAsync`, its memory pools, and `cuMemFreeAsync`,
+//! which takes memory of `cuMemAlloc` as well.
 //!
 //! ```text
-//! cuMemAllocAsync ─┬─ a piece that was freed in the same stream, or that nobody uses any more
+//! cuMemAllocAsync ─┬─ a piece that was freed in the same stream, or whose stream has finished
 //!                  ├─ else a new one: addresses, physical memory, mapped
 //!                  └─ else, and while the stream is captured, and below 2 MiB: the driver's pool
 //! cuMemFreeAsync ──── an event in that stream; unused from now on
-//! a wait for work, cuMemPoolTrimTo ── gone, what has ended and is above the pool's threshold
-//! memory is short ──────────────────── gone, all that has ended; else waited for
-//! on the way out ───────────────────── gone, all that is unused; so with its context
+//! a wait for work, cuMemPoolTrimTo ── frees what has ended and is above the pool's threshold
+//! out of memory ───────────────────── frees all that has ended; if nothing has, waits
+//! copy out ────────────────────────── frees all that is unused; so does the end of its context
 //! ```
 //!
-//! The driver has the pool itself, with its settings, and the small allocations; what it says of the
-//! pool's size has ours added. Carried are pools of one device that nobody can export and whose size has no
-//! limit, until another device is given access to one. A thread's default stream is left to the driver: it
-//! has no name of its own that is known to stay. What the driver may do and we do not: one stream
-//! has memory of another before that one's work has ended, which it then makes wait.
+//! The driver has the pool itself, with its settings, and the small allocations; this library adds its
+//! bytes to the sizes that the driver reports. Swappable are pools of one device that cannot be exported
+//! and whose size has no limit, until another device gets access to one. A thread's default stream is
+//! left to the driver: it has no id that is known to be unique. The driver may give memory of one
+//! stream to another before the first one's work has ended, and let the second wait; this library does not.
 //!
-//! | module | what |
+//! | module | content |
 //! | --- | --- |
-//! | `cache` | what is unused, and of which pool; no driver in it |
-//! | `ends` | when work has ended, and what is given back then |
-//! | `known` | the functions about pools |
-//! | `stream` | a stream as a call names it |
+//! | `cache` | unused memory, and its pools; calls no driver |
+//! | `completion` | when work has ended, and what is freed then |
+//! | `registry` | the functions about pools |
+//! | `stream` | the streams that calls name |
 
 mod cache;
 mod completion;
@@ -59,7 +59,7 @@ pub unsafe extern "C" fn mem_alloc_async(
 ) -> u32 {
     let ours = || allocate(bytes, None, Stream(stream));
     let driver = || call!(mem_alloc_async(address, bytes, stream));
-    // SAFETY: the application's own place for it.
+    // SAFETY: the application's own place for the address.
     unsafe { serve(address, ours, driver) }
 }
 
@@ -98,7 +98,7 @@ pub unsafe extern "C" fn mem_alloc_from_pool_ptsz(
     unsafe { serve(address, ours, driver) }
 }
 
-/// Writes where our memory is, or else has the driver do it.
+/// Writes the address of memory of this library, or else calls the driver.
 ///
 /// # Safety
 /// `address` must be null, or a place for an address.
@@ -117,7 +117,7 @@ unsafe fn serve(
     driver()
 }
 
-/// Memory of a pool, the device's where none is named. `None`: the driver is to decide.
+/// Memory of a pool; `None`: of the device's current pool. Returns `None` if the driver must decide.
 fn allocate(asked_bytes: usize, pool: Option<usize>, stream: Stream) -> Option<u64> {
     if asked_bytes < MIN_BYTES || SWAP.wanted.load(Ordering::Acquire) == 0 || stream.is_capturing()
     {
@@ -155,7 +155,7 @@ fn allocate(asked_bytes: usize, pool: Option<usize>, stream: Stream) -> Option<u
     Some(piece.address)
 }
 
-/// Gives an allocation what is unused and fits.
+/// Gives an allocation an unused piece that fits.
 fn reuse(
     tables: &mut AllocationTables,
     want: &PieceRequest,
@@ -181,7 +181,7 @@ fn reuse(
     None
 }
 
-/// The same, of what other streams do not use any more, where the application lets them.
+/// The same, from pieces of other streams that have finished, if the pool's attributes allow it.
 fn reuse_of_others(pool: usize, want: PieceRequest, asked: Allocation) -> Option<Allocation> {
     let may = tables(|tables| tables.cache.has_of(want.pool))
         && attribute(pool, pool_attribute::REUSE_OPPORTUNISTIC).is_some_and(|may| may != 0);
@@ -194,13 +194,13 @@ fn reuse_of_others(pool: usize, want: PieceRequest, asked: Allocation) -> Option
 
 /// Gives an allocation new memory.
 fn make_anew(device: i32, asked: Allocation) -> Option<Allocation> {
-    // The driver lets nobody else on the bus reach memory of a pool.
+    // The driver does not let other devices on the bus reach memory of a pool.
     let property = MemAllocationProp { gpu_direct_rdma: 0, ..property_on(device) };
     let (bytes, context) = (asked.asked_bytes as usize, asked.piece.context);
     let piece = relaxed(|| make(bytes, property, context))?;
     let allocation = Allocation { piece, ..asked };
     let noted = tables(|tables| {
-        // Another thread may have given other devices access to the pool meanwhile.
+        // Another thread may have given other devices access to the pool since.
         let noted = tables.cache.carries(allocation.pool) && tables.insert(allocation);
         if noted {
             tables.cache.made(&allocation);
@@ -222,8 +222,9 @@ pub unsafe extern "C" fn mem_free_async_ptsz(address: u64, stream: *mut c_void) 
     freed.unwrap_or_else(|| call!(mem_free_async_ptsz(address, stream)))
 }
 
-/// Takes out of the table what is freed in a stream of a context: nobody else frees it from here on. Its
-/// mark is of that context, or ends: outside the table nobody would tell that its context has ended.
+/// Takes an allocation that is freed in a stream of a context out of the table, so no other thread can
+/// free it. A mark of another context is destroyed: outside the table that context's end would be
+/// missed.
 fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
     let is_own = |mark: CompletionMark| mark.event == 0 || Some(mark.context) == context;
     let taken = locked(|table| {
@@ -241,7 +242,7 @@ fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
     })
 }
 
-/// Frees what is carried once the work before in a stream has ended. `None`: it is the driver's.
+/// Frees swappable memory once the stream's earlier work has ended. `None`: the driver's memory.
 fn free(address: u64, stream: Stream) -> Option<u32> {
     if stream.is_capturing() {
         return None;
@@ -250,7 +251,7 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
     let marked = mark(stream, allocation.mark);
     allocation.mark = marked.unwrap_or_default();
     if marked.is_none() {
-        // No event, so there is but to wait; or the stream is none.
+        // Without an event the thread must wait for the stream; or the stream is invalid.
         match call!(stream_synchronize(stream.0)) {
             result::SUCCESS => {}
             code => {
@@ -269,11 +270,11 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
     Some(result::SUCCESS)
 }
 
-/// Takes in what has just left the table: for as long as its mark in the stream of that id has not
-/// happened, or at once.
+/// Puts what has just left the table into the cache: in use until its mark in the stream of this id has
+/// happened; `None`: free at once.
 fn take_back(allocation: &Allocation, after: Option<u64>) {
     let Allocation { piece, mark, .. } = *allocation;
-    // What others have hold of is not given to anybody else.
+    // Memory that other holders refer to is not given to another allocation.
     let pool = if piece.stays { 0 } else { allocation.pool };
     let (stream, ended) = (after.unwrap_or(NO_STREAM), after.is_none());
     hook_table::see_waits();
@@ -287,7 +288,7 @@ fn take_back(allocation: &Allocation, after: Option<u64>) {
     }
 }
 
-/// The same for what came from a pool and was freed by a call that has waited for all work.
+/// The same for memory of a pool that was freed by a call that has waited for all work.
 pub fn free_at_once(allocation: &Allocation) {
     if !allocation.piece.stays {
         count(-(allocation.piece.bytes as i64));
@@ -295,7 +296,7 @@ pub fn free_at_once(allocation: &Allocation) {
     take_back(allocation, None);
 }
 
-/// The application's name of the pool that an allocation came from; 0: it is no more.
+/// The application's handle of the pool that an allocation came from; 0: destroyed.
 pub fn handle_of(allocation: &Allocation) -> usize {
     tables(|tables| tables.cache.handle_of(allocation.pool))
 }
@@ -320,7 +321,7 @@ pub unsafe extern "C" fn ctx_synchronize_v2(context: usize) -> u32 {
     waited(call!(ctx_synchronize_v2(context)))
 }
 
-/// The driver gives unused memory back when work has been waited for.
+/// As the driver does, frees unused memory after a wait for work.
 fn waited(code: u32) -> u32 {
     if code == result::SUCCESS {
         settle(true);

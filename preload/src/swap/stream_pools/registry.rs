@@ -1,4 +1,4 @@
-//! The functions about pools, and which of them are carried.
+//! The functions about pools, and the pools whose allocations are swappable.
 
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
@@ -14,7 +14,7 @@ use super::super::{SWAP, locked, tables};
 use super::cache::{SizeClass, StreamPool};
 use super::completion::{settle, trim_to, unsettle};
 
-/// Runs `body` with the number of a pool of a device whose allocations are carried.
+/// Runs `body` with the number of a swappable pool of this device; `None`: it is not swappable.
 pub fn with_carried<R>(
     handle: usize,
     device: i32,
@@ -71,11 +71,11 @@ pub unsafe extern "C" fn pool_create(handle: *mut usize, props: *const MemPoolPr
     code
 }
 
-/// Its memory that is in use lives on, and goes when it is freed.
+/// Memory of the pool that is in use stays, and is freed by its own free.
 pub unsafe extern "C" fn pool_destroy(handle: usize) -> u32 {
-    // Who gives back what is unused asks the driver about each pool.
+    // The thread that frees unused memory queries the driver about each pool.
     let (known, code) = SWAP.unused_lock.hold(|| {
-        // Before: another of the same handle may be made as soon as this one is gone.
+        // Before the call: once the pool is destroyed, another thread may get the same handle.
         let known = tables(|tables| tables.cache.remove_pool(handle));
         (known, call!(pool_destroy(handle)))
     });
@@ -100,7 +100,7 @@ pub unsafe extern "C" fn pool_get_attribute(
     let code = call!(pool_get_attribute(handle, attribute, value));
     let ours = |pool: &StreamPool| match attribute {
         pool_attribute::RESERVED => pool.reserved.bytes,
-        // The most of both at different times is no less than there has been at any.
+        // The sum of both highest values is an upper bound of the highest sum.
         pool_attribute::RESERVED_HIGH => pool.reserved.high,
         pool_attribute::USED => pool.used.bytes,
         pool_attribute::USED_HIGH => pool.used.high,
@@ -109,7 +109,7 @@ pub unsafe extern "C" fn pool_get_attribute(
     if code == result::SUCCESS
         && let Some(more) = known(handle).as_ref().map(ours).filter(|more| *more > 0)
     {
-        // SAFETY: the driver has written such a number there.
+        // SAFETY: the driver has written a u64 there.
         unsafe { *value.cast::<u64>() += more };
     }
     code
@@ -125,7 +125,7 @@ pub unsafe extern "C" fn pool_set_attribute(
         pool_attribute::RESERVED_HIGH => |pool| &mut pool.reserved,
         pool_attribute::USED_HIGH => |pool| &mut pool.used,
         _ => {
-            // There may be more now than is to be kept.
+            // The pool may now have more than it is to keep.
             unsettle();
             return code;
         }
@@ -146,7 +146,7 @@ pub unsafe extern "C" fn pool_trim_to(handle: usize, keep_bytes: usize) -> u32 {
     code
 }
 
-/// Other devices reach what is allocated already, and what will be is the driver's.
+/// Gives other devices access to existing allocations; new ones are left to the driver.
 pub unsafe extern "C" fn pool_set_access(
     handle: usize,
     access: *const MemAccessDesc,
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn pool_set_access(
         tables.cache.leave(handle, number)
     });
     let Some(number) = number else {
-        // It cannot be told from others any more.
+        // The pool cannot be told from others from here on.
         SWAP.wanted.store(0, Ordering::Release);
         return code;
     };
@@ -173,7 +173,7 @@ pub unsafe extern "C" fn pool_set_access(
         next = piece.address + 1;
         stays(piece.address);
         let given = call!(mem_set_access(piece.address, piece.bytes as usize, access, many));
-        // What another thread has freed meanwhile needs none.
+        // Memory that another thread has freed since needs no access.
         if given != result::SUCCESS && locked(|table| table.at(piece.address).is_some()) {
             return given;
         }

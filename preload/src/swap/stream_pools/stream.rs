@@ -1,4 +1,4 @@
-//! A stream as a call names it.
+//! The stream argument of a call.
 
 use core::ffi::c_void;
 
@@ -7,7 +7,7 @@ use affinode_cuda_sys::result;
 use super::super::contexts::current_context;
 use super::super::driver::call;
 
-/// What a call was given as its stream.
+/// A stream handle as the application passed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream(pub *mut c_void);
 
@@ -16,20 +16,20 @@ const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
 impl Stream {
-    /// The same for a function of per-thread default streams, where no stream means the thread's.
+    /// For functions with per-thread default streams, where the null stream means the thread's.
     pub fn per_thread(handle: *mut c_void) -> Stream {
         let is_default = handle as usize == NONE;
         Stream(if is_default { PER_THREAD as *mut c_void } else { handle })
     }
 
-    /// Whether calls on it go into a graph instead of to the device, or it cannot be told.
+    /// Whether calls on it go into a graph instead of to the device. True also if the query fails.
     pub fn is_capturing(self) -> bool {
         let mut status = 1;
         let code = call!(stream_is_capturing(self.0, &raw mut status));
         code != result::SUCCESS || status != 0
     }
 
-    /// Its context.
+    /// The context of the stream.
     pub fn context(self) -> Option<usize> {
         if matches!(self.0 as usize, NONE | LEGACY | PER_THREAD) {
             return current_context().filter(|context| *context != 0);
@@ -39,8 +39,8 @@ impl Stream {
         (code == result::SUCCESS && context != 0).then_some(context)
     }
 
-    /// What no other stream of its context has ever been called, or will be: its handle may be
-    /// another's after its end. A thread's default stream has none that is known to be its own.
+    /// An id that no other stream of its context has or will have; a handle may be reused after
+    /// the stream's end. `None`: a thread's default stream has no id that is known to be unique.
     pub fn id(self) -> Option<u64> {
         const OF_LEGACY: u64 = 1 << 63;
         match self.0 as usize {

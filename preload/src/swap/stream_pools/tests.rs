@@ -93,7 +93,7 @@ fn memory_of_the_devices_pool_is_carried() {
 
 /// Programs on several devices set that first of all.
 #[test]
-fn what_others_are_given_access_to_before_its_first_allocation_is_the_drivers() {
+fn pool_with_peer_access_is_the_drivers() {
     let carried = Carried::new();
     let other = MemAccessDesc {
         location_type: LOCATION_DEVICE,
@@ -107,7 +107,7 @@ fn what_others_are_given_access_to_before_its_first_allocation_is_the_drivers() 
     assert_eq!((carried.fake.held().mappings, carried.fake.pooled()), (0, 1));
 }
 
-/// Who looks asks the driver about each pool, also those of other threads.
+/// The check queries the driver about each pool, also those of other threads.
 #[test]
 fn no_pool_ends_while_pools_are_looked_at() {
     let carried = Carried::new();
@@ -124,7 +124,7 @@ fn no_pool_ends_while_pools_are_looked_at() {
 
 /// A context takes as long to end as its work, which may want for what another thread does.
 #[test]
-fn who_waits_for_work_does_not_wait_for_a_context_that_ends() {
+fn wait_for_work_ignores_an_ending_context() {
     let _carried = Carried::new();
     let (tell, told) = std::sync::mpsc::channel();
     let told = SWAP.unused_lock.hold(|| {
@@ -142,7 +142,7 @@ fn who_waits_for_work_does_not_wait_for_a_context_that_ends() {
 /// Two threads end their hold of a context: what one has allocated while the other waited for its
 /// turn ends with it.
 #[test]
-fn a_context_ends_all_that_was_made_in_it_until_then() {
+fn context_end_frees_its_earlier_memory() {
     let carried = Carried::new();
     let ends = SWAP.contexts_lock.hold(|| {
         // SAFETY: no arguments but numbers.
@@ -161,7 +161,7 @@ fn a_context_ends_all_that_was_made_in_it_until_then() {
 
 /// The hold that is taken to learn which context it is would be the last.
 #[test]
-fn nobody_has_hold_of_a_primary_context_while_another_thread_lets_go_of_it() {
+fn primary_context_is_not_held_during_release() {
     use super::super::contexts::primary_release;
     let carried = Carried::new();
     carried.fake.retain_primary(2);
@@ -188,7 +188,7 @@ fn nobody_has_hold_of_a_primary_context_while_another_thread_lets_go_of_it() {
 
 /// The memory came from work in another context, which ends meanwhile: nothing is done in it any more.
 #[test]
-fn what_is_freed_while_the_context_of_its_mark_ends_does_not_use_it() {
+fn free_ignores_mark_of_ending_context() {
     const OTHER: usize = CONTEXT + 1;
     let carried = Carried::new();
     let address = carried.allocate();
@@ -208,7 +208,7 @@ fn what_is_freed_while_the_context_of_its_mark_ends_does_not_use_it() {
 
 /// By when it was noted others know it, and whether it went with a context.
 #[test]
-fn what_could_not_be_freed_is_as_it_was() {
+fn failed_free_changes_nothing() {
     let carried = Carried::new();
     let address = carried.allocate();
     let before = locked(|table| table.at(address).copied());

@@ -1,4 +1,4 @@
-//! Memory that the agent carries: out, home, and what fails on the way.
+//! Memory that the agent copies: copy out, copy in, and their failures.
 
 use super::*;
 
@@ -35,7 +35,7 @@ fn parked_memory_comes_back_from_both_depths() {
 }
 
 #[test]
-fn a_copy_out_that_fails_leaves_the_process_closed_and_whole() {
+fn failed_copy_out_leaves_process_closed() {
     let (mut host, mut machine) = carrying(&[CLOSE, LOCK]);
     host.copy_fails = Some(999);
     assert_eq!(machine.carry_out(&mut host, PARK), (Outcome::DriverError, 999));
@@ -53,7 +53,7 @@ fn copy_without_host_memory_is_told_apart() {
 }
 
 #[test]
-fn a_return_without_room_leaves_the_memory_parked_and_is_tried_again() {
+fn failed_copy_in_stays_copied_out_and_repeats() {
     for orders in [&[CLOSE, LOCK, PARK][..], &[CLOSE, LOCK, PARK, CHECKPOINT]] {
         let (mut host, mut machine) = carrying(orders);
         host.copy_fails = Some(result::OUT_OF_MEMORY);
@@ -73,7 +73,7 @@ fn a_return_without_room_leaves_the_memory_parked_and_is_tried_again() {
 }
 
 #[test]
-fn a_checkpoint_of_the_rest_that_fails_leaves_the_memory_parked() {
+fn failed_checkpoint_stays_copied_out() {
     for failing in [DriverCall::Lock(5_000), DriverCall::Checkpoint] {
         let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
         host.fails = Some((failing, 801));
@@ -86,7 +86,7 @@ fn a_checkpoint_of_the_rest_that_fails_leaves_the_memory_parked() {
 }
 
 #[test]
-fn a_copier_hears_of_a_restore_before_the_driver_does_and_is_left_when_it_fails() {
+fn copier_learns_of_restore_before_the_driver() {
     let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
     host.copy_fails = Some(result::OUT_OF_MEMORY);
     assert_eq!(machine.carry_out(&mut host, Action::Restore).0, Outcome::DriverError);
@@ -106,7 +106,7 @@ fn a_copier_hears_of_a_restore_before_the_driver_does_and_is_left_when_it_fails(
 }
 
 #[test]
-fn a_process_comes_back_on_another_gpu_without_a_copier_if_it_can() {
+fn restore_on_other_gpu_leaves_the_copier() {
     let (there, nowhere) =
         (Action::RestoreOnGpu { from: 0, to: 1 }, Action::RestoreOnGpu { from: 0, to: 9 });
     let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
@@ -142,7 +142,7 @@ fn only_who_is_away_changes_its_gpu() {
 }
 
 #[test]
-fn memory_of_another_s_making_keeps_a_process_from_its_checkpoint() {
+fn imported_memory_bars_the_checkpoint() {
     for orders in [&[CLOSE, LOCK][..], &[CLOSE, LOCK, PARK]] {
         let (mut host, mut machine) = carrying(orders);
         host.imported = true;
@@ -154,7 +154,7 @@ fn memory_of_another_s_making_keeps_a_process_from_its_checkpoint() {
 }
 
 #[test]
-fn parking_nothing_is_no_error_and_a_checkpoint_may_follow() {
+fn empty_copy_out_allows_a_checkpoint() {
     let mut host = Fake::new();
     let mut machine = running(&mut host);
     for action in [CLOSE, LOCK, PARK, CHECKPOINT, Action::Restore, Action::Unlock, Action::Open] {
@@ -186,7 +186,7 @@ fn lost_context_of_parked_process_is_handed_over() {
 }
 
 #[test]
-fn lost_context_is_handed_over_without_controller() {
+fn lost_context_opens_gate_without_controller() {
     let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
     (host.copy_fails, host.broken) = (Some(ILLEGAL_ADDRESS), Some(ILLEGAL_ADDRESS));
     assert!(machine.bring_back(&mut host));

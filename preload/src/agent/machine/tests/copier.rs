@@ -22,14 +22,14 @@ fn handed(copier_offloads: bool) -> (Fake, OrderMachine) {
 }
 
 #[test]
-fn what_a_copier_copies_is_waited_for_behind_the_checkpoint() {
+fn copier_is_awaited_after_the_checkpoint() {
     let (mut host, mut machine) = handed(true);
     assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::Done, 0));
     assert_eq!((machine.phase(), host.handed, host.announced), (Phase::Checkpointed, 0, true));
 }
 
 #[test]
-fn what_no_copier_copies_stays_on_the_device_and_is_taken_back() {
+fn uncopied_export_is_taken_back() {
     let (mut host, mut machine) = handed(false);
     assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::NotCopied, 0));
     assert_eq!((machine.phase(), host.announced), (Phase::Checkpointed, false), "no copier has it");
@@ -42,7 +42,7 @@ fn what_no_copier_copies_stays_on_the_device_and_is_taken_back() {
 }
 
 #[test]
-fn without_a_controller_room_for_the_rest_is_enough() {
+fn self_restore_needs_room_for_the_rest_only() {
     let (mut host, mut machine) = handed(false);
     machine.carry_out(&mut host, CHECKPOINT);
     host.room = false;
@@ -54,7 +54,7 @@ fn without_a_controller_room_for_the_rest_is_enough() {
 }
 
 #[test]
-fn who_turns_round_before_the_checkpoint_takes_it_back() {
+fn restore_before_checkpoint_takes_export_back() {
     let (mut host, mut machine) = handed(true);
     assert_eq!(machine.carry_out(&mut host, Action::Restore), (Outcome::Done, 0));
     assert_eq!((machine.phase(), host.handed), (Phase::Closed, 0));

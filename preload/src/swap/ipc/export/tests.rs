@@ -159,7 +159,7 @@ fn request_that_differs_gets_nothing() {
     assert!(exporter.ask(&good, None).0.is_some(), "it answers still");
 }
 
-/// The agent listens to its controller again, whoever sends without end.
+/// The agent reads its controller's messages again, although requests never end.
 #[test]
 fn flood_of_requests_is_answered_in_portions() {
     let exporter = Exporter::new();

@@ -22,7 +22,7 @@ fn unused(since: u64, stream: u64, of: &Allocation) -> FreePiece {
     FreePiece { since, piece: of.piece, pool: of.pool, stream, mark, ended: false }
 }
 
-/// Pieces of so many MiB, all made and freed: each at the moment that is its place, in a stream.
+/// Pieces of these sizes in MiB, all made and freed: each at the moment that is its place, in a stream.
 fn cache(freed: &[(u64, u64)]) -> PoolCache {
     let mut cache = PoolCache::empty();
     assert!(cache.add_pool(POOL));
@@ -43,7 +43,7 @@ fn take(cache: &mut PoolCache, want: PieceRequest) -> Option<u64> {
 }
 
 #[test]
-fn a_stream_has_what_it_freed_last_and_that_fits_best() {
+fn stream_gets_best_fit_it_freed_last() {
     let mut cache = cache(&[(8, 1), (10, 1), (8, 1), (8, 2), (12, 1)]);
     assert_eq!(take(&mut cache, want(8, 1, true)), Some(3));
     assert_eq!(take(&mut cache, want(8, 1, true)), Some(1));
@@ -60,7 +60,7 @@ fn a_stream_has_what_it_freed_last_and_that_fits_best() {
 }
 
 #[test]
-fn others_have_it_once_its_work_has_ended_and_where_they_may() {
+fn other_streams_get_ended_pieces_if_allowed() {
     let mut cache = cache(&[(8, 1), (10, 2)]);
     assert_eq!(take(&mut cache, want(8, 3, true)), None);
     cache.has_ended(1);
@@ -84,7 +84,7 @@ fn nothing_of_a_busy_stream_is_asked_about() {
 }
 
 #[test]
-fn a_pool_is_learnt_once_and_gives_nothing_out_once_it_is_the_drivers() {
+fn pool_left_to_the_driver_gives_nothing() {
     let mut cache = cache(&[(8, 1), (8, 1)]);
     assert!(cache.learn_pool(StreamPool { number: 8, ..POOL }), "another thread was first");
     assert_eq!(cache.pool(POOL.handle).map(|pool| pool.number), Some(POOL.number));
@@ -136,7 +136,7 @@ fn a_pool_keeps_what_it_is_to_keep() {
 }
 
 #[test]
-fn what_is_of_no_pool_goes_as_soon_as_it_may() {
+fn piece_without_pool_is_freed_when_ended() {
     let mut cache = cache(&[(8, 1), (8, 1)]);
     let alone = Allocation { pool: 0, ..allocation(50 << 30, 2 * MIB) };
     assert!(cache.put(&alone, unused(9, 1, &alone)));
@@ -155,7 +155,7 @@ fn what_is_of_no_pool_goes_as_soon_as_it_may() {
 }
 
 #[test]
-fn what_others_have_hold_of_is_not_the_pools_any_more() {
+fn pinned_piece_leaves_its_pool() {
     let mut cache = cache(&[]);
     let held = allocation(1 << 30, 8 * MIB);
     cache.made(&held);
@@ -192,7 +192,7 @@ fn a_context_ends_its_own_and_the_work_in_it() {
     assert!(cache.is_empty() && !cache.waits());
 }
 
-/// What a piece is to the model: in use, or freed in a stream after so much of its work.
+/// What a piece is to the model: in use, or freed in a stream after this part of its work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Is {
     Used,
@@ -201,7 +201,7 @@ enum Is {
 
 /// Random programs on streams whose work ends when it likes, against a list of all pieces.
 #[test]
-fn no_piece_is_lost_or_given_out_twice_or_before_its_work_has_ended() {
+fn pieces_are_reused_once_after_their_work() {
     for seed in 1..200_u64 {
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut below = |most: u64| {
