@@ -341,13 +341,13 @@ pub mod tests {
     use super::*;
 
     impl CounterPage {
-        /// As the controller writes it.
+        /// Turns back the copy of this generation, as the controller does.
         pub fn turn_back_for_test(&self, generation: u64) {
             self.turn_back.store(generation, Ordering::Relaxed);
         }
     }
 
-    /// A page of nobody.
+    /// A page that no process uses.
     pub fn page() -> Box<CounterPage> {
         // SAFETY: all fields are integers, for which zero is a value.
         let page: Box<CounterPage> = unsafe { Box::new(core::mem::zeroed()) };

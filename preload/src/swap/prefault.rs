@@ -14,7 +14,7 @@ pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usiz
 pub const MAX_CHUNKS: usize = 64 * WORDS;
 const WORDS: usize = 256;
 const MAX_HELPERS: usize = 16;
-/// What a helper touches between two looks at whether the copy is turned back, in bytes: a few
+/// Bytes that a helper touches between two checks for a copy that is turned back: a few
 /// milliseconds.
 const STEP_BYTES: usize = 16 << 20;
 
@@ -163,7 +163,7 @@ impl Prefault {
         true
     }
 
-    /// Brings a chunk's pages in. False: the copy was turned back, and the chunk has none.
+    /// Faults a chunk's pages in. False: the copy was turned back, and the chunk has no pages.
     fn touch(&self, chunk: usize, bytes: usize) -> bool {
         let start = (self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES) as *mut u8;
         let of_file = self.of_file.load(Ordering::Relaxed) == 1;
@@ -181,7 +181,7 @@ impl Prefault {
         true
     }
 
-    /// So much is to be touched.
+    /// Sets the bytes that are still to be touched, also in the counters.
     fn set_missing(&self, bytes: u64) {
         self.missing_bytes.store(bytes, Ordering::Release);
         if let Some(page) = process::page() {
@@ -189,12 +189,12 @@ impl Prefault {
         }
     }
 
-    /// So much less is to be touched.
+    /// Subtracts bytes that were touched.
     fn count_touched(&self, bytes: u64) {
         let less = |missing: u64| Some(missing.saturating_sub(bytes));
         let before = self.missing_bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
         if let (Ok(before), Some(page)) = (before, process::page()) {
-            // Of several helpers the one that is done last may write first.
+            // Helpers may write in any order: the lowest value is the latest.
             page.filling_bytes.fetch_min(before.saturating_sub(bytes), Ordering::Relaxed);
         }
     }
@@ -259,12 +259,12 @@ impl Prefault {
     }
 }
 
-/// Whether the controller turns the copy in progress back.
+/// Whether the controller has turned back the copy in progress.
 fn is_turned_back() -> bool {
     process::page().is_some_and(CounterPage::is_turned_back)
 }
 
-/// The size of a chunk of so many bytes: the last one is shorter.
+/// The size of a chunk in a pool of `bytes`: the last chunk is shorter.
 pub fn chunk_bytes(bytes: usize, chunk: usize) -> usize {
     bytes.saturating_sub(chunk.saturating_mul(CHUNK_BYTES)).min(CHUNK_BYTES)
 }
@@ -293,7 +293,7 @@ pub mod tests {
         PREFAULT.helpers.store(3, Ordering::Release);
     }
 
-    /// Who works with [`PREFAULT`], of which a process has one.
+    /// Lock of the tests that use [`PREFAULT`], of which a process has one.
     pub static SHARED: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
     /// Nothing is swappable, and there is no pool.
@@ -363,7 +363,7 @@ pub mod tests {
         PREFAULT.resident.clear();
     }
 
-    /// What is left to be touched stands in the page, for the controller.
+    /// The counters tell the controller how many bytes are still to be touched.
     #[test]
     fn bytes_left_to_touch_are_published() {
         let _own = SHARED.lock();
