@@ -3,7 +3,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// `CLOCK_MONOTONIC` in milliseconds.
+/// The time of `CLOCK_MONOTONIC` in milliseconds.
 #[must_use]
 pub fn monotonic_ms() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);

@@ -67,9 +67,9 @@ pub enum AgentMail {
     },
     /// A message after the Hello.
     Message(ProcessId, AgentMessage),
-    /// The connection ended.
+    /// The connection of a process ended.
     Detached(ProcessId),
-    /// The process ended.
+    /// A connected process has ended.
     Exited(ProcessId),
     /// A connection was refused.
     Refused {

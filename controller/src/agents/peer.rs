@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_live_process_is_identified_and_a_dead_one_is_not() {
+    fn a_dead_process_is_not_identified() {
         let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         assert_eq!(identify(&ours).unwrap().0.pid, std::process::id());
         let mut child = std::process::Command::new("true").spawn().unwrap();

@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_are_summed_and_the_most_called_comes_first() {
+    fn sums_begin_with_the_most_called() {
         let mut tally = CallAggregate::default();
         tally.add(CallRecord { bytes: 100, result: 2, ..record("cuMemAlloc_v2", 50) });
         tally.add(CallRecord { stands_for: 10, result: 600, ..record("cuStreamQuery", 7) });

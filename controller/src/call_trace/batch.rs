@@ -62,7 +62,7 @@ pub struct FunctionCalls {
     pub longest_ns: u64,
 }
 
-/// One recorded call.
+/// One call from the call ring.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct RecordedCall {
     /// Name of the CUDA function.

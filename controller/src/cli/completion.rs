@@ -7,7 +7,7 @@ use clap_complete::Shell;
 
 use super::{Args, CliError};
 
-/// The supported shells.
+/// The shells that completion supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum CompletionShell {
     Bash,
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_shell_gets_a_script_that_knows_the_commands() {
+    fn every_shell_completes_the_commands() {
         for shell in [CompletionShell::Bash, CompletionShell::Zsh, CompletionShell::Fish] {
             let mut script = Vec::new();
             completion(&mut script, shell).unwrap();

@@ -17,7 +17,7 @@ use crate::core::Millis;
 pub struct HttpSection {
     /// Address: `auto`, `off`, `address:port` or `unix:/path`.
     pub listen: String,
-    /// How clients authenticate.
+    /// How clients of the API authenticate.
     pub auth: HttpAuth,
     /// With `token`: file with the token that clients must send; empty: no token.
     pub token_file: String,
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn the_node_has_a_port_and_private_controllers_a_socket() {
+    fn a_private_controller_uses_a_socket() {
         let auto = HttpSection::default();
         assert_eq!(auto.listen(Path::new(paths::RUN_DIR)), Ok(ListenAddress::Tcp(NODE_ADDRESS)));
         let private = auto.listen(Path::new("/tmp/x"));

@@ -90,7 +90,7 @@ impl CopierProcess {
         self.process = Some(process);
     }
 
-    /// Kills the process.
+    /// Sends the copier SIGKILL, without waiting.
     pub fn kill(&mut self) {
         if let Some(ear) = self.ear.take() {
             ear.abort();

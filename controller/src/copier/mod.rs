@@ -107,7 +107,7 @@ struct AttachedProcess {
 }
 
 impl Copiers {
-    /// No copier yet.
+    /// Creates the registry without any copier.
     #[must_use]
     pub fn new(config: CopierSection, mail: mpsc::UnboundedSender<CopierMessage>) -> Copiers {
         Copiers {

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_is_full_is_renamed_once_and_a_terminal_never() {
+    fn a_full_file_is_renamed_once() {
         let mut file = LogSink { file: Some("/log".into()), bytes: MAX_BYTES - 1 };
         assert_eq!(file.full(), None);
         file.bytes += 1;

@@ -263,7 +263,7 @@ mod tests {
     use super::{super::CheckVerdict, *};
 
     #[test]
-    fn versions_are_read_as_every_packager_writes_them() {
+    fn versions_of_every_packager_are_parsed() {
         let judged = |said: &str| {
             let mut group = CheckGroup::new("containerd");
             judge_version(&mut group, &Ok(said.into()));
@@ -313,7 +313,7 @@ mod tests {
 
     /// k3s is kubectl, containerd and more in one file, and selects the program by its name.
     #[test]
-    fn a_program_is_run_under_the_name_of_its_process() {
+    fn a_program_runs_under_its_own_name() {
         let mut bash = Command::new("bash").arg("-c").arg("read").stdin(Stdio::piped()).spawn();
         let bash = bash.as_mut().unwrap();
         let argv = ["containerd", "-c", "/a"].map(OsString::from);

@@ -32,7 +32,7 @@ pub struct PathFacts {
 }
 
 impl PathFacts {
-    /// Reads the facts.
+    /// Reads the facts from this machine.
     #[must_use]
     pub fn gather(
         run_dir: &Path,

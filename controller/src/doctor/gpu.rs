@@ -18,7 +18,7 @@ pub struct GpuFacts {
     pub mps: bool,
 }
 
-/// What NVML reported.
+/// What NVML reported about the GPUs.
 #[derive(Clone, Debug, Default)]
 pub struct SeenGpus {
     /// Version of the driver, such as `580.159.04`.
@@ -27,7 +27,7 @@ pub struct SeenGpus {
     pub gpus: Vec<GpuCheck>,
 }
 
-/// One GPU.
+/// One GPU as NVML reports it.
 #[derive(Clone, Debug, Default)]
 pub struct GpuCheck {
     /// Product name of NVML.
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_healthy_gpu_passes_and_a_simulated_one_is_named() {
+    fn a_simulated_gpu_passes_and_is_named() {
         let checks = judge(&facts("580.159.04", healthy()));
         assert!(checks.iter().all(|check| check.verdict == CheckVerdict::Good), "{checks:?}");
         let simulated = GpuCheck { name: "Affinode Simulated GPU".into(), ..healthy() };

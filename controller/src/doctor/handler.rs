@@ -173,7 +173,7 @@ runtime_type = "io.containerd.runc.v2"
     }
 
     #[test]
-    fn a_handler_that_displaced_the_default_one_fails() {
+    fn a_missing_default_handler_fails() {
         let (_folder, v3) = snippet();
         assert!(judged(&v3, true).contains(&("default handler", CheckVerdict::Bad)));
     }

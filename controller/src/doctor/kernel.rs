@@ -13,7 +13,7 @@ use crate::sys;
 #[derive(Clone, Debug)]
 #[allow(clippy::struct_excessive_bools)] // A list of independent answers.
 pub struct KernelFacts {
-    /// Effective user id.
+    /// Effective user id of this process.
     pub uid: u32,
     /// Whether root here is root of the machine, not of a user namespace.
     pub whole_machine: bool,

@@ -38,7 +38,7 @@ use crate::{config::Config, error_chain};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckVerdict {
-    /// The check passed.
+    /// The check passed without a finding.
     Good,
     /// Affinode works, but with a limitation.
     Warning,

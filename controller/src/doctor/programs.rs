@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shim_of_another_version_fails_as_a_missing_one() {
+    fn a_shim_of_another_version_fails() {
         use CheckVerdict::{Bad, Good, Warning};
         let shim = |version: &str| Some(("/bin/x".into(), Ok(version.into())));
         assert_eq!(verdicts(shim(env!("CARGO_PKG_VERSION"))), [Good, Good, Warning]);

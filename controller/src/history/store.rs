@@ -14,7 +14,7 @@ use super::{StateSpan, recorder::MAX_MS};
 
 /// From start in milliseconds and key to the span in JSON.
 const SPANS: TableDefinition<(u64, &str), &[u8]> = TableDefinition::new("spans-1");
-/// Counters by name.
+/// Counters of the history, by name.
 const NUMBERS: TableDefinition<&str, u64> = TableDefinition::new("numbers-1");
 /// Memory for cached pages of the file.
 const CACHE_BYTES: usize = 4 << 20;
@@ -38,7 +38,7 @@ pub enum StoreError {
     /// The folder or the file cannot be used.
     #[error("{what} {path}")]
     File {
-        /// What was tried.
+        /// What the failed operation was.
         what: &'static str,
         /// Path of the file.
         path: PathBuf,
@@ -63,7 +63,7 @@ impl<E: Into<redb::Error>> From<E> for StoreError {
     }
 }
 
-/// The open file.
+/// The open file and its limits.
 #[derive(Debug)]
 pub struct SpanStore {
     database: Database,

@@ -89,9 +89,9 @@ pub struct AppState {
 pub struct DataSources {
     /// Changes of the node.
     pub hub: Arc<ViewHub>,
-    /// The call trace.
+    /// The call trace of all processes.
     pub calls: Arc<CallTraceHub>,
-    /// The metrics.
+    /// The metrics of this controller.
     pub metrics: Arc<Metrics>,
     /// The history, if there is one.
     pub history: Option<Arc<NodeHistory>>,

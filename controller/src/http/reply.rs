@@ -49,12 +49,12 @@ where
     reply
 }
 
-/// A plain-text response.
+/// A plain-text response without a cache.
 pub fn text(status: StatusCode, text: impl Into<Bytes>) -> Reply {
     with(status, "text/plain; charset=utf-8", Full::new(text.into()))
 }
 
-/// A JSON response.
+/// A response with one JSON value.
 pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
     match serde_json::to_vec(value) {
         Ok(bytes) => with(status, "application/json", Full::new(bytes.into())),

@@ -39,7 +39,7 @@ const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// Length of a report without `since_ms`.
 const DAY_MS: i64 = 24 * 3600 * 1000;
 
-/// Handles a request.
+/// Checks a request and runs its handler.
 pub async fn answer(site: &Arc<AppState>, peer: &HttpPeer, request: Request<Incoming>) -> Reply {
     let caller = match check(site, peer, &request).await {
         Ok(caller) => caller,

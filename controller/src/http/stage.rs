@@ -131,12 +131,12 @@ impl Running {
         (status, answer)
     }
 
-    /// The current metrics.
+    /// The text of the current metrics.
     pub fn metrics_text(&self) -> String {
         self.metrics.text(&crate::schema::Node::default(), &ViewHub::default(), 0).unwrap()
     }
 
-    /// Opens a stream.
+    /// Opens a stream of the site.
     pub async fn open(&self, path: &str, headers: &str) -> Stream {
         let mut stream = UnixStream::connect(self.socket()).await.unwrap();
         let request =

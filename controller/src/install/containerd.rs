@@ -93,7 +93,7 @@ pub enum NodeError {
         BACK_WITHIN.as_secs()
     )]
     Gone {
-        /// The last error.
+        /// The last error before the timeout.
         why: String,
     },
     /// containerd does not start with the old configuration either.
@@ -101,14 +101,14 @@ pub enum NodeError {
         "containerd's configuration was restored, but containerd does not start with it either: {after}; first error: {before}"
     )]
     Lost {
-        /// The first error.
+        /// The error that led to the restore.
         before: String,
         /// The error with the old configuration.
         after: String,
     },
 }
 
-/// A running containerd.
+/// A running containerd and its files.
 #[derive(Debug)]
 pub struct ContainerdNode {
     daemon: ContainerdProcess,

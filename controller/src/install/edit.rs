@@ -44,7 +44,7 @@ pub enum EditError {
     /// The file cannot be read or written.
     #[error("cannot {action} {}{}", path.display(), super::advice(source, super::BY_HAND))]
     Io {
-        /// What was tried.
+        /// What the failed operation was.
         action: &'static str,
         /// Path of the file.
         path: PathBuf,

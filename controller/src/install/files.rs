@@ -32,7 +32,7 @@ pub enum FileError {
     Missing {
         /// Name of the file.
         file: &'static str,
-        /// The source folder.
+        /// The folder that was searched.
         folder: PathBuf,
     },
     /// The library would not load in containers.
@@ -45,7 +45,7 @@ pub enum FileError {
     /// A file operation failed.
     #[error("cannot {action} {}{}", path.display(), super::advice(source, super::ANOTHER_PLACE))]
     Io {
-        /// What was tried.
+        /// What the failed operation was.
         action: &'static str,
         /// Path of the file.
         path: PathBuf,
@@ -102,7 +102,7 @@ pub struct FileChange {
 }
 
 impl FileChange {
-    /// The target path.
+    /// Path where the file is installed.
     pub fn to(&self) -> &Path {
         &self.to
     }

@@ -97,13 +97,13 @@ pub enum InstallError {
     /// The name is not a plain TOML key.
     #[error("invalid runtime name {0:?}: accepted: letters, digits, - and _")]
     Name(String),
-    /// Another installer runs.
+    /// Another installer holds the lock.
     #[error("another affinode install or uninstall is running: try again when it has ended")]
     Busy,
     /// A file of Affinode failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// containerd failed.
+    /// containerd is missing or rejected the change.
     #[error(transparent)]
     Node(#[from] NodeError),
     /// The block cannot be created.
@@ -121,7 +121,7 @@ pub enum InstallError {
         root.display()
     )]
     HostRoot {
-        /// The given path.
+        /// Path of the root that was given.
         root: PathBuf,
         /// The cause of the failure.
         #[source]

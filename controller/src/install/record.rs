@@ -52,7 +52,7 @@ pub enum RecordError {
     /// The file cannot be read or written.
     #[error("cannot {action} {}{}", path.display(), super::advice(source, super::ANOTHER_PLACE))]
     Io {
-        /// What was tried.
+        /// What the failed operation was.
         action: &'static str,
         /// Path of the file.
         path: PathBuf,
@@ -111,7 +111,7 @@ impl InstallRecord {
         }
     }
 
-    /// Writes the record.
+    /// Writes the record into a folder.
     pub fn write(&self, folder: &Path) -> Result<(), RecordError> {
         let path = folder.join(FILE);
         let text = serde_json::to_vec_pretty(self)

@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_clock_of_a_time_namespace_is_told_from_ours() {
+    fn a_time_namespace_has_a_clock_offset() {
         let offsets = "monotonic           3     500000000\nboottime            0         0\n";
         assert_eq!(monotonic_offset_ms(offsets), Some(3_500));
         assert_eq!(monotonic_offset_ms("monotonic -2 1000000\n"), Some(-1_999));
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_is_found_and_is_not_its_own_stranger() {
+    fn a_process_is_not_its_own_stranger() {
         let me = std::process::id();
         let identity = identity(me).unwrap();
         assert!(identity.start_ticks > 0 && !is_stopped(me));

@@ -70,9 +70,9 @@ pub enum JobReply {
 /// The user of a request, identified by the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobUser {
-    /// User id.
+    /// User id of the user.
     pub uid: u32,
-    /// Group id.
+    /// Group id of the user.
     pub gid: u32,
     /// User name, or the user id if it has no name.
     pub name: String,

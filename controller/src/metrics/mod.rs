@@ -99,7 +99,7 @@ impl Metrics {
         Metrics { table, inner: Mutex::default() }
     }
 
-    /// Counts an event.
+    /// Counts an event and its durations.
     pub fn event(&self, event: &schema::Event) {
         self.table.events.get_or_create(&KindLabels { kind: event.kind.clone() }).inc();
         if event.kind == "refused" {

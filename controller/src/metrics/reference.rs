@@ -14,7 +14,7 @@ use crate::{
     schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
 };
 
-/// A metric.
+/// A metric as the pages list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct MetricReference {
     /// Full name, with the suffix of its series where there is one.

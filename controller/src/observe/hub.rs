@@ -33,7 +33,7 @@ pub struct ViewHub {
     missed: AtomicU64,
 }
 
-/// One watcher.
+/// The subscription of one watcher.
 #[derive(Debug)]
 pub struct ViewWatch {
     /// The node when the watch began.
@@ -54,7 +54,7 @@ impl Default for ViewHub {
 }
 
 impl ViewHub {
-    /// Adds a watcher.
+    /// Adds a watcher with the current state.
     #[must_use]
     pub fn watch(&self) -> ViewWatch {
         let latest = self.lock();
@@ -62,7 +62,7 @@ impl ViewHub {
         ViewWatch { present: Arc::clone(&latest), messages: self.messages.subscribe() }
     }
 
-    /// Number of watchers.
+    /// Number of current watchers.
     #[must_use]
     pub fn watchers(&self) -> usize {
         self.messages.receiver_count()

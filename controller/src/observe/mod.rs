@@ -32,7 +32,7 @@ const UNWATCHED: Duration = Duration::from_secs(5);
 /// Events within this time are sent together.
 const GATHER: Duration = Duration::from_millis(30);
 
-/// The observing task.
+/// The task that observes the node.
 #[derive(Debug)]
 pub struct ViewObserver {
     door: ControllerHandle,

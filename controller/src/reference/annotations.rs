@@ -11,12 +11,12 @@ use crate::core::{
 /// Prefix of every annotation.
 const PREFIX: &str = "affinode.io/";
 
-/// An annotation.
+/// An annotation as the pages list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct AnnotationReference {
-    /// Full name.
+    /// Full name with its prefix.
     pub name: String,
-    /// Accepted values.
+    /// Accepted values, as text for people.
     pub accepted: String,
     /// The key of `[policy]` that it changes; `None`: there is no such key.
     pub key: Option<String>,

@@ -20,7 +20,7 @@ const UNKNOWN: &str = "unknown_key";
 /// The array of tables that replaces values for one namespace.
 const RULES: &str = "policy.namespace";
 
-/// A key.
+/// A key as the pages list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct KeyReference {
     /// Section: `policy`, `http.kubernetes`, …
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn every_policy_key_but_victims_is_for_namespaces() {
+    fn namespaces_accept_all_keys_but_victims() {
         for key in keys().iter().filter(|key| key.section == "policy") {
             assert_eq!(key.namespace, key.name != "victims", "{}", key.name);
         }

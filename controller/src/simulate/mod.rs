@@ -98,7 +98,7 @@ pub struct SimulatedMachine {
     pub gpus: usize,
     /// VRAM of each GPU for managed processes, in bytes.
     pub vram_bytes: u64,
-    /// Costs of moves.
+    /// Costs of moves on this machine.
     pub calibration: Calibration,
 }
 

@@ -12,7 +12,7 @@ impl RandomSource {
         RandomSource(seed)
     }
 
-    /// 64 random bits.
+    /// The next 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -65,7 +65,7 @@ impl RandomSource {
         }
     }
 
-    /// A Weibull variate.
+    /// A Weibull variate with these parameters.
     pub fn weibull(&mut self, shape: f64, scale: f64) -> f64 {
         scale * (-self.unit().ln()).powf(1.0 / shape)
     }

@@ -166,7 +166,7 @@ impl SummaryMeter {
 pub struct ContainerTotals {
     /// Number of its requests.
     pub requests: u64,
-    /// Requests that waited.
+    /// Number of requests that waited.
     pub delayed: u64,
 }
 

@@ -17,9 +17,9 @@ use super::{
 /// The parameters of a synthetic node.
 #[derive(Clone, Copy, Debug)]
 pub struct SyntheticPlan {
-    /// Number of processes.
+    /// Number of processes to create.
     pub processes: usize,
-    /// Number of days.
+    /// Number of days to create.
     pub days: u32,
     /// VRAM and service time of each process, and the seed.
     pub assumed: TraceDefaults,

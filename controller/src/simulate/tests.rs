@@ -35,7 +35,7 @@ fn contender(name: &str) -> Baseline {
 }
 
 #[test]
-fn a_pause_beyond_the_timeout_is_freed_and_its_end_waits() {
+fn a_long_pause_frees_vram() {
     let trace = WorkloadTrace { loads: vec![load("a", 16, &[0, 10, 1_010])] };
     let summary = engine::run(&trace, machine(16), &contender("fixed-60s")).unwrap();
     let costs = Calibration::default();

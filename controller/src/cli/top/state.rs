@@ -9,7 +9,7 @@ use crate::{cli::format, schema};
 pub enum KeyOutcome {
     /// Draw the screen again.
     Stay,
-    /// End the program.
+    /// Leave the screen and exit.
     End,
     /// Send a request for a container to the controller.
     Act {

@@ -23,7 +23,7 @@ fn colour(state: &str) -> Color {
     }
 }
 
-/// Draws the screen.
+/// Draws the whole screen from the state.
 pub fn draw(frame: &mut Frame<'_>, state: &TopState) {
     let gpus = u16::try_from(state.node.gpus.len().max(1)).unwrap_or(u16::MAX);
     let [head, list, foot] = Layout::vertical([
@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_screen_names_devices_containers_and_reasons() {
+    fn the_screen_shows_gpus_and_reasons() {
         let gpu = schema::Gpu {
             name: "H200".into(),
             vram_total_bytes: 100 << 30,

@@ -54,7 +54,7 @@ pub enum ReviewError {
     /// The connection failed, or the server's certificate is not trusted.
     #[error("cannot connect to {server}")]
     Connect {
-        /// Host and port.
+        /// Host and port of the server.
         server: String,
         /// The cause of the failure.
         #[source]
@@ -63,7 +63,7 @@ pub enum ReviewError {
     /// The connection ended before the response.
     #[error("no response of {server} to a {kind}")]
     Broken {
-        /// Host and port.
+        /// Host and port of the server.
         server: String,
         /// Kind of the review.
         kind: &'static str,
@@ -74,7 +74,7 @@ pub enum ReviewError {
     /// The response did not arrive in time.
     #[error("no response of {server} to a {kind} within {} s", TIME.as_secs())]
     Late {
-        /// Host and port.
+        /// Host and port of the server.
         server: String,
         /// Kind of the review.
         kind: &'static str,
@@ -84,7 +84,7 @@ pub enum ReviewError {
         "{server} refused a {kind} with status {status}: the token in http.kubernetes.token_file needs the ClusterRole system:auth-delegator"
     )]
     Status {
-        /// Host and port.
+        /// Host and port of the server.
         server: String,
         /// Kind of the review.
         kind: &'static str,
@@ -94,7 +94,7 @@ pub enum ReviewError {
     /// The response is not a review.
     #[error("the response of {server} to a {kind} is invalid")]
     Answer {
-        /// Host and port.
+        /// Host and port of the server.
         server: String,
         /// Kind of the review.
         kind: &'static str,

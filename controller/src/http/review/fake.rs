@@ -28,7 +28,7 @@ pub const OWN_TOKEN: &str = "the-controller-itself";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mood {
     Well,
-    /// Refuses every request.
+    /// Refuses every request with status 403.
     Forbidden,
     /// Responds with invalid JSON.
     Rubbish,

@@ -13,7 +13,7 @@ pub struct PolicyDecision {
     pub key: String,
     /// The new state of the container, as one word.
     pub to: String,
-    /// The reason word.
+    /// The reason of the decision, as one word.
     pub reason: String,
 }
 

@@ -46,7 +46,7 @@ impl Ord for ScheduledEvent {
     }
 }
 
-/// All planned events.
+/// All planned events, in a heap.
 #[derive(Debug, Default)]
 pub(super) struct EventQueue {
     heap: BinaryHeap<ScheduledEvent>,
@@ -56,7 +56,7 @@ pub(super) struct EventQueue {
 }
 
 impl EventQueue {
-    /// Plans an event.
+    /// Plans an event for a time.
     pub(super) fn plan(&mut self, at: Millis, event: SimulationEvent) {
         self.sequence += 1;
         let planned = ScheduledEvent { at, sequence: self.sequence, event };
@@ -96,7 +96,7 @@ mod tests {
     proptest! {
         /// Events may be planned at any time, also while another one is handled.
         #[test]
-        fn it_comes_in_order_of_time_and_then_of_planning(
+        fn events_come_in_order_of_time(
             steps in proptest::collection::vec((0_u64..50, 0_usize..4), 1..100),
         ) {
             let (mut agenda, mut planned, mut number, mut now) =
