@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replaced_spec_keeps_mode_and_leaves_nothing_behind() {
+    fn replaced_spec_keeps_its_mode() {
         let (_dir, bundle) = bundle();
         let path = bundle.path().join(CONFIG);
         fs::write(&path, "{\"b\":1,\"a\":18446744073709551615}").unwrap();
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn the_address_file_is_replaced_only_where_there_is_one() {
+    fn only_an_existing_address_file_is_replaced() {
         let (_dir, bundle) = bundle();
         bundle.rewrite_address("unix:///ours").unwrap();
         assert!(bundle.recorded_address().is_none());

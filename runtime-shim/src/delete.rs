@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_group_loses_its_stock_shim_and_its_members() {
+    fn dead_group_and_its_stock_shim_are_deleted() {
         let dir = tempfile::tempdir().unwrap();
         let (bundle, note, mut stock) = group(dir.path());
         // "gone" has no bundle; "found" is known by its address only.

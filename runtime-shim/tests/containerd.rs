@@ -167,7 +167,7 @@ fn a_member_leaves_its_group_alone() {
 }
 
 #[test]
-fn a_gpu_container_gets_the_library_and_is_announced() {
+fn gpu_container_gets_library_and_announcement() {
     let Some(node) = Node::start() else { return };
     let mut controller = Controller::start(&node.path("affinode"));
     // The second layer hides the first one's preload list; the third has its own list.
@@ -316,7 +316,7 @@ fn a_failed_start_leaves_no_stock_shim() {
 }
 
 #[test]
-fn a_gpu_container_brings_up_one_controller_that_outlives_it() {
+fn gpu_container_starts_a_lasting_controller() {
     let Some(node) = Node::start() else { return };
     node.detach(OURS, "", "plain");
     node.detach(OURS, GPU, "gpu1");

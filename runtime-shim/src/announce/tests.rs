@@ -161,7 +161,7 @@ async fn a_missing_controller_is_launched_once_for_all() {
 }
 
 #[tokio::test]
-async fn containers_are_announced_again_after_the_controllers_death() {
+async fn containers_are_reannounced_after_restart() {
     let node = Node::new();
     let mut fake = node.serve();
     let announcer = Announcer::spawn(node.launcher());

@@ -280,7 +280,7 @@ fn claiming(claim: Value) -> Value {
 }
 
 #[test]
-fn a_claim_is_read_and_decides_by_its_device_class() {
+fn claim_decides_by_its_device_class() {
     let own = ClaimName::Claim("one".into());
     let made = ClaimName::Template("many".into());
     for (claim, name) in [
