@@ -153,7 +153,7 @@ impl<'a> Installation<'a> {
         })
     }
 
-    /// Like [`Installed::restarted`], but `restart` gets the number of earlier requests and returns
+    /// Like [`Installation::restarted`], but `restart` gets the number of earlier requests and returns
     /// whether it succeeded.
     ///
     /// # Errors
