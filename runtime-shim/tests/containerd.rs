@@ -282,7 +282,7 @@ fn a_missing_stock_shim_is_named() {
         String::from_utf8(output.stderr).unwrap()
     };
     let error = run("/nowhere/at/all");
-    assert!(error.contains("AFFINODE_STOCK_SHIM names \"/nowhere/at/all\""), "{error}");
+    assert!(error.contains("AFFINODE_STOCK_SHIM is \"/nowhere/at/all\""), "{error}");
     let error = run(shim.to_str().unwrap());
     assert!(error.contains("is this shim itself"), "{error}");
     fs::remove_file(node.path("bin/containerd-shim-runc-v2")).unwrap();

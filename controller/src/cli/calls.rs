@@ -245,7 +245,7 @@ mod tests {
             text.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(lines[1][2..6], ["cuLaunchKernel", "~2000", "3.0", "us"], "{text}");
         assert_eq!(lines[2][2..4], ["cuStreamQuery", "10.0"], "{text}");
-        assert!(text.contains("2000 calls a second of 1 processes, 6 dropped"), "{text}");
+        assert!(text.contains("2000 calls per second in 1 processes, 6 dropped"), "{text}");
     }
 
     #[test]

@@ -496,7 +496,7 @@ mod tests {
         assert_eq!(told(), format!("configuration: policy.mode {}{words}", at(&file)));
         std::fs::write(&file, "").unwrap();
         std::fs::write(&drop_in, "[log]\ncolour = true\n").unwrap();
-        let words = "there is no such key; accepted: level, format";
+        let words = "unknown key; accepted: level, format";
         assert_eq!(told(), format!("configuration: log.colour {}{words}", at(&drop_in)));
     }
 }

@@ -254,7 +254,13 @@ mod tests {
             audiences: Vec::new(),
         };
         let reviewed = HttpSection { kubernetes, ..reviewed };
-        assert!(reviewed.check().unwrap_err().to_string().contains("in clear"));
+        assert!(
+            reviewed
+                .check()
+                .unwrap_err()
+                .to_string()
+                .contains("so that Kubernetes tokens are encrypted")
+        );
         let reviewed = HttpSection {
             tls_cert_file: "/etc/c".into(),
             tls_key_file: "/etc/k".into(),

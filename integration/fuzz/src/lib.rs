@@ -2,7 +2,7 @@
 //! finds a fault.
 //!
 //! - `cargo test -p affinode-fuzz` feeds each its corpus (`corpus/<target>`) and random
-//! changes of it; `PROPTEST_CASES` sets their number.
+//!   changes of it; `PROPTEST_CASES` sets their number.
 //! - `cargo xtask fuzz --seconds 300` lets libFuzzer search, guided by coverage, and
 //!   keeps what reaches new code in `target/fuzz/corpus`; `--keep` brings the smallest set
 //!   of it back here.

@@ -84,7 +84,7 @@ mod tests {
                      skipped e2e::spec::line: containerd-line: no 1.6\n\
                      skipped e2e::spec::line: containerd-line: no 1.6\n";
         let told = "e2e::copier::again: restores: 11 of 12\n2 tests were skipped:\n  \
-                    e2e::spec::line: containerd-line: no 1.6\n  e2e::ways::python: python3: none here";
+                    e2e::spec::line: containerd-line: no 1.6\n  e2e::ways::python: python3: not installed";
         assert_eq!(summary(notes), told);
         assert_eq!(summary(""), "No test was skipped.");
     }

@@ -76,7 +76,7 @@ async fn an_unreachable_server_admits_no_user() {
     for (mood, why) in [
         (Mood::Forbidden, "403 Forbidden: the token in http.kubernetes.token_file needs"),
         (Mood::Rubbish, "is invalid"),
-        (Mood::Endless, "did not answer a TokenReview: length limit exceeded"),
+        (Mood::Endless, "to a TokenReview: length limit exceeded"),
     ] {
         fake.set(mood);
         let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();

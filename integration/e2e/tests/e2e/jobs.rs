@@ -270,7 +270,7 @@ fn job_rights_are_checked_per_user() -> Result<()> {
     node.world.cli().run(&["reload"])?;
     let refused =
         node.run(&["--annotation", "priority=9", "--", "true"]).uid(NOBODY).gid(NOBODY).output()?;
-    assert!(said(&refused).contains("for root to choose"), "{}", said(&refused));
+    assert!(said(&refused).contains("only root may set annotation"), "{}", said(&refused));
     let mut worker = node.worker(NOBODY, "notebook", &["--"])?;
     let row = node.wait_offloaded("notebook")?;
     assert!(row.namespace.starts_with("user-"), "{row:?}");

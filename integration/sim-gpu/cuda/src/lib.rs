@@ -12,8 +12,7 @@
 //! - `cuGetProcAddress` of both signatures, per-thread default stream variants (`_ptds`, `_ptsz`).
 //! - The driver's private tables, of the runtime's kind and of tools'; see [`tables`].
 //! - A faulty bus: of the asynchronous copies of 1 MiB and more to the device, the one with the
-//! number in
-//! `AFFINODE_SIM_SPOIL_COPY` writes other contents, without an error.
+//!   number in `AFFINODE_SIM_SPOIL_COPY` writes other contents, without an error.
 //!
 //! # What is not
 //!

@@ -71,7 +71,7 @@ pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     let logs = ["-n", NAMESPACE, "logs", "job/affinode-uninstall", "--tail=3"];
     let said = containerd::run(plane.kubectl().args(logs))?;
     let because = format!("because of {NODE}: cannot be taken off");
-    ensure!(said.contains("end their containers first") && said.contains(&because), "{said}");
+    ensure!(said.contains("end the containers first") && said.contains(&because), "{said}");
     ensure!(said.matches("cannot be taken off").count() == 1, "{said}");
     output::note(said.trim().lines().last().unwrap_or_default());
     for (node, installed) in plane.nodes().iter().zip(installed) {
