@@ -94,7 +94,11 @@ async fn an_unreachable_server_admits_no_user() {
     assert_eq!(kind(&reviewer, "annas-token", NODE).await, Ok("anna".into()));
     std::fs::remove_file(&token).unwrap();
     let refusal = reviewer.admit(b"bobs-token", NODE).await.unwrap_err();
-    assert!(refusal.detail.contains("api-token, which http.kubernetes.token_file names"));
+    assert!(
+        refusal.detail.contains("api-token (http.kubernetes.token_file)"),
+        "{}",
+        refusal.detail
+    );
 }
 
 #[tokio::test]
