@@ -89,7 +89,35 @@ pub fn in_environment() -> Hazards {
 
 /// The hazard of loaded tools and of a tracer, at the time of the call. For the agent.
 pub fn found() -> Hazards {
-    if is_loaded(&OF_TOOLS) || is_traced() { Hazards::TOOLS } else { Hazards(0) }
+    if is_mapped(&OF_TOOLS) || is_traced() { Hazards::TOOLS } else { Hazards(0) }
+}
+
+/// Whether the name of a mapped file begins with one of `names`. It does not walk the loader's list
+/// of objects: glibc does not reset that list's lock in a forked child, so a child that the
+/// application forks while the agent walks the list would wait for the lock for ever.
+fn is_mapped(names: &[&[u8]]) -> bool {
+    const MAPS: &CStr = c"/proc/self/maps";
+    const KEPT_BYTES: usize = 64; // more than a name has, so that one on the border is found
+    let Some(maps) = sys::open_to_read(MAPS) else { return is_loaded(names) };
+    let mut buffer = [0_u8; 2048];
+    let mut kept = 0;
+    loop {
+        let Some(free) = buffer.get_mut(kept..) else { return false };
+        let read = match sys::task::read(maps.number(), free) {
+            Ok(0) | Err(_) => return false,
+            Ok(read) => read,
+        };
+        let Some(text) = buffer.get(..kept + read) else { return false };
+        let is_named = |name: &[u8]| {
+            text.windows(name.len() + 1).any(|part| part.strip_prefix(b"/") == Some(name))
+        };
+        if names.iter().any(|name| is_named(name)) {
+            return true;
+        }
+        let end = kept + read;
+        kept = KEPT_BYTES.min(end);
+        buffer.copy_within(end - kept..end, 0);
+    }
 }
 
 fn is_loaded(names: &[&[u8]]) -> bool {
@@ -145,5 +173,7 @@ mod tests {
     fn libraries_are_known_by_their_file() {
         assert!(is_loaded(&[b"libc.so"]));
         assert!(!is_loaded(&OF_TOOLS) && !is_loaded(&OF_VIDEO));
+        assert!(is_mapped(&[b"no-such-library", b"libc.so"]));
+        assert!(!is_mapped(&OF_TOOLS) && !is_mapped(&OF_VIDEO) && !is_mapped(&[b"ibc.so"]));
     }
 }
