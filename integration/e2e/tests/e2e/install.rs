@@ -242,7 +242,7 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
         Ok((exe == Path::new(&shim)).then_some(()))
     })?;
     let said = place.refused("uninstall", &["--restart-mode", "none"])?;
-    ensure!(said.contains("1 shim runs of Affinode"), "{said}");
+    ensure!(said.contains("1 shim runs:"), "{said}");
     ensure!(shim.exists());
     // With --drain it waits for the containers' end.
     let mut waiting =

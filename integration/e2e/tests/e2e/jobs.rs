@@ -263,7 +263,7 @@ fn job_rights_are_checked_per_user() -> Result<()> {
         .gid(NOBODY)
         .output()?;
     assert_eq!(unmanaged.status.code(), Some(7));
-    assert!(said(&unmanaged).contains("unmanaged"), "{}", said(&unmanaged));
+    assert!(said(&unmanaged).contains("running without Affinode"), "{}", said(&unmanaged));
 
     let config = node.world.dir().join("affinode/config.toml");
     fs::write(&config, format!("{EAGER}\n[jobs]\nenabled = true\nusers = [\"*\"]"))?;
