@@ -140,7 +140,8 @@ mod tests {
     #[test]
     fn a_record_without_live_process_is_useless() {
         let key = |n: u8| Key::parse(&format!("{n:032x}")).unwrap();
-        let process = |pid| RecordedProcess { pid, start_ticks: 1, away: Vec::new(), to: None };
+        let process =
+            |pid| RecordedProcess { pid, start_ticks: 1, offloaded: Vec::new(), to: None };
         let record = |pid| Record { step: "checkpoint".into(), processes: vec![process(pid)] };
         let mut unclaimed = UnclaimedEntry::default();
         (1..=3).for_each(|n| unclaimed.add(key(n), &record(n.into())));
@@ -160,7 +161,7 @@ mod tests {
             processes: vec![RecordedProcess {
                 pid: 7,
                 start_ticks: 9,
-                away: vec![DeviceBytes { uuid: "GPU-1".into(), bytes: 5 }],
+                offloaded: vec![DeviceBytes { uuid: "GPU-1".into(), bytes: 5 }],
                 to: Some("GPU-2".into()),
             }],
         };

@@ -322,11 +322,11 @@ fn copyable_share(engine: &str, processes: &[control::Process]) -> Option<f64> {
     let sum = |bytes: &dyn Fn(&control::Process) -> u64| {
         processes.iter().map(bytes).fold(0, u64::saturating_add)
     };
-    let away =
+    let offloaded =
         |p: &control::Process| p.offloaded.iter().map(|d| d.bytes).fold(0, u64::saturating_add);
-    let all = sum(&|p| p.vram_bytes.saturating_add(away(p)));
-    let carried = sum(&|p| p.swappable_bytes);
-    (engine != "checkpoint" && all > 0).then(|| (carried as f64 / all as f64).min(1.0))
+    let all = sum(&|p| p.vram_bytes.saturating_add(offloaded(p)));
+    let swappable = sum(&|p| p.swappable_bytes);
+    (engine != "checkpoint" && all > 0).then(|| (swappable as f64 / all as f64).min(1.0))
 }
 
 impl From<control::DeviceBytes> for DeviceBytes {

@@ -134,7 +134,7 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
     }
     loop {
         let Some((place, page)) = process::place() else {
-            oom_wait::abandon(&PROCESS.desk, frame.waits_until_us);
+            oom_wait::abandon(&PROCESS.oom_wait, frame.waits_until_us);
             return ThunkAction::Pass;
         };
         frame.place = place;
@@ -158,7 +158,7 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
                 return ThunkAction::Counted;
             }
             EnterResult::Damaged => {
-                oom_wait::abandon(&PROCESS.desk, frame.waits_until_us);
+                oom_wait::abandon(&PROCESS.oom_wait, frame.waits_until_us);
                 frame.result = result::ECC_UNCORRECTABLE.into();
                 return ThunkAction::Answered;
             }
@@ -232,12 +232,12 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
         uncount(frame.place, class);
         return 1;
     }
-    let desk = &PROCESS.desk;
+    let oom_wait = &PROCESS.oom_wait;
     // SAFETY: the arguments of a call of this function; they are as the caller gave them.
-    let want = unsafe { oom_wait::wanted(desk, entry, frame.result, &frame.arguments) };
+    let want = unsafe { oom_wait::wanted(oom_wait, entry, frame.result, &frame.arguments) };
     let want = want.filter(|_| !is_inside_another(frame.place));
     uncount(frame.place, class);
-    oom_wait::settle(desk, want, frame.result, &mut frame.waits_until_us).into()
+    oom_wait::settle(oom_wait, want, frame.result, &mut frame.waits_until_us).into()
 }
 
 /// Whether the call asks for a constant whose value is cached; if so, its results are written.

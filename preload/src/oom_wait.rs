@@ -203,13 +203,13 @@ pub fn may_be_repeated(entry: &HookEntry) -> bool {
 /// # Safety
 /// `arguments` must be those of a call of `entry`'s function.
 pub unsafe fn wanted(
-    desk: &OomWaiter,
+    waiter: &OomWaiter,
     entry: &HookEntry,
     code: u64,
     arguments: &[u64; 6],
 ) -> Option<AllocRequest> {
     let fits = code as u32 == result::OUT_OF_MEMORY && entry.class() == Class::Alloc;
-    if !fits || desk.wait_ms.load(Ordering::Relaxed) == 0 {
+    if !fits || waiter.wait_ms.load(Ordering::Relaxed) == 0 {
         return None;
     }
     let [_, second, third, fourth, fifth, _] = *arguments;
@@ -246,37 +246,42 @@ pub unsafe fn wanted(
 
 /// Called when a call has returned and is no longer counted. True: repeat it.
 /// `until_us` is 0 the first time, and is kept for the next.
-pub fn settle(desk: &OomWaiter, want: Option<AllocRequest>, code: u64, until_us: &mut u64) -> bool {
+pub fn settle(
+    waiter: &OomWaiter,
+    want: Option<AllocRequest>,
+    code: u64,
+    until_us: &mut u64,
+) -> bool {
     let first = *until_us == 0;
     let Some(want) = want else {
         if !first {
-            desk.leave(sys::gettid(), code as u32 == result::SUCCESS);
+            waiter.leave(sys::gettid(), code as u32 == result::SUCCESS);
         }
         return false;
     };
     let tid = sys::gettid();
     let mut attempts = 0;
     if first {
-        let wait_us = u64::from(desk.wait_ms.load(Ordering::Relaxed)) * 1_000;
+        let wait_us = u64::from(waiter.wait_ms.load(Ordering::Relaxed)) * 1_000;
         *until_us = sys::now_us() + wait_us;
-        if !desk.take(tid, *until_us) {
+        if !waiter.take(tid, *until_us) {
             return false;
         }
     } else {
-        attempts = desk.attempts.load(Ordering::Relaxed).saturating_add(1);
+        attempts = waiter.attempts.load(Ordering::Relaxed).saturating_add(1);
     }
-    desk.ask(want, attempts);
-    let again = desk.wait(tid, *until_us);
+    waiter.ask(want, attempts);
+    let again = waiter.wait(tid, *until_us);
     if !again {
-        desk.leave(tid, false);
+        waiter.leave(tid, false);
     }
     again
 }
 
 /// Ends the wait of a call that is repeated without the gate: the process is no longer managed.
-pub fn abandon(desk: &OomWaiter, until_us: u64) {
+pub fn abandon(waiter: &OomWaiter, until_us: u64) {
     if until_us != 0 {
-        desk.leave(sys::gettid(), false);
+        waiter.leave(sys::gettid(), false);
     }
 }
 
@@ -311,16 +316,16 @@ mod tests {
     const WANT: AllocRequest = AllocRequest { bytes: 7, uuid: [9; 16] };
     const OOM: u64 = result::OUT_OF_MEMORY as u64;
 
-    fn desk(wait_ms: u32) -> OomWaiter {
-        let desk = OomWaiter::new();
-        desk.set_wait_ms(wait_ms);
-        desk
+    fn waiter(wait_ms: u32) -> OomWaiter {
+        let waiter = OomWaiter::new();
+        waiter.set_wait_ms(wait_ms);
+        waiter
     }
 
     /// Waits for an allocation that waits for a grant, as the agent sees it.
-    fn asked(desk: &OomWaiter) -> PendingAlloc {
+    fn asked(waiter: &OomWaiter) -> PendingAlloc {
         loop {
-            match desk.case() {
+            match waiter.case() {
                 Some(case) if case.asked => return case,
                 _ => std::thread::yield_now(),
             }
@@ -329,31 +334,31 @@ mod tests {
 
     #[test]
     fn granted_allocation_repeats_and_frees_waiter() {
-        let desk = desk(60_000);
+        let waiter = waiter(60_000);
         std::thread::scope(|scope| {
             let caller = scope.spawn(|| {
                 let mut until_us = 0;
-                let again = settle(&desk, Some(WANT), OOM, &mut until_us);
-                let failed_again = settle(&desk, Some(WANT), OOM, &mut until_us);
-                (again, failed_again, settle(&desk, None, 0, &mut until_us))
+                let again = settle(&waiter, Some(WANT), OOM, &mut until_us);
+                let failed_again = settle(&waiter, Some(WANT), OOM, &mut until_us);
+                (again, failed_again, settle(&waiter, None, 0, &mut until_us))
             });
-            let first = asked(&desk);
+            let first = asked(&waiter);
             assert_eq!((first.want, first.attempts), (WANT, 0));
-            desk.answer(first.ticket + 1, false); // Another's.
-            desk.answer(first.ticket, true);
-            while desk.case().is_none_or(|case| case.attempts == 0) {}
-            let second = asked(&desk);
+            waiter.answer(first.ticket + 1, false); // Another's.
+            waiter.answer(first.ticket, true);
+            while waiter.case().is_none_or(|case| case.attempts == 0) {}
+            let second = asked(&waiter);
             assert_eq!((second.ticket, second.attempts), (first.ticket, 1));
-            desk.answer(second.ticket, true);
+            waiter.answer(second.ticket, true);
             assert_eq!(caller.join().unwrap(), (true, true, false));
-            assert_eq!(desk.case(), None);
-            assert!(desk.was_served(first.ticket));
+            assert_eq!(waiter.case(), None);
+            assert!(waiter.was_served(first.ticket));
         });
     }
 
     #[test]
     fn refused_or_late_allocation_frees_waiter() {
-        let refused = desk(60_000);
+        let refused = waiter(60_000);
         std::thread::scope(|scope| {
             let caller = scope.spawn(|| settle(&refused, Some(WANT), OOM, &mut 0));
             let case = asked(&refused);
@@ -361,7 +366,7 @@ mod tests {
             assert!(!caller.join().unwrap());
             assert_eq!((refused.case(), refused.was_served(case.ticket)), (None, false));
         });
-        let late = desk(1);
+        let late = waiter(1);
         assert!(!settle(&late, Some(WANT), OOM, &mut 0));
         assert_eq!(late.case(), None);
     }
@@ -382,29 +387,29 @@ mod tests {
 
     #[test]
     fn nested_allocation_fails_at_once() {
-        let desk = desk(60_000);
-        assert!(desk.take(sys::gettid(), u64::MAX));
-        assert!(!settle(&desk, Some(WANT), OOM, &mut 0));
+        let waiter = waiter(60_000);
+        assert!(waiter.take(sys::gettid(), u64::MAX));
+        assert!(!settle(&waiter, Some(WANT), OOM, &mut 0));
     }
 
     #[test]
     fn waiter_of_dead_thread_is_taken_over() {
-        let desk = desk(60_000);
+        let waiter = waiter(60_000);
         let dead = std::thread::spawn(sys::gettid).join().unwrap();
         while sys::thread_lives(dead) {
             std::thread::yield_now();
         }
-        assert!(desk.take(dead, u64::MAX));
-        assert!(desk.take(sys::gettid(), u64::MAX));
+        assert!(waiter.take(dead, u64::MAX));
+        assert!(waiter.take(sys::gettid(), u64::MAX));
     }
 
     #[test]
     fn the_end_of_management_ends_the_wait() {
-        let desk = desk(60_000);
+        let waiter = waiter(60_000);
         std::thread::scope(|scope| {
-            let caller = scope.spawn(|| settle(&desk, Some(WANT), OOM, &mut 0));
-            asked(&desk);
-            desk.set_wait_ms(0);
+            let caller = scope.spawn(|| settle(&waiter, Some(WANT), OOM, &mut 0));
+            asked(&waiter);
+            waiter.set_wait_ms(0);
             assert!(!caller.join().unwrap());
         });
     }

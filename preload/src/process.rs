@@ -40,7 +40,7 @@ pub struct Process {
     /// The hook of the caller that arrived last at a closed gate.
     pub waiting_hook: AtomicU32,
     /// Allocations that wait for free VRAM.
-    pub desk: OomWaiter,
+    pub oom_wait: OomWaiter,
     /// Counts of calls into NVML.
     pub nvml: nvml::NvmlCallCount,
 }
@@ -55,7 +55,7 @@ pub static PROCESS: Process = Process {
     page_fd: AtomicI32::new(0),
     agent_tid: AtomicU32::new(0),
     waiting_hook: AtomicU32::new(0),
-    desk: OomWaiter::new(),
+    oom_wait: OomWaiter::new(),
     nvml: nvml::NvmlCallCount::new(),
 };
 

@@ -200,7 +200,7 @@ fn call_while_locked_is_answered_as_before() {
 
 /// The context stays with the engine `copy`: NVML is asked.
 #[test]
-fn call_while_parked_reaches_nvml() {
+fn call_while_copied_out_reaches_nvml() {
     use affinode_proto::wire::message::CopyOptions;
     let controller = Controller::new();
     let program = ["nvml", "dlopen"];

@@ -43,7 +43,7 @@ reasons! {
     /// Mode pressure, and no container needs the VRAM.
     NoPressure = "no-pressure", "mode is pressure, and no container needs the VRAM";
     /// Mode auto, and the containers of the GPU need more VRAM than it has.
-    Crowded = "oversubscribed", "the containers of its GPU need more VRAM than it has: it stays resident until a container needs its VRAM";
+    Oversubscribed = "oversubscribed", "the containers of its GPU need more VRAM than it has: it stays resident until a container needs its VRAM";
     /// The time is outside the offload window.
     OutsideWindow = "outside-window", "the time is outside its offload window: it stays resident until a container needs its VRAM";
     /// The container holds less VRAM than is worth an offload.

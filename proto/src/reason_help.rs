@@ -45,7 +45,7 @@ impl Reason {
                 "The mode is `pressure`: an idle container keeps its VRAM until another container needs it.",
                 "No action is needed. To offload every idle container, set `policy.mode = \"eager\"`.",
             ),
-            Reason::Crowded => (
+            Reason::Oversubscribed => (
                 "The mode is `auto`, and the containers of this GPU together need more VRAM than it has. An early offload would only be followed by an early restore, so idle containers are offloaded when another container waits.",
                 "No action is needed. To offload every idle container nevertheless, set `policy.mode = \"eager\"`.",
             ),

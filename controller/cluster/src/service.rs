@@ -39,14 +39,17 @@ pub enum ServiceError {
 }
 
 /// Receives SIGTERM and SIGINT from its creation on.
-pub struct Told {
+pub struct StopSignal {
     term: Signal,
     int: Signal,
 }
 
-impl Told {
-    fn new() -> io::Result<Told> {
-        Ok(Told { term: signal(SignalKind::terminate())?, int: signal(SignalKind::interrupt())? })
+impl StopSignal {
+    fn new() -> io::Result<StopSignal> {
+        Ok(StopSignal {
+            term: signal(SignalKind::terminate())?,
+            int: signal(SignalKind::interrupt())?,
+        })
     }
 
     /// Waits for either signal.
@@ -63,7 +66,7 @@ impl Told {
 /// # Errors
 /// [`ServiceError`], including that of the service.
 pub fn run<F: Future<Output = Result<(), ServiceError>>>(
-    serve: impl FnOnce(Told) -> F,
+    serve: impl FnOnce(StopSignal) -> F,
 ) -> Result<(), ServiceError> {
     // Fails only if the same provider is installed already.
     let _ = crypto::ring::default_provider().install_default();
@@ -71,7 +74,7 @@ pub fn run<F: Future<Output = Result<(), ServiceError>>>(
         .enable_all()
         .build()
         .map_err(ServiceError::Start)?;
-    runtime.block_on(async { serve(Told::new().map_err(ServiceError::Start)?).await })
+    runtime.block_on(async { serve(StopSignal::new().map_err(ServiceError::Start)?).await })
 }
 
 /// A client of the API server, as the pod's service account or KUBECONFIG names it.

@@ -102,7 +102,7 @@ pub struct DedupIndex<S> {
     job: Option<CompareJob<S>>,
     /// The compared parts; kept, because faulting in fresh memory takes longer than the comparison.
     parts: [Vec<u8>; 2],
-    told_bytes: u64,
+    reported_bytes: u64,
     /// Reads the host memory that is available.
     memory: fn() -> HostBudget,
 }
@@ -121,7 +121,7 @@ impl<S: ChunkContent> DedupIndex<S> {
             segments: HashMap::new(),
             job: None,
             parts: [Vec::new(), Vec::new()],
-            told_bytes: 0,
+            reported_bytes: 0,
             memory,
         }
     }
@@ -151,8 +151,8 @@ impl<S: ChunkContent> DedupIndex<S> {
     /// Bytes of all segments, and whether they have changed since the last report.
     pub fn report(&mut self) -> (u64, bool) {
         let stored_bytes = self.stored_bytes();
-        let told_bytes = std::mem::replace(&mut self.told_bytes, stored_bytes);
-        (stored_bytes, told_bytes != stored_bytes)
+        let reported_bytes = std::mem::replace(&mut self.reported_bytes, stored_bytes);
+        (stored_bytes, reported_bytes != stored_bytes)
     }
 
     /// Takes one step; `Later`: a process has to reply first. `finish` makes a segment of a draft.

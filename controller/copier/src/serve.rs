@@ -184,7 +184,7 @@ impl CopierServer {
     }
 
     fn hear_clients(&mut self) -> Result<(), CopierError> {
-        self.each(ProcessSession::hear)
+        self.each(ProcessSession::receive)
     }
 
     /// Calls `body` for each session, and ends those that fail.

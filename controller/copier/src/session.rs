@@ -230,7 +230,7 @@ impl ProcessSession {
     ///
     /// # Errors
     /// [`SessionError`]: the connection is to be closed.
-    pub fn hear(&mut self) -> Result<(), SessionError> {
+    pub fn receive(&mut self) -> Result<(), SessionError> {
         for _ in 0..FRAMES_AT_ONCE {
             let (frame, descriptor) = match socket::receive(&self.socket) {
                 Ok(received) => received,

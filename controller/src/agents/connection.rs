@@ -54,7 +54,7 @@ pub async fn serve(
     key: Key,
     id: ProcessId,
     budgets: Arc<RateLimits>,
-    home: Handle,
+    runtime: Handle,
     mail: mpsc::Sender<AgentMail>,
 ) {
     let (hello, page, (identity, clock_ahead_ms, pidfd)) = match introduce(&stream).await {
@@ -73,7 +73,7 @@ pub async fn serve(
     };
     let (outbox, outgoing) = mpsc::channel(OUTBOX);
     let (told, joined) = oneshot::channel();
-    let watch = home.spawn(watch(pidfd, joined, id, mail.clone())).abort_handle();
+    let watch = runtime.spawn(watch(pidfd, joined, id, mail.clone())).abort_handle();
     let AgentMessage::Hello { abilities, .. } = hello else {
         return;
     };

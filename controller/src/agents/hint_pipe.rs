@@ -33,10 +33,10 @@ impl ReceivedHint {
     }
 
     fn add(&self, more: &[u8]) {
-        let mut heard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        heard.extend_from_slice(more);
-        let old = heard.len().saturating_sub(KEPT_BYTES);
-        heard.drain(..old);
+        let mut received = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        received.extend_from_slice(more);
+        let old = received.len().saturating_sub(KEPT_BYTES);
+        received.drain(..old);
     }
 }
 
@@ -63,7 +63,7 @@ pub fn make(path: &Path) -> io::Result<()> {
 
 /// Reads all that the container writes. Must run where the container may block it: opening or
 /// reading a pipe waits for a writer in the middle of a write, whose memory may be slow to arrive.
-pub async fn listen(path: PathBuf, heard: ReceivedHint) {
+pub async fn listen(path: PathBuf, received: ReceivedHint) {
     let pipe = HintPipe::open(&path);
     let watched =
         pipe.and_then(|pipe| Ok((sys::watch_readable(pipe.0.try_clone()?.into())?, pipe)));
@@ -80,7 +80,7 @@ pub async fn listen(path: PathBuf, heard: ReceivedHint) {
             if more.is_empty() {
                 break;
             }
-            heard.add(&more);
+            received.add(&more);
             tokio::time::sleep(PACE).await;
         }
         ready.clear_ready();
@@ -97,18 +97,18 @@ impl HintPipe {
     #[must_use]
     fn read(&self) -> Vec<u8> {
         let mut buffer = [0; KEPT_BYTES];
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         let mut left = MAX_BYTES;
         // An empty pipe is an error, too (EAGAIN), and ends the loop.
         while left > 0
             && let Ok(bytes @ 1..) = (&self.0).read(&mut buffer)
         {
-            heard.extend_from_slice(&buffer[..bytes]);
+            received.extend_from_slice(&buffer[..bytes]);
             left = left.saturating_sub(bytes);
-            let old = heard.len().saturating_sub(buffer.len());
-            heard.drain(..old);
+            let old = received.len().saturating_sub(buffer.len());
+            received.drain(..old);
         }
-        heard
+        received
     }
 }
 
@@ -134,8 +134,8 @@ mod tests {
         assert_eq!(pipe.read(), b"busy\nidle\n");
         write(&[b'x'; 32 << 10]);
         write(b" idle");
-        let heard = pipe.read();
-        assert!(heard.len() <= 512 && heard.ends_with(b" idle"));
+        let received = pipe.read();
+        assert!(received.len() <= 512 && received.ends_with(b" idle"));
         // The next controller opens the same pipe.
         write(b"busy");
         drop(pipe);
@@ -149,8 +149,8 @@ mod tests {
         let path = folder.path().join("hint");
         for _ in 0..2 {
             make(&path).unwrap();
-            let heard = ReceivedHint::default();
-            let listens = tokio::spawn(listen(path.clone(), heard.clone()));
+            let received = ReceivedHint::default();
+            let listens = tokio::spawn(listen(path.clone(), received.clone()));
             let (to, words) = (path.clone(), |word: &str| format!("{word}\n"));
             for word in ["idle", "busy"] {
                 let (to, text) = (to.clone(), words(word));
@@ -163,7 +163,7 @@ mod tests {
                 let mut said = Vec::new();
                 while said.is_empty() {
                     tokio::task::yield_now().await;
-                    said = heard.take();
+                    said = received.take();
                 }
                 assert_eq!(said, words(word).into_bytes());
             }

@@ -75,8 +75,8 @@ impl AgentListener {
                 tracing::warn!(%key, %error, "container {key}: cannot create the hint pipe")
             }
         }
-        let home = Handle::current();
-        ward.spawn(accept(listener, key.clone(), owner, numbers, home, mail));
+        let runtime = Handle::current();
+        ward.spawn(accept(listener, key.clone(), owner, numbers, runtime, mail));
         Ok(AgentListener { _ward: ward, hints, folder })
     }
 }
@@ -104,7 +104,7 @@ impl AgentListener {
 
     /// The hints that the container wrote since the last call.
     #[must_use]
-    pub fn heard(&self) -> Vec<u8> {
+    pub fn received(&self) -> Vec<u8> {
         self.hints.take()
     }
 }
@@ -114,7 +114,7 @@ async fn accept(
     key: Key,
     owner: Option<u32>,
     numbers: Arc<AtomicU64>,
-    home: Handle,
+    runtime: Handle,
     mail: mpsc::Sender<AgentMail>,
 ) {
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
@@ -145,9 +145,9 @@ async fn accept(
         };
         let id = ProcessId(numbers.fetch_add(1, Ordering::Relaxed));
         let (key, budgets) = (key.clone(), Arc::clone(&budgets));
-        let (home, mail) = (home.clone(), mail.clone());
+        let (runtime, mail) = (runtime.clone(), mail.clone());
         tokio::spawn(async move {
-            connection::serve(stream, key, id, budgets, home, mail).await;
+            connection::serve(stream, key, id, budgets, runtime, mail).await;
             drop(place);
         });
     }

@@ -68,24 +68,24 @@ pub struct RateLimits {
 #[derive(Debug)]
 pub struct RefusalLog {
     budget: RateLimit,
-    untold: Mutex<u64>,
+    unlogged: Mutex<u64>,
 }
 
 impl Default for RefusalLog {
     fn default() -> RefusalLog {
-        RefusalLog { budget: RateLimit::new(REFUSALS), untold: Mutex::new(0) }
+        RefusalLog { budget: RateLimit::new(REFUSALS), unlogged: Mutex::new(0) }
     }
 }
 
 impl RefusalLog {
     /// The text to log for one refusal; `None` if too much was logged already.
     pub fn tell(&self, why: String) -> Option<String> {
-        let mut untold = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unlogged = self.unlogged.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.budget.try_take() {
-            *untold += 1;
+            *unlogged += 1;
             return None;
         }
-        match std::mem::take(&mut *untold) {
+        match std::mem::take(&mut *unlogged) {
             0 => Some(why),
             more => Some(format!("{why} (and {more} more before it)")),
         }

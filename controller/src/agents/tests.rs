@@ -316,8 +316,8 @@ async fn connections_of_a_container_share_one_rate() {
         }
         let stream = tokio::net::UnixStream::from_std(ours).unwrap();
         let (budgets, sender) = (Arc::clone(&budgets), sender.clone());
-        let (key, home) = (key.clone(), Handle::current());
-        tokio::spawn(connection::serve(stream, key, ProcessId(number), budgets, home, sender));
+        let (key, runtime) = (key.clone(), Handle::current());
+        tokio::spawn(connection::serve(stream, key, ProcessId(number), budgets, runtime, sender));
         peers.push(peer);
     }
     let began = tokio::time::Instant::now();

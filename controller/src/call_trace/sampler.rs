@@ -50,7 +50,7 @@ struct SampledProcess {
     sight: CallSource,
     reader: CallRingReader,
     calls: u64,
-    told: Option<ControllerMessage>,
+    last_sent: Option<ControllerMessage>,
 }
 
 /// Reads the call rings while the trace is watched.
@@ -133,7 +133,7 @@ fn begin(sight: CallSource) -> Option<SampledProcess> {
     let mut watched = SampledProcess {
         reader: CallRingReader::at_present(&page),
         calls: snapshot.calls.wrapping_add(snapshot.polls),
-        told: None,
+        last_sent: None,
         sight,
     };
     // Its call rate is not known yet: at most the ring fills up.
@@ -151,7 +151,7 @@ impl SampledProcess {
         let mut tally = CallAggregate::default();
         let news = self.reader.take(&page, |record| tally.add(record));
         let (functions, recorded) = tally.finish();
-        let one_in_now = self.told.and_then(|told| match told {
+        let one_in_now = self.last_sent.and_then(|last_sent| match last_sent {
             ControllerMessage::SampleCalls { one_in, .. } => Some(one_in),
             _ => None,
         });
@@ -175,8 +175,8 @@ impl SampledProcess {
             return;
         }
         let message = ControllerMessage::SampleCalls { one_in, read: self.reader.read() };
-        if self.told != Some(message) && tell(&self.sight, message) {
-            self.told = Some(message);
+        if self.last_sent != Some(message) && tell(&self.sight, message) {
+            self.last_sent = Some(message);
         }
     }
 }

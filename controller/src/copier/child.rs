@@ -60,9 +60,9 @@ impl CopierProcess {
                 }
             });
         }
-        let heard = sys::watch_readable(ours.try_clone()?)?;
+        let received = sys::watch_readable(ours.try_clone()?)?;
         let ear = tokio::spawn(async move {
-            while let Ok(mut ready) = heard.readable().await {
+            while let Ok(mut ready) = received.readable().await {
                 match ready.try_io(|socket| socket::receive(socket.get_ref())) {
                     Ok(Ok((frame, _))) => match CopierReport::decode(&frame) {
                         Ok(report) if tell(Some(report)) => {}

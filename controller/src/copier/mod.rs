@@ -308,7 +308,7 @@ impl Copiers {
     }
 
     /// Handles a report of a copier.
-    pub fn heard(&mut self, mail: CopierMessage) {
+    pub fn received(&mut self, mail: CopierMessage) {
         let CopierMessage { uuid, number, said } = mail;
         let Some(copier) = self.of.get_mut(&uuid).filter(|copier| copier.number == number) else {
             return;

@@ -55,13 +55,13 @@ async fn only_registered_processes_are_filled() {
     );
     copiers.fill(process, 100);
     assert_eq!(order(&copier), None, "its memory is not registered yet");
-    copiers.heard(said(9, CopierReport::Registered { process: 7, bytes: 100 }));
+    copiers.received(said(9, CopierReport::Registered { process: 7, bytes: 100 }));
     copiers.fill(process, 100);
     assert_eq!(order(&copier), None, "another copier's word");
-    copiers.heard(said(1, CopierReport::Registered { process: 7, bytes: 100 }));
+    copiers.received(said(1, CopierReport::Registered { process: 7, bytes: 100 }));
     copiers.fill(process, 100);
     assert_eq!(order(&copier), Some(CopierOrder::Fill { process: 7, most_bytes: 100 }));
-    copiers.heard(said(1, CopierReport::Detached { process: 7 }));
+    copiers.received(said(1, CopierReport::Detached { process: 7 }));
     copiers.fill(process, 100);
     assert_eq!(order(&copier), None, "it hung up");
 }
@@ -94,8 +94,8 @@ async fn processes_of_a_domain_share_its_number() {
     let jobs = |uid| Some(Domain::Jobs { uid, namespace: "ml".into() });
     assert_eq!((number(5, jobs(0), false), number(6, jobs(1), false)), (3, 4));
     // A process that was offloaded meanwhile keeps its number for itself.
-    copiers.heard(said(1, CopierReport::Detached { process: 3 }));
-    copiers.heard(CopierMessage { uuid: GPU.into(), number: 1, said: None });
+    copiers.received(said(1, CopierReport::Detached { process: 3 }));
+    copiers.received(CopierMessage { uuid: GPU.into(), number: 1, said: None });
     let copier = with_copier(&mut copiers);
     assert!(copiers.attach(ProcessId(7), GPU, 100, of_namespace("new")).is_some());
     assert_eq!(
@@ -117,7 +117,7 @@ async fn pressure_ends_a_copier_and_backoff_holds() {
 
     let _copier = with_copier(&mut copiers);
     copiers.of.get_mut(GPU).unwrap().is_ready = false;
-    copiers.heard(CopierMessage { uuid: GPU.into(), number: 1, said: None });
+    copiers.received(CopierMessage { uuid: GPU.into(), number: 1, said: None });
     assert!(copiers.attach(ProcessId(8), GPU, 100, None).is_none());
 }
 
@@ -127,7 +127,7 @@ async fn nothing_takes_vram_beside_a_proof() {
     let copier = with_copier(&mut copiers);
     copiers.of.get_mut(GPU).unwrap().is_ready = false;
     assert!(copiers.is_moving() && !copiers.has_ready(GPU), "a proof waits for this one");
-    copiers.heard(said(1, CopierReport::Ready));
+    copiers.received(said(1, CopierReport::Ready));
     assert!(!copiers.is_moving() && copiers.has_ready(GPU));
     copiers.hold(true);
     copiers.hold(true);
@@ -158,11 +158,11 @@ async fn a_filling_copier_is_not_ended() {
     let (mut copiers, _from) = copiers();
     let _copier = with_copier(&mut copiers);
     assert!(copiers.attach(ProcessId(7), GPU, 100, None).is_some());
-    copiers.heard(said(1, CopierReport::Registered { process: 7, bytes: 100 }));
+    copiers.received(said(1, CopierReport::Registered { process: 7, bytes: 100 }));
     copiers.fill(ProcessId(7), 100);
     copiers.make_room(&[GPU.to_owned()], |_| false);
     assert!(copiers.of.contains_key(GPU));
-    copiers.heard(said(1, CopierReport::Filled { process: 7, bytes: 100, elapsed_us: 1 }));
+    copiers.received(said(1, CopierReport::Filled { process: 7, bytes: 100, elapsed_us: 1 }));
     copiers.make_room(&[GPU.to_owned()], |_| false);
     assert!(copiers.of.is_empty());
 }
@@ -192,20 +192,20 @@ async fn a_resident_process_counts_as_prefaulted() {
         Some(CopierOrder::Attach { process: 7, most_bytes: 100, domain: 0 })
     );
     assert_eq!(shown(&copiers), (0, 1, 0, 0), "it is getting hold of it");
-    copiers.heard(said(9, CopierReport::Prefaulted { process: 7, bytes: 100 }));
+    copiers.received(said(9, CopierReport::Prefaulted { process: 7, bytes: 100 }));
     assert_eq!(shown(&copiers), (0, 1, 0, 0), "another copier's word");
-    copiers.heard(said(1, CopierReport::Prefaulted { process: 7, bytes: 100 }));
+    copiers.received(said(1, CopierReport::Prefaulted { process: 7, bytes: 100 }));
     assert_eq!(shown(&copiers), (1, 0, 0, 0));
     assert!(copiers.was_shown(ProcessId(7), GPU));
     assert_eq!(shown(&copiers), (0, 1, 0, 0), "it leaves");
-    copiers.heard(said(9, CopierReport::Copied { process: 7, bytes: 100, elapsed_us: 1 }));
+    copiers.received(said(9, CopierReport::Copied { process: 7, bytes: 100, elapsed_us: 1 }));
     assert_eq!(shown(&copiers), (0, 1, 0, 0), "another copier's word");
-    copiers.heard(said(1, CopierReport::Copied { process: 7, bytes: 100, elapsed_us: 1 }));
+    copiers.received(said(1, CopierReport::Copied { process: 7, bytes: 100, elapsed_us: 1 }));
     assert_eq!(shown(&copiers), (0, 1, 0, 1));
-    copiers.heard(said(1, CopierReport::Registered { process: 7, bytes: 100 }));
+    copiers.received(said(1, CopierReport::Registered { process: 7, bytes: 100 }));
     assert_eq!(shown(&copiers), (0, 0, 1, 1));
-    copiers.heard(said(1, CopierReport::Detached { process: 7 }));
-    copiers.heard(said(1, CopierReport::Released));
+    copiers.received(said(1, CopierReport::Detached { process: 7 }));
+    copiers.received(said(1, CopierReport::Released));
     assert_eq!(shown(&copiers), (0, 0, 0, 1));
 }
 
@@ -223,25 +223,25 @@ async fn shared_bytes_last_while_processes_stay() {
     }
     let shared =
         |process, bytes, stored_bytes| CopierReport::Shared { process, bytes, stored_bytes };
-    copiers.heard(said(1, shared(7, 30, 30)));
-    copiers.heard(said(1, shared(8, 30, 30)));
+    copiers.received(said(1, shared(7, 30, 30)));
+    copiers.received(said(1, shared(8, 30, 30)));
     assert_eq!(shown(&copiers, GPU), (60, 30));
-    copiers.heard(said(9, shared(8, 90, 90)));
+    copiers.received(said(9, shared(8, 90, 90)));
     assert_eq!(shown(&copiers, GPU), (60, 30), "another copier's word");
     assert_eq!(shown(&copiers, "GPU-2"), (0, 0));
-    copiers.heard(said(1, shared(7, 50, 40)));
+    copiers.received(said(1, shared(7, 50, 40)));
     assert_eq!(shown(&copiers, GPU), (80, 40), "the latest word counts");
-    copiers.heard(said(1, CopierReport::Detached { process: 7 }));
+    copiers.received(said(1, CopierReport::Detached { process: 7 }));
     assert_eq!(shown(&copiers, GPU), (30, 40));
-    copiers.heard(said(1, shared(7, 50, 35)));
+    copiers.received(said(1, shared(7, 50, 35)));
     assert_eq!(shown(&copiers, GPU), (30, 35), "it has left, and what is stored is still news");
-    copiers.heard(said(1, CopierReport::Detached { process: 8 }));
+    copiers.received(said(1, CopierReport::Detached { process: 8 }));
     assert_eq!(shown(&copiers, GPU), (0, 0));
 
     assert!(copiers.attach(ProcessId(7), GPU, 100, of_namespace("ml")).is_some());
-    copiers.heard(said(1, shared(7, 50, 40)));
+    copiers.received(said(1, shared(7, 50, 40)));
     assert_eq!(shown(&copiers, GPU), (50, 40));
-    copiers.heard(CopierMessage { uuid: GPU.into(), number: 1, said: None });
+    copiers.received(CopierMessage { uuid: GPU.into(), number: 1, said: None });
     assert_eq!(shown(&copiers, GPU), (0, 0), "that copier has ended");
     let _copier = with_copier(&mut copiers);
     assert_eq!(shown(&copiers, GPU), (0, 0), "the next begins anew");
@@ -262,12 +262,12 @@ async fn a_prefaulted_process_keeps_its_copier() {
 
     assert!(copiers.prepare(process, GPU, 100, None).is_some());
     copiers.unprepare(process);
-    copiers.heard(said(1, CopierReport::Prefaulted { process: 7, bytes: 100 }));
+    copiers.received(said(1, CopierReport::Prefaulted { process: 7, bytes: 100 }));
     assert_eq!(shown(&copiers), (0, 0, 0, 0));
     assert!(!copiers.was_shown(process, GPU), "it was told that it is over");
 
     assert!(copiers.prepare(process, GPU, 100, None).is_some());
-    copiers.heard(CopierMessage { uuid: GPU.into(), number: 1, said: None });
+    copiers.received(CopierMessage { uuid: GPU.into(), number: 1, said: None });
     let _copier = with_copier(&mut copiers);
     assert!(!copiers.was_shown(process, GPU), "that copier has ended");
     assert!(copiers.attach(process, GPU, 100, None).is_some());
@@ -279,12 +279,12 @@ async fn a_copying_copier_is_not_ended() {
     let _copier = with_copier(&mut copiers);
     let (seven, room) = (|process| process == ProcessId(7), [GPU.to_owned()]);
     assert!(copiers.prepare(ProcessId(7), GPU, 100, None).is_some());
-    copiers.heard(said(1, CopierReport::Prefaulted { process: 7, bytes: 100 }));
+    copiers.received(said(1, CopierReport::Prefaulted { process: 7, bytes: 100 }));
     copiers.make_room(&room, seven);
     assert!(copiers.was_shown(ProcessId(7), GPU));
     copiers.make_room(&room, seven);
     assert!(copiers.of.contains_key(GPU));
-    copiers.heard(said(1, CopierReport::Copied { process: 7, bytes: 100, elapsed_us: 1 }));
+    copiers.received(said(1, CopierReport::Copied { process: 7, bytes: 100, elapsed_us: 1 }));
     copiers.make_room(&room, seven);
     assert!(copiers.of.is_empty(), "it has copied");
 
@@ -292,7 +292,7 @@ async fn a_copying_copier_is_not_ended() {
         let _copier = with_copier(&mut copiers);
         assert!(copiers.prepare(ProcessId(7), GPU, 100, None).is_some());
         if says {
-            copiers.heard(said(1, CopierReport::Prefaulted { process: 7, bytes: 100 }));
+            copiers.received(said(1, CopierReport::Prefaulted { process: 7, bytes: 100 }));
         }
         copiers.make_room(&room, |_| leaves);
         assert!(copiers.of.is_empty(), "no process is offloaded, or nothing is prefaulted");

@@ -43,7 +43,7 @@ impl Node {
         outcome: Outcome,
         phase: Phase,
         cuda_error: u32,
-        carried: SwapStatus,
+        swap: SwapStatus,
     ) {
         if self.hold_reported(id, order, outcome) {
             return;
@@ -66,7 +66,7 @@ impl Node {
         }
         // The copied-out memory of a process that registered in the middle of an offload shows
         // when it is unlocked.
-        let was_off = process.phase.is_offloaded() || process.carried.copied_out_bytes > 0;
+        let was_off = process.phase.is_offloaded() || process.swap.copied_out_bytes > 0;
         // An offloaded phase without an offload of ours is a false report: the container must not
         // gain a claim on VRAM with it.
         let lies = phase.is_offloaded() && process.offloaded_vram.is_none() && !was_off;
@@ -74,11 +74,11 @@ impl Node {
         let came_from_parked = process.phase == Phase::CopiedOut;
         let gone = if came_from_parked { process.vram_to_restore() } else { None };
         process.phase = phase;
-        process.carried = match was_off || process.offloaded_vram.is_some() {
-            true => carried,
+        process.swap = match was_off || process.offloaded_vram.is_some() {
+            true => swap,
             // No controller offloaded it: the report may claim swappable bytes, but no copied-out
             // ones.
-            false => SwapStatus { copied_out_bytes: 0, ..carried },
+            false => SwapStatus { copied_out_bytes: 0, ..swap },
         };
         let key = process.key.clone();
         let pid = process.identity.pid;

@@ -81,8 +81,8 @@ impl Node {
         if !came || !container.connection_outcomes.knock(now) || !worth_it {
             return;
         }
-        let away = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
-        if away && self.has_room_to_spare(key) {
+        let offloaded = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
+        if offloaded && self.has_room_to_spare(key) {
             self.prewake(key, Reason::Connection, now + FOLLOWS_MS);
             self.advance(key);
         }

@@ -22,7 +22,7 @@ pub struct Cost {
     /// Duration of the offload, in milliseconds.
     pub out_ms: Millis,
     /// Duration of the restore after VRAM was granted, in milliseconds.
-    pub home_ms: Millis,
+    pub restore_ms: Millis,
 }
 
 /// Costs of the container's last offloads, with the context retained and without.
@@ -50,10 +50,10 @@ impl Costs {
         let (Some(deep), Some(shallow)) = (self.deep, self.shallow) else {
             return self.deep.is_some();
         };
-        let saved = deep.home_ms.saturating_sub(shallow.home_ms);
+        let saved = deep.restore_ms.saturating_sub(shallow.restore_ms);
         let push = deep.out_ms.saturating_sub(shallow.out_ms).max(saved);
         let kept = u64::from(ALL - pushed.min(ALL));
-        let stays = saved * 10 >= deep.home_ms.max(1) && saved * kept > push * u64::from(pushed);
+        let stays = saved * 10 >= deep.restore_ms.max(1) && saved * kept > push * u64::from(pushed);
         // Measure the other way now and then: its cost may have changed.
         stays != (self.since >= AGAIN)
     }
@@ -125,8 +125,8 @@ impl Node {
         }
         // An offload whose context was evicted later is a sample of neither kind.
         if !(shallow && deep) {
-            let (out_ms, home_ms) = (container.last_offload_ms, container.last_restore_ms);
-            container.costs.learn(shallow, Cost { out_ms, home_ms });
+            let (out_ms, restore_ms) = (container.last_offload_ms, container.last_restore_ms);
+            container.costs.learn(shallow, Cost { out_ms, restore_ms });
         }
     }
 }
@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     fn costs(deep: (Millis, Millis), shallow: (Millis, Millis)) -> Costs {
-        let cost = |(out_ms, home_ms)| Some(Cost { out_ms, home_ms });
+        let cost = |(out_ms, restore_ms)| Some(Cost { out_ms, restore_ms });
         Costs { deep: cost(deep), shallow: cost(shallow), since: 0 }
     }
 
@@ -157,9 +157,9 @@ mod tests {
     fn context_costs_are_measured_before_choice() {
         let mut known = Costs::default();
         assert!(!known.keeps_context(0), "all of it is given back first");
-        known.learn(false, Cost { out_ms: 900, home_ms: 500 });
+        known.learn(false, Cost { out_ms: 900, restore_ms: 500 });
         assert!(known.keeps_context(0), "then the other way");
-        known.learn(true, Cost { out_ms: 500, home_ms: 490 });
+        known.learn(true, Cost { out_ms: 500, restore_ms: 490 });
         assert!(!known.keeps_context(0), "2 % are not worth a context");
     }
 

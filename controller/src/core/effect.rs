@@ -17,7 +17,7 @@ pub struct RecordedProcess {
     /// Start time in clock ticks.
     pub start_ticks: u64,
     /// VRAM that it held at its offload and needs for its restore.
-    pub away: Vec<DeviceBytes>,
+    pub offloaded: Vec<DeviceBytes>,
     /// UUID of the GPU of a migration in progress, if it is another than its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,

@@ -110,7 +110,7 @@ impl Node {
             _ if !c.policy.offload_window.is_open(self.week_minute()) => {
                 refuse(Reason::OutsideWindow)
             }
-            Mode::Auto if !self.leaves_when_idle(key) => refuse(Reason::Crowded),
+            Mode::Auto if !self.leaves_when_idle(key) => refuse(Reason::Oversubscribed),
             _ => Ok(()),
         }
     }

@@ -144,7 +144,7 @@ impl Node {
             Goal::Resident => c.state == State::Queued && !self.grants.contains_key(key),
             Goal::OffloadRequested => false,
         };
-        let parked = |c: &Container| {
+        let copied_out = |c: &Container| {
             waits(c)
                 && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
                 && self.now >= c.offload_not_before
@@ -152,7 +152,7 @@ impl Node {
                 && self.processes.of(key).any(|(_, p)| p.phase == Phase::CopiedOut)
                 && self.check_offload(key, true).is_ok()
         };
-        self.containers.get(key).is_some_and(parked)
+        self.containers.get(key).is_some_and(copied_out)
     }
 
     /// Whether a container may be evicted now. A container whose allocation waits for VRAM is not
@@ -235,8 +235,8 @@ impl Node {
         let c = self.containers.get(key)?;
         let out = c.state == State::Offloaded && c.goal == Goal::Offloaded && c.policy.prewake;
         let wanted = c.cause != Reason::Requested && c.policy.mode != Mode::Off;
-        let away = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
-        let (begin, _) = c.history.prewake(LEAD_MS).filter(|_| out && wanted && away)?;
+        let offloaded = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
+        let (begin, _) = c.history.prewake(LEAD_MS).filter(|_| out && wanted && offloaded)?;
         // After a missed prewake the container stays offloaded: its pauses do not agree with the
         // history.
         let worth = !c.prewake_missed && self.now < self.prewake_until(key);

@@ -142,9 +142,12 @@ impl Node {
             .filter(|(_, p)| p.phase.is_offloaded() || p.alloc_wait.is_some());
         let only = needs.all(|(_, p)| {
             off = true;
-            let on_taken = |away: &Vec<DeviceBytes>| away.iter().all(|d| taken.contains(&d.uuid));
+            let on_taken =
+                |offloaded: &Vec<DeviceBytes>| offloaded.iter().all(|d| taken.contains(&d.uuid));
             p.alloc_wait.is_none()
-                && p.offloaded_vram.as_ref().is_some_and(|away| !away.is_empty() && on_taken(away))
+                && p.offloaded_vram
+                    .as_ref()
+                    .is_some_and(|offloaded| !offloaded.is_empty() && on_taken(offloaded))
         });
         off && only
     }
@@ -246,7 +249,7 @@ impl Node {
         let of_key =
             self.unclaimed_journal.iter().filter(|((other, ..), r)| other == key && r.restoring);
         let needs: Vec<DeviceBytes> =
-            of_key.flat_map(|(_, r)| on_gpu(&r.away, r.to.as_deref())).collect();
+            of_key.flat_map(|(_, r)| on_gpu(&r.offloaded, r.to.as_deref())).collect();
         merge_needs(&needs)
     }
 
@@ -277,13 +280,13 @@ impl Node {
         let covers = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
         let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
         let fits = self.gpu_error.is_none() && self.fits(key, &needs, margin);
-        let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+        let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(grant) = self.grants.get_mut(key) else { return };
         if fits && !grant.doubted && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
             (grant.stage, grant.covers) = (Stage::Granted, covers);
             self.ledger.promise(key, needs);
             self.queue.leave(key);
-            if !home {
+            if !resident {
                 self.advance(key);
             } else if !self.serve_alloc_wait(key) {
                 self.close_grant(key);
@@ -319,9 +322,9 @@ impl Node {
     /// Counts a grant without a restore, while other processes held their allocations. One such
     /// grant has no consequence; each further one in a row delays the next attempt.
     fn count_vain_return(&mut self, key: &Key, grant: &Grant) {
-        let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+        let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(container) = self.containers.get_mut(key) else { return };
-        if grant.is_granted() && !home {
+        if grant.is_granted() && !resident {
             container.has_wasted_a_turn(self.now);
         }
     }

@@ -131,11 +131,11 @@ impl Node {
     /// others are restored.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
-        let others_away = self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
+        let others_offloaded = self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
         let deadline_ms = self.settings.hold_ms;
         if let Some(process) = self.processes.get_mut(&id)
             && process.phase == Phase::Open
-            && others_away
+            && others_offloaded
         {
             process.waits_for_siblings = true;
             process.holds += 1;

@@ -141,9 +141,10 @@ impl Node {
 /// Host memory that the offload of an unregistered process may still take. The VRAM that it no
 /// longer holds is in host memory already. A process that is being restored takes none.
 fn host_need(claim: &JournalClaim) -> impl Iterator<Item = MemoryPool> {
-    let away_bytes = claim.away.iter().fold(0_u64, |sum, on| sum.saturating_add(on.bytes));
-    let held_bytes = claim.held_bytes.unwrap_or(away_bytes);
-    let moved_bytes = away_bytes.saturating_sub(held_bytes);
+    let offloaded_bytes =
+        claim.offloaded.iter().fold(0_u64, |sum, on| sum.saturating_add(on.bytes));
+    let held_bytes = claim.held_bytes.unwrap_or(offloaded_bytes);
+    let moved_bytes = offloaded_bytes.saturating_sub(held_bytes);
     let may_leave = !claim.restoring && held_bytes > 0;
     claim.host.iter().filter(move |_| may_leave).map(move |pool| MemoryPool {
         need_bytes: pool.need_bytes.saturating_sub(moved_bytes),

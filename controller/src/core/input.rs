@@ -135,7 +135,7 @@ pub enum Input {
         /// Hazards: what makes a checkpoint unsafe.
         hazards: Hazards,
         /// What its agent can copy, and has copied.
-        carried: SwapStatus,
+        swap: SwapStatus,
     },
     /// The connection ended; the process may still live.
     Detached(ProcessId),
@@ -165,7 +165,7 @@ pub enum Input {
         /// Pid and start time.
         identity: (u32, u64),
         /// VRAM that the process needs for its restore.
-        away: Vec<DeviceBytes>,
+        offloaded: Vec<DeviceBytes>,
         /// UUID of the GPU of a migration in progress; `None`: it returns to its own GPU.
         to: Option<String>,
         /// Whether a restore was ordered, so that it may be running now.

@@ -52,7 +52,7 @@ impl Node {
         let process_was_free = process.counters.as_ref().is_some_and(|older| older.inflight == 0);
         let ipc_refused = |page: &CounterSnapshot| page.notes.intersects(ProcessFlags::IPC_REFUSED);
         let news = ipc_refused(&page) && !process.counters.as_ref().is_some_and(ipc_refused);
-        process.carried.swappable_bytes = page.swappable_bytes;
+        process.swap.swappable_bytes = page.swappable_bytes;
         // An earlier controller may have died before it received the report of this.
         process.copy_out_incomplete = process.phase == Phase::Checkpointed
             && page.notes.intersects(ProcessFlags::EXPORTED_TO_COPIER);

@@ -70,7 +70,7 @@ impl Default for Settings {
 /// The journal's record of a process that has not registered with this controller yet.
 #[derive(Debug, Default)]
 pub(super) struct JournalClaim {
-    pub(super) away: Vec<DeviceBytes>,
+    pub(super) offloaded: Vec<DeviceBytes>,
     /// UUID of the GPU of a migration in progress. `None`: the process returns to its own GPU.
     pub(super) to: Option<String>,
     pub(super) restoring: bool,
@@ -156,8 +156,8 @@ impl Node {
         match input {
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
             Input::Withdrawn(key) => self.withdrawn(&key),
-            Input::Joined { key, process, identity, phase, generation, hazards, carried } => {
-                let standing = RegistrationStatus { phase, generation, hazards, carried };
+            Input::Joined { key, process, identity, phase, generation, hazards, swap } => {
+                let standing = RegistrationStatus { phase, generation, hazards, swap };
                 self.register(&key, process, identity, standing);
             }
             Input::Detached(process) => self.detached(process),
@@ -170,8 +170,8 @@ impl Node {
             Input::Surveyed(key, survey) => self.surveyed(&key, survey),
             Input::HostLevels(levels) => self.host_levels_read(levels),
             Input::Proven(key, number, gpus) => self.proven(&key, number, gpus),
-            Input::Recalled { key, identity, away, to, restoring, host } => {
-                let claim = JournalClaim { away, to, restoring, host, held_bytes: None };
+            Input::Recalled { key, identity, offloaded, to, restoring, host } => {
+                let claim = JournalClaim { offloaded, to, restoring, host, held_bytes: None };
                 self.recall(key, identity, claim);
             }
             Input::Command(command, key, request) => self.command(command, &key, request),
@@ -347,13 +347,13 @@ impl Node {
                 zero_bytes,
                 ..
             } => {
-                let carried = SwapStatus {
+                let swap = SwapStatus {
                     swappable_bytes: bytes,
                     copied_out_bytes,
                     unchanged_bytes,
                     zero_bytes,
                 };
-                self.report(id, order, outcome, phase, cuda_error, carried);
+                self.report(id, order, outcome, phase, cuda_error, swap);
             }
             AgentMessage::AllocWait { ticket, bytes, uuid, attempts } => {
                 self.alloc_wait_began(id, ticket, bytes, &uuid, attempts);

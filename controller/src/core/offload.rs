@@ -136,9 +136,9 @@ impl Node {
             // what it can copy.
             if let Some([all]) = process.offloaded_vram.as_deref_mut() {
                 let total = self.gpus.iter().find(|gpu| gpu.uuid == all.uuid);
-                let carried =
-                    process.carried.swappable_bytes.min(total.map_or(0, |gpu| gpu.total_bytes));
-                all.bytes = all.bytes.max(carried);
+                let swappable =
+                    process.swap.swappable_bytes.min(total.map_or(0, |gpu| gpu.total_bytes));
+                all.bytes = all.bytes.max(swappable);
             }
         }
         let vram_bytes =
@@ -216,7 +216,7 @@ impl Node {
 
     /// VRAM that a process needs for its restore, in bytes.
     #[must_use]
-    pub fn away_bytes_of(&self, id: ProcessId) -> u64 {
+    pub fn offloaded_bytes_of(&self, id: ProcessId) -> u64 {
         self.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
     }
 

@@ -77,15 +77,17 @@ impl Node {
         }
         let since = before.map_or(now, |want| want.since);
         if let Some(process) = self.processes.get_mut(&id) {
-            process.alloc_wait = Some(PendingAlloc { ticket, need, attempts, since, told: None });
+            process.alloc_wait =
+                Some(PendingAlloc { ticket, need, attempts, since, resumed_at: None });
         }
         if let Some(container) = self.containers.get_mut(&key) {
             container.last_use = now;
-            let away = container.goal == Goal::Offloaded && container.state == State::Offloaded;
-            if away {
+            let offloaded =
+                container.goal == Goal::Offloaded && container.state == State::Offloaded;
+            if offloaded {
                 container.cause = Reason::AllocationWaits;
             }
-            if away || container.goal == Goal::OffloadRequested && !container.forced {
+            if offloaded || container.goal == Goal::OffloadRequested && !container.forced {
                 container.goal = Goal::Resident;
             }
         }
@@ -149,9 +151,9 @@ impl Node {
     /// gate, they are not delayed for an allocation that does not fit with the restore.
     pub(super) fn alloc_wait_beside_restore(&self, key: &Key) -> Option<(ProcessId, u64)> {
         let (id, want) = self.alloc_wait_of(key)?;
-        let away = self.container_needs(key);
+        let offloaded = self.container_needs(key);
         let called = self.containers.get(key).is_some_and(|c| c.wake_began.is_some());
-        let together = merge_needs(away.iter().chain([&want.need]));
+        let together = merge_needs(offloaded.iter().chain([&want.need]));
         // Memory that a copy out left on the GPU stays there beside it.
         let held = |uuid: &str| self.held_bytes(key, uuid);
         let fits = |need: &DeviceBytes| {
@@ -159,7 +161,7 @@ impl Node {
             let room = |gpu: &super::GpuSample| gpu.total_bytes - margin_bytes(gpu.total_bytes);
             gpu.is_some_and(|gpu| need.bytes.saturating_add(held(&need.uuid)) <= room(gpu))
         };
-        let alone = away.is_empty();
+        let alone = offloaded.is_empty();
         (alone || (!called && together.iter().all(fits))).then_some((id, want.ticket))
     }
 
@@ -173,8 +175,8 @@ impl Node {
             .alloc_wait_of(key)
             .filter(|(id, want)| named == Some((*id, want.ticket)))
             .map(|(_, want)| &want.need);
-        let away = self.container_needs(key);
-        if want.is_some() { merge_needs(away.iter().chain(want)) } else { away }
+        let offloaded = self.container_needs(key);
+        if want.is_some() { merge_needs(offloaded.iter().chain(want)) } else { offloaded }
     }
 
     /// VRAM that a GPU keeps free beside a grant. A restore must not fail, so it has a margin. An
@@ -187,8 +189,8 @@ impl Node {
     /// it but may not evict it, so both would wait for each other.
     pub(super) fn may_pass(&self, key: &Key, head: &Key) -> bool {
         let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
-        let home = self.container_needs(key).is_empty();
-        home && (priority(key) > priority(head) || !self.may_be_evicted(key))
+        let resident = self.container_needs(key).is_empty();
+        resident && (priority(key) > priority(head) || !self.may_be_evicted(key))
     }
 
     /// Queues a resident container whose allocation waits.
@@ -207,18 +209,18 @@ impl Node {
     /// Returns false if there is no such grant.
     pub(super) fn serve_alloc_wait(&mut self, key: &Key) -> bool {
         let granted = self.grants.get(key).is_some_and(super::grant::Grant::is_granted);
-        let home = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
+        let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let meant = self.grants.get(key).and_then(|grant| grant.want);
         let want = self.alloc_wait_of(key).map(|(id, want)| (id, want.ticket));
-        let Some((id, ticket)) = want.filter(|_| want == meant && granted && home) else {
+        let Some((id, ticket)) = want.filter(|_| want == meant && granted && resident) else {
             return false;
         };
         let now = self.now;
         if let Some(want) = self.processes.get_mut(&id).and_then(|p| p.alloc_wait.as_mut()) {
-            if want.told.is_some() {
+            if want.resumed_at.is_some() {
                 return true;
             }
-            want.told = Some(now);
+            want.resumed_at = Some(now);
             let need = vec![want.need.clone()];
             self.ledger.promise(key, need);
         }
@@ -232,7 +234,7 @@ impl Node {
         let Some(want) = process.alloc_wait.clone().filter(|want| want.ticket == ticket) else {
             return;
         };
-        let took = want.told.map(|told| self.now.saturating_sub(told));
+        let took = want.resumed_at.map(|resumed_at| self.now.saturating_sub(resumed_at));
         self.finish_alloc_wait(id, served && took.is_some_and(|ms| ms < QUICK_MS));
         if let Some(container) = self.containers.get_mut(&key) {
             container.last_use = self.now;
@@ -260,7 +262,7 @@ impl Node {
         let Some(process) = self.processes.get_mut(&id) else { return };
         let Some(want) = process.alloc_wait.take() else { return };
         let key = process.key.clone();
-        if want.told.is_some()
+        if want.resumed_at.is_some()
             && let Some(container) = self.containers.get_mut(&key)
         {
             match quick {
@@ -268,11 +270,11 @@ impl Node {
                 false => container.has_wasted_a_turn(self.now),
             }
         }
-        let home = self.processes.of(&key).all(|(_, p)| p.phase == Phase::Open);
-        if home || want.told.is_some() {
+        let resident = self.processes.of(&key).all(|(_, p)| p.phase == Phase::Open);
+        if resident || want.resumed_at.is_some() {
             self.end_alloc_grant(&key);
         }
-        if home {
+        if resident {
             self.queue.leave(&key);
             self.queue_alloc_wait(&key);
         }
@@ -298,13 +300,14 @@ impl Node {
         let Some((id, want)) = self.alloc_wait_of(key).map(|(id, want)| (id, want.clone())) else {
             return;
         };
-        let late = want.told.is_some_and(|told| now.saturating_sub(told) > TRY_MS);
-        let told = want.told.is_some();
+        let late =
+            want.resumed_at.is_some_and(|resumed_at| now.saturating_sub(resumed_at) > TRY_MS);
+        let resumed_at = want.resumed_at.is_some();
         if late {
             self.send_alloc_grant(id, want.ticket, false);
             self.alloc_wait_ended(id, want.ticket, false);
         } else if let Err(why) = self.fits_ever(key, &want.need)
-            && !told
+            && !resumed_at
         {
             self.end_alloc_wait(id);
             self.refuse_alloc_wait(id, want.ticket, want.need.bytes, &why);

@@ -40,9 +40,12 @@ impl Node {
     }
 
     fn is_oversubscribed(&self, key: &Key) -> bool {
-        let crowd = &self.oversubscription.uuids;
-        !crowd.is_empty()
-            && self.processes.of(key).any(|(_, p)| wants(p).iter().any(|w| crowd.contains(&w.uuid)))
+        let oversubscribed = &self.oversubscription.uuids;
+        !oversubscribed.is_empty()
+            && self
+                .processes
+                .of(key)
+                .any(|(_, p)| wants(p).iter().any(|w| oversubscribed.contains(&w.uuid)))
     }
 
     /// Checks again if the last check is older than the interval.
@@ -53,12 +56,16 @@ impl Node {
         self.oversubscription.looked = Some(self.now);
         let newcomer = || self.containers.values().any(|c| self.now - c.announced_at < NEWCOMER_MS);
         let processes = &mut self.processes;
-        let mut crowded = |gpu: &&super::GpuSample| {
+        let mut oversubscribed = |gpu: &&super::GpuSample| {
             let fits_bytes = gpu.total_bytes.saturating_sub(margin_bytes(gpu.total_bytes));
             processes.wanted_bytes(&gpu.uuid) > u128::from(fits_bytes)
         };
-        let uuids: BTreeSet<String> =
-            self.gpus.iter().filter(|gpu| crowded(gpu)).map(|gpu| gpu.uuid.clone()).collect();
+        let uuids: BTreeSet<String> = self
+            .gpus
+            .iter()
+            .filter(|gpu| oversubscribed(gpu))
+            .map(|gpu| gpu.uuid.clone())
+            .collect();
         self.oversubscription.uuids =
             if uuids.is_empty() || newcomer() { BTreeSet::new() } else { uuids };
     }

@@ -115,7 +115,7 @@ impl Node {
         let (uuid, _) = self.for_copier(process, &process.vram)?;
         // NVML's last sample may be older than the last allocations.
         let total = self.gpus.iter().find(|gpu| gpu.uuid == uuid)?.total_bytes;
-        let bytes = process.carried.swappable_bytes.min(total);
+        let bytes = process.swap.swappable_bytes.min(total);
         (bytes >= self.settings.prefault_min_bytes).then_some((uuid, bytes))
     }
 

@@ -32,7 +32,7 @@ pub struct PendingAlloc {
     /// When the wait began.
     pub since: Millis,
     /// When the process was told to try again; `None`: not yet.
-    pub told: Option<Millis>,
+    pub resumed_at: Option<Millis>,
 }
 
 /// Work on a GPU, as NVML's utilisation samples show it.
@@ -81,7 +81,7 @@ pub struct Process {
     /// A restore on another GPU failed: this controller does not try again.
     pub migration_refused: bool,
     /// What its agent can copy, and has copied.
-    pub carried: SwapStatus,
+    pub swap: SwapStatus,
     /// It is checkpointed, but no copier copied its swappable memory, which is still on the GPU.
     pub copy_out_incomplete: bool,
     /// Its agent's copy failed: from then on its offloads use the driver's checkpoint.
@@ -129,7 +129,7 @@ impl Process {
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.counters.as_ref().map_or(0, |page| page.kept_bytes);
         let copied = moves != OffloadMethod::DriverCheckpoint && !self.phase.is_offloaded();
-        let kept = if copied { kept.min(self.carried.swappable_bytes) } else { 0 };
+        let kept = if copied { kept.min(self.swap.swappable_bytes) } else { 0 };
         self.vram_bytes().saturating_sub(kept)
     }
 
@@ -137,24 +137,24 @@ impl Process {
     /// needs what was copied: the rest never left the GPU.
     #[must_use]
     pub fn vram_to_restore(&self) -> Option<Vec<DeviceBytes>> {
-        let away = self.offloaded_vram.as_ref()?;
+        let offloaded = self.offloaded_vram.as_ref()?;
         if self.copy_out_incomplete {
             return Some(subtract_vram(
-                away,
-                &proportional_part(away, self.carried.swappable_bytes),
+                offloaded,
+                &proportional_part(offloaded, self.swap.swappable_bytes),
             ));
         }
         if self.phase != Phase::CopiedOut {
-            return Some(on_gpu(away, self.target_gpu.as_deref()));
+            return Some(on_gpu(offloaded, self.target_gpu.as_deref()));
         }
-        Some(proportional_part(away, self.carried.copied_out_bytes))
+        Some(proportional_part(offloaded, self.swap.copied_out_bytes))
     }
 
     /// Records a checkpoint without the copier's copy. The swappable memory is still on the GPU,
     /// so the restore needs only the rest, and only on the same GPU.
     pub fn record_copy_out_failure(&mut self) {
         self.vram =
-            subtract_vram(&self.vram, &proportional_part(&self.vram, self.carried.swappable_bytes));
+            subtract_vram(&self.vram, &proportional_part(&self.vram, self.swap.swappable_bytes));
         (self.copy_out_incomplete, self.migration_refused) = (true, true);
     }
 
@@ -167,14 +167,15 @@ impl Process {
     /// Ends a migration: its VRAM now counts on the GPU `to`. `None`: the process stays on its own
     /// GPU.
     pub fn finish_migration(&mut self, to: Option<String>) {
-        self.offloaded_vram = self.offloaded_vram.take().map(|away| on_gpu(&away, to.as_deref()));
+        self.offloaded_vram =
+            self.offloaded_vram.take().map(|offloaded| on_gpu(&offloaded, to.as_deref()));
         self.target_gpu = None;
     }
 
     /// VRAM that a copy out frees, without the context.
     #[must_use]
     pub fn vram_freed_by_copy(&self) -> Vec<DeviceBytes> {
-        proportional_part(&self.vram, self.carried.swappable_bytes)
+        proportional_part(&self.vram, self.swap.swappable_bytes)
     }
 
     /// VRAM that it freed and needs for its restore, in bytes over all GPUs.

@@ -48,14 +48,14 @@ impl Siblings {
 
     /// Whether a process is locked, or holds VRAM behind a closed gate. False if all are open.
     fn is_half_way(&self) -> bool {
-        let (mut half_way, mut home) = (false, true);
+        let (mut half_way, mut resident) = (false, true);
         for (_, p) in &self.list {
             half_way |= p.phase == Phase::Locked || !p.phase.is_offloaded() && p.vram_bytes() > 0;
             // A container whose allocation waits is open: it can be evicted again and needs no
             // precedence.
-            home &= p.phase == Phase::Open;
+            resident &= p.phase == Phase::Open;
         }
-        half_way && !home
+        half_way && !resident
     }
 }
 
@@ -219,7 +219,7 @@ mod tests {
             offloaded_vram: None,
             target_gpu: None,
             migration_refused: false,
-            carried: SwapStatus::default(),
+            swap: SwapStatus::default(),
             copy_out_incomplete: false,
             copy_failed: false,
             prefault_ordered: false,

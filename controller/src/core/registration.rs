@@ -25,7 +25,7 @@ pub(super) struct RegistrationStatus {
     pub(super) phase: Phase,
     pub(super) generation: u64,
     pub(super) hazards: Hazards,
-    pub(super) carried: SwapStatus,
+    pub(super) swap: SwapStatus,
 }
 
 impl Node {
@@ -79,7 +79,7 @@ impl Node {
         identity: Identity,
         standing: RegistrationStatus,
     ) {
-        let RegistrationStatus { phase, generation, hazards, carried } = standing;
+        let RegistrationStatus { phase, generation, hazards, swap } = standing;
         // The same pid and start time: the process lost its connection and registers again.
         let known = self
             .processes
@@ -107,20 +107,20 @@ impl Node {
                 let sent = p.is_migrating() || !p.connected;
                 (p.offloaded_vram.clone(), p.target_gpu.clone().filter(|_| sent))
             }
-            (_, Some(recalled)) => (Some(recalled.away), recalled.to),
+            (_, Some(recalled)) => (Some(recalled.offloaded), recalled.to),
             _ => (None, None),
         };
         // A process that is no longer checkpointed was restored on its target GPU.
         let to = to.filter(|_| phase != Phase::Checkpointed);
-        let away = left.map(|left| on_gpu(&left, to.as_deref()));
+        let offloaded = left.map(|left| on_gpu(&left, to.as_deref()));
         // A phase or copied bytes without a record: accepting them would give the process a claim
         // on VRAM that it never had.
         let younger = self.started_ticks > 0 && identity.start_ticks >= self.started_ticks;
-        let off = phase.is_offloaded() || carried.copied_out_bytes > 0;
-        let lies = off && away.is_none() && (known.is_some() || younger);
-        let (phase, carried) = match lies {
-            true => (Phase::Open, SwapStatus { copied_out_bytes: 0, ..carried }),
-            false => (phase, carried),
+        let off = phase.is_offloaded() || swap.copied_out_bytes > 0;
+        let lies = off && offloaded.is_none() && (known.is_some() || younger);
+        let (phase, swap) = match lies {
+            true => (Phase::Open, SwapStatus { copied_out_bytes: 0, ..swap }),
+            false => (phase, swap),
         };
         if container.state == State::Unregistered {
             // The first process; after a controller crash the first one to register again.
@@ -153,8 +153,8 @@ impl Node {
                 pending: None,
                 holds: 0,
                 vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),
-                offloaded_vram: away,
-                carried,
+                offloaded_vram: offloaded,
+                swap,
                 target_gpu: None,
                 migration_refused: before.as_ref().is_some_and(|p| p.migration_refused),
                 copy_out_incomplete: false,

@@ -111,8 +111,8 @@ impl Node {
     /// to be offloaded, because it was called or a process started meanwhile.
     pub(super) fn settle_requests(&mut self, key: &Key) {
         let Some(c) = self.containers.get_mut(key) else { return };
-        let home = c.goal == Goal::Resident && matches!(c.state, State::Active | State::Idle);
-        if home && !c.commands.is_empty() {
+        let resident = c.goal == Goal::Resident && matches!(c.state, State::Active | State::Idle);
+        if resident && !c.commands.is_empty() {
             c.reason = (Reason::WokenMeanwhile, String::new());
             self.answer(key, Request::Offload, false, 0, 0);
             self.answer(key, Request::Restore, true, 0, 0);

@@ -74,7 +74,7 @@ impl Node {
             return gone;
         }
         let claimed = process.counters.as_ref().map_or(0, |page| page.allocated_bytes);
-        let claimed = claimed.max(process.carried.swappable_bytes);
+        let claimed = claimed.max(process.swap.swappable_bytes);
         self.gpus
             .iter()
             .map(|gpu| DeviceBytes {
@@ -174,8 +174,8 @@ impl Node {
             self.serve_alloc_wait(key);
             return;
         }
-        let mut came_home = false;
-        let was_away = self.processes.of(key).any(|(_, p)| p.offloaded_vram.is_some());
+        let mut became_resident = false;
+        let was_offloaded = self.processes.of(key).any(|(_, p)| p.offloaded_vram.is_some());
         let bytes: u64 = self.processes.of(key).map(|(_, p)| p.offloaded_vram_bytes()).sum();
         let since = |began: Option<Millis>| began.map_or(0, |began| now.saturating_sub(began));
         let elapsed = since(container.wake_began.take());
@@ -185,7 +185,7 @@ impl Node {
             container.last_use = now;
         }
         container.failed_restores = 0;
-        if was_away
+        if was_offloaded
             && matches!(
                 container.state,
                 State::Restoring | State::Queued | State::Lost | State::Offloaded
@@ -193,13 +193,13 @@ impl Node {
         {
             container.restores += 1;
             container.restored_at = Some(now);
-            came_home = true;
+            became_resident = true;
             container.last_wake_ms = elapsed.max(restore_ms);
             container.wakes.add(container.last_wake_ms);
             container.last_restore_ms = restore_ms;
             container.reason = (container.cause, String::new());
         }
-        if came_home {
+        if became_resident {
             self.learn_cost(key);
         }
         let Some(container) = self.containers.get_mut(key) else { return };
@@ -209,7 +209,7 @@ impl Node {
             if let Some(process) = self.processes.get_mut(&id) {
                 // The offload has used the prefaulted host memory.
                 process.prefault_ordered &= process.offloaded_vram.take().is_none();
-                process.resident_since = if came_home { now } else { process.resident_since };
+                process.resident_since = if became_resident { now } else { process.resident_since };
             }
         }
         self.siblings_are_back(key);

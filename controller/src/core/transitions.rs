@@ -32,7 +32,12 @@ impl Node {
         let known = self.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
             let to = p.target_gpu.clone().filter(|_| step == RESTORE);
-            p.offloaded_vram.clone().map(|away| RecordedProcess { pid, start_ticks, away, to })
+            p.offloaded_vram.clone().map(|offloaded| RecordedProcess {
+                pid,
+                start_ticks,
+                offloaded,
+                to,
+            })
         });
         let processes = known.chain(self.recalled_of(key)).collect();
         let step = if self.is_restoring_unseen(key) { RESTORE } else { step };
@@ -55,7 +60,7 @@ impl Node {
         of_key.map(|((_, pid, start_ticks), recalled)| RecordedProcess {
             pid: *pid,
             start_ticks: *start_ticks,
-            away: recalled.away.clone(),
+            offloaded: recalled.offloaded.clone(),
             to: recalled.to.clone(),
         })
     }
@@ -130,7 +135,7 @@ impl Node {
             .is_some_and(|page| page.notes.intersects(ProcessFlags::NO_COPIER));
         match held {
             [on] if both && !vain => {
-                Some((on.uuid.clone(), on.bytes.min(process.carried.swappable_bytes)))
+                Some((on.uuid.clone(), on.bytes.min(process.swap.swappable_bytes)))
             }
             _ => None,
         }
@@ -161,7 +166,7 @@ impl Node {
 /// the rest.
 pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     const CONTEXT_BYTES: u64 = 1 << 30;
-    let carried = process.carried.swappable_bytes;
+    let swappable = process.swap.swappable_bytes;
     let all = process
         .offloaded_vram
         .as_ref()
@@ -169,9 +174,9 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
         .iter()
         .map(|d| d.bytes)
         .sum::<u64>();
-    let left = all.saturating_sub(carried);
+    let left = all.saturating_sub(swappable);
     match engine {
-        _ if carried == 0 => OffloadMethod::DriverCheckpoint,
+        _ if swappable == 0 => OffloadMethod::DriverCheckpoint,
         // Memory that cannot be copied stays with the context. `eligibility.rs` refuses a process
         // with too much of it.
         Engine::Copy | Engine::Full | Engine::Auto
@@ -179,7 +184,7 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
         {
             OffloadMethod::Copy
         }
-        Engine::Copy if !process.copy_failed && left <= carried.saturating_add(CONTEXT_BYTES) => {
+        Engine::Copy if !process.copy_failed && left <= swappable.saturating_add(CONTEXT_BYTES) => {
             OffloadMethod::Copy
         }
         // Memory imported from a copier is always copied out: a checkpoint with it could not be

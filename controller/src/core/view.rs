@@ -75,12 +75,12 @@ impl Node {
 
     fn list_gpus(&self) -> Vec<control::Gpu> {
         let reclaimed = |uuid: &str| {
-            let away = self
+            let offloaded = self
                 .processes
                 .values()
                 .filter(|p| p.phase.is_offloaded())
                 .flat_map(|p| p.vram_to_restore().unwrap_or_default());
-            away.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
+            offloaded.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
         };
         self.gpus
             .iter()
@@ -169,10 +169,10 @@ impl Node {
             call_cost_ps: p.counters.as_ref().map_or(0, |page| page.call_cost_ps),
             held_us: p.counters.as_ref().map_or(0, |page| page.held_us),
             kept_bytes: p.counters.as_ref().map_or(0, |page| page.kept_bytes),
-            unchanged_bytes: p.carried.unchanged_bytes,
-            zero_bytes: p.carried.zero_bytes,
-            swappable_bytes: p.carried.swappable_bytes,
-            copied_out_bytes: p.carried.copied_out_bytes,
+            unchanged_bytes: p.swap.unchanged_bytes,
+            zero_bytes: p.swap.zero_bytes,
+            swappable_bytes: p.swap.swappable_bytes,
+            copied_out_bytes: p.swap.copied_out_bytes,
             utilization_percent: self.utilization_percent(p),
             ..control::Process::default()
         }

@@ -90,7 +90,7 @@ pub(super) struct NodeActor {
     pub(super) job_users: HashMap<Key, u32>,
     empty_since: Instant,
     /// The GPUs under pressure that containers were told last.
-    pub(super) told_pressure: Option<BTreeSet<String>>,
+    pub(super) sent_pressure: Option<BTreeSet<String>>,
     dashboard: String,
 }
 
@@ -149,7 +149,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         sweep: GarbageCollector::new(&run_dir),
         job_users: HashMap::new(),
         empty_since: Instant::now(),
-        told_pressure: None,
+        sent_pressure: None,
         dashboard: String::new(),
     };
     if let Ok(own) = process::identity(std::process::id()) {
@@ -254,12 +254,12 @@ impl NodeActor {
                 // A pid that belongs to another process by now, or to none, is not recalled.
                 let lives = process::lives(process.pid, process.start_ticks);
                 if lives {
-                    let bytes = process.away.iter().map(|on| on.bytes).sum();
+                    let bytes = process.offloaded.iter().map(|on| on.bytes).sum();
                     let host = memory::pools_of(memory_rules(&self.config), process.pid, bytes);
                     self.feed(Input::Recalled {
                         key: key.clone(),
                         identity,
-                        away: process.away,
+                        offloaded: process.offloaded,
                         to: process.to,
                         restoring,
                         host,
@@ -273,11 +273,11 @@ impl NodeActor {
     pub(super) fn feed(&mut self, input: Input) {
         let effects = self.node.handle(self.now(), input);
         for effect in effects {
-            self.carry_out(effect);
+            self.execute_order(effect);
         }
     }
 
-    fn carry_out(&mut self, effect: Effect) {
+    fn execute_order(&mut self, effect: Effect) {
         match effect {
             Effect::Send(id, message) => {
                 self.before_order(id, &message);
@@ -404,7 +404,7 @@ impl NodeActor {
                     phase,
                     generation,
                     hazards,
-                    carried: SwapStatus {
+                    swap: SwapStatus {
                         swappable_bytes,
                         copied_out_bytes,
                         unchanged_bytes: 0,
@@ -530,7 +530,7 @@ impl NodeActor {
         let useless =
             self.unclaimed.useless(|key| self.listeners.contains_key(key), process::lives);
         for key in useless {
-            self.carry_out(Effect::Journal(key, None));
+            self.execute_order(Effect::Journal(key, None));
         }
         self.withdraw_the_gone();
     }

@@ -23,7 +23,7 @@ impl NodeActor {
     /// Called after an order was sent.
     pub(super) fn after_order(&mut self, id: ProcessId, message: &ControllerMessage) {
         if matches!(message, ControllerMessage::Order { action: Action::Restore, .. }) {
-            self.copiers.fill(id, self.node.away_bytes_of(id));
+            self.copiers.fill(id, self.node.offloaded_bytes_of(id));
         }
         if matches!(message, ControllerMessage::Order { action: Action::CopyOut { .. }, .. }) {
             self.levels_due.get_or_insert_with(tokio::time::Instant::now);
@@ -81,7 +81,7 @@ impl NodeActor {
     }
 
     pub(super) fn copier_said(&mut self, mail: CopierMessage) {
-        self.copiers.heard(mail);
+        self.copiers.received(mail);
         self.ask_for_proofs();
     }
 

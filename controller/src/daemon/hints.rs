@@ -13,7 +13,7 @@ impl NodeActor {
     /// Reads what the containers wrote into their hint pipes since the last call.
     pub(super) fn read_hints(&mut self) {
         let said = self.listeners.iter().filter_map(|(key, listener)| {
-            let hint = Hint::last(&listener.heard())?;
+            let hint = Hint::last(&listener.received())?;
             Some(Input::Hinted(key.clone(), hint, "the container".into()))
         });
         for input in said.collect::<Vec<_>>() {
@@ -25,7 +25,7 @@ impl NodeActor {
     /// changed.
     pub(super) fn tell_pressure(&mut self) {
         let pressed = self.node.pressed();
-        if self.told_pressure.as_ref() == Some(pressed) {
+        if self.sent_pressure.as_ref() == Some(pressed) {
             return;
         }
         for (key, listener) in &self.listeners {
@@ -33,7 +33,7 @@ impl NodeActor {
                 tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
             }
         }
-        self.told_pressure = Some(pressed.clone());
+        self.sent_pressure = Some(pressed.clone());
     }
 
     /// Applies a hint from the API that a container is idle or busy.

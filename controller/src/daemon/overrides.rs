@@ -55,8 +55,8 @@ impl NodeActor {
             self.note(key.as_str(), shown, format!("it was {word} by {who}"));
         }
         // An offloaded container is restored: it must be on the GPU.
-        let home = [State::Active, State::Idle, State::Unregistered, State::Lost];
-        if pinned && home.iter().all(|state| known.state != state.as_str()) {
+        let resident = [State::Active, State::Idle, State::Unregistered, State::Lost];
+        if pinned && resident.iter().all(|state| known.state != state.as_str()) {
             return self.call(Command::Act(key.to_string(), Request::Restore, answer));
         }
         let response = ActionResponse { done: true, state: known.state, ..refused(String::new()) };

@@ -30,7 +30,7 @@ struct OpenSpan {
     used_ms: i64,
     restores: u64,
     held_share: f64,
-    away_share: f64,
+    offloaded_share: f64,
 }
 
 /// The growing spans, and the ended ones that were not written yet.
@@ -135,7 +135,7 @@ impl OpenSpan {
             used_ms: 0,
             restores: c.restores,
             held_share: 0.0,
-            away_share: 0.0,
+            offloaded_share: 0.0,
         }
     }
 
@@ -151,7 +151,7 @@ impl OpenSpan {
             #[allow(clippy::cast_precision_loss)] // At most a minute.
             let seconds = passed as f64 / 1000.0;
             self.span.held_gpu_seconds += self.held_share * seconds;
-            self.span.away_gpu_seconds += self.away_share * seconds;
+            self.span.offloaded_gpu_seconds += self.offloaded_share * seconds;
         }
     }
 
@@ -178,7 +178,7 @@ impl OpenSpan {
         };
         self.held_share =
             c.processes.iter().flat_map(|p| &p.vram).map(|d| share(d.bytes, &d.uuid)).sum();
-        self.away_share =
+        self.offloaded_share =
             c.processes.iter().flat_map(|p| &p.offloaded).map(|d| share(d.bytes, &d.uuid)).sum();
     }
 
@@ -207,7 +207,7 @@ impl OpenSpan {
             from_ms: now_ms,
             to_ms: now_ms,
             held_gpu_seconds: 0.0,
-            away_gpu_seconds: 0.0,
+            offloaded_gpu_seconds: 0.0,
             calls: 0,
             wake_ms: 0,
             uses: Vec::new(),
@@ -228,9 +228,10 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    fn node(state: &str, held: u64, away: u64, calls: u64) -> Node {
+    fn node(state: &str, held: u64, offloaded: u64, calls: u64) -> Node {
         let on = |bytes| vec![DeviceBytes { uuid: "GPU-0".into(), bytes }];
-        let process = Process { calls, vram: on(held), offloaded: on(away), ..Process::default() };
+        let process =
+            Process { calls, vram: on(held), offloaded: on(offloaded), ..Process::default() };
         Node {
             gpus: vec![Gpu { uuid: "GPU-0".into(), vram_total_bytes: 8 * GIB, ..Gpu::default() }],
             containers: vec![Container {
@@ -266,7 +267,7 @@ mod tests {
         );
         assert!((spans[0].held_gpu_seconds - 6.0).abs() < 1e-9, "{spans:?}");
         assert_eq!((spans[1].from_ms, spans[1].to_ms), (1_012_000, 1_020_000));
-        assert!((spans[1].away_gpu_seconds - 4.0).abs() < 1e-9, "{spans:?}");
+        assert!((spans[1].offloaded_gpu_seconds - 4.0).abs() < 1e-9, "{spans:?}");
     }
 
     #[test]

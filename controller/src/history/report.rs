@@ -58,7 +58,7 @@ impl UsageReport {
             } else {
                 row.used_gpu_seconds += held;
             }
-            row.returned_gpu_seconds += span.away_gpu_seconds * share;
+            row.returned_gpu_seconds += span.offloaded_gpu_seconds * share;
             row.offloads += u64::from(span.state == "Offloading" && span.from_ms >= since_ms);
             if share > 0.5 {
                 row.calls = row.calls.saturating_add(span.calls);
@@ -83,7 +83,7 @@ mod tests {
         from_ms: i64,
         to_ms: i64,
         held: f64,
-        away: f64,
+        offloaded: f64,
     ) -> StateSpan {
         StateSpan {
             container: container.into(),
@@ -91,7 +91,7 @@ mod tests {
             from_ms,
             to_ms,
             held_gpu_seconds: held,
-            away_gpu_seconds: away,
+            offloaded_gpu_seconds: offloaded,
             ..StateSpan::default()
         }
     }

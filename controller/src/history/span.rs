@@ -24,7 +24,7 @@ pub struct StateSpan {
     /// VRAM in use, in GPU seconds (the VRAM of a whole GPU for one second).
     pub held_gpu_seconds: f64,
     /// Offloaded VRAM, in GPU seconds.
-    pub away_gpu_seconds: f64,
+    pub offloaded_gpu_seconds: f64,
     /// VRAM in use at the end, in bytes.
     pub vram_bytes: u64,
     /// Offloaded VRAM at the end, in bytes.

@@ -242,7 +242,7 @@ impl Metrics {
         }
         for process in &container.processes {
             for (family, devices) in
-                [(&table.held, &process.vram), (&table.away, &process.offloaded)]
+                [(&table.held, &process.vram), (&table.offloaded, &process.offloaded)]
             {
                 for device in devices {
                     let known = node.gpus.iter().find(|gpu| gpu.uuid == device.uuid);

@@ -40,7 +40,7 @@ pub struct MetricsTable {
     pub gpu_pressure: Family<GpuLabels, Share>,
     pub containers: Family<StateLabels, Gauge>,
     pub held: Family<DeviceLabels, Gauge>,
-    pub away: Family<DeviceLabels, Gauge>,
+    pub offloaded: Family<DeviceLabels, Gauge>,
     pub copyable: Family<ContainerLabels, Share>,
     pub kept: Family<ContainerLabels, Gauge>,
     pub idle: Family<ContainerLabels, Share>,
@@ -169,7 +169,7 @@ impl MetricsTable {
             ),
             containers: add!("containers", "Number of GPU containers by state", Family::default()),
             held: add!("container_vram", Bytes, "VRAM in use by the container", Family::default()),
-            away: add!(
+            offloaded: add!(
                 "container_host_memory",
                 Bytes,
                 "Offloaded VRAM of the container, in host memory",
@@ -323,7 +323,7 @@ impl MetricsTable {
         }
         self.containers.clear();
         self.held.clear();
-        self.away.clear();
+        self.offloaded.clear();
         self.copyable.clear();
         self.kept.clear();
         self.call_cost.clear();
@@ -334,13 +334,13 @@ impl MetricsTable {
 
     /// Adds a span of `ms` milliseconds in which a container in `state` held `held` bytes of VRAM and
     /// had `away` bytes offloaded.
-    pub fn pass(&self, labels: &ContainerLabels, state: &str, held: u64, away: u64, ms: i64) {
+    pub fn pass(&self, labels: &ContainerLabels, state: &str, held: u64, offloaded: u64, ms: i64) {
         #[allow(clippy::cast_precision_loss)] // A sum of approximations.
         let product = |bytes: u64| bytes as f64 * (ms as f64 / 1000.0);
         let family =
             if state == "Idle" { &self.idle_byte_seconds } else { &self.used_byte_seconds };
         family.get_or_create(labels).inc_by(product(held));
-        self.returned_byte_seconds.get_or_create(labels).inc_by(product(away));
+        self.returned_byte_seconds.get_or_create(labels).inc_by(product(offloaded));
     }
 
     /// Ends the counter series of a removed container.

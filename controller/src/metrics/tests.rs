@@ -6,12 +6,12 @@ use crate::{
     schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
 };
 
-fn node(state: &str, held: u64, away: u64) -> Node {
+fn node(state: &str, held: u64, offloaded: u64) -> Node {
     let on = |bytes| vec![DeviceBytes { uuid: "GPU-0".into(), bytes }];
     Node {
         version: "1".into(),
         started_unix_ms: 5_000,
-        host_used_bytes: away,
+        host_used_bytes: offloaded,
         host_free_bytes: 1 << 30,
         gpus: vec![Gpu {
             uuid: "GPU-0".into(),
@@ -34,17 +34,17 @@ fn node(state: &str, held: u64, away: u64) -> Node {
             state: state.into(),
             idle_ms: 1,
             vram_bytes: held,
-            offloaded_bytes: away,
+            offloaded_bytes: offloaded,
             copyable_share: Some(0.5),
             processes: vec![Process {
-                calls: held + away,
+                calls: held + offloaded,
                 waiters: 1,
                 polls: 1,
                 call_cost_ps: 2_000,
                 held_us: 250_000 * held,
                 kept_bytes: 1,
                 vram: on(held),
-                offloaded: on(away),
+                offloaded: on(offloaded),
                 ..Process::default()
             }],
             ..Container::default()
@@ -69,13 +69,13 @@ fn state(from: &str, to: &str, unix_ms: i64) -> Event {
 /// A sequence of observations and events that changes every metric.
 fn lived() -> (Metrics, ViewHub) {
     let (metrics, hub) = (Metrics::new(2), ViewHub::default());
-    for (at, what, held, away) in [
+    for (at, what, held, offloaded) in [
         (1_000, "Active", 4, 0),
         (2_000, "Idle", 4, 0),
         (3_000, "Offloaded", 0, 9),
         (4_000, "Queued", 0, 9),
     ] {
-        metrics.observe(&node(what, held, away), at);
+        metrics.observe(&node(what, held, offloaded), at);
     }
     for (from, to, at) in [
         ("Offloading", "Offloaded", 10),

@@ -12,8 +12,9 @@ pub(super) fn used_bytes(list: &control::ListResponse) -> u64 {
 }
 
 fn of_container(c: &control::Container) -> u64 {
-    let away = c.processes.iter().filter(|p| !p.offloaded.is_empty());
-    let left_out = away.map(|p| p.zero_bytes.min(p.copied_out_bytes)).fold(0, u64::saturating_add);
+    let offloaded = c.processes.iter().filter(|p| !p.offloaded.is_empty());
+    let left_out =
+        offloaded.map(|p| p.zero_bytes.min(p.copied_out_bytes)).fold(0, u64::saturating_add);
     c.offloaded_bytes.saturating_sub(left_out)
 }
 

@@ -146,13 +146,13 @@ impl Live {
                 id: load.name.clone(),
                 ..Announcement::default()
             };
-            let away = vec![DeviceBytes { uuid: names::uuid(0), bytes: load.vram_bytes }];
+            let offloaded = vec![DeviceBytes { uuid: names::uuid(0), bytes: load.vram_bytes }];
             self.inputs.extend([
                 Input::Announced(Box::new(announcement), key.clone()),
                 Input::Recalled {
                     key: key.clone(),
                     identity: (pid, 1),
-                    away,
+                    offloaded,
                     to: None,
                     restoring: false,
                     host: Vec::new(),
@@ -164,7 +164,7 @@ impl Live {
                     phase: Phase::Checkpointed,
                     generation: 1,
                     hazards: Hazards::default(),
-                    carried: SwapStatus::default(),
+                    swap: SwapStatus::default(),
                 },
                 Input::Page(names::id(n), page(&self.agents[n])),
             ]);
@@ -235,12 +235,12 @@ impl Live {
     fn drain(&mut self) {
         while let Some(input) = self.inputs.pop_front() {
             for effect in self.node.handle(self.now, input) {
-                self.carry_out(effect);
+                self.execute_order(effect);
             }
         }
     }
 
-    fn carry_out(&mut self, effect: Effect) {
+    fn execute_order(&mut self, effect: Effect) {
         match effect {
             Effect::Send(process, ControllerMessage::Order { order, action, .. }) => {
                 self.order(process.0 as usize, order, action);

@@ -57,8 +57,9 @@ pub fn trace(
 #[must_use]
 pub fn happened(spans: &[StateSpan]) -> RecordedCall {
     let sum = |part: fn(&StateSpan) -> f64| spans.iter().map(part).sum::<f64>();
-    let (held, away) = (sum(|span| span.held_gpu_seconds), sum(|span| span.away_gpu_seconds));
-    let freed = if held + away > 0.0 { away / (held + away) } else { 0.0 };
+    let (held, offloaded) =
+        (sum(|span| span.held_gpu_seconds), sum(|span| span.offloaded_gpu_seconds));
+    let freed = if held + offloaded > 0.0 { offloaded / (held + offloaded) } else { 0.0 };
     RecordedCall { freed, wakes: spans.iter().filter(|span| span.wake_ms > 0).count() as u64 }
 }
 
@@ -78,7 +79,7 @@ mod tests {
                 vram_bytes,
                 offloaded_bytes,
                 held_gpu_seconds: 1.0,
-                away_gpu_seconds: 3.0,
+                offloaded_gpu_seconds: 3.0,
                 wake_ms: 5,
                 ..StateSpan::default()
             };

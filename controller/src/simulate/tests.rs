@@ -40,9 +40,9 @@ fn a_long_pause_frees_vram() {
     let summary = engine::run(&trace, machine(16), &contender("fixed-60s")).unwrap();
     let costs = Calibration::default();
     // Offloaded from 60 s plus the offload on, until the last call.
-    let away_ms = 999_000 - 60_000 - costs.offload_ms(16 * GIB);
+    let offloaded_ms = 999_000 - 60_000 - costs.offload_ms(16 * GIB);
     let freed = summary.freed_of_all * 1_010_000.0;
-    assert!((freed - away_ms as f64).abs() < 50.0, "{freed} and {away_ms}");
+    assert!((freed - offloaded_ms as f64).abs() < 50.0, "{freed} and {offloaded_ms}");
     assert_eq!(summary.restores, 2);
     let restore_ms = costs.restore_ms(16 * GIB);
     assert!((restore_ms..restore_ms + 10).contains(&summary.delay_p99_ms), "{summary:?}");

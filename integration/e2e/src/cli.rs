@@ -403,8 +403,8 @@ impl Cli {
     /// If the command cannot be run.
     pub fn offload(&self, id: &str) -> Result<ActionRow> {
         until(&format!("an answer about {id}"), || {
-            let at_home = |row: &ContainerRow| ["Active", "Idle"].contains(&row.state.as_str());
-            if !self.container(id).ok().flatten().is_some_and(|row| at_home(&row)) {
+            let is_resident = |row: &ContainerRow| ["Active", "Idle"].contains(&row.state.as_str());
+            if !self.container(id).ok().flatten().is_some_and(|row| is_resident(&row)) {
                 return Ok(None);
             }
             let output = self.output(&["offload", id, "-o", "json"])?;

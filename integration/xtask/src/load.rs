@@ -24,7 +24,7 @@ use clap::Args;
 use nix::unistd::Uid;
 
 use crate::{build, deps, output};
-use processes::Crowd;
+use processes::LoadProcesses;
 
 /// The default configuration, without automatic offloads.
 const CONFIG: &str = "[policy]\nmode = \"manual\"\n";
@@ -71,7 +71,7 @@ pub fn run(options: &Options) -> Result<()> {
     // Its shim starts the controller.
     let _seed = Worker::start(&world, "seed", 16)?;
     output::step(&format!("{} containers with {total} processes", options.containers));
-    let crowd = Crowd::gather(&world, options.containers, options.processes)?;
+    let load = LoadProcesses::gather(&world, options.containers, options.processes)?;
     let controller = world.controller()?.context("the controller does not run")?.pid.as_raw();
     let span = Duration::from_secs(options.seconds);
 
@@ -95,7 +95,7 @@ pub fn run(options: &Options) -> Result<()> {
     let watchers = watchers::open(&socket, "/api/v1/events?watch=node", options.watchers)?;
     let what = format!("processor with {} watchers, of one core", options.watchers);
     tell(&what, percent(controller, span)?, "%", None);
-    let mut times = watchers::time_changes(&socket, &watchers, crowd.keys(), CHANGES)?;
+    let mut times = watchers::time_changes(&socket, &watchers, load.keys(), CHANGES)?;
     times.sort_by(f64::total_cmp);
     let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize];
     tell("a change reaches a watcher, median", at(0.5), "ms", Some(100.0));

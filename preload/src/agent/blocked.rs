@@ -144,14 +144,14 @@ impl BlockedThreadWatch {
 
     /// Checks the suspect once the process is resident. True: the blocked thread has gone on.
     pub fn settle(&mut self, now_us: u64) -> bool {
-        let Some((tid, place, home_us)) = self.suspect else { return false };
+        let Some((tid, place, resident_us)) = self.suspect else { return false };
         if place_of(tid) != Some(place) {
             self.suspect = None;
             return true;
         }
-        let home_us = home_us.unwrap_or(now_us);
-        self.suspect = Some((tid, place, Some(home_us)));
-        if now_us.saturating_sub(home_us) >= GOES_ON_WITHIN_US {
+        let resident_us = resident_us.unwrap_or(now_us);
+        self.suspect = Some((tid, place, Some(resident_us)));
+        if now_us.saturating_sub(resident_us) >= GOES_ON_WITHIN_US {
             self.excuse(tid, place);
         }
         false

@@ -251,23 +251,23 @@ impl Host for World<'_> {
     fn state(&mut self) -> Option<u32> {
         Some(self.driver_state)
     }
-    fn park(&mut self, _: CopyOptions, _: u64) -> Result<(), u32> {
+    fn copy_out(&mut self, _: CopyOptions, _: u64) -> Result<(), u32> {
         Err(0)
     }
     fn settle(&mut self) -> bool {
         true
     }
-    fn handed_bytes(&mut self) -> u64 {
+    fn exported_bytes(&mut self) -> u64 {
         0
     }
-    fn unpark(&mut self) -> Result<(), u32> {
+    fn copy_in(&mut self) -> Result<(), u32> {
         Err(0)
     }
     fn is_parked(&mut self) -> bool {
         false
     }
-    fn let_go_of_parked(&mut self, _: u64) {}
-    fn announce_away(&mut self) {}
+    fn release_copied(&mut self, _: u64) {}
+    fn announce_offloaded(&mut self) {}
     fn announce_restore(&mut self) {}
     fn leave_copier(&mut self) {}
     fn holds_imported(&mut self) -> bool {
@@ -323,7 +323,7 @@ fn explore(without: Without, signals: bool, hold: bool) -> Found {
         machine.release_allocations(&mut world);
         if hold {
             let held = Action::HoldAllocations { deadline_ms: 0 };
-            let done = machine.carry_out(&mut world, held).0 == Outcome::Done;
+            let done = machine.execute_order(&mut world, held).0 == Outcome::Done;
             found.closed |= done;
             let is_violated = |world: &World<'_>| world.nested == Some(Step::Inside);
             found.violated |= done && is_violated(&world);
@@ -331,9 +331,9 @@ fn explore(without: Without, signals: bool, hold: bool) -> Found {
             found.violated |= done && is_violated(&world);
         } else {
             let close = Action::Close { deadline_ms: 0 };
-            if machine.carry_out(&mut world, close).0 == Outcome::Done {
+            if machine.execute_order(&mut world, close).0 == Outcome::Done {
                 found.closed = true;
-                machine.carry_out(&mut world, Action::Lock { timeout_ms: 1 });
+                machine.execute_order(&mut world, Action::Lock { timeout_ms: 1 });
             }
             found.violated |= world.violated;
         }

@@ -224,7 +224,7 @@ impl Host for DriverHost {
         libcuda::checkpoint_state().is_some_and(|(code, _)| code == result::DEINITIALIZED)
     }
 
-    fn park(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32> {
+    fn copy_out(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32> {
         // A process that restores itself must not take the VRAM into which the copier still copies.
         let hands_over = how.then_checkpoint && swap::is_prepared();
         let try_lock = || sys::lock_folder(FOLDER);
@@ -237,11 +237,11 @@ impl Host for DriverHost {
         swap::settle()
     }
 
-    fn handed_bytes(&mut self) -> u64 {
-        swap::handed_bytes()
+    fn exported_bytes(&mut self) -> u64 {
+        swap::exported_bytes()
     }
 
-    fn unpark(&mut self) -> Result<(), u32> {
+    fn copy_in(&mut self) -> Result<(), u32> {
         swap::copy_in()
     }
 
@@ -249,12 +249,12 @@ impl Host for DriverHost {
         swap::is_copied_out()
     }
 
-    fn let_go_of_parked(&mut self, vram_bytes: u64) {
+    fn release_copied(&mut self, vram_bytes: u64) {
         swap::release_copied_out(vram_bytes);
     }
 
-    fn announce_away(&mut self) {
-        swap::copier_restore::announce_away();
+    fn announce_offloaded(&mut self) {
+        swap::copier_restore::announce_offloaded();
     }
 
     fn announce_restore(&mut self) {

@@ -96,21 +96,21 @@ pub trait Host {
     /// Copies swappable memory to host memory and frees the device memory. On an error, which
     /// is the driver's code, all is as before. `vram_bytes`: all that the process holds on its
     /// device. If a checkpoint follows, a copier may copy meanwhile.
-    fn park(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32>;
+    fn copy_out(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32>;
     /// Waits until the copier has copied what was exported to it, if anything. `false`: the
     /// copier has failed; the content is still on the device.
     fn settle(&mut self) -> bool;
     /// Bytes that were exported to the copier but not copied: they are still on the device.
-    fn handed_bytes(&mut self) -> u64;
+    fn exported_bytes(&mut self) -> u64;
     /// Copies in what is copied out. On an error, which is the driver's code, it stays copied out.
-    fn unpark(&mut self) -> Result<(), u32>;
+    fn copy_in(&mut self) -> Result<(), u32>;
     /// Whether anything is copied out.
     fn is_parked(&mut self) -> bool;
     /// Unregisters the staging buffer from the driver; a copier may register it for itself.
     /// `vram_bytes`: all that the process holds on its device when it is resident.
-    fn let_go_of_parked(&mut self, vram_bytes: u64);
+    fn release_copied(&mut self, vram_bytes: u64);
     /// Tells the copier that the driver has checkpointed the rest of the process.
-    fn announce_away(&mut self);
+    fn announce_offloaded(&mut self);
     /// Tells the copier that the driver begins to restore the process.
     fn announce_restore(&mut self);
     /// Closes the connection to the copier, if there is one.
@@ -182,14 +182,14 @@ impl OrderMachine {
             // What a copier copies on the device meanwhile needs VRAM that others may be granted by now.
             Action::CopyOut { vram_bytes, how } if late => {
                 let how = CopyOptions { then_checkpoint: false, ..how };
-                self.carry_out(host, Action::CopyOut { vram_bytes, how })
+                self.execute_order(host, Action::CopyOut { vram_bytes, how })
             }
-            action => self.carry_out(host, action),
+            action => self.execute_order(host, action),
         }
     }
 
     /// Carries out an order completely before it returns.
-    pub fn carry_out(&mut self, host: &mut impl Host, action: Action) -> Ended {
+    pub fn execute_order(&mut self, host: &mut impl Host, action: Action) -> Ended {
         if !admits(self.phase, action) {
             // Another program may have moved the process with the driver's checkpoint interface.
             self.observe(host);
@@ -220,7 +220,7 @@ impl OrderMachine {
                     return (Outcome::Unsupported, 0);
                 }
                 self.vram_bytes = vram_bytes;
-                self.park(host, how)
+                self.copy_out(host, how)
             }
             Action::Checkpoint { vram_bytes } => {
                 if !host.is_eligible() || host.keeps_context() {
@@ -242,7 +242,7 @@ impl OrderMachine {
             Action::RestoreOnGpu { from, to } => {
                 // The copier would copy into memory of the GPU where the process was.
                 host.leave_copier();
-                if host.handed_bytes() > 0 || !host.can_move(from, to) {
+                if host.exported_bytes() > 0 || !host.can_move(from, to) {
                     return (Outcome::Unreachable, 0);
                 }
                 let ended = self.restore(host, DriverCall::RestoreOn(from, to));
@@ -270,13 +270,13 @@ impl OrderMachine {
 
     /// Restores the process without a controller, as far as that is possible now. True when
     /// calls pass again.
-    pub fn bring_back(&mut self, host: &mut impl Host) -> bool {
-        let is_back = self.go_home(host);
+    pub fn restore_self(&mut self, host: &mut impl Host) -> bool {
+        let is_back = self.run_self_restore(host);
         host.end_return();
         is_back
     }
 
-    fn go_home(&mut self, host: &mut impl Host) -> bool {
+    fn run_self_restore(&mut self, host: &mut impl Host) -> bool {
         // The copier's device memory for this process would count as used in the check for free VRAM.
         host.leave_copier();
         self.release_allocations(host);
@@ -291,14 +291,14 @@ impl OrderMachine {
                 Phase::Checkpointed | Phase::CopiedOut if self.has_room(host) => Action::Restore,
                 _ => return false,
             };
-            if self.carry_out(host, action).0 != Outcome::Done {
+            if self.execute_order(host, action).0 != Outcome::Done {
                 return self.phase == Phase::Open;
             }
         }
     }
 
     fn has_room(&self, host: &mut impl Host) -> bool {
-        let on_device = host.handed_bytes();
+        let on_device = host.exported_bytes();
         host.begin_return(self.vram_bytes.saturating_sub(on_device))
     }
 
@@ -362,13 +362,13 @@ impl OrderMachine {
 
     /// Copies out, unlocked: copies need the driver. The lock has waited for the GPU and the gate
     /// admits no new work, so nothing changes the memory, locked or not.
-    fn park(&mut self, host: &mut impl Host, how: CopyOptions) -> Ended {
+    fn copy_out(&mut self, host: &mut impl Host, how: CopyOptions) -> Ended {
         match self.unlock(host) {
             (Outcome::Done, _) => {}
             ended => return ended,
         }
         self.enter(host, Phase::CopyingOut);
-        match host.park(how, self.vram_bytes) {
+        match host.copy_out(how, self.vram_bytes) {
             Ok(()) => {
                 self.enter(host, Phase::CopiedOut);
                 (Outcome::Done, 0)
@@ -396,7 +396,7 @@ impl OrderMachine {
         if self.phase == Phase::CopiedOut {
             // Nothing runs on the GPU: the first lock has waited for it, and the gate is closed.
             const LOCK_MS: u32 = 5_000;
-            host.let_go_of_parked(self.vram_bytes);
+            host.release_copied(self.vram_bytes);
             let call = DriverCall::Lock(LOCK_MS);
             match self.step(host, call, Phase::Locking, Phase::Locked) {
                 (Outcome::Done, _) => {}
@@ -410,7 +410,7 @@ impl OrderMachine {
             if !host.settle() {
                 return (Outcome::NotCopied, 0);
             }
-            host.announce_away();
+            host.announce_offloaded();
         }
         // The checkpoint has failed after a copy-out: unlock, back to CopiedOut.
         if self.phase == Phase::Locked && host.is_parked() {
@@ -434,7 +434,7 @@ impl OrderMachine {
             }
         }
         self.enter(host, Phase::CopyingIn);
-        match host.unpark() {
+        match host.copy_in() {
             Ok(()) => {
                 self.enter(host, Phase::Closed);
                 (Outcome::Done, 0)

@@ -91,7 +91,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
             more_asked: false,
         }
         .run();
-        PROCESS.desk.set_wait_ms(0);
+        PROCESS.oom_wait.set_wait_ms(0);
     } else if let Some(page) = process::page() {
         // The counters' file is closed already: no controller can ever release allocations.
         page.set_gate(Gate::Open);
@@ -182,7 +182,7 @@ impl Agent {
             };
             sys::wait_signal(LOOK, self.patience_ms());
         }
-        while !self.machine.bring_back(&mut self.own) {
+        while !self.machine.restore_self(&mut self.own) {
             sys::wait_signal(LOOK, WAKE_REPEAT_MS);
         }
     }
@@ -201,7 +201,7 @@ impl Agent {
                 ControllerMessage::Refuse { retry: true, .. } => self.link.lose(sys::now_us()),
                 ControllerMessage::Welcome { wait_for_room_ms, engine, .. } => {
                     self.link.set_welcomed();
-                    PROCESS.desk.set_wait_ms(wait_for_room_ms);
+                    PROCESS.oom_wait.set_wait_ms(wait_for_room_ms);
                     // Before an allocation can pass the gate.
                     swap::set_engine(engine);
                     if self.hold != AllocationHold::Now {
@@ -217,7 +217,7 @@ impl Agent {
                 }
                 ControllerMessage::WakeAck { .. } => self.heard = true,
                 ControllerMessage::AllocGrant { ticket, granted } => {
-                    PROCESS.desk.answer(ticket, granted)
+                    PROCESS.oom_wait.answer(ticket, granted)
                 }
                 ControllerMessage::SampleCalls { one_in, read } => {
                     call_recorder::watch(self.page, one_in, read)
@@ -320,12 +320,12 @@ impl Agent {
 
     /// Reports the allocation that waits for free VRAM, and the end of that wait.
     fn tell_want(&mut self) {
-        let case = PROCESS.desk.case();
+        let case = PROCESS.oom_wait.case();
         if let Some((ticket, _)) = self.want_sent
             && case.is_none_or(|case| case.ticket != ticket)
         {
             self.want_sent = None;
-            let served = PROCESS.desk.was_served(ticket);
+            let served = PROCESS.oom_wait.was_served(ticket);
             self.link.send(sys::now_us(), &AgentMessage::AllocWaitDone { ticket, served });
         }
         let Some(PendingAlloc { ticket, want, attempts, asked: true }) = case else { return };
@@ -361,7 +361,7 @@ impl Agent {
             heard: core::mem::take(&mut self.heard),
         };
         if self.silence.is_too_long(sys::now_us(), situation)
-            && self.machine.bring_back(&mut self.own)
+            && self.machine.restore_self(&mut self.own)
         {
             // A controller that was too busy to respond learns the phase from the next Hello.
             self.link.lose(sys::now_us());
@@ -398,9 +398,9 @@ impl Agent {
     }
 
     fn take_note(&mut self) {
-        let parked = self.machine.phase() == Phase::CopiedOut && self.waiters() == 0;
+        let copied_out = self.machine.phase() == Phase::CopiedOut && self.waiters() == 0;
         let held = self.machine.allocations_held();
-        if self.released.is_due(sys::now_us(), parked, held) {
+        if self.released.is_due(sys::now_us(), copied_out, held) {
             swap::absorb_scrub_stall();
         }
     }

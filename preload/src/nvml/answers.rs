@@ -151,7 +151,12 @@ unsafe fn copy(to: &mut [u8], from: u64, count: usize) {
 ///
 /// # Safety
 /// `frame` must be of a call of a function of this class.
-pub unsafe fn answer(place: u64, class: Class, frame: &NvmlFrame, is_away: bool) -> Option<u32> {
+pub unsafe fn answer(
+    place: u64,
+    class: Class,
+    frame: &NvmlFrame,
+    is_checkpointed: bool,
+) -> Option<u32> {
     if class == Class::Processes {
         // SAFETY: as the function demands.
         return unsafe { no_processes(frame) };
@@ -176,14 +181,14 @@ pub unsafe fn answer(place: u64, class: Class, frame: &NvmlFrame, is_away: bool)
             return Some(known.result);
         }
         let [device, ..] = frame.arguments;
-        if let Some(reading) = readings::fresh(&uuid(device)?, is_away) {
+        if let Some(reading) = readings::fresh(&uuid(device)?, is_checkpointed) {
             // SAFETY: as above.
             return unsafe { give_reading(class, &frame.arguments, first, &reading) };
         }
         let is_young = |known: &AnswerKey| sys::now_us().saturating_sub(known.at_us) <= OLD_US;
         // SAFETY: as above.
         return known
-            .filter(|known| !is_away && is_young(known))
+            .filter(|known| !is_checkpointed && is_young(known))
             .map(|known| unsafe { give(shape, first, second, &known) });
     }
     // SAFETY: as above.

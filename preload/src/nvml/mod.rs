@@ -149,9 +149,10 @@ unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
             }
             continue;
         }
-        let is_away = page.phase.load(Ordering::SeqCst) == Phase::Checkpointed as u32;
+        let is_checkpointed = page.phase.load(Ordering::SeqCst) == Phase::Checkpointed as u32;
         // SAFETY: as the function demands.
-        if let Some(result) = unsafe { answers::answer(frame.place, class, frame, is_away) } {
+        if let Some(result) = unsafe { answers::answer(frame.place, class, frame, is_checkpointed) }
+        {
             return frame.answer(result);
         }
         wait();
@@ -275,12 +276,12 @@ fn wait() {
     let mut wakes = false;
     while let Some(slot) = place.slot().filter(|_| !is_open()) {
         let now_us = sys::now_us();
-        let is_away = page.phase.load(Ordering::SeqCst) == Phase::Checkpointed as u32;
+        let is_checkpointed = page.phase.load(Ordering::SeqCst) == Phase::Checkpointed as u32;
         if wakes {
             if page.renew_wait(slot, now_us) {
                 process::poke_agent();
             }
-        } else if is_away || now_us.saturating_sub(began_us) >= QUIET_US {
+        } else if is_checkpointed || now_us.saturating_sub(began_us) >= QUIET_US {
             wakes = true;
             PROCESS.waiting_hook.store(affinode_cuda_sys::hook::UNLISTED, Ordering::Relaxed);
             page.begin_wait(slot, now_us);

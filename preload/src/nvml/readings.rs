@@ -92,11 +92,11 @@ fn last(uuid: &[u8; 16]) -> Option<(GpuReading, u64)> {
 
 /// A reading of the device. In a checkpointed process, requests a recent one from the controller and
 /// waits for it. While the process is being moved, its agent cannot request one: an older one serves.
-pub fn fresh(uuid: &[u8; 16], is_away: bool) -> Option<GpuReading> {
+pub fn fresh(uuid: &[u8; 16], is_checkpointed: bool) -> Option<GpuReading> {
     const FRESH_US: u64 = 2_000_000;
     const WITHIN_US: u64 = 1_000_000;
     const ASK_AGAIN_MS: u64 = 250;
-    let limit_us = if is_away { FRESH_US } else { super::answers::OLD_US };
+    let limit_us = if is_checkpointed { FRESH_US } else { super::answers::OLD_US };
     let end_us = sys::now_us() + WITHIN_US;
     loop {
         let seen = CAME.load(Ordering::SeqCst);
@@ -105,7 +105,7 @@ pub fn fresh(uuid: &[u8; 16], is_away: bool) -> Option<GpuReading> {
         {
             return Some(reading);
         }
-        if !is_away || is_open() || sys::now_us() >= end_us {
+        if !is_checkpointed || is_open() || sys::now_us() >= end_us {
             return None;
         }
         ask();

@@ -16,10 +16,10 @@ use crate::fds::TrackedFd;
 pub(super) const MIN_BYTES: usize = 2 << 20;
 pub unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
     if !address.is_null()
-        && let Some(carried) = allocate(bytes)
+        && let Some(swappable) = allocate(bytes)
     {
         // SAFETY: the application's own place for the address.
-        unsafe { address.write(carried) };
+        unsafe { address.write(swappable) };
         return result::SUCCESS;
     }
     call!(mem_alloc(address, bytes))
@@ -36,11 +36,11 @@ pub unsafe extern "C" fn mem_alloc_pitch(
         && !pitch.is_null()
         && width.saturating_mul(height) >= MIN_BYTES
         && let Some(row_bytes) = pitch_of(width, element)
-        && let Some(carried) = row_bytes.checked_mul(height).and_then(allocate)
+        && let Some(swappable) = row_bytes.checked_mul(height).and_then(allocate)
     {
         // SAFETY: the application's own places for the results.
         unsafe {
-            address.write(carried);
+            address.write(swappable);
             pitch.write(row_bytes);
         }
         return result::SUCCESS;
@@ -174,8 +174,8 @@ pub(super) fn release(piece: &AllocationPiece) {
 /// The allocation or the imported memory that contains an address.
 fn known_at(address: u64) -> Option<Allocation> {
     tables(|tables| {
-        let carried = tables.allocations.around(address).copied();
-        carried.or_else(|| tables.opened.around(address).map(|opened| opened.allocation))
+        let swappable = tables.allocations.around(address).copied();
+        swappable.or_else(|| tables.opened.around(address).map(|opened| opened.allocation))
     })
 }
 

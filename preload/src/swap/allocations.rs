@@ -56,7 +56,7 @@ pub enum MemoryPlace {
 
 impl AllocationPiece {
     /// Whether it can be copied out.
-    pub fn is_carried(&self) -> bool {
+    pub fn is_swappable(&self) -> bool {
         !self.stays && self.address != 0 && self.context != 0
     }
 
@@ -70,7 +70,7 @@ impl AllocationPiece {
 
     /// Whether the next copy-out takes it off the device.
     pub fn leaves(&self) -> bool {
-        self.is_carried() && self.place == MemoryPlace::Device
+        self.is_swappable() && self.place == MemoryPlace::Device
     }
 }
 

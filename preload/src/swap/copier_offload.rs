@@ -30,10 +30,10 @@ const WITHIN_US: u64 = 4_000_000;
 
 /// Bytes whose content is only in exported memory.
 pub fn bytes() -> u64 {
-    if is_in_use() { tables(|tables| tables.bytes(is_handed)) } else { 0 }
+    if is_in_use() { tables(|tables| tables.bytes(is_exported)) } else { 0 }
 }
 
-fn is_handed(piece: &AllocationPiece) -> bool {
+fn is_exported(piece: &AllocationPiece) -> bool {
     piece.place == MemoryPlace::Handed
 }
 
@@ -44,7 +44,7 @@ fn is_handed(piece: &AllocationPiece) -> bool {
 pub fn export_to_copier(pool: &mut StagingPool, vram_bytes: u64) -> Result<bool, u32> {
     // The copier needs all pages of the pool: end the prefault.
     pool.end();
-    if hand_all(pool, vram_bytes).is_some() {
+    if export_all(pool, vram_bytes).is_some() {
         return Ok(true);
     }
     copier_restore::hang_up();
@@ -52,7 +52,7 @@ pub fn export_to_copier(pool: &mut StagingPool, vram_bytes: u64) -> Result<bool,
     take_back().map(|()| false)
 }
 
-fn hand_all(pool: &StagingPool, vram_bytes: u64) -> Option<()> {
+fn export_all(pool: &StagingPool, vram_bytes: u64) -> Option<()> {
     let mut order = AllocationLayout::of(AllocationPiece::leaves)?;
     let summary = copier_restore::summary(MemoryPlace::Device)?;
     let many = summary.0 as usize;
@@ -149,7 +149,7 @@ pub fn settle() -> bool {
         leave();
         return false;
     }
-    each(is_handed, |id, piece| {
+    each(is_exported, |id, piece| {
         piece.shared.into_iter().for_each(TrackedFd::close);
         put(id, 0, MemoryPlace::Pool);
         result::SUCCESS
@@ -177,7 +177,7 @@ pub fn restore_from_copier() -> Result<(), u32> {
 }
 
 fn take_back() -> Result<(), u32> {
-    let code = each(is_handed, |id, piece| {
+    let code = each(is_exported, |id, piece| {
         let Some(shared) = piece.shared.and_then(|shared| shared.get()) else {
             return result::INVALID_VALUE;
         };

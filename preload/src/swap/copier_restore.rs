@@ -92,7 +92,7 @@ pub fn offer(pool: &StagingPool, vram_bytes: u64) {
 
 /// Tells the copier that the process is checkpointed. From here on the copier's messages wake the
 /// agent at once.
-pub fn announce_away() {
+pub fn announce_offloaded() {
     if let Some(copier) = fds::COPIER.get() {
         let _ = sys::notify(copier, sys::gettid(), sys::SIGURG);
     }

@@ -317,8 +317,8 @@ pub fn copy_in() -> Result<(), u32> {
 fn copy_to_device() -> Result<(), u32> {
     with_pool(|pool| {
         let mut copies = CopyStreams::new();
-        let is_away = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
-        let begun = as_result(each(is_away, |id, piece| fill(pool, &mut copies, id, piece)));
+        let is_copied = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
+        let begun = as_result(each(is_copied, |id, piece| fill(pool, &mut copies, id, piece)));
         // In any case: no copy may still run when the memory is unmapped again.
         let finished = copies.finish();
         let copied = begun.and(finished);

@@ -72,7 +72,7 @@ use affinode_cuda_sys::hook;
 use affinode_proto::wire::Engine;
 
 use self::allocations::{AllocationTables, Allocations};
-pub use self::copier_offload::{bytes as handed_bytes, settle};
+pub use self::copier_offload::{bytes as exported_bytes, settle};
 pub use self::copy::{
     LOADER_HELD, NO_HOST_MEMORY, copy_in, copy_out, holds_imported, is_broken, is_copied_out,
     release_copied_out, tidy,

@@ -136,10 +136,11 @@ impl VmmHandleTable {
     /// Changes a block, and the sum of swappable bytes with it.
     fn change<R>(&mut self, name: u64, body: impl FnOnce(&mut VmmHandle) -> R) -> Option<R> {
         let block = self.blocks.at(name)?;
-        let carried = |piece: &AllocationPiece| if piece.is_carried() { piece.bytes } else { 0 };
-        let before = carried(&block.piece);
+        let swappable =
+            |piece: &AllocationPiece| if piece.is_swappable() { piece.bytes } else { 0 };
+        let before = swappable(&block.piece);
         let result = body(block);
-        self.swappable_bytes = self.swappable_bytes - before + carried(&block.piece);
+        self.swappable_bytes = self.swappable_bytes - before + swappable(&block.piece);
         Some(result)
     }
 
@@ -317,7 +318,7 @@ mod tests {
     }
 
     /// A block that is mapped and accessible.
-    fn carried() -> (VmmHandleTable, u64) {
+    fn swappable() -> (VmmHandleTable, u64) {
         let (mut blocks, name) = one();
         blocks.map(name, 8 * MIB, 2 * MIB, 0);
         blocks.set_access(8 * MIB, 2 * MIB, &[OWN], HERE);
@@ -344,7 +345,7 @@ mod tests {
 
     #[test]
     fn released_name_lives_on_in_its_mapping() {
-        let (mut blocks, name) = carried();
+        let (mut blocks, name) = swappable();
         assert_eq!(blocks.release(name), HandleRelease::Lives);
         assert_eq!(blocks.handle(name), Handle::Stale);
         assert_eq!(blocks.swappable_bytes(), 2 * MIB);
@@ -358,7 +359,7 @@ mod tests {
 
     #[test]
     fn partly_or_twice_mapped_block_is_the_drivers() {
-        let (mut blocks, name) = carried();
+        let (mut blocks, name) = swappable();
         blocks.map(name, 16 * MIB, 2 * MIB, 0);
         blocks.set_access(16 * MIB, 2 * MIB, &[OWN], HERE);
         assert_eq!(blocks.swappable_bytes(), 0, "at two addresses");
@@ -377,12 +378,12 @@ mod tests {
     fn block_that_others_reach_stays() {
         let other = MemAccessDesc { location_id: 1, ..OWN };
         for access in [&[OWN, other][..], &[other], &[MemAccessDesc { location_type: 3, ..OWN }]] {
-            let (mut blocks, name) = carried();
+            let (mut blocks, name) = swappable();
             blocks.set_access(8 * MIB, 2 * MIB, access, HERE);
             assert_eq!(blocks.swappable_bytes(), 0, "{access:?}");
             assert!(blocks.at(name).unwrap().piece.stays);
         }
-        let (mut blocks, _) = carried();
+        let (mut blocks, _) = swappable();
         blocks.set_access(8 * MIB, 2 * MIB, &[MemAccessDesc { flags: 0, ..other }], HERE);
         assert_eq!(blocks.swappable_bytes(), 2 * MIB, "access of another device revoked");
         blocks.set_access(8 * MIB, 2 * MIB, &[MemAccessDesc { flags: 1, ..OWN }], HERE);
@@ -390,10 +391,10 @@ mod tests {
         blocks.set_access(8 * MIB, 2 * MIB, &[OWN], MappingPart { context: 78, device: 1, now: 1 });
         assert_eq!(blocks.swappable_bytes(), 0, "no context to copy in");
 
-        let (mut blocks, name) = carried();
+        let (mut blocks, name) = swappable();
         blocks.stay_in(9 * MIB, 1);
         assert!(blocks.at(name).unwrap().piece.stays);
-        let (mut blocks, name) = carried();
+        let (mut blocks, name) = swappable();
         blocks.stay_in(10 * MIB, MIB);
         assert!(!blocks.at(name).unwrap().piece.stays);
     }
@@ -402,7 +403,7 @@ mod tests {
     #[test]
     fn pinned_import_is_reported_when_released() {
         for (imported, stays) in [(true, true), (true, false), (false, true)] {
-            let (mut blocks, name) = carried();
+            let (mut blocks, name) = swappable();
             blocks.at(name).unwrap().piece.imported = imported;
             if stays {
                 blocks.stay(name);
@@ -416,7 +417,7 @@ mod tests {
 
     #[test]
     fn context_end_leaves_blocks_to_the_driver() {
-        let (mut blocks, _) = carried();
+        let (mut blocks, _) = swappable();
         blocks.context_ends(78, 2);
         blocks.context_ends(77, 1);
         assert_eq!(blocks.swappable_bytes(), 2 * MIB, "of another, or of a later one");

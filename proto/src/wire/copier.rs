@@ -412,11 +412,11 @@ mod tests {
 
     #[test]
     fn copier_frames_decode_as_encoded() {
-        let parked = ToCopier::CopiedOut { bytes: 7, rest_bytes: 8, pieces: 9, uuid: [3; 16] };
+        let copied_out = ToCopier::CopiedOut { bytes: 7, rest_bytes: 8, pieces: 9, uuid: [3; 16] };
         let pieces = ToCopier::Chunks { many: 28, words: core::array::from_fn(|n| n as u32 + 1) };
         let prepared = ToCopier::Prefaulted { bytes: 7, uuid: [3; 16] };
         for message in [
-            parked,
+            copied_out,
             pieces,
             prepared,
             ToCopier::CopyOut,

@@ -32,7 +32,7 @@ use clap::Args;
 use self::{discovery::NodeDiscovery, poller::FleetPoller, server::FleetServer};
 use crate::{
     https::{self, authz, tls},
-    service::{self, ServiceError, Told},
+    service::{self, ServiceError, StopSignal},
 };
 
 /// How the page of all nodes runs.
@@ -62,10 +62,10 @@ pub struct FleetOptions {
 /// # Errors
 /// [`ServiceError`].
 pub fn run(options: &FleetOptions) -> Result<(), ServiceError> {
-    service::run(|told| serve(options, told))
+    service::run(|stop| serve(options, stop))
 }
 
-async fn serve(options: &FleetOptions, mut told: Told) -> Result<(), ServiceError> {
+async fn serve(options: &FleetOptions, mut stop: StopSignal) -> Result<(), ServiceError> {
     let client = service::client().await?;
     let roster =
         NodeDiscovery::watch(client, &options.namespace, &options.service, &options.installation);
@@ -83,7 +83,7 @@ async fn serve(options: &FleetOptions, mut told: Told) -> Result<(), ServiceErro
     tracing::info!("listening on {}", options.listen);
     tokio::select! {
         () = https::serve(listener, Arc::new(fleet)) => {}
-        () = told.wait() => {}
+        () = stop.wait() => {}
     }
     Ok(())
 }

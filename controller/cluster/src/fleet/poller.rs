@@ -150,9 +150,9 @@ impl FleetPoller {
             .for_each_concurrent(MAX_CONCURRENT_POLLS, |node| {
                 let token = token.clone();
                 async move {
-                    let heard = match token {
+                    let received = match token {
                         Ok(token) => {
-                            timeout(2 * TIME, hear(&node, token)).await.unwrap_or_else(|_| {
+                            timeout(2 * TIME, receive(&node, token)).await.unwrap_or_else(|_| {
                                 Err(format!("no complete reply within {:?}", 2 * TIME))
                             })
                         }
@@ -160,7 +160,7 @@ impl FleetPoller {
                     };
                     let mut seen = lock(&self.seen);
                     let row = seen.entry(node.name.clone()).or_default();
-                    note(row, node, heard);
+                    note(row, node, received);
                 }
             })
             .await;
@@ -169,11 +169,11 @@ impl FleetPoller {
 }
 
 /// An agent's reply: figures, or `None` if there is no controller.
-type Heard = Result<Option<FleetSummary>, String>;
+type PollResult = Result<Option<FleetSummary>, String>;
 
-fn note(row: &mut NodeRow, node: KnownNode, heard: Heard) {
+fn note(row: &mut NodeRow, node: KnownNode, received: PollResult) {
     row.name = node.name;
-    match heard {
+    match received {
         Ok(figures) => {
             row.seen_unix_ms = Some(now_ms());
             (row.health, row.why) = match figures.as_ref().map(|f| &f.gpu_error) {
@@ -213,7 +213,7 @@ fn row(node: KnownNode, seen: &BTreeMap<String, NodeRow>) -> NodeRow {
     row
 }
 
-async fn hear(node: &KnownNode, authorization: HeaderValue) -> Heard {
+async fn receive(node: &KnownNode, authorization: HeaderValue) -> PollResult {
     let question = AgentRequest {
         method: Method::GET,
         path: "/api/v1/node",

@@ -44,7 +44,7 @@ const USER: &str = "a-long-and-secret-token";
 
 /// Behaviour of a simulated agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mood {
+enum AgentBehavior {
     Well,
     NoController,
     Forbids,
@@ -57,7 +57,7 @@ enum Mood {
 }
 
 struct Agent {
-    mood: Mood,
+    behavior: AgentBehavior,
     shown: ServedCertificate,
     /// Tokens that the agent received.
     asked: std::sync::Mutex<Vec<String>>,
@@ -88,20 +88,24 @@ impl HttpsSite for Agent {
         tokio::task::yield_now().await;
         self.busy.fetch_sub(1, Ordering::Relaxed);
         let json = |status: u16, value: Value| (status, "application/json", value.to_string());
-        let (status, kind, text) = match self.mood {
-            Mood::Silent => std::future::pending().await,
-            Mood::NoController => json(503, json!({ "error": "no controller runs on this node" })),
-            Mood::Forbids => json(403, json!({ "error": "the fleet may not get /api/v1/node" })),
-            Mood::Page => (200, "text/html", "<script>steal()</script>".to_owned()),
-            Mood::Endless => json(200, json!({})),
-            Mood::Well if request.uri().path() == "/api/v1/node" => json(
+        let (status, kind, text) = match self.behavior {
+            AgentBehavior::Silent => std::future::pending().await,
+            AgentBehavior::NoController => {
+                json(503, json!({ "error": "no controller runs on this node" }))
+            }
+            AgentBehavior::Forbids => {
+                json(403, json!({ "error": "the fleet may not get /api/v1/node" }))
+            }
+            AgentBehavior::Page => (200, "text/html", "<script>steal()</script>".to_owned()),
+            AgentBehavior::Endless => json(200, json!({})),
+            AgentBehavior::Well if request.uri().path() == "/api/v1/node" => json(
                 200,
                 json!({
                     "version": "0.1.0", "gpus": [{ "name": "H200", "vram_total_bytes": 100 }],
                     "containers": [{ "state": "Offloaded", "offloaded_bytes": 7 }],
                 }),
             ),
-            Mood::Well => {
+            AgentBehavior::Well => {
                 let (method, uri) = (request.method().to_string(), request.uri().to_string());
                 json(
                     200,
@@ -112,33 +116,34 @@ impl HttpsSite for Agent {
                 )
             }
         };
-        let body = if self.mood == Mood::Endless {
+        let body = if self.behavior == AgentBehavior::Endless {
             let piece = || Ok(Frame::data(Bytes::from_static(&[b' '; 64 << 10])));
             StreamBody::new(futures_util::stream::repeat_with(piece)).boxed_unsync()
         } else {
             http_body_util::Full::from(text).map_err(|never| match never {}).boxed_unsync()
         };
         let mut answer = Response::builder().status(status).header("content-type", kind);
-        if self.mood == Mood::NoController {
+        if self.behavior == AgentBehavior::NoController {
             answer = answer.header(NO_CONTROLLER, "none");
         }
         answer.header("set-cookie", "a=b").body(body).unwrap()
     }
 }
 
-async fn agent(mood: Mood) -> (Arc<Agent>, KnownNode) {
+async fn agent(behavior: AgentBehavior) -> (Arc<Agent>, KnownNode) {
     let made = rcgen::generate_simple_self_signed(vec!["node".to_owned()]).unwrap();
     let (cert, key) = (made.cert.pem().into(), made.signing_key.serialize_pem().into());
     let shown = ServedCertificate::default();
     shown.show(&TlsPair { cert, key }).unwrap();
     let certificate = cert_pin::parse(&shown.fingerprint().unwrap());
     let asked = std::sync::Mutex::default();
-    let agent = Agent { mood, shown, asked, busy: AtomicUsize::new(0), most: AtomicUsize::new(0) };
+    let agent =
+        Agent { behavior, shown, asked, busy: AtomicUsize::new(0), most: AtomicUsize::new(0) };
     let agent = Arc::new(agent);
     let listener = https::listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let address = Some(listener.local_addr().unwrap());
     tokio::spawn(https::serve(listener, Arc::clone(&agent)));
-    let name = format!("{mood:?}").to_lowercase();
+    let name = format!("{behavior:?}").to_lowercase();
     (agent, KnownNode { name, state: "served".into(), address, certificate })
 }
 
@@ -193,10 +198,10 @@ fn body(answer: &str) -> Value {
 
 #[tokio::test]
 async fn list_reports_each_node_independently() {
-    let (well, known) = agent(Mood::Well).await;
+    let (well, known) = agent(AgentBehavior::Well).await;
     let mut nodes = vec![known];
-    for mood in [Mood::NoController, Mood::Forbids, Mood::Endless] {
-        nodes.push(agent(mood).await.1);
+    for behavior in [AgentBehavior::NoController, AgentBehavior::Forbids, AgentBehavior::Endless] {
+        nodes.push(agent(behavior).await.1);
     }
     let gone = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
     let other = |name: &str, address: Option<SocketAddr>, certificate, state: &str| KnownNode {
@@ -244,7 +249,7 @@ async fn list_reports_each_node_independently() {
 
 #[tokio::test]
 async fn lost_node_keeps_its_last_figures_and_time() {
-    let (_, known) = agent(Mood::Well).await;
+    let (_, known) = agent(AgentBehavior::Well).await;
     let there = Arc::new(AtomicBool::new(true));
     let switch = Arc::clone(&there);
     let mut stage = stage(Vec::new());
@@ -265,10 +270,10 @@ async fn lost_node_keeps_its_last_figures_and_time() {
 
 #[tokio::test(start_paused = true)]
 async fn silent_nodes_delay_neither_page_nor_others() {
-    let (silent, known) = agent(Mood::Silent).await;
+    let (silent, known) = agent(AgentBehavior::Silent).await;
     let mut nodes: Vec<KnownNode> =
         (0..100).map(|n| KnownNode { name: format!("silent-{n}"), ..known.clone() }).collect();
-    nodes.push(agent(Mood::Well).await.1);
+    nodes.push(agent(AgentBehavior::Well).await.1);
     let stage = stage(nodes);
     let survey = Arc::clone(&stage.fleet.survey);
     let round = tokio::spawn(async move { survey.round().await });
@@ -286,7 +291,7 @@ async fn silent_nodes_delay_neither_page_nor_others() {
 
 #[tokio::test]
 async fn request_without_token_or_host_reaches_no_node() {
-    let (agent, known) = agent(Mood::Well).await;
+    let (agent, known) = agent(AgentBehavior::Well).await;
     let stage = stage(vec![known]);
     let user = format!("authorization: Bearer {USER}");
     for (headers, status) in [
@@ -315,7 +320,7 @@ async fn request_without_token_or_host_reaches_no_node() {
 
 #[tokio::test]
 async fn node_requests_carry_the_users_own_token() {
-    let (_, known) = agent(Mood::Well).await;
+    let (_, known) = agent(AgentBehavior::Well).await;
     let address = known.address.unwrap();
     let stage = stage(vec![known]);
     let user = format!("authorization: Bearer {USER}");
@@ -348,7 +353,7 @@ async fn node_requests_carry_the_users_own_token() {
 
 #[tokio::test]
 async fn agent_cannot_send_a_page_or_a_script() {
-    let (agent, known) = agent(Mood::Page).await;
+    let (agent, known) = agent(AgentBehavior::Page).await;
     let stage = stage(vec![known]);
     let page = stage.ask("GET /nodes/page/", &[]).await;
     assert!(page.starts_with("HTTP/1.1 200") && page.contains("<title>Affinode"), "{page}");

@@ -53,7 +53,7 @@ use self::{
 use crate::{
     error_chain,
     https::{self, authz, tls},
-    service::{self, ServiceError, Told},
+    service::{self, ServiceError, StopSignal},
 };
 
 /// Interval between two checks of the node.
@@ -93,10 +93,10 @@ pub struct NodeOptions {
 /// # Errors
 /// [`ServiceError`].
 pub fn run(options: &NodeOptions) -> Result<(), ServiceError> {
-    service::run(|told| serve(options, told))
+    service::run(|stop| serve(options, stop))
 }
 
-async fn serve(options: &NodeOptions, mut told: Told) -> Result<(), ServiceError> {
+async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), ServiceError> {
     let client = service::client().await?;
     let served = Arc::new(AtomicBool::new(false));
     let run_dir = options.places.on_host(&options.places.run_dir);
@@ -127,7 +127,7 @@ async fn serve(options: &NodeOptions, mut told: Told) -> Result<(), ServiceError
         () = https::serve(listener, Arc::new(bridge)) => {}
         () = watch.run() => {}
         () = agent.run(client) => {}
-        () = told.wait() => {}
+        () = stop.wait() => {}
     }
     Ok(())
 }

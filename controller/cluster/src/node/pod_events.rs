@@ -29,7 +29,7 @@ pub struct PodEvent {
 
 /// The Kubernetes event for a controller's event. `None`: not published.
 #[must_use]
-pub fn told(event: &Event) -> Option<PodEvent> {
+pub fn pod_event(event: &Event) -> Option<PodEvent> {
     let is = |word: &str, state: State| word == state.as_str();
     let (warning, reason, action, note) = match event.kind.as_str() {
         "state" if is(&event.to, State::Offloaded) && is(&event.from, State::Offloading) => {
@@ -121,7 +121,8 @@ mod tests {
 
     #[test]
     fn only_moves_waits_and_refusals_are_published() {
-        let note = |event: &Event| told(event).map(|told| (told.reason, told.note));
+        let note =
+            |event: &Event| pod_event(event).map(|pod_event| (pod_event.reason, pod_event.note));
         assert_eq!(
             note(&state("Offloading", "Offloaded")),
             Some(("GPUOffloaded", "jupyter offloaded 1.5 GiB of GPU memory in 1.2 s".into()))
@@ -132,15 +133,15 @@ mod tests {
         );
         let (reason, text) = note(&state("Offloaded", "Queued")).unwrap();
         assert!(reason == "GPUWaiting" && text.contains("not free yet"), "{text}");
-        assert!(told(&state("Restoring", "Lost")).unwrap().warning);
+        assert!(pod_event(&state("Restoring", "Lost")).unwrap().warning);
         for (from, to) in [("Active", "Idle"), ("Idle", "Closing"), ("Queued", "Restoring")] {
-            assert_eq!(told(&state(from, to)), None, "{from} {to}");
+            assert_eq!(pod_event(&state(from, to)), None, "{from} {to}");
         }
         let refused = Event { kind: "refused".into(), text: "why".into(), ..Event::default() };
-        assert!(told(&refused).unwrap().warning);
+        assert!(pod_event(&refused).unwrap().warning);
         let long = Event { text: "é".repeat(5000), ..refused };
-        assert!(told(&long).unwrap().note.len() < 2048);
-        assert_eq!(told(&Event { kind: "process".into(), ..Event::default() }), None);
+        assert!(pod_event(&long).unwrap().note.len() < 2048);
+        assert_eq!(pod_event(&Event { kind: "process".into(), ..Event::default() }), None);
     }
 
     #[test]

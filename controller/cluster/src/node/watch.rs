@@ -23,7 +23,7 @@ use ttrpc::context::with_duration;
 
 use super::{
     node_labels::{NodeLabels, RECLAIMABLE, RECLAIMED},
-    pod_events::{EventRateLimiter, told},
+    pod_events::{EventRateLimiter, pod_event},
     pods::Pods,
 };
 use crate::error_chain;
@@ -47,7 +47,7 @@ pub struct ControllerWatch {
     recorder: Recorder,
     mark: NodeLabels,
     /// Writes the pods' conditions. `None`: pods get events only.
-    told: Option<Pods>,
+    pods_client: Option<Pods>,
     allowance: EventRateLimiter,
     /// Pods by the keys of their containers.
     pods: HashMap<String, ObjectReference>,
@@ -73,7 +73,7 @@ impl ControllerWatch {
             socket,
             recorder: Recorder::new(client.clone(), reporter),
             mark,
-            told: pod_state.then(|| Pods::new(client)),
+            pods_client: pod_state.then(|| Pods::new(client)),
             allowance: EventRateLimiter::default(),
             pods: HashMap::new(),
             waiting: HashMap::new(),
@@ -115,7 +115,7 @@ impl ControllerWatch {
                 }
             }
             self.tell_who_waits(&list).await;
-            if let Some(pods) = &mut self.told {
+            if let Some(pods) = &mut self.pods_client {
                 pods.show(&list).await;
             }
             tokio::time::sleep(PACE).await;
@@ -170,16 +170,16 @@ impl ControllerWatch {
     }
 
     async fn tell(&mut self, event: &Event) {
-        let (Some(told), Some(pod)) = (told(event), self.pods.get(&event.key)) else { return };
+        let (Some(note), Some(pod)) = (pod_event(event), self.pods.get(&event.key)) else { return };
         let uid = pod.uid.as_deref().unwrap_or_default();
         if !self.allowance.take(uid, event.unix_ms) {
             return;
         }
         let event = PodEvent {
-            type_: if told.warning { EventType::Warning } else { EventType::Normal },
-            reason: told.reason.into(),
-            note: Some(told.note),
-            action: told.action.into(),
+            type_: if note.warning { EventType::Warning } else { EventType::Normal },
+            reason: note.reason.into(),
+            note: Some(note.note),
+            action: note.action.into(),
             secondary: None,
         };
         if let Err(error) = self.recorder.publish(&event, pod).await {

@@ -30,7 +30,7 @@ use crate::{
         self,
         tls::{self, ServedCertificate},
     },
-    service::{self, ServiceError, Told},
+    service::{self, ServiceError, StopSignal},
 };
 use cert::rotation::{CertificatePaths, CertificateRotation};
 use cluster::ClusterState;
@@ -65,10 +65,10 @@ pub struct WebhookOptions {
 /// # Errors
 /// [`ServiceError`].
 pub fn run(options: &WebhookOptions) -> Result<(), ServiceError> {
-    service::run(|told| serve_all(options, told))
+    service::run(|stop| serve_all(options, stop))
 }
 
-async fn serve_all(options: &WebhookOptions, mut told: Told) -> Result<(), ServiceError> {
+async fn serve_all(options: &WebhookOptions, mut stop: StopSignal) -> Result<(), ServiceError> {
     let shown = Arc::new(ServedCertificate::default());
     let source = match (&options.tls_cert_file, &options.tls_key_file) {
         (Some(cert), Some(key)) => {
@@ -88,7 +88,7 @@ async fn serve_all(options: &WebhookOptions, mut told: Told) -> Result<(), Servi
     let listener = service::listen(options.listen).await?;
     tracing::info!("listening on {}", options.listen);
     let serving = tokio::spawn(https::serve(listener, Arc::new(door)));
-    told.wait().await;
+    stop.wait().await;
     tracing::info!("webhook: stopping, serving for {DRAIN_TIMEOUT:?} more");
     tokio::time::sleep(DRAIN_TIMEOUT).await;
     serving.abort();

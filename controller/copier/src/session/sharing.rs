@@ -37,13 +37,13 @@ pub struct ContentSharing<S> {
     /// The first chunk that was not examined.
     next: usize,
     offered: BTreeMap<usize, (Instant, Rc<S>)>,
-    told_bytes: usize,
+    reported_bytes: usize,
 }
 
 impl<S> ContentSharing<S> {
     /// No chunk is examined yet.
     pub fn of(domain: u64) -> Self {
-        ContentSharing { domain, open: false, next: 0, offered: BTreeMap::new(), told_bytes: 0 }
+        ContentSharing { domain, open: false, next: 0, offered: BTreeMap::new(), reported_bytes: 0 }
     }
 
     /// Starts the offers: the process is offloaded, and all of its memory is registered.
@@ -91,7 +91,7 @@ impl<S> ContentSharing<S> {
 
     /// Bytes in segments, if they have changed since the last report.
     fn report(&mut self, elsewhere_bytes: usize) -> Option<u64> {
-        let told = std::mem::replace(&mut self.told_bytes, elsewhere_bytes);
+        let told = std::mem::replace(&mut self.reported_bytes, elsewhere_bytes);
         (told != elsewhere_bytes).then_some(elsewhere_bytes as u64)
     }
 }

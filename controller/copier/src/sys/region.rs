@@ -321,7 +321,7 @@ mod tests {
 
     fn file(seals: SealFlags) -> OwnedFd {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let file = rustix::fs::memfd_create("parked", flags).unwrap();
+        let file = rustix::fs::memfd_create("copied_out", flags).unwrap();
         rustix::fs::ftruncate(&file, BYTES).unwrap();
         rustix::fs::fcntl_add_seals(&file, seals).unwrap();
         file

@@ -66,7 +66,7 @@ pub fn memory_file(content: &[u8], seals: SealFlags) -> OwnedFd {
 }
 
 /// A memory file as a real agent makes it.
-pub fn parked_file(content: &[u8]) -> OwnedFd {
+pub fn content_file(content: &[u8]) -> OwnedFd {
     memory_file(content, SEALED)
 }
 
@@ -274,7 +274,7 @@ impl Agent {
     }
 
     /// Announces the copied-out pieces, with the file if there is one.
-    pub fn park(&self, pieces: &[Piece], rest_bytes: u64, file: Option<&OwnedFd>) {
+    pub fn copy_out(&self, pieces: &[Piece], rest_bytes: u64, file: Option<&OwnedFd>) {
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
         let many = u32::try_from(pieces.len()).unwrap();
         self.say(ToCopier::CopiedOut { bytes, rest_bytes, pieces: many, uuid: fake::UUID }, file);
@@ -289,12 +289,12 @@ impl Agent {
 
     /// Announces the pieces and the checkpoint: the memory is to be registered.
     pub fn leave(&self, pieces: &[Piece], rest_bytes: u64, file: &OwnedFd) {
-        self.park(pieces, rest_bytes, Some(file));
+        self.copy_out(pieces, rest_bytes, Some(file));
         self.say(ToCopier::Checkpointed, None);
     }
 
     /// What the copier has sent since the last call.
-    pub fn heard(&mut self) -> Vec<(FromCopier, Option<OwnedFd>)> {
+    pub fn received(&mut self) -> Vec<(FromCopier, Option<OwnedFd>)> {
         while let Some(Ok((frame, descriptor))) = self.socket.as_ref().map(socket::receive) {
             self.inbox.push((FromCopier::decode(&frame).unwrap(), descriptor));
         }
@@ -303,7 +303,7 @@ impl Agent {
 
     /// The messages without their descriptors.
     pub fn words(&mut self) -> Vec<FromCopier> {
-        self.heard().into_iter().map(|(message, _)| message).collect()
+        self.received().into_iter().map(|(message, _)| message).collect()
     }
 
     /// Whether the copier has hung up.
@@ -331,9 +331,9 @@ pub fn pieces(units: &[u64]) -> Vec<Piece> {
 }
 
 /// The content of all blocks that an agent got, one after the other.
-pub fn content_of_blocks(heard: &[(FromCopier, Option<OwnedFd>)]) -> Vec<u8> {
+pub fn content_of_blocks(received: &[(FromCopier, Option<OwnedFd>)]) -> Vec<u8> {
     let mut content = Vec::new();
-    for (message, block) in heard {
+    for (message, block) in received {
         if matches!(message, FromCopier::Block { .. }) {
             content.extend_from_slice(&fake::content(block.as_ref().unwrap().as_fd()).unwrap());
         }

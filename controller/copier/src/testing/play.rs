@@ -57,7 +57,7 @@ impl<'a> Play<'a> {
         let mut testbed = Testbed::new();
         let honest = testbed.attach(HONEST, 2 * UNIT, 5);
         let content = pattern(2 * UNIT, HONEST);
-        honest.leave(&pieces(&[1, 1]), 0, &parked_file(&content));
+        honest.leave(&pieces(&[1, 1]), 0, &content_file(&content));
         testbed.settle().unwrap();
         fake::with(fake::Fake::copies_wait);
         let (things, hostile) = (things(), Default::default());
@@ -108,7 +108,7 @@ impl<'a> Play<'a> {
             }
             7 => {
                 if let Some(agent) = &mut self.hostile[nth].agent {
-                    agent.heard();
+                    agent.received();
                 }
             }
             8 => self.scribble(),
@@ -202,14 +202,14 @@ impl<'a> Play<'a> {
         self.testbed.fill(HONEST, 2 * UNIT);
         self.honest.say(ToCopier::Restoring, None);
         self.honest.say(ToCopier::Restored, None);
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         for _ in 0..4 {
             self.testbed.settle().unwrap();
             fake::run_copies();
-            heard.extend(self.honest.heard());
+            received.extend(self.honest.received());
         }
-        assert_eq!(heard.last().map(|(message, _)| *message), Some(FromCopier::Filled));
-        assert!(content_of_blocks(&heard) == self.content, "the honest process has its content");
+        assert_eq!(received.last().map(|(message, _)| *message), Some(FromCopier::Filled));
+        assert!(content_of_blocks(&received) == self.content, "the honest process has its content");
         self.honest.hang_up();
         for hostile in &mut self.hostile {
             hostile.agent = None;
@@ -223,7 +223,7 @@ impl<'a> Play<'a> {
 fn things() -> Vec<Option<OwnedFd>> {
     thread_local! {
         static FILES: Vec<OwnedFd> = {
-            let file = |units: u64| parked_file(&pattern(units * UNIT, 1));
+            let file = |units: u64| content_file(&pattern(units * UNIT, 1));
             let unsealed = memory_file(&pattern(UNIT, 1), SealFlags::empty());
             vec![file(1), file(2), file(MAX_UNITS), file(MAX_UNITS), unsealed]
         };

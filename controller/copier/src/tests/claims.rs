@@ -9,19 +9,19 @@ use super::*;
 fn refuses(message: ToCopier, why: &str) {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, 4 * UNIT, 0);
-    agent.say(message, Some(&parked_file(&pattern(8 * UNIT, 1))));
+    agent.say(message, Some(&content_file(&pattern(8 * UNIT, 1))));
     assert_ended(&mut testbed, &mut agent, why);
     assert_serves(&mut testbed);
 }
 
 #[test]
 fn claim_beyond_the_known_vram_is_refused() {
-    refuses(parked(5 * UNIT, 1), "parked");
+    refuses(copied_out(5 * UNIT, 1), "copied_out");
     refuses(ToCopier::Prefaulted { bytes: 4 * UNIT + 1, uuid: fake::UUID }, "prepared");
-    refuses(parked(u64::MAX, 1), "all there is");
+    refuses(copied_out(u64::MAX, 1), "all there is");
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, 4 * UNIT, 0);
-    agent.leave(&pieces(&[4]), 0, &parked_file(&pattern(4 * UNIT, 1)));
+    agent.leave(&pieces(&[4]), 0, &content_file(&pattern(4 * UNIT, 1)));
     testbed.settle().unwrap();
     assert!(!agent.is_hung_up(), "no more than it may have");
 }
@@ -30,18 +30,18 @@ fn claim_beyond_the_known_vram_is_refused() {
 fn claim_of_another_device_is_refused() {
     let uuid = [1; 16];
     refuses(ToCopier::Prefaulted { bytes: UNIT, uuid }, "prepared");
-    refuses(ToCopier::CopiedOut { bytes: UNIT, rest_bytes: 0, pieces: 1, uuid }, "parked");
+    refuses(ToCopier::CopiedOut { bytes: UNIT, rest_bytes: 0, pieces: 1, uuid }, "copied_out");
 }
 
 #[test]
 fn number_of_pieces_is_bounded() {
     let most = MAX_PIECES as u32;
-    refuses(parked(UNIT, 0), "none");
-    refuses(parked(UNIT, most + 1), "too many");
-    refuses(parked(UNIT, u32::MAX), "all there are");
+    refuses(copied_out(UNIT, 0), "none");
+    refuses(copied_out(UNIT, most + 1), "too many");
+    refuses(copied_out(UNIT, u32::MAX), "all there are");
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, 4 * UNIT, 0);
-    agent.say(parked(UNIT, most), Some(&parked_file(&pattern(UNIT, 1))));
+    agent.say(copied_out(UNIT, most), Some(&content_file(&pattern(UNIT, 1))));
     testbed.settle().unwrap();
     assert!(!agent.is_hung_up(), "the most there may be");
 }
@@ -61,7 +61,7 @@ fn pieces_that_are_not_as_announced_are_refused() {
     ] {
         let mut testbed = Testbed::new();
         let mut agent = testbed.attach(1, 4 * UNIT, 0);
-        agent.say(parked(3 * UNIT, 2), Some(&parked_file(&pattern(3 * UNIT, 1))));
+        agent.say(copied_out(3 * UNIT, 2), Some(&content_file(&pattern(3 * UNIT, 1))));
         for frame in frames {
             agent.say(frame, None);
         }
@@ -106,7 +106,7 @@ fn memory_file_that_does_not_fit_is_refused() {
         (pipe, "a pipe"),
     ] {
         for message in
-            [parked(3 * UNIT, 1), ToCopier::Prefaulted { bytes: 3 * UNIT, uuid: fake::UUID }]
+            [copied_out(3 * UNIT, 1), ToCopier::Prefaulted { bytes: 3 * UNIT, uuid: fake::UUID }]
         {
             let mut testbed = Testbed::new();
             let mut agent = testbed.attach(1, 4 * UNIT, 0);
@@ -121,7 +121,7 @@ fn hole_of_a_memory_file_is_not_registered() {
     for hole in [0, 2 * UNIT - 4096, 3 * UNIT - 4096] {
         let mut testbed = Testbed::new();
         let mut agent = testbed.attach(1, 4 * UNIT, 0);
-        let file = parked_file(&pattern(3 * UNIT, 1));
+        let file = content_file(&pattern(3 * UNIT, 1));
         let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&file, flags, hole, 4096).unwrap();
         agent.leave(&pieces(&[3]), 0, &file);
@@ -134,24 +134,24 @@ fn hole_of_a_memory_file_is_not_registered() {
 fn no_more_is_registered_than_was_claimed() {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, 4 * UNIT, 0);
-    agent.leave(&pieces(&[1]), 0, &parked_file(&pattern(8 * UNIT, 1)));
+    agent.leave(&pieces(&[1]), 0, &content_file(&pattern(8 * UNIT, 1)));
     testbed.settle().unwrap();
     assert_eq!(fake::with(|fake| fake.registered_bytes()) as u64, UNIT);
     assert!(!agent.is_hung_up());
 }
 
 #[test]
-fn prepared_file_bounds_what_is_parked_in_it() {
+fn prefaulted_file_bounds_what_is_copied() {
     for (units, fits) in [([1, 2], true), ([1, 1], true), ([2, 2], false)] {
         let mut testbed = Testbed::new();
         let mut agent = testbed.attach(1, 8 * UNIT, 0);
-        let file = parked_file(&pattern(8 * UNIT, 1));
+        let file = content_file(&pattern(8 * UNIT, 1));
         agent.say(ToCopier::Prefaulted { bytes: 3 * UNIT, uuid: fake::UUID }, Some(&file));
-        agent.park(&pieces(&units), 0, None);
+        agent.copy_out(&pieces(&units), 0, None);
         testbed.settle().unwrap();
         assert_eq!(agent.is_hung_up(), !fits, "{units:?}");
     }
     let (mut testbed, mut agent, file) = reach(Stage::Prepared);
-    agent.say(parked(COPIED_OUT_BYTES, 2), Some(&file));
+    agent.say(copied_out(COPIED_OUT_BYTES, 2), Some(&file));
     assert_ended(&mut testbed, &mut agent, "two files");
 }

@@ -129,7 +129,7 @@ fn nothing_is_registered_while_a_proof_is_made() {
     for message in [None, Some(ToCopier::Checkpointed)] {
         let mut testbed = Testbed::new();
         let agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
-        let file = parked_file(&pattern(COPIED_OUT_BYTES, 1));
+        let file = content_file(&pattern(COPIED_OUT_BYTES, 1));
         testbed.order(CopierOrder::HoldVram { on: true }, None);
         match message {
             None => {

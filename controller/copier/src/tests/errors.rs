@@ -6,10 +6,10 @@ use super::*;
 /// gives up when it is hung up on.
 fn whole_life(testbed: &mut Testbed) -> Result<(), CopierError> {
     let mut agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
-    let file = parked_file(&pattern(COPIED_OUT_BYTES, 1));
+    let file = content_file(&pattern(COPIED_OUT_BYTES, 1));
     agent.say(ToCopier::Prefaulted { bytes: COPIED_OUT_BYTES, uuid: fake::UUID }, Some(&file));
     testbed.settle()?;
-    agent.park(&pieces(&UNITS), REST_BYTES, None);
+    agent.copy_out(&pieces(&UNITS), REST_BYTES, None);
     take(&agent, &pieces(&UNITS));
     testbed.settle()?;
     agent.say(ToCopier::Checkpointed, None);
@@ -19,10 +19,10 @@ fn whole_life(testbed: &mut Testbed) -> Result<(), CopierError> {
     testbed.settle()?;
     agent.say(ToCopier::Restored, None);
     testbed.settle()?;
-    let heard = agent.heard();
-    if heard.iter().any(|(message, _)| *message == FromCopier::Filled) {
+    let received = agent.received();
+    if received.iter().any(|(message, _)| *message == FromCopier::Filled) {
         let taken = full_of_units(&UNITS);
-        assert!(content_of_blocks(&heard) == taken, "it was told that all is there");
+        assert!(content_of_blocks(&received) == taken, "it was told that all is there");
     }
     agent.hang_up();
     testbed.settle()?;
@@ -106,7 +106,7 @@ fn sticky_error_ends_the_copier() {
         fake::with(|fake| fake.refuse(None, nth, 700));
         let lived = whole_life(&mut testbed);
         let mut other = testbed.attach(2, COPIED_OUT_BYTES, 0);
-        other.leave(&pieces(&UNITS), 0, &parked_file(&pattern(COPIED_OUT_BYTES, 2)));
+        other.leave(&pieces(&UNITS), 0, &content_file(&pattern(COPIED_OUT_BYTES, 2)));
         let lived = lived.and_then(|()| testbed.settle().map(drop));
         assert!(matches!(lived, Err(CopierError::Broken(_))), "{why}: {lived:?}");
         assert!(!testbed.runs() && other.is_hung_up());

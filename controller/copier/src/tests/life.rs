@@ -5,11 +5,11 @@ use std::os::fd::AsFd;
 use super::*;
 
 #[test]
-fn parked_process_is_filled_with_its_content() {
+fn copied_process_is_filled_with_its_content() {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, 6 * UNIT, 0);
     let content = pattern(6 * UNIT, 1);
-    agent.leave(&pieces(&[1, 2, 3]), 0, &parked_file(&content));
+    agent.leave(&pieces(&[1, 2, 3]), 0, &content_file(&content));
     testbed.settle().unwrap();
     assert_eq!(testbed.take_reports(), [CopierReport::Registered { process: 1, bytes: 6 * UNIT }]);
     testbed.fill(1, 6 * UNIT);
@@ -18,11 +18,11 @@ fn parked_process_is_filled_with_its_content() {
     assert_eq!(agent.words(), [FromCopier::Begin]);
     agent.say(ToCopier::Restored, None);
     testbed.settle().unwrap();
-    let heard = agent.heard();
-    let words: Vec<_> = heard.iter().map(|(message, _)| *message).collect();
+    let received = agent.received();
+    let words: Vec<_> = received.iter().map(|(message, _)| *message).collect();
     let block = |index| FromCopier::Block { index };
     assert_eq!(words, [block(0), block(1), block(2), FromCopier::Filled]);
-    assert!(content_of_blocks(&heard) == content, "each block has its place's content");
+    assert!(content_of_blocks(&received) == content, "each block has its place's content");
     let reports = testbed.take_reports();
     let filled = |r: &CopierReport| matches!(r, CopierReport::Filled { process: 1, bytes, .. } if *bytes == 6 * UNIT);
     assert!(matches!(&reports[..], [report] if filled(report)), "{reports:?}");
@@ -38,7 +38,7 @@ fn parked_process_is_filled_with_its_content() {
 /// Neither before the process reads, nor before the content is there: what was in that memory is
 /// another tenant's.
 #[test]
-fn block_is_handed_over_once_it_is_filled() {
+fn block_is_shared_once_it_is_filled() {
     let (mut testbed, mut agent, _) = reach(Stage::Filling);
     agent.words();
     fake::run_copies();
@@ -62,7 +62,7 @@ fn block_is_handed_over_once_it_is_filled() {
 }
 
 #[test]
-fn copy_in_that_fails_is_never_handed_over() {
+fn copy_in_that_fails_is_never_shared() {
     let (mut testbed, mut agent, _) = reach(Stage::Filling);
     agent.words();
     agent.say(ToCopier::Restored, None);
@@ -86,14 +86,14 @@ fn memory_is_made_for_the_bus_where_it_was() {
         }
         let mut agent = testbed.attach(1, 2 * UNIT, 0);
         let of = |rdma| Piece { bytes: UNIT, rdma };
-        agent.leave(&[of(true), of(false)], 0, &parked_file(&pattern(2 * UNIT, 1)));
+        agent.leave(&[of(true), of(false)], 0, &content_file(&pattern(2 * UNIT, 1)));
         testbed.settle().unwrap();
         testbed.fill(1, 2 * UNIT);
         agent.say(ToCopier::Restoring, None);
         agent.say(ToCopier::Restored, None);
         testbed.settle().unwrap();
-        let heard = agent.heard();
-        let blocks = heard.iter().filter_map(|(_, block)| block.as_ref());
+        let received = agent.received();
+        let blocks = received.iter().filter_map(|(_, block)| block.as_ref());
         let rdma: Vec<_> = blocks.map(|block| fake::is_rdma(block.as_fd()).unwrap()).collect();
         assert_eq!(rdma, [capable, false]);
     }
@@ -104,20 +104,20 @@ fn process_that_does_not_read_is_waited_for() {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach_with_a_short_queue(1, 30 * UNIT, 0);
     let content = pattern(30 * UNIT, 1);
-    agent.leave(&pieces(&[1; 30]), 0, &parked_file(&content));
+    agent.leave(&pieces(&[1; 30]), 0, &content_file(&content));
     testbed.settle().unwrap();
     testbed.fill(1, 30 * UNIT);
     agent.say(ToCopier::Restoring, None);
     agent.say(ToCopier::Restored, None);
     assert_eq!(testbed.settle().unwrap(), Some(SessionStep::Soon), "its queue is full");
-    let mut heard = agent.heard();
-    assert!(heard.len() < 30, "all were sent at once");
+    let mut received = agent.received();
+    assert!(received.len() < 30, "all were sent at once");
     for _ in 0..30 {
         testbed.settle().unwrap();
-        heard.extend(agent.heard());
+        received.extend(agent.received());
     }
-    assert_eq!(heard.last().map(|(message, _)| *message), Some(FromCopier::Filled));
-    assert!(content_of_blocks(&heard) == content);
+    assert_eq!(received.last().map(|(message, _)| *message), Some(FromCopier::Filled));
+    assert!(content_of_blocks(&received) == content);
 }
 
 #[test]
@@ -145,10 +145,10 @@ fn content_across_chunks_is_copied_in_parts() {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, bytes, 0);
     let content = pattern(bytes, 1);
-    let file = parked_file(&content);
+    let file = content_file(&content);
     agent.say(ToCopier::Prefaulted { bytes, uuid: fake::UUID }, Some(&file));
     testbed.settle().unwrap();
-    agent.park(&pieces(&list), 0, None);
+    agent.copy_out(&pieces(&list), 0, None);
     take(&agent, &pieces(&list));
     testbed.settle().unwrap();
     assert_eq!(agent.words(), [FromCopier::Ready, FromCopier::Copied]);
@@ -160,7 +160,7 @@ fn content_across_chunks_is_copied_in_parts() {
     agent.say(ToCopier::Restoring, None);
     agent.say(ToCopier::Restored, None);
     testbed.settle().unwrap();
-    assert!(content_of_blocks(&agent.heard()) == taken);
+    assert!(content_of_blocks(&agent.received()) == taken);
     agent.hang_up();
     testbed.settle().unwrap();
     testbed.assert_nothing_is_left();

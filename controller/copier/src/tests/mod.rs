@@ -61,7 +61,7 @@ const STAGES: [Stage; 9] = [
 fn reach(stage: Stage) -> (Testbed, Agent, OwnedFd) {
     let mut testbed = Testbed::new();
     let agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
-    let file = parked_file(&pattern(COPIED_OUT_BYTES, 1));
+    let file = content_file(&pattern(COPIED_OUT_BYTES, 1));
     advance(&mut testbed, &agent, &file, stage);
     (testbed, agent, file)
 }
@@ -91,16 +91,16 @@ fn advance(testbed: &mut Testbed, agent: &Agent, file: &OwnedFd, stage: Stage) {
                 );
             }
             Stage::Listing => {
-                let parked = ToCopier::CopiedOut {
+                let copied_out = ToCopier::CopiedOut {
                     bytes: COPIED_OUT_BYTES,
                     rest_bytes: REST_BYTES,
                     pieces: 2,
                     uuid: fake::UUID,
                 };
-                agent.say(parked, Some(file));
+                agent.say(copied_out, Some(file));
                 agent.say(one_of_the_list(pieces[0]), None);
             }
-            Stage::Listed => agent.park(&pieces, REST_BYTES, None),
+            Stage::Listed => agent.copy_out(&pieces, REST_BYTES, None),
             Stage::Taking => take(agent, &pieces[..1]),
             Stage::Taken => take(agent, &pieces[1..]),
             Stage::Held => agent.leave(&pieces, REST_BYTES, file),
@@ -134,7 +134,7 @@ fn take(agent: &Agent, pieces: &[Piece]) {
     }
 }
 
-fn parked(bytes: u64, pieces: u32) -> ToCopier {
+fn copied_out(bytes: u64, pieces: u32) -> ToCopier {
     ToCopier::CopiedOut { bytes, rest_bytes: REST_BYTES, pieces, uuid: fake::UUID }
 }
 
@@ -158,7 +158,7 @@ fn assert_serves(testbed: &mut Testbed) {
     testbed.take_reports();
     let mut agent = testbed.attach(99, COPIED_OUT_BYTES, 0);
     let content = pattern(COPIED_OUT_BYTES, 99);
-    agent.leave(&pieces(&UNITS), 0, &parked_file(&content));
+    agent.leave(&pieces(&UNITS), 0, &content_file(&content));
     testbed.settle().unwrap();
     testbed.fill(99, COPIED_OUT_BYTES);
     agent.say(ToCopier::Restoring, None);
@@ -166,9 +166,9 @@ fn assert_serves(testbed: &mut Testbed) {
     testbed.settle().unwrap();
     fake::run_copies();
     testbed.settle().unwrap();
-    let heard = agent.heard();
-    assert_eq!(heard.last().map(|(message, _)| *message), Some(FromCopier::Filled));
-    assert!(content_of_blocks(&heard) == content);
+    let received = agent.received();
+    assert_eq!(received.last().map(|(message, _)| *message), Some(FromCopier::Filled));
+    assert!(content_of_blocks(&received) == content);
     agent.hang_up();
     testbed.settle().unwrap();
 }

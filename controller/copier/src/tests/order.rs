@@ -55,7 +55,7 @@ fn message_in_a_wrong_stage_ends_the_process() {
     use Stage::*;
     let messages = [
         ToCopier::Prefaulted { bytes: UNIT, uuid: fake::UUID },
-        parked(UNIT, 1),
+        copied_out(UNIT, 1),
         one_of_the_list(Piece { bytes: 2 * UNIT, rdma: false }),
         ToCopier::CopyOut,
         ToCopier::Checkpointed,
@@ -130,7 +130,7 @@ fn frames_of_one_process_are_read_in_portions() {
     let (mut testbed, mut agent, _) = reach(Stage::Listing);
     // Each is fine, up to the one that is too much.
     let mut list = testbed.attach(2, 4096 * UNIT, 0);
-    list.say(parked(100 * UNIT, 100), Some(&parked_file(&pattern(100 * UNIT, 1))));
+    list.say(copied_out(100 * UNIT, 100), Some(&content_file(&pattern(100 * UNIT, 1))));
     for _ in 0..100 {
         list.say(one_of_the_list(Piece { bytes: UNIT, rdma: false }), None);
     }
@@ -138,7 +138,7 @@ fn frames_of_one_process_are_read_in_portions() {
     list.say(ToCopier::Checkpointed, None);
     agent.say(ToCopier::Checkpointed, None);
     testbed.turn().unwrap();
-    assert!(agent.is_hung_up(), "it is heard, whatever the other has sent");
+    assert!(agent.is_hung_up(), "it is received, whatever the other has sent");
     testbed.settle().unwrap();
     assert!(!list.is_hung_up());
 }

@@ -73,7 +73,7 @@ fn restored_process_without_room_is_left_alone() {
 fn rest_without_bound_is_never_filled_beside() {
     let mut testbed = Testbed::new();
     let agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
-    agent.leave(&pieces(&UNITS), u64::MAX, &parked_file(&pattern(COPIED_OUT_BYTES, 1)));
+    agent.leave(&pieces(&UNITS), u64::MAX, &content_file(&pattern(COPIED_OUT_BYTES, 1)));
     testbed.settle().unwrap();
     testbed.fill(1, COPIED_OUT_BYTES);
     agent.say(ToCopier::Restoring, None);

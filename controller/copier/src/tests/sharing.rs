@@ -14,7 +14,7 @@ fn two(testbed: &mut Testbed, domains: [u64; 2]) -> [(Agent, OwnedFd); 2] {
     let common = pattern(CHUNK, 7);
     let both = [1_u64, 2].map(|process| {
         let agent = testbed.attach(process, CHUNK + UNIT, domains[process as usize - 1]);
-        let file = parked_file(&[&common[..], &pattern(UNIT, process)].concat());
+        let file = content_file(&[&common[..], &pattern(UNIT, process)].concat());
         agent.leave(&pieces(&[CHUNK / UNIT, 1]), 0, &file);
         (agent, file)
     });
@@ -39,9 +39,9 @@ fn common_content_is_offered_and_fills_once() {
     let _silent = testbed.attach(3, CHUNK, DOMAIN);
     let mut both = two(&mut testbed, [DOMAIN, DOMAIN]);
     for (agent, file) in &mut both {
-        let heard = agent.heard();
-        let [(FromCopier::Same { chunk: 0 }, Some(segment))] = &heard[..] else {
-            panic!("{heard:?}");
+        let received = agent.received();
+        let [(FromCopier::Same { chunk: 0 }, Some(segment))] = &received[..] else {
+            panic!("{received:?}");
         };
         assert!(content_of(segment, CHUNK as usize) == content_of(file, CHUNK as usize));
         let written = File::from(segment.try_clone().unwrap()).write_at(&[1], 0);
@@ -62,7 +62,7 @@ fn common_content_is_offered_and_fills_once() {
         agent.say(ToCopier::Restored, None);
         testbed.settle().unwrap();
         let own = pattern(UNIT, agent.process);
-        assert!(content_of_blocks(&agent.heard()) == [&pattern(CHUNK, 7)[..], &own].concat());
+        assert!(content_of_blocks(&agent.received()) == [&pattern(CHUNK, 7)[..], &own].concat());
         agent.hang_up();
         testbed.settle().unwrap();
     }
@@ -148,16 +148,16 @@ fn chunk_that_was_not_taken_stays_its_own() {
     agent.say(ToCopier::Restored, None);
     testbed.settle().unwrap();
     let content = [&pattern(CHUNK, 7)[..], &pattern(UNIT, 1)].concat();
-    assert!(content_of_blocks(&agent.heard()) == content);
+    assert!(content_of_blocks(&agent.received()) == content);
 }
 
 #[test]
-fn process_that_comes_home_is_offered_nothing() {
+fn restoring_process_is_offered_nothing() {
     for order in [true, false] {
         let mut testbed = Testbed::new();
         let one = testbed.attach(1, CHUNK, DOMAIN);
         let mut other = testbed.attach(2, CHUNK, DOMAIN);
-        let file = parked_file(&pattern(CHUNK, 7));
+        let file = content_file(&pattern(CHUNK, 7));
         one.leave(&pieces(&[CHUNK / UNIT]), 0, &file);
         testbed.settle().unwrap();
         if order {
@@ -167,7 +167,7 @@ fn process_that_comes_home_is_offered_nothing() {
             one.say(ToCopier::Restoring, None);
         }
         testbed.settle().unwrap();
-        other.leave(&pieces(&[CHUNK / UNIT]), 0, &parked_file(&pattern(CHUNK, 7)));
+        other.leave(&pieces(&[CHUNK / UNIT]), 0, &content_file(&pattern(CHUNK, 7)));
         testbed.settle().unwrap();
         assert_eq!(other.words(), [], "a process that is restored gets no offer");
         fake::run_copies();
@@ -199,7 +199,7 @@ fn process_that_does_not_answer_is_asked_no_more() {
     testbed.wait(6 * SECOND);
     testbed.settle().unwrap();
     let mut third = testbed.attach(3, CHUNK, DOMAIN);
-    third.leave(&pieces(&[CHUNK / UNIT]), 0, &parked_file(&pattern(CHUNK, 7)));
+    third.leave(&pieces(&[CHUNK / UNIT]), 0, &content_file(&pattern(CHUNK, 7)));
     testbed.settle().unwrap();
     assert_eq!(agent.words(), [], "it has not answered");
     assert_eq!(third.words().len(), 1, "the segment is there still");

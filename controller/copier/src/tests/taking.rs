@@ -8,7 +8,7 @@ fn taken_content() -> Vec<u8> {
 }
 
 #[test]
-fn handed_memory_is_copied_to_its_place() {
+fn exported_memory_is_copied_to_its_place() {
     let (mut testbed, mut agent, file) = reach(Stage::Taken);
     assert_eq!(agent.words(), [FromCopier::Ready, FromCopier::Copied]);
     assert!(content_of(&file, COPIED_OUT_BYTES as usize) == taken_content());
@@ -28,7 +28,7 @@ fn handed_memory_is_copied_to_its_place() {
     agent.say(ToCopier::Restoring, None);
     agent.say(ToCopier::Restored, None);
     testbed.settle().unwrap();
-    assert!(content_of_blocks(&agent.heard()) == taken_content(), "the content is the same");
+    assert!(content_of_blocks(&agent.received()) == taken_content(), "the content is the same");
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn copy_out_that_fails_is_never_said_to_be_done() {
 fn no_piece_is_taken_before_file_is_registered() {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
-    agent.park(&pieces(&UNITS), 0, Some(&parked_file(&pattern(COPIED_OUT_BYTES, 1))));
+    agent.copy_out(&pieces(&UNITS), 0, Some(&content_file(&pattern(COPIED_OUT_BYTES, 1))));
     take(&agent, &pieces(&UNITS));
     assert_ended(&mut testbed, &mut agent, "its file is not registered");
 }
@@ -103,7 +103,7 @@ fn invalid_descriptor_ends_its_session_only() {
     for thing in [
         std::fs::File::open("/").unwrap().into(),
         std::fs::File::open("/dev/null").unwrap().into(),
-        parked_file(&pattern(UNIT, 1)),
+        content_file(&pattern(UNIT, 1)),
         pipe,
         pair().0,
         // Of another size than the piece.

@@ -18,9 +18,9 @@ pub(super) struct Agent {
     /// VRAM that it holds when it is on the device.
     pub(super) size: u64,
     /// The part of it that the agent can copy.
-    pub(super) carried: u64,
+    pub(super) swappable: u64,
     /// That part is in host memory.
-    pub(super) parked: bool,
+    pub(super) copied_out: bool,
     /// What came on its connection and was not looked at yet.
     pub(super) inbox: VecDeque<ControllerMessage>,
     /// Lost its controller in the middle of something: says Hello when that is done.
@@ -66,7 +66,7 @@ impl Agent {
     pub(super) fn on_device(&self) -> u64 {
         match self.phase {
             Phase::Checkpointed => 0,
-            Phase::CopiedOut => self.size - self.carried,
+            Phase::CopiedOut => self.size - self.swappable,
             _ => self.size,
         }
     }
@@ -78,13 +78,13 @@ impl Agent {
     }
 
     pub(super) fn copied_out_bytes(&self) -> u64 {
-        if self.parked { self.carried } else { 0 }
+        if self.copied_out { self.swappable } else { 0 }
     }
 
     pub(super) fn takes(&mut self, bytes: u64) {
         self.size += bytes;
         if ENGINES[self.container] != "checkpoint" {
-            self.carried += bytes - bytes / 4;
+            self.swappable += bytes - bytes / 4;
         }
     }
 }
@@ -106,7 +106,7 @@ pub(super) fn page(agent: &Agent) -> CounterSnapshot {
         generation: agent.generation,
         allocated_bytes: agent.size,
         allocations: 1,
-        swappable_bytes: agent.carried,
+        swappable_bytes: agent.swappable,
         copied_out_bytes: agent.copied_out_bytes(),
         notes: agent.notes,
         call_cost_ps: 0,

@@ -24,7 +24,7 @@ fn ends_at(world: &mut World, id: ProcessId, wanted: fn(&Action) -> bool) {
             let agent = world.agents.get_mut(&id).unwrap();
             agent.inbox.pop_front();
             agent.phase = Phase::Open;
-            let swappable_bytes = agent.carried;
+            let swappable_bytes = agent.swappable;
             let report = AgentMessage::Report {
                 order,
                 outcome: Outcome::DriverError,
@@ -62,7 +62,7 @@ fn driver_ended_on_way_out_is_no_refusal() {
 }
 
 #[test]
-fn driver_ended_on_way_home_is_no_refusal() {
+fn driver_end_during_restore_is_no_refusal() {
     let mut world = World::new(1);
     let id = world.running(0, 300);
     world.settle();

@@ -162,7 +162,7 @@ fn copy_that_turned_back_is_tried_again() {
     world.work_all();
     assert_eq!(world.state(2), State::Active);
     world.settle();
-    assert_eq!((world.state(2), world.agents[&id].parked), (State::Offloaded, true));
+    assert_eq!((world.state(2), world.agents[&id].copied_out), (State::Offloaded, true));
 }
 
 /// A promise ends with the container, with its processes, and when the offload turns back.

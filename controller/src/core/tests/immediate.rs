@@ -197,11 +197,11 @@ fn busy_process_is_forced_thrice_before_its_end() {
 
     let (mut world, waiter) = asker(600);
     let other = world.running(2, 700);
-    let home = (0..200).any(|_| {
+    let resident = (0..200).any(|_| {
         world.fail = Some(busy);
         while_in_use(&mut world, &[], waiter, 1)
     });
-    assert!(home && !world.agents.contains_key(&other));
+    assert!(resident && !world.agents.contains_key(&other));
 }
 
 /// An operator's restore request does not make a container immovable.

@@ -3,19 +3,19 @@
 
 mod agent;
 mod connections;
-mod depth;
+mod context_retention;
+mod copied_out;
 mod domain;
-mod elsewhere;
 mod exits;
 mod figures;
 mod hidden;
 mod holds;
 mod host_memory;
 mod immediate;
+mod migration;
 mod nvml;
 mod orders;
-mod parked;
-mod prepare;
+mod prefault;
 mod random;
 mod returns;
 mod room;

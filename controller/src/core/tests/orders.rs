@@ -51,12 +51,12 @@ impl World {
             }
             Action::RestoreOnGpu { from, to } => {
                 assert_eq!((usize::from(from), usize::from(to)), (agent.gpu, 1 - agent.gpu));
-                let to = if agent.parked { Phase::Closed } else { Phase::Locked };
+                let to = if agent.copied_out { Phase::Closed } else { Phase::Locked };
                 (was == Phase::Checkpointed, to)
             }
-            Action::Restore if agent.parked => (was.is_offloaded(), Phase::Closed),
+            Action::Restore if agent.copied_out => (was.is_offloaded(), Phase::Closed),
             Action::Restore => (was == Phase::Checkpointed, Phase::Locked),
-            Action::Unlock if agent.parked => (was == Phase::Locked, Phase::CopiedOut),
+            Action::Unlock if agent.copied_out => (was == Phase::Locked, Phase::CopiedOut),
             Action::Unlock => (was == Phase::Locked, Phase::Closed),
             Action::HoldAllocations { .. } | Action::ReleaseAllocations => (true, was),
         };
@@ -68,7 +68,7 @@ impl World {
                 | Action::CopyOut { .. }
                 | Action::Checkpoint { .. }
                 | Action::RestoreOnGpu { .. }
-        ) || (action == Action::Restore && agent.parked);
+        ) || (action == Action::Restore && agent.copied_out);
         let moves = matches!(action, Action::RestoreOnGpu { .. });
         if !late && was == Phase::Checkpointed && action.is_restore() {
             let there = used[if moves { 1 - agent.gpu } else { agent.gpu }];
@@ -89,7 +89,7 @@ impl World {
                 Action::Checkpoint { .. } if fail == Outcome::NotCopied => Phase::Checkpointed,
                 Action::Restore => Phase::CopiedOut,
                 // Its context is there, its memory found no room.
-                Action::RestoreOnGpu { .. } if agent.parked && fail == Outcome::DriverError => {
+                Action::RestoreOnGpu { .. } if agent.copied_out && fail == Outcome::DriverError => {
                     agent.gpu = 1 - agent.gpu;
                     Phase::CopiedOut
                 }
@@ -101,9 +101,11 @@ impl World {
             };
         } else {
             match action {
-                Action::CopyOut { .. } => (agent.parked, agent.prepared) = (true, false),
-                Action::Restore => agent.parked = false,
-                Action::RestoreOnGpu { .. } => (agent.parked, agent.gpu) = (false, 1 - agent.gpu),
+                Action::CopyOut { .. } => (agent.copied_out, agent.prepared) = (true, false),
+                Action::Restore => agent.copied_out = false,
+                Action::RestoreOnGpu { .. } => {
+                    (agent.copied_out, agent.gpu) = (false, 1 - agent.gpu)
+                }
                 _ => {}
             }
             agent.phase = to;
@@ -128,7 +130,7 @@ impl World {
             self.hello(id); // The connection is gone: the Hello has all that the report had.
             return;
         }
-        let (phase, swappable_bytes) = (agent.phase, agent.carried);
+        let (phase, swappable_bytes) = (agent.phase, agent.swappable);
         let copied_out_bytes = agent.copied_out_bytes();
         let cuda_error = if outcome == Outcome::Done { 0 } else { 304 };
         self.feed(Input::Message(

@@ -198,10 +198,10 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     world.settle_all();
     for (id, agent) in &world.agents {
         let shallow = world.node.containers[&key(agent.container)].retain_context;
-        let parks = ENGINES[agent.container] == "copy" || shallow;
-        let parks = parks && agent.phase == Phase::CopiedOut;
+        let copies_out = ENGINES[agent.container] == "copy" || shallow;
+        let copies_out = copies_out && agent.phase == Phase::CopiedOut;
         prop_assert!(
-            parks || matches!(agent.phase, Phase::Open | Phase::Checkpointed),
+            copies_out || matches!(agent.phase, Phase::Open | Phase::Checkpointed),
             "{id:?} is left in {:?}",
             agent.phase
         );

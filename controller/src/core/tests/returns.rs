@@ -23,7 +23,7 @@ fn idle_goes_out_and_a_call_brings_it_back() {
     world.settle();
     assert_eq!((world.state(0), world.used()), (State::Offloaded, 0));
     assert_eq!(
-        world.journal[&key(0)].processes[0].away,
+        world.journal[&key(0)].processes[0].offloaded,
         [DeviceBytes { uuid: GPU.into(), bytes: 600 }]
     );
     let id = *world.agents.keys().next().unwrap();
@@ -121,11 +121,11 @@ fn unrecorded_container_restores_to_empty_gpu() {
 fn promise_to_unregistered_process_is_kept() {
     let mut world = World::new(1);
     let unseen = (77, 1);
-    let away = vec![DeviceBytes { uuid: GPU.into(), bytes: 400 }];
+    let offloaded = vec![DeviceBytes { uuid: GPU.into(), bytes: 400 }];
     let recalled = Input::Recalled {
         key: key(0),
         identity: unseen,
-        away,
+        offloaded,
         to: None,
         restoring: true,
         host: Vec::new(),

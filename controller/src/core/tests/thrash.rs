@@ -22,7 +22,7 @@ fn config() -> ProptestConfig {
 }
 
 /// Three containers, each of which needs the room of the others, all out.
-fn crowd() -> (World, Vec<ProcessId>) {
+fn oversubscribed() -> (World, Vec<ProcessId>) {
     let mut world = World::new(3);
     let running = |n| {
         let id = world.running(n, 600);
@@ -59,22 +59,22 @@ proptest! {
     fn container_moves_at_most_once_per_residency(
         calls in proptest::collection::vec((0_usize..3, 0_usize..60), 1..40),
     ) {
-        let (mut world, ids) = crowd();
+        let (mut world, ids) = oversubscribed();
         let began = world.now;
         let before: Vec<u64> = (0..3).map(|n| world.node.containers[&key(n)].restores).collect();
         for (called, ticks) in calls {
             world.call(ids[called]);
             for _ in 0..=ticks {
-                let home = |world: &World, n| {
+                let resident = |world: &World, n| {
                     let c = &world.node.containers[&key(n)];
                     (c.goal == Goal::Resident, c.restored_at)
                 };
-                let were: Vec<_> = (0..3).map(|n| home(&world, n)).collect();
+                let were: Vec<_> = (0..3).map(|n| resident(&world, n)).collect();
                 pass(&mut world);
-                for (n, (was_home, came_home)) in were.into_iter().enumerate() {
-                    let leaves = was_home && !home(&world, n).0;
-                    let came_home = came_home.filter(|t| *t >= began && leaves);
-                    let stayed_ms = came_home.map_or(RESIDENCY_MS, |t| world.now - t);
+                for (n, (was_resident, became_resident)) in were.into_iter().enumerate() {
+                    let leaves = was_resident && !resident(&world, n).0;
+                    let became_resident = became_resident.filter(|t| *t >= began && leaves);
+                    let stayed_ms = became_resident.map_or(RESIDENCY_MS, |t| world.now - t);
                     prop_assert!(stayed_ms >= RESIDENCY_MS, "{n} stayed for {stayed_ms} ms");
                 }
             }

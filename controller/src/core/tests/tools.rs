@@ -78,8 +78,11 @@ fn tool_in_mid_offload_turns_the_process_back() {
         }
         world.settle_all();
         assert_eq!(world.state(n), after);
-        let parked = after == State::Offloaded;
-        assert_eq!(world.agents[&id].phase, if parked { Phase::CopiedOut } else { Phase::Open });
+        let copied_out = after == State::Offloaded;
+        assert_eq!(
+            world.agents[&id].phase,
+            if copied_out { Phase::CopiedOut } else { Phase::Open }
+        );
     }
 }
 

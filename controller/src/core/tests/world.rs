@@ -261,8 +261,8 @@ impl World {
             gpu: usize::from(self.two_gpus && self.next.is_multiple_of(2)),
             phase: Phase::Open,
             size: 0,
-            carried: 0,
-            parked: false,
+            swappable: 0,
+            copied_out: false,
             inbox: VecDeque::new(),
             orphaned: false,
             welcomed: false,
@@ -368,8 +368,8 @@ impl World {
             phase: agent.phase,
             generation: agent.generation,
             hazards: if agent.tools { agent.hazards() } else { Hazards::default() },
-            carried: SwapStatus {
-                swappable_bytes: agent.carried,
+            swap: SwapStatus {
+                swappable_bytes: agent.swappable,
                 copied_out_bytes: agent.copied_out_bytes(),
                 unchanged_bytes: 0,
                 zero_bytes: 0,
@@ -463,12 +463,12 @@ impl World {
                 }
                 let restoring = record.step == "restore";
                 let identity = (process.pid, process.start_ticks);
-                let bytes = process.away.iter().map(|on| on.bytes).sum();
+                let bytes = process.offloaded.iter().map(|on| on.bytes).sum();
                 let host = self.host_pools(&[(process.pid, bytes)]);
                 self.feed(Input::Recalled {
                     key: key.clone(),
                     identity,
-                    away: process.away,
+                    offloaded: process.offloaded,
                     to: process.to,
                     restoring,
                     host,

@@ -35,8 +35,8 @@ function card(gpu) {
     meter.append(piece);
   }
   const legend = el("div", { class: "legend" });
-  for (const [name, word, size] of [...all, ["away", "offloaded", gpu.vram_reclaimed_bytes]]) {
-    if (!size && !["used", "free", "away"].includes(name)) continue;
+  for (const [name, word, size] of [...all, ["offloaded", "offloaded", gpu.vram_reclaimed_bytes]]) {
+    if (!size && !["used", "free", "offloaded"].includes(name)) continue;
     legend.append(el("span", {}, el("i", { class: `s-${name}` }), el("b", {}, bytes(size).replace("–", "0")), ` ${word}`));
   }
   return el("article", { class: "gpu", "aria-label": `GPU ${gpu.index}` },
@@ -66,11 +66,11 @@ export function drawHeader() {
   const copiers = (pick) => node.gpus.reduce((all, gpu) => all + (pick(gpu) || 0), 0);
   const each = sum((container) => Math.max(0, container.offloaded_bytes - zeros(container)));
   const stored = copiers((gpu) => gpu.copier_stored_bytes);
-  const away = Math.max(0, each - copiers((gpu) => gpu.copier_shared_bytes)) + stored;
+  const offloaded = Math.max(0, each - copiers((gpu) => gpu.copier_shared_bytes)) + stored;
   const saved = Math.max(0, copiers((gpu) => gpu.copier_shared_bytes) - stored);
   const queued = all.filter((container) => container.state === "Queued").length;
   const rows = [
-    ["Offloaded, in host RAM", bytes(away).replace("–", "0"), node.host_free_bytes ? `of ${bytes(away + node.host_free_bytes)}` : ""],
+    ["Offloaded, in host RAM", bytes(offloaded).replace("–", "0"), node.host_free_bytes ? `of ${bytes(offloaded + node.host_free_bytes)}` : ""],
     ...(saved ? [["Saved by dedup", bytes(saved), ""]] : []),
     ["Held idle", bytes(sum((c) => (c.state === "Idle" ? c.vram_bytes : 0))).replace("–", "0"), ""],
     ["Waiting for VRAM", String(queued), queued === 1 ? "container" : "containers"],

@@ -61,16 +61,16 @@ function make(key) {
   const spark = svg("svg", { class: "spark", viewBox: "0 0 60 22", preserveAspectRatio: "none", role: "img", "aria-label": "Activity is not known yet" });
   spark.append(svg("path", { class: "work" }), svg("path"));
   const cell = ([cls, label]) => el("div", { class: `cell ${cls}`, role: "cell", "data-label": label });
-  const [vram, away, wake, policy, why, act] = [["n", "VRAM"], ["n two", "In host RAM"], ["n two", "Wake"], ["policy two", "Policy"], ["why"], ["act"]].map(cell);
+  const [vram, offloaded, wake, policy, why, act] = [["n", "VRAM"], ["n two", "In host RAM"], ["n two", "Wake"], ["policy two", "Policy"], ["why"], ["act"]].map(cell);
   const two = (box) => box.appendChild(el("span")) && box.appendChild(el("small"));
-  const moves = two(away), p99 = two(wake), after = two(policy);
+  const moves = two(offloaded), p99 = two(wake), after = two(policy);
   const button = el("button", { type: "button", class: "move", onclick: () => press(key) });
   const tack = el("button", { type: "button", class: "ghost", onclick: () => pinHere(key) });
   act.append(button, tack);
   const row = el("div", { class: "row", role: "row" }, el("div", { class: "cell", role: "cell" }, name), state,
-    el("div", { class: "cell activity", role: "cell" }, spark, called), vram, away, wake, policy, why, act);
+    el("div", { class: "cell activity", role: "cell" }, spark, called), vram, offloaded, wake, policy, why, act);
   const item = el("div", { class: "item", "data-key": key }, row);
-  return { item, row, name, label, space, state, word, since, soon, spark, called, vram, away, moves, wake, p99, policy, after, why, button, tack, detail: null };
+  return { item, row, name, label, space, state, word, since, soon, spark, called, vram, offloaded, moves, wake, p99, policy, after, why, button, tack, detail: null };
 }
 
 function press(key) {
@@ -89,7 +89,7 @@ export function drawRow(key) {
   if (parts.item.dataset.state !== container.state) parts.item.dataset.state = container.state;
   put(parts.word, container.state);
   put(parts.vram, bytes(container.vram_bytes));
-  put(parts.away.firstChild, bytes(container.offloaded_bytes));
+  put(parts.offloaded.firstChild, bytes(container.offloaded_bytes));
   put(parts.moves, container.offloads ? `${count(container.offloads)} ${container.offloads === 1 ? "offload" : "offloads"}` : "");
   put(parts.wake.firstChild, container.restores ? took(container.last_wake_ms) : "–");
   put(parts.p99, container.wake_p99_ms ? `p99 ${took(container.wake_p99_ms)}` : "");

@@ -26,7 +26,7 @@ pub const OWN_TOKEN: &str = "the-controller-itself";
 
 /// How the server responds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mood {
+pub enum ApiBehavior {
     Well,
     /// Refuses every request with status 403.
     Forbidden,
@@ -49,7 +49,7 @@ pub struct Fake {
 
 /// The table of the server, and counters of requests.
 pub struct Desk {
-    mood: Mutex<Mood>,
+    behavior: Mutex<ApiBehavior>,
     pub users: Mutex<Vec<(&'static str, &'static str)>>,
     pub rights: Mutex<Vec<Right>>,
     token_reviews: AtomicUsize,
@@ -84,7 +84,7 @@ impl Fake {
         let papers = papers(folder);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let desk = Arc::new(Desk {
-            mood: Mutex::new(Mood::Well),
+            behavior: Mutex::new(ApiBehavior::Well),
             users: Mutex::new(vec![("annas-token", "anna"), ("bobs-token", "bob")]),
             rights: Mutex::new(vec![
                 ("anna", "get", "/affinode/v1/node"),
@@ -121,8 +121,8 @@ impl Fake {
         fake
     }
 
-    pub fn set(&self, mood: Mood) {
-        *self.desk.mood.lock().unwrap() = mood;
+    pub fn set(&self, behavior: ApiBehavior) {
+        *self.desk.behavior.lock().unwrap() = behavior;
     }
 
     /// Number of requests of each kind so far.
@@ -177,16 +177,16 @@ impl Desk {
             }
             other => panic!("{other}"),
         };
-        let mood = *self.mood.lock().unwrap();
-        let (code, text) = match mood {
-            Mood::Well if authorised => {
+        let behavior = *self.behavior.lock().unwrap();
+        let (code, text) = match behavior {
+            ApiBehavior::Well if authorised => {
                 (StatusCode::CREATED, json!({ "status": status }).to_string())
             }
-            Mood::Well => (StatusCode::UNAUTHORIZED, "{}".into()),
-            Mood::Forbidden => (StatusCode::FORBIDDEN, "{}".into()),
-            Mood::Rubbish => (StatusCode::OK, "{\"status\": [".into()),
-            Mood::Endless => (StatusCode::OK, " ".repeat(1 << 20)),
-            Mood::Silent => std::future::pending().await,
+            ApiBehavior::Well => (StatusCode::UNAUTHORIZED, "{}".into()),
+            ApiBehavior::Forbidden => (StatusCode::FORBIDDEN, "{}".into()),
+            ApiBehavior::Rubbish => (StatusCode::OK, "{\"status\": [".into()),
+            ApiBehavior::Endless => (StatusCode::OK, " ".repeat(1 << 20)),
+            ApiBehavior::Silent => std::future::pending().await,
         };
         let mut reply = Response::new(Full::new(Bytes::from(text)));
         *reply.status_mut() = code;

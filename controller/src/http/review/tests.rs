@@ -6,7 +6,7 @@ use hyper::Method;
 use serde::Deserialize;
 
 use super::{
-    fake::{Fake, Mood, OWN_TOKEN},
+    fake::{ApiBehavior, Fake, OWN_TOKEN},
     *,
 };
 use crate::{
@@ -73,18 +73,18 @@ async fn results_are_cached_until_they_expire() {
 #[tokio::test]
 async fn an_unreachable_server_admits_no_user() {
     let (folder, fake, reviewer) = reviewer().await;
-    for (mood, why) in [
-        (Mood::Forbidden, "403 Forbidden: the token in http.kubernetes.token_file needs"),
-        (Mood::Rubbish, "is invalid"),
-        (Mood::Endless, "to a TokenReview: length limit exceeded"),
+    for (behavior, why) in [
+        (ApiBehavior::Forbidden, "403 Forbidden: the token in http.kubernetes.token_file needs"),
+        (ApiBehavior::Rubbish, "is invalid"),
+        (ApiBehavior::Endless, "to a TokenReview: length limit exceeded"),
     ] {
-        fake.set(mood);
+        fake.set(behavior);
         let refusal = reviewer.admit(b"annas-token", NODE).await.unwrap_err();
-        assert_eq!(refusal.kind, DenyReason::Review, "{mood:?}");
+        assert_eq!(refusal.kind, DenyReason::Review, "{behavior:?}");
         assert!(refusal.detail.contains(why), "{}", refusal.detail);
         assert!(!refusal.why.contains("127.0.0.1"), "strangers learn nothing: {}", refusal.why);
     }
-    fake.set(Mood::Well);
+    fake.set(ApiBehavior::Well);
     // The controller's own token is read again for each request.
     let token = folder.path().join("api-token");
     std::fs::write(&token, "an old one").unwrap();
@@ -124,7 +124,7 @@ async fn requests_are_limited_in_number_and_time() {
         assert_eq!(kind(&reviewer, rubbish, NODE).await, Err(DenyReason::Token), "{rubbish}");
     }
     assert_eq!(fake.asked(), (0, 0), "rubbish is not asked about");
-    fake.set(Mood::Silent);
+    fake.set(ApiBehavior::Silent);
     let mut asking = tokio::task::JoinSet::new();
     for n in 0..40 {
         let reviewer = Arc::clone(&reviewer);
@@ -185,7 +185,7 @@ async fn actions_require_rights_and_name_the_user() {
     // A path without a right of its own is refused, also if it is added later.
     assert_eq!(site.ask("GET", "/api/v1/later", anna).await.0, 403);
     assert_eq!(site.ask("GET", "/metrics", anna).await.0, 403);
-    fake.set(Mood::Forbidden);
+    fake.set(ApiBehavior::Forbidden);
     let (status, why) = site.ask("POST", "/api/v1/auto-offload/off", anna).await;
     assert!(status == 503 && why.contains("tokens cannot be checked"), "{status} {why}");
     let text = site.metrics_text();

@@ -208,13 +208,13 @@ impl<'a> SimulatedNode<'a> {
                 ..Announcement::default()
             };
             self.inputs.push_back(Input::Announced(Box::new(announcement), key.clone()));
-            let away =
+            let offloaded =
                 vec![DeviceBytes { uuid: uuid(n % self.machine.gpus), bytes: load.vram_bytes }];
             let identity = (pid(n), 1);
             self.inputs.push_back(Input::Recalled {
                 key: key.clone(),
                 identity,
-                away,
+                offloaded,
                 to: None,
                 restoring: false,
                 host: Vec::new(),
@@ -228,7 +228,7 @@ impl<'a> SimulatedNode<'a> {
                 phase,
                 generation: 1,
                 hazards,
-                carried: SwapStatus::default(),
+                swap: SwapStatus::default(),
             });
             self.processes.push(SimulatedProcess {
                 load,
@@ -241,7 +241,7 @@ impl<'a> SimulatedNode<'a> {
                 calls: 1,
                 lived: ContainerTotals { requests: load.arrivals_ms.len() as u64, delayed: 0 },
                 due: None,
-                away_since: None,
+                offloaded_since: None,
                 freed_ms: 0,
                 used_ms: 0,
                 went: None,
@@ -322,7 +322,7 @@ impl<'a> SimulatedNode<'a> {
         let mut effects = std::mem::take(&mut self.effects);
         self.node.handle_into(self.now, input, &mut effects);
         for effect in effects.drain(..) {
-            self.carry_out(effect)?;
+            self.simulate_effect(effect)?;
         }
         self.effects = effects;
         let waiting = self.node.waiting();

@@ -52,7 +52,7 @@ impl SimulatedNode<'_> {
         )
     }
 
-    pub(super) fn carry_out(&mut self, effect: Effect) -> Result<(), SimulationError> {
+    pub(super) fn simulate_effect(&mut self, effect: Effect) -> Result<(), SimulationError> {
         match effect {
             Effect::Send(process, ControllerMessage::Order { order, action, .. }) => {
                 return self.order(process.0 as usize, order, action);
@@ -135,7 +135,7 @@ impl SimulatedNode<'_> {
         let (now, p) = (self.now, &mut self.processes[n]);
         p.on_device = true;
         self.figures.restores += 1;
-        if let Some(since) = p.away_since.take() {
+        if let Some(since) = p.offloaded_since.take() {
             let (from, to) = (since.max(p.first()), now.min(p.last()));
             p.freed_ms += to.saturating_sub(from);
             self.offloaded_bytes -= p.load.vram_bytes;
@@ -155,7 +155,7 @@ impl SimulatedNode<'_> {
             OrderStep::Checkpoint => {
                 p.phase = Phase::Checkpointed;
                 p.on_device = false;
-                (p.away_since, p.went) = (Some(now), Some(now));
+                (p.offloaded_since, p.went) = (Some(now), Some(now));
                 self.used_bytes[n % self.machine.gpus] -= p.load.vram_bytes;
                 self.resident_bytes -= p.load.vram_bytes;
                 self.offloaded_bytes += p.load.vram_bytes;

@@ -12,7 +12,7 @@ impl SimulatedNode<'_> {
         let end = self.meter_end();
         let (mut freed, mut life, mut used, mut span) = (0_u128, 0_u128, 0_u128, 0_u128);
         for p in &mut self.processes {
-            if let Some(since) = p.away_since.take() {
+            if let Some(since) = p.offloaded_since.take() {
                 p.freed_ms += p.last().saturating_sub(since.max(p.first()));
             }
             let bytes = u128::from(p.load.vram_bytes);

@@ -28,7 +28,7 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) calls: u64,
     pub(super) lived: ContainerTotals,
     pub(super) due: Option<Millis>,
-    pub(super) away_since: Option<Millis>,
+    pub(super) offloaded_since: Option<Millis>,
     pub(super) freed_ms: Millis,
     pub(super) used_ms: Millis,
     pub(super) went: Option<Millis>,

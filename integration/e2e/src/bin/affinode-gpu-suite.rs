@@ -67,9 +67,9 @@ fn run() -> Result<bool> {
     let narrow = |word: &str| word.strip_prefix("suite:").map(str::to_owned);
     let mut only: Vec<String> = words.iter().filter_map(|word| narrow(word)).collect();
     // `host-memory:WORD` likewise.
-    let narrow_crowd = |word: &str| word.strip_prefix("host-memory:").map(str::to_owned);
-    let crowds: Vec<String> = words.iter().filter_map(|word| narrow_crowd(word)).collect();
-    let is_whole = |word: &&String| narrow(word).is_none() && narrow_crowd(word).is_none();
+    let narrow_load = |word: &str| word.strip_prefix("host-memory:").map(str::to_owned);
+    let loads: Vec<String> = words.iter().filter_map(|word| narrow_load(word)).collect();
+    let is_whole = |word: &&String| narrow(word).is_none() && narrow_load(word).is_none();
     for word in words.iter().filter(is_whole) {
         ensure!(PARTS.contains(&word.as_str()), "{word:?} is no part: {}", PARTS.join(", "));
     }
@@ -93,9 +93,9 @@ fn run() -> Result<bool> {
             whole.extend(fields);
         }
     }
-    if wanted(HOST_MEMORY) || !crowds.is_empty() {
-        let crowds: Vec<&str> = crowds.iter().map(String::as_str).collect();
-        let report = suite::host_memory(&release, gpu.clone(), &crowds)?;
+    if wanted(HOST_MEMORY) || !loads.is_empty() {
+        let loads: Vec<&str> = loads.iter().map(String::as_str).collect();
+        let report = suite::host_memory(&release, gpu.clone(), &loads)?;
         print(&report.table());
         good &= !report.failed();
         whole.insert(HOST_MEMORY.into(), to_value(&report)?);

@@ -40,12 +40,12 @@ mod tests {
     use super::*;
 
     const COPIER: i32 = 7;
-    const PARKED: i32 = 8;
+    const COPIED_OUT: i32 = 8;
 
     fn found(used_bytes: u64, by_pid: &[(i32, u64)]) -> usize {
         let holders = Holders { used_bytes, by_pid: by_pid.iter().copied().collect() };
         let allowed = Allowed {
-            by_pid: BTreeMap::from([(COPIER, 16), (PARKED, 16)]),
+            by_pid: BTreeMap::from([(COPIER, 16), (COPIED_OUT, 16)]),
             ballast: BTreeSet::from([9]),
             unnamed_bytes: 4,
         };
@@ -55,13 +55,13 @@ mod tests {
     #[test]
     fn contexts_and_driver_reserve_may_be_held() {
         assert_eq!(found(0, &[]), 0);
-        assert_eq!(found(1036, &[(COPIER, 16), (PARKED, 16), (9, 1000)]), 0);
+        assert_eq!(found(1036, &[(COPIER, 16), (COPIED_OUT, 16), (9, 1000)]), 0);
     }
 
     #[test]
     fn memory_beyond_a_context_is_a_leak() {
         assert_eq!(found(17, &[(COPIER, 17)]), 1, "of the copier");
-        assert_eq!(found(17, &[(PARKED, 17)]), 1, "of a parked process");
+        assert_eq!(found(17, &[(COPIED_OUT, 17)]), 1, "of a copied_out process");
         assert_eq!(found(1, &[(10, 1)]), 1, "of a process that is offloaded");
         assert_eq!(found(21, &[(COPIER, 16)]), 1, "without a process");
     }

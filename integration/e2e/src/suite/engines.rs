@@ -250,7 +250,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
         let row = world.cli().known(&id)?;
         let share = row.processes.first().map_or(0, |p| p.swappable_bytes) as f64;
         let share = share / load.bytes() as f64 * 100.0;
-        rows.want(&format!("{size}: share parked"), share, "%", "all of it", share >= 99.9);
+        rows.want(&format!("{size}: share copied_out"), share, "%", "all of it", share >= 99.9);
     }
     good += usize::from(worker.verify()?);
     let times = load.rounds + 2;
@@ -308,8 +308,8 @@ pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
                 worker.call(change)?;
                 world.cli().move_out(&id)?;
                 let row = world.cli().known(&id)?;
-                let parked = row.processes.first().map_or(0, |p| p.copied_out_bytes);
-                rows.tell(&format!("{size}: copied, after {change}"), mib(parked), "MiB");
+                let copied_out = row.processes.first().map_or(0, |p| p.copied_out_bytes);
+                rows.tell(&format!("{size}: copied, after {change}"), mib(copied_out), "MiB");
                 good += usize::from(worker.call(undo)?.ok == Some(true) && worker.verify()?);
                 tried += 1;
             }
@@ -354,8 +354,8 @@ pub fn pools(world: &Testbed, rows: &mut Rows) -> Result<()> {
             if is_moved {
                 world.cli().move_out(&id)?;
                 let row = world.cli().known(&id)?;
-                let parked = row.processes.first().map_or(0, |p| p.copied_out_bytes);
-                rows.tell(&format!("{what}: copied, after {turn}"), mib(parked), "MiB");
+                let copied_out = row.processes.first().map_or(0, |p| p.copied_out_bytes);
+                rows.tell(&format!("{what}: copied, after {turn}"), mib(copied_out), "MiB");
                 wait_held(world)?;
                 let back_us = worker.call("streamsync")?.elapsed_us as f64;
                 rows.tell(&format!("{what}: offload"), row.last_offload_ms as f64, "ms");
@@ -411,19 +411,19 @@ pub fn memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
         let text = spec.run(world)?;
         text.lines().map(|line| serde_json::from_str(line).context("memory_cost")).collect()
     };
-    let (mut direct, mut carried) = (Vec::new(), Vec::new());
+    let (mut direct, mut swappable) = (Vec::new(), Vec::new());
     for _ in 0..STARTS {
         direct.push(measure(&[], Some(STOCK))?);
-        carried.push(measure(&[], None)?);
+        swappable.push(measure(&[], None)?);
     }
     let names = |figures: &[Figure]| -> Vec<String> {
         figures.iter().map(|figure| figure.what.clone()).collect()
     };
-    for figures in direct.iter().chain(&carried) {
+    for figures in direct.iter().chain(&swappable) {
         ensure!(names(figures) == names(&direct[0]), "starts of memory_cost say different things");
     }
     for (index, Figure { what, .. }) in direct[0].iter().enumerate() {
-        for (side, starts) in [("driver", &direct), ("carried", &carried)] {
+        for (side, starts) in [("driver", &direct), ("swappable", &swappable)] {
             let took_us: Vec<f64> = starts.iter().map(|figures| figures[index].value).collect();
             rows.tell(&format!("alloc and free of {what}, {side}"), median(&took_us), "us");
         }
@@ -470,12 +470,12 @@ pub fn semantics(world: &Testbed, rows: &mut Rows) -> Result<()> {
             Ok(checks)
         };
         let own = check("own", Some(STOCK))?;
-        let carried = check("carried", None)?;
-        let pairs = own.iter().zip(&carried).filter(|(own, _)| !KNOWN.contains(&&*own.command));
+        let swappable = check("swappable", None)?;
+        let pairs = own.iter().zip(&swappable).filter(|(own, _)| !KNOWN.contains(&&*own.command));
         let (same, other): (Vec<_>, Vec<_>) = pairs.partition(|(own, ours)| own == ours);
         let known = own.iter().filter(|check| KNOWN.contains(&&*check.command)).count();
         rows.count(&format!("{program}: as the driver's own"), same.len(), own.len() - known);
-        ensure!(other.is_empty(), "{program}, the driver's own and carried: {other:#?}");
+        ensure!(other.is_empty(), "{program}, the driver's own and swappable: {other:#?}");
     }
     Ok(())
 }

@@ -57,7 +57,7 @@ pub fn oversubscribed(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Re
             let world = recipe().world()?;
             match Python::find(&world) {
                 Ok(python) => report
-                    .part(&world, &part, |_, rows| crowd(&python, engine, containers, gib, rows)),
+                    .part(&world, &part, |_, rows| load(&python, engine, containers, gib, rows)),
                 Err(why) => report.skip(&part, &format!("{why:#}")),
             }
         }
@@ -65,13 +65,7 @@ pub fn oversubscribed(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Re
     Ok(report)
 }
 
-fn crowd(
-    python: &Python,
-    engine: &str,
-    containers: usize,
-    gib: u64,
-    rows: &mut Rows,
-) -> Result<()> {
+fn load(python: &Python, engine: &str, containers: usize, gib: u64, rows: &mut Rows) -> Result<()> {
     let is_over = AtomicBool::new(false);
     let began = Instant::now();
     let (ended, least_available) = thread::scope(|scope| {
@@ -114,7 +108,7 @@ struct BurstsFound {
 }
 
 fn bursts(python: &Python, engine: &str, number: usize, gib: u64) -> Result<BurstsFound> {
-    let id = format!("crowd-{number}");
+    let id = format!("load-{number}");
     let spec = python
         .spec(&id, "root", &PROGRAM)?
         .annotation("affinode.io/engine", engine)

@@ -169,7 +169,7 @@ impl Flavour {
         ask(worker, &format!("hold {}", self.held_gib))?;
         let before = ask(worker, "check")?;
         let digest = before.digest()?;
-        let (mut together, mut parked, mut unchanged) = (0, Vec::new(), 0);
+        let (mut together, mut copied_out, mut unchanged) = (0, Vec::new(), 0);
         let copied = copies(python.world)?;
         // What may be exported is not prepared.
         let mut prepares = engine == PREPARED;
@@ -179,7 +179,7 @@ impl Flavour {
             cli.move_out(id)?;
             let row = cli.known(id)?;
             lane.out.push(row.last_offload_ms as f64);
-            parked.push(row.processes.iter().map(|p| p.copied_out_bytes).sum::<u64>());
+            copied_out.push(row.processes.iter().map(|p| p.copied_out_bytes).sum::<u64>());
             unchanged = row.processes.iter().map(|p| p.unchanged_bytes).sum::<u64>();
             let offloaded = row.processes.iter().filter(|p| OFFLOADED.contains(&&*p.phase)).count();
             together +=
@@ -205,8 +205,9 @@ impl Flavour {
         if engine != "checkpoint" {
             // A small program's context is a large part of its VRAM: it then compares with the
             // allocators' memory at the first offload, if that is known.
-            let own = before.held_bytes.zip(parked.first());
-            let share = own.map(|(held, &parked)| parked as f64 / held.max(1) as f64 * 100.0);
+            let own = before.held_bytes.zip(copied_out.first());
+            let share =
+                own.map(|(held, &copied_out)| copied_out as f64 / held.max(1) as f64 * 100.0);
             let share = share.map_or(whole, |share| share.min(100.0));
             // The rest is the context, and allocations too small for a copy.
             let what = format!("{engine}: at wire speed");
@@ -221,7 +222,7 @@ impl Flavour {
             }
         }
         if engine == KEPT {
-            let share = unchanged as f64 / parked.last().map_or(1, |all| *all.max(&1)) as f64;
+            let share = unchanged as f64 / copied_out.last().map_or(1, |all| *all.max(&1)) as f64;
             let what = format!("{engine}: not copied again, the last time");
             rows.tell(&what, share * 100.0, "%");
         }

@@ -67,8 +67,8 @@ fn repeated_restores_through_the_copier() -> Result<()> {
         worker.call("touch")?;
         assert!(worker.verify()?, "round {round}");
         world.cli().wait_for("worker", "to hold memory that can leave again", |row| {
-            let carried = row.processes.first().map(|process| process.swappable_bytes);
-            row.vram_bytes >= WORKER_MIB * MIB && carried == Some(WORKER_MIB * MIB)
+            let swappable = row.processes.first().map(|process| process.swappable_bytes);
+            row.vram_bytes >= WORKER_MIB * MIB && swappable == Some(WORKER_MIB * MIB)
         })?;
         fills(&world)?;
     }
@@ -170,8 +170,8 @@ fn application_mapped_memory_is_unchanged() -> Result<()> {
     let mut shared = pieces(&world, "shared", "1")?;
     for _ in 0..2 {
         world.cli().move_out("shared")?;
-        let parked = world.cli().known("shared")?.process()?.copied_out_bytes;
-        assert_eq!(parked, WORKER_MIB * MIB);
+        let copied_out = world.cli().known("shared")?.process()?.copied_out_bytes;
+        assert_eq!(copied_out, WORKER_MIB * MIB);
         // A copier that accepts it has it by now.
         until("no process to be registering with the copier", || {
             Ok((world.cli().gpu()?.copier_registering == 0).then_some(()))

@@ -66,8 +66,8 @@ fn copied_memory_survives_repeated_offloads() -> Result<()> {
         }
         let resident =
             world.cli().wait_for(engine, "to carry its memory after 3 returns", |row| {
-                let carried = row.processes.first().map(|process| process.swappable_bytes);
-                row.restores == 3 && carried == Some(WORKER_MIB * MIB)
+                let swappable = row.processes.first().map(|process| process.swappable_bytes);
+                row.restores == 3 && swappable == Some(WORKER_MIB * MIB)
             })?;
         assert_eq!(resident.engine, engine);
         assert!(resident.copyable_share.is_some_and(|share| share > 0.8), "{resident:?}");
@@ -115,8 +115,12 @@ fn application_mapped_memory_is_copied() -> Result<()> {
             assert_eq!(worker.call(change)?.ok, Some(true), "{engine}, {change}");
             world.cli().move_out(engine)?;
             let offloaded = row(&world, engine)?;
-            let parked = (64 - left_mib) * MIB;
-            assert_eq!(offloaded.process()?.copied_out_bytes, parked, "{change}: {offloaded:?}");
+            let copied_out = (64 - left_mib) * MIB;
+            assert_eq!(
+                offloaded.process()?.copied_out_bytes,
+                copied_out,
+                "{change}: {offloaded:?}"
+            );
             assert_eq!(worker.call(undo)?.ok, Some(true), "{engine}, {undo}");
             assert!(worker.verify()?, "{engine}, {change}");
         }
@@ -151,7 +155,7 @@ fn peer_access_with_other_devices() -> Result<()> {
         let spec = Spec::gpu(id, &argv).annotation("affinode.io/engine", "copy").flags(flags);
         let mut worker = Worker::start_as(&world, spec)?;
         worker.wait_filled()?;
-        world.cli().wait_for(id, "to have its memory carried", |row| {
+        world.cli().wait_for(id, "to have its memory swappable", |row| {
             row.processes.first().is_some_and(|process| process.swappable_bytes == 8 * MIB)
         })?;
         assert_eq!(worker.call("reached")?.ok, Some(reached), "{id}");
@@ -206,11 +210,11 @@ fn annotation_overrides_configured_engine() -> Result<()> {
     let mut small = Worker::start(&world, "small", 1)?;
     let mut big = Worker::start(&world, "big", 64)?;
     let mut other = worker(&world, "checkpoint", 64)?;
-    for (worker, id, carried) in
+    for (worker, id, swappable) in
         [(&mut small, "small", 0), (&mut big, "big", 64 * MIB), (&mut other, "checkpoint", 0)]
     {
         let offloaded = world.cli().wait_for_state(id, "Offloaded")?;
-        assert_eq!(offloaded.process()?.swappable_bytes, carried, "{offloaded:?}");
+        assert_eq!(offloaded.process()?.swappable_bytes, swappable, "{offloaded:?}");
         assert!(worker.verify()?, "{id}");
     }
     Ok(())
@@ -288,23 +292,23 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
         .gpu(Gpu::Simulated { vram_bytes: 1024 * MIB })
         .config(MANUAL)
         .world()?;
-    let mut parked = worker(&world, "copy", 600)?;
+    let mut copied_out = worker(&world, "copy", 600)?;
     world.cli().move_out("copy")?;
     let spec = Worker::spec("greedy", USUAL, 700).annotation("affinode.io/inject", "false");
     let mut greedy = Worker::start_as(&world, spec)?;
     greedy.wait_filled()?;
 
-    parked.send("verify")?;
+    copied_out.send("verify")?;
     until("the wake to wait for VRAM", || {
         Ok(Some(row(&world, "copy")?).filter(|row| row.reason == "waiting-for-vram"))
     })?;
     // Also without the controller, whose proof prevented the attempt.
     let controller = world.controller()?.context("a controller runs")?;
     kill(controller.pid, Signal::SIGSTOP)?;
-    assert!(!parked.has_answer()?);
+    assert!(!copied_out.has_answer()?);
     greedy.running.kill(&world)?;
     greedy.running.delete(&world)?;
-    assert_eq!(parked.expect("verify")?.ok, Some(true));
+    assert_eq!(copied_out.expect("verify")?.ok, Some(true));
     kill(controller.pid, Signal::SIGCONT)?;
     Ok(())
 }
@@ -312,7 +316,7 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
 /// The five calls that kill an application while its context is checkpointed, while it is copied
 /// out.
 #[test]
-fn calls_that_crash_are_held_while_parked() -> Result<()> {
+fn crashing_calls_are_held_while_copied_out() -> Result<()> {
     for engine in ENGINES {
         let world = TestbedConfig::default().config(&config(engine)).world()?;
         for call in ["ctx-sync", "stream-query", "event-sync"] {
@@ -332,7 +336,7 @@ fn calls_that_crash_are_held_while_parked() -> Result<()> {
 
 /// A forked child has neither the memory nor its table.
 #[test]
-fn a_child_of_a_parked_process_harms_nobody() -> Result<()> {
+fn child_of_copied_process_changes_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = worker(&world, "copy", 64)?;
     world.cli().move_out("copy")?;

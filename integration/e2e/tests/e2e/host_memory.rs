@@ -29,15 +29,15 @@ const VRAM_MIB: u64 = 512;
 const ROOM_MIB: u64 = 900;
 
 /// Two containers of one pod, whose memory limit allows one offload.
-struct CrowdedPod {
+struct OversubscribedPod {
     world: Testbed,
     workers: [Worker; 2],
 }
 
 const NAMES: [&str; 2] = ["alpha", "beta"];
 
-impl CrowdedPod {
-    fn new(engine: &str) -> Result<CrowdedPod> {
+impl OversubscribedPod {
+    fn new(engine: &str) -> Result<OversubscribedPod> {
         let world = TestbedConfig::default().config(CONFIG).world()?;
         let folder = memory_cgroup::folder(&world)?;
         let start = |id: &str| -> Result<Worker> {
@@ -49,7 +49,7 @@ impl CrowdedPod {
         let workers = [start(NAMES[0])?, start(NAMES[1])?];
         let limit_bytes = memory_cgroup::used_bytes(&folder)? + ROOM_MIB * MIB;
         memory_cgroup::set_limit(&folder, Some(limit_bytes))?;
-        Ok(CrowdedPod { world, workers })
+        Ok(OversubscribedPod { world, workers })
     }
 
     fn spec(id: &str, engine: &str) -> Spec {
@@ -70,7 +70,7 @@ impl CrowdedPod {
 }
 
 fn one_leaves_and_one_stays(engine: &str) -> Result<()> {
-    let mut pod = CrowdedPod::new(engine)?;
+    let mut pod = OversubscribedPod::new(engine)?;
     let said = pod.offload_both()?;
     assert_eq!(said.iter().filter(|said| said.done).count(), 1, "{engine}: {said:?}");
     let (out, stays) = if said[0].done { (0, 1) } else { (1, 0) };
@@ -158,7 +158,7 @@ fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
     const NEIGHBOUR_MIB: u64 = 600;
     let world = TestbedConfig::default().config(CONFIG).world()?;
     let folder = memory_cgroup::folder(&world)?;
-    let mut worker = Worker::start_as(&world, CrowdedPod::spec(NAME, "copy"))?;
+    let mut worker = Worker::start_as(&world, OversubscribedPod::spec(NAME, "copy"))?;
     worker.wait_filled()?;
     world.cli().wait_for(NAME, "to have registered", |row| !row.processes.is_empty())?;
     let mut neighbour = PodNeighbour::start(&folder, NEIGHBOUR_MIB)?;

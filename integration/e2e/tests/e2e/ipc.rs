@@ -88,10 +88,10 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
     ] {
         let mut giver = exporter(&world, "giver", out)?;
         let mut taker = importer(&world, "taker", back, &giver)?;
-        let carried = if out == "checkpoint" { 0 } else { SHARED_MIB * MIB };
+        let swappable = if out == "checkpoint" { 0 } else { SHARED_MIB * MIB };
         until("the engine to hold", || {
             let row = world.cli().known("giver")?;
-            Ok(row.processes.first().filter(|row| row.swappable_bytes == carried).map(drop))
+            Ok(row.processes.first().filter(|row| row.swappable_bytes == swappable).map(drop))
         })?;
         assert_eq!(giver.call("capable")?.ok, Some(true), "{out}: it says so");
         let shared = handle(&mut giver)?;

@@ -95,10 +95,10 @@ fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -
 }
 
 /// Waits until its process has exported everything, or the offload is over.
-fn wait_handed(world: &Testbed, asked: &mut Child) -> Result<()> {
+fn wait_exported(world: &Testbed, asked: &mut Child) -> Result<()> {
     until("it to be handed over", || {
-        let parked = world.cli().registered("worker")?.process()?.phase == "CopiedOut";
-        Ok((parked || asked.try_wait()?.is_some()).then_some(()))
+        let copied_out = world.cli().registered("worker")?.process()?.phase == "CopiedOut";
+        Ok((copied_out || asked.try_wait()?.is_some()).then_some(()))
     })
 }
 
@@ -171,7 +171,7 @@ fn hands_over_in_vain(
         let copier = wait_prepared(world)?;
         kill(copier, Signal::SIGSTOP)?;
         let mut asked = world.cli().command(&["offload", "worker"]).spawn()?;
-        wait_handed(world, &mut asked)?;
+        wait_exported(world, &mut asked)?;
         meanwhile(copier)?;
         if !asked.wait()?.success() {
             return Ok(copier);

@@ -88,7 +88,7 @@ fn zero_memory_takes_no_host_memory() -> Result<()> {
 /// A copier saves more than a few zeros would: they are then stored, and the copier is used. The
 /// copier does not know skipped pages, whose earlier contents must not be restored.
 #[test]
-fn a_copier_brings_home_who_leaves_nothing_out() -> Result<()> {
+fn copier_restores_process_that_skips_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = start(&world, "full", "false")?;
     // One chunk of the pool holds the data of the start, so it is never empty.

@@ -44,9 +44,9 @@ struct Honest {
     id: ProcessId,
     pid: u32,
     gpu: usize,
-    carried: u64,
+    swap: u64,
     phase: Phase,
-    parked: bool,
+    copied_out: bool,
     inbox: VecDeque<ControllerMessage>,
     generation: u64,
     calls: u64,
@@ -121,15 +121,15 @@ impl World {
         world
     }
 
-    fn honest_joins(&mut self, n: usize, letter: char, carried: u64) {
+    fn honest_joins(&mut self, n: usize, letter: char, swap: u64) {
         let (id, pid) = (ProcessId(n as u64 + 1), n as u32 + 10);
         self.honest.push(Honest {
             id,
             pid,
             gpu: n % 2,
-            carried,
+            swap,
             phase: Phase::Open,
-            parked: false,
+            copied_out: false,
             inbox: VecDeque::new(),
             generation: 0,
             calls: 1,
@@ -142,7 +142,7 @@ impl World {
             phase: Phase::Open,
             generation: 0,
             hazards: Hazards::default(),
-            carried: SwapStatus { swappable_bytes: carried, ..SwapStatus::default() },
+            swap: SwapStatus { swappable_bytes: swap, ..SwapStatus::default() },
         });
     }
 
@@ -201,7 +201,7 @@ impl World {
             phase: phase(bytes)?,
             generation: bytes.arbitrary()?,
             hazards: Hazards(bytes.arbitrary()?),
-            carried: SwapStatus {
+            swap: SwapStatus {
                 swappable_bytes: bytes.arbitrary()?,
                 copied_out_bytes: bytes.arbitrary()?,
                 unchanged_bytes: bytes.arbitrary()?,
@@ -221,7 +221,7 @@ impl World {
             phase: Phase::Open,
             generation: 0,
             hazards: Hazards::default(),
-            carried: SwapStatus::default(),
+            swap: SwapStatus::default(),
         });
     }
 
@@ -313,8 +313,8 @@ impl World {
         let ControllerMessage::Order { order, action, .. } = message else { return };
         honest.obey(action);
         let (id, phase) = (honest.id, honest.phase);
-        let copied_out_bytes = if honest.parked { honest.carried } else { 0 };
-        let swappable_bytes = honest.carried;
+        let copied_out_bytes = if honest.copied_out { honest.swap } else { 0 };
+        let swappable_bytes = honest.swap;
         self.feed(Input::Message(
             id,
             AgentMessage::Report {
@@ -388,7 +388,7 @@ impl Honest {
     fn on_device(&self) -> u64 {
         match self.phase {
             Phase::Checkpointed => 0,
-            Phase::CopiedOut => HONEST_VRAM - self.carried,
+            Phase::CopiedOut => HONEST_VRAM - self.swap,
             _ => HONEST_VRAM,
         }
     }
@@ -403,7 +403,7 @@ impl Honest {
             Action::Checkpoint { .. } => {
                 (matches!(was, Phase::Locked | Phase::CopiedOut), Phase::Checkpointed)
             }
-            Action::Restore if self.parked => (was.is_offloaded(), Phase::Closed),
+            Action::Restore if self.copied_out => (was.is_offloaded(), Phase::Closed),
             Action::Restore => (was == Phase::Checkpointed, Phase::Locked),
             Action::Unlock => (was == Phase::Locked, Phase::Closed),
             _ => (true, was),
@@ -412,8 +412,8 @@ impl Honest {
         self.phase = to;
         match action {
             Action::Close { .. } => self.generation += 1,
-            Action::CopyOut { .. } => self.parked = true,
-            Action::Restore => self.parked = false,
+            Action::CopyOut { .. } => self.copied_out = true,
+            Action::Restore => self.copied_out = false,
             Action::Open => self.waits = false,
             _ => {}
         }
@@ -427,8 +427,8 @@ impl Honest {
             generation: self.generation,
             allocated_bytes: HONEST_VRAM,
             allocations: 1,
-            swappable_bytes: self.carried,
-            copied_out_bytes: if self.parked { self.carried } else { 0 },
+            swappable_bytes: self.swap,
+            copied_out_bytes: if self.copied_out { self.swap } else { 0 },
             notes: ProcessFlags::ONE_GPU,
             call_cost_ps: 0,
             held_us: 0,

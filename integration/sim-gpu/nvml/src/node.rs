@@ -73,11 +73,12 @@ fn own_state() -> Option<ProcessState> {
 /// While this process is checkpointed, every call blocks until it is unlocked, as with NVIDIA's
 /// driver.
 pub fn wait_until_unlocked() {
-    let mut was_away = false;
+    let mut was_checkpointed = false;
     let mut is_offloaded = || {
         let state = own_state();
-        was_away |= matches!(state, Some(ProcessState::Checkpointed | ProcessState::Failed));
-        was_away && !matches!(state, Some(ProcessState::Running) | None)
+        was_checkpointed |=
+            matches!(state, Some(ProcessState::Checkpointed | ProcessState::Failed));
+        was_checkpointed && !matches!(state, Some(ProcessState::Running) | None)
     };
     while is_offloaded() {
         std::thread::sleep(POLL);

@@ -20,20 +20,20 @@ use ttrpc::{r#async::Client, context::with_duration};
 const ANSWER: std::time::Duration = std::time::Duration::from_secs(30);
 
 /// Processes that end when this value is dropped.
-pub struct Crowd {
+pub struct LoadProcesses {
     keys: Vec<String>,
     children: Vec<Child>,
 }
 
-impl Crowd {
+impl LoadProcesses {
     /// Announces containers, starts their processes, waits until all are registered.
-    pub fn gather(world: &Testbed, containers: usize, processes: usize) -> Result<Crowd> {
+    pub fn gather(world: &Testbed, containers: usize, processes: usize) -> Result<LoadProcesses> {
         let keys: Vec<String> = (0..containers).map(|n| format!("{n:032x}")).collect();
         announce(world, &keys)?;
-        let mut crowd = Crowd { keys, children: Vec::new() };
+        let mut load = LoadProcesses { keys, children: Vec::new() };
         let program = world.artifacts().clients_dir().join("dlopen_dlsym");
         let library = world.artifacts().lib_dir().join("libaffinode_preload.so");
-        for key in &crowd.keys {
+        for key in &load.keys {
             let folder = world.cli().run_dir().join(paths::CONTAINERS_DIR).join(key);
             let socket = folder.join(paths::MOUNT_DIR).join(paths::AGENT_SOCKET);
             for _ in 0..processes {
@@ -46,17 +46,17 @@ impl Crowd {
                     .stdout(Stdio::null())
                     .spawn()
                     .with_context(|| format!("cannot start {}", program.display()))?;
-                crowd.children.push(child);
+                load.children.push(child);
             }
         }
         let wanted = containers * processes;
         until(&format!("{wanted} registered processes"), || {
             let node = world.cli().ps()?;
-            let crowd = node.containers.iter().filter(|c| c.namespace == "load");
-            let there: usize = crowd.map(|c| c.processes.len()).sum();
+            let load = node.containers.iter().filter(|c| c.namespace == "load");
+            let there: usize = load.map(|c| c.processes.len()).sum();
             Ok((there >= wanted).then_some(()))
         })?;
-        Ok(crowd)
+        Ok(load)
     }
 
     /// Keys of the containers.
@@ -65,7 +65,7 @@ impl Crowd {
     }
 }
 
-impl Drop for Crowd {
+impl Drop for LoadProcesses {
     fn drop(&mut self) {
         for child in &mut self.children {
             let _ = child.kill();

@@ -26,13 +26,13 @@ pub fn steps<'a>() -> [Step<Units<'a>>; 5] {
 pub struct Units<'a> {
     node: &'a Node,
     program: Program,
-    at_home_bytes: u64,
+    resident_bytes: u64,
 }
 
 impl<'a> Units<'a> {
     /// Prepares a node whose controller accepts jobs.
     pub fn new(node: &'a Node) -> Result<Self> {
-        Ok(Self { node, program: Program::prepare(node, "train")?, at_home_bytes: 0 })
+        Ok(Self { node, program: Program::prepare(node, "train")?, resident_bytes: 0 })
     }
 
     fn memory(&self) -> Result<u64> {
@@ -44,12 +44,12 @@ fn offload(units: &mut Units<'_>) -> Result<String> {
     let (node, name) = (units.node, units.program.name);
     node.sh(&systemd_run(&units.program, "2G"))?;
     units.program.wait_filled()?;
-    units.at_home_bytes = units.memory()?;
+    units.resident_bytes = units.memory()?;
     let row = node.move_out(name)?;
     node.wait_gpu_empty()?;
     let limit = node.property(name, "MemoryMax")?;
     ensure!(limit == (2_u64 << 30).to_string(), "its limit is {limit}");
-    let more = units.memory()?.saturating_sub(units.at_home_bytes);
+    let more = units.memory()?.saturating_sub(units.resident_bytes);
     ensure!(more >= MIB << 20, "the unit's memory grew by {more} bytes only");
     Ok(format!("{} is {}; {} MiB more of the unit's 2 GiB in use", row.name, row.state, more >> 20))
 }

@@ -104,7 +104,7 @@ fn close_and_open(rounds: u32, with_signals: bool) {
                 sys::signal_thread(tid, SIGUSR1).unwrap();
             }
             let close = Action::Close { deadline_ms: 1_000 };
-            if machine.carry_out(&mut own, close).0 != Outcome::Done {
+            if machine.execute_order(&mut own, close).0 != Outcome::Done {
                 continue;
             }
             closed += 1;
@@ -115,7 +115,7 @@ fn close_and_open(rounds: u32, with_signals: bool) {
                 }
             }
             AWAY.store(false, Ordering::SeqCst);
-            machine.carry_out(&mut own, Action::Open);
+            machine.execute_order(&mut own, Action::Open);
             // Some calls go through before the next round.
             let made = MADE.load(Ordering::Relaxed);
             while MADE.load(Ordering::Relaxed) == made && Instant::now() < end {

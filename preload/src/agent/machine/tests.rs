@@ -26,8 +26,8 @@ struct Fake {
     calls: Vec<DriverCall>,
     returns_ended: u32,
     /// Memory that can be carried, and whether it is parked.
-    carries: bool,
-    parked: bool,
+    can_copy: bool,
+    copied_out: bool,
     /// The driver has no hold of the host memory.
     let_go: bool,
     /// Memory of another's making that is not parked.
@@ -36,7 +36,7 @@ struct Fake {
     with_copier: bool,
     /// This many bytes are exported to a copier at a copy-out, which then copies them.
     hands: u64,
-    handed: u64,
+    exported: u64,
     /// The copier was told that the process is checkpointed.
     announced: bool,
     /// Room that was asked for without a controller.
@@ -70,13 +70,13 @@ impl Fake {
             fails_late: false,
             calls: Vec::new(),
             returns_ended: 0,
-            carries: false,
-            parked: false,
+            can_copy: false,
+            copied_out: false,
             let_go: false,
             imported: false,
             with_copier: false,
             hands: 0,
-            handed: 0,
+            exported: 0,
             announced: false,
             asked_room: 0,
             copy_fails: None,
@@ -151,41 +151,41 @@ impl Host for Fake {
     fn has_driver_ended(&mut self) -> bool {
         self.fails.is_some_and(|(_, code)| code == result::DEINITIALIZED)
     }
-    fn park(&mut self, how: CopyOptions, _vram_bytes: u64) -> Result<(), u32> {
+    fn copy_out(&mut self, how: CopyOptions, _vram_bytes: u64) -> Result<(), u32> {
         assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
         if let Some(code) = self.copy_fails.take() {
             return Err(code);
         }
-        self.parked = self.carries;
-        self.handed = if how.then_checkpoint { self.hands } else { 0 };
+        self.copied_out = self.can_copy;
+        self.exported = if how.then_checkpoint { self.hands } else { 0 };
         Ok(())
     }
-    fn unpark(&mut self) -> Result<(), u32> {
+    fn copy_in(&mut self) -> Result<(), u32> {
         assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
         if let Some(code) = self.copy_fails.take() {
             return Err(code);
         }
-        (self.parked, self.handed) = (false, 0);
+        (self.copied_out, self.exported) = (false, 0);
         Ok(())
     }
     fn settle(&mut self) -> bool {
         assert_eq!(self.state, process_state::CHECKPOINTED, "beside the checkpoint");
         if self.with_copier {
-            self.handed = 0;
+            self.exported = 0;
         }
-        self.handed == 0
+        self.exported == 0
     }
-    fn handed_bytes(&mut self) -> u64 {
-        self.handed
+    fn exported_bytes(&mut self) -> u64 {
+        self.exported
     }
     fn is_parked(&mut self) -> bool {
-        self.parked
+        self.copied_out
     }
-    fn let_go_of_parked(&mut self, _: u64) {
+    fn release_copied(&mut self, _: u64) {
         assert_eq!(self.state, process_state::RUNNING);
         self.let_go = true;
     }
-    fn announce_away(&mut self) {
+    fn announce_offloaded(&mut self) {
         self.announced = true;
         assert_eq!(self.state, process_state::CHECKPOINTED);
     }
@@ -229,10 +229,10 @@ fn running(host: &mut Fake) -> OrderMachine {
     machine
 }
 
-fn away(host: &mut Fake) -> OrderMachine {
+fn offloaded(host: &mut Fake) -> OrderMachine {
     let mut machine = running(host);
     for action in [CLOSE, LOCK, CHECKPOINT] {
-        assert_eq!(machine.carry_out(host, action), (Outcome::Done, 0));
+        assert_eq!(machine.execute_order(host, action), (Outcome::Done, 0));
     }
     machine
 }
@@ -243,7 +243,7 @@ fn at(phase: Phase) -> (Fake, OrderMachine) {
     let mut machine = running(&mut host);
     for action in [CLOSE, LOCK, CHECKPOINT] {
         if machine.phase() != phase {
-            assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+            assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
         }
     }
     assert_eq!(machine.phase(), phase);
@@ -253,10 +253,10 @@ fn at(phase: Phase) -> (Fake, OrderMachine) {
 #[test]
 fn out_and_back() {
     let mut host = Fake::new();
-    let mut machine = away(&mut host);
+    let mut machine = offloaded(&mut host);
     assert_eq!((machine.phase(), host.gate), (Phase::Checkpointed, Gate::Closed));
     for action in [Action::Restore, Action::Unlock, Action::Open] {
-        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+        assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
     }
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
     assert_eq!(host.generation, 1);
@@ -268,7 +268,7 @@ fn out_and_back() {
 #[test]
 fn old_restore_order_is_refused() {
     let mut host = Fake::new();
-    let mut machine = away(&mut host);
+    let mut machine = offloaded(&mut host);
     host.now_us = 60_000_000;
     for decided_ms in [1, 60_000 - PROOF_TTL_MS - 1] {
         assert_eq!(machine.obey(&mut host, Action::Restore, decided_ms), (Outcome::Late, 0));
@@ -287,10 +287,10 @@ fn old_restore_order_is_refused() {
 fn close_waits_for_calls_up_to_its_deadline() {
     let mut host = Fake::new();
     host.inside_until_us = 49_000;
-    assert_eq!(running(&mut host).carry_out(&mut host, CLOSE).0, Outcome::Done);
+    assert_eq!(running(&mut host).execute_order(&mut host, CLOSE).0, Outcome::Done);
     let mut host = Fake::new();
     host.inside_until_us = 80_000;
-    assert_eq!(running(&mut host).carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert_eq!(running(&mut host).execute_order(&mut host, CLOSE).0, Outcome::Busy);
     assert_eq!(host.gate, Gate::Open);
 }
 
@@ -298,7 +298,7 @@ fn close_waits_for_calls_up_to_its_deadline() {
 fn a_caller_at_the_gate_turns_a_close_round() {
     let mut host = Fake::new();
     (host.inside_until_us, host.waiters) = (40_000, true);
-    assert_eq!(running(&mut host).carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert_eq!(running(&mut host).execute_order(&mut host, CLOSE).0, Outcome::Busy);
     assert!(host.now_us < 1_000);
 }
 
@@ -307,12 +307,12 @@ fn orders_that_do_not_fit_do_nothing() {
     let mut host = Fake::new();
     let mut machine = running(&mut host);
     for action in [LOCK, CHECKPOINT, Action::Restore, Action::Unlock, Action::Open] {
-        assert_eq!(machine.carry_out(&mut host, action).0, Outcome::WrongPhase);
+        assert_eq!(machine.execute_order(&mut host, action).0, Outcome::WrongPhase);
     }
-    let mut machine = away(&mut host);
+    let mut machine = offloaded(&mut host);
     host.calls.clear();
     for action in [CLOSE, LOCK, CHECKPOINT, Action::Unlock, Action::Open] {
-        assert_eq!(machine.carry_out(&mut host, action).0, Outcome::WrongPhase);
+        assert_eq!(machine.execute_order(&mut host, action).0, Outcome::WrongPhase);
     }
     assert!(host.calls.is_empty());
     assert_eq!(host.gate, Gate::Closed, "no order opens the gate of an offloaded process");
@@ -323,8 +323,8 @@ fn an_unsafe_process_is_not_locked() {
     let mut host = Fake::new();
     host.eligible = false;
     let mut machine = running(&mut host);
-    machine.carry_out(&mut host, CLOSE);
-    assert_eq!(machine.carry_out(&mut host, LOCK).0, Outcome::Unsupported);
+    machine.execute_order(&mut host, CLOSE);
+    assert_eq!(machine.execute_order(&mut host, LOCK).0, Outcome::Unsupported);
     assert!(host.calls.is_empty());
 }
 
@@ -339,7 +339,7 @@ fn the_drivers_word_decides_after_an_error() {
         host.fails = Some((failing, code));
         let mut machine = running(&mut host);
         let ended = [CLOSE, LOCK, CHECKPOINT]
-            .map(|action| machine.carry_out(&mut host, action))
+            .map(|action| machine.execute_order(&mut host, action))
             .into_iter()
             .find(|ended| ended.0 != Outcome::Done);
         assert_eq!(ended, Some((outcome, code)));
@@ -350,29 +350,29 @@ fn the_drivers_word_decides_after_an_error() {
 #[test]
 fn driver_state_overrides_the_phase() {
     let mut host = Fake::new();
-    let mut machine = away(&mut host);
+    let mut machine = offloaded(&mut host);
     host.state = process_state::RUNNING;
-    assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
+    assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::Done);
 }
 
 #[test]
 fn self_restore_needs_free_vram() {
     let mut host = Fake::new();
-    let mut machine = away(&mut host);
+    let mut machine = offloaded(&mut host);
     host.room = false;
-    assert!(!machine.bring_back(&mut host));
+    assert!(!machine.restore_self(&mut host));
     assert_eq!((machine.phase(), host.gate), (Phase::Checkpointed, Gate::Closed));
     host.room = true;
-    assert!(machine.bring_back(&mut host));
+    assert!(machine.restore_self(&mut host));
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
 }
 
 #[test]
 fn a_failed_restore_leaves_the_gate_closed() {
     let mut host = Fake::new();
-    let mut machine = away(&mut host);
+    let mut machine = offloaded(&mut host);
     host.fails = Some((DriverCall::Restore, result::OUT_OF_MEMORY));
-    assert!(!machine.bring_back(&mut host));
+    assert!(!machine.restore_self(&mut host));
     assert_eq!((machine.phase(), host.gate), (Phase::Checkpointed, Gate::Closed));
 }
 
@@ -381,15 +381,15 @@ fn allocations_are_held_while_other_calls_run() {
     let hold = Action::HoldAllocations { deadline_ms: 10 };
     let mut host = Fake::new();
     let mut machine = running(&mut host);
-    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Done);
+    assert_eq!(machine.execute_order(&mut host, hold).0, Outcome::Done);
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::AllocationsHeld));
-    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    machine.execute_order(&mut host, Action::ReleaseAllocations);
     assert_eq!(host.gate, Gate::Open);
     host.inside_until_us = host.now_us + 20_000;
-    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
+    assert_eq!(machine.execute_order(&mut host, hold).0, Outcome::Busy);
     let held = (host.gate, machine.allocations_held());
     assert_eq!(held, (Gate::AllocationsHeld, true), "no allocation begins before the release");
-    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    machine.execute_order(&mut host, Action::ReleaseAllocations);
     assert_eq!((host.gate, machine.allocations_held()), (Gate::Open, false));
 }
 
@@ -397,23 +397,23 @@ fn allocations_are_held_while_other_calls_run() {
 fn a_hold_outlasts_a_way_out_and_back() {
     let hold = Action::HoldAllocations { deadline_ms: 10 };
     let mut host = Fake::new();
-    let mut machine = away(&mut host);
-    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Done);
+    let mut machine = offloaded(&mut host);
+    assert_eq!(machine.execute_order(&mut host, hold).0, Outcome::Done);
     assert_eq!(host.gate, Gate::Closed, "a hold lets no call in");
     for action in [Action::Restore, Action::Unlock, Action::Open] {
-        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+        assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
     }
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::AllocationsHeld));
-    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    machine.execute_order(&mut host, Action::ReleaseAllocations);
     assert_eq!(host.gate, Gate::Open);
 }
 
 #[test]
-fn a_release_while_it_is_away_lets_nobody_in() {
+fn release_while_offloaded_admits_no_call() {
     let mut host = Fake::new();
-    let mut machine = away(&mut host);
-    machine.carry_out(&mut host, Action::HoldAllocations { deadline_ms: 10 });
-    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    let mut machine = offloaded(&mut host);
+    machine.execute_order(&mut host, Action::HoldAllocations { deadline_ms: 10 });
+    machine.execute_order(&mut host, Action::ReleaseAllocations);
     assert_eq!(host.gate, Gate::Closed);
 }
 
@@ -423,18 +423,18 @@ fn a_new_process_holds_its_allocations() {
 }
 
 #[test]
-fn a_process_that_ends_while_away_is_let_go() {
+fn exit_while_offloaded_is_allowed() {
     let mut host = Fake::new();
-    let mut machine = away(&mut host);
+    let mut machine = offloaded(&mut host);
     host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
-    let ended = machine.carry_out(&mut host, Action::Restore);
+    let ended = machine.execute_order(&mut host, Action::Restore);
     assert_eq!(ended, (Outcome::DriverError, result::DEINITIALIZED));
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
 
     let mut host = Fake::new();
-    let mut machine = away(&mut host);
+    let mut machine = offloaded(&mut host);
     host.fails = Some((DriverCall::Restore, result::DEINITIALIZED));
-    assert!(machine.bring_back(&mut host), "without a controller, too");
+    assert!(machine.restore_self(&mut host), "without a controller, too");
     assert_eq!(host.returns_ended, 1);
 }
 
@@ -444,11 +444,11 @@ fn a_process_that_ends_while_away_is_let_go() {
 fn lost_restore_is_told_after_three_attempts() {
     for failing in [DriverCall::Restore, DriverCall::Unlock] {
         let mut host = Fake::new();
-        let mut machine = away(&mut host);
+        let mut machine = offloaded(&mut host);
         host.fails = Some((failing, result::ECC_UNCORRECTABLE));
         for attempt in 1..=3 {
             assert_eq!(host.gate, Gate::Closed, "{failing:?} {attempt}");
-            assert!(machine.bring_back(&mut host) == (attempt == 3));
+            assert!(machine.restore_self(&mut host) == (attempt == 3));
         }
         assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Damaged), "{failing:?}");
         assert_ne!(host.state, process_state::RUNNING);
@@ -469,7 +469,7 @@ fn drivers_state_decides_against_its_code() {
     for (action, before, says, after) in steps {
         let (mut host, mut machine) = at(before);
         host.says = Some(Some(says));
-        let ended = machine.carry_out(&mut host, action);
+        let ended = machine.execute_order(&mut host, action);
         // It returned success, and has not done it.
         assert_eq!(ended, (Outcome::DriverError, 0), "{action:?} {says}");
         assert_eq!((machine.phase(), host.gate), (after, Gate::Closed), "{action:?} {says}");
@@ -496,14 +496,18 @@ fn drivers_state_decides_against_its_code() {
     for (action, call, before, says, after) in made {
         let (mut host, mut machine) = at(before);
         (host.fails, host.fails_late) = (Some((call, 999)), true);
-        assert_eq!(machine.carry_out(&mut host, action), (Outcome::DriverError, 999), "{action:?}");
+        assert_eq!(
+            machine.execute_order(&mut host, action),
+            (Outcome::DriverError, 999),
+            "{action:?}"
+        );
         assert_eq!((machine.phase(), host.state), (after, says), "{action:?}");
     }
     // Not ready, but locked after all: no lock that is to be tried again.
     let (mut host, mut machine) = at(Phase::Closed);
     host.fails = Some((DriverCall::Lock(100), result::NOT_READY));
     host.says = Some(Some(process_state::LOCKED));
-    assert_eq!(machine.carry_out(&mut host, LOCK), (Outcome::DriverError, result::NOT_READY));
+    assert_eq!(machine.execute_order(&mut host, LOCK), (Outcome::DriverError, result::NOT_READY));
     assert_eq!(machine.phase(), Phase::Locked);
 }
 
@@ -513,10 +517,10 @@ fn code_decides_where_driver_has_no_state() {
     for says in [None, Some(77)] {
         let (mut host, mut machine) = at(Phase::Closed);
         host.says = Some(says);
-        assert_eq!(machine.carry_out(&mut host, LOCK), (Outcome::Done, 0));
+        assert_eq!(machine.execute_order(&mut host, LOCK), (Outcome::Done, 0));
         assert_eq!(machine.phase(), Phase::Locked);
         host.fails = Some((DriverCall::Checkpoint, 1));
-        assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::DriverError, 1));
+        assert_eq!(machine.execute_order(&mut host, CHECKPOINT), (Outcome::DriverError, 1));
         assert_eq!(machine.phase(), Phase::Locked);
     }
 }
@@ -526,10 +530,10 @@ fn close_without_fence_is_busy() {
     let mut host = Fake::new();
     host.can_fence = false;
     let mut machine = running(&mut host);
-    assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert_eq!(machine.execute_order(&mut host, CLOSE).0, Outcome::Busy);
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
     let hold = Action::HoldAllocations { deadline_ms: 10 };
-    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
+    assert_eq!(machine.execute_order(&mut host, hold).0, Outcome::Busy);
     assert_eq!(host.phases.last(), Some(&Phase::Open));
 }
 
@@ -539,27 +543,27 @@ fn gate_is_sealed_once_counts_are_proven() {
     let mut host = Fake::new();
     host.inside_until_us = 80_000;
     let mut machine = running(&mut host);
-    assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Busy);
+    assert_eq!(machine.execute_order(&mut host, CLOSE).0, Outcome::Busy);
     assert!(!host.sealed);
     host.inside_until_us = 0;
-    assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Done);
+    assert_eq!(machine.execute_order(&mut host, CLOSE).0, Outcome::Done);
     assert!(host.sealed);
     // A hold that was ordered meanwhile is sealed as well when the gate opens.
     let hold = Action::HoldAllocations { deadline_ms: 10 };
-    machine.carry_out(&mut host, hold);
-    machine.carry_out(&mut host, Action::Open);
+    machine.execute_order(&mut host, hold);
+    machine.execute_order(&mut host, Action::Open);
     assert_eq!((host.gate, host.sealed), (Gate::AllocationsHeld, true));
     // A later one begins anew: calls that nest are let through until they are counted out.
-    machine.carry_out(&mut host, Action::ReleaseAllocations);
+    machine.execute_order(&mut host, Action::ReleaseAllocations);
     host.inside_until_us = host.now_us + 80_000;
-    assert_eq!(machine.carry_out(&mut host, hold).0, Outcome::Busy);
+    assert_eq!(machine.execute_order(&mut host, hold).0, Outcome::Busy);
     assert!(!host.sealed);
 }
 
 #[test]
 fn ended_driver_opens_the_gate_without_orders() {
     let mut host = Fake::new();
-    let mut machine = away(&mut host);
+    let mut machine = offloaded(&mut host);
     assert!(!machine.has_ended(&mut host));
     assert_eq!((machine.phase(), host.gate), (Phase::Checkpointed, Gate::Closed));
     let asked = host.calls.len();

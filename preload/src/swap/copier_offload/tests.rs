@@ -121,7 +121,7 @@ impl World {
     }
 
     /// On the device, at the same addresses with the same contents, and nothing else held.
-    fn is_home(&self) -> bool {
+    fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
                 && piece.shared.is_none()
@@ -152,7 +152,7 @@ fn usual(many: usize) -> Held {
 }
 
 /// What is held of pieces whose content is elsewhere: their addresses.
-fn away(descriptors: usize) -> Held {
+fn offloaded(descriptors: usize) -> Held {
     Held { handles: 0, mappings: 0, ranges: PIECES, descriptors, streams: 0 }
 }
 
@@ -163,11 +163,11 @@ fn export_is_held_by_descriptors_until_copied() {
         assert_eq!(world.hand_over(), Ok(true));
         assert_eq!(world.hears(), PIECES);
         assert_eq!((world.places(), bytes()), ([MemoryPlace::Handed; PIECES].into(), 24 * MIB));
-        assert_eq!(world.fake.held(), away(PIECES), "{made:?}");
+        assert_eq!(world.fake.held(), offloaded(PIECES), "{made:?}");
         world.says(FromCopier::Copied);
         assert!(settle());
         assert_eq!((world.places(), bytes()), ([MemoryPlace::Pool; PIECES].into(), 0));
-        assert_eq!(world.fake.held(), away(0), "nothing holds the memory any more");
+        assert_eq!(world.fake.held(), offloaded(0), "nothing holds the memory any more");
         assert!(!with_pool(|pool| pool.is_tainted()) && fds::COPIER.get().is_some());
     }
 }
@@ -206,9 +206,9 @@ fn uncopied_export_is_restored_from_the_device() {
         assert!(!settle(), "{said:?}");
         assert_eq!(world.places(), [MemoryPlace::Handed; PIECES]);
         assert!(is_copied_out() && world.has_left_the_copier());
-        assert_eq!(world.fake.held(), away(PIECES));
+        assert_eq!(world.fake.held(), offloaded(PIECES));
         assert_eq!(restore_from_copier(), Ok(()));
-        assert!(world.is_home(), "{:?} {:?}", world.pieces(), world.fake.held());
+        assert!(world.is_resident(), "{:?} {:?}", world.pieces(), world.fake.held());
         assert!(holds_imported(), "a checkpoint with it would lose the process");
     }
 }
@@ -220,7 +220,7 @@ fn abandoned_offload_taints_the_pool() {
     assert_eq!(restore_from_copier(), Ok(()));
     assert!(world.has_left_the_copier());
     world.hears();
-    assert!(world.is_home() && holds_imported());
+    assert!(world.is_resident() && holds_imported());
 }
 
 /// Each of the driver's calls, at each piece: nothing is lost, and nothing is left behind.
@@ -246,7 +246,7 @@ fn failed_export_leaves_all_on_the_device() {
             assert_eq!(world.hand_over(), Ok(false), "{call}, {which}");
             assert!(!world.fake.is_still_to_fail(), "{call}, {which}");
             assert_eq!(world.hears(), which);
-            assert!(world.is_home(), "{call}, {which}: {:?}", world.fake.held());
+            assert!(world.is_resident(), "{call}, {which}: {:?}", world.fake.held());
             assert!(world.has_left_the_copier(), "it may be writing to the pool: {call}, {which}");
             assert_eq!(holds_imported(), made == Imported || which > 0);
         }
@@ -270,7 +270,7 @@ fn failed_take_back_is_repeated() {
                 Held { ranges: PIECES, descriptors: handed, ..usual(which) }
             );
             assert_eq!(restore_from_copier(), Ok(()));
-            assert!(world.is_home(), "{call}, {which}");
+            assert!(world.is_resident(), "{call}, {which}");
         }
     }
 }
@@ -293,7 +293,7 @@ fn a_piece_that_cannot_be_unmapped_stays() {
     world.fake.fail("cuMemUnmap", 1);
     assert_eq!(world.hand_over(), Ok(false));
     world.hears();
-    assert!(world.is_home() && world.has_left_the_copier());
+    assert!(world.is_resident() && world.has_left_the_copier());
 }
 
 #[test]
@@ -302,11 +302,11 @@ fn export_needs_a_copier_in_time() {
     let mut order = AllocationLayout::of(AllocationPiece::leaves).unwrap();
     let (id, piece) = order.piece(0).unwrap();
     assert!(hand(id, &piece, sys::now_us()).is_none());
-    assert!(world.is_home() && world.hears() == 0);
+    assert!(world.is_resident() && world.hears() == 0);
     copier_restore::hang_up();
     assert!(hand(id, &piece, LATER_US).is_none());
     assert_eq!(world.hand_over(), Ok(false));
-    assert!(world.is_home());
+    assert!(world.is_resident());
 }
 
 /// A copier that reads nothing any more is not waited for without end.
@@ -330,7 +330,7 @@ fn export_uses_a_quarter_of_the_descriptors() {
             pool.end();
             // Read at once: a socket has room for fewer.
             std::thread::scope(|scope| {
-                let handed = scope.spawn(|| hand_all(pool, 0).is_some());
+                let handed = scope.spawn(|| export_all(pool, 0).is_some());
                 while !handed.is_finished() {
                     world.hears();
                 }

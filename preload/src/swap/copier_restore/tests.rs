@@ -80,7 +80,7 @@ impl World {
     }
 
     /// On the device, at the same addresses with the same contents, and nothing else held.
-    fn is_home(&self) -> bool {
+    fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
                 && self.fake.read(piece.address) == Some(n as u64 + 1)
@@ -107,7 +107,7 @@ fn filled_memory_is_imported_without_a_copy() {
     (0..PIECES).for_each(|index| world.fills(index));
     world.says(FromCopier::Filled, None);
     world.fake.fail("cuMemcpyHtoDAsync_v2", 0);
-    assert_eq!((copy_in(), world.is_home(), holds_imported()), (Ok(()), true, true));
+    assert_eq!((copy_in(), world.is_resident(), holds_imported()), (Ok(()), true, true));
     assert!(world.fake.is_still_to_fail(), "nothing was copied");
 }
 
@@ -125,7 +125,7 @@ fn failed_import_is_copied_from_the_pool() {
                 world.fake.fail("cuMemUnmap", 0);
             }
             assert_eq!(copy_in(), Ok(()), "{call}, {which}, {unmaps}");
-            assert!(world.is_home(), "{call}, {which}, {unmaps}: {:?}", world.fake.held());
+            assert!(world.is_resident(), "{call}, {which}, {unmaps}: {:?}", world.fake.held());
         }
     }
 }
@@ -140,7 +140,7 @@ fn stopped_copier_is_not_needed() {
             (0..filled).for_each(|index| world.fills(index));
             odd.into_iter().for_each(|odd| world.says(odd, None));
             sys::shut_down(world.copier.as_raw_fd());
-            assert_eq!((copy_in(), world.is_home()), (Ok(()), true), "{filled}, {odd:?}");
+            assert_eq!((copy_in(), world.is_resident()), (Ok(()), true), "{filled}, {odd:?}");
             assert!(!holds_imported());
         }
     }

@@ -50,7 +50,7 @@ impl World {
     }
 
     /// On the device, at the same addresses with the same contents, and nothing else held.
-    fn is_home(&self) -> bool {
+    fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
                 && self.fake.read(piece.address) == Some(n as u64 + 1)
@@ -58,9 +58,9 @@ impl World {
         self.pieces().iter().enumerate().all(right) && self.fake.held() == held(PIECES)
     }
 
-    fn is_away(&self) -> bool {
-        let away = |piece: &AllocationPiece| piece.place == MemoryPlace::Pool;
-        self.pieces().iter().all(away) && self.fake.held() == held(0)
+    fn is_copied_out(&self) -> bool {
+        let offloaded = |piece: &AllocationPiece| piece.place == MemoryPlace::Pool;
+        self.pieces().iter().all(offloaded) && self.fake.held() == held(0)
     }
 }
 
@@ -78,8 +78,8 @@ fn held(many: usize) -> Held {
 #[test]
 fn copied_out_content_is_restored() {
     let world = World::new();
-    assert_eq!((copy_out(false, false, None), world.is_away()), (Ok(()), true));
-    assert_eq!((copy_in(), world.is_home()), (Ok(()), true));
+    assert_eq!((copy_out(false, false, None), world.is_copied_out()), (Ok(()), true));
+    assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
 /// The context of what is parked is asked, and no other.
@@ -91,7 +91,7 @@ fn context_is_broken_where_driver_confirms_code() {
     assert!(!is_broken(result::OUT_OF_MEMORY) && is_broken(result::SUCCESS));
     world.fake.fail("cuCtxSynchronize", 0);
     assert!(is_broken(result::OUT_OF_MEMORY));
-    assert_eq!((copy_in(), world.is_home()), (Ok(()), true));
+    assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
 /// Nothing has left, what was brought in for it is given back, and the next time goes well.
@@ -103,9 +103,9 @@ fn copy_stops_where_others_took_host_memory() {
     let ended = copy_out(true, false, None);
     TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
     assert_eq!(ended, Err(NO_HOST_MEMORY));
-    assert!(world.is_home() && !is_copied_out());
-    assert_eq!((copy_out(true, false, None), world.is_away()), (Ok(()), true));
-    assert_eq!((copy_in(), world.is_home()), (Ok(()), true));
+    assert!(world.is_resident() && !is_copied_out());
+    assert_eq!((copy_out(true, false, None), world.is_copied_out()), (Ok(()), true));
+    assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
 /// The controller sees the limit of the pod, and turns the copy back. The word is for this copy alone.
@@ -118,10 +118,10 @@ fn copy_turned_back_by_controller_leaves_all() {
         page.generation.store(1, Ordering::Relaxed);
         page.turn_back_for_test(1);
         assert_eq!(copy_out(true, false, None), Err(NO_HOST_MEMORY));
-        assert!(world.is_home() && !is_copied_out());
+        assert!(world.is_resident() && !is_copied_out());
         page.generation.fetch_add(1, Ordering::Relaxed);
-        assert_eq!((copy_out(true, false, None), world.is_away()), (Ok(()), true));
-        assert_eq!((copy_in(), world.is_home()), (Ok(()), true));
+        assert_eq!((copy_out(true, false, None), world.is_copied_out()), (Ok(()), true));
+        assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
     });
 }
 
@@ -134,9 +134,9 @@ fn failed_copy_out_leaves_all_on_the_device() {
             // Digests take one of each.
             world.fake.fail(call, 1 + which);
             assert_eq!(copy_out(true, false, None), Err(result::OUT_OF_MEMORY), "{call}, {which}");
-            assert!(world.is_home() && !is_copied_out(), "{call}, {which}");
-            assert_eq!((copy_out(true, false, None), world.is_away()), (Ok(()), true));
-            assert_eq!((copy_in(), world.is_home()), (Ok(()), true), "{call}, {which}");
+            assert!(world.is_resident() && !is_copied_out(), "{call}, {which}");
+            assert_eq!((copy_out(true, false, None), world.is_copied_out()), (Ok(()), true));
+            assert_eq!((copy_in(), world.is_resident()), (Ok(()), true), "{call}, {which}");
         }
     }
 }
@@ -151,8 +151,8 @@ fn failed_copy_in_is_repeated_from_the_pool() {
         assert_eq!(copy_out(false, false, None), Ok(()));
         world.fake.fail(call, which);
         assert_eq!(copy_in(), Err(result::OUT_OF_MEMORY), "{call}, {which}");
-        assert!(!world.fake.is_still_to_fail() && world.is_away(), "{call}, {which}");
-        assert_eq!((copy_in(), world.is_home()), (Ok(()), true), "{call}, {which}");
+        assert!(!world.fake.is_still_to_fail() && world.is_copied_out(), "{call}, {which}");
+        assert_eq!((copy_in(), world.is_resident()), (Ok(()), true), "{call}, {which}");
     }
 }
 
@@ -166,7 +166,7 @@ fn piece_that_stays_mapped_is_filled_next_time() {
             world.fake.fail(call, if call == "cuStreamSynchronize" { 0 } else { which });
             world.fake.fail("cuMemUnmap", unmap);
             assert_eq!(copy_in(), Err(result::OUT_OF_MEMORY), "{call}, {which}, {unmap}");
-            let again = (copy_in(), world.is_home());
+            let again = (copy_in(), world.is_resident());
             assert_eq!(again, (Ok(()), true), "{call}, {which}, {unmap}: {:?}", world.fake.held());
         }
     }

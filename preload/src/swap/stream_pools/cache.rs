@@ -171,7 +171,7 @@ impl PoolCache {
     }
 
     /// Whether new allocations of a pool are still swappable.
-    pub fn carries(&mut self, number: u64) -> bool {
+    pub fn can_copy(&mut self, number: u64) -> bool {
         self.numbered(number).is_some_and(|pool| !pool.left)
     }
 
@@ -239,7 +239,7 @@ impl PoolCache {
 
     /// Takes out the piece that fits best, for an allocation of `asked_bytes`.
     pub fn take(&mut self, want: &PieceRequest, asked_bytes: u64) -> Option<FreePiece> {
-        if !self.carries(want.pool) {
+        if !self.can_copy(want.pool) {
             return None;
         }
         let mut best: Option<((bool, u64), u64)> = None;

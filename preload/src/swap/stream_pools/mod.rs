@@ -38,7 +38,7 @@ pub use self::cache::{CompletionMark, PoolCache};
 use self::cache::{FreePiece, NO_STREAM, PieceRequest};
 use self::completion::{attribute, forget, give_back_after, mark, relaxed, unsettle};
 pub use self::completion::{clear, context_ends, make_room, settle};
-use self::registry::with_carried;
+use self::registry::with_swappable;
 pub use self::registry::{
     pool_create, pool_destroy, pool_get_attribute, pool_set_access, pool_set_attribute,
     pool_trim_to,
@@ -108,10 +108,10 @@ unsafe fn serve(
     driver: impl FnOnce() -> u32,
 ) -> u32 {
     if !address.is_null()
-        && let Some(carried) = ours()
+        && let Some(swappable) = ours()
     {
         // SAFETY: as the function demands.
-        unsafe { address.write(carried) };
+        unsafe { address.write(swappable) };
         return result::SUCCESS;
     }
     driver()
@@ -144,7 +144,7 @@ fn allocate(asked_bytes: usize, pool: Option<usize>, stream: Stream) -> Option<u
         asked_bytes: asked_bytes as u64,
         ..Allocation::default()
     };
-    let (number, taken) = with_carried(pool, device, |tables, number| {
+    let (number, taken) = with_swappable(pool, device, |tables, number| {
         (number, reuse(tables, &PieceRequest { pool: number, ..want }, asked))
     })?;
     let (want, asked) =
@@ -201,7 +201,7 @@ fn make_anew(device: i32, asked: Allocation) -> Option<Allocation> {
     let allocation = Allocation { piece, ..asked };
     let noted = tables(|tables| {
         // Another thread may have given other devices access to the pool since.
-        let noted = tables.cache.carries(allocation.pool) && tables.insert(allocation);
+        let noted = tables.cache.can_copy(allocation.pool) && tables.insert(allocation);
         if noted {
             tables.cache.made(&allocation);
         }

@@ -15,7 +15,7 @@ use super::cache::{SizeClass, StreamPool};
 use super::completion::{settle, trim_to, unsettle};
 
 /// Runs `body` with the number of a swappable pool of this device; `None`: it is not swappable.
-pub fn with_carried<R>(
+pub fn with_swappable<R>(
     handle: usize,
     device: i32,
     body: impl Fn(&mut AllocationTables, u64) -> R,
@@ -23,8 +23,8 @@ pub fn with_carried<R>(
     let find = || {
         tables(|tables| {
             let pool = tables.cache.pool(handle)?;
-            let is_carried = !pool.left && pool.device == device;
-            Some(is_carried.then(|| body(tables, pool.number)))
+            let is_swappable = !pool.left && pool.device == device;
+            Some(is_swappable.then(|| body(tables, pool.number)))
         })
     };
     match find() {

@@ -16,16 +16,16 @@ const BYTES: usize = 4 << 20;
 const LONG: Duration = Duration::from_secs(5);
 
 /// A device all of whose memory is to be carried, while this lives.
-struct Carried {
+struct SwapDevice {
     fake: Fake,
     _own: MutexGuard<'static, ()>,
 }
 
-impl Carried {
-    fn new() -> Carried {
+impl SwapDevice {
+    fn new() -> SwapDevice {
         let own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         SWAP.wanted.store(1, Ordering::Release);
-        Carried { fake: Fake::new(), _own: own }
+        SwapDevice { fake: Fake::new(), _own: own }
     }
 
     fn allocate(&self) -> u64 {
@@ -55,7 +55,7 @@ impl Carried {
     }
 }
 
-impl Drop for Carried {
+impl Drop for SwapDevice {
     fn drop(&mut self) {
         clear();
         while let Some(left) = locked(|table| table.remove(|_| true)) {
@@ -79,22 +79,22 @@ fn until_it_waits<R>(thread: &JoinHandle<R>, lock: &FutexLock) {
 
 #[test]
 fn memory_of_the_devices_pool_is_carried() {
-    let carried = Carried::new();
-    let address = carried.allocate();
-    assert_eq!((carried.fake.held().mappings, carried.fake.pooled()), (1, 0));
+    let swappable = SwapDevice::new();
+    let address = swappable.allocate();
+    assert_eq!((swappable.fake.held().mappings, swappable.fake.pooled()), (1, 0));
     // SAFETY: no arguments but numbers.
     assert_eq!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
-    assert_eq!(carried.allocate(), address, "its stream has it again");
+    assert_eq!(swappable.allocate(), address, "its stream has it again");
     // SAFETY: as above.
     assert_eq!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);
     settle(true);
-    assert_eq!(carried.fake.held().mappings, 0);
+    assert_eq!(swappable.fake.held().mappings, 0);
 }
 
 /// Programs on several devices set that first of all.
 #[test]
 fn pool_with_peer_access_is_the_drivers() {
-    let carried = Carried::new();
+    let swappable = SwapDevice::new();
     let other = MemAccessDesc {
         location_type: LOCATION_DEVICE,
         location_id: DEVICE + 1,
@@ -103,29 +103,29 @@ fn pool_with_peer_access_is_the_drivers() {
     // SAFETY: a place of the test's.
     let code = unsafe { pool_set_access(DEFAULT_POOL, &raw const other, 1) };
     assert_eq!(code, result::SUCCESS);
-    carried.allocate();
-    assert_eq!((carried.fake.held().mappings, carried.fake.pooled()), (0, 1));
+    swappable.allocate();
+    assert_eq!((swappable.fake.held().mappings, swappable.fake.pooled()), (0, 1));
 }
 
 /// The check queries the driver about each pool, also those of other threads.
 #[test]
 fn no_pool_ends_while_pools_are_looked_at() {
-    let carried = Carried::new();
-    let pool = carried.pool();
+    let swappable = SwapDevice::new();
+    let pool = swappable.pool();
     let ends = SWAP.unused_lock.hold(|| {
         // SAFETY: no arguments but numbers.
         let ends = thread::spawn(move || unsafe { pool_destroy(pool) });
         until_it_waits(&ends, &SWAP.unused_lock);
-        (ends, carried.fake.pools())
+        (ends, swappable.fake.pools())
     });
     assert_eq!((ends.0.join().unwrap(), ends.1), (result::SUCCESS, 1));
-    assert_eq!(carried.fake.pools(), 0);
+    assert_eq!(swappable.fake.pools(), 0);
 }
 
 /// A context takes as long to end as its work, which may want for what another thread does.
 #[test]
 fn wait_for_work_ignores_an_ending_context() {
-    let _carried = Carried::new();
+    let _carried = SwapDevice::new();
     let (tell, told) = std::sync::mpsc::channel();
     let told = SWAP.unused_lock.hold(|| {
         unsettle();
@@ -143,7 +143,7 @@ fn wait_for_work_ignores_an_ending_context() {
 /// turn ends with it.
 #[test]
 fn context_end_frees_its_earlier_memory() {
-    let carried = Carried::new();
+    let swappable = SwapDevice::new();
     let ends = SWAP.contexts_lock.hold(|| {
         // SAFETY: no arguments but numbers.
         let ends = thread::spawn(|| unsafe { super::super::contexts::ctx_destroy(CONTEXT) });
@@ -154,8 +154,8 @@ fn context_end_frees_its_earlier_memory() {
         (ends, code)
     });
     assert_eq!((ends.0.join().unwrap(), ends.1), (result::SUCCESS, result::SUCCESS));
-    assert_eq!(carried.fake.held().mappings, 0);
-    assert_eq!(carried.fake.held().ranges, 0, "no address is kept either");
+    assert_eq!(swappable.fake.held().mappings, 0);
+    assert_eq!(swappable.fake.held().ranges, 0, "no address is kept either");
     assert!(tables(|tables| tables.allocations.is_empty()));
 }
 
@@ -163,25 +163,25 @@ fn context_end_frees_its_earlier_memory() {
 #[test]
 fn primary_context_is_not_held_during_release() {
     use super::super::contexts::primary_release;
-    let carried = Carried::new();
-    carried.fake.retain_primary(2);
+    let swappable = SwapDevice::new();
+    swappable.fake.retain_primary(2);
     let mut address = 0;
     // SAFETY: a place of the test's.
     let code = unsafe { super::super::alloc_wrappers::mem_alloc(&raw mut address, BYTES) };
     assert_eq!(code, result::SUCCESS);
-    carried.fake.fail("cuDevicePrimaryCtxRetain", 0);
+    swappable.fake.fail("cuDevicePrimaryCtxRetain", 0);
     let other = SWAP.contexts_lock.hold(|| {
         // SAFETY: no arguments but numbers.
         let other = thread::spawn(|| unsafe { primary_release(DEVICE) });
         until_it_waits(&other, &SWAP.contexts_lock);
-        assert!(carried.fake.is_still_to_fail(), "it was not asked before its turn");
+        assert!(swappable.fake.is_still_to_fail(), "it was not asked before its turn");
         other
     });
     assert_eq!(other.join().unwrap(), result::SUCCESS);
-    assert_eq!(carried.fake.held().mappings, 1, "one more has hold of it");
+    assert_eq!(swappable.fake.held().mappings, 1, "one more has hold of it");
     // SAFETY: as above.
     assert_eq!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
-    assert_eq!(carried.fake.held().mappings, 0);
+    assert_eq!(swappable.fake.held().mappings, 0);
     // SAFETY: as above.
     assert_ne!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
 }
@@ -190,8 +190,8 @@ fn primary_context_is_not_held_during_release() {
 #[test]
 fn free_ignores_mark_of_ending_context() {
     const OTHER: usize = CONTEXT + 1;
-    let carried = Carried::new();
-    let address = carried.allocate();
+    let swappable = SwapDevice::new();
+    let address = swappable.allocate();
     let mark = CompletionMark { event: 5, context: OTHER };
     locked(|table| table.at(address).unwrap().mark = mark);
     let frees = SWAP.unused_lock.hold(|| {
@@ -203,17 +203,17 @@ fn free_ignores_mark_of_ending_context() {
         frees
     });
     assert_eq!(frees.join().unwrap(), result::SUCCESS);
-    assert_eq!(carried.fake.pushed(), []);
+    assert_eq!(swappable.fake.pushed(), []);
 }
 
 /// By when it was noted others know it, and whether it went with a context.
 #[test]
 fn failed_free_changes_nothing() {
-    let carried = Carried::new();
-    let address = carried.allocate();
+    let swappable = SwapDevice::new();
+    let address = swappable.allocate();
     let before = locked(|table| table.at(address).copied());
     for function in ["cuEventCreate", "cuStreamSynchronize"] {
-        carried.fake.fail(function, 0);
+        swappable.fake.fail(function, 0);
     }
     // SAFETY: no arguments but numbers.
     assert_ne!(unsafe { mem_free_async(address, stream()) }, result::SUCCESS);

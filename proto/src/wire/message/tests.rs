@@ -45,11 +45,11 @@ fn messages_come_back_as_sent() {
         Action::ReleaseAllocations,
         Action::RestoreOnGpu { from: 7, to: 31 },
     ];
-    let parks = (0..8_u8).map(|bits| {
+    let copies_out = (0..8_u8).map(|bits| {
         let [keep, then_checkpoint, check] = [1, 2, 4].map(|bit| bits & bit != 0);
         Action::CopyOut { vram_bytes: 1, how: CopyOptions { keep, then_checkpoint, check } }
     });
-    let orders = actions.into_iter().chain(parks);
+    let orders = actions.into_iter().chain(copies_out);
     let orders =
         orders.map(|action| ControllerMessage::Order { order: 8, action, decided_ms: 1 << 40 });
     for message in orders.chain([

@@ -2,106 +2,106 @@
 
 use super::*;
 
-const PARK: Action = Action::CopyOut {
+const COPY_OUT: Action = Action::CopyOut {
     vram_bytes: 1 << 30,
     how: CopyOptions { keep: true, then_checkpoint: false, check: false },
 };
 
 /// A process with memory that can be carried, after these orders.
-fn carrying(orders: &[Action]) -> (Fake, OrderMachine) {
+fn copying(orders: &[Action]) -> (Fake, OrderMachine) {
     let mut host = Fake::new();
-    host.carries = true;
+    host.can_copy = true;
     let mut machine = running(&mut host);
     for action in orders {
-        assert_eq!(machine.carry_out(&mut host, *action), (Outcome::Done, 0), "{action:?}");
+        assert_eq!(machine.execute_order(&mut host, *action), (Outcome::Done, 0), "{action:?}");
     }
     (host, machine)
 }
 
 #[test]
-fn parked_memory_comes_back_from_both_depths() {
-    for orders in [&[CLOSE, LOCK, PARK][..], &[CLOSE, LOCK, PARK, CHECKPOINT]] {
-        let (mut host, mut machine) = carrying(orders);
+fn copied_memory_is_restored_from_both_levels() {
+    for orders in [&[CLOSE, LOCK, COPY_OUT][..], &[CLOSE, LOCK, COPY_OUT, CHECKPOINT]] {
+        let (mut host, mut machine) = copying(orders);
         let deep = orders.len() == 4;
         let phase = if deep { Phase::Checkpointed } else { Phase::CopiedOut };
-        assert_eq!((machine.phase(), host.gate, host.parked), (phase, Gate::Closed, true));
+        assert_eq!((machine.phase(), host.gate, host.copied_out), (phase, Gate::Closed, true));
         assert_eq!(host.let_go, deep, "registered memory makes a checkpoint slow");
         for action in [Action::Restore, Action::Open] {
-            assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+            assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
         }
-        assert_eq!((machine.phase(), host.gate, host.parked), (Phase::Open, Gate::Open, false));
+        assert_eq!((machine.phase(), host.gate, host.copied_out), (Phase::Open, Gate::Open, false));
         assert_eq!(host.state, process_state::RUNNING);
     }
 }
 
 #[test]
 fn failed_copy_out_leaves_process_closed() {
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK]);
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK]);
     host.copy_fails = Some(999);
-    assert_eq!(machine.carry_out(&mut host, PARK), (Outcome::DriverError, 999));
-    assert_eq!((machine.phase(), host.parked), (Phase::Closed, false));
-    assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
+    assert_eq!(machine.execute_order(&mut host, COPY_OUT), (Outcome::DriverError, 999));
+    assert_eq!((machine.phase(), host.copied_out), (Phase::Closed, false));
+    assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::Done);
 }
 
 /// Others took the host memory: the copy is no worse for it, and is tried again.
 #[test]
 fn copy_without_host_memory_is_told_apart() {
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK]);
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK]);
     host.copy_fails = Some(NO_HOST_MEMORY);
-    assert_eq!(machine.carry_out(&mut host, PARK), (Outcome::NoHostMemory, 0));
-    assert_eq!((machine.phase(), host.parked), (Phase::Closed, false));
+    assert_eq!(machine.execute_order(&mut host, COPY_OUT), (Outcome::NoHostMemory, 0));
+    assert_eq!((machine.phase(), host.copied_out), (Phase::Closed, false));
 }
 
 #[test]
 fn failed_copy_in_stays_copied_out_and_repeats() {
-    for orders in [&[CLOSE, LOCK, PARK][..], &[CLOSE, LOCK, PARK, CHECKPOINT]] {
-        let (mut host, mut machine) = carrying(orders);
+    for orders in [&[CLOSE, LOCK, COPY_OUT][..], &[CLOSE, LOCK, COPY_OUT, CHECKPOINT]] {
+        let (mut host, mut machine) = copying(orders);
         host.copy_fails = Some(result::OUT_OF_MEMORY);
-        let ended = machine.carry_out(&mut host, Action::Restore);
+        let ended = machine.execute_order(&mut host, Action::Restore);
         assert_eq!(ended, (Outcome::DriverError, result::OUT_OF_MEMORY));
         assert_eq!(
-            (machine.phase(), host.gate, host.parked),
+            (machine.phase(), host.gate, host.copied_out),
             (Phase::CopiedOut, Gate::Closed, true)
         );
-        assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::WrongPhase);
+        assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::WrongPhase);
         host.room = false;
-        assert!(!machine.bring_back(&mut host), "the room may be promised to another");
+        assert!(!machine.restore_self(&mut host), "the room may be promised to another");
         host.room = true;
-        assert!(machine.bring_back(&mut host), "also without a controller");
-        assert_eq!((machine.phase(), host.parked), (Phase::Open, false));
+        assert!(machine.restore_self(&mut host), "also without a controller");
+        assert_eq!((machine.phase(), host.copied_out), (Phase::Open, false));
     }
 }
 
 #[test]
 fn failed_checkpoint_stays_copied_out() {
     for failing in [DriverCall::Lock(5_000), DriverCall::Checkpoint] {
-        let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+        let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT]);
         host.fails = Some((failing, 801));
-        assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::DriverError, 801));
+        assert_eq!(machine.execute_order(&mut host, CHECKPOINT), (Outcome::DriverError, 801));
         let state = (machine.phase(), host.state);
         assert_eq!(state, (Phase::CopiedOut, process_state::RUNNING), "{failing:?}");
         host.fails = None;
-        assert!(machine.bring_back(&mut host));
+        assert!(machine.restore_self(&mut host));
     }
 }
 
 #[test]
 fn copier_learns_of_restore_before_the_driver() {
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT, CHECKPOINT]);
     host.copy_fails = Some(result::OUT_OF_MEMORY);
-    assert_eq!(machine.carry_out(&mut host, Action::Restore).0, Outcome::DriverError);
+    assert_eq!(machine.execute_order(&mut host, Action::Restore).0, Outcome::DriverError);
     assert!(!host.with_copier, "what it has made would be in the way of the next try");
 
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
-    assert_eq!(machine.carry_out(&mut host, Action::Restore), (Outcome::Done, 0));
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT, CHECKPOINT]);
+    assert_eq!(machine.execute_order(&mut host, Action::Restore), (Outcome::Done, 0));
     assert!(host.with_copier);
-    assert_eq!(machine.carry_out(&mut host, Action::Open), (Outcome::Done, 0));
+    assert_eq!(machine.execute_order(&mut host, Action::Open), (Outcome::Done, 0));
     assert!(!host.with_copier, "nothing of a copier's is needed while it runs");
 
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT, CHECKPOINT]);
     host.with_copier = true;
     host.room = false;
-    assert!(!machine.bring_back(&mut host));
+    assert!(!machine.restore_self(&mut host));
     assert!(!host.with_copier, "it would hold the room that is looked for");
 }
 
@@ -109,10 +109,10 @@ fn copier_learns_of_restore_before_the_driver() {
 fn restore_on_other_gpu_leaves_the_copier() {
     let (there, nowhere) =
         (Action::RestoreOnGpu { from: 0, to: 1 }, Action::RestoreOnGpu { from: 0, to: 9 });
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK, CHECKPOINT]);
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT, CHECKPOINT]);
     host.with_copier = true;
     let calls = host.calls.len();
-    assert_eq!(machine.carry_out(&mut host, nowhere), (Outcome::Unreachable, 0));
+    assert_eq!(machine.execute_order(&mut host, nowhere), (Outcome::Unreachable, 0));
     assert_eq!(
         (machine.phase(), host.calls.len()),
         (Phase::Checkpointed, calls),
@@ -126,29 +126,33 @@ fn restore_on_other_gpu_leaves_the_copier() {
     assert_eq!(machine.obey(&mut host, there, 60_000), (Outcome::Done, 0));
     assert!(!host.with_copier, "it would fill memory of the GPU before");
     assert_eq!(host.calls[calls..], [DriverCall::RestoreOn(0, 1), DriverCall::Unlock]);
-    assert_eq!((machine.phase(), host.parked), (Phase::Closed, false));
+    assert_eq!((machine.phase(), host.copied_out), (Phase::Closed, false));
 }
 
 #[test]
-fn only_who_is_away_changes_its_gpu() {
+fn only_offloaded_process_changes_gpu() {
     let there = Action::RestoreOnGpu { from: 0, to: 1 };
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
-    assert_eq!(machine.carry_out(&mut host, there).0, Outcome::WrongPhase, "its context stays");
-    assert_eq!(machine.carry_out(&mut host, CHECKPOINT).0, Outcome::Done);
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT]);
+    assert_eq!(machine.execute_order(&mut host, there).0, Outcome::WrongPhase, "its context stays");
+    assert_eq!(machine.execute_order(&mut host, CHECKPOINT).0, Outcome::Done);
     host.fails = Some((DriverCall::RestoreOn(0, 1), 1));
-    assert_eq!(machine.carry_out(&mut host, there), (Outcome::DriverError, 1));
+    assert_eq!(machine.execute_order(&mut host, there), (Outcome::DriverError, 1));
     assert_eq!(machine.phase(), Phase::Checkpointed);
-    assert_eq!(machine.carry_out(&mut host, Action::Restore), (Outcome::Done, 0), "where it was");
+    assert_eq!(
+        machine.execute_order(&mut host, Action::Restore),
+        (Outcome::Done, 0),
+        "where it was"
+    );
 }
 
 #[test]
 fn imported_memory_bars_the_checkpoint() {
-    for orders in [&[CLOSE, LOCK][..], &[CLOSE, LOCK, PARK]] {
-        let (mut host, mut machine) = carrying(orders);
+    for orders in [&[CLOSE, LOCK][..], &[CLOSE, LOCK, COPY_OUT]] {
+        let (mut host, mut machine) = copying(orders);
         host.imported = true;
         let calls = host.calls.len();
         let before = machine.phase();
-        assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::Imported, 0));
+        assert_eq!(machine.execute_order(&mut host, CHECKPOINT), (Outcome::Imported, 0));
         assert_eq!((machine.phase(), host.calls.len()), (before, calls), "nothing was done");
     }
 }
@@ -157,8 +161,9 @@ fn imported_memory_bars_the_checkpoint() {
 fn empty_copy_out_allows_a_checkpoint() {
     let mut host = Fake::new();
     let mut machine = running(&mut host);
-    for action in [CLOSE, LOCK, PARK, CHECKPOINT, Action::Restore, Action::Unlock, Action::Open] {
-        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0), "{action:?}");
+    for action in [CLOSE, LOCK, COPY_OUT, CHECKPOINT, Action::Restore, Action::Unlock, Action::Open]
+    {
+        assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0), "{action:?}");
     }
     assert_eq!(machine.phase(), Phase::Open);
 }
@@ -167,29 +172,29 @@ const ILLEGAL_ADDRESS: u32 = 700;
 
 #[test]
 fn lost_context_of_parked_process_is_handed_over() {
-    for orders in [&[CLOSE, LOCK, PARK][..], &[CLOSE, LOCK, PARK, CHECKPOINT]] {
-        let (mut host, mut machine) = carrying(orders);
+    for orders in [&[CLOSE, LOCK, COPY_OUT][..], &[CLOSE, LOCK, COPY_OUT, CHECKPOINT]] {
+        let (mut host, mut machine) = copying(orders);
         (host.copy_fails, host.broken) = (Some(ILLEGAL_ADDRESS), Some(ILLEGAL_ADDRESS));
-        let ended = machine.carry_out(&mut host, Action::Restore);
+        let ended = machine.execute_order(&mut host, Action::Restore);
         assert_eq!(ended, (Outcome::DriverError, ILLEGAL_ADDRESS));
         // Calls go through to a driver that answers them with its error.
         let state = (machine.phase(), host.gate, host.state, host.damaged);
         assert_eq!(state, (Phase::Open, Gate::Open, process_state::RUNNING, false));
         // It is not moved again.
         host.calls.clear();
-        assert_eq!(machine.carry_out(&mut host, CLOSE).0, Outcome::Done);
-        let ended = machine.carry_out(&mut host, LOCK);
+        assert_eq!(machine.execute_order(&mut host, CLOSE).0, Outcome::Done);
+        let ended = machine.execute_order(&mut host, LOCK);
         assert_eq!(ended, (Outcome::DriverError, ILLEGAL_ADDRESS));
-        assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
+        assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::Done);
         assert!(host.calls.is_empty());
     }
 }
 
 #[test]
 fn lost_context_opens_gate_without_controller() {
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT]);
     (host.copy_fails, host.broken) = (Some(ILLEGAL_ADDRESS), Some(ILLEGAL_ADDRESS));
-    assert!(machine.bring_back(&mut host));
+    assert!(machine.restore_self(&mut host));
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
 }
 
@@ -197,50 +202,50 @@ fn lost_context_opens_gate_without_controller() {
 /// touched, so no call goes through.
 #[test]
 fn lost_copy_is_told_after_three_attempts() {
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT]);
     for attempt in 1..=3 {
         assert_eq!((machine.phase(), host.gate), (Phase::CopiedOut, Gate::Closed), "{attempt}");
         host.copy_fails = Some(result::ECC_UNCORRECTABLE);
-        let ended = machine.carry_out(&mut host, Action::Restore);
+        let ended = machine.execute_order(&mut host, Action::Restore);
         assert_eq!(ended, (Outcome::DriverError, result::ECC_UNCORRECTABLE));
     }
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Damaged));
 
     // One that succeeds in between ends the line; and lack of room is no loss.
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK, PARK]);
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT]);
     for code in [ILLEGAL_ADDRESS, ILLEGAL_ADDRESS, 2, 2, 2, 2] {
         host.copy_fails = Some(code);
-        machine.carry_out(&mut host, Action::Restore);
+        machine.execute_order(&mut host, Action::Restore);
         assert_eq!(machine.phase(), Phase::CopiedOut);
     }
-    assert_eq!(machine.carry_out(&mut host, Action::Restore).0, Outcome::Done);
-    assert_eq!(machine.carry_out(&mut host, Action::Open).0, Outcome::Done);
-    for action in [CLOSE, LOCK, PARK] {
-        assert_eq!(machine.carry_out(&mut host, action).0, Outcome::Done);
+    assert_eq!(machine.execute_order(&mut host, Action::Restore).0, Outcome::Done);
+    assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::Done);
+    for action in [CLOSE, LOCK, COPY_OUT] {
+        assert_eq!(machine.execute_order(&mut host, action).0, Outcome::Done);
     }
     host.copy_fails = Some(ILLEGAL_ADDRESS);
-    machine.carry_out(&mut host, Action::Restore);
+    machine.execute_order(&mut host, Action::Restore);
     assert_eq!((machine.phase(), host.damaged), (Phase::CopiedOut, false));
 }
 
 #[test]
 fn tool_in_process_bars_checkpoint_and_no_copy() {
-    let (mut host, mut machine) = carrying(&[CLOSE, LOCK]);
+    let (mut host, mut machine) = copying(&[CLOSE, LOCK]);
     host.tools = true;
-    assert_eq!(machine.carry_out(&mut host, PARK), (Outcome::Done, 0));
+    assert_eq!(machine.execute_order(&mut host, COPY_OUT), (Outcome::Done, 0));
     host.calls.clear();
-    assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::Unsupported, 0));
+    assert_eq!(machine.execute_order(&mut host, CHECKPOINT), (Outcome::Unsupported, 0));
     assert_eq!((machine.phase(), host.calls.as_slice()), (Phase::CopiedOut, &[][..]));
     for action in [Action::Restore, Action::Open] {
-        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+        assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
     }
     // Without a copy before it there is none either, and the process goes on.
     for action in [CLOSE, LOCK] {
-        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+        assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
     }
-    assert_eq!(machine.carry_out(&mut host, CHECKPOINT), (Outcome::Unsupported, 0));
+    assert_eq!(machine.execute_order(&mut host, CHECKPOINT), (Outcome::Unsupported, 0));
     for action in [Action::Unlock, Action::Open] {
-        assert_eq!(machine.carry_out(&mut host, action), (Outcome::Done, 0));
+        assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
     }
     assert!(!host.calls.contains(&DriverCall::Checkpoint));
 }

@@ -88,13 +88,13 @@ fn pool_left_to_the_driver_gives_nothing() {
     let mut cache = cache(&[(8, 1), (8, 1)]);
     assert!(cache.learn_pool(StreamPool { number: 8, ..POOL }), "another thread was first");
     assert_eq!(cache.pool(POOL.handle).map(|pool| pool.number), Some(POOL.number));
-    assert!(cache.carries(POOL.number) && !cache.carries(8));
+    assert!(cache.can_copy(POOL.number) && !cache.can_copy(8));
     assert_eq!(take(&mut cache, want(8, 1, true)), Some(2));
     assert_eq!(cache.leave(POOL.handle, 9), Some(POOL.number));
-    assert!(!cache.carries(POOL.number));
+    assert!(!cache.can_copy(POOL.number));
     assert_eq!(take(&mut cache, want(8, 1, true)), None);
     assert_eq!(cache.leave(90, 9), Some(9));
-    assert!(cache.learn_pool(StreamPool { handle: 90, number: 10, ..POOL }) && !cache.carries(9));
+    assert!(cache.learn_pool(StreamPool { handle: 90, number: 10, ..POOL }) && !cache.can_copy(9));
 }
 
 /// Of two contexts a stream may have the same id, and the default streams of threads have none.

@@ -85,7 +85,7 @@ async fn believes(bundle: &[u8], shown: &ServedCertificate, now: OffsetDateTime)
         }
     });
     let name = "affinode-webhook.affinode.svc".try_into().unwrap();
-    let heard = match TlsConnector::from(Arc::new(config)).connect(name, near).await {
+    let received = match TlsConnector::from(Arc::new(config)).connect(name, near).await {
         Ok(mut stream) => {
             let mut text = String::new();
             stream.read_to_string(&mut text).await.is_ok_and(|_| text == "hello")
@@ -93,7 +93,7 @@ async fn believes(bundle: &[u8], shown: &ServedCertificate, now: OffsetDateTime)
         Err(_) => false,
     };
     server.await.unwrap();
-    heard
+    received
 }
 
 #[tokio::test]

@@ -14,7 +14,7 @@ use super::{
 };
 
 /// Two GPUs. A process of 600 bytes is offloaded from the first one, where others use 600.
-fn crowded(container: usize) -> (World, ProcessId) {
+fn oversubscribed(container: usize) -> (World, ProcessId) {
     let mut world = World::new(3);
     world.two_gpus = true;
     // The first number is odd: on the first one.
@@ -29,7 +29,7 @@ fn crowded(container: usize) -> (World, ProcessId) {
 }
 
 /// A call restores the process before it is idle again.
-fn comes_home(world: &mut World, id: ProcessId) {
+fn wait_resident(world: &mut World, id: ProcessId) {
     world.call(id);
     for _ in 0..1_000 {
         if world.agents[&id].phase == Phase::Open {
@@ -43,32 +43,32 @@ fn comes_home(world: &mut World, id: ProcessId) {
 #[test]
 fn full_gpu_restores_on_the_other() {
     for container in [0, 1] {
-        let (mut world, id) = crowded(container);
-        comes_home(&mut world, id);
+        let (mut world, id) = oversubscribed(container);
+        wait_resident(&mut world, id);
         assert_eq!(world.agents[&id].gpu, 1, "{container}");
         assert_eq!((world.used_on(0), world.used_on(1)), (600, 600));
         // It lives there now, and comes back there.
         world.settle_all();
         assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
         world.take_unmanaged(0);
-        comes_home(&mut world, id);
+        wait_resident(&mut world, id);
         assert_eq!((world.used_on(0), world.used_on(1)), (0, 600));
     }
 }
 
 #[test]
 fn restore_prefers_own_gpu() {
-    let (mut world, id) = crowded(0);
+    let (mut world, id) = oversubscribed(0);
     world.others = 300;
     world.tick();
-    comes_home(&mut world, id);
+    wait_resident(&mut world, id);
     assert_eq!(world.agents[&id].gpu, 0);
 }
 
 #[test]
 fn immovable_process_waits_for_own_gpu() {
-    for reason in ["policy", "library", "mig", "room", "parked"] {
-        let (mut world, id) = crowded(if reason == "parked" { 2 } else { 0 });
+    for reason in ["policy", "library", "mig", "room", "copied_out"] {
+        let (mut world, id) = oversubscribed(if reason == "copied_out" { 2 } else { 0 });
         match reason {
             "policy" => {
                 world.node.containers[&key(0)].policy.allow_gpu_migration = false;
@@ -94,7 +94,7 @@ fn immovable_process_waits_for_own_gpu() {
         }
         assert!(world.agents[&id].phase.is_offloaded(), "{reason}");
         world.take_unmanaged(0);
-        comes_home(&mut world, id);
+        wait_resident(&mut world, id);
         assert_eq!(world.agents[&id].gpu, 0, "{reason}");
     }
 }
@@ -103,7 +103,7 @@ fn immovable_process_waits_for_own_gpu() {
 #[test]
 fn failed_migration_waits_for_own_gpu() {
     for fail in [Outcome::Busy, Outcome::DriverError] {
-        let (mut world, id) = crowded(0);
+        let (mut world, id) = oversubscribed(0);
         world.fail = Some(fail);
         world.call(id);
         world.settle();
@@ -111,7 +111,7 @@ fn failed_migration_waits_for_own_gpu() {
         assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Checkpointed, 0));
         assert_eq!(world.state(0), State::Queued);
         world.take_unmanaged(0);
-        comes_home(&mut world, id);
+        wait_resident(&mut world, id);
         assert_eq!(world.agents[&id].gpu, 0);
     }
 }
@@ -122,7 +122,7 @@ fn failed_migration_waits_for_own_gpu() {
 #[test]
 fn next_controller_knows_target_gpu() {
     for (container, carried_out, fails) in [(0, false, false), (0, true, false), (1, false, true)] {
-        let (mut world, id) = crowded(container);
+        let (mut world, id) = oversubscribed(container);
         world.call(id);
         let sent = |world: &World| {
             let mut recorded = world.journal.values().flat_map(|record| &record.processes);
@@ -149,7 +149,7 @@ fn next_controller_knows_target_gpu() {
             let agent = &world.agents[&id];
             assert_eq!((agent.phase, agent.gpu), (Phase::CopiedOut, 1));
         }
-        comes_home(&mut world, id);
+        wait_resident(&mut world, id);
         assert_eq!(world.agents[&id].gpu, 1, "{carried_out}");
     }
 }
@@ -158,7 +158,7 @@ fn next_controller_knows_target_gpu() {
 /// only, so no restore on the own GPU is ordered.
 #[test]
 fn impossible_migration_needs_a_new_proof() {
-    let (mut world, id) = crowded(0);
+    let (mut world, id) = oversubscribed(0);
     world.call(id);
     assert!(world.node.processes.get(&id).unwrap().target_gpu.is_some());
     world.agents.get_mut(&id).unwrap().notes = ProcessFlags::default();
@@ -169,13 +169,13 @@ fn impossible_migration_needs_a_new_proof() {
     assert_eq!((world.agents[&id].phase, world.agents[&id].gpu), (Phase::Checkpointed, 0));
     assert!(world.node.processes.get(&id).unwrap().target_gpu.is_none());
     world.take_unmanaged(0);
-    comes_home(&mut world, id);
+    wait_resident(&mut world, id);
     assert_eq!(world.agents[&id].gpu, 0);
 }
 
 /// Two GPUs; a process of container 1 has its order to come back on the other one. Its number.
 fn sent() -> (World, ProcessId, u64) {
-    let (mut world, id) = crowded(1);
+    let (mut world, id) = oversubscribed(1);
     world.call(id);
     world.answer_question();
     let order =
@@ -223,6 +223,6 @@ fn target_gpu_is_known_at_registration() {
     (agent.phase, agent.gpu) = (Phase::CopiedOut, 1);
     let id = world.reconnect(id, false);
     assert_ne!(needs_room_on(&world, id), GPU);
-    comes_home(&mut world, id);
+    wait_resident(&mut world, id);
     assert_eq!(world.agents[&id].gpu, 1);
 }

@@ -44,7 +44,7 @@ fn leave(world: &mut World, id: ProcessId) -> Phase {
     world.agents[&id].phase
 }
 
-fn come_home(world: &mut World, id: ProcessId) {
+fn wait_resident(world: &mut World, id: ProcessId) {
     world.call(id);
     for _ in 0..20 {
         world.answer_question();
@@ -56,13 +56,13 @@ fn come_home(world: &mut World, id: ProcessId) {
 
 /// Sets the measured costs of both ways.
 fn costs(world: &mut World, deep_ms: u64, shallow_ms: u64) {
-    let cost = |home_ms| Some(Cost { out_ms: home_ms, home_ms });
+    let cost = |restore_ms| Some(Cost { out_ms: restore_ms, restore_ms });
     let costs = &mut world.node.containers.get_mut(&key(AUTO)).unwrap().costs;
     (costs.deep, costs.shallow) = (cost(deep_ms), cost(shallow_ms));
 }
 
 /// It has left, and its context has stayed.
-fn parked() -> (World, ProcessId) {
+fn copied_out() -> (World, ProcessId) {
     let mut world = auto();
     let id = world.running(AUTO, 400);
     costs(&mut world, 500, 50);
@@ -79,15 +79,15 @@ fn auto_tries_both_ways_and_takes_the_cheaper() {
     {
         world.node.containers.get_mut(&key(AUTO)).unwrap().costs = Default::default();
         assert_eq!(leave(&mut world, id), Phase::Checkpointed, "all of it first");
-        come_home(&mut world, id);
+        wait_resident(&mut world, id);
         // As after a copier's restore.
         world.agents.get_mut(&id).unwrap().notes = ProcessFlags::IMPORTED;
         assert_eq!(leave(&mut world, id), Phase::CopiedOut, "then the other way");
         assert_eq!(world.used(), 100);
-        come_home(&mut world, id);
+        wait_resident(&mut world, id);
         costs(&mut world, deep_ms, shallow_ms);
         assert_eq!(leave(&mut world, id), later);
-        come_home(&mut world, id);
+        wait_resident(&mut world, id);
     }
 }
 
@@ -108,7 +108,7 @@ fn large_or_needed_context_is_evicted() {
     costs(&mut world, 500, 50);
     assert_eq!(leave(&mut world, id), Phase::Checkpointed, "it may come back on the other one");
 
-    let (mut world, id) = parked();
+    let (mut world, id) = copied_out();
     let big = world.running(0, 500);
     world.allocate(big, 450);
     world.settle();
@@ -117,7 +117,7 @@ fn large_or_needed_context_is_evicted() {
     world.exit(big);
     assert_eq!(world.node.context_evicted_share, 0);
     let known = world.node.containers[&key(AUTO)].costs;
-    come_home(&mut world, id);
+    wait_resident(&mut world, id);
     assert_eq!(world.node.containers[&key(AUTO)].costs, known, "it was neither way");
     assert!(world.node.context_evicted_share > 0, "it is remembered");
     // What so few absences cost others is not worth a small saving any more.
@@ -172,12 +172,12 @@ fn contexts_of_offloads_in_progress_count() {
 
 #[test]
 fn next_controller_keeps_retained_context() {
-    let (mut world, _) = parked();
+    let (mut world, _) = copied_out();
     world.restart(false);
     world.settle();
     let id = *world.agents.keys().next().unwrap();
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
-    come_home(&mut world, id);
+    wait_resident(&mut world, id);
 }
 
 #[test]

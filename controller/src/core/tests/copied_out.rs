@@ -12,15 +12,15 @@ use super::{
 
 /// A container with the engine `copy` is offloaded and restored; NVML's view stays consistent.
 #[test]
-fn parked_memory_is_given_back_and_found_again() {
-    for (n, held, away) in [(1, 0, 600), (2, 150, 450)] {
+fn copied_memory_is_released_and_restored() {
+    for (n, held, offloaded) in [(1, 0, 600), (2, 150, 450)] {
         let mut world = World::new(3);
         let id = world.running(n, 600);
         world.settle();
         assert_eq!((world.state(n), world.used()), (State::Offloaded, held), "{}", ENGINES[n]);
         let list = world.node.list(world.now, 0);
         let shown = list.containers.iter().find(|c| c.state == "Offloaded").unwrap();
-        assert_eq!((shown.vram_bytes, shown.offloaded_bytes), (held, away));
+        assert_eq!((shown.vram_bytes, shown.offloaded_bytes), (held, offloaded));
         world.call(id);
         for _ in 0..10 {
             world.answer_question();
@@ -62,7 +62,7 @@ fn uncopyable_memory_is_checkpointed() {
             (world.state(n), world.agents[&id].phase),
             (State::Offloaded, Phase::Checkpointed)
         );
-        assert_eq!((world.used(), world.agents[&id].parked), (0, false));
+        assert_eq!((world.used(), world.agents[&id].copied_out), (0, false));
         let list = world.node.list(world.now, 0);
         let shown = list.containers.iter().find(|c| c.state == "Offloaded").unwrap();
         assert!(shown.warnings[0].contains("could not be copied"), "{:?}", shown.warnings);
@@ -80,15 +80,15 @@ fn memory_is_copied_before_counters_are_read() {
         world.node.moves(&key(0))(process)
     };
     assert_eq!(moves(&world), OffloadMethod::DriverCheckpoint, "there is none");
-    world.agents.get_mut(&id).unwrap().carried = 450;
+    world.agents.get_mut(&id).unwrap().swappable = 450;
     world.hello(id);
     assert_eq!(moves(&world), OffloadMethod::CopyAndCheckpoint);
     world.tick();
     assert_eq!(moves(&world), OffloadMethod::DriverCheckpoint, "the page says that there is none");
 
-    let parked = world.running(2, 100);
+    let copied_out = world.running(2, 100);
     world.settle();
-    assert_eq!(world.agents[&parked].phase, Phase::CopiedOut);
+    assert_eq!(world.agents[&copied_out].phase, Phase::CopiedOut);
     world.restart(false);
     let (_, process) = world.node.processes.of(&key(2)).next().unwrap();
     assert!(process.counters.is_none());
@@ -102,7 +102,7 @@ fn retained_copy_needs_no_more_host_memory() {
     let id = world.running(2, 600);
     world.tick();
     let mut process = world.node.processes.get(&id).unwrap().clone();
-    process.carried.swappable_bytes = 450;
+    process.swap.swappable_bytes = 450;
     let mut need = |kept_bytes, phase, moves| {
         process.counters.as_mut().unwrap().kept_bytes = kept_bytes;
         process.phase = phase;
@@ -144,7 +144,7 @@ fn locked_copied_out_process_restores_unrecorded() {
     world.settle();
     world.journal.clear();
     let agent = world.agents.get_mut(&id).unwrap();
-    assert_eq!((agent.phase, agent.parked), (Phase::Checkpointed, true));
+    assert_eq!((agent.phase, agent.copied_out), (Phase::Checkpointed, true));
     agent.phase = Phase::Locked;
     world.restart(false);
     let id = *world.agents.keys().next().unwrap();
@@ -155,21 +155,24 @@ fn locked_copied_out_process_restores_unrecorded() {
         world.work(id);
         world.agents[&id].phase != Phase::Open
     });
-    assert!(turns.count() < 20 && !world.agents[&id].parked);
+    assert!(turns.count() < 20 && !world.agents[&id].copied_out);
 }
 
 #[test]
 fn retained_context_is_evicted_for_waiter() {
     let mut world = World::new(3);
-    let parked = world.running(2, 100);
+    let copied_out = world.running(2, 100);
     world.settle();
-    assert_eq!((world.agents[&parked].phase, world.used()), (Phase::CopiedOut, 25));
+    assert_eq!((world.agents[&copied_out].phase, world.used()), (Phase::CopiedOut, 25));
     let big = world.running(0, 500);
     world.allocate(big, 490);
     world.settle();
-    assert_eq!((world.agents[&big].size, world.agents[&parked].phase), (990, Phase::Checkpointed));
+    assert_eq!(
+        (world.agents[&big].size, world.agents[&copied_out].phase),
+        (990, Phase::Checkpointed)
+    );
     assert_eq!(world.node.containers[&key(2)].offloads, 1);
-    world.call(parked);
+    world.call(copied_out);
     world.settle();
     assert_eq!(world.node.containers[&key(2)].restores, 1);
 }
@@ -177,10 +180,13 @@ fn retained_context_is_evicted_for_waiter() {
 #[test]
 fn context_is_evicted_if_copy_frees_too_little() {
     let mut world = World::new(3);
-    let parks = world.running(2, 400);
+    let copies_out = world.running(2, 400);
     let big = world.running(0, 500);
     world.allocate(big, 450);
     world.settle();
-    assert_eq!((world.agents[&big].size, world.agents[&parks].phase), (950, Phase::Checkpointed));
+    assert_eq!(
+        (world.agents[&big].size, world.agents[&copies_out].phase),
+        (950, Phase::Checkpointed)
+    );
     assert_eq!(world.node.containers[&key(2)].offloads, 1);
 }

@@ -76,10 +76,10 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     let id = staying(&mut world, FAST, 600);
     rest(&mut world);
     let process = world.node.processes.get_mut(&id).unwrap();
-    let carried = process.carried.swappable_bytes;
-    process.vram[0].bytes = carried / 2;
-    assert_eq!(world.node.may_prefault(id), Some((GPU.into(), carried)));
-    world.node.processes.get_mut(&id).unwrap().carried.swappable_bytes = u64::MAX;
+    let swappable = process.swap.swappable_bytes;
+    process.vram[0].bytes = swappable / 2;
+    assert_eq!(world.node.may_prefault(id), Some((GPU.into(), swappable)));
+    world.node.processes.get_mut(&id).unwrap().swap.swappable_bytes = u64::MAX;
     let total = world.node.gpus[0].total_bytes;
     assert_eq!(world.node.may_prefault(id), Some((GPU.into(), total)), "whatever it claims");
 }
@@ -145,10 +145,10 @@ fn uncopied_process_needs_only_the_rest() {
     world.settle_all();
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
     let process = |world: &World| world.node.processes.get(&id).unwrap().clone();
-    let (all, carried) =
-        (process(&world).offloaded_vram_bytes(), process(&world).carried.swappable_bytes);
+    let (all, swappable) =
+        (process(&world).offloaded_vram_bytes(), process(&world).swap.swappable_bytes);
     for (notes, needs) in
-        [(ProcessFlags::EXPORTED_TO_COPIER, all - carried), (ProcessFlags::default(), all)]
+        [(ProcessFlags::EXPORTED_TO_COPIER, all - swappable), (ProcessFlags::default(), all)]
     {
         let page = CounterSnapshot { notes, ..page(&world.agents[&id]) };
         world.feed(Input::Page(id, page));
@@ -214,7 +214,7 @@ fn only_copier_offloads_are_prefaulted() {
             world.agents.get_mut(&id).unwrap().notes = ProcessFlags::NO_COPIER
         }),
         ("too little to copy", |world, id| {
-            world.agents.get_mut(&id).unwrap().carried = MIN_PREFAULT_BYTES - 1
+            world.agents.get_mut(&id).unwrap().swappable = MIN_PREFAULT_BYTES - 1
         }),
     ];
     for (name, change) in cases {
@@ -226,7 +226,7 @@ fn only_copier_offloads_are_prefaulted() {
     }
     let mut world = World::new(3);
     let id = staying(&mut world, FAST, 600);
-    world.agents.get_mut(&id).unwrap().carried = MIN_PREFAULT_BYTES;
+    world.agents.get_mut(&id).unwrap().swappable = MIN_PREFAULT_BYTES;
     rest(&mut world);
     assert_eq!(world.prepared, [(id, true)]);
 }
