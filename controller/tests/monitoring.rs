@@ -62,7 +62,7 @@ fn names(text: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn dashboards_and_rules_ask_for_metrics_that_exist() {
+fn dashboards_and_rules_query_known_metrics() {
     let known = names(&scrape());
     let mut asked = BTreeSet::new();
     for folder in ["grafana", "prometheus"] {
@@ -87,7 +87,7 @@ fn documents_name_metrics_that_exist() {
 }
 
 #[test]
-fn dashboards_are_json_with_panels_of_their_own_number() {
+fn dashboards_are_json_with_numbered_panels() {
     for entry in fs::read_dir(config().join("grafana")).unwrap() {
         let path = entry.unwrap().path();
         let board: serde_json::Value =
@@ -124,7 +124,7 @@ fn promtool_accepts_the_metrics() {
 }
 
 #[test]
-fn promtool_accepts_the_rules_and_their_tests_pass() {
+fn promtool_accepts_rules_and_their_tests() {
     promtool(&["check", "rules", "affinode.rules.yml"], "");
     promtool(&["test", "rules", "affinode.test.yml"], "");
 }

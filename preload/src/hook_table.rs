@@ -138,9 +138,9 @@ pub fn index_of(real: usize, number: u32, class: Class) -> Option<usize> {
 
 fn find_or_add(entries: &[HookEntry], real: usize, number: u32, class: Class) -> Option<usize> {
     // Functions begin at multiples of 16.
-    let home = (real >> 4).wrapping_mul(0x9e37_79b9_7f4a_7c15_u64 as usize) >> 40;
+    let start = (real >> 4).wrapping_mul(0x9e37_79b9_7f4a_7c15_u64 as usize) >> 40;
     for step in 0..entries.len() {
-        let index = (home + step) % entries.len();
+        let index = (start + step) % entries.len();
         let entry = entries.get(index)?;
         let owner = entry
             .real

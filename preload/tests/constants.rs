@@ -25,8 +25,8 @@ fn device_count_and_name_while_away_wake_nothing() {
         agent.done(&OFFLOAD);
         // The stub ends a process whose call comes in now.
         assert_eq!(client.ask("devices"), DEVICES, "{route}");
-        let away = agent.page();
-        assert_eq!((away.waiters, away.calls), (0, before.calls));
+        let offloaded = agent.page();
+        assert_eq!((offloaded.waiters, offloaded.calls), (0, before.calls));
         assert_eq!(client.ask("count"), made, "the driver was not asked");
         agent.done(&BRING_BACK);
         assert_eq!(client.ask("devices"), DEVICES);

@@ -10,7 +10,7 @@ use support::{Build, Client};
 const BUILDS: [Build; 2] = [Build::Glibc, Build::Musl];
 
 /// An offloaded client with these exit handlers, registered before and after the driver's own.
-fn away(build: Build, before: &str, after: &str) -> (Client, Connection) {
+fn offloaded(build: Build, before: &str, after: &str) -> (Client, Connection) {
     let controller = Controller::new();
     let path = controller.path();
     let mut client = Client::start(build, "dlopen", &[("AFFINODE_SOCKET", &path)]);
@@ -30,7 +30,7 @@ fn away(build: Build, before: &str, after: &str) -> (Client, Connection) {
 fn releases_at_exit_need_no_return() {
     for build in BUILDS {
         let handler = "cuStreamDestroy_v2 cuCtxSynchronize cuMemFree_v2 cuCtxDestroy_v2 count";
-        let (client, agent) = away(build, "", handler);
+        let (client, agent) = offloaded(build, "", handler);
         // The driver, which traps in every call, has seen cuInit alone.
         assert_eq!(client.last_answers(), [0, 0, 0, 0, 1], "{build:?}");
         assert_eq!(agent.wakes_until_end(), 0, "{build:?}");
@@ -41,7 +41,7 @@ fn releases_at_exit_need_no_return() {
 fn calls_after_the_drivers_end_need_no_return() {
     for build in BUILDS {
         let handler = "cuMemFree_v2 cuCtxSynchronize cuFutureCall cuMemAlloc";
-        let (client, agent) = away(build, handler, "");
+        let (client, agent) = offloaded(build, handler, "");
         assert_eq!(client.last_answers(), [4, 4, 4, 4], "{build:?}");
         assert_eq!(agent.wakes_until_end(), 0, "{build:?}");
     }
@@ -58,7 +58,7 @@ fn other_calls_at_exit_come_home_and_catch_up() {
         ("cuCtxDestroy_v2 cuMemFree_v2 count", &[0, 0, 3]),
     ] {
         for build in BUILDS {
-            let (client, mut agent) = away(build, "", handler);
+            let (client, mut agent) = offloaded(build, "", handler);
             let ending = std::thread::spawn(|| client.last_answers());
             assert_eq!(agent.wake().1, 1);
             agent.done(&BRING_BACK[..2]);
@@ -72,7 +72,7 @@ fn other_calls_at_exit_come_home_and_catch_up() {
 /// The same release outside of `exit` waits for the return.
 #[test]
 fn releases_before_exit_come_home() {
-    let (mut client, mut agent) = away(Build::Glibc, "", "count");
+    let (mut client, mut agent) = offloaded(Build::Glibc, "", "count");
     client.send("cuMemFree_v2");
     assert_eq!(agent.wake().1, 1);
     agent.done(&BRING_BACK);

@@ -25,7 +25,7 @@ pub struct Containers {
     engine_of: EngineOf,
     announcer: Announcer,
     /// Working folder of the daemon: the bundle of the container whose `start` spawned it.
-    home: Bundle,
+    bundle: Bundle,
     members: RefCell<BTreeSet<String>>,
 }
 
@@ -39,7 +39,7 @@ impl Containers {
             namespace: namespace.to_owned(),
             engine_of,
             paths,
-            home: Bundle::new(std::env::current_dir().unwrap_or_default()),
+            bundle: Bundle::new(std::env::current_dir().unwrap_or_default()),
             members: RefCell::default(),
         }
     }
@@ -51,11 +51,11 @@ impl Containers {
 
     /// Writes the list for `delete`, if the bundle still exists.
     fn note_members(&self) {
-        if !self.home.path().is_dir() {
+        if !self.bundle.path().is_dir() {
             return;
         }
         let members = self.members.borrow();
-        if let Err(error) = self.home.write_members(members.iter().map(String::as_str)) {
+        if let Err(error) = self.bundle.write_members(members.iter().map(String::as_str)) {
             warn!("{}", report(&error));
         }
     }
@@ -87,7 +87,7 @@ impl TaskService for Containers {
     fn deleted(&self, id: &str) {
         // When the container of this bundle ends, containerd removes the bundle and the list with
         // it.
-        if self.members.borrow_mut().remove(id) && self.home.id() != Some(id) {
+        if self.members.borrow_mut().remove(id) && self.bundle.id() != Some(id) {
             self.note_members();
         }
         self.announcer.remove(container_key(&self.namespace, id));

@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// A number that no process has, for reports about no process.
-const NOBODY: u64 = 0;
+const NO_PROCESS: u64 = 0;
 
 /// How often the device is queried for ended copies.
 const SOON_NS: i64 = 500_000;
@@ -231,7 +231,7 @@ impl CopierServer {
             self.report(CopierReport::Shared { process, bytes, stored_bytes });
         }
         if changed && told.is_empty() {
-            self.report(CopierReport::Shared { process: NOBODY, bytes: 0, stored_bytes });
+            self.report(CopierReport::Shared { process: NO_PROCESS, bytes: 0, stored_bytes });
         }
     }
 

@@ -47,7 +47,7 @@ enum ConnectionRefusal {
     Papers(#[from] peer::PeerError),
 }
 
-/// Serves a connection until it ends. `home` is the controller's own runtime: the end of the
+/// Serves a connection until it ends. `runtime` is the controller's own runtime: the end of the
 /// process is noticed there, also while the container's runtime is blocked.
 pub async fn serve(
     mut stream: UnixStream,

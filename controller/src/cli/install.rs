@@ -94,7 +94,7 @@ struct InstallPaths {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum RestartMode {
-    /// Run systemctl restart.
+    /// Restart the unit with `systemctl restart`.
     Systemd,
     /// You restart it yourself.
     None,

@@ -123,7 +123,7 @@ struct ControllerAddress {
 /// How results are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum OutputFormat {
-    /// Columns for people.
+    /// Aligned columns for a terminal.
     Table,
     /// Columns with further details.
     Wide,

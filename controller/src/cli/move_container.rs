@@ -18,7 +18,8 @@ pub async fn offload(
     target: ControllerAddress,
 ) -> Result<(), CliError> {
     let asked = client.offload(target.container.clone());
-    let response = progress::during(client, &target.container, MoveDirection::Out, asked).await?;
+    let response =
+        progress::during(client, &target.container, MoveDirection::Offload, asked).await?;
     tell(out, &target, &response, "offloaded")
 }
 
@@ -28,7 +29,8 @@ pub async fn restore(
     target: ControllerAddress,
 ) -> Result<(), CliError> {
     let asked = client.restore(target.container.clone());
-    let response = progress::during(client, &target.container, MoveDirection::Home, asked).await?;
+    let response =
+        progress::during(client, &target.container, MoveDirection::Restore, asked).await?;
     tell(out, &target, &response, "restored")
 }
 

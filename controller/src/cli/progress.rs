@@ -22,9 +22,9 @@ const STYLE: &str = "{prefix} {wide_bar} {binary_bytes} of {binary_total_bytes}{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MoveDirection {
     /// An offload, to host memory.
-    Out,
+    Offload,
     /// A restore, to the GPU.
-    Home,
+    Restore,
 }
 
 /// Where the memory of a container is.
@@ -85,8 +85,8 @@ fn drawn(total: u64) -> ProgressBar {
 /// Bytes to be moved.
 fn total(way: MoveDirection, before: SeenProgress) -> u64 {
     match way {
-        MoveDirection::Out => before.vram_bytes,
-        MoveDirection::Home => before.offloaded_bytes,
+        MoveDirection::Offload => before.vram_bytes,
+        MoveDirection::Restore => before.offloaded_bytes,
     }
 }
 
@@ -94,11 +94,11 @@ fn total(way: MoveDirection, before: SeenProgress) -> u64 {
 /// freed. The driver reports no progress.
 fn done(way: MoveDirection, before: SeenProgress, now: SeenProgress) -> u64 {
     let seen = match way {
-        MoveDirection::Out => {
+        MoveDirection::Offload => {
             let left = before.vram_bytes.saturating_sub(now.vram_bytes);
             left.max(now.host_bytes.saturating_sub(before.host_bytes)).max(now.offloaded_bytes)
         }
-        MoveDirection::Home => {
+        MoveDirection::Restore => {
             let left = before.host_bytes.saturating_sub(now.host_bytes);
             left.max(now.vram_bytes.saturating_sub(before.vram_bytes))
         }
@@ -154,18 +154,18 @@ mod tests {
     #[test]
     fn progress_never_exceeds_the_total() {
         let before = seen(100, 0, 7);
-        assert_eq!(done(MoveDirection::Out, before, before), 0);
+        assert_eq!(done(MoveDirection::Offload, before, before), 0);
         assert_eq!(
-            done(MoveDirection::Out, before, seen(100, 0, 37)),
+            done(MoveDirection::Offload, before, seen(100, 0, 37)),
             30,
             "the driver fills host memory"
         );
-        assert_eq!(done(MoveDirection::Out, before, seen(60, 0, 7)), 40, "the GPU is emptied");
-        assert_eq!(done(MoveDirection::Out, before, seen(0, 100, 200)), 100);
+        assert_eq!(done(MoveDirection::Offload, before, seen(60, 0, 7)), 40, "the GPU is emptied");
+        assert_eq!(done(MoveDirection::Offload, before, seen(0, 100, 200)), 100);
         let before = seen(0, 100, 107);
-        assert_eq!(done(MoveDirection::Home, before, before), 0);
-        assert_eq!(done(MoveDirection::Home, before, seen(55, 100, 107)), 55);
-        assert_eq!(done(MoveDirection::Home, before, seen(0, 100, 47)), 60);
+        assert_eq!(done(MoveDirection::Restore, before, before), 0);
+        assert_eq!(done(MoveDirection::Restore, before, seen(55, 100, 107)), 55);
+        assert_eq!(done(MoveDirection::Restore, before, seen(0, 100, 47)), 60);
     }
 
     #[test]

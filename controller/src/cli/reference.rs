@@ -56,7 +56,7 @@ struct ArgumentReference {
     environment: String,
 }
 
-/// Prints everything.
+/// Prints commands, reasons, settings and metrics as JSON.
 pub fn run(out: &mut dyn Write) -> Result<(), CliError> {
     let reference = Reference {
         configuration: keys(),

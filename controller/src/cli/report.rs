@@ -48,7 +48,7 @@ enum ReportGrouping {
 /// Format of a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum ReportFormat {
-    /// Columns for people.
+    /// Aligned columns for a terminal.
     Table,
     /// Further columns: CUDA calls, the idle share of the time VRAM was held, and all prices.
     Wide,

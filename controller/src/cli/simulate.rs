@@ -88,7 +88,7 @@ pub struct SimulateArgs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum SimulateOutput {
-    /// Columns for people.
+    /// Aligned columns for a terminal.
     Table,
     /// Columns with further details.
     Wide,

@@ -8,7 +8,7 @@ use super::Config;
 pub struct ReloadedConfig {
     /// Whether any value in effect has changed.
     pub changed: bool,
-    /// Sections, or keys of one, that differ in the files and apply when the controller starts
+    /// Sections, or single keys, that differ in the files and apply when the controller starts
     /// next.
     pub waits: Vec<&'static str>,
 }

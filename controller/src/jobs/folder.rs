@@ -164,15 +164,10 @@ pub fn kept(run_dir: &Path) -> io::Result<Vec<JobFolder>> {
 fn let_read(file: &File, user: &JobUser) -> io::Result<()> {
     const VERSION: u32 = 2;
     const READ: u16 = 4;
-    const NOBODY: u32 = u32::MAX;
+    const NO_ID: u32 = u32::MAX;
     // Entries of `linux/posix_acl.h`: the owner, a user, the group, the mask of both, all others.
-    let entries = [
-        (1, READ, NOBODY),
-        (2, READ, user.uid),
-        (4, 0, NOBODY),
-        (16, READ, NOBODY),
-        (32, 0, NOBODY),
-    ];
+    let entries =
+        [(1, READ, NO_ID), (2, READ, user.uid), (4, 0, NO_ID), (16, READ, NO_ID), (32, 0, NO_ID)];
     let mut list = VERSION.to_le_bytes().to_vec();
     for (who, may, id) in entries {
         let (who, may): (u16, u16) = (who, may);

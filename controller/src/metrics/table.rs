@@ -333,7 +333,7 @@ impl MetricsTable {
     }
 
     /// Adds a span of `ms` milliseconds in which a container in `state` held `held` bytes of VRAM and
-    /// had `away` bytes offloaded.
+    /// had `offloaded` bytes in host memory.
     pub fn pass(&self, labels: &ContainerLabels, state: &str, held: u64, offloaded: u64, ms: i64) {
         #[allow(clippy::cast_precision_loss)] // A sum of approximations.
         let product = |bytes: u64| bytes as f64 * (ms as f64 / 1000.0);

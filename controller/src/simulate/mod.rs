@@ -85,7 +85,7 @@ pub enum SimulationError {
     Overcommitted,
     /// A container waits without end.
     #[error(
-        "a process waits for VRAM for ever: does the policy let nobody make room (mode manual or off)? \
+        "a process waits for VRAM for ever: does the policy let no container be evicted (mode manual or off)? \
          If not, this is a bug, please report it"
     )]
     Stuck,

@@ -94,7 +94,7 @@ impl Spec {
             .flags(&SEES_ITS_CGROUP)
     }
 
-    /// Adds an annotation.
+    /// Adds an annotation to the container's OCI spec.
     #[must_use]
     pub fn annotation(mut self, name: &str, value: &str) -> Self {
         self.annotations.push((name.into(), value.into()));

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 
 const PERIOD_US: u32 = 100_000;
 
-/// Lets the cgroup of a process run for so many percent of one processor; none takes the limit away.
+/// Lets the cgroup of a process run for `percent` of one processor. `None` removes the limit.
 ///
 /// # Errors
 /// When no hierarchy limits it.

@@ -47,6 +47,19 @@ const MARKERS: [Marker; 6] = [
     ("away", |line| usize::from(has_word(line, &["away"]))),
 ];
 
+/// Texts in which a marked word is the field's own. They are not counted.
+const EXCEPTIONS: [&str; 6] = [
+    // The user of that name in `/etc/passwd`.
+    "nobody:x:65534:65534:nobody",
+    // Folders and variables of users.
+    "/home",
+    "HOME",
+    "--create-home",
+    "cd {home}",
+    // "Takes the GPU away" is what the product does, in one sentence.
+    "takes the GPU away",
+];
+
 /// Counts everything below a repository's root.
 ///
 /// # Errors
@@ -198,8 +211,9 @@ fn files(root: &Path) -> Result<Vec<PathBuf>> {
 
 fn add_markers<'a>(counts: &mut Counts, scope: &str, lines: impl Iterator<Item = &'a str>) {
     for line in lines {
+        let line = EXCEPTIONS.iter().fold(line.to_owned(), |line, known| line.replace(known, ""));
         for (name, of) in MARKERS {
-            let found = u64::try_from(of(line)).unwrap_or(u64::MAX);
+            let found = u64::try_from(of(&line)).unwrap_or(u64::MAX);
             *counts.entry(format!("{scope}.{name}")).or_default() += found;
         }
     }
@@ -265,7 +279,10 @@ fn count_short_docs(text: &str) -> u64 {
     for line in text.lines().chain([""]) {
         match line.trim_start().strip_prefix("///") {
             Some(doc) if !doc.starts_with('/') => {
-                *block.get_or_insert(0) += doc.split_whitespace().count();
+                // A path, a pattern or a link says which one is meant: it counts as a sentence.
+                let is_reference = doc.contains('`');
+                let words = doc.split_whitespace().count();
+                *block.get_or_insert(0) += words + usize::from(is_reference) * SHORT_DOC_WORDS;
             }
             _ => short += u64::from(block.take().is_some_and(|words| words <= SHORT_DOC_WORDS)),
         }

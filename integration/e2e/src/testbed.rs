@@ -62,7 +62,7 @@ impl Default for TestbedConfig {
 }
 
 impl TestbedConfig {
-    /// Uses these built files instead of those that [`Artifacts::find`] finds.
+    /// Uses these built files instead of the result of [`Artifacts::find`].
     #[must_use]
     pub fn artifacts(mut self, artifacts: Artifacts) -> Self {
         self.artifacts = Some(artifacts);

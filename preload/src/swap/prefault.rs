@@ -199,7 +199,7 @@ impl Prefault {
         }
     }
 
-    /// Counts so much as being touched, unless host memory would become short by it. Where little
+    /// Counts `bytes` as being touched, unless host memory would become short by it. Where little
     /// is left, one helper after the other goes on: what the others are touching is counted twice
     /// by then, in the reading and here.
     fn may_touch(&self, bytes: u64) -> bool {

@@ -56,13 +56,13 @@ impl ScrubState {
 
 /// Makes a small allocation on a device that was copied out from. A failure does not matter.
 pub fn absorb_scrub_stall() {
-    let away = tables(|tables| {
+    let offloaded = tables(|tables| {
         tables
             .next(AllocationId::FIRST, |piece| piece.place == MemoryPlace::Pool)
             .map(|(_, piece)| *piece)
     });
     let mut handle = 0;
-    if let Some(piece) = away
+    if let Some(piece) = offloaded
         && call!(mem_create(&raw mut handle, GRANULE_BYTES, &raw const piece.property, 0))
             == result::SUCCESS
     {

@@ -38,7 +38,7 @@ pub enum SortColumn {
     /// VRAM in use, largest first.
     Vram,
     /// Offloaded VRAM, largest first.
-    Away,
+    HostRam,
     /// Time without a call, longest first.
     Idle,
 }
@@ -50,7 +50,7 @@ impl SortColumn {
             SortColumn::Name => "name",
             SortColumn::State => "state",
             SortColumn::Vram => "VRAM",
-            SortColumn::Away => "host RAM",
+            SortColumn::HostRam => "host RAM",
             SortColumn::Idle => "idle",
         }
     }
@@ -59,8 +59,8 @@ impl SortColumn {
         match self {
             SortColumn::Name => SortColumn::State,
             SortColumn::State => SortColumn::Vram,
-            SortColumn::Vram => SortColumn::Away,
-            SortColumn::Away => SortColumn::Idle,
+            SortColumn::Vram => SortColumn::HostRam,
+            SortColumn::HostRam => SortColumn::Idle,
             SortColumn::Idle => SortColumn::Name,
         }
     }
@@ -105,7 +105,7 @@ impl TopState {
                 SortColumn::Name => std::cmp::Ordering::Equal,
                 SortColumn::State => a.state.cmp(&b.state),
                 SortColumn::Vram => b.vram_bytes.cmp(&a.vram_bytes),
-                SortColumn::Away => b.offloaded_bytes.cmp(&a.offloaded_bytes),
+                SortColumn::HostRam => b.offloaded_bytes.cmp(&a.offloaded_bytes),
                 SortColumn::Idle => b.idle_ms.cmp(&a.idle_ms),
             };
             by.then_with(|| a.name.cmp(&b.name))

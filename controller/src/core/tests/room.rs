@@ -54,7 +54,7 @@ fn higher_priority_allocation_passes_restore() {
     world.settle();
     let high = world.running(1, 600);
     world.call(low);
-    // The restore has waited so long that it is first in the queue.
+    // After this wait the restore is first in the queue.
     world.now += 60_000;
     world.others = 200;
     world.allocate(high, 300);

@@ -76,11 +76,11 @@ impl TokenReviewer {
     /// # Errors
     /// [`Denied`]: no valid token, no right, or no response of the API server.
     pub async fn admit(&self, token: &[u8], access: AccessRule) -> Result<String, Denied> {
-        let nobody = || Denied::new(DenyReason::Token, "the API server does not know this token");
-        let token = well_formed(token).ok_or_else(nobody)?;
+        let unknown = || Denied::new(DenyReason::Token, "the API server does not know this token");
+        let token = well_formed(token).ok_or_else(unknown)?;
         let hash: TokenHash = Sha256::digest(token).into();
         let cannot = |error| cannot_ask(&error);
-        let user = self.user(hash, token).await.map_err(cannot)?.ok_or_else(nobody)?;
+        let user = self.user(hash, token).await.map_err(cannot)?.ok_or_else(unknown)?;
         if self.may(hash, &user, access).await.map_err(cannot)? {
             return Ok(user.username.clone());
         }

@@ -22,7 +22,7 @@ use crate::{containerd, processes, supervisor::cgroup_folders, testbed::Testbed,
 pub enum Undo {
     /// Continue a stopped process.
     Continue(Pid),
-    /// Thaw its cgroup.
+    /// Thaw the cgroup of this folder.
     Thaw(PathBuf),
     /// Undo by `ctr tasks resume`.
     Resume(String),

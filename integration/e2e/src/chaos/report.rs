@@ -7,7 +7,7 @@ use serde::Serialize;
 /// Replaces the state if a fault of a copier found none.
 pub(super) const NO_COPIER: &str = "(no copier)";
 
-/// A violated invariant.
+/// A violated invariant, with the round that found it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
     /// Round number; with the seed it replays the finding.

@@ -183,9 +183,9 @@ fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
     assert_eq!((said.done, said.reason.as_str()), (false, "cgroup-memory"), "{said:?}");
     cpu_cgroup::set_percent(pid, None)?;
     assert!(worker.verify()?);
-    // It is home, as before, and leaves once the neighbour has gone.
+    // It is resident, as before, and is offloaded once the neighbour has gone.
     drop(neighbour);
-    until("it to leave", || Ok(cli.offload(NAME)?.done.then_some(())))?;
+    until("the offload", || Ok(cli.offload(NAME)?.done.then_some(())))?;
     assert!(worker.verify()?);
     Ok(())
 }

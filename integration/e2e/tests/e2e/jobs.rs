@@ -24,7 +24,7 @@ use nix::{
 use crate::offload::{EAGER, wait_gpu_empty};
 
 /// A user without any rights.
-const NOBODY: u32 = 65_534;
+const UNPRIVILEGED: u32 = 65_534;
 
 /// A node without containers: only a controller, as systemd starts it.
 struct Node {
@@ -254,13 +254,13 @@ fn job_survives_controller_and_parent_death() -> Result<()> {
 #[test]
 fn job_rights_are_checked_per_user() -> Result<()> {
     let node = Node::new("enabled = true")?;
-    let refused = node.run(&["--", "true"]).uid(NOBODY).gid(NOBODY).output()?;
+    let refused = node.run(&["--", "true"]).uid(UNPRIVILEGED).gid(UNPRIVILEGED).output()?;
     assert_eq!(refused.status.code(), Some(1));
     assert!(said(&refused).contains("jobs.users"), "{}", said(&refused));
     let unmanaged = node
         .run(&["--or-unmanaged", "--", "sh", "-c", "exit 7"])
-        .uid(NOBODY)
-        .gid(NOBODY)
+        .uid(UNPRIVILEGED)
+        .gid(UNPRIVILEGED)
         .output()?;
     assert_eq!(unmanaged.status.code(), Some(7));
     assert!(said(&unmanaged).contains("running without Affinode"), "{}", said(&unmanaged));
@@ -268,10 +268,13 @@ fn job_rights_are_checked_per_user() -> Result<()> {
     let config = node.world.dir().join("affinode/config.toml");
     fs::write(&config, format!("{EAGER}\n[jobs]\nenabled = true\nusers = [\"*\"]"))?;
     node.world.cli().run(&["reload"])?;
-    let refused =
-        node.run(&["--annotation", "priority=9", "--", "true"]).uid(NOBODY).gid(NOBODY).output()?;
+    let refused = node
+        .run(&["--annotation", "priority=9", "--", "true"])
+        .uid(UNPRIVILEGED)
+        .gid(UNPRIVILEGED)
+        .output()?;
     assert!(said(&refused).contains("only root may set annotation"), "{}", said(&refused));
-    let mut worker = node.worker(NOBODY, "notebook", &["--"])?;
+    let mut worker = node.worker(UNPRIVILEGED, "notebook", &["--"])?;
     let row = node.wait_offloaded("notebook")?;
     assert!(row.namespace.starts_with("user-"), "{row:?}");
     // Other users do not reach a user's own job.
@@ -283,7 +286,7 @@ fn job_rights_are_checked_per_user() -> Result<()> {
     stranger.env("LD_LIBRARY_PATH", &node.shared).env("AFFINODE_SOCKET", mount.join("agent.sock"));
     stranger.env("LD_PRELOAD", node.shared.join("libaffinode_preload.so"));
     stranger.args(["--mib", "64", "--seed", "8"]).stdin(Stdio::null()).stdout(Stdio::null());
-    assert!(stranger.uid(1).gid(NOBODY).status()?.success());
+    assert!(stranger.uid(1).gid(UNPRIVILEGED).status()?.success());
     let log = node.world.dir().join("controller.log");
     until("the connection to be rejected", || {
         Ok(fs::read_to_string(&log)?.contains("does not own this container").then_some(()))

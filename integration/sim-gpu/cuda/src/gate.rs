@@ -1,13 +1,13 @@
 //! Behaviour of a call while the checkpoint API controls the process.
 //!
 //! ```text
-//!            close (waits for calls inside, then streams)      leave          back         open
-//!  Running ──────────────────────────────────────────> Closed ──────> Away ───────> Closed ──────> Running
+//!            close (waits for calls inside, then streams)     save           restore     open
+//!  Running ──────────────────────────────────────────> Closed ──> Checkpointed ──> Closed ──────> Running
 //!     ^                time is up                         │
 //!     └───────────────────────────────────────────────────┘
 //! ```
 //!
-//! | [`Class`] | in Closed | in Away |
+//! | [`Class`] | in Closed | in Checkpointed |
 //! | --- | --- | --- |
 //! | `Work`: launches, copies, memory, stream create, event record | waits for Running | waits for Running |
 //! | `Sync`: the five that synchronise or query | waits for Running | **SIGSEGV**, as the real driver does |
@@ -34,7 +34,7 @@ pub enum Class {
 enum Phase {
     Running,
     Closed,
-    Away,
+    Checkpointed,
 }
 
 #[derive(Debug)]
@@ -76,7 +76,7 @@ impl Gate {
             return Ok(Inside(None));
         }
         let mut inner = self.lock();
-        if inner.phase == Phase::Away {
+        if inner.phase == Phase::Checkpointed {
             match class {
                 Class::Sync => segfault(),
                 Class::MemInfo => return Err(OPERATING_SYSTEM),
@@ -108,7 +108,7 @@ impl Gate {
 
     /// The contents are off the GPU.
     pub fn leave(&self) {
-        self.lock().phase = Phase::Away;
+        self.lock().phase = Phase::Checkpointed;
     }
 
     /// Reads the context without waiting for a lock: the application dies if it is checkpointed.
@@ -120,7 +120,7 @@ impl Gate {
 
     /// Whether the contents are off the GPU.
     pub fn is_offloaded(&self) -> bool {
-        self.lock().phase == Phase::Away
+        self.lock().phase == Phase::Checkpointed
     }
 
     /// The contents are back.

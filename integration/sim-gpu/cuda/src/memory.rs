@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  address ──> Mapping ──> Physical ──> window onto the daemon's memory file   (Running, Locked)
-//!                                  └──> copy in host memory, window gone       (Away)
+//!                                  └──> copy in host memory, window gone       (Checkpointed)
 //! ```
 //!
 //! `cuMemAlloc` is a reservation, a physical object and a mapping in one; with the VMM calls a

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!            Lock                Save                 Restore
-//!  Running ───────> Locked ───────────────> Away ───────────────> Locked ──Unlock──> Running
+//!  Running ───────> Locked ───────────> Checkpointed ───────────> Locked ──Unlock──> Running
 //!     ^  600: busy     │ 801: managed         │ 2: no VRAM
 //!     └────────────────┘ memory, stays        │ 1, 801: of another GPU or process
 //!           Unlock                            v
@@ -30,7 +30,7 @@ pub enum Stage {
     Running,
     Locked,
     /// Calls wait, the VRAM is in host memory.
-    Away {
+    Checkpointed {
         /// What to put back.
         saved: Saved,
         /// What stands against a restore, 0 when nothing does.
@@ -65,7 +65,7 @@ pub fn perform(
             return Ok(Reply::State(match *stage {
                 Stage::Running => ProcessState::Running,
                 Stage::Locked => ProcessState::Locked,
-                Stage::Away { .. } | Stage::Lost => ProcessState::Checkpointed,
+                Stage::Checkpointed { .. } | Stage::Lost => ProcessState::Checkpointed,
             }));
         }
         Operation::RestoreThread => return Ok(Reply::Thread(control(&process)?.1)),
@@ -122,7 +122,7 @@ fn save(driver: &Driver, process: &Process, stage: &mut Stage) -> Result<(), i32
         0 if has_of_others => code::NOT_SUPPORTED,
         own => own,
     };
-    *stage = Stage::Away { saved, restore_code };
+    *stage = Stage::Checkpointed { saved, restore_code };
     sleep_until(started, cost);
     Ok(())
 }
@@ -134,7 +134,7 @@ fn restore(
     pairs: &GpuPairs,
 ) -> Result<(), i32> {
     let (saved, restore_code) = match stage {
-        Stage::Away { saved, restore_code } => (saved.clone(), *restore_code),
+        Stage::Checkpointed { saved, restore_code } => (saved.clone(), *restore_code),
         Stage::Lost => return Err(code::OPERATING_SYSTEM),
         Stage::Running | Stage::Locked => return Err(code::ILLEGAL_STATE),
     };

@@ -144,7 +144,7 @@ pub enum Operation {
     },
     /// Let calls go on.
     Unlock,
-    /// Query the [`ProcessState`].
+    /// Query the [`ProcessState`], as `cuCheckpointProcessGetState` does.
     State,
     /// Query the thread that restores.
     RestoreThread,

@@ -85,7 +85,7 @@ fn red_hat(package: &Path) -> Result<()> {
     let root = root.path();
     let rpm = |arguments: &[&str]| {
         let mut command = Command::new("rpm");
-        // Not the folder in root's home, which Debian's rpm uses.
+        // Not the folder below `/root`, which Debian's rpm uses.
         command.arg("--root").arg(root).args(["--dbpath", "/var/lib/rpm"]);
         sh::read(command.args(arguments))
     };

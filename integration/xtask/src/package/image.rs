@@ -19,7 +19,7 @@ use super::{
 };
 
 /// Uid and gid of programs that need no root.
-const NOBODY: u32 = 65532;
+const UNPRIVILEGED: u32 = 65532;
 
 /// Prefix that the chart expects, where `affinode install` finds the shim beside it.
 const PREFIX: &str = "/usr/local";
@@ -42,10 +42,11 @@ pub fn tree(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
         let content = read(&library)?;
         tree.program(library, content);
     }
-    let users =
-        format!("root:x:0:0:root:/:/sbin/nologin\naffinode:x:{NOBODY}:{NOBODY}::/:/sbin/nologin\n");
+    let users = format!(
+        "root:x:0:0:root:/:/sbin/nologin\naffinode:x:{UNPRIVILEGED}:{UNPRIVILEGED}::/:/sbin/nologin\n"
+    );
     tree.file("/etc/passwd", users);
-    tree.file("/etc/group", format!("root:x:0:\naffinode:x:{NOBODY}:\n"));
+    tree.file("/etc/group", format!("root:x:0:\naffinode:x:{UNPRIVILEGED}:\n"));
     tree.file("/usr/share/doc/affinode/copyright", read(&workspace_dir().join("LICENSE"))?);
     tree.file("/usr/share/doc/affinode/sbom.cdx.json", bill);
     Ok(tree)
