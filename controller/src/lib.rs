@@ -6,6 +6,7 @@
 //! | [`agents`] | sockets of containers, connections and identities of processes |
 //! | [`inventory`] | readings of NVML, cgroups and /proc |
 //! | [`copier`] | the processes that copy memory for other processes |
+//! | [`driver_library`] | where the driver's libraries are |
 //! | [`journal`], [`overrides`] | records written before a destructive step, operator overrides |
 //! | [`daemon`] | the task that drives the core and executes its effects; the control API |
 //! | [`observe`] | the task that watches the node for people: changes, metrics, history |
@@ -29,6 +30,7 @@ pub mod copier;
 pub mod core;
 pub mod daemon;
 pub mod doctor;
+pub mod driver_library;
 pub mod error_chain;
 pub mod history;
 pub mod http;

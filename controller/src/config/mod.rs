@@ -37,7 +37,7 @@ pub use engine::engine_of;
 pub use kubernetes::KubernetesSection;
 pub use reload::ReloadedConfig;
 pub use sections::{
-    CopierSection, LogFormat, LogSection, MemorySection, NvmlSection, TimingSection,
+    CopierSection, DriverSection, LogFormat, LogSection, MemorySection, NvmlSection, TimingSection,
 };
 pub use services::{
     HistorySection, HttpAuth, HttpSection, JobsSection, ListenAddress, ReportSection,
@@ -54,6 +54,8 @@ pub struct Config {
     pub timing: TimingSection,
     /// Section `[memory]`: limits of host memory.
     pub memory: MemorySection,
+    /// Section `[driver]`: where the driver is installed.
+    pub driver: DriverSection,
     /// Section `[nvml]`: the library of NVML.
     pub nvml: NvmlSection,
     /// Section `[copier]`: processes that copy for others.

@@ -27,7 +27,7 @@ impl Config {
             )* };
         }
         keep!(
-            "memory" memory, "nvml" nvml, "copier" copier, "log" log, "http" http, "history" history,
+            "memory" memory, "driver" driver, "nvml" nvml, "copier" copier, "log" log, "http" http, "history" history,
             "report" report, "jobs.enabled" jobs.enabled
         );
         let changed = *self != read;

@@ -1,4 +1,6 @@
-//! The sections `[timing]`, `[memory]`, `[nvml]`, `[copier]` and `[log]`.
+//! The sections `[timing]`, `[memory]`, `[driver]`, `[nvml]`, `[copier]` and `[log]`.
+
+use std::path::PathBuf;
 
 use serde::Deserialize;
 
@@ -29,6 +31,15 @@ pub struct MemorySection {
     /// Host memory that stays free on the node after an offload, in MiB. `None`: a sixteenth of the
     /// node's memory, at least 1 GiB.
     pub node_reserve_mib: Option<u64>,
+}
+
+/// Section `[driver]`: where the driver is installed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DriverSection {
+    /// Root of the driver's installation. Empty: that of the host, then the known ones of
+    /// operators.
+    pub root: PathBuf,
 }
 
 /// Section `[nvml]`: the library of NVML.

@@ -14,7 +14,7 @@ use tokio::{
     task::AbortHandle,
 };
 
-use crate::sys;
+use crate::{driver_library::DriverLibrary, sys};
 
 /// A running copier. Dropping it kills the process.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ impl CopierProcess {
     /// # Errors
     /// The process cannot be started.
     pub fn start(
-        library: &str,
+        library: &DriverLibrary,
         uuid: &str,
         ours: OwnedFd,
         theirs: OwnedFd,
@@ -41,7 +41,7 @@ impl CopierProcess {
         command
             .arg0("affinode-copier")
             .args(["copier", uuid])
-            .env(LIBRARY_ENV, library)
+            .env(LIBRARY_ENV, library.path())
             // The driver then ignores the other GPUs.
             .env("CUDA_VISIBLE_DEVICES", uuid)
             // Not through an MPS server: the controller would not know its other clients.
@@ -50,6 +50,14 @@ impl CopierProcess {
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .kill_on_drop(true);
+        if let Some(folder) = library.folder() {
+            // The library opens others of the driver by their names.
+            let set = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+            let folders = std::iter::once(folder).chain(std::env::split_paths(&set));
+            if let Ok(folders) = std::env::join_paths(folders) {
+                command.env("LD_LIBRARY_PATH", folders);
+            }
+        }
         let mut process = command.spawn()?;
         if let Some(said) = process.stderr.take() {
             let gpu = uuid.to_owned();

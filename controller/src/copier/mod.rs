@@ -35,8 +35,8 @@ use tokio::sync::mpsc;
 
 use self::{backoff::RestartBackoff, child::CopierProcess};
 use crate::{
-    config::CopierSection,
     core::{Domain, GpuSample, ProcessId},
+    driver_library::DriverLibrary,
 };
 
 /// A copier without an attached process ends after this time.
@@ -59,7 +59,8 @@ pub struct CopierMessage {
 /// The copiers, and the processes that are attached to them.
 #[derive(Debug)]
 pub struct Copiers {
-    config: CopierSection,
+    enabled: bool,
+    library: DriverLibrary,
     of: HashMap<String, CopierState>,
     members: HashMap<ProcessId, AttachedProcess>,
     failures: RestartBackoff,
@@ -109,9 +110,14 @@ struct AttachedProcess {
 impl Copiers {
     /// Creates the registry without any copier.
     #[must_use]
-    pub fn new(config: CopierSection, mail: mpsc::UnboundedSender<CopierMessage>) -> Copiers {
+    pub fn new(
+        enabled: bool,
+        library: DriverLibrary,
+        mail: mpsc::UnboundedSender<CopierMessage>,
+    ) -> Copiers {
         Copiers {
-            config,
+            enabled,
+            library,
             of: HashMap::new(),
             members: HashMap::new(),
             failures: RestartBackoff::default(),
@@ -136,7 +142,7 @@ impl Copiers {
         most_bytes: u64,
         domain: Option<Domain>,
     ) -> Option<OwnedFd> {
-        if !self.config.enabled {
+        if !self.enabled {
             return None;
         }
         if !self.of.contains_key(uuid) {
@@ -427,7 +433,7 @@ impl Copiers {
         let (mail, of) = (self.mail.clone(), uuid.to_owned());
         let tell = move |said| mail.send(CopierMessage { uuid: of.clone(), number, said }).is_ok();
         let (ours, theirs) = pair()?;
-        match CopierProcess::start(&self.config.library, uuid, ours, theirs, tell) {
+        match CopierProcess::start(&self.library, uuid, ours, theirs, tell) {
             Ok(child) => {
                 let copier = CopierState {
                     number,

@@ -1,5 +1,7 @@
 //! Copiers whose other ends are held by the test.
 
+use std::path::Path;
+
 use affinode_proto::wire::message::FRAME_BYTES;
 use tokio::process::Command;
 
@@ -9,7 +11,7 @@ const GPU: &str = "GPU-1";
 
 fn copiers() -> (Copiers, mpsc::UnboundedReceiver<CopierMessage>) {
     let (mail, from) = mpsc::unbounded_channel();
-    (Copiers::new(CopierSection::default(), mail), from)
+    (Copiers::new(true, DriverLibrary::new("libcuda.so.1", Path::new("")), mail), from)
 }
 
 /// Adds a copier whose other end the test holds.
@@ -171,7 +173,7 @@ async fn a_filling_copier_is_not_ended() {
 async fn a_disabled_copier_is_never_started() {
     let (mut copiers, _from) = copiers();
     let _copier = with_copier(&mut copiers);
-    copiers.config.enabled = false;
+    copiers.enabled = false;
     assert!(copiers.attach(ProcessId(7), GPU, 100, None).is_none());
 }
 

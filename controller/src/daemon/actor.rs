@@ -33,6 +33,7 @@ use crate::{
         CommandId, Effect, Input, Key, Millis, Node, ProcessId, copy_watch::LEVELS_INTERVAL_MS,
         input::SwapStatus,
     },
+    driver_library::DriverLibrary,
     error_chain,
     inventory::{
         Inventory, InventoryQuery, InventoryResult, host_levels::HostLevels, memory,
@@ -105,7 +106,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let (of_copiers, mut from_copiers) = mpsc::unbounded_channel();
     let rules = memory_rules(&config);
     let of_work = found.clone();
-    let witness = ProcessUtilization::start(config.nvml.library.clone(), move |work| {
+    let witness = ProcessUtilization::start(DriverLibrary::nvml(&config), move |work| {
         let _ = of_work.send(InventoryResult::Worked(work));
     })
     .map_err(DaemonError::Runtime)?;
@@ -114,7 +115,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         let _ = of_levels.send(InventoryResult::HostLevels(levels));
     })
     .map_err(DaemonError::Runtime)?;
-    let inventory = Inventory::start(config.nvml.library.clone(), rules, move |finding| {
+    let inventory = Inventory::start(DriverLibrary::nvml(&config), rules, move |finding| {
         let _ = found.send(finding);
     })
     .map_err(DaemonError::Runtime)?;
@@ -122,7 +123,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let (calls, mut from_api) = mpsc::channel(64);
     let mut actor = NodeActor {
         node: Node::new(config.settings()),
-        copiers: Copiers::new(config.copier.clone(), of_copiers),
+        copiers: Copiers::new(config.copier.enabled, DriverLibrary::cuda(&config), of_copiers),
         proofs: Vec::new(),
         config,
         run_dir: run_dir.clone(),

@@ -1,5 +1,7 @@
 //! Checks of NVML, the driver and the GPUs.
 
+use std::path::{Path, PathBuf};
+
 use nvml_wrapper::{Device, Nvml, error::NvmlError};
 
 use super::{CheckGroup, DoctorCheck, containerd};
@@ -11,7 +13,7 @@ const MIN_DRIVER: u32 = 570;
 #[derive(Clone, Debug)]
 pub struct GpuFacts {
     /// Name or path of the NVML library.
-    pub library: String,
+    pub library: PathBuf,
     /// Driver version and GPUs, or why they cannot be read.
     pub seen: Result<SeenGpus, String>,
     /// Whether the daemon of CUDA's Multi-Process Service runs.
@@ -45,7 +47,7 @@ pub struct GpuCheck {
 impl GpuFacts {
     /// Reads the facts from NVML.
     #[must_use]
-    pub fn gather(library: &str) -> GpuFacts {
+    pub fn gather(library: &Path) -> GpuFacts {
         let seen = look(library).map_err(|error| error.to_string());
         GpuFacts {
             library: library.into(),
@@ -62,8 +64,8 @@ impl GpuFacts {
     }
 }
 
-fn look(library: &str) -> Result<SeenGpus, NvmlError> {
-    let nvml = Nvml::builder().lib_path(library.as_ref()).init()?;
+fn look(library: &Path) -> Result<SeenGpus, NvmlError> {
+    let nvml = Nvml::builder().lib_path(library.as_os_str()).init()?;
     let gpus = (0..nvml.device_count()?).map(|index| gpu(&nvml.device_by_index(index)?));
     Ok(SeenGpus { driver: nvml.sys_driver_version()?, gpus: gpus.collect::<Result<_, _>>()? })
 }
@@ -85,12 +87,12 @@ fn gpu(device: &Device<'_>) -> Result<GpuCheck, NvmlError> {
 pub fn judge(facts: &GpuFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("GPU");
     match &facts.seen {
-        Ok(seen) => judge_seen(&mut group, seen),
+        Ok(seen) => judge_seen(&mut group, seen, &facts.library),
         Err(why) => group.bad(
             "NVML",
-            format!("cannot load {}: {why}", facts.library),
+            format!("cannot load {}: {why}", facts.library.display()),
             format!(
-                "install the NVIDIA driver, version {MIN_DRIVER} or newer, until nvidia-smi works; set nvml.library in the configuration if the library has another path"
+                "install the NVIDIA driver, version {MIN_DRIVER} or newer, until nvidia-smi works; set driver.root in the configuration if the driver has another root"
             ),
         ),
     }
@@ -101,10 +103,10 @@ pub fn judge(facts: &GpuFacts) -> Vec<DoctorCheck> {
     group.checks
 }
 
-fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus) {
+fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
     let major = seen.driver.split('.').next().and_then(|major| major.parse::<u32>().ok());
     if major.is_some_and(|major| major >= MIN_DRIVER) {
-        group.good("driver", seen.driver.clone());
+        group.good("driver", format!("{} ({})", seen.driver, library.display()));
     } else {
         group.bad(
             "driver",

@@ -32,7 +32,7 @@ use std::path::{Path, PathBuf};
 use affinode_proto::paths;
 use serde::Serialize;
 
-use crate::{config::Config, error_chain};
+use crate::{config::Config, driver_library::DriverLibrary, error_chain};
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -137,7 +137,7 @@ pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     let config_file = named(paths::CONFIG_ENV, paths::CONFIG_FILE);
     let config = Config::load(&config_file).map_err(|error| error_chain::chain(&error));
     let rules = config.as_ref().cloned().unwrap_or_default();
-    let gpus = gpu::GpuFacts::gather(&rules.nvml.library);
+    let gpus = gpu::GpuFacts::gather(&DriverLibrary::nvml(&rules).path());
     let vram_used_bytes = gpus.vram_used_bytes();
 
     let mut checks = gpu::judge(&gpus);

@@ -14,8 +14,9 @@ use std::sync::mpsc;
 
 use affinode_proto::reason::Reason;
 
-use crate::core::{
-    GpuSample, Key, Survey, copy_watch::Levels, host_memory::MemoryPool, input::Work,
+use crate::{
+    core::{GpuSample, Key, Survey, copy_watch::Levels, host_memory::MemoryPool, input::Work},
+    driver_library::DriverLibrary,
 };
 use memory::MemoryRules;
 
@@ -64,7 +65,7 @@ impl Inventory {
     /// # Errors
     /// The thread cannot be started.
     pub fn start(
-        library: String,
+        library: DriverLibrary,
         rules: MemoryRules,
         tell: impl Fn(InventoryResult) + Send + 'static,
     ) -> std::io::Result<Inventory> {

@@ -8,9 +8,12 @@ use nvml_wrapper::{
     struct_wrappers::device::ProcessUtilizationSample,
 };
 
-use crate::core::{
-    GpuSample, Millis,
-    input::{GpuFigures, Work},
+use crate::{
+    core::{
+        GpuSample, Millis,
+        input::{GpuFigures, Work},
+    },
+    driver_library::DriverLibrary,
 };
 
 /// Time between two attempts to open the library.
@@ -22,15 +25,15 @@ const RECENT_US: u64 = 1_200_000;
 /// NVML, opened when it is available.
 #[derive(Debug)]
 pub struct NvmlDevices {
-    library: String,
+    library: DriverLibrary,
     nvml: Option<Nvml>,
     failed: Option<(Instant, String)>,
 }
 
 impl NvmlDevices {
-    /// Stores the name of the library; opens nothing yet.
+    /// Stores where the library is; opens nothing yet.
     #[must_use]
-    pub fn new(library: String) -> NvmlDevices {
+    pub fn new(library: DriverLibrary) -> NvmlDevices {
         NvmlDevices { library, nvml: None, failed: None }
     }
 
@@ -75,7 +78,7 @@ impl NvmlDevices {
                 Ok(answer)
             }
             Err(error) => {
-                let why = format!("NVML ({}): {error}", self.library);
+                let why = format!("NVML ({}): {error}", self.library.path().display());
                 self.nvml = None;
                 self.failed = Some((Instant::now(), why.clone()));
                 Err(why)
@@ -86,7 +89,7 @@ impl NvmlDevices {
     fn opened(&mut self) -> Result<&Nvml, NvmlError> {
         Ok(match &mut self.nvml {
             Some(nvml) => nvml,
-            none => none.insert(Nvml::builder().lib_path(self.library.as_ref()).init()?),
+            none => none.insert(Nvml::builder().lib_path(self.library.path().as_os_str()).init()?),
         })
     }
 }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::nvml::NvmlDevices;
-use crate::core::input::Work;
+use crate::{core::input::Work, driver_library::DriverLibrary};
 
 /// The thread that reads the utilization.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ impl ProcessUtilization {
     /// # Errors
     /// The thread cannot be started.
     pub fn start(
-        library: String,
+        library: DriverLibrary,
         tell: impl Fn(Vec<Work>) + Send + 'static,
     ) -> std::io::Result<ProcessUtilization> {
         let (questions, asked) = mpsc::sync_channel(1);

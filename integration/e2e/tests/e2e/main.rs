@@ -9,6 +9,7 @@ mod checksum;
 mod copier;
 mod dedup;
 mod doctor;
+mod driver_root;
 mod engines;
 mod faults;
 mod gpu_migration;

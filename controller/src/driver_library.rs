@@ -1,0 +1,152 @@
+//! Where a library of the driver is: where the dynamic loader finds it, or in a folder that only a
+//! Kubernetes operator or a node image uses.
+//!
+//! The folder is looked up each time a library is opened, because an operator may install the
+//! driver after the controller has started, and replaces it when its pod restarts.
+
+use std::path::{Path, PathBuf};
+
+use crate::config::Config;
+
+/// A folder with this file is one of a driver: every installation has NVML.
+const MARKER: &str = "libnvidia-ml.so.1";
+/// Library folders below the root of a driver: Debian and Ubuntu, Red Hat, others.
+const LIB_DIRS: [&str; 4] = ["usr/lib/x86_64-linux-gnu", "usr/lib64", "lib64", "usr/lib"];
+/// Folders that the dynamic loader searches on the usual distributions.
+const LOADER_DIRS: [&str; 6] = [
+    "usr/lib/x86_64-linux-gnu",
+    "lib/x86_64-linux-gnu",
+    "usr/lib64",
+    "lib64",
+    "usr/lib",
+    "usr/local/lib",
+];
+/// Root of the driver container of NVIDIA's GPU Operator.
+const OPERATOR_ROOT: &str = "run/nvidia/driver";
+/// Folders of node images: Container-Optimized OS of GKE, and images that imitate it.
+const IMAGE_DIRS: [&str; 2] = ["home/kubernetes/bin/nvidia/lib64", "usr/local/nvidia/lib64"];
+
+/// A library of the driver, by its name or path in the configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriverLibrary {
+    name: String,
+    driver_root: PathBuf,
+    host_root: PathBuf,
+}
+
+impl DriverLibrary {
+    /// `name` is a file name or a path. `driver_root` is the folder in which the driver is
+    /// installed; empty: not configured.
+    #[must_use]
+    pub fn new(name: &str, driver_root: &Path) -> DriverLibrary {
+        DriverLibrary {
+            name: name.to_owned(),
+            driver_root: driver_root.to_owned(),
+            host_root: "/".into(),
+        }
+    }
+
+    /// The management library, as configured.
+    #[must_use]
+    pub fn nvml(config: &Config) -> DriverLibrary {
+        DriverLibrary::new(&config.nvml.library, &config.driver.root)
+    }
+
+    /// The library of CUDA's driver interface, as configured.
+    #[must_use]
+    pub fn cuda(config: &Config) -> DriverLibrary {
+        DriverLibrary::new(&config.copier.library, &config.driver.root)
+    }
+
+    /// What to open: the path, or the plain name if the loader is to search for it.
+    #[must_use]
+    pub fn path(&self) -> PathBuf {
+        self.folder().map_or_else(|| PathBuf::from(&self.name), |folder| folder.join(&self.name))
+    }
+
+    /// The folder outside the loader's own that has the library and those which it opens by name.
+    /// `None`: the loader searches, or the configuration has a path.
+    #[must_use]
+    pub fn folder(&self) -> Option<PathBuf> {
+        if self.name.contains('/') {
+            return None;
+        }
+        let below = |root: &Path, folders: &[&str]| {
+            let folders = folders.iter().map(|folder| root.join(folder));
+            folders.into_iter().find(|folder| folder.join(MARKER).exists())
+        };
+        if !self.driver_root.as_os_str().is_empty() {
+            // While the root is empty, the error names this path. No other driver is taken.
+            let first = || self.driver_root.join(LIB_DIRS[0]);
+            return Some(below(&self.driver_root, &LIB_DIRS).unwrap_or_else(first));
+        }
+        if below(&self.host_root, &LOADER_DIRS).is_some() || loader_path_has_driver() {
+            return None;
+        }
+        below(&self.host_root.join(OPERATOR_ROOT), &LIB_DIRS)
+            .or_else(|| below(&self.host_root, &IMAGE_DIRS))
+    }
+}
+
+/// Whether a folder of `LD_LIBRARY_PATH` has the driver.
+fn loader_path_has_driver() -> bool {
+    let folders = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    std::env::split_paths(&folders).any(|folder| folder.join(MARKER).exists())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn library(name: &str, host: &Path, driver_root: &Path) -> DriverLibrary {
+        let library = DriverLibrary::new(name, driver_root);
+        DriverLibrary { host_root: host.to_owned(), ..library }
+    }
+
+    fn install(folder: &Path) {
+        fs::create_dir_all(folder).unwrap();
+        fs::write(folder.join(MARKER), "").unwrap();
+    }
+
+    #[test]
+    fn host_without_a_driver_leaves_it_to_the_loader() {
+        let host = tempfile::tempdir().unwrap();
+        let cuda = library("libcuda.so.1", host.path(), Path::new(""));
+        assert_eq!((cuda.path(), cuda.folder()), (PathBuf::from("libcuda.so.1"), None));
+    }
+
+    #[test]
+    fn operator_folder_is_found_once_it_appears() {
+        let host = tempfile::tempdir().unwrap();
+        let cuda = library("libcuda.so.1", host.path(), Path::new(""));
+        let image = host.path().join(IMAGE_DIRS[0]);
+        install(&image);
+        assert_eq!(cuda.path(), image.join("libcuda.so.1"));
+        let operator = host.path().join(OPERATOR_ROOT).join(LIB_DIRS[1]);
+        install(&operator);
+        assert_eq!(cuda.folder(), Some(operator), "before the folders of images");
+        install(&host.path().join(LOADER_DIRS[0]));
+        assert_eq!(cuda.folder(), None, "a driver of the host comes first");
+    }
+
+    #[test]
+    fn configured_root_hides_every_other_driver() {
+        let host = tempfile::tempdir().unwrap();
+        install(&host.path().join(LOADER_DIRS[0]));
+        let root = host.path().join("opt/driver");
+        let nvml = library(MARKER, host.path(), &root);
+        assert_eq!(nvml.path(), root.join(LIB_DIRS[0]).join(MARKER), "not installed yet");
+        install(&root.join(LIB_DIRS[2]));
+        assert_eq!(nvml.path(), root.join(LIB_DIRS[2]).join(MARKER));
+    }
+
+    #[test]
+    fn configured_path_is_opened_as_it_is() {
+        let host = tempfile::tempdir().unwrap();
+        install(&host.path().join(IMAGE_DIRS[1]));
+        let nvml = library("/opt/nvml.so", host.path(), Path::new(""));
+        assert_eq!((nvml.path(), nvml.folder()), (PathBuf::from("/opt/nvml.so"), None));
+    }
+}
