@@ -34,7 +34,7 @@ use std::{
 use affinode_proto::wire::{
     Capabilities,
     counters::{CounterError, CounterSnapshot, PAGE_BYTES, header},
-    message::{Action, AgentMessage, ControllerMessage},
+    message::{AgentMessage, ControllerMessage},
 };
 use tokio::{runtime::Handle, sync::mpsc, task::AbortHandle};
 
@@ -126,31 +126,13 @@ impl AgentHandle {
             tracing::debug!(order, ?action, "order queued");
             // 0 would mean that no time was sent.
             *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
-            if let Action::CopyOut { how, .. } = action {
-                how.keep &= self.abilities.intersects(Capabilities::RETAINS_HOST_COPY);
-                how.then_checkpoint &= self.abilities.intersects(Capabilities::PREFAULTS);
-                how.check &= self.abilities.intersects(Capabilities::CHECKS);
-            }
+            debug_assert!(
+                self.abilities.contains(action.requires()),
+                "{action:?} is beyond {:?}",
+                self.abilities
+            );
         }
         self.queue(message.into())
-    }
-
-    /// Whether its library can use a copier.
-    #[must_use]
-    pub fn uses_copier(&self) -> bool {
-        self.abilities.intersects(Capabilities::USES_COPIER)
-    }
-
-    /// Whether its library can prepare host memory before an offload.
-    #[must_use]
-    pub fn prepares(&self) -> bool {
-        self.abilities.intersects(Capabilities::PREFAULTS)
-    }
-
-    /// Whether its library can deduplicate memory with other processes.
-    #[must_use]
-    pub fn dedups(&self) -> bool {
-        self.abilities.intersects(Capabilities::DEDUPS)
     }
 
     /// Sends the process a connection to its copier, through a relay: the copier serves other

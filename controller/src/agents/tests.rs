@@ -103,39 +103,21 @@ async fn an_identified_process_joins() {
     assert_eq!(answer, order);
 }
 
+/// The core orders nothing else: it knows the capabilities from the Hello.
 #[tokio::test]
-async fn an_order_asks_only_for_capabilities() {
-    let none = CopyOptions::default();
-    for (abilities, known) in [
-        (Capabilities::USES_COPIER, none),
-        (Capabilities::RETAINS_HOST_COPY, CopyOptions { keep: true, ..none }),
-        (Capabilities::PREFAULTS, CopyOptions { then_checkpoint: true, ..none }),
-        (Capabilities::CHECKS, CopyOptions { check: true, ..none }),
-    ] {
-        let mut bench = bench();
-        send_with(&bench.peer, &hello_with(WIRE_VERSION, abilities), &[page().as_fd()]);
-        let Some(AgentMail::Joined { mut agent, .. }) = bench.mail.recv().await else {
-            panic!("not joined")
-        };
-        assert!(!agent.dedups(), "{abilities:?}");
-        let park = |how| {
-            let action = Action::CopyOut { vram_bytes: 7, how };
-            ControllerMessage::Order { order: 1, action, decided_ms: 9 }
-        };
-        assert!(agent.send(park(CopyOptions { keep: true, then_checkpoint: true, check: true })));
-        let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
-        assert_eq!(answer, park(known));
-    }
-}
-
-#[tokio::test]
-async fn a_library_announces_dedup() {
+async fn hello_with_capabilities_tells_the_core() {
     let mut bench = bench();
-    send_with(&bench.peer, &hello_with(WIRE_VERSION, Capabilities::DEDUPS), &[page().as_fd()]);
-    let Some(AgentMail::Joined { agent, .. }) = bench.mail.recv().await else {
+    send_with(&bench.peer, &hello_with(WIRE_VERSION, Capabilities::CHECKS), &[page().as_fd()]);
+    let Some(AgentMail::Joined { hello, mut agent, .. }) = bench.mail.recv().await else {
         panic!("not joined")
     };
-    assert!(agent.dedups());
+    assert!(matches!(hello, AgentMessage::Hello { abilities: Capabilities::CHECKS, .. }));
+    let how = CopyOptions { check: true, ..CopyOptions::default() };
+    let action = Action::CopyOut { vram_bytes: 7, how };
+    let order = ControllerMessage::Order { order: 1, action, decided_ms: 9 };
+    assert!(agent.send(order));
+    let answer = tokio::task::spawn_blocking(move || refusal(&mut bench.peer)).await.unwrap();
+    assert_eq!(answer, order, "orders are sent as the core made them");
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! The dedup domain of a container (`policy.dedup`): memory is deduplicated within one tenant
 //! only, because sharing reveals that another container has the same content.
 
-use affinode_proto::api::control::Announcement;
+use affinode_proto::{api::control::Announcement, wire::Capabilities};
 
 use super::{Key, Node, ProcessId};
 
@@ -44,15 +44,16 @@ impl Domain {
 }
 
 impl Node {
-    /// The dedup domain of a process; `None` if its policy has no dedup. `user` returns the owner
-    /// of a job.
+    /// The dedup domain of a process; `None` if its policy has no dedup, or its library cannot.
+    /// `user` returns the owner of a job.
     #[must_use]
     pub fn domain_of(
         &self,
         id: ProcessId,
         user: impl FnOnce(&Key) -> Option<u32>,
     ) -> Option<Domain> {
-        let key = &self.processes.get(&id)?.key;
+        let process = self.processes.get(&id).filter(|p| p.can(Capabilities::DEDUPS))?;
+        let key = &process.key;
         let container = self.containers.get(key).filter(|container| container.policy.dedup)?;
         Domain::of(&container.announcement, user(key))
     }

@@ -3,7 +3,7 @@
 use affinode_proto::{
     api::control::{ActionResponse, Announcement},
     reason::Reason,
-    wire::{Hazards, Phase, counters::CounterSnapshot, message::AgentMessage},
+    wire::{Capabilities, Hazards, Phase, counters::CounterSnapshot, message::AgentMessage},
 };
 
 use super::{
@@ -134,6 +134,8 @@ pub enum Input {
         generation: u64,
         /// Hazards: what makes a checkpoint unsafe.
         hazards: Hazards,
+        /// What its library can do; nothing else is ordered.
+        capabilities: Capabilities,
         /// What its agent can copy, and has copied.
         swap: SwapStatus,
     },

@@ -156,8 +156,18 @@ impl Node {
         match input {
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
             Input::Withdrawn(key) => self.withdrawn(&key),
-            Input::Joined { key, process, identity, phase, generation, hazards, swap } => {
-                let standing = RegistrationStatus { phase, generation, hazards, swap };
+            Input::Joined {
+                key,
+                process,
+                identity,
+                phase,
+                generation,
+                hazards,
+                capabilities,
+                swap,
+            } => {
+                let standing =
+                    RegistrationStatus { phase, generation, hazards, capabilities, swap };
                 self.register(&key, process, identity, standing);
             }
             Input::Detached(process) => self.detached(process),

@@ -5,7 +5,7 @@ use affinode_proto::{
     reason::Reason,
     state::State,
     wire::{
-        Phase,
+        Capabilities, Phase,
         message::{Action, CopyOptions},
     },
 };
@@ -16,7 +16,6 @@ use super::{
     host_promises::HostVerdict,
     input::{Request, Survey},
     plan::{self, OffloadMethod, OffloadPlan, OffloadStep, ProcessPosition},
-    policy::Policy,
     process::Process,
     transitions::CHECKPOINT,
 };
@@ -143,30 +142,36 @@ impl Node {
         }
         let vram_bytes =
             process.offloaded_vram.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
-        let asked = |which: fn(&Policy) -> bool| {
-            self.containers.get(key).is_some_and(|container| which(&container.policy))
-        };
-        let (keep, check) =
-            (asked(|policy| policy.retain_host_copy), asked(|policy| policy.checksum));
-        let moves = self.moves(key);
-        // The copier may only run while no grant is being proven or used: its copy needs VRAM of
-        // its own.
-        let then_checkpoint = self.grants.is_empty()
-            && self.processes.get(&id).is_some_and(|p| {
-                p.prefault_ordered && moves(p) == OffloadMethod::CopyAndCheckpoint
-            });
         self.host_ledger.begin_move(key);
         self.journal(key, CHECKPOINT);
         self.order(
             id,
             match step {
                 OffloadStep::CopyOut => {
-                    let how = CopyOptions { keep, then_checkpoint, check };
-                    Action::CopyOut { vram_bytes, how }
+                    Action::CopyOut { vram_bytes, how: self.copy_options(key, id) }
                 }
                 OffloadStep::Checkpoint => Action::Checkpoint { vram_bytes },
             },
         );
+    }
+
+    /// The options of a copy out: what the policy asks for, and the library can do.
+    fn copy_options(&self, key: &Key, id: ProcessId) -> CopyOptions {
+        let (Some(container), Some(process)) = (self.containers.get(key), self.processes.get(&id))
+        else {
+            return CopyOptions::default();
+        };
+        let copies_both = self.moves(key)(process) == OffloadMethod::CopyAndCheckpoint;
+        CopyOptions {
+            keep: container.policy.retain_host_copy && process.can(Capabilities::RETAINS_HOST_COPY),
+            // The copier may only run while no grant is being proven or used: its copy needs VRAM
+            // of its own.
+            then_checkpoint: self.grants.is_empty()
+                && process.prefault_ordered
+                && copies_both
+                && process.can(Capabilities::PREFAULTS),
+            check: container.policy.checksum && process.can(Capabilities::CHECKS),
+        }
     }
 
     pub(super) fn advance_offload(&mut self, key: &Key, positions: &[ProcessPosition]) {

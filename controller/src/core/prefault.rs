@@ -12,7 +12,11 @@
 //! Prefaulting takes memory of the container and the node, so it happens once per idle period,
 //! whatever its result. No offload waits for it.
 
-use affinode_proto::{reason::Reason, state::State, wire::Phase};
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{Capabilities, Phase},
+};
 
 use super::{
     Effect, Key, Millis, Node, ProcessId,
@@ -105,12 +109,14 @@ impl Node {
     }
 
     /// The GPU of a process whose memory a copier can copy out, and the swappable bytes. `None` if
-    /// the process is offloaded by another method, has memory on several GPUs, or has too little.
+    /// its library cannot do it, the process is offloaded by another method, has memory on several GPUs, or has too little.
     /// Also `None` if its last offload showed that no copier can restore it, or if no copier
     /// copied it several times in a row: each of these offloads would be undone.
     #[must_use]
     pub fn may_prefault(&self, id: ProcessId) -> Option<(String, u64)> {
-        let may = |p: &&Process| p.counters.is_some() && p.failed_copy_outs < MAX_UNCOPIED;
+        let able = |p: &Process| p.can(Capabilities::PREFAULTS) && p.can(Capabilities::USES_COPIER);
+        let may =
+            |p: &&Process| able(p) && p.counters.is_some() && p.failed_copy_outs < MAX_UNCOPIED;
         let process = self.processes.get(&id).filter(may)?;
         let (uuid, _) = self.for_copier(process, &process.vram)?;
         // NVML's last sample may be older than the last allocations.

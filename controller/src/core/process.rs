@@ -1,6 +1,8 @@
 //! One CUDA process under management.
 
-use affinode_proto::wire::{Hazards, Phase, counters::CounterSnapshot, message::Action};
+use affinode_proto::wire::{
+    Capabilities, Hazards, Phase, counters::CounterSnapshot, message::Action,
+};
 
 use super::{
     DeviceBytes, Key, Millis,
@@ -68,6 +70,8 @@ pub struct Process {
     pub generation: u64,
     /// Hazards: what makes a checkpoint unsafe.
     pub hazards: Hazards,
+    /// What its library can do.
+    pub capabilities: Capabilities,
     /// The order in progress, at most one.
     pub pending: Option<PendingOrder>,
     /// Number of grants for which it holds its allocations.
@@ -111,6 +115,12 @@ pub struct Process {
 }
 
 impl Process {
+    /// Whether its library can do all of this.
+    #[must_use]
+    pub fn can(&self, capabilities: Capabilities) -> bool {
+        self.capabilities.contains(capabilities)
+    }
+
     /// Whether its context stays on the GPU because a checkpoint of it would be unsafe.
     #[must_use]
     pub fn keeps_context(&self) -> bool {

@@ -190,7 +190,7 @@ impl Processes {
 
 #[cfg(test)]
 mod tests {
-    use affinode_proto::wire::Hazards;
+    use affinode_proto::wire::{Capabilities, Hazards};
     use proptest::prelude::*;
 
     use super::*;
@@ -213,6 +213,7 @@ mod tests {
             phase: Phase::Open,
             generation: 1,
             hazards: Hazards::default(),
+            capabilities: Capabilities::default(),
             pending: None,
             holds: 0,
             vram: Vec::new(),

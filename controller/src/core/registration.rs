@@ -5,7 +5,7 @@ use affinode_proto::{
     api::control::{Announcement, Event},
     reason::Reason,
     state::State,
-    wire::{Hazards, Phase, WIRE_VERSION, message::ControllerMessage},
+    wire::{Capabilities, Hazards, Phase, WIRE_VERSION, message::ControllerMessage},
 };
 
 use super::{
@@ -20,11 +20,12 @@ use super::{
 /// The counter error of a process that reports an offloaded phase without an offload.
 pub(super) const NEVER_MOVED: &str = "reports that it is offloaded, but no controller offloaded it";
 
-/// Phase, hazards and memory of a process at its registration.
+/// Phase, hazards, capabilities and memory of a process at its registration.
 pub(super) struct RegistrationStatus {
     pub(super) phase: Phase,
     pub(super) generation: u64,
     pub(super) hazards: Hazards,
+    pub(super) capabilities: Capabilities,
     pub(super) swap: SwapStatus,
 }
 
@@ -79,7 +80,7 @@ impl Node {
         identity: Identity,
         standing: RegistrationStatus,
     ) {
-        let RegistrationStatus { phase, generation, hazards, swap } = standing;
+        let RegistrationStatus { phase, generation, hazards, capabilities, swap } = standing;
         // The same pid and start time: the process lost its connection and registers again.
         let known = self
             .processes
@@ -150,6 +151,7 @@ impl Node {
                 phase,
                 generation,
                 hazards,
+                capabilities,
                 pending: None,
                 holds: 0,
                 vram: before.as_ref().map(|p| p.vram.clone()).unwrap_or_default(),

@@ -9,7 +9,11 @@
 //! `eligibility.rs` decides whether a container is offloaded. The steps are in `offload.rs` and
 //! `restore.rs`, the reports on orders in `completions.rs`.
 
-use affinode_proto::{reason::Reason, state::State, wire::ProcessFlags};
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{Capabilities, ProcessFlags},
+};
 
 use super::{
     DeviceBytes, Effect, Key, Node, ProcessId, Record, RecordedProcess,
@@ -113,12 +117,12 @@ impl Node {
         !self.has_grants() && self.queue.in_order(self.now).is_empty()
     }
 
-    /// The GPU and the swappable bytes of a process that a copier can offload. `None`: another
-    /// method is used, the process has memory on several GPUs, or it reported that no copier can
+    /// The GPU and the swappable bytes of a process that a copier can offload. `None`: its
+    /// library cannot, another method is used, the process has memory on several GPUs, or it reported that no copier can
     /// restore it.
     #[must_use]
     pub fn offloads_through_copier(&self, id: ProcessId) -> Option<(String, u64)> {
-        let process = self.processes.get(&id)?;
+        let process = self.processes.get(&id).filter(|p| p.can(Capabilities::USES_COPIER))?;
         self.for_copier(process, process.offloaded_vram.as_deref()?)
     }
 

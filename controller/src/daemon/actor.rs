@@ -389,6 +389,7 @@ impl NodeActor {
                     phase,
                     generation,
                     hazards,
+                    abilities,
                     swappable_bytes,
                     copied_out_bytes,
                     ..
@@ -405,6 +406,7 @@ impl NodeActor {
                     phase,
                     generation,
                     hazards,
+                    capabilities: abilities,
                     swap: SwapStatus {
                         swappable_bytes,
                         copied_out_bytes,

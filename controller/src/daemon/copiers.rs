@@ -1,12 +1,9 @@
 //! Orders and effects that involve the copiers of the node.
 
-use std::collections::HashMap;
-
 use affinode_proto::wire::message::{Action, ControllerMessage};
 
 use super::actor::NodeActor;
 use crate::{
-    agents::AgentHandle,
     copier::{CopierMessage, Copiers},
     core::{Domain, Key, Node, ProcessId},
     inventory::InventoryQuery,
@@ -47,10 +44,8 @@ impl NodeActor {
 
     /// Attaches a process that is copied out and then checkpointed to the copier of its GPU.
     fn show_copier(&mut self, id: ProcessId) {
-        let Some(agent) = self.agents.get_mut(&id).filter(|agent| agent.uses_copier()) else {
-            return;
-        };
-        let domain = domain_of(agent, &self.node, &self.job_users, id);
+        let domain = self.domain_of(id);
+        let Some(agent) = self.agents.get_mut(&id) else { return };
         if let Some((uuid, most_bytes)) = self.node.offloads_through_copier(id)
             && !self.copiers.was_shown(id, &uuid)
             && may_have_one(&self.node, &self.copiers, &uuid)
@@ -63,21 +58,22 @@ impl NodeActor {
     /// Tells a process to prepare host memory, which the copier of its GPU registers, or to stop
     /// doing so. Without a copier nothing is prepared: it would have no use.
     pub(super) fn prepare(&mut self, id: ProcessId, on: bool) {
-        let Some(agent) = self.agents.get_mut(&id).filter(|agent| agent.prepares()) else {
-            return;
-        };
-        let domain = domain_of(agent, &self.node, &self.job_users, id);
+        let domain = self.domain_of(id);
+        let Some(agent) = self.agents.get_mut(&id) else { return };
         if !on {
             self.copiers.unprepare(id);
             agent.send(ControllerMessage::Prefault { on });
-        } else if agent.uses_copier()
-            && let Some((uuid, most_bytes)) = self.node.may_prefault(id)
+        } else if let Some((uuid, most_bytes)) = self.node.may_prefault(id)
             && may_have_one(&self.node, &self.copiers, &uuid)
             && let Some(socket) = self.copiers.prepare(id, &uuid, most_bytes, domain)
         {
             agent.send_copier(socket);
             agent.send(ControllerMessage::Prefault { on });
         }
+    }
+
+    fn domain_of(&self, id: ProcessId) -> Option<Domain> {
+        self.node.domain_of(id, |key| self.job_users.get(key).copied())
     }
 
     pub(super) fn copier_said(&mut self, mail: CopierMessage) {
@@ -94,17 +90,6 @@ impl NodeActor {
             self.copiers.hold(false);
         }
     }
-}
-
-/// The dedup domain of a process, if its library can deduplicate.
-fn domain_of(
-    agent: &AgentHandle,
-    node: &Node,
-    job_users: &HashMap<Key, u32>,
-    id: ProcessId,
-) -> Option<Domain> {
-    let user = |key: &Key| job_users.get(key).copied();
-    agent.dedups().then(|| node.domain_of(id, user)).flatten()
 }
 
 /// Whether a copier may be used on a GPU now: the VRAM of a new one would be missing for a waiter

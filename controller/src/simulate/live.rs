@@ -27,7 +27,7 @@ use affinode_proto::{
     api::control::Announcement,
     state::State,
     wire::{
-        Hazards, Phase, ProcessFlags,
+        Capabilities, Hazards, Phase, ProcessFlags,
         counters::CounterSnapshot,
         message::{Action, AgentMessage, ControllerMessage, Outcome},
     },
@@ -164,6 +164,7 @@ impl Live {
                     phase: Phase::Checkpointed,
                     generation: 1,
                     hazards: Hazards::default(),
+                    capabilities: Capabilities::default(),
                     swap: SwapStatus::default(),
                 },
                 Input::Page(names::id(n), page(&self.agents[n])),

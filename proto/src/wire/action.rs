@@ -1,17 +1,30 @@
 //! Orders to an agent, and their encoding in a frame: a code and a value.
 
+use super::Capabilities;
+
 /// Options of a copy out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyOptions {
     /// The host copy is retained after the restore, so that unchanged memory is not copied again.
-    /// Requires [`super::Capabilities::RETAINS_HOST_COPY`].
+    /// Requires [`Capabilities::RETAINS_HOST_COPY`].
     pub keep: bool,
     /// A checkpoint follows, during which a copier may copy: the phase is CopiedOut before all
-    /// memory has left the GPU. Requires [`super::Capabilities::PREFAULTS`].
+    /// memory has left the GPU. Requires [`Capabilities::PREFAULTS`].
     pub then_checkpoint: bool,
     /// The restore verifies that the memory is unchanged. Requires
-    /// [`super::Capabilities::CHECKS`].
+    /// [`Capabilities::CHECKS`].
     pub check: bool,
+}
+
+impl CopyOptions {
+    /// What a library must be able to do for these options.
+    #[must_use]
+    pub const fn requires(self) -> Capabilities {
+        let keep = if self.keep { Capabilities::RETAINS_HOST_COPY.0 } else { 0 };
+        let then_checkpoint = if self.then_checkpoint { Capabilities::PREFAULTS.0 } else { 0 };
+        let check = if self.check { Capabilities::CHECKS.0 } else { 0 };
+        Capabilities(keep | then_checkpoint | check)
+    }
 }
 
 /// One code per combination of options. Codes 9 and 10 came first, then 12 and 13, then 14 to 17;
@@ -90,6 +103,15 @@ impl Action {
     #[must_use]
     pub const fn is_restore(self) -> bool {
         matches!(self, Action::Restore | Action::RestoreOnGpu { .. })
+    }
+
+    /// What a library must be able to do to carry out the order.
+    #[must_use]
+    pub const fn requires(self) -> Capabilities {
+        match self {
+            Action::CopyOut { how, .. } => how.requires(),
+            _ => Capabilities(0),
+        }
     }
 
     /// Code and value for a frame.

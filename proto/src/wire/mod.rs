@@ -97,6 +97,12 @@ impl Capabilities {
     pub const fn intersects(self, other: Capabilities) -> bool {
         self.0 & other.0 != 0
     }
+
+    /// Whether every bit of `other` is set.
+    #[must_use]
+    pub const fn contains(self, other: Capabilities) -> bool {
+        self.0 & other.0 == other.0
+    }
 }
 
 macro_rules! wire_enum {

@@ -3,7 +3,8 @@
 use std::collections::VecDeque;
 
 use affinode_proto::wire::{
-    Hazards, Phase, ProcessFlags, counters::CounterSnapshot, message::ControllerMessage,
+    Capabilities, Hazards, Phase, ProcessFlags, counters::CounterSnapshot,
+    message::ControllerMessage,
 };
 
 use super::{super::ProcessId, world::ENGINES};
@@ -19,6 +20,8 @@ pub(super) struct Agent {
     pub(super) size: u64,
     /// The part of it that the agent can copy.
     pub(super) swappable: u64,
+    /// What its library can do.
+    pub(super) capabilities: Capabilities,
     /// That part is in host memory.
     pub(super) copied_out: bool,
     /// What came on its connection and was not looked at yet.

@@ -1,5 +1,7 @@
 //! Dedup domains of processes.
 
+use affinode_proto::wire::Capabilities;
+
 use super::{
     super::{Domain, ProcessId},
     world::{World, key},
@@ -25,4 +27,6 @@ fn dedup_domain_needs_policy_and_job_user() {
     let namespace = "k8s.io".to_owned();
     assert_eq!(domain(&world, id, Some(1000)), Some(Domain::Jobs { uid: 1000, namespace }));
     assert_eq!(domain(&world, ProcessId(u64::MAX), None), None, "the process is unknown");
+    world.node.processes.get_mut(&id).unwrap().capabilities = Capabilities::PREFAULTS;
+    assert_eq!(domain(&world, id, None), None, "its library cannot");
 }

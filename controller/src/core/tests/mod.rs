@@ -2,6 +2,7 @@
 //! ones.
 
 mod agent;
+mod capabilities;
 mod connections;
 mod context_retention;
 mod copied_out;

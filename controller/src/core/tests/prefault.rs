@@ -4,7 +4,7 @@ use affinode_proto::{
     reason::Reason,
     state::State,
     wire::{
-        Phase, ProcessFlags,
+        Capabilities, Phase, ProcessFlags,
         counters::CounterSnapshot,
         message::{Action, Outcome},
     },
@@ -32,6 +32,8 @@ impl World {
     pub(super) fn told_to_prepare(&mut self, id: ProcessId, on: bool) {
         let agent = self.agents.get_mut(&id).expect("it lives");
         assert_eq!(ENGINES[agent.container], "full");
+        let needed = [Capabilities::PREFAULTS, Capabilities::USES_COPIER];
+        assert!(needed.iter().all(|needed| agent.capabilities.contains(*needed)), "it cannot");
         assert!(
             agent.phase == Phase::Open || !on && !agent.phase.is_offloaded(),
             "{:?}",
@@ -190,10 +192,17 @@ fn shorter_keep_alive_is_prefaulted_sooner() {
     assert_eq!(world.prepared, [(id, true)]);
 }
 
+/// The library of the process lacks this capability.
+fn lacks(world: &mut World, id: ProcessId, capability: Capabilities) {
+    let agent = world.agents.get_mut(&id).unwrap();
+    agent.capabilities = Capabilities(agent.capabilities.0 & !capability.0);
+    world.node.processes.get_mut(&id).unwrap().capabilities = agent.capabilities;
+}
+
 #[test]
 fn only_copier_offloads_are_prefaulted() {
     type Change = fn(&mut World, ProcessId);
-    let cases: [(&str, Change); 11] = [
+    let cases: [(&str, Change); 13] = [
         ("without the policy", |world, _| policy(world, FAST).prefault = false),
         ("checkpoint", |world, _| policy(world, FAST).engine = Engine::Checkpoint),
         ("copy", |world, _| policy(world, FAST).engine = Engine::Copy),
@@ -210,6 +219,8 @@ fn only_copier_offloads_are_prefaulted() {
         ("pinned", |world, _| assert!(world.node.pin(&key(FAST), true))),
         ("too small", |world, _| policy(world, FAST).minimum_vram_bytes = 601),
         ("hazard", |world, id| world.agents.get_mut(&id).unwrap().fixed = true),
+        ("a library that cannot", |world, id| lacks(world, id, Capabilities::PREFAULTS)),
+        ("a library without copiers", |world, id| lacks(world, id, Capabilities::USES_COPIER)),
         ("no copier", |world, id| {
             world.agents.get_mut(&id).unwrap().notes = ProcessFlags::NO_COPIER
         }),

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use affinode_proto::{
     state::State,
-    wire::{Phase, message::Outcome},
+    wire::{Capabilities, Phase, message::Outcome},
 };
 use proptest::prelude::*;
 
@@ -255,6 +255,23 @@ proptest! {
         steps in proptest::collection::vec(step(), 1..200),
     ) {
         run_with(&immediate, steps)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    /// The same with libraries of any age, and with every policy that needs a capability: no
+    /// process is ordered what its library cannot do (asserted in `feed`).
+    #[test]
+    fn random_libraries_follow_their_orders(
+        libraries in proptest::collection::vec((0_u32..64).prop_map(Capabilities), 1..4),
+        prepare in any::<bool>(),
+        steps in proptest::collection::vec(step(), 1..200),
+    ) {
+        let mut world = World::new(3);
+        (world.libraries, world.all_options, world.prepare) = (libraries, true, prepare);
+        run_in(world, &[], steps)?;
     }
 }
 

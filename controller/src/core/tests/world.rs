@@ -7,7 +7,7 @@ use affinode_proto::{
     reason::Reason,
     state::State,
     wire::{
-        Hazards, Phase, ProcessFlags,
+        Capabilities, Hazards, Phase, ProcessFlags,
         counters::CounterSnapshot,
         message::{AgentMessage, ControllerMessage, Outcome},
     },
@@ -27,6 +27,8 @@ const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
 /// A process whose agent can copy less is not prefaulted.
 pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
+/// What this version's library can do.
+pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b11_1111);
 /// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 
@@ -52,6 +54,11 @@ pub(super) struct World {
     pub(super) immediate: Vec<usize>,
     /// Containers have the policy `prefault`.
     pub(super) prepare: bool,
+    /// What the libraries of processes can do: the first process has the first of these, and so on
+    /// in turn.
+    pub(super) libraries: Vec<Capabilities>,
+    /// Containers have every policy that needs a capability of the library.
+    pub(super) all_options: bool,
     /// Containers with the engine `full` have `auto` instead.
     pub(super) auto: bool,
     /// Prefault orders that were sent, on or off.
@@ -68,6 +75,14 @@ pub(super) struct World {
 
 pub(super) fn key(n: usize) -> Key {
     Key::parse(&format!("{n:032x}")).unwrap()
+}
+
+/// A process gets no order that its library cannot follow.
+fn assert_follows(agent: &Agent, message: &ControllerMessage) {
+    if let ControllerMessage::Order { action, .. } = message {
+        let able = agent.capabilities;
+        assert!(able.contains(action.requires()), "{action:?} is beyond {able:?}");
+    }
 }
 
 pub(super) fn settings() -> Settings {
@@ -106,6 +121,8 @@ impl World {
             mig: false,
             immediate: Vec::new(),
             prepare: false,
+            libraries: vec![ALL_CAPABILITIES],
+            all_options: false,
             auto: false,
             prepared: Vec::new(),
             ended: Vec::new(),
@@ -129,6 +146,8 @@ impl World {
                     if auto { "auto" } else { ENGINES[n] }.to_owned(),
                 ),
                 ("affinode.io/prefault".to_owned(), self.prepare.to_string()),
+                ("affinode.io/retain-host-copy".to_owned(), self.all_options.to_string()),
+                ("affinode.io/checksum".to_owned(), self.all_options.to_string()),
                 (
                     "affinode.io/restore".to_owned(),
                     if self.immediate.contains(&n) { "immediate" } else { "queue" }.to_owned(),
@@ -189,6 +208,7 @@ impl World {
             match effect {
                 Effect::Send(id, message) => {
                     if let Some(agent) = self.agents.get_mut(&id) {
+                        assert_follows(agent, &message);
                         agent.inbox.push_back(message);
                     }
                 }
@@ -255,8 +275,10 @@ impl World {
     pub(super) fn join(&mut self, container: usize) {
         self.next += 1;
         let pid = u32::try_from(self.next).unwrap() + 1_000;
+        let library = usize::try_from(self.next).unwrap() % self.libraries.len();
         let agent = Agent {
             container,
+            capabilities: self.libraries[library],
             pid,
             gpu: usize::from(self.two_gpus && self.next.is_multiple_of(2)),
             phase: Phase::Open,
@@ -368,6 +390,7 @@ impl World {
             phase: agent.phase,
             generation: agent.generation,
             hazards: if agent.tools { agent.hazards() } else { Hazards::default() },
+            capabilities: agent.capabilities,
             swap: SwapStatus {
                 swappable_bytes: agent.swappable,
                 copied_out_bytes: agent.copied_out_bytes(),

@@ -19,7 +19,7 @@ use std::collections::VecDeque;
 
 use affinode_proto::{
     api::control::Announcement,
-    wire::{Hazards, Phase},
+    wire::{Capabilities, Hazards, Phase},
 };
 
 pub use self::decision::PolicyDecision;
@@ -228,6 +228,7 @@ impl<'a> SimulatedNode<'a> {
                 phase,
                 generation: 1,
                 hazards,
+                capabilities: Capabilities::default(),
                 swap: SwapStatus::default(),
             });
             self.processes.push(SimulatedProcess {

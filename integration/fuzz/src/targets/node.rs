@@ -13,7 +13,7 @@ use affinode_proto::{
     api::control::Announcement,
     reason::Reason,
     wire::{
-        Hazards, Phase, ProcessFlags,
+        Capabilities, Hazards, Phase, ProcessFlags,
         counters::CounterSnapshot,
         message::{Action, AgentMessage, ControllerMessage, Outcome},
     },
@@ -142,6 +142,7 @@ impl World {
             phase: Phase::Open,
             generation: 0,
             hazards: Hazards::default(),
+            capabilities: Capabilities::default(),
             swap: SwapStatus { swappable_bytes: swap, ..SwapStatus::default() },
         });
     }
@@ -194,13 +195,16 @@ impl World {
         self.liar += 1;
         self.told.clear();
         let pid = bytes.int_in_range(20..=23)?;
+        let (phase, generation) = (phase(bytes)?, bytes.arbitrary()?);
+        let hazards: u32 = bytes.arbitrary()?;
         self.feed(Input::Joined {
             key: key(LIAR),
             process: ProcessId(self.liar),
             identity: Identity { pid, start_ticks: 1, command: "liar".into() },
-            phase: phase(bytes)?,
-            generation: bytes.arbitrary()?,
-            hazards: Hazards(bytes.arbitrary()?),
+            phase,
+            generation,
+            hazards: Hazards(hazards),
+            capabilities: Capabilities(hazards.reverse_bits()),
             swap: SwapStatus {
                 swappable_bytes: bytes.arbitrary()?,
                 copied_out_bytes: bytes.arbitrary()?,
@@ -221,6 +225,7 @@ impl World {
             phase: Phase::Open,
             generation: 0,
             hazards: Hazards::default(),
+            capabilities: Capabilities::default(),
             swap: SwapStatus::default(),
         });
     }

@@ -1,0 +1,104 @@
+//! Libraries that cannot do everything: they get only orders that they can follow.
+
+use affinode_proto::wire::{
+    Capabilities, Phase,
+    message::{Action, ControllerMessage, CopyOptions},
+};
+
+use super::{
+    super::{
+        Input, ProcessId,
+        input::{CommandId, Request},
+        policy::Mode,
+    },
+    world::{ALL_CAPABILITIES, World, key},
+};
+
+/// The container whose engine is `full`.
+const FULL: usize = 1;
+
+/// Offloads a process of a library with these capabilities, under every policy that needs one;
+/// returns the options of its copy out.
+fn copy_options_of(capabilities: Capabilities) -> CopyOptions {
+    let mut world = World::new(3);
+    (world.libraries, world.all_options, world.prepare) = (vec![capabilities], true, true);
+    world.announce(FULL);
+    let id = leaves_prefaulted(&mut world);
+    let options = until_copy_out(&mut world, id);
+    world.settle_all();
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
+    options
+}
+
+/// Goes on until the process is ordered to copy out.
+fn until_copy_out(world: &mut World, id: ProcessId) -> CopyOptions {
+    for _ in 0..100 {
+        if let Some(options) = ordered_copy(world, id) {
+            return options;
+        }
+        if world.is_asked() { world.answer_question() } else { world.work(id) }
+    }
+    panic!("it gets no order to copy out");
+}
+
+/// A process whose host memory counts as prefaulted, and whose container is told to leave.
+fn leaves_prefaulted(world: &mut World) -> ProcessId {
+    let id = world.running(FULL, 600);
+    world.node.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
+    (0..2).for_each(|_| world.tick());
+    world.node.processes.get_mut(&id).unwrap().prefault_ordered = true;
+    world.feed(Input::Command(CommandId(1), key(FULL), Request::Offload));
+    id
+}
+
+fn ordered_copy(world: &World, id: ProcessId) -> Option<CopyOptions> {
+    world.agents[&id].inbox.iter().find_map(|message| match message {
+        ControllerMessage::Order { action: Action::CopyOut { how, .. }, .. } => Some(*how),
+        _ => None,
+    })
+}
+
+#[test]
+fn copy_options_are_within_capabilities() {
+    let none = CopyOptions::default();
+    let cases = [
+        (Capabilities::default(), none),
+        (Capabilities::USES_COPIER, none),
+        (Capabilities::RETAINS_HOST_COPY, CopyOptions { keep: true, ..none }),
+        (Capabilities::PREFAULTS, CopyOptions { then_checkpoint: true, ..none }),
+        (Capabilities::CHECKS, CopyOptions { check: true, ..none }),
+        (ALL_CAPABILITIES, CopyOptions { keep: true, then_checkpoint: true, check: true }),
+    ];
+    for (capabilities, expected) in cases {
+        assert_eq!(copy_options_of(capabilities), expected, "{capabilities:?}");
+        assert!(capabilities.contains(expected.requires()));
+    }
+}
+
+/// A grant for another container does not wait for a copy on the GPU that the library cannot do.
+#[test]
+fn incapable_library_keeps_no_gpu_from_the_queue() {
+    let mut world = World::new(3);
+    world.libraries = vec![Capabilities::USES_COPIER];
+    let waiter = world.running(0, 100);
+    world.settle_all();
+    let id = leaves_prefaulted(&mut world);
+    let options = until_copy_out(&mut world, id);
+    assert!(!options.then_checkpoint);
+    world.call(waiter);
+    world.tick();
+    assert!(!world.node.grants.is_empty(), "the waiter is served during the copy out");
+}
+
+#[test]
+fn library_without_copiers_gets_none() {
+    for (capabilities, gets) in [(ALL_CAPABILITIES, true), (Capabilities::PREFAULTS, false)] {
+        let mut world = World::new(3);
+        world.libraries = vec![capabilities];
+        let id = world.running(FULL, 600);
+        world.tick();
+        world.node.processes.get_mut(&id).unwrap().offloaded_vram =
+            Some(world.node.processes.get(&id).unwrap().vram.clone());
+        assert_eq!(world.node.offloads_through_copier(id).is_some(), gets, "{capabilities:?}");
+    }
+}
