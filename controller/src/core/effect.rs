@@ -88,7 +88,8 @@ pub enum Effect {
     },
     /// Read the GPUs now; report with [`super::Input::Proven`] and the same number.
     Prove(Key, u64),
-    /// Order a process to prefault host memory for a copier's copy, or to give it back.
+    /// Order a process to prefault host memory for a copier's copy, or to give it back. Report an
+    /// order that was not sent with [`super::Input::PrefaultRefused`].
     Prepare {
         /// The process that gets the order.
         process: ProcessId,

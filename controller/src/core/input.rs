@@ -153,6 +153,8 @@ pub enum Input {
     Gpus(Result<Vec<GpuSample>, String>),
     /// NVML utilisation of all processes.
     Worked(Vec<Work>),
+    /// A process was not told of [`super::Effect::Prepare`]: there is no copier for its memory.
+    PrefaultRefused(ProcessId),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
     /// Free host memory for copies out in progress, by level. The counters of their processes were

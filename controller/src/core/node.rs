@@ -177,6 +177,7 @@ impl Node {
             Input::BadPage(process, why) => self.bad_page(process, why),
             Input::Gpus(gpus) => self.gpus_read(gpus),
             Input::Worked(work) => self.worked(&work),
+            Input::PrefaultRefused(process) => self.prefault_refused(process),
             Input::Surveyed(key, survey) => self.surveyed(&key, survey),
             Input::HostLevels(levels) => self.host_levels_read(levels),
             Input::Proven(key, number, gpus) => self.proven(&key, number, gpus),

@@ -5,7 +5,7 @@
 //!                v                                                        │
 //! not prefaulted ──idle for half its timeout, resident: ordered on──> prefaulted ──offload──> restored
 //!      ^  ^                                                               │                      │
-//!      │  └─────────────offload failed: ordered off; connection lost──────┘                      │
+//!      │  └──offload failed: ordered off; connection lost; no copier──────┘                      │
 //!      └──────────────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
@@ -89,6 +89,14 @@ impl Node {
         self.check_offload(key, true).is_ok()
             && self.processes.of(key).all(|(_, p)| still(p))
             && !self.is_too_small(key)
+    }
+
+    /// A process was not told to prefault: it is not prefaulted. It is asked again in its next idle
+    /// period.
+    pub(super) fn prefault_refused(&mut self, id: ProcessId) {
+        if let Some(process) = self.processes.get_mut_uncounted(&id) {
+            process.prefault_ordered = false;
+        }
     }
 
     /// Ends the prefaulting of a process and tells it.

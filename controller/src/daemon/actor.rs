@@ -2,7 +2,7 @@
 //! effects in order.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeSet, HashMap, VecDeque},
     path::PathBuf,
     sync::{Arc, atomic::AtomicU64},
     time::{Duration, Instant},
@@ -69,6 +69,8 @@ pub(super) struct NodeActor {
     pub(super) listeners: HashMap<Key, AgentListener>,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) mail: mpsc::Sender<AgentMail>,
+    /// Inputs that come of effects in progress.
+    pub(super) later: VecDeque<Input>,
     pub(super) inventory: Inventory,
     witness: ProcessUtilization,
     witness_asked: Option<Instant>,
@@ -132,6 +134,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         listeners: HashMap::new(),
         numbers: Arc::new(AtomicU64::new(1)),
         mail,
+        later: VecDeque::new(),
         inventory,
         host_levels,
         levels_due: None,
@@ -271,10 +274,14 @@ impl NodeActor {
         Ok(())
     }
 
+    /// Feeds an input, then those that its effects gave rise to: effects are carried out in the
+    /// order of the decisions.
     pub(super) fn feed(&mut self, input: Input) {
-        let effects = self.node.handle(self.now(), input);
-        for effect in effects {
-            self.execute_order(effect);
+        self.later.push_back(input);
+        while let Some(input) = self.later.pop_front() {
+            for effect in self.node.handle(self.now(), input) {
+                self.execute_order(effect);
+            }
         }
     }
 

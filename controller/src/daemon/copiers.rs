@@ -5,7 +5,7 @@ use affinode_proto::wire::message::{Action, ControllerMessage};
 use super::actor::NodeActor;
 use crate::{
     copier::{CopierMessage, Copiers},
-    core::{Domain, Key, Node, ProcessId},
+    core::{Domain, Input, Key, Node, ProcessId},
     inventory::InventoryQuery,
 };
 
@@ -56,19 +56,30 @@ impl NodeActor {
     }
 
     /// Tells a process to prepare host memory, which the copier of its GPU registers, or to stop
-    /// doing so. Without a copier nothing is prepared: it would have no use.
+    /// doing so. Without a copier nothing is prepared, and the core is told: it would have no use.
     pub(super) fn prepare(&mut self, id: ProcessId, on: bool) {
-        let domain = self.domain_of(id);
-        let Some(agent) = self.agents.get_mut(&id) else { return };
-        if !on {
-            self.copiers.unprepare(id);
+        if on {
+            if !self.begin_prefault(id) {
+                self.later.push_back(Input::PrefaultRefused(id));
+            }
+            return;
+        }
+        self.copiers.unprepare(id);
+        if let Some(agent) = self.agents.get_mut(&id) {
             agent.send(ControllerMessage::Prefault { on });
-        } else if let Some((uuid, most_bytes)) = self.node.may_prefault(id)
+        }
+    }
+
+    fn begin_prefault(&mut self, id: ProcessId) -> bool {
+        let domain = self.domain_of(id);
+        let Some(agent) = self.agents.get_mut(&id) else { return false };
+        if let Some((uuid, most_bytes)) = self.node.may_prefault(id)
             && may_have_one(&self.node, &self.copiers, &uuid)
             && let Some(socket) = self.copiers.prepare(id, &uuid, most_bytes, domain)
         {
-            agent.send_copier(socket);
-            agent.send(ControllerMessage::Prefault { on });
+            agent.send_copier(socket) && agent.send(ControllerMessage::Prefault { on: true })
+        } else {
+            false
         }
     }
 

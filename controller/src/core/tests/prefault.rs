@@ -86,6 +86,34 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     assert_eq!(world.node.may_prefault(id), Some((GPU.into(), total)), "whatever it claims");
 }
 
+/// The order to prefault was never sent. Until its offload the process is like any other: work on
+/// the GPU counts as use, and its copy out keeps no GPU from the queue.
+#[test]
+fn refused_prefault_has_no_effect() {
+    let mut world = World::new(3);
+    world.no_copier = true;
+    let id = staying(&mut world, FAST, 600);
+    rest(&mut world);
+    let process = world.node.processes.get(&id).unwrap();
+    assert!(process.prefault_ordered_for_idle.is_some() && !process.prefault_ordered);
+    assert_eq!(world.prepared, [], "it has no order to end either");
+    let pid = world.agents[&id].pid;
+    let work = Work { uuid: GPU.into(), pid, percent: 2, age_ms: 0 };
+    world.feed(Input::Worked(vec![work]));
+    world.tick();
+    assert_eq!(world.state(FAST), State::Active, "it works");
+    rest(&mut world);
+    ask(&mut world, Request::Offload);
+    assert!(!until_park(&mut world, id), "it copies by itself");
+
+    world.settle_all();
+    world.no_copier = false;
+    world.call(id);
+    world.settle_all();
+    rest(&mut world);
+    assert_eq!(world.prepared, [(id, true)], "the next idle period");
+}
+
 /// A copier that registers its memory looks like work of its own.
 #[test]
 fn nvml_work_of_prefaulting_is_no_use() {

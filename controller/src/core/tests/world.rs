@@ -61,6 +61,8 @@ pub(super) struct World {
     pub(super) all_options: bool,
     /// Containers with the engine `full` have `auto` instead.
     pub(super) auto: bool,
+    /// No copier can be had: orders to prefault are not sent.
+    pub(super) no_copier: bool,
     /// Prefault orders that were sent, on or off.
     pub(super) prepared: Vec<(ProcessId, bool)>,
     /// Processes that were told to end, and whether by force.
@@ -124,6 +126,7 @@ impl World {
             libraries: vec![ALL_CAPABILITIES],
             all_options: false,
             auto: false,
+            no_copier: false,
             prepared: Vec::new(),
             ended: Vec::new(),
             fail: None,
@@ -204,8 +207,12 @@ impl World {
             let promised = self.node.ledger.promised_bytes(uuid);
             assert!(promised <= TOTAL, "more is promised of {uuid} than there is");
         }
+        let mut refused = None;
         for effect in effects {
             match effect {
+                Effect::Prepare { process, on: true } if self.no_copier => {
+                    refused = Some(Input::PrefaultRefused(process));
+                }
                 Effect::Send(id, message) => {
                     if let Some(agent) = self.agents.get_mut(&id) {
                         assert_follows(agent, &message);
@@ -228,6 +235,9 @@ impl World {
                 }
                 Effect::Drop(_) | Effect::Changed(_) | Effect::Publish(_) => {}
             }
+        }
+        if let Some(refused) = refused {
+            self.feed(refused);
         }
     }
 
