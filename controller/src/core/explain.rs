@@ -262,10 +262,10 @@ impl Node {
             value: value.into(),
             origin: Origin::Operator(command.into()),
         };
-        if self.wishes().pinned.contains(key) {
+        if self.overrides().pinned.contains(key) {
             values.push(operator("pinned", "true", "affinode pin"));
         }
-        if !self.wishes().auto_offload {
+        if !self.overrides().auto_offload {
             values.push(operator("auto_offload", "off", "affinode auto-offload off"));
         }
         control::ContainerPolicy {

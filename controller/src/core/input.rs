@@ -8,6 +8,7 @@ use affinode_proto::{
 
 use super::{
     DeviceBytes, Key, Millis, ProcessId, copy_watch::Levels, hints::Hint, host_memory::MemoryPool,
+    node::Settings, overrides::OperatorOverrides,
 };
 
 /// Number of a request that waits for its answer.
@@ -116,6 +117,17 @@ pub struct Survey {
 /// An input of the node.
 #[derive(Clone, Debug)]
 pub enum Input {
+    /// This controller started at this time, in clock ticks. No earlier controller can have moved a
+    /// process that started later.
+    Started(u64),
+    /// The wall clock now, in milliseconds since 1970: offload windows are times of the week.
+    Clock(i64),
+    /// The settings changed. Policies of known containers are resolved again.
+    Reconfigured(Box<Settings>),
+    /// The overrides of operators that hold from now on.
+    Overridden(OperatorOverrides),
+    /// When a container is used next. Only a simulation knows this time.
+    Foreseen(Key, Option<Millis>),
     /// A shim announced a container, perhaps again.
     Announced(Box<Announcement>, Key),
     /// The container was deleted.

@@ -151,9 +151,17 @@ impl Node {
             self.doubt_grants();
         }
         self.excuse_stall(silent_ms);
-        // Counters and work free no VRAM and request none, and counters are most of the inputs.
-        let may_serve = !matches!(input, Input::Page(..) | Input::Worked(_));
+        // These free no VRAM and request none, and counters are most of the inputs.
+        let may_serve = !matches!(
+            input,
+            Input::Page(..) | Input::Worked(_) | Input::Clock(_) | Input::Foreseen(..)
+        );
         match input {
+            Input::Started(ticks) => self.started_ticks = ticks,
+            Input::Clock(unix_ms) => self.set_clock(unix_ms),
+            Input::Reconfigured(settings) => self.reconfigure(*settings),
+            Input::Overridden(overrides) => self.overrides = overrides,
+            Input::Foreseen(key, next_use) => self.foresee(&key, next_use),
             Input::Announced(announcement, key) => self.announced(*announcement, &key),
             Input::Withdrawn(key) => self.withdrawn(&key),
             Input::Joined {
@@ -197,9 +205,8 @@ impl Node {
         }
     }
 
-    /// Sets the wall clock for a time of the node's clock: offload windows are times of the week.
-    pub fn tell_clock(&mut self, now: Millis, unix_ms: i64) {
-        self.clock_ms = unix_ms.saturating_sub(i64::try_from(now).unwrap_or(i64::MAX));
+    fn set_clock(&mut self, unix_ms: i64) {
+        self.clock_ms = unix_ms.saturating_sub(i64::try_from(self.now).unwrap_or(i64::MAX));
     }
 
     pub(super) fn week_minute(&self) -> u32 {
@@ -207,14 +214,7 @@ impl Node {
         super::window::week_minute(self.clock_ms.saturating_add(now))
     }
 
-    /// Sets when this controller started, in clock ticks. No earlier controller can have moved a
-    /// process that started later.
-    pub fn started(&mut self, ticks: u64) {
-        self.started_ticks = ticks;
-    }
-
-    /// Replaces the settings and resolves the policies of known containers again.
-    pub fn reconfigure(&mut self, settings: Settings) {
+    fn reconfigure(&mut self, settings: Settings) {
         self.settings = settings;
         for container in self.containers.values_mut() {
             let (policy, warnings) = policy_of(&self.settings.policies, &container.announcement);
@@ -246,8 +246,7 @@ impl Node {
         self.queue.len()
     }
 
-    /// Sets when a container is used next. Only a simulation knows this time.
-    pub fn foresee(&mut self, key: &Key, next_use: Option<Millis>) {
+    fn foresee(&mut self, key: &Key, next_use: Option<Millis>) {
         if let Some(container) = self.containers.get_mut(key) {
             container.next_use = next_use;
         }

@@ -23,31 +23,32 @@ impl Default for OperatorOverrides {
     }
 }
 
-impl Node {
-    /// The overrides that hold now.
+impl OperatorOverrides {
+    /// The same overrides with offloads without a request, evictions included, turned on or off.
+    /// Offloaded containers stay offloaded until they are called.
     #[must_use]
-    pub fn wishes(&self) -> &OperatorOverrides {
-        &self.overrides
+    pub fn with_auto_offload(&self, on: bool) -> OperatorOverrides {
+        OperatorOverrides { auto_offload: on, ..self.clone() }
     }
 
-    /// Takes over the overrides of an earlier controller.
-    pub fn remember(&mut self, wishes: OperatorOverrides) {
-        self.overrides = wishes;
-    }
-
-    /// Turns offloads without a request on or off, evictions included. Offloaded containers stay
-    /// offloaded until they are called. Returns whether this is a change.
-    pub fn set_auto_offload(&mut self, on: bool) -> bool {
-        std::mem::replace(&mut self.overrides.auto_offload, on) != on
-    }
-
-    /// Pins or unpins a container. Returns whether this is a change.
-    pub fn pin(&mut self, key: &Key, pinned: bool) -> bool {
+    /// The same overrides with a container pinned or unpinned.
+    #[must_use]
+    pub fn with_pin(&self, key: &Key, pinned: bool) -> OperatorOverrides {
+        let mut changed = self.clone();
         if pinned {
-            self.overrides.pinned.insert(key.clone())
+            changed.pinned.insert(key.clone());
         } else {
-            self.overrides.pinned.remove(key)
+            changed.pinned.remove(key);
         }
+        changed
+    }
+}
+
+impl Node {
+    /// The overrides that hold now. [`super::Input::Overridden`] replaces them.
+    #[must_use]
+    pub fn overrides(&self) -> &OperatorOverrides {
+        &self.overrides
     }
 
     /// Whether the overrides allow an offload, otherwise the reason. `asked`: an operator

@@ -22,7 +22,7 @@ impl Node {
                 .map(|(key, c)| self.list_container(key, c, now, unix_ms))
                 .collect(),
             gpu_error: self.gpu_error.clone().unwrap_or_default(),
-            auto_offload: self.wishes().auto_offload,
+            auto_offload: self.overrides().auto_offload,
             ..control::ListResponse::default()
         }
     }
@@ -134,7 +134,7 @@ impl Node {
             priority: c.policy.priority,
             warnings: warnings(c, &processes),
             processes: processes.into_iter().map(|(_, p)| self.list_process(p)).collect(),
-            pinned: self.wishes().pinned.contains(key),
+            pinned: self.overrides().pinned.contains(key),
             ..control::Container::default()
         }
     }

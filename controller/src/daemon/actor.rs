@@ -157,10 +157,10 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         dashboard: String::new(),
     };
     if let Ok(own) = process::identity(std::process::id()) {
-        actor.node.started(own.start_ticks);
+        actor.feed(Input::Started(own.start_ticks));
     }
     match overrides::read(&run_dir) {
-        Ok(overrides) => actor.node.remember(overrides),
+        Ok(overrides) => actor.feed(Input::Overridden(overrides)),
         Err(error) => {
             tracing::warn!(%error, "cannot read operator overrides from {}; starting with none",
                 run_dir.display())
@@ -533,7 +533,7 @@ impl NodeActor {
         }
         self.read_hints();
         self.read_connections();
-        self.node.tell_clock(self.now(), unix_ms());
+        self.feed(Input::Clock(unix_ms()));
         self.feed(Input::Tick);
         self.tell_pressure();
         self.keep_copiers();

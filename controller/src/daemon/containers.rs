@@ -60,8 +60,8 @@ impl NodeActor {
     }
 
     fn withdraw(&mut self, key: Key) {
-        if self.node.pin(&key, false)
-            && let Err(error) = self.keep_wishes()
+        if self.node.overrides().pinned.contains(&key)
+            && let Err(error) = self.override_with(self.node.overrides().with_pin(&key, false))
         {
             tracing::warn!(%key, "container {key}: {error}");
         }

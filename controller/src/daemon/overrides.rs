@@ -11,17 +11,13 @@ use tokio::sync::oneshot;
 use super::{actor::NodeActor, command::Command};
 use crate::{
     clock::unix_ms,
-    core::{Request, container::display_name},
+    core::{Input, Request, container::display_name, overrides::OperatorOverrides},
     overrides,
 };
 
 impl NodeActor {
     pub(super) fn auto_offload(&mut self, on: bool, who: &str) -> Result<bool, String> {
-        let changed = self.node.set_auto_offload(on);
-        if let Err(why) = self.keep_wishes() {
-            self.node.set_auto_offload(on != changed);
-            return Err(why);
-        }
+        let changed = self.override_with(self.node.overrides().with_auto_offload(on))?;
         if changed {
             let word = if on { "on" } else { "off" };
             self.note("", String::new(), format!("auto-offload was turned {word} by {who}"));
@@ -41,11 +37,10 @@ impl NodeActor {
             Ok(key) => key,
             Err(why) => return drop(answer.send(refused(why))),
         };
-        let changed = self.node.pin(&key, pinned);
-        if let Err(why) = self.keep_wishes() {
-            self.node.pin(&key, pinned != changed);
-            return drop(answer.send(refused(why)));
-        }
+        let changed = match self.override_with(self.node.overrides().with_pin(&key, pinned)) {
+            Ok(changed) => changed,
+            Err(why) => return drop(answer.send(refused(why))),
+        };
         let list = self.node.list(self.now(), unix_ms());
         let known = list.containers.into_iter().find(|c| c.announcement.key == key.as_str());
         let known = known.unwrap_or_default();
@@ -76,9 +71,15 @@ impl NodeActor {
         self.publish(event);
     }
 
-    pub(super) fn keep_wishes(&self) -> Result<(), String> {
-        overrides::write(&self.run_dir, self.node.wishes()).map_err(|error| {
+    /// Stores overrides, then puts them in force. Returns whether they are a change.
+    pub(super) fn override_with(&mut self, fresh: OperatorOverrides) -> Result<bool, String> {
+        let changed = fresh != *self.node.overrides();
+        overrides::write(&self.run_dir, &fresh).map_err(|error| {
             format!("cannot store the operator override in {}: {error}", self.run_dir.display())
-        })
+        })?;
+        if changed {
+            self.feed(Input::Overridden(fresh));
+        }
+        Ok(changed)
     }
 }

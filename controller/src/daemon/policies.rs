@@ -5,6 +5,7 @@ use affinode_proto::api::control::{PolicyResponse, PolicyValue};
 use super::actor::NodeActor;
 use crate::{
     config::{self, Config, ReloadedConfig},
+    core::Input,
     error_chain,
 };
 
@@ -14,7 +15,7 @@ impl NodeActor {
         let read = Config::load(&Config::path()).map_err(|e| error_chain::chain(&e))?;
         let taken = self.config.take(read);
         if taken.changed {
-            self.node.reconfigure(self.config.settings());
+            self.feed(Input::Reconfigured(Box::new(self.config.settings())));
         }
         Ok(taken)
     }

@@ -113,7 +113,7 @@ impl Live {
             inputs: VecDeque::new(),
             decisions: Vec::new(),
         };
-        live.node.tell_clock(0, 4 * 86_400_000);
+        live.inputs.push_back(Input::Clock(4 * 86_400_000));
         live.begin(trace);
         let end = trace.end_ms() + 3_600_000;
         while live.now < end {

@@ -143,7 +143,7 @@ fn protected_processes_are_not_ended() {
 
     let (mut world, waiter) = asker(600);
     fixed(&mut world, 2, 700);
-    let _ = world.node.pin(&key(2), true);
+    world.pin(2, true);
     assert!(!while_in_use(&mut world, &[], waiter, 200), "it is pinned");
     assert_eq!(world.ended, []);
 

@@ -244,7 +244,7 @@ fn only_copier_offloads_are_prefaulted() {
             world.allocate(id, 300);
         }),
         ("off", |world, _| policy(world, FAST).mode = Mode::Off),
-        ("pinned", |world, _| assert!(world.node.pin(&key(FAST), true))),
+        ("pinned", |world, _| world.pin(FAST, true)),
         ("too small", |world, _| policy(world, FAST).minimum_vram_bytes = 601),
         ("hazard", |world, id| world.agents.get_mut(&id).unwrap().fixed = true),
         ("a library that cannot", |world, id| lacks(world, id, Capabilities::PREFAULTS)),

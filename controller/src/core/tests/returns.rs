@@ -287,7 +287,7 @@ fn call_during_close_undoes_offload() {
 #[test]
 fn false_offloaded_phase_is_rejected() {
     let mut world = World::new(2);
-    world.node.started(1);
+    world.feed(Input::Started(1));
     let honest = world.running(0, 500);
     world.join(1);
     let liar = world.agents.last_entry().unwrap();
@@ -308,15 +308,15 @@ fn false_offloaded_phase_is_rejected() {
 fn pin_and_auto_offload_off_keep_containers() {
     let mut world = World::new(2);
     let first = world.running(0, 600);
-    assert!(world.node.pin(&key(0), true) && !world.node.pin(&key(0), true));
+    world.pin(0, true);
     world.settle();
     assert_eq!(world.state(0), State::Idle);
     assert_eq!(world.node.containers[&key(0)].reason.0, Reason::Pinned);
     world.feed(Input::Command(CommandId(1), key(0), Request::Offload));
     assert_eq!(world.answers.last(), Some(&(CommandId(1), false)), "not by hand either");
 
-    world.node.pin(&key(0), false);
-    world.node.set_auto_offload(false);
+    world.pin(0, false);
+    world.auto_offload(false);
     world.settle();
     assert_eq!(world.node.containers[&key(0)].reason.0, Reason::AutoOff);
     world.feed(Input::Command(CommandId(2), key(0), Request::Offload));
@@ -327,7 +327,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     world.call(first);
     world.settle();
     assert_eq!((world.state(0), world.agents[&second].phase), (State::Queued, Phase::Open));
-    world.node.set_auto_offload(true);
+    world.auto_offload(true);
     world.settle();
     assert!(!world.agents[&first].wants, "it still waits");
 }

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::{
     super::{
-        Millis, ProcessId, Settings,
+        Input, Millis, ProcessId, Settings,
         container::Goal,
         policy::{Policies, Policy},
     },
@@ -33,7 +33,7 @@ fn oversubscribed() -> (World, Vec<ProcessId>) {
     let usual = settings();
     let node = Policy { minimum_residency_ms: RESIDENCY_MS, ..usual.policies.node };
     let policies = Policies { node, ..usual.policies };
-    world.node.reconfigure(Settings { policies, ..usual });
+    world.feed(Input::Reconfigured(Box::new(Settings { policies, ..usual })));
     (world, ids)
 }
 

@@ -162,6 +162,16 @@ impl World {
         self.feed(Input::Announced(Box::new(announcement), key(n)));
     }
 
+    pub(super) fn pin(&mut self, n: usize, pinned: bool) {
+        let overrides = self.node.overrides().with_pin(&key(n), pinned);
+        self.feed(Input::Overridden(overrides));
+    }
+
+    pub(super) fn auto_offload(&mut self, on: bool) {
+        let overrides = self.node.overrides().with_auto_offload(on);
+        self.feed(Input::Overridden(overrides));
+    }
+
     /// Of the first device.
     pub(super) fn used(&self) -> u64 {
         self.used_on(0)

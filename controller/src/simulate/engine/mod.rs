@@ -180,7 +180,7 @@ impl<'a> SimulatedNode<'a> {
 
     fn play(&mut self, trace: &'a WorkloadTrace) -> Result<(), SimulationError> {
         // A trace begins on a Monday at midnight.
-        self.node.tell_clock(0, 4 * 86_400_000);
+        self.tell(Input::Clock(4 * 86_400_000))?;
         self.begin(trace)?;
         while let Some((at, event)) = self.agenda.next() {
             self.now = at;

@@ -127,7 +127,7 @@ impl SimulatedNode<'_> {
         p.calls += 1;
         let (next, key) = (p.next_call(), p.key.clone());
         if self.foresight != CallForesight::None {
-            self.node.foresee(&key, Some(next.unwrap_or(Millis::MAX)));
+            self.tell(Input::Foreseen(key.clone(), Some(next.unwrap_or(Millis::MAX))))?;
         }
         self.arrival(n);
         self.tell(Input::Page(id(n), self.page(n)))?;

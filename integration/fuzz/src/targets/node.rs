@@ -103,7 +103,7 @@ impl World {
             liar: 100,
             told: VecDeque::new(),
         };
-        world.node.started(1);
+        world.feed(Input::Started(1));
         let engines =
             [('a', "checkpoint"), ('b', "copy"), ('c', "full"), ('d', "auto"), (LIAR, "auto")];
         for (letter, engine) in engines {
