@@ -135,14 +135,14 @@ fn read(path: &Path) -> Result<Record, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::{DeviceBytes, RecordedProcess};
+    use crate::core::{DeviceBytes, JournalStep, RecordedProcess};
 
     #[test]
     fn a_record_without_live_process_is_useless() {
         let key = |n: u8| Key::parse(&format!("{n:032x}")).unwrap();
         let process =
             |pid| RecordedProcess { pid, start_ticks: 1, offloaded: Vec::new(), to: None };
-        let record = |pid| Record { step: "checkpoint".into(), processes: vec![process(pid)] };
+        let record = |pid| Record { step: JournalStep::Checkpoint, processes: vec![process(pid)] };
         let mut unclaimed = UnclaimedEntry::default();
         (1..=3).for_each(|n| unclaimed.add(key(n), &record(n.into())));
         let announced = |k: &Key| *k == key(1);
@@ -151,13 +151,23 @@ mod tests {
         assert!(unclaimed.useless(announced, |_, _| false).is_empty());
     }
 
+    /// A later controller reads what an earlier one wrote.
+    #[test]
+    fn journal_steps_keep_their_words() {
+        let words =
+            [(JournalStep::Checkpoint, "\"checkpoint\""), (JournalStep::Restore, "\"restore\"")];
+        for (step, word) in words {
+            assert_eq!(serde_json::to_string(&step).unwrap(), word);
+        }
+    }
+
     #[test]
     fn a_damaged_record_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Journal::open(folder.path()).unwrap();
         let key = Key::parse(&"a".repeat(32)).unwrap();
         let record = Record {
-            step: "checkpoint".into(),
+            step: JournalStep::Checkpoint,
             processes: vec![RecordedProcess {
                 pid: 7,
                 start_ticks: 9,

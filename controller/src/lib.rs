@@ -26,6 +26,7 @@ pub mod call_trace;
 pub mod cli;
 mod clock;
 pub mod config;
+pub mod conversion;
 pub mod copier;
 pub mod core;
 pub mod daemon;

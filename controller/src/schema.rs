@@ -6,7 +6,7 @@ mod host;
 use affinode_proto::api::control;
 use serde::Serialize;
 
-use crate::core::container::display_name;
+use crate::core::ContainerSpec;
 
 /// The object of `affinode ps -o json`: the node with its GPUs and containers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -253,7 +253,7 @@ impl From<control::Container> for Container {
     fn from(c: control::Container) -> Container {
         let a = c.announcement.into_option().unwrap_or_default();
         Container {
-            name: display_name(&a),
+            name: ContainerSpec::from(a.clone()).display_name(),
             key: a.key,
             namespace: a.namespace,
             id: a.id,

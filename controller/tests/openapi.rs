@@ -10,6 +10,7 @@ use affinode_controller::{
     observe::ViewChange,
     schema::{Action, Container, DeviceBytes, Event, Gpu, Node, Process, Report, ReportRow},
 };
+use affinode_proto::event::EventKind;
 use serde_json::Value;
 
 fn document() -> Value {
@@ -54,6 +55,15 @@ fn fields_are_those_that_are_sent() {
     assert_eq!(keys(rows), keys(&serde_json::to_value(ReportRow::default()).unwrap()));
     let known: BTreeSet<String> = sent.iter().map(|(name, _)| (*name).to_owned()).collect();
     assert_eq!(keys(schemas), known, "a schema that nothing is compared with");
+}
+
+#[test]
+fn every_event_kind_is_named() {
+    let document = document();
+    let kind = &document["components"]["schemas"]["Event"]["properties"]["kind"]["description"];
+    let words: Vec<&str> = kind.as_str().unwrap().split(", ").collect();
+    let known: Vec<&str> = EventKind::ALL.iter().map(|kind| kind.as_str()).collect();
+    assert_eq!(words, known);
 }
 
 #[test]

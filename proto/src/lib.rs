@@ -6,7 +6,7 @@
 //! | [`wire::message`] | agent ↔ controller | 128-byte frames on a Unix stream socket |
 //! | [`api`] (feature `api`) | shim, CLI, dashboard → controller | ttrpc, generated from `control.proto` |
 //! | [`paths`] | all | where sockets, locks and files are, on the host and in a container |
-//! | [`state`], [`reason`] | all | the words of the life of a container, the same in every output |
+//! | [`state`], [`reason`], [`event`] | all | the words of the life of a container, the same in every output |
 //!
 //! Without the feature `api` the crate is `no_std`, allocates nothing and has no
 //! dependency, so that the preload library can use it inside any process.
@@ -16,6 +16,7 @@
 
 #[cfg(feature = "api")]
 pub mod api;
+pub mod event;
 pub mod paths;
 pub mod reason;
 #[cfg(feature = "api")]

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use affinode_proto::api::control::Event;
+use affinode_proto::{api::control::Event, event::EventKind};
 
 use super::{CliError, OutputFormat, client::ControlClient, format};
 use crate::schema;
@@ -64,7 +64,7 @@ fn line(event: &schema::Event, wide: bool) -> String {
             or_none(&event.reason),
         );
     }
-    if event.kind == "state" {
+    if event.kind == EventKind::State.as_str() {
         text.push_str(&format!("{} -> {}", event.from, event.to));
         if event.bytes > 0 {
             text.push_str(&format!("  {}", format::bytes(event.bytes)));

@@ -5,7 +5,7 @@ use std::path::Path;
 use affinode_proto::api::control::Announcement;
 
 use super::Config;
-use crate::core::node::policy_of;
+use crate::core::{ContainerSpec, node::policy_of};
 
 /// The engine that the controller will choose for a container with this announcement. With a
 /// configuration that cannot be read, the default.
@@ -21,7 +21,8 @@ pub fn engine_of(file: &Path, announcement: &Announcement) -> &'static str {
         );
         Config::default()
     });
-    policy_of(&config.settings().policies, announcement).0.engine.as_str()
+    let spec = ContainerSpec::from(announcement.clone());
+    policy_of(&config.settings().policies, &spec).0.engine.as_str()
 }
 
 #[cfg(test)]

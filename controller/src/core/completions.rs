@@ -5,7 +5,7 @@
 //! given up, or is tried again.
 
 use affinode_proto::{
-    api::control::Event,
+    event::EventKind,
     reason::Reason,
     wire::{
         Hazards, Phase,
@@ -14,13 +14,13 @@ use affinode_proto::{
 };
 
 use super::{
-    Key, Millis, Node, ProcessId,
+    JournalStep, Key, Millis, Node, ProcessId,
     container::{Container, Goal},
     eligibility,
+    event::NodeEvent,
     input::SwapStatus,
     process::subtract_vram,
     registration::NEVER_MOVED,
-    transitions::CHECKPOINT,
 };
 
 /// An order without a report is late this long after its own deadline; the offload is given up
@@ -129,7 +129,7 @@ impl Node {
             // waits for that.
             (Action::RestoreOnGpu { .. }, _) if phase == Phase::Checkpointed => {
                 self.abort_grant(&key);
-                self.journal(&key, CHECKPOINT);
+                self.journal(&key, JournalStep::Checkpoint);
                 let why = match outcome {
                     Outcome::Unreachable => {
                         "it does not reach every GPU of the node, or its driver is too old"
@@ -138,7 +138,7 @@ impl Node {
                     _ => failed("cuCheckpointProcessRestore"),
                 };
                 let text = format!("process {pid} cannot come back on another GPU: {why}");
-                self.publish(&key, Event { kind: "process".into(), text, ..Event::default() });
+                self.publish(&key, NodeEvent::new(EventKind::Process, text));
             }
             (_, Outcome::Unsupported) => {
                 // A hazard found during the offload was reported before this.
@@ -203,12 +203,7 @@ impl Node {
             }
             _ => self.publish(
                 &key,
-                Event {
-                    kind: "refused".into(),
-                    reason: Reason::DriverError.to_string(),
-                    text: failed("an order"),
-                    ..Event::default()
-                },
+                NodeEvent::new(EventKind::Refused, failed("an order")).because(Reason::DriverError),
             ),
         }
         self.advance(&key);

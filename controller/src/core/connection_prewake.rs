@@ -11,11 +11,12 @@
 //! misses. Outcomes are counted with and without a prewake, so prewakes resume when the outcomes
 //! change.
 
-use affinode_proto::{api::control::Event, reason::Reason, state::State};
+use affinode_proto::{event::EventKind, reason::Reason, state::State};
 
 use super::{
     Key, Millis, Node,
     container::{Container, Goal},
+    event::NodeEvent,
     policy::{Mode, WakeOn},
 };
 
@@ -93,10 +94,7 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else { return };
         if container.warnings.iter().all(|known| known != WHY) {
             container.warnings.push(WHY.to_owned());
-            self.publish(
-                key,
-                Event { kind: "annotation".into(), text: WHY.into(), ..Event::default() },
-            );
+            self.publish(key, NodeEvent::new(EventKind::Annotation, WHY));
         }
     }
 
@@ -106,11 +104,8 @@ impl Node {
             true => "the container was restored ahead of a call, which came",
             false => "the container was restored ahead of a call, and none came",
         };
-        let (kind, reason) = (if used { "prewake" } else { "prewake-in-vain" }, by.to_string());
-        self.publish(
-            key,
-            Event { kind: kind.into(), reason, text: text.into(), ..Event::default() },
-        );
+        let kind = if used { EventKind::Prewake } else { EventKind::PrewakeInVain };
+        self.publish(key, NodeEvent::new(kind, text).because(by));
     }
 }
 

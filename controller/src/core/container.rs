@@ -1,9 +1,9 @@
 //! One container under management. [`affinode_proto::state`] draws its states.
 
-use affinode_proto::{api::control::Announcement, reason::Reason, state::State};
+use affinode_proto::{reason::Reason, state::State};
 
 use super::{
-    CommandId, Millis,
+    CommandId, ContainerSpec, Millis,
     connection_prewake::ConnectionOutcomes,
     context_retention::Costs,
     hints::Hint,
@@ -37,8 +37,8 @@ pub enum Goal {
 /// The state of one container. Only [`super::Node`] changes it.
 #[derive(Clone, Debug)]
 pub struct Container {
-    /// The shim's announcement, with the annotations.
-    pub announcement: Announcement,
+    /// Its names, annotations and places.
+    pub spec: ContainerSpec,
     /// The effective policy: annotations, namespace rules and node settings combined.
     pub policy: Policy,
     /// One warning for each invalid annotation.
@@ -144,13 +144,13 @@ impl Container {
     /// A container that was just announced, without processes.
     #[must_use]
     pub fn new(
-        announcement: Announcement,
+        spec: ContainerSpec,
         policy: Policy,
         warnings: Vec<String>,
         now: Millis,
     ) -> Container {
         Container {
-            announcement,
+            spec,
             policy,
             warnings,
             state: State::Unregistered,
@@ -263,61 +263,9 @@ impl Container {
         pause_ms
     }
 
-    /// Name shown to users, see [`display_name`].
+    /// Name shown to users, see [`ContainerSpec::display_name`].
     #[must_use]
     pub fn display_name(&self) -> String {
-        display_name(&self.announcement)
-    }
-
-    /// Namespace that rules match: Kubernetes' if there is one, else containerd's.
-    #[must_use]
-    pub fn rule_namespace(announcement: &Announcement) -> &str {
-        if announcement.pod_namespace.is_empty() {
-            &announcement.namespace
-        } else {
-            &announcement.pod_namespace
-        }
-    }
-}
-
-/// Name shown to users: `namespace/pod/container`; outside Kubernetes `namespace/name`. Without a
-/// name the id stands in its place, cut to 12 digits if containerd generated it.
-#[must_use]
-pub fn display_name(a: &Announcement) -> String {
-    const SHORT: usize = 12;
-    let generated = a.id.len() == 64 && a.id.bytes().all(|b| b.is_ascii_hexdigit());
-    if !a.pod.is_empty() {
-        [&a.pod_namespace, "/", &a.pod, "/", &a.container].concat()
-    } else {
-        let name = match (a.container.as_str(), generated) {
-            ("", true) => &a.id[..SHORT],
-            ("", false) => &a.id,
-            (name, _) => name,
-        };
-        [&a.namespace, "/", name].concat()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn display_name_is_what_users_named() {
-        let outside = Announcement {
-            namespace: "default".into(),
-            id: "ab".repeat(32),
-            ..Announcement::default()
-        };
-        assert_eq!(display_name(&outside), "default/abababababab");
-        let named = Announcement { container: "trainer".into(), ..outside.clone() };
-        assert_eq!(display_name(&named), "default/trainer");
-        let pod = Announcement {
-            pod_namespace: "ml".into(),
-            pod: "p-0".into(),
-            container: "c".into(),
-            ..outside
-        };
-        assert_eq!(display_name(&pod), "ml/p-0/c");
+        self.spec.display_name()
     }
 }

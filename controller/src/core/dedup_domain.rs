@@ -1,9 +1,9 @@
 //! The dedup domain of a container (`policy.dedup`): memory is deduplicated within one tenant
 //! only, because sharing reveals that another container has the same content.
 
-use affinode_proto::{api::control::Announcement, wire::Capabilities};
+use affinode_proto::wire::Capabilities;
 
-use super::{Key, Node, ProcessId};
+use super::{ContainerSpec, Node, ProcessId};
 
 /// Processes of the same domain may store identical content once.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -25,37 +25,27 @@ pub enum Domain {
 }
 
 impl Domain {
-    /// The domain of a container, or of a job of `user`. `None`: without a namespace memory is not
-    /// shared.
+    /// The domain of a container or job. `None`: without a namespace memory is not shared.
     #[must_use]
-    pub fn of(announcement: &Announcement, user: Option<u32>) -> Option<Domain> {
-        let namespace = announcement.namespace.clone();
+    pub fn of(spec: &ContainerSpec) -> Option<Domain> {
+        let namespace = spec.namespace.clone();
         if namespace.is_empty() {
             return None;
         }
-        Some(match user {
+        Some(match spec.job_user {
             Some(uid) => Domain::Jobs { uid, namespace },
-            None => Domain::Containers {
-                containerd: namespace,
-                pod: announcement.pod_namespace.clone(),
-            },
+            None => Domain::Containers { containerd: namespace, pod: spec.pod_namespace.clone() },
         })
     }
 }
 
 impl Node {
     /// The dedup domain of a process; `None` if its policy has no dedup, or its library cannot.
-    /// `user` returns the owner of a job.
     #[must_use]
-    pub fn domain_of(
-        &self,
-        id: ProcessId,
-        user: impl FnOnce(&Key) -> Option<u32>,
-    ) -> Option<Domain> {
+    pub fn domain_of(&self, id: ProcessId) -> Option<Domain> {
         let process = self.processes.get(&id).filter(|p| p.can(Capabilities::DEDUPS))?;
-        let key = &process.key;
-        let container = self.containers.get(key).filter(|container| container.policy.dedup)?;
-        Domain::of(&container.announcement, user(key))
+        let container = self.containers.get(&process.key).filter(|c| c.policy.dedup)?;
+        Domain::of(&container.spec)
     }
 }
 
@@ -64,12 +54,13 @@ mod tests {
     use super::*;
 
     fn of(namespace: &str, pod_namespace: &str, user: Option<u32>) -> Option<Domain> {
-        let announcement = Announcement {
+        let spec = ContainerSpec {
             namespace: namespace.into(),
             pod_namespace: pod_namespace.into(),
-            ..Announcement::default()
+            job_user: user,
+            ..ContainerSpec::default()
         };
-        Domain::of(&announcement, user)
+        Domain::of(&spec)
     }
 
     #[test]

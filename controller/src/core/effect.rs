@@ -1,12 +1,10 @@
 //! Effects: what the controller executes for the node.
 
-use affinode_proto::{
-    api::control::Event, reason::Reason, state::State, wire::message::ControllerMessage,
-};
+use affinode_proto::{reason::Reason, state::State, wire::message::ControllerMessage};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Answer, CommandId, DeviceBytes, Key, Millis, ProcessId, input::Identity, node::text_of,
+    ActionResult, CommandId, DeviceBytes, Key, Millis, ProcessId, event::NodeEvent, input::Identity,
 };
 
 /// A process in a journal record.
@@ -23,11 +21,21 @@ pub struct RecordedProcess {
     pub to: Option<String>,
 }
 
+/// What is about to happen to the processes of a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum JournalStep {
+    /// They are being offloaded, or are offloaded.
+    Checkpoint,
+    /// They may be taking VRAM.
+    Restore,
+}
+
 /// A journal record: written before each step that moves memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Step of the record: `checkpoint` or `restore`.
-    pub step: String,
+    /// What is about to happen to them.
+    pub step: JournalStep,
     /// Every process of the container that is offloaded or about to be.
     pub processes: Vec<RecordedProcess>,
 }
@@ -51,23 +59,6 @@ pub struct Change {
     pub bytes: u64,
     /// Duration of the move, in milliseconds.
     pub elapsed_ms: Millis,
-}
-
-impl From<Change> for Event {
-    fn from(change: Change) -> Event {
-        Event {
-            kind: "state".into(),
-            key: change.key.to_string(),
-            container: change.container,
-            from: change.from.to_string(),
-            to: change.to.to_string(),
-            reason: change.reason.to_string(),
-            text: text_of(change.reason, &change.detail),
-            bytes: change.bytes,
-            elapsed_ms: change.elapsed_ms,
-            ..Event::default()
-        }
-    }
 }
 
 /// One thing to do. Effects are executed in the order given.
@@ -106,9 +97,9 @@ pub enum Effect {
         by_force: bool,
     },
     /// Answer a request with a response.
-    Answer(CommandId, Answer),
+    Answer(CommandId, ActionResult),
     /// Publish a change of a container's state.
     Changed(Change),
-    /// Publish an event. The publisher sets the sequence number.
-    Publish(Box<Event>),
+    /// Publish an event. The publisher sets its number and time.
+    Publish(Box<NodeEvent>),
 }

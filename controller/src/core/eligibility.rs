@@ -1,10 +1,10 @@
 //! Whether a container may be offloaded now, and if not, why.
 
-use affinode_proto::{api::control::Event, reason::Reason, state::State, wire::Hazards};
+use affinode_proto::{event::EventKind, reason::Reason, state::State, wire::Hazards};
 
 use super::{
-    Key, Millis, Node, container::Goal, node::text_of, plan::OffloadMethod, policy::Mode,
-    process::Process,
+    Key, Millis, Node, container::Goal, event::NodeEvent, node::text_of, plan::OffloadMethod,
+    policy::Mode, process::Process,
 };
 
 const HAZARDS: [(Hazards, Reason); 9] = [
@@ -141,13 +141,8 @@ impl Node {
 
     /// Publishes the event of a refusal.
     pub(super) fn publish_refusal(&mut self, key: &Key, reason: Reason, detail: &str) {
-        let event = Event {
-            kind: "refused".into(),
-            reason: reason.to_string(),
-            text: text_of(reason, detail),
-            ..Event::default()
-        };
-        self.publish(key, event);
+        let event = NodeEvent::new(EventKind::Refused, text_of(reason, detail));
+        self.publish(key, event.because(reason));
     }
 
     /// Updates whether the container is idle, and begins an offload if the policy says so.

@@ -10,7 +10,7 @@ use affinode_proto::api::control;
 
 use super::{
     Key, Millis, Node,
-    container::{Container, display_name},
+    container::Container,
     policy::{LATENCY_SENSITIVE, Policies, Policy, Rule, apply},
 };
 
@@ -255,8 +255,8 @@ impl Node {
         key: &Key,
         c: &Container,
     ) -> control::ContainerPolicy {
-        let annotations = c.announcement.annotations.clone().into_iter().collect();
-        let mut values = policies.explain(Container::rule_namespace(&c.announcement), &annotations);
+        let annotations = c.spec.annotations.clone();
+        let mut values = policies.explain(c.spec.rule_namespace(), &annotations);
         let operator = |name, value: &str, command: &str| Value {
             name,
             value: value.into(),
@@ -270,7 +270,7 @@ impl Node {
         }
         control::ContainerPolicy {
             key: key.to_string(),
-            container: display_name(&c.announcement),
+            container: c.display_name(),
             values: values.iter().map(show).collect(),
             warnings: c.warnings.clone(),
             ..control::ContainerPolicy::default()

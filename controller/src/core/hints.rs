@@ -8,9 +8,9 @@
 //! A hint comes from inside the container as well, so it is trusted as far as calls are: "busy"
 //! keeps a container resident as constant calls would.
 
-use affinode_proto::{api::control::Event, reason::Reason};
+use affinode_proto::{event::EventKind, reason::Reason};
 
-use super::{Key, Millis, Node, container::Container};
+use super::{Key, Millis, Node, container::Container, event::NodeEvent};
 
 /// A busy hint that is not repeated expires after this time.
 const BUSY_MS: Millis = 3_600_000;
@@ -83,16 +83,12 @@ impl Node {
             container.last_use = now;
         }
         if before.is_none_or(|(before, _)| before != hint) {
-            let event = Event {
-                kind: "hint".into(),
-                reason: match hint {
-                    Hint::Idle => Reason::HintedIdle.to_string(),
-                    Hint::Busy => Reason::HintedBusy.to_string(),
-                },
-                text: format!("{who} says that it is {}", hint.as_str()),
-                ..Event::default()
+            let reason = match hint {
+                Hint::Idle => Reason::HintedIdle,
+                Hint::Busy => Reason::HintedBusy,
             };
-            self.publish(key, event);
+            let text = format!("{who} says that it is {}", hint.as_str());
+            self.publish(key, NodeEvent::new(EventKind::Hint, text).because(reason));
         }
         self.due(key);
     }

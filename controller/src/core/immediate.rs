@@ -18,12 +18,13 @@
 
 use std::cmp::Reverse;
 
-use affinode_proto::{api::control::Event, reason::Reason, state::State};
+use affinode_proto::{event::EventKind, reason::Reason, state::State};
 
 use super::{
     DeviceBytes, Effect, Key, Millis, Node, ProcessId,
     container::{Container, Goal},
     eligibility::is_unsafe,
+    event::NodeEvent,
     plan::OrderDeadlines,
     policy::{Mode, Restore},
     process::{Process, Termination},
@@ -182,7 +183,7 @@ impl Node {
     }
 
     fn end(&mut self, id: ProcessId, asker: &Key) {
-        let name = self.containers.get(asker).map(Container::display_name).unwrap_or_default();
+        let name = self.display_name(asker);
         let Some(process) = self.processes.get_mut(&id) else { return };
         process.termination = Some(Termination { since: self.now, by_force: false });
         let (key, identity, bytes) =
@@ -191,8 +192,8 @@ impl Node {
             "process {} ({}) is ended: {name} is restored at once (restore policy immediate), and no offload frees enough VRAM",
             identity.pid, identity.command
         );
-        let reason = Reason::EndedForRoom.to_string();
-        self.publish(&key, Event { kind: "ended".into(), reason, text, bytes, ..Event::default() });
+        let event = NodeEvent::new(EventKind::Ended, text).because(Reason::EndedForRoom);
+        self.publish(&key, event.of_bytes(bytes));
         self.effects.push(Effect::End { identity, by_force: false });
     }
 

@@ -1,14 +1,14 @@
 //! Inputs of the node: all events that decisions depend on.
 
 use affinode_proto::{
-    api::control::{ActionResponse, Announcement},
     reason::Reason,
+    state::State,
     wire::{Capabilities, Hazards, Phase, counters::CounterSnapshot, message::AgentMessage},
 };
 
 use super::{
-    DeviceBytes, Key, Millis, ProcessId, copy_watch::Levels, hints::Hint, host_memory::MemoryPool,
-    node::Settings, overrides::OperatorOverrides,
+    ContainerSpec, DeviceBytes, Key, Millis, ProcessId, copy_watch::Levels, hints::Hint,
+    host_memory::MemoryPool, node::Settings, overrides::OperatorOverrides,
 };
 
 /// Number of a request that waits for its answer.
@@ -16,7 +16,21 @@ use super::{
 pub struct CommandId(pub u64);
 
 /// The response to a request of an operator.
-pub type Answer = ActionResponse;
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ActionResult {
+    /// Whether the request was carried out.
+    pub done: bool,
+    /// State of the container; `None`: there is no such container.
+    pub state: Option<State>,
+    /// Why the container is in that state.
+    pub reason: Option<Reason>,
+    /// The reason in plain text.
+    pub text: String,
+    /// VRAM that was moved, in bytes; 0 if none was.
+    pub bytes: u64,
+    /// Duration of the move, in milliseconds.
+    pub elapsed_ms: Millis,
+}
 
 /// A request of an operator or a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,7 +143,7 @@ pub enum Input {
     /// When a container is used next. Only a simulation knows this time.
     Foreseen(Key, Option<Millis>),
     /// A shim announced a container, perhaps again.
-    Announced(Box<Announcement>, Key),
+    Announced(Box<ContainerSpec>, Key),
     /// The container was deleted.
     Withdrawn(Key),
     /// A process registered with valid credentials.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use affinode_proto::{
-    api::control::Event,
+    event::EventKind,
     reason::Reason,
     state::State,
     wire::{Hazards, Phase, ProcessFlags, counters::CounterSnapshot},
@@ -12,6 +12,7 @@ use affinode_proto::{
 use super::{
     DeviceBytes, Key, Node, ProcessId,
     container::Goal,
+    event::NodeEvent,
     idle,
     input::GpuSample,
     view::{damaged_text, hidden_text, ipc_refused as ipc_refused_text},
@@ -31,14 +32,12 @@ impl Node {
         }
         let (key, pid) = (process.key.clone(), process.identity.pid);
         if is_hidden_news {
-            let (kind, reason) = ("hidden-way".into(), Reason::HiddenWay.to_string());
-            let event = Event { kind, reason, text: hidden_text(pid), ..Event::default() };
-            self.publish(&key, event);
+            let event = NodeEvent::new(EventKind::HiddenWay, hidden_text(pid));
+            self.publish(&key, event.because(Reason::HiddenWay));
         }
         if is_news {
-            let text = damaged_text(pid);
-            let reason = Reason::DamagedMemory.to_string();
-            self.publish(&key, Event { kind: "damaged".into(), reason, text, ..Event::default() });
+            let event = NodeEvent::new(EventKind::Damaged, damaged_text(pid));
+            self.publish(&key, event.because(Reason::DamagedMemory));
         }
     }
 
@@ -63,7 +62,7 @@ impl Node {
         let key = process.key.clone();
         if news {
             let text = ipc_refused_text(process.identity.pid);
-            self.publish(&key, Event { kind: "process".into(), text, ..Event::default() });
+            self.publish(&key, NodeEvent::new(EventKind::Process, text));
         }
         if !moved {
             return;

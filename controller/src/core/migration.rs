@@ -11,7 +11,7 @@
 //! process still has its context there. A process with memory on several GPUs may tell them apart.
 
 use affinode_proto::{
-    api::control::Event,
+    event::EventKind,
     wire::{
         Phase, ProcessFlags,
         message::{Action, ControllerMessage, GPUS_PER_FRAME, Gpu, MAX_GPUS},
@@ -19,8 +19,8 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Effect, Key, Node, ProcessId, input::GpuSample, process::Process,
-    transitions::CHECKPOINT,
+    DeviceBytes, Effect, JournalStep, Key, Node, ProcessId, event::NodeEvent, input::GpuSample,
+    process::Process,
 };
 
 impl Node {
@@ -95,7 +95,7 @@ impl Node {
         });
         let Some((from, to, was, will)) = exchange else {
             self.abort_grant(key);
-            self.journal(key, CHECKPOINT);
+            self.journal(key, JournalStep::Checkpoint);
             self.enqueue(key);
             return;
         };
@@ -111,7 +111,7 @@ impl Node {
         self.order(id, Action::RestoreOnGpu { from, to });
         let pid = self.processes.get(&id).map_or(0, |process| process.identity.pid);
         let text = format!("process {pid} comes back on {will}: {was} is full");
-        self.publish(key, Event { kind: "process".into(), text, ..Event::default() });
+        self.publish(key, NodeEvent::new(EventKind::Process, text));
     }
 
     /// Forgets the promised GPU, except for a process whose migration is in progress. A process

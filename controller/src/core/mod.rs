@@ -12,11 +12,13 @@
 mod completions;
 mod connection_prewake;
 pub mod container;
+pub mod container_spec;
 mod context_retention;
 pub mod copy_watch;
 mod dedup_domain;
 pub mod effect;
 mod eligibility;
+pub mod event;
 mod eviction;
 pub mod explain;
 pub mod grant;
@@ -57,9 +59,10 @@ pub mod view;
 pub mod wake_latency;
 pub mod window;
 
+pub use container_spec::ContainerSpec;
 pub use dedup_domain::Domain;
-pub use effect::{Change, Effect, Record, RecordedProcess};
-pub use input::{Answer, CommandId, GpuSample, Input, Request, Survey};
+pub use effect::{Change, Effect, JournalStep, Record, RecordedProcess};
+pub use input::{ActionResult, CommandId, GpuSample, Input, Request, Survey};
 pub use node::{Node, Settings};
 
 /// Milliseconds on a monotonic clock. Only differences have a meaning, not the zero.

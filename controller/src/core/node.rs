@@ -7,7 +7,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use affinode_proto::{
-    api::control::{Announcement, Event},
     reason::Reason,
     state::State,
     wire::message::{Action, AgentMessage, ControllerMessage, PROOF_TTL_MS},
@@ -16,8 +15,9 @@ use foldhash::fast::FixedState;
 use indexmap::IndexMap;
 
 use super::{
-    Change, DeviceBytes, Effect, Key, Millis, ProcessId,
+    Change, ContainerSpec, DeviceBytes, Effect, Key, Millis, ProcessId,
     container::{Container, Goal},
+    event::NodeEvent,
     grant::Grant,
     history::Pauses,
     holds::HoldOrder,
@@ -162,7 +162,7 @@ impl Node {
             Input::Reconfigured(settings) => self.reconfigure(*settings),
             Input::Overridden(overrides) => self.overrides = overrides,
             Input::Foreseen(key, next_use) => self.foresee(&key, next_use),
-            Input::Announced(announcement, key) => self.announced(*announcement, &key),
+            Input::Announced(spec, key) => self.announced(*spec, &key),
             Input::Withdrawn(key) => self.withdrawn(&key),
             Input::Joined {
                 key,
@@ -217,7 +217,7 @@ impl Node {
     fn reconfigure(&mut self, settings: Settings) {
         self.settings = settings;
         for container in self.containers.values_mut() {
-            let (policy, warnings) = policy_of(&self.settings.policies, &container.announcement);
+            let (policy, warnings) = policy_of(&self.settings.policies, &container.spec);
             container.policy = policy;
             container.warnings = warnings;
         }
@@ -280,7 +280,7 @@ impl Node {
         self.containers
             .iter()
             .filter(move |(key, _)| !used.contains(key))
-            .map(|(key, c)| (key, c.announcement.bundle.as_str()))
+            .map(|(key, c)| (key, c.spec.bundle.as_str()))
     }
 
     pub(super) fn members(&self, key: &Key) -> Vec<ProcessId> {
@@ -301,9 +301,9 @@ impl Node {
         order
     }
 
-    pub(super) fn publish(&mut self, key: &Key, event: Event) {
-        let name = self.containers.get(key).map(Container::display_name).unwrap_or_default();
-        let event = Event { key: key.as_str().to_owned(), container: name, ..event };
+    pub(super) fn publish(&mut self, key: &Key, event: NodeEvent) {
+        let container = self.display_name(key);
+        let event = NodeEvent { key: Some(key.clone()), container, ..event };
         self.effects.push(Effect::Publish(Box::new(event)));
     }
 
@@ -412,9 +412,7 @@ pub fn text_of(reason: Reason, detail: &str) -> String {
 #[must_use]
 pub fn policy_of(
     policies: &Policies,
-    announcement: &Announcement,
+    spec: &ContainerSpec,
 ) -> (super::policy::Policy, Vec<String>) {
-    let annotations: BTreeMap<String, String> =
-        announcement.annotations.clone().into_iter().collect();
-    policies.resolve(Container::rule_namespace(announcement), &annotations)
+    policies.resolve(spec.rule_namespace(), &spec.annotations)
 }

@@ -11,13 +11,12 @@ use affinode_proto::{
 };
 
 use super::{
-    Effect, Key, Node, ProcessId,
+    Effect, JournalStep, Key, Node, ProcessId,
     container::Goal,
     host_promises::HostVerdict,
     input::{Request, Survey},
     plan::{self, OffloadMethod, OffloadPlan, OffloadStep, ProcessPosition},
     process::Process,
-    transitions::CHECKPOINT,
 };
 
 impl Node {
@@ -143,7 +142,7 @@ impl Node {
         let vram_bytes =
             process.offloaded_vram.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
         self.host_ledger.begin_move(key);
-        self.journal(key, CHECKPOINT);
+        self.journal(key, JournalStep::Checkpoint);
         self.order(
             id,
             match step {

@@ -13,7 +13,7 @@
 //! allocation.
 
 use affinode_proto::{
-    api::control::Event,
+    event::EventKind,
     reason::Reason,
     state::State,
     wire::{Phase, message::ControllerMessage},
@@ -22,6 +22,7 @@ use affinode_proto::{
 use super::{
     DeviceBytes, Effect, Key, Millis, Node, ProcessId,
     container::Goal,
+    event::NodeEvent,
     ledger::margin_bytes,
     merge_needs,
     policy::{OnOom, Policy},
@@ -326,8 +327,8 @@ impl Node {
     }
 
     fn publish_alloc_wait(&mut self, key: &Key, reason: Reason, text: String, bytes: u64) {
-        let (kind, reason) = ("allocation".into(), reason.to_string());
-        self.publish(key, Event { kind, reason, text, bytes, ..Event::default() });
+        let event = NodeEvent::new(EventKind::Allocation, text);
+        self.publish(key, event.because(reason).of_bytes(bytes));
     }
 }
 

@@ -9,9 +9,9 @@
 
 use std::collections::BTreeSet;
 
-use affinode_proto::{api::control::Event, reason::Reason};
+use affinode_proto::{event::EventKind, reason::Reason};
 
-use super::{Key, Millis, Node};
+use super::{Key, Millis, Node, event::NodeEvent};
 
 /// A shorter wait is no pressure.
 const WAITED_MS: Millis = 1_000;
@@ -38,8 +38,7 @@ impl Node {
                 true => format!("a container waits for VRAM on {uuid}"),
                 false => format!("no container waits for VRAM on {uuid}"),
             };
-            let reason = Reason::WaitingForVram.to_string();
-            let event = Event { kind: "pressure".into(), reason, text, ..Event::default() };
+            let event = NodeEvent::new(EventKind::Pressure, text).because(Reason::WaitingForVram);
             self.effects.push(super::Effect::Publish(Box::new(event)));
         }
     }

@@ -2,15 +2,16 @@
 //! exits.
 
 use affinode_proto::{
-    api::control::{Announcement, Event},
+    event::EventKind,
     reason::Reason,
     state::State,
     wire::{Capabilities, Hazards, Phase, WIRE_VERSION, message::ControllerMessage},
 };
 
 use super::{
-    Effect, Key, Node, ProcessId,
+    ContainerSpec, Effect, Key, Node, ProcessId,
     container::{Container, Goal},
+    event::NodeEvent,
     input::{Identity, Request, SwapStatus},
     node::policy_of,
     policy::Engine,
@@ -30,18 +31,18 @@ pub(super) struct RegistrationStatus {
 }
 
 impl Node {
-    pub(super) fn announced(&mut self, announcement: Announcement, key: &Key) {
+    pub(super) fn announced(&mut self, spec: ContainerSpec, key: &Key) {
         if let Some(known) = self.containers.get_mut(key) {
-            known.announcement = announcement;
-            let (policy, warnings) = policy_of(&self.settings.policies, &known.announcement);
+            known.spec = spec;
+            let (policy, warnings) = policy_of(&self.settings.policies, &known.spec);
             (known.policy, known.warnings) = (policy, warnings);
             return;
         }
-        let (policy, warnings) = policy_of(&self.settings.policies, &announcement);
-        let container = Container::new(announcement, policy, warnings.clone(), self.now);
+        let (policy, warnings) = policy_of(&self.settings.policies, &spec);
+        let container = Container::new(spec, policy, warnings.clone(), self.now);
         self.containers.insert_sorted(key.clone(), container);
         for text in warnings {
-            self.publish(key, Event { kind: "annotation".into(), text, ..Event::default() });
+            self.publish(key, NodeEvent::new(EventKind::Annotation, text));
         }
     }
 
@@ -49,7 +50,7 @@ impl Node {
     /// 0 matches any generation.
     #[must_use]
     pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
-        let known = self.containers.get(key).map_or(0, |known| known.announcement.generation);
+        let known = self.containers.get(key).map_or(0, |known| known.spec.generation);
         known != 0 && generation != 0 && known != generation
     }
 
@@ -266,8 +267,8 @@ mod tests {
         assert!(!node.is_of_another(&key, 1), "no container is known");
         for (known, said, of_another) in [(7, 7, false), (7, 8, true), (7, 0, false), (0, 8, false)]
         {
-            let announcement = Announcement { generation: known, ..Announcement::default() };
-            let _ = node.handle(0, Input::Announced(Box::new(announcement), key.clone()));
+            let spec = ContainerSpec { generation: known, ..ContainerSpec::default() };
+            let _ = node.handle(0, Input::Announced(Box::new(spec), key.clone()));
             assert_eq!(node.is_of_another(&key, said), of_another, "{known}, {said}");
         }
     }

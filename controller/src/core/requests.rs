@@ -1,9 +1,9 @@
 //! Requests of operators and programs, and their answers.
 
-use affinode_proto::{api::control::ActionResponse, reason::Reason, state::State};
+use affinode_proto::{reason::Reason, state::State};
 
 use super::{
-    CommandId, Effect, Key, Millis, Node,
+    ActionResult, CommandId, Effect, Key, Millis, Node,
     container::{Container, Goal},
     input::Request,
     node::text_of,
@@ -12,10 +12,8 @@ use super::{
 impl Node {
     pub(super) fn command(&mut self, command: CommandId, key: &Key, request: Request) {
         let Some(container) = self.containers.get_mut(key) else {
-            let response = ActionResponse {
-                reason_text: "no such container".into(),
-                ..ActionResponse::default()
-            };
+            let response =
+                ActionResult { text: "no such container".into(), ..ActionResult::default() };
             self.effects.push(Effect::Answer(command, response));
             return;
         };
@@ -76,14 +74,13 @@ impl Node {
             return;
         }
         let (reason, detail) = container.reason.clone();
-        let response = ActionResponse {
+        let response = ActionResult {
             done,
-            state: container.state.to_string(),
-            reason: reason.to_string(),
-            reason_text: text_of(reason, &detail),
+            state: Some(container.state),
+            reason: Some(reason),
+            text: text_of(reason, &detail),
             bytes,
             elapsed_ms,
-            ..ActionResponse::default()
         };
         self.effects.extend(
             asked.into_iter().map(|(command, _)| Effect::Answer(command, response.clone())),

@@ -8,7 +8,7 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Effect, Key, Millis, Node, ProcessId,
+    DeviceBytes, Effect, JournalStep, Key, Millis, Node, ProcessId,
     container::Goal,
     grant::Grant,
     input::Request,
@@ -16,7 +16,6 @@ use super::{
     merge_needs,
     plan::{self, ProcessPosition},
     process::Process,
-    transitions::RESTORE,
 };
 
 impl Node {
@@ -140,7 +139,7 @@ impl Node {
                     container.restore_began.get_or_insert(self.now);
                 }
                 self.set_state(key, State::Restoring, self.cause(key), "", 0, 0);
-                self.journal(key, RESTORE);
+                self.journal(key, JournalStep::Restore);
                 self.send_restore(key, process);
             } else if !self.grants.contains_key(key) {
                 self.enqueue(key);

@@ -16,26 +16,21 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Effect, Key, Node, ProcessId, Record, RecordedProcess,
+    DeviceBytes, Effect, JournalStep, Key, Node, ProcessId, Record, RecordedProcess,
     container::Goal,
     plan::{OffloadMethod, ProcessPosition},
     policy::Engine,
     process::Process,
 };
 
-/// Step of a journal record: processes are being offloaded, or are offloaded.
-pub(super) const CHECKPOINT: &str = "checkpoint";
-/// Step of a journal record: processes may be taking VRAM.
-pub(super) const RESTORE: &str = "restore";
-
 impl Node {
     /// Records every process of the container that is offloaded or about to be. A process that an
     /// earlier controller offloaded and that has not registered yet stays in the record: the next
     /// controller must know its needs as well.
-    pub(super) fn journal(&mut self, key: &Key, step: &str) {
+    pub(super) fn journal(&mut self, key: &Key, step: JournalStep) {
         let known = self.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
-            let to = p.target_gpu.clone().filter(|_| step == RESTORE);
+            let to = p.target_gpu.clone().filter(|_| step == JournalStep::Restore);
             p.offloaded_vram.clone().map(|offloaded| RecordedProcess {
                 pid,
                 start_ticks,
@@ -44,16 +39,15 @@ impl Node {
             })
         });
         let processes = known.chain(self.recalled_of(key)).collect();
-        let step = if self.is_restoring_unseen(key) { RESTORE } else { step };
-        self.effects
-            .push(Effect::Journal(key.clone(), Some(Record { step: step.to_owned(), processes })));
+        let step = if self.is_restoring_unseen(key) { JournalStep::Restore } else { step };
+        self.effects.push(Effect::Journal(key.clone(), Some(Record { step, processes })));
     }
 
     /// Deletes the record when no registered process is offloaded. Keeps it while processes of the
     /// journal have not registered.
     pub(super) fn clear_journal(&mut self, key: &Key) {
         if self.recalled_of(key).next().is_some() {
-            self.journal(key, CHECKPOINT);
+            self.journal(key, JournalStep::Checkpoint);
         } else {
             self.effects.push(Effect::Journal(key.clone(), None));
         }

@@ -2,6 +2,7 @@
 
 use affinode_proto::{
     api::control,
+    state::State,
     wire::{Hazards, ProcessFlags, counters::CounterSnapshot},
 };
 
@@ -9,6 +10,7 @@ use super::{
     DeviceBytes, Key, Millis, Node, ProcessId, container::Container, input::Identity,
     node::text_of, process::Process,
 };
+use crate::conversion::announcement_of;
 
 impl Node {
     /// GPUs and containers now. `unix_ms`: the wall clock at this moment.
@@ -33,20 +35,15 @@ impl Node {
     /// Returns a message for the operator if no container or several match.
     pub fn find(&self, name: &str) -> Result<Key, String> {
         let whole = |(key, c): &(&Key, &Container)| {
-            key.as_str() == name || c.announcement.id == name || c.display_name() == name
+            key.as_str() == name || c.spec.id == name || c.display_name() == name
         };
         if let Some((key, _)) = self.containers.iter().find(whole) {
             return Ok(key.clone());
         }
         let begins = |(key, c): &(&Key, &Container)| {
-            [
-                key.as_str(),
-                c.announcement.id.as_str(),
-                c.announcement.pod.as_str(),
-                c.display_name().as_str(),
-            ]
-            .iter()
-            .any(|known| known.starts_with(name))
+            [key.as_str(), c.spec.id.as_str(), c.spec.pod.as_str(), c.display_name().as_str()]
+                .iter()
+                .any(|known| known.starts_with(name))
         };
         let found: Vec<(&Key, &Container)> = self.containers.iter().filter(begins).collect();
         match found.as_slice() {
@@ -58,6 +55,18 @@ impl Node {
                 Err(format!("{name:?} may be any of {}; name one", names.join(", ")))
             }
         }
+    }
+
+    /// Name of a container for users; empty if it is unknown.
+    #[must_use]
+    pub fn display_name(&self, key: &Key) -> String {
+        self.containers.get(key).map(Container::display_name).unwrap_or_default()
+    }
+
+    /// State of a container; `None` if it is unknown.
+    #[must_use]
+    pub fn state(&self, key: &Key) -> Option<State> {
+        self.containers.get(key).map(|container| container.state)
     }
 
     /// Connected processes of the wanted containers: number, key, identity, the container's name.
@@ -109,7 +118,7 @@ impl Node {
         let processes: Vec<(ProcessId, &Process)> = self.processes.of(key).collect();
         let ago = |then: Millis| i64::try_from(now.saturating_sub(then)).unwrap_or(i64::MAX);
         control::Container {
-            announcement: Some(c.announcement.clone()).into(),
+            announcement: Some(announcement_of(key, &c.spec)).into(),
             state: c.state.to_string(),
             since_unix_ms: unix_ms.saturating_sub(ago(c.state_since)),
             idle_ms: if processes.is_empty() { 0 } else { now.saturating_sub(c.last_use) },

@@ -10,6 +10,7 @@ use std::{
 
 use affinode_proto::{
     api::control::{ActionResponse, Event},
+    event::EventKind,
     paths,
     state::State,
     wire::{counters::PAGE_BYTES, message::AgentMessage},
@@ -30,8 +31,8 @@ use crate::{
     config::Config,
     copier::Copiers,
     core::{
-        CommandId, Effect, Input, Key, Millis, Node, ProcessId, copy_watch::LEVELS_INTERVAL_MS,
-        input::SwapStatus,
+        CommandId, Effect, Input, JournalStep, Key, Millis, Node, ProcessId,
+        copy_watch::LEVELS_INTERVAL_MS, event::NodeEvent, input::SwapStatus,
     },
     driver_library::DriverLibrary,
     error_chain,
@@ -252,7 +253,7 @@ impl NodeActor {
         }
         for (key, record) in records {
             self.unclaimed.add(key.clone(), &record);
-            let restoring = record.step == "restore";
+            let restoring = record.step == JournalStep::Restore;
             for process in record.processes {
                 let identity = (process.pid, process.start_ticks);
                 // A pid that belongs to another process by now, or to none, is not recalled.
@@ -312,11 +313,11 @@ impl NodeActor {
             Effect::Prove(key, number) => self.prove(key, number),
             Effect::Answer(command, answer) => {
                 if let Some(waiter) = self.commands.remove(&command) {
-                    let _ = waiter.send(answer);
+                    let _ = waiter.send(answer.into());
                 }
             }
             Effect::Changed(change) => self.publish(change.into()),
-            Effect::Publish(event) => self.publish(*event),
+            Effect::Publish(event) => self.publish((*event).into()),
             Effect::Prepare { process, on } => self.prepare(process, on),
             Effect::TurnBack(id) => {
                 let told = self.agents.get(&id).map(AgentHandle::turn_back);
@@ -427,13 +428,8 @@ impl NodeActor {
             AgentMail::Exited(id) => self.feed(Input::Exited(id)),
             AgentMail::Refused { key, why } => {
                 tracing::warn!(%key, "container {key}: rejected connection: {why}");
-                let event = Event {
-                    kind: "process".into(),
-                    key: key.to_string(),
-                    text: why,
-                    ..Event::default()
-                };
-                self.events.add(event, unix_ms());
+                let event = NodeEvent { key: Some(key), ..NodeEvent::new(EventKind::Process, why) };
+                self.events.add(event.into(), unix_ms());
             }
         }
     }
@@ -441,7 +437,7 @@ impl NodeActor {
     pub(super) fn call(&mut self, call: Command) {
         match call {
             Command::Announce(announcement, answer) => {
-                let _ = answer.send(self.announce(*announcement));
+                let _ = answer.send(self.announced(*announcement));
             }
             Command::Withdraw(key, generation) => self.withdrawn(&key, generation),
             Command::List(answer) => {

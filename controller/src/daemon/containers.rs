@@ -7,34 +7,41 @@ use affinode_proto::api::control::Announcement;
 use super::actor::NodeActor;
 use crate::{
     agents::AgentListener,
-    core::{Input, Key},
+    core::{ContainerSpec, Input, Key},
     inventory::process,
 };
 
 impl NodeActor {
-    /// A container was created. Returns its invalid annotations.
-    pub(super) fn announce(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {
+    /// A shim announced a container. Returns its invalid annotations.
+    pub(super) fn announced(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {
         let key = Key::parse(&announcement.key)
             .map_err(|k| format!("invalid key {k:?}: expected 32 hex digits"))?;
-        if self.node.is_of_another(&key, announcement.generation) {
+        self.announce(key, announcement.into())
+    }
+
+    /// A container was created, or a job granted. Returns its invalid annotations.
+    pub(super) fn announce(
+        &mut self,
+        key: Key,
+        spec: ContainerSpec,
+    ) -> Result<Vec<String>, String> {
+        if self.node.is_of_another(&key, spec.generation) {
             // The previous container with that id is gone, and its shim has not withdrawn it.
             self.withdraw(key.clone());
         }
         if !self.listeners.contains_key(&key) {
-            let owner = self.job_users.get(&key).copied();
+            let owner = spec.job_user;
             let (numbers, mail) = (Arc::clone(&self.numbers), self.mail.clone());
             let listener =
                 AgentListener::open(&mut self.sockets, &self.run_dir, &key, owner, numbers, mail)
-                    .map_err(|e| {
-                    format!("container {}: cannot create its socket: {e}", announcement.id)
-                })?;
+                    .map_err(|e| format!("container {}: cannot create its socket: {e}", spec.id))?;
             // The file exists before the container's programs start.
             if let Err(error) = listener.tell_pressure(self.node.pressed().iter()) {
                 tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
             }
             self.listeners.insert(key.clone(), listener);
         }
-        self.feed(Input::Announced(Box::new(announcement), key.clone()));
+        self.feed(Input::Announced(Box::new(spec), key.clone()));
         Ok(self.node.warnings(&key))
     }
 

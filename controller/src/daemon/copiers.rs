@@ -84,7 +84,7 @@ impl NodeActor {
     }
 
     fn domain_of(&self, id: ProcessId) -> Option<Domain> {
-        self.node.domain_of(id, |key| self.job_users.get(key).copied())
+        self.node.domain_of(id)
     }
 
     pub(super) fn copier_said(&mut self, mail: CopierMessage) {

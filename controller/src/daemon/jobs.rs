@@ -38,12 +38,12 @@ impl NodeActor {
 
     fn announce_job(&mut self, job: &JobFolder) -> Result<Vec<String>, String> {
         self.job_users.insert(job.key().clone(), job.uid());
-        let announcement = job.announcement();
-        let (policy, _) = policy_of(&self.config.settings().policies, &announcement);
+        let spec = job.spec();
+        let (policy, _) = policy_of(&self.config.settings().policies, &spec);
         if let Err(error) = job.write_engine(policy.engine.as_str()) {
             // Allocations before the controller's greeting then use the engine checkpoint.
             tracing::warn!(key = %job.key(), %error, "job {}: cannot write its engine", job.key());
         }
-        self.announce(announcement)
+        self.announce(job.key().clone(), spec)
     }
 }

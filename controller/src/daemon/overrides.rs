@@ -2,16 +2,13 @@
 //! are stored on disk before they take effect.
 
 use affinode_proto::{
-    api::control::{ActionResponse, Event},
-    reason::Reason,
-    state::State,
+    api::control::ActionResponse, event::EventKind, reason::Reason, state::State,
 };
 use tokio::sync::oneshot;
 
 use super::{actor::NodeActor, command::Command};
 use crate::{
-    clock::unix_ms,
-    core::{Input, Request, container::display_name, overrides::OperatorOverrides},
+    core::{ActionResult, Input, Key, Request, event::NodeEvent, overrides::OperatorOverrides},
     overrides,
 };
 
@@ -20,7 +17,7 @@ impl NodeActor {
         let changed = self.override_with(self.node.overrides().with_auto_offload(on))?;
         if changed {
             let word = if on { "on" } else { "off" };
-            self.note("", String::new(), format!("auto-offload was turned {word} by {who}"));
+            self.note(None, String::new(), format!("auto-offload was turned {word} by {who}"));
         }
         Ok(changed)
     }
@@ -41,34 +38,25 @@ impl NodeActor {
             Ok(changed) => changed,
             Err(why) => return drop(answer.send(refused(why))),
         };
-        let list = self.node.list(self.now(), unix_ms());
-        let known = list.containers.into_iter().find(|c| c.announcement.key == key.as_str());
-        let known = known.unwrap_or_default();
         if changed {
             let word = if pinned { "pinned" } else { "unpinned" };
-            let shown = display_name(&known.announcement);
-            self.note(key.as_str(), shown, format!("it was {word} by {who}"));
+            let shown = self.node.display_name(&key);
+            self.note(Some(&key), shown, format!("it was {word} by {who}"));
         }
+        let state = self.node.state(&key).unwrap_or(State::Unregistered);
         // An offloaded container is restored: it must be on the GPU.
         let resident = [State::Active, State::Idle, State::Unregistered, State::Lost];
-        if pinned && resident.iter().all(|state| known.state != state.as_str()) {
+        if pinned && !resident.contains(&state) {
             return self.call(Command::Act(key.to_string(), Request::Restore, answer));
         }
-        let response = ActionResponse { done: true, state: known.state, ..refused(String::new()) };
-        let _ = answer.send(response);
+        let done = ActionResult { done: true, state: Some(state), ..ActionResult::default() };
+        let _ = answer.send(done.into());
     }
 
     /// Publishes an event about a request and its author.
-    pub(super) fn note(&mut self, key: &str, container: String, text: String) {
-        let event = Event {
-            kind: "request".into(),
-            key: key.into(),
-            container,
-            reason: Reason::Requested.to_string(),
-            text,
-            ..Event::default()
-        };
-        self.publish(event);
+    pub(super) fn note(&mut self, key: Option<&Key>, container: String, text: String) {
+        let event = NodeEvent::new(EventKind::Request, text).because(Reason::Requested);
+        self.publish(NodeEvent { key: key.cloned(), container, ..event }.into());
     }
 
     /// Stores overrides, then puts them in force. Returns whether they are a change.

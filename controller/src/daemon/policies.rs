@@ -43,7 +43,7 @@ impl NodeActor {
             })
             .collect();
         self.note(
-            "",
+            None,
             String::new(),
             format!("the node's policy was changed: {}", shown.join(", ")),
         );

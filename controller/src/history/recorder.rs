@@ -8,6 +8,8 @@
 
 use std::collections::HashMap;
 
+use affinode_proto::{event::EventKind, state::State};
+
 use super::StateSpan;
 use crate::schema::{Container, Event, Gpu, Node};
 
@@ -45,7 +47,7 @@ pub struct SpanRecorder {
 impl SpanRecorder {
     /// Ends a span and begins the next at the time of a change of state.
     pub fn event(&mut self, event: &Event) {
-        if event.kind != "state" {
+        if event.kind != EventKind::State.as_str() {
             return;
         }
         let Some(open) = self.open.get_mut(&event.key) else {
@@ -53,7 +55,7 @@ impl SpanRecorder {
         };
         open.grow(event.unix_ms);
         let ended = open.next(event.unix_ms, &event.to, &event.reason);
-        if event.to == "Active" && event.bytes > 0 {
+        if event.to == State::Active.as_str() && event.bytes > 0 {
             open.span.wake_ms = event.elapsed_ms;
         }
         self.ended.push(ended);

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use affinode_proto::api::control::Event;
+use affinode_proto::{api::control::Event, event::EventKind, reason::Reason};
 use http_body_util::{BodyExt, Limited};
 use hyper::{
     HeaderMap, Method, Request, StatusCode,
@@ -418,10 +418,10 @@ async fn act(site: &AppState, who: &str, key: &Key, asked: RequestedMove) -> Rep
     let answer = match asked {
         RequestedMove::Move(wanted, word) => {
             site.door.audit(Event {
-                kind: "request".into(),
+                kind: EventKind::Request.to_string(),
                 key: key.to_string(),
                 container: known.name,
-                reason: "requested".into(),
+                reason: Reason::Requested.to_string(),
                 text: format!("{word} was requested by {who}"),
                 ..Event::default()
             });

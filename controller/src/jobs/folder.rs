@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-use affinode_proto::{api::control::Announcement, paths};
+use affinode_proto::paths;
 use rustix::{
     fs::{FlockOperation, OFlags},
     io::Errno,
@@ -25,7 +25,7 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 
 use super::{JobRequest, JobUser};
-use crate::core::Key;
+use crate::core::{ContainerSpec, Key};
 
 /// The job exists as long as a process holds the lock of this file.
 pub const LOCK_FILE: &str = "job.lock";
@@ -119,19 +119,17 @@ impl JobFolder {
         fs::rename(fresh, self.mount().join(paths::ENGINE_FILE))
     }
 
-    /// The announcement of the job as a container. Its bundle is its lock file: the job is gone
-    /// when the lock is free.
+    /// The job as a container. Its bundle is its lock file: the job is gone when the lock is free.
     #[must_use]
-    pub fn announcement(&self) -> Announcement {
-        let key = self.key.to_string();
-        Announcement {
-            id: format!("{}-{}", self.request.name, &key[..8]),
+    pub fn spec(&self) -> ContainerSpec {
+        ContainerSpec {
+            id: format!("{}-{}", self.request.name, &self.key.as_str()[..8]),
             container: self.request.name.clone(),
             namespace: self.request.namespace.clone(),
             annotations: self.request.annotations.clone().into_iter().collect(),
             bundle: self.lock().display().to_string(),
-            key,
-            ..Announcement::default()
+            job_user: Some(self.uid()),
+            ..ContainerSpec::default()
         }
     }
 }
@@ -231,7 +229,7 @@ mod tests {
         fs::create_dir(dir.path().join(paths::CONTAINERS_DIR).join("0".repeat(32))).unwrap();
         let kept = kept(dir.path()).unwrap();
         assert_eq!(kept.len(), 1);
-        assert_eq!(kept[0].announcement(), job.announcement());
+        assert_eq!(kept[0].spec(), job.spec());
         assert_eq!(kept[0].uid(), job.uid());
     }
 

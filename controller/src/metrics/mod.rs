@@ -17,7 +17,7 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use affinode_proto::state::State;
+use affinode_proto::{event::EventKind, state::State};
 
 use durations::MoveDurations;
 use labels::{ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels, StateLabels};
@@ -102,10 +102,10 @@ impl Metrics {
     /// Counts an event and its durations.
     pub fn event(&self, event: &schema::Event) {
         self.table.events.get_or_create(&KindLabels { kind: event.kind.clone() }).inc();
-        if event.kind == "refused" {
+        if event.kind == EventKind::Refused.as_str() {
             self.table.refusals.get_or_create(&ReasonLabels { reason: event.reason.clone() }).inc();
         }
-        if event.kind == "state" {
+        if event.kind == EventKind::State.as_str() {
             self.inner().moves.event(event, &self.table);
         }
     }

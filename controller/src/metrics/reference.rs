@@ -4,7 +4,7 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use affinode_proto::state::State;
+use affinode_proto::{event::EventKind, state::State};
 use serde::Serialize;
 
 use super::Metrics;
@@ -40,7 +40,7 @@ pub fn metrics() -> Result<Vec<MetricReference>, fmt::Error> {
         node.containers[0].state = state.as_str().into();
         metrics.observe(&node, at_ms);
     }
-    metrics.event(&Event { kind: "refused".into(), ..Event::default() });
+    metrics.event(&Event { kind: EventKind::Refused.to_string(), ..Event::default() });
     metrics.refused_request(DenyReason::Host);
     Ok(parse(&metrics.text(&node, &ViewHub::default(), 0)?))
 }

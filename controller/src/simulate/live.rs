@@ -24,7 +24,6 @@ use std::{
 };
 
 use affinode_proto::{
-    api::control::Announcement,
     state::State,
     wire::{
         Capabilities, Hazards, Phase, ProcessFlags,
@@ -39,7 +38,7 @@ use super::{
     *,
 };
 use crate::core::{
-    DeviceBytes, Effect, GpuSample, Input, Millis, Node, Settings, Survey,
+    ContainerSpec, DeviceBytes, Effect, GpuSample, Input, Millis, Node, Settings, Survey,
     input::{Identity, SwapStatus},
     policy::{KeepAlive, Policies, Policy},
     victims::VictimRule,
@@ -141,14 +140,10 @@ impl Live {
         self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
         for (n, load) in trace.loads.iter().enumerate() {
             let (key, pid) = (names::key(n), names::pid(n));
-            let announcement = Announcement {
-                key: key.to_string(),
-                id: load.name.clone(),
-                ..Announcement::default()
-            };
+            let spec = ContainerSpec { id: load.name.clone(), ..ContainerSpec::default() };
             let offloaded = vec![DeviceBytes { uuid: names::uuid(0), bytes: load.vram_bytes }];
             self.inputs.extend([
-                Input::Announced(Box::new(announcement), key.clone()),
+                Input::Announced(Box::new(spec), key.clone()),
                 Input::Recalled {
                     key: key.clone(),
                     identity: (pid, 1),

@@ -87,6 +87,26 @@ fn shim_names_controller_only_in_main() -> Result<()> {
     Ok(())
 }
 
+/// The core decides with types of its own. Its two lists for users are made in the API's.
+#[test]
+fn core_names_the_api_only_in_its_lists() -> Result<()> {
+    let core = workspace_dir().join("controller/src/core");
+    let mut folders = vec![core.clone()];
+    let mut named = BTreeSet::new();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if std::fs::read_to_string(&path)?.contains("api::control") {
+                named.insert(path.strip_prefix(&core)?.display().to_string());
+            }
+        }
+    }
+    assert_eq!(named, BTreeSet::from(["explain.rs".to_owned(), "view.rs".to_owned()]));
+    Ok(())
+}
+
 #[test]
 fn the_root_holds_what_the_design_says() -> Result<()> {
     let listed =

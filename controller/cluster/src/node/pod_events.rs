@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use affinode_proto::{api::control::Event, state::State};
+use affinode_proto::{api::control::Event, event::EventKind, state::State};
 
 /// Events that a pod may get at once; after that, one each [`REFILL_MS`].
 const BURST: u32 = 8;
@@ -31,24 +31,26 @@ pub struct PodEvent {
 #[must_use]
 pub fn pod_event(event: &Event) -> Option<PodEvent> {
     let is = |word: &str, state: State| word == state.as_str();
-    let (warning, reason, action, note) = match event.kind.as_str() {
-        "state" if is(&event.to, State::Offloaded) && is(&event.from, State::Offloading) => {
+    let (warning, reason, action, note) = match EventKind::parse(&event.kind)? {
+        EventKind::State
+            if is(&event.to, State::Offloaded) && is(&event.from, State::Offloading) =>
+        {
             let note = format!("offloaded {} of GPU memory in {}", size(event.bytes), time(event));
             (false, "GPUOffloaded", "Offload", note)
         }
-        "state" if is(&event.from, State::Restoring) && !is(&event.to, State::Lost) => {
+        EventKind::State if is(&event.from, State::Restoring) && !is(&event.to, State::Lost) => {
             let note = format!("restored its GPU memory in {}", time(event));
             (false, "GPURestored", "Restore", note)
         }
-        "state" if is(&event.to, State::Queued) => {
+        EventKind::State if is(&event.to, State::Queued) => {
             (false, "GPUWaiting", "Restore", format!("was called: {}", event.text))
         }
-        "state" if is(&event.to, State::Lost) => {
+        EventKind::State if is(&event.to, State::Lost) => {
             (true, "GPULost", "Restore", format!("its GPU state is lost: {}", event.text))
         }
-        "refused" => (true, "GPUOffloadRefused", "Offload", event.text.clone()),
-        "annotation" => (true, "GPUAnnotationIgnored", "Configure", event.text.clone()),
-        "ended" => (true, "GPUProcessEnded", "MakeRoom", event.text.clone()),
+        EventKind::Refused => (true, "GPUOffloadRefused", "Offload", event.text.clone()),
+        EventKind::Annotation => (true, "GPUAnnotationIgnored", "Configure", event.text.clone()),
+        EventKind::Ended => (true, "GPUProcessEnded", "MakeRoom", event.text.clone()),
         _ => return None,
     };
     let container = event.container.rsplit('/').next().unwrap_or_default();

@@ -11,6 +11,7 @@ use affinode_proto::{
         control::{Container, Event, EventsRequest, ListRequest, ListResponse, ReloadRequest},
         control_ttrpc::ControlClient,
     },
+    event::EventKind,
     state::State,
 };
 use k8s_openapi::{api::core::v1::ObjectReference, jiff::Timestamp};
@@ -145,7 +146,7 @@ impl ControllerWatch {
     }
 
     async fn consider(&mut self, event: Event) {
-        if event.kind == "state" {
+        if event.kind == EventKind::State.as_str() {
             self.waiting.remove(&event.key);
             if event.to == State::Queued.as_str() {
                 self.waiting.insert(event.key.clone(), event);

@@ -12,21 +12,19 @@ fn dedup_domain_needs_policy_and_job_user() {
     let mut world = World::new(3);
     let id = world.running(1, 600);
     let container = world.node.containers.get_mut(&key(1)).unwrap();
-    container.announcement.namespace = "k8s.io".into();
-    container.announcement.pod_namespace = "ml".into();
-    let domain = |world: &World, id, user| {
-        world.node.domain_of(id, |of| {
-            assert_eq!(*of, key(1));
-            user
-        })
+    container.spec.namespace = "k8s.io".into();
+    container.spec.pod_namespace = "ml".into();
+    let domain = |world: &mut World, id, user| {
+        world.node.containers.get_mut(&key(1)).unwrap().spec.job_user = user;
+        world.node.domain_of(id)
     };
-    assert_eq!(domain(&world, id, None), None, "its policy does not have it");
+    assert_eq!(domain(&mut world, id, None), None, "its policy does not have it");
     world.node.containers.get_mut(&key(1)).unwrap().policy.dedup = true;
     let (containerd, pod) = ("k8s.io".to_owned(), "ml".to_owned());
-    assert_eq!(domain(&world, id, None), Some(Domain::Containers { containerd, pod }));
+    assert_eq!(domain(&mut world, id, None), Some(Domain::Containers { containerd, pod }));
     let namespace = "k8s.io".to_owned();
-    assert_eq!(domain(&world, id, Some(1000)), Some(Domain::Jobs { uid: 1000, namespace }));
-    assert_eq!(domain(&world, ProcessId(u64::MAX), None), None, "the process is unknown");
+    assert_eq!(domain(&mut world, id, Some(1000)), Some(Domain::Jobs { uid: 1000, namespace }));
+    assert_eq!(domain(&mut world, ProcessId(u64::MAX), None), None, "the process is unknown");
     world.node.processes.get_mut(&id).unwrap().capabilities = Capabilities::PREFAULTS;
-    assert_eq!(domain(&world, id, None), None, "its library cannot");
+    assert_eq!(domain(&mut world, id, None), None, "its library cannot");
 }

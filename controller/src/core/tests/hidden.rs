@@ -1,6 +1,7 @@
 //! Processes that were found to reach the driver past the hooks.
 
 use affinode_proto::{
+    event::EventKind,
     reason::Reason,
     wire::{Hazards, message::AgentMessage},
 };
@@ -21,7 +22,7 @@ fn hidden_way_is_told_once_and_bars_checkpoints() {
             let hazards = Hazards::HIDDEN_WAY;
             let notice = Input::Message(id, AgentMessage::Notice { hazards });
             let effects = world.node.handle(world.now, notice);
-            let is_told = |effect: &&Effect| matches!(effect, Effect::Publish(event) if event.kind == "hidden-way");
+            let is_told = |effect: &&Effect| matches!(effect, Effect::Publish(event) if event.kind == EventKind::HiddenWay);
             effects.iter().filter(is_told).count()
         };
         assert_eq!((told(&mut world), told(&mut world)), (1, 0));

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use affinode_proto::{
-    api::control::Announcement,
+    event::EventKind,
     reason::Reason,
     state::State,
     wire::{
@@ -14,7 +14,8 @@ use affinode_proto::{
 };
 
 use super::super::{
-    Effect, GpuSample, Input, Key, Millis, Node, ProcessId, Record, Settings,
+    ContainerSpec, Effect, GpuSample, Input, JournalStep, Key, Millis, Node, ProcessId, Record,
+    Settings,
     container::{Container, Goal},
     input::{CommandId, Identity, SwapStatus},
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
@@ -139,8 +140,7 @@ impl World {
 
     pub(super) fn announce(&mut self, n: usize) {
         let auto = self.auto && n == 1;
-        let announcement = Announcement {
-            key: key(n).to_string(),
+        let spec = ContainerSpec {
             id: format!("c{n}"),
             annotations: [
                 ("affinode.io/priority".to_owned(), (n % 2).to_string()),
@@ -157,9 +157,9 @@ impl World {
                 ),
             ]
             .into(),
-            ..Announcement::default()
+            ..ContainerSpec::default()
         };
-        self.feed(Input::Announced(Box::new(announcement), key(n)));
+        self.feed(Input::Announced(Box::new(spec), key(n)));
     }
 
     pub(super) fn pin(&mut self, n: usize, pinned: bool) {
@@ -240,8 +240,8 @@ impl World {
                 Effect::Prepare { process, on } => self.told_to_prepare(process, on),
                 Effect::TurnBack(id) => self.turned_back.push(id),
                 Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
-                Effect::Publish(event) if event.kind == "refused" => {
-                    self.refused.push(event.reason);
+                Effect::Publish(event) if event.kind == EventKind::Refused => {
+                    self.refused.extend(event.reason.map(|reason| reason.to_string()));
                 }
                 Effect::Drop(_) | Effect::Changed(_) | Effect::Publish(_) => {}
             }
@@ -504,7 +504,7 @@ impl World {
                 if self.agents.values().all(|agent| agent.pid != process.pid) {
                     continue;
                 }
-                let restoring = record.step == "restore";
+                let restoring = record.step == JournalStep::Restore;
                 let identity = (process.pid, process.start_ticks);
                 let bytes = process.offloaded.iter().map(|on| on.bytes).sum();
                 let host = self.host_pools(&[(process.pid, bytes)]);

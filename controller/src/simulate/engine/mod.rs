@@ -17,10 +17,7 @@ mod process;
 
 use std::collections::VecDeque;
 
-use affinode_proto::{
-    api::control::Announcement,
-    wire::{Capabilities, Hazards, Phase},
-};
+use affinode_proto::wire::{Capabilities, Hazards, Phase};
 
 pub use self::decision::PolicyDecision;
 use self::{
@@ -37,7 +34,7 @@ use super::{
     summary::{ContainerTotals, SummaryMeter},
 };
 use crate::core::{
-    DeviceBytes, Effect, Input, Millis, Node, Settings,
+    ContainerSpec, DeviceBytes, Effect, Input, Millis, Node, Settings,
     input::{Identity, SwapStatus},
     ledger::margin_bytes,
 };
@@ -201,13 +198,12 @@ impl<'a> SimulatedNode<'a> {
         self.inputs.push_back(Input::Gpus(Ok(gpus)));
         for (n, load) in trace.loads.iter().enumerate() {
             let key = key(n);
-            let announcement = Announcement {
-                key: key.to_string(),
+            let spec = ContainerSpec {
                 id: load.name.clone(),
                 namespace: load.namespace.clone(),
-                ..Announcement::default()
+                ..ContainerSpec::default()
             };
-            self.inputs.push_back(Input::Announced(Box::new(announcement), key.clone()));
+            self.inputs.push_back(Input::Announced(Box::new(spec), key.clone()));
             let offloaded =
                 vec![DeviceBytes { uuid: uuid(n % self.machine.gpus), bytes: load.vram_bytes }];
             let identity = (pid(n), 1);

@@ -2,6 +2,7 @@
 //! GPUs.
 
 use affinode_proto::{
+    event::EventKind,
     state::State,
     wire::{
         Phase,
@@ -71,7 +72,7 @@ impl SimulatedNode<'_> {
                 self.inputs.push_back(Input::Proven(asked, proof, gpus));
             }
             Effect::Publish(event) => {
-                self.figures.refused += u64::from(event.kind == "refused");
+                self.figures.refused += u64::from(event.kind == EventKind::Refused);
             }
             Effect::Changed(change) => {
                 if let Some(decisions) = &mut self.decisions {

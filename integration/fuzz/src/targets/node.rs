@@ -5,12 +5,11 @@
 use std::collections::VecDeque;
 
 use affinode_controller::core::{
-    Effect, GpuSample, Input, Key, Node, ProcessId, Settings, Survey,
+    ContainerSpec, Effect, GpuSample, Input, Key, Node, ProcessId, Settings, Survey,
     input::{Identity, SwapStatus},
     policy::{Mode, OnOom, Policies, Policy},
 };
 use affinode_proto::{
-    api::control::Announcement,
     reason::Reason,
     wire::{
         Capabilities, Hazards, Phase, ProcessFlags,
@@ -107,13 +106,12 @@ impl World {
         let engines =
             [('a', "checkpoint"), ('b', "copy"), ('c', "full"), ('d', "auto"), (LIAR, "auto")];
         for (letter, engine) in engines {
-            let announcement = Announcement {
-                key: key(letter).to_string(),
+            let spec = ContainerSpec {
                 id: letter.into(),
                 annotations: [("affinode.io/engine".to_owned(), engine.to_owned())].into(),
-                ..Announcement::default()
+                ..ContainerSpec::default()
             };
-            world.feed(Input::Announced(Box::new(announcement), key(letter)));
+            world.feed(Input::Announced(Box::new(spec), key(letter)));
         }
         for (n, (letter, engine)) in engines.into_iter().take(4).enumerate() {
             world.honest_joins(n, letter, if engine == "checkpoint" { 0 } else { CARRIED });

@@ -1,0 +1,134 @@
+//! Between the core's own types and those of the control API.
+
+use affinode_proto::{
+    api::control::{ActionResponse, Announcement, Event},
+    event::EventKind,
+};
+
+use crate::core::{ActionResult, Change, ContainerSpec, Key, event::NodeEvent, node::text_of};
+
+impl From<Change> for Event {
+    fn from(change: Change) -> Event {
+        Event {
+            kind: EventKind::State.to_string(),
+            key: change.key.to_string(),
+            container: change.container,
+            from: change.from.to_string(),
+            to: change.to.to_string(),
+            reason: change.reason.to_string(),
+            text: text_of(change.reason, &change.detail),
+            bytes: change.bytes,
+            elapsed_ms: change.elapsed_ms,
+            ..Event::default()
+        }
+    }
+}
+
+impl From<NodeEvent> for Event {
+    fn from(event: NodeEvent) -> Event {
+        Event {
+            kind: event.kind.to_string(),
+            key: event.key.map(|key| key.to_string()).unwrap_or_default(),
+            container: event.container,
+            reason: event.reason.map(|reason| reason.to_string()).unwrap_or_default(),
+            text: event.text,
+            bytes: event.bytes,
+            ..Event::default()
+        }
+    }
+}
+
+impl From<ActionResult> for ActionResponse {
+    fn from(result: ActionResult) -> ActionResponse {
+        ActionResponse {
+            done: result.done,
+            state: result.state.map(|state| state.to_string()).unwrap_or_default(),
+            reason: result.reason.map(|reason| reason.to_string()).unwrap_or_default(),
+            reason_text: result.text,
+            bytes: result.bytes,
+            elapsed_ms: result.elapsed_ms,
+            ..ActionResponse::default()
+        }
+    }
+}
+
+impl From<Announcement> for ContainerSpec {
+    fn from(announcement: Announcement) -> ContainerSpec {
+        ContainerSpec {
+            namespace: announcement.namespace,
+            id: announcement.id,
+            sandbox_id: announcement.sandbox_id,
+            pod_namespace: announcement.pod_namespace,
+            pod: announcement.pod,
+            pod_uid: announcement.pod_uid,
+            container: announcement.container,
+            image: announcement.image,
+            annotations: announcement.annotations.into_iter().collect(),
+            cgroups_path: announcement.cgroups_path,
+            bundle: announcement.bundle,
+            generation: announcement.generation,
+            job_user: None,
+        }
+    }
+}
+
+/// The announcement of a container, as the list of containers shows it.
+#[must_use]
+pub fn announcement_of(key: &Key, spec: &ContainerSpec) -> Announcement {
+    Announcement {
+        key: key.to_string(),
+        namespace: spec.namespace.clone(),
+        id: spec.id.clone(),
+        sandbox_id: spec.sandbox_id.clone(),
+        pod_namespace: spec.pod_namespace.clone(),
+        pod: spec.pod.clone(),
+        pod_uid: spec.pod_uid.clone(),
+        container: spec.container.clone(),
+        image: spec.image.clone(),
+        annotations: spec.annotations.clone().into_iter().collect(),
+        cgroups_path: spec.cgroups_path.clone(),
+        bundle: spec.bundle.clone(),
+        generation: spec.generation,
+        ..Announcement::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use affinode_proto::{reason::Reason, state::State};
+
+    use super::*;
+
+    #[test]
+    fn announcement_survives_conversion() {
+        let announcement = Announcement {
+            key: "0".repeat(32),
+            namespace: "a".into(),
+            id: "b".into(),
+            sandbox_id: "c".into(),
+            pod_namespace: "d".into(),
+            pod: "e".into(),
+            pod_uid: "f".into(),
+            container: "g".into(),
+            image: "h".into(),
+            annotations: [("affinode.io/mode".to_owned(), "off".to_owned())].into(),
+            cgroups_path: "i".into(),
+            bundle: "j".into(),
+            generation: 7,
+            ..Announcement::default()
+        };
+        let key = Key::parse(&announcement.key).unwrap();
+        let spec = ContainerSpec::from(announcement.clone());
+        assert_eq!(announcement_of(&key, &spec), announcement);
+    }
+
+    #[test]
+    fn event_keeps_its_words() {
+        let event = NodeEvent::new(EventKind::Refused, "why").because(Reason::Busy).of_bytes(5);
+        let sent = Event::from(event);
+        assert_eq!((sent.kind.as_str(), sent.reason.as_str()), ("refused", "busy"));
+        assert_eq!((sent.text.as_str(), sent.bytes, sent.key.as_str()), ("why", 5, ""));
+        let result = ActionResult { state: Some(State::Idle), ..ActionResult::default() };
+        assert_eq!(ActionResponse::from(result).state, "Idle");
+    }
+}

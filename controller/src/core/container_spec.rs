@@ -1,0 +1,83 @@
+//! What a container is: its names, annotations and places, as its shim announced it.
+
+use std::collections::BTreeMap;
+
+/// A container or job, apart from its key. It changes only if it is announced again.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ContainerSpec {
+    /// Namespace in containerd.
+    pub namespace: String,
+    /// Id in containerd.
+    pub id: String,
+    /// Id of the CRI sandbox; empty outside CRI.
+    pub sandbox_id: String,
+    /// Namespace in Kubernetes; empty outside CRI.
+    pub pod_namespace: String,
+    /// Name of the pod; empty outside CRI.
+    pub pod: String,
+    /// Uid of the pod; empty outside CRI.
+    pub pod_uid: String,
+    /// Name of the container in its pod, or the name that a user gave it.
+    pub container: String,
+    /// Name of the image.
+    pub image: String,
+    /// All annotations whose names begin with `affinode.io/`.
+    pub annotations: BTreeMap<String, String>,
+    /// `linux.cgroupsPath` of the spec, as written there.
+    pub cgroups_path: String,
+    /// The bundle's directory on the host; for a job its lock file.
+    pub bundle: String,
+    /// Tells containers apart that used the same id one after another; 0: unknown.
+    pub generation: u64,
+    /// User id of a job's owner, by the kernel; `None`: a container.
+    pub job_user: Option<u32>,
+}
+
+impl ContainerSpec {
+    /// Namespace that rules match: Kubernetes' if there is one, else containerd's.
+    #[must_use]
+    pub fn rule_namespace(&self) -> &str {
+        if self.pod_namespace.is_empty() { &self.namespace } else { &self.pod_namespace }
+    }
+
+    /// Name shown to users: `namespace/pod/container`; outside Kubernetes `namespace/name`. Without
+    /// a name the id stands in its place, cut to 12 digits if containerd generated it.
+    #[must_use]
+    pub fn display_name(&self) -> String {
+        const SHORT: usize = 12;
+        if !self.pod.is_empty() {
+            return [&self.pod_namespace, "/", &self.pod, "/", &self.container].concat();
+        }
+        let generated = self.id.len() == 64 && self.id.bytes().all(|b| b.is_ascii_hexdigit());
+        let name = match (self.container.as_str(), generated) {
+            ("", true) => &self.id[..SHORT],
+            ("", false) => &self.id,
+            (name, _) => name,
+        };
+        [&self.namespace, "/", name].concat()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn display_name_is_what_users_named() {
+        let outside = ContainerSpec {
+            namespace: "default".into(),
+            id: "ab".repeat(32),
+            ..ContainerSpec::default()
+        };
+        assert_eq!(outside.display_name(), "default/abababababab");
+        let named = ContainerSpec { container: "trainer".into(), ..outside.clone() };
+        assert_eq!(named.display_name(), "default/trainer");
+        let pod = ContainerSpec {
+            pod_namespace: "ml".into(),
+            pod: "p-0".into(),
+            container: "c".into(),
+            ..outside
+        };
+        assert_eq!(pod.display_name(), "ml/p-0/c");
+    }
+}
