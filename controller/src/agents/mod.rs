@@ -138,7 +138,7 @@ impl AgentHandle {
     /// Sends the process a connection to its copier, through a relay: the copier serves other
     /// processes, too.
     pub fn send_copier(&mut self, copier: OwnedFd) -> bool {
-        let Some((ours, theirs)) = copier::pair() else { return false };
+        let Ok((ours, theirs)) = copier::pair() else { return false };
         let message = ControllerMessage::Copier;
         let sent = self.queue(OutgoingFrame { message, descriptor: Some(theirs) });
         if sent {

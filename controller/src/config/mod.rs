@@ -305,6 +305,7 @@ impl Config {
     pub fn settings(&self) -> Settings {
         let ms = |value: Millis| u32::try_from(value).unwrap_or(u32::MAX);
         Settings {
+            copiers: self.copier.enabled,
             policies: Policies {
                 node: Policy {
                     mode: self.policy.mode,

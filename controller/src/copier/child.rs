@@ -2,54 +2,57 @@
 
 use std::{
     io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, OwnedFd},
     process::Stdio,
 };
 
 use affinode_copier::{LIBRARY_ENV, socket};
-use affinode_proto::wire::copier::CopierReport;
+use affinode_proto::wire::copier::{CopierOrder, CopierReport};
 use tokio::{
     io::{AsyncBufReadExt, BufReader},
-    process::{self, Command},
+    process::{Child, Command},
+    sync::{mpsc::UnboundedSender, oneshot},
     task::AbortHandle,
 };
 
-use crate::{driver_library::DriverLibrary, sys};
+use super::CopierMessage;
+use crate::{core::copiers::CopierId, driver_library::DriverLibrary, sys};
 
-/// A running copier. Dropping it kills the process.
+/// A copier whose process was started. Dropping it kills the process.
 #[derive(Debug)]
 pub struct CopierProcess {
     socket: OwnedFd,
-    ear: Option<AbortHandle>,
-    process: Option<process::Child>,
+    ear: AbortHandle,
+    /// Kills the process when it is sent or dropped.
+    kill: Option<oneshot::Sender<()>>,
+    pid: u32,
 }
 
 impl CopierProcess {
-    /// Starts a copier. `tell` receives its reports, then `None` when it has ended, until `tell`
-    /// returns `false`.
+    /// Starts a copier. `mail` receives its news.
     ///
     /// # Errors
     /// The process cannot be started.
     pub fn start(
         library: &DriverLibrary,
-        uuid: &str,
+        gpu: &str,
         ours: OwnedFd,
         theirs: OwnedFd,
-        tell: impl Fn(Option<CopierReport>) -> bool + Send + 'static,
+        id: CopierId,
+        mail: UnboundedSender<CopierMessage>,
     ) -> io::Result<CopierProcess> {
         let mut command = Command::new("/proc/self/exe");
         command
             .arg0("affinode-copier")
-            .args(["copier", uuid])
+            .args(["copier", gpu])
             .env(LIBRARY_ENV, library.path())
             // The driver then ignores the other GPUs.
-            .env("CUDA_VISIBLE_DEVICES", uuid)
+            .env("CUDA_VISIBLE_DEVICES", gpu)
             // Not through an MPS server: the controller would not know its other clients.
             .env("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .kill_on_drop(true);
+            .stderr(Stdio::piped());
         if let Some(folder) = library.folder() {
             // The library opens others of the driver by their names.
             let set = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
@@ -58,22 +61,41 @@ impl CopierProcess {
                 command.env("LD_LIBRARY_PATH", folders);
             }
         }
-        let mut process = command.spawn()?;
+        let gpu = gpu.to_owned();
+        CopierProcess::spawn(command, ours, id, mail, move |line| {
+            tracing::info!(gpu, "copier {gpu}: {line}");
+        })
+    }
+
+    /// Starts the program of `command`, with the other end of `ours` on its standard input. `log`
+    /// receives the lines of its standard error.
+    ///
+    /// # Errors
+    /// The process cannot be started.
+    pub(super) fn spawn(
+        mut command: Command,
+        ours: OwnedFd,
+        id: CopierId,
+        mail: UnboundedSender<CopierMessage>,
+        log: impl Fn(&str) + Send + 'static,
+    ) -> io::Result<CopierProcess> {
+        let received = sys::watch_readable(ours.try_clone()?)?;
+        let mut process = command.kill_on_drop(true).spawn()?;
         if let Some(said) = process.stderr.take() {
-            let gpu = uuid.to_owned();
             tokio::spawn(async move {
                 let mut lines = BufReader::new(said).lines();
                 while let Ok(Some(line)) = lines.next_line().await {
-                    tracing::info!(gpu, "copier {gpu}: {line}");
+                    log(&line);
                 }
             });
         }
-        let received = sys::watch_readable(ours.try_clone()?)?;
+        let pid = process.id().unwrap_or(0);
+        let reports = mail.clone();
         let ear = tokio::spawn(async move {
             while let Ok(mut ready) = received.readable().await {
                 match ready.try_io(|socket| socket::receive(socket.get_ref())) {
                     Ok(Ok((frame, _))) => match CopierReport::decode(&frame) {
-                        Ok(report) if tell(Some(report)) => {}
+                        Ok(report) if reports.send(CopierMessage::Report(id, report)).is_ok() => {}
                         _ => break,
                     },
                     Ok(Err(_)) => break,
@@ -81,46 +103,59 @@ impl CopierProcess {
                     Err(_) => {}
                 }
             }
-            tell(None);
+            // Without a receiver the controller is ending.
+            let _ = reports.send(CopierMessage::Closed(id));
         });
-        Ok(CopierProcess { socket: ours, ear: Some(ear.abort_handle()), process: Some(process) })
+        let (kill, killed) = oneshot::channel();
+        tokio::spawn(wait(process, killed, id, mail));
+        Ok(CopierProcess { socket: ours, ear: ear.abort_handle(), kill: Some(kill), pid })
     }
 
-    /// A socket without a process, for tests.
-    #[cfg(test)]
-    pub fn of_test(socket: OwnedFd) -> CopierProcess {
-        CopierProcess { socket, ear: None, process: None }
+    /// Sends an order, and a descriptor along with it.
+    ///
+    /// # Errors
+    /// The copier does not read its socket.
+    pub fn tell(&self, order: CopierOrder, along: Option<&OwnedFd>) -> io::Result<()> {
+        socket::send(self.socket.as_fd(), &order.encode(), along).map(drop)
     }
 
-    /// Attaches a process to the socket, for tests.
-    #[cfg(test)]
-    pub fn of_process(&mut self, process: process::Child) {
-        self.process = Some(process);
-    }
-
-    /// Sends the copier SIGKILL, without waiting.
+    /// Sends the process SIGKILL, without waiting.
     pub fn kill(&mut self) {
-        if let Some(ear) = self.ear.take() {
-            ear.abort();
-        }
-        if let Some(process) = &mut self.process {
-            // An error means that it has ended already.
-            let _ = process.start_kill();
+        self.ear.abort();
+        if let Some(kill) = self.kill.take() {
+            // An error means that it has exited already.
+            let _ = kill.send(());
         }
     }
 
-    /// Whether the process has ended, and so holds no memory.
-    pub fn has_ended(&mut self) -> bool {
-        self.process.as_mut().is_none_or(|process| !matches!(process.try_wait(), Ok(None)))
-    }
-
-    /// Its pid; 0 after its end.
+    /// Its pid.
     pub fn pid(&self) -> u32 {
-        self.process.as_ref().and_then(process::Child::id).unwrap_or(0)
+        self.pid
     }
+}
 
-    /// The controller's end of the socket.
-    pub fn socket(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+impl Drop for CopierProcess {
+    fn drop(&mut self) {
+        self.kill();
     }
+}
+
+/// Waits for the end of a process, and kills it when that is wanted.
+async fn wait(
+    mut process: Child,
+    killed: oneshot::Receiver<()>,
+    id: CopierId,
+    mail: UnboundedSender<CopierMessage>,
+) {
+    let kill = tokio::select! {
+        _ = killed => true,
+        _ = process.wait() => false,
+    };
+    if kill {
+        // Errors mean that it has exited already.
+        let _ = process.start_kill();
+        let _ = process.wait().await;
+    }
+    // Without a receiver the controller is ending.
+    let _ = mail.send(CopierMessage::Exited(id));
 }

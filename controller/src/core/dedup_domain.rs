@@ -41,8 +41,7 @@ impl Domain {
 
 impl Node {
     /// The dedup domain of a process; `None` if its policy has no dedup, or its library cannot.
-    #[must_use]
-    pub fn domain_of(&self, id: ProcessId) -> Option<Domain> {
+    pub(super) fn domain_of(&self, id: ProcessId) -> Option<Domain> {
         let process = self.processes.get(&id).filter(|p| p.can(Capabilities::DEDUPS))?;
         let container = self.containers.get(&process.key).filter(|c| c.policy.dedup)?;
         Domain::of(&container.spec)

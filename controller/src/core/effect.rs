@@ -4,7 +4,10 @@ use affinode_proto::{reason::Reason, state::State, wire::message::ControllerMess
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ActionResult, CommandId, DeviceBytes, Key, Millis, ProcessId, event::NodeEvent, input::Identity,
+    ActionResult, CommandId, DeviceBytes, Key, Millis, ProcessId,
+    copiers::{CopierEnd, CopierId},
+    event::NodeEvent,
+    input::Identity,
 };
 
 /// A process in a journal record.
@@ -79,13 +82,47 @@ pub enum Effect {
     },
     /// Read the GPUs now; report with [`super::Input::Proven`] and the same number.
     Prove(Key, u64),
-    /// Order a process to prefault host memory for a copier's copy, or to give it back. Report an
-    /// order that was not sent with [`super::Input::PrefaultRefused`].
-    Prepare {
-        /// The process that gets the order.
+    /// Start a copier on a GPU.
+    StartCopier {
+        /// The new copier.
+        copier: CopierId,
+        /// UUID of its GPU.
+        gpu: String,
+    },
+    /// Give a process a connection to a copier. Report with [`super::Input::NotAttached`] that it
+    /// has none.
+    AttachCopier {
+        /// The copier.
+        copier: CopierId,
+        /// The process.
         process: ProcessId,
-        /// True: prefault. False: give back.
+        /// Maximum that the process may copy out, in bytes.
+        most_bytes: u64,
+        /// Dedup domain: content may be shared with processes of the same number. 0: no sharing.
+        domain: u64,
+    },
+    /// Tell a copier that VRAM is granted and proven for a process: fill its memory.
+    FillMemory {
+        /// The copier.
+        copier: CopierId,
+        /// The process that was ordered to restore.
+        process: ProcessId,
+        /// Granted VRAM in bytes.
+        most_bytes: u64,
+    },
+    /// Tell a copier to take no VRAM except what [`Effect::FillMemory`] orders, or that it may again.
+    HoldCopier {
+        /// The copier.
+        copier: CopierId,
+        /// True: VRAM is being proven or taken. False: it may go on.
         on: bool,
+    },
+    /// End a copier. Report with [`super::Input::CopierExited`] that its process has exited.
+    EndCopier {
+        /// The copier.
+        copier: CopierId,
+        /// Why it ends, for the log.
+        why: CopierEnd,
     },
     /// Order a process to stop its copy out between two steps and to undo it.
     TurnBack(ProcessId),

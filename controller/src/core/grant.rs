@@ -1,10 +1,10 @@
 //! The right of one container to be restored, or to make an allocation that found no VRAM.
 //!
 //! ```text
-//! queue ──VRAM promised in the ledger──> Holding ──all hold allocations──> Proving ──NVML: free──> Granted
-//!   ^                                       ^                                 │ not free
-//!   │                                       └────────a process registers──────┤
-//!   └─────────────────────────────────────────────────────────────────────────┘  promise given up, tried again
+//! queue ──VRAM promised in the ledger──> Holding ──all hold──> AwaitingCopiers ──none moves──> Proving ──NVML: free──> Granted
+//!   ^                                       ^                        │                           │ not free
+//!   │                                       └──a process registers───┴───────────────────────────┤
+//!   └────────────────────────────────────────────────────────────────────────────────────────────┘  promise given up, tried again
 //! ```
 //!
 //! From Holding to the end, no managed process may take VRAM on the GPUs concerned. So VRAM that
@@ -27,16 +27,26 @@ use super::{Millis, ProcessId};
 pub enum Stage {
     /// Waits for these processes to hold their allocations.
     Holding(BTreeSet<ProcessId>),
+    /// Waits until no copier starts or ends.
+    AwaitingCopiers,
     /// Waits for the NVML sample with this number.
     Proving(u64),
     /// The VRAM is proven free: restores may run.
     Granted,
 }
 
+impl Stage {
+    /// Whether all awaited processes hold their allocations, and the VRAM is not proven free yet.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        matches!(self, Stage::AwaitingCopiers | Stage::Proving(_))
+    }
+}
+
 /// A grant in progress.
 #[derive(Clone, Debug)]
 pub struct Grant {
-    /// Holding, Proving or Granted.
+    /// Where it stands.
     pub stage: Stage,
     /// Processes that were ordered to hold their allocations.
     pub held: BTreeSet<ProcessId>,

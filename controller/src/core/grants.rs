@@ -12,7 +12,7 @@ use affinode_proto::{
 };
 
 use super::{
-    DeviceBytes, Effect, Key, Millis, Node, ProcessId,
+    DeviceBytes, Key, Millis, Node, ProcessId,
     container::Goal,
     grant::{Grant, Stage},
     input::GpuSample,
@@ -204,13 +204,12 @@ impl Node {
         self.prove_when_held(key);
     }
 
-    /// Asks NVML for a sample once no hold is awaited.
+    /// Has the VRAM proven once no hold is awaited, as soon as no copier moves memory.
     pub(super) fn prove_when_held(&mut self, key: &Key) {
         let Some(grant) = self.grants.get_mut(key) else { return };
         if grant.stage == Stage::Holding(BTreeSet::new()) {
-            self.next_proof += 1;
-            grant.stage = Stage::Proving(self.next_proof);
-            self.effects.push(Effect::Prove(key.clone(), self.next_proof));
+            grant.stage = Stage::AwaitingCopiers;
+            self.prove_when_copiers_rest();
         }
     }
 
@@ -341,7 +340,9 @@ impl Node {
             let late = age
                 > match grant.stage {
                     Stage::Holding(_) => self.full_patience_ms(),
-                    Stage::Proving(_) => self.full_patience_ms() + PROOF_MS,
+                    Stage::AwaitingCopiers | Stage::Proving(_) => {
+                        self.full_patience_ms() + PROOF_MS
+                    }
                     Stage::Granted => HOLD_LIMIT_MS + copy_ms,
                 };
             if late && grant.recalled {

@@ -92,7 +92,7 @@ impl Node {
         let in_time = self.now.saturating_sub(grant.since) < self.full_patience_ms();
         let can_allocate = process.phase == Phase::Open || opening;
         let mut awaited = believed && can_allocate && in_time && self.patience_ms(id) > 0;
-        if awaited && grant.restarts >= MAX_RESTARTS && matches!(grant.stage, Stage::Proving(_)) {
+        if awaited && grant.restarts >= MAX_RESTARTS && grant.stage.is_held() {
             awaited = false;
             self.shorten_hold_timeout(id);
         }
@@ -110,7 +110,7 @@ impl Node {
                     waiting.insert(id);
                 }
                 // NVML's running sample may be older than this process's allocations.
-                stage @ Stage::Proving(_) if awaited => {
+                stage @ (Stage::AwaitingCopiers | Stage::Proving(_)) if awaited => {
                     *stage = Stage::Holding(BTreeSet::from([id]));
                     grant.restarts += 1;
                 }

@@ -3,12 +3,15 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{Capabilities, Hazards, Phase, counters::CounterSnapshot, message::AgentMessage},
+    wire::{
+        Capabilities, Hazards, Phase, copier::CopierReport, counters::CounterSnapshot,
+        message::AgentMessage,
+    },
 };
 
 use super::{
-    ContainerSpec, DeviceBytes, Key, Millis, ProcessId, copy_watch::Levels, hints::Hint,
-    host_memory::MemoryPool, node::Settings, overrides::OperatorOverrides,
+    ContainerSpec, DeviceBytes, Key, Millis, ProcessId, copiers::CopierId, copy_watch::Levels,
+    hints::Hint, host_memory::MemoryPool, node::Settings, overrides::OperatorOverrides,
 };
 
 /// Number of a request that waits for its answer.
@@ -179,8 +182,14 @@ pub enum Input {
     Gpus(Result<Vec<GpuSample>, String>),
     /// NVML utilisation of all processes.
     Worked(Vec<Work>),
-    /// A process was not told of [`super::Effect::Prepare`]: there is no copier for its memory.
-    PrefaultRefused(ProcessId),
+    /// A copier reported.
+    CopierReport(CopierId, CopierReport),
+    /// The connection of a copier ended, or it could not be started.
+    CopierEnded(CopierId),
+    /// The process of a copier has exited, or was never started: it holds no memory.
+    CopierExited(CopierId),
+    /// A process of [`super::Effect::AttachCopier`] has no connection to its copier.
+    NotAttached(ProcessId),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
     /// Free host memory for copies out in progress, by level. The counters of their processes were

@@ -80,7 +80,7 @@ impl Node {
     pub(super) fn send_restore(&mut self, key: &Key, id: ProcessId) {
         if self.processes.get(&id).is_none_or(|process| process.target_gpu.is_none()) {
             self.order(id, Action::Restore);
-            return;
+            return self.fill_memory(id);
         }
         let exchange = self.processes.get(&id).and_then(|process| {
             let place = |uuid: &str| {

@@ -17,6 +17,7 @@ use indexmap::IndexMap;
 use super::{
     Change, ContainerSpec, DeviceBytes, Effect, Key, Millis, ProcessId,
     container::{Container, Goal},
+    copiers::Copiers,
     event::NodeEvent,
     grant::Grant,
     history::Pauses,
@@ -44,6 +45,8 @@ pub struct Settings {
     pub hold_ms: u32,
     /// Maximum number of CUDA processes in one container.
     pub max_processes: usize,
+    /// Whether GPUs may have copiers.
+    pub copiers: bool,
     /// A process whose agent can copy fewer bytes than this is not prefaulted.
     pub prefault_min_bytes: u64,
     /// Which containers are evicted for a waiter.
@@ -60,6 +63,7 @@ impl Default for Settings {
             deadlines: OrderDeadlines { close_ms: 1_000, lock_ms: 5_000 },
             hold_ms: 500,
             max_processes: 256,
+            copiers: true,
             prefault_min_bytes: 16 << 20,
             victims: VictimRule::Expected,
             hold: true,
@@ -108,6 +112,7 @@ pub struct Node {
     pub(super) queue_scratch: Vec<Key>,
     pub(super) grants: BTreeMap<Key, Grant>,
     pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
+    pub(super) copiers: Copiers,
     pub(super) unclaimed_journal: BTreeMap<(Key, u32, u64), JournalClaim>,
     /// Pauses of all containers: the expectation for a container without a history of its own.
     pub(super) pauses: Pauses,
@@ -154,7 +159,11 @@ impl Node {
         // These free no VRAM and request none, and counters are most of the inputs.
         let may_serve = !matches!(
             input,
-            Input::Page(..) | Input::Worked(_) | Input::Clock(_) | Input::Foreseen(..)
+            Input::Page(..)
+                | Input::Worked(_)
+                | Input::Clock(_)
+                | Input::Foreseen(..)
+                | Input::CopierReport(..)
         );
         match input {
             Input::Started(ticks) => self.started_ticks = ticks,
@@ -185,7 +194,10 @@ impl Node {
             Input::BadPage(process, why) => self.bad_page(process, why),
             Input::Gpus(gpus) => self.gpus_read(gpus),
             Input::Worked(work) => self.worked(&work),
-            Input::PrefaultRefused(process) => self.prefault_refused(process),
+            Input::CopierReport(copier, report) => self.copier_reported(copier, report),
+            Input::CopierEnded(copier) => self.copier_ended(copier),
+            Input::CopierExited(copier) => self.copier_exited(copier),
+            Input::NotAttached(process) => self.not_attached(process),
             Input::Surveyed(key, survey) => self.surveyed(&key, survey),
             Input::HostLevels(levels) => self.host_levels_read(levels),
             Input::Proven(key, number, gpus) => self.proven(&key, number, gpus),
@@ -203,6 +215,7 @@ impl Node {
             self.serve_queue();
             self.settle_host_memory();
         }
+        self.prove_when_copiers_rest();
     }
 
     fn set_clock(&mut self, unix_ms: i64) {
@@ -384,6 +397,7 @@ impl Node {
         self.check_grants();
         self.check_terminations();
         self.look_at_pressure();
+        self.keep_copiers();
     }
 
     pub(super) fn due(&mut self, key: &Key) {

@@ -143,6 +143,9 @@ impl Node {
             process.offloaded_vram.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
         self.host_ledger.begin_move(key);
         self.journal(key, JournalStep::Checkpoint);
+        if step == OffloadStep::CopyOut {
+            self.attach_for_offload(id);
+        }
         self.order(
             id,
             match step {
@@ -219,8 +222,7 @@ impl Node {
     }
 
     /// VRAM that a process needs for its restore, in bytes.
-    #[must_use]
-    pub fn offloaded_bytes_of(&self, id: ProcessId) -> u64 {
+    pub(super) fn offloaded_bytes_of(&self, id: ProcessId) -> u64 {
         self.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
     }
 

@@ -3,7 +3,7 @@
 //! ```text
 //!                ┌──in use, policy off, may not be offloaded: ordered off─┐
 //!                v                                                        │
-//! not prefaulted ──idle for half its timeout, resident: ordered on──> prefaulted ──offload──> restored
+//! not prefaulted ──idle for half its timeout, resident, a copier: ordered on──> prefaulted ──offload──> restored
 //!      ^  ^                                                               │                      │
 //!      │  └──offload failed: ordered off; connection lost; no copier──────┘                      │
 //!      └──────────────────────────────────────────────────────────────────────────────────────────┘
@@ -15,7 +15,7 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{Capabilities, Phase},
+    wire::{Capabilities, Phase, message::ControllerMessage},
 };
 
 use super::{
@@ -64,9 +64,8 @@ impl Node {
             {
                 self.end_prefault(id);
             } else if begins && !same {
-                (process.prefault_ordered, process.prefault_ordered_for_idle) =
-                    (true, Some(idleness));
-                self.effects.push(Effect::Prepare { process: id, on: true });
+                process.prefault_ordered_for_idle = Some(idleness);
+                self.begin_prefault(id);
             }
         }
     }
@@ -91,11 +90,14 @@ impl Node {
             && !self.is_too_small(key)
     }
 
-    /// A process was not told to prefault: it is not prefaulted. It is asked again in its next idle
-    /// period.
-    pub(super) fn prefault_refused(&mut self, id: ProcessId) {
-        if let Some(process) = self.processes.get_mut_uncounted(&id) {
-            process.prefault_ordered = false;
+    /// Orders a process to prefault, if there is a copier for its memory: without one it would have
+    /// no use. It is tried again in the next idle period.
+    fn begin_prefault(&mut self, id: ProcessId) {
+        if self.attach_ahead(id)
+            && let Some(process) = self.processes.get_mut_uncounted(&id)
+        {
+            process.prefault_ordered = true;
+            self.effects.push(Effect::Send(id, ControllerMessage::Prefault { on: true }));
         }
     }
 
@@ -104,7 +106,8 @@ impl Node {
         let process = self.processes.get_mut_uncounted(&id).filter(|p| p.prefault_ordered);
         if let Some(process) = process {
             process.prefault_ordered = false;
-            self.effects.push(Effect::Prepare { process: id, on: false });
+            self.copiers.detach(id);
+            self.effects.push(Effect::Send(id, ControllerMessage::Prefault { on: false }));
         }
     }
 
@@ -120,8 +123,7 @@ impl Node {
     /// its library cannot do it, the process is offloaded by another method, has memory on several GPUs, or has too little.
     /// Also `None` if its last offload showed that no copier can restore it, or if no copier
     /// copied it several times in a row: each of these offloads would be undone.
-    #[must_use]
-    pub fn may_prefault(&self, id: ProcessId) -> Option<(String, u64)> {
+    pub(super) fn may_prefault(&self, id: ProcessId) -> Option<(String, u64)> {
         let able = |p: &Process| p.can(Capabilities::PREFAULTS) && p.can(Capabilities::USES_COPIER);
         let may =
             |p: &&Process| able(p) && p.counters.is_some() && p.failed_copy_outs < MAX_UNCOPIED;
@@ -134,8 +136,7 @@ impl Node {
     }
 
     /// Whether a process is about to free VRAM and has not done so yet.
-    #[must_use]
-    pub fn is_leaving(&self, id: ProcessId) -> bool {
+    pub(super) fn is_leaving(&self, id: ProcessId) -> bool {
         let leaves = |p: &Process| {
             let container = self.containers.get(&p.key).filter(|c| c.goal != Goal::Resident);
             let began = container.and_then(|c| c.offload_began);

@@ -9,14 +9,10 @@
 //! `eligibility.rs` decides whether a container is offloaded. The steps are in `offload.rs` and
 //! `restore.rs`, the reports on orders in `completions.rs`.
 
-use affinode_proto::{
-    reason::Reason,
-    state::State,
-    wire::{Capabilities, ProcessFlags},
-};
+use affinode_proto::{reason::Reason, state::State, wire::ProcessFlags};
 
 use super::{
-    DeviceBytes, Effect, JournalStep, Key, Node, ProcessId, Record, RecordedProcess,
+    Effect, JournalStep, Key, Node, Record, RecordedProcess,
     container::Goal,
     plan::{OffloadMethod, ProcessPosition},
     policy::Engine,
@@ -99,44 +95,9 @@ impl Node {
         }
     }
 
-    /// Whether any grant exists, at any stage.
-    #[must_use]
-    pub fn has_grants(&self) -> bool {
-        !self.grants.is_empty()
-    }
-
     /// Whether no container waits for VRAM and no grant exists.
-    #[must_use]
-    pub fn is_settled(&self) -> bool {
-        !self.has_grants() && self.queue.in_order(self.now).is_empty()
-    }
-
-    /// The GPU and the swappable bytes of a process that a copier can offload. `None`: its
-    /// library cannot, another method is used, the process has memory on several GPUs, or it reported that no copier can
-    /// restore it.
-    #[must_use]
-    pub fn offloads_through_copier(&self, id: ProcessId) -> Option<(String, u64)> {
-        let process = self.processes.get(&id).filter(|p| p.can(Capabilities::USES_COPIER))?;
-        self.for_copier(process, process.offloaded_vram.as_deref()?)
-    }
-
-    /// The same for the VRAM `held`: what the process has now, or had before its offload.
-    pub(super) fn for_copier(
-        &self,
-        process: &Process,
-        held: &[DeviceBytes],
-    ) -> Option<(String, u64)> {
-        let both = self.moves(&process.key)(process) == OffloadMethod::CopyAndCheckpoint;
-        let vain = process
-            .counters
-            .as_ref()
-            .is_some_and(|page| page.notes.intersects(ProcessFlags::NO_COPIER));
-        match held {
-            [on] if both && !vain => {
-                Some((on.uuid.clone(), on.bytes.min(process.swap.swappable_bytes)))
-            }
-            _ => None,
-        }
+    pub(super) fn is_settled(&self) -> bool {
+        self.grants.is_empty() && self.queue.in_order(self.now).is_empty()
     }
 
     /// Sends the next orders of a container, if there are any.

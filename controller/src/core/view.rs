@@ -93,7 +93,8 @@ impl Node {
         };
         self.gpus
             .iter()
-            .map(|gpu| control::Gpu {
+            .map(|gpu| (gpu, self.copiers.figures(&gpu.uuid)))
+            .map(|(gpu, copier)| control::Gpu {
                 index: gpu.index,
                 uuid: gpu.uuid.clone(),
                 name: gpu.name.clone(),
@@ -103,6 +104,13 @@ impl Node {
                 vram_reserved_bytes: self.ledger.promised_bytes(&gpu.uuid),
                 utilization_percent: gpu.utilization_percent,
                 simulated: gpu.name.contains("Simulated"),
+                copier_prefaulted: copier.prefaulted,
+                copier_registering: copier.registering,
+                copier_registered: copier.registered,
+                copier_restores: copier.restores,
+                copier_offloads: copier.offloads,
+                copier_shared_bytes: copier.shared_bytes,
+                copier_stored_bytes: copier.stored_bytes,
                 ..control::Gpu::default()
             })
             .collect()

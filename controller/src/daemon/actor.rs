@@ -9,10 +9,9 @@ use std::{
 };
 
 use affinode_proto::{
-    api::control::{ActionResponse, Event},
+    api::control::ActionResponse,
     event::EventKind,
     paths,
-    state::State,
     wire::{counters::PAGE_BYTES, message::AgentMessage},
 };
 use tokio::{
@@ -29,7 +28,7 @@ use crate::{
     call_trace::CallTraceHub,
     clock::{monotonic_ms, unix_ms},
     config::Config,
-    copier::Copiers,
+    copier::CopierProcesses,
     core::{
         CommandId, Effect, Input, JournalStep, Key, Millis, Node, ProcessId,
         copy_watch::LEVELS_INTERVAL_MS, event::NodeEvent, input::SwapStatus,
@@ -64,9 +63,7 @@ pub(super) struct NodeActor {
     pub(super) run_dir: PathBuf,
     pub(super) sockets: ActivationSockets,
     pub(super) agents: HashMap<ProcessId, AgentHandle>,
-    pub(super) copiers: Copiers,
-    /// Proofs of free VRAM that wait for a copier.
-    pub(super) proofs: Vec<(Key, u64)>,
+    pub(super) copiers: CopierProcesses,
     pub(super) listeners: HashMap<Key, AgentListener>,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) mail: mpsc::Sender<AgentMail>,
@@ -78,10 +75,10 @@ pub(super) struct NodeActor {
     host_levels: HostLevels,
     /// When these are read next, while a copy out is in progress.
     pub(super) levels_due: Option<tokio::time::Instant>,
-    journal: Journal,
+    pub(super) journal: Journal,
     unclaimed: UnclaimedEntry,
-    events: Arc<EventLog>,
-    commands: HashMap<CommandId, oneshot::Sender<ActionResponse>>,
+    pub(super) events: Arc<EventLog>,
+    pub(super) commands: HashMap<CommandId, oneshot::Sender<ActionResponse>>,
     next_command: u64,
     started_unix_ms: i64,
     gpus_read: Option<Instant>,
@@ -126,8 +123,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     let (calls, mut from_api) = mpsc::channel(64);
     let mut actor = NodeActor {
         node: Node::new(config.settings()),
-        copiers: Copiers::new(config.copier.enabled, DriverLibrary::cuda(&config), of_copiers),
-        proofs: Vec::new(),
+        copiers: CopierProcesses::new(DriverLibrary::cuda(&config), of_copiers),
         config,
         run_dir: run_dir.clone(),
         sockets: ActivationSockets::take(&run_dir),
@@ -286,76 +282,10 @@ impl NodeActor {
         }
     }
 
-    fn execute_order(&mut self, effect: Effect) {
-        match effect {
-            Effect::Send(id, message) => {
-                self.before_order(id, &message);
-                if self.agents.get_mut(&id).is_some_and(|agent| agent.send(message)) {
-                    self.after_order(id, &message);
-                }
-            }
-            Effect::Drop(id) => {
-                self.agents.remove(&id);
-            }
-            Effect::Journal(key, record) => {
-                let written = match &record {
-                    Some(record) => self.journal.write(&key, record),
-                    None => self.journal.remove(&key),
-                };
-                if let Err(error) = written {
-                    tracing::error!(%key, %error, "container {key}: cannot write the journal; after a restart the controller must estimate its sizes");
-                }
-            }
-            Effect::Survey { key, processes } => {
-                let known = self.node.pids().chain(self.copiers.pids()).collect();
-                self.inventory.ask(InventoryQuery::Survey { key, processes, known })
-            }
-            Effect::Prove(key, number) => self.prove(key, number),
-            Effect::Answer(command, answer) => {
-                if let Some(waiter) = self.commands.remove(&command) {
-                    let _ = waiter.send(answer.into());
-                }
-            }
-            Effect::Changed(change) => self.publish(change.into()),
-            Effect::Publish(event) => self.publish((*event).into()),
-            Effect::Prepare { process, on } => self.prepare(process, on),
-            Effect::TurnBack(id) => {
-                let told = self.agents.get(&id).map(AgentHandle::turn_back);
-                if let Some(Err(error)) = told {
-                    tracing::warn!(process = id.0, %error, "a copy cannot be turned back");
-                }
-            }
-            Effect::End { identity, by_force } => {
-                if let Err(error) = process::end(&identity, by_force) {
-                    tracing::error!(pid = identity.pid, %error, "process {}: cannot be ended", identity.pid);
-                }
-            }
-        }
-    }
-
-    fn ask_gpus(&mut self) {
+    pub(super) fn ask_gpus(&mut self) {
         if self.readings.wanted() {
             self.inventory.ask(InventoryQuery::Gpus);
         }
-    }
-
-    pub(super) fn publish(&mut self, event: Event) {
-        if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
-            // VRAM has moved: the dashboard shows the new reading soon.
-            self.ask_gpus();
-        }
-        tracing::info!(
-            container = event.container,
-            kind = event.kind,
-            from = event.from,
-            to = event.to,
-            reason = event.reason,
-            bytes = event.bytes,
-            elapsed_ms = event.elapsed_ms,
-            "{}",
-            event.text
-        );
-        self.events.add(event, unix_ms());
     }
 
     /// While copies out are in progress the levels of host memory above them are read again and again.
@@ -532,7 +462,6 @@ impl NodeActor {
         self.feed(Input::Clock(unix_ms()));
         self.feed(Input::Tick);
         self.tell_pressure();
-        self.keep_copiers();
         let useless =
             self.unclaimed.useless(|key| self.listeners.contains_key(key), process::lives);
         for key in useless {

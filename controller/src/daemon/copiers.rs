@@ -1,110 +1,133 @@
-//! Orders and effects that involve the copiers of the node.
+//! Effects that concern the copiers of the node, and their news.
 
-use affinode_proto::wire::message::{Action, ControllerMessage};
+use affinode_proto::wire::copier::{CopierOrder, CopierReport};
 
 use super::actor::NodeActor;
 use crate::{
-    copier::{CopierMessage, Copiers},
-    core::{Domain, Input, Key, Node, ProcessId},
-    inventory::InventoryQuery,
+    copier::{AttachError, CopierMessage},
+    core::{
+        Input, ProcessId,
+        copiers::{CopierEnd, CopierId},
+    },
 };
 
 impl NodeActor {
-    /// Called before an order is sent to a process.
-    pub(super) fn before_order(&mut self, id: ProcessId, message: &ControllerMessage) {
-        if matches!(message, ControllerMessage::Order { action: Action::CopyOut { .. }, .. }) {
-            self.show_copier(id);
+    pub(super) fn start_copier(&mut self, copier: CopierId, gpu: &str) {
+        if let Err(error) = self.copiers.start(copier, gpu) {
+            tracing::warn!(gpu, %error, "copier {gpu}: cannot start the process");
+            self.later.extend([Input::CopierEnded(copier), Input::CopierExited(copier)]);
         }
     }
 
-    /// Called after an order was sent.
-    pub(super) fn after_order(&mut self, id: ProcessId, message: &ControllerMessage) {
-        if matches!(message, ControllerMessage::Order { action: Action::Restore, .. }) {
-            self.copiers.fill(id, self.node.offloaded_bytes_of(id));
-        }
-        if matches!(message, ControllerMessage::Order { action: Action::CopyOut { .. }, .. }) {
-            self.levels_due.get_or_insert_with(tokio::time::Instant::now);
+    /// Gives a process a connection to its copier, through a relay of its container.
+    pub(super) fn attach_copier(
+        &mut self,
+        copier: CopierId,
+        process: ProcessId,
+        most_bytes: u64,
+        domain: u64,
+    ) {
+        let attached = match self.copiers.attach(copier, process, most_bytes, domain) {
+            Ok(socket) => {
+                self.agents.get_mut(&process).is_some_and(|agent| agent.send_copier(socket))
+            }
+            Err(error) => {
+                tracing::debug!(process = process.0, %error, "process {}: no copier", process.0);
+                if let AttachError::Order(error) = error {
+                    self.unreachable(copier, &error);
+                }
+                false
+            }
+        };
+        if !attached {
+            self.later.push_back(Input::NotAttached(process));
         }
     }
 
-    /// Reads the GPUs for a proof of free VRAM, as soon as no copier is about to take VRAM.
-    pub(super) fn prove(&mut self, key: Key, number: u64) {
-        self.copiers.hold(true);
-        self.proofs.push((key, number));
-        self.ask_for_proofs();
+    /// Sends a copier an order. One that does not read its socket has ended, for the core.
+    pub(super) fn order_copier(&mut self, copier: CopierId, order: CopierOrder) {
+        if let Err(error) = self.copiers.tell(copier, order) {
+            self.unreachable(copier, &error);
+        }
     }
 
-    fn ask_for_proofs(&mut self) {
-        if !self.copiers.is_moving() {
-            for (key, number) in self.proofs.drain(..) {
-                self.inventory.ask(InventoryQuery::Prove(key, number));
+    fn unreachable(&mut self, copier: CopierId, error: &std::io::Error) {
+        let gpu = self.copiers.gpu(copier).unwrap_or_default();
+        tracing::warn!(gpu, %error, "copier {gpu}: cannot send an order");
+        self.later.push_back(Input::CopierEnded(copier));
+    }
+
+    pub(super) fn end_copier(&mut self, copier: CopierId, why: CopierEnd) {
+        let Some(gpu) = self.copiers.end(copier) else { return };
+        match why {
+            CopierEnd::Unused => tracing::info!(gpu, "copier {gpu}: ended, no process needs it"),
+            CopierEnd::MakesRoom => {
+                tracing::info!(gpu, "copier {gpu}: ended, a container waits for its VRAM");
+            }
+            CopierEnd::Lost => tracing::warn!(gpu, "copier {gpu}: ended"),
+            CopierEnd::NeverReady { pause_ms } => {
+                let pause_s = pause_ms / 1_000;
+                tracing::warn!(
+                    gpu,
+                    pause_s,
+                    "copier {gpu}: failed to start, processes are restored without one; not started again for {pause_s} s"
+                );
             }
         }
-    }
-
-    /// Attaches a process that is copied out and then checkpointed to the copier of its GPU.
-    fn show_copier(&mut self, id: ProcessId) {
-        let domain = self.domain_of(id);
-        let Some(agent) = self.agents.get_mut(&id) else { return };
-        if let Some((uuid, most_bytes)) = self.node.offloads_through_copier(id)
-            && !self.copiers.was_shown(id, &uuid)
-            && may_have_one(&self.node, &self.copiers, &uuid)
-            && let Some(socket) = self.copiers.attach(id, &uuid, most_bytes, domain)
-        {
-            agent.send_copier(socket);
-        }
-    }
-
-    /// Tells a process to prepare host memory, which the copier of its GPU registers, or to stop
-    /// doing so. Without a copier nothing is prepared, and the core is told: it would have no use.
-    pub(super) fn prepare(&mut self, id: ProcessId, on: bool) {
-        if on {
-            if !self.begin_prefault(id) {
-                self.later.push_back(Input::PrefaultRefused(id));
-            }
-            return;
-        }
-        self.copiers.unprepare(id);
-        if let Some(agent) = self.agents.get_mut(&id) {
-            agent.send(ControllerMessage::Prefault { on });
-        }
-    }
-
-    fn begin_prefault(&mut self, id: ProcessId) -> bool {
-        let domain = self.domain_of(id);
-        let Some(agent) = self.agents.get_mut(&id) else { return false };
-        if let Some((uuid, most_bytes)) = self.node.may_prefault(id)
-            && may_have_one(&self.node, &self.copiers, &uuid)
-            && let Some(socket) = self.copiers.prepare(id, &uuid, most_bytes, domain)
-        {
-            agent.send_copier(socket) && agent.send(ControllerMessage::Prefault { on: true })
-        } else {
-            false
-        }
-    }
-
-    fn domain_of(&self, id: ProcessId) -> Option<Domain> {
-        self.node.domain_of(id)
     }
 
     pub(super) fn copier_said(&mut self, mail: CopierMessage) {
-        self.copiers.received(mail);
-        self.ask_for_proofs();
-    }
-
-    /// Ends copiers whose VRAM a container waits for, and those without offloaded processes.
-    pub(super) fn keep_copiers(&mut self) {
-        self.copiers.make_room(self.node.pressed(), |process| self.node.is_leaving(process));
-        self.copiers.tick();
-        self.ask_for_proofs();
-        if self.proofs.is_empty() && !self.node.has_grants() {
-            self.copiers.hold(false);
-        }
+        self.feed(match mail {
+            CopierMessage::Report(copier, report) => {
+                log(self.copiers.gpu(copier).unwrap_or_default(), report);
+                Input::CopierReport(copier, report)
+            }
+            CopierMessage::Closed(copier) => Input::CopierEnded(copier),
+            CopierMessage::Exited(copier) => {
+                self.feed(Input::CopierExited(copier));
+                return self.copiers.forget(copier);
+            }
+        });
     }
 }
 
-/// Whether a copier may be used on a GPU now: the VRAM of a new one would be missing for a waiter
-/// while free VRAM is being proven.
-fn may_have_one(node: &Node, copiers: &Copiers, uuid: &str) -> bool {
-    node.is_settled() || copiers.has_ready(uuid)
+fn log(gpu: &str, report: CopierReport) {
+    match report {
+        CopierReport::Ready => tracing::info!(gpu, "copier {gpu}: ready"),
+        CopierReport::Registered { process, bytes } => {
+            tracing::debug!(
+                process,
+                bytes,
+                "process {process}: {bytes} bytes registered by the copier"
+            );
+        }
+        CopierReport::Prefaulted { process, bytes } => {
+            tracing::debug!(process, bytes, "process {process}: {bytes} bytes prefaulted");
+        }
+        CopierReport::Copied { process, bytes, elapsed_us } => {
+            tracing::info!(
+                process,
+                bytes,
+                elapsed_us,
+                "process {process}: {bytes} bytes copied out by the copier"
+            );
+        }
+        CopierReport::Filled { process, bytes, elapsed_us } => {
+            tracing::info!(
+                process,
+                bytes,
+                elapsed_us,
+                "process {process}: {bytes} bytes copied in by the copier"
+            );
+        }
+        CopierReport::Shared { process, bytes, stored_bytes } => {
+            tracing::debug!(
+                process,
+                bytes,
+                stored_bytes,
+                "process {process}: {bytes} bytes deduplicated"
+            );
+        }
+        CopierReport::Detached { .. } | CopierReport::Released => {}
+    }
 }

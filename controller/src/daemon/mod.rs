@@ -12,6 +12,7 @@ mod command;
 mod connection_polling;
 mod containers;
 mod copiers;
+mod effects;
 mod events;
 mod frontend;
 mod gc;

@@ -6,6 +6,7 @@ mod capabilities;
 mod connections;
 mod context_retention;
 mod copied_out;
+mod copiers;
 mod domain;
 mod exits;
 mod figures;

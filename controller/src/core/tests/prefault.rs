@@ -91,7 +91,7 @@ fn swappable_bytes_count_beyond_nvml_sample() {
 #[test]
 fn refused_prefault_has_no_effect() {
     let mut world = World::new(3);
-    world.no_copier = true;
+    world.node.settings.copiers = false;
     let id = staying(&mut world, FAST, 600);
     rest(&mut world);
     let process = world.node.processes.get(&id).unwrap();
@@ -107,7 +107,7 @@ fn refused_prefault_has_no_effect() {
     assert!(!until_park(&mut world, id), "it copies by itself");
 
     world.settle_all();
-    world.no_copier = false;
+    world.node.settings.copiers = true;
     world.call(id);
     world.settle_all();
     rest(&mut world);

@@ -47,6 +47,10 @@ enum Step {
     Nvml(bool),
     /// There is no host memory from now on, or there is again.
     HostMemory(bool),
+    /// A copier goes on: it is ready, registers, fills, exits.
+    Copier(usize),
+    /// The connection of a copier ends; or first its process is seen to have exited.
+    CopierEnds(usize, bool),
     /// The process holds its allocations from now on without saying so, or says it again.
     Refuse(usize, Option<Refusal>),
 }
@@ -72,6 +76,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => any::<bool>().prop_map(Step::Nvml),
         1 => any::<bool>().prop_map(Step::HostMemory),
         1 => (0_usize..8, refusal()).prop_map(|(n, refusal)| Step::Refuse(n, refusal)),
+        8 => (0_usize..4).prop_map(Step::Copier),
+        1 => (0_usize..4, any::<bool>()).prop_map(|(n, exits)| Step::CopierEnds(n, exits)),
         2 => (0_usize..3, 0_u64..9).prop_map(|(n, count)| Step::Connections(n, count)),
         2 => (0_usize..3, any::<bool>()).prop_map(|(c, out)| Step::Ask(c, out)),
     ]
@@ -147,6 +153,22 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
             Step::Refuse(n, refusal) => {
                 if let Some(agent) = nth(n, &world).and_then(|id| world.agents.get_mut(&id)) {
                     agent.refuses = refusal;
+                }
+            }
+            Step::Copier(n) => {
+                let nth = world.copiers.keys().copied().nth(n);
+                nth.filter(|_| world.slow_copiers).into_iter().for_each(|id| world.copier_step(id));
+            }
+            Step::CopierEnds(n, exits) => {
+                if let Some(id) = world.copiers.keys().copied().nth(n) {
+                    if exits {
+                        world.copiers.remove(&id);
+                    }
+                    world.feed(if exits {
+                        Input::CopierExited(id)
+                    } else {
+                        Input::CopierEnded(id)
+                    });
                 }
             }
             Step::Fail(busy) => {
@@ -271,6 +293,23 @@ proptest! {
     ) {
         let mut world = World::new(3);
         (world.libraries, world.all_options, world.prepare) = (libraries, true, prepare);
+        run_in(world, &[], steps)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    /// The same with copiers that take VRAM and time: no proof of free VRAM while a copier starts,
+    /// ends or may register (asserted in `feed`), and no memory is filled without a grant.
+    #[test]
+    fn random_copiers_move_nothing_beside_a_proof(
+        prepare in any::<bool>(),
+        two_gpus in any::<bool>(),
+        steps in proptest::collection::vec(step(), 1..200),
+    ) {
+        let mut world = World::new(3);
+        (world.slow_copiers, world.two_gpus, world.prepare) = (true, two_gpus, prepare);
         run_in(world, &[], steps)?;
     }
 }

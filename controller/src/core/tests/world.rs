@@ -17,14 +17,16 @@ use super::super::{
     ContainerSpec, Effect, GpuSample, Input, JournalStep, Key, Millis, Node, ProcessId, Record,
     Settings,
     container::{Container, Goal},
+    copiers::CopierId,
     input::{CommandId, Identity, SwapStatus},
     policy::{KeepAlive, Mode, OnOom, Policies, Policy, Restore, WakeOn},
 };
 use super::agent::{Agent, Asking, page};
+use super::copiers::WorldCopier;
 use super::nvml::Nvml;
 
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
-const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
+pub(super) const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
 /// A process whose agent can copy less is not prefaulted.
 pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
@@ -62,8 +64,10 @@ pub(super) struct World {
     pub(super) all_options: bool,
     /// Containers with the engine `full` have `auto` instead.
     pub(super) auto: bool,
-    /// No copier can be had: orders to prefault are not sent.
-    pub(super) no_copier: bool,
+    /// The copiers that the core has started, and that have not exited.
+    pub(super) copiers: BTreeMap<CopierId, WorldCopier>,
+    /// Copiers take a while and VRAM; otherwise they start and end at once.
+    pub(super) slow_copiers: bool,
     /// Prefault orders that were sent, on or off.
     pub(super) prepared: Vec<(ProcessId, bool)>,
     /// Processes that were told to end, and whether by force.
@@ -127,7 +131,8 @@ impl World {
             libraries: vec![ALL_CAPABILITIES],
             all_options: false,
             auto: false,
-            no_copier: false,
+            copiers: BTreeMap::new(),
+            slow_copiers: false,
             prepared: Vec::new(),
             ended: Vec::new(),
             fail: None,
@@ -180,7 +185,7 @@ impl World {
     pub(super) fn used_on(&self, gpu: usize) -> u64 {
         let there = self.agents.values().filter(|agent| agent.gpu == gpu);
         let others = if gpu == 0 { self.others } else { 0 };
-        others + there.map(Agent::on_device).sum::<u64>()
+        others + self.copier_bytes_on(gpu) + there.map(Agent::on_device).sum::<u64>()
     }
 
     /// Unmanaged processes hold these bytes from now on, if they are free.
@@ -217,11 +222,11 @@ impl World {
             let promised = self.node.ledger.promised_bytes(uuid);
             assert!(promised <= TOTAL, "more is promised of {uuid} than there is");
         }
-        let mut refused = None;
+        let mut later = Vec::new();
         for effect in effects {
             match effect {
-                Effect::Prepare { process, on: true } if self.no_copier => {
-                    refused = Some(Input::PrefaultRefused(process));
+                Effect::Send(id, ControllerMessage::Prefault { on }) => {
+                    self.told_to_prepare(id, on);
                 }
                 Effect::Send(id, message) => {
                     if let Some(agent) = self.agents.get_mut(&id) {
@@ -236,8 +241,16 @@ impl World {
                     self.journal.remove(&key);
                 }
                 Effect::Answer(command, answer) => self.answers.push((command, answer.done)),
-                Effect::Survey { .. } | Effect::Prove(..) => self.questions.push_back(effect),
-                Effect::Prepare { process, on } => self.told_to_prepare(process, on),
+                Effect::Survey { .. } => self.questions.push_back(effect),
+                Effect::Prove(..) => {
+                    self.assert_no_copier_moves();
+                    self.questions.push_back(effect);
+                }
+                Effect::StartCopier { .. }
+                | Effect::AttachCopier { .. }
+                | Effect::FillMemory { .. }
+                | Effect::HoldCopier { .. }
+                | Effect::EndCopier { .. } => later.extend(self.told_copier(effect)),
                 Effect::TurnBack(id) => self.turned_back.push(id),
                 Effect::End { identity, by_force } => self.told_to_end(identity.pid, by_force),
                 Effect::Publish(event) if event.kind == EventKind::Refused => {
@@ -246,9 +259,7 @@ impl World {
                 Effect::Drop(_) | Effect::Changed(_) | Effect::Publish(_) => {}
             }
         }
-        if let Some(refused) = refused {
-            self.feed(refused);
-        }
+        later.into_iter().for_each(|input| self.feed(input));
     }
 
     /// Containers whose eviction was requested and that are not touched yet.
@@ -496,6 +507,8 @@ impl World {
     pub(super) fn restart(&mut self, busy: bool) {
         self.forget_questions();
         self.answers.clear();
+        // They are its children.
+        self.copiers.clear();
         let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
         ids.iter().for_each(|id| self.cut(*id, busy));
         self.node = Node::new(settings());
@@ -567,6 +580,9 @@ impl World {
         }
         while self.is_asked() {
             self.answer_question();
+        }
+        if self.slow_copiers {
+            self.copiers_step();
         }
         self.tick();
     }

@@ -13,6 +13,7 @@ use affinode_proto::{
     reason::Reason,
     wire::{
         Capabilities, Hazards, Phase, ProcessFlags,
+        copier::CopierReport,
         counters::CounterSnapshot,
         message::{Action, AgentMessage, ControllerMessage, Outcome},
     },
@@ -250,8 +251,13 @@ impl World {
     }
 
     fn feed(&mut self, input: Input) {
+        let mut later = Vec::new();
         for effect in self.node.handle(self.now_ms, input) {
             match effect {
+                Effect::StartCopier { copier, .. } => {
+                    later.push(Input::CopierReport(copier, CopierReport::Ready));
+                }
+                Effect::EndCopier { copier, .. } => later.push(Input::CopierExited(copier)),
                 Effect::Send(id, message) => {
                     if let Some(honest) = self.honest.iter_mut().find(|honest| honest.id == id) {
                         honest.inbox.push_back(message);
@@ -263,6 +269,7 @@ impl World {
                 _ => {}
             }
         }
+        later.into_iter().for_each(|input| self.feed(input));
     }
 
     fn gpus(&self) -> Vec<GpuSample> {

@@ -1,0 +1,127 @@
+//! When processes use the copiers of their GPUs, and the barrier between copiers and proofs of free
+//! VRAM. The copiers themselves are in `copiers.rs`.
+
+use affinode_proto::wire::{Capabilities, ProcessFlags, copier::CopierReport};
+
+use super::{
+    DeviceBytes, Effect, Node, ProcessId, copiers::CopierId, grant::Stage, plan::OffloadMethod,
+    process::Process,
+};
+
+impl Node {
+    /// Attaches a process that is copied out and then checkpointed to the copier of its GPU.
+    pub(super) fn attach_for_offload(&mut self, id: ProcessId) {
+        if let Some((uuid, most_bytes)) = self.offloads_through_copier(id)
+            && !self.copiers.was_attached_ahead(id, &uuid)
+        {
+            self.attach(id, &uuid, most_bytes, false);
+        }
+    }
+
+    /// Attaches a resident process to the copier of its GPU, which registers its prefaulted memory.
+    /// Returns false if there is no copier for it.
+    pub(super) fn attach_ahead(&mut self, id: ProcessId) -> bool {
+        match self.may_prefault(id) {
+            Some((uuid, most_bytes)) => self.attach(id, &uuid, most_bytes, true),
+            None => false,
+        }
+    }
+
+    fn attach(&mut self, id: ProcessId, uuid: &str, most_bytes: u64, ahead: bool) -> bool {
+        if !self.may_have_copier(uuid) {
+            return false;
+        }
+        let domain = self.domain_of(id);
+        let process = (id, uuid);
+        self.copiers.attach(self.now, process, most_bytes, domain, ahead, &mut self.effects)
+    }
+
+    /// Whether a copier may be used on a GPU now: the VRAM of a new one would be missing for a
+    /// waiter, or while free VRAM is being proven.
+    fn may_have_copier(&self, uuid: &str) -> bool {
+        self.settings.copiers && (self.is_settled() || self.copiers.has_ready(uuid))
+    }
+
+    /// Lets the copier of a process that is ordered to restore fill its memory.
+    pub(super) fn fill_memory(&mut self, id: ProcessId) {
+        let most_bytes = self.offloaded_bytes_of(id);
+        self.copiers.fill(self.now, id, most_bytes, &mut self.effects);
+    }
+
+    pub(super) fn copier_reported(&mut self, id: CopierId, report: CopierReport) {
+        self.copiers.report(id, report);
+    }
+
+    pub(super) fn copier_ended(&mut self, id: CopierId) {
+        self.copiers.ended(self.now, id, &mut self.effects);
+    }
+
+    pub(super) fn copier_exited(&mut self, id: CopierId) {
+        self.copiers.exited(self.now, id, &mut self.effects);
+    }
+
+    /// A process has no connection to its copier: it copies by itself, and need not prefault.
+    pub(super) fn not_attached(&mut self, id: ProcessId) {
+        self.copiers.detach(id);
+        self.end_prefault(id);
+    }
+
+    /// Ends copiers whose VRAM a container waits for, and those without offloaded processes.
+    pub(super) fn keep_copiers(&mut self) {
+        let mut copiers = std::mem::take(&mut self.copiers);
+        let leaves = |process| self.is_leaving(process);
+        let mut effects = Vec::new();
+        copiers.make_room(self.now, &self.gpus_under_pressure, leaves, &mut effects);
+        copiers.tick(self.now, &mut effects);
+        if self.grants.is_empty() {
+            copiers.hold(false, &mut effects);
+        }
+        self.effects.append(&mut effects);
+        self.copiers = copiers;
+    }
+
+    /// Asks NVML for the samples of the grants whose allocations are held, unless a copier moves
+    /// memory: what is free now may not be free in a moment. This is the only place that asks.
+    pub(super) fn prove_when_copiers_rest(&mut self) {
+        let waits = |stage: &Stage| *stage == Stage::AwaitingCopiers;
+        if !self.grants.values().any(|grant| waits(&grant.stage)) {
+            return;
+        }
+        self.copiers.hold(true, &mut self.effects);
+        if self.copiers.is_moving(self.now) {
+            return;
+        }
+        for (key, grant) in self.grants.iter_mut().filter(|(_, grant)| waits(&grant.stage)) {
+            self.next_proof += 1;
+            grant.stage = Stage::Proving(self.next_proof);
+            self.effects.push(Effect::Prove(key.clone(), self.next_proof));
+        }
+    }
+
+    /// The GPU and the swappable bytes of a process that a copier can offload. `None`: its library
+    /// cannot, another method is used, the process has memory on several GPUs, or it reported that
+    /// no copier can restore it.
+    pub(super) fn offloads_through_copier(&self, id: ProcessId) -> Option<(String, u64)> {
+        let process = self.processes.get(&id).filter(|p| p.can(Capabilities::USES_COPIER))?;
+        self.for_copier(process, process.offloaded_vram.as_deref()?)
+    }
+
+    /// The same for the VRAM `held`: what the process has now, or had before its offload.
+    pub(super) fn for_copier(
+        &self,
+        process: &Process,
+        held: &[DeviceBytes],
+    ) -> Option<(String, u64)> {
+        let both = self.moves(&process.key)(process) == OffloadMethod::CopyAndCheckpoint;
+        let vain = process
+            .counters
+            .as_ref()
+            .is_some_and(|page| page.notes.intersects(ProcessFlags::NO_COPIER));
+        match held {
+            [on] if both && !vain => {
+                Some((on.uuid.clone(), on.bytes.min(process.swap.swappable_bytes)))
+            }
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,378 @@
+//! Copiers in the world of the tests: they take VRAM, register memory, fill it, end. No proof of
+//! free VRAM may be taken while one starts or ends, and none registers beside a proof.
+
+use std::collections::BTreeSet;
+
+use affinode_proto::{
+    state::State,
+    wire::{Phase, copier::CopierReport},
+};
+
+use super::{
+    super::{
+        Effect, Input, Millis, ProcessId, Settings,
+        copiers::{CopierId, END_MS, LINGER_MS, START_MS},
+        grant::Stage,
+        input::{CommandId, Request},
+        policy::Mode,
+    },
+    world::{GPU, TOTAL, World, key, settings},
+};
+
+/// The container whose engine is `full`.
+const FULL: usize = 1;
+/// VRAM of a copier's context.
+const CONTEXT_BYTES: u64 = 20;
+
+/// Where a copier is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum CopierState {
+    Starting,
+    Ready,
+    /// It was ended at this time, and has not exited.
+    Ending(Millis),
+}
+
+/// A copier on a device.
+#[derive(Debug)]
+pub(super) struct WorldCopier {
+    gpu: usize,
+    state: CopierState,
+    bytes: u64,
+    /// It was told to register nothing.
+    held: bool,
+    /// Its processes, and whether their memory is registered.
+    attached: Vec<(ProcessId, bool)>,
+    /// The process that it fills.
+    filling: Option<ProcessId>,
+}
+
+impl World {
+    /// VRAM of the copiers on a device.
+    pub(super) fn copier_bytes_on(&self, gpu: usize) -> u64 {
+        self.copiers.values().filter(|copier| copier.gpu == gpu).map(|copier| copier.bytes).sum()
+    }
+
+    /// What the core wants of a copier. Without `slow_copiers` it starts and ends at once; the
+    /// input that comes of it is returned.
+    pub(super) fn told_copier(&mut self, effect: Effect) -> Option<Input> {
+        let slow = self.slow_copiers;
+        match effect {
+            Effect::StartCopier { copier, gpu } => {
+                assert!(self.may_start_copier(), "VRAM is being proven or taken");
+                let gpu = usize::from(gpu != GPU);
+                let alone = self
+                    .copiers
+                    .values()
+                    .all(|other| other.gpu != gpu || matches!(other.state, CopierState::Ending(_)));
+                assert!(alone, "there is one on that device");
+                let state = if slow { CopierState::Starting } else { CopierState::Ready };
+                let started = WorldCopier {
+                    gpu,
+                    state,
+                    bytes: 0,
+                    held: false,
+                    attached: Vec::new(),
+                    filling: None,
+                };
+                self.copiers.insert(copier, started);
+                (!slow).then_some(Input::CopierReport(copier, CopierReport::Ready))
+            }
+            Effect::AttachCopier { copier, process, .. } => {
+                if let Some(copier) = self.copiers.get_mut(&copier) {
+                    copier.attached.retain(|(id, _)| *id != process);
+                    copier.attached.push((process, false));
+                }
+                None
+            }
+            Effect::HoldCopier { copier, on } => {
+                if let Some(copier) = self.copiers.get_mut(&copier) {
+                    copier.held = on;
+                }
+                None
+            }
+            Effect::FillMemory { copier, process, .. } => {
+                let agent = &self.agents[&process];
+                let grant = &self.node.grants[&key(agent.container)];
+                assert!(grant.is_granted() && grant.covers.contains(&process), "without a grant");
+                let copier = self.copiers.get_mut(&copier).expect("it lives");
+                assert!(copier.attached.contains(&(process, true)), "it is not registered");
+                copier.filling = Some(process);
+                None
+            }
+            Effect::EndCopier { copier, .. } if slow => {
+                if let Some(ending) = self.copiers.get_mut(&copier) {
+                    ending.state = CopierState::Ending(self.now);
+                }
+                None
+            }
+            Effect::EndCopier { copier, .. } => {
+                self.copiers.remove(&copier);
+                Some(Input::CopierExited(copier))
+            }
+            _ => None,
+        }
+    }
+
+    fn may_start_copier(&self) -> bool {
+        // A grant that began after it, by the same input, waits for it.
+        let waits = |stage: &Stage| matches!(stage, Stage::Holding(_) | Stage::AwaitingCopiers);
+        self.node.grants.values().all(|grant| waits(&grant.stage))
+    }
+
+    /// What is free now must stay free.
+    pub(super) fn assert_no_copier_moves(&self) {
+        for (id, copier) in &self.copiers {
+            match copier.state {
+                CopierState::Starting => panic!("{id:?} starts beside a proof"),
+                CopierState::Ready => assert!(copier.held, "{id:?} registers beside a proof"),
+                CopierState::Ending(since) => {
+                    assert!(self.now - since >= END_MS, "{id:?} ends beside a proof");
+                }
+            }
+        }
+    }
+
+    /// A copier goes on with what it has to do.
+    pub(super) fn copier_step(&mut self, id: CopierId) {
+        let Some(copier) = self.copiers.get(&id) else { return };
+        let (gpu, room) = (copier.gpu, TOTAL.saturating_sub(self.used_on(copier.gpu)));
+        match copier.state {
+            CopierState::Starting if room >= CONTEXT_BYTES => {
+                let copier = self.copiers.get_mut(&id).unwrap();
+                (copier.state, copier.bytes) = (CopierState::Ready, CONTEXT_BYTES);
+                self.feed(Input::CopierReport(id, CopierReport::Ready));
+            }
+            CopierState::Starting => self.feed(Input::CopierEnded(id)),
+            CopierState::Ending(_) => {
+                self.copiers.remove(&id);
+                self.feed(Input::CopierExited(id));
+            }
+            CopierState::Ready => self.serve_processes(id, gpu, room),
+        }
+    }
+
+    fn serve_processes(&mut self, id: CopierId, gpu: usize, room: u64) {
+        let gone = |(process, _): &&(ProcessId, bool)| {
+            self.agents.get(process).is_none_or(|agent| {
+                let leaves = agent.prepared || agent.phase != Phase::Open;
+                agent.orphaned || agent.gpu != gpu || !leaves
+            })
+        };
+        let waits = |(process, registered): &&(ProcessId, bool)| {
+            let agent = self.agents.get(process);
+            let prepared = agent.is_some_and(|agent| agent.prepared);
+            let checkpointed = agent.is_some_and(|agent| agent.phase == Phase::Checkpointed);
+            !*registered && (prepared || checkpointed)
+        };
+        let copier = &self.copiers[&id];
+        let report = if let Some(process) = copier.filling {
+            CopierReport::Filled { process: process.0, bytes: 1, elapsed_us: 1 }
+        } else if let Some((process, _)) = copier.attached.iter().find(gone) {
+            CopierReport::Detached { process: process.0 }
+        } else if let Some((process, _)) =
+            copier.attached.iter().find(waits).filter(|_| !copier.held && room > 0)
+        {
+            let process = process.0;
+            match self.agents[&ProcessId(process)].prepared {
+                true => CopierReport::Prefaulted { process, bytes: 1 },
+                false => CopierReport::Registered { process, bytes: 1 },
+            }
+        } else {
+            return;
+        };
+        let copier = self.copiers.get_mut(&id).unwrap();
+        match report {
+            CopierReport::Filled { .. } => copier.filling = None,
+            CopierReport::Detached { process } => {
+                let place = copier.attached.iter().position(|(id, _)| id.0 == process).unwrap();
+                let (_, registered) = copier.attached.remove(place);
+                copier.bytes -= u64::from(registered);
+            }
+            // Registered memory needs page tables. A prefaulted file is registered again later.
+            CopierReport::Registered { process, .. } => {
+                let attached = copier.attached.iter_mut().find(|(id, _)| id.0 == process);
+                attached.unwrap().1 = true;
+                copier.bytes += 1;
+            }
+            _ => {}
+        }
+        self.feed(Input::CopierReport(id, report));
+    }
+
+    /// Every copier takes a step.
+    pub(super) fn copiers_step(&mut self) {
+        let all: Vec<CopierId> = self.copiers.keys().copied().collect();
+        all.into_iter().for_each(|id| self.copier_step(id));
+    }
+}
+
+/// A world with slow copiers, a process of the engine `full` that is out, and its copier, which has
+/// done nothing yet.
+fn with_starting_copier() -> (World, ProcessId, CopierId) {
+    let mut world = World::new(3);
+    world.slow_copiers = true;
+    let id = world.running(FULL, 600);
+    world.node.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
+    (0..2).for_each(|_| world.tick());
+    world.feed(Input::Command(CommandId(1), key(FULL), Request::Offload));
+    while world.agents[&id].phase != Phase::Checkpointed {
+        if world.is_asked() { world.answer_question() } else { world.work(id) }
+    }
+    let copier = *world.copiers.keys().next().expect("its copy out starts a copier");
+    (world, id, copier)
+}
+
+/// The same with a copier that has the memory registered.
+fn with_registered() -> (World, ProcessId, CopierId) {
+    let (mut world, id, copier) = with_starting_copier();
+    (0..3).for_each(|_| world.copier_step(copier));
+    assert_eq!(world.copiers[&copier].attached, [(id, true)]);
+    (world, id, copier)
+}
+
+fn stage(world: &World) -> Option<Stage> {
+    world.node.grants.get(&key(FULL)).map(|grant| grant.stage.clone())
+}
+
+fn is_proving(world: &World) -> bool {
+    matches!(stage(world), Some(Stage::Proving(_)))
+}
+
+#[test]
+fn proof_waits_for_a_starting_copier() {
+    let (mut world, id, copier) = with_starting_copier();
+    world.call(id);
+    assert_eq!(stage(&world), Some(Stage::AwaitingCopiers));
+    world.tick();
+    assert_eq!(stage(&world), Some(Stage::AwaitingCopiers));
+    assert!(world.copiers[&copier].held, "it registers nothing when it is ready");
+    world.copier_step(copier);
+    assert!(is_proving(&world));
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Open);
+}
+
+#[test]
+fn proof_waits_for_an_ending_copier() {
+    let (mut world, id, copier) = with_registered();
+    world.feed(Input::CopierEnded(copier));
+    world.call(id);
+    assert_eq!(stage(&world), Some(Stage::AwaitingCopiers));
+    world.copier_step(copier);
+    assert!(is_proving(&world), "it has exited");
+}
+
+/// The process of an ended copier hangs in the driver.
+#[test]
+fn proof_waits_for_an_end_in_vain_only_once() {
+    let (mut world, id, copier) = with_registered();
+    world.feed(Input::CopierEnded(copier));
+    world.call(id);
+    let mut waited = 0;
+    while !is_proving(&world) {
+        world.tick();
+        waited += 60;
+        assert!(waited <= END_MS + 2_000, "it waits for ever");
+    }
+    assert!(waited + 60 > END_MS, "it was waited for");
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Open);
+}
+
+#[test]
+fn stuck_copier_is_ended_for_the_proof() {
+    let (mut world, id, copier) = with_starting_copier();
+    world.call(id);
+    let mut waited = 0;
+    while world.copiers[&copier].state == CopierState::Starting {
+        world.tick();
+        waited += 60;
+        assert!(waited <= START_MS + 60, "it is not ended");
+    }
+    world.copier_step(copier);
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Open);
+}
+
+#[test]
+fn registered_memory_is_filled_under_the_grant() {
+    let (mut world, id, copier) = with_registered();
+    assert_eq!(world.node.list(0, 0).gpus[0].copier_registered, 1);
+    world.call(id);
+    while world.agents[&id].phase != Phase::Open {
+        if world.is_asked() { world.answer_question() } else { world.work(id) }
+    }
+    assert_eq!(world.copiers[&copier].filling, Some(id), "`told_copier` has seen the grant");
+    world.copier_step(copier);
+    assert_eq!(world.node.list(0, 0).gpus[0].copier_restores, 1);
+    world.tick();
+    assert!(!world.copiers[&copier].held, "the grant is over");
+}
+
+#[test]
+fn copier_without_a_process_ends() {
+    let (mut world, id, copier) = with_registered();
+    world.call(id);
+    world.settle();
+    assert!(world.copiers[&copier].attached.is_empty());
+    (0..=LINGER_MS / 60).for_each(|_| world.tick());
+    assert!(matches!(world.copiers[&copier].state, CopierState::Ending(_)));
+}
+
+#[test]
+fn no_copier_without_setting() {
+    let mut world = World::new(3);
+    world.slow_copiers = true;
+    world.feed(Input::Reconfigured(Box::new(Settings { copiers: false, ..settings() })));
+    world.running(FULL, 600);
+    world.settle_all();
+    assert_eq!(world.state(FULL), State::Offloaded);
+    assert!(world.copiers.is_empty());
+}
+
+/// A waiter would miss the VRAM of the copier's context.
+#[test]
+fn no_copier_starts_while_a_container_waits() {
+    let mut world = World::new(3);
+    world.slow_copiers = true;
+    let waiter = world.running(0, 600);
+    world.settle_all();
+    let id = world.running(FULL, 600);
+    world.node.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
+    (0..2).for_each(|_| world.tick());
+    world.call(waiter);
+    assert_eq!(world.state(0), State::Queued, "there is no room");
+    world.feed(Input::Command(CommandId(1), key(FULL), Request::Offload));
+    while world.agents[&id].phase != Phase::Checkpointed {
+        if world.is_asked() { world.answer_question() } else { world.work(id) }
+    }
+    assert!(world.copiers.is_empty());
+}
+
+/// The edge of the controller found no way to attach the process.
+#[test]
+fn unattached_process_is_not_prefaulted() {
+    let mut world = World::new(3);
+    let id = world.running(FULL, 600);
+    let process = world.node.processes.get_mut(&id).unwrap();
+    process.prefault_ordered = true;
+    world.agents.get_mut(&id).unwrap().prepared = true;
+    world.feed(Input::NotAttached(id));
+    assert!(!world.node.processes.get(&id).unwrap().prefault_ordered);
+    assert_eq!(world.prepared, [(id, false)], "it gives its host memory back");
+}
+
+#[test]
+fn each_device_has_its_own_copier() {
+    let mut world = World::new(3);
+    (world.two_gpus, world.slow_copiers) = (true, true);
+    for _ in 0..2 {
+        world.running(FULL, 300);
+    }
+    for _ in 0..30 {
+        world.pass();
+    }
+    let devices: BTreeSet<usize> = world.copiers.values().map(|copier| copier.gpu).collect();
+    assert_eq!((devices.len(), world.copiers.len()), (2, 2));
+}
