@@ -9,6 +9,7 @@ mod reload;
 mod sections;
 mod services;
 mod set;
+mod whole_numbers;
 
 use std::{
     collections::BTreeMap,
@@ -43,6 +44,7 @@ pub use services::{
     HistorySection, HttpAuth, HttpSection, JobsSection, ListenAddress, ReportSection,
 };
 pub use set::{SetError, set};
+use whole_numbers::WholeNumbers;
 
 /// The whole configuration. Every key has a default.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
@@ -238,7 +240,7 @@ impl Config {
     /// # Errors
     /// [`ConfigError`]: an unknown key or an invalid value.
     pub fn from_toml(text: &str) -> Result<Config, ConfigError> {
-        Config::extract(&Figment::from(Toml::string(text)))
+        Config::extract(&Figment::from(WholeNumbers(Toml::string(text))))
     }
 
     /// Reads file, drop-ins and environment. If the file does not exist, its defaults apply.
@@ -253,7 +255,7 @@ impl Config {
     fn load_with(file: &Path, replaced: Option<(&Path, &str)>) -> Result<Config, ConfigError> {
         let mut figment = Figment::new();
         if file.exists() {
-            figment = figment.merge(Toml::file_exact(file));
+            figment = figment.merge(WholeNumbers(Toml::file_exact(file)));
         }
         let mut files = drop_ins(file)?;
         if let Some((path, _)) = replaced {
@@ -263,8 +265,10 @@ impl Config {
         }
         for path in files {
             figment = match replaced {
-                Some((other, text)) if other == path => figment.merge(Toml::string(text)),
-                _ => figment.merge(Toml::file_exact(path)),
+                Some((other, text)) if other == path => {
+                    figment.merge(WholeNumbers(Toml::string(text)))
+                }
+                _ => figment.merge(WholeNumbers(Toml::file_exact(path))),
             };
         }
         let env = Env::prefixed("AFFINODE_").filter(|key| key.as_str().contains("__")).split("__");

@@ -1,0 +1,70 @@
+//! Whole numbers that a template wrote as floats. Helm reads every number of a values file as a
+//! float, so a file may have `priority = 5.0`, which means 5.
+
+use figment::{
+    Error, Metadata, Profile, Provider,
+    value::{Dict, Map, Num, Value},
+};
+
+/// Largest number up to which a float holds every whole number.
+const EXACT: f64 = 9_007_199_254_740_992.0;
+
+/// A source whose floats without a fraction are read as integers.
+pub(super) struct WholeNumbers<P>(pub(super) P);
+
+impl<P: Provider> Provider for WholeNumbers<P> {
+    fn metadata(&self) -> Metadata {
+        self.0.metadata()
+    }
+
+    fn data(&self) -> Result<Map<Profile, Dict>, Error> {
+        let mut data = self.0.data()?;
+        data.values_mut().flat_map(Dict::values_mut).for_each(make_whole);
+        Ok(data)
+    }
+}
+
+/// A key that takes a fraction takes the integer too.
+fn make_whole(value: &mut Value) {
+    match value {
+        Value::Num(_, number) => {
+            if let Num::F64(float) = *number
+                && float.fract() == 0.0
+                && float.abs() <= EXACT
+            {
+                #[allow(clippy::cast_possible_truncation)] // Whole, and exact in both types.
+                let whole = float as i64;
+                *number = Num::I64(whole);
+            }
+        }
+        Value::Dict(_, dict) => dict.values_mut().for_each(make_whole),
+        Value::Array(_, values) => values.iter_mut().for_each(make_whole),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::Config;
+
+    #[test]
+    fn whole_floats_are_integers() {
+        let text = "[policy]\npriority = 5.0\nminimum_vram_mib = 1024.0\n[memory]\n\
+                    node_reserve_mib = 2.0\n[[policy.namespace]]\nname = \"ml\"\npriority = -3.0\n\
+                    minimum_vram_mib = 1048576.0\n[report]\nprice_per_gpu_hour = 2.0\n";
+        let config = Config::from_toml(text).unwrap();
+        assert_eq!((config.policy.priority, config.policy.minimum_vram_mib), (5, 1024));
+        assert_eq!(config.memory.node_reserve_mib, Some(2));
+        let rule = &config.policy.namespace[0];
+        assert_eq!((rule.priority, rule.minimum_vram_mib), (Some(-3), Some(1 << 20)));
+    }
+
+    #[test]
+    fn a_fraction_is_refused_where_none_fits() {
+        for number in ["5.5", "1e300", "nan", "inf"] {
+            let text = format!("[policy]\npriority = {number}\n");
+            let error = Config::from_toml(&text).unwrap_err().to_string();
+            assert!(error.contains("policy.priority"), "{error}");
+        }
+    }
+}
