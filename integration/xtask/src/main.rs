@@ -16,6 +16,7 @@ mod docs;
 mod fuzz;
 mod gpu_kit;
 mod hazards;
+mod helm;
 mod k8s;
 mod load;
 mod matrix;

@@ -1,6 +1,6 @@
 //! `cargo xtask test`: all tests of this machine.
 
-use std::{collections::BTreeSet, ffi::OsStr, fs, process::Command};
+use std::{collections::BTreeSet, ffi::OsStr, fs, path::PathBuf, process::Command};
 
 use affinode_e2e::artifacts::{ARTIFACTS_ENV, workspace_dir};
 use affinode_test_notes::{NOTES_ENV, SKIPPED};
@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
-use crate::{build, deps, docs, output, sh};
+use crate::{build, deps, docs, helm, output, sh};
 
 #[derive(Args)]
 pub struct Options {
@@ -29,7 +29,9 @@ pub fn run(options: &Options) -> Result<()> {
     let artifacts = build::all(build::Profile::Dev)?;
     output::step("Comparing the generated pages with the code");
     docs::check(&artifacts.bin("affinode")?)?;
-    let path = [deps::promtool()?.into_os_string(), std::env::var_os("PATH").unwrap_or_default()];
+    let mut path = vec![deps::promtool()?.into_os_string()];
+    let helm = helm::prepare(&artifacts).map(PathBuf::into_os_string);
+    path.extend(helm.into_iter().chain(std::env::var_os("PATH")));
     let path = path.join(OsStr::new(":"));
     let notes = artifacts.root().join("test-notes");
     fs::write(&notes, "").with_context(|| format!("cannot write {}", notes.display()))?;

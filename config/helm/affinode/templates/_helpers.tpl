@@ -75,3 +75,31 @@ objectSelector:
       operator: NotIn
       values: ["ignore"]
 {{- end }}
+
+{{/*
+Changes floats without a fraction in a map to integers, at any depth. Helm reads each number of a
+values file as a float, and toToml writes it as 5.0. Numbers in a list of lists stay as they are.
+*/}}
+{{- define "affinode.wholeNumbers" -}}
+{{- $map := . }}
+{{- range $key, $value := $map }}
+{{- if and (kindIs "float64" $value) (eq $value (floor $value)) }}
+{{- $_ := set $map $key (int64 $value) }}
+{{- else if kindIs "map" $value }}
+{{- include "affinode.wholeNumbers" $value }}
+{{- else if kindIs "slice" $value }}
+{{- $items := list }}
+{{- range $item := $value }}
+{{- if and (kindIs "float64" $item) (eq $item (floor $item)) }}
+{{- $items = append $items (int64 $item) }}
+{{- else }}
+{{- if kindIs "map" $item }}
+{{- include "affinode.wholeNumbers" $item }}
+{{- end }}
+{{- $items = append $items $item }}
+{{- end }}
+{{- end }}
+{{- $_ := set $map $key $items }}
+{{- end }}
+{{- end }}
+{{- end }}

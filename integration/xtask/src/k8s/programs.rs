@@ -13,15 +13,17 @@ use affinode_e2e::artifacts::Artifacts;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::{apt, output, sh};
+use crate::{
+    apt,
+    helm::{MODULE as HELM, VERSION as HELM_VERSION},
+    output, sh,
+};
 
 const KUBERNETES: &str = "k8s.io/kubernetes";
 /// The release of Kubernetes.
 pub const VERSION: &str = "1.36.3";
 /// Modules of the same repository have its minor and patch number.
 const STAGING_VERSION: &str = "v0.36.3";
-const HELM: &str = "helm.sh/helm/v3";
-const HELM_VERSION: &str = "v3.22.0";
 /// The components that are built of Kubernetes.
 const COMPONENTS: [&str; 5] =
     ["kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"];

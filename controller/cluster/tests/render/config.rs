@@ -1,0 +1,66 @@
+//! The controllers' configuration that the chart writes, as the controller reads it.
+
+use affinode_controller::{config::Config, core::explain};
+
+use super::render;
+
+/// Every key of `[policy]`, with numbers as people write them in a values file.
+const VALUES: &str = "
+policy:
+  mode: pressure
+  idle_timeout: 90s
+  minimum_residency: 20s
+  priority: 5
+  keep_alive: fixed
+  wake_cost: 2m
+  prewake: true
+  wake_on: connection
+  restore: by-annotation
+  on_oom: wait
+  on_oom_timeout: 30s
+  engine: full
+  retain_host_copy: true
+  checksum: true
+  dedup: true
+  prefault: true
+  allow_gpu_migration: true
+  minimum_vram_mib: 1048576
+  offload_window: always
+  victims: lru
+  namespace:
+    - name: ml
+      priority: -3
+      minimum_vram_mib: 2048
+      prewake: false
+config: |
+  [memory]
+  node_reserve_mib = 4096
+";
+
+#[test]
+fn a_values_file_becomes_a_valid_configuration() {
+    let Some(rendered) = render(VALUES) else { return };
+    let text = rendered.get("ConfigMap", "affinode-config")["data"]["cluster.toml"].clone();
+    let text = text.as_str().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("cluster.toml");
+    std::fs::write(&file, text).unwrap();
+    // What `affinode policy validate` does, and each node before it takes the file.
+    let config = Config::load(&file).unwrap_or_else(|error| panic!("{error}\n{text}"));
+    assert_eq!((config.policy.priority, config.policy.minimum_vram_mib), (5, 1 << 20));
+    let rule = &config.policy.namespace[0];
+    assert_eq!((rule.priority, rule.minimum_vram_mib), (Some(-3), Some(2048)));
+    assert_eq!(config.memory.node_reserve_mib, Some(4096));
+    for name in explain::names() {
+        assert!(config.origins.contains_key(name), "{name} is not in the values file");
+    }
+    // A reader of an older version takes no float where a whole number belongs.
+    assert!(!text.contains(".0"), "{text}");
+}
+
+#[test]
+fn without_a_policy_only_the_socket_is_set() {
+    let Some(rendered) = render("{}") else { return };
+    let text = rendered.get("ConfigMap", "affinode-config")["data"]["cluster.toml"].clone();
+    assert!(!text.as_str().unwrap().contains("[policy]"), "{text}");
+}

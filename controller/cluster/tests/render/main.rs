@@ -1,0 +1,66 @@
+//! What helm renders of the chart in `config/helm/affinode`, without a cluster.
+
+#![allow(clippy::unwrap_used)] // Helpers of tests.
+
+mod config;
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use serde::Deserialize;
+use serde_json::Value;
+
+/// A release of Kubernetes that serves everything the chart uses.
+const NEWEST: &str = "1.36.0";
+/// What the API server of that release serves, and the chart looks for.
+const POLICY: &str = "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy";
+
+fn chart() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../config/helm/affinode")
+}
+
+/// The objects of a rendered chart.
+struct Rendered(Vec<Value>);
+
+impl Rendered {
+    fn find(&self, kind: &str, name: &str) -> Option<&Value> {
+        self.0.iter().find(|o| o["kind"] == kind && o["metadata"]["name"] == name)
+    }
+
+    fn get(&self, kind: &str, name: &str) -> &Value {
+        self.find(kind, name).unwrap_or_else(|| panic!("no {kind} {name}"))
+    }
+}
+
+/// Renders with the text of a values file, as `helm install -f` reads it. `None`: helm is missing.
+fn render(values: &str) -> Option<Rendered> {
+    render_for(NEWEST, values).map(|rendered| rendered.unwrap_or_else(|error| panic!("{error}")))
+}
+
+/// Renders for a release of Kubernetes; `Err` has what helm printed.
+fn render_for(kubernetes: &str, values: &str) -> Option<Result<Rendered, String>> {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("values.yaml");
+    std::fs::write(&file, values).unwrap();
+    let mut helm = Command::new("helm");
+    helm.args(["template", "affinode"]).arg(chart()).args(["-n", "affinode-system"]);
+    helm.args(["--kube-version", kubernetes, "--set", "image.repository=example.com/affinode"]);
+    if kubernetes == NEWEST {
+        helm.args(["--api-versions", POLICY]);
+    }
+    // Only the given file counts, not what a user of this machine has configured.
+    helm.arg("-f").arg(&file).env("HOME", folder.path()).stdin(Stdio::null());
+    let Ok(output) = helm.output() else {
+        affinode_test_notes::skip("helm", "helm is missing, and Go to build it");
+        return None;
+    };
+    if !output.status.success() {
+        return Some(Err(String::from_utf8_lossy(&output.stderr).into_owned()));
+    }
+    let text = String::from_utf8(output.stdout).unwrap();
+    let read = |document| Value::deserialize(document).unwrap();
+    let objects = serde_yaml_ng::Deserializer::from_str(&text).map(read);
+    Some(Ok(Rendered(objects.filter(|object: &Value| object.is_object()).collect())))
+}

@@ -1,0 +1,56 @@
+//! A helm for tests that render the chart, built from the source of Go's module proxy: few
+//! distributions have a package of it.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use affinode_e2e::artifacts::Artifacts;
+use anyhow::{Context, Result};
+
+use crate::{output, sh};
+
+pub const MODULE: &str = "helm.sh/helm/v3";
+/// The newest release at the time of the last update.
+pub const VERSION: &str = "v3.22.0";
+
+/// The folder with a helm: the machine's own, or one that is built here once. `None`: Go is missing
+/// or too old, which is printed; tests that need helm are then recorded as skipped.
+pub fn prepare(artifacts: &Artifacts) -> Option<PathBuf> {
+    match folder(artifacts) {
+        Ok(folder) => folder,
+        Err(error) => {
+            output::note(&format!("no helm: {error:#}"));
+            None
+        }
+    }
+}
+
+fn folder(artifacts: &Artifacts) -> Result<Option<PathBuf>> {
+    if let Some(own) = sh::find("helm") {
+        return Ok(own.parent().map(Path::to_owned));
+    }
+    let folder = artifacts.cache_dir().join("helm");
+    let bin = folder.join("bin");
+    // Built from a module, helm does not print its version: a file has it.
+    let built = folder.join("built");
+    if fs::read_to_string(&built).is_ok_and(|version| version == VERSION) {
+        return Ok(Some(bin));
+    }
+    if sh::find("go").is_none() {
+        output::note("no helm: Go is missing");
+        return Ok(None);
+    }
+    output::step(&format!("Building helm {VERSION} (once; a few minutes)"));
+    fs::create_dir_all(&bin).with_context(|| format!("cannot make {}", bin.display()))?;
+    let module = format!("module affinode.io/test\n\ngo 1.26.0\n\nrequire {MODULE} {VERSION}\n");
+    fs::write(folder.join("go.mod"), module)?;
+    let mut go = Command::new("nice");
+    go.args(["go", "build", "-trimpath", "-ldflags=-s -w", "-o"]).arg(&bin);
+    go.arg(format!("{MODULE}/cmd/helm")).current_dir(&folder).env("CGO_ENABLED", "0");
+    sh::run(go.env("GOFLAGS", "-mod=mod -modcacherw -buildvcs=false -p=2"))?;
+    fs::write(built, VERSION)?;
+    Ok(Some(bin))
+}
