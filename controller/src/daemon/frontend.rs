@@ -34,8 +34,10 @@ impl Frontend {
         calls: Arc<CallTraceHub>,
     ) -> Frontend {
         let history = open_history(run_dir, config);
-        let metrics =
-            Arc::new(Metrics::new(history.as_ref().map_or(1, |history| history.starts())));
+        let metrics = Arc::new(match &history {
+            Some(history) => Metrics::with_runs(history.runs()),
+            None => Metrics::new(1),
+        });
         let hub = Arc::new(ViewHub::default());
         let bound = bind(run_dir, config);
         let dashboard = bound.as_ref().map(|served| served.place.clone()).unwrap_or_default();

@@ -28,7 +28,7 @@ use std::{
 use recorder::SpanRecorder;
 pub use report::{UsageReport, UsageRow};
 pub use span::StateSpan;
-pub use store::{SpanStore, StoreError, StoreLimits};
+pub use store::{ControllerRuns, SpanStore, StoreError, StoreLimits};
 
 use crate::schema;
 
@@ -47,7 +47,7 @@ pub struct NodeHistory {
     tape: Mutex<SpanRecorder>,
     writer: Mutex<Option<Writer>>,
     dropped: AtomicU64,
-    starts: u64,
+    runs: ControllerRuns,
 }
 
 impl NodeHistory {
@@ -57,7 +57,7 @@ impl NodeHistory {
     /// [`StoreError`]: the file or the thread cannot be opened.
     pub fn open(folder: &Path, limits: StoreLimits) -> Result<NodeHistory, StoreError> {
         let store = std::sync::Arc::new(SpanStore::open(&folder.join(FILE), limits)?);
-        let starts = store.count_start()?;
+        let runs = store.count_start()?;
         let (queue, batches) = mpsc::sync_channel::<Vec<StateSpan>>(QUEUE);
         let writing = std::sync::Arc::clone(&store);
         let thread = std::thread::Builder::new()
@@ -69,14 +69,14 @@ impl NodeHistory {
             tape: Mutex::default(),
             writer: Mutex::new(Some((queue, thread))),
             dropped: AtomicU64::new(0),
-            starts,
+            runs,
         })
     }
 
-    /// How often a controller has opened this history, including this time.
+    /// Starts and ends of controllers that opened this history, including this start.
     #[must_use]
-    pub fn starts(&self) -> u64 {
-        self.starts
+    pub fn runs(&self) -> ControllerRuns {
+        self.runs
     }
 
     /// Spans that were not written because the disk was too slow.
@@ -100,7 +100,8 @@ impl NodeHistory {
         self.write(spans);
     }
 
-    /// Writes all pending spans and ends the writer. Later spans are dropped.
+    /// Writes all pending spans, ends the writer, and records that the controller ends. Later spans
+    /// are dropped.
     pub fn close(&self) {
         let spans = self.tape().all();
         self.write(spans);
@@ -108,6 +109,9 @@ impl NodeHistory {
         if let Some((queue, thread)) = writer {
             drop(queue);
             let _ = thread.join();
+        }
+        if let Err(error) = self.store.record_end() {
+            tracing::warn!("history: cannot write: {}", crate::error_chain::chain(&error));
         }
     }
 

@@ -16,12 +16,28 @@ use super::{StateSpan, recorder::MAX_MS};
 const SPANS: TableDefinition<(u64, &str), &[u8]> = TableDefinition::new("spans-1");
 /// Counters of the history, by name.
 const NUMBERS: TableDefinition<&str, u64> = TableDefinition::new("numbers-1");
+/// How often a controller started.
+const STARTS: &str = "starts";
+/// How often a controller ended without recording it.
+const UNEXPECTED_ENDS: &str = "unexpected-ends";
+/// 1 from a controller's start until it records its end.
+const RUNNING: &str = "running";
 /// Memory for cached pages of the file.
 const CACHE_BYTES: usize = 4 << 20;
 /// Maximum number of spans in one response.
 const MAX_SPANS: usize = 200_000;
 /// Writes between two checks of size and age.
 const CLEAN_EVERY: u64 = 20;
+
+/// How often controllers of this node started and ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ControllerRuns {
+    /// Starts, including the present one.
+    pub starts: u64,
+    /// Ends that were neither an end for lack of containers nor requested by a signal: a crash, a
+    /// kill, or the loss of the machine.
+    pub unexpected_ends: u64,
+}
 
 /// Limits of the file.
 #[derive(Clone, Copy, Debug)]
@@ -100,20 +116,38 @@ impl SpanStore {
         Ok(SpanStore { database, limits, writes: 0.into() })
     }
 
-    /// Counts one more start of a controller; returns the total.
+    /// Counts one more start of a controller, and the end of the one before, if it did not record
+    /// its end itself.
     ///
     /// # Errors
     /// [`StoreError`]: the file cannot be written.
-    pub fn count_start(&self) -> Result<u64, StoreError> {
+    pub fn count_start(&self) -> Result<ControllerRuns, StoreError> {
         let transaction = self.database.begin_write()?;
-        let starts = {
+        let runs = {
             let mut numbers = transaction.open_table(NUMBERS)?;
-            let starts = numbers.get("starts")?.map_or(0, |known| known.value()) + 1;
-            numbers.insert("starts", starts)?;
-            starts
+            let number = |name| Ok::<_, StoreError>(numbers.get(name)?.map_or(0, |n| n.value()));
+            let runs = ControllerRuns {
+                starts: number(STARTS)? + 1,
+                unexpected_ends: number(UNEXPECTED_ENDS)? + number(RUNNING)?,
+            };
+            numbers.insert(STARTS, runs.starts)?;
+            numbers.insert(UNEXPECTED_ENDS, runs.unexpected_ends)?;
+            numbers.insert(RUNNING, 1)?;
+            runs
         };
         transaction.commit()?;
-        Ok(starts)
+        Ok(runs)
+    }
+
+    /// Records that the controller ends by itself or on request.
+    ///
+    /// # Errors
+    /// [`StoreError`]: the file cannot be written.
+    pub fn record_end(&self) -> Result<(), StoreError> {
+        let transaction = self.database.begin_write()?;
+        transaction.open_table(NUMBERS)?.insert(RUNNING, 0)?;
+        transaction.commit()?;
+        Ok(())
     }
 
     /// Writes spans; a span replaces the one with the same container and start.
@@ -236,16 +270,36 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("h.redb");
         let store = SpanStore::open(&path, LIMITS).unwrap();
-        assert_eq!(store.count_start().unwrap(), 1);
+        assert_eq!(store.count_start().unwrap().starts, 1);
         store.write(&[span("a", 1_000, 2_000), span("b", 3_000, 4_000)]).unwrap();
         store.write(&[span("a", 1_000, 9_000)]).unwrap();
         drop(store);
         let store = SpanStore::open(&path, LIMITS).unwrap();
-        assert_eq!(store.count_start().unwrap(), 2);
+        assert_eq!(store.count_start().unwrap().starts, 2);
         let found = store.spans(5_000, 10_000, None).unwrap();
         assert_eq!(found.len(), 1);
         assert_eq!((found[0].key.as_str(), found[0].to_ms), ("a", 9_000));
         assert_eq!(store.spans(0, 10_000, Some("b")).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn only_unrecorded_ends_are_unexpected() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("h.redb");
+        let run = |ends: bool| {
+            let store = SpanStore::open(&path, LIMITS).unwrap();
+            let runs = store.count_start().unwrap();
+            if ends {
+                store.record_end().unwrap();
+            }
+            (runs.starts, runs.unexpected_ends)
+        };
+        assert_eq!(run(true), (1, 0));
+        assert_eq!(run(true), (2, 0), "the one before ended by itself");
+        assert_eq!(run(false), (3, 0));
+        assert_eq!(run(false), (4, 1), "the one before was killed");
+        assert_eq!(run(true), (5, 2));
+        assert_eq!(run(true), (6, 2));
     }
 
     #[test]

@@ -44,6 +44,48 @@ impl ContainerLabels {
     }
 }
 
+/// Labels of a container and the way in which it used its GPU: used, idle or returned.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct UseLabels {
+    namespace: String,
+    pod: String,
+    container: String,
+    state: &'static str,
+}
+
+impl UseLabels {
+    pub const USED: &'static str = "used";
+    pub const IDLE: &'static str = "idle";
+    pub const RETURNED: &'static str = "returned";
+
+    pub fn of(labels: &ContainerLabels, state: &'static str) -> UseLabels {
+        let ContainerLabels { namespace, pod, container } = labels.clone();
+        UseLabels { namespace, pod, container, state }
+    }
+}
+
+/// Labels of a container with its settings, and why it is where it is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ReasonedLabels {
+    namespace: String,
+    pod: String,
+    container: String,
+    state: String,
+    reason: String,
+    mode: String,
+    engine: String,
+    pinned: String,
+}
+
+impl ReasonedLabels {
+    pub fn of(c: &Container) -> ReasonedLabels {
+        let ContainerLabels { namespace, pod, container } = ContainerLabels::of(c);
+        let (state, reason) = (c.state.clone(), c.reason.clone());
+        let (mode, engine, pinned) = (c.mode.clone(), c.engine.clone(), c.pinned.to_string());
+        ReasonedLabels { namespace, pod, container, state, reason, mode, engine, pinned }
+    }
+}
+
 /// Labels of a container on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 #[allow(non_snake_case)] // The names are dcgm-exporter's.

@@ -20,12 +20,14 @@ use std::{
 use affinode_proto::{event::EventKind, state::State};
 
 use durations::MoveDurations;
-use labels::{ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels, StateLabels};
+use labels::{
+    ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels, ReasonedLabels, StateLabels,
+};
 pub use reference::{MetricReference, metrics as metrics_reference};
 use table::MetricsTable;
 pub use text_format::classic;
 
-use crate::{http::DenyReason, observe::ViewHub, schema};
+use crate::{history::ControllerRuns, http::DenyReason, observe::ViewHub, schema};
 
 /// Maximum number of containers with series of their own.
 pub const CONTAINERS: usize = 1000;
@@ -53,8 +55,34 @@ struct SeenCounters {
     state: String,
     calls: u64,
     hook: HookCost,
+    vram: VramShares,
+}
+
+/// The VRAM of a container, resident and offloaded.
+#[derive(Clone, Copy, Debug, Default)]
+struct VramShares {
     held_bytes: u64,
     offloaded_bytes: u64,
+    /// Sums over the GPUs of the container's share of each.
+    held_gpus: f64,
+    offloaded_gpus: f64,
+}
+
+impl VramShares {
+    fn of(container: &schema::Container, gpus: &[schema::Gpu]) -> VramShares {
+        #[allow(clippy::cast_precision_loss)] // A share.
+        let share = |on: &schema::DeviceBytes| {
+            let gpu = gpus.iter().find(|gpu| gpu.uuid == on.uuid && gpu.vram_total_bytes > 0);
+            gpu.map_or(0.0, |gpu| on.bytes as f64 / gpu.vram_total_bytes as f64)
+        };
+        let processes = &container.processes;
+        VramShares {
+            held_bytes: container.vram_bytes,
+            offloaded_bytes: container.offloaded_bytes,
+            held_gpus: processes.iter().flat_map(|p| &p.vram).map(share).sum(),
+            offloaded_gpus: processes.iter().flat_map(|p| &p.offloaded).map(share).sum(),
+        }
+    }
 }
 
 /// Hook overhead of the current processes of a container, as the processes report it.
@@ -99,6 +127,14 @@ impl Metrics {
         Metrics { table, inner: Mutex::default() }
     }
 
+    /// Metrics of a controller whose history knows the controllers before it.
+    #[must_use]
+    pub fn with_runs(runs: ControllerRuns) -> Metrics {
+        let metrics = Metrics::new(runs.starts);
+        metrics.table.unexpected_ends.inc_by(runs.unexpected_ends);
+        metrics
+    }
+
     /// Counts an event and its durations.
     pub fn event(&self, event: &schema::Event) {
         self.table.events.get_or_create(&KindLabels { kind: event.kind.clone() }).inc();
@@ -117,13 +153,7 @@ impl Metrics {
         inner.looked_ms = now_ms;
         if (1..=STALE_AFTER_MS).contains(&passed_ms) {
             for seen in inner.seen.values() {
-                self.table.pass(
-                    &seen.labels,
-                    &seen.state,
-                    seen.held_bytes,
-                    seen.offloaded_bytes,
-                    passed_ms,
-                );
+                self.table.pass(&seen.labels, &seen.state, &seen.vram, passed_ms);
             }
         }
         let mut known = std::mem::take(&mut inner.seen);
@@ -143,8 +173,7 @@ impl Metrics {
                 state: container.state.clone(),
                 calls,
                 hook,
-                held_bytes: container.vram_bytes,
-                offloaded_bytes: container.offloaded_bytes,
+                vram: VramShares::of(container, &node.gpus),
             };
             inner.seen.insert(container.key.clone(), seen);
         }
@@ -189,6 +218,7 @@ impl Metrics {
         #[allow(clippy::cast_precision_loss)] // Moments of this century are exact in f64.
         table.start_time.set(node.started_unix_ms as f64 / 1000.0);
         table.nvml_up.set(i64::from(node.gpu_error.is_none() && !node.gpus.is_empty()));
+        table.auto_offload.set(i64::from(node.auto_offload));
         table.build.get_or_create(&labels::BuildLabels { version: node.version.clone() }).set(1);
         for state in State::ALL {
             table.containers.get_or_create(&StateLabels { state: state.as_str().into() }).set(0);
@@ -228,6 +258,8 @@ impl Metrics {
         let labels = ContainerLabels::of(container);
         #[allow(clippy::cast_precision_loss)] // Idle for years is exact in f64.
         table.idle.get_or_create(&labels).set(container.idle_ms as f64 / 1000.0);
+        let reason = ReasonedLabels::of(container);
+        table.reasons.get_or_create(&reason).set(1);
         let waiting: u64 = container.processes.iter().map(|p| u64::from(p.waiters)).sum();
         table.waiting.get_or_create(&labels).set(whole(waiting));
         table.processes.get_or_create(&labels).set(whole(container.processes.len() as u64));

@@ -12,8 +12,12 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 
-use super::labels::{
-    BuildLabels, ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels, StateLabels,
+use super::{
+    VramShares,
+    labels::{
+        BuildLabels, ContainerLabels, DeviceLabels, GpuLabels, KindLabels, ReasonLabels,
+        ReasonedLabels, StateLabels, UseLabels,
+    },
 };
 
 type Sum = Counter<f64, AtomicU64>;
@@ -27,6 +31,8 @@ pub struct MetricsTable {
     pub build: Family<BuildLabels, Gauge>,
     pub start_time: Share,
     pub restarts: Counter,
+    pub unexpected_ends: Counter,
+    pub auto_offload: Gauge,
     pub nvml_up: Gauge,
     pub gpu_total: Family<GpuLabels, Gauge>,
     pub gpu_used: Family<GpuLabels, Gauge>,
@@ -46,6 +52,7 @@ pub struct MetricsTable {
     pub idle: Family<ContainerLabels, Share>,
     pub waiting: Family<ContainerLabels, Gauge>,
     pub processes: Family<ContainerLabels, Gauge>,
+    pub reasons: Family<ReasonedLabels, Gauge>,
     pub calls: Family<ContainerLabels, Counter>,
     pub hook_seconds: Family<ContainerLabels, Sum>,
     pub held_seconds: Family<ContainerLabels, Sum>,
@@ -55,6 +62,7 @@ pub struct MetricsTable {
     pub used_byte_seconds: Family<ContainerLabels, Sum>,
     pub idle_byte_seconds: Family<ContainerLabels, Sum>,
     pub returned_byte_seconds: Family<ContainerLabels, Sum>,
+    pub gpu_seconds: Family<UseLabels, Sum>,
     pub offload_seconds: Histogram,
     pub offload_bytes: Histogram,
     pub restore_seconds: Histogram,
@@ -109,6 +117,16 @@ impl MetricsTable {
                 "controller_restarts",
                 "Restarts of the controller recorded in the history of this node",
                 Counter::default()
+            ),
+            unexpected_ends: add!(
+                "controller_unexpected_ends",
+                "Ends of controllers recorded in the history of this node that were not for lack of containers and not requested",
+                Counter::default()
+            ),
+            auto_offload: add!(
+                "auto_offload_enabled",
+                "Whether containers are offloaded automatically (1: yes, 0: turned off by an operator)",
+                Gauge::default()
             ),
             nvml_up: add!(
                 "nvml_up",
@@ -202,6 +220,11 @@ impl MetricsTable {
                 "Number of CUDA processes of the container",
                 Family::default()
             ),
+            reasons: add!(
+                "container_reason",
+                "State, reason and settings of the container; always 1",
+                Family::default()
+            ),
             calls: add!(
                 "container_cuda_calls",
                 "CUDA calls made by the container",
@@ -250,6 +273,12 @@ impl MetricsTable {
             returned_byte_seconds: add!(
                 "container_returned_vram_byte_seconds",
                 "VRAM of the container freed by offloads, in bytes times seconds",
+                Family::default()
+            ),
+            gpu_seconds: add!(
+                "container_gpu",
+                Seconds,
+                "GPU time of the container by use of its VRAM: whole GPUs times seconds, where a part of a GPU's VRAM counts as that part of the GPU",
                 Family::default()
             ),
             offload_seconds: add!("offload_duration", Seconds, "Duration of an offload", seconds()),
@@ -330,17 +359,26 @@ impl MetricsTable {
         self.idle.clear();
         self.waiting.clear();
         self.processes.clear();
+        self.reasons.clear();
     }
 
-    /// Adds a span of `ms` milliseconds in which a container in `state` held `held` bytes of VRAM and
-    /// had `offloaded` bytes in host memory.
-    pub fn pass(&self, labels: &ContainerLabels, state: &str, held: u64, offloaded: u64, ms: i64) {
+    /// Adds a span of `ms` milliseconds in which a container in `state` had this VRAM.
+    pub fn pass(&self, labels: &ContainerLabels, state: &str, vram: &VramShares, ms: i64) {
         #[allow(clippy::cast_precision_loss)] // A sum of approximations.
-        let product = |bytes: u64| bytes as f64 * (ms as f64 / 1000.0);
-        let family =
-            if state == "Idle" { &self.idle_byte_seconds } else { &self.used_byte_seconds };
-        family.get_or_create(labels).inc_by(product(held));
-        self.returned_byte_seconds.get_or_create(labels).inc_by(product(offloaded));
+        let seconds = ms as f64 / 1000.0;
+        #[allow(clippy::cast_precision_loss)] // As above.
+        let product = |bytes: u64| bytes as f64 * seconds;
+        let (family, held) = if state == "Idle" {
+            (&self.idle_byte_seconds, UseLabels::IDLE)
+        } else {
+            (&self.used_byte_seconds, UseLabels::USED)
+        };
+        family.get_or_create(labels).inc_by(product(vram.held_bytes));
+        self.returned_byte_seconds.get_or_create(labels).inc_by(product(vram.offloaded_bytes));
+        for (word, gpus) in [(held, vram.held_gpus), (UseLabels::RETURNED, vram.offloaded_gpus)] {
+            let labels = UseLabels::of(labels, word);
+            self.gpu_seconds.get_or_create(&labels).inc_by(gpus * seconds);
+        }
     }
 
     /// Ends the counter series of a removed container.
@@ -351,5 +389,8 @@ impl MetricsTable {
         self.used_byte_seconds.remove(labels);
         self.idle_byte_seconds.remove(labels);
         self.returned_byte_seconds.remove(labels);
+        for word in [UseLabels::USED, UseLabels::IDLE, UseLabels::RETURNED] {
+            self.gpu_seconds.remove(&UseLabels::of(labels, word));
+        }
     }
 }

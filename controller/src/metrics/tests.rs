@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{
+    history::ControllerRuns,
     observe::ViewHub,
     schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
 };
@@ -11,6 +12,7 @@ fn node(state: &str, held: u64, offloaded: u64) -> Node {
     Node {
         version: "1".into(),
         started_unix_ms: 5_000,
+        auto_offload: true,
         host_used_bytes: offloaded,
         host_free_bytes: 1 << 30,
         gpus: vec![Gpu {
@@ -68,7 +70,8 @@ fn state(from: &str, to: &str, unix_ms: i64) -> Event {
 
 /// A sequence of observations and events that changes every metric.
 fn lived() -> (Metrics, ViewHub) {
-    let (metrics, hub) = (Metrics::new(2), ViewHub::default());
+    let runs = ControllerRuns { starts: 2, unexpected_ends: 1 };
+    let (metrics, hub) = (Metrics::with_runs(runs), ViewHub::default());
     for (at, what, held, offloaded) in [
         (1_000, "Active", 4, 0),
         (2_000, "Idle", 4, 0),
@@ -145,9 +148,48 @@ fn vram_time_is_split_by_use() {
         let line = format!("affinode_container_{name}_vram_byte_seconds_total{labels} {value}");
         assert!(text.contains(&line), "{line} is not in\n{text}");
     }
+    // Of a GPU with 8 bytes.
+    let labels = "{namespace=\"ml\",pod=\"\",container=\"one\",state=";
+    for (state, value) in [("used", "0.5"), ("idle", "0.5"), ("returned", "1.125")] {
+        let line = format!("affinode_container_gpu_seconds_total{labels}\"{state}\"}} {value}");
+        assert!(text.contains(&line), "{line} is not in\n{text}");
+    }
     assert!(text.contains("affinode_queue_wait_seconds_sum 0.1"), "{text}");
     assert!(text.contains("affinode_restore_duration_seconds_sum 0.5"), "{text}");
     assert!(text.contains("affinode_wake_latency_seconds_sum 0.7"), "{text}");
+}
+
+#[test]
+fn gpu_time_is_right_on_mixed_gpus() {
+    let metrics = Metrics::new(1);
+    let gpu = |uuid: &str, vram_total_bytes| Gpu {
+        uuid: uuid.into(),
+        vram_total_bytes,
+        ..Gpu::default()
+    };
+    let on = |uuid: &str, bytes| DeviceBytes { uuid: uuid.into(), bytes };
+    let mut node = node("Active", 8, 0);
+    node.gpus = vec![gpu("small", 8), gpu("large", 16)];
+    node.containers[0].processes[0].vram = vec![on("small", 4), on("large", 4), on("gone", 9)];
+    metrics.observe(&node, 1_000);
+    metrics.observe(&node, 5_000);
+    let text = metrics.text(&node, &ViewHub::default(), 0).unwrap();
+    // Half of one and a quarter of the other, for 4 s.
+    assert!(text.contains("state=\"used\"} 3.0\n"), "{text}");
+}
+
+#[test]
+fn a_container_has_one_series_with_its_reason() {
+    let (metrics, hub) = lived();
+    let mut node = node("Idle", 4, 0);
+    for reason in ["no-pressure", "oversubscribed"] {
+        node.containers[0].reason = reason.into();
+        let text = metrics.text(&node, &hub, 0).unwrap();
+        let lines: Vec<&str> =
+            text.lines().filter(|line| line.starts_with("affinode_container_reason{")).collect();
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        assert!(lines[0].contains(&format!("reason=\"{reason}\"")), "{lines:?}");
+    }
 }
 
 #[test]

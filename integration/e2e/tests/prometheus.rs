@@ -47,9 +47,13 @@ fn queries() -> Result<BTreeSet<String>> {
             for target in panel["targets"].as_array().into_iter().flatten() {
                 let query = target["expr"].as_str().context("an expression")?;
                 let query = query.replace("$__range", "15m");
-                let query = query.replace("$instance", ".*").replace("$namespace", ".*");
+                let query = query.replace("$price", "2").replace("$cluster", ".*");
+                let query = query.replace("$node", ".*").replace("$namespace", ".*");
                 ensure!(!query.contains('$'), "an unknown variable in {query}");
-                queries.insert(query);
+                // Those of the node agents, which run in a cluster only.
+                if !query.contains("affinode_agent_") {
+                    queries.insert(query);
+                }
             }
         }
     }
@@ -80,9 +84,14 @@ fn prometheus_scrapes_and_dashboards_have_data() -> Result<()> {
     let scraper = free_address()?;
     let folder = world.dir().join("prometheus");
     std::fs::create_dir(&folder)?;
+    // As docs/operations.md shows it for nodes without the chart.
+    let target = format!("{{ targets: [ \"{node}\" ], labels: {{ node: one }} }}");
+    let rules = workspace_dir().join("config/prometheus/affinode.rules.yml");
     let scrape = format!(
-        "global: {{ scrape_interval: 1s }}\nscrape_configs:\n\
-         - {{ job_name: affinode, static_configs: [ {{ targets: [ \"{node}\" ] }} ] }}\n"
+        "global: {{ scrape_interval: 1s, evaluation_interval: 1s }}\n\
+         rule_files: [ \"{}\" ]\nscrape_configs:\n\
+         - {{ job_name: affinode, static_configs: [ {target} ] }}\n",
+        rules.display()
     );
     std::fs::write(folder.join("prometheus.yml"), scrape)?;
     let log = std::fs::File::create(folder.join("log"))?;
