@@ -61,7 +61,7 @@ impl HttpsSite for FleetServer {
     const LIMITS: HttpsLimits = HttpsLimits { connections: 256, handshake: TIME, head: TIME };
 
     fn papers(&self) -> Option<Arc<ServerConfig>> {
-        self.shown.config()
+        self.shown.fresh_config()
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Response<Body> {

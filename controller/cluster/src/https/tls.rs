@@ -1,4 +1,5 @@
-//! The certificate that a server presents, replaceable while connections come in.
+//! The certificate that a server presents, replaceable while connections come in. Files are read at
+//! each connection, because another program renews them: cert-manager, through a Secret.
 
 use std::{
     io,
@@ -12,6 +13,8 @@ use tokio_rustls::rustls::{
     self, ServerConfig, crypto,
     pki_types::{CertificateDer, PrivateKeyDer, pem, pem::PemObject},
 };
+
+use crate::error_chain;
 
 /// Reason why there is no certificate to present.
 #[derive(Debug, thiserror::Error)]
@@ -55,17 +58,17 @@ impl TlsFiles {
     /// # Errors
     /// [`TlsError`].
     pub fn shown(&self, names: &[String]) -> Result<Arc<ServedCertificate>, TlsError> {
-        let pair = match (&self.tls_cert_file, &self.tls_key_file) {
-            (Some(cert), Some(key)) => read(cert, key)?,
+        let shown = match (&self.tls_cert_file, &self.tls_key_file) {
+            (Some(cert), Some(key)) => ServedCertificate::of_files(cert, key)?,
             _ => {
                 let names = [names, &["localhost".to_owned()]].concat();
                 let made = rcgen::generate_simple_self_signed(names)?;
                 let (cert, key) = (made.cert.pem().into(), made.signing_key.serialize_pem().into());
-                TlsPair { cert, key }
+                let shown = ServedCertificate::default();
+                shown.show(&TlsPair { cert, key })?;
+                shown
             }
         };
-        let shown = ServedCertificate::default();
-        shown.show(&pair)?;
         Ok(Arc::new(shown))
     }
 }
@@ -108,7 +111,11 @@ impl TlsPair {
 /// The certificate for the next connection. A new pair replaces it as a whole; an invalid pair does
 /// not.
 #[derive(Debug, Default)]
-pub struct ServedCertificate(Mutex<Option<CurrentTls>>);
+pub struct ServedCertificate {
+    current: Mutex<Option<CurrentTls>>,
+    /// Certificate and key, if they come from files.
+    files: Option<(PathBuf, PathBuf)>,
+}
 
 #[derive(Debug)]
 struct CurrentTls {
@@ -118,6 +125,35 @@ struct CurrentTls {
 }
 
 impl ServedCertificate {
+    /// The certificate of two files, which are read again at each connection.
+    ///
+    /// # Errors
+    /// [`TlsError`]: there is no valid pair now.
+    pub fn of_files(cert: &Path, key: &Path) -> Result<ServedCertificate, TlsError> {
+        let files = Some((cert.to_owned(), key.to_owned()));
+        let shown = ServedCertificate { current: Mutex::default(), files };
+        shown.show(&read(cert, key)?)?;
+        Ok(shown)
+    }
+
+    /// Reads the files again, if there are any. An invalid pair is reported, and the one before
+    /// stays: a file may be half written.
+    pub fn refresh(&self) {
+        let Some((cert, key)) = &self.files else { return };
+        match read(cert, key).and_then(|pair| self.show(&pair)) {
+            Ok(true) => tracing::info!("certificate: serving the one of {}", cert.display()),
+            Ok(false) => {}
+            Err(error) => tracing::warn!("{}", error_chain::chain(&error)),
+        }
+    }
+
+    /// TLS configuration of the present files, or of the current pair.
+    #[must_use]
+    pub fn fresh_config(&self) -> Option<Arc<ServerConfig>> {
+        self.refresh();
+        self.config()
+    }
+
     /// Presents this pair from now on. Returns whether it differs from the one before.
     ///
     /// # Errors
@@ -153,18 +189,18 @@ impl ServedCertificate {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<CurrentTls>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Reads certificate and key from two files.
-///
-/// # Errors
-/// [`TlsError::File`].
-pub fn read(cert: &Path, key: &Path) -> Result<TlsPair, TlsError> {
+fn read(cert: &Path, key: &Path) -> Result<TlsPair, TlsError> {
     let read = |option, path: &Path| {
         let fail = |source| TlsError::File { option, path: path.to_owned(), source };
         std::fs::read(path).map_err(fail)
     };
     Ok(TlsPair { cert: read("--tls-cert-file", cert)?, key: read("--tls-key-file", key)? })
 }
+
+#[cfg(test)]
+mod tests;

@@ -15,7 +15,7 @@ pub mod cert;
 pub mod cluster;
 pub mod decide;
 #[cfg(test)]
-mod fake;
+pub(crate) mod fake;
 pub mod metrics;
 pub mod review;
 pub mod rules;
@@ -26,16 +26,13 @@ use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 use clap::Args;
 
 use crate::{
-    https::{
-        self,
-        tls::{self, ServedCertificate},
-    },
+    https::{self, tls::ServedCertificate},
     service::{self, ServiceError, StopSignal},
 };
 use cert::rotation::{CertificatePaths, CertificateRotation};
 use cluster::ClusterState;
 use rules::NamespaceRules;
-use serve::{CertificateSource, WebhookServer};
+use serve::WebhookServer;
 
 /// How long the webhook still replies after SIGTERM: until the last API server has stopped using
 /// it.
@@ -69,22 +66,19 @@ pub fn run(options: &WebhookOptions) -> Result<(), ServiceError> {
 }
 
 async fn serve_all(options: &WebhookOptions, mut stop: StopSignal) -> Result<(), ServiceError> {
-    let shown = Arc::new(ServedCertificate::default());
-    let source = match (&options.tls_cert_file, &options.tls_key_file) {
-        (Some(cert), Some(key)) => {
-            shown.show(&tls::read(cert, key)?)?;
-            CertificateSource::Files { cert: cert.clone(), key: key.clone() }
-        }
-        _ => CertificateSource::Kept,
-    };
+    let files = options.tls_cert_file.as_ref().zip(options.tls_key_file.as_ref());
+    let shown = Arc::new(match files {
+        Some((cert, key)) => ServedCertificate::of_files(cert, key)?,
+        None => ServedCertificate::default(),
+    });
     let client = service::client().await?;
-    if matches!(source, CertificateSource::Kept) {
+    if files.is_none() {
         let keeper =
             CertificateRotation::new(client.clone(), options.places.clone(), Arc::clone(&shown));
         tokio::spawn(keeper.keep());
     }
     let cluster = ClusterState::watch(client, &options.rules.runtime_class);
-    let door = WebhookServer::new(options.rules.clone(), cluster, source, shown);
+    let door = WebhookServer::new(options.rules.clone(), cluster, shown);
     let listener = service::listen(options.listen).await?;
     tracing::info!("listening on {}", options.listen);
     let serving = tokio::spawn(https::serve(listener, Arc::new(door)));

@@ -1,7 +1,7 @@
 //! The webhook's HTTPS server, bounded in connections, bytes and time. Any client may send a
 //! review; the reply contains nothing that the client did not send, except the name of the class.
 
-use std::{io, path::PathBuf, sync::Arc, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::{
@@ -24,10 +24,7 @@ use super::{
 };
 use crate::{
     error_chain,
-    https::{
-        HttpsLimits, HttpsSite,
-        tls::{self, ServedCertificate},
-    },
+    https::{HttpsLimits, HttpsSite, tls::ServedCertificate},
 };
 
 /// Time limit for the body of a request.
@@ -37,30 +34,14 @@ const BODY_BYTES: usize = 4 << 20;
 /// Upper bound of the requests held in memory.
 const MAX_CONCURRENT_REVIEWS: usize = 32;
 
-/// Source of the certificate.
-#[derive(Clone, Debug)]
-pub enum CertificateSource {
-    /// Files that another program renews: read at each connection.
-    Files {
-        /// Path of the certificate.
-        cert: PathBuf,
-        /// Path of its key.
-        key: PathBuf,
-    },
-    /// [`super::cert`] sets [`WebhookServer::shown`].
-    Kept,
-}
-
 /// Reviews pods over HTTPS.
 pub struct WebhookServer {
     /// Which pods get the class.
     pub rules: NamespaceRules,
     /// The webhook's view of the cluster.
     pub cluster: ClusterState,
-    /// The certificate that this server presents.
+    /// The certificate that this server presents: of files, or set by [`super::cert`].
     pub shown: Arc<ServedCertificate>,
-    /// Source of that certificate.
-    pub source: CertificateSource,
     /// Metrics of this replica.
     pub metrics: Metrics,
     bodies: Semaphore,
@@ -72,22 +53,10 @@ impl WebhookServer {
     pub fn new(
         rules: NamespaceRules,
         cluster: ClusterState,
-        source: CertificateSource,
         shown: Arc<ServedCertificate>,
     ) -> WebhookServer {
         let (metrics, bodies) = (Metrics::default(), Semaphore::new(MAX_CONCURRENT_REVIEWS));
-        WebhookServer { rules, cluster, shown, source, metrics, bodies }
-    }
-
-    /// Reads the certificate's files, if it comes from files. An invalid pair is reported, and the
-    /// one before stays: a file may be half written.
-    fn refresh(&self) {
-        let CertificateSource::Files { cert, key } = &self.source else { return };
-        match tls::read(cert, key).and_then(|pair| self.shown.show(&pair)) {
-            Ok(true) => tracing::info!("certificate: serving the one of {}", cert.display()),
-            Ok(false) => {}
-            Err(error) => tracing::warn!("{}", error_chain::chain(&error)),
-        }
+        WebhookServer { rules, cluster, shown, metrics, bodies }
     }
 
     fn is_ready(&self) -> bool {
@@ -147,8 +116,7 @@ impl HttpsSite for WebhookServer {
     };
 
     fn papers(&self) -> Option<Arc<ServerConfig>> {
-        self.refresh();
-        self.shown.config()
+        self.shown.fresh_config()
     }
 
     fn parted(&self, error: &io::Error) {

@@ -61,24 +61,18 @@ fn cluster() -> Fake {
     fake
 }
 
-fn door(fake: &Fake, source: CertificateSource) -> WebhookServer {
+fn door(fake: &Fake, shown: ServedCertificate) -> WebhookServer {
     let rules = Line::try_parse_from(["test"]).unwrap().rules;
-    WebhookServer::new(
-        rules,
-        ClusterState::watch(fake.client(), "affinode"),
-        source,
-        Arc::default(),
-    )
+    let cluster = ClusterState::watch(fake.client(), "affinode");
+    WebhookServer::new(rules, cluster, Arc::new(shown))
 }
 
 async fn stage(fake: &Fake) -> Stage {
     let folder = tempfile::tempdir().unwrap();
     papers(folder.path());
-    let source = CertificateSource::Files {
-        cert: folder.path().join("tls.crt"),
-        key: folder.path().join("tls.key"),
-    };
-    let door = Arc::new(door(fake, source));
+    let files = ["tls.crt", "tls.key"].map(|name| folder.path().join(name));
+    let shown = ServedCertificate::of_files(&files[0], &files[1]).unwrap();
+    let door = Arc::new(door(fake, shown));
     let listener = listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(serve(listener, door));
@@ -335,7 +329,7 @@ async fn review_is_read_up_to_the_size_limit() {
 
 #[tokio::test(start_paused = true)]
 async fn stalled_reviews_free_their_turn() {
-    let door = Arc::new(door(&cluster(), CertificateSource::Kept));
+    let door = Arc::new(door(&cluster(), ServedCertificate::default()));
     while !door.cluster.is_known() {
         tokio::task::yield_now().await;
     }
