@@ -12,10 +12,7 @@
 use std::{
     path::PathBuf,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -24,7 +21,7 @@ use affinode_controller::http::{
     Denied, HttpGuard, access, needs_right,
     reply::{self, Reply},
 };
-use http_body_util::{BodyExt, combinators::UnsyncBoxBody};
+use http_body_util::{BodyExt, Full, Limited, combinators::UnsyncBoxBody};
 use hyper::{
     Method, Request, Response, StatusCode,
     body::{Body, Bytes, Frame, Incoming},
@@ -35,6 +32,7 @@ use hyper_util::rt::TokioIo;
 use tokio::{net::UnixStream, task::JoinSet, time::timeout};
 use tokio_rustls::rustls::ServerConfig;
 
+use super::agent_metrics::{self, AgentMetrics};
 use crate::{
     error_chain,
     https::{HttpsLimits, HttpsSite, authz, tls::ServedCertificate},
@@ -44,6 +42,12 @@ use crate::{
 /// container takes longer.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
+/// Time limit for the controller's metrics: less than the 10 s after which Prometheus gives up.
+const SCRAPE: Duration = Duration::from_secs(8);
+/// Upper bound of the controller's metrics, in bytes: a thousand containers take about 4 MiB.
+const METRICS_BYTES: usize = 32 << 20;
+/// Path of the metrics.
+const METRICS: &str = "/metrics";
 
 type Answer = Response<UnsyncBoxBody<Bytes, hyper::Error>>;
 
@@ -59,8 +63,8 @@ pub struct AuthProxy {
     pub socket: PathBuf,
     /// The certificate that this proxy presents.
     pub shown: Arc<ServedCertificate>,
-    /// Whether containerd serves the runtime.
-    pub served: Arc<AtomicBool>,
+    /// The agent's state and its metrics.
+    pub metrics: Arc<AgentMetrics>,
 }
 
 impl HttpsSite for AuthProxy {
@@ -68,7 +72,7 @@ impl HttpsSite for AuthProxy {
     const LIMITS: HttpsLimits = HttpsLimits { connections: 128, handshake: TIME, head: TIME };
 
     fn papers(&self) -> Option<Arc<ServerConfig>> {
-        self.shown.config()
+        self.shown.fresh_config()
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Answer {
@@ -77,7 +81,7 @@ impl HttpsSite for AuthProxy {
             // Health of this program, not of the controller: a node without GPU containers has
             // none.
             "/healthz" => return own(reply::text(StatusCode::OK, "ok\n")),
-            "/readyz" if self.served.load(Ordering::Relaxed) => {
+            "/readyz" if self.metrics.is_ready() => {
                 return own(reply::text(StatusCode::OK, "ok\n"));
             }
             "/readyz" => {
@@ -103,6 +107,9 @@ impl HttpsSite for AuthProxy {
                 Err(refusal) => return refused(&refusal),
             }
         }
+        if path == METRICS && request.method() == Method::GET {
+            return self.metrics(request, ended).await;
+        }
         let time = if request.method() == Method::GET { TIME } else { MOVE };
         match timeout(time, self.forward(request, ended)).await {
             Ok(Ok(answer)) => answer,
@@ -121,6 +128,56 @@ impl HttpsSite for AuthProxy {
 }
 
 impl AuthProxy {
+    /// The agent's metrics, followed by those of the controller if one runs. A node without GPU
+    /// containers is up, and has a reply too.
+    async fn metrics(&self, mut request: Request<Incoming>, ended: Ended) -> Answer {
+        let asked = request.headers().get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
+        let asked_open =
+            asked.is_some_and(|accept| accept.contains("application/openmetrics-text"));
+        // The text is joined here, so it must not be compressed.
+        request.headers_mut().remove(header::ACCEPT_ENCODING);
+        let controller = match timeout(SCRAPE, self.controller_metrics(request, ended)).await {
+            Ok(Ok(text)) => Some(text),
+            Ok(Err(error)) => {
+                tracing::debug!("no controller: {}", error_chain::chain(&*error));
+                None
+            }
+            Err(_) => {
+                tracing::debug!("the controller's metrics did not arrive in time");
+                None
+            }
+        };
+        let open = controller.as_ref().map_or(asked_open, |text| text.open);
+        let up = controller.is_some();
+        match self.metrics.text(up, self.shown.not_after_seconds()) {
+            Ok(own_text) => {
+                let text = controller.as_ref().map(|controller| controller.text.as_str());
+                let text = agent_metrics::joined(&own_text, text, open);
+                let kind = if open { agent_metrics::OPEN } else { agent_metrics::CLASSIC };
+                own(reply::with(StatusCode::OK, kind, Full::new(Bytes::from(text))))
+            }
+            Err(error) => {
+                let why = format!("cannot write metrics: {error}");
+                own(reply::error(StatusCode::INTERNAL_SERVER_ERROR, &why))
+            }
+        }
+    }
+
+    async fn controller_metrics(
+        &self,
+        request: Request<Incoming>,
+        ended: Ended,
+    ) -> Result<ControllerText, Box<dyn std::error::Error + Send + Sync>> {
+        let answer = self.forward(request, ended).await?;
+        if answer.status() != StatusCode::OK {
+            return Err(format!("the controller replied {}", answer.status()).into());
+        }
+        let kind = answer.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
+        let open = kind.is_some_and(|kind| kind.starts_with("application/openmetrics-text"));
+        let body = Limited::new(answer.into_body(), METRICS_BYTES).collect().await?.to_bytes();
+        Ok(ControllerText { open, text: String::from_utf8(body.to_vec())? })
+    }
+
     async fn forward(
         &self,
         mut request: Request<Incoming>,
@@ -140,6 +197,12 @@ impl AuthProxy {
         let body = ProxiedConnection { body, ended, _sender: sender, _driver: driver };
         Ok(Response::from_parts(parts, body.boxed_unsync()))
     }
+}
+
+/// The metrics of a controller, and whether they are OpenMetrics text.
+struct ControllerText {
+    open: bool,
+    text: String,
 }
 
 type Ended = Pin<Box<dyn Future<Output = ()> + Send + Sync>>;

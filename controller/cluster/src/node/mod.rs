@@ -7,30 +7,28 @@
 //!    ^               └── not served ──> label off, install ───┘
 //!    │ retire: label off ──> wait for running containers ──> state "ready to be taken off", or the reason
 //!    │ retire now: uninstall ──> state "retired", or the reason
+//!    │ label affinode.io/exclude: label off, uninstall ──> state "excluded", or the reason
 //! ```
 //!
 //! The label is set last and removed first: no pod is scheduled to a node while it changes. A node
-//! whose agent ends keeps its label, because containerd still serves the runtime.
+//! whose agent ends keeps its label, because containerd still serves the runtime. So does a node on
+//! which an installation fails while containerd serves what was installed before.
 
+pub mod agent_metrics;
 mod auth_proxy;
 pub mod host;
+mod node_events;
 pub mod node_labels;
 mod pod_condition;
 pub mod pod_events;
 mod pods;
 pub mod retire;
+mod rollout;
 mod watch;
 
 pub use auth_proxy::NO_CONTROLLER;
 
-use std::{
-    net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use clap::{ArgAction, Args};
 use futures_util::StreamExt;
@@ -43,16 +41,23 @@ use kube::{
 use tokio::sync::Notify;
 
 use self::{
+    agent_metrics::{AgentMetrics, InstallState},
     auth_proxy::AuthProxy,
     host::{HandlerState, HostError, HostPaths},
+    node_events::NodeEvents,
     node_labels::{
-        AGENT, CERTIFICATE, NOT_RETIRED, NodeLabels, READY, RETIRE, RETIRED, RUNTIME, STATE,
+        AGENT, CERTIFICATE, EXCLUDE, EXCLUDED, NOT_RETIRED, NodeLabels, READY, RETIRE, RETIRED,
+        RUNTIME, STATE,
     },
+    rollout::RolloutSlots,
     watch::ControllerWatch,
 };
 use crate::{
     error_chain,
-    https::{self, authz, tls},
+    https::{
+        self, authz,
+        tls::{self, ServedCertificate},
+    },
     service::{self, ServiceError, StopSignal},
 };
 
@@ -84,6 +89,10 @@ pub struct NodeOptions {
     /// Whether pods carry a condition and a label with the place of their GPU memory.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     pod_state: bool,
+    /// A Lease of the installation's namespace. A node holds one of them during its first
+    /// installation; if omitted, any number of nodes is installed at a time.
+    #[arg(long = "rollout-lease", value_name = "NAME")]
+    rollout_leases: Vec<String>,
     #[command(flatten)]
     places: HostPaths,
 }
@@ -98,26 +107,31 @@ pub fn run(options: &NodeOptions) -> Result<(), ServiceError> {
 
 async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), ServiceError> {
     let client = service::client().await?;
-    let served = Arc::new(AtomicBool::new(false));
+    let metrics = Arc::new(AgentMetrics::default());
     let run_dir = options.places.on_host(&options.places.run_dir);
     let names = [std::slice::from_ref(&options.node_name), &options.hosts[..]].concat();
     let shown = options.papers.shown(&names)?;
-    let certificate = shown.fingerprint();
     let bridge = AuthProxy {
         guard: authz::by_review(&options.hosts).map_err(ServiceError::Guard)?,
         socket: run_dir.join("http.sock"),
-        shown,
-        served: Arc::clone(&served),
+        shown: Arc::clone(&shown),
+        metrics: Arc::clone(&metrics),
     };
     let node_labels = NodeLabels::new(client.clone(), &options.node_name);
     let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
     let (mine, pod_state) = (options.pod_name.clone(), options.pod_state);
     let watch = ControllerWatch::new(socket, client.clone(), node_labels.clone(), mine, pod_state);
+    let namespace = options.installation.split('/').next().unwrap_or_default();
+    let slots = &options.rollout_leases;
+    let slots = RolloutSlots::new(client.clone(), namespace, slots, &options.node_name);
+    let events = NodeEvents::new(client.clone(), &options.node_name, &options.pod_name);
     let agent = NodeAgent {
         options,
+        slots,
+        events,
         node_labels,
-        served,
-        certificate,
+        metrics,
+        shown,
         checked: false,
         said: None,
         bad_config: None,
@@ -134,10 +148,12 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
 
 struct NodeAgent<'a> {
     options: &'a NodeOptions,
+    slots: RolloutSlots,
+    events: NodeEvents,
     node_labels: NodeLabels,
-    served: Arc<AtomicBool>,
-    /// Fingerprint of the proxy's certificate.
-    certificate: Option<String>,
+    metrics: Arc<AgentMetrics>,
+    /// The proxy's certificate, whose fingerprint is published.
+    shown: Arc<ServedCertificate>,
     /// Whether the installed files are known to be those of this image.
     checked: bool,
     said: Option<String>,
@@ -178,6 +194,7 @@ impl NodeAgent<'_> {
             let text = format!(
                 "{other} looks after this node; if that installation is gone, remove annotation {AGENT} from the node"
             );
+            self.metrics.now(InstallState::Foreign);
             if self.said.replace(text.clone()).as_ref() != Some(&text) {
                 tracing::error!("{text}");
             }
@@ -191,8 +208,12 @@ impl NodeAgent<'_> {
         if asked == Some(&node_labels::must_go(ours)) {
             return self.retire(&node, RETIRED, labelled).await;
         }
+        if is_excluded(&node) {
+            return self.retire(&node, EXCLUDED, labelled).await;
+        }
         match self.tend(labelled).await {
             Ok(true) => {
+                self.metrics.now(InstallState::Served);
                 self.serve(true, labelled).await?;
                 let state = match &self.bad_config {
                     None => "served".to_owned(),
@@ -202,6 +223,7 @@ impl NodeAgent<'_> {
                 Ok(LOOK_EVERY)
             }
             Ok(false) => {
+                self.metrics.now(InstallState::RestartNeeded);
                 self.serve(false, labelled).await?;
                 self.say(&node, "installed: containerd serves it after its next start").await?;
                 Ok(LOOK_EVERY)
@@ -210,12 +232,38 @@ impl NodeAgent<'_> {
                 self.checked = false;
                 let why = error_chain::chain(&error);
                 tracing::error!("node: cannot install Affinode: {why}");
-                self.serve(false, labelled).await?;
-                self.say(&node, &format!("not installed: {why}")).await?;
+                self.metrics.now(InstallState::Failed);
+                let state = if self.keeps_serving(labelled).await? {
+                    format!("served as before, this version is not installed: {why}")
+                } else {
+                    format!("not installed: {why}")
+                };
+                self.say(&node, &state).await?;
                 Ok(LEAVE_ALONE)
+            }
+            Err(NodeTrouble::NoSlot) => {
+                self.metrics.now(InstallState::Waiting);
+                self.serve(false, labelled).await?;
+                let most = self.options.rollout_leases.len();
+                self.say(&node, &format!("waits: {most} other nodes are being installed")).await?;
+                Ok(LOOK_EVERY)
             }
             Err(NodeTrouble::Cluster(error)) => Err(error),
         }
+    }
+
+    /// After a failed installation: whether containerd serves what was installed before. Then the
+    /// node keeps its label, so that its GPUs are not lost to pods.
+    async fn keeps_serving(&self, labelled: bool) -> kube::Result<bool> {
+        let serves = match self.options.places.status().await {
+            Ok(handler) => handler == HandlerState::Served,
+            // It is unknown, so nothing changes.
+            Err(_) => labelled,
+        };
+        self.metrics.serves(serves);
+        // The installation may have removed the label.
+        self.node_labels.serve(serves).await?;
+        Ok(serves)
     }
 
     /// Installs this image's files if they differ, and returns whether containerd serves the
@@ -229,6 +277,9 @@ impl NodeAgent<'_> {
         }
         if !self.checked {
             if !places.plan().await?.is_empty() {
+                if handler == HandlerState::Missing && !self.slots.take().await? {
+                    return Err(NodeTrouble::NoSlot);
+                }
                 // No pod is scheduled here while the node changes.
                 self.serve(false, labelled).await?;
                 for step in places.install().await? {
@@ -236,6 +287,7 @@ impl NodeAgent<'_> {
                 }
                 handler = places.status().await?;
             }
+            self.slots.release().await?;
             self.checked = true;
         }
         match handler {
@@ -252,8 +304,12 @@ impl NodeAgent<'_> {
     async fn configure(&mut self) {
         let places = &self.options.places;
         self.bad_config = match places.configure().await {
-            Ok(false) => None,
+            Ok(false) => {
+                self.metrics.config_accepted();
+                None
+            }
             Ok(true) => {
+                self.metrics.config_accepted();
                 tracing::info!("controller: configuration written");
                 let run_dir = places.on_host(&places.run_dir);
                 let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
@@ -270,19 +326,24 @@ impl NodeAgent<'_> {
                 let why = error_chain::chain(&error);
                 if self.bad_config.as_ref() != Some(&why) {
                     tracing::error!("controller: configuration unchanged: {why}");
+                    self.metrics.config_refused();
+                    self.events.config_refused(&why).await;
                 }
                 Some(why)
             }
         };
     }
 
-    /// `wanted`: [`READY`] for removal, or [`RETIRED`].
+    /// `wanted`: [`READY`] for removal, [`RETIRED`] or [`EXCLUDED`].
     async fn retire(
         &mut self,
         node: &PartialObjectMeta<Node>,
         wanted: &str,
         labelled: bool,
     ) -> kube::Result<Duration> {
+        if wanted != READY {
+            self.metrics.now(InstallState::Retired);
+        }
         if node.annotations().get(STATE).is_some_and(|state| state == wanted) {
             return Ok(LOOK_EVERY);
         }
@@ -290,7 +351,7 @@ impl NodeAgent<'_> {
         self.serve(false, labelled).await?;
         let places = &self.options.places;
         let did = match wanted {
-            RETIRED => {
+            RETIRED | EXCLUDED => {
                 tracing::info!("node: removal of Affinode requested");
                 places.uninstall().await
             }
@@ -311,7 +372,7 @@ impl NodeAgent<'_> {
     }
 
     async fn serve(&self, served: bool, labelled: bool) -> kube::Result<()> {
-        self.served.store(served, Ordering::Relaxed);
+        self.metrics.serves(served);
         if served == labelled {
             return Ok(());
         }
@@ -321,10 +382,13 @@ impl NodeAgent<'_> {
 
     /// Publishes the node's state in its annotations, if it changed.
     async fn say(&mut self, node: &PartialObjectMeta<Node>, state: &str) -> kube::Result<()> {
+        // A renewed certificate has another fingerprint.
+        self.shown.refresh();
+        let certificate = self.shown.fingerprint();
         let there = node.annotations();
         let known = there.get(STATE).is_some_and(|known| known == state)
             && there.get(AGENT) == Some(&self.options.installation)
-            && there.get(CERTIFICATE) == self.certificate.as_ref();
+            && there.get(CERTIFICATE) == certificate.as_ref();
         if known {
             return Ok(());
         }
@@ -332,11 +396,7 @@ impl NodeAgent<'_> {
             tracing::info!("state: {state}");
         }
         let agent = Some(self.options.installation.clone());
-        let said = [
-            (STATE, Some(state.to_owned())),
-            (AGENT, agent),
-            (CERTIFICATE, self.certificate.clone()),
-        ];
+        let said = [(STATE, Some(state.to_owned())), (AGENT, agent), (CERTIFICATE, certificate)];
         self.node_labels.annotate(&said).await
     }
 }
@@ -345,6 +405,13 @@ impl NodeAgent<'_> {
 enum NodeTrouble {
     Host(HostError),
     Cluster(kube::Error),
+    /// As many nodes as may be at a time are being installed.
+    NoSlot,
+}
+
+/// Whether an operator keeps Affinode off the node.
+fn is_excluded(node: &PartialObjectMeta<Node>) -> bool {
+    node.labels().get(EXCLUDE).is_some_and(|value| value == "true")
 }
 
 impl From<HostError> for NodeTrouble {
@@ -359,7 +426,8 @@ impl From<kube::Error> for NodeTrouble {
     }
 }
 
-/// Notifies of each change of the node object's annotation.
+/// Notifies of each request in the node object: the annotation of the uninstaller, and the label of
+/// an operator.
 async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
     let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
     let events = watcher(Api::<PartialObjectMeta<Node>>::all(client), only).default_backoff();
@@ -369,7 +437,7 @@ async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
         .for_each(|node| {
             match node {
                 Ok(node) => {
-                    let now = node.annotations().get(RETIRE).cloned();
+                    let now = (node.annotations().get(RETIRE).cloned(), is_excluded(&node));
                     if wish.as_ref() != Some(&now) {
                         wish = Some(now);
                         changed.notify_one();

@@ -10,6 +10,8 @@ use serde_json::{Value, json};
 
 /// The label of a node whose containerd serves the runtime: `true`.
 pub const RUNTIME: &str = "affinode.io/runtime";
+/// The label with which an operator keeps Affinode off a node, or has it removed: `true`.
+pub const EXCLUDE: &str = "affinode.io/exclude";
 /// Annotation: the installation that manages the node, `namespace/name`.
 pub const AGENT: &str = "affinode.io/agent";
 /// Annotation: state of the node, for people and for the uninstaller.
@@ -30,6 +32,8 @@ pub const ANNOTATIONS: [&str; 6] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED
 pub const READY: &str = "ready to be taken off";
 /// Value of [`STATE`] when Affinode is removed from the node.
 pub const RETIRED: &str = "retired";
+/// Value of [`STATE`] when Affinode is not on the node, because of [`EXCLUDE`].
+pub const EXCLUDED: &str = "excluded: Affinode is not on this node";
 /// Prefix of [`STATE`] when Affinode cannot be removed.
 pub const NOT_RETIRED: &str = "cannot be taken off: ";
 

@@ -28,7 +28,7 @@ fn stage() -> Stage {
         guard: guard.unwrap(),
         socket: folder.path().join("http.sock"),
         shown: Arc::default(),
-        served: Arc::default(),
+        metrics: Arc::default(),
     };
     Stage { bridge, _folder: folder }
 }
@@ -64,9 +64,9 @@ async fn authorized_request_passes_without_its_token() {
     let stage = stage();
     controller(&stage.bridge.socket);
     let bearer = format!("authorization: Bearer {TOKEN}");
-    let answer = ask(&stage, "/metrics?x=1", &["host: 10.0.0.7:9411", &bearer]).await;
+    let answer = ask(&stage, "/api/v1/node?x=1", &["host: 10.0.0.7:9411", &bearer]).await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    assert!(answer.contains("GET /metrics?x=1 HTTP/1.1\r\n"), "{answer}");
+    assert!(answer.contains("GET /api/v1/node?x=1 HTTP/1.1\r\n"), "{answer}");
     assert!(answer.contains("host: localhost\r\n"), "{answer}");
     assert!(!answer.contains(TOKEN), "{answer}");
     // The page holds no secret, so it needs no token.
@@ -107,10 +107,62 @@ async fn readiness_depends_on_the_runtime_alone() {
     };
     assert_eq!(status("/healthz").await, "200");
     assert_eq!(status("/readyz").await, "503");
-    stage.bridge.served.store(true, Ordering::Relaxed);
+    stage.bridge.metrics.serves(true);
+    stage.bridge.metrics.now(crate::node::agent_metrics::InstallState::Served);
     assert_eq!(status("/readyz").await, "200");
-    assert_eq!(status("/metrics").await, "503", "there is no controller");
     let bearer = format!("authorization: Bearer {TOKEN}");
     let answer = ask(&stage, "/api/v1/node", &["host: 10.0.0.7", &bearer]).await;
     assert!(answer.contains("affinode-controller: none\r\n"), "{answer}");
+}
+
+/// A controller that replies to each request with these metrics.
+fn metrics_of_controller(socket: &std::path::Path, kind: &'static str, text: &'static str) {
+    let listener = UnixListener::bind(socket).unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let mut request = vec![0; 4096];
+            let length = stream.read(&mut request).await.unwrap();
+            let head = String::from_utf8_lossy(&request[..length]).to_lowercase();
+            assert!(!head.contains("accept-encoding"), "{head}");
+            let length = text.len();
+            let head = format!("content-type: {kind}\r\ncontent-length: {length}\r\n");
+            let answer = format!("HTTP/1.1 200 OK\r\n{head}\r\n{text}");
+            stream.write_all(answer.as_bytes()).await.unwrap();
+        }
+    });
+}
+
+#[tokio::test]
+async fn a_node_without_controller_serves_metrics() {
+    let stage = stage();
+    stage.bridge.metrics.serves(true);
+    let bearer = format!("authorization: Bearer {TOKEN}");
+    let answer = ask(&stage, "/metrics", &["host: 10.0.0.7", &bearer]).await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(answer.contains("content-type: text/plain; version=0.0.4"), "{answer}");
+    assert!(answer.contains("\naffinode_controller_up 0\n"), "{answer}");
+    assert!(answer.contains("\naffinode_agent_runtime_served 1\n"), "{answer}");
+    let accept = "accept: application/openmetrics-text;version=1.0.0";
+    let answer = ask(&stage, "/metrics", &["host: 10.0.0.7", &bearer, accept]).await;
+    assert!(answer.contains("content-type: application/openmetrics-text"), "{answer}");
+    assert!(answer.ends_with("# EOF\n"), "{answer}");
+}
+
+#[tokio::test]
+async fn controller_metrics_follow_those_of_the_agent() {
+    let stage = stage();
+    let open = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    metrics_of_controller(
+        &stage.bridge.socket,
+        open,
+        "# TYPE affinode_x gauge\naffinode_x 1\n# EOF\n",
+    );
+    let bearer = format!("authorization: Bearer {TOKEN}");
+    let headers = ["host: 10.0.0.7", &bearer, "accept-encoding: gzip"];
+    let answer = ask(&stage, "/metrics", &headers).await;
+    // The format is the controller's, whatever was asked for.
+    assert!(answer.contains(&format!("content-type: {open}")), "{answer}");
+    assert!(answer.contains("\naffinode_controller_up 1\n"), "{answer}");
+    assert!(answer.ends_with("\naffinode_x 1\n# EOF\n"), "{answer}");
+    assert_eq!(answer.matches("# EOF").count(), 1);
 }

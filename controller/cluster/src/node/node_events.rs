@@ -1,0 +1,50 @@
+//! Events of the node object, which `kubectl describe node` shows.
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::{
+    Client,
+    runtime::events::{Event, EventType, Recorder, Reporter},
+};
+
+use crate::error_chain;
+
+/// Upper bound of a note, in characters; the API server's is 1024 bytes.
+const MAX_NOTE_CHARS: usize = 250;
+
+/// Publishes events of one node object.
+pub struct NodeEvents {
+    recorder: Recorder,
+    node: ObjectReference,
+}
+
+impl NodeEvents {
+    /// For the node of this name; `pod` is the agent's.
+    #[must_use]
+    pub fn new(client: Client, node: &str, pod: &str) -> NodeEvents {
+        let reporter =
+            Reporter { controller: "affinode.io/node".into(), instance: Some(pod.to_owned()) };
+        let node = ObjectReference {
+            api_version: Some("v1".into()),
+            kind: Some("Node".into()),
+            name: Some(node.to_owned()),
+            // As the kubelet writes it: `kubectl describe node` searches for it.
+            uid: Some(node.to_owned()),
+            ..ObjectReference::default()
+        };
+        NodeEvents { recorder: Recorder::new(client, reporter), node }
+    }
+
+    /// Publishes that the node keeps its configuration, because the cluster's is invalid.
+    pub async fn config_refused(&self, why: &str) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: "AffinodeConfigurationRefused".into(),
+            note: Some(why.chars().take(MAX_NOTE_CHARS).collect()),
+            action: "Configure".into(),
+            secondary: None,
+        };
+        if let Err(error) = self.recorder.publish(&event, &self.node).await {
+            tracing::warn!("node event: cannot publish it: {}", error_chain::chain(&error));
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Limits how many nodes are installed at a time: an installation restarts containerd.
+//!
+//! The chart creates one Lease per slot. A node takes a free one before its first installation and
+//! releases it afterwards. A node whose installation fails keeps its slot while it tries again, so a
+//! roll-out stops when as many nodes fail as may be installed at a time.
+
+use k8s_openapi::{
+    api::coordination::v1::{Lease, LeaseSpec},
+    apimachinery::pkg::apis::meta::v1::MicroTime,
+    jiff::{SignedDuration, Timestamp},
+};
+use kube::{Api, Client, api::PostParams};
+
+/// A slot that is not renewed for this long is free: its node is gone. It is longer than a failed
+/// installation and the pause after it, and than clocks of nodes differ.
+const SLOT: SignedDuration = SignedDuration::from_mins(15);
+
+/// The slots of an installation, as one node sees them.
+pub struct RolloutSlots {
+    api: Api<Lease>,
+    names: Vec<String>,
+    node: String,
+    held: Option<String>,
+}
+
+impl RolloutSlots {
+    /// The Leases of these names; without names there is no limit.
+    #[must_use]
+    pub fn new(client: Client, namespace: &str, names: &[String], node: &str) -> RolloutSlots {
+        let api = Api::namespaced(client, namespace);
+        RolloutSlots { api, names: names.to_vec(), node: node.to_owned(), held: None }
+    }
+
+    /// Takes a slot, or renews the one of this node. Returns whether the node has one.
+    ///
+    /// # Errors
+    /// If the API server does not reply, or returns an error other than a conflict.
+    pub async fn take(&mut self) -> kube::Result<bool> {
+        if self.names.is_empty() {
+            return Ok(true);
+        }
+        let mut slots = Vec::new();
+        for name in &self.names {
+            slots.push(self.api.get(name).await?);
+        }
+        // Its own first, so that no node has two.
+        slots.sort_by_key(|slot| holder(slot) != Some(&self.node));
+        for slot in slots {
+            if holder(&slot) != Some(&self.node) && is_taken(&slot, Timestamp::now()) {
+                continue;
+            }
+            let name = slot.metadata.name.clone().unwrap_or_default();
+            if self.write(slot, Some(&self.node)).await? {
+                self.held = Some(name);
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Releases this node's slot, if it has one.
+    ///
+    /// # Errors
+    /// As [`RolloutSlots::take`]. The slot is free later in any case.
+    pub async fn release(&mut self) -> kube::Result<()> {
+        let Some(name) = self.held.clone() else { return Ok(()) };
+        let slot = self.api.get(&name).await?;
+        if holder(&slot) == Some(&self.node) {
+            self.write(slot, None).await?;
+        }
+        self.held = None;
+        Ok(())
+    }
+
+    /// Returns whether this write was the first since the slot was read.
+    async fn write(&self, mut slot: Lease, holder: Option<&str>) -> kube::Result<bool> {
+        let name = slot.metadata.name.clone().unwrap_or_default();
+        let now = holder.map(|_| MicroTime(Timestamp::now()));
+        slot.spec = Some(LeaseSpec {
+            holder_identity: holder.map(str::to_owned),
+            lease_duration_seconds: holder
+                .map(|_| i32::try_from(SLOT.as_secs()).unwrap_or(i32::MAX)),
+            acquire_time: now.clone(),
+            renew_time: now,
+            ..LeaseSpec::default()
+        });
+        match self.api.replace(&name, &PostParams::default(), &slot).await {
+            Ok(_) => Ok(true),
+            Err(kube::Error::Api(error)) if error.code == 409 => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn holder(slot: &Lease) -> Option<&String> {
+    slot.spec.as_ref()?.holder_identity.as_ref().filter(|holder| !holder.is_empty())
+}
+
+fn is_taken(slot: &Lease, now: Timestamp) -> bool {
+    let renewed = slot.spec.as_ref().and_then(|spec| spec.renew_time.as_ref());
+    holder(slot).is_some() && renewed.is_some_and(|renewed| now.duration_since(renewed.0) < SLOT)
+}
+
+#[cfg(test)]
+mod tests;

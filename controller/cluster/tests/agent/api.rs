@@ -1,0 +1,216 @@
+//! An API server in memory for one node agent: objects by path, merge patches, writes that come too
+//! late, and a watch that reports each change of the node.
+
+use std::{
+    collections::BTreeMap,
+    io::{BufRead, BufReader, Read, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde_json::{Value, json};
+
+/// How long a test waits for the agent: it looks every 15 s, and after a failure every 2 min.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Path of the node object.
+pub const NODE: &str = "/api/v1/nodes/one";
+
+#[derive(Clone)]
+pub struct ApiServer {
+    pub address: SocketAddr,
+    state: Arc<(Mutex<Objects>, Condvar)>,
+}
+
+#[derive(Default)]
+struct Objects {
+    by_path: BTreeMap<String, Value>,
+    created: Vec<Value>,
+    version: u64,
+    watchers: Vec<TcpStream>,
+}
+
+impl ApiServer {
+    pub fn start(labels: Value) -> ApiServer {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = ApiServer { address, state: Arc::default() };
+        server.put(NODE, json!({ "metadata": { "name": "one", "uid": "u", "labels": labels } }));
+        let serving = server.clone();
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let server = serving.clone();
+                thread::spawn(move || server.answer(stream));
+            }
+        });
+        server
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Objects> {
+        self.state.0.lock().unwrap()
+    }
+
+    pub fn put(&self, path: &str, object: Value) {
+        self.lock().put(path, object);
+        self.state.1.notify_all();
+    }
+
+    pub fn get(&self, path: &str) -> Value {
+        self.lock().by_path.get(path).cloned().unwrap_or(Value::Null)
+    }
+
+    /// What `kubectl label` and the agent do.
+    pub fn patch(&self, path: &str, change: &Value) -> Value {
+        let mut objects = self.lock();
+        let mut object = objects.by_path.get(path).cloned().unwrap_or(json!({}));
+        merge(&mut object, change);
+        let object = objects.put(path, object);
+        drop(objects);
+        self.state.1.notify_all();
+        object
+    }
+
+    /// Waits until the objects are as a test wants them.
+    pub fn until(&self, what: &str, is_so: impl Fn(&ApiServer) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if is_so(self) {
+                return;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "{what} does not happen: {}", self.get(NODE));
+            // A change between the check and this wait is seen a second later.
+            let wait = left.min(Duration::from_secs(1));
+            drop(self.state.1.wait_timeout(self.lock(), wait).unwrap());
+        }
+    }
+
+    pub fn label(&self, name: &str) -> Value {
+        self.get(NODE)["metadata"]["labels"][name].clone()
+    }
+
+    pub fn annotation(&self, name: &str) -> String {
+        let value = self.get(NODE)["metadata"]["annotations"][name].clone();
+        value.as_str().unwrap_or_default().to_owned()
+    }
+
+    /// Objects that were created, such as events.
+    pub fn created(&self) -> Vec<Value> {
+        self.lock().created.clone()
+    }
+
+    fn answer(&self, mut stream: TcpStream) {
+        let mut reader = BufReader::new(stream.try_clone().unwrap());
+        let (mut line, mut length) = (String::new(), 0);
+        if reader.read_line(&mut line).unwrap_or(0) == 0 {
+            return;
+        }
+        loop {
+            let mut field = String::new();
+            reader.read_line(&mut field).unwrap();
+            let field = field.trim().to_lowercase();
+            if field.is_empty() {
+                break;
+            }
+            if let Some(number) = field.strip_prefix("content-length:") {
+                length = number.trim().parse().unwrap();
+            }
+        }
+        let mut body = vec![0; length];
+        reader.read_exact(&mut body).unwrap();
+        let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+        let mut words = line.split(' ');
+        let (method, uri) = (words.next().unwrap(), words.next().unwrap());
+        let (path, query) = uri.split_once('?').unwrap_or((uri, ""));
+        if query.contains("watch=true") {
+            let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n";
+            stream.write_all(head.as_bytes()).unwrap();
+            self.lock().watchers.push(stream);
+            return;
+        }
+        let (status, answer) = self.reply(method, path, body);
+        let text = answer.to_string();
+        let head = format!(
+            "HTTP/1.1 {status} x\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+            text.len()
+        );
+        // An agent that ended does not read it.
+        let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(text.as_bytes()));
+    }
+
+    fn reply(&self, method: &str, path: &str, sent: Value) -> (u16, Value) {
+        let failure = |code: u16, reason: &str| {
+            (
+                code,
+                json!({ "kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code, "message": reason }),
+            )
+        };
+        match method {
+            "GET" if path == "/api/v1/nodes" => {
+                let items = [self.get(NODE)];
+                let version = self.lock().version.to_string();
+                (
+                    200,
+                    json!({
+                        "kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1",
+                        "metadata": { "resourceVersion": version }, "items": items,
+                    }),
+                )
+            }
+            "GET" => match self.get(path) {
+                Value::Null => failure(404, "NotFound"),
+                object => (200, object),
+            },
+            "PATCH" => (200, self.patch(path, &sent)),
+            "PUT" => {
+                let held = self.get(path)["metadata"]["resourceVersion"].clone();
+                if held != sent["metadata"]["resourceVersion"] {
+                    return failure(409, "Conflict");
+                }
+                self.put(path, sent);
+                (200, self.get(path))
+            }
+            "POST" => {
+                self.lock().created.push(sent.clone());
+                self.state.1.notify_all();
+                (201, sent)
+            }
+            _ => failure(405, "MethodNotAllowed"),
+        }
+    }
+}
+
+impl Objects {
+    fn put(&mut self, path: &str, mut object: Value) -> Value {
+        self.version += 1;
+        object["metadata"]["resourceVersion"] = self.version.to_string().into();
+        if path == NODE {
+            object["kind"] = "PartialObjectMetadata".into();
+            object["apiVersion"] = "meta.k8s.io/v1".into();
+            let event = format!("{}\n", json!({ "type": "MODIFIED", "object": object }));
+            let chunk = format!("{:x}\r\n{event}\r\n", event.len());
+            self.watchers.retain_mut(|watcher| watcher.write_all(chunk.as_bytes()).is_ok());
+        }
+        self.by_path.insert(path.to_owned(), object.clone());
+        object
+    }
+}
+
+/// RFC 7396.
+fn merge(object: &mut Value, change: &Value) {
+    let Value::Object(fields) = change else {
+        *object = change.clone();
+        return;
+    };
+    if !object.is_object() {
+        *object = json!({});
+    }
+    for (name, value) in fields {
+        if value.is_null() {
+            object.as_object_mut().unwrap().remove(name);
+        } else {
+            merge(&mut object[name.as_str()], value);
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! The program `affinode-cluster node` with an API server and a node in memory. The command
+//! `affinode` beside it is a script that plays the node.
+
+#![allow(clippy::unwrap_used)] // Helpers of tests.
+
+mod api;
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+};
+
+use api::{ApiServer, NODE};
+use serde_json::{Value, json};
+
+const RUNTIME: &str = "affinode.io/runtime";
+const EXCLUDE: &str = "affinode.io/exclude";
+const STATE: &str = "affinode.io/state";
+const CERTIFICATE: &str = "affinode.io/certificate-sha256";
+const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot";
+
+/// The node: file `served` exists while containerd serves the runtime, file `due` while an
+/// installation has something to do, file `broken` while it fails.
+const AFFINODE: &str = r#"#!/bin/sh
+cd "$(dirname "$0")/../node" || exit 9
+echo "$@" >> calls
+case "$*" in
+  status*) [ ! -e served ] || echo '{"handler":{"state":"served"},"in_place":true}' ;;
+  "policy validate"*) if grep -q wrong "$3"; then echo "policy.mode: wrong" >&2; exit 1; fi ;;
+  install*--dry-run*) if [ -e due ] || [ ! -e served ]; then echo '["a step"]'; else echo '[]'; fi ;;
+  install*) if [ -e broken ]; then echo "no space left" >&2; exit 1; fi
+            rm -f due; touch served; echo '["a step"]' ;;
+  uninstall*) rm -f served ;;
+esac
+"#;
+
+struct Agent {
+    child: Child,
+    api: ApiServer,
+    folder: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Agent {
+    fn start(labels: Value, files: &[&str], more: &[&str]) -> Agent {
+        Agent::with(ApiServer::start(labels), files, more, |_| {})
+    }
+
+    fn with(api: ApiServer, files: &[&str], more: &[&str], prepare: impl Fn(&Path)) -> Agent {
+        // On the file system of the build, so that the program can be linked.
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let folder = dir.path().to_owned();
+        for name in ["bin", "node", "root"] {
+            fs::create_dir(folder.join(name)).unwrap();
+        }
+        fs::hard_link(env!("CARGO_BIN_EXE_affinode-cluster"), folder.join("bin/affinode-cluster"))
+            .unwrap();
+        let script = folder.join("bin/affinode");
+        fs::write(&script, AFFINODE).unwrap();
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+        for name in files {
+            fs::write(folder.join("node").join(name), "").unwrap();
+        }
+        fs::write(folder.join("cluster.toml"), "[policy]\n").unwrap();
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "c",
+            "clusters": [{ "name": "c", "cluster": { "server": format!("http://{}", api.address) } }],
+            "users": [{ "name": "u", "user": {} }],
+            "contexts": [{ "name": "c", "context": { "cluster": "c", "user": "u" } }],
+        });
+        fs::write(folder.join("kubeconfig"), config.to_string()).unwrap();
+        prepare(&folder);
+        let log = fs::File::create(folder.join("log")).unwrap();
+        let child = Command::new(folder.join("bin/affinode-cluster"))
+            .args(["node", "--node-name=one", "--installation=system/affinode"])
+            .args(["--listen=127.0.0.1:0", "--restart-mode=none"])
+            .arg(format!("--host-root={}", folder.join("root").display()))
+            .arg(format!("--config={}", folder.join("cluster.toml").display()))
+            .args(more.iter().map(|option| option.replace("DIR", &folder.display().to_string())))
+            .env("KUBECONFIG", folder.join("kubeconfig"))
+            // Of the reviews of tokens, which no test requests.
+            .env("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+            .env("KUBERNETES_SERVICE_PORT", "1")
+            .stdin(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        Agent { child, api, folder, _dir: dir }
+    }
+
+    fn until_state(&self, what: &str, is_so: impl Fn(&str) -> bool) {
+        self.api.until(what, |api| is_so(&api.annotation(STATE)));
+    }
+
+    fn has(&self, file: &str) -> bool {
+        self.folder.join("node").join(file).exists()
+    }
+
+    fn calls(&self) -> String {
+        fs::read_to_string(self.folder.join("node/calls")).unwrap_or_default()
+    }
+}
+
+#[test]
+fn a_label_removes_affinode_from_one_node() {
+    let agent = Agent::start(json!({}), &[], &[]);
+    agent.api.until("the label of a served runtime", |api| api.label(RUNTIME) == "true");
+    agent.api.patch(NODE, &json!({ "metadata": { "labels": { EXCLUDE: "true" } } }));
+    agent.until_state("the exclusion", |state| state.starts_with("excluded"));
+    assert!(agent.api.label(RUNTIME).is_null(), "no further pod comes to it");
+    assert!(!agent.has("served"), "{}", agent.calls());
+    agent.api.patch(NODE, &json!({ "metadata": { "labels": { EXCLUDE: null } } }));
+    agent.api.until("the installation", |api| api.label(RUNTIME) == "true");
+    assert!(agent.has("served"));
+}
+
+#[test]
+fn an_excluded_node_is_never_installed() {
+    let agent = Agent::start(json!({ EXCLUDE: "true" }), &[], &[]);
+    agent.until_state("the exclusion", |state| state.starts_with("excluded"));
+    assert!(!agent.calls().contains("install"), "{}", agent.calls());
+}
+
+#[test]
+fn a_failed_upgrade_keeps_the_label() {
+    let agent = Agent::start(json!({ RUNTIME: "true" }), &["served", "due", "broken"], &[]);
+    agent.until_state("the failure", |state| state.starts_with("served as before"));
+    assert!(agent.api.annotation(STATE).contains("no space left"));
+    assert_eq!(agent.api.label(RUNTIME), "true", "pods still come to it");
+}
+
+#[test]
+fn a_failed_installation_has_no_label() {
+    let agent = Agent::start(json!({ RUNTIME: "true" }), &["broken"], &[]);
+    agent.until_state("the failure", |state| state.starts_with("not installed"));
+    assert!(agent.api.label(RUNTIME).is_null());
+}
+
+#[test]
+fn a_node_without_a_slot_is_not_touched() {
+    let api = ApiServer::start(json!({}));
+    let lease = |holder: Value| {
+        json!({
+            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": { "name": "slot", "namespace": "system" },
+            "spec": { "holderIdentity": holder, "renewTime": "2999-01-01T00:00:00.000000Z" },
+        })
+    };
+    api.put(LEASE, lease("another".into()));
+    let agent = Agent::with(api, &[], &["--rollout-lease=slot"], |_| {});
+    agent.until_state("the wait", |state| state.starts_with("waits"));
+    assert!(
+        agent
+            .calls()
+            .lines()
+            .all(|call| !call.starts_with("install") || call.contains("--dry-run"))
+    );
+    agent.api.put(LEASE, lease(Value::Null));
+    agent.api.until("the installation", |api| api.label(RUNTIME) == "true");
+    let holder = &agent.api.get(LEASE)["spec"]["holderIdentity"];
+    assert!(holder.is_null(), "the slot is free for the next node: {holder}");
+}
+
+#[test]
+fn a_refused_configuration_is_an_event() {
+    let prepare = |folder: &Path| fs::write(folder.join("cluster.toml"), "wrong\n").unwrap();
+    let agent = Agent::with(ApiServer::start(json!({})), &["served"], &[], prepare);
+    agent.until_state("the refusal", |state| state.contains("policy.mode: wrong"));
+    agent.api.until("the event", |api| !api.created().is_empty());
+    let events = agent.api.created();
+    assert_eq!(events.len(), 1, "{events:?}");
+    assert_eq!(events[0]["reason"], "AffinodeConfigurationRefused");
+    assert_eq!(events[0]["regarding"]["kind"], "Node");
+    assert!(events[0]["note"].as_str().unwrap().contains("policy.mode"), "{events:?}");
+    assert_eq!(agent.api.label(RUNTIME), "true", "the node goes on with what it had");
+}
+
+#[test]
+fn a_renewed_certificate_is_published() {
+    let renew = |folder: &Path| {
+        let made = rcgen::generate_simple_self_signed(["one".to_owned()]).unwrap();
+        fs::write(folder.join("tls.key"), made.signing_key.serialize_pem()).unwrap();
+        fs::write(folder.join("tls.crt"), made.cert.pem()).unwrap();
+    };
+    let files = ["--tls-cert-file=DIR/tls.crt", "--tls-key-file=DIR/tls.key"];
+    let agent = Agent::with(ApiServer::start(json!({})), &["served"], &files, renew);
+    agent.api.until("a certificate", |api| !api.annotation(CERTIFICATE).is_empty());
+    let first = agent.api.annotation(CERTIFICATE);
+    renew(&agent.folder);
+    agent.api.until("the renewed certificate", |api| api.annotation(CERTIFICATE) != first);
+}
