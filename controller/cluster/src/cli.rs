@@ -5,7 +5,7 @@ use std::{error::Error, io, process::ExitCode};
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-use crate::{error_chain, fleet, node, webhook};
+use crate::{check, error_chain, fleet, node, webhook};
 
 #[derive(Parser)]
 #[command(
@@ -29,6 +29,8 @@ enum Command {
     Fleet(Box<fleet::FleetOptions>),
     /// Set the runtime class of GPU pods while they are created (an admission webhook).
     Webhook(Box<webhook::WebhookOptions>),
+    /// Check whether the container of this command is managed (the pod of `helm test`).
+    Check(check::CheckOptions),
 }
 
 /// Parses the command line and runs the command.
@@ -41,6 +43,7 @@ pub fn main() -> ExitCode {
         Command::Retire(options) => exit(node::retire::run(&options)),
         Command::Fleet(options) => exit(fleet::run(&options)),
         Command::Webhook(options) => exit(webhook::run(&options)),
+        Command::Check(options) => exit(check::run(&options)),
     }
 }
 

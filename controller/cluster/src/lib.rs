@@ -6,12 +6,14 @@
 //! | [`fleet`] | shows all nodes on one page, with a link to each |
 //! | [`https`] | the HTTPS server of all three |
 //! | [`webhook`] | sets the runtime class of GPU pods while they are created |
+//! | [`check`] | checks from a GPU pod whether its container is managed |
 //! | [`cli`] | the command `affinode-cluster` |
 //!
 //! It is a crate of its own, so that no program on the path of a container carries a Kubernetes
 //! client. A container does not need it to run or to be restored: without it, a cluster creates
 //! pods without the runtime class, and pods that have the class go on.
 
+pub mod check;
 pub mod cli;
 mod error_chain;
 pub mod fleet;

@@ -60,20 +60,52 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{/*
+Which pods are looked at. What users write in inject.namespaceSelector and inject.objectSelector
+comes in addition.
+*/}}
 {{- define "affinode.injectSelectors" -}}
+{{- $namespaces := .Values.inject.namespaceSelector }}
+{{- $pods := .Values.inject.objectSelector }}
 namespaceSelector:
+  {{- with $namespaces.matchLabels }}
+  matchLabels:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   matchExpressions:
+    {{- if .Values.inject.optIn }}
+    - key: affinode.io/inject
+      operator: In
+      values: ["enabled"]
+    {{- else }}
     - key: affinode.io/inject
       operator: NotIn
       values: ["ignore"]
+    {{- end }}
     - key: kubernetes.io/metadata.name
       operator: NotIn
       values: {{ append .Values.inject.excludedNamespaces .Release.Namespace | uniq | toJson }}
+    {{- with $namespaces.matchExpressions }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 objectSelector:
+  {{- with $pods.matchLabels }}
+  matchLabels:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   matchExpressions:
     - key: affinode.io/inject
       operator: NotIn
       values: ["ignore"]
+    {{- with $pods.matchExpressions }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{/* The node selector of a pod: the programs of the image are built for one architecture. */}}
+{{- define "affinode.nodeSelector" -}}
+nodeSelector:
+  {{- merge (dict "kubernetes.io/arch" "amd64") . | toYaml | nindent 2 }}
 {{- end }}
 
 {{/*
@@ -102,4 +134,17 @@ values file as a float, and toToml writes it as 5.0. Numbers in a list of lists 
 {{- $_ := set $map $key $items }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* A CEL expression that compares `name` with a list of names; a star at the end matches any suffix. */}}
+{{- define "affinode.nameTests" -}}
+{{- $tests := list }}
+{{- range . }}
+{{- if hasSuffix "*" . }}
+{{- $tests = append $tests (printf "name.startsWith('%s')" (trimSuffix "*" .)) }}
+{{- else }}
+{{- $tests = append $tests (printf "name == '%s'" .) }}
+{{- end }}
+{{- end }}
+{{- join " || " $tests }}
 {{- end }}

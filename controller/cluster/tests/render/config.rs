@@ -1,6 +1,9 @@
 //! The controllers' configuration that the chart writes, as the controller reads it.
 
-use affinode_controller::{config::Config, core::explain};
+use affinode_controller::{
+    config::Config,
+    core::{explain, policy::Mode},
+};
 
 use super::render;
 
@@ -63,4 +66,17 @@ fn without_a_policy_only_the_socket_is_set() {
     let Some(rendered) = render("{}") else { return };
     let text = rendered.get("ConfigMap", "affinode-config")["data"]["cluster.toml"].clone();
     assert!(!text.as_str().unwrap().contains("[policy]"), "{text}");
+}
+
+#[test]
+fn the_preset_observe_moves_nothing() {
+    let preset = std::fs::read_to_string(super::chart().join("presets/observe.yaml")).unwrap();
+    let Some(rendered) = render(&preset) else { return };
+    let text = rendered.get("ConfigMap", "affinode-config")["data"]["cluster.toml"].clone();
+    let config = Config::from_toml(text.as_str().unwrap()).unwrap();
+    assert_eq!(config.policy.mode, Mode::Manual);
+    let policy = rendered.get("MutatingAdmissionPolicy", "affinode");
+    let namespaces = policy["spec"]["matchConstraints"]["namespaceSelector"].to_string();
+    assert!(namespaces.contains("enabled") && !namespaces.contains("ignore"), "{namespaces}");
+    rendered.get("Lease", "affinode-rollout-0");
 }

@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
 mod config;
+mod inject;
+mod monitoring;
+mod nodes;
 
 use std::{
     path::{Path, PathBuf},
@@ -63,4 +66,12 @@ fn render_for(kubernetes: &str, values: &str) -> Option<Result<Rendered, String>
     let read = |document| Value::deserialize(document).unwrap();
     let objects = serde_yaml_ng::Deserializer::from_str(&text).map(read);
     Some(Ok(Rendered(objects.filter(|object: &Value| object.is_object()).collect())))
+}
+
+/// The one object of that kind in a manifest of `config/kubernetes`.
+fn manifest(file: &str, kind: &str) -> Value {
+    let text = std::fs::read_to_string(chart().join("../../kubernetes").join(file)).unwrap();
+    let read = |document| Value::deserialize(document).unwrap();
+    let mut objects = serde_yaml_ng::Deserializer::from_str(&text).map(read);
+    objects.find(|object: &Value| object["kind"] == kind).unwrap()
 }

@@ -63,7 +63,11 @@ fn values(plane: &Plane<'_>) -> Result<Value> {
     Ok(json!({
         // The name in the image's archive.
         "image": {"repository": "affinode/affinode", "pullPolicy": "Never"},
-        "policy": {"mode": "eager", "idle_timeout": "2s"},
+        // Helm reads the numbers of a file as floats.
+        "policy": {
+            "mode": "eager", "idle_timeout": "2s", "priority": 3,
+            "namespace": [{"name": "elsewhere", "priority": -3, "minimum_vram_mib": 1024}],
+        },
         "node": {
             "restart": "none",
             "hostRoot": host_root(plane)?,
@@ -74,6 +78,8 @@ fn values(plane: &Plane<'_>) -> Result<Value> {
             "runDir": place("run"),
             "configDir": place("affinode"),
             "drain": "2s",
+            // The node with a broken configuration keeps its slot.
+            "rollout": {"maxConcurrent": plane.nodes().len()},
         },
         // On a cluster of one node, a second replica would stay pending.
         "inject": {"webhook": {"replicas": plane.nodes().len().min(2)}},

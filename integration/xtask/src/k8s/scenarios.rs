@@ -58,6 +58,7 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
     let first = pods.swap_remove(0);
     pods.into_iter().try_for_each(pods::Pod::delete)?;
     uninstall::waits_for_pods(plane)?;
+    uninstall::one(plane)?;
     first.delete()?;
     let ended = pods::ended_long_ago(plane)?;
     uninstall::all(plane)?;

@@ -137,6 +137,10 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
         Ok((last.0 == 200).then(|| last.1.clone()))
     });
     let text = text.with_context(|| format!("{} {}", last.0, last.1))?;
+    for line in ["affinode_controller_up 1", "affinode_agent_install_state{state=\"served\"} 1"] {
+        ensure!(text.lines().any(|known| known == line), "{line} is not in {text}");
+    }
+    resting_node_is_up(plane, &token)?;
     kubectl(&["delete", "clusterrolebinding", "prometheus"])?;
     kubectl(&["delete", "serviceaccount", "prometheus"])?;
     let line = text
@@ -154,5 +158,17 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
         Ok(seen.as_str().map(str::to_owned))
     })?;
     output::note(&format!("annotation affinode.io/reclaimable-vram-bytes: {node}"));
+    Ok(())
+}
+
+/// A node on which no container has run yet: it has no controller, and is scraped all the same.
+fn resting_node_is_up(plane: &Plane<'_>, token: &str) -> Result<()> {
+    let Some(node) = plane.nodes()[1..].last() else { return Ok(()) };
+    let pod = agent_pod(plane, node)?;
+    let address = pod["status"]["podIP"].as_str().context("the agent's address")?;
+    let (code, text) = fetch(plane, &format!("https://{address}:{PORT}/metrics"), Some(token))?;
+    let resting = text.lines().any(|line| line == "affinode_controller_up 0");
+    ensure!(code == 200 && resting, "{code} {text}");
+    output::note(&format!("{}, without a controller: 200, affinode_controller_up 0", node.name));
     Ok(())
 }

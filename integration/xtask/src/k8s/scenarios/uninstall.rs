@@ -17,7 +17,7 @@ const KINDS: &str = "all,configmaps,serviceaccounts,roles,rolebindings,clusterro
     clusterrolebindings,runtimeclasses,mutatingwebhookconfigurations,\
     mutatingadmissionpolicies,mutatingadmissionpolicybindings,secrets,\
     validatingadmissionpolicies,validatingadmissionpolicybindings,\
-    poddisruptionbudgets,networkpolicies";
+    poddisruptionbudgets,networkpolicies,leases,resourcequotas";
 /// Affinode's files in a node's folder.
 const FILES: [&str; 4] = [
     "prefix/bin/affinode",
@@ -93,6 +93,28 @@ fn written(node: &Node<'_>) -> Result<Vec<(PathBuf, u64, i64)>> {
             Ok((file, found.ino(), found.mtime_nsec()))
         })
         .collect()
+}
+
+/// A label removes Affinode from one node, and its removal brings it back.
+pub fn one(plane: &Plane<'_>) -> Result<()> {
+    let Some(node) = plane.nodes()[1..].last() else { return Ok(()) };
+    step("kubectl label node affinode.io/exclude=true");
+    let label = |value: &str| {
+        let label = format!("affinode.io/exclude{value}");
+        containerd::run(plane.kubectl().args(["label", "node", &node.name, &label])).map(|_| ())
+    };
+    label("=true")?;
+    wait_state(plane, &node.name, |state| state.starts_with("excluded"))?;
+    ensure!(!is_labelled(plane, &node.name)?, "pods would still come to {}", node.name);
+    for gone in FILES {
+        ensure!(!node.world.dir().join(gone).exists(), "{gone} is left");
+    }
+    ensure!(is_labelled(plane, NODE)?, "{NODE} lost its label");
+    label("-")?;
+    let is_back = |state: &str| state == "served" || state.starts_with("installed");
+    wait_state(plane, &node.name, is_back)?;
+    output::note(&format!("{} was left by Affinode, and got it again; {NODE} served", node.name));
+    Ok(())
 }
 
 pub fn all(plane: &Plane<'_>) -> Result<()> {

@@ -1,0 +1,154 @@
+//! Where the chart's pods run, what they may do, and what removes them.
+
+use serde_json::{Value, json};
+
+use super::{Rendered, render, render_for};
+
+const ARCH: &str = "kubernetes.io/arch";
+
+fn agents(rendered: &Rendered) -> &Value {
+    &rendered.get("DaemonSet", "affinode-node")["spec"]["template"]["spec"]
+}
+
+#[test]
+fn pods_run_where_the_image_runs() {
+    // What users overwrite does not take the architecture away.
+    let values = "
+node: {nodeSelector: {kubernetes.io/arch: arm64, pool: a}, affinity: {}}
+fleet: {enabled: true, nodeSelector: {pool: b}}
+";
+    let Some(rendered) = render_for("1.34.0", values) else { return };
+    let rendered = rendered.unwrap();
+    let mut seen = 0;
+    for object in &rendered.0 {
+        let single = object["kind"] == "Pod";
+        let pod = if single { &object["spec"] } else { &object["spec"]["template"]["spec"] };
+        if pod.is_object() {
+            assert_eq!(pod["nodeSelector"][ARCH], "amd64", "{object}");
+            seen += 1;
+        }
+    }
+    assert_eq!(seen, 5, "agents, webhook, page of all nodes, uninstaller, test");
+    assert_eq!(agents(&rendered)["nodeSelector"]["pool"], "a");
+}
+
+#[test]
+fn agents_find_every_kind_of_gpu_node() {
+    let Some(rendered) = render("{}") else { return };
+    let affinity = &agents(&rendered)["affinity"]["nodeAffinity"];
+    let terms = &affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
+    let keys: Vec<&str> = terms
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|term| term["matchExpressions"][0]["key"].as_str().unwrap())
+        .collect();
+    for key in [
+        "nvidia.com/gpu.present",
+        "feature.node.kubernetes.io/pci-0300_10de.present",
+        "feature.node.kubernetes.io/pci-0302_10de.present",
+        "cloud.google.com/gke-accelerator",
+    ] {
+        assert!(keys.contains(&key), "{key} is not in {keys:?}");
+    }
+}
+
+#[test]
+fn slots_of_a_rollout_are_those_agents_may_take() {
+    let Some(rendered) = render("node: {rollout: {maxConcurrent: 2}}") else { return };
+    let names = ["affinode-rollout-0", "affinode-rollout-1"];
+    let args = agents(&rendered)["containers"][0]["args"].to_string();
+    for name in names {
+        rendered.get("Lease", name);
+        assert!(args.contains(&format!("--rollout-lease={name}\"")), "{args}");
+    }
+    let rule = &rendered.get("Role", "affinode-node")["rules"][0];
+    assert_eq!(rule["resourceNames"], json!(names));
+    assert_eq!(rule["verbs"], json!(["get", "update"]));
+    let Some(rendered) = render("{}") else { return };
+    assert!(rendered.0.iter().all(|object| object["kind"] != "Lease"));
+    assert!(rendered.find("Role", "affinode-node").is_none());
+}
+
+#[test]
+fn a_quota_names_every_priority_class() {
+    let values = "
+resourceQuota: {enabled: true}
+fleet: {enabled: true, priorityClassName: pages}
+";
+    let Some(rendered) = render(values) else { return };
+    let quota = &rendered.get("ResourceQuota", "affinode")["spec"];
+    let classes = &quota["scopeSelector"]["matchExpressions"][0]["values"];
+    assert_eq!(classes, &json!(["system-node-critical", "system-cluster-critical", "pages"]));
+    assert_eq!(quota["hard"]["pods"], "10000");
+}
+
+#[test]
+fn a_network_policy_covers_the_agents() {
+    let values = "networkPolicy: {enabled: true, from: [{namespaceSelector: {}}]}";
+    let Some(rendered) = render(values) else { return };
+    let policy = &rendered.get("NetworkPolicy", "affinode-node")["spec"];
+    assert_eq!(policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"], "node");
+    assert_eq!(policy["ingress"][0]["ports"], json!([{"port": "https", "protocol": "TCP"}]));
+    assert_eq!(policy["ingress"][0]["from"], json!([{"namespaceSelector": {}}]));
+    // The page of all nodes asks the agents, beside those of the value.
+    let Some(fleet) = render(&format!("fleet: {{enabled: true}}\n{values}")) else { return };
+    let peers = &fleet.get("NetworkPolicy", "affinode-node")["spec"]["ingress"][0]["from"];
+    let labels = &peers[1]["podSelector"]["matchLabels"];
+    assert_eq!(labels["app.kubernetes.io/component"], "fleet", "{peers}");
+    // A drain never evicts agents, so no budget counts them.
+    assert!(rendered.find("PodDisruptionBudget", "affinode-node").is_none());
+}
+
+#[test]
+fn rights_of_the_uninstaller_exist_while_it_runs() {
+    let Some(rendered) = render("{}") else { return };
+    let mut seen = 0;
+    for object in &rendered.0 {
+        if object["metadata"]["name"] != "affinode-uninstall" {
+            continue;
+        }
+        let note = &object["metadata"]["annotations"];
+        assert_eq!(note["helm.sh/hook"], "pre-delete", "{object}");
+        let weight: i32 = note["helm.sh/hook-weight"].as_str().unwrap_or("0").parse().unwrap();
+        let ends = note["helm.sh/hook-delete-policy"].as_str().unwrap();
+        assert!(ends.contains("hook-succeeded"), "{object}");
+        if object["kind"] == "Job" {
+            // The pod of a failed one stays for its log.
+            assert!(weight == 0 && !ends.contains("hook-failed"), "{object}");
+        } else {
+            assert!(weight < 0 && ends.contains("hook-failed"), "{object}");
+        }
+        seen += 1;
+    }
+    assert_eq!(seen, 6, "the Job, its account, two roles with their bindings");
+}
+
+#[test]
+fn prometheus_may_read_metrics_where_it_is_named() {
+    let values = "serviceMonitor: {account: {name: prometheus-k8s, namespace: monitoring}}";
+    let Some(rendered) = render(values) else { return };
+    let role = &rendered.get("ClusterRole", "affinode-metrics")["rules"];
+    assert_eq!(role, &json!([{"nonResourceURLs": ["/metrics"], "verbs": ["get"]}]));
+    let subject = &rendered.get("ClusterRoleBinding", "affinode-metrics")["subjects"][0];
+    assert_eq!(subject["namespace"], "monitoring");
+}
+
+#[test]
+fn helm_test_starts_a_gpu_pod_of_the_class() {
+    let Some(rendered) = render("runtimeClass: {name: other}") else { return };
+    let pod = rendered.get("Pod", "affinode-test");
+    assert_eq!(pod["metadata"]["annotations"]["helm.sh/hook"], "test");
+    assert_eq!(pod["spec"]["runtimeClassName"], "other");
+    assert_eq!(pod["spec"]["restartPolicy"], "Never");
+    let container = &pod["spec"]["containers"][0];
+    assert_eq!(container["resources"]["limits"]["nvidia.com/gpu"], 1);
+    let program = env!("CARGO_BIN_EXE_affinode-cluster");
+    let command = container["command"].as_array().unwrap();
+    // The command exists, and fails in a container that is not managed, such as this one.
+    let mut check = std::process::Command::new(program);
+    let output = check.args(command[1..].iter().map(|word| word.as_str().unwrap())).output();
+    let output = output.unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("is not managed"), "{said}");
+}
