@@ -197,7 +197,7 @@ impl Objects {
     }
 }
 
-/// RFC 7396.
+/// Merges a change into an object, as RFC 7396 defines it.
 fn merge(object: &mut Value, change: &Value) {
     let Value::Object(fields) = change else {
         *object = change.clone();

@@ -54,7 +54,8 @@ fn render_for(kubernetes: &str, values: &str) -> Option<Result<Rendered, String>
         helm.args(["--api-versions", POLICY]);
     }
     // Only the given file counts, not what a user of this machine has configured.
-    helm.arg("-f").arg(&file).env("HOME", folder.path()).stdin(Stdio::null());
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    helm.arg("-f").arg(&file).env_clear().env("PATH", path).stdin(Stdio::null());
     let Ok(output) = helm.output() else {
         affinode_test_notes::skip("helm", "helm is missing, and Go to build it");
         return None;
