@@ -152,7 +152,7 @@ impl DynamicSection {
     /// # Safety
     /// `entry` must point to the dynamic section of an object loaded at `base`, which
     /// must stay mapped as long as the result is used.
-    unsafe fn read(base: usize, mut entry: *const [usize; 2]) -> Option<DynamicSection> {
+    pub unsafe fn read(base: usize, mut entry: *const [usize; 2]) -> Option<DynamicSection> {
         const DT_NULL: usize = 0;
         const DT_HASH: usize = 4;
         const DT_STRTAB: usize = 5;

@@ -54,7 +54,9 @@ pub fn has_begun() -> bool {
 static CODE: [[AtomicUsize; 2]; 4] = [const { [const { AtomicUsize::new(0) }; 2] }; 4];
 static CODE_IS_KNOWN: AtomicU32 = AtomicU32::new(0);
 
-fn find_code() {
+/// Finds the code of `exit`, once. At the first call, as it walks the loader's list of objects: see
+/// [`libcuda`].
+pub fn find_code() {
     if CODE_IS_KNOWN.load(Ordering::Acquire) != 0 {
         return;
     }
@@ -82,7 +84,6 @@ fn is_in_code(word: usize) -> bool {
 /// address into `exit`. As `exit` never returns, the address is not left over from an earlier call.
 pub fn is_running(stack: usize) -> bool {
     const CHUNK_BYTES: usize = 2048;
-    find_code();
     let mut words = [0_usize; CHUNK_BYTES / size_of::<usize>()];
     let end = stack.saturating_add(MAX_STACK_BYTES);
     let mut at = stack & !(size_of::<usize>() - 1);

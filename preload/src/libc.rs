@@ -133,25 +133,47 @@ pub fn internal_signals() -> u64 {
     if weak!("gnu_get_libc_version") == 0 { bit(32) | bit(33) | bit(34) } else { bit(32) | bit(33) }
 }
 
-/// Adds a reference to a loaded library, for the life of the process. Takes the loader's lock: not
-/// for the agent's own thread.
-pub fn keep_loaded(name: &CStr) {
-    const LAZY_NOLOAD_NODELETE: c_int = 1 | 4 | 0x1000;
-    let Some(address) = dlopen() else {
-        return;
-    };
-    // SAFETY: the symbol has this signature in every libc.
-    let dlopen: unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void =
-        unsafe { core::mem::transmute(address) };
-    // SAFETY: a string with its terminating zero. RTLD_NOLOAD loads nothing new.
-    unsafe { dlopen(name.as_ptr(), LAZY_NOLOAD_NODELETE) };
+/// `struct link_map`, its first fields.
+#[repr(C)]
+pub struct LinkMap {
+    /// What the loader adds to the addresses in the file.
+    pub base: usize,
+    name: *const c_char,
+    /// Its table of tags, which names its symbols and their strings.
+    pub dynamic: *const [usize; 2],
 }
 
-/// The address of `dlopen`, which was in a separate library before glibc 2.34.
-fn dlopen() -> Option<usize> {
-    match weak!("dlopen") {
-        0 => elf::find_function(b"dlopen"),
-        found => Some(found),
+/// Adds a reference to a loaded library, for the life of the process. Takes the loader's lock: not
+/// for the agent's own thread. `None`: it is not loaded, or libc does not tell where.
+pub fn keep_loaded(name: &CStr) -> Option<&'static LinkMap> {
+    const LAZY_NOLOAD_NODELETE: c_int = 1 | 4 | 0x1000;
+    const RTLD_DI_LINKMAP: c_int = 2;
+    type Dlopen = unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void;
+    type Dlinfo = unsafe extern "C" fn(*mut c_void, c_int, *mut c_void) -> c_int;
+    // Before glibc 2.34 both are in a library of their own.
+    let address = match weak!("dlopen") {
+        0 => elf::find_function(b"dlopen")?,
+        found => found,
+    };
+    // SAFETY: the symbol has this signature in every libc.
+    let dlopen: Dlopen = unsafe { core::mem::transmute(address) };
+    // SAFETY: a string with its terminating zero. RTLD_NOLOAD loads nothing new.
+    let handle = unsafe { dlopen(name.as_ptr(), LAZY_NOLOAD_NODELETE) };
+    if handle.is_null() {
+        return None;
+    }
+    let address = match weak!("dlinfo") {
+        0 => elf::find_function(b"dlinfo")?,
+        found => found,
+    };
+    // SAFETY: the symbol has this signature in glibc and musl.
+    let dlinfo: Dlinfo = unsafe { core::mem::transmute(address) };
+    let mut map: *const LinkMap = core::ptr::null();
+    // SAFETY: a handle that is never closed; the request writes one pointer, to a description
+    // that exists as long as the library is loaded, which is for ever.
+    unsafe {
+        let failed = dlinfo(handle, RTLD_DI_LINKMAP, (&raw mut map).cast()) != 0;
+        map.as_ref().filter(|_| !failed)
     }
 }
 

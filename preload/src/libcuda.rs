@@ -1,11 +1,45 @@
 //! The driver's library among the loaded objects, and its functions.
+//!
+//! Before the library is kept loaded, it is found in the loader's list of objects. While a thread
+//! walks that list, glibc holds a lock that it does not reset in a forked child: a child that is
+//! forked meanwhile waits for it for ever at its next `dlopen`. So nothing walks the list for a
+//! function of the driver afterwards.
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 use affinode_cuda_sys::CheckpointGetStateFn;
 
-use crate::elf::{self, LoadedObject};
-use crate::sys;
+use crate::elf::{self, DynamicSection, LoadedObject};
+use crate::{libc, sys};
+
+/// Base and dynamic section of the library that [`keep`] keeps loaded; 0: none. A forked child has
+/// it at the same place.
+static KEPT: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+
+/// Keeps the library loaded for the life of the process. Takes the loader's lock.
+pub fn keep() {
+    let Some(map) = libc::keep_loaded(c"libcuda.so.1") else { return };
+    // SAFETY: as the loader describes a library that is never unloaded.
+    let Some(dynamic) = (unsafe { DynamicSection::read(map.base, map.dynamic) }) else { return };
+    if dynamic.function(b"cuInit").is_some() {
+        let [base, section] = &KEPT;
+        base.store(map.base, Ordering::Relaxed);
+        section.store(map.dynamic as usize, Ordering::Release);
+    }
+}
+
+/// Whether [`keep`] has succeeded.
+pub fn is_kept() -> bool {
+    let [_, section] = &KEPT;
+    section.load(Ordering::Acquire) != 0
+}
+
+fn kept() -> Option<DynamicSection> {
+    let [base, section] = &KEPT;
+    let entry = section.load(Ordering::Acquire) as *const [usize; 2];
+    // SAFETY: both are of a library that is never unloaded.
+    is_kept().then(|| unsafe { DynamicSection::read(base.load(Ordering::Relaxed), entry) })?
+}
 
 fn is_libcuda(object: &LoadedObject<'_>) -> bool {
     const STEM: &[u8] = b"libcuda.so";
@@ -25,7 +59,10 @@ pub fn function(name: &[u8]) -> Option<usize> {
     if let Some(fake) = crate::swap::fake_driver::function(name) {
         return Some(fake);
     }
-    elf::find(|object| if is_libcuda(object) { object.function(name) } else { None })
+    match kept() {
+        Some(dynamic) => dynamic.function(name),
+        None => elf::find(|object| if is_libcuda(object) { object.function(name) } else { None }),
+    }
 }
 
 /// What `cuCheckpointProcessGetState` returns for this process: its code, and the state. `None`: the

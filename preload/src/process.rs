@@ -18,7 +18,7 @@ use affinode_proto::wire::counters::{Gate, PAGE_BYTES};
 
 use crate::counters::{CounterPage, ThreadSlot};
 use crate::oom_wait::OomWaiter;
-use crate::{agent, fds, hazard, libc, nvml, sys};
+use crate::{agent, exit, fds, hazard, libc, nvml, sys};
 
 const NEW: u32 = 0;
 const BUSY: u32 = 1;
@@ -259,6 +259,7 @@ fn take_page() -> Option<i32> {
     page.set_sealed(true);
     page.set_gate(Gate::AllocationsHeld);
     page.add_hazards(hazard::at_start());
+    exit::find_code();
     // The file works without the seals; only the controller requires them.
     let _ = sys::seal_size(fd);
     let unfenced = u32::from(sys::register_barrier().is_err());

@@ -9,7 +9,7 @@
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, Ordering};
 
-use crate::{libc, sys};
+use crate::{libc, libcuda, sys};
 
 /// 1 once the reference is taken, or has failed.
 static DONE: AtomicU32 = AtomicU32::new(0);
@@ -17,7 +17,8 @@ static DONE: AtomicU32 = AtomicU32::new(0);
 /// Takes the reference, or leaves that to its thread if it lasts longer than 1 s.
 pub fn pin_libcuda() {
     const PIN_TIMEOUT_MS: u64 = 1_000;
-    if libc::start_thread(take_reference, core::ptr::null_mut()) {
+    // A forked child may have it from its parent.
+    if !libcuda::is_kept() && libc::start_thread(take_reference, core::ptr::null_mut()) {
         sys::futex_wait(&DONE, 0, PIN_TIMEOUT_MS);
     }
 }
@@ -25,7 +26,7 @@ pub fn pin_libcuda() {
 unsafe extern "C" fn take_reference(_: *mut c_void) -> *mut c_void {
     sys::set_signal_mask(!libc::internal_signals());
     sys::set_thread_name(c"affinode-pin");
-    libc::keep_loaded(c"libcuda.so.1");
+    libcuda::keep();
     DONE.store(1, Ordering::Release);
     sys::futex_wake_all(&DONE);
     core::ptr::null_mut()

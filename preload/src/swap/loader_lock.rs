@@ -62,7 +62,7 @@ unsafe extern "C" fn load(_: *mut c_void) -> *mut c_void {
     sys::set_signal_mask(!libc::internal_signals());
     sys::set_thread_name(c"affinode-load");
     process::pass_gate();
-    libc::keep_loaded(c"libcuda.so.1");
+    let _ = libc::keep_loaded(c"libcuda.so.1");
     let own = sys::getpid();
     // The unit tests' driver counts calls.
     if LOADED_IN.swap(own, Ordering::AcqRel) != own && !cfg!(test) {

@@ -80,6 +80,9 @@ impl Build {
             let driver = compile(compiler, "stub_cuda.c", "libcuda.so.1", &symbolic);
             compile(compiler, "client.c", "client", &["-ldl"]);
             compile(compiler, "signals.c", "signals", &["-ldl"]);
+            if self == Build::Glibc {
+                compile(compiler, "walks.c", "walks", &["-rdynamic", "-ldl"]);
+            }
             let shared = ["-shared", "-fPIC", "-ldl"];
             compile(compiler, "forward.c", "libforward.so", &shared);
             let driver = driver.to_str().unwrap();

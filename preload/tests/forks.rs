@@ -1,0 +1,35 @@
+//! What a child that is forked at any moment finds: locks of libc that no thread of it will release
+//! must not have been held.
+
+#![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
+
+mod support;
+
+use affinode_proto::wire::Engine;
+use affinode_proto::wire::message::{Action, ControllerMessage};
+use support::controller::{BRING_BACK, Controller, OFFLOAD};
+use support::{Build, Client};
+
+/// glibc holds a lock during a walk of the loader's list of objects, and does not reset it in a child.
+#[test]
+fn own_threads_never_walk_the_loaders_list() {
+    for engine in [Engine::Checkpoint, Engine::Copy] {
+        let controller = Controller::new();
+        let path = controller.path();
+        let environment = [("AFFINODE_SOCKET", &*path)];
+        let mut client = Client::start_program(Build::Glibc, &["walks"], &environment);
+        client.send("call");
+        let mut agent = controller.accept();
+        agent.send(ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0, engine });
+        assert_eq!(client.answer(), 0);
+        agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }, Action::ReleaseAllocations]);
+        for _ in 0..3 {
+            agent.done(&OFFLOAD);
+            client.send("call");
+            agent.wake();
+            agent.done(&BRING_BACK);
+            assert_eq!(client.answer(), 0, "{engine:?}");
+        }
+        client.finish();
+    }
+}
