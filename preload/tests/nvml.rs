@@ -145,6 +145,35 @@ fn shutdown_and_init_are_counted_while_away() {
     client.finish();
 }
 
+/// What is initialised stays loaded, so a program that closes the library finds it initialised again.
+#[test]
+fn closed_library_is_initialised_when_reopened() {
+    let controller = Controller::new();
+    let (mut client, _agent) = initialised(&controller);
+    for _ in 0..2 {
+        asks(&mut client, &[("shutdown", 0), ("reopen", 0), ("init", 0), ("count", 1)]);
+    }
+    client.finish();
+}
+
+/// Each copy of the library is initialised by itself, and shut down by itself.
+#[test]
+fn second_copy_is_initialised_by_itself() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    let folder = tempfile::tempdir().unwrap();
+    let first = Build::Glibc.programs().join("libnvidia-ml.so.1");
+    let second = folder.path().join("libnvidia-ml.so.1");
+    std::fs::copy(&first, &second).unwrap();
+    let [first, second] = [first, second].map(|path| format!("open {}", path.display()));
+    asks(&mut client, &[(&second, 0), ("users", 0), ("count", -1), ("init", 0), ("count", 1)]);
+    asks(&mut client, &[("users", 1), ("shutdown", 0), ("users", 0), ("count", -1)]);
+    // The first one stays as it is, and is answered.
+    agent.done(&OFFLOAD);
+    asks(&mut client, &[(&first, 0), ("count", 1), ("shutdown", 0), ("count", -1), ("init", 0)]);
+    client.finish();
+}
+
 /// What never uses CUDA is left alone.
 #[test]
 fn process_without_cuda_shuts_nvml_down() {

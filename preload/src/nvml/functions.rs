@@ -1,19 +1,21 @@
 //! Detection of NVML among loaded objects, and the function of each stub.
 
-use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::nvml::{self, COUNT, Class};
 
 use super::thunk::{SPARE, STUBS, stub};
 use crate::elf::{self, LoadedObject};
-use crate::{lookup, process};
+use crate::{libc, lookup, process};
 
 /// The real functions, by stub; 0: not known.
 static REAL: [AtomicUsize; STUBS] = [const { AtomicUsize::new(0) }; STUBS];
 /// The function of each spare stub: its index plus one; 0: an unlisted function.
 static SPARE_INDEX: [AtomicU32; SPARE] = [const { AtomicU32::new(0) }; SPARE];
-/// Begin and end of the code of the library that was found first.
+/// Begin and end of the code of the library that was found first, or of the one that is held loaded.
 static CODE: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+/// Whether that library is never unloaded.
+static IS_HELD: AtomicBool = AtomicBool::new(false);
 
 fn is_nvml(object: &LoadedObject<'_>) -> bool {
     const STEM: &[u8] = b"libnvidia-ml.so";
@@ -58,6 +60,31 @@ fn know_code(object: &LoadedObject<'_>) {
         end.store(range.end, Ordering::Relaxed);
         start.store(range.start, Ordering::Release);
     }
+}
+
+/// Keeps the library loaded that has just been initialised, for the life of the process: only then
+/// what is counted for it stays true. On the application's thread, as it takes the loader's lock.
+pub fn hold_loaded() {
+    if IS_HELD.load(Ordering::Acquire) {
+        return;
+    }
+    let Some(map) = libc::keep_loaded(c"libnvidia-ml.so.1") else { return };
+    let section = map.dynamic as usize;
+    let range = elf::find(|object| if object.contains(section) { object.code() } else { None });
+    if let Some(range) = range {
+        let [start, end] = &CODE;
+        if start.load(Ordering::Relaxed) != range.start {
+            start.store(0, Ordering::Release);
+            end.store(range.end, Ordering::Relaxed);
+            start.store(range.start, Ordering::Release);
+        }
+        IS_HELD.store(true, Ordering::Release);
+    }
+}
+
+/// Whether a stub's function is one of the library that is held loaded.
+pub fn is_held(place: u64) -> bool {
+    IS_HELD.load(Ordering::Acquire) && real(place).is_some_and(is_inside)
 }
 
 /// Whether a call comes from the library itself, by a name that this library defines before it.

@@ -31,7 +31,7 @@ pub use self::functions::{function, hooked, owns};
 pub use self::readings::store as store_reading;
 use self::thunk::NvmlFrame;
 use crate::process::{self, PROCESS};
-use crate::sys;
+use crate::{libc, sys};
 
 /// `nvmlReturn_t` values that this module uses.
 pub mod code {
@@ -82,11 +82,13 @@ impl NvmlCallCount {
 const OPEN: u32 = 0;
 const CLOSED: u32 = 1;
 
-/// Calls of `nvmlInit` less those of `nvmlShutdown` by the application. A forked child has a copy
-/// of it, as of NVML's own count.
+/// Calls of `nvmlInit` less those of `nvmlShutdown` by the application, in the library that is held
+/// loaded. A forked child has a copy of it, as of NVML's own count.
 static USERS: AtomicU32 = AtomicU32::new(0);
 /// The same, for the calls that have reached NVML.
 static REFERENCES: AtomicU32 = AtomicU32::new(0);
+/// The same, for calls in another copy of the library.
+static OTHER_REFERENCES: AtomicU32 = AtomicU32::new(0);
 /// Whether one of these calls has attached the devices.
 static ATTACHED: AtomicBool = AtomicBool::new(false);
 /// The process whose gate is closed; 0: none. A child that is forked meanwhile has a copy of NVML
@@ -126,7 +128,7 @@ unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
         return NvmlAction::Pass;
     }
     let closed_pid = CLOSED_PID.load(Ordering::SeqCst);
-    if closed_pid != 0 && closed_pid != sys::getpid() && REFERENCES.load(Ordering::SeqCst) > 0 {
+    if closed_pid != 0 && closed_pid != sys::getpid() && is_initialised() {
         return frame.answer(code::UNKNOWN);
     }
     if let Some(result) = counted_init(frame, class) {
@@ -169,14 +171,23 @@ unsafe extern "C" fn leave(frame: &mut NvmlFrame) -> u32 {
     let mut again = 0;
     match class {
         Class::Init if result == code::SUCCESS => {
-            USERS.fetch_add(1, Ordering::SeqCst);
-            REFERENCES.fetch_add(1, Ordering::SeqCst);
-            ATTACHED.fetch_or(attaches(frame), Ordering::SeqCst);
+            libc::with_errno_kept(functions::hold_loaded);
+            if functions::is_held(frame.place) {
+                USERS.fetch_add(1, Ordering::SeqCst);
+                REFERENCES.fetch_add(1, Ordering::SeqCst);
+                ATTACHED.fetch_or(attaches(frame), Ordering::SeqCst);
+            } else {
+                OTHER_REFERENCES.fetch_add(1, Ordering::SeqCst);
+            }
         }
         Class::Shutdown if result == code::SUCCESS => {
             let less = |count: u32| count.checked_sub(1);
-            let _ = USERS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
-            let _ = REFERENCES.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+            if functions::is_held(frame.place) {
+                let _ = USERS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+                let _ = REFERENCES.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+            } else {
+                let _ = OTHER_REFERENCES.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+            }
         }
         Class::Wait => again = u32::from(result == code::TIMEOUT && frame.left_us() > 0),
         _ => {
@@ -215,6 +226,11 @@ unsafe fn learn_uuid(frame: &NvmlFrame) {
     }
 }
 
+/// Whether any copy of NVML is initialised.
+fn is_initialised() -> bool {
+    [&REFERENCES, &OTHER_REFERENCES].iter().any(|count| count.load(Ordering::SeqCst) > 0)
+}
+
 /// Whether this call initialises NVML with its devices.
 fn attaches(frame: &NvmlFrame) -> bool {
     const NO_ATTACH: u64 = 2;
@@ -225,7 +241,7 @@ fn attaches(frame: &NvmlFrame) -> bool {
 /// The result of a call that only depends on the counts. In a process that uses CUDA, NVML stays
 /// initialised: it could not be initialised while the process is checkpointed.
 fn counted_init(frame: &NvmlFrame, class: Class) -> Option<u32> {
-    if REFERENCES.load(Ordering::SeqCst) == 0 {
+    if REFERENCES.load(Ordering::SeqCst) == 0 || !functions::is_held(frame.place) {
         return None;
     }
     let stays = process::page().is_some();

@@ -8,6 +8,7 @@
 //   total, free, used, used2, rates, temperature, power, processes
 //   future         a function that no list knows
 //   start, join, inside, release                a thread in a call that blocks
+//   reopen, open <path>                         closes the library and loads it again; loads another copy and uses that
 //   wait <ms>      a wait for events: milliseconds that it took
 //   storm, calm    threads that ask the name all the time; how many of their calls failed
 //   fork <command> the same in a forked child
@@ -72,7 +73,7 @@ static long make(const char *command)
 	static pthread_t started, stormed[2];
 	uint64_t memory[5] = {40 | 2 << 24};
 	unsigned words[2] = {0, 0}, number = 0;
-	char text[96];
+	char text[96], path[500];
 	void *value;
 	if (sscanf(command, "fork %95[^\n]", text) == 1) {
 		int status;
@@ -126,6 +127,12 @@ static long make(const char *command)
 		return FIGURE(look_up("nvmlDeviceGetPowerUsage")(device, words), words[0]);
 	if (!strncmp(command, "processes", 9))
 		return FIGURE(look_up("nvmlDeviceGetComputeRunningProcesses_v3")(device, words, NULL), words[0]);
+	if (!strncmp(command, "reopen", 6)) {
+		dlclose(nvml);
+		return (nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW)) ? 0 : -1;
+	}
+	if (sscanf(command, "open %499s", path) == 1)
+		return (nvml = dlopen(path, RTLD_NOW)) ? 0 : -1;
 	if (!strncmp(command, "future", 6))
 		return -look_up("nvmlFutureCall")(1L, 2L, 3L, 4L, 5L, 6L, 7L);
 	if (!strncmp(command, "start", 5))
@@ -162,7 +169,7 @@ static long make(const char *command)
 
 int main(int argc, char **argv)
 {
-	static char line[128];
+	static char line[512];
 	route = argv[1];
 	cuda = dlopen("libcuda.so.1", RTLD_NOW);
 	int flag = strcmp(route, "dlopen") ? RTLD_GLOBAL : RTLD_LOCAL;
