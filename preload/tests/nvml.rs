@@ -257,6 +257,18 @@ fn call_while_copied_out_reaches_nvml() {
 }
 
 #[test]
+fn thread_cancelled_in_a_wait_is_not_inside() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    for _ in 0..3 {
+        asks(&mut client, &[("begin", 0), ("cancel", 0)]);
+        agent.done(&OFFLOAD);
+        agent.done(&BRING_BACK);
+    }
+    client.finish();
+}
+
+#[test]
 fn wait_for_events_ends_in_time_while_away() {
     let controller = Controller::new();
     let (mut client, mut agent) = initialised(&controller);

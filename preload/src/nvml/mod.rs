@@ -21,6 +21,7 @@ mod cache;
 mod functions;
 mod readings;
 mod thunk;
+mod waits;
 
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -30,6 +31,7 @@ use affinode_proto::wire::Phase;
 pub use self::functions::{function, hooked, owns};
 pub use self::readings::store as store_reading;
 use self::thunk::NvmlFrame;
+use self::waits::EventWaits;
 use crate::process::{self, PROCESS};
 use crate::{libc, sys};
 
@@ -63,8 +65,9 @@ pub mod code {
 pub struct NvmlCallCount {
     /// Futex; 1 while calls must not reach NVML.
     gate: AtomicU32,
-    /// Number of calls inside NVML.
+    /// Number of calls inside NVML that are not in `waits`.
     inside: AtomicU32,
+    waits: EventWaits,
     /// Set when a caller needs a reading.
     asked: AtomicBool,
 }
@@ -74,6 +77,7 @@ impl NvmlCallCount {
         NvmlCallCount {
             gate: AtomicU32::new(OPEN),
             inside: AtomicU32::new(0),
+            waits: EventWaits::new(),
             asked: AtomicBool::new(false),
         }
     }
@@ -135,15 +139,15 @@ unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
         return frame.answer(result);
     }
     loop {
-        PROCESS.nvml.inside.fetch_add(1, Ordering::SeqCst);
+        count(class);
         if is_open() {
             if class == Class::Wait && !frame.slice_wait() {
-                uncount();
+                uncount(class);
                 return frame.answer(code::TIMEOUT);
             }
             return NvmlAction::Counted;
         }
-        uncount();
+        uncount(class);
         let Some(page) = process::page() else { return NvmlAction::Pass };
         if class == Class::Wait {
             if !wait_for_event(frame) {
@@ -200,7 +204,7 @@ unsafe extern "C" fn leave(frame: &mut NvmlFrame) -> u32 {
             }
         }
     }
-    uncount();
+    uncount(class);
     again
 }
 
@@ -265,7 +269,16 @@ fn is_open() -> bool {
     PROCESS.nvml.gate.load(Ordering::SeqCst) == OPEN
 }
 
-fn uncount() {
+fn count(class: Class) {
+    if class != Class::Wait || !PROCESS.nvml.waits.count(sys::gettid()) {
+        PROCESS.nvml.inside.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+fn uncount(class: Class) {
+    if class == Class::Wait && PROCESS.nvml.waits.uncount(sys::gettid()) {
+        return;
+    }
     // In a child that was forked during a call, the count began anew.
     let less = |count: u32| count.checked_sub(1);
     let _ = PROCESS.nvml.inside.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
@@ -336,7 +349,7 @@ pub fn drain(timeout_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end_us = sys::now_us() + u64::from(timeout_ms) * 1_000;
     let mut sleep_us = 20;
-    while PROCESS.nvml.inside.load(Ordering::SeqCst) > 0 {
+    while PROCESS.nvml.inside.load(Ordering::SeqCst) > 0 || PROCESS.nvml.waits.has_any() {
         if sys::now_us() >= end_us {
             return false;
         }

@@ -3,6 +3,8 @@ use affinode_proto::wire::message::GpuReading;
 use super::answers::parse_uuid;
 use super::cache::{self, BYTES};
 use super::readings;
+use super::waits::EventWaits;
+use crate::sys;
 
 #[test]
 fn uuid_is_read_as_nvml_writes_it() {
@@ -70,4 +72,22 @@ fn readings_are_kept_by_device() {
     assert_eq!(readings::fresh(&[0xa1; 16], false), Some(reading(0xa1, 30)));
     assert_eq!(readings::fresh(&[0xa2; 16], true), Some(reading(0xa2, 20)));
     assert_eq!(readings::fresh(&[0xa3; 16], false), None);
+}
+
+#[test]
+fn waits_of_threads_that_ended_do_not_count() {
+    let waits = EventWaits::new();
+    let own = sys::gettid();
+    let dead = std::thread::spawn(sys::gettid).join().unwrap();
+    while sys::thread_lives(dead) {
+        std::thread::yield_now();
+    }
+    assert!(!waits.uncount(own) && !waits.has_any());
+    assert!(waits.count(own) && waits.count(dead) && waits.count(own));
+    assert!(waits.uncount(own) && waits.has_any());
+    assert!(waits.uncount(own) && !waits.has_any());
+    assert!(!waits.uncount(own) && !waits.uncount(dead), "both are gone");
+    // As many as there is space for, and of one thread as often as it likes.
+    assert!((1..=32).all(|tid| waits.count(tid << 20)) && !waits.count(own));
+    assert!(waits.count(1 << 20) && !waits.has_any() && waits.count(own));
 }

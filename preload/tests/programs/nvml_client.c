@@ -10,6 +10,7 @@
 //   start, join, inside, release                a thread in a call that blocks
 //   reopen, open <path>                         closes the library and loads it again; loads another copy and uses that
 //   wait <ms>      a wait for events: milliseconds that it took
+//   begin, cancel  a thread in a wait for events without an end; cancels it there and waits for its end
 //   storm, calm    threads that ask the name all the time; how many of their calls failed
 //   fork <command> the same in a forked child
 #define _GNU_SOURCE
@@ -64,6 +65,8 @@ static void *storm(void *unused)
 }
 
 static void *blocks(void *unused) { return (void *)(long)look_up("nvmlDeviceGetSamples")(); }
+
+static void *waits(void *unused) { return (void *)(long)look_up("nvmlEventSetWait_v2")(NULL, NULL, ~0u); }
 
 // The value is looked at after the call.
 #define FIGURE(call, value) ({ int result = (call); result ? -result : (long)(value); })
@@ -137,6 +140,14 @@ static long make(const char *command)
 		return -look_up("nvmlFutureCall")(1L, 2L, 3L, 4L, 5L, 6L, 7L);
 	if (!strncmp(command, "start", 5))
 		return pthread_create(&started, NULL, blocks, NULL);
+	if (!strncmp(command, "begin", 5))
+		return pthread_create(&started, NULL, waits, NULL);
+	if (!strncmp(command, "cancel", 6)) {
+		// It is cancelled where it sleeps, inside NVML.
+		pthread_cancel(started);
+		pthread_join(started, &value);
+		return value == PTHREAD_CANCELED ? 0 : -1;
+	}
 	if (!strncmp(command, "storm", 5)) {
 		storms = 1;
 		return pthread_create(&stormed[0], NULL, storm, NULL) + pthread_create(&stormed[1], NULL, storm, NULL);

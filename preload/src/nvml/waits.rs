@@ -1,0 +1,53 @@
+//! The threads that are inside NVML's wait for events. Such a wait lasts, so a thread may be cancelled
+//! in it; its count would keep the process on the GPU for good. NVML holds no lock while it waits, as
+//! other threads call it meanwhile. A thread that ends inside any other call may have held one, and
+//! stays counted.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use crate::sys;
+
+/// Number of the threads whose waits are told apart.
+const MAX_THREADS: usize = 32;
+
+/// For each thread its id, in the lower half, and its number of waits: a signal handler may wait as
+/// well. 0: free. Zero in a forked child.
+pub struct EventWaits([AtomicU64; MAX_THREADS]);
+
+const ONE: u64 = 1 << 32;
+
+impl EventWaits {
+    pub const fn new() -> EventWaits {
+        EventWaits([const { AtomicU64::new(0) }; MAX_THREADS])
+    }
+
+    /// Counts a wait of this thread. False: there is no free entry.
+    pub fn count(&self, tid: u32) -> bool {
+        self.change(tid, |entry| entry.saturating_add(ONE))
+            || self.0.iter().any(|entry| replace(entry, 0, ONE | u64::from(tid)))
+    }
+
+    /// Ends such a wait. False: none of this thread is counted here.
+    pub fn uncount(&self, tid: u32) -> bool {
+        self.change(tid, |entry| if entry < 2 * ONE { 0 } else { entry - ONE })
+    }
+
+    /// Changes the entry of a thread, which changes it alone while it lives.
+    fn change(&self, tid: u32, to: impl Fn(u64) -> u64) -> bool {
+        let own = |entry: u64| (entry as u32 == tid).then(|| to(entry));
+        let order = Ordering::SeqCst;
+        self.0.iter().any(|entry| entry.fetch_update(order, order, own).is_ok())
+    }
+
+    /// Whether a living thread waits. Entries of threads that have ended are freed.
+    pub fn has_any(&self) -> bool {
+        self.0.iter().any(|entry| {
+            let seen = entry.load(Ordering::SeqCst);
+            seen != 0 && (sys::thread_lives(seen as u32) || !replace(entry, seen, 0))
+        })
+    }
+}
+
+fn replace(entry: &AtomicU64, from: u64, to: u64) -> bool {
+    entry.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+}
