@@ -18,7 +18,7 @@ use affinode_proto::wire::counters::{Gate, PAGE_BYTES};
 
 use crate::counters::{CounterPage, ThreadSlot};
 use crate::oom_wait::OomWaiter;
-use crate::{agent, exit, fds, hazard, libc, nvml, sys};
+use crate::{agent, exit, fds, hazard, libc, nvml, swap, sys};
 
 const NEW: u32 = 0;
 const BUSY: u32 = 1;
@@ -43,6 +43,8 @@ pub struct Process {
     pub oom_wait: OomWaiter,
     /// Counts of calls into NVML.
     pub nvml: nvml::NvmlCallCount,
+    /// The load of a module ahead of copies.
+    pub module_load: swap::loader_lock::ModuleLoad,
 }
 
 const _: () = assert!(size_of::<Process>() == 4096);
@@ -57,6 +59,7 @@ pub static PROCESS: Process = Process {
     waiting_hook: AtomicU32::new(0),
     oom_wait: OomWaiter::new(),
     nvml: nvml::NvmlCallCount::new(),
+    module_load: swap::loader_lock::ModuleLoad::new(),
 };
 
 const TOKEN_STEP: u64 = 16;

@@ -7,7 +7,9 @@ use affinode_cuda_sys::result;
 use super::alloc_wrappers::release;
 use super::allocations::{AllocationPiece, AllocationTables, Allocations};
 use super::vmm::blocks;
-use super::{SWAP, addresses, count, driver::call, locked, stream_pools, tables, with_pool};
+use super::{
+    SWAP, addresses, count, driver::call, loader_lock, locked, stream_pools, tables, with_pool,
+};
 
 pub(super) fn current_context() -> Option<usize> {
     let mut context = 0;
@@ -74,6 +76,7 @@ fn ends(
             return end();
         };
         context = found;
+        loader_lock::wait_for_load();
         SWAP.unused_lock.hold(|| {
             // Not earlier: another thread that waited for this lock may have gone first.
             before = tables(AllocationTables::now);

@@ -18,7 +18,7 @@ use affinode_cuda_sys::result;
 use super::allocations::{AllocationId, AllocationPiece};
 use super::contexts::in_context;
 use super::driver::call;
-use super::tables;
+use super::{loader_lock, tables};
 use crate::sys;
 
 /// Bytes that one digest covers.
@@ -97,7 +97,7 @@ impl Drop for DigestTable {
 /// Digests of the pieces on the device that `which` picks, each at its slot of a pool of `bytes`
 /// bytes. `None`: the device computes none; single pieces may stay unknown.
 pub fn of(bytes: usize, which: fn(&AllocationPiece) -> bool) -> Option<DigestTable> {
-    if sys::stack_limit_bytes() < MIN_STACK_BYTES {
+    if sys::stack_limit_bytes() < MIN_STACK_BYTES || !loader_lock::is_loaded() {
         return None;
     }
     let odd =
@@ -159,11 +159,12 @@ fn of_context(
     Some(())
 }
 
-/// Loads the kernel without running it.
-pub fn load_once(context: usize) {
-    if sys::stack_limit_bytes() >= MIN_STACK_BYTES {
-        in_context(context, || with_kernel(|_| result::SUCCESS));
+/// Loads the kernel without running it; returns the driver's code.
+pub fn load_once(context: usize) -> u32 {
+    if sys::stack_limit_bytes() < MIN_STACK_BYTES {
+        return result::NOT_SUPPORTED;
     }
+    in_context(context, || with_kernel(|_| result::SUCCESS))
 }
 
 /// Loads the kernel for each use: that takes 0.25 ms except for the first time in a process, and

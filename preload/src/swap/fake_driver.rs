@@ -99,6 +99,7 @@ impl Fake {
     /// With nothing on the device.
     pub fn new() -> Fake {
         *DEVICE_STATE.lock().unwrap() = Some(Device::default());
+        super::loader_lock::tests::set_loaded(true);
         Fake(())
     }
 

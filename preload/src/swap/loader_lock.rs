@@ -7,68 +7,149 @@
 //! a moment alone:
 //!
 //! ```text
-//! Idle ──copy out──> Running ──lock taken, module loaded──> Idle: the copy goes on
-//!                       │ too long
-//!                       └──> the copy is refused, the gate opens, the constructor ends ──> Idle
+//!         copy out              lock taken          module loaded
+//! Idle ──────────────> Waiting ────────────> Loading ────────────> Idle: the copy goes on
+//!  ^                      │ too long            │ too long
+//!  │                      v                     v
+//!  └── lock taken ─── GivenUp               the copy is refused; no context ends before the load
+//!                     the copy is refused, the gate opens, the constructor ends
 //! ```
 //!
-//! As long as it is Running it may be inside the driver, and nothing is moved.
+//! A thread that was given up makes no call into the driver: the application may have destroyed the
+//! context. As long as it is not Idle nothing is moved. If the load fails, no digest is computed: the
+//! agent's own load would be the first one, and wait for the lock.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
+use affinode_cuda_sys::result;
+
 use super::digest;
-use crate::{libc, process, sys};
+use crate::process::{self, PROCESS};
+use crate::{libc, sys};
 
 /// How long the agent waits: to take the lock is a matter of microseconds, to compile the kernel for
 /// the first time one of some 100 ms.
 const PATIENCE_MS: u64 = 2_000;
 
-/// The process in which the thread runs, else 0: it is not in a forked child.
-static RUNNING_IN: AtomicU32 = AtomicU32::new(0);
-/// The process in which the module was loaded once.
-static LOADED_IN: AtomicU32 = AtomicU32::new(0);
-/// A context that lives, for the thread.
-static CONTEXT: AtomicUsize = AtomicUsize::new(0);
+const IDLE: u32 = 0;
+const WAITING: u32 = 1;
+const LOADING: u32 = 2;
+const GIVEN_UP: u32 = 3;
+
+/// The load ahead of all others. Zero in a forked child, as all of [`PROCESS`]: the thread is not in a
+/// child.
+pub struct ModuleLoad {
+    /// Futex; one of the states above.
+    state: AtomicU32,
+    /// 1 once the module was loaded.
+    is_loaded: AtomicU32,
+    /// A context that lives while the state is WAITING or LOADING.
+    context: AtomicUsize,
+}
+
+impl ModuleLoad {
+    pub const fn new() -> ModuleLoad {
+        ModuleLoad {
+            state: AtomicU32::new(IDLE),
+            is_loaded: AtomicU32::new(0),
+            context: AtomicUsize::new(0),
+        }
+    }
+
+    fn state(&self) -> u32 {
+        self.state.load(Ordering::SeqCst)
+    }
+
+    fn change(&self, from: u32, to: u32) -> bool {
+        let changed = self.state.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst);
+        changed.is_ok()
+    }
+
+    fn end(&self) {
+        self.state.store(IDLE, Ordering::SeqCst);
+        sys::futex_wake_all(&self.state);
+    }
+
+    /// Sleeps until the state is another one, or until a time. False: that time has come.
+    fn wait_while(&self, state: u32, end_us: u64) -> bool {
+        let now_us = sys::now_us();
+        if now_us < end_us {
+            sys::futex_wait(&self.state, state, (end_us - now_us).div_ceil(1_000));
+        }
+        now_us < end_us
+    }
+}
 
 /// Whether the thread still waits, or loads.
 pub fn is_awaited() -> bool {
-    RUNNING_IN.load(Ordering::Acquire) == sys::getpid()
+    PROCESS.module_load.state() != IDLE
+}
+
+/// Whether the module was loaded once, so that loads do not take the lock any more.
+pub fn is_loaded() -> bool {
+    PROCESS.module_load.is_loaded.load(Ordering::SeqCst) == 1
 }
 
 /// Sees to it that no load of a module that follows waits for another thread of this process. False:
 /// it would.
 pub fn load_ahead(context: usize) -> bool {
-    if !is_awaited() {
-        CONTEXT.store(context, Ordering::Relaxed);
-        RUNNING_IN.store(sys::getpid(), Ordering::Release);
-        if !libc::start_thread(load, core::ptr::null_mut()) {
-            RUNNING_IN.store(0, Ordering::Release);
-            return false;
-        }
-    }
-    let end_us = sys::now_us() + PATIENCE_MS * 1_000;
-    while is_awaited() {
-        let now_us = sys::now_us();
-        if now_us >= end_us {
-            return false;
-        }
-        sys::futex_wait(&RUNNING_IN, sys::getpid(), (end_us - now_us).div_ceil(1_000));
-    }
-    true
+    load_ahead_within(context, PATIENCE_MS)
 }
 
-unsafe extern "C" fn load(_: *mut c_void) -> *mut c_void {
+fn load_ahead_within(context: usize, patience_ms: u64) -> bool {
+    let load = &PROCESS.module_load;
+    load.context.store(context, Ordering::SeqCst);
+    let is_new = !load.change(GIVEN_UP, WAITING) && load.change(IDLE, WAITING);
+    if is_new && !libc::start_thread(run, core::ptr::null_mut()) {
+        load.end();
+        return false;
+    }
+    let end_us = sys::now_us() + patience_ms * 1_000;
+    loop {
+        let state = load.state();
+        if state == IDLE {
+            return true;
+        }
+        if !load.wait_while(state, end_us) && (load.change(WAITING, GIVEN_UP) || state == LOADING) {
+            return false;
+        }
+    }
+}
+
+/// Waits for a load in progress, whose context must not end. A load that lasts longer than the limit
+/// may wait for the thread that is here.
+pub fn wait_for_load() {
+    const LIMIT_MS: u64 = 10_000;
+    let load = &PROCESS.module_load;
+    let end_us = sys::now_us() + LIMIT_MS * 1_000;
+    while load.state() == LOADING && load.wait_while(LOADING, end_us) {}
+}
+
+unsafe extern "C" fn run(_: *mut c_void) -> *mut c_void {
     sys::set_signal_mask(!libc::internal_signals());
     sys::set_thread_name(c"affinode-load");
     process::pass_gate();
+    #[cfg(test)]
+    drop(tests::LOCK.lock());
     let _ = libc::keep_loaded(c"libcuda.so.1");
-    let own = sys::getpid();
-    // The unit tests' driver counts calls.
-    if LOADED_IN.swap(own, Ordering::AcqRel) != own && !cfg!(test) {
-        digest::load_once(CONTEXT.load(Ordering::Relaxed));
+    let load = &PROCESS.module_load;
+    loop {
+        if load.change(WAITING, LOADING) {
+            if !is_loaded()
+                && digest::load_once(load.context.load(Ordering::SeqCst)) == result::SUCCESS
+            {
+                load.is_loaded.store(1, Ordering::SeqCst);
+            }
+            load.end();
+            break;
+        }
+        if load.change(GIVEN_UP, IDLE) {
+            break;
+        }
     }
-    RUNNING_IN.store(0, Ordering::Release);
-    sys::futex_wake_all(&RUNNING_IN);
     core::ptr::null_mut()
 }
+
+#[cfg(test)]
+pub mod tests;

@@ -1,0 +1,93 @@
+use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
+
+use super::super::contexts::ctx_destroy;
+use super::super::fake_driver::{CONTEXT, Fake};
+use super::super::prefault::tests::SHARED;
+use super::*;
+
+/// Stands for the loader's lock.
+pub static LOCK: Mutex<()> = Mutex::new(());
+
+const OTHER_CONTEXT: usize = 0x99;
+
+/// Whether the module counts as loaded, for tests of what follows.
+pub fn set_loaded(is_loaded: bool) {
+    PROCESS.module_load.is_loaded.store(u32::from(is_loaded), Ordering::SeqCst);
+}
+
+fn wait_for_end() {
+    while is_awaited() {
+        std::thread::yield_now();
+    }
+}
+
+/// Its context may be gone by the time that it has the lock.
+#[test]
+fn load_that_was_given_up_calls_no_driver() {
+    let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let fake = Fake::new();
+    set_loaded(false);
+    let held = LOCK.lock().unwrap();
+    assert!(!load_ahead_within(OTHER_CONTEXT, 20) && is_awaited());
+    drop(held);
+    wait_for_end();
+    assert!(fake.pushed().is_empty() && !is_loaded());
+    assert!(load_ahead_within(OTHER_CONTEXT, 60_000) && is_loaded());
+    assert_eq!(fake.pushed(), [OTHER_CONTEXT]);
+}
+
+/// The same thread is waited for again.
+#[test]
+fn load_that_was_given_up_is_taken_up_again() {
+    let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let fake = Fake::new();
+    set_loaded(false);
+    let held = LOCK.lock().unwrap();
+    assert!(!load_ahead_within(OTHER_CONTEXT, 20));
+    std::thread::scope(|scope| {
+        let second = scope.spawn(|| load_ahead_within(OTHER_CONTEXT + 1, 60_000));
+        while PROCESS.module_load.state() != WAITING {
+            std::thread::yield_now();
+        }
+        drop(held);
+        assert!(second.join().unwrap());
+    });
+    assert!(is_loaded());
+    assert_eq!(fake.pushed(), [OTHER_CONTEXT + 1]);
+}
+
+/// Else the agent's own load would be the first one.
+#[test]
+fn no_digest_is_computed_after_a_failed_load() {
+    let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let fake = Fake::new();
+    set_loaded(false);
+    fake.fail("cuModuleLoadData", 0);
+    assert!(load_ahead_within(CONTEXT, 60_000) && !fake.is_still_to_fail());
+    assert!(!is_loaded() && digest::of(digest::SLOT_BYTES, |_| false).is_none());
+    assert!(load_ahead_within(CONTEXT, 60_000) && is_loaded());
+    assert!(digest::of(digest::SLOT_BYTES, |_| false).is_some());
+}
+
+#[test]
+fn context_ends_after_the_load_in_it() {
+    let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let _fake = Fake::new();
+    let has_ended = AtomicBool::new(false);
+    PROCESS.module_load.state.store(LOADING, Ordering::SeqCst);
+    std::thread::scope(|scope| {
+        let destroyer = scope.spawn(|| {
+            // SAFETY: the unit tests' driver takes any number.
+            unsafe { ctx_destroy(OTHER_CONTEXT) };
+            has_ended.load(Ordering::SeqCst)
+        });
+        let is_inside = || super::super::with_pool_if_free(|_| ()).is_none();
+        while !is_inside() && !destroyer.is_finished() {
+            std::thread::yield_now();
+        }
+        has_ended.store(true, Ordering::SeqCst);
+        PROCESS.module_load.end();
+        assert!(destroyer.join().unwrap());
+    });
+}
