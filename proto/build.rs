@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             })
             .rust_protobuf_customize(ttrpc_codegen::ProtobufCustomize::default())
             .run()?;
-        // Inner attributes cannot stand in an included module: drop them.
+        // Inner attributes are not allowed in an included module, so they are removed.
         for name in ["control.rs", "control_ttrpc.rs"] {
             let path = out.join(name);
             let text = std::fs::read_to_string(&path)?;

@@ -5,11 +5,11 @@
 //! | [`wire::counters`] | preload library → controller | fixed layout in a shared memfd, read with `pread` |
 //! | [`wire::message`] | agent ↔ controller | 128-byte frames on a Unix stream socket |
 //! | [`api`] (feature `api`) | shim, CLI, dashboard → controller | ttrpc, generated from `control.proto` |
-//! | [`paths`] | all | where sockets, locks and files are, on the host and in a container |
-//! | [`state`], [`reason`], [`event`] | all | the words of the life of a container, the same in every output |
+//! | [`paths`] | all | paths of sockets, locks and files, on the host and in a container |
+//! | [`state`], [`reason`], [`event`] | all | states of a container, their reasons and kinds of events, the same words in every output |
 //!
-//! Without the feature `api` the crate is `no_std`, allocates nothing and has no
-//! dependency, so that the preload library can use it inside any process.
+//! Without the feature `api` the crate is `no_std`, allocates nothing and has no dependency, so
+//! that the preload library can use it inside any process.
 
 #![cfg_attr(not(any(feature = "api", test)), no_std)]
 #![forbid(unsafe_code)]

@@ -1,5 +1,5 @@
-//! Where things are. Host paths hang below one run directory, so that several
-//! private installations (tests, the demo) can live on one machine.
+//! Paths of files, folders and sockets. Host paths are below one run directory, so that several
+//! private installations (tests, the demo) can be on one machine.
 
 /// Environment variable that names the run directory, for shim, controller and CLI.
 pub const RUN_DIR_ENV: &str = "AFFINODE_RUN_DIR";
@@ -9,7 +9,7 @@ pub const RUN_DIR: &str = "/run/affinode";
 pub const LIB_DIR_ENV: &str = "AFFINODE_LIB_DIR";
 /// The folder of the preload library on the host when [`LIB_DIR_ENV`] is not set.
 pub const LIB_DIR: &str = "/usr/local/lib/affinode";
-/// File name of the preload library in that folder: a versioned file's link or copy.
+/// File name of the preload library in that folder. It is a link to a versioned file, or its copy.
 pub const LIB_FILE: &str = "libaffinode_preload.so";
 /// Environment variable that names the configuration file.
 pub const CONFIG_ENV: &str = "AFFINODE_CONFIG";
@@ -20,7 +20,7 @@ pub const CONFIG_FILE: &str = "/etc/affinode/config.toml";
 pub const CONTROL_SOCKET: &str = "control.sock";
 /// Below the run directory: held with `flock` by the one controller of the node.
 pub const CONTROLLER_LOCK: &str = "controller.lock";
-/// Below the run directory: what the controller wrote before each destructive step.
+/// Below the run directory: the journal. The controller writes it before each destructive step.
 pub const JOURNAL_DIR: &str = "journal";
 /// Below the run directory: one folder per container, named by its key.
 pub const CONTAINERS_DIR: &str = "containers";
@@ -28,7 +28,7 @@ pub const CONTAINERS_DIR: &str = "containers";
 pub const MOUNT_DIR: &str = "mount";
 /// In the mounted folder: the socket on which the controller accepts this container's agents.
 pub const AGENT_SOCKET: &str = "agent.sock";
-/// In the mounted folder, beside the socket: the word of the engine, for processes that look up
+/// In the mounted folder, next to the socket: the name of the engine, for processes that look up
 /// the driver's functions before the controller has welcomed them.
 pub const ENGINE_FILE: &str = "engine";
 /// In the mounted folder: a pipe that takes the words `idle` and `busy` from the container.
@@ -48,5 +48,5 @@ pub const CONTAINER_LIB: &str = "/.affinode/lib/libaffinode_preload.so";
 pub const CONTAINER_AGENT_SOCKET: &str = "/.affinode/run/agent.sock";
 /// Environment variable that names another agent socket, for processes without a container.
 pub const AGENT_SOCKET_ENV: &str = "AFFINODE_SOCKET";
-/// Environment variable that turns the preload library off when it is `1`.
+/// Environment variable that disables the preload library when it is `1`.
 pub const DISABLE_ENV: &str = "AFFINODE_DISABLE";

@@ -1,19 +1,19 @@
 //! Reasons: why a container is resident or offloaded, or why an order failed.
 //!
-//! A reason is a stable word for machines (metric labels, JSON) and a sentence for operators: what
-//! is the case, and what to do.
+//! A reason is a stable word for machines (metric labels, JSON) and a sentence for operators, which
+//! says what is the case and what to do.
 
 macro_rules! reasons {
     ($($(#[$doc:meta])* $name:ident = $word:literal, $sentence:literal;)*) => {
-        /// Why a container was not offloaded, not restored, or not managed.
+        /// Reason why a container is in its state, or why an order failed.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Reason { $($(#[$doc])* $name,)* }
 
         impl Reason {
-            /// Every reason, in the order of declaration.
+            /// All reasons, in the order of declaration.
             pub const ALL: &'static [Reason] = &[$(Reason::$name,)*];
 
-            /// The stable word, as JSON, events and metric labels have it.
+            /// The stable word, as in JSON, events and metric labels.
             #[must_use]
             pub const fn as_str(self) -> &'static str {
                 match self { $(Reason::$name => $word,)* }
@@ -38,7 +38,7 @@ reasons! {
     GpuBusy = "gpu-busy", "work that was launched earlier still runs on the GPU, by NVML";
     /// Calls did not drain before the deadline of the close.
     Busy = "busy", "calls in progress did not end in time; the offload is tried again later";
-    /// A caller came in while the container was being closed.
+    /// A CUDA call arrived while the container was being closed.
     WokenMeanwhile = "woken-meanwhile", "a CUDA call arrived during the offload, which was undone";
     /// Mode pressure, and no container needs the VRAM.
     NoPressure = "no-pressure", "mode is pressure, and no container needs the VRAM";
@@ -77,15 +77,15 @@ reasons! {
     SharedMemory = "shared-memory", "shares GPU memory with another process or device (IPC, exported or imported handles, GPUDirect)";
     /// A process is a client of MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
-    /// A tool of the driver's is in the process, and its memory cannot be copied without a
-    /// checkpoint.
+    /// A profiler, sanitizer or debugger is in the process, and its memory cannot be copied without
+    /// a checkpoint.
     Tools = "tools", "a profiler, sanitizer or debugger is or was in the process: its context stays on the GPU, because the driver's checkpoint would hang or lose it; the engines auto, full and copy copy its memory";
     /// A video library is in the process, and its memory cannot be copied without a checkpoint.
     Video = "video", "has a video library loaded (NVDEC, NVENC): its context stays on the GPU; the engines auto, full and copy copy its memory";
-    /// A thread reached the driver past the hooks while the process was offloaded, and its memory
-    /// cannot be copied without a checkpoint.
+    /// A thread entered the driver on a path that no hook sees while the process was offloaded, and
+    /// its memory cannot be copied without a checkpoint.
     HiddenWay = "hidden-way", "a thread of it blocked inside the driver while it was offloaded, on a path that no hook sees: its context stays on the GPU from now on; the engines auto, full and copy copy its memory";
-    /// The process's memory did not come back as it had left.
+    /// The process's memory after a restore differs from what was offloaded.
     DamagedMemory = "damaged-memory", "its memory did not come back as it had left, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart it";
     /// The process runs on a GPU in MIG mode.
     Mig = "mig", "runs on a GPU in MIG mode, where the VRAM of one instance cannot be proven free";
@@ -99,23 +99,23 @@ reasons! {
     Frozen = "frozen", "the container is paused or stopped";
     /// An allocation found no VRAM and waits for it.
     AllocationWaits = "allocation-waits", "an allocation of it waits for VRAM that other containers hold";
-    /// VRAM was freed for an allocation that waited.
+    /// VRAM was freed for an allocation that waited for it.
     RoomFound = "room-found", "VRAM was freed for its allocation";
     /// An allocation waited for VRAM until its timeout.
     NoRoomInTime = "no-room-in-time", "no VRAM was freed for its allocation in time";
-    /// An allocation failed without a wait: it can never be served.
+    /// An allocation failed at once, because it can never be served.
     NoRoomEver = "no-room", "its allocation can never be served, so it fails at once";
     /// VRAM for the restore is not free.
     WaitingForVram = "waiting-for-vram", "waits for VRAM that other containers hold";
     /// NVML cannot be read.
     VramUnknown = "vram-unknown", "free VRAM cannot be read (NVML), so a restore cannot be proven safe";
-    /// The agent's connection is gone while its process lives.
+    /// The process is running, but its agent's connection has ended.
     AgentSilent = "agent-silent", "the agent in the process does not reply";
     /// The driver refused or failed.
     DriverError = "driver-error", "the driver returned an error; the process was left as it was";
     /// The driver reported that it cannot restore the process.
     DriverLost = "driver-lost", "the driver reports a failed restore";
-    /// The peer sent something that is not the protocol.
+    /// The process sent data that does not follow the protocol.
     BadPeer = "bad-peer", "the process sent malformed data and is no longer managed";
     /// An operator or a program requested it.
     Requested = "requested", "an operator or a program requested it";

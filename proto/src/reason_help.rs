@@ -1,22 +1,22 @@
 //! The cause of each [`Reason`] and what to do about it: the text of the troubleshooting page.
 //!
-//! The match is exhaustive, so a new reason does not compile without both.
+//! The match is exhaustive, so a new reason does not compile without them.
 
 use crate::reason::Reason;
 
-/// What explains a reason beyond its sentence.
+/// Cause and remedy of a reason, in addition to its sentence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReasonHelp {
-    /// What leads to this reason.
+    /// Events or settings that lead to this reason.
     pub cause: &'static str,
-    /// What an operator can do.
+    /// Steps that an operator can take.
     pub remedy: &'static str,
 }
 
 const NO_ACTION: &str = "No action is needed.";
 
 impl Reason {
-    /// Cause and remedy, for people.
+    /// Cause and remedy of this reason, for operators.
     #[must_use]
     #[allow(clippy::too_many_lines, reason = "one arm for each reason")]
     pub const fn help(self) -> ReasonHelp {

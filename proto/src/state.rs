@@ -14,13 +14,13 @@
 /// State of a container's GPU memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum State {
-    /// No process of the container has made a CUDA call yet.
+    /// The container is announced; no process of it has made a CUDA call.
     Unregistered,
-    /// In use: a call was made lately, or is in progress.
+    /// The container called CUDA recently, or a call is in progress.
     Active,
-    /// No call for the idle timeout; the container still holds its VRAM.
+    /// The container made no call for the idle timeout. It still holds its VRAM.
     Idle,
-    /// The gate is closing: calls in progress may finish.
+    /// The gate is closing: new calls wait, calls in progress may finish.
     Closing,
     /// The VRAM is being moved to host memory.
     Offloading,
@@ -35,7 +35,7 @@ pub enum State {
 }
 
 impl State {
-    /// Every state, in the order of a container's life.
+    /// All states, in the order of a container's life.
     pub const ALL: [State; 9] = [
         State::Unregistered,
         State::Active,

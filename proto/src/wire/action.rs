@@ -27,8 +27,8 @@ impl CopyOptions {
     }
 }
 
-/// One code per combination of options. Codes 9 and 10 came first, then 12 and 13, then 14 to 17;
-/// an earlier library knows only the earlier codes.
+/// One code per combination of options. Codes 9 and 10 were defined first, then 12 and 13, then 14
+/// to 17. An older library decodes only the older codes.
 const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
     (9, CopyOptions { keep: false, then_checkpoint: false, check: false }),
     (10, CopyOptions { keep: true, then_checkpoint: false, check: false }),
@@ -59,25 +59,29 @@ pub enum Action {
     /// Locked → CopiedOut: unlock, copy swappable memory to host memory and free it on the GPU. On
     /// an error nothing was freed, and the phase is Closed.
     CopyOut {
-        /// Most VRAM held on one GPU, in bytes, for a restore without a controller.
+        /// Largest VRAM that the process holds on one GPU, in bytes. The agent uses it for a
+        /// restore without a controller.
         vram_bytes: u64,
         /// Options of the copy out.
         how: CopyOptions,
     },
-    /// Locked → Checkpointed: `cuCheckpointProcessCheckpoint`. CopiedOut → Checkpointed: lock,
-    /// then the same. The agent waits for the copier; if the copier does not copy, the process is
+    /// Locked → Checkpointed: `cuCheckpointProcessCheckpoint`. CopiedOut → Checkpointed: lock, then
+    /// the same call. The agent waits for the copier; if the copier does not copy, the process is
     /// restored.
     Checkpoint {
-        /// Most VRAM held on one GPU, in bytes, for a restore without a controller.
+        /// Largest VRAM that the process holds on one GPU, in bytes. The agent uses it for a
+        /// restore without a controller.
         vram_bytes: u64,
     },
-    /// Checkpointed → Locked: `cuCheckpointProcessRestore`. With copied-out memory Checkpointed →
-    /// Closed: unlock, then copy in. CopiedOut → Closed. Sent only with VRAM reserved and proven
-    /// free, and executed at most [`PROOF_TTL_MS`](super::message::PROOF_TTL_MS) after the
-    /// decision: a driver restore without free VRAM loses the process.
+    /// Checkpointed → Locked: `cuCheckpointProcessRestore`. With copied-out memory: Checkpointed →
+    /// Closed, by unlock and copy in. Without a checkpoint: CopiedOut → Closed, by copy in.
+    ///
+    /// Sent only with VRAM reserved and proven free, and executed at most
+    /// [`PROOF_TTL_MS`](super::message::PROOF_TTL_MS) after the decision: a driver restore without
+    /// free VRAM loses the process.
     Restore,
-    /// Checkpointed, then as [`Action::Restore`], with two GPUs of the same model exchanged for
-    /// the process. Both are positions in the list of the
+    /// Like [`Action::Restore`] of a checkpointed process, but the process's GPU is exchanged with
+    /// another of the same model. Both are positions in the list of the
     /// [`ControllerMessage::Gpus`](super::message::ControllerMessage::Gpus) sent before. Requires
     /// [`super::ProcessFlags::MOVABLE`].
     RestoreOnGpu {
@@ -90,16 +94,16 @@ pub enum Action {
     Unlock,
     /// Hold calls that may take VRAM, and wait for those in progress. The phase stays Open.
     HoldAllocations {
-        /// Time for such calls in progress, in milliseconds. After it the outcome is Busy and no
-        /// call is held.
+        /// Time for such calls in progress to return, in milliseconds. If they do not, the outcome
+        /// is Busy and no call is held.
         deadline_ms: u32,
     },
-    /// Ends [`Action::HoldAllocations`]: held calls go on.
+    /// Ends [`Action::HoldAllocations`]: held calls continue.
     ReleaseAllocations,
 }
 
 impl Action {
-    /// Whether the order takes VRAM that was promised to the process.
+    /// Whether the order takes VRAM, so that it needs VRAM promised to the process.
     #[must_use]
     pub const fn is_restore(self) -> bool {
         matches!(self, Action::Restore | Action::RestoreOnGpu { .. })

@@ -4,30 +4,30 @@
 //! page header
 //!   68   sample_every  0: no sampling. n: about one call in n is recorded
 //!   192  claimed       number of records begun so far
-//!   200  limit         no record is begun from this number on: it is not read yet
+//!   200  limit         number of the first record that may not be begun, because its place is not read yet
 //!   208  dropped       calls that found the ring full
 //!   256  record 0 … record 119
 //! ```
 //!
-//! `sample_every` stands beside the gate, so the one comparison that every call makes sees both. A
+//! `sample_every` is next to the gate, so the one comparison that every call makes sees both. A
 //! thread that records a call increments `claimed`, fills the record of that number and writes the
-//! number last. It never waits: at the limit it only counts. With each
-//! [`super::message::ControllerMessage::SampleCalls`] the reader sends how far it has read, and
-//! the limit moves, so no record is overwritten before it was read.
+//! number last. It never waits: at the limit it only increments `dropped`. With each
+//! [`super::message::ControllerMessage::SampleCalls`] the reader sends how far it has read, and the
+//! limit moves, so no record is overwritten before it was read.
 //!
-//! A record stands for itself and the calls of its thread since the record before. So sums are
-//! exact up to the last record, at any sampling rate.
+//! A record counts itself and the calls of its thread since the previous record. So sums are exact
+//! up to the last record, at any sampling rate.
 //!
 //! The container can write all of this. Whatever it writes, one reading yields at most [`RECORDS`]
 //! records, and none twice.
 
 use super::counters::{PAGE_BYTES, SLOTS_OFFSET, u32_at, u64_at};
 
-/// u32, beside the gate: about one call in this many is recorded; 0: none.
+/// u32, next to the gate: about one call in this many is recorded; 0: none.
 pub const SAMPLE_EVERY: usize = 68;
 /// u64: number of records begun so far.
 pub const CLAIMED: usize = 192;
-/// u64: no record is begun from this number on.
+/// u64: number of the first record that may not be begun yet.
 pub const LIMIT: usize = 200;
 /// u64: calls that found the ring full.
 pub const DROPPED: usize = 208;
@@ -42,24 +42,24 @@ pub const RECORDS: usize = (SLOTS_OFFSET - RING_OFFSET) / RECORD_BYTES;
 pub mod record {
     /// u32: its number plus one, cut to 32 bits. Written last.
     pub const SEQUENCE: usize = 0;
-    /// u16: the hook, as an index into the table of names.
+    /// u16: index of the hook in the table of names.
     pub const HOOK: usize = 4;
-    /// u16: what the driver returned.
+    /// u16: result code of the driver.
     pub const RESULT: usize = 6;
     /// u32: calls of the thread since its last record, this one included.
     pub const STANDS_FOR: usize = 8;
     /// u32: thread id in its pid namespace.
     pub const THREAD: usize = 12;
-    /// u64: from the call of the driver to its return.
+    /// u64: duration of the driver's call, in nanoseconds.
     pub const DURATION_NS: usize = 16;
-    /// u64: bytes that its arguments name, 0 for none.
+    /// u64: number of bytes that the call's arguments name; 0: none.
     pub const BYTES: usize = 24;
 }
 
 /// One recorded call. The container controls all of its fields.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallRecord {
-    /// Number of the hook.
+    /// Index of the hook in the table of names.
     pub hook: u16,
     /// The driver's result code.
     pub result: u16,
@@ -76,25 +76,25 @@ pub struct CallRecord {
 /// Position of a reader in the ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallRingReader {
-    /// Records below this number are read.
+    /// Number of the first record that is not read yet.
     read: u64,
     /// `dropped` at the last reading.
     dropped: u64,
-    /// The record at `read` was unfinished at the last reading.
+    /// The record at `read` was unfinished when it was last read.
     stuck: bool,
 }
 
-/// Losses of one reading.
+/// Calls and records that one reading lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallBatch {
     /// Calls that found the ring full since the last reading.
     pub dropped: u64,
-    /// Records given up: never finished, or overwritten against the protocol.
+    /// Records that the reader skipped: never finished, or overwritten against the protocol.
     pub torn: u64,
 }
 
 impl CallRingReader {
-    /// A reader that begins with the next record.
+    /// Creates a reader that begins with the next record.
     #[must_use]
     pub fn at_present(page: &[u8; PAGE_BYTES]) -> CallRingReader {
         CallRingReader { read: u64_at(page, CLAIMED), dropped: u64_at(page, DROPPED), stuck: false }
@@ -154,7 +154,7 @@ mod tests {
         page[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// A page with that many records claimed, each of which names its number.
+    /// A page with `claimed` records, each of which has its own number.
     fn page(claimed: u64) -> Box<[u8; PAGE_BYTES]> {
         let mut page = Box::new([0; PAGE_BYTES]);
         put(&mut *page, CLAIMED, &claimed.to_ne_bytes());

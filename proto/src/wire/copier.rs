@@ -1,6 +1,6 @@
 //! Messages on the sockets of a copier, in the same frames as [`message`](super::message), one per
-//! packet (`SOCK_SEQPACKET`). A copier is a process of the node with a context on one GPU. It
-//! fills the memory of processes during their restore, while the driver restores their contexts.
+//! packet (`SOCK_SEQPACKET`). A copier is a process of the node with a context on one GPU. It fills
+//! the memory of processes during their restore, while the driver restores their contexts.
 //!
 //! ```text
 //! agent                                     copier                          controller
@@ -24,7 +24,7 @@
 //!   CopyOut + descriptor, one for each piece ─>  imports, copies each
 //!   (unmaps, is checkpointed)
 //!                        <────────── Copied ─── Copied ──────────────────>
-//!   Checkpointed ───────────────────────────>  and on as above
+//!   Checkpointed ───────────────────────────>  then as above
 //! ```
 //!
 //! If another process of the same tenant holds the same content (`dedup`), the copier offers both
@@ -36,21 +36,21 @@
 //!   Mapped ─────────────────────────────────>  fills from the sealed file ── Shared ─>
 //! ```
 //!
-//! A closed socket ends it at any time. The content is in the process's own memory, or, before
-//! Copied, in the GPU memory that the process has descriptors of.
-//! Copied, in the device memory that it has descriptors of.
+//! Either side may close the socket at any time, which ends the exchange. No content is lost: it is
+//! in the process's own memory, or in GPU memory that the process keeps by a descriptor.
 
 use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
-/// Maximum number of pieces of one process: with more, their fixed costs exceed the cost of the
-/// copies.
+/// Maximum number of pieces of one process. With more pieces, their fixed costs exceed the cost of
+/// the copies.
 pub const MAX_PIECES: usize = 4096;
-/// With a smaller mean size, a restore without a copier is faster: to allocate and export one
-/// piece takes as long as to copy this many bytes (measured on an H200: 0.1 to 0.15 ms).
+/// Minimum mean size of the pieces. If they are smaller, a restore without a copier is faster: to
+/// allocate and export one piece takes as long as to copy this many bytes (H200: 0.1 to 0.15 ms).
 pub const MIN_MEAN_BYTES: u64 = 8 << 20;
 /// Sizes of pieces are multiples of this.
 pub const UNIT_BYTES: u64 = 2 << 20;
-/// Size in which a memory file is registered, and in which [`FromCopier::Same`] counts.
+/// Size of the parts in which a memory file is registered. [`FromCopier::Same`] numbers these
+/// parts.
 pub const CHUNK_BYTES: u64 = 128 << 20;
 /// Number of pieces in one [`ToCopier::Chunks`].
 pub const PIECES_A_FRAME: usize = 28;
@@ -86,22 +86,22 @@ impl Piece {
 /// Messages from an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToCopier {
-    /// The memory file that comes along is to be registered. It is empty as yet.
+    /// The memory file in this message is to be registered. It has no content yet.
     Prefaulted {
         /// Bytes of the file that will be used.
         bytes: u64,
         /// UUID of the GPU, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
     },
-    /// The memory of the next piece, in the order of the list, comes along: copy it to the piece's
-    /// place in the file.
+    /// The message has the descriptor of the next piece, in the order of the list. The copier
+    /// copies that piece to its place in the file.
     CopyOut,
-    /// The content of the pieces is, or will be, in the memory file that comes along or was
-    /// prefaulted. The pieces lie one behind the other.
+    /// The content of the pieces is, or will be, in the memory file of this message or of
+    /// Prefaulted. The pieces follow each other without gaps.
     CopiedOut {
         /// Bytes of all pieces.
         bytes: u64,
-        /// VRAM that the driver needs for the rest of the process, in bytes.
+        /// VRAM that the driver needs for the rest of the process's memory, in bytes.
         rest_bytes: u64,
         /// Number of pieces that follow.
         pieces: u32,
@@ -115,8 +115,8 @@ pub enum ToCopier {
         /// The pieces, see [`Piece::word`].
         words: [u32; PIECES_A_FRAME],
     },
-    /// The driver has checkpointed the rest. The memory may be registered now; earlier it would
-    /// have slowed the driver down.
+    /// The driver has checkpointed the rest. Only now may the memory be registered: an earlier
+    /// registration slows the checkpoint.
     Checkpointed,
     /// The driver is about to restore the rest: the VRAM for all of it belongs to this process
     /// now.
@@ -127,7 +127,8 @@ pub enum ToCopier {
     Mapped {
         /// Number of the chunk.
         chunk: u32,
-        /// True: the sealed file is mapped there, and the chunk of the memory file is freed.
+        /// True: the process has mapped the sealed file in place of the chunk, and has freed the
+        /// chunk.
         taken: bool,
     },
 }
@@ -135,9 +136,9 @@ pub enum ToCopier {
 /// Messages to an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FromCopier {
-    /// The copier allocates and fills the memory.
+    /// The copier begins to allocate and fill the memory.
     Begin,
-    /// The next filled piece; its shareable handle comes along.
+    /// The message has the shareable handle of the next filled piece.
     Block {
         /// Number of the piece, from 0.
         index: u32,
@@ -148,7 +149,7 @@ pub enum FromCopier {
     Ready,
     /// All pieces are copied to the file.
     Copied,
-    /// The sealed file that comes along has the content of a chunk of the memory file.
+    /// The sealed file in this message has the content of a chunk of the memory file.
     Same {
         /// Number of the chunk (of [`CHUNK_BYTES`]), from 0.
         chunk: u32,
@@ -158,11 +159,11 @@ pub enum FromCopier {
 /// Messages from the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopierOrder {
-    /// The socket that comes along leads to this process.
+    /// The message has a socket that leads to this process.
     Attach {
-        /// The controller's number of the process.
+        /// Number that the controller has given the process.
         process: u64,
-        /// Maximum that the process may copy out, in bytes.
+        /// Maximum number of bytes that the process may copy out.
         most_bytes: u64,
         /// Dedup domain: content may be shared with processes of the same number. 0: no sharing.
         domain: u64,
@@ -171,11 +172,12 @@ pub enum CopierOrder {
     Fill {
         /// The controller's number of the process.
         process: u64,
-        /// Granted VRAM in bytes. A process with more copied-out memory restores itself.
+        /// Granted VRAM in bytes. If more of the process's memory is copied out, the process
+        /// restores itself.
         most_bytes: u64,
     },
-    /// VRAM is being proven or taken for some container: begin nothing that takes VRAM except what
-    /// [`CopierOrder::Fill`] orders.
+    /// VRAM is being proven or taken for a container. Until this ends, only [`CopierOrder::Fill`]
+    /// may take VRAM.
     HoldVram {
         /// True: the pause begins. False: it ends.
         on: bool,
@@ -187,7 +189,7 @@ pub enum CopierOrder {
 pub enum CopierReport {
     /// The copier has its context.
     Ready,
-    /// The memory of a process is registered: it can be filled at bus speed.
+    /// The memory of a process is registered, so it can be filled at the speed of the bus.
     Registered {
         /// The controller's number of the process.
         process: u64,
@@ -201,7 +203,7 @@ pub enum CopierReport {
         /// Registered memory in bytes.
         bytes: u64,
     },
-    /// The memory of a process is copied out.
+    /// The memory of a process is copied out to its file.
     Copied {
         /// The controller's number of the process.
         process: u64,

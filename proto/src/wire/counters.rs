@@ -1,10 +1,10 @@
-//! The shared counters: one sealed memfd of [`PAGE_BYTES`] per process. The agent creates it at
-//! the process's first CUDA call and sends it with its Hello.
+//! The shared counters: one sealed memfd of [`PAGE_BYTES`] per process. The agent creates it at the
+//! process's first CUDA call and sends it with its Hello.
 //!
 //! ```text
 //! 0      header: magic, version, phase, gate, waiters, hazards, generation, bytes
 //! 192    call ring, while calls are sampled ([`super::call_ring`])
-//! 4096   slot 0   shared: threads that found no slot of their own (atomic adds)
+//! 4096   slot 0   shared: threads without a slot of their own (atomic adds)
 //! 4160   slot 1   owned by one thread: plain adds, no lock
 //!  …
 //! 16320  slot 191
@@ -13,14 +13,14 @@
 //! The counters belong to the process, not to a connection: counts begin before the first
 //! registration and continue across controllers. The process writes them, except for one word
 //! ([`header::TURN_BACK`]) that the controller writes with `pwrite`. The controller reads them with
-//! `pread` into a buffer and decodes that ([`CounterSnapshot::decode`]). So whatever the container
-//! does to the file, it cannot fault the controller or change a value between check and use.
+//! `pread` into a buffer and decodes that ([`CounterSnapshot::decode`]). So no change of the file
+//! by the container can fault the controller, or change a value between check and use.
 
 use super::{Hazards, Phase, ProcessFlags, WIRE_VERSION};
 
 /// Size of the memfd in bytes. A file of another size is refused.
 pub const PAGE_BYTES: usize = 16 * 1024;
-/// First word of the header.
+/// First word of the header: identifies the counters.
 pub const PAGE_MAGIC: u64 = u64::from_le_bytes(*b"AFNPAGE\0");
 /// Offset of the first slot in bytes.
 pub const SLOTS_OFFSET: usize = 4096;
@@ -29,10 +29,10 @@ pub const SLOT_BYTES: usize = 64;
 /// Number of slots, including the shared one.
 pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
 
-/// A microsecond: upper bound for the cost of a hook, whatever the container writes.
+/// Upper bound for the cost of a hook, as the container reports it: 1 microsecond.
 pub const MAX_CALL_COST_PS: u32 = 1_000_000;
-/// A pebibyte: upper bound for retained memory, whatever the container writes. Sums over thousands
-/// of processes do not overflow.
+/// Upper bound for retained memory, as the container reports it: 1 pebibyte. Sums over thousands of
+/// processes do not overflow.
 pub const MAX_KEPT_BYTES: u64 = 1 << 50;
 
 /// Header offsets in bytes.
@@ -47,11 +47,11 @@ pub mod header {
     pub const PHASE: usize = 16;
     /// u64: bytes of host memory retained for the next copy out while nothing is copied out.
     pub const KEPT_BYTES: usize = 24;
-    /// u64: the generation whose copy out is to stop between two steps, because host memory runs
-    /// short above the container's own limit. The controller writes it. It says nothing of a copy
-    /// of another generation, so no controller has to take it back.
+    /// u64: generation whose copy out is cancelled at its next step, because host memory outside
+    /// the container's own limit runs short. Only the controller writes it. It does not apply to a
+    /// copy of another generation, so it needs no reset.
     pub const TURN_BACK: usize = 32;
-    /// u64: bytes of host memory that the copy out in progress has still to touch.
+    /// u64: bytes of host memory that the copy out in progress has yet to touch.
     pub const FILLING_BYTES: usize = 40;
     /// u32: a [`super::Gate`] value; the futex word that held callers sleep on. On its own line.
     pub const GATE: usize = 64;
@@ -83,9 +83,9 @@ pub mod slot {
     pub const INFLIGHT: usize = 0;
     /// u32: index of the hook last entered, into the table of names.
     pub const LAST_HOOK: usize = 4;
-    /// u64: calls made, polls left out.
+    /// u64: number of calls, without polls.
     pub const CALLS: usize = 8;
-    /// u64: poll calls made (`cuEventQuery`, `cuStreamQuery`): no activity by themselves.
+    /// u64: number of poll calls (`cuEventQuery`, `cuStreamQuery`), which alone are not activity.
     pub const POLLS: usize = 16;
     /// u32: thread id of the owner in its pid namespace; 0: free.
     pub const OWNER_TID: usize = 24;
@@ -98,7 +98,7 @@ super::wire_enum! {
         Open = 0,
         /// Calls wait at the gate.
         Closed = 1,
-        /// Calls that may take VRAM wait, others go through.
+        /// Calls that may take VRAM wait; other calls are passed to the driver.
         AllocationsHeld = 2,
         /// Calls return an error: the process's memory was damaged.
         Damaged = 3,
@@ -110,9 +110,9 @@ super::wire_enum! {
 pub struct CounterSnapshot {
     /// Phase, as the agent reports it.
     pub phase: Phase,
-    /// Callers waiting at the gate.
+    /// Number of calls that wait at the gate now.
     pub waiters: u32,
-    /// Hazards: what makes a checkpoint unsafe.
+    /// Facts that make a checkpoint unsafe.
     pub hazards: Hazards,
     /// Number of times that the gate has closed.
     pub generation: u64,
@@ -134,16 +134,16 @@ pub struct CounterSnapshot {
     /// Host memory retained for the next copy out, in bytes. The container's claim, at most
     /// [`MAX_KEPT_BYTES`].
     pub kept_bytes: u64,
-    /// Host memory that the copy out in progress has still to touch, in bytes. The container's
-    /// claim, at most [`MAX_KEPT_BYTES`].
+    /// Host memory that the copy out in progress has yet to touch, in bytes. The container's claim,
+    /// at most [`MAX_KEPT_BYTES`].
     pub filling_bytes: u64,
-    /// Calls made since the process registered, polls left out (wrapping sum).
+    /// Number of calls since the process registered, without polls. The sum wraps.
     pub calls: u64,
-    /// Poll calls made (wrapping sum).
+    /// Number of poll calls. The sum wraps.
     pub polls: u64,
-    /// Calls inside the driver now.
+    /// Number of calls inside the driver now.
     pub inflight: u64,
-    /// Index of a hook: that of the first slot with a call in progress, otherwise of the first
+    /// Index of a hook: that of the first slot with a call in progress; otherwise that of the first
     /// slot with any call.
     pub last_hook: u32,
 }
@@ -157,7 +157,7 @@ pub enum CounterError {
     Magic(u64),
     /// The counters have another [`WIRE_VERSION`].
     Version(u32),
-    /// A field holds a value that the protocol does not have.
+    /// A field has a value that the protocol does not define.
     Value(&'static str, u64),
 }
 

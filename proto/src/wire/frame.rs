@@ -9,11 +9,11 @@ pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"AFNf");
 /// Why a frame is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameError {
-    /// Does not begin with [`FRAME_MAGIC`].
+    /// The frame does not begin with [`FRAME_MAGIC`].
     Magic(u32),
-    /// A kind that this side does not receive.
+    /// The frame's kind is not one that this side receives.
     Kind(u32),
-    /// A field with a value that the protocol does not have.
+    /// A field has a value that the protocol does not define.
     Value(&'static str, u32),
 }
 
@@ -48,7 +48,8 @@ impl Writer {
         self.bytes(&value.to_le_bytes())
     }
 
-    /// Every message fits. The checks keep panics out of the preload library.
+    /// Appends bytes. Every message fits into a frame; the length is still checked, because a panic
+    /// in the preload library would end the application.
     pub(super) fn bytes<const N: usize>(mut self, bytes: &[u8; N]) -> Writer {
         if let Some(to) = self.frame.get_mut(self.at..).and_then(<[u8]>::first_chunk_mut) {
             *to = *bytes;

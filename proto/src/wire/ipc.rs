@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! importer                                             exporter's agent
-//!   IpcRequest + one end of a socket pair ─ datagram ──>   knows the word and the memory?
-//!   <───────── IpcReply + descriptor of the memory ─────   on that end; else it is closed
+//!   IpcRequest + one end of a socket pair ─ datagram ──>   checks the word and the address
+//!   <───────── IpcReply + descriptor of the memory ─────   on that end; otherwise it is closed
 //! ```
 //!
 //! Every process in the network namespace can send to the exporter's socket, so the exporter
@@ -15,8 +15,8 @@ use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
 /// Size of a `CUipcMemHandle`.
 pub const HANDLE_BYTES: usize = 64;
-/// First bytes of every handle of the library. A handle of the driver has them with a probability
-/// of 2^-64.
+/// First bytes of every handle that the library makes. A handle of the driver begins with them with
+/// a probability of 2^-64.
 pub const HANDLE_MAGIC: [u8; 8] = *b"AFNipc\x001";
 /// Length of a socket's name.
 pub const NAME_BYTES: usize = NAME_BEGIN.len() + 32;
@@ -33,7 +33,7 @@ pub struct IpcHandle {
     pub proof: u64,
     /// The allocation's address in the exporter.
     pub address: u64,
-    /// When the allocation was recorded: distinguishes it from a later one at the same address.
+    /// Number that distinguishes the allocation from a later one at the same address.
     pub since: u64,
 }
 
@@ -68,8 +68,8 @@ impl IpcHandle {
         })
     }
 
-    /// The abstract name of the exporter's socket, in hexadecimal letters: `/proc/net/unix` shows
-    /// it readably.
+    /// The abstract name of the exporter's socket, in hexadecimal digits, so that `/proc/net/unix`
+    /// shows it in readable form.
     #[must_use]
     pub fn socket_name(&self) -> [u8; NAME_BYTES] {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
@@ -83,7 +83,7 @@ impl IpcHandle {
     }
 }
 
-/// Request of an importer. The socket for the reply comes along.
+/// Request of an importer. The message has the socket for the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpcRequest {
     /// [`IpcHandle::word`] of the handle.
@@ -113,7 +113,7 @@ impl IpcRequest {
     }
 }
 
-/// Reply of the exporter. A shareable descriptor of the memory comes along.
+/// Reply of the exporter. The message has a shareable descriptor of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpcReply {
     /// [`IpcHandle::proof`] of the handle.
@@ -170,7 +170,7 @@ mod tests {
     }
 
     proptest! {
-        /// All 64 bytes count: no two handles are equal.
+        /// Each of the 64 bytes counts: a change of any byte gives another handle.
         #[test]
         fn every_handle_byte_is_significant(
             bytes: [u8; 32], more: [u8; 32], at in 0_usize..HANDLE_BYTES, change in 1_u8..,

@@ -11,7 +11,7 @@
 //!   Wake (at once, then every second) ─────>
 //!                    <──────────────────────  WakeAck, later Order(Restore), [Order(Unlock)], Order(Open)
 //!   AllocWait ─────────────────────────────>   an allocation found no VRAM and waits
-//!                    <──────────────────────  AllocGrant: try again now, or give up
+//!                    <──────────────────────  AllocGrant: try again now, or fail
 //!   AllocWaitDone ─────────────────────────>
 //!                    <──────────────────────  SampleCalls, repeatedly: record calls into the counters
 //!   AskReadings ───────────────────────────>   NVML is called in an offloaded process
@@ -25,12 +25,12 @@ use super::{Capabilities, Engine, Hazards, Phase, wire_enum};
 
 /// Interval at which an agent with a waiting call repeats its Wake, in milliseconds.
 pub const WAKE_REPEAT_MS: u64 = 1_000;
-/// After this time without a reply to a Wake, or without a controller, an agent with waiting calls
-/// restores its process itself, in milliseconds.
+/// Time after which an agent with waiting calls restores its process itself, in milliseconds. It
+/// counts from a Wake without a reply, or from the loss of the controller.
 pub const RESCUE_AFTER_MS: u64 = 5_000;
-/// After this time without a message of the controller, its proof of free VRAM is no longer valid,
-/// in milliseconds: other processes may restore themselves and take the VRAM. Shorter than
-/// [`RESCUE_AFTER_MS`] by more than [`WAKE_REPEAT_MS`].
+/// Time after which the controller's proof of free VRAM is no longer valid, in milliseconds, if the
+/// agent receives no other message. Other processes may then restore themselves and take the VRAM.
+/// Shorter than [`RESCUE_AFTER_MS`] by more than [`WAKE_REPEAT_MS`].
 pub const PROOF_TTL_MS: u64 = 3_000;
 
 wire_enum! {
@@ -38,8 +38,8 @@ wire_enum! {
     pub enum Outcome {
         /// The order was executed; the report has the new phase.
         Done = 0,
-        /// Calls did not drain, or the driver did not lock, before the deadline; or, of a copy out,
-        /// another thread has the dynamic loader's lock. Undone.
+        /// The deadline passed: calls did not drain, or the driver did not lock. For a copy out:
+        /// another thread has the dynamic loader's lock. Everything is undone.
         Busy = 1,
         /// The order does not fit the phase; nothing was done.
         WrongPhase = 2,
@@ -47,32 +47,32 @@ wire_enum! {
         DriverError = 3,
         /// libcuda has no checkpoint entry points; nothing was done.
         Unsupported = 4,
-        /// The order takes VRAM and came later than [`PROOF_TTL_MS`] after its decision; nothing
+        /// The order takes VRAM and arrived more than [`PROOF_TTL_MS`] after its decision. Nothing
         /// was done.
         Late = 5,
-        /// A checkpoint of a process with memory imported from a copier: the driver could not
-        /// restore it. Nothing was done. Possible only after a copier was used.
+        /// The order is a checkpoint, and the process has memory imported from a copier, which the
+        /// driver could not restore. Nothing was done.
         Imported = 6,
-        /// A migration of a process that cannot reach every GPU of the node, or whose driver does
-        /// not support it. Nothing was done.
+        /// The order is a migration, but the process cannot reach every GPU of the node, or its
+        /// driver does not support migration. Nothing was done.
         Unreachable = 7,
-        /// A checkpoint during which the copier should have copied and did not: the phase is
-        /// Checkpointed, but the swappable memory is still on the GPU, held by the process alone.
-        /// A restore needs VRAM for the rest only.
+        /// The copier did not copy during the checkpoint. The phase is Checkpointed, but the
+        /// swappable memory is still on the GPU, and only the process holds it. A restore needs
+        /// VRAM for the rest only.
         NotCopied = 8,
-        /// A copy out that ran out of host memory because other processes took it. Undone.
+        /// The copy out stopped because other processes took the host memory. It is undone.
         NoHostMemory = 9,
     }
 }
 
-/// `cuda_error` of a lock that is [`Outcome::Busy`] because a thread is inside NVML. No code of the
-/// driver's, as the next.
+/// `cuda_error` of a lock that is [`Outcome::Busy`] because a thread is inside NVML. The driver
+/// does not use this code.
 pub const BUSY_NVML: u32 = 0xffff_0003;
-/// `cuda_error` of a lock or copy out that is [`Outcome::Busy`] because another thread has the dynamic
-/// loader's lock.
+/// `cuda_error` of a lock or copy out that is [`Outcome::Busy`] because another thread has the
+/// dynamic loader's lock. The driver does not use this code.
 pub const BUSY_LOADER: u32 = 0xffff_0002;
 
-/// Maximum number of GPUs of a node with migration.
+/// Maximum number of GPUs of a node on which migration is possible.
 pub const MAX_GPUS: usize = 32;
 /// Number of GPUs in one [`ControllerMessage::Gpus`].
 pub const GPUS_PER_FRAME: usize = 5;
@@ -80,19 +80,19 @@ pub const GPUS_PER_FRAME: usize = 5;
 /// One GPU of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gpu {
-    /// UUID as the driver has it.
+    /// UUID of the GPU, as the driver reports it.
     pub uuid: [u8; 16],
-    /// Minor number: the device file is `/dev/nvidia` and this number.
+    /// Minor number of the device file: `/dev/nvidia` and this number.
     pub minor: u32,
 }
 
-/// Value of a field of [`GpuReading`] that the controller does not know.
+/// Value of a field of [`GpuReading`] for which the controller has no reading.
 pub const UNKNOWN_UTILIZATION: u32 = u32::MAX;
 
 /// The controller's last reading of a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuReading {
-    /// UUID as the driver has it.
+    /// UUID of the GPU, as the driver reports it.
     pub uuid: [u8; 16],
     /// Size of the VRAM in bytes.
     pub total_bytes: u64,
@@ -102,7 +102,8 @@ pub struct GpuReading {
     pub reserved_bytes: u64,
     /// Share of the last sample period in which a kernel ran, in percent, or [`UNKNOWN_UTILIZATION`].
     pub gpu_percent: u32,
-    /// Share in which memory was read or written, in percent, or [`UNKNOWN_UTILIZATION`].
+    /// Share of the last sample period in which memory was read or written, in percent, or
+    /// [`UNKNOWN_UTILIZATION`].
     pub memory_percent: u32,
     /// Temperature in degrees Celsius, or [`UNKNOWN_UTILIZATION`].
     pub temperature_c: u32,
@@ -117,21 +118,21 @@ pub enum AgentMessage {
     Hello {
         /// [`super::WIRE_VERSION`] of the library.
         version: u32,
-        /// Process id in the process's own pid namespace (the socket names the host's).
+        /// Process id in the process's own pid namespace. The socket's credentials have the host's.
         pid_in_namespace: u32,
-        /// Phase of the process: not always Open after a controller crash.
+        /// Phase of the process. After a controller crash it may be another than Open.
         phase: Phase,
         /// Number of times that the gate has closed.
         generation: u64,
         /// `cuDriverGetVersion`; 0: not known yet.
         driver_version: u32,
-        /// Hazards: what makes a checkpoint unsafe.
+        /// Facts that make a checkpoint unsafe.
         hazards: Hazards,
-        /// Capabilities beyond the version; empty for libraries from before they existed.
+        /// Capabilities in addition to those of the version. Empty for older libraries.
         abilities: Capabilities,
         /// Bytes of device memory that the agent can copy.
         swappable_bytes: u64,
-        /// Bytes of it that are copied out to host memory.
+        /// Part of it, in bytes, that is copied out to host memory.
         copied_out_bytes: u64,
     },
     /// A call waits at the gate: the process is not Open, or its allocations are held. Repeated
@@ -150,7 +151,7 @@ pub enum AgentMessage {
         order: u64,
         /// Outcome of the order.
         outcome: Outcome,
-        /// Phase of the process now.
+        /// Phase of the process after the order.
         phase: Phase,
         /// The driver's result code, 0 where no driver call was made.
         cuda_error: u32,
@@ -158,7 +159,7 @@ pub enum AgentMessage {
         elapsed_us: u64,
         /// Bytes of device memory that the agent can copy.
         swappable_bytes: u64,
-        /// Bytes of it that are copied out to host memory now.
+        /// Part of it, in bytes, that is copied out to host memory now.
         copied_out_bytes: u64,
         /// Bytes that the last CopyOut found unchanged in host memory and did not copy.
         unchanged_bytes: u64,
@@ -170,9 +171,9 @@ pub enum AgentMessage {
         /// All hazards known so far.
         hazards: Hazards,
     },
-    /// An allocation found no VRAM and waits for it, outside the driver. Sent again after each
-    /// further failure and after each Welcome. Sent only after a [`ControllerMessage::Welcome`]
-    /// that allows it.
+    /// An allocation found no VRAM and waits for it, outside the driver. The agent repeats it after
+    /// each further failure and after each Welcome. It sends it only after a
+    /// [`ControllerMessage::Welcome`] that allows it.
     AllocWait {
         /// Number of the allocation, unique in the process.
         ticket: u64,
@@ -183,7 +184,7 @@ pub enum AgentMessage {
         /// Number of failed further attempts.
         attempts: u32,
     },
-    /// The allocation no longer waits.
+    /// The allocation succeeded or failed, and no longer waits.
     AllocWaitDone {
         /// Number of the allocation.
         ticket: u64,
@@ -205,8 +206,8 @@ pub enum ControllerMessage {
         /// Maximum wait of an allocation without VRAM, in milliseconds. 0: it fails at once, as
         /// without Affinode.
         wait_for_room_ms: u32,
-        /// How memory allocated from now on shall leave the GPU. The library's first allocation
-        /// waits for this message.
+        /// Engine for memory that is allocated from now on. The library's first allocation waits
+        /// for this message.
         engine: Engine,
     },
     /// The process is not managed and runs as without Affinode. The connection ends; if `retry` is
@@ -223,39 +224,40 @@ pub enum ControllerMessage {
         order: u64,
         /// What the agent is to do.
         action: Action,
-        /// Time of the decision: `CLOCK_MONOTONIC` as the process has it, in milliseconds. 0:
-        /// unknown.
+        /// Time of the decision: `CLOCK_MONOTONIC` of the process's time namespace, in
+        /// milliseconds. 0: unknown.
         decided_ms: u64,
     },
-    /// The wake was received.
+    /// The controller has received the Wake.
     WakeAck {
         /// Generation of the wake.
         generation: u64,
         /// Place in the queue; 0: being restored now.
         position: u32,
     },
-    /// The answer to a [`AgentMessage::AllocWait`].
+    /// The reply to an [`AgentMessage::AllocWait`].
     AllocGrant {
         /// Number of the allocation.
         ticket: u64,
         /// Whether VRAM is free now. If not, the allocation fails.
         granted: bool,
     },
-    /// Start or stop recording calls. Ends with the connection. Sent only to a library with
-    /// [`Capabilities::RECORDS_CALLS`].
+    /// Start or stop recording calls. Recording also stops when the connection ends. Sent only to a
+    /// library with [`Capabilities::RECORDS_CALLS`].
     SampleCalls {
         /// About one call in this many is recorded; 0: none.
         one_in: u32,
-        /// Records below this number are read: their places are free.
+        /// Number of the first record that is not read yet: the places of earlier records are free.
         read: u64,
     },
-    /// A socket to a copier comes along, for the next checkpoint and its restore. Sent only to a
-    /// library with [`Capabilities::USES_COPIER`].
+    /// The message has a socket to a copier, for the next checkpoint and its restore. Sent only to
+    /// a library with [`Capabilities::USES_COPIER`].
     Copier,
-    /// Prefault host memory for the swappable memory and have the copier register it, or give it
-    /// back. Ends with the connection. Sent only to a library with [`Capabilities::PREFAULTS`].
+    /// Prefault host memory for the swappable memory and have the copier register it, or release
+    /// it. It is also released when the connection ends. Sent only to a library with
+    /// [`Capabilities::PREFAULTS`].
     Prefault {
-        /// True: prefault. False: give back.
+        /// True: prefault. False: release the memory.
         on: bool,
     },
     /// GPUs of the node, at most [`MAX_GPUS`], in several messages if needed. An

@@ -1,13 +1,13 @@
 //! The protocols between preload library, controller and copier.
 //!
-//! The library writes shared counters that the controller reads ([`counters`], with a
-//! [`call_ring`] in them). Agent and controller exchange fixed-size frames ([`message`]). A third
-//! channel, to a copier, exists during an offload and its restore ([`copier`]). Processes that
-//! share memory exchange frames with each other ([`ipc`]).
+//! The library writes shared counters that the controller reads ([`counters`], with a [`call_ring`]
+//! in them). Agent and controller exchange fixed-size frames ([`message`]). A third channel exists,
+//! to a copier, during an offload and its restore ([`copier`]). Processes that share memory
+//! exchange frames with each other ([`ipc`]).
 //!
-//! The container owns its end of both channels to the controller, so the controller trusts
-//! neither. It reads the counters with `pread` (a truncated or replaced file is an error, not a
-//! signal), and decodes every frame with checks.
+//! The container owns its end of both channels to the controller, so the controller trusts neither.
+//! It reads the counters with `pread` (a truncated or replaced file is an error, not a signal), and
+//! decodes every frame with checks.
 
 mod action;
 pub mod call_ring;
@@ -17,12 +17,12 @@ mod frame;
 pub mod ipc;
 pub mod message;
 
-/// Version of both channels. A peer of another version is refused with a reason, and its
-/// application runs unmanaged.
+/// Version of the counters and of the agent's frames. A peer of another version is refused with a
+/// reason, and its application runs unmanaged.
 pub const WIRE_VERSION: u32 = 1;
 
-/// What a process has done that makes a checkpoint unsafe, as a bit set.
-/// A bit, once set, stays set for the life of the process.
+/// Facts about a process that make a checkpoint unsafe, as a bit set. A bit, once set, stays set
+/// for the life of the process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Hazards(pub u32);
 
@@ -34,7 +34,7 @@ impl Hazards {
     /// Memory was exported to another process or imported from one, by legacy IPC or a shareable
     /// handle. Or another device on the bus may access it by itself.
     pub const SHARED_MEMORY: Hazards = Hazards(1 << 2);
-    /// The process talks to an MPS server.
+    /// The process is connected to an MPS server.
     pub const MPS: Hazards = Hazards(1 << 3);
     /// libcuda has no checkpoint entry points.
     pub const NO_CHECKPOINT_API: Hazards = Hazards(1 << 4);
@@ -72,8 +72,8 @@ impl Hazards {
     }
 }
 
-/// What a library can do that earlier ones of the same [`WIRE_VERSION`] cannot, as a bit set.
-/// Unknown bits are ignored.
+/// Abilities of a library that earlier libraries of the same [`WIRE_VERSION`] do not have, as a bit
+/// set. Unknown bits are ignored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities(pub u32);
 
@@ -86,10 +86,10 @@ impl Capabilities {
     pub const RETAINS_HOST_COPY: Capabilities = Capabilities(1 << 2);
     /// The library can prefault host memory, and let a copier copy during its checkpoint.
     pub const PREFAULTS: Capabilities = Capabilities(1 << 3);
-    /// The library can verify restored memory.
+    /// The library can verify memory after a restore.
     pub const CHECKS: Capabilities = Capabilities(1 << 4);
-    /// The library can store identical content once with other processes while it is offloaded
-    /// ([`copier::FromCopier::Same`]).
+    /// The library can share identical content with other processes, so that it is stored once,
+    /// while it is offloaded ([`copier::FromCopier::Same`]).
     pub const DEDUPS: Capabilities = Capabilities(1 << 5);
 
     /// Whether any bit of `other` is set.
@@ -124,7 +124,7 @@ macro_rules! wire_enum {
 pub(crate) use wire_enum;
 
 wire_enum! {
-    /// Phase of a process, as its agent knows it.
+    /// Phase of a process, as its agent reports it.
     ///
     /// ```text
     /// Open <─> Closing ─> Closed <─> Locking ─> Locked <─> Checkpointing ─> Checkpointed
@@ -172,13 +172,13 @@ impl Phase {
 }
 
 wire_enum! {
-    /// How the memory of a process leaves its GPU.
+    /// Way in which the memory of a process leaves its GPU.
     pub enum Engine {
-        /// The driver's checkpoint takes everything; allocations are not touched.
+        /// The driver's checkpoint moves all memory; the library does not touch allocations.
         Checkpoint = 0,
-        /// The agent copies big allocations; the context stays.
+        /// The agent copies big allocations; the context stays on the GPU.
         Copy = 1,
-        /// The agent copies big allocations; the driver's checkpoint takes the rest.
+        /// The agent copies big allocations; the driver's checkpoint moves the rest.
         Full = 2,
     }
 }
@@ -206,11 +206,11 @@ impl ProcessFlags {
     /// The process has memory imported from a copier: a checkpoint without a copy out is refused.
     /// Cleared when that memory is freed.
     pub const IMPORTED: ProcessFlags = ProcessFlags(1 << 1);
-    /// At its last copy out no copier could have restored its memory. Cleared when that has
-    /// changed.
+    /// At the process's last copy out, no copier could have restored its memory. Cleared when a
+    /// copier can.
     pub const NO_COPIER: ProcessFlags = ProcessFlags(1 << 2);
-    /// Memory exported to a copier is not copied: it is on the GPU, whatever the phase. Cleared
-    /// when it is copied or taken back.
+    /// Memory exported to a copier is not copied: it is on the GPU, in every phase. Cleared when it
+    /// is copied, or when the process has mapped it again.
     pub const EXPORTED_TO_COPIER: ProcessFlags = ProcessFlags(1 << 4);
     /// Library and driver can restore the process on another GPU.
     pub const MOVABLE: ProcessFlags = ProcessFlags(1 << 3);
