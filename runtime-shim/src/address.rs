@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-/// Longest path, in bytes, that fits a socket address with its closing zero.
+/// Maximum length of a path, in bytes, that fits a socket address with its closing zero.
 const PATH_MAX_BYTES: usize = 107;
 
 /// A `unix://` address that the proxy can serve or connect to.
@@ -46,8 +46,8 @@ impl SocketAddress {
         }
     }
 
-    /// The address of the proxy for this stock shim: in the same folder, so that the folder's
-    /// permissions and the length limit hold for it too.
+    /// The address of the proxy for this stock shim. It is in the same folder, so that the folder's
+    /// permissions and the limit of the length apply to it, too.
     pub fn proxy(&self) -> Result<SocketAddress, AddressError> {
         let name = hex(&Sha256::digest(format!("affinode:{self}")));
         let path = self.path.with_file_name(name);

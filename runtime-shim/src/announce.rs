@@ -27,11 +27,12 @@ use crate::paths::ShimPaths;
 use crate::report;
 use crate::rpc::{RpcCaller, RpcError};
 
-/// Upper bound of the time between two attempts to connect to the controller.
+/// Maximum time between two attempts to connect to the controller.
 const BACK_OFF_MAX: Duration = Duration::from_secs(30);
 /// Time after the first failed attempt; doubles with each further one.
 const BACK_OFF: Duration = Duration::from_millis(250);
-/// Shims that lose the controller at the same moment reconnect spread over this time.
+/// Time over which shims spread their first reconnection, because all of them lose the controller
+/// at the same moment.
 const SPREAD_MS: u32 = 200;
 
 /// Handle of the task that talks to the controller.
@@ -77,7 +78,7 @@ impl Announcer {
 struct AnnouncerState {
     launcher: Launcher,
     containers: BTreeMap<String, Announcement>,
-    /// A connection without traffic: when it ends, the controller has ended.
+    /// A connection without traffic. Its end shows that the controller has ended.
     watch: Option<UnixStream>,
     failures: u32,
     next_attempt: Instant,
@@ -207,8 +208,8 @@ async fn ended(watch: &mut Option<UnixStream>) {
     while let Ok(1..) = stream.read(&mut bytes).await {}
 }
 
-/// Withdraws a container from the controller, if one runs, and removes the container's folder: for
-/// `delete`, which has no announcer.
+/// Withdraws a container from the controller, if one runs, and removes the container's folder. Used
+/// by `delete`, which has no announcer.
 pub fn withdraw(paths: &ShimPaths, key: &str) {
     let folder = paths.container(key);
     if !folder.exists() {

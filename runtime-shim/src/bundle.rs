@@ -1,5 +1,5 @@
 //! A container's bundle folder: reading and replacing config.json, the address files that
-//! containerd reads after a restart, and Affinode's own note beside them.
+//! containerd reads after a restart, and Affinode's own note next to them.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
@@ -13,7 +13,7 @@ use crate::probe::ShimIdentity;
 
 /// Upper bound for config.json; usual ones are below 1 MiB.
 const CONFIG_MAX_BYTES: u64 = 16 << 20;
-/// Upper bound for the other, small files.
+/// Maximum size of all other files of a bundle, which are small.
 const NOTE_MAX_BYTES: u64 = 64 << 10;
 const CONFIG: &str = "config.json";
 const NOTE: &str = "affinode.json";
@@ -36,7 +36,7 @@ pub enum BundleError {
         /// Error of the read.
         source: io::Error,
     },
-    /// The file exceeds the bound that the shim reads.
+    /// The file is larger than the shim reads.
     #[error("{path} is larger than {max_bytes} bytes")]
     TooLarge {
         /// Path of the rejected file.
@@ -62,7 +62,7 @@ pub enum BundleError {
     },
 }
 
-/// What `start` leaves in the bundle for `delete`.
+/// Note that `start` writes into the bundle for `delete`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BundleNote {
     /// Address that the proxy serves.
@@ -102,9 +102,9 @@ impl Bundle {
         write().map_err(|source| BundleError::Write { path: path.clone(), source })
     }
 
-    /// containerd 1.x finds a shim again by the file `address`, in which the stock shim writes its
-    /// own. This replaces that address with the proxy's: otherwise containerd bypasses the proxy
-    /// after a restart. A bundle without the file stays without it.
+    /// Replaces the address in the file `address` with the proxy's. containerd 1.x finds a shim
+    /// again by this file, in which the stock shim writes its own address; otherwise containerd
+    /// bypasses the proxy after a restart. A bundle without the file stays without it.
     pub fn rewrite_address(&self, address: &str) -> Result<(), BundleError> {
         let path = self.0.join("address");
         if !path.exists() {
@@ -141,15 +141,16 @@ impl Bundle {
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// Records which containers the daemon of this bundle serves: containerd 2.x removes the
-    /// bundles of a dead group's members before it runs any `delete`.
+    /// Records which containers the daemon of this bundle serves. containerd 2.x removes the
+    /// bundles of a dead group's members before it runs any `delete`, so their notes are lost by
+    /// then.
     pub fn write_members<'a>(&self, ids: impl Iterator<Item = &'a str>) -> Result<(), BundleError> {
         let path = self.0.join(MEMBERS);
         let lines: String = ids.flat_map(|id| [id, "\n"]).collect();
         replace(&path, lines.as_bytes()).map_err(|source| BundleError::Write { path, source })
     }
 
-    /// The containers that the daemon of this bundle served last.
+    /// The containers that the daemon of this bundle recorded last.
     #[must_use]
     pub fn members(&self) -> Vec<String> {
         let bytes = read_bounded(&self.0.join(MEMBERS), NOTE_MAX_BYTES).unwrap_or_default();
@@ -212,8 +213,8 @@ fn read_bounded(path: &Path, max_bytes: u64) -> Result<Vec<u8>, BundleError> {
     Ok(bytes)
 }
 
-/// Writes a file beside `path` and renames it over `path`, so that a reader sees the old or the new
-/// file whole. Owner and mode stay those of the old file, if there was one.
+/// Writes a new file next to `path` and renames it over `path`, so that a reader sees either the
+/// old or the new file as a whole. Owner and mode stay those of the old file, if there was one.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let fresh = path.with_file_name(format!(".{name}.affinode"));

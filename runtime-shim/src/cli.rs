@@ -3,18 +3,18 @@
 
 use std::ffi::OsString;
 
-/// The action that containerd asks for.
+/// The action that the command line names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShimAction {
-    /// Start or join the shim of a container's group; prints its address.
+    /// Start the shim of a container's group, or join it. Prints the shim's address.
     Start,
-    /// Clean up after a shim that is gone; prints a DeleteResponse.
+    /// Clean up after a shim that has ended. Prints a DeleteResponse.
     Delete,
-    /// Describe the runtime; prints a RuntimeInfo.
+    /// Describe the runtime. Prints a RuntimeInfo.
     Info,
     /// Print the version and exit.
     Version,
-    /// Internal: run as the daemon of a group.
+    /// Internal: run as the daemon of a group of containers.
     Serve,
 }
 
@@ -48,13 +48,13 @@ pub struct ShimFlags {
 /// A parsed command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShimInvocation {
-    /// First word that is no flag, or the action that `-info` and `-v` stand for.
+    /// First argument that is not a flag, or the action that `-info` or `-v` selects.
     pub action: ShimAction,
     /// Flags before that word.
     pub flags: ShimFlags,
 }
 
-/// The command line is none that containerd writes.
+/// The command line is not one that containerd writes.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     /// A flag that the stock shim does not have either.
@@ -78,7 +78,7 @@ pub enum CliError {
         "no action: expected start or delete, or the flag -info or -v; this is a containerd shim, it is started by containerd"
     )]
     NoAction,
-    /// A word that is no action.
+    /// An action that the shim does not have.
     #[error("unknown action {0:?}: expected start or delete, or the flag -info or -v")]
     UnknownAction(String),
     /// An argument is not UTF-8.

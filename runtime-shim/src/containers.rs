@@ -1,5 +1,5 @@
-//! Maps the proxied calls to the containers of a group: a Create is prepared and announced, an
-//! ended container is withdrawn, and `delete` gets a list of the group.
+//! Handles the calls that concern the containers of a group: prepares and announces a container at
+//! its Create, withdraws it at its end, and keeps a list of the group for `delete`.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -30,7 +30,7 @@ pub struct Containers {
 }
 
 impl Containers {
-    /// Starts without containers. Needs a Tokio runtime, for the task that talks to the controller.
+    /// Creates an empty group. Needs a Tokio runtime, for the task that announces containers.
     #[must_use]
     pub fn new(namespace: &str, engine_of: EngineOf) -> Containers {
         let paths = ShimPaths::from_env();
@@ -44,12 +44,12 @@ impl Containers {
         }
     }
 
-    /// Withdraws the last containers from the controller, for at most this long.
+    /// Withdraws the last containers from the controller. Takes at most `patience`.
     pub async fn finish(self, patience: Duration) {
         self.announcer.finish(patience).await;
     }
 
-    /// Writes the list for `delete`, if the bundle still exists.
+    /// Writes the group's list of containers for `delete`, if the bundle still exists.
     fn note_members(&self) {
         if !self.bundle.path().is_dir() {
             return;

@@ -4,13 +4,13 @@
 //! read config.json ─┬─ unreadable ───────────────> nothing
 //!                   ├─ no GPU ───────────────────> options translated
 //!                   └─ GPU ─ library installed? rootfs readable? no volume covers a mount?
-//!                              ├─ no ────────────> options translated; the reason is logged
+//!                              ├─ no ────────────> options translated, reason logged
 //!                              └─ yes ───────────> folder made, config.json replaced, announced
 //! ```
 //!
-//! Nothing here fails a Create: the worst outcome is the container that stock
-//! runc would have run. An exec in the container needs no edit of its own: it
-//! sees the mounted `/etc/ld.so.preload` like every process.
+//! Nothing here fails a Create: the worst outcome is the container that stock runc would have run.
+//! An exec in the container needs no edit of its own: it sees the mounted `/etc/ld.so.preload` like
+//! every process.
 
 use std::path::Path;
 
@@ -56,13 +56,13 @@ pub enum NotManaged {
     HostFile {
         /// Path of that file on the host.
         path: std::path::PathBuf,
-        /// Why the file is not merged.
+        /// Reason why the file is not merged.
         source: ld_so_preload::HostFileError,
     },
     /// The rootfs is read-only, so mount points cannot be created.
     #[error("the root filesystem is mounted read-only, so mount points cannot be added to it")]
     ReadOnly,
-    /// A volume or the spec's form is in the way of the mounts.
+    /// A volume of the container, or the form of the spec, does not allow the mounts.
     #[error("cannot add mounts to the container")]
     Edit(#[from] EditError),
     /// The container's folder below the run directory could not be created.

@@ -24,7 +24,7 @@ use crate::probe::{self, ProbedPeer};
 use crate::process;
 use crate::runc_shim::{RuncShim, RuncShimError};
 
-/// Time limit for everything except the container's own clean-up.
+/// Time limit for the whole command except the container's own clean-up.
 const BUDGET: Duration = Duration::from_millis(4000);
 /// Time limit for a proxy's reply to a probe.
 const PROXY_REPLY_TIMEOUT: Duration = Duration::from_millis(500);
@@ -106,7 +106,7 @@ fn group_note(bundle: &Bundle) -> Option<BundleNote> {
     bundle.siblings().iter().filter_map(Bundle::note).find(|note| note.address == address)
 }
 
-/// If the group's proxy is gone, ends its stock shim and returns the ids of the group's other
+/// Ends the stock shim of a group whose proxy has ended. Returns the ids of the group's other
 /// containers that containerd does not clean up: those without a `start` of their own.
 fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
     let Ok(listen) = SocketAddress::parse(&note.address) else {
@@ -139,8 +139,8 @@ fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
         .collect()
 }
 
-/// Repeats the clean-up until runc's state is gone: runc fails while a process is still dying in
-/// the cgroup, and the stock shim does not report that failure.
+/// Repeats the clean-up until runc's state is removed. runc fails while a process in the cgroup has
+/// not ended, and the stock shim does not report that failure.
 fn delete_what_is_left(
     stock: &RuncShim,
     flags: &ShimFlags,

@@ -35,8 +35,8 @@ pub struct FrameHeader {
 /// The bytes are not valid ttrpc.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
-    /// A payload length above the bound.
-    #[error("a frame of {payload_bytes} bytes, more than {PAYLOAD_MAX_BYTES}")]
+    /// A payload is longer than ttrpc allows.
+    #[error("a frame has {payload_bytes} bytes, more than the maximum of {PAYLOAD_MAX_BYTES}")]
     TooLong {
         /// Length that the header gives.
         payload_bytes: u32,

@@ -17,7 +17,7 @@ use tokio::net::UnixStream;
 use crate::cgroup;
 use crate::paths::ShimPaths;
 
-/// The controller's cgroup, beside the pods'.
+/// The controller's cgroup, a sibling of the pods' cgroup.
 const CGROUP: &str = "affinode";
 /// File below the run directory, locked by the shim that starts the controller.
 const LOCK: &str = "launch.lock";
@@ -25,7 +25,7 @@ const LOCK: &str = "launch.lock";
 const LOG: &str = "controller.log";
 /// Time limit for a started controller to accept connections.
 const CONTROLLER_START_TIMEOUT: Duration = Duration::from_secs(3);
-/// Interval of the attempts to connect meanwhile.
+/// Interval between the attempts to connect to a started controller.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Finds the controller, or starts it.
@@ -51,7 +51,7 @@ pub enum LaunchError {
     /// `launch` could not be run.
     #[error("cannot start the controller")]
     Spawn(#[source] io::Error),
-    /// The controller was started and does not accept connections.
+    /// The controller was started, but does not accept connections.
     #[error("the controller was started but does not accept connections; see {log}")]
     Silent {
         /// File with the controller's own messages.
@@ -65,8 +65,8 @@ impl Launcher {
         Launcher { paths, program: installed(std::env::current_exe().ok()) }
     }
 
-    /// Connects to the controller, and starts it if there is none. If many shims come at once, one
-    /// starts it and the others wait for it.
+    /// Connects to the controller, and starts it if none runs. If many shims connect at once, one
+    /// starts the controller and the others wait for it.
     pub async fn connect(&self) -> Result<UnixStream, LaunchError> {
         if let Some(stream) = self.try_connect().await {
             return Ok(stream);
@@ -133,8 +133,8 @@ impl Launcher {
     }
 }
 
-/// The installed program of this name: for a running program that another version has replaced, the
-/// kernel appends ` (deleted)` to the path. If no such file exists, the path of this process.
+/// The installed program of this name. If another version has replaced the running program, the
+/// kernel appends ` (deleted)` to its path. If no such file exists: the path of this process.
 fn installed(exe: Option<PathBuf>) -> PathBuf {
     let plain = |path: PathBuf| {
         let bytes = path.as_os_str().as_bytes();

@@ -1,8 +1,8 @@
-//! The merged `/etc/ld.so.preload`: the image's list, or the one that a mount puts there, then
+//! The merged `/etc/ld.so.preload`: the image's list, or that of a file mounted there, then
 //! Affinode's line.
 //!
-//! glibc reads names separated by blanks, colons and newlines, and comments from
-//! `#` to the end of a line. musl and static programs do not read the file.
+//! glibc reads names separated by blanks, colons and newlines, and comments from `#` to the end of
+//! a line. musl and static programs do not read the file.
 
 use std::io::Read;
 use std::os::fd::AsRawFd;
@@ -16,8 +16,8 @@ pub const FILE: &str = "/etc/ld.so.preload";
 /// Upper bound for an image's or a host's own file.
 pub const MAX_BYTES: u64 = 64 << 10;
 
-/// Types of local file systems. On others an access may wait for a remote or user-space server, or
-/// have side effects (/proc).
+/// Types of local file systems. On other types an access may wait for a remote or user-space
+/// server, or have side effects (/proc).
 const FILE_SYSTEMS: [u64; 7] = [
     0xef53,      // ext2, ext3, ext4
     0x5846_5342, // xfs
@@ -31,14 +31,14 @@ const FILE_SYSTEMS: [u64; 7] = [
 /// Reason why a host file that is mounted over [`FILE`] is not merged.
 #[derive(Debug, thiserror::Error)]
 pub enum HostFileError {
-    /// A folder, device, pipe or socket.
+    /// The path is a folder, device, pipe or socket.
     #[error("it is not a file")]
     NotAFile,
     /// The file is not world-readable, while every process of the container can read the merged
     /// list.
     #[error("it is not world-readable; run chmod o+r on it, or keep the container unmanaged")]
     Private,
-    /// A network, FUSE or kernel file system.
+    /// The file is on a network, FUSE or kernel file system.
     #[error("it is on a file system of kind {0:#x}; only files on local disks are merged")]
     FileSystem(u64),
     /// The file exceeds [`MAX_BYTES`].
@@ -49,9 +49,9 @@ pub enum HostFileError {
     Io(#[from] std::io::Error),
 }
 
-/// Appends Affinode's line to the image's or node's list. A library of that list that hooks the
-/// driver (HAMi's) comes before Affinode's: between the program and Affinode. Behind Affinode's,
-/// its calls would reach the driver past the gate.
+/// Appends Affinode's line to the list of the image or node. A library of that list that hooks the
+/// driver (HAMi's) then stays between the program and Affinode. After Affinode's line, its calls
+/// would reach the driver without passing the gate.
 #[must_use]
 pub fn merge(theirs: &[u8]) -> Vec<u8> {
     if names(theirs).any(|name| name == CONTAINER_LIB.as_bytes()) {
@@ -61,11 +61,13 @@ pub fn merge(theirs: &[u8]) -> Vec<u8> {
     [theirs, end, CONTAINER_LIB.as_bytes(), b"\n"].concat()
 }
 
-/// Reads the host's file that would be mounted. A pod may name any file, and the shim runs as root
-/// on the host: only content that every user of the host can read may be shown.
+/// Reads the host's file that a mount puts at [`FILE`]. A pod may name any file, and the shim runs
+/// as root on the host. So only content that every user of the host can read may be shown to the
+/// pod.
 ///
 /// # Errors
-/// If it is not a regular, world-readable file of a local disk, is too large, or cannot be read.
+/// If the file is not a regular, world-readable file of a local disk, is too large, or cannot be
+/// read.
 pub fn read_host(path: &Path) -> Result<Vec<u8>, HostFileError> {
     // O_PATH: opening a device or a pipe for reading may have side effects, or block.
     let found = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())

@@ -1,5 +1,5 @@
-//! The containerd shim of Affinode: a frame-level ttrpc proxy in front of the
-//! stock `containerd-shim-runc-v2`.
+//! The containerd shim of Affinode: a frame-level ttrpc proxy in front of the stock
+//! `containerd-shim-runc-v2`.
 //!
 //! ```text
 //! containerd ── start ──> start ── runs ──> stock start ──> stock shim (its socket)
@@ -10,13 +10,13 @@
 //!                                            └─ announces them to the controller, keeps it alive
 //! ```
 //!
-//! | module | what |
+//! | module | content |
 //! | --- | --- |
 //! | [`cli`] | Go-style flags and the action |
 //! | [`start`], [`delete`], [`info`] | the commands containerd runs, each a short process |
-//! | [`serve`] | the daemon of a pod: accepts, proxies, dies with the stock shim |
+//! | [`serve`] | the daemon of a pod: accepts, proxies, ends with the stock shim |
 //! | [`proxy`], [`frame`] | one connection: frames copied in order, Create and Delete decoded |
-//! | [`containers`], [`create`] | handling of a Create: options translated, config.json edited, the controller told |
+//! | [`containers`], [`create`] | handling of a Create: options translated, config.json edited, container announced |
 //! | [`bootstrap`], [`options`] | the wire forms of containerd 1.6 to 2.3 |
 //! | [`spec`], [`rootfs`], [`ld_so_preload`] | the edit: GPU detection, the image's preload list, the added mounts |
 //! | [`announce`], [`launch`] | announcing containers to the controller, and starting it |
@@ -66,8 +66,8 @@ pub const RUNTIME: &str = "io.containerd.affinode.v1";
 /// The name of the binary, as containerd derives it from [`RUNTIME`].
 pub const BINARY: &str = "containerd-shim-affinode-v1";
 
-/// A program that is part of this binary: its subcommand, and its main function, which gets the
-/// program's name and the arguments after the subcommand.
+/// A program that is part of this binary: its subcommand, and its main function. The function gets
+/// the program's name and the arguments after the subcommand.
 pub type Embedded = (&'static str, fn(Vec<OsString>) -> ExitCode);
 
 /// Returns the engine of an announced container, from the node's configuration.
@@ -129,7 +129,7 @@ pub fn fail(text: &str) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// One line for people: the error, then each cause after a colon.
+/// One line for operators: the error, then each cause after a colon.
 #[must_use]
 pub fn report(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();

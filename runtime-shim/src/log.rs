@@ -1,6 +1,6 @@
-//! Logs as the stock shim has them: lines on stderr. For the daemon, stderr is the pipe `log` in
-//! the bundle, which containerd copies to its own log. stdout is the reply to containerd and never
-//! carries a log line.
+//! Writes logs as the stock shim does: lines on stderr. For the daemon, stderr is the pipe `log` in
+//! the bundle, which containerd copies to its own log. stdout has the reply to containerd, and
+//! never a log line.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -38,8 +38,8 @@ pub fn init(level: LevelFilter) {
         .try_init();
 }
 
-/// Opens the pipe that containerd reads, for both ends and without blocking: lines written while
-/// containerd restarts stay in the pipe, up to its capacity.
+/// Opens the pipe that containerd reads, for both directions and without blocking. Lines that are
+/// written while containerd restarts stay in the pipe, up to its capacity.
 pub fn open_pipe(bundle: &Path) -> io::Result<File> {
     OpenOptions::new()
         .read(true)

@@ -1,5 +1,5 @@
 //! Runtime options: translates the options that containerd sends for a runtime type that it does
-//! not know into those that the stock shim accepts.
+//! not know into options that the stock shim accepts.
 //!
 //! | containerd sends | the stock shim gets |
 //! | --- | --- |
@@ -61,8 +61,8 @@ pub enum OptionsError {
     },
 }
 
-/// Options for the stock shim. `None` if it accepts the given ones. `cgroups_path` is the spec's
-/// `linux.cgroupsPath`.
+/// Returns options for the stock shim. `None` if it accepts the given ones. `cgroups_path` is the
+/// spec's `linux.cgroupsPath`.
 pub fn translate(
     given: Option<&Any>,
     cgroups_path: Option<&str>,

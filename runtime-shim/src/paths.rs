@@ -131,7 +131,7 @@ impl ContainerDir {
     }
 
     /// Removes the folder if it belongs to this generation: the next container of the same id may
-    /// own it already. A missing folder is no error.
+    /// own it already. A missing folder is not an error.
     pub fn remove(&self, generation: Option<u64>) -> io::Result<()> {
         if !self.exists() {
             return Ok(());
@@ -140,8 +140,8 @@ impl ContainerDir {
         if self.generation() == generation { self.clear() } else { Ok(()) }
     }
 
-    /// Locks the folder of all containers: creating and removing a folder both take several system
-    /// calls.
+    /// Locks the folder of all containers, because creating and removing a container's folder take
+    /// several system calls each.
     fn lock(&self) -> io::Result<File> {
         let containers = File::open(self.0.parent().unwrap_or(Path::new("/")))?;
         containers.lock()?;

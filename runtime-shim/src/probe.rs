@@ -1,8 +1,8 @@
 //! Probes the proxy at an address.
 //!
 //! A `start` probes before it joins the proxy of its group, and a `delete` before it treats the
-//! group as dead. The question is a header that is no valid ttrpc frame. The reply is the identity
-//! of the stock shim behind the proxy, as JSON; then the connection ends.
+//! group as dead. The request is a header that is not a valid ttrpc frame. The reply is the
+//! identity of the stock shim behind the proxy, as JSON; then the connection ends.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::address::SocketAddress;
 use crate::frame::HEADER_BYTES;
 
-/// The question: a length beyond ttrpc's bound, then a name.
+/// Bytes of the request: a length beyond ttrpc's bound, then a name.
 pub const QUESTION: [u8; HEADER_BYTES] = *b"\xff\xff\xff\xffaffin?";
 /// Upper bound for the reply.
 const ANSWER_MAX_BYTES: u64 = 4096;
@@ -36,15 +36,15 @@ pub struct ShimIdentity {
 /// Result of a probe.
 #[derive(Debug)]
 pub enum ProbedPeer {
-    /// A proxy, before this stock shim.
+    /// A proxy replied. The identity is that of its stock shim.
     Alive(ShimIdentity),
-    /// No socket, or a socket without a listener.
+    /// There is no socket, or it has no listener.
     Dead,
-    /// A listener that does not reply, or not in time.
+    /// A listener accepted the connection, but did not reply in time.
     Silent(io::Error),
 }
 
-/// Sends the question to this address, and waits at most `patience` for the reply.
+/// Sends the request to this address, and waits at most `patience` for the reply.
 #[must_use]
 pub fn ask(address: &SocketAddress, patience: Duration) -> ProbedPeer {
     let ask = || -> io::Result<Vec<u8>> {

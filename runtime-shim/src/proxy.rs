@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Frames keep their bytes, stream ids and order. No frame waits for a reply, so a Wait may stay
-//! open for a container's life. A frame that cannot be decoded is passed on unchanged: the stock
-//! shim decides about it.
+//! open for a container's life. A frame that cannot be decoded is forwarded unchanged, and the
+//! stock shim answers it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -32,13 +32,13 @@ pub trait TaskService {
     /// A Create was received; it is forwarded after this returns. Returns options that replace its
     /// own.
     fn create(&self, request: &CreateTaskRequest) -> impl Future<Output = Option<Any>>;
-    /// The stock shim replied to a Create: `done` is its success.
+    /// The stock shim replied to a Create. `done`: the reply reports success.
     fn created(&self, id: &str, done: bool);
     /// The stock shim deleted a container.
     fn deleted(&self, id: &str);
 }
 
-/// A reply that the proxy decodes when it comes.
+/// A reply of the stock shim that the proxy will decode.
 #[derive(Debug)]
 enum PendingReply {
     Create(String),
@@ -47,8 +47,8 @@ enum PendingReply {
 
 type Watched = RefCell<HashMap<u32, PendingReply>>;
 
-/// Copies frames both ways until one side ends. `first` is the header that was already read from
-/// the client.
+/// Copies frames in both directions until one side ends. `first` is the header that was already
+/// read from the client.
 pub async fn run(
     first: [u8; HEADER_BYTES],
     client: (impl AsyncRead + Unpin, impl AsyncWrite + Unpin),
@@ -170,7 +170,7 @@ async fn read_payload(
     Ok(payload)
 }
 
-/// Passes a frame on in chunks.
+/// Copies a frame to the other side, in chunks.
 async fn copy(
     bytes: &[u8],
     header: &FrameHeader,

@@ -1,6 +1,6 @@
 //! Blocking ttrpc calls to a stock shim and to the controller, one at a time, each with a time
-//! limit. The short commands need no more. The daemon makes its few calls on a thread that ends
-//! again: a full client would stay in the memory of every pod.
+//! limit. The short commands need no more. The daemon makes its few calls on a temporary thread,
+//! because a full client would take memory in the shim of every pod.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -35,7 +35,7 @@ pub enum RpcError {
     #[error("no reply from the controller or the stock shim")]
     Io(#[from] io::Error),
     /// The reply is not a ttrpc frame.
-    #[error("the peer does not reply with ttrpc")]
+    #[error("the reply is not a ttrpc frame")]
     Frame(#[from] FrameError),
     /// The reply does not decode as the expected message.
     #[error("the reply cannot be decoded")]

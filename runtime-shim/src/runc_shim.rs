@@ -30,7 +30,7 @@ pub enum RuncShimError {
         "{0:?} is this shim itself, under the stock shim's name; install containerd's own, or name it in {PATH_ENV}"
     )]
     Ourselves(PathBuf),
-    /// The process could not be started.
+    /// The stock shim's process could not be started.
     #[error("cannot run {path:?}")]
     Run {
         /// Path of the binary.

@@ -1,13 +1,13 @@
-//! The daemon of a group: accepts containerd's connections, proxies each, and
-//! dies with the stock shim.
+//! The daemon of a group: accepts containerd's connections, proxies each, and ends with the stock
+//! shim.
 //!
 //! ```text
 //! start ──socket on stdin──> Joining ──stock shim answered──> Serving ──┬─ stock shim gone ─> Draining ─> end
 //!                               └─ error on stdout, end                 └─ SIGTERM, SIGINT ─> end
 //! ```
 //!
-//! At the end, the daemon removes its socket first and then closes its clients' connections: a
-//! client that finds its connection closed also finds the address dead.
+//! At the end, the daemon first removes its socket and then closes its clients' connections. So a
+//! client whose connection was closed cannot connect to the address again.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -32,7 +32,7 @@ use crate::proxy;
 use crate::rpc::{RpcCaller, RpcError};
 use crate::{EngineOf, report};
 
-/// How long clients may still receive the stock shim's last replies.
+/// Time in which clients may still receive the stock shim's last replies.
 const DRAIN: Duration = Duration::from_secs(1);
 /// Time limit for withdrawing the last containers from the controller.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
@@ -64,7 +64,7 @@ struct JoinedTask {
     upstream: SocketAddress,
     identity: ShimIdentity,
     listener: std::os::unix::net::UnixListener,
-    /// Idle connection to the stock shim; its end is the stock shim's end.
+    /// Idle connection to the stock shim. Its end shows that the stock shim has ended.
     watch: std::os::unix::net::UnixStream,
 }
 

@@ -42,7 +42,7 @@ const READY_MAX_BYTES: u64 = 4096;
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The working folder or stdin could not be read.
-    #[error("cannot read what containerd passed on")]
+    #[error("cannot read containerd's input")]
     Input(#[source] io::Error),
     /// The runtime handler's options are invalid.
     #[error("cannot use the runtime options")]
@@ -137,7 +137,7 @@ struct ShimDaemon<'a> {
 }
 
 impl ShimDaemon<'_> {
-    /// Identity of the group's proxy: the running one, or a new one.
+    /// Joins the group's running proxy, or starts a new one. Returns its identity.
     fn join_or_spawn(&self) -> Result<ShimIdentity, StartError> {
         let failed = |source| StartError::Bind { address: self.listen.to_string(), source };
         for _ in 0..ATTEMPTS {
@@ -221,8 +221,8 @@ fn bind(address: &SocketAddress) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// Removes a socket without a listener, under the lock of its folder: a socket that another `start`
-/// bound meanwhile has another inode and stays.
+/// Removes a socket without a listener, under the lock of its folder. A socket that another `start`
+/// bound meanwhile has another inode, and stays.
 fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     let folder = std::fs::File::open(address.path().parent().unwrap_or(Path::new("/")))?;
     folder.lock()?;
@@ -230,8 +230,8 @@ fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the stock shim if this `start` brought it up: then the stock start (`stock_pid`) created
-/// its listener, and it has no containers yet.
+/// Ends the stock shim if this `start` started it. That is so if the stock start (`stock_pid`)
+/// created the listener; the stock shim has no containers yet.
 fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     let inode = address.inode();
     let maker = || -> io::Result<i32> {

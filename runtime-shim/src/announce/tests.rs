@@ -69,7 +69,7 @@ struct Fake {
 }
 
 impl Fake {
-    /// Replies to calls until `wanted` of them have come. Returns them as words.
+    /// Replies to `wanted` calls, then returns them as text.
     async fn answer(&mut self, wanted: usize) -> Vec<String> {
         let (calls, mut heard) = mpsc::unbounded_channel();
         let mut words = Vec::new();
@@ -186,7 +186,7 @@ async fn containers_are_reannounced_after_restart() {
     drop(announcer);
 }
 
-/// The shim is slow to report the end of the first container.
+/// The shim may report the end of the first container late.
 #[tokio::test]
 async fn the_next_container_of_an_id_keeps_its_folder() {
     let node = Node::new();

@@ -192,7 +192,7 @@ fn any_frame() -> impl Strategy<Value = (u8, u32, Vec<u8>)> {
     (any::<u8>(), 0..0xffff_0000u32, payload)
 }
 
-/// A case is slow, so fewer than usual run, unless PROPTEST_CASES gives a number.
+/// Number of cases: fewer than usual, because a case is slow. PROPTEST_CASES overrides it.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     ProptestConfig::with_cases(asked.unwrap_or(64))

@@ -26,13 +26,13 @@ pub enum RootfsError {
     /// The request has neither mounts nor a `root.path`.
     #[error("the Create request names no rootfs")]
     None,
-    /// An overlay feature that the lookup does not support.
+    /// The overlay uses a feature that the lookup does not support.
     #[error("the overlay uses {0}, which is not supported")]
     Overlay(&'static str),
     /// The path has too many names or symlinks, or a symlink loop.
     #[error("{0:?} has too many symlinks or names")]
     TooLong(PathBuf),
-    /// A regular file above the caller's bound.
+    /// The file is larger than the caller's bound.
     #[error("{path:?} of the image is larger than {max_bytes} bytes")]
     TooLarge {
         /// Path of the file in the image.
@@ -51,8 +51,8 @@ pub enum RootfsError {
 }
 
 impl RootfsLayers {
-    /// The rootfs that a Create request will make. Without mounts, it is the spec's `root.path`,
-    /// relative to the bundle.
+    /// The layers of the rootfs that a Create request will make. Without mounts, the only layer is
+    /// the spec's `root.path`, relative to the bundle.
     pub fn new(
         mounts: &[Mount],
         root_path: Option<&str>,

@@ -12,9 +12,9 @@ use rustix::io::Errno;
 
 use super::RootfsError;
 
-/// Equal to the kernel's own limit.
+/// Maximum number of symlinks in a lookup, equal to the kernel's.
 const MAX_SYMLINKS: usize = 40;
-/// Upper bound of the names in a path, including those of symlink targets.
+/// Maximum number of names in a path, including those of symlink targets.
 const MAX_NAMES: usize = 4096;
 
 /// The entry at a path.
@@ -24,7 +24,7 @@ pub enum ResolvedPath {
     Missing,
     /// Content of a regular file.
     Regular(Vec<u8>),
-    /// Kind of an entry that is no regular file: a folder, a device, a socket, a dangling symlink.
+    /// An entry that is not a regular file: a folder, a device, a socket, a dangling symlink.
     Other(&'static str),
 }
 
@@ -149,7 +149,8 @@ fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<PathEntry, R
     Ok(if parts.is_empty() { PathEntry::Missing } else { PathEntry::Folder(parts) })
 }
 
-/// overlayfs hides a name with a character device 0/0, or with an empty file that has an attribute.
+/// Whether an entry hides its name: overlayfs uses a character device 0/0, or an empty file with an
+/// attribute.
 fn is_whiteout(entry: &OwnedFd, stat: &Stat, kind: FileType) -> Result<bool, Errno> {
     match kind {
         FileType::CharacterDevice => Ok(stat.st_rdev == 0),
@@ -191,8 +192,8 @@ fn read(file: &OwnedFd, max_bytes: u64, path: &Path) -> Result<Vec<u8>, RootfsEr
     Ok(bytes)
 }
 
-/// Splits a path into names. Empty names and `.` stay: the name before one of them must be a
-/// folder.
+/// Splits a path into names. Empty names and `.` stay, because the name before one of them must be
+/// a folder.
 fn split(path: &OsStr) -> VecDeque<OsString> {
     path.as_bytes()
         .split(|byte| *byte == b'/')

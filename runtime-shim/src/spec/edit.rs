@@ -35,7 +35,7 @@ pub enum EditError {
     /// The path is not UTF-8, so JSON cannot represent it.
     #[error("the host path {0:?} cannot be written to a spec")]
     BadSource(PathBuf),
-    /// The entry could not be built.
+    /// The OCI library could not build the mount entry.
     #[error("cannot build a mount entry")]
     Build(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
@@ -64,8 +64,8 @@ pub fn add_mounts(spec: &mut Value, mounts: &[BindMount]) -> Result<(), EditErro
     Ok(())
 }
 
-/// Removes the one read-only bind mount over exactly this file, and returns its source, a path of
-/// the host. Any other mount there stays, and [`add_mounts`] fails.
+/// Removes a read-only bind mount of exactly this file, and returns its source, a path of the host.
+/// Any other mount there stays, and [`add_mounts`] fails.
 pub fn take_file_mount(spec: &mut Value, file: &str) -> Option<PathBuf> {
     let list = spec.get_mut("mounts")?.as_array_mut()?;
     let is_over = |mount: &Value| {
@@ -83,8 +83,8 @@ pub fn take_file_mount(spec: &mut Value, file: &str) -> Option<PathBuf> {
     Some(source)
 }
 
-/// Whether a mount at `volume` is at, above or below `destination`. The root does not count: it is
-/// the rootfs.
+/// Whether a mount at `volume` is at, above or below `destination`. A mount at `/` does not count,
+/// because it is the rootfs.
 fn covers(volume: &str, destination: &str) -> bool {
     let destination = clean(destination);
     let (volume, destination) = (Path::new(volume), Path::new(&destination));
@@ -126,7 +126,7 @@ mod tests {
         ]
     }
 
-    /// A spec as containerd writes it, with fields that no version of the types has.
+    /// A spec as containerd writes it, with fields that no version of the spec's types defines.
     const BEFORE: &str = r#"{"ociVersion":"1.2.0","process":{"user":{"uid":0,"gid":0},"args":["sh"],"cwd":"/","later":{"b":2,"a":1}},"root":{"path":"rootfs"},"mounts":[{"destination":"/proc","type":"proc","source":"proc"},{"destination":"/etc/hosts","type":"bind","source":"/h","options":["rbind","rw"],"uidMappings":[{"containerID":0,"hostID":1,"size":4294967295}]}],"linux":{"intelRdt":{"enableMonitoring":true},"resources":{"memory":{"limit":9223372036854775807}}},"x-unknown":[1.5,null]}"#;
     const AFTER: &str = r#"{"ociVersion":"1.2.0","process":{"user":{"uid":0,"gid":0},"args":["sh"],"cwd":"/","later":{"b":2,"a":1}},"root":{"path":"rootfs"},"mounts":[{"destination":"/proc","type":"proc","source":"proc"},{"destination":"/etc/hosts","type":"bind","source":"/h","options":["rbind","rw"],"uidMappings":[{"containerID":0,"hostID":1,"size":4294967295}]},{"destination":"/.affinode/lib","type":"bind","source":"/usr/local/lib/affinode","options":["bind","ro","nosuid","nodev"]},{"destination":"/etc/ld.so.preload","type":"bind","source":"/run/affinode/containers/00/ld.so.preload","options":["bind","ro"]}],"linux":{"intelRdt":{"enableMonitoring":true},"resources":{"memory":{"limit":9223372036854775807}}},"x-unknown":[1.5,null]}"#;
 

@@ -1,5 +1,5 @@
-//! A container's spec as a JSON value: fields that this version does not know must survive the
-//! edit, so the spec is never converted to types and back.
+//! Reads and edits a container's spec as a JSON value. It is never converted to types and back, so
+//! fields that this version does not define survive the edit.
 
 mod detect;
 mod edit;

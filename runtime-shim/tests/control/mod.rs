@@ -1,4 +1,4 @@
-//! A controller that only records the calls that it gets.
+//! A controller that only records the calls that it receives.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -16,12 +16,12 @@ use ttrpc::asynchronous::{Server, TtrpcContext};
 pub struct Told(Arc<Mutex<Vec<(String, Announcement)>>>);
 
 pub struct Controller {
-    /// Dropped to end the service.
+    /// Sender whose drop ends the service.
     stop: Option<tokio::sync::oneshot::Sender<()>>,
     thread: Option<std::thread::JoinHandle<()>>,
     told: Told,
     run_dir: PathBuf,
-    /// The lock of a real controller: no real one starts between `end` and a restart.
+    /// The lock of a real controller, held so that no real one starts between `end` and a restart.
     _lock: File,
 }
 
@@ -42,7 +42,7 @@ impl Controller {
         controller
     }
 
-    /// Ends, and starts again without any recorded calls.
+    /// Ends the controller, and starts it again without recorded calls.
     pub fn restart(&mut self) {
         self.end();
         self.serve();

@@ -1,4 +1,4 @@
-//! A private containerd in a temporary folder, with the stock shim and Affinode's beside it.
+//! A private containerd in a temporary folder, with the stock shim and Affinode's shim next to it.
 
 mod image;
 
@@ -13,12 +13,13 @@ pub use image::BOX;
 pub const STOCK: &str = "io.containerd.runc.v2";
 pub const OURS: &str = "io.containerd.affinode.v1";
 const SHIM: &str = env!("CARGO_BIN_EXE_containerd-shim-affinode-v1");
-/// Much longer than any step of these tests takes.
+/// Time limit of a wait, much longer than any step of these tests takes.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub struct Node {
     dir: tempfile::TempDir,
-    /// The namespace: runc keeps its state by namespace and id, for all containerds of the machine.
+    /// The node's own containerd namespace: runc keeps its state by namespace and id, for all
+    /// containerds of the machine.
     pub namespace: String,
     containerd: Option<Child>,
 }
@@ -44,7 +45,7 @@ fn which(name: &str) -> Option<PathBuf> {
 }
 
 impl Node {
-    /// Returns `None`, and records a skip, if containers cannot run here.
+    /// Starts the node. Returns `None`, and records a skip, if containers cannot run here.
     pub fn start() -> Option<Node> {
         if !rustix::process::geteuid().is_root() {
             affinode_test_notes::skip("root", "running containers needs root");
@@ -137,7 +138,7 @@ impl Node {
             .unwrap()
     }
 
-    /// Runs ctr, which must succeed. Returns stdout.
+    /// Runs ctr and asserts its success. Returns stdout.
     pub fn ok(&self, line: &str) -> String {
         let output = self.ctr(line);
         assert!(
@@ -282,7 +283,7 @@ fn processes() -> impl Iterator<Item = (i32, String, String)> {
     })
 }
 
-/// Kills a process without a chance to clean up.
+/// Kills a process with SIGKILL, so that it cannot clean up.
 pub fn kill(pid: i32) {
     let pid = rustix::process::Pid::from_raw(pid).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();

@@ -185,7 +185,7 @@ fn a_file_in_place_of_a_folder_is_an_error() {
     assert!(matches!(tree.find(FILE), Err(RootfsError::Io { .. })));
 }
 
-/// The kernel behaves this way, and so does the loader that reads the file.
+/// The kernel, and the loader that reads the file, report the same.
 #[test]
 fn path_through_a_file_finds_no_file() {
     for target in ["b/.", "b/", "./b/./"] {
