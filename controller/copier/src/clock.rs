@@ -11,14 +11,14 @@ pub fn now() -> Instant {
     Instant::now()
 }
 
-/// Time that has passed since then.
+/// Time that has passed since `then`.
 pub fn since(then: Instant) -> Duration {
     now().saturating_duration_since(then)
 }
 
 #[cfg(any(test, feature = "testing"))]
 thread_local! {
-    /// The stopped time of this thread in a test; `None`: the clock runs.
+    /// The time at which a test has stopped the clock of this thread; `None`: the clock runs.
     static HELD: std::cell::Cell<Option<Instant>> = const { std::cell::Cell::new(None) };
 }
 

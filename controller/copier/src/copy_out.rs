@@ -1,4 +1,4 @@
-//! What a process has exported to be copied out, while it is checkpointed.
+//! The pieces that a process has exported to be copied out during its checkpoint.
 
 use std::{os::fd::OwnedFd, rc::Rc, time::Instant};
 
@@ -7,21 +7,21 @@ use crate::{
     sys::{CopyDirection, CopyStream, CudaDriver, CudaError, DeviceBlock, HostRegion},
 };
 
-/// The pieces that have arrived so far. Fields are dropped in this order: copies before their
-/// memory.
+/// The pieces that have arrived so far. The order of the fields is the order of the drops: copies
+/// before their memory.
 #[derive(Debug)]
 pub struct CopyOutBatch {
     copies: CopyStream,
     blocks: Vec<DeviceBlock>,
-    /// Offset of the next piece in the region.
+    /// Offset in the region at which the next piece is written.
     offset: usize,
     since: Instant,
-    /// Time of the last piece.
+    /// Time at which the last piece arrived.
     last: Instant,
 }
 
 impl CopyOutBatch {
-    /// A batch without pieces.
+    /// Creates a batch without pieces.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -34,7 +34,7 @@ impl CopyOutBatch {
     /// Starts to copy the next piece into the region, which must have space for it.
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the driver refused to import or copy the piece.
     pub fn take(
         &mut self,
         cuda: &Rc<CudaDriver>,

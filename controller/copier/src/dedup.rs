@@ -1,14 +1,14 @@
-//! Finds content that processes have in common, and makes a shared segment of it.
+//! Finds content that several processes have, and makes a shared segment of it.
 //!
 //! ```text
-//! chunk ──print──> of a segment?  ──the same, byte by byte──> offered
-//!                  of another chunk? ──the same, written to a draft──> segment, offered to both
-//!                  of none, or not the same ──> remembered
+//! chunk ──fingerprint──> equals a segment's      ──bytes are equal──> offered
+//!                        equals another chunk's  ──bytes are equal──> draft, segment, two offers
+//!                        unknown, or bytes differ ──────────────────> recorded
 //! ```
 //!
-//! A print is a hash of samples, with keys that only this process knows: it tells which chunks are
-//! worth comparing, nothing more. A chunk is only compared within its dedup domain, and a process
-//! gets a segment only if it has all of its content already.
+//! A fingerprint is a hash of samples, with keys that only this copier has. It only selects the
+//! chunks that are compared. A chunk is compared only within its dedup domain, and a process gets a
+//! segment only if it already has all of the segment's content.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -25,7 +25,7 @@ use crate::{
 
 /// Content that is stored once.
 pub trait ChunkContent {
-    /// Reads from an offset on.
+    /// Reads `to.len()` bytes at an offset.
     ///
     /// # Errors
     /// The `errno` of the read.
@@ -36,19 +36,21 @@ pub trait ChunkContent {
 pub trait ChunkHolder {
     /// The type of shared content.
     type Segment: ChunkContent;
-    /// The controller's number of the process.
+    /// Number that the controller has given the process.
     fn process(&self) -> u64;
-    /// The dedup domain: only processes of the same domain share.
+    /// The dedup domain: content is shared only between processes of the same domain.
     fn domain(&self) -> u64;
-    /// The next chunk of its own content that was not examined; `None`: none for now.
+    /// The next chunk of its own content that is not examined yet. `None`: no chunk can be examined
+    /// now.
     fn next_chunk(&self) -> Option<usize>;
-    /// Marks that chunk as examined.
+    /// Marks the chunk of [`Self::next_chunk`] as examined.
     fn has_looked(&mut self);
-    /// Whether a segment may be offered for a chunk, now or soon.
+    /// Whether a segment may be offered for this chunk, once [`Self::has_room`].
     fn may_offer(&self, chunk: usize) -> bool;
-    /// Whether it can take another offer before it replies to earlier ones.
+    /// Whether the process can get another offer before it replies to earlier offers.
     fn has_room(&self) -> bool;
-    /// Whether it has to reply to an offer; after a timeout it gets no more offers.
+    /// Whether an offer to the process has no reply yet. After a timeout the process gets no more
+    /// offers.
     fn is_asked(&mut self) -> bool;
     /// Reads its copied-out content.
     ///
@@ -59,16 +61,18 @@ pub trait ChunkHolder {
     fn offer(&mut self, chunk: usize, segment: &Rc<Self::Segment>);
 }
 
-/// Bytes that are compared at a time: some milliseconds, in which no message is read.
+/// Number of bytes that are compared at a time. It takes some milliseconds, in which no message is
+/// read.
 const PART_BYTES: usize = CHUNK_BYTES / 16;
 const SAMPLES: usize = 64;
 const SAMPLE_BYTES: usize = 4096;
-/// Segments are charged to no container. Each copier takes at most this fraction of host memory,
+/// Maximum memory of a copier's segments, as a fraction of host memory: 1/4. Segments are charged
+/// to no container.
 const MAX_MEMORY_SHARE: u64 = 4;
-/// and only while this fraction stays free.
+/// Minimum of free host memory for a new segment, as a fraction of host memory: 1/8.
 const MIN_FREE: u64 = 8;
 
-/// Dedup domain and print.
+/// Dedup domain and fingerprint.
 type Key = (u64, u64);
 
 #[derive(Clone, Copy, Debug)]
@@ -89,31 +93,32 @@ struct CompareJob<S> {
 #[derive(Debug)]
 enum CompareTarget<S> {
     Segment(Rc<S>),
-    /// Another process's chunk, and the content that is the same so far.
+    /// Another process's chunk, and a draft of the content that is equal so far.
     Chunk(ChunkLocation, SegmentDraft),
 }
 
-/// What is known of all chunks and segments.
+/// All examined chunks and all segments.
 #[derive(Debug)]
 pub struct DedupIndex<S> {
     keys: RandomState,
     seen: HashMap<Key, ChunkLocation>,
     segments: HashMap<Key, Weak<S>>,
     job: Option<CompareJob<S>>,
-    /// The compared parts; kept, because faulting in fresh memory takes longer than the comparison.
+    /// Buffers for the compared parts. They are reused, because page faults in fresh memory take
+    /// longer than the comparison.
     parts: [Vec<u8>; 2],
     reported_bytes: u64,
-    /// Reads the host memory that is available.
+    /// Function that reads the available host memory.
     memory: fn() -> HostBudget,
 }
 
 impl<S: ChunkContent> DedupIndex<S> {
-    /// An empty index, within this machine's host memory.
+    /// An empty index that uses this machine's host memory.
     pub fn new() -> Self {
         DedupIndex::within(HostBudget::now)
     }
 
-    /// An empty index, within the host memory that `memory` reads.
+    /// An empty index that uses the host memory that `memory` returns.
     pub fn within(memory: fn() -> HostBudget) -> Self {
         DedupIndex {
             keys: RandomState::new(),
@@ -126,7 +131,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         }
     }
 
-    /// Forgets a process that has left.
+    /// Removes the chunks of a process that has left.
     pub fn forget(&mut self, process: u64) {
         self.seen.retain(|_, place| place.process != process);
         let is_of = |place: &ChunkLocation| place.process == process;
@@ -142,23 +147,23 @@ impl<S: ChunkContent> DedupIndex<S> {
         };
     }
 
-    /// Bytes of all segments.
+    /// Size of all segments, in bytes.
     fn stored_bytes(&self) -> u64 {
         let live = self.segments.values().filter(|segment| segment.strong_count() > 0);
         (live.count() * CHUNK_BYTES) as u64
     }
 
-    /// Bytes of all segments, and whether they have changed since the last report.
+    /// Size of all segments in bytes, and whether it has changed since the last report.
     pub fn report(&mut self) -> (u64, bool) {
         let stored_bytes = self.stored_bytes();
         let reported_bytes = std::mem::replace(&mut self.reported_bytes, stored_bytes);
         (stored_bytes, reported_bytes != stored_bytes)
     }
 
-    /// Takes one step; `Later`: a process has to reply first. `finish` makes a segment of a draft.
+    /// Runs one step. `Later`: a process has to reply first. `finish` makes a segment of a draft.
     ///
     /// # Errors
-    /// [`RegionError`]: the driver has refused in a way that may not pass.
+    /// [`RegionError`]: the driver has refused a call, and may refuse it again.
     pub fn step<H: ChunkHolder<Segment = S>>(
         &mut self,
         clients: &mut [H],
@@ -200,7 +205,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         Ok(SessionStep::More)
     }
 
-    /// Examines the next chunk that was not examined.
+    /// Examines the next chunk that is not examined yet.
     fn look<H: ChunkHolder<Segment = S>>(&mut self, clients: &mut [H]) -> SessionStep {
         let mut waits = false;
         for client in clients.iter_mut() {
@@ -217,7 +222,8 @@ impl<S: ChunkContent> DedupIndex<S> {
         if waits { SessionStep::Later } else { SessionStep::Nothing }
     }
 
-    /// Finds what a chunk is to be compared with, if there is anything. False: not yet.
+    /// Finds the content with which a chunk is compared, if there is any. False: the chunk cannot
+    /// be examined yet.
     fn look_at<H: ChunkHolder<Segment = S>>(
         &mut self,
         clients: &mut [H],
@@ -274,7 +280,7 @@ impl<S: ChunkContent> DedupIndex<S> {
 }
 
 impl<S: ChunkContent> CompareJob<S> {
-    /// Compares the next part; whether it is the same, too.
+    /// Compares the next part. Returns whether it is equal.
     fn compare(
         &mut self,
         clients: &mut [impl ChunkHolder],
@@ -320,7 +326,7 @@ fn read(
 mod tests {
     use super::*;
 
-    /// A chunk's content: a word for each page, and different ones from a byte on.
+    /// A chunk's content: one word for each page, and other words from `other_from` on.
     #[derive(Clone, Copy)]
     struct StoredChunk {
         seed: u8,
@@ -328,7 +334,7 @@ mod tests {
     }
 
     const SAME: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES };
-    /// Differs behind every sample.
+    /// A chunk that differs from its like only behind the last sample.
     const ODD: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES - 1 };
 
     impl ChunkContent for StoredChunk {
@@ -394,7 +400,8 @@ mod tests {
         DedupProcess { number, domain, chunks, looked: 0, room: 9, offered: Vec::new() }
     }
 
-    /// Steps until nothing is left: the last result, and the chunks that each process was offered.
+    /// Runs steps until no work is left. Returns the last result, and the chunks that each process
+    /// was offered.
     fn run(
         dedup: &mut DedupIndex<SegmentDraft>,
         all: &mut [DedupProcess],

@@ -1,13 +1,13 @@
-//! Host memory that is available for what no container is charged for.
+//! Available host memory for content that is charged to no container.
 
 use std::{fs, path::Path};
 
-/// Memory of the node, or of the control groups of this process if that is less.
+/// Memory of the node, or of this process's control groups if that is less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBudget {
     /// Total memory in bytes.
     pub total_bytes: u64,
-    /// Bytes of it that this process could allocate.
+    /// Part of it that this process could allocate, in bytes.
     pub free_bytes: u64,
 }
 
@@ -24,7 +24,8 @@ impl HostBudget {
         node.within(root, &root.join(path.trim_start_matches('/')))
     }
 
-    /// Limits the budget by a control group and all above it. The kernel kills processes above a limit.
+    /// Limits the budget by a control group and all groups above it, because the kernel kills
+    /// processes above a limit.
     fn within(self, root: &Path, group: &Path) -> HostBudget {
         let read = |group: &Path, file: &str| {
             fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok()
@@ -44,7 +45,7 @@ impl HostBudget {
     }
 }
 
-/// A value of /proc/meminfo in bytes; 0: not known.
+/// A value of /proc/meminfo in bytes; 0: unknown.
 fn of_meminfo(name: &str) -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     value(&text, name).unwrap_or(0)

@@ -1,26 +1,27 @@
 //! The copier: one process per GPU with offloaded processes, a child of the controller.
 //!
-//! The driver restores a context at its own pace, a third of a second and more, and no call of the
-//! restored process passes meanwhile. The copier has a context of its own: beside that restore it
-//! creates the memory of the restored process, copies the content in and exports it to the process.
-//! For a process that was prefaulted, it copies the memory out beside the checkpoint.
+//! The driver takes at least a third of a second to restore a context, and meanwhile no CUDA call
+//! of that process returns. The copier has a context of its own. While the driver restores, the
+//! copier creates the memory of the restored process, copies the content into it and exports it to
+//! the process. For a prefaulted process, it also copies the memory out while the driver
+//! checkpoints.
 //!
 //! | module | content |
 //! | --- | --- |
-//! | `serve` | the loop: messages, and whose turn it is |
+//! | `serve` | the loop: messages, and the order of work |
 //! | `session` | one process, from its memory file to the end of its fill |
-//! | `copy_out` | what one process has exported to be copied out |
-//! | `dedup`, `host_budget` | content that processes have in common; host memory for it |
+//! | `copy_out` | pieces that one process has exported to be copied out |
+//! | `dedup`, `host_budget` | content that several processes have; host memory for it |
 //! | `socket` | frames with a descriptor |
 //! | `sys` | the driver, and memory files |
 //!
-//! The copier owns nothing that a process needs: the content is in a memory file of its process,
-//! or still in device memory that the process has descriptors of, and the process copies it by
-//! itself without a copier. So the copier may die at any moment, and the controller
-//! ends it whenever the VRAM of its context is needed.
+//! The copier owns nothing that a process needs. The content is in a memory file of its process, or
+//! still in device memory of which the process has descriptors, and the process can copy it without
+//! a copier. So the copier may end at any moment, and the controller ends it when the VRAM of its
+//! context is needed.
 //!
-//! What agents send is hostile until proven: sizes are bounded by what the controller knows of the
-//! process, and the file must be sealed with all its pages. The device copies the content.
+//! Input from agents is untrusted: sizes are bounded by the controller's numbers for the process,
+//! and the file must be sealed with all its pages present. The device copies the content.
 
 mod clock;
 mod copy_out;
@@ -42,10 +43,11 @@ use std::{ffi::OsString, io, os::fd::AsFd};
 /// The environment variable that names the driver's library.
 pub const LIBRARY_ENV: &str = "AFFINODE_COPIER_LIBRARY";
 
-/// The command `copier UUID`: the controller is on standard input. Serves until it hangs up.
+/// The command `copier UUID`, with the controller's socket on standard input. Serves until the
+/// controller closes it.
 ///
 /// # Errors
-/// [`CopierError`]
+/// [`CopierError`]: the GPU, the controller's socket or one of its frames cannot be used.
 pub fn main(args: impl Iterator<Item = OsString>) -> Result<(), CopierError> {
     let _ = tracing_subscriber::fmt()
         .with_writer(io::stderr)

@@ -1,5 +1,5 @@
-//! The loop: reads messages of the controller and the agents, and takes one step of work at a time.
-//! Sessions that a process waits for come first.
+//! The loop: reads messages of the controller and the agents, and runs one step of work at a time.
+//! Sessions for which a process waits come first.
 
 use std::{
     io,
@@ -22,16 +22,16 @@ use crate::{
     sys::{CudaDriver, CudaError, HostRegion, SegmentDraft, SharedSegment},
 };
 
-/// A number that no process has, for reports about no process.
+/// A number that is never a process's, for reports that concern no process.
 const NO_PROCESS: u64 = 0;
 
-/// How often the device is queried for ended copies.
+/// Interval at which the device is queried for completed copies, in nanoseconds.
 const SOON_NS: i64 = 500_000;
 
-/// By then 60 GiB of freed memory are scrubbed.
+/// Time after which freed memory counts as scrubbed: enough for 60 GiB.
 const WIPED_AFTER: Duration = Duration::from_millis(200);
 
-/// Why a copier has ended.
+/// Reason why a copier has ended.
 #[derive(Debug, thiserror::Error)]
 pub enum CopierError {
     /// The context cannot be created.
@@ -49,15 +49,15 @@ pub enum CopierError {
     /// The controller has sent an invalid frame.
     #[error("the controller sent an invalid frame")]
     Frame(#[from] FrameError),
-    /// The driver has refused in a way that does not pass.
+    /// The driver has refused a call in a way that leaves the context unusable.
     #[error("the CUDA context is unusable")]
     Broken(#[source] Box<dyn std::error::Error>),
 }
 
-/// Serves until the controller hangs up. `uuid` is the GPU's, as NVML writes it.
+/// Serves until the controller closes its socket. `uuid` is the GPU's, in NVML's notation.
 ///
 /// # Errors
-/// [`CopierError`]
+/// [`CopierError`]: see its variants.
 pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), CopierError> {
     if hung_up(&controller)? {
         return Ok(());
@@ -77,7 +77,7 @@ pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), CopierE
     }
 }
 
-/// Whether the controller ended before this process requested to end with it.
+/// Whether the controller had ended before this process asked the kernel to be ended with it.
 fn hung_up(controller: &OwnedFd) -> io::Result<bool> {
     let mut polled = [PollFd::new(controller, PollFlags::empty())];
     rustix::event::poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
@@ -88,17 +88,18 @@ pub(crate) struct CopierServer {
     controller: OwnedFd,
     cuda: Rc<CudaDriver>,
     clients: Vec<ProcessSession>,
-    /// Regions of ended sessions, unregistered while no process waits: the driver does one thing at a time.
+    /// Regions of ended sessions. They are unregistered only while no process waits, because the
+    /// driver executes one call at a time.
     leaving: Vec<HostRegion>,
     dedup: DedupIndex<SharedSegment>,
-    /// Since when freed memory is scrubbed; `None` once the driver has noticed it.
+    /// Time since which freed memory is being scrubbed. `None` once the driver has noticed the end.
     wiping: Option<Instant>,
-    /// The controller's hold: no step may begin that takes VRAM.
+    /// The controller's hold: no step that takes VRAM may begin.
     held: bool,
 }
 
 impl CopierServer {
-    /// A copier without sessions.
+    /// Creates a copier without sessions.
     pub(crate) fn new(
         controller: OwnedFd,
         cuda: Rc<CudaDriver>,
@@ -115,8 +116,7 @@ impl CopierServer {
         }
     }
 
-    /// Reads messages, and takes one step of work. `None`: the controller
-    /// has hung up.
+    /// Reads messages, and runs one step of work. `None`: the controller has closed its socket.
     pub(crate) fn turn(&mut self) -> Result<Option<SessionStep>, CopierError> {
         if !self.hear_controller()? {
             return Ok(None);
@@ -147,7 +147,7 @@ impl CopierServer {
         }
     }
 
-    /// Reads the controller's orders. False: it has hung up.
+    /// Reads the controller's orders. False: the controller has closed its socket.
     fn hear_controller(&mut self) -> Result<bool, CopierError> {
         loop {
             let (frame, descriptor) = match socket::receive(&self.controller) {
@@ -219,7 +219,7 @@ impl CopierServer {
         }
     }
 
-    /// Reports how much memory is stored once, where that has changed.
+    /// Reports the size of shared content, if it has changed.
     fn tell_shared(&mut self) {
         let (stored_bytes, changed) = self.dedup.report();
         let of = |client: &mut ProcessSession| {
@@ -235,7 +235,8 @@ impl CopierServer {
         }
     }
 
-    /// Takes a step for every session that a process waits for; else one step for one of the others.
+    /// Runs a step for every session for which a process waits. If there is none, runs one step for
+    /// one of the other sessions.
     fn work(&mut self) -> Result<SessionStep, CopierError> {
         let urgent = self.clients.iter().any(ProcessSession::is_urgent);
         let held = self.held;
@@ -306,13 +307,15 @@ impl CopierServer {
         Ok(if over { SessionStep::More } else { most })
     }
 
-    /// Sends a report. A controller that does not read hangs up before long.
+    /// Sends a report. Errors are ignored: a controller that does not read will soon close its
+    /// socket.
     fn report(&self, report: CopierReport) {
         let _ = socket::send(&self.controller, &report.encode(), None);
     }
 }
 
-/// Ends the copier only for an error of a session after which the context may be unusable.
+/// Returns an error only if the context may be unusable after this error of a session. Other errors
+/// end the session alone.
 fn pass(error: SessionError) -> Result<(), CopierError> {
     if error.is_fatal() { Err(CopierError::Broken(error.into())) } else { Ok(()) }
 }

@@ -6,13 +6,13 @@
 //!  │ Prefaulted              │    │ all copied                                              v
 //!  v                         │    └── CopyingOut <──CopyOut── (Listing)      Filled <── Filling
 //! Prepared ─CopiedOut, Chunks┘                                                │
-//!                                                                             └─ hangs up ─> gone
+//!                                                                             └─ closed ──> end
 //! ```
 //!
 //! The memory of a Prepared process is registered as soon as no other process is waited for.
 //!
-//! From every state: the copier closes the connection if a message does not fit, if the process is too
-//! slow, or if the driver fails; the process then restores itself.
+//! From every state: the copier closes the connection if a message does not fit, if the process is
+//! too slow, or if the driver fails; the process then restores itself.
 
 mod sharing;
 
@@ -39,24 +39,24 @@ use crate::{
     },
 };
 
-/// VRAM that stays free for the driver, beside what it is known to need, until it has restored the
-/// process: a restore without enough VRAM loses it.
+/// VRAM that stays free until the driver has restored the process, in addition to the VRAM that the
+/// driver is known to need. A restore without enough VRAM loses the process.
 const MARGIN_BYTES: u64 = 1 << 30;
 
-/// Frames that are read from one process before others have their turn.
+/// Maximum number of frames that are read from one process before the others are served.
 const FRAMES_AT_ONCE: usize = 64;
-/// Time for a fill beside its copies, and for a filled process to hang up.
+/// Time limit of a fill without its copies, and for the process to close its socket after the fill.
 const FILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time until the next exported piece must arrive.
+/// Time limit for the next exported piece.
 const BETWEEN: Duration = Duration::from_secs(2);
-/// Slowest bus that copies may need.
+/// Minimum bandwidth that is assumed of copies, in bytes per second.
 const BYTES_A_SECOND: u64 = 1 << 30;
 
-/// Why the connection to a process is closed.
+/// Reason why the connection to a process is closed.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
-    /// The process has hung up.
-    #[error("the process hung up")]
+    /// The process has closed its socket.
+    #[error("the process closed its socket")]
     HungUp,
     /// Receiving from or sending to the process has failed.
     #[error("the socket of the process failed")]
@@ -67,8 +67,11 @@ pub enum SessionError {
     /// The message is not allowed in this state.
     #[error("the process sent a message that is not allowed in its state")]
     Order,
-    /// More pieces or bytes than the controller's limit, or another device.
-    #[error("the process announced {bytes} bytes in {pieces} pieces, of at most {most_bytes}")]
+    /// The process has announced more pieces or bytes than the controller allows, or another
+    /// device.
+    #[error(
+        "the process announced {bytes} bytes in {pieces} pieces; the limit is {most_bytes} bytes"
+    )]
     Claim {
         /// Bytes that the process announces.
         bytes: u64,
@@ -77,19 +80,19 @@ pub enum SessionError {
         /// Limit from the controller.
         most_bytes: u64,
     },
-    /// The memory file cannot be used.
+    /// The memory file does not meet the requirements of a region.
     #[error("cannot use the memory file of the process")]
     Region(#[from] RegionError),
     /// The driver has refused a call.
     #[error("a call of the driver failed")]
     Cuda(#[from] CudaError),
-    /// The driver cannot import or copy what the process has exported.
+    /// The driver cannot import or copy a piece that the process has exported.
     #[error("cannot copy out what the process exported")]
     HandedOver(#[source] CudaError),
-    /// The process is to be filled before all of its memory is registered.
+    /// The process is to be filled, but not all of its memory is registered.
     #[error("the memory of the process is not registered yet")]
     NotHeld,
-    /// The process does not read what was sent, or there is no VRAM, within the limit.
+    /// A time limit has passed: the process does not read its messages, or there is no VRAM.
     #[error("the copies or the messages of the process took too long")]
     Late,
 }
@@ -106,28 +109,29 @@ impl SessionError {
     }
 }
 
-/// What can be done after a step.
+/// Time of the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SessionStep {
-    /// More can be done at once.
+    /// The next step can run immediately.
     More,
-    /// Something on the device must end first.
+    /// Work on the device must complete first.
     Soon,
-    /// The process must act within a limit of time.
+    /// The process must act, within a time limit.
     Later,
-    /// Nothing can be done before a message arrives.
+    /// No step is possible before a message arrives.
     Nothing,
 }
 
 #[derive(Debug)]
 enum SessionState {
-    /// Nothing was announced yet.
+    /// The process has announced nothing yet.
     New,
-    /// The memory file is known, and the process is resident.
+    /// The memory file is attached, and the process is still resident.
     Prepared,
-    /// This many pieces are still to be listed; 0: all are, and the process is not checkpointed yet.
+    /// Number of pieces that are not listed yet. 0: all are listed, and the process is not
+    /// checkpointed yet.
     Listing(u32),
-    /// The process exports its pieces, to be copied out.
+    /// The process exports its pieces, which are copied out.
     CopyingOut(CopyOutBatch),
     Registering,
     Registered,
@@ -139,7 +143,8 @@ enum SessionState {
     },
 }
 
-/// The session of one process. Fields are dropped in this order: copies before their memory.
+/// The session of one process. The order of the fields is the order of the drops: copies before
+/// their memory.
 #[derive(Debug)]
 pub struct ProcessSession {
     process: u64,
@@ -147,16 +152,16 @@ pub struct ProcessSession {
     state: SessionState,
     copies: Option<CopyStream>,
     blocks: Vec<DeviceBlock>,
-    /// Offset of the next block in the region.
+    /// Offset of the next block in the region, in bytes.
     offset: usize,
     /// Number of blocks that were exported to the process.
     shared: usize,
     region: Option<HostRegion>,
-    /// The region was announced before it had content.
+    /// The process announced the region before it had content.
     prepared: bool,
-    /// All of the region is registered.
+    /// The whole region is registered with the driver.
     registered: bool,
-    /// Sum of the pieces' bytes.
+    /// Sum of the sizes of all pieces, in bytes.
     copied_out_bytes: u64,
     pieces: Vec<Piece>,
     rest_bytes: u64,
@@ -170,7 +175,8 @@ pub struct ProcessSession {
 }
 
 impl ProcessSession {
-    /// A session without messages so far: its process, the limit of its bytes, its dedup domain.
+    /// Creates a session without messages. Takes the process's number, its limit in bytes, and its
+    /// dedup domain.
     pub fn new(
         cuda: &Rc<CudaDriver>,
         socket: OwnedFd,
@@ -201,7 +207,7 @@ impl ProcessSession {
         }
     }
 
-    /// The controller's number of the process.
+    /// Number that the controller has given the process.
     pub fn process(&self) -> u64 {
         self.process
     }
@@ -221,7 +227,7 @@ impl ProcessSession {
         matches!(self.state, SessionState::Filling { .. })
     }
 
-    /// Whether its memory is being registered, which takes a little VRAM.
+    /// Whether the process's memory is being registered, which takes a little VRAM.
     pub fn is_registering(&self) -> bool {
         matches!(self.state, SessionState::Registering) || (self.prepared && !self.registered)
     }
@@ -312,8 +318,8 @@ impl ProcessSession {
         if fits { Ok(()) } else { Err(SessionError::Claim { bytes, pieces, most_bytes }) }
     }
 
-    /// Starts to copy the next piece out. The descriptor may be of anything: if the driver
-    /// refuses it, the context is still usable.
+    /// Starts to copy the next piece out. The process may send a descriptor of anything: if the
+    /// driver refuses it, the context is still usable.
     fn take(&mut self, shared: &OwnedFd) -> Result<(), SessionError> {
         let (SessionState::CopyingOut(taking), Some(region)) = (&mut self.state, &self.region)
         else {
@@ -332,7 +338,7 @@ impl ProcessSession {
         if sum == self.copied_out_bytes { Ok(()) } else { Err(SessionError::Order) }
     }
 
-    /// The controller has granted this much VRAM for the fill.
+    /// Records that the controller has granted this much VRAM for the fill.
     ///
     /// # Errors
     /// [`SessionError`]: the connection is to be closed, and the process restores itself.
@@ -346,8 +352,8 @@ impl ProcessSession {
         self.begin()
     }
 
-    /// Starts to fill once the VRAM is granted and the process restores. Neither alone is enough: the
-    /// grant may be late, and any process can send the message.
+    /// Starts to fill once the VRAM is granted and the process has sent Restoring. One alone does
+    /// not suffice: the grant may be late, and any process can send the message.
     fn begin(&mut self) -> Result<(), SessionError> {
         if !(self.granted && self.restoring) {
             return Ok(());
@@ -360,7 +366,8 @@ impl ProcessSession {
         if self.tell(FromCopier::Begin, None)? { Ok(()) } else { Err(SessionError::Late) }
     }
 
-    /// Takes the next step, and returns what there is to report.
+    /// Runs the next step. Returns the time of the following one, and a report for the controller
+    /// if there is one.
     ///
     /// # Errors
     /// [`SessionError`]: the connection is to be closed.
@@ -463,7 +470,7 @@ impl ProcessSession {
         Ok((SessionStep::Later, Some(report)))
     }
 
-    /// Starts to fill the block that was just created.
+    /// Starts to fill the block that was created last.
     fn copy(&mut self, index: usize) -> Result<(), SessionError> {
         let (Some(region), Some(copies)) = (&self.region, &mut self.copies) else {
             return Err(SessionError::NotHeld);
@@ -477,9 +484,9 @@ impl ProcessSession {
         Ok(())
     }
 
-    /// Exports the next block: a filled one, so that the process never sees what was in that memory before,
-    /// and only once the process reads, because a handle in a socket keeps the memory. False:
-    /// no block is ready, or the process has to read first.
+    /// Exports the next block, if it is filled and the process reads its messages. A block that is
+    /// not filled would show the earlier content of that memory. A handle that waits in a socket
+    /// would keep the memory allocated. False: no block is ready, or the process has to read first.
     fn share_next(&mut self) -> Result<bool, SessionError> {
         let Some(block) = self.blocks.get(self.shared).filter(|_| self.restored) else {
             return Ok(false);
@@ -494,7 +501,7 @@ impl ProcessSession {
         Ok(told)
     }
 
-    /// The region of an ended session, to be unregistered chunk by chunk.
+    /// The region of an ended session, which is then unregistered chunk by chunk.
     pub fn into_region(self) -> Option<HostRegion> {
         self.region
     }

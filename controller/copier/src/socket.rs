@@ -1,4 +1,4 @@
-//! Frames, one per packet, each with at most one descriptor.
+//! Sends and receives frames, one per packet, each with at most one descriptor.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -18,7 +18,8 @@ pub type Received = ([u8; FRAME_BYTES], Option<OwnedFd>);
 /// Receives the next packet, without waiting for one.
 ///
 /// # Errors
-/// `WouldBlock`: no packet has arrived. Else: the connection has ended, or the packet was no frame.
+/// `WouldBlock`: no packet has arrived. Any other error: the connection has ended, or the packet
+/// was not a frame.
 pub fn receive(socket: impl AsFd) -> io::Result<Received> {
     let mut frame = [0; FRAME_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

@@ -1,4 +1,5 @@
-//! Content that a process has in common with others: stored once, in a segment, while it is offloaded.
+//! Content that a process shares with others. While the process is offloaded, it is stored once, in
+//! a segment.
 //!
 //! ```text
 //! chunk:  not examined ──> examined ──Same──> offered ──Mapped──> elsewhere
@@ -22,9 +23,10 @@ use crate::{
     sys::{CHUNK_BYTES, CudaError, HostRegion, SharedSegment},
 };
 
-/// A process with this many unanswered offers gets no more for now.
+/// Number of unanswered offers from which a process gets no further offer for now.
 const MAX_OFFERED: usize = 2;
-/// Timeout of a reply. A stopped process does not reply, and would block deduplication for others.
+/// Time limit of a reply. A stopped process does not reply, and would delay deduplication for
+/// others.
 const ANSWERS: Duration = Duration::from_secs(5);
 
 /// The state of deduplication for one process.
@@ -34,14 +36,14 @@ pub struct ContentSharing<S> {
     domain: u64,
     /// Whether segments may be offered now.
     open: bool,
-    /// The first chunk that was not examined.
+    /// The first chunk that is not examined yet.
     next: usize,
     offered: BTreeMap<usize, (Instant, Rc<S>)>,
     reported_bytes: usize,
 }
 
 impl<S> ContentSharing<S> {
-    /// No chunk is examined yet.
+    /// Creates the state in which no chunk is examined.
     pub fn of(domain: u64) -> Self {
         ContentSharing { domain, open: false, next: 0, offered: BTreeMap::new(), reported_bytes: 0 }
     }
@@ -56,7 +58,7 @@ impl<S> ContentSharing<S> {
         self.open = false;
     }
 
-    /// The process is being restored: outstanding offers get no reply.
+    /// Gives up outstanding offers: the process is being restored, and will not reply to them.
     pub fn close(&mut self) {
         self.open = false;
         self.offered.clear();
@@ -67,7 +69,7 @@ impl<S> ContentSharing<S> {
         self.open &= self.offered.values().all(|(since, _)| now - *since < ANSWERS);
     }
 
-    /// Whether a segment may be offered for a chunk, now or soon.
+    /// Whether a segment may be offered for this chunk, once [`Self::has_room`].
     fn may_offer(&self, chunk: usize) -> bool {
         self.open && !self.offered.contains_key(&chunk)
     }
@@ -76,7 +78,8 @@ impl<S> ContentSharing<S> {
         self.offered.len() < MAX_OFFERED
     }
 
-    /// The next of `chunks` chunks to examine; `None`: none, or the process has to reply first.
+    /// The next of `chunks` chunks to examine. `None`: all are examined, or the process has to
+    /// reply first.
     fn next(&self, chunks: usize) -> Option<usize> {
         (self.open && self.has_room() && self.next < chunks).then_some(self.next)
     }
@@ -89,7 +92,7 @@ impl<S> ContentSharing<S> {
         self.offered.remove(&chunk).map(|(_, segment)| segment)
     }
 
-    /// Bytes in segments, if they have changed since the last report.
+    /// Number of bytes in segments, if it has changed since the last report.
     fn report(&mut self, elsewhere_bytes: usize) -> Option<u64> {
         let told = std::mem::replace(&mut self.reported_bytes, elsewhere_bytes);
         (told != elsewhere_bytes).then_some(elsewhere_bytes as u64)
@@ -106,7 +109,8 @@ impl ProcessSession {
         }
     }
 
-    /// Unregisters memory that the process has given up for a segment. False: there is none.
+    /// Unregisters the memory of one chunk that the process has freed because its content is in a
+    /// segment. False: there is no such chunk.
     ///
     /// # Errors
     /// [`CudaError`]: the context is unusable.
@@ -114,7 +118,7 @@ impl ProcessSession {
         self.region.as_mut().map_or(Ok(false), HostRegion::let_go_next)
     }
 
-    /// Bytes in segments, if they have changed.
+    /// Number of bytes in segments, if it has changed.
     pub fn shared_bytes(&mut self) -> Option<u64> {
         self.sharing.report(self.region.as_ref().map_or(0, HostRegion::elsewhere_bytes))
     }
@@ -205,7 +209,8 @@ mod tests {
         assert!(sharing.next(9).is_none(), "it is asked no more");
     }
 
-    /// The order to restore and a reply may cross; after its own Restoring the process sends no reply.
+    /// The order to restore and a reply may cross. After its own Restoring, the process sends no
+    /// reply.
     #[test]
     fn replies_are_accepted_until_restore_begins() {
         let mut sharing = ContentSharing::of(7);

@@ -1,4 +1,4 @@
-//! The driver's functions that a copier uses, on one device.
+//! The driver functions that a copier uses, on one device.
 
 use std::{
     ffi::c_void,
@@ -41,14 +41,15 @@ pub enum CudaError {
     /// The driver does not list the device.
     #[error("no device has the UUID {0}")]
     NoDevice(String),
-    /// In an exclusive compute mode a process could not be restored beside the copier.
-    #[error("the GPU takes one process at a time (compute mode {0})")]
+    /// The GPU is in an exclusive compute mode, in which no process could be restored while the
+    /// copier has a context.
+    #[error("the GPU accepts only one process at a time (compute mode {0}); run nvidia-smi -c 0")]
     Exclusive(i32),
 }
 
 impl CudaError {
-    /// Whether a later call may succeed: memory was short, or the memory of a container was
-    /// refused. After any other error the context may be unusable.
+    /// Whether a later call may succeed. That is so if memory was short, or if the memory of a
+    /// container was refused. After any other error the context may be unusable.
     pub fn is_passing(&self) -> bool {
         const ALREADY_REGISTERED: u32 = 712;
         const PASSING: [u32; 3] =
@@ -59,11 +60,11 @@ impl CudaError {
 
 macro_rules! functions {
     ($($name:ident = $symbol:literal ($($argument:ty),*);)*) => {
-        /// Addresses of the functions. The library stays loaded as long as this exists.
+        /// Addresses of the functions. The library stays loaded while this exists.
         #[derive(Debug)]
         pub(super) struct Functions {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> u32,)*
-            /// `None`: the functions are those of a test.
+            /// The loaded library. `None`: the functions are those of a test.
             pub(super) _library: Option<Library>,
         }
 
@@ -123,7 +124,7 @@ macro_rules! call {
     };
 }
 
-/// A context on one device, current on this thread, which is the only one that uses it.
+/// A context on one device. It is current on this thread, and only this thread uses it.
 #[derive(Debug)]
 pub struct CudaDriver {
     functions: Functions,
@@ -190,8 +191,9 @@ impl CudaDriver {
         Ok(free as u64)
     }
 
-    /// Makes a small allocation and frees it: inside the next allocation of any process the driver
-    /// notices that freed memory is scrubbed, which takes 13 to 20 ms for 60 GiB (H200, driver 580.159).
+    /// Makes a small allocation and frees it, so that the driver notices that freed memory is
+    /// scrubbed. It notices only inside an allocation of any process, which takes 13 to 20 ms for
+    /// 60 GiB (H200, driver 580.159).
     pub fn take_note(&self) {
         const LITTLE_BYTES: usize = 2 << 20;
         let (mut handle, property) = (0, self.property(false));
@@ -227,7 +229,7 @@ impl CudaDriver {
         call!(self.functions, host_register(start, bytes, PORTABLE))
     }
 
-    /// Unregisters what [`Self::register`] has registered.
+    /// Unregisters memory that [`Self::register`] has registered.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -242,17 +244,17 @@ fn names(uuid: &str, raw: &[u8; 16]) -> bool {
     digits.eq(raw.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()))
 }
 
-/// Device memory that is being filled, or copied out. Dropping it releases it in this process;
-/// a process that has imported or created it keeps it.
+/// Device memory that is being filled or copied out. A drop releases it in this process. Another
+/// process that has created or imported it keeps it.
 #[derive(Debug)]
 pub struct DeviceBlock {
     cuda: Rc<CudaDriver>,
     handle: u64,
-    /// Reserved address range of this size; 0: none yet.
+    /// Start of the reserved address range; 0: none yet.
     address: u64,
     bytes: usize,
     is_mapped: bool,
-    /// Event that happens when its copies have ended.
+    /// Event that occurs when the block's copies have completed.
     filled: *mut c_void,
 }
 
@@ -260,7 +262,7 @@ impl DeviceBlock {
     /// Creates and maps device memory.
     ///
     /// # Errors
-    /// [`CudaError`]; nothing is allocated then.
+    /// [`CudaError`]: a call was refused, and nothing is allocated.
     pub fn make(cuda: &Rc<CudaDriver>, bytes: u64, rdma: bool) -> Result<DeviceBlock, CudaError> {
         let property = cuda.property(rdma);
         let mut block = DeviceBlock::nowhere(cuda, bytes)?;
@@ -270,10 +272,11 @@ impl DeviceBlock {
         Ok(block)
     }
 
-    /// Maps memory of another process, of this size.
+    /// Maps `bytes` of another process's memory.
     ///
     /// # Errors
-    /// [`CudaError`]; nothing is mapped then, and only the other process has the memory.
+    /// [`CudaError`]: a call was refused, nothing is mapped, and only the other process has the
+    /// memory.
     pub fn import(
         cuda: &Rc<CudaDriver>,
         shared: &OwnedFd,
@@ -308,7 +311,7 @@ impl DeviceBlock {
         call!(functions, mem_set_access(self.address, self.bytes, &raw const access, 1))
     }
 
-    /// Whether its copies have ended.
+    /// Whether the block's copies have completed.
     ///
     /// # Errors
     /// [`CudaError`]: a copy has failed.
@@ -320,7 +323,7 @@ impl DeviceBlock {
         }
     }
 
-    /// A descriptor by which another process imports it.
+    /// A descriptor with which another process can import the block.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -351,7 +354,7 @@ impl Drop for DeviceBlock {
     }
 }
 
-/// Copies in progress, for one process.
+/// A stream for the copies of one process.
 #[derive(Debug)]
 pub struct CopyStream {
     cuda: Rc<CudaDriver>,
@@ -359,7 +362,7 @@ pub struct CopyStream {
 }
 
 impl CopyStream {
-    /// A stream without copies.
+    /// Creates a stream without copies.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -373,7 +376,8 @@ impl CopyStream {
     /// Starts a copy to an offset in a block.
     ///
     /// # Safety
-    /// The host memory must be registered and stay so until this is dropped, as must the block.
+    /// The host memory must stay registered, and the block must exist, until this stream is
+    /// dropped.
     ///
     /// # Errors
     /// [`CudaError`]
@@ -406,7 +410,8 @@ impl CopyStream {
         call!(self.cuda.functions, copy_out(to, address, bytes, self.stream))
     }
 
-    /// Marks that all copies of a block have begun: [`DeviceBlock::is_copied`] reports their end.
+    /// Marks that all copies of a block are queued. [`DeviceBlock::is_copied`] then reports their
+    /// completion.
     ///
     /// # Errors
     /// [`CudaError`]

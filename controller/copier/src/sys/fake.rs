@@ -1,9 +1,9 @@
-//! A driver that is played, one for each thread: what it has of memory, mappings, registrations,
-//! streams and events, and every rule of the real driver that a copier can break.
+//! A simulated driver, one for each thread. It has memory, mappings, registrations, streams and
+//! events, and checks every rule of the real driver that a copier can break.
 //!
-//! A broken rule is recorded as a fault, and does not panic: a panic must not leave a function that
-//! is called as the driver's. Fresh memory holds [`SECRET`], which stands for the content of another
-//! tenant. Host memory and device memory are copied for real.
+//! A broken rule is recorded as a fault. It does not panic, because a panic must not leave a
+//! function that is called as the driver's. Fresh memory is filled with [`SECRET`], in place of
+//! another tenant's content. Host memory and device memory are really copied.
 
 use std::{
     cell::RefCell,
@@ -23,9 +23,9 @@ use super::{
     cuda::{Functions, POSIX_DESCRIPTOR},
 };
 
-/// What fresh device memory is full of.
+/// Byte that fills fresh device memory.
 pub const SECRET: u8 = 0xee;
-/// The device of the context.
+/// UUID of the context's device.
 pub const UUID: [u8; 16] = [7; 16];
 /// [`UUID`] as NVML writes it.
 pub const UUID_TEXT: &str = "GPU-07070707-0707-0707-0707-070707070707";
@@ -33,11 +33,11 @@ pub const UUID_TEXT: &str = "GPU-07070707-0707-0707-0707-070707070707";
 const ALREADY_MAPPED: u32 = 208;
 const ALREADY_REGISTERED: u32 = 712;
 const NOT_REGISTERED: u32 = 713;
-/// From this code on an error of the driver stays with the context.
+/// Lowest error code after which the context is unusable.
 const STICKY: u32 = 700;
 const INVALID_HANDLE: u32 = 400;
 const PAGE_BYTES: usize = 4096;
-/// In which it is known of device memory whether it was filled.
+/// Unit in which the simulated driver records which device memory was filled.
 const GRAIN_BYTES: usize = 64 << 10;
 
 thread_local! {
@@ -47,14 +47,14 @@ thread_local! {
 #[derive(Debug)]
 struct Memory {
     bytes: usize,
-    /// What it is full of, until something is copied to it.
+    /// Byte that fills the memory until something is copied to it.
     byte: u8,
-    /// Empty as long as it is full of one byte.
+    /// Copied content; empty if nothing was copied to the memory.
     content: Vec<u8>,
-    /// Which grains hold what was copied there.
+    /// Grains to which content was copied.
     filled: Vec<bool>,
     rdma: bool,
-    /// Another process made it.
+    /// The memory was made by another process.
     imported: bool,
 }
 
@@ -86,25 +86,25 @@ enum Event {
     Failed(u32),
 }
 
-/// A call that is refused.
+/// A call that the driver refuses.
 #[derive(Clone, Copy, Debug)]
 struct Refusal {
     call: Option<&'static str>,
-    /// How many of these calls are let through before.
+    /// Number of matching calls that succeed before.
     after: usize,
     code: u32,
 }
 
-/// What is there of each kind.
+/// Number of existing objects of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Left {
-    /// Handles of device memory.
+    /// Number of handles of device memory.
     pub handles: usize,
-    /// Mappings of device memory.
+    /// Number of mappings of device memory.
     pub mappings: usize,
-    /// Reserved ranges of device addresses.
+    /// Number of reserved ranges of device addresses.
     pub reservations: usize,
-    /// Registrations of host memory.
+    /// Number of registrations of host memory.
     pub registrations: usize,
     /// Number of existing streams.
     pub streams: usize,
@@ -112,12 +112,12 @@ pub struct Left {
     pub events: usize,
 }
 
-/// The state of the driver.
+/// State of the simulated driver.
 #[derive(Debug, Default)]
 pub struct Fake {
     total_bytes: u64,
     used_by_others_bytes: u64,
-    /// What each request for memory must leave: the room of the driver's restore.
+    /// VRAM that each allocation must leave free: the driver's restore needs it.
     floor_bytes: u64,
     rdma_capable: bool,
     compute_mode: i32,
@@ -130,9 +130,9 @@ pub struct Fake {
     streams: BTreeMap<usize, VecDeque<Work>>,
     events: BTreeMap<usize, Event>,
     exported: BTreeMap<(u64, u64), u64>,
-    /// Copies wait for [`run_copies`].
+    /// Whether copies wait for [`run_copies`].
     copies_wait: bool,
-    /// The next copies fail with this.
+    /// Error code of the next copies.
     copies_fail: u32,
     sticky: u32,
     refusals: Vec<Refusal>,
@@ -140,12 +140,12 @@ pub struct Fake {
     faults: Vec<String>,
 }
 
-/// Starts the driver of this thread anew, with this much memory.
+/// Resets the driver of this thread, with this much device memory.
 pub fn reset(total_bytes: u64) {
     FAKE.replace(Fake { total_bytes, rdma_capable: true, next: 1, ..Fake::default() });
 }
 
-/// A context on the device of [`UUID`].
+/// Creates a context on the device of [`UUID`].
 ///
 /// # Errors
 /// [`CudaError`]: a call was to be refused.
@@ -153,12 +153,12 @@ pub fn open() -> Result<Rc<CudaDriver>, CudaError> {
     CudaDriver::with(functions(), UUID_TEXT)
 }
 
-/// Looks at the state, or changes it.
+/// Calls `body` with the state of this thread's driver.
 pub fn with<T>(body: impl FnOnce(&mut Fake) -> T) -> T {
     FAKE.with_borrow_mut(body)
 }
 
-/// Does what was begun on all streams.
+/// Executes all queued work of all streams.
 pub fn run_copies() {
     with(|fake| {
         for stream in fake.streams.keys().copied().collect::<Vec<_>>() {
@@ -167,7 +167,8 @@ pub fn run_copies() {
     });
 }
 
-/// Memory that another process has made, full of a byte, as a descriptor that it is imported by.
+/// Creates memory of another process, filled with a byte. Returns a descriptor with which it is
+/// imported.
 ///
 /// # Errors
 /// The `errno` of the kernel.
@@ -178,7 +179,7 @@ pub fn made_by_another(bytes: usize, byte: u8) -> std::io::Result<OwnedFd> {
     })
 }
 
-/// What a descriptor leads to, as the process sees it that has imported it.
+/// Content of the memory of a descriptor, as a process that has imported it sees it.
 pub fn content(exported: BorrowedFd<'_>) -> Option<Vec<u8>> {
     with(|fake| {
         let memory = fake.exported.get(&identity(exported)?)?;
@@ -186,7 +187,7 @@ pub fn content(exported: BorrowedFd<'_>) -> Option<Vec<u8>> {
     })
 }
 
-/// Whether others on the bus may reach what a descriptor leads to.
+/// Whether other devices on the bus may access the memory of a descriptor.
 pub fn is_rdma(exported: BorrowedFd<'_>) -> Option<bool> {
     with(|fake| {
         let memory = fake.exported.get(&identity(exported)?)?;
@@ -199,7 +200,7 @@ fn identity(file: BorrowedFd<'_>) -> Option<(u64, u64)> {
 }
 
 impl Fake {
-    /// What is left of what the driver was asked for.
+    /// Number of objects that were created and not released.
     pub fn left(&self) -> Left {
         Left {
             handles: self.handles.len(),
@@ -211,64 +212,64 @@ impl Fake {
         }
     }
 
-    /// The rules that were broken.
+    /// Rules that the copier has broken.
     pub fn faults(&self) -> &[String] {
         &self.faults
     }
 
-    /// The calls so far.
+    /// Names of all calls so far.
     pub fn calls(&self) -> &[&'static str] {
         &self.calls
     }
 
-    /// How many bytes of host memory are registered.
+    /// Number of registered bytes of host memory.
     pub fn registered_bytes(&self) -> usize {
         self.registered.values().sum()
     }
 
-    /// Device memory that this process has made and has a handle of.
+    /// Device memory that this process has created and still has a handle of, in bytes.
     pub fn made_bytes(&self) -> u64 {
         let made = |id: &&u64| self.memories.get(id).is_some_and(|memory| !memory.imported);
         self.handles.values().filter(made).map(|id| self.bytes_of(*id)).sum()
     }
 
-    /// Device memory of others that this process has a handle of.
+    /// Device memory of other processes that this process has a handle of, in bytes.
     pub fn imported_bytes(&self) -> u64 {
         let imported = |id: &&u64| self.memories.get(id).is_some_and(|memory| memory.imported);
         self.handles.values().filter(imported).map(|id| self.bytes_of(*id)).sum()
     }
 
-    /// Sets the memory of other processes.
+    /// Sets the amount of memory that other processes use.
     pub fn others_use(&mut self, bytes: u64) {
         self.used_by_others_bytes = bytes;
     }
 
-    /// From now on each request for memory must leave this much.
+    /// Requires that each further allocation leaves this much memory free.
     pub fn must_leave(&mut self, bytes: u64) {
         self.floor_bytes = bytes;
     }
 
-    /// Copies wait for [`run_copies`] from now on.
+    /// Makes further copies wait for [`run_copies`].
     pub fn copies_wait(&mut self) {
         self.copies_wait = true;
     }
 
-    /// Copies fail from now on.
+    /// Makes further copies fail with this code.
     pub fn copies_fail(&mut self, code: u32) {
         self.copies_fail = code;
     }
 
-    /// Others on the bus can reach no memory of the device.
+    /// Makes the device's memory inaccessible to other devices on the bus.
     pub fn is_not_rdma_capable(&mut self) {
         self.rdma_capable = false;
     }
 
-    /// How many processes the device takes.
+    /// Sets the compute mode of the device.
     pub fn compute_mode(&mut self, mode: i32) {
         self.compute_mode = mode;
     }
 
-    /// Refuses one call, of a name or of any, after this many.
+    /// Refuses one call with `code`, after `after` matching calls. `None`: a call of any name.
     pub fn refuse(&mut self, call: Option<&'static str>, after: usize, code: u32) {
         self.refusals.push(Refusal { call, after, code });
     }
@@ -411,8 +412,8 @@ impl Fake {
         })
     }
 
-    /// Memory without a handle and without a mapping is gone; others keep what they made, and what
-    /// they were given.
+    /// Removes memory without a handle and a mapping. Other processes keep memory that they created
+    /// or imported.
     fn forget(&mut self, id: u64) {
         let is_held = self.handles.values().any(|of| *of == id)
             || self.mapped.values().any(|of| of.memory == id)
@@ -477,7 +478,7 @@ macro_rules! fakes {
     };
 }
 
-/// Writes what a call gives back.
+/// Writes the result of a call.
 fn give<T>(to: *mut T, value: T) -> Result<(), u32> {
     // SAFETY: the callers of these functions pass pointers to their own locals, or null.
     match unsafe { to.as_mut() } {

@@ -1,4 +1,4 @@
-//! The only place of this crate with unsafe code: the driver's functions, and mappings of files.
+//! The only unsafe code of this crate: the driver's functions, and mappings of files.
 #![allow(unsafe_code)]
 
 mod cuda;

@@ -1,6 +1,6 @@
-//! A process's memory file, mapped and registered. This process reads and writes no byte of the
-//! mapping: it reads from the file, where a hole costs nothing. No call on the file waits for a
-//! lock that the file's container could keep (`lseek` and `fallocate` do).
+//! A process's memory file, mapped and registered. This process never reads or writes the mapping:
+//! it reads from the file, where a hole takes no memory. Calls that wait for a lock of the file
+//! (`lseek`, `fallocate`) are not used, because the container could hold that lock.
 
 use std::{collections::BTreeMap, ffi::c_void, io, os::fd::OwnedFd, ptr::NonNull, rc::Rc};
 
@@ -14,10 +14,10 @@ use super::{
     segment::SharedSegment,
 };
 
-/// Bytes that are registered at a time, and copied: a few milliseconds.
+/// Number of bytes that are registered or copied at a time, which takes a few milliseconds.
 #[cfg(not(test))]
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
-/// Smaller in tests, which fill many chunks.
+/// Number of bytes in tests, which fill many chunks.
 #[cfg(test)]
 pub const CHUNK_BYTES: usize = 16 << 20;
 const PAGE_BYTES: usize = 4096;
@@ -30,13 +30,13 @@ pub enum RegionError {
     /// A system call has failed.
     #[error("cannot map the memory file")]
     Io(#[from] io::Error),
-    /// Its size could change during a copy.
+    /// The file is not sealed, so its size could change during a copy.
     #[error("the size of the memory file is not sealed")]
     NotSealed,
-    /// Its pages are of a kind that the container is not charged for.
+    /// The file has pages for which the container is not charged.
     #[error("the memory file does not consist of ordinary pages")]
     NotPlain,
-    /// It is smaller than the process has announced.
+    /// The file is smaller than the process has announced.
     #[error("the memory file has {has} of the announced {wanted} bytes")]
     TooSmall {
         /// Size of the file.
@@ -44,10 +44,11 @@ pub enum RegionError {
         /// Size that the process has announced.
         wanted: u64,
     },
-    /// Pages are missing: registering would allocate them, and charge the copier for them.
+    /// Pages of the file are missing. A registration would allocate them, and charge them to the
+    /// copier.
     #[error("pages of the memory file are missing")]
     Missing,
-    /// The process has not freed a chunk that it reports to have in common with others.
+    /// The process has reported that it shares a chunk, but has not freed the chunk.
     #[error("the memory file still has pages of a chunk that is in a segment")]
     NotGivenUp,
     /// The driver has refused a call.
@@ -58,13 +59,13 @@ pub enum RegionError {
 /// The direction of a copy.
 #[derive(Clone, Copy, Debug)]
 pub enum CopyDirection {
-    /// From the host to the device.
+    /// A copy from the host to the device.
     In,
-    /// From the device to the host.
+    /// A copy from the device to the host.
     Out,
 }
 
-/// The mapping. The memory belongs to the process, and its container is charged for it.
+/// A mapped memory file. The memory belongs to the process, and its container is charged for it.
 #[derive(Debug)]
 pub struct HostRegion {
     cuda: Rc<CudaDriver>,
@@ -72,9 +73,9 @@ pub struct HostRegion {
     start: NonNull<c_void>,
     bytes: usize,
     registered: usize,
-    /// Chunks whose content is in shared segments, by their number.
+    /// Segments of the chunks whose content is shared, by the chunk's number.
     elsewhere: BTreeMap<usize, Rc<SharedSegment>>,
-    /// Such chunks whose own memory is still registered.
+    /// Shared chunks whose own memory is still registered.
     given_up: Vec<usize>,
 }
 
@@ -99,7 +100,7 @@ fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     Ok(())
 }
 
-/// Which pages of a range are present.
+/// Presence of the pages of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PageState {
     All,
@@ -107,8 +108,8 @@ enum PageState {
     None,
 }
 
-/// Which pages of a range are present. The call waits for no lock of the file: a container could
-/// keep such a lock.
+/// Reads which pages of a range are present. The call takes no lock of the file, because a
+/// container could hold that lock.
 ///
 /// # Safety
 /// The range must be mapped.
@@ -156,7 +157,7 @@ impl HostRegion {
         Ok(HostRegion { cuda, file, start, bytes: length, registered: 0, elsewhere, given_up })
     }
 
-    /// Reads the file from an offset on; holes read as zeros, and stay holes.
+    /// Reads the file at an offset. Holes are read as zeros, and stay holes.
     ///
     /// # Errors
     /// The `errno` of the read.
@@ -198,7 +199,7 @@ impl HostRegion {
         Ok(true)
     }
 
-    /// Bytes in shared segments.
+    /// Number of bytes in shared segments.
     pub fn elsewhere_bytes(&self) -> usize {
         self.elsewhere.len() * CHUNK_BYTES
     }
@@ -236,7 +237,8 @@ impl HostRegion {
         Ok(true)
     }
 
-    /// Starts to copy between a block and the same number of bytes from an offset on.
+    /// Starts a copy between a block and the region. It begins at an offset in the region and has
+    /// the block's length.
     ///
     /// # Errors
     /// [`CudaError`]

@@ -1,8 +1,8 @@
-//! Content that several processes have in common: a chunk in a memory file of the copier, sealed, so
-//! that none of them can change it for the others.
+//! Content that several processes share: a chunk in a memory file of the copier. The file is
+//! sealed, so that no process can change it for the others.
 //!
 //! ```text
-//! SegmentDraft ──all is written──> sealed, registered: SharedSegment ──its last user is gone──> unmapped
+//! SegmentDraft ──all is written──> sealed, registered: SharedSegment ──its last user has left──> unmapped
 //! ```
 
 use std::{
@@ -25,11 +25,11 @@ use super::{
 };
 use crate::dedup::ChunkContent;
 
-/// `F_SEAL_FUTURE_WRITE`: only existing mappings can be written to.
+/// `F_SEAL_FUTURE_WRITE`: the file can be written only through existing mappings.
 const FUTURE_WRITE: SealFlags = SealFlags::from_bits_retain(16);
 
 /// The file, mapped here so that the device can copy from it. No other process can write to it, and
-/// nothing in this process does.
+/// this process does not.
 #[derive(Debug)]
 struct MappedSegment {
     file: OwnedFd,
@@ -65,7 +65,7 @@ pub struct SegmentDraft {
 }
 
 impl SegmentDraft {
-    /// A draft without content.
+    /// Creates a draft without content.
     ///
     /// # Errors
     /// The `errno` of creating or mapping the file.
@@ -128,7 +128,7 @@ impl SegmentDraft {
 #[derive(Debug)]
 pub struct SharedSegment {
     cuda: Rc<CudaDriver>,
-    /// Unmapped only once the driver has unregistered it.
+    /// The mapping. It ends only after the driver has unregistered it.
     mapped: ManuallyDrop<MappedSegment>,
 }
 
@@ -141,7 +141,7 @@ impl SharedSegment {
         self.mapped.to_read()
     }
 
-    /// The address of an offset.
+    /// Address of an offset in the segment.
     pub fn at(&self, offset: usize) -> *mut c_void {
         self.mapped.start.as_ptr().wrapping_byte_add(offset)
     }

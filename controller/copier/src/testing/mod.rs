@@ -33,7 +33,7 @@ use crate::{
     session::SessionStep, socket,
 };
 
-/// The size of a piece is a multiple of this.
+/// Unit of the sizes of pieces.
 pub const UNIT: u64 = affinode_proto::wire::copier::UNIT_BYTES;
 /// Device memory of a testbed, in bytes.
 pub const VRAM_BYTES: u64 = 8 << 30;
@@ -46,7 +46,7 @@ pub fn pair() -> (OwnedFd, OwnedFd) {
     rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
 }
 
-/// Bytes that tell, in each page, the page's position.
+/// Bytes that differ from page to page, so that a page at a wrong place is noticed.
 pub fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
     let mut content = vec![seed as u8; bytes as usize];
     for (n, page) in content.chunks_exact_mut(4096).enumerate() {
@@ -55,7 +55,7 @@ pub fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
     content
 }
 
-/// A memory file with the seals given.
+/// A memory file with this content and these seals.
 pub fn memory_file(content: &[u8], seals: SealFlags) -> OwnedFd {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = File::from(rustix::fs::memfd_create("affinode-testbed", flags).unwrap());
@@ -81,18 +81,18 @@ pub fn content_of(file: &OwnedFd, bytes: usize) -> Vec<u8> {
 pub struct Testbed {
     copier: Option<CopierServer>,
     controller: Option<OwnedFd>,
-    /// Reports of the copier that no test has taken yet.
+    /// Reports of the copier that the test has not taken yet.
     pub reports: Vec<CopierReport>,
 }
 
 impl Testbed {
-    /// A testbed with a GPU that nothing else uses.
+    /// Creates a testbed with a GPU that no other process uses.
     pub fn new() -> Testbed {
         // Enough host memory for any test, whatever this machine has.
         Testbed::within(|| HostBudget { total_bytes: 1 << 40, free_bytes: 1 << 40 })
     }
 
-    /// A testbed with the host memory that `memory` returns.
+    /// Creates a testbed with the host memory that `memory` returns.
     pub fn within(memory: fn() -> HostBudget) -> Testbed {
         clock::hold();
         fake::reset(VRAM_BYTES);
@@ -109,7 +109,7 @@ impl Testbed {
         }
     }
 
-    /// Sends any frame as the controller.
+    /// Sends any bytes as a frame of the controller.
     pub fn order_bytes(&self, frame: &[u8; FRAME_BYTES]) {
         if let Some(controller) = &self.controller {
             socket::send(controller, frame, None).unwrap();
@@ -121,7 +121,7 @@ impl Testbed {
         self.controller = None;
     }
 
-    /// Starts a copier anew, with the driver in its current state.
+    /// Starts another copier, with the driver in its current state.
     pub fn open_again(&mut self) {
         let (ours, theirs) = pair();
         self.copier = Some(CopierServer::new(theirs, fake::open().unwrap(), DedupIndex::new()));
@@ -136,7 +136,7 @@ impl Testbed {
         Agent { process, socket: Some(ours), inbox: Vec::new() }
     }
 
-    /// Attaches a process, and returns its end.
+    /// Attaches a process. Returns the process's end of the socket.
     pub fn attach(&self, process: u64, most_bytes: u64, domain: u64) -> Agent {
         let (ours, theirs) = pair();
         self.order(CopierOrder::Attach { process, most_bytes, domain }, Some(&theirs));
@@ -151,7 +151,7 @@ impl Testbed {
     /// Runs one turn of the copier. `None`: it has ended, because the controller has.
     ///
     /// # Errors
-    /// [`CopierError`]: it has ended.
+    /// [`CopierError`]: it has failed.
     pub fn turn(&mut self) -> Result<Option<SessionStep>, CopierError> {
         let Some(copier) = &mut self.copier else { return Ok(None) };
         let step = copier.turn();
@@ -162,7 +162,7 @@ impl Testbed {
         step
     }
 
-    /// Runs turns until nothing is left that could be done at once.
+    /// Runs turns until no step can run immediately.
     ///
     /// # Errors
     /// As for [`Self::turn`].
@@ -194,7 +194,7 @@ impl Testbed {
         self.copier.is_some()
     }
 
-    /// Closes the controller's end, and lets the copier end.
+    /// Closes the controller's end, and runs the copier to its end.
     pub fn end(&mut self) {
         self.controller = None;
         let _ = self.turn();
@@ -206,8 +206,10 @@ impl Testbed {
         clock::advance(by);
     }
 
+    /// Asserts that no session, object of the driver or mapping is left.
+    ///
     /// # Panics
-    /// A rule of the driver was broken, or something of a process that has left remains.
+    /// If a rule of the driver was broken, or something of a process that has left remains.
     pub fn assert_nothing_is_left(&self) {
         fake::with(|fake| {
             assert_eq!(fake.faults(), &[] as &[String]);
@@ -250,12 +252,12 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Sends a message. False: the copier has hung up.
+    /// Sends a message. False: the copier has closed the socket.
     pub fn say(&self, message: ToCopier, descriptor: Option<&OwnedFd>) -> bool {
         self.say_bytes(&message.encode(), descriptor)
     }
 
-    /// Sends any frame as the agent.
+    /// Sends any bytes as a frame of the agent.
     pub fn say_bytes(&self, frame: &[u8; FRAME_BYTES], descriptor: Option<&OwnedFd>) -> bool {
         if let Some(file) = descriptor
             && let Ok(stat) = rustix::fs::fstat(file)
@@ -287,13 +289,13 @@ impl Agent {
         }
     }
 
-    /// Announces the pieces and the checkpoint: the memory is to be registered.
+    /// Announces the pieces and the checkpoint, so that the memory is registered.
     pub fn leave(&self, pieces: &[Piece], rest_bytes: u64, file: &OwnedFd) {
         self.copy_out(pieces, rest_bytes, Some(file));
         self.say(ToCopier::Checkpointed, None);
     }
 
-    /// What the copier has sent since the last call.
+    /// Messages of the copier since the last call, with their descriptors.
     pub fn received(&mut self) -> Vec<(FromCopier, Option<OwnedFd>)> {
         while let Some(Ok((frame, descriptor))) = self.socket.as_ref().map(socket::receive) {
             self.inbox.push((FromCopier::decode(&frame).unwrap(), descriptor));
@@ -301,12 +303,12 @@ impl Agent {
         std::mem::take(&mut self.inbox)
     }
 
-    /// The messages without their descriptors.
+    /// Messages of the copier since the last call, without their descriptors.
     pub fn words(&mut self) -> Vec<FromCopier> {
         self.received().into_iter().map(|(message, _)| message).collect()
     }
 
-    /// Whether the copier has hung up.
+    /// Whether the copier has closed the socket.
     pub fn is_hung_up(&mut self) -> bool {
         let Some(socket) = &self.socket else { return true };
         loop {
@@ -319,7 +321,7 @@ impl Agent {
         }
     }
 
-    /// Closes the agent's end, as its death would.
+    /// Closes the agent's end, as the kernel does when the process ends.
     pub fn hang_up(&mut self) {
         self.socket = None;
     }
@@ -330,7 +332,7 @@ pub fn pieces(units: &[u64]) -> Vec<Piece> {
     units.iter().map(|units| Piece { bytes: units * UNIT, rdma: false }).collect()
 }
 
-/// The content of all blocks that an agent got, one after the other.
+/// The content of all blocks that an agent received, in order.
 pub fn content_of_blocks(received: &[(FromCopier, Option<OwnedFd>)]) -> Vec<u8> {
     let mut content = Vec::new();
     for (message, block) in received {
@@ -341,7 +343,7 @@ pub fn content_of_blocks(received: &[(FromCopier, Option<OwnedFd>)]) -> Vec<u8> 
     content
 }
 
-/// Pieces one after the other, each filled with its number of units.
+/// Content of pieces in order, each filled with its number of units.
 pub fn full_of_units(units: &[u64]) -> Vec<u8> {
     let mut content = Vec::new();
     for many in units {

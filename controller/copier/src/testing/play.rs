@@ -1,4 +1,4 @@
-//! A copier with an honest process that it serves, and with hostile ones.
+//! Runs a copier with an honest process that it serves, and with hostile processes.
 
 use std::{fs::File, io, os::fd::OwnedFd, time::Duration};
 
@@ -7,21 +7,21 @@ use rustix::fs::FallocateFlags;
 
 use super::*;
 
-/// The process that keeps the rules.
+/// Number of the honest process.
 const HONEST: u64 = 9;
 /// Number of hostile processes, numbered from 1.
 const HOSTILE: usize = 3;
-/// Limit of what each of them may have copied out.
+/// Number of units that each process may have copied out.
 const MAX_UNITS: u64 = 4;
-/// Limit of the simulated steps.
+/// Maximum number of simulated steps.
 const MAX_STEPS: usize = 120;
 
 /// Interprets bytes as the actions of hostile processes, their controller and the device, and then
 /// lets an honest process be filled.
 ///
 /// # Panics
-/// The copier has ended, broken a rule of the driver, allocated memory that was not granted, kept
-/// something of a process that has left, or the honest process did not get its content.
+/// If the copier has ended, broken a rule of the driver, allocated memory that was not granted, or
+/// kept something of a process that has left. Also if the honest process did not get its content.
 pub fn play(data: &[u8]) {
     let mut play = Play::new(data);
     for _ in 0..MAX_STEPS {
@@ -48,7 +48,7 @@ struct Play<'a> {
     hostile: [Hostile; HOSTILE],
     honest: Agent,
     content: Vec<u8>,
-    /// Descriptors of every kind, to be sent.
+    /// Descriptors of every kind, which are sent.
     things: Vec<Option<OwnedFd>>,
 }
 
@@ -171,7 +171,7 @@ impl<'a> Play<'a> {
         }
     }
 
-    /// A process may do this to its memory file at any time.
+    /// Overwrites the memory file, as a process may at any time.
     fn scribble(&mut self) {
         let (page, is_hole) = (self.below(8) as u64 * UNIT / 2, self.byte() & 1 == 1);
         let file = self.things[4].as_ref().unwrap();
@@ -219,7 +219,7 @@ impl<'a> Play<'a> {
     }
 }
 
-/// No descriptor; memory files, of which the last is overwritten; device memory; and other files.
+/// No descriptor; memory files, the last of which is overwritten; device memory; and other files.
 fn things() -> Vec<Option<OwnedFd>> {
     thread_local! {
         static FILES: Vec<OwnedFd> = {

@@ -1,11 +1,12 @@
-//! What a process says of itself, against what the controller knows of it.
+//! Tests of false announcements: the copier checks them against the controller's limits.
 
 use affinode_proto::wire::copier::{MAX_PIECES, PIECES_A_FRAME};
 use rustix::fs::SealFlags;
 
 use super::*;
 
-/// A process that may have 4 units, and says something with a file of as many bytes.
+/// Asserts that the copier refuses a message of a process that may have 4 units. Its file has 8
+/// units.
 fn refuses(message: ToCopier, why: &str) {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, 4 * UNIT, 0);

@@ -1,4 +1,4 @@
-//! The end of a process, of the controller, and what is left of them: nothing.
+//! Tests of the end of a process or of the controller: nothing of it is left.
 
 use super::*;
 
@@ -92,7 +92,7 @@ fn filled_process_that_stays_is_ended() {
     assert_ended(&mut testbed, &mut agent, "it keeps the memory of others waiting");
 }
 
-/// The driver does one thing at a time, and what is let go of takes as long as a copy.
+/// The driver executes one call at a time, and unregistering memory takes as long as a copy.
 #[test]
 fn memory_of_the_dead_waits_for_a_fill() {
     let (mut testbed, mut agent, file) = reach(Stage::Held);
@@ -169,8 +169,8 @@ fn registration_waits_for_a_fill() {
     fake::run_copies();
 }
 
-/// After memory was released the driver is asked for a little, which makes it take note of what is
-/// wiped; not while a proof is made, and not beside a registration.
+/// After a release of memory the copier makes a small allocation, so that the driver notices the
+/// scrubbed memory. It does not while a proof is made, nor during a registration.
 #[test]
 fn wiped_memory_is_taken_note_of_later() {
     let count =

@@ -1,9 +1,10 @@
-//! Every call of the driver refused, one at a time, with the codes that mean different things.
+//! Tests in which every call of the driver is refused, one at a time, with each class of error
+//! code.
 
 use super::*;
 
-/// From its memory file to its end, offload and restore by the copier: what a real agent does, which
-/// gives up when it is hung up on.
+/// Runs an offload and a restore by the copier, from the memory file to the end. Like a real agent,
+/// it stops when the copier closes the socket.
 fn whole_life(testbed: &mut Testbed) -> Result<(), CopierError> {
     let mut agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
     let file = content_file(&pattern(COPIED_OUT_BYTES, 1));
@@ -36,7 +37,7 @@ fn calls_of_a_life() -> Vec<&'static str> {
     fake::with(|fake| fake.calls()[before..].to_vec())
 }
 
-/// What cannot be let go of ends with the copier's process.
+/// Calls that release something. If one fails, only the end of the copier's process releases it.
 const RELEASES: [&str; 7] = [
     "mem_release",
     "mem_unmap",
@@ -96,8 +97,8 @@ fn assert_only_what_was_refused_is_left(call: &str, why: &str) {
     assert_eq!(left, fake::Left::default(), "{why}");
 }
 
-/// An error that stays with the context: no process is served by it any more, none is told that
-/// something was done, and the copier ends, so that its controller starts another.
+/// After an error that leaves the context unusable, the copier serves no process, reports no
+/// success, and ends, so that its controller starts another.
 #[test]
 fn sticky_error_ends_the_copier() {
     for (nth, call) in calls_of_a_life().iter().enumerate() {
@@ -113,7 +114,8 @@ fn sticky_error_ends_the_copier() {
     }
 }
 
-/// At its addresses another process's memory would be taken for what the driver knows there.
+/// Otherwise another process's memory could be mapped at these addresses, and the driver would copy
+/// that.
 #[test]
 fn memory_the_driver_keeps_stays_mapped() {
     let (mut testbed, mut agent, file) = reach(Stage::Held);

@@ -1,8 +1,8 @@
-//! Sequences of frames with descriptors that no agent of ours sends.
+//! Tests with sequences of frames and descriptors that Affinode's agent never sends.
 
 use super::*;
 
-/// Bytes that look random, the same for each seed.
+/// Pseudo-random bytes, the same for each seed.
 fn bytes(seed: u64, many: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {

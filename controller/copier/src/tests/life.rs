@@ -1,4 +1,4 @@
-//! A process that keeps the rules, from its memory file to the end of its fill.
+//! Tests of a process that follows the protocol, from its memory file to the end of its fill.
 
 use std::os::fd::AsFd;
 
@@ -35,8 +35,8 @@ fn copied_process_is_filled_with_its_content() {
     testbed.assert_nothing_is_left();
 }
 
-/// Neither before the process reads, nor before the content is there: what was in that memory is
-/// another tenant's.
+/// A block is exported only after it is filled and while the process reads: before, it has another
+/// tenant's content.
 #[test]
 fn block_is_shared_once_it_is_filled() {
     let (mut testbed, mut agent, _) = reach(Stage::Filling);
@@ -135,7 +135,7 @@ fn report_of_a_fill_has_its_time() {
     assert_eq!(filled, Some(3_000_000));
 }
 
-/// A copy that crosses into another registration is refused by the driver.
+/// The driver refuses a copy that crosses from one registration into another.
 #[test]
 fn content_across_chunks_is_copied_in_parts() {
     const CHUNK: u64 = crate::sys::CHUNK_BYTES as u64;

@@ -1,5 +1,5 @@
-//! The copier on a driver that is played: what must hold whatever a container sends, and whatever
-//! the driver refuses.
+//! Tests of the copier on a simulated driver: properties that hold for any input of a container and
+//! any refusal of the driver.
 
 mod claims;
 mod ends;
@@ -18,29 +18,29 @@ use affinode_proto::wire::copier::{CopierOrder, CopierReport, FromCopier, Piece,
 use crate::{serve::CopierError, session::SessionStep, testing::*};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// What the copier leaves to the driver beside what it is known to need.
+/// VRAM that the copier leaves free in addition to the driver's known need.
 const MARGIN_BYTES: u64 = 1 << 30;
-/// What the driver needs for the rest of the processes of these tests.
+/// VRAM that the driver needs for the rest of each process in these tests.
 const REST_BYTES: u64 = 300 << 20;
-/// What they have parked.
+/// Sizes of the copied-out pieces, in units.
 const UNITS: [u64; 2] = [1, 2];
 const COPIED_OUT_BYTES: u64 = 3 * UNIT;
 
-/// How far a process is.
+/// Progress of a process in the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     New,
     Prepared,
-    /// Half of the list is there.
+    /// Half of the list has arrived.
     Listing,
-    /// All of it, of a process that was prepared.
+    /// The whole list of a prefaulted process has arrived.
     Listed,
-    /// One of two pieces has been handed over.
+    /// One of two pieces has been exported.
     Taking,
     /// All pieces are copied.
     Taken,
     Held,
-    /// The copies have not ended.
+    /// Copies of the fill are in progress.
     Filling,
     Filled,
 }
@@ -57,7 +57,7 @@ const STAGES: [Stage; 9] = [
     Stage::Filled,
 ];
 
-/// Brings process 1 to a stage; its memory file comes along.
+/// Brings process 1 to a stage. Also returns its memory file.
 fn reach(stage: Stage) -> (Testbed, Agent, OwnedFd) {
     let mut testbed = Testbed::new();
     let agent = testbed.attach(1, COPIED_OUT_BYTES, 0);
@@ -66,7 +66,7 @@ fn reach(stage: Stage) -> (Testbed, Agent, OwnedFd) {
     (testbed, agent, file)
 }
 
-/// Brings a process that is new to a stage.
+/// Brings a new process to a stage.
 fn advance(testbed: &mut Testbed, agent: &Agent, file: &OwnedFd, stage: Stage) {
     let pieces = pieces(&UNITS);
     let steps: &[Stage] = match stage {
@@ -125,7 +125,7 @@ fn one_of_the_list(piece: Piece) -> ToCopier {
     ToCopier::Chunks { many: 1, words }
 }
 
-/// Hands pieces over, each full of its number of units.
+/// Exports pieces, each filled with its number of units.
 fn take(agent: &Agent, pieces: &[Piece]) {
     for piece in pieces {
         let byte = (piece.bytes / UNIT) as u8;
@@ -138,14 +138,15 @@ fn copied_out(bytes: u64, pieces: u32) -> ToCopier {
     ToCopier::CopiedOut { bytes, rest_bytes: REST_BYTES, pieces, uuid: fake::UUID }
 }
 
-/// The copier hangs up on a process, says so, lets go of all that it had of it, and goes on.
+/// Asserts that the copier closes the socket of a process, reports that, releases all of its
+/// objects, and continues.
 fn assert_ended(testbed: &mut Testbed, agent: &mut Agent, why: &str) {
     testbed.settle().unwrap_or_else(|error| panic!("{why}: the copier has ended: {error}"));
     assert!(agent.is_hung_up(), "{why}: the process is served still");
     assert_left(testbed, why);
 }
 
-/// The process has left, or was ended.
+/// Asserts that the process has left or was ended.
 fn assert_left(testbed: &mut Testbed, why: &str) {
     let reports = testbed.take_reports();
     assert!(reports.contains(&CopierReport::Detached { process: 1 }), "{why}: {reports:?}");
@@ -153,7 +154,7 @@ fn assert_left(testbed: &mut Testbed, why: &str) {
     testbed.assert_nothing_is_left();
 }
 
-/// Another process is served from its memory file to its end.
+/// Asserts that another process is served from its memory file to its end.
 fn assert_serves(testbed: &mut Testbed) {
     testbed.take_reports();
     let mut agent = testbed.attach(99, COPIED_OUT_BYTES, 0);

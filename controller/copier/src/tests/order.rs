@@ -1,5 +1,5 @@
-//! The order of what is said and done: no fill without both a grant and a restore, nothing in a
-//! stage that it does not belong to.
+//! Tests of the order of messages: no fill without both a grant and a restore, and no message in a
+//! stage to which it does not belong.
 
 use std::os::fd::AsFd;
 
@@ -48,8 +48,8 @@ fn grant_before_all_is_registered_is_no_fill() {
     assert!(fake::with(|fake| !fake.calls().contains(&"mem_create")));
 }
 
-/// Every message, with and without a descriptor, at every stage: which are taken. Each other one ends
-/// the process, and nothing but the process.
+/// Sends every message, with and without a descriptor, at every stage. A message that is not
+/// accepted ends the process, and only that process.
 #[test]
 fn message_in_a_wrong_stage_ends_the_process() {
     use Stage::*;
@@ -124,7 +124,7 @@ fn packet_that_is_no_frame_ends_the_process() {
     }
 }
 
-/// One process that sends for ever does not keep the copier from the others.
+/// A process that sends without pause does not delay the other processes.
 #[test]
 fn frames_of_one_process_are_read_in_portions() {
     let (mut testbed, mut agent, _) = reach(Stage::Listing);

@@ -1,4 +1,5 @@
-//! Room for the driver's restore: a restore that finds none loses the process.
+//! Tests of the VRAM that stays free for the driver's restore, which loses the process if it finds
+//! none.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! What processes have in common, held once.
+//! Tests of content that is shared between processes.
 
 use std::{fs::File, os::unix::fs::FileExt};
 
@@ -9,7 +9,7 @@ use super::*;
 const CHUNK: u64 = crate::sys::CHUNK_BYTES as u64;
 const DOMAIN: u64 = 5;
 
-/// Two offloaded processes, each with a common chunk and a unit of its own.
+/// Two offloaded processes, each with a common chunk and one unit of its own.
 fn two(testbed: &mut Testbed, domains: [u64; 2]) -> [(Agent, OwnedFd); 2] {
     let common = pattern(CHUNK, 7);
     let both = [1_u64, 2].map(|process| {
@@ -174,7 +174,7 @@ fn restoring_process_is_offered_nothing() {
     }
 }
 
-/// What is shared may be read by others, so nothing is ever copied out over it.
+/// Other processes may read shared content, so no copy out ever overwrites it.
 #[test]
 fn shared_chunk_is_never_copied_over() {
     let mut testbed = Testbed::new();

@@ -1,8 +1,9 @@
-//! Copies out of memory that a process hands over.
+//! Tests of copies out of memory that a process exports.
 
 use super::*;
 
-/// What the file holds once all was taken: each piece is full of its number of units.
+/// Content of the file after all pieces were copied out: each piece is filled with its number of
+/// units.
 fn taken_content() -> Vec<u8> {
     full_of_units(&UNITS)
 }
@@ -55,7 +56,7 @@ fn copied_is_said_once_all_pieces_have_come() {
     assert_eq!(agent.words(), [FromCopier::Ready]);
 }
 
-/// The process closes its descriptors then, and expects the memory to be free.
+/// After Copied, the process closes its descriptors and expects the memory to be free.
 #[test]
 fn exported_memory_is_released_before_copied() {
     let (mut testbed, mut agent, _) = reach(Stage::Taking);
