@@ -1,4 +1,4 @@
-//! The clocks: wall-clock time for people and records, monotonic time for decisions. Agents have
+//! The clocks: wall-clock time for display and records, monotonic time for decisions. Agents use
 //! the same monotonic clock.
 
 use std::time::{SystemTime, UNIX_EPOCH};

@@ -2,7 +2,7 @@
 
 use std::{error::Error, fmt::Write as _};
 
-/// The error and its sources, joined: `what: because: because`.
+/// The error and its sources, joined by colons: `error: cause: deeper cause`.
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();

@@ -3,9 +3,9 @@
 //! Reading from a Unix socket, or closing one, may close descriptors that are still in it, and the
 //! kernel returns only when that is done. Closing a lingering TCP socket waits until its peer has
 //! received everything; closing a file of a file system in user space waits until that responds. A
-//! pipe is read under a lock that a writer holds while the memory it writes from is paged in. None
-//! of these waits has a timeout, so they happen on a thread that serves only the container that
-//! causes them.
+//! pipe is read under a lock, which a writer holds while the kernel pages in the writer's memory.
+//! None of these waits has a timeout, so they happen on a thread that serves only the container
+//! that causes them.
 
 use std::{future::Future, io, thread};
 
@@ -14,7 +14,7 @@ use tokio::{
     sync::oneshot,
 };
 
-/// The thread. It ends, with all its tasks, when this is dropped; the drop does not wait for the
+/// The thread. It ends, with all of its tasks, when this is dropped. The drop does not wait for the
 /// end.
 #[derive(Debug)]
 pub struct IsolatedRuntime {
@@ -60,9 +60,9 @@ pub mod tests {
         time::Duration,
     };
 
-    /// A connection whose last descriptor takes a minute to close: its peer does not read.
+    /// A connection whose last descriptor takes a minute to close, because its peer does not read.
     pub struct LingeringTask {
-        /// Dropped first, which ends the wait.
+        /// The peer, which is dropped first, so that the wait ends.
         _peer: TcpStream,
         stream: Option<TcpStream>,
         port: u16,
@@ -86,7 +86,7 @@ pub mod tests {
             self.stream.as_ref().unwrap().as_fd()
         }
 
-        /// Closes the own descriptor; the holder of the last one waits.
+        /// Closes this descriptor. The task with the last descriptor then waits.
         pub fn let_go(&mut self) {
             let stream = self.stream.take();
             std::thread::spawn(move || drop(stream));
@@ -99,7 +99,7 @@ pub mod tests {
             self.state().is_some_and(|state| state == OPEN)
         }
 
-        /// Whether a thread waits for its end.
+        /// Whether a thread waits for the connection's end.
         pub fn is_waited_for(&self) -> bool {
             /// `TCP_FIN_WAIT1`, in hex.
             const CLOSING: &str = "04";

@@ -1,6 +1,6 @@
 //! The journal: records that are written before a destructive step, one file per container below
-//! the run directory, so that the next controller knows what each process needs for its restore.
-//! Processes do not outlive a reboot, so a tmpfs is sufficient.
+//! the run directory, so that the next controller can determine the VRAM that each process needs
+//! for its restore. Processes do not outlive a reboot, so a tmpfs is sufficient.
 //!
 //! ```text
 //! affinode-journal 1 <sha256 of the rest, hex>
@@ -17,10 +17,10 @@ use sha2::{Digest, Sha256};
 use crate::core::{Key, Record};
 
 const TITLE: &str = "affinode-journal 1";
-/// Maximum size of a record; one with the maximum number of processes is far smaller.
+/// Maximum size of a record. A record with the maximum number of processes is far smaller.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Valid records, and what is wrong with each invalid one.
+/// Valid records, and the fault of each invalid record.
 pub type Found = (Vec<(Key, Record)>, Vec<String>);
 
 /// The folder of records.
@@ -62,7 +62,7 @@ impl Journal {
         }
     }
 
-    /// Reads every record. Unreadable ones are named beside the others.
+    /// Reads every record. Also returns the fault of each record that cannot be read.
     ///
     /// # Errors
     /// The folder cannot be listed.
@@ -81,8 +81,8 @@ impl Journal {
     }
 }
 
-/// Records of containers that were not announced yet: if their shims died together with the
-/// controller that wrote the records, they never will be.
+/// Records of containers that are not announced yet. If their shims died together with the
+/// controller that wrote the records, they will never be announced.
 #[derive(Debug, Default)]
 pub struct UnclaimedEntry(Vec<(Key, Vec<(u32, u64)>)>);
 
@@ -93,8 +93,9 @@ impl UnclaimedEntry {
         self.0.push((key, processes));
     }
 
-    /// The containers whose records are of no use: not announced, and none of their processes (pid,
-    /// start time) lives. These, and the announced ones, are removed from the list.
+    /// Removes and returns the containers whose records are useless: not announced, and none of
+    /// their processes (pid, start time) is running. Announced containers are removed from the
+    /// list, too.
     pub fn useless(
         &mut self,
         announced: impl Fn(&Key) -> bool,

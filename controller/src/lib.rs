@@ -1,6 +1,6 @@
 //! The controller of a node.
 //!
-//! | module | what it does |
+//! | module | content |
 //! | --- | --- |
 //! | [`core`] | every decision, without I/O |
 //! | [`agents`] | sockets of containers, connections and identities of processes |
@@ -9,7 +9,7 @@
 //! | [`driver_library`] | where the driver's libraries are |
 //! | [`journal`], [`overrides`] | records written before a destructive step, operator overrides |
 //! | [`daemon`] | the task that drives the core and executes its effects; the control API |
-//! | [`observe`] | the task that watches the node for people: changes, metrics, history |
+//! | [`observe`] | the task that observes the node for the dashboard, metrics and history |
 //! | [`metrics`], [`history`] | Prometheus metrics, the history on disk |
 //! | [`http`] | dashboard, HTTP API, `/metrics` |
 //! | [`call_trace`] | the CUDA calls of processes, live |
@@ -18,7 +18,7 @@
 //! | [`cli`] | the command `affinode` |
 //!
 //! The crate never calls the CUDA driver: each process moves its own memory on orders of the
-//! controller, and copiers are processes of their own. The controller holds no state that it cannot
+//! controller, and copiers are separate processes. The controller holds no state that it cannot
 //! rebuild from shims, agents and journal.
 
 pub mod agents;

@@ -1,4 +1,4 @@
-//! Operator overrides on disk, beside the journal, for the next controller.
+//! Operator overrides on disk, next to the journal, for the next controller.
 
 use std::{fs, io, path::Path};
 

@@ -19,7 +19,7 @@ pub struct Node {
     pub controller_pid: u32,
     /// Start of the controller, milliseconds since 1970.
     pub started_unix_ms: i64,
-    /// Why the GPUs cannot be read; `None` if they can.
+    /// Reason why the GPUs cannot be read; `None` if they can be read.
     pub gpu_error: Option<String>,
     /// Address of the dashboard; `None` if it is off.
     pub dashboard: Option<String>,

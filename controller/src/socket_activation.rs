@@ -3,13 +3,13 @@
 //! ```text
 //! controller ──bind, FDSTORE=1──> systemd keeps a copy
 //!     dies                          a client that connects now waits in the backlog
-//! the next one <──LISTEN_FDS──────  takes the sockets whose file is still theirs
+//! the next one <──LISTEN_FDS──────  takes the sockets that their files still lead to
 //! ```
 //!
-//! A shim that reaches a socket starts no controller, so a systemd controller is followed by
-//! another one of the unit. Without systemd (`NOTIFY_SOCKET`) each controller binds its own
-//! sockets. The store has a maximum size (`FileDescriptorStoreMax`): a socket that does not fit is
-//! bound again.
+//! A shim starts no controller if it can connect to the socket. So after a controller of the unit
+//! has ended, systemd starts the next one. Without systemd (`NOTIFY_SOCKET`) each controller binds
+//! its own sockets. The store has a maximum size (`FileDescriptorStoreMax`): a socket that does not
+//! fit is bound again.
 
 use std::{
     collections::HashMap,
@@ -46,7 +46,8 @@ pub struct ActivationSockets {
     run_dir: PathBuf,
     /// Sockets from an earlier controller, by their name in the store, until they are used.
     kept: HashMap<String, OwnedFd>,
-    /// Sockets in use and in the store: name in the store by file.
+    /// Sockets that this controller uses and systemd stores. Key: file below the run directory.
+    /// Value: name in the store.
     stored: HashMap<String, String>,
 }
 
@@ -66,8 +67,8 @@ impl ActivationSockets {
         ActivationSockets { run_dir: run_dir.to_owned(), kept, stored: HashMap::new() }
     }
 
-    /// Listens at a file below the run directory: with the stored socket, if the file still leads
-    /// to it; else with a new socket of this mode, which replaces the file.
+    /// Listens at a file below the run directory. It uses the stored socket if the file still leads
+    /// to it. Otherwise it creates a socket with this mode, which replaces the file.
     ///
     /// # Errors
     /// The socket cannot be created.
@@ -107,8 +108,8 @@ impl ActivationSockets {
         }
     }
 
-    /// Removes stored sockets that no file leads to any longer: their container is gone, or another
-    /// controller has created a socket there.
+    /// Removes stored sockets to which no file leads any longer: their container has ended, or
+    /// another controller has created a socket there.
     pub fn tidy(&mut self) {
         let run_dir = &self.run_dir;
         self.kept.retain(|kept, _| {
@@ -122,7 +123,7 @@ impl ActivationSockets {
     }
 }
 
-/// Separator of the file and its number in a name.
+/// Separator between the file and its number in a socket's name.
 const NUMBER: char = '@';
 
 /// The name of a socket in the store: its file and the file's number, which is unique while the
@@ -154,7 +155,7 @@ fn remove(name: &str) {
     tell(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
 }
 
-/// Does nothing without a supervisor.
+/// Notifies the supervisor; does nothing without one.
 fn tell(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::warn!(%error, "cannot notify systemd");
@@ -173,7 +174,8 @@ mod tests {
         fs::metadata(path).unwrap().permissions().mode() & 0o777
     }
 
-    /// What systemd passes on from a controller that has died.
+    /// The name and descriptor that systemd passes to the next controller after a controller has
+    /// died.
     fn kept(dir: &Path, listener: &UnixListener) -> (String, OwnedFd) {
         (name(FILE, &dir.join(FILE)).unwrap(), listener.as_fd().try_clone_to_owned().unwrap())
     }

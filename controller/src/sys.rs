@@ -29,7 +29,7 @@ pub fn watch(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     Ok(unsafe { AsyncFd::register_with_interest(descriptor, both) }?)
 }
 
-/// Makes the kernel reject descriptors that are sent to this Unix socket, or to one that is
+/// Makes the kernel reject descriptors that are sent to this Unix socket, or to a socket that is
 /// accepted from it (Linux 6.16).
 ///
 /// # Errors

@@ -1,5 +1,5 @@
-//! Dashboards and alert rules in `config/` ask for metrics that exist, and Prometheus's
-//! own tool accepts metrics and rules where it is installed.
+//! Tests that dashboards and alert rules in `config/` use only existing metrics. If Prometheus's
+//! own tool is installed, it must accept metrics and rules.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
@@ -26,7 +26,7 @@ fn document(name: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// A scrape of a node on which something of everything has happened.
+/// A scrape of a node on which every kind of event has happened.
 fn scrape() -> String {
     let metrics = Metrics::new(2);
     let on = |bytes| vec![DeviceBytes { uuid: "GPU-0".into(), bytes }];

@@ -1,4 +1,4 @@
-//! `config/openapi.yaml` names every field that the API sends, and none that it does not.
+//! Tests that `config/openapi.yaml` names exactly the fields that the API sends.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 

@@ -139,7 +139,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         self.job = match self.job.take() {
             Some(job) if is_of(&job.place) => None,
             Some(job) if is_first(&job.with) => {
-                // Another process may have the content in common with this chunk, which is not examined again.
+                // Another process may have the same content as this chunk, which is not examined again.
                 self.seen.insert(job.key, job.place);
                 None
             }
@@ -176,9 +176,9 @@ impl<S: ChunkContent> DedupIndex<S> {
             }
             return Ok(looked);
         };
-        // A process that has left, or whose chunk cannot be read, has nothing in common.
+        // A process that has left, or whose chunk cannot be read, gets no offer.
         if !matches!(job.compare(clients, &mut self.parts), Ok(true)) {
-            // Another process may have the content in common with this chunk.
+            // Another process may have the same content as this chunk.
             self.seen.insert(job.key, job.place);
             return Ok(SessionStep::More);
         }

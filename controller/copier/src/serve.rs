@@ -171,7 +171,7 @@ impl CopierServer {
                     }
                 }
                 CopierOrder::Fill { process, most_bytes } => {
-                    // Messages that have arrived count first.
+                    // Messages first: they may make a session urgent, or end it.
                     self.hear_clients()?;
                     self.each(|client| match client.process() == process {
                         true => client.grant(most_bytes),
@@ -302,7 +302,7 @@ impl CopierServer {
                 self.cuda.take_note();
             }
         }
-        // The other sessions have their turn once none is urgent.
+        // The other sessions get a step only if none is urgent.
         let over = urgent && matches!(most, SessionStep::Nothing | SessionStep::Later);
         Ok(if over { SessionStep::More } else { most })
     }

@@ -290,7 +290,7 @@ impl ProcessSession {
                     self.state = SessionState::Registering
                 }
                 (ToCopier::Restoring, None, _) if !self.restoring => {
-                    // A process that is restored before its memory is registered learns that at once.
+                    // If the memory is not registered yet, the process restores itself.
                     if !matches!(self.state, SessionState::Registered) {
                         return Err(SessionError::NotHeld);
                     }
@@ -382,7 +382,7 @@ impl ProcessSession {
                 }
                 self.registered = true;
                 if !matches!(self.state, SessionState::Prepared) {
-                    // The process has not waited for this, and copies out by itself.
+                    // The process did not wait for the registration, and copies out itself.
                     return Ok((SessionStep::Nothing, None));
                 }
                 let (process, bytes) = (self.process, region.bytes() as u64);

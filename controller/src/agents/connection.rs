@@ -22,11 +22,12 @@ use crate::{
     error_chain, sys,
 };
 
-/// Time within which a peer must send its Hello.
+/// Time limit for a peer's Hello.
 const HELLO: Duration = Duration::from_secs(2);
-/// Time within which the socket must accept a message.
+/// Time limit for the socket to accept a message.
 const WRITE: Duration = Duration::from_secs(5);
-/// Messages per second that are read from one process; further messages wait in its socket.
+/// Maximum number of messages per second that are read from one process. Further messages wait in
+/// its socket.
 const RATE: u32 = 200;
 
 #[derive(Debug, thiserror::Error)]
@@ -47,8 +48,8 @@ enum ConnectionRefusal {
     Papers(#[from] peer::PeerError),
 }
 
-/// Serves a connection until it ends. `runtime` is the controller's own runtime: the end of the
-/// process is noticed there, also while the container's runtime is blocked.
+/// Serves a connection until it ends. `runtime` is the controller's own runtime. The end of the
+/// process is noticed there, so also while the container's runtime is blocked.
 pub async fn serve(
     mut stream: UnixStream,
     key: Key,

@@ -1,5 +1,5 @@
 //! The relay between one process and its copier. A copier serves all processes of a GPU on one
-//! thread, so a descriptor reaches it only if closing it cannot block.
+//! thread. So a descriptor is passed to it only if closing it cannot block that thread.
 
 use std::{io, os::fd::OwnedFd};
 
@@ -43,8 +43,8 @@ async fn pass(
     }
 }
 
-/// Whether closing this descriptor involves no other process: a file in memory, or a device, as the
-/// driver exports device memory.
+/// Whether closing this descriptor involves no other process. That is so for a file in memory and
+/// for a device, and the driver exports device memory as a device file.
 fn is_harmless(descriptor: &OwnedFd) -> bool {
     let is_device = || {
         let stat = rustix::fs::fstat(descriptor);

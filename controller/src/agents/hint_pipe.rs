@@ -14,14 +14,14 @@ use nix::{libc::O_NONBLOCK, sys::stat::Mode, unistd::mkfifo};
 
 use crate::sys;
 
-/// Maximum bytes per reading. Only the end of what was written counts.
+/// Maximum number of bytes in one reading. Only the end of the text counts.
 const MAX_BYTES: usize = 64 << 10;
-/// Bytes that are kept.
+/// Number of bytes that are kept, from the end of the text.
 const KEPT_BYTES: usize = 512;
 /// Time between two readings while a container writes without pause.
 const PACE: Duration = Duration::from_millis(50);
 
-/// Text that was read from the pipe and not taken yet.
+/// Text that was read from the pipe and not yet taken.
 #[derive(Clone, Debug, Default)]
 pub struct ReceivedHint(Arc<Mutex<Vec<u8>>>);
 
@@ -40,12 +40,12 @@ impl ReceivedHint {
     }
 }
 
-/// The reading end. It is opened for writing, too, so that it sees no end of file when the
+/// The reading end. It is also opened for writing, so that it does not read an end of file when the
 /// container closes its end.
 #[derive(Debug)]
 pub struct HintPipe(File);
 
-/// Creates the pipe, or keeps the one of an earlier controller, so that its writers continue.
+/// Creates the pipe, or keeps the one of an earlier controller, so that its writers can continue.
 ///
 /// # Errors
 /// The pipe cannot be created, or another file has its name.
@@ -61,8 +61,9 @@ pub fn make(path: &Path) -> io::Result<()> {
     fs::set_permissions(path, Permissions::from_mode(0o622))
 }
 
-/// Reads all that the container writes. Must run where the container may block it: opening or
-/// reading a pipe waits for a writer in the middle of a write, whose memory may be slow to arrive.
+/// Reads all text that the container writes. Must run where the container may block it: opening or
+/// reading a pipe waits for a writer in the middle of a write, and that writer may be delayed by
+/// its page faults.
 pub async fn listen(path: PathBuf, received: ReceivedHint) {
     let pipe = HintPipe::open(&path);
     let watched =

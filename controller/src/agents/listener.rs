@@ -29,7 +29,8 @@ use crate::{
     socket_activation::ActivationSockets,
 };
 
-/// Connections of one container at the same time, including those without a Hello.
+/// Maximum number of connections of one container at the same time, including those without a
+/// Hello.
 pub(super) const MAX_CONNECTIONS: usize = 512;
 
 /// Accepts and serves a container's agents until it is dropped, on a thread of the container's own.
@@ -41,9 +42,9 @@ pub struct AgentListener {
 }
 
 impl AgentListener {
-    /// Listens at the socket in the folder that the container sees, and replaces an old one that no
-    /// systemd unit kept. `owner`: the only user, besides root, whose processes may connect;
-    /// `None`: any user.
+    /// Listens at the socket in the folder that the container sees. It replaces an old socket,
+    /// unless a systemd unit has stored it. `owner`: the only user, besides root, whose processes
+    /// may connect; `None`: any user.
     ///
     /// # Errors
     /// The folder or the socket cannot be created.

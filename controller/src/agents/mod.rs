@@ -8,7 +8,7 @@
 //!                                                 copier_relay <── frames, descriptors ──> copier
 //! ```
 //!
-//! Everything of a container except the pidfd is on a thread of its own
+//! All I/O with a container, except the wait at the pidfd, is on a thread of its own
 //! ([`crate::isolated_runtime`]).
 //!
 //! Everything that an agent sends is untrusted. The kernel identifies the process (`SO_PEERCRED`,
@@ -46,10 +46,10 @@ use crate::{
 pub use listener::AgentListener;
 pub(crate) use rate_limit::RefusalLog;
 
-/// Messages that may wait for an agent; the connection of an agent with more is closed.
+/// Maximum number of messages that wait for an agent. If there are more, its connection is closed.
 const OUTBOX: usize = 64;
 
-/// Messages of the connections to the actor.
+/// Messages from the connections to the actor.
 #[derive(Debug)]
 pub enum AgentMail {
     /// A process was identified and has sent a valid Hello.
@@ -60,7 +60,7 @@ pub enum AgentMail {
         id: ProcessId,
         /// The process, as the kernel identified it.
         identity: Identity,
-        /// The Hello message: capabilities, phase and memory of the process.
+        /// The Hello: capabilities, phase and memory of the process.
         hello: AgentMessage,
         /// The connection to its agent.
         agent: AgentHandle,
@@ -75,7 +75,7 @@ pub enum AgentMail {
     Refused {
         /// The container whose socket it used.
         key: Key,
-        /// Why, in plain text.
+        /// Reason in plain text.
         why: String,
     },
 }
@@ -99,15 +99,16 @@ pub struct AgentHandle {
     outbox: Option<mpsc::Sender<OutgoingFrame>>,
     page: Arc<File>,
     abilities: Capabilities,
-    /// How far its `CLOCK_MONOTONIC` is ahead of the controller's, in milliseconds.
+    /// Difference of its `CLOCK_MONOTONIC` from the controller's, in milliseconds. Positive: it is
+    /// ahead.
     clock_ahead_ms: i64,
-    /// Waits for the end of the process, not of the connection.
+    /// Handle of the task that waits for the end of the process, not of the connection.
     watch: AbortHandle,
     /// The runtime of the container's own thread.
     ward: Handle,
 }
 
-/// Why the counters were not read.
+/// Reason why the counters were not read.
 #[derive(Debug, thiserror::Error)]
 pub enum CounterReadError {
     /// The file cannot be read.
@@ -119,8 +120,8 @@ pub enum CounterReadError {
 }
 
 impl AgentHandle {
-    /// Queues a message. `false`: the agent does not read its messages, and its connection is
-    /// closed.
+    /// Queues a message. `false`: too many messages wait because the agent does not read them, and
+    /// its connection is closed.
     pub fn send(&mut self, mut message: ControllerMessage) -> bool {
         if let ControllerMessage::Order { order, action, decided_ms } = &mut message {
             tracing::debug!(order, ?action, "order queued");
@@ -147,11 +148,11 @@ impl AgentHandle {
         sent
     }
 
-    /// Tells it to stop the copy out of its present generation, by a word in its counters: it reads no
-    /// messages while it copies.
+    /// Cancels the copy out of the process's present generation, by a word in its counters: the
+    /// process reads no messages while it copies.
     ///
     /// # Errors
-    /// The container has made its file one that cannot be written.
+    /// The container has made the file of its counters read-only.
     pub fn turn_back(&self) -> std::io::Result<()> {
         let mut generation = [0; 8];
         self.page.read_exact_at(&mut generation, header::GENERATION as u64)?;
@@ -166,8 +167,8 @@ impl AgentHandle {
         sent
     }
 
-    /// The counters, and the queue to the agent if its library can record calls. The queue is weak,
-    /// so that the call trace does not keep the connection open.
+    /// The counters, and the queue to the agent. The queue is `None` if the library cannot record
+    /// calls. It is weak, so that the call trace does not keep the connection open.
     #[must_use]
     pub fn sight(&self) -> (Arc<File>, Option<mpsc::WeakSender<OutgoingFrame>>) {
         let records = self.abilities.intersects(Capabilities::RECORDS_CALLS);

@@ -18,7 +18,7 @@ use crate::{core::input::Identity, inventory::process};
 /// `f_type` of tmpfs, to which memfds belong (`linux/magic.h`).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// Why a peer was refused.
+/// Reason why a peer was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum PeerError {
     /// The kernel does not report its pid.
@@ -34,19 +34,19 @@ pub enum PeerError {
     /// The process ended while it was identified.
     #[error("process {0} ended")]
     Ended(u32),
-    /// No counter file, or more than one descriptor.
+    /// The Hello came without a counter file, or with several descriptors.
     #[error("{0} descriptors came with the Hello, expected one")]
     Descriptors(usize),
     /// The counter file cannot be examined.
     #[error("cannot examine the counter file")]
     Page(#[source] std::io::Error),
-    /// The file is something else: a pipe, a FUSE file, huge pages, another size.
+    /// The file is not a counter file: it is a pipe, on FUSE, on huge pages, or of another size.
     #[error("the counter file is not a memfd of {PAGE_BYTES} bytes")]
     NotAPage,
 }
 
-/// The identity of the peer, how far its `CLOCK_MONOTONIC` is ahead of ours in milliseconds, and a
-/// descriptor that becomes readable when the process ends.
+/// Identity of the peer, the lead of its `CLOCK_MONOTONIC` over the controller's in milliseconds,
+/// and a descriptor that becomes readable when the process ends.
 pub type Identified = (Identity, i64, OwnedFd);
 
 /// Identifies the peer of a socket.
@@ -59,8 +59,9 @@ pub fn identify(peer: &(impl AsFd + AsRawFd)) -> Result<Identified, PeerError> {
     identify_pid(pid, getsockopt(peer, PeerPidfd).ok())
 }
 
-/// `peer`: the kernel's own pidfd of the process that connected, if it has one (Linux 6.5). It does
-/// not confuse a process that has ended with the next one that has its pid.
+/// Identifies a process by its pid. `peer` is the kernel's own pidfd of the process that connected,
+/// if the kernel has one (Linux 6.5). The pidfd distinguishes an ended process from a later one
+/// with the same pid.
 fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError> {
     let pid = raw.as_raw_nonzero().get().cast_unsigned();
     let pidfd = match peer {
@@ -78,7 +79,7 @@ fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError
     if ended > 0 { Err(PeerError::Ended(pid)) } else { Ok((identity, clock_ahead_ms, pidfd)) }
 }
 
-/// Takes the counter file from the descriptors that came with a Hello.
+/// Takes the counter file from the descriptors of a Hello.
 ///
 /// # Errors
 /// [`PeerError`]: not exactly one descriptor, or not a memfd of the right size.
@@ -142,7 +143,7 @@ mod tests {
         assert!(identify_pid(pid, None).is_err());
     }
 
-    /// A process that has the pid of the one that connected, but is another one, is refused.
+    /// The peer's pid now belongs to another process, which is refused.
     #[test]
     fn a_pid_that_was_given_again_is_not_believed() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();

@@ -1,4 +1,4 @@
-//! Rate limits of one container, for all its connections together.
+//! Rate limits of one container, for all of its connections together.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -7,15 +7,16 @@ use std::{
 
 use tokio::time::Instant;
 
-/// Messages of a container: a burst, then a number per second; more wait in its sockets.
+/// Messages of a container: size of a burst, then number per second. Further messages wait in the
+/// container's sockets.
 const MESSAGES: (u32, u32) = (2_000, 1_000);
-/// Connections of a container: a burst (all processes of a large one start at the same time), then
-/// a number per second.
+/// Connections of a container: size of a burst, then number per second. All processes of a large
+/// container may start at the same time.
 const CONNECTIONS: (u32, u32) = (512, 50);
-/// Refused peers that are logged one by one: a burst, then a number per second.
+/// Logged refusals of peers: size of a burst, then number per second.
 const REFUSALS: (u32, u32) = (8, 1);
 
-/// A token bucket, stored as the time at which everything taken so far is earned.
+/// A token bucket, stored as the time at which all tokens taken so far are earned.
 #[derive(Debug)]
 pub struct RateLimit {
     ahead: Duration,
@@ -78,7 +79,7 @@ impl Default for RefusalLog {
 }
 
 impl RefusalLog {
-    /// The text to log for one refusal; `None` if too much was logged already.
+    /// Returns the text to log for one refusal. `None`: too many were logged already.
     pub fn tell(&self, why: String) -> Option<String> {
         let mut unlogged = self.unlogged.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.budget.try_take() {
@@ -93,7 +94,7 @@ impl RefusalLog {
 }
 
 impl RateLimits {
-    /// Limits that nothing was taken from.
+    /// Limits from which no token was taken.
     pub fn new() -> RateLimits {
         RateLimits {
             messages: RateLimit::new(MESSAGES),

@@ -1,4 +1,4 @@
-//! Connections with peers of every kind: valid, silent, malformed, hostile.
+//! Tests of connections with valid, silent, malformed and hostile peers.
 
 use std::{
     io::{IoSlice, Read, Write},
@@ -282,7 +282,7 @@ async fn connections_of_a_container_are_limited() {
     }
 }
 
-/// Many connections do not get around the rate limit of a container.
+/// A container cannot exceed its rate limit with many connections.
 #[tokio::test(start_paused = true)]
 async fn connections_of_a_container_share_one_rate() {
     let budgets = Arc::new(rate_limit::RateLimits::new());
@@ -332,7 +332,7 @@ async fn descriptors_of_every_wrong_kind_are_refused() {
     }
 }
 
-/// Receiving such a message can block the thread for an unlimited time inside the kernel.
+/// A receive of such a message can block its thread inside the kernel for an unlimited time.
 #[tokio::test]
 async fn a_blocked_reader_blocks_one_container() {
     let run_dir = tempfile::tempdir().unwrap();

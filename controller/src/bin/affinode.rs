@@ -1,4 +1,4 @@
-//! `affinode`: looks at a node's controller and tells it what to do.
+//! `affinode`: shows the state of a node's controller and sends it requests.
 
 fn main() -> std::process::ExitCode {
     affinode_controller::cli::main()

@@ -1,4 +1,4 @@
-//! Sums over the call records of one process between two readings. Pure.
+//! Sums of one process's call records between two readings. Pure.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -7,16 +7,15 @@ use affinode_proto::wire::call_ring::{CallRecord, RECORDS};
 
 use super::{FunctionCalls, RecordedCall};
 
-/// Records wanted per reading: half of the ring, so that a program may double its rate without
-/// losing records.
+/// Number of records wanted per reading: half of the ring, so that a program may double its rate
+/// without losing records.
 const WANTED: u64 = RECORDS as u64 / 2;
-/// Records per reading that are returned one by one.
+/// Maximum number of records per reading that are returned one by one.
 const SHOWN: usize = 40;
 /// `CUDA_ERROR_NOT_READY`: the normal result of a query, not a failure.
 const NOT_READY: u16 = 600;
 
-/// The sampling rate that follows from the number of calls between two readings: record one in this
-/// many.
+/// Sampling rate for a number of calls between two readings: record one call in this many.
 #[must_use]
 pub fn one_in(calls: u64) -> u32 {
     u32::try_from(calls.div_ceil(WANTED)).unwrap_or(u32::MAX).max(1)

@@ -32,12 +32,12 @@ pub struct ProcessCalls {
     pub command: String,
     /// Number of calls, exact.
     pub calls: u64,
-    /// One of this many calls was recorded, approximately; 0: its library is too old to record
-    /// calls.
+    /// Approximate sampling rate: one of this many calls was recorded. 0: the library is too old to
+    /// record calls.
     pub one_in: u32,
     /// Calls lost because the ring was full.
     pub dropped: u64,
-    /// By function, the most called first.
+    /// Calls by function, the most called first.
     pub functions: Vec<FunctionCalls>,
     /// The latest recorded calls, the oldest first.
     pub recorded: Vec<RecordedCall>,
@@ -48,11 +48,11 @@ pub struct ProcessCalls {
 pub struct FunctionCalls {
     /// Name of the CUDA function.
     pub name: String,
-    /// Number of calls, estimated from the recorded ones; exact if each call was recorded.
+    /// Number of calls, estimated from the recorded calls. Exact if every call was recorded.
     pub calls: u64,
     /// Number of recorded calls.
     pub recorded: u64,
-    /// Bytes that the calls copied, set or allocated, estimated in the same way.
+    /// Number of bytes that the calls copied, set or allocated, estimated in the same way.
     pub bytes: u64,
     /// Number of recorded calls that failed.
     pub failed: u64,
@@ -69,11 +69,11 @@ pub struct RecordedCall {
     pub name: String,
     /// Thread id in the process's own pid namespace.
     pub thread: u32,
-    /// Time from entering the driver's function to its return.
+    /// Duration of the driver's function, in nanoseconds.
     pub duration_ns: u64,
-    /// Bytes that its arguments name.
+    /// Number of bytes that the call's arguments name.
     pub bytes: u64,
-    /// The result of the driver: a `CUresult`.
+    /// Result code of the driver, a `CUresult`.
     pub result: u32,
     /// Calls of the thread since its previous recorded call, including this one.
     pub stands_for: u32,
@@ -88,7 +88,8 @@ impl CallTraceBatch {
     }
 }
 
-/// Conversion from and to the messages of the control socket; the fields in brackets are lists.
+/// Implements the conversion from and to the messages of the control socket. The fields in brackets
+/// are lists.
 macro_rules! as_sent {
     ($name:ident as $sent:ident: $($field:ident),*; [$($list:ident),*]) => {
         impl From<control::$sent> for $name {

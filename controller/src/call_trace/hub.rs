@@ -1,5 +1,5 @@
-//! Passes batches from the sampler to watchers. A request is a subscription: a watcher stays one as
-//! long as it requests again in time.
+//! Passes batches from the sampler to watchers. Each request renews the watcher's subscription,
+//! which otherwise expires.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -12,14 +12,14 @@ use tokio::{sync::Notify, time::Instant};
 use super::CallTraceBatch;
 use crate::core::Key;
 
-/// Batches that are kept for watchers: ten seconds.
+/// Number of batches that are kept for watchers: those of ten seconds.
 const KEPT: usize = 50;
 /// Maximum time that a request waits for a batch.
 const MAX_WAIT: Duration = Duration::from_secs(2);
-/// A watcher that does not request again within this time is removed.
+/// Time after which a watcher without a new request is removed.
 const WATCHER_TTL: Duration = Duration::from_secs(2);
 
-/// What is watched: one container, or all (`None`).
+/// Watched containers: one container, or all (`None`).
 pub type Scope = Option<Key>;
 
 /// The batches, and the scopes that are watched.
@@ -34,13 +34,13 @@ pub struct CallTraceHub {
 struct CallTraceHubState {
     batches: VecDeque<Arc<CallTraceBatch>>,
     last: u64,
-    /// Until when each scope is watched.
+    /// Time at which the watch of each scope expires.
     watched: HashMap<Scope, Instant>,
 }
 
 impl CallTraceHub {
-    /// Batches after a number; waits for the first one. Without a number, or with one of another
-    /// controller: from now on.
+    /// Batches after a number. Waits for the first one. Without a number, or with a number of
+    /// another controller, it returns only new batches.
     pub async fn after(
         &self,
         scope: &Scope,
@@ -70,7 +70,7 @@ impl CallTraceHub {
         }
     }
 
-    /// The scopes that are watched now; empty: no watcher.
+    /// The scopes that are watched now. Empty if there is no watcher.
     pub(crate) fn watched(&self) -> Vec<Scope> {
         let now = Instant::now();
         let mut inner = self.lock();

@@ -24,7 +24,7 @@ use crate::{
 const PERIOD: Duration = Duration::from_millis(200);
 /// Time between two scans for new and ended processes.
 const RESCAN_INTERVAL: Duration = Duration::from_secs(1);
-/// Processes in one batch.
+/// Maximum number of processes in one batch.
 const SHOWN: usize = 256;
 
 /// A process whose calls can be read. It does not keep the connection of its agent open.
@@ -93,7 +93,7 @@ impl CallSampler {
         }
     }
 
-    /// Updates the set of sampled processes; new ones start to record.
+    /// Updates the set of sampled processes, and starts the recording in new ones.
     async fn call_roll(&mut self, keys: Option<Vec<Key>>) -> Result<(), ShuttingDown> {
         let sights = self.door.sights(keys).await?;
         self.called_roll = Some(Instant::now());
@@ -111,7 +111,7 @@ impl CallSampler {
         let elapsed = self.read.elapsed().min(PERIOD * 10);
         self.read = Instant::now();
         let mut processes = Vec::new();
-        // A process that cannot be read is left out; the actor finds out why.
+        // A process that cannot be read is left out; the actor handles its failure.
         self.watched.retain(|_, watched| match watched.read() {
             Some(calls) => {
                 processes.extend(Some(calls).filter(|calls| calls.calls > 0));
@@ -181,7 +181,7 @@ impl SampledProcess {
     }
 }
 
-/// Queues a message, but only into an empty queue: orders are more important.
+/// Queues a message, but only if the queue is empty, because orders are more important.
 fn tell(sight: &CallSource, message: ControllerMessage) -> bool {
     let outbox = sight.outbox.as_ref().and_then(mpsc::WeakSender::upgrade);
     outbox.is_some_and(|outbox| {

@@ -21,7 +21,7 @@ use crate::{call_trace::CallTraceBatch, history::StateSpan, schema};
 
 /// Timeout of a request that the controller answers at once.
 const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
-/// Timeout of a move: a whole GPU at 1 GB/s, and the time in the queue.
+/// Timeout of a move: time to move a whole GPU at 1 GB/s, and to wait in the queue.
 const LONG: std::time::Duration = std::time::Duration::from_secs(600);
 
 /// A connection to the controller, and its socket for error messages.
@@ -72,7 +72,7 @@ impl ControlClient {
         self.control.pin(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
-    /// Tells the controller that a container is idle, or busy.
+    /// Sends a hint that a container is idle, or busy.
     pub async fn hint(&self, container: String, busy: bool) -> Result<HintResponse, CliError> {
         let request = HintRequest { container, busy, ..HintRequest::default() };
         self.control.hint(context(QUICK), &request).await.map_err(|e| self.error(e))
@@ -92,7 +92,7 @@ impl ControlClient {
         Ok(self.control.events(context(wait), &request).await.map_err(|e| self.error(e))?.events)
     }
 
-    /// Calls of one container, or of all (empty name), after a number; waits a second for the
+    /// Calls of one container, or of all (empty name), after a number. Waits up to a second for the
     /// first.
     pub async fn calls(
         &self,
@@ -123,7 +123,7 @@ impl ControlClient {
         self.control.policy(context(QUICK), &request).await.map_err(|e| self.error(e))
     }
 
-    /// Changes values of the node's policy; returns the values that are in effect then.
+    /// Changes values of the node's policy. Returns the values that are then in effect.
     pub async fn set_policy(
         &self,
         changes: Vec<PolicyChange>,

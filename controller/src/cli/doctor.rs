@@ -1,4 +1,5 @@
-//! `affinode doctor`: prints the findings of [`crate::doctor`], and queries the controller.
+//! `affinode doctor`: prints the findings of [`crate::doctor`], and asks the controller for its
+//! version.
 
 use std::{
     io::{self, Write},

@@ -33,8 +33,8 @@ pub async fn run(
     }
 }
 
-/// Waits for the next event after number `after`, and returns its number. `None`: after the events
-/// that are known now.
+/// Waits for the next event after number `after`, and returns its number. `None`: after the latest
+/// event.
 pub async fn next(client: &ControlClient, after: Option<u64>) -> Result<u64, CliError> {
     let number = |events: &[Event]| events.last().map(|event| event.sequence);
     let mut last = match after {

@@ -1,6 +1,6 @@
-//! Numbers, sizes and times as text for people.
+//! Formats numbers, sizes and times as text for people.
 
-/// `-` for 0, MiB below 10 GiB, GiB from there on.
+/// A size: `-` for 0, MiB below 10 GiB, otherwise GiB.
 #[must_use]
 pub fn bytes(bytes: u64) -> String {
     const GIB: u64 = 1 << 30;

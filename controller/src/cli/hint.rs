@@ -1,4 +1,4 @@
-//! `affinode hint`: tells the controller that a container is idle or busy.
+//! `affinode hint`: sends the controller a hint that a container is idle or busy.
 
 use std::io::Write;
 

@@ -1,4 +1,5 @@
-//! `affinode install`, `uninstall`, `status`: print what [`crate::install`] does and finds.
+//! `affinode install`, `uninstall`, `status`: run [`crate::install`] and print its steps and
+//! findings.
 
 use std::{
     io::Write,

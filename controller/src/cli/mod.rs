@@ -133,7 +133,7 @@ enum OutputFormat {
     Yaml,
 }
 
-/// Why a command failed.
+/// Reason why a command failed.
 #[derive(Debug, thiserror::Error)]
 enum CliError {
     #[error(

@@ -1,4 +1,4 @@
-//! `affinode offload`, `affinode restore`, and how each result is printed.
+//! `affinode offload` and `affinode restore`, and the text of each result.
 
 use std::io::Write;
 

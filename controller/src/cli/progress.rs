@@ -1,5 +1,5 @@
-//! Progress of a move: a bar with rate and remaining time, on a terminal. Without a terminal, and
-//! for moves that end at once, nothing.
+//! Progress of a move: a bar with rate and remaining time. It is shown on a terminal only, and not
+//! for moves that end at once.
 
 use std::{
     future::Future,
@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::{client::ControlClient, format};
 use crate::schema::{Container, Node};
 
-/// Moves shorter than this get no bar.
+/// Minimum duration of a move that gets a bar.
 const SOON: Duration = Duration::from_millis(600);
 /// Time between two polls of the controller.
 const LOOK: Duration = Duration::from_millis(250);
@@ -27,12 +27,12 @@ pub enum MoveDirection {
     Restore,
 }
 
-/// Where the memory of a container is.
+/// Memory of a container in VRAM and in host memory, as it was read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct SeenProgress {
     vram_bytes: u64,
     offloaded_bytes: u64,
-    /// Host memory of its processes, which includes what the driver checkpointed.
+    /// Host memory of the processes, which includes memory that the driver checkpointed.
     host_bytes: u64,
 }
 
@@ -82,7 +82,7 @@ fn drawn(total: u64) -> ProgressBar {
     ProgressBar::new(total).with_style(style)
 }
 
-/// Bytes to be moved.
+/// Number of bytes to be moved.
 fn total(way: MoveDirection, before: SeenProgress) -> u64 {
     match way {
         MoveDirection::Offload => before.vram_bytes,
@@ -90,8 +90,8 @@ fn total(way: MoveDirection, before: SeenProgress) -> u64 {
     }
 }
 
-/// Bytes moved so far, as far as they are visible: VRAM freed or filled, host memory allocated or
-/// freed. The driver reports no progress.
+/// Number of bytes moved so far. The driver reports no progress, so it is derived from VRAM freed
+/// or filled, and host memory allocated or freed.
 fn done(way: MoveDirection, before: SeenProgress, now: SeenProgress) -> u64 {
     let seen = match way {
         MoveDirection::Offload => {

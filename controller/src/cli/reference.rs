@@ -1,4 +1,4 @@
-//! `affinode reference`: what the code knows about itself, as JSON, for `cargo xtask docs`.
+//! `affinode reference`: prints facts from the code as JSON, for `cargo xtask docs`.
 
 use std::io::Write;
 
@@ -34,13 +34,14 @@ struct ReasonReference {
     remedy: &'static str,
 }
 
-/// A command with its own options; those of every command stand with the first one.
+/// A command with its own options. The options that all commands have are listed with the first
+/// command.
 #[derive(Serialize)]
 struct CommandReference {
-    /// As it is typed: `affinode policy set`.
+    /// The command as it is typed: `affinode policy set`.
     name: String,
     about: String,
-    /// Exit status and examples, where the help has them.
+    /// Exit status and examples from the help, if it has them.
     after: String,
     usage: String,
     arguments: Vec<ArgumentReference>,
@@ -48,7 +49,7 @@ struct CommandReference {
 
 #[derive(Serialize)]
 struct ArgumentReference {
-    /// `-o, --output <OUTPUT>`
+    /// The option as the help shows it: `-o, --output <OUTPUT>`.
     name: String,
     help: String,
     values: Vec<String>,

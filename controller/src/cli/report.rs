@@ -31,7 +31,7 @@ pub struct ReportArgs {
     watch: bool,
 }
 
-/// Time between two prints.
+/// Time between two prints with `--watch`.
 const AGAIN: Duration = Duration::from_secs(60);
 
 /// What each line is summed over.
@@ -73,7 +73,7 @@ pub async fn run(run_dir: &Path, out: &mut dyn Write, asked: ReportArgs) -> Resu
     }
 }
 
-/// Queries the controller; if none runs, reads the history that the last one left.
+/// Reads the report from the controller. If none runs, it reads the history on disk.
 async fn print(run_dir: &Path, out: &mut dyn Write, asked: &ReportArgs) -> Result<(), CliError> {
     let until_ms = clock::unix_ms();
     let back = i64::try_from(asked.since.as_millis()).unwrap_or(i64::MAX);
@@ -102,7 +102,7 @@ fn from_disk(run_dir: &Path, since_ms: i64, until_ms: i64) -> Result<schema::Rep
     Ok(schema::Report::new(sums, &Config::load(&Config::path())?.report))
 }
 
-/// Spans of the history that the last controller left.
+/// Spans of the history that the last controller wrote to disk.
 pub fn spans_on_disk(
     run_dir: &Path,
     since_ms: i64,
@@ -239,7 +239,7 @@ fn csv(out: &mut dyn Write, report: &schema::Report, headers: bool) -> Result<()
     Ok(())
 }
 
-/// A CSV field that a spreadsheet takes neither for a formula nor for several fields.
+/// A CSV field that a spreadsheet reads as one text, neither as a formula nor as several fields.
 fn field(text: &str) -> String {
     let safe = super::format::safe(text);
     let formula = safe.starts_with(['=', '+', '-', '@']);

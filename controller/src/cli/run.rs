@@ -57,7 +57,7 @@ fn pair(text: &str) -> Result<(String, String), String> {
     Ok((name.to_owned(), value.to_owned()))
 }
 
-/// Why the job was not granted.
+/// Reason why the program cannot run as a job.
 #[derive(Debug, thiserror::Error)]
 enum RunError {
     #[error(
@@ -112,7 +112,7 @@ fn say(what: &str) {
     let _ = writeln!(std::io::stderr(), "affinode: {what}");
 }
 
-/// What the controller granted to the job.
+/// The controller's reply to an accepted job.
 struct GrantedJob {
     socket: PathBuf,
     preload: OsString,

@@ -98,7 +98,7 @@ enum SimulateOutput {
     Yaml,
 }
 
-/// Why there is no result.
+/// Reason why there is no result.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulateError {
     /// The trace or the calibration is invalid, or the run failed.
@@ -110,7 +110,7 @@ pub enum SimulateError {
     /// An argument is invalid.
     #[error("{0}")]
     Argument(String),
-    /// The results cannot be written.
+    /// The results cannot be written to this file.
     #[error("cannot write {path}")]
     Write {
         /// Path of the output.
@@ -160,7 +160,7 @@ fn gib(value: f64, name: &str) -> Result<u64, SimulateError> {
 /// Runs the simulation, and prints the result.
 ///
 /// # Errors
-/// [`SimulateError`]: an argument, a file or the run.
+/// [`SimulateError`]: an argument or a file is invalid, or the run failed.
 pub fn run(
     args: &SimulateArgs,
     recorded: Option<RecordedInput>,
@@ -220,7 +220,7 @@ pub fn run(
     print(args, out, &trace, machine, &figures, happened)
 }
 
-/// Keeps the baselines whose names begin with one of these words; all without a word.
+/// Keeps the baselines whose names begin with one of these words. Without words, keeps all.
 fn chosen(baselines: &mut Vec<Baseline>, words: &[String]) -> Result<(), SimulateError> {
     let names: Vec<&str> = baselines.iter().map(|c| c.name.as_str()).collect();
     if let Some(word) = words.iter().find(|word| !names.iter().any(|n| n.starts_with(*word))) {

@@ -1,4 +1,4 @@
-//! The engine of a container, for programs other than the controller.
+//! Finds the engine of a container. Used by programs other than the controller.
 
 use std::path::Path;
 
@@ -7,8 +7,8 @@ use affinode_proto::api::control::Announcement;
 use super::Config;
 use crate::core::{ContainerSpec, node::policy_of};
 
-/// The engine that the controller will choose for a container with this announcement. With a
-/// configuration that cannot be read, the default.
+/// The engine that the controller will choose for a container with this announcement. If the
+/// configuration cannot be read: the default engine.
 #[must_use]
 pub fn engine_of(file: &Path, announcement: &Announcement) -> &'static str {
     let config = Config::load(file).unwrap_or_else(|error| {

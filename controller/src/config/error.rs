@@ -1,8 +1,9 @@
-//! Formats an invalid key or value for people: the key, its file, the value, and what is accepted.
+//! Formats an invalid key or value: the key, its file, the value, and the accepted values.
 
 use figment::{Error, Metadata, Source, error::Kind};
 
-/// For example `policy.mode in /etc/affinode/config.toml: "often"; accepted: auto, eager, …`.
+/// Returns a text such as `policy.mode in /etc/affinode/config.toml: "often"; accepted: auto,
+/// eager, …`.
 pub(super) fn tell(error: Error) -> String {
     let all: Vec<String> = error.into_iter().map(|error| one(&error)).collect();
     all.join("; ")

@@ -18,14 +18,14 @@ pub struct KubernetesSection {
     pub audiences: Vec<String>,
 }
 
-/// Default port of https.
+/// Default port of HTTPS.
 const PORT: u16 = 443;
 
 impl KubernetesSection {
     /// Host and port of the API server.
     ///
     /// # Errors
-    /// `api_server` is not a URL of that form; the text says what is accepted.
+    /// `api_server` is not a URL of that form; the text names the accepted form.
     pub fn host_and_port(&self) -> Result<(String, u16), String> {
         let bad = || {
             format!(

@@ -1,6 +1,6 @@
-//! The configuration: `/etc/affinode/config.toml`, then `conf.d/*.toml` beside it in order of name,
-//! then environment variables `AFFINODE_<SECTION>__<KEY>`. A later source overrides an earlier one,
-//! value by value. An error names the unknown key or invalid value, and its source.
+//! The configuration: `/etc/affinode/config.toml`, then `conf.d/*.toml` next to it in order of
+//! name, then environment variables `AFFINODE_<SECTION>__<KEY>`. A later source overrides an
+//! earlier one, value by value. An error names the unknown key or invalid value, and its source.
 
 mod engine;
 mod error;
@@ -60,7 +60,7 @@ pub struct Config {
     pub driver: DriverSection,
     /// Section `[nvml]`: the library of NVML.
     pub nvml: NvmlSection,
-    /// Section `[copier]`: processes that copy for others.
+    /// Section `[copier]`: the processes that copy memory for other processes.
     pub copier: CopierSection,
     /// Section `[log]`: level and format of the log.
     pub log: LogSection,
@@ -94,21 +94,22 @@ pub struct PolicySection {
     /// learned: the idle time before an offload is learned, at most idle_timeout. fixed:
     /// idle_timeout.
     pub keep_alive: KeepAlive,
-    /// What one wake costs, as milliseconds of VRAM held idle.
+    /// Cost of one wake, in milliseconds of VRAM held idle.
     #[serde(deserialize_with = "duration")]
     pub wake_cost: Millis,
     /// Whether a container is restored ahead of a call that its history makes likely.
     pub prewake: bool,
-    /// What restores a container: call or connection.
+    /// Cause of a wake: a call, or also a connection.
     pub wake_on: WakeOn,
-    /// How a container is restored when its VRAM is taken: queue, immediate or by-annotation.
+    /// Way in which a container is restored when its VRAM is in use: queue, immediate or
+    /// by-annotation.
     pub restore: Restore,
-    /// What happens to an allocation that finds no free VRAM: fail or wait.
+    /// Result of an allocation that finds no free VRAM: fail or wait.
     pub on_oom: OnOom,
-    /// How long such an allocation is retried, in milliseconds.
+    /// Maximum time for which such an allocation is retried, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub on_oom_timeout: Millis,
-    /// How memory leaves the GPU: auto, copy, full, checkpoint.
+    /// Way in which memory leaves the GPU: auto, copy, full, checkpoint.
     pub engine: Engine,
     /// Whether the copy in host memory is kept after a restore.
     pub retain_host_copy: bool,
@@ -120,18 +121,18 @@ pub struct PolicySection {
     pub prefault: bool,
     /// Whether a container may be restored on another GPU of the same model when its own is full.
     pub allow_gpu_migration: bool,
-    /// Containers with less VRAM than this are not offloaded, in MiB.
+    /// Minimum VRAM of a container that is offloaded, in MiB.
     pub minimum_vram_mib: u64,
     /// When idle containers may be offloaded without a waiter: always, or times of the week in UTC.
     #[serde(deserialize_with = "window")]
     pub offload_window: Window,
-    /// Which containers are evicted first: expected, lru, size-idle.
+    /// Rule for the choice of victims: expected, lru, size-idle.
     pub victims: VictimRule,
     /// Rules for one namespace each, `[[policy.namespace]]`.
     pub namespace: Vec<NamespaceRule>,
 }
 
-/// A rule for one namespace; `None`: the node's value applies.
+/// A rule for one namespace. `None` in a field: the node's value applies.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NamespaceRule {
@@ -211,10 +212,10 @@ impl Default for PolicySection {
     }
 }
 
-/// Why the configuration was rejected.
+/// Reason why the configuration was rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// An unknown key or an invalid value; the text names key, source and what is accepted.
+    /// A key is unknown or a value is invalid. The text names key, source and accepted values.
     #[error("configuration: {0}")]
     Bad(String),
     /// The folder of drop-ins cannot be listed.
@@ -371,7 +372,7 @@ impl Config {
     }
 }
 
-/// The file or variable that set a value of `[policy]`.
+/// The file or variable that set this value of `[policy]`.
 fn origin(figment: &Figment, name: &str) -> Option<String> {
     let metadata = figment.find_metadata(&format!("policy.{name}"))?;
     Some(match &metadata.source {
@@ -383,7 +384,7 @@ fn origin(figment: &Figment, name: &str) -> Option<String> {
     })
 }
 
-/// The files `conf.d/*.toml` beside the file, in order of name.
+/// The files `conf.d/*.toml` next to the configuration file, in order of name.
 fn drop_ins(file: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     let Some(folder) = file.parent().map(|parent| parent.join("conf.d")) else {
         return Ok(Vec::new());

@@ -1,5 +1,5 @@
-//! Applies a configuration that was read again: the parts that apply at once, and the names of the
-//! parts that apply when the controller starts next.
+//! Applies a configuration that was read again. Some parts apply immediately. For the other parts
+//! it returns the names; they apply when the controller starts next.
 
 use super::Config;
 
@@ -8,14 +8,13 @@ use super::Config;
 pub struct ReloadedConfig {
     /// Whether any value in effect has changed.
     pub changed: bool,
-    /// Sections, or single keys, that differ in the files and apply when the controller starts
-    /// next.
+    /// Sections or single keys that have changed and apply only when the controller starts next.
     pub waits: Vec<&'static str>,
 }
 
 impl Config {
-    /// Takes over what applies at once from a configuration that was just read. The rest stays as
-    /// it was when this controller started.
+    /// Applies the changes that can apply immediately. All other values stay as they were when this
+    /// controller started.
     pub fn take(&mut self, mut read: Config) -> ReloadedConfig {
         let mut waits = Vec::new();
         macro_rules! keep {

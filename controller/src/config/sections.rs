@@ -11,13 +11,15 @@ use crate::core::Millis;
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TimingSection {
-    /// How often the counters of processes are read, in milliseconds.
+    /// Interval at which the counters of processes are read, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub sample_interval: Millis,
-    /// How long an offload waits for calls in progress when a gate closes, in milliseconds.
+    /// Maximum time for which an offload waits for calls in progress when a gate closes, in
+    /// milliseconds.
     #[serde(deserialize_with = "duration")]
     pub close_deadline: Millis,
-    /// How long the driver may wait for running kernels when it locks a process, in milliseconds.
+    /// Maximum time for which the driver waits for running kernels when it locks a process, in
+    /// milliseconds.
     #[serde(deserialize_with = "duration")]
     pub lock_timeout: Millis,
 }
@@ -26,7 +28,8 @@ pub struct TimingSection {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MemorySection {
-    /// Host memory that the driver needs besides the VRAM of a process, in MiB (measured: 530 MiB).
+    /// Host memory that the driver needs in addition to the VRAM of a process, in MiB (measured:
+    /// 530 MiB).
     pub driver_overhead_mib: u64,
     /// Host memory that stays free on the node after an offload, in MiB. `None`: a sixteenth of the
     /// node's memory, at least 1 GiB.
@@ -50,7 +53,7 @@ pub struct NvmlSection {
     pub library: String,
 }
 
-/// Section `[copier]`: processes that copy for others.
+/// Section `[copier]`: the processes that copy memory for other processes.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CopierSection {
@@ -64,7 +67,7 @@ pub struct CopierSection {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogSection {
-    /// A filter of the crate `tracing`: error, warn, info, debug, or per module.
+    /// Filter of the crate `tracing`: error, warn, info, debug, or one level per module.
     pub level: String,
     /// text, json or journald.
     pub format: LogFormat,

@@ -17,11 +17,11 @@ use crate::core::Millis;
 pub struct HttpSection {
     /// Address: `auto`, `off`, `address:port` or `unix:/path`.
     pub listen: String,
-    /// How clients of the API authenticate.
+    /// Method by which clients of the API authenticate.
     pub auth: HttpAuth,
     /// With `token`: file with the token that clients must send; empty: no token.
     pub token_file: String,
-    /// With `token-review`: the API server that checks tokens.
+    /// With `token-review`: configuration of the API server that checks tokens.
     pub kubernetes: KubernetesSection,
     /// File with the certificate and its intermediate certificates; empty: no TLS.
     pub tls_cert_file: String,
@@ -33,15 +33,15 @@ pub struct HttpSection {
     pub actions: bool,
 }
 
-/// How HTTP clients authenticate.
+/// Method by which HTTP clients authenticate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HttpAuth {
     /// With the token of `token_file`.
     #[default]
     Token,
-    /// With a Kubernetes token; the API server identifies its user and decides what that user may
-    /// do.
+    /// With a Kubernetes token. The API server identifies its user and decides which requests that
+    /// user may send.
     TokenReview,
 }
 
@@ -51,7 +51,7 @@ pub enum HttpAuth {
 pub struct HistorySection {
     /// Folder: `auto`, `off` or a path.
     pub dir: String,
-    /// How long the history is kept, in milliseconds.
+    /// Time for which the history is kept, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub keep: Millis,
     /// Maximum size in MiB; the oldest part is removed first.
@@ -124,10 +124,10 @@ const NODE_STATE_DIR: &str = "/var/lib/affinode";
 
 impl HttpSection {
     /// The address to listen at. `auto` is 127.0.0.1:9410 for the node's own controller, and a
-    /// socket in the run directory for a private one, so that several can run side by side.
+    /// socket in the run directory for a private one, so that several can run on one machine.
     ///
     /// # Errors
-    /// `listen` is none of these; the text says what is accepted.
+    /// `listen` has another form; the text names the accepted forms.
     pub fn listen(&self, run_dir: &Path) -> Result<ListenAddress, String> {
         match self.listen.as_str() {
             "off" => Ok(ListenAddress::Off),

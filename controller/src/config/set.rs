@@ -1,8 +1,8 @@
-//! The values that `affinode policy set` sets for the node: in a drop-in of its own, so that they
-//! persist, and are visible beside the rest of the configuration.
+//! The values that `affinode policy set` sets for the node: in a drop-in of its own. So they
+//! persist, and are visible next to the rest of the configuration.
 //!
 //! ```text
-//! changes ──> new drop-in ──load everything with it──invalid──> nothing is written
+//! changes ──> new drop-in ──load the configuration with it──invalid──> nothing is written
 //!                                              └──valid──> write to a new file, rename
 //! ```
 
@@ -15,12 +15,12 @@ use std::{
 use super::{Config, ConfigError};
 use crate::core::explain;
 
-/// The name sorts late, so that it overrides the drop-ins of packages and people.
+/// Name of the drop-in. It sorts late, so that it overrides the drop-ins of packages and operators.
 const FILE: &str = "90-affinode-policy-set.toml";
 const HEADER: &str =
     "# Written by `affinode policy set`; `affinode policy unset` removes values.\n";
 
-/// Why nothing was changed.
+/// Reason why nothing was changed.
 #[derive(Debug, thiserror::Error)]
 pub enum SetError {
     /// No policy value has this name.
@@ -93,7 +93,7 @@ pub fn set(file: &Path, changes: &[(String, String)]) -> Result<(), SetError> {
     write().map_err(failed)
 }
 
-/// The TOML value of a word from the command line, where people write no quotes.
+/// Converts a word of the command line, which has no quotes, to a TOML value.
 fn typed(value: &str) -> toml::Value {
     if let Ok(number) = value.parse::<i64>() {
         return number.into();

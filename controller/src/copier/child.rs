@@ -1,4 +1,5 @@
-//! The process of a copier: this program again, with the controller on its standard input.
+//! The process of a copier: another instance of this program, with the controller's socket on its
+//! standard input.
 
 use std::{
     io,

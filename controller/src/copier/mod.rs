@@ -137,12 +137,12 @@ impl CopierProcesses {
         self.running.get(&id).map(|copier| copier.gpu.as_str())
     }
 
-    /// The pids of all copiers, including those that are ending.
+    /// The pids of all copiers, including those that are being ended.
     pub fn pids(&self) -> impl Iterator<Item = u32> {
         self.running.values().map(|copier| copier.child.pid())
     }
 
-    /// Updates the VRAM of the copiers from a reading of the GPUs.
+    /// Updates the VRAM of the copiers from a reading of all GPUs.
     pub fn seen(&mut self, gpus: &[GpuSample]) {
         for copier in self.running.values_mut() {
             let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == copier.gpu) else { continue };

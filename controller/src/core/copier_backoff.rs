@@ -1,6 +1,6 @@
-//! Backoff after a copier that could not serve: each further failure of a GPU doubles the pause
-//! before the next start. What killed one copier may be over in a moment; what the driver refuses
-//! once it mostly refuses for long.
+//! Backoff after a copier that could not serve. Each further failure on a GPU doubles the pause
+//! before the next start. The cause of one failure may pass quickly, while a refusal of the driver
+//! usually lasts.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! The task that drives the core: it alone changes [`Node`], feeds its inputs, and executes its
-//! effects in order.
+//! The task that drives the core. Only this task changes [`Node`]: it feeds the inputs, and
+//! executes the effects in order.
 
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -46,15 +46,16 @@ use crate::{
     socket_activation::{self, ActivationSockets},
 };
 
-/// Messages of agents that may wait for the actor; further senders wait, each on its own socket.
+/// Maximum number of messages of agents that wait for the actor. Further messages wait in the
+/// sockets of their senders.
 const INBOX: usize = 1024;
-/// Without containers the controller ends after this time; the next shim starts another.
+/// Time without containers after which the controller ends. The next shim starts another.
 const LINGER: Duration = Duration::from_secs(60);
 /// Time between two readings of the GPUs when no container waits.
 const GPU_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Shortest time between two readings of the processes' utilization; otherwise as often as counters
-/// are read.
+/// Minimum time between two readings of the processes' utilization. Otherwise it is read as often
+/// as the counters.
 const WITNESS_INTERVAL: Duration = Duration::from_millis(250);
 
 pub(super) struct NodeActor {
@@ -73,7 +74,7 @@ pub(super) struct NodeActor {
     witness: ProcessUtilization,
     witness_asked: Option<Instant>,
     host_levels: HostLevels,
-    /// When these are read next, while a copy out is in progress.
+    /// Time of the next reading of host memory, while a copy out is in progress.
     pub(super) levels_due: Option<tokio::time::Instant>,
     pub(super) journal: Journal,
     unclaimed: UnclaimedEntry,
@@ -83,20 +84,21 @@ pub(super) struct NodeActor {
     started_unix_ms: i64,
     gpus_read: Option<Instant>,
     readings: GpuPolling,
-    /// The container whose connections were counted last; each turn counts only some containers.
+    /// The container whose connections were counted last. Each turn counts only some of the
+    /// containers.
     pub(super) counted: Option<Key>,
     busy: GpuUtilization,
     pub(super) sweep: GarbageCollector,
     /// The uid of the user of each job.
     pub(super) job_users: HashMap<Key, u32>,
     empty_since: Instant,
-    /// The GPUs under pressure that containers were told last.
+    /// The GPUs under pressure as last written to the containers' pressure files.
     pub(super) sent_pressure: Option<BTreeSet<String>>,
     dashboard: String,
 }
 
-/// Serves until a signal, or, without a supervisor and without jobs, until no container was left
-/// for `LINGER`.
+/// Serves until a signal. Without a supervisor and without jobs, it also ends when there was no
+/// container for `LINGER`.
 pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), DaemonError> {
     let file = |what, path: PathBuf| move |source| DaemonError::File { what, path, source };
     let folder = run_dir.join(paths::JOURNAL_DIR);
@@ -212,7 +214,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         // A queue or a move needs shorter ticks than planned.
         next_tick = next_tick.min(tokio::time::Instant::now() + actor.pause());
     }
-    // From here on requests get no response: the caller is told that the controller is ending.
+    // From here on commands get no response: a dropped channel returns `ShuttingDown` to its caller.
     drop(from_api);
     show.end();
     Ok(())
@@ -241,7 +243,7 @@ impl NodeActor {
         self.empty_since.elapsed() > LINGER
     }
 
-    /// Reads what an earlier controller wrote into the journal before it died.
+    /// Reads the journal that an earlier controller wrote.
     fn recall(&mut self) -> std::io::Result<()> {
         let (records, bad) = self.journal.read_all()?;
         for why in bad {

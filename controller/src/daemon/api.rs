@@ -34,10 +34,10 @@ use crate::{
     socket_activation::ActivationSockets,
 };
 
-/// Maximum time that a request for events may wait.
+/// Maximum time for which a request for events waits.
 const MAX_WAIT: Duration = Duration::from_secs(60);
 
-/// Spans in one response: far below the maximum size of a message.
+/// Maximum number of spans in one response, far below the maximum size of a message.
 const SPANS: usize = 1_000;
 
 /// The author of these requests in the events.
@@ -81,7 +81,8 @@ fn failed(code: ttrpc::Code, text: impl Into<String>) -> ttrpc::Error {
 impl ControlService {
     async fn ask<T>(&self, call: impl FnOnce(oneshot::Sender<T>) -> Command) -> ttrpc::Result<T> {
         let (answer, answered) = oneshot::channel();
-        let ending = || failed(ttrpc::Code::UNAVAILABLE, "the controller is ending; try again");
+        let ending =
+            || failed(ttrpc::Code::UNAVAILABLE, "the controller is shutting down; try again");
         self.calls.send(call(answer)).await.map_err(|_| ending())?;
         answered.await.map_err(|_| ending())
     }
@@ -123,7 +124,7 @@ impl Control for ControlService {
         _: &TtrpcContext,
         request: WithdrawRequest,
     ) -> ttrpc::Result<WithdrawResponse> {
-        let ending = |_| failed(ttrpc::Code::UNAVAILABLE, "the controller is ending");
+        let ending = |_| failed(ttrpc::Code::UNAVAILABLE, "the controller is shutting down");
         self.calls
             .send(Command::Withdraw(request.key, request.generation))
             .await

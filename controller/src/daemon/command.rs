@@ -21,9 +21,9 @@ pub enum Command {
     Withdraw(String, u64),
     /// The state of the node with all GPUs and containers.
     List(oneshot::Sender<ListResponse>),
-    /// The connected processes of these containers, or of all.
+    /// The processes of these containers, or of all, that are connected.
     Sights(Option<Vec<Key>>, oneshot::Sender<Vec<CallSource>>),
-    /// The key of the container with this name, or what to do instead.
+    /// The key of the container with this name, or an instruction if there is not exactly one.
     Find(String, oneshot::Sender<Result<Key, String>>),
     /// Offload or restore the container with this name.
     Act(String, Request, oneshot::Sender<ActionResponse>),
@@ -31,7 +31,7 @@ pub enum Command {
     /// request.
     Pin(String, bool, String, oneshot::Sender<ActionResponse>),
     /// Turn automatic offloads on or off; the second value is the author of the request. Response:
-    /// whether that is a change, or why it cannot be stored.
+    /// whether that is a change, or the reason why it cannot be stored.
     AutoOffload(bool, String, oneshot::Sender<Result<bool, String>>),
     /// Read the configuration again. Response: whether something changed.
     Reload(oneshot::Sender<Result<ReloadedConfig, String>>),

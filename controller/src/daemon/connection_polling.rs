@@ -6,7 +6,7 @@ use crate::{
     inventory::network,
 };
 
-/// Containers per turn: for each, a small file of /proc is read.
+/// Maximum number of containers per turn. For each, a small file of /proc is read.
 const MAX_CONTAINERS_PER_TURN: usize = 64;
 
 impl NodeActor {

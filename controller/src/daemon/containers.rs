@@ -1,4 +1,4 @@
-//! Containers that are announced and withdrawn: their sockets, and the inputs to the core.
+//! Handles containers that are announced and withdrawn: their sockets, and the inputs to the core.
 
 use std::sync::Arc;
 
@@ -45,8 +45,8 @@ impl NodeActor {
         Ok(self.node.warnings(&key))
     }
 
-    /// The container of this generation is gone; 0: any generation. A later container of that id
-    /// may have been announced already, and stays.
+    /// Handles the withdrawal of a deleted container of this generation; 0: any generation. A later
+    /// container of the same id may have been announced already, and stays.
     pub(super) fn withdrawn(&mut self, key: &str, generation: u64) {
         if let Ok(key) = Key::parse(key)
             && !self.node.is_of_another(&key, generation)
@@ -55,7 +55,8 @@ impl NodeActor {
         }
     }
 
-    /// Withdraws containers that are gone and were not withdrawn by their shim, at intervals.
+    /// Withdraws containers that do not exist any longer and that their shim has not withdrawn.
+    /// Does nothing before its interval has passed.
     pub(super) fn withdraw_the_gone(&mut self) {
         if let Some(gone) = self.sweep.gone(self.node.deserted(process::lives)) {
             for key in gone {

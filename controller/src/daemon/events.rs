@@ -1,4 +1,4 @@
-//! The latest events, for all readers.
+//! Stores the latest events for all readers.
 
 use std::{
     collections::VecDeque,
@@ -42,8 +42,8 @@ impl EventLog {
         self.added.notify_waiters();
     }
 
-    /// Events after a number; waits up to `wait` for the first one. A number that is higher than
-    /// the newest is one of an earlier controller: all events are returned.
+    /// Events after a number. Waits up to `wait` for the first one. If the number is higher than
+    /// the newest, it is of an earlier controller, and all events are returned.
     pub async fn after(&self, sequence: u64, wait: Duration) -> Vec<Event> {
         let deadline = tokio::time::Instant::now() + wait;
         loop {

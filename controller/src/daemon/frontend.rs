@@ -1,5 +1,5 @@
 //! History, metrics and dashboard, on a thread of their own. Containers are managed without them,
-//! so a part that cannot start is logged and left out.
+//! so a failure to start one of these parts is only logged.
 
 use std::{path::Path, sync::Arc, thread::JoinHandle};
 
@@ -88,7 +88,7 @@ impl Frontend {
         Frontend { dashboard, history, hub, thread: thread.ok() }
     }
 
-    /// Ends the thread after the actor has ended, so that the history is written.
+    /// Ends the thread, so that the history is written. Called after the actor has ended.
     pub fn end(mut self) {
         self.hub.wake();
         if let Some(thread) = self.thread.take() {

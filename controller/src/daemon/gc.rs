@@ -1,5 +1,5 @@
-//! Finds containers that were not withdrawn because their shim was killed, once containerd has
-//! removed their bundle; and jobs whose last process has ended.
+//! Finds containers that were not withdrawn because their shim was killed. They have ended once
+//! containerd has removed their bundle. Also finds jobs whose last process has ended.
 
 use std::{
     fs,
@@ -14,7 +14,7 @@ use crate::{core::Key, jobs};
 /// Time between two scans.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// Finds containers whose bundle is gone.
+/// Finds containers whose bundle does not exist any longer.
 #[derive(Debug)]
 pub struct GarbageCollector {
     run_dir: PathBuf,
@@ -22,13 +22,13 @@ pub struct GarbageCollector {
 }
 
 impl GarbageCollector {
-    /// The first scan is after one interval.
+    /// Creates a collector whose first scan is due after one interval.
     pub fn new(run_dir: &Path) -> GarbageCollector {
         GarbageCollector { run_dir: run_dir.to_owned(), last: Instant::now() }
     }
 
-    /// The containers of `deserted` (those without processes, with their bundles) that are gone;
-    /// `None` before the interval has passed.
+    /// Returns the containers of `deserted` that do not exist any longer. `deserted` lists the
+    /// containers without processes, with their bundles. `None`: the interval has not passed yet.
     pub fn gone<'a>(
         &mut self,
         deserted: impl Iterator<Item = (&'a Key, &'a str)>,
@@ -51,9 +51,9 @@ impl GarbageCollector {
     }
 }
 
-/// A container is gone only if its bundle is known to be missing: one that cannot be examined may
-/// still exist. The bundle of a job is its lock file: a job is gone when no process holds that
-/// lock.
+/// Returns the containers whose bundle is known to be missing. A container that cannot be examined
+/// may still exist. The bundle of a job is its lock file: a job has ended when no process holds
+/// that lock.
 fn gone<'a>(deserted: impl Iterator<Item = (&'a Key, &'a str)>) -> Vec<Key> {
     deserted
         .filter(|(_, bundle)| {

@@ -1,5 +1,5 @@
-//! Limits the readings of the GPUs: one in progress, and one after it if something changed
-//! meanwhile. However often a container causes a change, a survey waits for at most two readings.
+//! Limits the readings of the GPUs: one in progress, and one after it if a change happened
+//! meanwhile. So a survey waits for at most two readings, even if a container causes many changes.
 
 /// Whether a reading is in progress, and whether another one must follow.
 #[derive(Debug, Default)]
@@ -15,7 +15,7 @@ impl GpuPolling {
         !std::mem::replace(&mut self.asked, true)
     }
 
-    /// A reading is complete. `true`: start the next one now.
+    /// Notes that a reading is complete. `true`: start the next one now.
     pub fn came(&mut self) -> bool {
         self.asked = std::mem::take(&mut self.again);
         self.asked

@@ -1,4 +1,4 @@
-//! The handle to the actor for the APIs: sends [`Command`]s, whatever the transport.
+//! The handle to the actor for the APIs. It sends [`Command`]s for any transport.
 
 use std::sync::Arc;
 
@@ -11,12 +11,12 @@ use crate::{
     core::{Key, Request},
 };
 
-/// The controller is ending and responds no longer.
+/// The controller is shutting down and does not respond any longer.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error("the controller is ending; try again")]
+#[error("the controller is shutting down; try again")]
 pub struct ShuttingDown;
 
-/// Sends commands to the actor and reads the events.
+/// Sends commands to the actor, and gives access to the events.
 #[derive(Clone, Debug)]
 pub struct ControllerHandle {
     calls: mpsc::Sender<Command>,
@@ -33,15 +33,15 @@ impl ControllerHandle {
     /// The state of the node with all GPUs and containers.
     ///
     /// # Errors
-    /// [`ShuttingDown`]: the controller is ending.
+    /// [`ShuttingDown`]: the controller is shutting down.
     pub async fn list(&self) -> Result<ListResponse, ShuttingDown> {
         self.ask(Command::List).await
     }
 
-    /// The connected processes of these containers, or of all.
+    /// The processes of these containers, or of all, that are connected.
     ///
     /// # Errors
-    /// [`ShuttingDown`]: the controller is ending.
+    /// [`ShuttingDown`]: the controller is shutting down.
     pub async fn sights(&self, keys: Option<Vec<Key>>) -> Result<Vec<CallSource>, ShuttingDown> {
         self.ask(|answer| Command::Sights(keys, answer)).await
     }
@@ -49,7 +49,7 @@ impl ControllerHandle {
     /// Offloads or restores a container; returns when it is done or refused.
     ///
     /// # Errors
-    /// [`ShuttingDown`]: the controller is ending.
+    /// [`ShuttingDown`]: the controller is shutting down.
     pub async fn act(
         &self,
         name: String,
@@ -61,7 +61,7 @@ impl ControllerHandle {
     /// Pins a container to the GPU, or unpins it.
     ///
     /// # Errors
-    /// [`ShuttingDown`]: the controller is ending.
+    /// [`ShuttingDown`]: the controller is shutting down.
     pub async fn pin(
         &self,
         name: String,
@@ -71,11 +71,11 @@ impl ControllerHandle {
         self.ask(|answer| Command::Pin(name, pinned, who, answer)).await
     }
 
-    /// Turns automatic offloads on or off. Returns whether that is a change, or why it cannot be
-    /// stored.
+    /// Turns automatic offloads on or off. Returns whether that is a change, or the reason why it
+    /// cannot be stored.
     ///
     /// # Errors
-    /// [`ShuttingDown`]: the controller is ending.
+    /// [`ShuttingDown`]: the controller is shutting down.
     pub async fn auto_offload(
         &self,
         on: bool,
@@ -90,7 +90,7 @@ impl ControllerHandle {
         &self.events
     }
 
-    /// Records in log and events that a user made a request.
+    /// Records a user's request in the log and in the events.
     pub fn audit(&self, event: Event) {
         tracing::info!(key = event.key, kind = event.kind, "{}", event.text);
         self.events.add(event, crate::clock::unix_ms());

@@ -1,5 +1,5 @@
-//! Hints from people and containers, and the pressure file of containers: see
-//! [`crate::core::hints`] and [`crate::core::pressure`].
+//! Hints from users and containers, and the pressure file of containers: see [`crate::core::hints`]
+//! and [`crate::core::pressure`].
 
 use affinode_proto::api::control::HintResponse;
 

@@ -1,5 +1,5 @@
-//! Jobs: programs that users run without a container. They are granted here, and found again by the
-//! next controller.
+//! Jobs: programs that users run without a container. This module admits them, and finds them again
+//! after a restart of the controller.
 
 use super::actor::NodeActor;
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
 };
 
 impl NodeActor {
-    /// Grants a job if the user may have it.
+    /// Creates a job and its folder, if the user is allowed to run it.
     pub(super) fn job(&mut self, request: JobRequest, user: &JobUser) -> Result<JobReply, String> {
         let request = permit(request, user, &self.config.jobs.users)?;
         if self.job_users.values().filter(|uid| **uid == user.uid).count() >= MAX_JOBS {
@@ -17,12 +17,12 @@ impl NodeActor {
         let job = JobFolder::make(&self.run_dir, request, user)
             .map_err(|error| format!("cannot create the job's folder: {error}"))?;
         let warnings = self.announce_job(&job)?;
-        tracing::info!(key = %job.key(), user = user.name, "job {}: granted", job.key());
+        tracing::info!(key = %job.key(), user = user.name, "job {}: started", job.key());
         let [folder, lock] = [job.mount(), job.lock()].map(|path| path.display().to_string());
         Ok(JobReply::Granted { folder, lock, warnings })
     }
 
-    /// Recalls the jobs that an earlier controller granted. Those that have ended since are
+    /// Finds the jobs that an earlier controller admitted. Those that have ended since are
     /// garbage-collected like containers.
     pub(super) fn recall_jobs(&mut self) {
         let jobs = kept(&self.run_dir).unwrap_or_else(|error| {

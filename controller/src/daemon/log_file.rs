@@ -11,7 +11,8 @@ use std::{
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// A file of this size is renamed. Two of them are in /run, which is memory.
+/// Maximum size of a log file, after which it is renamed. Two such files are in /run, which is
+/// memory.
 const MAX_BYTES: u64 = 4 << 20;
 
 /// The writer of log lines.
@@ -42,7 +43,8 @@ impl LogOutput {
 }
 
 impl LogSink {
-    /// The file to be renamed before the next line: once, each time it is full.
+    /// The path of the log file if it is full and must be renamed before the next line. Returned
+    /// once each time that it is full.
     fn full(&mut self) -> Option<PathBuf> {
         let file = self.file.clone().filter(|_| self.bytes >= MAX_BYTES)?;
         self.bytes = 0;

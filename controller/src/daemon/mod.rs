@@ -1,9 +1,9 @@
 //! The controller's process: one per node, held by a lock.
 //!
 //! Startup: lock, configuration, journal, control socket; then one task drives the core
-//! ([`actor`]). The controller may die at any time: shims start the next one and announce their
-//! containers again; agents connect again and report their state. A controller that is a systemd
-//! unit waits for the lock while a shim's controller holds it.
+//! ([`actor`]). The controller may end at any time: shims then start the next one and announce
+//! their containers again, and agents connect again and report their state. A controller that is a
+//! systemd unit waits for the lock while a shim's controller holds it.
 
 mod actor;
 mod api;
@@ -48,7 +48,7 @@ use crate::{
 /// Exit status for an invalid configuration: `EX_USAGE` of `sysexits.h`.
 const EXIT_CONFIG: u8 = 64;
 
-/// Why the controller did not start.
+/// Reason why the controller did not start.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DaemonError {
     #[error(transparent)]
@@ -113,8 +113,8 @@ fn start() -> Result<(), DaemonError> {
     runtime.block_on(actor::serve(run_dir, config))
 }
 
-/// Each process of a container takes three descriptors, so the soft limit is raised to the hard
-/// limit.
+/// Raises the soft limit of open files to the hard limit, because each process of a container takes
+/// three descriptors.
 fn raise_descriptors() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
@@ -126,7 +126,7 @@ fn raise_descriptors() {
 
 /// Takes the node's lock; `None` if another controller holds it. A supervised controller waits for
 /// the lock instead, and can be killed meanwhile. The kernel releases the lock when the process
-/// ends, for whatever reason.
+/// ends for any reason.
 fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> {
     let path = run_dir.join(paths::CONTROLLER_LOCK);
     let fail = |what, path: &Path| {

@@ -1,4 +1,4 @@
-//! Queries and changes of policies by people.
+//! Queries and changes of policies through the APIs.
 
 use affinode_proto::api::control::{PolicyResponse, PolicyValue};
 

@@ -1,4 +1,4 @@
-//! The containerd that serves a socket. The kernel names the process behind the socket, so the
+//! The containerd that serves a socket. The kernel identifies the process behind the socket, so the
 //! checks read that process's own program, configuration and PATH.
 
 use std::{
@@ -17,7 +17,7 @@ use super::{CheckGroup, DoctorCheck};
 use crate::error_chain;
 
 /// Sockets of distributions, in the order of the search. Those of Kubernetes distributions come
-/// first: beside one of them, the machine's own containerd serves Docker, which needs no handler.
+/// first. On such a node, the machine's own containerd serves Docker, which needs no handler.
 const SOCKETS: [&str; 4] = [
     "/run/k3s/containerd/containerd.sock",
     "/run/k0s/containerd.sock",
@@ -38,17 +38,17 @@ pub struct ContainerdProcess {
     pub pid: u32,
     /// Path of its executable.
     pub program: PathBuf,
-    /// Output of `--version`, or why the program failed.
+    /// Output of `--version`, or the reason why the program failed.
     pub version: Result<String, String>,
     /// Path of the configuration file that it was started with.
     pub config_file: PathBuf,
-    /// Its configuration with all imports, or why it cannot be read.
+    /// Its configuration with all imports, or the reason why it cannot be read.
     pub config: Result<toml::Table, String>,
     environment: Vec<u8>,
     argv: Vec<OsString>,
 }
 
-/// Why no containerd was found.
+/// Reason why no containerd was found.
 #[derive(Debug, thiserror::Error)]
 pub enum ContainerdAbsent {
     /// The socket does not exist.
@@ -128,8 +128,8 @@ pub fn find(socket: Option<&Path>) -> Result<ContainerdProcess, ContainerdAbsent
     look(&socket, pid).map_err(|source| ContainerdAbsent::Hidden { socket, source })
 }
 
-/// The first socket with a listener, or else the first that exists: a stopped containerd leaves its
-/// socket.
+/// The first socket with a listener. Otherwise the first socket that exists, because a stopped
+/// containerd leaves its socket.
 fn first(sockets: &[PathBuf]) -> Option<PathBuf> {
     let answers = |path: &&PathBuf| UnixStream::connect(path).is_ok();
     let there = |path: &&PathBuf| path.exists();
@@ -168,7 +168,7 @@ fn dump(pid: u32, argv: &[OsString]) -> Result<toml::Table, String> {
     text.parse().map_err(|error| format!("its configuration: {error}"))
 }
 
-/// Runs containerd's program under its own name: some programs are several in one file.
+/// Runs containerd's program under its own name, because some files contain several programs.
 fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, String> {
     // Through /proc: the file of the running process, even if an update has replaced it since.
     let mut command = Command::new(format!("/proc/{pid}/exe"));
@@ -180,7 +180,7 @@ fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, St
     Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
 }
 
-/// The words of its `--config FILE` flag, in any form.
+/// The arguments of its `--config FILE` flag, in any form.
 fn config_flag(argv: &[OsString]) -> Vec<OsString> {
     let names: [&[u8]; 4] = [b"--config", b"-config", b"-c", b"--c"];
     for (index, word) in argv.iter().enumerate().skip(1) {
@@ -201,7 +201,7 @@ pub fn kubelet_runs() -> bool {
     process_runs(&["kubelet", "k3s-server", "k3s-agent", "k0s", "kubelite"])
 }
 
-/// Whether a process has one of these names (15 bytes, as the kernel keeps them).
+/// Whether a process has one of these names, which the kernel cuts to 15 bytes.
 #[must_use]
 pub fn process_runs(names: &[&str]) -> bool {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();

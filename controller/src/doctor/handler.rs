@@ -160,7 +160,7 @@ runtime_type = "io.containerd.runc.v2"
         (folder, here)
     }
 
-    /// The provided snippets pass; without them there is no handler.
+    /// The provided snippets pass. Without one of them there is no handler.
     #[test]
     fn the_snippets_register_the_handler() {
         let (_folder, v3) = snippet();

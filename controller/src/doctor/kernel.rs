@@ -25,12 +25,12 @@ pub struct KernelFacts {
     pub pidfd: bool,
     /// Sealed memfds: counter files cannot shrink while they are read.
     pub seals: bool,
-    /// MADV_WIPEONFORK: a forked child knows that it is not registered.
+    /// MADV_WIPEONFORK: the library in a forked child detects that the child is not registered.
     pub wipe_on_fork: bool,
 }
 
 impl KernelFacts {
-    /// Tries each feature once.
+    /// Tests each feature with one system call.
     #[must_use]
     pub fn gather() -> KernelFacts {
         let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(verdicts(&KernelFacts { membarrier: false, ..good() }), [Good, Good, Warning]);
     }
 
-    /// The agents of the other tests need all of these features.
+    /// Other tests start agents, which need all of these features.
     #[test]
     fn this_kernel_is_seen_as_it_is() {
         let facts = KernelFacts::gather();

@@ -22,7 +22,7 @@ use super::{CheckGroup, DoctorCheck};
 pub struct LibraryFacts {
     /// Path of the library.
     pub path: PathBuf,
-    /// Why a loader could not load it.
+    /// Reason why a loader could not load it.
     pub fault: Result<(), String>,
     /// Whether every user can read it.
     pub readable: bool,

@@ -8,7 +8,7 @@ use crate::{
     inventory::memory::{available_bytes, reserve_in_force},
 };
 
-/// The cgroup version, by which limits of containers are read.
+/// Version of the cgroup hierarchy from which limits of containers are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CgroupVersion {
     /// One hierarchy that has the memory controller.
@@ -26,7 +26,7 @@ pub enum CgroupVersion {
 pub struct MemoryFacts {
     /// How memory limits can be read.
     pub cgroups: CgroupVersion,
-    /// Available RAM in bytes, or why it is unknown.
+    /// Available RAM in bytes, or the reason why it is unknown.
     pub available_bytes: Result<u64, String>,
     /// The node's reserve plus the driver's overhead for a process, in bytes.
     pub kept_bytes: u64,

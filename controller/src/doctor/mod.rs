@@ -1,4 +1,4 @@
-//! `affinode doctor`: checks whether this machine is ready, and says how to fix what is not.
+//! `affinode doctor`: checks whether this machine is ready, and prints how to fix each problem.
 //!
 //! | module | what it checks |
 //! | --- | --- |
@@ -34,7 +34,7 @@ use serde::Serialize;
 
 use crate::{config::Config, driver_library::DriverLibrary, error_chain};
 
-/// How a check ended.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckVerdict {
@@ -42,7 +42,7 @@ pub enum CheckVerdict {
     Good,
     /// Affinode works, but with a limitation.
     Warning,
-    /// Affinode does not work until it is fixed.
+    /// Affinode does not work until the finding is fixed.
     Bad,
 }
 
@@ -73,7 +73,7 @@ pub struct DoctorCheck {
     pub hint: String,
 }
 
-/// The checks of one group, while they are added.
+/// A group of checks that is being filled.
 #[derive(Debug)]
 pub struct CheckGroup {
     name: &'static str,

@@ -1,5 +1,5 @@
-//! What each check of the doctor means, why it fails and what to do: the text of the
-//! troubleshooting page. [`CheckGroup`](super::CheckGroup) refuses checks that have no entry here.
+//! Meaning, cause and remedy of each check of the doctor: the text of the troubleshooting page.
+//! [`CheckGroup`](super::CheckGroup) refuses checks that have no entry here.
 
 use serde::Serialize;
 
@@ -10,9 +10,9 @@ pub struct CheckHelp {
     pub group: &'static str,
     /// Name of the check, unique in its group.
     pub name: &'static str,
-    /// What the check examines.
+    /// Subject of the check.
     pub meaning: &'static str,
-    /// Why it is a warning or a failure.
+    /// Cause of a warning or a failure.
     pub cause: &'static str,
     /// What an operator can do.
     pub remedy: &'static str,
@@ -168,8 +168,8 @@ pub fn is_explained(group: &str, name: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// The calls that make checks, in the text of the modules: a check that an entry describes
-    /// must still be made.
+    /// Each check with an entry must still be made: this finds the calls that make checks in the
+    /// text of the modules.
     #[test]
     fn explained_checks_are_made() {
         let sources = [

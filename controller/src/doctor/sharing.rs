@@ -20,7 +20,7 @@ const CHECKPOINT_BYTES: u64 = 16 << 20;
 const DRA: &str = "var/lib/kubelet/plugins/gpu.nvidia.com";
 /// The file that HAMi mounts over `/etc/ld.so.preload` of containers.
 const HAMI: &str = "usr/local/vgpu/ld.so.preload";
-/// Folder with a folder for each pod, named after namespace, pod and uid.
+/// Folder with one subfolder for each pod, named after namespace, pod and uid.
 const PODS: &str = "var/log/pods";
 /// Prefix of the pods with which KAI reserves the GPUs that it shares.
 const KAI: &str = "kai-resource-reservation_";

@@ -5,9 +5,9 @@
 //!                                                         bounded queue, counts what it drops
 //! ```
 //!
-//! A record says from when to when a container was in a state, and what it held in that time.
-//! Timeline and report are sums of records. The file has a maximum size; the oldest records are
-//! removed first. Recording never waits for the disk.
+//! A record has the start and the end of a container's stay in a state, and the memory that it held
+//! in that time. Timeline and report are sums of records. The file has a maximum size; the oldest
+//! records are removed first. Recording never waits for the disk.
 
 mod recorder;
 pub mod report;
@@ -34,7 +34,7 @@ use crate::schema;
 
 /// Name of the file in the state folder.
 pub const FILE: &str = "history.redb";
-/// Batches that may wait for the disk; further ones are dropped and counted.
+/// Maximum number of batches that wait for the disk. Further batches are dropped and counted.
 const QUEUE: usize = 64;
 
 /// The queue of the writer's thread, and the thread.
@@ -115,7 +115,8 @@ impl NodeHistory {
         }
     }
 
-    /// Spans that overlap a time range, the oldest first; of one container, or of all (`None`).
+    /// Spans that overlap a time range, the oldest first; of the container `key`, or of all
+    /// (`None`).
     ///
     /// # Errors
     /// The file cannot be read.

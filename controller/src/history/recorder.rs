@@ -13,15 +13,16 @@ use affinode_proto::{event::EventKind, state::State};
 use super::StateSpan;
 use crate::schema::{Container, Event, Gpu, Node};
 
-/// Maximum length of a span; then the next one begins. So its values apply to all of it.
+/// Maximum length of a span, so that the values of a span describe its whole time. A longer stay
+/// has several spans.
 pub const MAX_MS: i64 = 3_600_000;
-/// An observation that is later than this says nothing about the time before it.
+/// Time after which a late observation is not used for the time before it.
 const STALE_AFTER_MS: i64 = 60_000;
-/// Observations are too far apart to show shorter pauses.
+/// Minimum length of a recorded pause. Observations are too far apart to show shorter pauses.
 const PAUSE_MS: i64 = 10_000;
-/// Shortest time between two writes of ended spans.
+/// Minimum time between two writes of ended spans.
 const ENDED_EVERY_MS: i64 = 2_000;
-/// Time between two writes of growing spans: a controller that dies loses no more.
+/// Time between two writes of growing spans. A controller that dies loses at most this time.
 const GROWING_EVERY_MS: i64 = 30_000;
 
 #[derive(Debug)]
@@ -35,7 +36,7 @@ struct OpenSpan {
     offloaded_share: f64,
 }
 
-/// The growing spans, and the ended ones that were not written yet.
+/// The growing spans, and the ended spans that are not written yet.
 #[derive(Debug, Default)]
 pub struct SpanRecorder {
     open: HashMap<String, OpenSpan>,
@@ -109,7 +110,7 @@ impl SpanRecorder {
         due
     }
 
-    /// All spans that are possibly not written.
+    /// All spans that may not be written yet.
     pub fn all(&self) -> Vec<StateSpan> {
         self.ended.iter().chain(self.open.values().map(|open| &open.span)).cloned().collect()
     }

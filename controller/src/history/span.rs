@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// From when to when a container was in a state, and what it held.
+/// Start and end of a container's stay in a state, and the memory that it held in that time.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StateSpan {
     /// Key of the container.
@@ -33,8 +33,8 @@ pub struct StateSpan {
     pub calls: u64,
     /// Duration of the wake that began the span; 0: no wake.
     pub wake_ms: u64,
-    /// When the container was in use: start and end in milliseconds after `from_ms`, as precise as
-    /// an observation every few seconds allows.
+    /// Times of use: start and end in milliseconds after `from_ms`. Their precision is that of
+    /// observations, which are a few seconds apart.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub uses: Vec<(u32, u32)>,
 }

@@ -1,5 +1,5 @@
 //! The file of the history: spans, ordered by their start. A file that cannot be read is renamed
-//! and a new one is created: a running controller is worth more than its history.
+//! and a new one is created, because the controller must run even without its history.
 
 use std::{
     fs, io,
@@ -12,7 +12,7 @@ use redb::{
 
 use super::{StateSpan, recorder::MAX_MS};
 
-/// From start in milliseconds and key to the span in JSON.
+/// Table of spans in JSON. Key: start in milliseconds, and key of the container.
 const SPANS: TableDefinition<(u64, &str), &[u8]> = TableDefinition::new("spans-1");
 /// Counters of the history, by name.
 const NUMBERS: TableDefinition<&str, u64> = TableDefinition::new("numbers-1");
@@ -26,7 +26,7 @@ const RUNNING: &str = "running";
 const CACHE_BYTES: usize = 4 << 20;
 /// Maximum number of spans in one response.
 const MAX_SPANS: usize = 200_000;
-/// Writes between two checks of size and age.
+/// Number of writes between two checks of size and age.
 const CLEAN_EVERY: u64 = 20;
 
 /// How often controllers of this node started and ended.
@@ -48,13 +48,13 @@ pub struct StoreLimits {
     pub max_bytes: u64,
 }
 
-/// Why the history failed.
+/// Reason why the history failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The folder or the file cannot be used.
     #[error("{what} {path}")]
     File {
-        /// What the failed operation was.
+        /// Text that names the failed operation.
         what: &'static str,
         /// Path of the file.
         path: PathBuf,

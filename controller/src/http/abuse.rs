@@ -1,4 +1,4 @@
-//! Invalid, oversized and excessive requests are refused, limited and counted.
+//! Tests of invalid, oversized and excessive requests: they are refused, limited and counted.
 
 use std::{future::Future, task::Poll, time::Duration};
 
@@ -150,7 +150,7 @@ async fn a_closed_connection_admits_the_next() {
     assert_eq!(waiting.await.0, 200);
 }
 
-/// A response may be as large as the whole history, and its client may be slow.
+/// A response may be as large as the whole history, and its client may read slowly.
 #[tokio::test]
 async fn history_responses_are_limited() {
     let site = run(true, None);

@@ -1,4 +1,4 @@
-//! The dashboard's files. They are part of the binary: the page loads nothing from elsewhere.
+//! The dashboard's files. They are part of the binary, and the page loads no other files.
 
 use std::sync::LazyLock;
 
@@ -40,7 +40,7 @@ files! {
     "/theme.js": SCRIPT, "theme.js";
 }
 
-/// One tag for all files, which changes with each version of the page.
+/// Entity tag of all files. It changes with each version of the page.
 static TAG: LazyLock<String> = LazyLock::new(|| {
     let mut hash = Sha256::new();
     for (_, _, text) in FILES {

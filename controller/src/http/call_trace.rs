@@ -9,7 +9,7 @@ use super::{
 };
 use crate::call_trace::Scope;
 
-/// Without a batch for this time a comment is sent, so that a closed connection is noticed.
+/// Time without a batch after which a comment is sent, so that a closed connection is noticed.
 const QUIET: Duration = Duration::from_secs(2);
 
 /// Begins a stream. The calls are watched as long as the stream is open.

@@ -1,7 +1,10 @@
-//! Checks whether a request is admitted. It must name the node by one of its own names (a page of
-//! another site whose name resolves to this node does not: DNS rebinding). It must not come from
-//! another site's page. If a token is required, it must carry it: the token of a file, or one that
-//! the Kubernetes API server accepts ([`super::review`]).
+//! Checks whether a request is admitted.
+//!
+//! - Its Host header must have one of the node's own names. A name of another site that resolves to
+//!   this node is refused (DNS rebinding).
+//! - It must not come from a page of another site.
+//! - If a token is required, it must have a valid one: the token of a file, or a token that the
+//!   Kubernetes API server accepts ([`super::review`]).
 
 use std::{net::IpAddr, path::PathBuf, sync::Arc};
 
@@ -14,7 +17,7 @@ use crate::config::{HttpAuth, HttpSection};
 /// Minimum length of a token, so that it cannot be guessed.
 const TOKEN_CHARS: usize = 16;
 
-/// Why there is no guard; the site is then not served.
+/// Reason why there is no guard. The site is then not served.
 #[derive(Debug, thiserror::Error)]
 pub enum GuardError {
     /// The token file cannot be read.
@@ -37,7 +40,7 @@ pub enum GuardError {
     Reviewer(String),
 }
 
-/// Why a request was refused.
+/// Reason why a request was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DenyReason {
     /// The Host header is not a name of the node.
@@ -77,9 +80,9 @@ impl DenyReason {
 pub struct Denied {
     /// The reason as a category.
     pub kind: DenyReason,
-    /// For the sender of the request: why, and what to do.
+    /// Text for the sender of the request: the reason, and a remedy.
     pub why: String,
-    /// For the log only; empty: the log has `why`.
+    /// Text for the log only. If it is empty, the log has `why`.
     pub detail: String,
 }
 

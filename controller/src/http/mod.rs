@@ -1,7 +1,7 @@
-//! Dashboard, HTTP API and metrics of the node, for people and their tools.
+//! Dashboard, HTTP API and metrics of the node, for browsers and tools.
 //!
 //! ```text
-//!  connection ──bounded in number, bytes and time──> guard ──> route ──> door to the actor
+//!  connection ──bounded in number, bytes and time──> guard ──> route ──> handle of the actor
 //!    [`socket`]  [`timed`]                          [`guard`]  [`routes`]
 //! ```
 //!
@@ -47,12 +47,12 @@ use socket::HttpPeer;
 pub use socket::{BoundSocket, HttpListener, ListenError};
 pub use tls::{TlsError, TlsIdentity};
 
-/// Maximum number of connections; further ones wait in the kernel's short queue.
+/// Maximum number of connections. Further connections wait in the kernel's backlog.
 const CONNECTIONS: usize = 128;
 /// Maximum number of event streams.
 const STREAMS: usize = 40;
-/// Maximum number of call streams. They have a limit of their own: few clients need them, and they
-/// must not displace event streams.
+/// Maximum number of call streams. They have a limit of their own, so that they do not displace
+/// event streams.
 const CALL_STREAMS: usize = 16;
 /// Maximum number of moves in progress.
 const ACTIONS: usize = 16;
@@ -61,9 +61,9 @@ const ACTIONS: usize = 16;
 const READS: usize = 2;
 /// Maximum size of a request's head.
 const HEAD_BYTES: usize = 16 << 10;
-/// Time for a request's head; also how long a connection may be idle between requests.
+/// Time limit for a request's head, and for an idle connection between requests.
 const HEAD_TIME: Duration = Duration::from_secs(20);
-/// A connection whose client reads nothing for this time is closed.
+/// Time after which a connection is closed whose client reads nothing.
 const STALL: Duration = Duration::from_secs(20);
 
 /// The state that request handlers share.
@@ -84,7 +84,7 @@ pub struct AppState {
     refusals: RefusalLog,
 }
 
-/// The sources of what the site serves.
+/// The sources of all data that the site serves.
 #[derive(Debug)]
 pub struct DataSources {
     /// Changes of the node.
@@ -98,7 +98,7 @@ pub struct DataSources {
 }
 
 impl AppState {
-    /// The state of a site. `may_act`: whether requests may offload, restore and pin.
+    /// Creates the state of a site. `may_act`: whether requests may offload, restore and pin.
     #[must_use]
     pub fn new(
         door: ControllerHandle,
@@ -130,7 +130,7 @@ impl AppState {
         self.note(what);
     }
 
-    /// Logs a refused request; of many, only their number.
+    /// Logs a refused request. If there are many, logs only their number.
     fn note(&self, what: String) {
         if let Some(what) = self.refusals.tell(what) {
             tracing::warn!("{what}");

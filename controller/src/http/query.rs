@@ -1,7 +1,7 @@
 //! Query parameters: `name=value&…`, plain words and numbers.
 
-/// The value of a parameter, if the query has it. No valid value needs escapes, so they are not
-/// decoded.
+/// The value of a parameter, if the query has it. It is not decoded, because no valid value needs
+/// escapes.
 #[must_use]
 pub fn value<'a>(query: Option<&'a str>, name: &str) -> Option<&'a str> {
     query?.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
@@ -10,7 +10,7 @@ pub fn value<'a>(query: Option<&'a str>, name: &str) -> Option<&'a str> {
 /// A whole number from 0, if the query has the parameter.
 ///
 /// # Errors
-/// The value is not such a number; the text says so.
+/// The value is not such a number.
 pub fn number(query: Option<&str>, name: &str) -> Result<Option<i64>, String> {
     let Some(given) = value(query, name) else { return Ok(None) };
     match given.parse() {

@@ -21,7 +21,8 @@ pub type ReplyBody = UnsyncBoxBody<Bytes, Infallible>;
 /// An HTTP response with such a body.
 pub type Reply = Response<ReplyBody>;
 
-/// The page may load files of this server and connect to it; no other page may frame it.
+/// Content security policy: the page may load files of this server and connect to it, and no other
+/// page may frame it.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
     connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -64,7 +65,8 @@ pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
     }
 }
 
-/// The same response, which holds a permit until the client has read it or has gone.
+/// The same response, which holds a permit until the client has read the response or has closed the
+/// connection.
 pub fn until_taken(reply: Reply, permit: OwnedSemaphorePermit) -> Reply {
     reply.map(|body| StreamPermit { body, _permit: permit }.boxed_unsync())
 }
@@ -94,7 +96,7 @@ impl Body for StreamPermit {
     }
 }
 
-/// An error response, with the reason for people and programs.
+/// An error response with its reason, as text and as JSON.
 pub fn error(status: StatusCode, why: &str) -> Reply {
     #[derive(Serialize)]
     struct ErrorBody<'a> {

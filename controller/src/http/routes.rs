@@ -32,11 +32,11 @@ const CONTAINERS: &str = "/api/v1/containers/";
 const AUTO_OFFLOAD: &str = "/api/v1/auto-offload/";
 /// Maximum size of an action's body; none is needed.
 const BODY_BYTES: usize = 4 << 10;
-/// Time for reading a body.
+/// Time limit for reading a body.
 const BODY_TIME: Duration = Duration::from_secs(5);
-/// Time for a response, except for moves.
+/// Time limit for a response, except for moves.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
-/// Length of a report without `since_ms`.
+/// Time range of a report without `since_ms`.
 const DAY_MS: i64 = 24 * 3600 * 1000;
 
 /// Checks a request and runs its handler.
@@ -72,14 +72,14 @@ pub async fn answer(site: &Arc<AppState>, peer: &HttpPeer, request: Request<Inco
 
 /// The sender of an admitted request.
 struct HttpCaller {
-    /// User and address, as far as they are known; for the events.
+    /// User and address for the events, as far as they are known.
     who: String,
     admitted: Option<Principal>,
 }
 
-/// The right that a request needs: its path without the variable part, below /affinode instead of
-/// /api, because every user of a cluster may get /api/* (ClusterRole system:discovery). A path that
-/// is not in the list needs a right that no role grants by name.
+/// The right that a request needs. Its path has no variable part, and begins with /affinode instead
+/// of /api, because every user of a cluster may get /api/* (ClusterRole system:discovery). A path
+/// that is not in the list needs a right that no role grants by name.
 #[must_use]
 pub fn access(method: &Method, path: &str) -> AccessRule {
     const RIGHTS: [&str; 7] = [
@@ -109,8 +109,8 @@ pub fn access(method: &Method, path: &str) -> AccessRule {
     AccessRule { verb, path }
 }
 
-/// Whether a path requires a right. The page itself contains no secret: it asks its user for the
-/// token.
+/// Whether a path requires a right. The page itself does not: it contains no secret, and requests
+/// the token from its user.
 #[must_use]
 pub fn needs_right(path: &str) -> bool {
     path.starts_with("/api/") || path == "/metrics"
@@ -223,7 +223,7 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
     let key = query::value(query, "key").map(ToOwned::to_owned);
     let report = (path == "/api/v1/report").then(|| site.report.clone());
     let Ok(permit) = Arc::clone(&site.reads).acquire_owned().await else {
-        return reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is ending");
+        return reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is shutting down");
     };
     // The disk may be slow, and this thread serves other requests. If the client disconnects
     // meanwhile, its permit is held until the reading is done.
@@ -301,7 +301,7 @@ async fn events(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Inco
         return too_many_streams();
     };
     let Ok(list) = site.door.list().await else {
-        return reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is ending");
+        return reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is shutting down");
     };
     let node = query::value(request.uri().query(), "watch") == Some("node");
     let id = request.headers().get("last-event-id").and_then(|id| id.to_str().ok());
@@ -340,7 +340,7 @@ async fn auto_offload(
     }
 }
 
-/// Whether a request may change something; reads its body, which is not needed.
+/// Whether a request may change something. Reads its body, which is not used.
 async fn may_act(
     site: &AppState,
     caller: &HttpCaller,

@@ -68,7 +68,7 @@ impl fmt::Display for HttpPeer {
     }
 }
 
-/// A connection of either kind.
+/// A connection over TCP or a Unix socket.
 #[derive(Debug)]
 pub enum HttpStream {
     /// A connection over TCP.
@@ -81,7 +81,7 @@ impl HttpListener {
     /// Binds the socket. Returns it with the address for clients; `None` if `listen` is `Off`.
     ///
     /// # Errors
-    /// [`ListenError`]: the port is probably in use.
+    /// [`ListenError`]: the socket cannot be bound, for example because the port is in use.
     pub fn bind(listen: &ListenAddress) -> Result<Option<(BoundSocket, String)>, ListenError> {
         let fail = |place: String| move |source| ListenError { place, source };
         match listen {

@@ -31,7 +31,7 @@ pub struct Running {
     pub site: Arc<AppState>,
 }
 
-/// A site whose node has one container, which can be offloaded but not restored.
+/// Serves a site whose node has one container, which can be offloaded but not restored.
 pub fn run(may_act: bool, token: Option<&str>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let token_file = folder.path().join("token");
@@ -42,7 +42,7 @@ pub fn run(may_act: bool, token: Option<&str>) -> Running {
     run_behind(folder, may_act, &HttpSection { token_file: file.into(), ..HttpSection::default() })
 }
 
-/// The same site, behind the guard of a configuration.
+/// Serves the same site, behind the guard of a configuration.
 pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) -> Running {
     let guard = HttpGuard::new(http).unwrap();
     let (calls, mut asked) = mpsc::channel(64);

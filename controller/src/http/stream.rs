@@ -1,8 +1,8 @@
 //! Server-sent events: the events, and with `watch=node` the changes of the node.
 //!
 //! ```text
-//!  event: node     the whole node, at the start and each time this stream fell behind
-//!  event: change   the differences since the last one
+//!  event: node     the whole node, at the start, and each time that this stream fell behind
+//!  event: change   the differences since the last message
 //!  event: event    an event; its id lets a client continue after it
 //! ```
 //!
@@ -30,15 +30,15 @@ use crate::{
     schema,
 };
 
-/// Without a message for this time a comment is sent, so that proxies and clients keep the
+/// Time without a message after which a comment is sent, so that proxies and clients keep the
 /// connection.
 const QUIET: Duration = Duration::from_secs(15);
-/// Messages that may wait between this task and the connection.
+/// Maximum number of messages that wait between this task and the connection.
 const PIPE: usize = 8;
-/// A stream whose client accepts no message for this time is closed.
+/// Time after which a stream is closed whose client accepts no message.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What a stream holds: its permit, and the right to it.
+/// Permit of a stream, and its user's right.
 #[derive(Debug)]
 pub struct StreamGuard {
     /// The permit among the limited number of streams.
@@ -48,8 +48,8 @@ pub struct StreamGuard {
 }
 
 impl StreamGuard {
-    /// Spawns the writer of a stream. The stream ends when its client has gone, reads nothing, or
-    /// has lost the right.
+    /// Spawns the writer of a stream. The stream ends when its client closes it or reads nothing,
+    /// or when the right ends.
     pub fn spawn(
         self,
         site: Arc<AppState>,
@@ -90,7 +90,7 @@ pub fn pipe() -> (EventPipe, StreamBody) {
 }
 
 impl EventPipe {
-    /// Sends text; `None` if the client has gone or reads nothing.
+    /// Sends text. `None`: the client has closed the stream, or reads nothing.
     pub async fn send(&self, text: String) -> Option<()> {
         tokio::time::timeout(WRITE_TIMEOUT, self.0.send(text.into())).await.ok()?.ok()
     }
@@ -118,7 +118,8 @@ pub struct StreamQuery {
 }
 
 impl StreamQuery {
-    /// From the header `Last-Event-ID`, for a controller that started at `started_unix_ms`.
+    /// Creates the parameters from the query and the header `Last-Event-ID`, for a controller that
+    /// started at `started_unix_ms`.
     #[must_use]
     pub fn new(
         last_id: Option<&str>,

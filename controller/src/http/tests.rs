@@ -1,4 +1,4 @@
-//! What the site serves, and under which conditions.
+//! Tests of the paths that the site serves, and of the conditions.
 
 use affinode_proto::api::control::Event;
 

@@ -13,7 +13,7 @@ use tokio_rustls::{
     server::TlsStream,
 };
 
-/// Why there is no HTTPS.
+/// Reason why there is no HTTPS.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A file cannot be read, or has no certificate or key.

@@ -1,5 +1,5 @@
-//! A connection with a write timeout: a client that reads nothing occupies memory here, so its
-//! connection is closed after a while.
+//! A connection with a write timeout. A client that does not read occupies memory of the
+//! controller, so its connection is closed after the timeout.
 
 use std::{
     future::Future,
@@ -14,7 +14,7 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 
-/// A connection, and how long a write may be pending.
+/// A connection, and the maximum time for which a write may be pending.
 #[derive(Debug)]
 pub struct WriteTimeout<T> {
     inner: T,

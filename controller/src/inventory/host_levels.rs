@@ -1,6 +1,7 @@
-//! What is left of host memory for copies in progress, at every level that pays for them. A thread
-//! of its own reads it, with one question on its way at most: files of cgroups can take
-//! milliseconds to read, and NVML, which another thread asks, seconds.
+//! Reads the free host memory for copies in progress, at every level whose memory they take: the
+//! cgroups and the node. A thread of its own reads it, with at most one request pending, because
+//! files of cgroups can take milliseconds to read. NVML can take seconds, so another thread reads
+//! it.
 
 use std::sync::mpsc::{self, SyncSender};
 
@@ -14,7 +15,7 @@ pub struct HostLevels {
 }
 
 impl HostLevels {
-    /// Starts the thread. `tell` is called with each answer.
+    /// Starts the thread. `tell` is called with each result.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -31,7 +32,7 @@ impl HostLevels {
         Ok(HostLevels { questions })
     }
 
-    /// Asks, unless an answer is being waited for.
+    /// Requests a reading, unless one is pending.
     pub fn ask(&self, copies: Vec<CopyInProgress>) {
         let _ = self.questions.try_send(copies);
     }

@@ -1,8 +1,8 @@
 //! The pools of host memory that an offload uses. The driver moves VRAM into anonymous memory of
 //! the process itself, so the container's memory cgroup is charged; without free memory the kernel
 //! kills the process in the middle of the checkpoint. Every ancestor of the cgroup counts, and the
-//! node. [`crate::core::host_memory`] decides whether a pool has enough besides what is promised to
-//! others.
+//! node. [`crate::core::host_memory`] decides whether a pool has enough in addition to the memory
+//! promised to others.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,9 +18,10 @@ use crate::core::host_memory::MemoryPool;
 /// The host memory that must stay free.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryRules {
-    /// For each process besides its VRAM, in bytes.
+    /// Free memory for each process in addition to its VRAM, in bytes.
     pub overhead_bytes: u64,
-    /// On the node after the offload, in bytes; `None`: [`node_reserve_bytes`] of its memory.
+    /// Free memory on the node after the offload, in bytes. `None`: [`node_reserve_bytes`] of its
+    /// memory.
     pub node_reserve_bytes: Option<u64>,
 }
 
@@ -87,9 +88,10 @@ pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool
     names.map(|group| MemoryPool { group, free_bytes: 0, need_bytes }).collect()
 }
 
-/// The node and each limited memory cgroup that is charged for these processes, with the memory that
-/// may still be used before the kernel's out-of-memory killer is near: all except half of the reserve
-/// that was kept when the memory was promised. A group that cannot be read is left out.
+/// The node and each limited memory cgroup that is charged for these processes. For each: the
+/// memory that may still be used before the kernel's out-of-memory killer is near. Half of the
+/// reserve that was kept when the memory was promised stays unused. A group that cannot be read is
+/// left out.
 #[must_use]
 pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
     let groups = pids.iter().filter_map(|pid| CgroupTree::of(*pid).ok());
@@ -115,7 +117,8 @@ struct CgroupTree {
     memory: Option<PathBuf>,
     memory_root: PathBuf,
     freezer_v1: Option<PathBuf>,
-    /// In the hierarchy of version 2, which can freeze processes also beside those of version 1.
+    /// Path in the hierarchy of version 2. That hierarchy can freeze processes, also if version 1
+    /// is mounted, too.
     unified: Option<PathBuf>,
     unified_root: PathBuf,
 }
@@ -200,8 +203,8 @@ fn headroom(group: &Path) -> Option<(u64, u64)> {
     Some((limit.saturating_sub(usage.saturating_sub(reclaimable)), limit))
 }
 
-/// Host memory of this node that is free for offloads, in steps of 256 MiB, so that small
-/// allocations do not change it; 0 if it cannot be read.
+/// Free host memory of this node for offloads, in steps of 256 MiB, so that small allocations do
+/// not change it. 0 if it cannot be read.
 #[must_use]
 pub fn room_bytes(reserve_bytes: Option<u64>) -> u64 {
     const STEP: u64 = 256 << 20;
@@ -213,7 +216,7 @@ fn free_node_bytes(reserve_bytes: Option<u64>) -> io::Result<u64> {
     Ok(available_bytes()?.saturating_sub(reserve_in_force(reserve_bytes)?))
 }
 
-/// The reserve of this node in bytes: as configured, else by its memory.
+/// The reserve of this node in bytes: as configured, otherwise computed from its memory.
 ///
 /// # Errors
 /// /proc/meminfo cannot be read.
@@ -305,7 +308,7 @@ mod tests {
         assert!(pools.iter().all(|pool| pool.need_bytes == node.need_bytes), "{pools:?}");
     }
 
-    /// A copy that was promised its memory is not turned back by what was to stay free.
+    /// A level leaves only half of the reserve free, so a copy within its promise is not cancelled.
     #[test]
     fn levels_leave_more_than_promises() {
         let own = std::process::id();
@@ -318,7 +321,7 @@ mod tests {
         assert!(promised + (1 << 29) < level && level < promised + (3 << 29), "{promised} {level}");
     }
 
-    /// The names are those under which others are promised memory.
+    /// A process's pools have the same names as the pools of its survey.
     #[test]
     fn pools_of_a_process_are_those_of_its_survey() {
         let own = std::process::id();

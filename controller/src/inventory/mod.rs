@@ -29,16 +29,16 @@ pub enum InventoryQuery {
     Prove(Key, u64),
     /// GPUs and host memory, for an offload of a container.
     Survey {
-        /// Key of the container.
+        /// Key of the container that is surveyed.
         key: Key,
         /// Pids of its processes, each with its VRAM in bytes.
         processes: Vec<(u32, u64)>,
-        /// Managed processes on the GPUs, and copiers: they may share the container's cgroup.
+        /// Managed processes on the GPUs, and copiers. They may share the container's cgroup.
         known: Vec<u32>,
     },
 }
 
-/// A response with readings.
+/// A response with the readings.
 #[derive(Debug)]
 pub enum InventoryResult {
     /// The response to [`InventoryQuery::Gpus`].
@@ -49,7 +49,7 @@ pub enum InventoryResult {
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
     /// The response to [`InventoryQuery::Survey`].
     Surveyed(Key, Survey),
-    /// What is left of host memory for copies in progress, by [`host_levels`].
+    /// Free host memory for copies in progress, from [`host_levels`].
     HostLevels(Vec<Levels>),
 }
 

@@ -1,16 +1,16 @@
-//! Counts the TCP connections that came in at the network namespace of a process, from its
-//! /proc/net: one small file of constant size, however many connections there are.
+//! Counts the TCP connections that were accepted in the network namespace of a process. It reads
+//! one small file of /proc/net, whose size does not depend on the number of connections.
 
 use std::{fs, io, io::Read, os::unix::fs::MetadataExt};
 
 /// Maximum bytes that are read; the file has less than 2 KiB.
 const MAX_BYTES: u64 = 16 << 10;
 
-/// Number of TCP connections that came in at the network namespace of a process since it was
-/// created; `None`: the host's namespace, where they may belong to any process.
+/// Number of TCP connections that were accepted in the network namespace of a process since that
+/// was created. `None`: the namespace is the host's, where connections may belong to any process.
 ///
 /// # Errors
-/// The process is gone, or /proc is not readable.
+/// The process has ended, or /proc is not readable.
 pub fn connections(pid: u32) -> io::Result<Option<u64>> {
     let network = |pid: &str| fs::metadata(format!("/proc/{pid}/ns/net")).map(|file| file.ino());
     if network(&pid.to_string())? == network("self")? {
@@ -27,7 +27,8 @@ fn count(pid: u32) -> io::Result<u64> {
     passive_opens(&text).ok_or_else(strange)
 }
 
-/// Two lines begin with `Tcp:`: one of names and one of values.
+/// Returns the value PassiveOpens of the two lines that begin with `Tcp:`: one has the names, one
+/// the values.
 fn passive_opens(text: &str) -> Option<u64> {
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp:"));
     let (names, values) = (lines.next()?, lines.next()?);

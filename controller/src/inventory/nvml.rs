@@ -22,7 +22,7 @@ const AGAIN: Duration = Duration::from_secs(5);
 /// Maximum age of a utilization sample: samples are at most a second apart.
 const RECENT_US: u64 = 1_200_000;
 
-/// NVML, opened when it is available.
+/// NVML, which is opened when it is available.
 #[derive(Debug)]
 pub struct NvmlDevices {
     library: DriverLibrary,
@@ -47,7 +47,7 @@ impl NvmlDevices {
         })
     }
 
-    /// Reads which processes used a GPU just now; `now_us` is since 1970. A GPU without such
+    /// Reads which processes used a GPU recently; `now_us` is since 1970. A GPU without such
     /// figures (MIG, no permission, not supported) has no samples.
     ///
     /// # Errors
@@ -98,7 +98,7 @@ impl NvmlDevices {
 fn work_of(sample: &ProcessUtilizationSample, uuid: &str, now_us: u64) -> Option<Work> {
     let shares = [sample.sm_util, sample.mem_util, sample.enc_util, sample.dec_util];
     let percent = shares.into_iter().max().filter(|most| (1..=100).contains(most))?;
-    // A timestamp ahead of our clock would count as recent for ever.
+    // A timestamp ahead of our clock would count as recent without end.
     let is_ahead = sample.timestamp > now_us.saturating_add(RECENT_US);
     let age_us = now_us.saturating_sub(sample.timestamp);
     let age_ms: Millis = (age_us <= RECENT_US && !is_ahead).then_some(age_us / 1_000)?;

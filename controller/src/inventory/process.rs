@@ -18,7 +18,7 @@ pub fn identity(pid: u32) -> io::Result<Identity> {
     Ok(Identity { pid, start_ticks: stat.start_ticks, command: stat.command })
 }
 
-/// Whether the process with this pid and start time still exists.
+/// Whether the process with this pid and start time is still running.
 #[must_use]
 pub fn lives(pid: u32, start_ticks: u64) -> bool {
     identity(pid).is_ok_and(|now| now.start_ticks == start_ticks)
@@ -46,8 +46,8 @@ pub fn end(who: &Identity, by_force: bool) -> io::Result<()> {
     }
 }
 
-/// How far the `CLOCK_MONOTONIC` of a process is ahead of ours, in milliseconds: not 0 in a time
-/// namespace.
+/// Difference of a process's `CLOCK_MONOTONIC` from the controller's, in milliseconds. It is not 0
+/// in a time namespace. Positive: the process's clock is ahead.
 #[must_use]
 pub fn clock_ahead_ms(pid: u32) -> i64 {
     let offsets = fs::read_to_string(format!("/proc/{pid}/timens_offsets")).unwrap_or_default();
@@ -76,7 +76,7 @@ pub fn cgroups(pid: u32) -> io::Result<String> {
     fs::read_to_string(format!("/proc/{pid}/cgroup"))
 }
 
-/// A process on a GPU in a cgroup of `ours` that is neither one of them nor known.
+/// Finds a process on a GPU in a cgroup of `ours` that is neither in `ours` nor in `known`.
 #[must_use]
 pub fn stranger(ours: &[u32], known: &[u32], on_gpu: &[u32]) -> Option<u32> {
     let groups: HashSet<String> = ours.iter().filter_map(|pid| cgroups(*pid).ok()).collect();
@@ -101,7 +101,7 @@ fn read_stat(pid: u32) -> io::Result<ProcessStat> {
     })
 }
 
-/// The format is `pid (comm) state ppid …`; the command may contain spaces and brackets.
+/// Parses a line `pid (comm) state ppid …`. The command may contain spaces and brackets.
 fn parse_stat(text: &str) -> Option<ProcessStat> {
     let (open, close) = (text.find('(')?, text.rfind(')')?);
     let command = text.get(open + 1..close)?.to_owned();

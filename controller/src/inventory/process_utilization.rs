@@ -1,6 +1,6 @@
-//! Reads from NVML which processes used a GPU just now, which counters of calls do not show. A
-//! thread of its own reads, with at most one request pending: if the driver is slow, neither
-//! decisions nor proofs of free memory wait for it.
+//! Reads from NVML which processes used a GPU recently, because the counters of calls do not show
+//! running kernels. A thread of its own reads, with at most one request pending. So decisions and
+//! proofs of free VRAM do not wait for a slow driver.
 
 use std::{
     sync::mpsc::{self, SyncSender},

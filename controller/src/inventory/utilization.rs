@@ -1,13 +1,13 @@
-//! The utilization of GPUs over the last minute: NVML's own figure covers a sixth of a second to a
+//! The utilization of GPUs over the last minute. NVML's own figure covers a sixth of a second to a
 //! second, and fluctuates.
 
 use std::collections::{HashMap, VecDeque};
 
 use crate::core::{Millis, input::GpuSample};
 
-/// Length of the window.
+/// Length of the window over which the mean is taken.
 const WINDOW_MS: Millis = 60_000;
-/// A reading counts for at most this time before it.
+/// Maximum time before a reading for which the reading counts.
 const STALE_AFTER_MS: Millis = 10_000;
 
 /// Readings of the last minute, by UUID of the GPU.
@@ -31,7 +31,7 @@ impl GpuUtilization {
         }
     }
 
-    /// The mean over the last minute in percent; each reading counts for the time since the
+    /// The mean over the last minute in percent. Each reading counts for the time since the
     /// previous one.
     #[must_use]
     pub fn percent(&self, uuid: &str) -> u32 {

@@ -1,4 +1,5 @@
-//! The folder of a job: like a container's, with a record for the next controller.
+//! The folder of a job, which has the layout of a container's folder and a record for the next
+//! controller.
 //!
 //! ```text
 //! containers/<key>/job.json   its announcement, readable by root only
@@ -27,10 +28,10 @@ use serde::{Deserialize, Serialize};
 use super::{JobRequest, JobUser};
 use crate::core::{ContainerSpec, Key};
 
-/// The job exists as long as a process holds the lock of this file.
+/// File whose lock the job's processes hold. The job exists while a process holds the lock.
 pub const LOCK_FILE: &str = "job.lock";
 const RECORD_FILE: &str = "job.json";
-/// Time from the announcement of a job until it must hold its lock.
+/// Time limit for a new job to take its lock, from its announcement.
 const JOB_LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum size of a record.
 const MAX_BYTES: u64 = 64 << 10;
@@ -134,7 +135,7 @@ impl JobFolder {
     }
 }
 
-/// The jobs that earlier controllers granted, including those that have ended since.
+/// The jobs that earlier controllers admitted, including those that have ended since.
 ///
 /// # Errors
 /// The folder of containers cannot be listed.
@@ -157,8 +158,8 @@ pub fn kept(run_dir: &Path) -> io::Result<Vec<JobFolder>> {
     Ok(jobs)
 }
 
-/// Lets a user read a file that root owns. The user must not own it, because an owner can write to
-/// it, in root's run directory.
+/// Makes a file that root owns readable for a user. The user must not own it: an owner could write
+/// to it, and so fill root's run directory.
 fn let_read(file: &File, user: &JobUser) -> io::Result<()> {
     const VERSION: u32 = 2;
     const READ: u16 = 4;
@@ -189,14 +190,15 @@ fn read(path: &Path) -> io::Result<JobRecord> {
     Ok(serde_json::from_slice(&fs::read(path)?)?)
 }
 
-/// Number of jobs that run, or may run: a job that cannot be examined may still run.
+/// Number of jobs that run. A job that cannot be examined counts, because it may run.
 #[must_use]
 pub fn running(run_dir: &Path) -> usize {
     let jobs = kept(run_dir).unwrap_or_default();
     jobs.iter().filter(|job| !unused(&job.lock())).count()
 }
 
-/// Whether no process holds this lock, and none is about to take it. `false` if that is unknown.
+/// Whether no process holds this lock, and none is about to take it. `false` if that cannot be
+/// determined.
 #[must_use]
 pub fn unused(lock: &Path) -> bool {
     // The user may have a lease on it, if an earlier controller gave the file to the user: a
@@ -273,7 +275,7 @@ mod tests {
         assert!(!can(4713, 4714, "exec <\"$1\""), "another user");
     }
 
-    /// The kernel lets a process that opens such a file wait up to 45 s for the lease's holder.
+    /// A process that opens a file with a lease waits up to 45 s for the holder of the lease.
     #[test]
     fn a_lease_of_the_user_does_not_block() {
         let dir = tempfile::tempdir().unwrap();

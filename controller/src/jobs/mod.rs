@@ -1,5 +1,5 @@
-//! Jobs: programs that run under the controller without a container, started by
-//! `affinode run` from a shell, systemd or a batch system.
+//! Jobs: programs that run under the controller without a container, started by `affinode run` from
+//! a shell, systemd or a batch system.
 //!
 //! ```text
 //! affinode run ──jobs.sock: user, job──> allowed? ──> folder created, announced like a container
@@ -8,12 +8,12 @@
 //! the last process ends ──> the kernel releases the lock ──> withdrawn, folder removed
 //! ```
 //!
-//! The lock outlives every controller and needs no waiting process: a killed process leaves no job
-//! behind, and the death of a controller loses no job. The name of a job is in its folder, for the
-//! next controller.
+//! The lock outlives every controller and needs no waiting process: a job ends when its last
+//! process is killed, and no job is lost when a controller dies. The next controller reads the name
+//! of a job from the job's folder.
 //!
-//! The kernel identifies the user of a request. Users other than root get only what concerns
-//! themselves: a namespace of their own, and no annotation that affects others.
+//! The kernel identifies the user of a request. Users other than root cannot affect others: they
+//! have a namespace of their own, and may not set annotations that affect other jobs.
 
 mod folder;
 mod socket;
@@ -33,7 +33,7 @@ const MAX_ANNOTATIONS: usize = 16;
 const MAX_TEXT_BYTES: usize = 128;
 /// Prefix of annotation names, which a request may omit.
 const PREFIX: &str = "affinode.io/";
-/// Annotations that any user may set: none of them affects other jobs.
+/// Annotations that any user may set, because none of them affects other jobs.
 const HARMLESS: [&str; 5] = ["offload", "idle-timeout", "engine", "on-oom", "on-oom-timeout"];
 
 /// The request of `affinode run`.
@@ -45,7 +45,7 @@ pub struct JobRequest {
     /// Namespace for the rules of policy; empty: the user's own.
     #[serde(default)]
     pub namespace: String,
-    /// Annotations as of a container, with or without `affinode.io/`.
+    /// Annotations as a container has them, with or without `affinode.io/`.
     #[serde(default)]
     pub annotations: BTreeMap<String, String>,
 }
@@ -54,16 +54,16 @@ pub struct JobRequest {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum JobReply {
-    /// The job was granted.
+    /// The job was admitted. It can start.
     Granted {
-        /// The folder with its socket, for its processes.
+        /// The mounted folder with the agent socket, for the job's processes.
         folder: String,
         /// Path of the file whose lock the job holds.
         lock: String,
         /// Annotations that are invalid and ignored.
         warnings: Vec<String>,
     },
-    /// The job was refused; the text says why.
+    /// The job was refused, for the reason in the text.
     Refused(String),
 }
 
@@ -81,7 +81,7 @@ pub struct JobUser {
 /// Checks a request; returns it with the namespace filled in and the full names of annotations.
 ///
 /// # Errors
-/// Why the user may not run the job, in plain text.
+/// The reason why the user may not run the job, in plain text.
 pub fn permit(
     request: JobRequest,
     user: &JobUser,

@@ -18,7 +18,7 @@ pub const SOCKET: &str = "jobs.sock";
 const MAX_BYTES: u64 = 16 << 10;
 /// Timeout for receiving a request and sending its response.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum number of requests at a time; others wait in the kernel's backlog.
+/// Maximum number of concurrent requests. Further requests wait in the kernel's backlog.
 const AT_A_TIME: usize = 16;
 
 /// Serves requests until the returned runtime is dropped, on a thread that only serves job
@@ -89,7 +89,7 @@ async fn ask(
     let name = known.await.ok().flatten().map_or_else(|| uid.to_string(), |user| user.name);
     let (answer, answered) = oneshot::channel();
     let call = Command::Job(request, JobUser { uid, gid, name }, answer);
-    let ending = || JobReply::Refused("the controller is ending; try again".into());
+    let ending = || JobReply::Refused("the controller is shutting down; try again".into());
     if calls.send(call).await.is_err() {
         return ending();
     }
@@ -109,8 +109,8 @@ mod tests {
     use super::*;
     use crate::isolated_runtime::tests::LingeringTask;
 
-    /// The kernel closes unread descriptors in the thread that reads: this one when its peer has
-    /// read, or after a timeout.
+    /// The kernel closes unread descriptors in the thread that reads. The close of this one waits
+    /// until its peer has read, or for a timeout.
     #[test]
     fn a_sent_descriptor_delays_only_jobs() {
         let dir = tempfile::tempdir().unwrap();

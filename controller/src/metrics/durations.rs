@@ -1,7 +1,7 @@
 //! Durations of moves and waits, derived from state changes.
 //!
 //! ```text
-//!  Queued ──wait──> Restoring ──restore──> Active      wake latency: from the event
+//!  Queued ──wait──> Restoring ──restore──> Active      wake latency, from the event
 //!  Closing … Offloaded: duration of the offload, from the event
 //! ```
 
@@ -13,7 +13,7 @@ use crate::schema::Event;
 /// Maximum number of containers that are tracked while they are restored.
 const MAX_RESTORING: usize = 10_000;
 
-/// When each queued or restoring container entered its state.
+/// Time at which each queued or restoring container entered its state.
 #[derive(Debug, Default)]
 pub struct MoveDurations {
     since_ms: HashMap<String, i64>,

@@ -31,7 +31,7 @@ use crate::{history::ControllerRuns, http::DenyReason, observe::ViewHub, schema}
 
 /// Maximum number of containers with series of their own.
 pub const CONTAINERS: usize = 1000;
-/// An observation that is later than this says nothing about the time before it.
+/// Time after which a late observation is not used for the time before it.
 const STALE_AFTER_MS: i64 = 60_000;
 
 /// The metrics of this controller.
@@ -48,7 +48,7 @@ struct MetricsState {
     seen: HashMap<String, SeenCounters>,
 }
 
-/// A container at the last observation.
+/// Counters of a container at the last observation.
 #[derive(Debug)]
 struct SeenCounters {
     labels: ContainerLabels,
@@ -85,14 +85,15 @@ impl VramShares {
     }
 }
 
-/// Hook overhead of the current processes of a container, as the processes report it.
+/// Hook overhead of the current processes of a container, as they report it.
 #[derive(Clone, Copy, Debug, Default)]
 struct HookCost {
     added_s: f64,
     held_s: f64,
 }
 
-/// An increase above this between two observations is ignored, whatever a container reports.
+/// Maximum increase between two observations. A larger increase is ignored, because a container can
+/// report any value.
 const MAX_HOOK_S: f64 = 86_400.0;
 
 impl HookCost {
@@ -146,7 +147,8 @@ impl Metrics {
         }
     }
 
-    /// Adds the time since the last observation, with what the containers held then.
+    /// Adds the time since the last observation, with the VRAM and host memory that the containers
+    /// held then.
     pub fn observe(&self, node: &schema::Node, now_ms: i64) {
         let mut inner = self.inner();
         let passed_ms = now_ms - inner.looked_ms;

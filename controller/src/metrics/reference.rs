@@ -1,6 +1,6 @@
 //! The metrics as `/metrics` names them: name, type, labels and help, for the reference pages.
 //!
-//! A family without a series is not printed, so an example node fills each of them.
+//! A family without a series is not printed, so an example node sets each of them.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -14,10 +14,10 @@ use crate::{
     schema::{Container, DeviceBytes, Event, Gpu, Node, Process},
 };
 
-/// A metric as the pages list it.
+/// A metric as the reference pages list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct MetricReference {
-    /// Full name, with the suffix of its series where there is one.
+    /// Full name, with the suffix of its series if it has one.
     pub name: String,
     /// counter, gauge or histogram.
     #[serde(rename = "type")]
@@ -95,7 +95,7 @@ fn parse(text: &str) -> Vec<MetricReference> {
     found
 }
 
-/// `a="1",b="2"} 3`: the names before `="`.
+/// The names before `="` in a text such as `a="1",b="2"} 3`.
 fn label_names(labels: &str) -> impl Iterator<Item = String> + '_ {
     let inside = labels.rsplit_once('}').map_or("", |(inside, _)| inside);
     inside.split(',').filter_map(|pair| Some(pair.split_once("=\"")?.0.to_owned()))

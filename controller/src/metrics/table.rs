@@ -333,8 +333,8 @@ impl MetricsTable {
         }
     }
 
-    /// Removes all series of the gauges that are set anew at each scrape, so that no series of a
-    /// removed container or GPU stays.
+    /// Removes all series of gauges, which are set again at each scrape. So no series of a removed
+    /// container or GPU stays.
     pub fn clear_gauges(&self) {
         for family in [
             &self.gpu_total,

@@ -1,4 +1,4 @@
-//! Every metric changes when its event happens.
+//! Tests that every metric changes when its event happens.
 
 use super::*;
 use crate::{
@@ -68,7 +68,7 @@ fn state(from: &str, to: &str, unix_ms: i64) -> Event {
     }
 }
 
-/// A sequence of observations and events that changes every metric.
+/// Runs a sequence of observations and events that changes every metric.
 fn lived() -> (Metrics, ViewHub) {
     let runs = ControllerRuns { starts: 2, unexpected_ends: 1 };
     let (metrics, hub) = (Metrics::with_runs(runs), ViewHub::default());
@@ -120,7 +120,7 @@ fn every_metric_is_moved() {
     }
 }
 
-/// A family without values is not in the text.
+/// A family without values is not in the output.
 #[test]
 fn dedup_series_end_with_their_gpu() {
     let (metrics, hub) = lived();

@@ -1,5 +1,5 @@
-//! The changes between two observations of the node. Time that passes is not a change: watchers add
-//! it themselves.
+//! Finds the changes between two observations of the node. Time that passes is not a change:
+//! watchers add it themselves.
 
 use std::collections::HashMap;
 
@@ -60,7 +60,8 @@ fn header(node: &Node) -> Node {
     }
 }
 
-/// The times are derived from two clocks that are read one after the other.
+/// Maximum difference of `since_unix_ms` that is not a change. The time is computed from two clocks
+/// that are read one after the other.
 const JITTER_MS: i64 = 50;
 
 fn differs(old: &Container, new: &Container) -> bool {

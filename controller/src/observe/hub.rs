@@ -1,5 +1,5 @@
 //! Distributes messages to watchers. One writer sends; each watcher has a backlog of limited size.
-//! A watcher that falls behind starts again with the current state.
+//! A watcher that falls behind continues with the current state.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -11,7 +11,7 @@ use tokio::sync::{Notify, broadcast};
 use super::ViewChange;
 use crate::schema;
 
-/// Maximum number of messages that a watcher may be behind.
+/// Maximum number of messages that wait for one watcher.
 const BACKLOG: usize = 256;
 
 /// A message to watchers.
@@ -38,7 +38,7 @@ pub struct ViewHub {
 pub struct ViewWatch {
     /// The node when the watch began.
     pub present: Arc<schema::Node>,
-    /// The messages since then.
+    /// Messages from then on.
     pub messages: broadcast::Receiver<ViewMessage>,
 }
 

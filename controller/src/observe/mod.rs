@@ -1,4 +1,4 @@
-//! The task that observes the node for people, separate from the actor.
+//! The task that observes the node for the dashboard, metrics and history, separate from the actor.
 //!
 //! ```text
 //!  events ──┐                        ┌──> changes for watchers ([`hub`])
@@ -6,8 +6,8 @@
 //!  a clock ─┘                        └──> spans for the history ([`crate::history`])
 //! ```
 //!
-//! The observer requests the list from the actor and is the only writer of all three, on a thread
-//! of its own: the actor does not wait for watchers, however many there are.
+//! The observer requests the list from the actor and is the only writer of all three. It runs on a
+//! thread of its own, so the actor never waits for watchers.
 
 mod diff;
 mod hub;
@@ -29,7 +29,7 @@ pub use hub::{ViewHub, ViewMessage, ViewWatch};
 const WATCHED: Duration = Duration::from_secs(1);
 /// Time between two observations without a watcher; sufficient for the history.
 const UNWATCHED: Duration = Duration::from_secs(5);
-/// Events within this time are sent together.
+/// Time over which events are collected and then sent together.
 const GATHER: Duration = Duration::from_millis(30);
 
 /// The task that observes the node.
@@ -42,7 +42,7 @@ pub struct ViewObserver {
 }
 
 impl ViewObserver {
-    /// An observer of the node behind `door`, for these consumers.
+    /// Creates an observer of the node behind `door`, for these consumers.
     #[must_use]
     pub fn new(
         door: ControllerHandle,
@@ -56,7 +56,7 @@ impl ViewObserver {
     /// Runs until the controller ends.
     pub async fn run(self) {
         let mut last = 0;
-        // An error means that the controller is ending.
+        // An error means that the controller is shutting down.
         while self.look(&mut last).await.is_ok() {}
         if let Some(history) = &self.history {
             history.close();

@@ -1,5 +1,5 @@
-//! The annotations of a container. The parser is asked for them: it names the annotations, the
-//! values, and what only an operator may choose.
+//! The annotations of a container, read from the parser: its error messages contain the
+//! annotations, their values, and the values that only an operator may choose.
 
 use serde::Serialize;
 
@@ -11,18 +11,18 @@ use crate::core::{
 /// Prefix of every annotation.
 const PREFIX: &str = "affinode.io/";
 
-/// An annotation as the pages list it.
+/// An annotation as the reference pages list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct AnnotationReference {
     /// Full name with its prefix.
     pub name: String,
     /// Accepted values, as text for people.
     pub accepted: String,
-    /// The key of `[policy]` that it changes; `None`: there is no such key.
+    /// The key of `[policy]` that the annotation changes; `None`: it changes no key.
     pub key: Option<String>,
-    /// Values that need an operator's permission, and how it is given.
+    /// Values that need an operator's permission, and the way to give it.
     pub limits: Vec<String>,
-    /// Description of annotations that are not simply a value of their key.
+    /// Description, if the annotation is more than a value of its key.
     pub text: String,
 }
 
@@ -68,14 +68,14 @@ fn annotation(name: &str) -> AnnotationReference {
     }
 }
 
-/// Full names, from the parser's answer to a name that it does not know.
+/// Full names, from the parser's error about an unknown name.
 fn names() -> Vec<String> {
     let answer = refusal("unknown", "").unwrap_or_default();
     let names = answer.split_once("accepted: ").map_or("", |(_, names)| names);
     names.split(", ").map(|name| format!("{PREFIX}{name}")).collect()
 }
 
-/// Why the parser refuses a value, with the node's default policy.
+/// The parser's reason to refuse a value, with the node's default policy.
 fn refusal(name: &str, value: &str) -> Option<String> {
     apply(&mut Policy::default(), name, value).err()
 }
@@ -102,7 +102,7 @@ mod tests {
         }
     }
 
-    /// An annotation that `affinode policy show` names must be in the parser's answer.
+    /// Annotations that `affinode policy show` names must be in the parser's list.
     #[test]
     fn explained_annotations_are_listed() {
         let listed = names();

@@ -1,6 +1,6 @@
-//! The configuration's keys. The deserialiser is asked for them: it names the keys, types and
-//! values that it accepts, so no list is kept beside the code. `config/config.toml` has the
-//! sentence and the default of each key.
+//! The configuration's keys, read from the deserialiser: its error messages contain the accepted
+//! keys, types and values, so no separate list is needed. `config/config.toml` has the sentence and
+//! the default of each key.
 
 use std::collections::BTreeMap;
 
@@ -13,24 +13,24 @@ use serde::Serialize;
 
 use crate::{config::Config, core::explain};
 
-/// The sample file: the only place that describes the keys.
+/// The sample file, which is the only place that describes the keys.
 const SAMPLE: &str = include_str!("../../../config/config.toml");
 /// A key that no section has.
 const UNKNOWN: &str = "unknown_key";
 /// The array of tables that replaces values for one namespace.
 const RULES: &str = "policy.namespace";
 
-/// A key as the pages list it.
+/// A key as the reference pages list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct KeyReference {
     /// Section: `policy`, `http.kubernetes`, …
     pub section: String,
     /// Name within the section.
     pub name: String,
-    /// What a value is, in words.
+    /// Type of the value, in words.
     #[serde(rename = "type")]
     pub kind: String,
-    /// Accepted values or range; empty: everything of the type.
+    /// Accepted values or range; empty: every value of the type.
     pub accepted: String,
     /// Default, as TOML; `None`: the key is not set.
     pub default: Option<String>,
@@ -90,8 +90,8 @@ fn environment(section: &str, name: &str) -> String {
     format!("AFFINODE_{}__{name}", section.replace('.', "__")).to_uppercase()
 }
 
-/// Sections and names, as the deserialiser knows them. The keys of a namespace rule are those
-/// of `[policy]`, so only the array itself is not among them.
+/// Sections and names that the deserialiser accepts. The keys of a namespace rule are those of
+/// `[policy]`, so the list has only the array itself.
 fn code_keys() -> Vec<(String, String)> {
     let mut keys = Vec::new();
     for section in fields("").unwrap_or_default() {
@@ -114,7 +114,7 @@ fn collect(section: &str, keys: &mut Vec<(String, String)>) {
     }
 }
 
-/// The keys that are accepted below a header; `None`: the header is no section.
+/// The keys that are accepted below a header; `None`: the header is not a section.
 fn fields(header: &str) -> Option<Vec<String>> {
     match deserialize(&format!("{header}{UNKNOWN} = 1\n")).err()? {
         Kind::UnknownField(_, accepted) => {
@@ -124,12 +124,12 @@ fn fields(header: &str) -> Option<Vec<String>> {
     }
 }
 
-/// Reads a text without the checks of values that depend on each other.
+/// Deserialises a text, without the checks of values that depend on each other.
 fn deserialize(text: &str) -> Result<Config, Kind> {
     Figment::from(Toml::string(text)).extract().map_err(|error| error.kind)
 }
 
-/// The words after `accepted: ` in the error of a text.
+/// The accepted words in the error that a text causes.
 fn accepted_by(text: &str) -> Option<String> {
     let error = Config::from_toml(text).err()?.to_string();
     Some(error.split_once("accepted: ")?.1.trim_end().to_owned())
@@ -171,7 +171,8 @@ fn value_of(section: &str, name: &str) -> (&'static str, String) {
     }
 }
 
-/// Whether a running controller applies a changed value: it is asked.
+/// Whether a running controller applies a changed value. The function reloads such a configuration
+/// to find out.
 fn is_reloaded(section: &str, name: &str, kind: &str) -> bool {
     let words = value_of(section, name).1;
     let mut values: Vec<String> = match kind {
@@ -224,7 +225,7 @@ fn sample_keys(text: &str) -> Vec<SampleKey> {
     keys
 }
 
-/// `name = value`.
+/// Name and value of a line `name = value`.
 fn assignment(line: &str) -> Option<(&str, &str)> {
     let (name, value) = line.split_once(" = ")?;
     let is_name = |c: char| c.is_ascii_lowercase() || c == '_' || c.is_ascii_digit();

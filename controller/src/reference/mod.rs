@@ -1,5 +1,5 @@
-//! What the code knows about itself, for the reference pages in `docs/`: `affinode reference`
-//! prints it as JSON, and `cargo xtask docs` writes the pages.
+//! Facts from the code for the reference pages in `docs/`. `affinode reference` prints them as
+//! JSON, and `cargo xtask docs` writes the pages.
 
 pub mod annotations;
 pub mod config;

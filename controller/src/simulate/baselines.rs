@@ -6,14 +6,14 @@ use crate::core::{
     victims::VictimRule,
 };
 
-/// What a baseline knows about the future.
+/// Knowledge of a baseline about the future.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallForesight {
     /// No knowledge of the future.
     None,
     /// Next uses, for the choice of victims.
     Victims,
-    /// Next uses: it offloads at once when the pause is long enough to be worth it.
+    /// Next uses. It offloads at once when the pause is long enough.
     Pauses,
 }
 
@@ -24,7 +24,7 @@ pub struct Baseline {
     pub name: String,
     /// The settings of the node; `None`: nothing is offloaded.
     pub settings: Option<Settings>,
-    /// What it knows about the future.
+    /// Its knowledge about the future.
     pub foresight: CallForesight,
     /// Whether processes are ended and started again instead of moved.
     pub reloads: bool,

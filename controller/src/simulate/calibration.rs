@@ -1,5 +1,5 @@
-//! The costs of moves on a machine. The GPU bench writes such a file; the defaults were measured on
-//! an H200.
+//! The costs of moves on a machine. The GPU bench writes them to a file; the defaults were measured
+//! on an H200.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::SimulationError;
 use crate::core::Millis;
 
-/// Fixed time and speed of each move.
+/// Fixed time and speed of each kind of move.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Calibration {
@@ -78,7 +78,7 @@ impl Calibration {
         self.restore_fixed_ms + (bytes as f64 / self.restore_bytes_per_second * 1000.0) as u64
     }
 
-    /// The same machine, where a process is ended and started again instead.
+    /// The costs on the same machine if a process is ended and started again instead of moved.
     #[must_use]
     pub fn kill_and_reload(self) -> Calibration {
         Calibration {

@@ -16,8 +16,8 @@ fn run(trace: &WorkloadTrace, fits: u64, names: &[&str]) -> Vec<SimulationSummar
     compare(trace, machine, &chosen).unwrap()
 }
 
-/// Clients like ServeGen's of low rate: hours of ten-minute windows with few, uneven calls, and
-/// long times without calls.
+/// Clients like those of low rate in ServeGen's trace: hours of ten-minute windows with few, uneven
+/// calls, and long times without calls.
 fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
     let mut random = RandomSource::new(11);
     let mut text = String::from("client,ts,rate,cv,pat,p1,p2\n");
@@ -59,8 +59,8 @@ fn the_default_costs_less_than_fixed_timeouts() {
     assert!(costs[1..].iter().all(|fixed| costs[0] < *fixed), "{costs:?}");
 }
 
-/// This holds on ServeGen's trace and on this one. On other traces the policy trades wakes for VRAM
-/// by the cost of a wake: the test above.
+/// The default is better on ServeGen's trace and on this one. On other traces the policy trades
+/// wakes for VRAM by the cost of a wake, as the test above shows.
 #[test]
 fn the_default_beats_a_fixed_minute() {
     let trace = low_rate_clients(12, 14);

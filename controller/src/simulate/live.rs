@@ -6,17 +6,17 @@
 //!          └─> here: counters, GPUs and ticks at the rate of the daemon ────────────────> decisions
 //! ```
 //!
-//! Real in both: [`Node`] and all its decisions. Real only here: what surrounds it in the daemon
-//! and what a simulation leaves out. The node learns of calls from counters that are read every
-//! half second, and of VRAM from readings a second apart or after a move. It ticks at the rate that
-//! it requests, and every process holds its allocations before a restore is proven.
+//! [`Node`] and all its decisions are real in both. This test also has parts of the daemon that the
+//! simulation leaves out. Counters are read every half second. GPUs are read every second, and
+//! after a move. The node ticks at the rate that it requests, and every process holds its
+//! allocations before a restore is proven.
 //!
 //! Virtual: the clock, which jumps to the next event, so that the result does not depend on the
 //! machine; the agents, which take the time of the calibration; the GPU, which is a sum of bytes.
 //! The sockets, the shared counters and the driver in between are tested end to end.
 //!
-//! The engine knows of a use at once, this test up to one reading later, so the same decision may
-//! have two times. They differ by at most [`APART_MS`].
+//! The engine sees a use immediately, this test up to one reading later. So the same decision may
+//! have two different times. They differ by at most [`APART_MS`].
 
 use std::{
     cmp::Reverse,
@@ -49,8 +49,8 @@ const GIB: u64 = 1 << 30;
 const SAMPLE_MS: Millis = 500;
 /// Duration of a step that moves no memory.
 const STEP_MS: Millis = 1;
-/// Two readings until a victim is seen idle and seen gone, as many for its waiter, and as many for
-/// the waiter behind that one.
+/// Maximum difference between the times of one decision. Each victim is seen idle and then seen
+/// offloaded within two readings; the waiter, and the next waiter, take as long.
 const APART_MS: Millis = 6 * SAMPLE_MS;
 
 #[derive(Clone, Debug)]
@@ -135,7 +135,8 @@ impl Live {
         live.decisions
     }
 
-    /// A controller starts where an earlier one has offloaded every container.
+    /// Starts the controller in a state in which an earlier controller has offloaded every
+    /// container.
     fn begin(&mut self, trace: &WorkloadTrace) {
         self.inputs.push_back(Input::Gpus(Ok(self.gpus())));
         for (n, load) in trace.loads.iter().enumerate() {
@@ -190,7 +191,7 @@ impl Live {
         }]
     }
 
-    /// The same as in the daemon.
+    /// Runs one tick, as the daemon does.
     fn tick(&mut self) {
         for n in 0..self.agents.len() {
             self.inputs.push_back(Input::Page(names::id(n), page(&self.agents[n])));
@@ -221,7 +222,7 @@ impl Live {
         }
     }
 
-    /// A kernel is launched and waited for.
+    /// Passes a call to the driver: a kernel is launched, and its end is waited for.
     fn goes_through(&mut self, n: usize) {
         self.agents[n].calls += 1;
         self.agents[n].inflight += 1;
@@ -363,7 +364,7 @@ fn by_container(decisions: &[PolicyDecision]) -> BTreeMap<&str, Vec<&PolicyDecis
     by_container
 }
 
-/// Plays the trace both ways, and returns the decisions: simulated, and live.
+/// Plays the trace in both ways. Returns the decisions: first simulated, then live.
 fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<PolicyDecision>; 2] {
     let vram_bytes = gib * GIB + (512 << 20);
     let machine = SimulatedMachine { gpus: 1, vram_bytes, calibration: Calibration::default() };
@@ -372,8 +373,9 @@ fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<Polic
     [simulated, Live::play(trace, machine, settings)]
 }
 
-/// The same decisions for each container, for the same reasons, in the same order, and at the same
-/// times. So the order among containers is the same, too, unless decisions are closer together.
+/// Asserts that each container has the same decisions, for the same reasons, in the same order, and
+/// at the same times. So the order among containers is also the same, unless decisions are closer
+/// together than that.
 fn assert_same([simulated, live]: &[Vec<PolicyDecision>; 2]) {
     let (simulated, live) = (by_container(simulated), by_container(live));
     assert_eq!(simulated.len(), 8);
@@ -391,7 +393,8 @@ fn count(decisions: &[PolicyDecision], to: State, reason: &str) -> usize {
     decisions.iter().filter(|d| d.to == to.as_str() && d.reason == reason).count()
 }
 
-/// Nothing is learned: a pause that is read half a second shorter changes nothing else.
+/// Settings without learning, so that a pause that is read half a second shorter changes nothing
+/// else.
 fn settings() -> Settings {
     let node =
         Policy { keep_alive: KeepAlive::Fixed, idle_timeout_ms: 60_000, ..Policy::default() };
@@ -415,7 +418,8 @@ fn with_room_for_some_victims_are_equal() {
     assert!(count(&both[0], State::Queued, "called") > 50, "{}", both[0].len());
 }
 
-/// Learning from pauses that are half a second off may change a single decision.
+/// The numbers of decisions differ by at most 5 %. Live pauses differ by up to half a second, so
+/// the learned times and single decisions can differ.
 #[test]
 fn the_default_policy_moves_as_many() {
     for (gib, reason) in [(64, "idle-timeout"), (40, "pressure")] {

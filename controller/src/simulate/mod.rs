@@ -4,9 +4,9 @@
 //!  trace ──> engine: agents, devices, a clock ──Input──> core::Node ──Effect──> engine ──> figures
 //! ```
 //!
-//! [`engine`] simulates everything around [`crate::core::Node`]: processes that call, agents that
-//! execute orders in the time given by [`calibration`], and GPUs. Every decision is the node's. No
-//! time is spent between events, so two weeks take seconds.
+//! [`engine`] simulates the environment of [`crate::core::Node`]: processes that call, agents that
+//! execute orders in the time given by [`calibration`], and GPUs. The node makes every decision.
+//! The clock jumps from event to event, so two weeks take seconds.
 //!
 //! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes. Not simulated:
 //! failures, growth of a process, holds (a simulated process never allocates), processes on several
@@ -34,7 +34,7 @@ pub use calibration::Calibration;
 pub use summary::SimulationSummary;
 pub use trace::{TraceLoad, WorkloadTrace};
 
-/// Why a simulation failed.
+/// Reason why a simulation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulationError {
     /// A file cannot be read.
@@ -53,7 +53,7 @@ pub enum SimulationError {
         path: String,
         /// Number of the line, from 1.
         line: usize,
-        /// What is wrong there.
+        /// Text that describes the fault.
         what: String,
     },
     /// The calibration is invalid.
@@ -61,7 +61,7 @@ pub enum SimulationError {
     Calibration {
         /// Path of the file.
         path: String,
-        /// What is wrong there.
+        /// Text that describes the fault.
         what: String,
     },
     /// The trace has no request.
@@ -69,8 +69,8 @@ pub enum SimulationError {
     Empty,
     /// One process is larger than the GPU.
     #[error(
-        "a process of {process_bytes} bytes never fits into {total_bytes} bytes of VRAM: --vram \
-         gives more, --process-vram is for those whose trace does not tell"
+        "a process of {process_bytes} bytes never fits into {total_bytes} bytes of VRAM: increase \
+         --vram, or reduce --process-vram if the trace has no sizes"
     )]
     TooLarge {
         /// VRAM of the process, in bytes.
@@ -85,7 +85,7 @@ pub enum SimulationError {
     Overcommitted,
     /// A container waits without end.
     #[error(
-        "a process waits for VRAM for ever: does the policy let no container be evicted (mode manual or off)? \
+        "a process never gets its VRAM: does the policy let no container be evicted (mode manual or off)? \
          If not, this is a bug, please report it"
     )]
     Stuck,

@@ -1,4 +1,4 @@
-//! The result for a node without offloads.
+//! Computes the result for a node without offloads.
 
 use super::{
     SimulatedMachine, SimulationSummary, WorkloadTrace, summary::SummaryMeter, trace::TraceLoad,

@@ -11,10 +11,10 @@ use crate::history::StateSpan;
 /// Time between two calls while a container is in use.
 const STEP_MS: u32 = 1_500;
 
-/// What really happened, for comparison.
+/// Recorded results of the controller, for comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RecordedCall {
-    /// VRAM-time freed, as a fraction of all that was held or freed.
+    /// VRAM-time freed, as a fraction of the VRAM-time held or freed.
     pub freed: f64,
     /// Restores for which calls waited.
     pub wakes: u64,
@@ -23,7 +23,7 @@ pub struct RecordedCall {
 /// Builds a trace from spans. Its times begin at `since_ms`.
 ///
 /// # Errors
-/// No container was in use.
+/// No container was in use in the history.
 pub fn trace(
     spans: &[StateSpan],
     since_ms: i64,
@@ -53,7 +53,7 @@ pub fn trace(
     WorkloadTrace { loads: held.collect() }.checked()
 }
 
-/// What really happened, from the spans.
+/// Computes the recorded results from the spans.
 #[must_use]
 pub fn happened(spans: &[StateSpan]) -> RecordedCall {
     let sum = |part: fn(&StateSpan) -> f64| spans.iter().map(part).sum::<f64>();

@@ -14,20 +14,20 @@ pub struct SimulationSummary {
     /// VRAM-time freed, as a fraction of the VRAM-time between the first and last call of each
     /// process.
     pub freed_of_all: f64,
-    /// The same, as a fraction of the VRAM-time without a call in progress.
+    /// VRAM-time freed, as a fraction of the VRAM-time without a call in progress.
     pub freed_of_idle: f64,
-    /// The same, as a fraction of the VRAM-time of all processes over the whole trace.
+    /// VRAM-time freed, as a fraction of the VRAM-time of all processes over the whole trace.
     pub freed_of_trace: f64,
     /// Mean of the resident VRAM, in bytes.
     pub resident_mean_bytes: u64,
-    /// Resident VRAM that is exceeded in a twentieth of the time.
+    /// 95th percentile of the resident VRAM over time, in bytes.
     pub resident_p95_bytes: u64,
     /// Maximum of the resident VRAM.
     pub resident_peak_bytes: u64,
     /// Maximum of the host memory with offloaded VRAM.
     pub host_peak_bytes: u64,
-    /// Fraction of requests that found their process offloaded and woke it, without requests during
-    /// a move.
+    /// Fraction of requests that found their process offloaded and woke it. Requests during a move
+    /// do not count.
     pub wake_share: f64,
     /// Fraction of requests that waited.
     pub delayed_share: f64,
@@ -49,13 +49,15 @@ pub struct SimulationSummary {
     pub queue_peak: u64,
     /// Mean length of the queue.
     pub queue_mean: f64,
-    /// Offloads that were refused, or, without offloads, requests of processes that did not fit.
+    /// Number of refused offloads. For the baseline without offloads: number of requests of
+    /// processes that did not fit.
     pub refused: u64,
-    /// Restores ahead of calls.
+    /// Number of restores ahead of calls.
     pub prewakes: u64,
-    /// Prewakes that were followed by a call.
+    /// Number of prewakes that a call followed.
     pub prewake_hits: u64,
-    /// Jain's index over the fraction of prompt requests of each process: 1 is even.
+    /// Jain's fairness index over the fraction of prompt requests of each process. 1: all processes
+    /// have the same fraction.
     pub fairness_jain: f64,
     /// Mean fraction of delayed requests in the tenth of processes where it is highest.
     pub worst_decile_delayed: f64,

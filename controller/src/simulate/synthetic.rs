@@ -1,4 +1,4 @@
-//! A synthetic node: people in sessions, agents, periodic programs and servers, whose load has a
+//! A synthetic node: interactive sessions, agents, periodic programs and servers. Their load has a
 //! common daily curve and common peaks.
 //!
 //! ```text
@@ -31,7 +31,7 @@ const SLOT_S: f64 = 600.0;
 /// Creates a trace. The same plan gives the same trace.
 ///
 /// # Errors
-/// No process is ever called.
+/// The trace has no call.
 pub fn make(plan: SyntheticPlan) -> Result<WorkloadTrace, SimulationError> {
     let mut random = RandomSource::new(plan.assumed.seed);
     let end_s = f64::from(plan.days) * DAY_S;

@@ -1,4 +1,4 @@
-//! The simulation, and properties of every policy in it.
+//! Tests of the simulation, and properties of every policy in it.
 
 use proptest::prelude::*;
 
@@ -91,7 +91,7 @@ fn the_same_seed_gives_the_same_node() {
     assert_eq!(run(), run());
 }
 
-/// A waiter on a GPU that is never read would wait forever.
+/// The simulation must read every GPU: without readings, this waiter would wait without end.
 #[test]
 fn a_waiter_on_the_second_gpu_is_served() {
     let assumed = TraceDefaults { vram_bytes: 16 * GIB, service_ms: 1_000, seed: 1 };
@@ -123,7 +123,7 @@ fn files_are_read_and_bad_lines_are_named() {
     assert!(matches!(read("time,process\n"), Err(SimulationError::Empty)));
 }
 
-/// Fewer cases than usual because each one is slow, unless PROPTEST_CASES sets their number.
+/// Number of cases: fewer than usual, because a case is slow. PROPTEST_CASES overrides it.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(64);
@@ -133,8 +133,8 @@ fn config() -> ProptestConfig {
 proptest! {
     #![proptest_config(config())]
 
-    /// For any calls and sizes: no restore without enough free VRAM (the engine would fail), and
-    /// every call is served in limited time.
+    /// For all calls and sizes: no restore happens without enough free VRAM (the engine would
+    /// fail), and every call is served in limited time.
     #[test]
     fn every_call_is_served(
         processes in proptest::collection::vec((1_u64..8, proptest::collection::vec(0_u32..3_000, 1..60)), 2..8),

@@ -28,7 +28,7 @@ pub struct TraceLoad {
     pub namespace: String,
     /// VRAM of the process, in bytes.
     pub vram_bytes: u64,
-    /// How long a call keeps the GPU busy, in milliseconds.
+    /// Time for which a call keeps the GPU busy, in milliseconds.
     pub service_ms: u32,
     /// Times of its calls, in milliseconds of the trace, in order.
     pub arrivals_ms: Vec<u32>,
@@ -41,7 +41,7 @@ pub struct WorkloadTrace {
     pub loads: Vec<TraceLoad>,
 }
 
-/// Values for what a trace does not contain.
+/// Values that are used if the trace does not contain them.
 #[derive(Clone, Copy, Debug)]
 pub struct TraceDefaults {
     /// VRAM of a process, in bytes.
@@ -53,7 +53,7 @@ pub struct TraceDefaults {
 }
 
 const WINDOW_S: f64 = 600.0;
-/// Maximum number of requests in a trace: more would not fit into memory.
+/// Maximum number of requests in a trace, so that it fits into memory.
 const MAX_REQUESTS: usize = 50_000_000;
 
 impl WorkloadTrace {
@@ -163,7 +163,7 @@ struct TraceRows {
     drawn: usize,
 }
 
-/// Milliseconds of a trace: at most 49 days.
+/// Converts seconds to milliseconds of a trace. `None` above 49 days.
 fn ms(seconds: f64) -> Option<u32> {
     let ms = seconds * 1000.0;
     (ms.is_finite() && (0.0..=f64::from(u32::MAX)).contains(&ms)).then_some(ms.round() as u32)

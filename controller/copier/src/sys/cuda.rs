@@ -338,7 +338,7 @@ impl DeviceBlock {
 impl Drop for DeviceBlock {
     fn drop(&mut self) {
         let functions = &self.cuda.functions;
-        // What cannot be undone ends with the process.
+        // Errors are ignored: the kernel releases the rest when this process ends.
         if !self.filled.is_null() {
             let _ = call!(functions, event_destroy(self.filled));
         }

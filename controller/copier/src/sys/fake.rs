@@ -495,7 +495,7 @@ fakes! {
     device_count(to: *mut i32) |_fake| { give(to, 2) }
     device_get(to: *mut i32, ordinal: i32) |_fake| { give(to, ordinal + 10) }
     device_uuid(to: *mut [u8; 16], device: i32) |_fake| {
-        // The second one is meant.
+        // UUID belongs to the second device.
         give(to, if device == 11 { UUID } else { [1; 16] })
     }
     device_attribute(to: *mut i32, attribute: i32, device: i32) |fake| {

@@ -264,7 +264,7 @@ impl HostRegion {
             unsafe {
                 match way {
                     CopyDirection::In => copies.copy_in(at.cast_const(), part, block, done)?,
-                    // Never into content that other processes have as well.
+                    // A copy out must never overwrite content that other processes use.
                     CopyDirection::Out if !self.elsewhere.is_empty() => {
                         let code = affinode_cuda_sys::result::NOT_SUPPORTED;
                         return Err(CudaError::Call { call: "copy_out", code });

@@ -10,7 +10,7 @@ fn process_that_dies_at_any_stage_leaves_nothing() {
             if copies_wait {
                 fake::with(fake::Fake::copies_wait);
             }
-            // What it has said last is on its way.
+            // Its last report may not have arrived yet.
             if stage == Stage::Taking {
                 take(&agent, &pieces(&UNITS)[1..]);
             }

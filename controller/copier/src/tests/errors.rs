@@ -58,7 +58,7 @@ fn refused_call_leaves_nothing_of_its_process() {
             let mut testbed = Testbed::new();
             fake::with(|fake| fake.refuse(None, nth, code));
             let lived = whole_life(&mut testbed);
-            // To ask for a little memory is only asked for its effect.
+            // The result of the small allocation is ignored.
             let passes = code != 999 || RELEASES.contains(call) && *call != "host_unregister";
             match &lived {
                 Ok(()) => assert_serves(&mut testbed),
@@ -86,7 +86,7 @@ fn assert_only_what_was_refused_is_left(call: &str, why: &str) {
         "host_unregister" => &mut left.registrations,
         "event_destroy" => &mut left.events,
         "mem_unmap" => {
-            // Its addresses cannot be given back then.
+            // Its address range cannot be released then.
             assert!(left.mappings <= 1 && left.reservations <= 1, "{why}: {left:?}");
             return;
         }
@@ -145,7 +145,7 @@ fn context_that_the_driver_refuses_is_none() {
         fake::reset(VRAM_BYTES);
         fake::with(|fake| fake.refuse(None, nth, 999));
         let opened = fake::open();
-        // Whether others on the bus may reach memory is not known then.
+        // Then it is unknown whether other devices on the bus may access the memory.
         let may_fail = nth == calls.len() - 3 && *call == "device_attribute";
         assert_eq!(opened.is_ok(), may_fail, "call {nth}, {call}");
     }

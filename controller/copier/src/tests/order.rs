@@ -128,7 +128,7 @@ fn packet_that_is_no_frame_ends_the_process() {
 #[test]
 fn frames_of_one_process_are_read_in_portions() {
     let (mut testbed, mut agent, _) = reach(Stage::Listing);
-    // Each is fine, up to the one that is too much.
+    // Every message is accepted, up to the one that exceeds the list.
     let mut list = testbed.attach(2, 4096 * UNIT, 0);
     list.say(copied_out(100 * UNIT, 100), Some(&content_file(&pattern(100 * UNIT, 1))));
     for _ in 0..100 {

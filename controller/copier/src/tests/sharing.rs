@@ -35,7 +35,7 @@ fn shared_reports(testbed: &mut Testbed) -> Vec<CopierReport> {
 #[test]
 fn common_content_is_offered_and_fills_once() {
     let mut testbed = Testbed::new();
-    // One that says nothing keeps nothing from the others.
+    // A process that never replies does not stop deduplication of the others.
     let _silent = testbed.attach(3, CHUNK, DOMAIN);
     let mut both = two(&mut testbed, [DOMAIN, DOMAIN]);
     for (agent, file) in &mut both {
@@ -53,7 +53,7 @@ fn common_content_is_offered_and_fills_once() {
     testbed.settle().unwrap();
     let of = |process| CopierReport::Shared { process, bytes: CHUNK, stored_bytes: CHUNK };
     assert_eq!(shared_reports(&mut testbed), [of(1), of(2)]);
-    // What they gave up is registered no more; the segment is, and their own units are.
+    // Freed chunks are no longer registered; the segment and the processes' own units are.
     let units_and_segment = 2 * UNIT + CHUNK;
     assert_eq!(fake::with(|fake| fake.registered_bytes()) as u64, units_and_segment);
     for (agent, _) in &mut both {

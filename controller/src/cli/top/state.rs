@@ -1,10 +1,10 @@
-//! What the screen shows and what keys do. Without I/O.
+//! State of the screen, and the effect of each key. Without I/O.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 use crate::{cli::format, schema};
 
-/// What the caller does after a key.
+/// Action of the caller after a key.
 #[derive(Debug, PartialEq, Eq)]
 pub enum KeyOutcome {
     /// Draw the screen again.
@@ -66,7 +66,7 @@ impl SortColumn {
     }
 }
 
-/// Everything that the screen shows.
+/// All data that the screen shows.
 #[derive(Debug, Default)]
 pub struct TopState {
     /// The node at the last update.

@@ -1,6 +1,6 @@
 //! The two requests to the Kubernetes API server: HTTPS with its own certificate authority, one
-//! connection per request, with limits of number, size and time. The files of token and authority
-//! may be renewed at any time, so both are read for each request.
+//! connection per request, with limits of number, size and time. Token and authority are read from
+//! their files for each request, because they may be renewed at any time.
 
 use std::{io, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -22,16 +22,16 @@ use tokio_rustls::{
 use super::super::guard::AccessRule;
 use crate::config::KubernetesSection;
 
-/// Maximum number of requests at a time; further ones wait within their own timeout.
+/// Maximum number of concurrent requests. Further requests wait, within their own timeout.
 const MAX_CONCURRENT_REVIEWS: usize = 8;
-/// Timeout of a request, including the wait.
+/// Timeout of a request, including its wait.
 const TIME: Duration = Duration::from_secs(5);
 /// Maximum size of a response in bytes.
 const ANSWER_BYTES: usize = 64 << 10;
 /// Maximum length of a user's name, which appears in events and logs.
 const NAME_CHARS: usize = 256;
 
-/// Why a review failed.
+/// Reason why a review failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReviewError {
     /// A file of the configuration cannot be read.
@@ -152,7 +152,7 @@ impl ApiServer {
     /// The API server of a configuration.
     ///
     /// # Errors
-    /// The address is invalid; the text says what is accepted.
+    /// The address is invalid; the text names the accepted form.
     pub fn new(section: &KubernetesSection) -> Result<ApiServer, String> {
         let (host, port) = section.host_and_port()?;
         let name = match host.parse::<IpAddr>() {

@@ -17,14 +17,14 @@ impl<K: Clone + Eq + Hash, V: Clone> ReviewCache<K, V> {
         ReviewCache { most, answers: HashMap::new() }
     }
 
-    /// The result, unless it has expired.
+    /// The result for a question, unless it has expired.
     pub fn get(&self, question: &K, now: Instant) -> Option<V> {
         let (answer, until) = self.answers.get(question)?;
         (*until > now).then(|| answer.clone())
     }
 
-    /// Stores a result for `holds`. A full cache drops the result that expires first: invalid
-    /// tokens have the shortest time, so they do not displace valid ones.
+    /// Stores a result for the time `holds`. A full cache drops the result that expires first.
+    /// Invalid tokens have the shortest time, so they do not displace valid ones.
     pub fn keep(&mut self, question: K, answer: V, now: Instant, holds: Duration) {
         if self.answers.len() >= self.most && !self.answers.contains_key(&question) {
             self.answers.retain(|_, (_, until)| *until > now);

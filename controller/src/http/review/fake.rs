@@ -24,7 +24,7 @@ use tokio::net::TcpListener;
 /// The token that the controller sends to the API server.
 pub const OWN_TOKEN: &str = "the-controller-itself";
 
-/// How the server responds.
+/// Behaviour of the fake API server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ApiBehavior {
     Well,
@@ -58,7 +58,8 @@ pub struct Desk {
     pub most_at_once: AtomicUsize,
 }
 
-/// A new certificate authority in `ca.crt`, and a TLS identity for 127.0.0.1 signed by it.
+/// Creates a new certificate authority in `ca.crt`, and a TLS identity for 127.0.0.1 that is signed
+/// by it.
 pub fn papers(folder: &Path) -> TlsIdentity {
     let write = |name: &str, text: String| {
         let file = folder.join(name);

@@ -32,13 +32,13 @@ use crate::config::KubernetesSection;
 use api::{ApiServer, ReviewError, User};
 use cache::ReviewCache;
 
-/// How long a positive result is cached. A deleted user has access for at most this time.
+/// Time for which a positive result is cached. A deleted user has access for at most this time.
 pub const ALLOW_TTL: Duration = Duration::from_secs(60);
-/// How long a negative result is cached.
+/// Time for which a negative result is cached.
 const NO: Duration = Duration::from_secs(10);
 /// Maximum number of cached tokens, and of cached rights.
 const REMEMBERED: usize = 256;
-/// Maximum length of a token; Kubernetes tokens are shorter.
+/// Maximum length of a token in bytes. Kubernetes tokens are shorter.
 const TOKEN_BYTES: usize = 8 << 10;
 
 /// Reviews tokens, and caches the results.
@@ -62,7 +62,7 @@ impl TokenReviewer {
     /// A reviewer for the API server of this configuration. Its files are read for each request.
     ///
     /// # Errors
-    /// The configuration is invalid; the text says what is accepted.
+    /// The configuration is invalid; the text names the accepted values.
     pub fn new(section: &KubernetesSection) -> Result<TokenReviewer, String> {
         let known = ReviewedToken {
             users: ReviewCache::new(REMEMBERED),
@@ -123,15 +123,16 @@ impl TokenReviewer {
     }
 }
 
-/// A token in the form of RFC 6750 with a plausible length: others are refused without a request.
+/// Returns a token of the form of RFC 6750 with a plausible length. `None`: the token is refused
+/// without a request.
 fn well_formed(token: &[u8]) -> Option<&str> {
     let plain = |b: &u8| b.is_ascii_alphanumeric() || b"-._~+/=".contains(b);
     let fine = (1..=TOKEN_BYTES).contains(&token.len()) && token.iter().all(plain);
     std::str::from_utf8(token).ok().filter(|_| fine)
 }
 
-/// The client learns that tokens cannot be checked; only the log has the reason.
+/// The refusal if tokens cannot be checked. Only the log has the reason; the client does not.
 fn cannot_ask(error: &ReviewError) -> Denied {
-    let why = "tokens cannot be checked now, the controller's log says why; ask again";
+    let why = "tokens cannot be checked now; try again (the controller's log has the reason)";
     Denied { detail: crate::error_chain::chain(error), ..Denied::new(DenyReason::Review, why) }
 }

@@ -1,4 +1,4 @@
-//! The reviewer, and the site behind it, with a small API server.
+//! Tests of the reviewer, and of the site behind it, with a small API server.
 
 use std::time::Duration;
 
@@ -208,8 +208,8 @@ async fn a_stream_ends_with_its_users_right() {
     assert!(!stream.until("never said").await, "it ends");
 }
 
-/// What Kubernetes allows every user of a cluster to get, and some of it unauthenticated users:
-/// ClusterRoles system:discovery and system:public-info-viewer.
+/// Paths that Kubernetes allows every user of a cluster to get, some of them without
+/// authentication: ClusterRoles system:discovery and system:public-info-viewer.
 const EVERYBODYS: [&str; 11] = [
     "/api",
     "/api/*",

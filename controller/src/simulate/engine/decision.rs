@@ -18,8 +18,8 @@ pub struct PolicyDecision {
 }
 
 impl PolicyDecision {
-    /// The decision behind a change, if there is one. A change between idle and in use is not a
-    /// decision: nothing moves.
+    /// The decision that a change shows, if there is one. A change between idle and active is not a
+    /// decision, because nothing moves.
     #[must_use]
     pub fn of(at_ms: Millis, change: &Change) -> Option<PolicyDecision> {
         let shown =

@@ -1,7 +1,7 @@
 //! The planned events, the earliest first; at the same time, in the order of planning.
 //!
 //! Most events plan one further event in the near future. It replaces the current event at the top
-//! of the heap and sinks a little, instead of rising through the whole heap.
+//! of the heap and moves down a few levels, which costs less than a removal and an insertion.
 
 use std::{
     cmp::Ordering,
@@ -39,7 +39,7 @@ impl PartialOrd for ScheduledEvent {
     }
 }
 
-/// The next event compares as the greatest.
+/// Orders events in reverse: the next event is the greatest, as the heap needs it.
 impl Ord for ScheduledEvent {
     fn cmp(&self, other: &ScheduledEvent) -> Ordering {
         other.place().cmp(&self.place())
@@ -50,7 +50,8 @@ impl Ord for ScheduledEvent {
 #[derive(Debug, Default)]
 pub(super) struct EventQueue {
     heap: BinaryHeap<ScheduledEvent>,
-    /// The top of the heap is the current event, which is not planned any longer.
+    /// Whether the event at the top of the heap is the current one, which is not planned any
+    /// longer.
     happens: bool,
     sequence: u64,
 }
@@ -81,7 +82,7 @@ impl EventQueue {
         next
     }
 
-    /// Whether nothing is planned besides the current event.
+    /// Whether no event is planned except the current one.
     pub(super) fn is_empty(&self) -> bool {
         self.heap.len() == usize::from(self.happens)
     }
@@ -94,7 +95,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Events may be planned at any time, also while another one is handled.
+        /// Events may be planned at any time, even while another event is handled.
         #[test]
         fn events_come_in_order_of_time(
             steps in proptest::collection::vec((0_u64..50, 0_usize..4), 1..100),

@@ -1,10 +1,11 @@
-//! Everything around the node: processes, agents, GPUs, and a clock that jumps from event to event.
+//! The simulated environment of the node: processes, agents, GPUs, and a clock that jumps from
+//! event to event.
 //!
 //! ```text
 //! trace ──Arrival──> process.rs ──Page, Wake──> Node ──orders──> orders.rs ──Done──> Node
 //! ```
 //!
-//! The node receives the start and the end of each use, as the counters would show it. It is
+//! The node receives the start and the end of each use, as the counters would show them. It is
 //! queried again about a container when [`Node::due_at`] says so, and twice a second while a
 //! container waits.
 
@@ -43,9 +44,9 @@ use crate::core::{
 const STEP_MS: Millis = 1;
 /// Time between two queries of the node while a container waits.
 const POLL_MS: Millis = 500;
-/// A container that has waited this long without any other event waits forever.
+/// Time after which a waiting container counts as stuck, if no other event happens.
 const STUCK_MS: Millis = 86_400_000;
-/// Time until a query is repeated that was due and had no effect.
+/// Time until a query is repeated that was due but had no effect.
 const AGAIN_MS: Millis = 5_000;
 
 #[derive(Clone, Copy, Debug)]
@@ -62,22 +63,22 @@ struct SimulatedNode<'a> {
     now: Millis,
     agenda: EventQueue,
     processes: Vec<SimulatedProcess<'a>>,
-    /// One entry per GPU.
+    /// UUIDs of the GPUs, one entry per GPU.
     uuids: Vec<String>,
     /// Inputs for the node, to be processed after the current effects.
     inputs: VecDeque<Input>,
-    /// Empty; kept for its capacity.
+    /// Buffer for effects. It is empty between inputs, and kept for its capacity.
     effects: Vec<Effect>,
     machine: SimulatedMachine,
     costs: Calibration,
     foresight: CallForesight,
     wake_cost_ms: Millis,
-    /// One entry per GPU.
+    /// VRAM in use in bytes, one entry per GPU.
     used_bytes: Vec<u64>,
     resident_bytes: u64,
     offloaded_bytes: u64,
     polling: bool,
-    /// Since when only queries were planned.
+    /// Time since which only queries were planned.
     quiet_since: Option<Millis>,
     wakes: u64,
     meter: SummaryMeter,
@@ -192,7 +193,7 @@ impl<'a> SimulatedNode<'a> {
         Ok(())
     }
 
-    /// Every process is offloaded until its first call.
+    /// Registers every process as offloaded, until its first call.
     fn begin(&mut self, trace: &'a WorkloadTrace) -> Result<(), SimulationError> {
         let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
         self.inputs.push_back(Input::Gpus(Ok(gpus)));
@@ -290,7 +291,7 @@ impl<'a> SimulatedNode<'a> {
         Ok(())
     }
 
-    /// Plans to query the node when something is due, unless a call comes first.
+    /// Plans to query the node at its next due time, unless a call comes first.
     fn plan_due(&mut self, n: usize, not_before: Millis) {
         let p = &self.processes[n];
         if p.busy_until.is_some() || !p.waiting.is_empty() {

@@ -1,4 +1,4 @@
-//! Names of containers, processes and GPUs of a trace: all from their numbers.
+//! Names of containers, processes and GPUs of a trace, derived from their numbers.
 
 use crate::core::{Key, ProcessId};
 
@@ -9,7 +9,7 @@ pub(in crate::simulate) fn key(n: usize) -> Key {
     }
 }
 
-/// The number in a key made by [`key`].
+/// The number of a process, from a key that [`key`] made.
 pub(in crate::simulate) fn number(key: &str) -> usize {
     usize::from_str_radix(key, 16).unwrap_or(0)
 }

@@ -19,7 +19,7 @@ use crate::{
     simulate::SimulationError,
 };
 
-/// A restore sooner than this after the offload counts as thrash.
+/// Maximum time between offload and restore that counts as thrash.
 const THRASH_MS: Millis = 60_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +44,7 @@ impl SimulatedNode<'_> {
         }
     }
 
-    /// A reading of the GPU that no query has requested.
+    /// An unrequested reading of the GPU as an input.
     pub(super) fn reading(&self, n: usize) -> Input {
         Input::Proven(
             self.processes[n].key.clone(),

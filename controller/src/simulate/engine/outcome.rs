@@ -1,4 +1,4 @@
-//! The results at the end of a run.
+//! Computes the results at the end of a run.
 
 use super::{SimulatedNode, process::SimulatedProcess};
 use crate::{

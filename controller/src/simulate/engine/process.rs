@@ -32,7 +32,7 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) freed_ms: Millis,
     pub(super) used_ms: Millis,
     pub(super) went: Option<Millis>,
-    /// The order that it executes: one at a time.
+    /// Number of the order that it executes. It executes one at a time.
     pub(super) order: u64,
 }
 
@@ -102,7 +102,8 @@ impl SimulatedNode<'_> {
         Ok(())
     }
 
-    /// Calls without a pause between them are one use. Returns the counters that show it.
+    /// Begins a use, and returns the counters that show it. Calls without a pause between them are
+    /// one use.
     pub(super) fn use_begins(&mut self, n: usize) -> Input {
         let now = self.now;
         let p = &mut self.processes[n];
