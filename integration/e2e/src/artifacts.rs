@@ -1,5 +1,5 @@
-//! Where the built files are: one folder that `cargo xtask build` fills, and
-//! that a kit for GPU machines carries along unchanged.
+//! Paths of the built files. They are in one folder that `cargo xtask build` fills, and that a kit
+//! for GPU machines contains unchanged.
 //!
 //! ```text
 //! target/affinode/
@@ -24,7 +24,7 @@ pub struct Artifacts {
 }
 
 impl Artifacts {
-    /// The folder in [`ARTIFACTS_ENV`], else `target/affinode` of the workspace.
+    /// The folder in [`ARTIFACTS_ENV`], otherwise `target/affinode` of the workspace.
     ///
     /// # Errors
     /// When the folder does not exist.
@@ -39,7 +39,7 @@ impl Artifacts {
         Ok(Self { root })
     }
 
-    /// A folder that already is one, or is about to be filled.
+    /// A folder that has the built files, or will be filled with them.
     #[must_use]
     pub fn at(root: PathBuf) -> Self {
         Self { root }
@@ -57,31 +57,32 @@ impl Artifacts {
         self.root.join("bin")
     }
 
-    /// The folder of the preload library, the value of `AFFINODE_LIB_DIR`.
+    /// The folder of the preload library, for `AFFINODE_LIB_DIR`.
     #[must_use]
     pub fn lib_dir(&self) -> PathBuf {
         self.root.join("lib")
     }
 
-    /// The simulated driver libraries, under the names of the real ones.
+    /// Folder of the simulated driver libraries, under the names of the real ones.
     #[must_use]
     pub fn sim_dir(&self) -> PathBuf {
         self.root.join("sim")
     }
 
-    /// The CUDA client programs.
+    /// Folder of the CUDA client programs.
     #[must_use]
     pub fn clients_dir(&self) -> PathBuf {
         self.root.join("clients")
     }
 
-    /// Downloads that are kept between builds.
+    /// Folder of downloads that are kept between builds.
     #[must_use]
     pub fn cache_dir(&self) -> PathBuf {
         self.root.join("cache")
     }
 
-    /// The folder of a runc that maps the users of mounts, where `cargo xtask deps` built one.
+    /// The folder of a runc that maps the users of mounts. It exists only if `cargo xtask deps` has
+    /// built one.
     #[must_use]
     pub fn own_users_runc_dir(&self) -> PathBuf {
         self.cache_dir().join("runc")
@@ -90,7 +91,7 @@ impl Artifacts {
     /// Path of a program that must exist.
     ///
     /// # Errors
-    /// When it is not.
+    /// When the program does not exist.
     pub fn bin(&self, name: &str) -> Result<PathBuf> {
         let path = self.bin_dir().join(name);
         if !path.is_file() {

@@ -1,4 +1,4 @@
-//! A hostile container that makes all attacks at once, see `attack.c`.
+//! A hostile container that makes all attacks at the same time, see `attack.c`.
 
 use affinode_proto::wire::{
     Capabilities, Hazards, Phase, WIRE_VERSION, counters::PAGE_BYTES, message::AgentMessage,
@@ -13,10 +13,10 @@ use crate::{
     worker::Worker,
 };
 
-/// Starts the container, and returns once all attacks run.
+/// Starts the container, and returns when all attacks are running.
 ///
 /// # Errors
-/// When it cannot be started or the controller does not feel it.
+/// When the container cannot be started, or the controller shows no load from it.
 pub fn start(world: &Testbed, id: &str) -> Result<Worker> {
     let controller = world.controller()?.context("a controller runs")?;
     let hello = AgentMessage::Hello {

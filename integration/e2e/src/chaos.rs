@@ -1,27 +1,27 @@
-//! A crash campaign: containers that together need more VRAM than there is, and random faults at
+//! A crash campaign: containers that together need more VRAM than the GPU has, and random faults at
 //! random steps of their offloads and restores.
 //!
 //! ```text
 //!  round: draw (seed, number) ──> scenes: calls, then a fault at a step that is observed
 //!           ──> undo what lasts ──> all reply and verify ──> ended containers are replaced
-//!           ──> all offloaded, no VRAM held ──> leak check against the start
+//!           ──> all offloaded, no VRAM in use ──> leak check against the start
 //! ```
 //!
-//! | module | is |
+//! | module | content |
 //! | --- | --- |
 //! | [`plan`] | the steps of a round; pure |
 //! | [`container`] | one container and its CUDA processes |
 //! | [`mod@env`] | the environment, its containers, and the invariants after a round |
-//! | [`fault`] | how each fault is done and undone |
-//! | [`vram`] | the processes that may hold VRAM while all are offloaded, from the driver's figures |
+//! | [`fault`] | causing and undoing each fault |
+//! | [`vram`] | the processes that may hold VRAM while all containers are offloaded, from the driver's figures |
 //! | [`watch`] | the events by which steps are observed |
 //! | [`leak_check`] | processes, files and mounts that remain at rest |
 //! | [`report`] | the findings |
 //!
 //! One environment serves a block of rounds, each of which begins with all containers offloaded;
-//! after a finding the next round gets a new one. Several environments share the blocks of a
-//! campaign. In one of ten blocks a move takes seconds, and in another host memory is short. The
-//! same seed and round number give the same plan; the timing of the machine differs.
+//! after a finding the next round gets a new environment. Several environments share the blocks of
+//! a campaign. In one of ten blocks each move takes seconds; in another one host memory is short.
+//! The same seed and round number give the same plan; the timing of the machine differs.
 
 pub mod container;
 pub mod env;
@@ -50,12 +50,12 @@ use crate::{gpu::Gpu, testbed::TestbedConfig, wait::until};
 use env::{ChaosEnv, Setup};
 use plan::{Fault, Plan, Scene, Stimulus};
 
-/// Rounds of a block.
+/// Number of rounds in a block, which share one environment.
 const BLOCK: u64 = 10;
 /// Number of findings after which a campaign ends.
 const ENOUGH: usize = 5;
 
-/// Rounds of a campaign.
+/// Parameters of a crash campaign.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Seed that reproduces the campaign.
@@ -64,16 +64,16 @@ pub struct Options {
     pub first: u64,
     /// Number of rounds to play.
     pub rounds: u64,
-    /// Simulated, of whatever size, or the machine's own.
+    /// The GPU: simulated, of any size, or the machine's own.
     pub gpu: Gpu,
-    /// Worlds that share the rounds; one on a real GPU.
+    /// Number of environments that share the rounds; 1 on a real GPU.
     pub worlds: usize,
 }
 
-/// Plays a campaign in testbeds of this recipe. `tell` hears what people want to know meanwhile.
+/// Plays a campaign in testbeds of this configuration. `tell` receives lines about its progress.
 ///
 /// # Errors
-/// When no testbed can be made.
+/// When no testbed can be created.
 pub fn run(
     recipe: &(dyn Fn() -> TestbedConfig + Sync),
     options: &Options,
@@ -100,7 +100,7 @@ pub fn run(
     Ok(Report { seconds, ..report })
 }
 
-/// What the testbeds of a campaign share.
+/// Data that the testbeds of a campaign share.
 struct Campaign<'a> {
     recipe: &'a (dyn Fn() -> TestbedConfig + Sync),
     options: &'a Options,
@@ -109,11 +109,12 @@ struct Campaign<'a> {
     told: Mutex<Told<'a>>,
 }
 
-/// The findings up to now, and the callback that prints them.
+/// The findings so far, and the callback that prints them.
 type Told<'a> = (Report, &'a mut (dyn FnMut(&str) + Send));
 
 impl<'a> Campaign<'a> {
-    /// Plays rounds in one testbed after the other, until all are played or enough was found.
+    /// Plays rounds in one testbed after the other, until all rounds are played or the campaign has
+    /// enough findings.
     fn play_rounds(&self) -> Result<()> {
         let Options { seed, first, rounds, gpu, .. } = self.options;
         let mut env: Option<ChaosEnv> = None;
@@ -165,7 +166,7 @@ impl<'a> Campaign<'a> {
         }
     }
 
-    /// Tells all that is known of a round that found something.
+    /// Prints all details of a round with findings.
     fn show(&self, on: &ChaosEnv, plan: &Plan, round: u64, findings: &[Finding]) {
         let mut told = self.lock();
         let tell = &mut told.1;
@@ -186,7 +187,7 @@ impl<'a> Campaign<'a> {
     }
 }
 
-/// Plays a round and checks for leaks after it.
+/// Plays a round, and then checks for leaks.
 fn play(env: &mut ChaosEnv, plan: &Plan, round: u64, report: &mut Report) -> Vec<Finding> {
     env.watch.clear();
     let squeezed = env.setup == Setup::Squeezed;
@@ -314,7 +315,8 @@ fn play_scene(
     Ok(())
 }
 
-/// Asks the controller for something, whatever it answers: that it replies is looked at later.
+/// Sends a request to the controller in the background. Its result is not checked; a later step
+/// checks that the controller replies.
 fn ask(env: &ChaosEnv, what: &str, container: usize) -> Result<Child> {
     let mut command = env.world.cli().command(&[what, &env.cast[container].running.id]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -332,7 +334,7 @@ fn end(mut child: Child) -> Result<()> {
     ended
 }
 
-/// A controller replies, where a container of the campaign needs one.
+/// Asserts that a controller replies, if a container of the campaign needs one.
 fn controller_is_back(env: &ChaosEnv) -> Result<()> {
     if env.cast.iter().all(|container| container.doomed) {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The `affinode` command as a user runs it, and its JSON as a script reads it.
+//! The `affinode` command, run as a user runs it; its JSON, read as a script reads it.
 
 use std::{
     path::{Path, PathBuf},
@@ -29,7 +29,7 @@ pub struct Node {
     pub gpus: Vec<GpuRow>,
     /// The node's GPU containers.
     pub containers: Vec<ContainerRow>,
-    /// Reason why the GPUs cannot be read. `None`: they can.
+    /// Reason why the GPUs cannot be read; `None` if they can be read.
     pub gpu_error: Option<String>,
 }
 
@@ -97,11 +97,11 @@ pub struct ContainerRow {
     pub vram_bytes: u64,
     /// VRAM that its offload has freed, in bytes.
     pub offloaded_bytes: u64,
-    /// Idle timeout in effect.
+    /// Idle timeout in effect for the container, in milliseconds.
     pub idle_timeout_ms: u64,
     /// Engine in effect for the container.
     pub engine: String,
-    /// Share of its VRAM that is copied at bus speed.
+    /// Share of its VRAM that the library can copy at bus speed.
     pub copyable_share: Option<f64>,
     /// Number of offloads up to now.
     pub offloads: u64,
@@ -121,7 +121,7 @@ impl ContainerRow {
     /// The first CUDA process that registered.
     ///
     /// # Errors
-    /// When none has: see [`Cli::registered`].
+    /// When no process has registered; [`Cli::registered`] waits for one.
     pub fn process(&self) -> Result<&ProcessRow> {
         self.processes.first().with_context(|| format!("no process has registered: {self:?}"))
     }
@@ -139,15 +139,15 @@ pub struct ProcessRow {
     pub calls: u64,
     /// VRAM that its agent can copy, in bytes.
     pub swappable_bytes: u64,
-    /// VRAM that is copied out at present, in bytes.
+    /// VRAM that is copied out now, in bytes.
     pub copied_out_bytes: u64,
-    /// Host memory that it retains while it is resident, in bytes.
+    /// Host memory that it retains while resident, in bytes.
     pub kept_bytes: u64,
     /// Unchanged bytes that the last offload did not copy.
     pub unchanged_bytes: u64,
     /// Zero bytes that the last offload did not store.
     pub zero_bytes: u64,
-    /// Reasons that make an offload unsafe.
+    /// Names of hazards, which make an offload unsafe.
     pub hazards: Vec<String>,
     /// Name of the last CUDA function that it called.
     pub last_call: String,
@@ -165,7 +165,7 @@ pub struct EventRow {
     pub sequence: u64,
     /// Time of the event, in milliseconds since 1970.
     pub unix_ms: i64,
-    /// One of state, refused, annotation, controller, process.
+    /// Kind of event: state, refused, annotation, controller or process.
     pub kind: String,
     /// Name of the form namespace/pod/container, or namespace/id.
     pub container: String,
@@ -177,7 +177,7 @@ pub struct EventRow {
     pub reason: String,
     /// VRAM that was moved, in bytes.
     pub bytes: u64,
-    /// Duration of the move.
+    /// Duration of the move, in milliseconds.
     pub elapsed_ms: u64,
     /// Text of the event for people.
     pub text: String,
@@ -189,7 +189,7 @@ pub struct EventRow {
 pub struct ActionRow {
     /// Whether the offload took place.
     pub done: bool,
-    /// Present state of the container.
+    /// State of the container after the request.
     pub state: String,
     /// Reason of a refusal.
     pub reason: String,
@@ -200,15 +200,16 @@ pub struct ActionRow {
 }
 
 const PS: [&str; 3] = ["ps", "-o", "json"];
-/// Exit status of `timeout` after it ended the command.
+/// Exit status of `timeout` if it has ended the command.
 const TIMED_OUT: i32 = 124;
-/// Output of the command without a controller; on a busy machine one may be about to listen.
+/// Text that the command prints without a controller. On a busy machine, a controller may be about
+/// to listen.
 const NO_CONTROLLER: &str = "cannot connect to the controller";
 /// Temporary refusals: a call is in progress, or the process is about to register.
 const PASSING: [&str; 4] = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
 
 impl Cli {
-    /// The command on the controller of a run directory.
+    /// Creates the command for the controller of a run directory.
     #[must_use]
     pub fn new(binary: PathBuf, run_dir: PathBuf) -> Self {
         Self { binary, run_dir }
@@ -228,10 +229,10 @@ impl Cli {
         command
     }
 
-    /// Runs it, with any exit status.
+    /// Runs the command, with any exit status.
     ///
     /// # Errors
-    /// When it cannot be run, or does not answer in [`WAIT_TIMEOUT`].
+    /// When the command cannot be run, or does not end within [`WAIT_TIMEOUT`].
     pub fn output(&self, arguments: &[&str]) -> Result<Output> {
         let mut limited = Command::new("timeout");
         limited.arg(WAIT_TIMEOUT.as_secs().to_string()).arg(&self.binary).args(arguments);
@@ -248,10 +249,10 @@ impl Cli {
         Ok(output)
     }
 
-    /// Runs it and requires success; waits for a controller that is about to start.
+    /// Runs the command and requires success. Waits for a controller that is about to start.
     ///
     /// # Errors
-    /// When it fails, or no controller comes.
+    /// When the command fails, or no controller starts.
     pub fn run(&self, arguments: &[&str]) -> Result<String> {
         let listens = |output: &Output| {
             output.status.success()
@@ -275,10 +276,10 @@ impl Cli {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// The output of `affinode ps`; waits for a controller that is about to start.
+    /// The output of `affinode ps`. Waits for a controller that is about to start.
     ///
     /// # Errors
-    /// When no controller comes, or its answer cannot be read.
+    /// When no controller starts, or its reply cannot be parsed.
     pub fn ps(&self) -> Result<Node> {
         Self::node(&self.run(&PS)?)
     }
@@ -286,7 +287,7 @@ impl Cli {
     /// The output of `affinode ps` from the running controller.
     ///
     /// # Errors
-    /// When there is none, or its answer cannot be read.
+    /// When no controller runs, or its reply cannot be parsed.
     pub fn ps_now(&self) -> Result<Node> {
         Self::node(&Self::demand(&PS, &self.output(&PS)?)?)
     }
@@ -295,18 +296,18 @@ impl Cli {
         serde_json::from_str(text).with_context(|| format!("`affinode ps -o json` said: {text}"))
     }
 
-    /// The first GPU. A controller that has just started has not read it yet.
+    /// The first GPU. Waits until a controller that has just started has read it.
     ///
     /// # Errors
-    /// As [`Cli::ps`]; also when there is none.
+    /// As [`Cli::ps`]; also when there is no GPU.
     pub fn gpu(&self) -> Result<GpuRow> {
         until("the controller to see a GPU", || Ok(self.ps()?.gpus.into_iter().next()))
     }
 
-    /// The first GPU, once it matches; `what` completes "waited for …".
+    /// The first GPU, once `wanted` returns true for it. `what` completes "waited for …".
     ///
     /// # Errors
-    /// As [`Cli::ps`]; also when it does not get there.
+    /// As [`Cli::ps`]; also when `wanted` stays false.
     pub fn wait_gpu(&self, what: &str, wanted: impl Fn(&GpuRow) -> bool) -> Result<GpuRow> {
         let mut last = GpuRow::default();
         until(what, || {
@@ -316,7 +317,7 @@ impl Cli {
         .with_context(|| format!("it was {last:?}"))
     }
 
-    /// A container by containerd's id, if the controller lists it.
+    /// The container with this id of containerd, if the controller lists it.
     ///
     /// # Errors
     /// As [`Cli::ps`].
@@ -325,27 +326,28 @@ impl Cli {
         Ok(rows.into_iter().find(|row| row.id == id))
     }
 
-    /// The row of a container that the controller lists, or will list soon.
+    /// The row of a container. Waits until the controller lists it.
     ///
     /// # Errors
-    /// As [`Cli::ps`], or when it stays unknown.
+    /// As [`Cli::ps`]; also when the container is not listed in time.
     pub fn known(&self, id: &str) -> Result<ContainerRow> {
         until(&format!("{id} to be known"), || self.container(id))
     }
 
-    /// A container with a registered process: its first call has reached the controller.
+    /// The row of a container with a registered process. Waits until the process's first call has
+    /// reached the controller.
     ///
     /// # Errors
-    /// As [`Cli::ps`], or when none registers.
+    /// As [`Cli::ps`]; also when no process registers.
     pub fn registered(&self, id: &str) -> Result<ContainerRow> {
         self.wait_for(id, "to be registered", |row| !row.processes.is_empty())
     }
 
-    /// A container, once it matches; `what` completes "waited for the container …". A program's
-    /// reply may come before the controller has recorded the move behind it.
+    /// The row of a container, once it matches. `what` completes "waited for the container …". A
+    /// program's reply may come before the controller has recorded the move.
     ///
     /// # Errors
-    /// When it does not get there.
+    /// When the row does not match in time.
     pub fn wait_for(
         &self,
         id: &str,
@@ -366,11 +368,11 @@ impl Cli {
         .with_context(|| format!("it was {last}"))
     }
 
-    /// The events, once one of them matches: the controller publishes them a moment after what they
-    /// report.
+    /// The events, once one of them matches. The controller publishes an event slightly after its
+    /// cause.
     ///
     /// # Errors
-    /// As [`Cli::ps`], or when it does not come.
+    /// As [`Cli::ps`]; also when no event matches in time.
     pub fn wait_for_event(
         &self,
         what: &str,
@@ -397,7 +399,7 @@ impl Cli {
             .collect()
     }
 
-    /// `affinode offload` of a resident container, repeated after a temporary refusal.
+    /// Runs `affinode offload` for a resident container. Repeats it after a temporary refusal.
     ///
     /// # Errors
     /// If the command cannot be run.
@@ -416,10 +418,10 @@ impl Cli {
         })
     }
 
-    /// Like [`Cli::offload`], but it must take place.
+    /// Like [`Cli::offload`], but requires that the offload takes place.
     ///
     /// # Errors
-    /// When it is refused.
+    /// When the offload is refused.
     pub fn move_out(&self, id: &str) -> Result<ActionRow> {
         let said = self.offload(id)?;
         if !said.done {
@@ -428,11 +430,11 @@ impl Cli {
         Ok(said)
     }
 
-    /// Waits until a container is resident: on a slow machine it may be idle again before it is
-    /// seen as active.
+    /// Waits until a container is resident: active or idle. On a slow machine it may be idle again
+    /// before it is seen as active.
     ///
     /// # Errors
-    /// When it does not get there.
+    /// When the container is not resident in time.
     pub fn wait_resident(&self, id: &str) -> Result<ContainerRow> {
         self.wait_for(id, "to be resident", |row| ["Active", "Idle"].contains(&row.state.as_str()))
     }
@@ -440,7 +442,7 @@ impl Cli {
     /// Waits until a container is in a state, and returns its row.
     ///
     /// # Errors
-    /// When it does not get there.
+    /// When the container does not reach the state in time.
     pub fn wait_for_state(&self, id: &str, state: &str) -> Result<ContainerRow> {
         self.wait_for(id, &format!("to be {state}"), |row| row.state == state)
     }

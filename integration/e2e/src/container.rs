@@ -1,7 +1,7 @@
-//! Containers run with `ctr`, GPU and other.
+//! Containers that are run with `ctr`, with and without a GPU.
 //!
-//! A container's program is driven through two named pipes in a folder that is
-//! mounted into it: they survive `ctr` and containerd, and work for CRI too.
+//! A test talks to a container's program through two named pipes in a mounted folder. The pipes
+//! survive `ctr` and containerd, and work for CRI, too.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -16,7 +16,8 @@ use crate::{containerd, image, testbed::Testbed, wait::until};
 
 /// Folder of the client programs in a container.
 pub const CLIENTS: &str = "/opt/clients";
-/// Flags of a container that sees its cgroup, as those of Kubernetes and nerdctl do; `ctr`'s do not.
+/// Flags of a container that sees its cgroup, as containers of Kubernetes and nerdctl do. Without
+/// them, `ctr`'s containers do not.
 pub const SEES_ITS_CGROUP: [&str; 2] =
     ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro"];
 /// Folder of the pipes in a container.
@@ -33,7 +34,7 @@ pub struct Spec {
     pub image: String,
     /// An existing root filesystem in place of the image.
     pub rootfs: Option<PathBuf>,
-    /// Whether it gets the testbed's GPU.
+    /// Whether the container gets the testbed's GPU.
     pub gpu: bool,
     /// Environment variables of the program.
     pub env: Vec<(String, String)>,
@@ -78,14 +79,15 @@ impl Spec {
         self
     }
 
-    /// A worker that makes a call every 20 ms, and counts as in use on a slow machine too.
+    /// Settings of a worker that makes a call every 20 ms, and counts as active on a slow machine,
+    /// too.
     #[must_use]
     pub fn busy(mut self) -> Self {
         self.argv.extend(["--period-ms".into(), "20".into()]);
         self.annotation("affinode.io/idle-timeout", "1h")
     }
 
-    /// Prefaults host memory soon after the last call.
+    /// Settings with which host memory is prefaulted soon after the last call.
     #[must_use]
     pub fn prepared(self) -> Self {
         self.annotation("affinode.io/engine", "full")
@@ -122,10 +124,10 @@ impl Spec {
         self
     }
 
-    /// `ctr run` with these flags before the image: `--rm`, `--detach`, `--tty`.
+    /// The command `ctr run` with these flags before the image: `--rm`, `--detach`, `--tty`.
     ///
     /// # Errors
-    /// When the GPU's parts cannot be found.
+    /// When a file that the GPU needs cannot be found.
     pub fn command(&self, world: &Testbed, flags: &[&str]) -> Result<Command> {
         let mut command = world.ctr();
         command.arg("run").args(flags).args(&self.flags);
@@ -162,18 +164,18 @@ impl Spec {
         Ok(command)
     }
 
-    /// Runs it in the foreground to its end, removes it, and returns its stdout.
+    /// Runs the container in the foreground to its end, removes it, and returns its stdout.
     ///
     /// # Errors
-    /// When it fails.
+    /// When the container fails.
     pub fn run(&self, world: &Testbed) -> Result<String> {
         containerd::run(&mut self.command(world, &["--rm"])?)
     }
 
-    /// Starts it in the background.
+    /// Starts the container in the background.
     ///
     /// # Errors
-    /// When it does not start.
+    /// When the container does not start.
     pub fn start(&self, world: &Testbed) -> Result<Running> {
         containerd::run(&mut self.command(world, &["--detach", "--null-io"])?)?;
         Ok(self.running())
@@ -188,7 +190,7 @@ impl Spec {
     /// Connects the program's standard input and output to pipes in a folder, which is returned.
     ///
     /// # Errors
-    /// When the pipes cannot be made.
+    /// When the pipes cannot be created.
     pub fn piped(mut self, world: &Testbed) -> Result<(Self, PathBuf)> {
         let folder = make_pipes(world.dir(), &self.id)?;
         let mount = format!("type=bind,src={},dst={PIPES},options=rbind:rw", folder.display());
@@ -207,18 +209,18 @@ pub fn piped(argv: &[String]) -> Vec<String> {
     command
 }
 
-/// Makes a folder with the pipes `in` and `out` that every user may open.
+/// Creates a folder with the pipes `in` and `out`, which every user may open.
 ///
 /// # Errors
-/// When it cannot be written.
+/// When the folder or a pipe cannot be created.
 pub fn make_pipes(world: &Path, id: &str) -> Result<PathBuf> {
     make_pipe_pairs(world, id, &[""])
 }
 
-/// Makes a folder with a pair of such pipes for each suffix.
+/// Creates a folder with a pair of such pipes for each suffix.
 ///
 /// # Errors
-/// When it cannot be written.
+/// When the folder or a pipe cannot be created.
 pub fn make_pipe_pairs(world: &Path, id: &str, suffixes: &[&str]) -> Result<PathBuf> {
     use std::os::unix::fs::PermissionsExt;
     let folder = world.join("io").join(id);
@@ -260,7 +262,7 @@ impl Running {
         Ok(pid.parse()?)
     }
 
-    /// RUNNING, STOPPED, …; `None` without a task.
+    /// Status of the task: RUNNING, STOPPED, …; `None` without a task.
     ///
     /// # Errors
     /// When ctr fails.
@@ -270,13 +272,13 @@ impl Running {
         Ok(row.and_then(|row| row.split_whitespace().nth(2)).map(str::to_owned))
     }
 
-    /// Runs a program in it: its standard output.
+    /// Runs a program in the container, and returns its standard output.
     ///
-    /// `ctr` drops the output of a program that ends before it has opened the pipes, so
-    /// the program is followed by a shell that ends when the output has arrived.
+    /// `ctr` drops the output of a program that ends before `ctr` has opened the pipes. So the
+    /// program is followed by a shell that ends when the output has arrived.
     ///
     /// # Errors
-    /// When it fails.
+    /// When the program fails.
     pub fn exec(&self, world: &Testbed, argv: &[&str]) -> Result<String> {
         const LAST: &str = "end of output";
         let script = format!("\"$@\"; code=$?; echo; echo {LAST}; read -r _; exit $code");
@@ -306,7 +308,7 @@ impl Running {
     /// Sends SIGKILL and waits until the task has stopped.
     ///
     /// # Errors
-    /// When it does not stop.
+    /// When the task does not stop.
     pub fn kill(&self, world: &Testbed) -> Result<()> {
         let killed =
             containerd::run(world.ctr().args(["tasks", "kill", "--signal", "SIGKILL", &self.id]));
@@ -323,7 +325,7 @@ impl Running {
     /// Waits until the task has stopped by itself.
     ///
     /// # Errors
-    /// When it does not stop.
+    /// When the task does not stop.
     pub fn wait_stopped(&self, world: &Testbed) -> Result<()> {
         until(&format!("{} to stop", self.id), || {
             let status = self.status(world)?;

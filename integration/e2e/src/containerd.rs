@@ -1,4 +1,5 @@
-//! A private containerd: own root, state and sockets; runtime `affinode` registered.
+//! A private containerd with its own root, state and sockets, in which the runtime `affinode` is
+//! registered.
 
 use std::{
     collections::BTreeMap,
@@ -34,15 +35,15 @@ const SHIM: &str = "containerd-shim-affinode-v1";
 const INSTALLED: &str = "/usr/local/bin/containerd-shim-affinode-v1";
 const REGISTER_V3: &str = include_str!("../../../config/containerd/affinode-v3.toml");
 
-/// The writer of containerd's configuration.
+/// Author of containerd's configuration file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
-    /// A distribution, once at installation.
+    /// A distribution, which writes the file once, at its installation.
     #[default]
     Usual,
-    /// k3s or rke2, at each start.
+    /// k3s or rke2, which write the file at each start.
     Rancher {
-        /// Whether it imports a folder beside it, as newer ones do with containerd 2.
+        /// Whether the file imports a folder next to it, as newer versions do with containerd 2.
         imports: bool,
     },
 }
@@ -58,8 +59,8 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Writes the configuration, without Affinode's runtime. `env` applies to containerd, and so to
-    /// every shim and the controller.
+    /// Writes the configuration, without Affinode's runtime. containerd runs with the environment
+    /// `env`, which shims and the controller inherit.
     ///
     /// # Errors
     /// When the folder cannot be written.
@@ -128,7 +129,7 @@ impl Containerd {
         }
     }
 
-    /// The unit that a distribution would run it in.
+    /// Name of the unit in which a distribution would run it.
     #[must_use]
     pub fn unit(&self) -> &'static str {
         self.rancher().map_or("containerd", |_| rancher::UNIT)
@@ -158,10 +159,10 @@ impl Containerd {
         self.dir.join("containerd.log")
     }
 
-    /// Starts it and waits until it replies.
+    /// Starts containerd and waits until it replies.
     ///
     /// # Errors
-    /// When it ends, or does not answer.
+    /// When containerd ends or does not reply.
     pub fn start(&self, keeper: &Keeper) -> Result<()> {
         let argv = match self.rancher() {
             Some(rancher) => {
@@ -188,10 +189,11 @@ impl Containerd {
         })
     }
 
-    /// Ends it with a signal, as systemd (SIGTERM) or a crash (SIGKILL) would. Containers go on.
+    /// Ends containerd with a signal, as systemd (SIGTERM) or a crash (SIGKILL) would. Containers
+    /// continue.
     ///
     /// # Errors
-    /// When it is not running or does not end.
+    /// When containerd is not running or does not end.
     pub fn stop(&self, signal: Signal) -> Result<()> {
         let taken = self.pid.lock().map_err(|_| anyhow::anyhow!("a test panicked"))?.take();
         let pid = taken.context("containerd is not running")?;
@@ -199,10 +201,10 @@ impl Containerd {
         until("containerd to end", || Ok(gone(pid).then_some(())))
     }
 
-    /// Ends it as its unit does.
+    /// Ends containerd as its unit does.
     ///
     /// # Errors
-    /// As [`Containerd::stop`], and when the unit would end more than it.
+    /// As [`Containerd::stop`]; also when the unit would end other processes, too.
     pub fn stop_unit(&self) -> Result<()> {
         match self.rancher() {
             Some(rancher) => {
@@ -213,7 +215,7 @@ impl Containerd {
         }
     }
 
-    /// Imports the archive of handmade images into a namespace.
+    /// Imports the archive of generated images into a namespace.
     ///
     /// # Errors
     /// When ctr fails.
@@ -240,7 +242,7 @@ impl Containerd {
 /// Runs a command and returns its stdout; an error carries the end of its stderr.
 ///
 /// # Errors
-/// When it cannot be run or fails.
+/// When the command cannot be run or fails.
 pub fn run(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
     let out = String::from_utf8_lossy(&output.stdout);

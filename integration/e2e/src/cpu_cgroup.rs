@@ -9,10 +9,10 @@ use anyhow::{Context, Result};
 
 const PERIOD_US: u32 = 100_000;
 
-/// Lets the cgroup of a process run for `percent` of one processor. `None` removes the limit.
+/// Limits the cgroup of a process to `percent` of one processor. `None` removes the limit.
 ///
 /// # Errors
-/// When no hierarchy limits it.
+/// When no cgroup hierarchy can limit the process.
 pub fn set_percent(pid: i32, percent: Option<u32>) -> Result<()> {
     let (folder, is_v2) = folder_of(pid)?;
     let quota_us = percent.map(|percent| PERIOD_US / 100 * percent);
@@ -26,7 +26,8 @@ pub fn set_percent(pid: i32, percent: Option<u32>) -> Result<()> {
     fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// The folder, and whether it is of version 2. Lines are `id:controllers:path`.
+/// The cgroup folder of a process, and whether the hierarchy is of version 2. Lines are
+/// `id:controllers:path`.
 fn folder_of(pid: i32) -> Result<(PathBuf, bool)> {
     let text = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
     let root = Path::new("/sys/fs/cgroup");

@@ -1,5 +1,5 @@
-//! The part of CRI that kubelet uses to run a pod: a client over containerd's socket, pods,
-//! and GPU containers that talk in lines.
+//! The part of CRI with which a kubelet runs a pod: a client of containerd's socket, pods, and GPU
+//! containers that exchange lines with the test.
 
 mod messages;
 
@@ -28,7 +28,7 @@ use crate::{
     worker::{Lines, USUAL},
 };
 
-/// The users of the host that a pod with a user namespace is mapped to.
+/// The users of the host to which the users of a pod with a user namespace are mapped.
 pub const OWN_USERS: IdMapping = IdMapping { host_id: 655_360, container_id: 0, length: 65_536 };
 
 /// A client of containerd's CRI service.
@@ -38,10 +38,10 @@ pub struct Cri {
 }
 
 impl Cri {
-    /// Connects, and waits until CRI serves, which begins a moment after containerd's start.
+    /// Connects, and waits until CRI serves, which is shortly after containerd's start.
     ///
     /// # Errors
-    /// When CRI fails.
+    /// When a request to CRI fails.
     pub fn connect(socket: &Path) -> Result<Self> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
@@ -62,11 +62,11 @@ impl Cri {
         Ok(cri)
     }
 
-    /// The features that containerd reports for a runtime handler: a kubelet runs no pods that need
-    /// others.
+    /// The features that containerd reports for a runtime handler. A kubelet does not run pods that
+    /// need other features.
     ///
     /// # Errors
-    /// When CRI fails, or knows no such handler.
+    /// When a request to CRI fails, or there is no such handler.
     pub fn features(&self, handler: &str) -> Result<Features> {
         let answer: StatusResponse = self.call("Status", Nothing {})?;
         let found = answer.runtime_handlers.iter().find(|known| known.name == handler);
@@ -76,7 +76,7 @@ impl Cri {
     /// Runs a sandbox with a runtime handler, as kubelet does for a RuntimeClass.
     ///
     /// # Errors
-    /// When CRI fails.
+    /// When a request to CRI fails.
     pub fn run_pod(&self, config: &PodConfig, handler: &str) -> Result<String> {
         let request =
             RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: handler.into() };
@@ -87,7 +87,7 @@ impl Cri {
     /// Creates and starts a container.
     ///
     /// # Errors
-    /// When CRI fails.
+    /// When a request to CRI fails.
     pub fn run_container(
         &self,
         pod_id: &str,
@@ -107,7 +107,7 @@ impl Cri {
     /// Runs a program in a container.
     ///
     /// # Errors
-    /// When CRI fails.
+    /// When a request to CRI fails.
     pub fn exec(&self, container_id: &str, cmd: &[&str]) -> Result<ExecSyncResponse> {
         let cmd = cmd.iter().map(|&word| word.to_owned()).collect();
         self.call(
@@ -119,7 +119,7 @@ impl Cri {
     /// The state of a container.
     ///
     /// # Errors
-    /// When CRI fails.
+    /// When a request to CRI fails.
     pub fn state(&self, container_id: &str) -> Result<i32> {
         let answer: ContainerStatusResponse =
             self.call("ContainerStatus", Id { id: container_id.into() })?;
@@ -129,7 +129,7 @@ impl Cri {
     /// Stops and removes a container.
     ///
     /// # Errors
-    /// When CRI fails.
+    /// When a request to CRI fails.
     pub fn remove_container(&self, container_id: &str) -> Result<()> {
         let stop = StopContainerRequest { container_id: container_id.into(), timeout: 0 };
         let Nothing {} = self.call("StopContainer", stop)?;
@@ -137,10 +137,10 @@ impl Cri {
         Ok(())
     }
 
-    /// Stops and removes a pod with all that is in it.
+    /// Stops and removes a pod with all of its containers.
     ///
     /// # Errors
-    /// When CRI fails.
+    /// When a request to CRI fails.
     pub fn remove_pod(&self, pod_id: &str) -> Result<()> {
         let Nothing {} = self.call("StopPodSandbox", Id { id: pod_id.into() })?;
         let Nothing {} = self.call("RemovePodSandbox", Id { id: pod_id.into() })?;
@@ -183,8 +183,8 @@ fn host_network() -> Namespaces {
     Namespaces { network: NODE, userns_options: None }
 }
 
-/// Puts a pod and a container of it into a user namespace, as a kubelet does for `hostUsers:
-/// false`, and so into a network namespace.
+/// Puts a pod and one of its containers into a user namespace, as a kubelet does for `hostUsers:
+/// false`. Such a pod also has a network namespace of its own.
 pub fn of_own_users(pod: &mut PodConfig, container: &mut ContainerConfig) {
     let ids = vec![OWN_USERS];
     let users = UserNamespace { uids: ids.clone(), gids: ids.clone() };
@@ -216,11 +216,11 @@ pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig
     }
 }
 
-/// A container with the testbed's GPU that runs the usual CUDA program with this much VRAM, and the
-/// program's lines.
+/// Returns a container with the testbed's GPU that runs the usual CUDA program with this much VRAM,
+/// and the lines to and from that program.
 ///
 /// # Errors
-/// When the pipes cannot be made.
+/// When the pipes cannot be created.
 pub fn gpu_container(world: &Testbed, name: &str, mib: u64) -> Result<(ContainerConfig, Lines)> {
     let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
     let pipes = make_pipes(world.dir(), name)?;

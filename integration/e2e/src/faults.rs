@@ -1,4 +1,4 @@
-//! Faults during an installation: after each one the node is unchanged or properly installed,
+//! Faults during an installation. After each fault the node is unchanged or correctly installed,
 //! containerd serves, and the error says what to do.
 
 mod killed;
@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 use crate::{cri::Cri, installed::Installation, snapshot::Snapshot, testbed::Testbed};
 
-/// A fault on a node without an installation; returns the observation.
+/// A fault on a node without an installation. Returns a description of the result.
 pub type Fault = fn(&Testbed) -> Result<String>;
 
 /// The faults by name.
@@ -44,8 +44,8 @@ impl<'a> Scene<'a> {
         Cri::connect(&self.world.containerd().socket()).map(|_| ())
     }
 
-    /// Runs an installation with private mounts: returns its output, and the files that it leaves
-    /// in `looked_at`.
+    /// Runs an installation in a mount namespace in which `mounts` are made. Returns its output,
+    /// and the files that it leaves in `looked_at`.
     fn with_mounts(&self, mounts: &str, looked_at: &str, more: &[&str]) -> Result<String> {
         let own = self.installation.command("install", more)?;
         let script = format!(
@@ -66,7 +66,7 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// Requires that the output contains each text.
+/// Requires that the output contains each of these texts.
 fn tells(said: &str, of: &[&str]) -> Result<()> {
     of.iter().try_for_each(|word| {
         ensure!(said.contains(word), "{said} does not tell of {word}");
@@ -74,7 +74,7 @@ fn tells(said: &str, of: &[&str]) -> Result<()> {
     })
 }
 
-/// With the new configuration containerd does not start; with the old one it does.
+/// containerd does not start with the new configuration. It starts with the old one.
 fn restart_fails(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let installation = &scene.installation;
@@ -116,7 +116,7 @@ fn full_disk(world: &Testbed) -> Result<String> {
     Ok(said)
 }
 
-/// The disk has space for Affinode's files, but none beside containerd's.
+/// The disk has space for Affinode's files, but not for a copy of containerd's configuration.
 fn full_configuration(scene: &Scene) -> Result<()> {
     let own = [scene.world.prefix(), scene.installation.state("")];
     own.iter().try_for_each(fs::create_dir_all)?;
@@ -141,7 +141,7 @@ fn full_configuration(scene: &Scene) -> Result<()> {
     tells(&said?, &["No space left", "containerd.toml"])
 }
 
-/// As on systems with a read-only /etc or /usr.
+/// A node with a read-only /etc or /usr.
 fn read_only(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let (prefix, state) = (world.prefix(), scene.installation.state(""));
@@ -165,7 +165,7 @@ fn read_only(world: &Testbed) -> Result<String> {
     Ok(said)
 }
 
-/// The configuration was broken after containerd's start.
+/// The configuration became invalid after containerd's start.
 fn broken_import(world: &Testbed) -> Result<String> {
     let config = world.containerd().config_file();
     let original = fs::read_to_string(&config)?;
@@ -216,7 +216,8 @@ fn second_installer(world: &Testbed) -> Result<String> {
     Ok(format!("refused while the first goes on to its end: {}", said.trim()))
 }
 
-/// With small programs, to save time: an installer treats them alike.
+/// The installation is killed before each of its steps. The programs are small, to save time: the
+/// installer treats all programs alike.
 fn killed_at_every_step(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let artifacts = world.artifacts();

@@ -1,8 +1,7 @@
-//! The GPU of a world: the simulated one, or the machine's own.
+//! The GPU of a testbed: the simulated one, or the machine's own.
 //!
-//! Either way it is two folders' worth of facts: what the controller on the host
-//! needs to see it, and what a container needs, as NVIDIA's container toolkit
-//! would add it.
+//! For both kinds it provides what the controller on the host needs, and what a container needs.
+//! NVIDIA's container toolkit adds the same parts to a container.
 
 use std::{
     collections::BTreeMap,
@@ -26,7 +25,8 @@ const SIM_FOLDER: &str = "/run/affinode-sim";
 pub(crate) const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 /// Path of the driver's tool in containers.
 const CONTAINER_TOOL: &str = "/usr/bin/nvidia-smi";
-/// The driver's libraries that compute needs: what the container toolkit mounts for `compute,utility`.
+/// The driver's libraries that compute needs, as the container toolkit mounts them for
+/// `compute,utility`.
 const DRIVER_LIBRARIES: [&str; 6] = [
     "libcuda.so.1",
     "libnvidia-ml.so.1",
@@ -39,7 +39,7 @@ const DRIVER_LIBRARIES: [&str; 6] = [
 /// The GPU of a testbed.
 #[derive(Clone, Debug)]
 pub enum Gpu {
-    /// Simulated by a daemon, with this many bytes of VRAM.
+    /// A GPU that a daemon simulates.
     Simulated {
         /// Total VRAM in bytes.
         vram_bytes: u64,
@@ -64,7 +64,7 @@ impl Gpu {
         }
     }
 
-    /// Environment of containerd, and so of the controller.
+    /// Environment of containerd, which the controller inherits.
     #[must_use]
     pub fn host_env(&self, artifacts: &Artifacts, dir: &Path) -> BTreeMap<String, String> {
         let mut env = BTreeMap::new();
@@ -77,11 +77,11 @@ impl Gpu {
         env
     }
 
-    /// Starts the processes that must run before the first container; `options` are the simulated
-    /// daemon's.
+    /// Starts the processes that must run before the first container. `options` are options of the
+    /// simulated daemon.
     ///
     /// # Errors
-    /// When the simulated driver does not come up.
+    /// When the simulated driver does not start.
     pub fn start(
         &self,
         keeper: &Keeper,
@@ -108,7 +108,7 @@ impl Gpu {
         until("the simulated GPU", || Ok(socket.exists().then_some(())))
     }
 
-    /// The parts that a container needs.
+    /// The parts that make a container a GPU container.
     ///
     /// # Errors
     /// When a library of the driver cannot be found.
@@ -123,18 +123,18 @@ impl Gpu {
 /// VRAM in use on the first GPU, in total and by process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Holders {
-    /// Use by all processes, and by the driver itself.
+    /// VRAM in use by all processes and by the driver itself, in bytes.
     pub used_bytes: u64,
-    /// By process id on the host.
+    /// VRAM in use by process id on the host, in bytes.
     pub by_pid: BTreeMap<i32, u64>,
 }
 
 impl Gpu {
-    /// The figures of the first GPU from the driver, without the controller: from the simulated
-    /// driver's daemon, or from NVIDIA's own tool.
+    /// The figures of the first GPU. They come from the driver, without the controller: from the
+    /// simulated driver's daemon, or from NVIDIA's own tool.
     ///
     /// # Errors
-    /// When it does not answer, or shows no GPU.
+    /// When the daemon or the tool does not reply, or shows no GPU.
     pub fn holders(&self, dir: &Path) -> Result<Holders> {
         match self {
             Gpu::Simulated { .. } => simulated_holders(&sim_socket(dir)),
@@ -165,7 +165,7 @@ fn real_holders() -> Result<Holders> {
     Ok(Holders { used_bytes: nvidia_smi_used_bytes()?, by_pid: listed_holders(&text)? })
 }
 
-/// Parses lines of a process id and MiB.
+/// Parses lines with a process id and a number of MiB.
 fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
     let lines = text.lines().filter(|line| !line.trim().is_empty());
     let holder = |line: &str| -> Result<(i32, u64)> {
@@ -233,11 +233,11 @@ fn real_parts() -> Result<ContainerParts> {
     Ok(parts)
 }
 
-/// The folder of the machine's `libcuda.so.1`, as the loader's cache has it, or
-/// where container toolkits put it.
+/// The folder of the machine's `libcuda.so.1`, from the loader's cache, or from the usual folder of
+/// container toolkits.
 ///
 /// # Errors
-/// When there is none.
+/// When the library is not found.
 pub fn driver_folder() -> Result<PathBuf> {
     let cache = std::process::Command::new("/sbin/ldconfig").arg("-p").output();
     let cached = cache.ok().and_then(|output| {
@@ -270,7 +270,7 @@ fn nvidia_smi() -> Result<PathBuf> {
         .context("the NVIDIA driver's nvidia-smi is nowhere: is the driver installed?")
 }
 
-/// VRAM in use on the machine's first GPU, as NVIDIA's own tool shows it.
+/// VRAM in use on the machine's first GPU, as NVIDIA's own tool reports it.
 ///
 /// # Errors
 /// When there is no `nvidia-smi`, or it fails.

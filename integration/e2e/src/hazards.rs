@@ -1,24 +1,25 @@
 //! The hazard suite: one small program per hazard, without Affinode and with it, in real
 //! containers, on the simulated GPU or on the machine's own.
 //!
-//! | module | plays |
+//! | module | content |
 //! | --- | --- |
 //! | [`calls`] | the five calls that kill a process while its state is offloaded |
-//! | [`nvml`] | NVML asked in a process that is offloaded |
-//! | [`memory`] | kinds of memory that a checkpoint cannot carry, or can |
-//! | [`host`] | host memory that has no room for the VRAM |
-//! | [`setup`] | processes that cannot be managed, or not now |
-//! | [`moments`] | something happens in the middle of a move |
+//! | [`nvml`] | NVML queries in a process that is offloaded |
+//! | [`memory`] | kinds of memory that a checkpoint can, or cannot, restore |
+//! | [`host`] | too little host memory for the VRAM |
+//! | [`setup`] | processes that cannot be managed, at all or at present |
+//! | [`moments`] | events in the middle of a move |
 //! | [`ends`] | a container ends, or is paused, while it is offloaded or waits |
-//! | [`tools`] | profilers and video, which reach the driver past its public functions |
+//! | [`tools`] | profilers and video, which enter the driver without its public functions |
 //! | [`exits`] | a program ends by itself while it is offloaded |
 //! | [`hidden`] | a driver call that no hook sees |
-//! | [`wake_race`] | two that do not fit together are woken at once |
+//! | [`wake_race`] | two containers with VRAM for one are woken at the same time |
 //! | [`manual_ops`] | helpers of all hazards |
 //! | [`report`] | the table |
 //!
-//! *Without* is reported, not judged: it is the reason for the row. *With* is judged: the process
-//! must live on with its memory intact, offloaded or refused with the expected reason.
+//! The result without Affinode is only reported. The result with Affinode is judged: the process
+//! must continue with its memory intact, and must be offloaded, or refused with the expected
+//! reason.
 
 mod calls;
 mod ends;
@@ -46,8 +47,8 @@ use crate::{
     wait::until,
 };
 
-/// No container is offloaded without a request, and an offload waits only briefly for a running
-/// kernel.
+/// Configuration in which containers are offloaded only on request, and an offload waits only
+/// briefly for a running kernel.
 const CONFIG: &str = r#"
 [policy]
 mode = "manual"
@@ -59,34 +60,36 @@ lock_timeout = "1s"
 [history]
 dir = "off"
 "#;
-/// Simulated GPUs, large and mostly never touched, the last one cut by MIG; moves take long enough to be met in the middle.
+/// Options of the simulated GPUs: large and mostly unused, the last one in MIG mode. Moves are slow
+/// enough for events in the middle of them.
 const SIMULATED: [&str; 8] =
     ["--gpus", "3", "--mig-gpu", "2", "--checkpoint-fixed-ms", "150", "--restore-fixed-ms", "50"];
-/// More than a driver keeps for itself; less than any process holds.
+/// VRAM below which a GPU counts as unused: more than a driver keeps for itself, and less than any
+/// process holds.
 const QUIET_BYTES: u64 = 1_024 * MIB;
 /// VRAM of a simulated GPU.
 const SIMULATED_BYTES: u64 = 8_192 * MIB;
 
-/// A hazard to play.
+/// A hazard that the suite plays.
 struct Case {
     name: String,
-    /// Why it has nothing to show on a real GPU.
+    /// Reason why the hazard cannot be shown on a real GPU.
     simulated_only: Option<&'static str>,
     play: Play,
 }
 
 type Play = Box<dyn Fn(&Testbed) -> Result<Found>>;
 
-/// What a row shows.
+/// Result of a hazard, for its row.
 enum Found {
-    /// The outcome of a played hazard.
+    /// The outcomes of a played hazard.
     Row {
         /// Outcome of the play without Affinode.
         without: String,
         /// Outcome of the play with Affinode.
         with: String,
     },
-    /// This machine cannot have it, and why.
+    /// The reason why this machine cannot play the hazard.
     Skipped(String),
 }
 
@@ -113,22 +116,22 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// Which hazards to play.
+/// Parameters of the hazard suite.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Simulated, of whatever size, or the machine's own.
+    /// The GPU: simulated, of any size, or the machine's own.
     pub gpu: Gpu,
-    /// Only hazards whose name holds this.
+    /// Plays only hazards whose name contains this text.
     pub filter: String,
-    /// How often two are woken at once.
+    /// Number of times that two containers are woken at the same time.
     pub turns: usize,
 }
 
-/// Plays the hazards in testbeds of this recipe. A row that fails does not keep the others from
-/// being played.
+/// Plays the hazards in testbeds of this configuration. A hazard that fails does not stop the
+/// others.
 ///
 /// # Errors
-/// When no testbed can be made.
+/// When no testbed can be created.
 pub fn run(
     recipe: &dyn Fn() -> TestbedConfig,
     options: &Options,
@@ -171,7 +174,7 @@ fn play(world: &Testbed, case: Case, report: &mut Report) {
     report.add(&case.name, found.and_then(|found| cleared.map(|()| found)));
 }
 
-/// Removes every container, and waits until the controller has forgotten them.
+/// Removes every container, and waits until the controller lists none.
 fn clear(world: &Testbed) -> Result<()> {
     until("the containers to be removed", || {
         let listed = containerd::run(world.ctr().args(["containers", "list", "--quiet"]))?;

@@ -1,7 +1,7 @@
 //! Images made by hand from the machine's own files: no registry, no network.
 //!
-//! The usual images share one layer: the dynamic loader and C library, a shell, a
-//! few tools, Python when the machine has one. They differ in their configuration.
+//! The usual images share one layer: the dynamic loader and C library, a shell, a few tools, and
+//! Python if the machine has one. They differ in their configuration.
 
 mod layer;
 mod oci;
@@ -20,14 +20,14 @@ use crate::shared_libs;
 pub use layer::Layer;
 pub use oci::Archive;
 
-/// Runs as root; starts a shell.
+/// Image whose program runs as root. It starts a shell.
 pub const PLAIN: &str = "localhost/affinode/plain:1";
-/// The same, but runs as uid and gid 1000.
+/// The same image, but its program runs as uid and gid 1000.
 pub const UNPRIVILEGED: &str = "localhost/affinode/user:1";
-/// The sandbox of a pod.
+/// Image of the sandbox of a pod.
 pub const PAUSE: &str = "localhost/affinode/pause:1";
 
-/// Programs of the machine that images carry, where they exist.
+/// Programs of the machine that images contain, if they exist.
 const TOOLS: [&str; 16] = [
     "/bin/sh",
     "/bin/cat",
@@ -46,7 +46,7 @@ const TOOLS: [&str; 16] = [
     "/usr/bin/tty",
     "/usr/bin/python3",
 ];
-/// Libraries that programs built on this machine need, although no tool does.
+/// Libraries that programs built on this machine need, although no tool needs them.
 const LIBRARIES: [&str; 5] =
     ["libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"];
 /// Parts of Python's standard library that no test imports.
@@ -83,7 +83,8 @@ pub fn write_usual(archive: &Path) -> Result<()> {
     images.write(archive)
 }
 
-/// The layer, built once per process: reading the machine's files is slow.
+/// The layer of the usual images. It is built once per process, because reading the machine's files
+/// is slow.
 fn shared_layer() -> Result<&'static [u8]> {
     static LAYER: OnceLock<Result<Vec<u8>, String>> = OnceLock::new();
     let make = || usual_layer().and_then(Layer::finish).map_err(|error| format!("{error:#}"));
@@ -91,7 +92,7 @@ fn shared_layer() -> Result<&'static [u8]> {
     made.as_deref().map_err(|error| anyhow!("{error}"))
 }
 
-/// The contents of the usual images, for one with more.
+/// The contents of the usual images, to which a test adds files.
 ///
 /// # Errors
 /// When a file of the machine cannot be read.
@@ -103,7 +104,7 @@ pub fn usual_layer() -> Result<Layer> {
     Ok(layer)
 }
 
-/// Tools, Python's modules, and every library that one of them needs.
+/// Tools, Python's modules, and every library that they need.
 fn files() -> Result<BTreeSet<PathBuf>> {
     let mut files: BTreeSet<PathBuf> =
         TOOLS.iter().map(PathBuf::from).filter(|tool| tool.is_file()).collect();
@@ -121,7 +122,7 @@ fn files() -> Result<BTreeSet<PathBuf>> {
     Ok(files)
 }
 
-/// `/usr/lib/python3.N` of the machine's own Python.
+/// The folder `/usr/lib/python3.N` of the machine's own Python.
 fn python_modules() -> Option<PathBuf> {
     let real = std::fs::canonicalize("/usr/bin/python3").ok()?;
     let modules = Path::new("/usr/lib").join(real.file_name()?);

@@ -1,5 +1,5 @@
-//! An installation in a testbed, made and removed by the command `affinode`. To restart containerd,
-//! a `systemctl` in its PATH sends a request to this program, and waits.
+//! An installation in a testbed, created and removed by the command `affinode`. To restart
+//! containerd, a `systemctl` in its PATH sends a request to this program, and waits.
 
 use std::{
     fs,
@@ -16,14 +16,14 @@ use anyhow::{Context, Result, ensure};
 
 use crate::{artifacts::Artifacts, testbed::Testbed};
 
-/// Names of the installed programs.
+/// Name of the installed shim.
 pub const SHIM: &str = "containerd-shim-affinode-v1";
 /// Installed files, below the prefix.
 pub const FILES: [&str; 3] =
     ["bin/affinode", "bin/containerd-shim-affinode-v1", "lib/affinode/libaffinode_preload.so"];
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// An installation, or the place for one.
+/// An installation in a testbed, before or after it is installed.
 pub struct Installation<'a> {
     world: &'a Testbed,
     prefix: PathBuf,
@@ -33,7 +33,8 @@ pub struct Installation<'a> {
 }
 
 impl<'a> Installation<'a> {
-    /// An installation below `prefix` with a handler of this name; nothing is installed yet.
+    /// Describes an installation below `prefix` with a handler of this name. Nothing is installed
+    /// yet.
     ///
     /// # Errors
     /// When the testbed's folder cannot be written.
@@ -56,7 +57,7 @@ impl<'a> Installation<'a> {
         self.file("bin").join(SHIM)
     }
 
-    /// Path of a file in its record's folder.
+    /// Path of a file in the folder of the installation's record.
     #[must_use]
     pub fn state(&self, name: &str) -> PathBuf {
         self.state_dir.join(name)
@@ -68,8 +69,8 @@ impl<'a> Installation<'a> {
         self.world.containerd().config_file()
     }
 
-    /// `affinode install`, `uninstall` or `status` for this node; `more` overrides the usual
-    /// arguments.
+    /// The command `affinode install`, `uninstall` or `status` for this node. `more` overrides the
+    /// usual arguments.
     ///
     /// # Errors
     /// When the command was not built.
@@ -96,18 +97,18 @@ impl<'a> Installation<'a> {
         Ok(command)
     }
 
-    /// Runs it, with any result.
+    /// Runs the command, with any result.
     ///
     /// # Errors
-    /// When it cannot be run.
+    /// When the command cannot be run.
     pub fn run(&self, verb: &str, more: &[&str]) -> Result<Output> {
         Ok(self.command(verb, more)?.output()?)
     }
 
-    /// Runs it, requires success, and returns its output.
+    /// Runs the command, requires success, and returns its output.
     ///
     /// # Errors
-    /// When it fails.
+    /// When the command fails.
     pub fn done(&self, verb: &str, more: &[&str]) -> Result<String> {
         let output = self.run(verb, more)?;
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -115,10 +116,10 @@ impl<'a> Installation<'a> {
         Ok(said)
     }
 
-    /// Runs it, requires exit status 1, and returns its error text.
+    /// Runs the command, requires exit status 1, and returns its error text.
     ///
     /// # Errors
-    /// When it ends otherwise.
+    /// When the command ends with another status.
     pub fn refused(&self, verb: &str, more: &[&str]) -> Result<String> {
         let output = self.run(verb, more)?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -126,10 +127,10 @@ impl<'a> Installation<'a> {
         Ok(said)
     }
 
-    /// Installs a `systemctl restart` with this script.
+    /// Installs a `systemctl` whose `restart` runs this script.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// When the script cannot be written.
     pub fn systemctl(&self, script: &str) -> Result<()> {
         let tool = self.tools.join("systemctl");
         let unit = self.world.containerd().unit();
@@ -138,11 +139,11 @@ impl<'a> Installation<'a> {
         Ok(fs::set_permissions(&tool, fs::Permissions::from_mode(0o755))?)
     }
 
-    /// Runs it while `systemctl` requests restarts and gets them, as systemd would carry them out.
-    /// Returns the result, and the number of restarts.
+    /// Runs `work`, and restarts containerd whenever `systemctl` requests that. Returns the result,
+    /// and the number of restarts.
     ///
     /// # Errors
-    /// When it fails, or containerd does not come back.
+    /// When `work` fails, or containerd does not start again.
     pub fn restarted<T: Send>(
         &self,
         work: impl FnOnce() -> Result<T> + Send,
@@ -153,11 +154,11 @@ impl<'a> Installation<'a> {
         })
     }
 
-    /// Like [`Installation::restarted`], but `restart` gets the number of earlier requests and returns
-    /// whether it succeeded.
+    /// Like [`Installation::restarted`], but `restart` gets the number of earlier requests and
+    /// returns whether it succeeded.
     ///
     /// # Errors
-    /// When either of them fails.
+    /// When `work` or `restart` fails.
     pub fn served<T: Send>(
         &self,
         work: impl FnOnce() -> Result<T> + Send,
@@ -189,8 +190,8 @@ impl<'a> Installation<'a> {
     }
 }
 
-/// Fills a folder with another build of the same version, by its bytes: each of the programs and
-/// the library has extra bytes at its end, which no loader reads.
+/// Fills a folder with another build of the same version. Each program and the library has extra
+/// bytes at its end, which no loader reads.
 ///
 /// # Errors
 /// When a file is missing, or cannot be copied.

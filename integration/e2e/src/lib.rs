@@ -1,22 +1,22 @@
-//! The end-to-end suite's private testbeds, also used by the demo, the bench and
-//! the kit for GPU machines.
+//! The end-to-end suite's private testbeds, also used by the demo, the bench and the kit for GPU
+//! machines.
 //!
-//! | module | is |
+//! | module | content |
 //! | --- | --- |
-//! | [`testbed`] | one containerd, one GPU, one controller in one folder; ends without a trace |
-//! | [`supervisor`] | the process that owns all that a testbed starts |
-//! | [`containerd`], [`release`] | a private containerd, and which releases there are |
+//! | [`testbed`] | one containerd, one GPU, one controller in one folder; leaves nothing behind |
+//! | [`supervisor`] | the process that owns all processes of a testbed |
+//! | [`containerd`], [`release`] | a private containerd, and the releases to test with |
 //! | [`gpu`] | the simulated GPU, or the machine's own |
 //! | [`image`] | images made from the machine's own files |
-//! | [`container`], [`worker`] | containers, and the CUDA program that tests talk to |
+//! | [`container`], [`worker`] | containers, and the CUDA program that tests send commands to |
 //! | [`cri`] | pods, as a kubelet runs them |
 //! | [`installed`] | an installation of a testbed's own, by `affinode install` |
-//! | [`faults`], [`snapshot`] | what goes wrong meanwhile, and a node's files byte for byte |
+//! | [`faults`], [`snapshot`] | faults during an installation, and a node's files byte for byte |
 //! | [`cli`] | the `affinode` command |
-//! | [`language`] | counts of what the language of the project avoids, and their limits |
-//! | [`chaos`] | random kills at random steps, and what must hold after each round |
+//! | [`language`] | counts of words that the project avoids, and their limits |
+//! | [`chaos`] | random kills at random steps, and the invariants after each round |
 //! | [`hazards`] | one small program per hazard, without Affinode and with it |
-//! | [`suite`] | what only a machine with a GPU can decide |
+//! | [`suite`] | tests that only a machine with a GPU can decide |
 
 #![forbid(unsafe_code)]
 

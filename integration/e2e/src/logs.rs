@@ -1,11 +1,11 @@
-//! The output of a failed test: the logs of its testbed, before it is removed.
+//! The logs of a failed test's testbed, which are printed before the testbed is removed.
 
 use std::path::{Path, PathBuf};
 
-/// Lines printed of each log.
+/// Number of lines that are printed of each log.
 const LINES: usize = 40;
 
-/// The logs of a world: in its folder, and its `run` and `io` folders.
+/// The logs of a testbed: in its folder, and in its folders `run` and `io`.
 pub(crate) fn all(dir: &Path) -> impl Iterator<Item = PathBuf> {
     let folders = [dir.to_path_buf(), dir.join("run"), dir.join("io")];
     let entries = folders.into_iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten();
@@ -13,8 +13,8 @@ pub(crate) fn all(dir: &Path) -> impl Iterator<Item = PathBuf> {
     paths.filter(|path| path.extension().is_some_and(|extension| extension == "log"))
 }
 
-/// Prints the ends of all logs to standard error, and keeps them whole where
-/// `AFFINODE_E2E_KEEP_LOGS` names a folder.
+/// Prints the end of each log to standard error. If `AFFINODE_E2E_KEEP_LOGS` names a folder, copies
+/// the logs there.
 #[expect(clippy::print_stderr, reason = "a failing test's output")]
 pub(crate) fn show(dir: &Path) {
     for path in all(dir) {
@@ -28,7 +28,7 @@ pub(crate) fn show(dir: &Path) {
     }
 }
 
-/// Keeps a log of a testbed where `AFFINODE_E2E_KEEP_LOGS` names a folder.
+/// Copies a log of a testbed to the folder in `AFFINODE_E2E_KEEP_LOGS`, if that is set.
 pub(crate) fn keep(dir: &Path, log: &Path) {
     let keep = std::env::var_os("AFFINODE_E2E_KEEP_LOGS").map(PathBuf::from);
     if let (Some(keep), Some(name)) = (keep, log.file_name()) {

@@ -6,10 +6,11 @@ use anyhow::{Context, Result};
 
 use crate::{container::Spec, supervisor::cgroup_folders, testbed::Testbed};
 
-/// The testbed's folder in the hierarchy that limits memory.
+/// The testbed's cgroup folder in the hierarchy of the memory controller. If the cgroup does not
+/// exist yet, a first container is run to create it.
 ///
 /// # Errors
-/// When no hierarchy does, or the container that makes the folder does not run.
+/// When no cgroup hierarchy has the memory controller, or that container fails.
 pub fn folder(world: &Testbed) -> Result<PathBuf> {
     if cgroup_folders(world.dir()).is_empty() {
         // The cgroup is created with the first container.
@@ -24,7 +25,7 @@ pub fn folder(world: &Testbed) -> Result<PathBuf> {
 /// Memory charged to the cgroup, in bytes.
 ///
 /// # Errors
-/// When that cannot be read.
+/// When the cgroup's file cannot be read.
 pub fn used_bytes(folder: &Path) -> Result<u64> {
     let v1 = folder.join("memory.usage_in_bytes");
     let file = if v1.exists() { v1 } else { folder.join("memory.current") };
@@ -36,7 +37,7 @@ pub fn used_bytes(folder: &Path) -> Result<u64> {
 /// Sets a memory limit; `None` removes it.
 ///
 /// # Errors
-/// When the kernel refuses it.
+/// When the kernel refuses the limit.
 pub fn set_limit(folder: &Path, bytes: Option<u64>) -> Result<()> {
     let file = limit_file(folder);
     let none = if file.ends_with("memory.max") { "max" } else { "-1" };

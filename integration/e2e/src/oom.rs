@@ -12,11 +12,11 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// Interval of the checks: far less than a runtime needs to remove the cgroup of a killed process.
+/// Interval of the checks. A runtime needs far longer to remove the cgroup of a killed process.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Number of processes that the kernel has killed for the memory limit of a cgroup or of one above
-/// it. `None` if the folder is gone, or its hierarchy does not count memory.
+/// Number of processes that the kernel has killed because of the memory limit of a cgroup or of a
+/// cgroup above it. `None` if the folder does not exist, or its hierarchy does not count memory.
 #[must_use]
 pub fn kills(folder: &Path) -> Option<u64> {
     // Version 2, version 1.
@@ -27,11 +27,11 @@ pub fn kills(folder: &Path) -> Option<u64> {
     count.and_then(|count| count.trim().parse().ok())
 }
 
-/// Host memory that the processes of a cgroup, and of those below it, need: anonymous and shared
-/// memory, without files that the kernel may drop.
+/// Host memory that the processes of a cgroup, and of the cgroups below it, need: anonymous and
+/// shared memory, without files that the kernel may drop.
 ///
 /// # Errors
-/// When its hierarchy does not count memory.
+/// When the cgroup's hierarchy does not count memory.
 pub fn spent_bytes(folder: &Path) -> Result<u64> {
     let file = folder.join("memory.stat");
     let text = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
@@ -44,7 +44,7 @@ pub fn spent_bytes(folder: &Path) -> Result<u64> {
     Ok(anonymous.context("no anonymous memory")? + shared.context("no shared memory")?)
 }
 
-/// Polls cgroups until they are removed: a runtime removes them with the container.
+/// Polls the kills in cgroups, because a runtime removes a cgroup with its container.
 pub struct OomWatch {
     seen: Arc<AtomicU64>,
     over: Arc<AtomicBool>,
@@ -67,7 +67,7 @@ impl OomWatch {
         Self { seen, over, thread: Some(thread) }
     }
 
-    /// The maximum of a folder up to now.
+    /// The highest number of kills in any of the folders so far.
     #[must_use]
     pub fn kills(&self) -> u64 {
         self.seen.load(Ordering::SeqCst)

@@ -1,4 +1,4 @@
-//! The processes of a world: the supervisor's descendants.
+//! The processes of a testbed: the supervisor's descendants.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -8,16 +8,16 @@ use nix::unistd::Pid;
 /// A process and how it was started.
 #[derive(Clone, Debug)]
 pub struct Process {
-    /// Its id on the host.
+    /// Its process id on the host.
     pub pid: Pid,
     /// Program and arguments, separated by blanks.
     pub command: String,
 }
 
-/// What each open descriptor of a process is: `socket:[…]`, `/memfd:…`, a path.
+/// Target of each open descriptor of a process: `socket:[…]`, `/memfd:…`, a path.
 ///
 /// # Errors
-/// When it is gone.
+/// When the process has ended.
 pub fn descriptors(pid: i32) -> Result<Vec<String>> {
     let folder = format!("/proc/{pid}/fd");
     let entries = std::fs::read_dir(&folder).with_context(|| folder)?;
@@ -26,10 +26,10 @@ pub fn descriptors(pid: i32) -> Result<Vec<String>> {
     Ok(links.map(|link| link.to_string_lossy().into_owned()).collect())
 }
 
-/// Memory that a process has resident, in bytes.
+/// Resident memory of a process, in bytes.
 ///
 /// # Errors
-/// When it is gone.
+/// When the process has ended.
 pub fn resident_bytes(pid: i32) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -40,7 +40,7 @@ pub fn resident_bytes(pid: i32) -> Result<u64> {
 /// Inodes of the sealed files with shared contents that a process has mapped.
 ///
 /// # Errors
-/// When it is gone.
+/// When the process has ended.
 pub fn sealed_files(pid: i32) -> Result<BTreeSet<String>> {
     let maps = format!("/proc/{pid}/maps");
     let maps = std::fs::read_to_string(&maps).with_context(|| maps)?;
@@ -48,14 +48,14 @@ pub fn sealed_files(pid: i32) -> Result<BTreeSet<String>> {
     Ok(sealed.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned).collect())
 }
 
-/// Whether a process has ended and was not collected.
+/// Whether a process has ended but is not collected.
 #[must_use]
 pub fn is_zombie(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('Z'))
 }
 
-/// All descendants of a process whose command line holds `part`.
+/// All descendants of a process whose command line contains `part`.
 pub(crate) fn named(part: &str, of: i32) -> Result<Vec<Process>> {
     let found = descendants(of)?.into_iter().filter_map(|pid| {
         let raw = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;

@@ -1,5 +1,5 @@
-//! What k3s and rke2 do around their containerd, as far as an installation meets it. Their sources
-//! were read for it; they themselves do not run here.
+//! Simulates k3s and rke2 around their containerd, as far as it concerns an installation. It
+//! follows their source code; they themselves do not run here.
 //!
 //! ```text
 //! start: a template of the user's, or theirs ──> config.toml ──> containerd -c config.toml …, in their unit's cgroup
@@ -15,22 +15,23 @@ use anyhow::{Context, Result, bail};
 
 use crate::{image, release::Line, supervisor::cgroup_parent};
 
-/// Name of their unit: k3s' installer uses the name that it is given.
+/// Name of the unit. The installer of k3s lets the user choose it.
 pub const UNIT: &str = "k3s-lab";
-/// In their folder of data.
+/// Folder of containerd's configuration, below their data folder.
 const FOLDER: &str = "agent/etc/containerd";
 const BASE: &str = "{{ template \"base\" . }}";
 /// Their templates, of which they read the first that exists, and the version of the generated
 /// file.
 const TEMPLATES: [(&str, u8); 2] = [("config-v3.toml.tmpl", 3), ("config.toml.tmpl", 2)];
-/// The name under which they detect NVIDIA's runtime; here it is runc.
+/// Name of the program by which they detect NVIDIA's runtime. Here it is runc.
 const NVIDIA: &str = "nvidia-container-runtime";
 
-/// A k3s or rke2 of a testbed.
+/// A simulated k3s or rke2 in a testbed.
 pub struct Rancher<'a> {
     /// Release line of their containerd.
     pub line: Line,
-    /// Whether their configuration imports a folder beside it, as newer ones do with containerd 2.
+    /// Whether their configuration imports a folder next to it, as newer versions do with
+    /// containerd 2.
     pub imports: bool,
     /// Folder of the testbed.
     pub dir: &'a Path,
@@ -70,7 +71,7 @@ impl Rancher<'_> {
         Ok(fs::write(self.config_file(), template.replace(BASE, &self.base(version)))?)
     }
 
-    /// Their own template, filled in.
+    /// The content of their own template, filled in.
     fn base(&self, version: u8) -> String {
         let [dir, store, folder] =
             [self.dir, self.store, &self.folder()].map(|path| path.display().to_string());
@@ -129,7 +130,7 @@ SystemdCgroup = false
         )
     }
 
-    /// Their command line for containerd: found in PATH, in the cgroup of their unit.
+    /// Command line with which they start containerd: found in PATH, in the cgroup of their unit.
     pub fn argv(&self) -> Result<Vec<String>> {
         let unit = self.cgroup();
         fs::create_dir_all(&unit).with_context(|| format!("cannot make {}", unit.display()))?;
@@ -151,8 +152,8 @@ SystemdCgroup = false
         root.join(cgroup_parent(self.dir)).join(format!("{UNIT}.service"))
     }
 
-    /// When rke2's unit has stopped, rke2 kills processes left in its cgroup whose listing has a
-    /// process id before the word containerd or kubelet: no shim may match.
+    /// Requires that no shim matches rke2's search. When its unit has stopped, rke2 kills processes
+    /// in its cgroup whose listing has a process id before the word containerd or kubelet.
     pub fn stopped(&self) -> Result<()> {
         let pids = fs::read_to_string(self.cgroup().join("cgroup.procs"))?;
         for pid in pids.lines() {
@@ -167,7 +168,7 @@ SystemdCgroup = false
     }
 }
 
-/// Whether a line has a number, a blank, and the word.
+/// Whether a line contains a number, a blank, and the word.
 fn is_listed(line: &str, word: &str) -> bool {
     let digit = |at: usize| line[..at].ends_with(|last: char| last.is_ascii_digit());
     line.match_indices(&format!(" {word}")).any(|(at, _)| digit(at))

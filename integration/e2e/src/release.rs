@@ -1,5 +1,5 @@
-//! The containerd releases that a suite can run with: the machine's own, and
-//! those that `cargo xtask deps` unpacked beside it.
+//! The containerd releases with which a suite can run: the machine's own, and those that `cargo
+//! xtask deps` unpacked next to it.
 
 use std::{
     collections::BTreeMap,
@@ -11,25 +11,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::artifacts::Artifacts;
 
-/// A line of releases with a shim contract of its own.
+/// A line of containerd releases with the same interface to shims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Line {
-    /// containerd 1.6: one start per container, address as text.
+    /// containerd 1.6: one `start` per container, which replies with an address as text.
     #[serde(rename = "1.6")]
     V1_6,
-    /// containerd 1.7: as 1.6, more environment.
+    /// containerd 1.7: as 1.6, with more environment variables.
     #[serde(rename = "1.7")]
     V1_7,
-    /// containerd 2.x: bootstrap as JSON, sandboxes, `-info`.
+    /// containerd 2.x: `start` replies with JSON; sandboxes and `-info`.
     #[serde(rename = "2")]
     V2,
 }
 
 impl Line {
-    /// Every line, oldest first.
+    /// All lines, the oldest first.
     pub const ALL: [Line; 3] = [Line::V1_6, Line::V1_7, Line::V2];
 
-    /// The line of a version such as `1.7.24~ds1`, if it is one of those known.
+    /// The line of a version such as `1.7.24~ds1`. `None` if the line is unknown.
     #[must_use]
     pub fn of(version: &str) -> Option<Line> {
         let version = version.trim_start_matches('v');
@@ -54,13 +54,13 @@ impl Line {
 pub struct Release {
     /// Release line of this version.
     pub line: Line,
-    /// Version that it reports itself.
+    /// Version that the program prints.
     pub version: String,
-    /// The folder that holds `containerd`, `ctr` and `containerd-shim-runc-v2`.
+    /// The folder of `containerd`, `ctr` and `containerd-shim-runc-v2`.
     pub bin_dir: PathBuf,
 }
 
-/// The releases that `cargo xtask deps` found or fetched: `cache/releases.json`.
+/// The releases that `cargo xtask deps` found or fetched, from `cache/releases.json`.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Releases {
     /// Releases that can be used.
@@ -79,7 +79,7 @@ impl Releases {
     /// Reads the list.
     ///
     /// # Errors
-    /// When it is missing or damaged.
+    /// When the file is missing or invalid.
     pub fn read(artifacts: &Artifacts) -> Result<Self> {
         let file = Self::file(artifacts);
         let text = std::fs::read(&file)
@@ -87,10 +87,11 @@ impl Releases {
         serde_json::from_slice(&text).with_context(|| format!("{} is damaged", file.display()))
     }
 
-    /// The release of a line; `None`, with the reason on stderr, if the machine cannot have it.
+    /// The release of a line. `None` if the machine cannot have it; the reason is then printed to
+    /// stderr.
     ///
     /// # Errors
-    /// When the line is neither available nor known to be unavailable.
+    /// When the list says nothing about the line.
     pub fn get(&self, line: Line) -> Result<Option<&Release>> {
         if let Some(release) = self.available.iter().find(|release| release.line == line) {
             return Ok(Some(release));
@@ -103,7 +104,7 @@ impl Releases {
     /// The machine's own containerd, which is listed first.
     ///
     /// # Errors
-    /// When there is none.
+    /// When the list is empty.
     pub fn own(&self) -> Result<&Release> {
         self.available.first().context("no containerd: run `cargo xtask deps`")
     }
@@ -113,7 +114,7 @@ impl Release {
     /// Queries the version of a containerd.
     ///
     /// # Errors
-    /// When it cannot be run, or is of no known line.
+    /// When containerd cannot be run, or its line is unknown.
     pub fn probe(bin_dir: &Path) -> Result<Self> {
         let program = bin_dir.join("containerd");
         let output = std::process::Command::new(&program)

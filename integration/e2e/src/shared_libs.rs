@@ -8,11 +8,11 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-/// The files that the dynamic loader would map for `program`, itself excluded.
-/// A static program has none.
+/// The files that the dynamic loader would map for `program`, without `program` itself. A static
+/// program has none.
 ///
 /// # Errors
-/// When `ldd` cannot be run or misses a library.
+/// When `ldd` cannot be run, or does not find a library.
 pub fn libraries(program: &Path) -> Result<BTreeSet<PathBuf>> {
     let output = Command::new("ldd")
         .arg(program)
@@ -26,7 +26,8 @@ pub fn libraries(program: &Path) -> Result<BTreeSet<PathBuf>> {
     Ok(text.lines().filter_map(path_in).collect())
 }
 
-/// `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x…)` or `/lib64/ld-linux-x86-64.so.2 (0x…)`.
+/// The path in a line such as `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x…)` or
+/// `/lib64/ld-linux-x86-64.so.2 (0x…)`.
 fn path_in(line: &str) -> Option<PathBuf> {
     let (before, _address) = line.trim().split_once(" (0x")?;
     let path = before.rsplit(' ').next()?;

@@ -10,7 +10,8 @@ use std::{
 use anyhow::{Context, Result, bail};
 use sha2::{Digest, Sha256};
 
-/// What containerd, containers and this program keep in a testbed's folder: not the node's files.
+/// Folders and files that containerd, containers and this program write in a testbed's folder. They
+/// are not the node's files.
 const RUNTIME: [&str; 8] = ["images.tar", "io", "pods", "run", "sim", "state", "store", "tools"];
 
 /// Every file and folder, with its mode and content.
@@ -18,7 +19,7 @@ const RUNTIME: [&str; 8] = ["images.tar", "io", "pods", "run", "sim", "state", "
 pub struct Snapshot(BTreeMap<PathBuf, String>);
 
 impl Snapshot {
-    /// Reads a testbed's folder. Logs and sockets are no files of the node either.
+    /// Reads a testbed's folder. Logs and sockets are left out, too.
     ///
     /// # Errors
     /// When a file cannot be read.
@@ -57,10 +58,10 @@ impl Snapshot {
         self.0.len()
     }
 
-    /// Requires that nothing differs.
+    /// Requires that both snapshots are equal.
     ///
     /// # Errors
-    /// What differs.
+    /// When they differ. The error lists the differences.
     pub fn same_as(&self, after: &Snapshot) -> Result<()> {
         let names = self.0.keys().chain(after.0.keys());
         let mut differing: Vec<String> = names
@@ -83,7 +84,7 @@ impl Snapshot {
 /// A file's SHA-256, in hexadecimal.
 ///
 /// # Errors
-/// When it cannot be read.
+/// When the file cannot be read.
 pub fn digest(path: &Path) -> Result<String> {
     let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     Ok(Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect())

@@ -1,28 +1,28 @@
-//! The suite for a machine with a GPU: what only a real driver can decide.
+//! The suite for a machine with a GPU: tests that only a real driver can decide.
 //!
-//! | part | decides |
+//! | part | content |
 //! | --- | --- |
 //! | [`cycle`] | a plain CUDA process and a torch process, as root and as uid 1000: idle, offloaded, restored, same results |
-//! | [`hidden`] | a call past the hooks while offloaded: the process is restored, its context is not checkpointed again |
-//! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program dies |
+//! | [`hidden`] | a call on a path without a hook while offloaded: the process is restored, its context is not checkpointed again |
+//! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program ends |
 //! | [`no_controller`] | a process that makes a call without a controller restores itself |
-//! | [`oversubscription`] | three containers with VRAM for one, and a newcomer whose allocations wait for most of it: all proceed, none fails |
-//! | [`witness`] | a kernel that runs on while no call is made prevents its container's offload |
+//! | [`oversubscription`] | three containers with VRAM for one, and a fourth whose allocations wait for most of it: none fails |
+//! | [`witness`] | a kernel that still runs while no call is made prevents its container's offload |
 //! | [`connection`] | a connection prewakes a container with that setting, before its call |
 //! | [`immediate`] | restore policy `immediate`: a container in use is offloaded, an immovable one is ended |
-//! | [`engines`] | the engines side by side: offload, wake, what stays on the device, the same contents; allocations |
-//! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; in a part of its own |
+//! | [`engines`] | comparison of the engines: offload, wake, VRAM that stays in use, equal contents; allocations |
+//! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; a separate part |
 //! | [`mod@gpus`] | restores on another GPU, and programs that share memory between processes or GPUs |
-//! | [`nvml`] | NVML asked while the process is offloaded, from C and from pynvml: answers without a wake, the same facts |
-//! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; in a part of its own |
+//! | [`nvml`] | NVML queries while the process is offloaded, from C and from pynvml: same results, no wake |
+//! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; a separate part |
 //! | [`tools`] | torch.profiler in every order, NVTX, compute-sanitizer, ncu, NVDEC: no process hangs or is lost |
 //! | [`jax`] | JAX by each engine, and its calls while it is idle |
-//! | [`calibration`] | decides nothing: the costs of moves, as a file for `affinode simulate` |
-//! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; in a part of its own |
-//! | [`recording`] | decides nothing: the dashboard's stream, to be replayed on another machine |
-//! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own, a wake beside an attacker |
+//! | [`calibration`] | only measures: the costs of moves, as a file for `affinode simulate` |
+//! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; a separate part |
+//! | [`recording`] | only records: the dashboard's stream, for a replay on another machine |
+//! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own, a wake while another container attacks |
 //!
-//! It runs on the simulated GPU as well, less what needs torch.
+//! Parts that need no torch also run on the simulated GPU.
 
 mod calibration;
 mod connection;
@@ -74,7 +74,7 @@ pub use immediate::{CONFIG as IMMEDIATE, takes_room as takes_room_at_once};
 pub use oversubscription::oversubscribed;
 pub use report::{Report, Rows};
 
-/// Idle after a second, without a minimum residency.
+/// Configuration in which a container is idle after a second, without a minimum residency.
 const CONFIG: &str = r#"
 [policy]
 mode = "eager"
@@ -92,10 +92,10 @@ level = "info,affinode_controller::agents=debug"
 const BY_ORDER: (&str, &str) = ("affinode.io/offload", "manual");
 
 /// Runs all parts, or those with one of the wanted words in their names, with this containerd and
-/// GPU. A part that fails becomes a missed row; the others go on.
+/// GPU. A failed part is reported as such, and the others still run.
 ///
 /// # Errors
-/// When no testbed can be made.
+/// When no testbed can be created.
 pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     let world =
         TestbedConfig::default().release(release).gpu(gpu.clone()).config(CONFIG).world()?;
@@ -144,7 +144,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     Ok(report)
 }
 
-/// Parts that need the machine's torch and JAX.
+/// Runs the parts that need the machine's torch and JAX.
 fn with_python(report: &mut Report, python: &python::Python) {
     let world = python.world;
     report.part(world, "NVML while offloaded, pynvml", |_, rows| nvml::python(python, rows));
@@ -173,23 +173,23 @@ fn with_python(report: &mut Report, python: &python::Python) {
     report.part(world, "cost of a torch step", |_, rows| torch::step_cost(python, rows));
 }
 
-/// Programs of many kinds with each engine: transformers, cuDNN, CUDA graphs, CuPy, Triton.
+/// Runs programs of many kinds with each engine: transformers, cuDNN, CUDA graphs, CuPy, Triton.
 ///
 /// # Errors
-/// When no testbed can be made.
+/// When no testbed can be created.
 pub fn programs(release: &Release, gpu: Gpu) -> Result<Report> {
     alone_with(release, gpu, programs::all)
 }
 
-/// The time of steps with an engine and with the stock runtime.
+/// Measures the time of steps with an engine and with the stock runtime.
 ///
 /// # Errors
-/// When no testbed can be made.
+/// When no testbed can be created.
 pub fn steps(release: &Release, gpu: Gpu) -> Result<Report> {
     alone_with(release, gpu, steps::all)
 }
 
-/// A separate report, from a separate testbed.
+/// Runs one part in a separate testbed, with a separate report.
 fn alone_with(
     release: &Release,
     gpu: Gpu,
@@ -215,11 +215,11 @@ fn finish(world: &Testbed, report: &mut Report) {
     }
 }
 
-/// Measures the costs of moves with each engine: one file for each, `calibration-ENGINE.toml`, in a
-/// folder.
+/// Measures the costs of moves with each engine. Writes a file `calibration-ENGINE.toml` for each
+/// into a folder.
 ///
 /// # Errors
-/// When no testbed can be made, or a process does not move.
+/// When no testbed can be created, or a process does not move.
 pub fn calibrations(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>> {
     let world = TestbedConfig::default().release(release).gpu(gpu).config(CONFIG).world()?;
     let mut files = Vec::new();
@@ -236,14 +236,14 @@ pub fn calibrations(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<Pa
 /// Records the dashboard's stream of a node with three containers, as files in a folder.
 ///
 /// # Errors
-/// When no testbed can be made, or a container does not start.
+/// When no testbed can be created, or a container does not start.
 pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>> {
     let world = TestbedConfig::default().release(release).gpu(gpu).config(CONFIG).world()?;
     recording::record(&world, folder)
 }
 
-/// Waits until the copier has imported the memory of offloaded processes, or released that of
-/// restored ones, as it has where a container stays for some seconds.
+/// Waits until the copier has registered the memory of offloaded processes, or released that of
+/// restored ones. For a container that stays in its state for some seconds, it has.
 fn wait_held(world: &Testbed) -> Result<()> {
     until("the copier", || {
         let gpus = world.cli().ps()?.gpus;
@@ -279,7 +279,7 @@ fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     .with_context(|| format!("{last} bytes are in use"))
 }
 
-/// The middle value; 0 for none.
+/// The median of the samples; 0 without samples.
 fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

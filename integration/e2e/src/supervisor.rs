@@ -1,5 +1,5 @@
 //! The supervisor: a process that owns everything that a testbed starts, so that nothing of it
-//! outlives the test, the demo or the bench, however they end.
+//! outlives the test, the demo or the bench, even if they are killed.
 //!
 //! ```text
 //!  test ──stdin/stdout, JSON lines──> affinode-keeper          own session, own mount namespace,
@@ -8,12 +8,11 @@
 //!    v                                  ├─ shims, controller, containers (orphans come to it)
 //!  same mount namespace                 └─ …
 //!
-//!  stdin ends (test over, panicked, killed) ──> SIGKILL to all descendants until none is left,
+//! stdin ends (test over, panicked, killed) ──> SIGKILL to all descendants until none is left,
 //!                                               unmount, remove cgroups and folder, exit
 //! ```
 //!
-//! It works without names or guesses: it kills its own descendants, and unmounts the mounts of its
-//! own namespace.
+//! It uses no names: it kills its own descendants, and unmounts the mounts of its own namespace.
 
 mod cleanup;
 mod client;
@@ -32,13 +31,13 @@ pub use server::serve;
 /// because overlayfs cannot be stacked on the overlayfs that a machine's root may be.
 pub(crate) const STORE: &str = "store";
 
-/// The parts of the machine that a testbed has privately.
+/// The parts of the machine that are private to a testbed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
-    /// Mounts that it creates.
+    /// Mounts that the testbed creates.
     #[default]
     Mounts,
-    /// Its network too, and the fixed folders of a kubelet: a node of a cluster.
+    /// Also its network, and the fixed folders of a kubelet: a node of a cluster.
     Node,
 }
 
@@ -58,7 +57,7 @@ impl Scope {
 pub struct Job {
     /// Program and its arguments.
     pub argv: Vec<String>,
-    /// Added to the supervisor's own environment.
+    /// Variables that are added to the supervisor's own environment.
     pub env: BTreeMap<String, String>,
     /// File to which stdout and stderr are appended.
     pub log: PathBuf,
@@ -68,20 +67,20 @@ pub struct Job {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Reply {
-    /// Process id: the supervisor is ready, or the job runs.
+    /// Process id. The supervisor is ready, or the job runs.
     Pid(u32),
     /// Reason of the failure.
     Error(String),
 }
 
-/// The folder of cgroups that a testbed's containers go to, below every hierarchy.
+/// The cgroup of a testbed's containers, as a path below each hierarchy.
 #[must_use]
 pub fn cgroup_parent(world: &std::path::Path) -> String {
     let name = world.file_name().map_or_else(|| "world".into(), |name| name.to_string_lossy());
     format!("affinode-e2e-{name}")
 }
 
-/// That folder in every hierarchy that has it.
+/// The folder of that cgroup in every hierarchy that has it.
 #[must_use]
 pub fn cgroup_folders(world: &std::path::Path) -> Vec<PathBuf> {
     let parent = cgroup_parent(world);

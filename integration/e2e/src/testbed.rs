@@ -1,4 +1,4 @@
-//! A private world: one containerd, one GPU, one controller, in one folder.
+//! A private environment: one containerd, one GPU and one controller, in one folder.
 
 use std::{
     collections::BTreeMap,
@@ -25,7 +25,7 @@ pub const MIB: u64 = 1 << 20;
 /// VRAM of a simulated GPU that is more than any test needs.
 pub const PLENTY_BYTES: u64 = 4096 * MIB;
 
-/// In the folder of a node's testbed.
+/// Name of the installation's folder in the testbed of a node.
 const PREFIX: &str = "prefix";
 
 /// Configuration of a testbed. [`TestbedConfig::world`] creates it.
@@ -98,7 +98,7 @@ impl TestbedConfig {
     }
 
     /// A node of a cluster without Affinode: a private network, and a containerd that finds
-    /// Affinode's files in [`Testbed::prefix`] once they are there.
+    /// Affinode's files in [`Testbed::prefix`] when they are installed there.
     #[must_use]
     pub fn node(mut self) -> Self {
         self.scope = Scope::Node;
@@ -119,7 +119,7 @@ impl TestbedConfig {
         self
     }
 
-    /// Uses a folder that ends in this name instead of a number.
+    /// Uses a folder whose name ends in this word instead of a number.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         self.name = Some(name.into());
@@ -133,7 +133,7 @@ impl TestbedConfig {
         self
     }
 
-    /// Adds options of the simulated GPU's daemon. A machine's own GPU has none.
+    /// Adds options of the simulated GPU's daemon. They have no effect on a machine's own GPU.
     #[must_use]
     pub fn sim_options(mut self, options: &[&str]) -> Self {
         self.sim_options.extend(options.iter().map(|&option| option.to_owned()));
@@ -212,7 +212,8 @@ pub struct Testbed {
 }
 
 impl Testbed {
-    /// A testbed with defaults: the machine's containerd, a simulated GPU with plenty of VRAM.
+    /// Creates a testbed with defaults: the machine's containerd, and a simulated GPU with enough
+    /// VRAM.
     ///
     /// # Errors
     /// As [`TestbedConfig::world`].
@@ -301,7 +302,7 @@ impl Testbed {
         Ok(found.into_iter().find(is_controller))
     }
 
-    /// Processes of the testbed whose command lines hold `part`.
+    /// Processes of the testbed whose command lines contain `part`.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -312,7 +313,7 @@ impl Testbed {
     /// Kills and removes all containers of containerd's namespace `default`.
     ///
     /// # Errors
-    /// When one does not end.
+    /// When a container does not end.
     pub fn remove_containers(&self) -> Result<()> {
         let listed = containerd::run(self.ctr().args(["containers", "list", "--quiet"]))?;
         for id in listed.lines() {
@@ -329,7 +330,7 @@ impl Testbed {
         Ok(())
     }
 
-    /// Ends everything in it, before it is dropped.
+    /// Ends everything in the testbed, before it is dropped.
     pub fn end(&self) {
         self.keeper.end();
     }
@@ -339,7 +340,7 @@ impl Testbed {
         crate::logs::show(&self.dir);
     }
 
-    /// Keeps the logs if `AFFINODE_E2E_KEEP_LOGS` names a folder.
+    /// Copies the logs to the folder in `AFFINODE_E2E_KEEP_LOGS`, if that is set.
     pub fn keep_logs(&self) {
         crate::logs::all(&self.dir).for_each(|log| crate::logs::keep(&self.dir, &log));
     }
@@ -347,7 +348,7 @@ impl Testbed {
     /// Restarts containerd as its unit does.
     ///
     /// # Errors
-    /// When it does not end or come up, or when the unit would end more than it.
+    /// When containerd does not end or start, or when the unit would end other processes, too.
     pub fn restart_containerd(&self) -> Result<()> {
         self.containerd.stop_unit()?;
         self.start_containerd()
@@ -356,7 +357,7 @@ impl Testbed {
     /// Starts containerd again after [`Containerd::stop`].
     ///
     /// # Errors
-    /// When it does not come up.
+    /// When containerd does not start.
     pub fn start_containerd(&self) -> Result<()> {
         self.containerd.start(&self.keeper)
     }
@@ -375,7 +376,7 @@ fn is_controller(process: &Process) -> bool {
     process.command.trim_end().ends_with("containerd-shim-affinode-v1 controller")
 }
 
-/// A folder with a short name: socket paths hold 107 bytes.
+/// Creates a folder with a short name, because a socket path has at most 107 bytes.
 fn new_folder(name: Option<&str>) -> Result<PathBuf> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = || format!("{:x}", NEXT.fetch_add(1, Ordering::Relaxed));

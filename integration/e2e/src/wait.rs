@@ -1,24 +1,26 @@
-//! Waits for a condition, with a deadline that says nothing about speed.
+//! Waits for a condition. The deadline is long, so it does not test speed.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-/// Far longer than a healthy machine needs: reaching it is a failure, not a measurement.
+/// Time limit of a wait, far longer than a healthy machine needs. Reaching it is a failure, not a
+/// measurement.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Probes until the condition holds, and returns the probe's value.
 ///
 /// # Errors
-/// When the probe fails, or [`WAIT_TIMEOUT`] is over; `what` completes "waited for …".
+/// When the probe fails, or [`WAIT_TIMEOUT`] has passed. `what` completes "waited for …".
 pub fn until<T>(what: &str, probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     until_within(WAIT_TIMEOUT, what, probe)
 }
 
-/// Like [`until`], where a healthy machine may need longer than [`WAIT_TIMEOUT`].
+/// Like [`until`], with another time limit: a healthy machine may need longer than
+/// [`WAIT_TIMEOUT`].
 ///
 /// # Errors
-/// When the probe fails, or the time is over.
+/// When the probe fails, or the time limit has passed.
 pub fn until_within<T>(
     patience: Duration,
     what: &str,

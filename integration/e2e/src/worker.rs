@@ -1,4 +1,4 @@
-//! The CUDA program that tests drive: commands in, lines of JSON out.
+//! The CUDA program that tests drive. It receives commands and replies with lines of JSON.
 
 use std::{
     fs::{File, OpenOptions},
@@ -29,7 +29,7 @@ impl Lines {
     /// Opens both pipes of a folder without waiting for the program to open its ends.
     ///
     /// # Errors
-    /// When they cannot be opened.
+    /// When the pipes cannot be opened.
     pub fn open(folder: &Path) -> Result<Self> {
         Self::open_pair(folder, "")
     }
@@ -37,7 +37,7 @@ impl Lines {
     /// Like [`Lines::open`], for pipes with a suffix after `in` and `out`.
     ///
     /// # Errors
-    /// When they cannot be opened.
+    /// When the pipes cannot be opened.
     pub fn open_pair(folder: &Path, suffix: &str) -> Result<Self> {
         // Opened for reading and writing: this end stays open, so neither open nor write blocks or
         // fails.
@@ -47,10 +47,10 @@ impl Lines {
         Ok(Self { requests: open("in")?, replies: open("out")?, buffer: Vec::new() })
     }
 
-    /// Closes the program's standard input. Nothing can be sent from here on.
+    /// Closes the program's standard input. Nothing can be sent after that.
     ///
     /// # Errors
-    /// When the pipe cannot be let go.
+    /// When `/dev/null` cannot be opened.
     pub fn close(&mut self) -> Result<()> {
         self.requests = OpenOptions::new().write(true).open("/dev/null")?;
         Ok(())
@@ -59,7 +59,7 @@ impl Lines {
     /// Sends a line.
     ///
     /// # Errors
-    /// When the pipe is broken.
+    /// When the program has closed the pipe.
     pub fn send(&mut self, line: &str) -> Result<()> {
         Ok(self.requests.write_all(format!("{line}\n").as_bytes())?)
     }
@@ -67,16 +67,16 @@ impl Lines {
     /// Waits for the next line.
     ///
     /// # Errors
-    /// When none comes.
+    /// When no line arrives in time.
     pub fn receive(&mut self) -> Result<String> {
         let line = self.receive_before(Instant::now() + WAIT_TIMEOUT)?;
         line.with_context(|| format!("the program did not answer in {} s", WAIT_TIMEOUT.as_secs()))
     }
 
-    /// Waits for the next line until the deadline; `None` if none came.
+    /// Waits for the next line until the deadline. `None`: no line has arrived.
     ///
     /// # Errors
-    /// When the pipe is broken.
+    /// When the pipe cannot be read.
     pub fn receive_before(&mut self, deadline: Instant) -> Result<Option<String>> {
         loop {
             if let Some(end) = self.buffer.iter().position(|&byte| byte == b'\n') {
@@ -113,9 +113,9 @@ pub struct Answer {
     pub command: String,
     /// The `CUresult` of the command.
     pub result: i32,
-    /// Duration of the call.
+    /// Duration of the call, in microseconds.
     pub elapsed_us: u64,
-    /// Whether every word was as expected.
+    /// Whether every word had the expected value.
     pub ok: Option<bool>,
     /// Line of the program's source at which a check failed.
     pub line: Option<u32>,
@@ -133,13 +133,13 @@ pub struct Answer {
     pub device_name: Option<String>,
     /// Free VRAM in bytes.
     pub free_bytes: Option<u64>,
-    /// VRAM that was free at the start and is not at the end, in bytes.
+    /// VRAM that was free at the start but is not at the end, in bytes.
     pub missing_bytes: Option<u64>,
     /// Number of polls of a thread.
     pub polls: Option<u32>,
     /// Result of a forked child.
     pub child_result: Option<i32>,
-    /// Value that a checkpoint call returned beside its result.
+    /// Value that a checkpoint call returned in addition to its result.
     pub value: Option<i32>,
     /// Handle of legacy IPC, in hex.
     pub handle: Option<String>,
@@ -159,14 +159,15 @@ impl Worker {
     /// Starts a worker as root, and waits until it has filled its VRAM.
     ///
     /// # Errors
-    /// When the container does not start, or CUDA fails.
+    /// When the container does not start, or a CUDA call fails.
     pub fn start(world: &Testbed, id: &str, mib: u64) -> Result<Self> {
         let mut worker = Self::start_as(world, Self::spec(id, USUAL, mib))?;
         worker.wait_filled()?;
         Ok(worker)
     }
 
-    /// The container of [`Worker::start`], with any of the programs built from `worker.c`.
+    /// The description of the container of [`Worker::start`], with any of the programs built from
+    /// `worker.c`.
     #[must_use]
     pub fn spec(id: &str, program: &str, mib: u64) -> Spec {
         let program = format!("{CLIENTS}/{program}");
@@ -200,7 +201,7 @@ impl Worker {
             .annotation("affinode.io/engine", engine)
     }
 
-    /// Steps of that program between two moves; each reports whether its checks passed.
+    /// Steps of that program between two moves. Each step reports whether its checks passed.
     pub const POOL_TURNS: [&str; 11] = [
         "touch",
         "churn",
@@ -215,7 +216,7 @@ impl Worker {
         "hold",
     ];
 
-    /// Starts a container whose program exchanges lines; waits for nothing.
+    /// Starts a container whose program exchanges lines, and does not wait for the program.
     ///
     /// # Errors
     /// When the container does not start.
@@ -225,7 +226,8 @@ impl Worker {
         Self::attach(&spec, &pipes)
     }
 
-    /// Attaches to a container with pipes that was, or will be, started by other means.
+    /// Attaches to a container with pipes that is started by other means, before or after this
+    /// call.
     ///
     /// # Errors
     /// When the pipes cannot be opened.
@@ -233,11 +235,11 @@ impl Worker {
         Ok(Self { running: spec.running(), lines: Lines::open(pipes)? })
     }
 
-    /// Ends a program of [`Worker::segments`], and returns whether all its VRAM is free again,
+    /// Ends a program of [`Worker::segments`]. Returns whether all of its VRAM is free again,
     /// except for the driver's own (created streams, registered host memory) and the copier's.
     ///
     /// # Errors
-    /// It does not answer.
+    /// When the program does not reply.
     pub fn ends_with_nothing_left(&mut self, world: &Testbed) -> Result<bool> {
         const DRIVERS_OWN_BYTES: u64 = 32 << 20;
         let missing = self.call("end")?.missing_bytes.context("no count of bytes")?;
@@ -248,16 +250,16 @@ impl Worker {
     /// Reads the first lines of `worker.c`.
     ///
     /// # Errors
-    /// When CUDA fails.
+    /// When a CUDA call fails.
     pub fn wait_filled(&mut self) -> Result<()> {
         self.expect("open")?;
         self.expect("fill").map(|_| ())
     }
 
-    /// Reads a line that must be a success of `command`.
+    /// Reads the reply to `command`, which must be a success.
     ///
     /// # Errors
-    /// When it is not.
+    /// When the reply is an error, or to another command.
     pub fn expect(&mut self, command: &str) -> Result<Answer> {
         let answer = self.receive()?;
         if answer.command != command || answer.result != 0 {
@@ -269,16 +271,16 @@ impl Worker {
     /// Reads and parses a reply.
     ///
     /// # Errors
-    /// When none comes.
+    /// When no reply arrives in time.
     pub fn receive(&mut self) -> Result<Answer> {
         let line = self.receive_line()?;
         serde_json::from_str(&line).with_context(|| format!("{} said: {line}", self.running.id))
     }
 
-    /// Reads a line, which must come.
+    /// Reads the next line.
     ///
     /// # Errors
-    /// When none comes.
+    /// When no line arrives in time.
     pub fn receive_line(&mut self) -> Result<String> {
         self.lines.receive().with_context(|| format!("from {}", self.running.id))
     }
@@ -286,16 +288,16 @@ impl Worker {
     /// Reads the first line of a program that starts slowly.
     ///
     /// # Errors
-    /// When none comes.
+    /// When no line arrives in time.
     pub fn receive_first_line(&mut self, patience: Duration) -> Result<String> {
         let line = self.lines.receive_before(Instant::now() + patience)?;
         line.with_context(|| format!("{} did not begin", self.running.id))
     }
 
-    /// Sends a command and does not wait.
+    /// Sends a command without waiting for its reply.
     ///
     /// # Errors
-    /// When the pipe is broken.
+    /// When the program has closed the pipe.
     pub fn send(&mut self, command: &str) -> Result<()> {
         self.lines.send(command)
     }
@@ -311,7 +313,7 @@ impl Worker {
     /// Sends a command and waits for its reply, with any result.
     ///
     /// # Errors
-    /// When none comes.
+    /// When no reply arrives in time.
     pub fn ask(&mut self, command: &str) -> Result<Answer> {
         self.send(command)?;
         self.receive().with_context(|| format!("command {command}"))
@@ -320,7 +322,7 @@ impl Worker {
     /// Sends a command and requires success.
     ///
     /// # Errors
-    /// When it fails.
+    /// When the command fails.
     pub fn call(&mut self, command: &str) -> Result<Answer> {
         let answer = self.ask(command)?;
         if answer.result != 0 {
@@ -329,7 +331,7 @@ impl Worker {
         Ok(answer)
     }
 
-    /// Closes the program's standard input, and returns whether it ends then.
+    /// Closes the program's standard input. Returns whether the program then ends.
     ///
     /// # Errors
     /// If containerd cannot be reached.
@@ -342,10 +344,10 @@ impl Worker {
         }
     }
 
-    /// Whether all VRAM holds the expected words, read by kernels, and is of this size.
+    /// Whether all VRAM has the expected words and this size. Kernels read it.
     ///
     /// # Errors
-    /// When CUDA fails.
+    /// When a CUDA call fails.
     pub fn check(&mut self, bytes: u64) -> Result<bool> {
         let answer = self.call("check")?;
         let compared = answer.bytes.context("check says how much it compared")?;
@@ -355,10 +357,10 @@ impl Worker {
         answer.ok.context("check says whether it is ok")
     }
 
-    /// Whether all VRAM holds the expected words.
+    /// Whether all VRAM has the expected words.
     ///
     /// # Errors
-    /// When CUDA fails.
+    /// When a CUDA call fails.
     pub fn verify(&mut self) -> Result<bool> {
         let answer = self.call("verify")?;
         answer.ok.context("verify says whether it is ok")

@@ -1,4 +1,4 @@
-//! The HTTP API of the controller, on a real node with a simulated GPU.
+//! Tests of the controller's HTTP API, on a real node with a simulated GPU.
 
 use std::{
     io::{Read, Write},
@@ -23,7 +23,7 @@ minimum_residency = "1ms"
 sample_interval = "50ms"
 "#;
 
-/// A request over the socket in a private controller's run directory.
+/// Sends a request over the socket in a private controller's run directory.
 fn ask(world: &Testbed, method: &str, path: &str) -> Result<(u16, String)> {
     let socket = world.cli().run_dir().join("http.sock");
     let mut stream = UnixStream::connect(&socket)
@@ -80,7 +80,7 @@ fn api_and_command_agree() -> Result<()> {
     hook_overhead_is_reported(&world)
 }
 
-/// The process measured the overhead; the call that woke it waited at the gate.
+/// The process has measured the overhead. Its call that caused the wake waited at the gate.
 fn hook_overhead_is_reported(world: &Testbed) -> Result<()> {
     let process = until("the wait at the gate to be known", || {
         let process = node(world)?["containers"][0]["processes"][0].clone();

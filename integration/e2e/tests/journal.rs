@@ -1,5 +1,5 @@
-//! What the controller writes to systemd's journal. The test is the journal: a socket in a
-//! mount namespace of the controller's own.
+//! Log entries that the controller writes to systemd's journal. The test simulates the journal with
+//! a socket, in a mount namespace of the controller.
 
 use std::{
     os::unix::net::UnixDatagram,
@@ -11,7 +11,8 @@ use std::{
 use affinode_e2e::{artifacts::Artifacts, cli::Cli, wait::until};
 use anyhow::{Context, Result};
 
-/// Puts the socket's folder where the journal's is, for this process and its children.
+/// Shell script that mounts the socket's folder at the journal's path, for this process and its
+/// children.
 const PLACE: &str = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
     mount --bind \"$1\" /run/systemd/journal && exec \"$2\" controller";
 
@@ -24,7 +25,7 @@ impl Drop for Controller {
     }
 }
 
-/// The entry of the journal with this text in it.
+/// The entry of the journal that contains this text.
 fn entry(journal: &UnixDatagram, text: &str) -> Result<String> {
     let mut buffer = [0; 64 << 10];
     loop {
@@ -72,8 +73,8 @@ fn events_are_journal_entries_with_fields() -> Result<()> {
     Ok(())
 }
 
-/// A field of an entry, in either form of the journal's protocol: `NAME=value`, or the name,
-/// the value's length in eight bytes, the value.
+/// Whether an entry has a field. The journal's protocol has two forms: `NAME=value`, or the name,
+/// the value's length in eight bytes, and the value.
 fn has(entry: &str, field: &str, value: &str) -> bool {
     entry.contains(&format!("{field}={value}\n"))
         || entry

@@ -1,4 +1,4 @@
-//! Nothing outlives a supervisor, however its parent ends.
+//! Tests that no process outlives a supervisor, even if its parent is killed.
 
 use std::{
     collections::BTreeMap,
@@ -20,7 +20,7 @@ fn world(name: &str) -> Result<PathBuf> {
     Ok(dir)
 }
 
-/// Starts children that flee: in the background, in a session of its own, orphaned.
+/// Starts children that are hard to find: in the background, in their own session, orphaned.
 fn flee(mark: &str) -> Job {
     let script = format!(
         "sleep {mark} & setsid sleep {mark} & (setsid sh -c 'setsid sleep {mark} &' &) ; mount -t tmpfs x \"$DIR\"; wait"
@@ -65,7 +65,8 @@ fn dropping_it_ends_everything() -> Result<()> {
     Ok(())
 }
 
-/// As `kill -9` of a test, or of the demo: only the pipe tells the supervisor.
+/// Kills the parent with SIGKILL, as for a test or the demo. The supervisor learns of it only from
+/// its pipe.
 #[test]
 fn the_death_of_its_parent_ends_everything() -> Result<()> {
     let dir = world("death")?;

@@ -1,5 +1,5 @@
-//! The language of the project: counts that only go down, links that lead somewhere, documents
-//! that stay short.
+//! Checks the language of the project: counts only decrease, links lead to existing targets, and
+//! documents stay short.
 
 use std::{collections::BTreeSet, fs};
 

@@ -1,4 +1,4 @@
-//! The shape of the repository: which crate may use which, and what the root holds.
+//! Checks the shape of the repository: dependencies between crates, and the contents of the root.
 
 use std::{collections::BTreeSet, process::Command};
 
@@ -21,7 +21,7 @@ const ALLOWED: [(&str, &[&str]); 5] = [
     ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol", TEST_NOTES]),
 ];
 
-/// What stands in the root beside dot files.
+/// Contents of the root, without dot files.
 const ROOT: [&str; 15] = [
     "ARCHITECTURE.md",
     "CHANGELOG.md",
@@ -39,12 +39,12 @@ const ROOT: [&str; 15] = [
     "proto",
     "runtime-shim",
 ];
-/// Configuration of tools that read it from the root alone.
+/// Configuration files of tools that read them only from the root.
 const TOOL_FILES: [&str; 4] = ["clippy.toml", "deny.toml", "rust-toolchain.toml", "rustfmt.toml"];
 
-/// What tests of any crate use; no product is linked to it.
+/// A crate that tests of every crate may use. No product is linked to it.
 const TEST_NOTES: &str = "affinode-test-notes";
-/// It tests functions that read bytes, so it is linked to them; nothing is linked to it.
+/// A crate that tests functions that read bytes, so it is linked to them. No crate is linked to it.
 const FUZZ: &str = "affinode-fuzz";
 
 #[test]

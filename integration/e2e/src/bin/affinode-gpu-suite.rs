@@ -18,9 +18,9 @@ use affinode_e2e::{
 use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value, to_value};
 
-/// Rounds of the crash campaign.
+/// Number of rounds of the crash campaign.
 const ROUNDS: u64 = 30;
-/// Number of times that two containers are woken at once.
+/// Number of times that two containers are woken at the same time.
 const TURNS: usize = 10;
 const PARTS: [&str; 10] = [
     "suite",
@@ -34,12 +34,12 @@ const PARTS: [&str; 10] = [
     "hazards",
     "chaos",
 ];
-/// More offloads at once than host memory holds.
+/// Part with more concurrent offloads than host memory can hold.
 const HOST_MEMORY: &str = "host-memory";
-/// The parts that compare engines, and that need two GPUs.
+/// Parts of the suite that need two GPUs, or that compare engines.
 const IN_SUITE: [&str; 2] = ["engines", "gpus"];
 
-/// A part with its own report.
+/// Function of a part that makes a report of its own.
 type MakeReport = fn(&Release, Gpu) -> Result<suite::Report>;
 
 fn main() -> ExitCode {
@@ -53,7 +53,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether every goal was met, every hazard survived, and no process lost.
+/// Runs the chosen parts. Returns whether every goal was met, every hazard was survived, and no
+/// process was lost.
 fn run() -> Result<bool> {
     let mut arguments = std::env::args_os().skip(1);
     let usage = "usage: affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [PART]...";

@@ -24,14 +24,14 @@ const EXEC: &str = "x";
 const EXEC_MIB: u64 = 20;
 /// Seed of the contents that the twins share.
 const SHARED_SEED: u32 = 7;
-/// `cuMemAlloc` returns this if VRAM is short.
+/// Result of `cuMemAlloc` if VRAM is short.
 const OUT_OF_MEMORY: i32 = 2;
 
-/// A CUDA process of a container.
+/// A CUDA process of a container of the campaign.
 pub struct Process {
     lines: Lines,
     asked: VecDeque<String>,
-    /// Number of changes to its memory up to the last verification.
+    /// Number of changes to its memory, up to the last verification.
     pub touches: u64,
     /// Process id on the host.
     pub pid: Pid,
@@ -45,7 +45,7 @@ pub struct ChaosContainer {
     pub running: Running,
     /// Its CUDA processes, in the order of their start.
     pub processes: Vec<Process>,
-    /// The process started with exec, and the `ctr` that started it.
+    /// The pipes of the process that was started with exec, and the `ctr` command that started it.
     pub guest: Option<(Lines, Child)>,
     /// Whether a fault was meant to end it.
     pub doomed: bool,
@@ -54,19 +54,19 @@ pub struct ChaosContainer {
     pipes: std::path::PathBuf,
 }
 
-/// Interval of the checks whether a process exists.
+/// Interval of the checks whether a process has ended.
 const LOOK: std::time::Duration = std::time::Duration::from_millis(200);
 
 /// State of a process after a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It replied, and its memory has the expected contents.
+    /// The process replied, and its memory has the expected contents.
     Well,
-    /// It is gone, and no fault was meant to end it.
+    /// The process has ended, although no fault was meant to end it.
     Lost(String),
-    /// It exists and does not reply.
+    /// The process exists, but does not reply.
     Stuck(String),
-    /// It replied with an error, or its memory has other contents.
+    /// The process replied with an error, or its memory has other contents.
     Corrupted(String),
 }
 
@@ -79,7 +79,7 @@ pub struct Way {
     pub keeps: bool,
     /// Whether its host memory is prefaulted.
     pub prepares: bool,
-    /// Whether it has contents in common with others, which may be stored once.
+    /// Whether it has the same contents as other containers, which may be stored once.
     pub shares: bool,
 }
 
@@ -95,7 +95,7 @@ impl ChaosContainer {
     /// memory.
     ///
     /// # Errors
-    /// When it does not start, or CUDA fails.
+    /// When the container does not start, or a CUDA call fails.
     pub fn start(world: &Testbed, id: &str, processes: usize, mib: u64, way: Way) -> Result<Self> {
         let suffixes: Vec<String> = (0..processes).map(|n| n.to_string()).collect();
         let pairs: Vec<&str> = suffixes.iter().map(String::as_str).chain([EXEC]).collect();
@@ -140,7 +140,7 @@ impl ChaosContainer {
         Ok(actor)
     }
 
-    /// Starts one more CUDA process with exec, which may or may not get its VRAM.
+    /// Starts one more CUDA process with exec. There may be too little VRAM for it.
     ///
     /// # Errors
     /// When `ctr` or the pipes cannot be opened.
@@ -158,8 +158,8 @@ impl ChaosContainer {
         Ok(())
     }
 
-    /// Lets the process started with exec verify and end; it may never have started, or may have
-    /// ended for lack of VRAM.
+    /// Requests that the process started with exec verifies its memory and ends. It may never have
+    /// started, or may have ended because VRAM was short.
     #[must_use]
     pub fn settle_guest(&mut self, world: &Testbed, deadline: Instant) -> Verdict {
         let Some((mut lines, mut child)) = self.guest.take() else { return Verdict::Well };
@@ -226,7 +226,7 @@ impl ChaosContainer {
         format!("default/{}", self.running.id)
     }
 
-    /// Its processes in its cgroup, as host pids; none if the cgroup is gone.
+    /// Pids on the host of the processes in its cgroup. Empty if the cgroup does not exist.
     #[must_use]
     pub fn pids(&self, world: &Testbed) -> Vec<i32> {
         let mut found: Vec<i32> = Vec::new();
@@ -250,7 +250,7 @@ impl ChaosContainer {
         found.map(Pid::from_raw).with_context(|| format!("{} has no {inside}", self.running.id))
     }
 
-    /// Whether every process runs that no fault was meant to end.
+    /// Whether all processes run, except those that a fault was meant to end.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         !self.doomed && self.processes.iter().all(|process| !process.doomed)
@@ -258,10 +258,10 @@ impl ChaosContainer {
 }
 
 impl Process {
-    /// Sends a command; the reply is read later.
+    /// Sends a command, whose reply is read later.
     ///
     /// # Errors
-    /// When the pipe is broken.
+    /// When the program has closed the pipe.
     pub fn ask(&mut self, command: &str) -> Result<()> {
         self.lines.send(command)?;
         self.asked.push_back(command.to_owned());
@@ -271,7 +271,7 @@ impl Process {
         Ok(())
     }
 
-    /// Reads all owed replies, up to this time.
+    /// Reads all outstanding replies, until the deadline.
     #[must_use]
     pub fn settle(&mut self, deadline: Instant) -> Verdict {
         while let Some(asked) = self.asked.front() {
@@ -295,7 +295,7 @@ impl Process {
         Verdict::Well
     }
 
-    /// Whether a reply is owed.
+    /// Whether a reply is outstanding.
     #[must_use]
     pub fn owes(&self) -> bool {
         !self.asked.is_empty()
@@ -332,7 +332,8 @@ fn program(suffix: &str, seed: u32, mib: u64) -> String {
     )
 }
 
-/// Processes have different contents, except those that share.
+/// Seed of the contents of a process. It differs between processes, except those that share
+/// contents.
 fn seed(id: &str, suffix: &str) -> u32 {
     id.bytes().chain(suffix.bytes()).fold(1, |sum, b| sum.wrapping_mul(31).wrapping_add(b.into()))
 }
@@ -340,7 +341,7 @@ fn seed(id: &str, suffix: &str) -> u32 {
 /// Reads the reply to `command`, which must be a success.
 ///
 /// # Errors
-/// When it is not, or none comes.
+/// When the reply is an error, or no reply arrives.
 pub fn receive(lines: &mut Lines, command: &str) -> Result<Answer> {
     let line = lines.receive_before(Instant::now() + WAIT_TIMEOUT)?;
     let line = line.with_context(|| format!("no answer to {command}"))?;

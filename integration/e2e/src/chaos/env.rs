@@ -1,4 +1,4 @@
-//! The environment of a campaign: containers that together need more VRAM than there is.
+//! The environment of a campaign: containers that together need more VRAM than the GPU has.
 
 use std::{
     collections::BTreeSet,
@@ -28,7 +28,7 @@ use crate::{
     worker::Worker,
 };
 
-/// Short idle times and frequent checks.
+/// Configuration with a short idle timeout and frequent checks.
 const CONFIG: &str = r#"
 [policy]
 mode = "eager"
@@ -43,20 +43,22 @@ node_reserve_mib = 64
 [history]
 dir = "off"
 "#;
-/// Duration of a move of the simulated driver, in which faults can hit.
+/// Duration of the moves of the simulated driver, during which faults can occur.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setup {
-    /// The time of the copy, and a little more.
+    /// Moves take the time of the copy, and slightly more.
     Quick,
-    /// Like a move of many GiB: exceeds time-outs that quick moves never reach.
+    /// Moves take seconds, as those of many GiB do. This exceeds time limits that short moves never
+    /// reach.
     Slow,
-    /// Quick moves, but neither VRAM nor host memory is enough for all: the limit of the
-    /// containers' cgroup is below their need while offloaded.
+    /// Short moves, with too little VRAM and too little host memory for all containers. The limit
+    /// of the containers' cgroup is below the memory that they need while offloaded.
     Squeezed,
 }
 
 impl Setup {
-    /// The setting of a round's block: one of ten is slow. A real driver has its own times.
+    /// The setting of a round's block. One block of ten is slow. On a real GPU, the driver
+    /// determines the duration.
     #[must_use]
     pub fn of(round: u64, gpu: &Gpu) -> Self {
         match gpu {
@@ -90,7 +92,7 @@ impl Setup {
         }
     }
 
-    /// Time limit far beyond the need of a healthy machine for a round.
+    /// Time limit of a round, far longer than a healthy machine needs.
     fn patience(self) -> Duration {
         match self {
             Setup::Quick | Setup::Squeezed => WAIT_TIMEOUT,
@@ -101,34 +103,35 @@ impl Setup {
     }
 }
 
-/// Enough for the largest container (a twin, 160 MiB) while all others are copied out and keep
-/// their contexts (six of 16 MiB, and the copier's), but not for all containers.
+/// VRAM of the simulated GPU. It holds the largest container (a twin, 160 MiB) while all others are
+/// copied out and keep their contexts (six of 16 MiB, and the copier's), but not all containers.
 const SIMULATED_BYTES: u64 = 288 * MIB;
-/// If host memory is short as well, both twins may be resident at once (160 MiB each), beside the
-/// contexts of the others: less than all containers need (388 MiB, and seven contexts).
+/// VRAM of the simulated GPU while host memory is short, too. Both twins may then be resident at
+/// the same time (160 MiB each), in addition to the contexts of the others. All containers together
+/// need more (388 MiB, and seven contexts).
 const SQUEEZED_BYTES: u64 = 448 * MIB;
-/// Amount by which the limit is below what all need while offloaded: each twin alone can be
-/// offloaded, both cannot.
+/// Difference between the memory that all containers need while offloaded, and the limit. Each twin
+/// alone can be offloaded, but not both.
 const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
-/// Reasons for which a container may stay resident then.
+/// Reasons for which a container may stay resident while host memory is short.
 const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
-/// VRAM of a twin: contents that can be stored once, and a rest that cannot.
+/// VRAM of a twin. Part of its contents can be stored once, the rest cannot.
 const TWIN_MIB: u64 = 144;
-/// Number of offloads after which twins without shared contents are left as they are.
+/// Maximum number of offloads in which the twins are expected to share contents.
 const TURNS: usize = 2;
 /// Time limit for sharing to begin.
 const SOON: Duration = Duration::from_millis(500);
-/// VRAM for the containers on a real GPU, whose contexts have half a GiB.
+/// VRAM for the containers on a real GPU, where a context takes half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
-/// VRAM that a real driver may keep beyond that of offloaded processes.
+/// VRAM that a real driver may keep in addition to that of offloaded processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
-/// A context of the simulated driver with the digest table that stays with it, and the copier's
-/// buffer for copies on the device.
+/// VRAM of a context of the simulated driver with its digest table, and of the copier's buffer for
+/// copies on the device.
 const SIMULATED_CONTEXT_BYTES: u64 = 16 * MIB + MIB / 2;
 const SIMULATED_COPIER_BYTES: u64 = SIMULATED_CONTEXT_BYTES + 4 * MIB;
-/// Upper bound of a real context: 530 to 671 MiB were measured.
+/// Maximum VRAM of a real context. 530 to 671 MiB were measured.
 const REAL_CONTEXT_BYTES: u64 = 768 * MIB;
-/// Each started container gets the next of these, whatever its role.
+/// Settings of the containers. Each started container gets the next entry, in any role.
 const WAYS: [Way; 7] = [
     Way::DRIVER,
     Way { engine: "auto", ..Way::FAST },
@@ -138,18 +141,19 @@ const WAYS: [Way; 7] = [
     Way { keeps: true, ..Way::FAST },
     Way { prepares: true, ..Way::FAST },
 ];
-/// Time limit for the state after a round, which mostly comes far sooner.
+/// Time limit for the state after a round, which is mostly reached far earlier.
 const SETTLED: Duration = Duration::from_secs(20);
 
 /// An environment and its containers.
 pub struct ChaosEnv {
-    /// Dropped first: it follows the testbed's controller.
+    /// The watcher of the controller's events. It is dropped first, because it uses the testbed's
+    /// controller.
     pub watch: Watch,
     /// The containers of the campaign.
     pub cast: Vec<ChaosContainer>,
-    /// Duration of its moves.
+    /// Duration of the moves in this environment.
     pub setup: Setup,
-    /// Program that occupies the surplus VRAM of a large GPU, and its process.
+    /// Program that occupies the surplus VRAM of a large GPU, and its process id.
     ballast: Option<(Worker, i32)>,
     /// Containers that needed a manual offload, and the reason.
     stayed: BTreeSet<String>,
@@ -164,7 +168,7 @@ impl ChaosEnv {
     /// Creates the testbed and starts the containers, one after the other.
     ///
     /// # Errors
-    /// When a container does not start.
+    /// When the testbed or a container does not start.
     pub fn build(recipe: TestbedConfig, gpu: &Gpu, setup: Setup) -> Result<Self> {
         let gpu = match gpu {
             Gpu::Simulated { .. } if setup == Setup::Squeezed => {
@@ -215,8 +219,7 @@ impl ChaosEnv {
         Ok(stage)
     }
 
-    /// Limits the host memory of all containers together, below their measured need while
-    /// offloaded.
+    /// Limits the host memory of all containers together to less than they need while offloaded.
     fn squeeze(&mut self) -> Result<()> {
         let folder = memory_cgroup::folder(&self.world)?;
         let all_offloaded = oom::spent_bytes(&folder)?;
@@ -240,7 +243,7 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// Processes of the containers that the kernel killed for lack of host memory.
+    /// Number of the containers' processes that the kernel killed because host memory was short.
     #[must_use]
     pub fn oom_kills(&self) -> u64 {
         let folders = cgroup_folders(self.world.dir());
@@ -252,14 +255,14 @@ impl ChaosEnv {
         self.cast.iter().map(own).sum()
     }
 
-    /// Whether a container may stay resident, because host memory is not enough for all.
+    /// Whether a container may stay resident, because host memory does not suffice for all.
     fn may_stay(&self, row: &ContainerRow) -> bool {
         self.setup == Setup::Squeezed
             && row.state == "Idle"
             && SHORT_OF_MEMORY.contains(&row.reason.as_str())
     }
 
-    /// On a large GPU an unmanaged process leaves only a little VRAM to the managed ones.
+    /// Starts an unmanaged process that occupies the surplus VRAM of a large GPU.
     fn take_ballast(&mut self) -> Result<()> {
         self.rest()?;
         let worker = ballast(&self.world, REAL_ROOM_BYTES)?;
@@ -273,8 +276,8 @@ impl ChaosEnv {
         })
     }
 
-    /// VRAM that is held, from the driver's figures, although all containers are offloaded except
-    /// those that stay resident.
+    /// Unexpected users of VRAM, from the driver's figures. All containers must be offloaded except
+    /// those in `resident`.
     fn held(&self, resident: &BTreeSet<&str>) -> Result<Vec<String>> {
         let (context, copier, unnamed_bytes) = match self.world.gpu() {
             Gpu::Simulated { .. } => (SIMULATED_CONTEXT_BYTES, SIMULATED_COPIER_BYTES, 0),
@@ -313,7 +316,7 @@ impl ChaosEnv {
         }
     }
 
-    /// Whether the twins' common contents are stored once.
+    /// Whether the contents that the twins share are stored once.
     #[must_use]
     pub fn is_together(&self) -> bool {
         let sealed = |role: &usize| {
@@ -324,11 +327,11 @@ impl ChaosEnv {
         one.is_some() && one == other
     }
 
-    /// Restores and offloads the twins until they share contents, at most [`TURNS`] times: a
-    /// process that was offloaded without a copier shares nothing, nor does one with fewer calls.
+    /// Restores and offloads the twins until they share contents, at most [`TURNS`] times. A
+    /// process shares nothing if it was offloaded without a copier, or has made fewer calls.
     ///
     /// # Errors
-    /// If one is not restored, or not offloaded.
+    /// If a twin is not restored or not offloaded.
     pub fn bring_together(&mut self) -> Result<()> {
         for _ in 0..TURNS {
             if self.is_soon_together() {
@@ -366,7 +369,7 @@ impl ChaosEnv {
     /// Starts a container while all others are offloaded.
     ///
     /// # Errors
-    /// When it does not start.
+    /// When the container does not start.
     pub fn start(&mut self, role: usize) -> Result<ChaosContainer> {
         self.rest()?;
         self.started += 1;
@@ -390,7 +393,7 @@ impl ChaosEnv {
             .with_context(|| format!("cannot start {id}"))
     }
 
-    /// Collects all owed replies and verifies contents; a failure is a finding.
+    /// Collects all outstanding replies and verifies contents. Each failure is a finding.
     pub fn verify(&mut self, round: u64, verified: &mut u64) -> Vec<Finding> {
         let deadline = Instant::now() + self.setup.patience();
         let mut found = Vec::new();
@@ -431,7 +434,7 @@ impl ChaosEnv {
     /// Waits for the end of containers that had to end, and replaces them.
     ///
     /// # Errors
-    /// When it does not end, or the next does not start.
+    /// When a container does not end, or its replacement does not start.
     pub fn replace(&mut self) -> Result<()> {
         for role in 0..self.cast.len() {
             if self.cast[role].is_whole() {
@@ -500,7 +503,7 @@ impl ChaosEnv {
     /// Processes, files and mounts that did not exist when the environment was new.
     ///
     /// # Errors
-    /// When it cannot be counted.
+    /// When they cannot be counted.
     pub fn leaks(&self) -> Result<Vec<String>> {
         let Some(first) = &self.quiet else { return Ok(Vec::new()) };
         let deadline = Instant::now() + SETTLED;
@@ -523,7 +526,8 @@ impl ChaosEnv {
         found
     }
 
-    /// Before the controller is killed: measures the time until the next one replies to a command.
+    /// Starts to measure the time until the next controller replies to a command. Called before the
+    /// controller is killed.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -544,10 +548,11 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// The longest restore since the last call, in milliseconds; 0 without one.
+    /// The longest time without a controller since the last call, in milliseconds; 0 if there was
+    /// none.
     ///
     /// # Errors
-    /// When a controller did not come back though a container needs one.
+    /// When no controller replies although a container needs one.
     pub fn longest_return_ms(&mut self) -> Result<u64> {
         let mut longest_ms = 0;
         let needed = self.cast.iter().any(|actor| !actor.doomed);

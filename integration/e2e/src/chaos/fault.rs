@@ -1,4 +1,4 @@
-//! How each fault is caused, and undone.
+//! Causes and undoes each fault.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -32,10 +32,11 @@ pub enum Undo {
 
 /// Process name of a copier.
 pub(super) const COPIER: &str = "affinode-copier";
-/// Time limit for a working runc.
+/// Time limit of the search for a running runc.
 const RUNC_PATIENCE: Duration = Duration::from_millis(200);
 
-/// Whether a copier exists for a fault that hits one: copiers start and end on demand.
+/// Whether the fault's victim exists. Only copiers may be missing, because they start and end on
+/// demand.
 ///
 /// # Errors
 /// When /proc cannot be read.
@@ -45,10 +46,10 @@ pub fn has_victim(world: &Testbed, fault: Fault) -> Result<bool> {
     Ok(!of_copier || !world.processes(COPIER)?.is_empty())
 }
 
-/// Causes the fault. A lasting one adds its undo step to `undo`.
+/// Causes the fault. A lasting fault adds its undo step to `undo`.
 ///
 /// # Errors
-/// When it cannot be done, though its victim is there.
+/// When the fault cannot be caused although its victim exists.
 pub fn strike(
     world: &Testbed,
     strike: &Strike,
@@ -148,7 +149,7 @@ pub fn strike(
 /// Undoes the lasting faults, the latest first.
 ///
 /// # Errors
-/// When containerd does not come back.
+/// When containerd does not start again.
 pub fn undo(world: &Testbed, what: Vec<Undo>) -> Result<()> {
     for undo in what.into_iter().rev() {
         match undo {
@@ -168,7 +169,7 @@ pub fn undo(world: &Testbed, what: Vec<Undo>) -> Result<()> {
     Ok(())
 }
 
-/// A process that ended meanwhile is no error.
+/// Sends a signal. A process that has ended meanwhile is not an error.
 fn send(pid: Pid, signal: Signal) {
     let _ = kill(pid, signal);
 }
@@ -219,9 +220,9 @@ fn cut_agent(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     Ok(())
 }
 
-/// Inodes of the connected sockets whose path holds `part`, in a process's network namespace.
+/// Inodes of the connected sockets whose path contains `part`, in a process's network namespace.
 fn connected(pid: Pid, part: &str) -> Result<Vec<String>> {
-    /// The kernel's SS_CONNECTED in /proc/net/unix.
+    /// State `SS_CONNECTED` of the kernel, as /proc/net/unix prints it.
     const CONNECTED: &str = "03";
     let table = std::fs::read_to_string(format!("/proc/{pid}/net/unix")).unwrap_or_default();
     // Num RefCount Protocol Flags Type St Inode Path
@@ -243,10 +244,10 @@ pub fn freezer(world: &Testbed, id: &str) -> Option<PathBuf> {
     })
 }
 
-/// Freezes or thaws such a folder.
+/// Freezes or thaws the cgroup of this folder.
 ///
 /// # Errors
-/// When it cannot be written.
+/// When the kernel refuses the change.
 pub fn set_frozen(folder: &std::path::Path, frozen: bool) -> Result<()> {
     let v1 = folder.join("freezer.state");
     let (file, word) = if v1.exists() {
@@ -260,7 +261,7 @@ pub fn set_frozen(folder: &std::path::Path, frozen: bool) -> Result<()> {
 /// Removes a container in any state, and waits until none of its processes exists.
 ///
 /// # Errors
-/// When something of it stays.
+/// When a process of it stays.
 pub fn remove(world: &Testbed, actor: &mut ChaosContainer) -> Result<()> {
     let id = &actor.running.id;
     if let Some((_, mut child)) = actor.guest.take() {

@@ -1,4 +1,4 @@
-//! Processes, files and mounts at rest: equal after every round, or something leaks.
+//! Counts processes, files and mounts at rest. If the counts differ after a round, something leaks.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,35 +10,35 @@ use anyhow::{Context, Result};
 use super::{container::ChaosContainer, fault::COPIER};
 use crate::{processes, supervisor::cgroup_folders, testbed::Testbed};
 
-/// Descriptors that a controller may have beyond its first count: temporary readers, no more.
+/// Number of descriptors that a controller may have more than at first: those of temporary readers.
 const PASSING_DESCRIPTORS: usize = 6;
 /// Program name of Affinode's shim.
 const OWN_SHIM: &str = "containerd-shim-affinode-v1";
 
-/// The same bound for a shim.
+/// Number of descriptors that a shim may have more than at first.
 const PASSING_SHIM_DESCRIPTORS: usize = 6;
-/// Upper bound of a copier's descriptors and memory files for each process: copiers start and end
-/// on demand, so there may have been none at the start to compare with.
+/// Maximum number of descriptors and memory files of a copier for each of its processes. It is
+/// absolute, because there may have been no copier at the start.
 const COPIER_DESCRIPTORS_EACH: usize = 16;
 const COPIER_MEMORY_FILES_EACH: usize = 6;
 
-/// Counts of each kind.
+/// Counts of processes, files and mounts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeakCheck {
     counts: BTreeMap<&'static str, usize>,
     controller_descriptors: usize,
-    /// Descriptors of the shim that has most.
+    /// Highest number of open descriptors of any shim.
     shim_descriptors: usize,
-    /// Descriptors of copiers above their bound.
+    /// Descriptors of copiers above their maximum.
     copier_excess: Vec<String>,
     strangers: Vec<String>,
 }
 
 impl LeakCheck {
-    /// Counts them. `scenery`: processes that exist all the time.
+    /// Counts all kinds. `scenery`: processes that exist during the whole campaign.
     ///
     /// # Errors
-    /// When there is no controller, or it does not answer.
+    /// When there is no controller, or it does not reply.
     pub fn take(world: &Testbed, cast: &[ChaosContainer], scenery: &[i32]) -> Result<Self> {
         let mut counts = BTreeMap::new();
         let strangers = count_processes(world, cast, scenery, &mut counts)?;
@@ -111,7 +111,7 @@ impl LeakCheck {
     }
 }
 
-/// Descriptors of a copier above the number for this many processes.
+/// Descriptors of a copier above the maximum for this many processes.
 fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
     let files = descriptors.iter().filter(|target| target.contains("/memfd:")).count();
     let most = |each: usize| each * (processes + 1);
@@ -125,7 +125,7 @@ fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
     found
 }
 
-/// Counts the environment's processes by kind; unknown ones are returned.
+/// Counts the environment's processes by kind. Processes of an unknown kind are returned.
 fn count_processes(
     world: &Testbed,
     cast: &[ChaosContainer],
@@ -161,7 +161,7 @@ fn count_processes(
     Ok(strangers)
 }
 
-/// Mounts of the testbed's own. Others come and go with the machine's other business.
+/// Number of mounts of the testbed. Other mounts of the machine may change at any time.
 fn mounts(world: &Testbed) -> Result<usize> {
     let table = std::fs::read_to_string(format!("/proc/{}/mountinfo", world.keeper().pid()))?;
     let points = table.lines().filter_map(|line| line.split(' ').nth(4));

@@ -1,15 +1,15 @@
-//! What happens in a round: drawn from seed and number alone, so that it can be drawn again.
+//! The plan of a round. It is drawn from seed and number alone, so that it can be drawn again.
 
 use std::fmt;
 
 use fastrand::Rng;
 
-/// CUDA processes of each container of the campaign.
+/// Number of CUDA processes of each container of the campaign.
 pub const WORKLOADS: [usize; 4] = [1, 1, 2, 3];
-/// Two of them, of one process each, hold the same and may hold it once.
+/// Two containers of one process each. They have the same contents, which may be stored once.
 pub const TWINS: [usize; 2] = [0, 1];
 
-/// The states in which a fault strikes, as events name them.
+/// The states in which a fault occurs, as events name them.
 const STEPS: [&str; 7] =
     ["Active", "Idle", "Closing", "Offloading", "Offloaded", "Queued", "Restoring"];
 
@@ -18,11 +18,11 @@ const STEPS: [&str; 7] =
 pub struct Target {
     /// Index into [`WORKLOADS`], for a container.
     pub container: usize,
-    /// Which of its processes.
+    /// Index of the process in its container.
     pub process: usize,
 }
 
-/// Something that a container or a person does.
+/// An action of a container or of a user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stimulus {
     /// The process makes CUDA calls.
@@ -46,17 +46,17 @@ pub enum Fault {
     KillCopier,
     /// SIGSTOP of the copier for a while.
     StopCopier,
-    /// SIGKILL of the copier and of the controller, at once.
+    /// SIGKILL of the copier and of the controller, at the same time.
     KillCopierAndController,
-    /// SIGKILL of containerd, and its return.
+    /// SIGKILL of containerd, which is then started again.
     KillContainerd,
-    /// SIGTERM of containerd, and its return.
+    /// SIGTERM of containerd, which is then started again.
     EndContainerd,
     /// SIGKILL of the container's stock shim.
     KillStockShim,
     /// SIGKILL of the container's own shim.
     KillShim,
-    /// SIGKILL of a runc that is at work.
+    /// SIGKILL of a running runc.
     KillRunc,
     /// The agent's connection is shut down.
     CutAgent,
@@ -70,14 +70,14 @@ pub enum Fault {
     Freeze,
     /// `ctr tasks pause` for a while.
     Pause,
-    /// SIGTERM to the container's first process, which ends from it.
+    /// SIGTERM to the container's first process, which then ends.
     EndContainer,
     /// `ctr tasks delete --force`.
     DeleteContainer,
 }
 
 impl Fault {
-    /// Every fault, and its weight in the draw.
+    /// All faults, each with its weight in the draw.
     pub const ALL: [(Fault, u32); 18] = [
         (Fault::KillController, 16),
         (Fault::StopController, 6),
@@ -125,7 +125,7 @@ impl Fault {
     }
 }
 
-/// A fault and its time, counted from the moment when the container is seen in that state.
+/// A fault and its time, counted from the moment at which the container's state is seen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strike {
     /// The fault to inject.
@@ -134,27 +134,27 @@ pub struct Strike {
     pub on: Target,
     /// The container whose state is watched, and that state.
     pub at: (usize, &'static str),
-    /// Delay of the fault after the state is seen, in µs.
+    /// Delay of the fault after the state is seen, in microseconds.
     pub after_us: u64,
-    /// Duration of a fault that is undone, in ms.
+    /// Time after which a lasting fault is undone, in milliseconds.
     pub lasts_ms: u64,
 }
 
-/// Stimuli that start at once, and a fault among their effects.
+/// Stimuli that start at the same time, and a fault during their effects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scene {
     /// The calls and commands that start a scene.
     pub stimuli: Vec<Stimulus>,
-    /// The fault that hits the step.
+    /// The fault, and the step during which it occurs.
     pub strike: Strike,
 }
 
 /// The plan of a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Whether the round begins only after the twins share contents, unless that takes too long.
+    /// Whether the round begins only after the twins share contents, or after a time limit.
     pub together: bool,
-    /// Scenes one after the other, without waiting for rest between them.
+    /// Scenes in order. The next scene starts without waiting until the containers are at rest.
     pub scenes: Vec<Scene>,
 }
 

@@ -4,13 +4,13 @@ use std::{collections::BTreeMap, fmt::Write};
 
 use serde::Serialize;
 
-/// Replaces the state if a fault of a copier found none.
+/// Text in place of the state, if a copier's fault found no copier.
 pub(super) const NO_COPIER: &str = "(no copier)";
 
 /// A violated invariant, with the round that found it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// Round number; with the seed it replays the finding.
+    /// Number of the round. Together with the seed it reproduces the finding.
     pub round: u64,
     /// One of lost, stuck, corrupted, leaked or error.
     pub kind: &'static str,
@@ -27,7 +27,7 @@ pub struct Report {
     pub seed: u64,
     /// Rounds that were played.
     pub rounds: u64,
-    /// Faults by kind, and by the state of the container that they hit.
+    /// Number of faults by kind, and by the state of the container.
     pub strikes: BTreeMap<&'static str, BTreeMap<String, u64>>,
     /// Processes that were verified, over all rounds.
     pub verified: u64,
@@ -35,12 +35,12 @@ pub struct Report {
     pub wakes: u64,
     /// Rounds that began while two containers shared contents.
     pub together: u64,
-    /// Longest time from the death of a controller to the next one's first reply to a command,
-    /// including the command's own start, in milliseconds.
+    /// Longest time from the end of a controller to the next controller's first reply to a command,
+    /// including the start of that command, in milliseconds.
     pub longest_return_ms: u64,
     /// Duration of the campaign in seconds.
     pub seconds: f64,
-    /// Empty if all invariants held.
+    /// Findings of the campaign; empty if all invariants held.
     pub findings: Vec<Finding>,
 }
 

@@ -5,18 +5,18 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::gpu::Holders;
 
-/// VRAM that may be held.
+/// VRAM that processes may hold.
 #[derive(Clone, Debug, Default)]
 pub struct Allowed {
-    /// Upper bounds by process, in bytes: contexts that stay, copiers.
+    /// Maximum VRAM in bytes, by process: contexts that stay, and copiers.
     pub by_pid: BTreeMap<i32, u64>,
-    /// Processes without a bound, which reduce the free VRAM.
+    /// Processes whose VRAM has no limit, because they only reduce the free VRAM.
     pub ballast: BTreeSet<i32>,
-    /// Upper bound of VRAM without a process: the driver's own reserve.
+    /// Maximum VRAM that belongs to no process: the driver's own reserve.
     pub unnamed_bytes: u64,
 }
 
-/// VRAM that is held without permission; empty if there is none.
+/// Descriptions of VRAM in use that is not allowed; empty if there is none.
 #[must_use]
 pub fn leaks(holders: &Holders, allowed: &Allowed) -> Vec<String> {
     let mut found = Vec::new();

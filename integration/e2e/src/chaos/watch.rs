@@ -1,4 +1,4 @@
-//! The controller's events as they come, also across restarts of the controller.
+//! Follows the controller's events, also across restarts of the controller.
 
 use std::{
     collections::BTreeMap,
@@ -49,7 +49,7 @@ impl Watch {
         Self { seen, thread: Some(thread) }
     }
 
-    /// Drops the events up to now; the last states stay.
+    /// Drops the events so far. The last states stay.
     pub fn clear(&self) {
         self.seen.events().log.clear();
     }
@@ -66,7 +66,8 @@ impl Watch {
         self.seen.events().state.get(name).cloned().unwrap_or_default()
     }
 
-    /// Waits until a container enters a state after `from` events, or the time is over.
+    /// Waits until a container enters a state after `from` events. False: the time limit has
+    /// passed.
     #[must_use]
     pub fn wait(&self, name: &str, state: &str, from: usize, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;

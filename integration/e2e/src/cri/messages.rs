@@ -1,11 +1,11 @@
-//! The messages of `runtime.v1` that are used here, with its field numbers.
+//! The messages of `runtime.v1` that the tests use, with their field numbers.
 #![expect(missing_docs, reason = "the fields are CRI's, where they are explained")]
 
 use std::collections::HashMap;
 
 use prost::Message;
 
-/// `NamespaceMode.NODE`: the host's network, so that no CNI plugin is needed.
+/// Value of CRI's `NamespaceMode.NODE`: the host's network, so that no CNI plugin is needed.
 pub(super) const NODE: i32 = 2;
 /// The value of CRI's `NamespaceMode.POD`.
 pub(super) const POD: i32 = 0;
@@ -57,7 +57,7 @@ pub struct Namespaces {
     pub userns_options: Option<UserNamespace>,
 }
 
-/// Its `mode` is 0, `POD`, which is not sent.
+/// User namespace of a pod. Its `mode` is 0, `POD`, which is not sent.
 #[derive(Clone, PartialEq, Message)]
 pub struct UserNamespace {
     #[prost(message, repeated, tag = "2")]
@@ -151,7 +151,7 @@ pub(super) struct RunPodSandboxRequest {
     pub(super) runtime_handler: String,
 }
 
-/// Several requests and replies consist of one id in field 1.
+/// A message with one id in field 1, as several requests and replies are.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Id {
     #[prost(string, tag = "1")]

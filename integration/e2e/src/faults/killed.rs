@@ -1,5 +1,5 @@
-//! Kills a program before the n-th step in which it changes a file or starts another program. It is
-//! traced, so that each step is hit exactly once.
+//! Kills a program before the n-th step in which it changes a file or starts another program. The
+//! program is traced, so that each step is hit exactly once.
 
 use std::{
     io::Write,
@@ -72,7 +72,7 @@ pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static
     }
 }
 
-/// The step that the process is about to make.
+/// The step that the process is about to make; `None` for another system call.
 fn step(pid: Pid) -> Result<Option<&'static str>> {
     let registers = ptrace::getregs(pid)?;
     // At the entry of a call its return value is not set yet.

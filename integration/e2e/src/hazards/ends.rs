@@ -1,4 +1,4 @@
-//! A container ends, or is paused, while it is offloaded, or while it waits for VRAM.
+//! A container ends, or is paused, while it is offloaded or while it waits for VRAM.
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -27,7 +27,7 @@ const ENDS: [(&str, End); 4] = [
     ("container paused", End::Paused),
 ];
 const ID: &str = "ends";
-/// Makes the container use memory until the kernel kills a process.
+/// Shell script that uses memory until the kernel kills a process.
 const SPEND: &str = "x=0123456789abcdef; while :; do x=$x$x; done";
 
 pub fn cases() -> Vec<Case> {
@@ -83,7 +83,8 @@ fn play(world: &Testbed, end: End, queued: bool) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with: "ends as it would; nothing is left".into() })
 }
 
-/// The kernel prefers the process whose GPU state is offloaded.
+/// Uses up the container's memory limit. The kernel prefers to kill the process whose GPU state is
+/// offloaded.
 fn spend(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     let pid = actor.processes[0].pid;
     std::fs::write(format!("/proc/{pid}/oom_score_adj"), "1000")?;

@@ -1,4 +1,4 @@
-//! A container that is offloaded ends, while another one holds all VRAM.
+//! An offloaded container ends while another container holds all VRAM.
 
 use anyhow::{Result, ensure};
 
@@ -30,7 +30,7 @@ fn spec(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/exits"), kind])
 }
 
-/// The exit handler's output, and the program's end, without Affinode.
+/// Runs the program without Affinode. Returns the exit handler's output and the exit status.
 fn bare(world: &Testbed, kind: &str) -> Result<(Answer, Option<i32>)> {
     let mut bare = Held::bare(world, spec("bare", kind))?;
     bare.worker.expect("ready")?;
@@ -55,7 +55,7 @@ fn newest(world: &Testbed) -> Result<u64> {
     Ok(world.cli().events()?.iter().map(|event| event.sequence).max().unwrap_or(0))
 }
 
-/// Requires that no event since then names the container, except for the expected moves.
+/// Requires that no later event names the container, except for the expected moves.
 fn no_trouble(world: &Testbed, id: &str, since: u64, allowed: &[&str]) -> Result<()> {
     let name = format!("default/{id}");
     let trouble = |event: &crate::cli::EventRow| {
@@ -91,7 +91,7 @@ fn without_room(world: &Testbed, kind: &str) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// An exit handler must get the results that it reads from the GPU.
+/// An exit handler must read the correct results from the GPU.
 fn results(world: &Testbed) -> Result<Found> {
     let as_bare = bare(world, "results")?;
     ensure!(as_bare.0.ok == Some(true), "{as_bare:?}");

@@ -1,4 +1,4 @@
-//! A thread reaches the driver on a way that no hook sees, while the process is offloaded.
+//! A thread enters the driver on a path that no hook sees, while the process is offloaded.
 
 use std::time::Duration;
 
@@ -15,7 +15,8 @@ use crate::{
     worker::Worker,
 };
 
-/// Time for which a process without Affinode is observed to hang. Reported, not judged.
+/// Time for which a process without Affinode is watched while it hangs. The result is reported, not
+/// judged.
 const HANGS: Duration = Duration::from_secs(5);
 
 pub fn cases() -> Vec<Case> {
@@ -69,7 +70,7 @@ fn play(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: without.into(), with })
 }
 
-/// An event and the container's row report the hidden call once.
+/// Requires that an event and the container's row report the hidden call once.
 fn told(world: &Testbed, id: &str) -> Result<()> {
     let name = format!("default/{id}");
     until("the way to be told of", || {

@@ -1,4 +1,4 @@
-//! Host memory that is not enough for the VRAM: a checkpoint would be killed in the middle.
+//! Too little host memory for the VRAM: a checkpoint would be killed in the middle.
 
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
@@ -62,7 +62,7 @@ fn limited(world: &Testbed, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// The controller reads the budget when it starts.
+/// The node's budget of host memory is used up. The controller reads the budget when it starts.
 fn budget_spent(world: &Testbed) -> Result<Found> {
     let mut worker = Worker::start(world, "budget", 16)?;
     let file = world.dir().join("affinode/config.toml");
@@ -77,7 +77,7 @@ fn budget_spent(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// Kills the controller and waits for the next.
+/// Kills the controller and waits for the next one.
 pub fn next_controller(world: &Testbed) -> Result<()> {
     let old = world.controller()?.context("a controller runs")?.pid;
     kill(old, Signal::SIGKILL)?;

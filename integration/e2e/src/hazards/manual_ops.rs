@@ -1,4 +1,4 @@
-//! Helpers of the rows: containers without Affinode, manual offloads and restores, and checks.
+//! Helpers of the hazards: containers without Affinode, manual offloads and restores, and checks.
 
 use std::{
     process::{Child, Stdio},
@@ -16,11 +16,11 @@ use crate::{
     worker::{Answer, USUAL, Worker},
 };
 
-/// `CUprocessState`: locked, and checkpointed.
+/// `CUprocessState` of a locked process. The next constant is that of a checkpointed process.
 pub const LOCKED: i32 = 1;
 pub const CHECKPOINTED: i32 = 2;
 
-/// A container in the foreground, so that its end is observed.
+/// A container that runs in the foreground, so that its end is observed.
 pub struct Held {
     /// The program in the container.
     pub worker: Worker,
@@ -55,7 +55,7 @@ impl Held {
             .collect()
     }
 
-    /// The driver's state of the process; waits for a call in progress.
+    /// The driver's state of the process. Waits for a call in progress.
     pub fn state(&self, world: &Testbed) -> Result<i32> {
         let pid = self.worker.running.pid(world)?.to_string();
         let program = world.artifacts().clients_dir().join("checkpoint");
@@ -66,7 +66,7 @@ impl Held {
         answer.value.with_context(|| format!("no state in {text}"))
     }
 
-    /// A whole cycle by that program; returns its outcome.
+    /// Offloads and restores the process with that program. Returns a description of the outcome.
     pub fn cycle(&mut self, world: &Testbed) -> Result<String> {
         let out = self.tool(world, &["lock", "checkpoint"])?;
         if out != [0, 0] {
@@ -84,13 +84,13 @@ impl Held {
         Ok(if good { "moves, contents intact" } else { "moves, contents wrong" }.into())
     }
 
-    /// Whether it replies, with all its memory unchanged.
+    /// Whether the program replies, and all of its memory is unchanged.
     pub fn verifies(&mut self) -> Result<bool> {
         let answer = self.worker.ask("verify")?;
         Ok(answer.result == 0 && answer.ok == Some(true))
     }
 
-    /// Waits for its end; returns its exit status and a description.
+    /// Waits for the program's end. Returns its exit status and a description.
     pub fn end(mut self) -> Result<(Option<i32>, String)> {
         let status = until("the container to end", || Ok(self.container.try_wait()?))?;
         let word = match status.code() {
@@ -110,8 +110,8 @@ impl Held {
     }
 }
 
-/// One request, without a second attempt. Waits for a call that is ending, or that came after the
-/// last read of the counters.
+/// Requests an offload once, without a second attempt. Before that, it waits for a call that is
+/// still in progress, or that the controller has not counted yet.
 pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
     until(&format!("an answer about {id}"), || {
         let output = world.cli().output(&["offload", id, "-o", "json"])?;
@@ -123,7 +123,7 @@ pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
     })
 }
 
-/// Requires a refusal with this reason, visible to users.
+/// Requires a refusal with this reason, which users can see.
 pub fn refused(world: &Testbed, id: &str, reason: &str) -> Result<String> {
     until(&format!("{id} to be registered"), || {
         let row = world.cli().container(id)?;
@@ -148,13 +148,13 @@ pub fn intact(worker: &mut Worker) -> Result<()> {
     Ok(())
 }
 
-/// An offload that was observed to have begun.
+/// An offload in progress, whose begin was observed.
 pub struct Offload {
     answer: JoinHandle<Result<ActionRow>>,
 }
 
 impl Offload {
-    /// Requests an offload, and waits until the driver works on it.
+    /// Requests an offload, and waits until the driver executes it.
     pub fn begin(world: &Testbed, id: &str) -> Result<Self> {
         let watch = Watch::start(world.cli());
         let (cli, asked) = (world.cli().clone(), id.to_owned());
@@ -167,7 +167,7 @@ impl Offload {
         Ok(Self { answer })
     }
 
-    /// Waits for a reply of any content.
+    /// Waits for the reply to the request, with any content.
     pub fn end(self) -> Result<()> {
         let ended =
             self.answer.join().map_err(|_| anyhow::anyhow!("the asking thread panicked"))?;
@@ -187,7 +187,7 @@ pub fn kind(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/hazards"), kind])
 }
 
-/// An unmanaged program that holds all VRAM of the first GPU except this much.
+/// An unmanaged program that holds all VRAM of the first GPU except `leave_bytes`.
 pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
     let spec = usual("ballast", 1).annotation("affinode.io/inject", "false");
     let mut worker = Worker::start_as(world, spec)?;

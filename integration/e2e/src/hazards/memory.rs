@@ -1,5 +1,5 @@
-//! Kinds of memory: those that a checkpoint cannot carry are refused before any driver call, the
-//! others are offloaded.
+//! Kinds of memory. A container with memory that a checkpoint cannot restore is refused before any
+//! driver call. Other containers are offloaded.
 
 use anyhow::Result;
 
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{testbed::Testbed, worker::Worker};
 
-/// Name, kind of `hazards.c`, and the reason of the refusal; `None`: it is offloaded.
+/// Name, kind of `hazards.c`, and the reason of the refusal; `None`: the container is offloaded.
 const KINDS: [(&str, &str, Option<&str>); 6] = [
     ("managed memory", "managed", Some("managed-memory")),
     ("peer access between GPUs", "peer", Some("peer-access")),

@@ -1,4 +1,4 @@
-//! NVML in the process itself: while its context is checkpointed, every function blocks.
+//! NVML in the process itself. While the context is checkpointed, every function of NVML blocks.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use crate::{
     worker::Worker,
 };
 
-/// Time for which a call of the driver alone is observed to block.
+/// Time for which a blocked call is watched, without Affinode.
 const BLOCKED: Duration = Duration::from_secs(3);
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 

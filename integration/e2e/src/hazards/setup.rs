@@ -1,4 +1,4 @@
-//! Processes that cannot be managed, or not at present.
+//! Processes that cannot be managed, at all or at present.
 
 use anyhow::{Context, Result, ensure};
 use nix::{
@@ -17,7 +17,7 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Symbols that a driver before 570 lacks.
+/// Prefix of symbols that a driver before 570 does not have.
 const ENTRY_POINTS: &[u8] = b"cuCheckpointProcess";
 
 pub fn cases() -> Vec<Case> {
@@ -33,7 +33,8 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// Starts it, and requires a refusal with this reason and a working program.
+/// Starts a container. Requires that its offload is refused with this reason, and that its program
+/// still works.
 fn stays(world: &Testbed, spec: Spec, reason: &str) -> Result<Found> {
     let id = spec.id.clone();
     let mut worker = Worker::start_as(world, spec)?;
@@ -57,7 +58,7 @@ fn mig(world: &Testbed) -> Result<Found> {
     stays(world, usual("mig", 16).env("CUDA_VISIBLE_DEVICES", "2"), "mig")
 }
 
-/// The simulated driver, without the symbols of its checkpoint functions.
+/// The simulated driver without the symbols of its checkpoint functions.
 fn old_driver(world: &Testbed) -> Result<Found> {
     let host = world.dir().join("old-driver");
     std::fs::create_dir_all(&host)?;
@@ -113,7 +114,7 @@ fn disabled(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// Two CUDA processes in a container, one without the library.
+/// Two CUDA processes in a container, one of them without the library.
 fn stranger(world: &Testbed) -> Result<Found> {
     let program = format!("{CLIENTS}/{USUAL}");
     let script = format!(

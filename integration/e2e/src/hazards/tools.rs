@@ -1,6 +1,6 @@
-//! Tools in the process, and video: calls to the driver past its public functions. The profiler is
-//! a stand-in for CUPTI (`clients/cupti.c`), which hangs and loses its process as measured with the
-//! real one on a GPU.
+//! Profilers in the process, and video: they call the driver without its public functions. The
+//! profiler is a stand-in for CUPTI (`clients/cupti.c`). It hangs and loses its process as the real
+//! one does on a GPU.
 
 use anyhow::{Context, Result, ensure};
 
@@ -15,7 +15,8 @@ use crate::{
     worker::Worker,
 };
 
-/// System calls in which the program hangs, and sleeps.
+/// Number of the system call in which the program hangs. The next constant is the one in which it
+/// sleeps.
 const FUTEX: u32 = 202;
 const CLOCK_NANOSLEEP: u32 = 230;
 
@@ -49,7 +50,7 @@ fn wait_inside(world: &Testbed, worker: &Worker, number: u32) -> Result<()> {
     })
 }
 
-/// The end of a program whose profiler has met a checkpoint.
+/// Outcome of a program whose profiler was active during a checkpoint.
 fn lost(world: &Testbed, bare: Held) -> Result<String> {
     let restored = bare.tool(world, &["restore"])?;
     ensure!(restored != [0], "it came back");
@@ -95,7 +96,8 @@ fn moved_while_it_begins(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// Its thread goes on: a checkpoint kills the process, a copy does not.
+/// The profile has ended, but the profiler's thread continues: a checkpoint kills the process, a
+/// copy does not.
 fn ended_before(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;
@@ -115,7 +117,7 @@ fn ended_before(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "copied, context stays; contents intact".into() })
 }
 
-/// It must be offloaded by a copy alone.
+/// Requires that the container is offloaded by a copy alone.
 fn copied(world: &Testbed, id: &str) -> Result<()> {
     // Before the first read of its counters the controller knows no copyable memory.
     world.cli().wait_for(id, "to have its memory carried", |row| {

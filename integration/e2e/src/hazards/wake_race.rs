@@ -1,5 +1,5 @@
-//! Two containers with VRAM for one are woken at once, many times: no process is lost, and the
-//! first request is served first.
+//! Two containers with VRAM for one are woken at the same time, many times. No process is lost, and
+//! the first request is served first.
 
 use anyhow::{Context, Result, ensure};
 
@@ -15,7 +15,7 @@ use crate::{
     worker::Worker,
 };
 
-/// Name of the row.
+/// Name of the hazard in the table.
 pub const NAME: &str = "two woken at once, VRAM for one";
 
 const CONFIG: &str = r#"
@@ -29,7 +29,7 @@ sample_interval = "20ms"
 dir = "off"
 "#;
 const NAMES: [&str; 2] = ["alpha", "beta"];
-/// Upper bound of the VRAM that the controller keeps free on a device.
+/// Maximum VRAM that the controller keeps free on a device.
 const MARGIN_BYTES: u64 = 512 * MIB;
 
 pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
@@ -86,7 +86,7 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// Offloads both by request, and restores both at once.
+/// Offloads both containers by request, and restores both at the same time.
 fn by_hand(world: &Testbed, each_mib: u64) -> Result<String> {
     let mut bare = Vec::new();
     for name in NAMES {

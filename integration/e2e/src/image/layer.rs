@@ -19,7 +19,7 @@ impl Layer {
     /// A layer with the folders and the users that every image has.
     ///
     /// # Errors
-    /// Only when memory is short.
+    /// When memory is short.
     pub fn base() -> Result<Self> {
         let mut layer = Self::default();
         for (folder, mode) in [
@@ -44,7 +44,7 @@ impl Layer {
     /// Adds a folder.
     ///
     /// # Errors
-    /// When the path does not fit a tar.
+    /// When the path is too long for a tar.
     pub fn folder(&mut self, path: impl AsRef<Path>, mode: u32) -> Result<()> {
         let path = path.as_ref();
         let mut header = header(tar::EntryType::Directory, mode);
@@ -55,17 +55,17 @@ impl Layer {
     /// Adds a file with this content.
     ///
     /// # Errors
-    /// When the path does not fit a tar.
+    /// When the path is too long for a tar.
     pub fn file(&mut self, path: impl AsRef<Path>, mode: u32, content: &[u8]) -> Result<()> {
         let mut header = header(tar::EntryType::Regular, mode);
         header.set_size(content.len() as u64);
         Ok(self.tar.append_data(&mut header, path, content)?)
     }
 
-    /// Adds a file of the machine, symbolic links followed, at `inside`.
+    /// Adds a file of the machine at `inside`. Symbolic links are followed.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// When the file cannot be read.
     pub fn copy(&mut self, host: &Path, inside: &Path) -> Result<()> {
         let content =
             std::fs::read(host).with_context(|| format!("cannot read {}", host.display()))?;
@@ -75,16 +75,16 @@ impl Layer {
     /// Adds a symbolic link.
     ///
     /// # Errors
-    /// When a path does not fit a tar.
+    /// When a path is too long for a tar.
     pub fn link(&mut self, inside: &Path, target: &Path) -> Result<()> {
         let mut header = header(tar::EntryType::Symlink, 0o777);
         Ok(self.tar.append_link(&mut header, inside.strip_prefix("/").unwrap_or(inside), target)?)
     }
 
-    /// The tar.
+    /// Finishes the tar and returns its bytes.
     ///
     /// # Errors
-    /// Only when memory is short.
+    /// When memory is short.
     pub fn finish(self) -> Result<Vec<u8>> {
         Ok(self.tar.into_inner()?)
     }

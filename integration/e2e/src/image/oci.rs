@@ -20,10 +20,10 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// The media type of its manifests.
+    /// The media type of an image's manifest.
     pub const MANIFEST: &str = MANIFEST;
 
-    /// The digest of an image's manifest, with its algorithm.
+    /// The digest of an image's manifest, with the name of its algorithm.
     #[must_use]
     pub fn named(&self, name: &str) -> Option<&str> {
         let is_it = |m: &&Value| m["annotations"]["io.containerd.image.name"] == name;
@@ -40,7 +40,7 @@ impl Archive {
     /// Adds an image of one layer; `process` is the `config` of its configuration.
     ///
     /// # Errors
-    /// Only when memory is short.
+    /// When memory is short.
     pub fn image(&mut self, name: &str, layer: &[u8], process: &Value) -> Result<()> {
         let layer = self.store(layer.to_vec(), LAYER);
         let config = json!({
@@ -66,10 +66,10 @@ impl Archive {
         std::fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// The archive.
+    /// Finishes the archive and returns its bytes.
     ///
     /// # Errors
-    /// Only when memory is short.
+    /// When memory is short.
     pub fn into_bytes(self) -> Result<Vec<u8>> {
         let mut tar = Layer::default();
         tar.file("oci-layout", 0o644, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
@@ -81,7 +81,7 @@ impl Archive {
         tar.finish()
     }
 
-    /// Adds a blob and returns its descriptor. One content is stored once.
+    /// Adds a blob and returns its descriptor. Equal contents are stored once.
     fn store(&mut self, content: Vec<u8>, media_type: &str) -> Value {
         let digest: String =
             Sha256::digest(&content).iter().map(|byte| format!("{byte:02x}")).collect();

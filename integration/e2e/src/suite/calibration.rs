@@ -1,4 +1,5 @@
-//! The costs of moves on this machine, as the file for `affinode simulate --calibration`.
+//! Measures the costs of moves on this machine, and writes the file for `affinode simulate
+//! --calibration`.
 
 use std::path::Path;
 
@@ -14,21 +15,21 @@ use crate::{
 
 const ROUNDS: usize = 3;
 
-/// The fixed part and the speed of each move. The cost of a cold start is not measured: it depends
+/// Fixed time and speed of each move. The cost of a cold start is not measured, because it depends
 /// on the program.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Calibration {
-    /// Fixed part of an offload.
+    /// Fixed time of an offload, in milliseconds.
     pub offload_fixed_ms: u64,
     /// Speed of an offload.
     pub offload_bytes_per_second: f64,
-    /// Fixed part of a restore.
+    /// Fixed time of a restore, in milliseconds.
     pub restore_fixed_ms: u64,
     /// Speed of a restore.
     pub restore_bytes_per_second: f64,
 }
 
-/// Duration in milliseconds of a move of this many bytes.
+/// Number of bytes of a move, and its duration in milliseconds.
 #[derive(Clone, Copy, Debug)]
 struct Took {
     bytes: u64,
@@ -38,7 +39,7 @@ struct Took {
 /// Moves a small and a large process with one engine, repeatedly.
 ///
 /// # Errors
-/// When one of them does not start or move.
+/// When a process does not start or move.
 pub fn measure(world: &Testbed, engine: &str) -> Result<Calibration> {
     let sizes_mib = match world.gpu() {
         Gpu::Real => [1024, 8192],
@@ -59,7 +60,7 @@ pub fn measure(world: &Testbed, engine: &str) -> Result<Calibration> {
 }
 
 impl Calibration {
-    /// Writes it, as TOML.
+    /// Writes the calibration as TOML.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -77,7 +78,7 @@ impl Calibration {
     }
 }
 
-/// Medians of both directions. The first cycle is a warm-up and does not count.
+/// Median durations of offload and restore. The first cycle is a warm-up and does not count.
 fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, Took)> {
     let id = format!("calibration-{engine}-{name}");
     let spec =
@@ -100,8 +101,8 @@ fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, T
     Ok((took(&out), took(&back)))
 }
 
-/// The straight line through both points: milliseconds at 0 bytes, and bytes per second. If noise
-/// makes the large move no slower, all of its time counts as copying.
+/// Fits a straight line through both points. Returns milliseconds at 0 bytes, and bytes per second.
+/// If noise makes the large move as fast as the small one, all of its time counts as copying.
 fn fit(small: Took, large: Took) -> (u64, f64) {
     let (bytes, ms) = ((large.bytes - small.bytes) as f64, large.ms - small.ms);
     let per_ms = if ms > 0.0 { bytes / ms } else { large.bytes as f64 / large.ms.max(0.001) };

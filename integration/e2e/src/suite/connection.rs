@@ -1,4 +1,4 @@
-//! A return ahead of the call, because a connection came in.
+//! A restore ahead of the call, because a connection arrived.
 
 use std::{
     fs::File,
@@ -15,10 +15,10 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// A client and a server in the network of a container, on its loopback.
+/// Runs a client and a server in the network namespace of a container, on its loopback.
 ///
 /// # Errors
-/// When it has no process, or its network cannot be entered.
+/// When the container has no process, or its namespace cannot be entered.
 pub fn connect(world: &Testbed, id: &str) -> Result<()> {
     let row = world.cli().known(id)?;
     let pid = row.processes.first().context("it has a process")?.pid;
@@ -33,7 +33,7 @@ pub fn connect(world: &Testbed, id: &str) -> Result<()> {
     there.join().map_err(|_| anyhow!("the thread in the container's network"))?
 }
 
-/// Offloaded, connected to, and back before it is called.
+/// A container is offloaded, gets a connection, and must be restored before it makes a call.
 pub fn brings_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "listens";
     let spec = Worker::spec(id, USUAL, 256).annotation("affinode.io/wake-on", "connection");

@@ -1,4 +1,4 @@
-//! What a call and a wake cost beyond what the driver itself takes.
+//! The cost of a call and of a wake, compared with the driver alone.
 
 use std::fs::File;
 
@@ -15,21 +15,21 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// How often a wake is measured, with and without.
+/// Number of measured wakes, with and without Affinode.
 const WAKES: usize = 10;
-/// How long the loop of calls goes on: most of it is watched.
+/// Duration of the loop of calls in seconds. Calls are traced during most of it.
 const LOOP_SECONDS: &str = "6";
-/// A small process: nothing hides behind the copy.
+/// VRAM of a small process, in MiB: no cost is hidden by the time of a copy.
 const SMALL_MIB: u64 = 64;
 
-/// `call_cost` says this for each function.
+/// A line that `call_cost` prints for each function.
 #[derive(Deserialize)]
 struct CallCost {
     call: String,
     ns_median: f64,
 }
 
-/// Calls of the driver, hooked and direct, in containers of both runtimes in turn.
+/// Compares hooked and direct calls of the driver, in containers of both runtimes in turn.
 pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str, runtime: Option<&str>| -> Result<Vec<CallCost>> {
         let spec = Spec::gpu(id, &[&format!("{CLIENTS}/call_cost")]);
@@ -60,7 +60,7 @@ pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// A loop of hooked calls, with and without call tracing.
+/// Compares a loop of hooked calls with and without call tracing.
 pub fn watched_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str| -> Result<f64> {
         let program = format!("{CLIENTS}/call_cost");
@@ -89,7 +89,7 @@ pub fn watched_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// A call that wakes, against the driver's restore and unlock called from outside.
+/// Compares a call that wakes with the driver's restore and unlock, called from another process.
 pub fn wakes(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (driver, felt) = wake_ms(world)?;
     rows.tell("restore and unlock by the driver alone", driver, "ms");
@@ -113,7 +113,8 @@ pub fn wake_ms(world: &Testbed) -> Result<(f64, f64)> {
     Ok((median(&driver), median(&felt)))
 }
 
-/// A call that wakes, alone and beside a container that attacks the controller with all it has.
+/// Measures a call that wakes, alone and while another container attacks the controller with all
+/// attacks.
 pub fn under_attack(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut worker = by_order(world, "victim")?;
     let quiet = felt_ms(world, &mut worker)?;
@@ -135,7 +136,7 @@ pub fn under_attack(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// A container that moves by order alone.
+/// Starts a container that moves on request only.
 fn by_order(world: &Testbed, id: &str) -> Result<Worker> {
     let (name, value) = BY_ORDER;
     let spec = Worker::spec(id, USUAL, SMALL_MIB).annotation(name, value);
@@ -144,7 +145,7 @@ fn by_order(world: &Testbed, id: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Calls that wake it, as their caller feels them.
+/// Durations of calls that wake it, as the caller measures them.
 fn felt_ms(world: &Testbed, worker: &mut Worker) -> Result<Vec<f64>> {
     let id = worker.running.id.clone();
     let mut felt = Vec::new();
@@ -155,7 +156,7 @@ fn felt_ms(world: &Testbed, worker: &mut Worker) -> Result<Vec<f64>> {
     Ok(felt)
 }
 
-/// Restore plus unlock of an unmanaged process of the same size.
+/// Durations of restore plus unlock of an unmanaged process of the same size.
 fn driver_ms(world: &Testbed) -> Result<Vec<f64>> {
     #[derive(Deserialize)]
     struct Step {

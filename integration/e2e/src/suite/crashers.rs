@@ -12,12 +12,12 @@ use crate::{
 };
 
 const CALLS: [&str; 5] = ["ctx-sync", "stream-sync", "stream-query", "event-query", "event-sync"];
-/// Rounds of each call, thirty in all.
+/// Number of rounds for each call: with five calls, thirty in all.
 const ROUNDS: usize = 6;
-/// How a shell tells of death by a segmentation fault.
+/// Exit status of a shell whose program ended by a segmentation fault.
 const SEGMENTATION_FAULT: i32 = 128 + 11;
 
-/// With the library they return; without it they kill.
+/// Requires that the calls return with the library, and end the program without it.
 pub fn with_and_without(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut returned = 0;
     let mut died = 0;
@@ -52,7 +52,7 @@ fn returns(world: &Testbed, call: &str) -> Result<usize> {
     Ok(good)
 }
 
-/// The driver's own tool offloads its state from outside; then it makes the call.
+/// Whether a call ends the program. Before it, the driver's own tool offloads the program's state.
 fn kills(world: &Testbed, call: &str) -> Result<bool> {
     let (spec, pipes) = spec(call).annotation("affinode.io/inject", "false").piped(world)?;
     let mut container = spec.command(world, &["--rm"])?.stderr(Stdio::null()).spawn()?;

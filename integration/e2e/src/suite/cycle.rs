@@ -1,4 +1,4 @@
-//! A plain CUDA process: idle, offloaded, restored, the same contents.
+//! A plain CUDA process is idle, offloaded and restored, with the same contents.
 
 use anyhow::{Context, Result};
 
@@ -11,10 +11,10 @@ use crate::{
 
 /// VRAM that the process fills.
 const WORKER_MIB: u64 = 1024;
-/// VRAM that may be in use on an idle device: the driver keeps a little for itself.
+/// Maximum VRAM in use on an unused device: the driver keeps a little for itself.
 pub(super) const EMPTY_BYTES: u64 = 32 * MIB;
 
-/// As `root`, or as uid 1000.
+/// Runs the cycle as `root`, or as uid 1000.
 pub fn plain(world: &Testbed, who: &str, rows: &mut Rows) -> Result<()> {
     let id = format!("plain-{who}");
     let image = if who == "root" { image::PLAIN } else { image::UNPRIVILEGED };
@@ -40,7 +40,7 @@ pub fn plain(world: &Testbed, who: &str, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Three kernels, with and without a cycle after each.
+/// Whether three kernels give the same results with and without a cycle after each.
 fn same_results(world: &Testbed, id: &str, image: &str) -> Result<bool> {
     let mut checksums = Vec::new();
     for offloaded in [false, true] {

@@ -1,5 +1,5 @@
-//! Two containers of the same content: how much host memory holds it while both are offloaded, how long
-//! until it is held once, and how fast each is restored with its own.
+//! Two containers with the same content. Measures the host memory in use while both are offloaded,
+//! the time until the content is stored once, and the speed of each restore.
 
 use std::time::Instant;
 
@@ -18,11 +18,11 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// For which the suite's configuration has it on.
+/// Namespace for which the suite's configuration enables dedup.
 const NAMESPACE: &str = "together";
 const IDS: [&str; 2] = ["one", "other"];
 
-/// Two of the same model.
+/// Runs two containers with the same model.
 pub fn held_once(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (mib, rounds) = match world.gpu() {
         Gpu::Real => (4096, 5),

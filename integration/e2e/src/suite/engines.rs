@@ -1,5 +1,5 @@
-//! The engines side by side: the same program, in one run, through the driver's checkpoint,
-//! copied with the context left on the device, and copied with the rest checkpointed.
+//! Compares the engines with the same program in one run: the driver's checkpoint; a copy, with the
+//! context left on the device; and a copy, with the rest checkpointed.
 
 use std::{thread, time::Duration};
 
@@ -21,20 +21,20 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// The engines, the driver's own first.
+/// The engines. The first is the driver's checkpoint.
 pub const ENGINES: [&str; 3] = ["checkpoint", "copy", "full"];
-/// The annotation that names one.
+/// The annotation that selects an engine.
 pub const ENGINE: &str = "affinode.io/engine";
-/// `full`, of a container that keeps its copy.
+/// Engine `full` of a container that retains its host copy.
 pub const KEPT: &str = "kept";
 
-/// `full`, of a container whose host memory is made ready while it is idle.
+/// Engine `full` of a container whose host memory is prefaulted while it is idle.
 pub const PREPARED: &str = "prepared";
 
-/// `full`, of a container that looks whether its memory has come back unchanged.
+/// Engine `full` of a container that verifies its memory after a restore.
 pub const CHECKED: &str = "checked";
 
-/// A container of an engine, or of [`KEPT`], [`PREPARED`] or [`CHECKED`].
+/// Settings of a container for an engine, or for [`KEPT`], [`PREPARED`] or [`CHECKED`].
 pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     match engine {
         KEPT => {
@@ -48,18 +48,20 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     }
 }
 
-/// The device scrubs released memory, and copies slower meanwhile: bare programs measured 49.7 GB/s
-/// for 60 GiB directly after the release, and 54.8 GB/s from 0.2 s on.
+/// Time after which released memory counts as scrubbed. The device scrubs it, and copies slower
+/// meanwhile: bare programs measured 49.7 GB/s for 60 GiB directly after the release, and 54.8 GB/s
+/// from 0.2 s on.
 const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
 
-/// A call that comes soon after an offload: before the copier has hold of all, and while the device wipes.
+/// Delay of a call after an offload that is early: the copier has not registered all memory, and
+/// the device still scrubs.
 const SOON: Duration = Duration::from_millis(300);
 
-/// How large a process is, and how often it is moved. All of it is filled with a pattern in which
-/// each word depends on its place, and compared after every return.
+/// Size of a process, and number of its moves. Its memory is filled with a pattern in which each
+/// word depends on its place, and is compared after every restore.
 struct Load {
     filled_mib: u64,
-    /// Further allocations of that size.
+    /// Number of further allocations of that size.
     more: u64,
     rounds: usize,
 }
@@ -70,8 +72,8 @@ impl Load {
     }
 }
 
-/// A small process, in which the costs beside the copy are visible. [`super::torch`] has a larger
-/// one.
+/// Compares the engines with a small process, in which the costs in addition to the copy are
+/// visible. [`super::torch`] has a larger one.
 pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 1024, more: 0, rounds: 7 },
@@ -80,7 +82,7 @@ pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     ENGINES.iter().try_for_each(|engine| cycles(world, rows, engine, &load))
 }
 
-/// Sizes at which the driver's own checkpoint would take minutes.
+/// Compares the engines with sizes for which the driver's own checkpoint would take minutes.
 pub fn large(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 4096, more: 14, rounds: 5 },
@@ -106,15 +108,15 @@ fn medium(world: &Testbed) -> Load {
     }
 }
 
-/// One whose host memory is ready.
+/// Measures a container whose host memory is prefaulted.
 pub fn prepared(world: &Testbed, rows: &mut Rows) -> Result<()> {
     cycles(world, rows, PREPARED, &medium(world))
 }
 
-/// Absences of the engine that measures both ways first.
+/// Number of first offloads in which the engine `auto` measures: one for each way.
 const MEASURED: usize = 2;
 
-/// What the engine `auto` chooses, and what the return costs then.
+/// Measures the engine that `auto` chooses, and the cost of the restore.
 pub fn chosen(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (small_mib, large) = match world.gpu() {
         Gpu::Real => (1024, Some(Load { filled_mib: 4096, more: 7, rounds: 2 })),
@@ -161,7 +163,7 @@ pub fn chosen(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Measures the verification of restored memory, and checks the result of a corruption.
+/// Measures the verification of restored memory, and checks that corruption is detected.
 pub fn checked(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = medium(world);
     ["full", CHECKED].iter().try_for_each(|engine| cycles(world, rows, engine, &load))?;
@@ -259,7 +261,8 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     worker.running.delete(world)
 }
 
-/// Out once more, and called before the copier and the device are done with it: how long the call waits, in ms.
+/// Offloads once more, and calls before the copier and the device are done. Returns the time that
+/// the call waits, in milliseconds.
 fn called_soon(world: &Testbed, engine: &str, worker: &mut Worker) -> Result<f64> {
     if engine == PREPARED {
         wait_prepared(world, 1)?;
@@ -269,18 +272,18 @@ fn called_soon(world: &Testbed, engine: &str, worker: &mut Worker) -> Result<f64
     Ok(worker.call("streamsync")?.elapsed_us as f64 / 1000.0)
 }
 
-/// Returns through copiers so far.
+/// Number of restores through copiers so far.
 fn fills(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_restores).sum())
 }
 
-/// Moves out through copiers so far.
+/// Number of offloads through copiers so far.
 pub fn copies(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_offloads).sum())
 }
 
-/// Memory that the program maps piece by piece: at each turn that such an allocator may take,
-/// and how fast.
+/// Memory that the program maps in pieces. Measures speed after each step that such an allocator
+/// may make.
 pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (size_mib, rounds) = match world.gpu() {
         Gpu::Real => (4096, 5),
@@ -327,8 +330,8 @@ pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Memory in the order of streams: at each turn that a program may take, how fast it is moved, and what a
-/// piece costs that is held; the driver's own first.
+/// Stream-ordered pools, with the stock runtime and with each engine. Runs each step of the pool
+/// program. Measures the offload and wake after each step, and a pair of allocation and free.
 pub fn pools(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let size_mib = match world.gpu() {
         Gpu::Real => 4096,
@@ -377,7 +380,7 @@ pub fn pools(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// What the program does before it is moved, and after.
+/// Steps of the program before and after a move.
 const SEGMENT_TURNS: [(&str, &str); 6] = [
     ("touch", "properties"),
     ("swap", "swap"),
@@ -393,11 +396,11 @@ struct Figure {
     value: f64,
 }
 
-/// Starts of each side, in turn: one is slow or fast as a whole.
+/// Number of starts of each side, in turn. A whole start may be slow or fast.
 const STARTS: usize = 7;
 
-/// Allocations of carried memory against the driver's own, the median of some starts; and how fast a
-/// pinned copy is.
+/// Compares swappable allocations with the driver's own, as the median of some starts. Also
+/// measures the speed of a pinned copy.
 pub fn memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |what: &[&str], runtime: Option<&str>| -> Result<Vec<Figure>> {
         let program = format!("{CLIENTS}/memory_cost");
@@ -442,11 +445,11 @@ struct Check {
     ok: Option<bool>,
 }
 
-/// Where carried memory is known to differ: it ends at a multiple of 2 MiB, and a copy is
-/// refused only beyond that. And what sums up.
+/// Lines in which swappable memory is known to differ: it ends at a multiple of 2 MiB, and a copy
+/// is refused only beyond that. Also the line of the summary.
 const KNOWN: [&str; 2] = ["copy beyond the end", "done"];
 
-/// Calls about carried memory answer as those about the driver's own, one by one.
+/// Requires that each call on swappable memory has the same result as on the driver's own memory.
 pub fn semantics(world: &Testbed, rows: &mut Rows) -> Result<()> {
     for (program, arguments) in [
         ("memory_check", &[][..]),

@@ -1,4 +1,4 @@
-//! What the engine `full` is to reach on an H200, against what this run has found.
+//! Goals of the engine `full` on an H200, compared with the results of this run.
 
 use super::report::Rows;
 
@@ -9,14 +9,14 @@ const MEMORY: &str = "engines, memory";
 const PINNED: &str = "a bare program, 60.0 GiB: pinned copy in";
 const LARGE_WAKE: &str = "full, 60.0 GiB: wake";
 
-/// What a value is to be.
+/// Bound of a value that has a goal.
 #[derive(Clone, Copy)]
 enum Bound {
     AtMost(f64),
     AtLeast(f64),
 }
 
-/// Adds the goals for which the run has figures. `value` returns a figure by its part, name and
+/// Adds the goals for which the run has figures. `value` returns a figure for its part, name and
 /// unit.
 pub fn judge(value: impl Fn(&str, &str, &str) -> Option<f64>, rows: &mut Rows) {
     use Bound::{AtLeast, AtMost};

@@ -1,5 +1,5 @@
-//! What takes two GPUs of a kind: returns onto the other one when the own one is full, and
-//! programs that share memory, which stay where they are and go on as without us.
+//! Tests that need two GPUs of one model: restores on the other GPU when the own GPU is full, and
+//! programs that share memory, which stay on their GPUs and run as without Affinode.
 
 use std::path::Path;
 
@@ -21,28 +21,28 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// How often a program changes its GPU.
+/// Number of times that a program changes its GPU.
 const HOPS: usize = 4;
-/// Less than every program here needs.
+/// VRAM left free on a filled GPU, in MiB: less than every program here needs.
 const LEFT_MIB: u64 = 2048;
 const PLAIN_MIB: u64 = 4096;
-/// Memory that torch holds without using it.
+/// Memory that torch holds without using it, in GiB.
 const HELD_GIB: u64 = 23;
 const STEPS: u32 = 3;
 
-/// Programs that share memory.
+/// A program that shares memory between processes or GPUs.
 struct Sharing {
     part: &'static str,
     kind: &'static str,
     settings: &'static [(&'static str, &'static str)],
-    /// Why it stays on its GPUs; none: it is moved.
+    /// Reasons for which it stays on its GPUs; `None`: it is offloaded.
     stays: Option<&'static [&'static str]>,
 }
 
 const SHARED: Option<&[&str]> = Some(&["shared-memory"]);
-/// What both ranks need where there is no network but the loopback.
+/// Environment that both ranks need if there is no network except loopback.
 const LOCAL: [(&str, &str); 1] = [("NCCL_SOCKET_IFNAME", "lo")];
-/// `ctr`'s containers have 64 MiB.
+/// Flags for more shared memory: `ctr`'s containers have 64 MiB.
 const SHARED_MEMORY: [&str; 2] =
     ["--mount", "type=tmpfs,src=shm,dst=/dev/shm,options=mode=1777:size=1g"];
 
@@ -81,7 +81,7 @@ const SHARING: [Sharing; 5] = [
 const PLAIN: &str = "gpus, another one, plain process";
 const TORCH: &str = "gpus, another one, torch";
 
-/// All of it, where there are two GPUs.
+/// Runs all of these parts, if there are two GPUs.
 pub fn all(world: &Testbed, python: Option<&Python>, report: &mut Report) {
     let parts = SHARING.iter().map(|sharing| sharing.part).chain([PLAIN, TORCH]);
     if !parts.into_iter().any(|part| report.wants(part)) {
@@ -99,7 +99,7 @@ pub fn all(world: &Testbed, python: Option<&Python>, report: &mut Report) {
     }
 }
 
-/// How many GPUs the machine has.
+/// Number of GPUs of the machine.
 fn real_gpus() -> usize {
     (0..).take_while(|n| Path::new(&format!("/dev/nvidia{n}")).exists()).count()
 }
@@ -132,7 +132,7 @@ fn plain_hops(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// A training loop that changes its GPU after each turn, against one that stays.
+/// Compares a training loop that changes its GPU after each turn with one that stays.
 fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
     const PROGRAM: &[&str] = &["torch_worker.py"];
     let world = python.world;
@@ -177,13 +177,13 @@ fn movable(spec: Spec, engine: &str) -> Spec {
     if engine == "off" { spec } else { spec.annotation(ENGINE, engine) }
 }
 
-/// A container that is sent from one GPU to the other.
+/// A container that is moved from one GPU to the other.
 struct Hops<'w> {
     world: &'w Testbed,
     id: &'w str,
-    /// GPU on which it runs.
+    /// Index of the GPU on which it runs.
     on: usize,
-    /// What fills its GPU while it is offloaded.
+    /// Program that fills its GPU while the container is offloaded.
     filler: Option<Worker>,
     fillers: usize,
 }
@@ -193,7 +193,7 @@ impl<'w> Hops<'w> {
         Hops { world, id, on: 0, filler: None, fillers: 0 }
     }
 
-    /// Moves it out and fills the GPU that it was on; the other one is empty.
+    /// Offloads the container and fills its GPU. The other GPU is empty.
     fn leave(&mut self) -> Result<()> {
         self.end()?;
         wait_held(self.world)?;
@@ -221,7 +221,7 @@ impl<'w> Hops<'w> {
         Ok((gpu.vram_total_bytes, gpu.vram_used_bytes))
     }
 
-    /// It is called, and must be on the other GPU now.
+    /// Calls the container, and requires that it is on the other GPU.
     fn arrived(&mut self) -> Result<()> {
         self.on = 1 - self.on;
         self.world.cli().wait_resident(self.id)?;
@@ -241,7 +241,7 @@ impl<'w> Hops<'w> {
 }
 
 impl Sharing {
-    /// With each engine, and with the stock runtime: the same results.
+    /// Requires the same results with each engine and with the stock runtime.
     fn beside_stock(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let world = python.world;
         let mut first = String::new();

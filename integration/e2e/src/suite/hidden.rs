@@ -1,4 +1,5 @@
-//! NVML, on a way that no hook sees, while the context is checkpointed: it blocks until the process is restored.
+//! NVML is called on a path that no hook sees, while the context is checkpointed. The call blocks
+//! until the process is restored.
 
 use anyhow::Result;
 
@@ -13,7 +14,8 @@ use crate::{
 
 const MIB: &str = "1024";
 
-/// The process is restored within seconds, and its context stays on the GPU from then on.
+/// Requires that the process is restored within seconds, and that its context stays on the GPU from
+/// then on.
 pub fn hidden_call_restores(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let way = if matches!(world.gpu(), Gpu::Real) { "nvml" } else { "call" };
     for engine in ["checkpoint", "full"] {

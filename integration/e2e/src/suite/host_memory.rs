@@ -1,5 +1,6 @@
-//! More VRAM is wanted than there is, and more of it wants to leave at once than host memory
-//! holds: torch containers in bursts. None may be killed, and all sums stay as they were.
+//! More VRAM is needed than the GPU has, and more of it is to be offloaded at the same time than
+//! host memory can hold: torch containers that work in bursts. No container may be killed, and all
+//! results must be correct.
 //!
 //! For a machine with 140 GiB of VRAM and about 128 GiB of host memory.
 
@@ -33,18 +34,19 @@ sample_interval = "100ms"
 "#;
 const PROGRAM: [&str; 2] = ["torch_worker.py", "inference"];
 const ENGINES: [&str; 3] = ["copy", "full", "checkpoint"];
-/// Containers, and GiB of VRAM of each.
+/// Number of containers, and GiB of VRAM of each.
 const CROWDS: [(usize, u64); 2] = [(6, 28), (8, 24)];
-/// Rounds of a pause and a burst.
+/// Number of rounds. Each is a pause and a burst.
 const ROUNDS: usize = 3;
 const PAUSE: Duration = Duration::from_secs(5);
-/// The longest that a container waits for its turn.
+/// Maximum time that a container waits for its turn.
 const MAX_WAIT: Duration = Duration::from_secs(300);
 
-/// Each crowd with each engine, or those with one of the wanted words in their names.
+/// Runs each group of containers with each engine, or only those with one of the wanted words in
+/// their names.
 ///
 /// # Errors
-/// When no testbed can be made.
+/// When no testbed can be created.
 pub fn oversubscribed(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     let recipe = || TestbedConfig::default().release(release).gpu(gpu.clone()).config(CONFIG);
     let mut report = Report::new(&recipe().world()?, wanted);
@@ -101,7 +103,7 @@ fn load(python: &Python, engine: &str, containers: usize, gib: u64, rows: &mut R
     python.world.remove_containers()
 }
 
-/// What became of one container.
+/// Result of one container.
 struct BurstsFound {
     is_same: bool,
     waits_ms: Vec<f64>,
@@ -139,7 +141,7 @@ fn offloads(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.containers.iter().map(|row| row.offloads).sum())
 }
 
-/// The least host memory that was available until it is over, in bytes.
+/// Samples the available host memory until `is_over`, and returns the minimum in bytes.
 fn least_available_bytes(is_over: &AtomicBool) -> u64 {
     let mut least = u64::MAX;
     while !is_over.load(Ordering::Acquire) {

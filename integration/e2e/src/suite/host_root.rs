@@ -1,5 +1,5 @@
-//! A root filesystem for containers that need what the machine has installed: the
-//! machine's own, below a layer that takes all writes and is discarded.
+//! A root filesystem for containers that need the machine's installed software. It is the machine's
+//! own root, below a layer that takes all writes and is discarded.
 
 use std::path::{Path, PathBuf};
 
@@ -7,9 +7,9 @@ use anyhow::{Context, Result};
 
 use crate::{containerd, supervisor::STORE, testbed::Testbed};
 
-/// Filesystems that hold programs; everything else is the kernel's or passing.
+/// Types of filesystems that hold programs. All others are the kernel's or temporary.
 const HOLD_FILES: [&str; 7] = ["ext4", "xfs", "btrfs", "squashfs", "erofs", "overlay", "virtiofs"];
-/// Places that a container gets from its runtime.
+/// Folders that a container gets from its runtime.
 const NOT_THESE: [&str; 5] = ["/proc", "/sys", "/dev", "/run", "/tmp"];
 
 /// Mounts the machine's root below a fresh layer, in the testbed's mount namespace alone.
@@ -25,8 +25,8 @@ pub fn mount(world: &Testbed) -> Result<PathBuf> {
     Ok(folder.join("root"))
 }
 
-/// What the machine has mounted below its root, to be mounted in the container as well:
-/// an overlay shows the empty folders below such mounts.
+/// The machine's mounts below its root, which are mounted in the container, too. Without them an
+/// overlay shows only the empty mount points.
 pub fn other_mounts(world: &Testbed) -> Result<Vec<(PathBuf, PathBuf)>> {
     let table =
         std::fs::read_to_string("/proc/self/mountinfo").context("cannot read the mount table")?;

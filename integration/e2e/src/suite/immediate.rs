@@ -11,7 +11,7 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// A container is idle after an hour without a call, so every offload is forced.
+/// Configuration in which a container is idle only after an hour, so every offload is forced.
 pub const CONFIG: &str = r#"
 [policy]
 mode = "pressure"
@@ -23,8 +23,8 @@ restore = "by-annotation"
 sample_interval = "50ms"
 "#;
 
-/// What the scene leaves itself of the device, and what each of its two fills of that: more
-/// than half.
+/// VRAM of the device that the scenario uses, and VRAM of each of its two containers: more than
+/// half of that.
 fn sizes(world: &Testbed) -> (u64, u64) {
     match world.gpu() {
         Gpu::Real => (8192, 4096),
@@ -32,7 +32,8 @@ fn sizes(world: &Testbed) -> (u64, u64) {
     }
 }
 
-/// One that works all the time is moved for it, and goes on; one that cannot be moved is ended.
+/// Requires that an active container is offloaded for the waiter and then continues, and that a
+/// container that cannot be offloaded is ended.
 pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (room_mib, each_mib) = sizes(world);
     let _ballast = hazards::ballast(world, room_mib * MIB)?;

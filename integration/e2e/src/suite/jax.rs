@@ -14,13 +14,13 @@ use super::{
 use crate::worker::Worker;
 
 const JAX: &[&str] = &["jax_worker.py"];
-/// The share of the device that JAX allocates at its start.
+/// Share of the device's VRAM that JAX allocates at its start.
 const SHARE: (&str, &str) = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2");
-/// Where it sees several it makes them peers.
+/// Environment with one GPU. With several, JAX enables peer access between them.
 const ONE_GPU: (&str, &str) = ("CUDA_VISIBLE_DEVICES", "0");
-/// It, moved by each engine.
+/// JAX with each engine.
 pub const ENGINES: Flavour = Flavour { settings: &[SHARE, ONE_GPU], ..Flavour::large("jax", JAX) };
-/// How long it is watched: its calls come every five seconds.
+/// Time for which calls are watched, in seconds. JAX's calls come every five seconds.
 const SECONDS: &str = "12";
 
 /// The fields of a line of `affinode calls -o json`.
@@ -54,12 +54,12 @@ struct Call {
 #[derive(Default)]
 struct Seen {
     calls: u64,
-    /// Readings, five a second, in which there were some.
+    /// Number of readings with such calls. There are five readings a second.
     moments: u64,
     threads: Vec<u32>,
 }
 
-/// Trains, then sits idle: every call by name.
+/// Trains, then stays idle. Prints every call by name.
 pub fn calls_while_idle(python: &Python, rows: &mut Rows) -> Result<()> {
     let world = python.world;
     let id = "jax-idle";

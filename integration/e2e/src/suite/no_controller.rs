@@ -1,4 +1,4 @@
-//! A controller that does not answer: a process that makes a call restores itself.
+//! A controller that does not reply: a process that makes a call restores itself.
 
 use std::time::Instant;
 
@@ -14,7 +14,8 @@ use crate::{
 /// VRAM that the process fills.
 const WORKER_MIB: u64 = 256;
 
-/// The controller is stopped, not killed: the shims would bring a dead one back at once.
+/// Requires that the process restores itself. The controller is stopped, not killed, because the
+/// shims would immediately restart it.
 pub fn comes_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "alone";
     let mut worker = Worker::start_as(world, Worker::spec(id, USUAL, WORKER_MIB))?;

@@ -14,17 +14,18 @@ use crate::{
     worker::Worker,
 };
 
-/// The program that uses pynvml.
+/// Command line of the program that uses pynvml.
 const PROGRAM: &[&str] = &["nvml_program.py"];
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
-/// How often each engine offloads the process.
+/// Number of times that each engine offloads the process.
 const ROUNDS: usize = 20;
 
 fn managed(spec: Spec, engine: &str) -> Spec {
     spec.annotation("affinode.io/engine", engine).annotation(BY_ORDER.0, BY_ORDER.1)
 }
 
-/// An absence: all commands are answered while it lasts, and the memory is as it was.
+/// Requires that all commands return while the process stays offloaded, and that its memory is
+/// unchanged.
 fn answers(world: &Testbed, id: &str, worker: &mut Worker, commands: &[&str]) -> Result<()> {
     for command in commands {
         worker.call(command)?;
@@ -35,7 +36,7 @@ fn answers(world: &Testbed, id: &str, worker: &mut Worker, commands: &[&str]) ->
     Ok(())
 }
 
-/// By a program in C, with the first initialisation while it is offloaded.
+/// Queries from a program in C, which initialises NVML while it is offloaded.
 pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
     const COMMANDS: [&str; 5] = ["ask", "shutdown", "init", "ask", "ask"];
     for engine in ENGINES {
@@ -61,7 +62,7 @@ pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// By pynvml, beside the stock runtime.
+/// Queries from pynvml, compared with the stock runtime.
 pub fn python(python: &Python, rows: &mut Rows) -> Result<()> {
     const COMMANDS: [&str; 3] = ["figures", "shutdown", "init"];
     let world = python.world;

@@ -1,5 +1,5 @@
-//! More wanted than there is: containers that work in bursts, on VRAM for one of them,
-//! and a newcomer beside them whose allocations wait for most of it.
+//! More VRAM is needed than the GPU has. Three containers work in bursts with VRAM for one of them,
+//! and the allocations of a fourth wait for most of that VRAM.
 
 use std::thread;
 
@@ -15,18 +15,17 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Containers that work in bursts, and how often.
+/// Names of the containers that work in bursts.
 const WORKERS: [&str; 3] = ["burst-a", "burst-b", "burst-c"];
 const BURSTS: usize = 2;
-/// Kernels in a burst, before a pause of this length.
+/// Number of kernels in a burst, before a pause.
 const KERNELS: usize = 4;
 const PAUSE: &str = "sleep 2000";
-/// The newcomer's first allocation; it allocates the rest in this many pieces.
+/// Size of the fourth container's first allocation. It allocates the rest in several pieces.
 const FIRST_MIB: u64 = 16;
 const PIECES: u64 = 12;
 
-/// How much of the device the scene leaves itself, by a neighbour that is not managed and
-/// holds the rest; and what of that the others take.
+/// VRAM of the scenario. An unmanaged neighbour holds the rest of the device.
 struct Sizes {
     room_mib: u64,
     /// VRAM that a worker uses, and VRAM that it holds in addition.
@@ -49,7 +48,7 @@ impl Sizes {
     }
 }
 
-/// All parts of the scene.
+/// Runs all parts of the scenario.
 pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let sizes = Sizes::of(world);
     let _ballast = ballast(world, &sizes)?;
@@ -98,7 +97,7 @@ pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// A container whose allocations wait for room.
+/// A container whose allocations wait for VRAM.
 fn waiting(id: &str, mib: u64) -> Spec {
     Worker::spec(id, USUAL, mib)
         .annotation("affinode.io/on-oom", "wait")
@@ -118,7 +117,8 @@ fn ballast(world: &Testbed, sizes: &Sizes) -> Result<Worker> {
     Ok(ballast)
 }
 
-/// All work in bursts, each by itself, while something else is done. How many bursts went well.
+/// Runs the bursts of all workers in parallel, while `beside` is executed. Returns the number of
+/// successful bursts.
 fn bursts(workers: &mut [Worker], beside: impl FnOnce() -> Result<()>) -> Result<usize> {
     thread::scope(|scope| {
         let busy: Vec<_> = workers.iter_mut().map(|w| scope.spawn(|| work(w))).collect();

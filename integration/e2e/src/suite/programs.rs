@@ -1,11 +1,12 @@
-//! Programs of many kinds, each moved by each engine: the same results as without an offload.
+//! Programs of many kinds, offloaded with each engine: the results must be the same as without an
+//! offload.
 
 use super::{Report, Testbed, python::Python, repeated_offload::Flavour};
 use crate::gpu::CONTAINER_LIBRARIES;
 
 /// The program that runs all of them.
 const PROGRAM: &str = "programs.py";
-/// Their names in the report, and their engines.
+/// Names of the programs in the report, and their settings.
 const PROGRAMS: [(&str, Flavour); 7] = [
     (
         "transformers, a language model",
@@ -27,7 +28,7 @@ const PROGRAMS: [(&str, Flavour); 7] = [
     ("two processes", Flavour { processes: 2, ..Flavour::small("pair", &[PROGRAM, "pair"]) }),
 ];
 
-/// All of them, each a part of the report.
+/// Runs all programs, each as a part of the report.
 pub fn all(world: &Testbed, report: &mut Report) {
     match Python::find(world) {
         Ok(python) => {

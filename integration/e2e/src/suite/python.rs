@@ -1,4 +1,4 @@
-//! A Python with torch, as the machine has it installed; and what its programs answer.
+//! The machine's Python with torch, and the replies of its programs.
 
 use std::{
     path::PathBuf,
@@ -21,12 +21,12 @@ use crate::{
 const ENVIRONMENT: [&str; 5] =
     ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "NCCL_NVLS_ENABLE"];
 
-/// A machine that has just started reads libraries slowly.
+/// Time limit for the imports. A machine that has just started reads large libraries slowly.
 const IMPORTS: Duration = Duration::from_secs(180);
 
-/// The Python, and a root filesystem that has it.
+/// A Python, and a root filesystem that contains it.
 pub struct Python<'w> {
-    /// Where its containers run.
+    /// Testbed in which its containers run.
     pub world: &'w Testbed,
     path: PathBuf,
     root: PathBuf,
@@ -38,16 +38,16 @@ pub struct Python<'w> {
 pub struct Answer {
     command: String,
     result: i32,
-    /// Reason why it cannot run here.
+    /// Reason why the program cannot run here.
     why: String,
     digest: String,
     /// Median duration of a step.
     pub step_ms: f64,
     /// Shortest duration of a step.
     pub best_ms: f64,
-    /// How long a wait for the device took.
+    /// Time of a wait for the device.
     pub sync_ms: f64,
-    /// All that the program's allocators have of the device.
+    /// Device memory that all of the program's allocators hold, in bytes.
     pub held_bytes: Option<u64>,
 }
 
@@ -55,7 +55,7 @@ impl Answer {
     /// Digest of the requested contents.
     ///
     /// # Errors
-    /// When the program sent none: two that send none would compare equal.
+    /// When the reply has no digest. Two replies without a digest would count as equal.
     pub fn digest(&self) -> Result<String> {
         ensure!(!self.digest.is_empty(), "the program's answer to {} has no digest", self.command);
         Ok(self.digest.clone())
@@ -63,10 +63,10 @@ impl Answer {
 }
 
 impl<'w> Python<'w> {
-    /// Finds it.
+    /// Finds Python and torch.
     ///
     /// # Errors
-    /// When the machine has none, or the GPU is not a real one.
+    /// When the machine has no such Python, or the GPU is not a real one.
     pub fn find(world: &'w Testbed) -> Result<Self> {
         if !matches!(world.gpu(), Gpu::Real) {
             bail!("the simulated GPU runs no torch");
@@ -101,7 +101,7 @@ impl<'w> Python<'w> {
         Ok(if who == "root" { spec } else { spec.flags(&["--user", "1000:1000"]) })
     }
 
-    /// Whether it has JAX.
+    /// Whether this Python has JAX.
     pub fn has_jax(&self) -> bool {
         let probe = ["-c", "import jax; assert jax.default_backend() == 'gpu'"];
         let mut command = Command::new(&self.path);
@@ -109,10 +109,10 @@ impl<'w> Python<'w> {
         command.output().is_ok_and(|out| out.status.success())
     }
 
-    /// Waits for a program's first line: why it is absent, if it is.
+    /// Waits for a program's first line. Returns the reason if the program cannot run here.
     ///
     /// # Errors
-    /// When it says something else, or could begin outside a container.
+    /// When the program prints something else, or could run outside a container.
     pub fn greet(&self, worker: &mut Worker, program: &[&str]) -> Result<Option<String>> {
         let first = parse(worker.receive_first_line(IMPORTS)?)?;
         match (first.command.as_str(), first.result) {
@@ -125,7 +125,8 @@ impl<'w> Python<'w> {
         }
     }
 
-    /// Whether a program begins outside a container. Its input has ended: so does it, then.
+    /// Whether a program starts outside a container. Its standard input is closed, so that it ends
+    /// again.
     fn has(&self, program: &[&str]) -> Result<bool> {
         let (name, arguments) = program.split_first().context("a program has a name")?;
         let script = self.world.artifacts().clients_dir().join(name);
@@ -136,27 +137,27 @@ impl<'w> Python<'w> {
     }
 }
 
-/// Has a program run this many steps.
+/// Orders a program to run this many steps.
 ///
 /// # Errors
-/// When it fails.
+/// When a step fails.
 pub fn step(worker: &mut Worker, count: u32) -> Result<Answer> {
     ask(worker, &format!("step {count}"))
 }
 
-/// Has a program do something.
+/// Sends a command to a program, and returns its reply.
 ///
 /// # Errors
-/// When it fails.
+/// When the command fails.
 pub fn ask(worker: &mut Worker, command: &str) -> Result<Answer> {
     worker.send(command)?;
     answered(worker.receive_line()?, worker, command)
 }
 
-/// The same, of an answer that may take as long as `most`.
+/// Like [`ask`], with a time limit of `most` for the reply.
 ///
 /// # Errors
-/// When it fails.
+/// When the command fails.
 pub fn ask_within(worker: &mut Worker, command: &str, most: Duration) -> Result<Answer> {
     worker.send(command)?;
     answered(worker.receive_first_line(most)?, worker, command)

@@ -20,28 +20,28 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// How long is recorded.
+/// Length of the recording in seconds.
 const SECONDS: u64 = 45;
-/// No recording is longer.
+/// Maximum size of a recording in bytes.
 const MAX_BYTES: u64 = 8 << 20;
-/// The offloaded container, and the resident idle one.
+/// Name of the offloaded container. The next one is resident and idle.
 const OFFLOADED: &str = "notebook";
 const WAITING: &str = "model-server";
 const AT_WORK: &str = "training";
 
-/// A part of the stream, and when it came.
+/// A part of the stream, and the time at which it arrived.
 #[derive(Serialize)]
 struct Part {
     ms: u64,
     text: String,
 }
 
-/// Three containers: one trains, one is offloaded, one is idle and stays resident. Writes
-/// `dashboard.jsonl`, the stream, and beside it the timeline of the training container and the
+/// Three containers: one trains, one is offloaded, one is idle and stays resident. Writes the
+/// stream to `dashboard.jsonl`, and next to it the timeline of the training container and the
 /// node's report.
 ///
 /// # Errors
-/// When a container does not start or the controller does not answer.
+/// When a container does not start or the controller does not reply.
 pub fn record(world: &Testbed, folder: &Path) -> Result<Vec<PathBuf>> {
     let mib = |real| if matches!(world.gpu(), Gpu::Real) { real } else { real / 64 };
     let start = |id: &str, mib: u64, notes: &[(&str, &str)]| -> Result<Worker> {
@@ -88,7 +88,7 @@ pub fn record(world: &Testbed, folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The stream of the node for a while, each event with its time.
+/// Records the stream of the node for [`SECONDS`], each event with its time.
 fn stream(world: &Testbed, to: &Path) -> Result<()> {
     let mut file =
         std::fs::File::create(to).with_context(|| format!("cannot write {}", to.display()))?;
@@ -110,7 +110,8 @@ fn stream(world: &Testbed, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The body of an answer, from the private controller's own socket. HTTP 1.0: not in chunks.
+/// The body of a response of the private controller's own socket. HTTP 1.0, so the body has no
+/// chunks.
 fn get(world: &Testbed, path: &str) -> Result<BufReader<UnixStream>> {
     let socket = world.cli().run_dir().join("http.sock");
     let mut stream = UnixStream::connect(&socket)

@@ -1,5 +1,5 @@
-//! A program that works in turns and is offloaded after each, with each engine: the same
-//! results as without an offload.
+//! A program that works in turns, and is offloaded with each engine after each turn. The results
+//! must be the same as without an offload.
 
 use std::{any::Any, thread, time::Instant};
 
@@ -16,36 +16,36 @@ use super::{
 };
 use crate::{container::Spec, worker::Worker};
 
-/// Steps of a turn.
+/// Number of steps in a turn.
 pub(super) const STEPS: u32 = 5;
-/// The one that is never offloaded.
+/// Name of the container that is never offloaded.
 const STILL: &str = "off";
-/// Where a process may be while its container is offloaded.
+/// Phases of a process while its container is offloaded.
 const OFFLOADED: [&str; 2] = ["Checkpointed", "CopiedOut"];
 
-/// A program, and how it is moved.
+/// A program, and the settings of its offloads.
 pub struct Flavour {
-    /// What its containers are called.
+    /// Prefix of its containers' names.
     pub name: &'static str,
     /// The program among the clients, and its arguments.
     pub program: &'static [&'static str],
-    /// Environment: how its memory is made.
+    /// Environment variables, which select its allocator.
     pub settings: &'static [(&'static str, &'static str)],
     /// Engines to offload with.
     pub engines: &'static [&'static str],
-    /// Cycles with each engine.
+    /// Number of offloads with each engine.
     pub rounds: usize,
-    /// Memory that it holds without using it.
+    /// Memory that it holds without using it, in GiB.
     pub held_gib: u64,
-    /// Processes with memory on the device.
+    /// Number of its processes with memory on the device.
     pub processes: usize,
-    /// One container at a time, so that its times and its rest on the device are its own. Otherwise
-    /// all run at once and move concurrently, which is quicker.
+    /// Whether the containers run one at a time, so that times and remaining VRAM are those of one
+    /// container. Otherwise they run and move concurrently, which is faster.
     pub is_alone: bool,
 }
 
 impl Flavour {
-    /// So large that the costs beside the copy are negligible; takes minutes.
+    /// A program so large that the costs in addition to the copy are negligible. Takes minutes.
     pub const fn large(name: &'static str, program: &'static [&'static str]) -> Self {
         Self {
             name,
@@ -59,12 +59,12 @@ impl Flavour {
         }
     }
 
-    /// Just large enough to be moved as others are; takes seconds.
+    /// A program just large enough that the library copies its memory. Takes seconds.
     pub const fn small(name: &'static str, program: &'static [&'static str]) -> Self {
         Self { rounds: 2, held_gib: 3, is_alone: false, ..Self::large(name, program) }
     }
 
-    /// Its container that is moved by an engine.
+    /// Its container that is offloaded with an engine.
     fn spec(&self, python: &Python, engine: &str) -> Result<Spec> {
         let id = format!("{}-{engine}", self.name);
         let spec = python.spec(&id, "root", self.program)?.annotation(BY_ORDER.0, BY_ORDER.1);
@@ -73,10 +73,11 @@ impl Flavour {
         Ok(if engine == STILL { spec } else { moved_by(spec, engine) })
     }
 
-    /// Runs it with each engine, and without an offload.
+    /// Runs the program with each engine, and without an offload.
     ///
     /// # Errors
-    /// When a container or a move fails; [`NotHere`] when the machine lacks what it needs.
+    /// When a container or a move fails; [`NotHere`] when the machine lacks something that the
+    /// program needs.
     pub fn side_by_side(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let began = Instant::now();
         let engines = [STILL].into_iter().chain(self.engines.iter().copied());
@@ -131,7 +132,7 @@ impl Flavour {
         Ok(())
     }
 
-    /// One container from its start to its end.
+    /// Runs one container from its start to its end.
     fn lane(&self, python: &Python, engine: &'static str) -> Finished {
         let mut rows = Rows::default();
         let outcome = (|| {
@@ -147,7 +148,7 @@ impl Flavour {
         (rows, outcome)
     }
 
-    /// The turns of one container.
+    /// Runs the turns of one container.
     fn turns(
         &self,
         python: &Python,
@@ -238,15 +239,15 @@ fn panicked(_: Box<dyn Any + Send>) -> Finished {
     (Rows::default(), Err(anyhow!("its thread panicked")))
 }
 
-/// What one container did.
+/// Results of one container.
 #[derive(Default)]
 struct Lane {
     engine: &'static str,
-    /// Over its results in the end.
+    /// Digest of its results at the end.
     digest: String,
-    /// Moves out and returns, in milliseconds.
+    /// Durations of its offloads, in milliseconds.
     out: Vec<f64>,
     back: Vec<f64>,
-    /// In use on the device while it was offloaded.
+    /// VRAM in use on the device while it was offloaded, in bytes.
     left: Option<u64>,
 }

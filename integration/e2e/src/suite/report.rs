@@ -1,4 +1,4 @@
-//! What the suite found: rows of a table, and the same as JSON.
+//! Results of the suite, as rows of a table and as JSON.
 
 use std::fmt::{self, Write};
 
@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::goals;
 use crate::testbed::Testbed;
 
-/// A part of the suite needs software that is not installed; with the reason.
+/// A part of the suite needs software that is not installed. Contains the reason.
 #[derive(Debug)]
 pub struct NotHere(pub String);
 
@@ -20,14 +20,14 @@ impl fmt::Display for NotHere {
 
 impl std::error::Error for NotHere {}
 
-/// One finding of a part.
+/// One result of a part.
 #[derive(Debug, Serialize)]
 pub struct Row {
     part: String,
     what: String,
     value: f64,
     unit: &'static str,
-    /// What the project wants; empty where it is only told.
+    /// Goal of the figure; empty for a figure without a goal.
     goal: String,
     met: bool,
 }
@@ -39,22 +39,22 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// A figure without a goal.
+    /// Adds a figure without a goal.
     pub fn tell(&mut self, what: &str, value: f64, unit: &'static str) {
         self.rows.push((what.into(), value, unit, String::new(), true));
     }
 
-    /// A figure with a goal.
+    /// Adds a figure with a goal.
     pub fn want(&mut self, what: &str, value: f64, unit: &'static str, goal: &str, met: bool) {
         self.rows.push((what.into(), value, unit, goal.into(), met));
     }
 
-    /// Appends the rows of others.
+    /// Appends the rows of another part.
     pub(super) fn append(&mut self, mut others: Rows) {
         self.rows.append(&mut others.rows);
     }
 
-    /// What missed its goal.
+    /// Names of the figures that missed their goal.
     #[must_use]
     pub fn missed(&self) -> Vec<String> {
         let missed = self.rows.iter().filter(|row| !row.4);
@@ -83,16 +83,16 @@ impl Rows {
     }
 }
 
-/// Everything that the suite found.
+/// All results of the suite.
 #[derive(Debug, Serialize)]
 pub struct Report {
     gpu: String,
     gpu_name: String,
     containerd: String,
     rows: Vec<Row>,
-    /// Parts that could not be carried out, and why.
+    /// Parts that failed, and the errors.
     errors: Vec<(String, String)>,
-    /// Parts that this machine cannot have, and why.
+    /// Parts that this machine cannot run, and the reasons.
     skipped: Vec<(String, String)>,
     #[serde(skip)]
     wanted: Vec<String>,
@@ -112,12 +112,12 @@ impl Report {
         }
     }
 
-    /// Whether a part is to be carried out.
+    /// Whether a part is to be run.
     pub(super) fn wants(&self, part: &str) -> bool {
         self.wanted.is_empty() || self.wanted.iter().any(|word| part.contains(word.as_str()))
     }
 
-    /// Runs a part. After an error its findings are kept, and its containers removed.
+    /// Runs a part. After an error its results are kept, and its containers are removed.
     pub(super) fn part(
         &mut self,
         world: &Testbed,
@@ -145,12 +145,12 @@ impl Report {
         }
     }
 
-    /// Notes that a part cannot be carried out here.
+    /// Records that a part cannot run here.
     pub(super) fn skip(&mut self, part: &str, why: &str) {
         self.skipped.push((part.into(), why.into()));
     }
 
-    /// Says how far the goals were reached, on the GPU that they are set for.
+    /// Adds the results of the goals, if the GPU is the one for which they are set.
     pub(super) fn judge(&mut self) {
         if self.gpu != "real" || !self.gpu_name.contains("H200") {
             return;
@@ -175,7 +175,7 @@ impl Report {
         !self.errors.is_empty() || self.rows.iter().any(|row| !row.met)
     }
 
-    /// Whether a part could not be carried out.
+    /// Whether a part failed to run.
     pub(super) fn broke(&self) -> bool {
         !self.errors.is_empty()
     }

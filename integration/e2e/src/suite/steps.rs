@@ -1,10 +1,10 @@
-//! The overhead of the library in a working program: the time of its steps with an engine and with
-//! the stock runtime.
+//! The overhead of the library in a working program: the time of its steps with an engine, compared
+//! with the stock runtime.
 //!
-//! Starts of one program differ from each other, and so do moments of one host. So several starts
-//! of each side run at once and are measured in turn, repeatedly; the figure of a start is its
-//! fastest step. The noise is the largest difference between the stock runtime's starts, measured
-//! in the same way: smaller differences are not significant.
+//! Starts of one program differ from each other, and so do the conditions of a host over time. So
+//! several starts of each side run at the same time and are measured in turn, repeatedly. The
+//! figure of a start is its fastest step. The noise is the largest difference between starts with
+//! the stock runtime, measured in the same way. Smaller differences are not significant.
 
 use std::time::Instant;
 
@@ -19,19 +19,19 @@ use super::{
 };
 use crate::{containerd::STOCK, worker::Worker};
 
-/// Their names in the report, and their arguments.
+/// Names of the programs in the report, and their arguments.
 const PROGRAMS: [(&str, &[&str]); 3] = [
     ("steps, training", &["programs.py", "training"]),
     ("steps, decoding", &["programs.py", "llm"]),
     ("steps, graph replay", &["programs.py", "graph"]),
 ];
-/// The engine of our side: it stands in for the driver's allocations, too.
+/// The engine of Affinode's side. With it, the library also replaces the driver's allocations.
 const ENGINE_ON: &str = "full";
-/// Containers of each side.
+/// Number of containers of each side.
 const STARTS: usize = 4;
-/// How often each of them is measured.
+/// Number of measurements of each container.
 const ROUNDS: usize = 3;
-/// More than this is too much, where the noise is not greater.
+/// Maximum overhead in percent, if the noise is not greater.
 const GOAL_PERCENT: f64 = 1.0;
 
 /// A container, and its fastest steps so far.
@@ -41,7 +41,7 @@ struct Start {
     median_ms: f64,
 }
 
-/// All programs, each a part of the report.
+/// Runs all programs, each as a part of the report.
 pub fn all(world: &Testbed, report: &mut Report) {
     match Python::find(world) {
         Ok(python) => {
@@ -110,7 +110,7 @@ fn measure(start: &mut Start) -> Result<()> {
     Ok(())
 }
 
-/// One measure of the starts of both sides, and of the stock ones against each other.
+/// Compares one measure of both sides, and the starts with the stock runtime with each other.
 fn compared(
     rows: &mut Rows,
     what: &str,

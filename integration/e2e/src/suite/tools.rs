@@ -1,17 +1,17 @@
-//! Tools on a real GPU: torch.profiler in four orders, NVTX, compute-sanitizer, ncu, a session of NVDEC;
-//! with each engine, beside the stock runtime.
+//! Tools on a real GPU, with each engine and with the stock runtime: torch.profiler in several
+//! orders, NVTX, compute-sanitizer, ncu, and a session of NVDEC.
 //!
-//! | order | what happens to the container |
+//! | order | sequence |
 //! | --- | --- |
-//! | ended | a profile is taken and ended, then it is offloaded |
-//! | offloaded | it is offloaded, then the profiler begins |
+//! | ended | a profile is taken and ended, then the container is offloaded |
+//! | offloaded | the container is offloaded, then the profiler begins |
 //! | begins | an offload is requested while the profiler begins |
-//! | through | the profiler runs during its offload and restore |
-//! | again | as ended, twice |
+//! | through | the profiler runs during the offload and restore |
+//! | again | like `ended`, twice |
 //!
-//! A repetition is a process: a container has several, forked before CUDA, that do the same at the
-//! same time. Orders in which a process hung or was lost before are repeated `AFFINODE_TOOL_ROUNDS`
-//! times (20), the others four times.
+//! Each process is one repetition: a container has several processes, forked before CUDA, that do
+//! the same at the same time. Orders in which a process once hung or was lost are repeated
+//! `AFFINODE_TOOL_ROUNDS` times (default 20), the others four times.
 
 use std::{path::PathBuf, thread, time::Duration};
 
@@ -34,42 +34,43 @@ use crate::{
 
 const PROGRAM: &str = "tool_program.py";
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
-/// The runtime without Affinode.
+/// Name of the side without Affinode.
 const STILL: &str = "stock";
-/// The other orders' processes.
+/// Number of processes in all other orders.
 const FEW: usize = 4;
-/// A command that hangs is over after this, as the program says it.
+/// Time after which the program reports that a command hangs.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(90);
-/// An image of a large library is read slowly by a machine that has just started.
+/// Time limit for the program's first line. A machine that has just started reads large libraries
+/// slowly.
 const IMPORTS: Duration = Duration::from_secs(180);
 
-/// An answer of the program.
+/// A reply of the program.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Said {
     command: String,
     why: String,
     digest: String,
-    /// Processes that have answered well.
+    /// Number of processes that replied with success.
     count: usize,
-    /// The fewest GPU events of a profile.
+    /// Lowest number of GPU events in any profile.
     events: u64,
 }
 
-/// What an order shows of one container.
+/// Result of an order for one container.
 #[derive(Default)]
 struct Seen {
-    /// Commands that all processes have answered, of how many.
+    /// Number of commands to which all processes replied.
     answered: usize,
     asked: usize,
     digest: String,
-    /// A profile of some process has no GPU event.
+    /// Whether the profile of any process has no GPU event.
     blind: bool,
-    /// How it left, in words: a phase, or a reason to stay.
+    /// Result of the offload as text: a phase, or the reason for which the container stayed.
     left: String,
 }
 
-/// A container of the program.
+/// A container of the program, and its results.
 struct Subject<'w> {
     world: &'w Testbed,
     engine: &'static str,
@@ -78,13 +79,13 @@ struct Subject<'w> {
     seen: Seen,
 }
 
-/// How often what hung or was lost before is repeated.
+/// Number of repetitions of orders in which a process once hung or was lost.
 fn rounds() -> usize {
     let asked = std::env::var("AFFINODE_TOOL_ROUNDS").ok();
     asked.and_then(|rounds| rounds.parse().ok()).unwrap_or(20)
 }
 
-/// The profiler, in every order.
+/// Runs the profiler in every order.
 pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     let orders: [(&str, usize, Order); 5] = [
         ("begun while offloaded", rounds(), offloaded),
@@ -101,7 +102,7 @@ pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     outcome.and(idle_again(python, rows))
 }
 
-/// NVTX ranges alone are no tool: the context goes.
+/// Requires that NVTX ranges alone do not count as a tool: the context is checkpointed.
 pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
     beside_stock(
         python,
@@ -118,7 +119,7 @@ pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
     )
 }
 
-/// A session of NVDEC, before and over a move.
+/// Runs a session of NVDEC before and during a move.
 pub fn video(python: &Python, rows: &mut Rows) -> Result<()> {
     beside_stock(
         python,
@@ -194,7 +195,7 @@ impl<'w> Subject<'w> {
         Ok(subject)
     }
 
-    /// Has all processes do something.
+    /// Sends a command to all processes, and waits for their replies.
     fn ask(&mut self, command: &str) -> Result<()> {
         self.worker.send(command)?;
         self.hear(command)
@@ -223,12 +224,12 @@ impl<'w> Subject<'w> {
         Ok(())
     }
 
-    /// Takes a profile of a step.
+    /// Takes a profile of one step.
     fn profile(&mut self) -> Result<()> {
         ["begin", "step", "end"].into_iter().try_for_each(|command| self.ask(command))
     }
 
-    /// Tells it to leave. It may stay, if it says why.
+    /// Requests the offload. The container may stay resident, if it shows the reason.
     fn leave(&mut self) -> Result<()> {
         if self.engine == STILL {
             return Ok(());
@@ -257,7 +258,7 @@ impl<'w> Subject<'w> {
     }
 }
 
-/// An order with each engine and with the stock runtime, all at the same time.
+/// Runs an order with each engine and with the stock runtime, all at the same time.
 fn beside_stock(
     python: &Python,
     name: &str,
@@ -309,7 +310,7 @@ fn beside_stock(
     outcome
 }
 
-/// A process that has used a profiler is idle again after it.
+/// Requires that a process that has used a profiler is idle again after it.
 fn idle_again(python: &Python, rows: &mut Rows) -> Result<()> {
     const WITHIN: Duration = Duration::from_secs(20);
     let mut subject = Subject::start(python, "copy", 1, &[], |spec| spec)?;
@@ -332,7 +333,7 @@ fn idle_again(python: &Python, rows: &mut Rows) -> Result<()> {
     subject.end()
 }
 
-/// compute-sanitizer and ncu, one after the other: they exclude each other.
+/// Runs compute-sanitizer and ncu, one after the other, because they exclude each other.
 pub fn wrappers(python: &Python, rows: &mut Rows) -> Result<()> {
     const TOOLS: [(&str, &[&str]); 2] = [
         ("compute-sanitizer", &["--log-file", "/tmp/sanitizer.log"]),
@@ -381,7 +382,7 @@ pub fn wrappers(python: &Python, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// A tool of CUDA's, in the search path or where its packages put it.
+/// Path of a CUDA tool, from the search path or the folders of its packages.
 fn find(name: &str) -> Option<PathBuf> {
     let folders = std::env::var_os("PATH").unwrap_or_default();
     let mut places: Vec<PathBuf> = std::env::split_paths(&folders).collect();

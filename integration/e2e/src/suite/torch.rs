@@ -1,4 +1,5 @@
-//! A training loop of torch: idle, offloaded, restored, the same weights; and what a step costs.
+//! A training loop of torch: idle, offloaded and restored, with the same weights. Also the cost of
+//! a step.
 
 use anyhow::Result;
 
@@ -16,18 +17,18 @@ use crate::{containerd::STOCK, testbed::MIB, worker::Worker};
 
 /// The program's command line.
 const TORCH: &[&str] = &["torch_worker.py"];
-/// It, moved by each engine.
+/// The training loop with each engine.
 pub const ENGINES: Flavour = Flavour::large("torch", TORCH);
-/// One whose memory does not change but for what a pass takes.
+/// An inference loop, whose memory changes only by what a pass allocates.
 pub const INFERENCE: Flavour =
     Flavour { engines: &[KEPT], ..Flavour::large("inference", &["torch_worker.py", "inference"]) };
-/// The same with the allocator that maps its memory by itself.
+/// The training loop with the allocator that maps its memory itself.
 pub const SEGMENTS: Flavour = Flavour {
     settings: &[("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")],
     rounds: 3,
     ..Flavour::large("segments", TORCH)
 };
-/// The same with the allocator that takes its memory in the order of streams.
+/// The training loop with the stream-ordered allocator.
 pub const POOLS: Flavour = Flavour {
     settings: &[("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
     engines: &["checkpoint", "full"],
@@ -35,7 +36,8 @@ pub const POOLS: Flavour = Flavour {
     ..Flavour::large("pools", TORCH)
 };
 
-/// Trains, goes idle, is offloaded, trains on; and the same without an offload.
+/// Trains, becomes idle, is offloaded, and continues to train. Also runs the same without an
+/// offload.
 pub fn cycle(python: &Python, who: &str, rows: &mut Rows) -> Result<()> {
     let world = python.world;
     let mut digests = Vec::new();
@@ -71,7 +73,7 @@ pub fn cycle(python: &Python, who: &str, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// The time of a step with our runtime and with the stock one, in turn.
+/// Compares the time of a step with Affinode's runtime and with the stock one, in turn.
 pub fn step_cost(python: &Python, rows: &mut Rows) -> Result<()> {
     let world = python.world;
     let (mut with, mut without) = (Vec::new(), Vec::new());

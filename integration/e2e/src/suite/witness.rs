@@ -1,4 +1,4 @@
-//! Work that runs on while the process makes no call: NVML is the witness that it is in use.
+//! Work that still runs while the process makes no call: NVML shows that the process is in use.
 
 use std::time::Instant;
 
@@ -11,11 +11,11 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// VRAM that the process fills, and how long its kernel runs: longer than the idle timeout.
+/// VRAM that the process fills, in MiB. Its kernel runs longer than the idle timeout.
 const WORKER_MIB: u64 = 256;
 const KERNEL_MS: u64 = 6_000;
 
-/// One kernel, launched and left alone.
+/// Launches one kernel, and makes no further call.
 pub fn work_without_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "runner";
     let mut worker = Worker::start_as(world, Worker::spec(id, USUAL, WORKER_MIB))?;

@@ -14,8 +14,8 @@ use nix::{
 use super::cgroup_folders;
 use crate::{processes::descendants, wait::until};
 
-/// Kills every descendant of this process, repeatedly until none is left: a process that forks
-/// while it is killed leaves a child, which becomes a child of this process.
+/// Kills every descendant of this process, until none is left. It repeats that, because a process
+/// may fork while it is killed; the child then becomes a child of this process.
 pub(super) fn kill_descendants() -> Result<()> {
     until("the processes of the world to end", || {
         let pids = descendants(std::process::id() as i32)?;
@@ -41,7 +41,8 @@ pub(super) fn remove_cgroups(world: &Path) {
     }
 }
 
-/// cgroupfs has only folders that can be removed, and only from the bottom up.
+/// Removes a cgroup and all cgroups below it. Only folders can be removed in cgroupfs, from the
+/// bottom up.
 fn remove_tree(folder: &Path) {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return;

@@ -27,7 +27,7 @@ impl Keeper {
     /// Starts a supervisor for the testbed in `dir`.
     ///
     /// # Errors
-    /// When it cannot be started, or cannot make its mount namespace (needs root).
+    /// When the supervisor cannot be started, or cannot create its mount namespace (needs root).
     pub fn start(binary: &Path, dir: &Path, scope: Scope) -> Result<Self> {
         let mut child = Command::new(binary)
             .arg(dir)
@@ -52,7 +52,7 @@ impl Keeper {
     /// Starts a process and returns its id.
     ///
     /// # Errors
-    /// When the program cannot be started, or the supervisor is gone.
+    /// When the program cannot be started, or the supervisor has ended.
     pub fn spawn(&self, job: &Job) -> Result<u32> {
         let mut pipes = self.lock();
         let pipes = pipes.as_mut().context("the keeper has ended")?;
@@ -73,7 +73,7 @@ impl Keeper {
         command
     }
 
-    /// Ends everything and waits for the end; a concurrent call waits too. Further calls do
+    /// Ends everything and waits for the end. A concurrent call waits, too. Further calls do
     /// nothing.
     pub fn end(&self) {
         let mut pipes = self.lock();

@@ -1,5 +1,5 @@
-//! The mounts of a private world: made in a mount namespace of its own, so that
-//! the machine never sees them.
+//! The mounts of a testbed. They are made in a private mount namespace, so that the machine never
+//! sees them.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ const SHARED_STATE: [&str; 2] = ["/run/containerd", "/run/runc"];
 /// Folders that a kubelet uses with any configuration.
 const KUBELET_STATE: [&str; 3] = ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers"];
 
-/// Enters a mount namespace whose changes stay inside; a node has a network of its own, too.
+/// Enters a mount namespace whose changes stay inside. A node also gets a network namespace.
 pub(super) fn make_private(world: &Path, scope: Scope) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNS).context("cannot make a mount namespace: run as root")?;
     let mut folders: Vec<&Path> = SHARED_STATE.iter().map(Path::new).collect();

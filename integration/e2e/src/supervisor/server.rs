@@ -20,10 +20,10 @@ use nix::{
 
 use super::{Job, Reply, Scope, cleanup, mounts, tunables::Tunables};
 
-/// Serves requests from standard input until it ends, then cleans up.
+/// Serves requests from standard input until its end, then cleans up.
 ///
 /// # Errors
-/// When the namespace cannot be made, or something could not be cleaned up.
+/// When the namespace cannot be created, or something cannot be cleaned up.
 pub fn serve(world: &Path, scope: Scope) -> Result<()> {
     // Leads its own session, so that Ctrl-C on the terminal ends the parent's work first. Fails
     // only for a process that leads one already.
@@ -84,8 +84,8 @@ fn answer(reply: &Reply) -> Result<()> {
     Ok(stdout.flush()?)
 }
 
-/// Collects every child that ends, its own and those that orphaned descendants
-/// become, so that an ended process is really gone.
+/// Collects every child that has ended, including orphaned descendants, so that no ended process
+/// stays as a zombie.
 struct Reaper {
     started: Arc<(Mutex<u64>, Condvar)>,
 }

@@ -15,7 +15,7 @@ impl Tunables {
         "/proc/sys/kernel/keys/root_maxbytes",
     ];
 
-    /// Reads the present contents.
+    /// Reads the contents before the testbed.
     pub(super) fn remember() -> Self {
         let read = |file| Some((file, fs::read_to_string(file).ok()?));
         Self(Self::KEPT.into_iter().filter_map(read).collect())

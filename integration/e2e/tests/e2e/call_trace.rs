@@ -50,7 +50,7 @@ fn watch(world: &Testbed, arguments: &[&str]) -> Result<Watch> {
     Ok(Watch { child, output })
 }
 
-/// The functions that a watch recorded of a worker that made calls all the time.
+/// The functions that a watch recorded of a worker that makes calls without pause.
 fn seen(mut watch: Watch, worker: &mut Worker) -> Result<Vec<Process>> {
     let status = loop {
         worker.call("streamsync")?;

@@ -22,8 +22,8 @@ fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
     Ok(())
 }
 
-/// In a cgroup and on a GPU that are both too small for all while they are offloaded: each waits
-/// for its turn, and the kernel kills none.
+/// The cgroup and the GPU are both too small for all containers. Each waits for its turn, and the
+/// kernel kills none.
 #[test]
 fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
@@ -39,7 +39,7 @@ fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     Ok(())
 }
 
-/// Each move of a process takes seconds: longer than holds, proofs and an agent's time-outs.
+/// Each move takes seconds, which is longer than holds, proofs and an agent's time limits.
 #[test]
 fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };

@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::offload::MANUAL;
 
-/// The driver's `CUDA_ERROR_ECC_UNCORRECTABLE`.
+/// The driver's result `CUDA_ERROR_ECC_UNCORRECTABLE`.
 const ECC_UNCORRECTABLE: i32 = 214;
 const WORKER_MIB: u64 = 96;
 const NO_COPIER: &str = "[copier]\nenabled = false\n";
@@ -24,8 +24,8 @@ fn start(world: &Testbed, id: &str, engine: &str, checksum: &str, spoilt: &str) 
     Ok(worker)
 }
 
-/// With the check, every call of the process fails, and an event reports that; without it, the
-/// process computes with wrong contents.
+/// With the check, every later call of the process fails, and an event reports that. Without it,
+/// the process computes with wrong contents.
 #[test]
 fn corrupted_host_copy_is_never_used() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -55,8 +55,8 @@ fn corrupted_host_copy_is_never_used() -> Result<()> {
     Ok(())
 }
 
-/// The first large copy to the device is one of the restore: the program computes its contents
-/// there.
+/// The program computes its contents on the device, so the first large copy to the device is the
+/// restore's.
 #[test]
 fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     let world = TestbedConfig::default().config(&[MANUAL, NO_COPIER].concat()).world()?;
@@ -81,7 +81,7 @@ fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     Ok(())
 }
 
-/// With contents that are retained, left out and changed in between.
+/// Contents are retained, skipped and changed between the offloads.
 #[test]
 fn unchanged_contents_are_reported() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,4 +1,4 @@
-//! Restores through the copier, and of processes whose copier is gone.
+//! Restores through the copier, and restores of processes whose copier has ended.
 
 use affinode_e2e::{
     cli::GpuRow,
@@ -24,7 +24,7 @@ fn config() -> String {
     MANUAL.replace("[policy]", "[copier]\nenabled = true\n[policy]\nengine = \"full\"")
 }
 
-/// Offloads it, and waits until a copier holds its memory.
+/// Offloads a container, and waits until a copier has registered its memory.
 fn move_out(world: &Testbed, id: &str) -> Result<i32> {
     world.cli().move_out(id)?;
     until("a copier that holds its memory", || {
@@ -33,15 +33,15 @@ fn move_out(world: &Testbed, id: &str) -> Result<i32> {
     })
 }
 
-/// Number of restores by copiers, read after the copier has released the last process: the report
-/// of a restore comes before that, and after the program's reply.
+/// Number of restores by copiers, read after the copier has released the last process. A restore is
+/// reported before the release, but after the program's reply.
 pub fn fills(world: &Testbed) -> Result<u64> {
     let let_go = |gpu: &GpuRow| gpu.copier_registered == 0 && gpu.copier_registering == 0;
     Ok(world.cli().wait_gpu("the copier to let go", let_go)?.copier_restores)
 }
 
-/// Offloads and restores until the copier was in time: the library waits half a second for it,
-/// which on a busy machine may not be enough several times in a row.
+/// Offloads and restores until the copier was in time. The library waits half a second for it,
+/// which may be too short several times in a row on a busy machine.
 fn filled_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = fills(world)?;
     for _ in 0..12 {
@@ -132,7 +132,7 @@ fn copier_memory_is_copied_out_with_any_engine() -> Result<()> {
     Ok(())
 }
 
-/// A process whose memory no copier can make reports that after the first time.
+/// A process whose memory no copier can restore reports that after its first offload.
 #[test]
 fn unneeded_copier_is_not_restarted() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
@@ -150,7 +150,7 @@ fn unneeded_copier_is_not_restarted() -> Result<()> {
     filled_once(&world, &mut plain)
 }
 
-/// A program that maps its memory itself, created for export in these ways.
+/// A program that maps its memory itself, created with these handle types for export.
 fn pieces(world: &Testbed, id: &str, handle_types: &str) -> Result<Worker> {
     let arguments = ["--piece-mib", "16", "--handle-types", handle_types];
     let mut worker = Worker::start_as(world, Worker::pieces(id, "full", WORKER_MIB, &arguments))?;
@@ -158,7 +158,7 @@ fn pieces(world: &Testbed, id: &str, handle_types: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Imported memory is not exported again: such a process is restored without a copier.
+/// Imported memory is not exported again, so such a process is restored without a copier.
 #[test]
 fn application_mapped_memory_is_unchanged() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
@@ -186,7 +186,8 @@ fn application_mapped_memory_is_unchanged() -> Result<()> {
     Ok(())
 }
 
-/// The driver gives no handle for memory that it does not export; later allocations have one.
+/// The driver returns no handle for memory that was not created for export. Later allocations have
+/// one.
 #[test]
 fn legacy_ipc_of_copier_memory_is_refused() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;

@@ -1,4 +1,5 @@
-//! `dedup`: common contents of a namespace's containers are stored once while they are offloaded.
+//! Tests of `dedup`: contents that containers of a namespace share are stored once while they are
+//! offloaded.
 
 use std::{
     collections::BTreeSet,
@@ -22,7 +23,7 @@ use nix::{
 
 use crate::{offload::MANUAL, recovery::shoot_controller};
 
-/// Two chunks of 128 MiB, and a part of one, which is never shared.
+/// VRAM of a worker: two chunks of 128 MiB, and a part of a chunk, which is never shared.
 const WORKER_MIB: u64 = 288;
 const SHARED_MIB: u64 = 256;
 const CHUNK_MIB: u64 = 128;
@@ -45,7 +46,7 @@ fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Two containers with the same contents, which may share them.
+/// Two containers with the same contents, which dedup may share.
 fn twins(world: &Testbed) -> Result<[Worker; 2]> {
     Ok([start(world, spec("one", 7, "true"))?, start(world, spec("other", 7, "true"))?])
 }
@@ -65,7 +66,7 @@ fn own_bytes(pid: i32) -> Result<u64> {
     Ok(0)
 }
 
-/// Offloads them and waits until they share all that they can.
+/// Offloads the containers, and waits until they share all contents that can be shared.
 fn wait_together(world: &Testbed, ids: &[&str]) -> Result<()> {
     for id in ids {
         if world.cli().known(id)?.state != "Offloaded" {
@@ -91,7 +92,7 @@ fn wait_together(world: &Testbed, ids: &[&str]) -> Result<()> {
     })
 }
 
-/// A controller that has just started has read no GPU yet.
+/// Waits until the copier has ended. A controller that has just started has not read the GPU yet.
 fn wait_gone(world: &Testbed, copier: i32) -> Result<()> {
     until("the copier to be gone", || {
         let gpus = world.cli().ps()?.gpus;
@@ -187,7 +188,7 @@ fn dedup_with_retained_copies_and_digests() -> Result<()> {
     Ok(())
 }
 
-/// At any time of the fault: right after the offload, or when a part is shared.
+/// Faults right after the offload, and faults while a part is shared.
 #[test]
 fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
     let world = world()?;
@@ -219,7 +220,7 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
     Ok(())
 }
 
-/// Shared contents need neither the copier nor the controller, whichever process dies.
+/// Shared contents survive the end of the copier, of the controller and of either process.
 #[test]
 fn contents_survive_copier_and_controller_death() -> Result<()> {
     let world = world()?;
@@ -241,7 +242,7 @@ fn contents_survive_copier_and_controller_death() -> Result<()> {
     Ok(())
 }
 
-/// No process can write to shared contents, not even the owner.
+/// No process can write to shared contents, not even the process that created them.
 #[test]
 fn a_sealed_file_is_read_alone() -> Result<()> {
     let world = world()?;

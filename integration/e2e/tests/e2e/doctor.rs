@@ -52,7 +52,7 @@ on_every_containerd!(
     finds_nothing_wrong_where_containers_run,
 );
 
-/// Containers run here, so any fault that it reports would be its own error.
+/// Containers run on this machine, so every reported fault is an error of the doctor.
 fn finds_nothing_wrong_where_containers_run(world: &Testbed) -> Result<()> {
     let _worker = Worker::start(world, "runs", 32)?;
     let (findings, code) = findings(world)?;
@@ -67,7 +67,7 @@ fn finds_nothing_wrong_where_containers_run(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The check of each fault reports it, with a hint and in the exit status.
+/// For each fault, its check reports it with a hint, and the exit status is 1.
 #[test]
 fn doctor_finds_faults() -> Result<()> {
     let folder = tempfile::tempdir()?;

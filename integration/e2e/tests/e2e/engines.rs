@@ -18,7 +18,7 @@ use crate::offload::{EAGER, MANUAL, wait_gpu_empty, wait_vram_used};
 
 const ENGINES: [&str; 2] = ["copy", "full"];
 const WORKER_MIB: u64 = 300;
-/// A context of the simulated GPU, and some more.
+/// VRAM of a context of the simulated GPU, rounded up.
 const CONTEXT_BYTES: u64 = 32 * MIB;
 
 fn config(engine: &str) -> String {
@@ -78,9 +78,9 @@ fn copied_memory_survives_repeated_offloads() -> Result<()> {
     Ok(())
 }
 
-/// Memory that an application maps itself, at every step that such an allocator may take: memory
-/// completely mapped at one address is copied; the rest is checkpointed by the driver, or stays
-/// with the context. Each of the two ways is tried.
+/// An application maps memory itself. After every step that such an allocator may make: memory that
+/// is completely mapped at one address is copied. The driver checkpoints the rest, or it stays with
+/// the context. The engine tries both.
 #[test]
 fn an_engine_that_chooses_tries_both_ways() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -133,7 +133,8 @@ fn application_mapped_memory_is_copied() -> Result<()> {
     Ok(())
 }
 
-/// Ends a program that frees everything: nothing of it is in use or copyable then.
+/// Ends a program that frees all of its memory. Requires that nothing of it is in use or copyable
+/// afterwards.
 fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     let id = worker.running.id.clone();
     assert!(worker.ends_with_nothing_left(world)?, "{id}: more is in use than before");
@@ -144,8 +145,8 @@ fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Memory that other devices on the bus may reach costs more: it is created so only if there are
-/// other devices.
+/// Memory that other devices on the bus may access costs more, so it is created as such only if
+/// there are other devices.
 #[test]
 fn peer_access_with_other_devices() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -165,7 +166,8 @@ fn peer_access_with_other_devices() -> Result<()> {
     Ok(())
 }
 
-/// The same for a pool, at every step; unused memory is neither copied nor an obstacle.
+/// Like the test of mapped memory, for a stream-ordered pool. Its unused memory is not copied, and
+/// does not prevent the offload.
 #[test]
 fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     const ALL_MIB: u64 = 64;
@@ -202,7 +204,8 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     Ok(())
 }
 
-/// Without a setting, for every size: allocations too small for a copy go with the context.
+/// Allocations that are too small for a copy leave with the context, for every size and without a
+/// setting.
 #[test]
 fn annotation_overrides_configured_engine() -> Result<()> {
     let eager = EAGER.replace("[policy]", "[policy]\nengine = \"auto\"");
@@ -220,7 +223,7 @@ fn annotation_overrides_configured_engine() -> Result<()> {
     Ok(())
 }
 
-/// The driver's calls and guarantees, checked one by one, hold for swappable memory too.
+/// Each call and guarantee of the driver is checked for swappable memory.
 #[test]
 fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     let world = TestbedConfig::default().config(&config("copy")).world()?;
@@ -240,7 +243,7 @@ fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     Ok(())
 }
 
-/// kill -9 of the controller in any state: the contents are in the process.
+/// The controller is killed with SIGKILL in each state. The process still has its contents.
 #[test]
 fn next_controller_restores_copied_out_process() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -284,8 +287,8 @@ fn copied_out_process_restores_itself() -> Result<()> {
     Ok(())
 }
 
-/// An unmanaged process takes the VRAM: a restore without a controller fails, is repeated, and
-/// nothing is lost.
+/// An unmanaged process takes the VRAM. The process's own restore fails, is repeated, and loses
+/// nothing.
 #[test]
 fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     let world = TestbedConfig::default()
@@ -313,7 +316,7 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     Ok(())
 }
 
-/// The five calls that kill an application while its context is checkpointed, while it is copied
+/// The five calls that end an application while its context is checkpointed wait while it is copied
 /// out.
 #[test]
 fn crashing_calls_are_held_while_copied_out() -> Result<()> {
@@ -334,7 +337,7 @@ fn crashing_calls_are_held_while_copied_out() -> Result<()> {
     Ok(())
 }
 
-/// A forked child has neither the memory nor its table.
+/// A forked child has neither the memory nor the library's table of it.
 #[test]
 fn child_of_copied_process_changes_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -348,7 +351,7 @@ fn child_of_copied_process_changes_nothing() -> Result<()> {
     Ok(())
 }
 
-/// The offload waits for work on the GPU or fails; memory in use is never copied.
+/// The offload waits for work on the GPU, or fails. Memory in use is never copied.
 #[test]
 fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     let config = MANUAL.replace("[timing]", "[timing]\nlock_timeout = \"200ms\"");
@@ -368,7 +371,7 @@ fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     Ok(())
 }
 
-/// The measured costs of moves here become the costs of a simulation.
+/// The costs of moves are measured here, and a simulation uses them.
 #[test]
 fn simulation_uses_measured_costs() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

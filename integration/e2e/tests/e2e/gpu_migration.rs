@@ -16,7 +16,7 @@ use crate::offload::MANUAL;
 
 const VRAM_MIB: u64 = 512;
 const WORKER_MIB: u64 = 192;
-/// VRAM of a filler beside which the worker does not fit.
+/// VRAM of a filler that leaves too little for the worker.
 const FILLER_MIB: u64 = 352;
 
 fn two_gpus(options: &[&str]) -> Result<Testbed> {
@@ -45,7 +45,8 @@ fn fill_first(world: &Testbed) -> Result<Worker> {
     Worker::start(world, "filler", FILLER_MIB)
 }
 
-/// Waits until the use of both GPUs in MiB, without that of copiers, satisfies `is_so`.
+/// Waits until `is_so` returns true for the VRAM in use on both GPUs, in MiB and without that of
+/// copiers.
 fn wait_until_used(world: &Testbed, is_so: impl Fn([u64; 2]) -> bool) -> Result<()> {
     until("the GPUs to be in use as they should", || {
         let used = |gpu: &GpuRow| gpu.vram_used_bytes.saturating_sub(gpu.copier_vram_bytes) / MIB;

@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::offload::EAGER;
 
-/// Idle only after an hour, without a hint.
+/// Configuration in which a container without a hint is idle only after an hour.
 const PATIENT: &str = r#"
 [policy]
 mode = "eager"
@@ -24,7 +24,7 @@ fn says(world: &Testbed, worker: &Worker, word: &str) -> Result<()> {
     worker.running.exec(world, &["/bin/sh", "-c", &script]).map(drop)
 }
 
-/// A program reports through a file in its container that it is idle; its next call restores it.
+/// A program writes to a file in its container that it is idle. Its next call restores it.
 #[test]
 fn idle_hint_offloads_until_the_next_call() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
@@ -36,7 +36,8 @@ fn idle_hint_offloads_until_the_next_call() -> Result<()> {
     Ok(())
 }
 
-/// A container with the hint busy stays resident without calls, until an operator sets it idle.
+/// A container with the hint `busy` stays resident without calls, until an operator sends the hint
+/// `idle`.
 #[test]
 fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
@@ -55,8 +56,8 @@ fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     Ok(())
 }
 
-/// A launched kernel runs on without a call in progress: NVML utilisation shows it. Without NVML,
-/// the driver would refuse to lock the process, and an event would report that.
+/// A kernel still runs without a call in progress, and NVML shows that. Without NVML, the driver
+/// would refuse to lock the process, and an event would report that.
 #[test]
 fn running_work_overrides_idle_hint() -> Result<()> {
     let world =

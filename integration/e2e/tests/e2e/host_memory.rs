@@ -1,4 +1,4 @@
-//! More VRAM to offload at once than host memory holds.
+//! More VRAM is to be offloaded at the same time than host memory can hold.
 
 use std::{
     io::Write,
@@ -25,7 +25,7 @@ sample_interval = "50ms"
 driver_overhead_mib = 64
 "#;
 const VRAM_MIB: u64 = 512;
-/// Enough for one of them with the driver's own need, not for two.
+/// Host memory for one container and the driver's own need, but not for two containers.
 const ROOM_MIB: u64 = 900;
 
 /// Two containers of one pod, whose memory limit allows one offload.
@@ -56,7 +56,7 @@ impl OversubscribedPod {
         Worker::spec(id, USUAL, VRAM_MIB).annotation("affinode.io/engine", engine)
     }
 
-    /// Requests both offloads at the same moment.
+    /// Requests both offloads at the same time.
     fn offload_both(&self) -> Result<[ActionRow; 2]> {
         let cli = self.world.cli();
         std::thread::scope(|scope| {
@@ -103,7 +103,7 @@ fn pod_limit_lets_one_leave_by_both() -> Result<()> {
     one_leaves_and_one_stays("full")
 }
 
-/// A program of the pod beside the container: takes memory when it is told to, and keeps it.
+/// A second program of the pod. It allocates memory on request, and keeps it.
 struct PodNeighbour {
     child: Child,
     start: Option<ChildStdin>,
@@ -144,14 +144,16 @@ impl Drop for PodNeighbour {
     }
 }
 
-/// How many processes of a pod the kernel has killed: version 1 counts where each was.
+/// Number of processes of a pod that the kernel has killed. Version 1 of cgroups counts them in the
+/// cgroup of each process.
 fn kills_in(pod: &Path) -> Result<u64> {
     let below = std::fs::read_dir(pod)?.flatten().map(|entry| entry.path());
     Ok(below.chain([pod.to_owned()]).filter_map(|folder| oom::kills(&folder)).sum())
 }
 
-/// What was promised to a copy is taken by another of the pod while it is filled. The library cannot
-/// see the limit of the pod; without the controller the kernel kills the container.
+/// During a copy out, another program of the pod takes the memory that was promised to the copy.
+/// The library cannot see the pod's limit. Without the controller, the kernel would kill the
+/// container.
 #[test]
 fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
     const NAME: &str = "slow";

@@ -1,4 +1,4 @@
-//! Input from a container is hostile: garbage does not affect any other container.
+//! Hostile input from a container does not affect any other container.
 
 use std::{
     io::{Read, Write},
@@ -35,7 +35,7 @@ fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
     Ok(())
 }
 
-/// A process that overwrites the counters it shares with the controller harms only itself.
+/// A process that overwrites its counters harms only itself.
 #[test]
 fn a_scribbled_page_harms_nobody_else() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -60,17 +60,18 @@ fn a_scribbled_page_harms_nobody_else() -> Result<()> {
     })
 }
 
-/// Connections that a container opens, and the number that the controller serves at a time.
+/// Number of connections that a container opens, more than the controller serves at a time.
 const FLOOD: usize = 2000;
 const MAX_OPEN: usize = 512;
 
-/// Whether the peer has not closed the connection.
+/// Whether the peer still has the connection open.
 fn is_open(mut stream: &UnixStream) -> bool {
     // The controller sends nothing before a greeting: a read finds nothing, or the end.
     !matches!(stream.read(&mut [0]), Ok(0)) && stream.peer_addr().is_ok()
 }
 
-/// A container that opens connections without end is disconnected; its neighbour is served.
+/// A container that opens connections without limit is disconnected, and its neighbour is still
+/// served.
 #[test]
 fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -102,8 +103,8 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     flooder.delete(&world)
 }
 
-/// All attacks at once, from inside: see `attack.c`. The neighbour's offloads and restores go on,
-/// the controller's cost for the attacker is bounded, and is freed at the end.
+/// A container makes all attacks of `attack.c` at the same time. Offloads and restores of its
+/// neighbour continue. The controller's cost for the attacker is bounded, and released at the end.
 #[test]
 fn combined_attack_harms_no_other_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -130,9 +131,9 @@ fn combined_attack_harms_no_other_container() -> Result<()> {
     Ok(())
 }
 
-/// A container gets only its own files: no path to the control API or to another container, nothing
-/// writable but the pipe for its own hints, and in its processes one mapped page and one socket
-/// more than without Affinode.
+/// A container sees only its own files. It has no path to the control API or to another container,
+/// and can write only to the pipe of its own hints. Its processes have one more mapped page and one
+/// more socket than without Affinode.
 #[test]
 fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -196,8 +197,8 @@ fn the_control_socket_is_for_root_alone() -> Result<()> {
     Ok(())
 }
 
-/// A container's socket and pipe are private: other users of the host cannot reach them, though
-/// they may traverse the folders of their own jobs.
+/// A container's socket and pipe are private. Other users of the host cannot open them, though they
+/// may traverse the folders of their own jobs.
 #[test]
 fn host_users_cannot_reach_container_socket() -> Result<()> {
     use std::os::unix::process::CommandExt;
@@ -217,7 +218,7 @@ fn host_users_cannot_reach_container_socket() -> Result<()> {
     Ok(())
 }
 
-/// A container that cannot be managed runs as with the stock shim.
+/// A container that cannot be managed runs as it does with the stock shim.
 #[test]
 fn container_runs_with_invalid_configuration() -> Result<()> {
     let world = TestbedConfig::default().config("[policy]\nmode = \"sometimes\"\n").world()?;

@@ -77,7 +77,7 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// NVIDIA's toolkit adds such a file: with containerd 1.x it replaces the whole section.
+/// NVIDIA's toolkit adds such a file. With containerd 1.x it replaces the whole section.
 #[test]
 fn overriding_file_gets_the_handler() -> Result<()> {
     for line in [Line::V1_6, Line::V1_7] {
@@ -124,8 +124,8 @@ fn overriding_file_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// As in a container of the node: containerd, its configuration and the installed files are not
-/// visible from there.
+/// The installer runs in a container of the node, which does not see containerd, its configuration
+/// or the installed files directly.
 #[test]
 fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -155,7 +155,7 @@ fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     Ok(())
 }
 
-/// After any failure containerd's file is unchanged, and the error names the reason.
+/// After every failure containerd's file is unchanged, and the error contains the reason.
 #[test]
 fn failed_install_keeps_configuration() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -227,7 +227,7 @@ fn failed_install_keeps_configuration() -> Result<()> {
     Ok(())
 }
 
-/// A running shim would lose its program file.
+/// Without the refusal, a running shim would lose its program file.
 #[test]
 fn uninstall_is_refused_while_containers_run() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -270,7 +270,7 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
     Ok(())
 }
 
-/// Containers keep their shim and library; the controller is the new one.
+/// Running containers keep their shim and library. The controller is replaced by the new one.
 #[test]
 fn upgrade_replaces_the_running_controller() -> Result<()> {
     let world = TestbedConfig::default().node().config(MANUAL).world()?;

@@ -71,8 +71,8 @@ fn python_with_ctypes() -> Result<()> {
     cycle(Spec::gpu("way", &["/usr/bin/python3", &program, "--mib", "4"]), &["open"])
 }
 
-/// Eight threads make calls at once, repeatedly: all of them wait, and none computes with wrong
-/// contents.
+/// Eight threads make calls at the same time, repeatedly. All of them wait, and none computes with
+/// wrong contents.
 #[test]
 fn many_threads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -96,7 +96,7 @@ fn many_threads() -> Result<()> {
     Ok(())
 }
 
-/// A child that is forked while its parent is offloaded neither harms nor wakes it.
+/// A child that is forked while its parent is offloaded neither harms the parent nor wakes it.
 #[test]
 fn child_forked_while_offloaded() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

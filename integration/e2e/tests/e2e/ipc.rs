@@ -1,5 +1,5 @@
-//! Legacy IPC for swappable memory: processes open each other's memory with any engine, and all of
-//! them stay resident.
+//! Legacy IPC of swappable memory: with every engine, processes can open each other's memory, and
+//! all of them stay resident.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -24,7 +24,7 @@ pub fn giver(id: &str, mib: u64) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/ipc"), "--mib", &mib.to_string()])
 }
 
-/// A process with memory, which it has filled.
+/// A process that has allocated and filled memory.
 fn exporter(world: &Testbed, id: &str, engine: &str) -> Result<Worker> {
     let (mib, seed) = (SHARED_MIB.to_string(), SEED.to_string());
     let spec = program(id, engine, &["--mib", &mib, "--seed", &seed]);
@@ -33,8 +33,8 @@ fn exporter(world: &Testbed, id: &str, engine: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// A process without memory, in the network namespace of another one, as containers of one pod are.
-/// It loads the driver as CUDA's runtime does.
+/// A process without memory, in the network namespace of another process, like a container of the
+/// same pod. It loads the driver as CUDA's runtime does.
 fn importer(world: &Testbed, id: &str, engine: &str, beside: &Worker) -> Result<Worker> {
     let network = format!("network:/proc/{}/ns/net", beside.running.pid(world)?);
     let spec = program(id, engine, &["--by-name", "11000"]).flags(&["--with-ns", &network]);
@@ -60,7 +60,7 @@ fn free_bytes(worker: &mut Worker) -> Result<u64> {
     worker.call("meminfo")?.free_bytes.context("no count of bytes")
 }
 
-/// Requires that its offload is refused because of shared memory.
+/// Requires that the container's offload is refused because of shared memory.
 fn stays(world: &Testbed, id: &str) -> Result<()> {
     until(&format!("{id} to be registered"), || {
         let row = world.cli().container(id)?;
@@ -76,7 +76,8 @@ fn remove(world: &Testbed, worker: &Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// With the driver's own memory (engine `checkpoint`), which shows the driver's behaviour first.
+/// The engine `checkpoint` comes first: it uses the driver's own memory, and so shows the driver's
+/// behaviour.
 #[test]
 fn memory_is_shared_whoever_carries_it() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -150,8 +151,8 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
     Ok(())
 }
 
-/// Without swappable memory, Affinode's handles are recognised as well; the driver rejects a handle
-/// that is neither.
+/// Affinode's handles are recognised even without swappable memory. The driver rejects every other
+/// invalid handle.
 #[test]
 fn invalid_handle_opens_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -178,8 +179,8 @@ fn invalid_handle_opens_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Other processes of the network namespace cannot block an exporter's importers, and do not get
-/// its memory.
+/// Other processes of the network namespace can neither block an exporter's importers nor get its
+/// memory.
 #[test]
 fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -203,7 +204,7 @@ fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
     stays(&world, "giver")
 }
 
-/// If either process dies, the other keeps the memory; only its name is gone.
+/// If either process ends, the other keeps the memory. Only the handle is invalid then.
 #[test]
 fn imported_memory_outlives_its_exporter() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -222,7 +223,7 @@ fn imported_memory_outlives_its_exporter() -> Result<()> {
     Ok(())
 }
 
-/// The end of a context closes its imports, and nothing else.
+/// The end of a context closes its own imports and no others.
 #[test]
 fn context_end_closes_its_imports() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

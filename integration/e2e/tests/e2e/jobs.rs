@@ -1,4 +1,4 @@
-//! Jobs: programs under the controller without a container, through `affinode run`.
+//! Jobs: programs that `affinode run` runs under the controller without a container.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -26,10 +26,10 @@ use crate::offload::{EAGER, wait_gpu_empty};
 /// A user without any rights.
 const UNPRIVILEGED: u32 = 65_534;
 
-/// A node without containers: only a controller, as systemd starts it.
+/// A node without containers. It has only a controller, started as systemd does.
 struct Node {
     world: Testbed,
-    /// Folder of the users' programs, which they all can read.
+    /// Folder of the users' programs, which all users can read.
     shared: PathBuf,
 }
 
@@ -74,7 +74,7 @@ impl Node {
         self.start_controller().map(drop)
     }
 
-    /// `affinode run` with these arguments, as a user of the node runs it.
+    /// The command `affinode run` with these arguments, as a user of the node runs it.
     fn run(&self, words: &[&str]) -> Command {
         let mut command = self.world.host_gpu_command(&self.shared.join("affinode"));
         command.env("LD_LIBRARY_PATH", &self.shared).env("AFFINODE_LIB_DIR", &self.shared);
@@ -127,7 +127,7 @@ impl Node {
     }
 }
 
-/// A CUDA program that `affinode run` started.
+/// A CUDA program that was started by `affinode run`.
 struct Worker {
     child: Child,
     lines: Lines,
@@ -174,7 +174,8 @@ fn idle_job_is_offloaded_and_restored() -> Result<()> {
     node.wait_nothing_left("train")
 }
 
-/// Also without a controller: the first has left the engine's name beside the socket.
+/// The engine also applies without a controller, because an earlier one wrote its name next to the
+/// socket.
 #[test]
 fn job_engine_applies_from_first_allocation() -> Result<()> {
     let node = Node::new("enabled = true")?;
@@ -191,7 +192,7 @@ fn job_engine_applies_from_first_allocation() -> Result<()> {
     Ok(())
 }
 
-/// They share a cgroup, and neither counts as an unregistered process of the other.
+/// Both jobs share a cgroup. Neither counts as an unregistered process of the other.
 #[test]
 fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
     let node = Node::new("enabled = true")?;

@@ -1,4 +1,4 @@
-//! Images with other C libraries: the library loads in them, or has no effect.
+//! Images with other C libraries: the library either works in them or has no effect.
 
 use std::{path::Path, process::Command};
 
@@ -24,7 +24,7 @@ pub fn import(world: &Testbed, name: &str, layer: &[u8]) -> Result<()> {
     world.containerd().import(world.keeper(), "default", &file)
 }
 
-/// Every file below a folder, under the same path in the image.
+/// Adds every file below a folder, under the same path in the image.
 fn add_tree(layer: &mut Layer, root: &Path, folder: &Path) -> Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
@@ -40,7 +40,7 @@ fn add_tree(layer: &mut Layer, root: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The programs and the C library of an older Debian, from its own packages.
+/// The image has the programs and the C library of an older Debian.
 #[test]
 fn an_old_glibc_loads_it() -> Result<()> {
     let tree = Artifacts::find()?.cache_dir().join("libc-old");
@@ -66,7 +66,7 @@ fn an_old_glibc_loads_it() -> Result<()> {
     Ok(())
 }
 
-/// musl ignores /etc/ld.so.preload. With LD_PRELOAD it loads the library.
+/// musl ignores /etc/ld.so.preload, but loads the library with LD_PRELOAD.
 #[test]
 fn musl_runs_with_and_without_it() -> Result<()> {
     let world = TestbedConfig::default().world()?;

@@ -1,5 +1,5 @@
 //! The life of containers without a GPU. Every case runs with the stock runtime and with
-//! Affinode's, with equal results.
+//! Affinode's, and the results must be equal.
 
 use std::{
     io::Read,
@@ -139,7 +139,7 @@ pub fn nothing_is_left(world: &Testbed) -> Result<()> {
     .with_context(|| format!("{left:?}"))
 }
 
-/// The same for processes and bundles only.
+/// Requires only that no shim process and no bundle is left.
 fn no_shim_or_bundle_is_left(world: &Testbed) -> Result<()> {
     until("shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
     let mut left = Vec::new();

@@ -1,5 +1,5 @@
-//! A thread has the dynamic loader's lock while its CUDA call waits for the agent, and the agent's
-//! first load of a module takes that lock.
+//! A thread holds the dynamic loader's lock while its CUDA call waits for the agent. The agent
+//! needs the same lock, because it loads a module for the first time.
 
 use std::{
     fs::File,
@@ -20,7 +20,7 @@ use affinode_proto::wire::{
 };
 use anyhow::{Context, Result, ensure};
 
-/// The agent reports a copy that waits for the lock far sooner.
+/// Time limit for the report of a copy that waits for the lock. The agent reports it far earlier.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(30);
 const VRAM_BYTES: u64 = 8 << 20;
 const CLOSE: Action = Action::Close { deadline_ms: 5_000 };
@@ -30,7 +30,7 @@ const COPY_OUT: Action = Action::CopyOut {
     how: CopyOptions { keep: false, then_checkpoint: false, check: true },
 };
 
-/// The program on the host, and the controller that orders it about.
+/// The program on the host, and the connection of a simulated controller that sends it orders.
 struct OrderedProgram {
     child: Child,
     commands: ChildStdin,

@@ -1,4 +1,4 @@
-//! The same cases with every containerd that the machine has.
+//! The same cases, run with every containerd of the machine.
 
 use affinode_e2e::{
     artifacts::Artifacts,
@@ -7,8 +7,8 @@ use affinode_e2e::{
 };
 use anyhow::Result;
 
-/// A testbed with a containerd of this line; `None` if the machine cannot have one, which `cargo
-/// xtask deps` then has reported.
+/// A testbed with a containerd of this line. `None`: the machine cannot have one, and `cargo xtask
+/// deps` has printed the reason.
 pub fn world(line: Line, recipe: TestbedConfig) -> Result<Option<Testbed>> {
     let releases = Releases::read(&Artifacts::find()?)?;
     match releases.get(line)? {

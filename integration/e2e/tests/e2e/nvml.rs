@@ -1,4 +1,5 @@
-//! NVML in a container's own processes: a monitor, the first initialisation, a call in progress.
+//! NVML in a container's own processes: a monitor, the first initialisation, and a call in
+//! progress.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -12,7 +13,7 @@ use crate::offload::{EAGER, MANUAL, wait_gpu_empty};
 
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 const WORKER_MIB: u64 = 64;
-/// Number of the monitor's queries after the offload.
+/// Number of the monitor's queries after its offload.
 const QUESTIONS: u32 = 30;
 
 fn start(
@@ -33,7 +34,8 @@ fn asked(worker: &mut Worker) -> Result<u32> {
     worker.call("asked")?.polls.context("the reply to `asked` has no count")
 }
 
-/// It queries ten times a second while its container becomes idle, and while it is offloaded.
+/// The monitor queries ten times a second while its container becomes idle, and while it is
+/// offloaded.
 #[test]
 fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -136,7 +138,7 @@ fn python_queries_by_ctypes_while_offloaded() -> Result<()> {
     Ok(())
 }
 
-/// The simulated NVML ends a process that is locked during a call.
+/// The simulated NVML ends a process that is locked during a call of NVML.
 #[test]
 fn lock_waits_for_a_call_inside_nvml() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,4 +1,4 @@
-//! The main function, with every containerd: idle, offloaded, called, restored.
+//! The main function, with every containerd: a container is idle, offloaded, called and restored.
 
 use affinode_e2e::{
     image,
@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 use crate::matrix::on_every_containerd;
 
-/// Idle at once, offloaded at once.
+/// Configuration in which a container is idle after a short time and offloaded immediately.
 pub const EAGER: &str = r#"
 [policy]
 mode = "eager"
@@ -20,7 +20,7 @@ minimum_residency = "1ms"
 sample_interval = "50ms"
 "#;
 
-/// No container is offloaded without a request.
+/// Configuration in which containers are offloaded only on request.
 pub const MANUAL: &str = r#"
 [policy]
 mode = "manual"
@@ -39,7 +39,8 @@ on_every_containerd!(
 
 const WORKER_MIB: u64 = 256;
 
-/// Waits until NVML reports this VRAM use on the node's GPU, without the copier's own.
+/// Waits until `wanted` returns true for the VRAM in use on the node's GPU, from NVML and without
+/// the copier's.
 pub fn wait_vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = None;
     until("the VRAM in use to change", || {
@@ -100,7 +101,7 @@ fn survives_containerd_restart_while_offloaded(world: &Testbed) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// The same program with the same seed computes the same with and without the offload.
+/// The same program with the same seed has the same results with and without an offload.
 #[test]
 fn results_are_equal_with_and_without_offload() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

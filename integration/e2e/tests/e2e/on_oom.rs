@@ -16,7 +16,7 @@ use crate::offload::EAGER;
 const VRAM_MIB: u64 = 512;
 const OUT_OF_MEMORY: i32 = 2;
 
-/// A container is offloaded only for another that needs its VRAM.
+/// Testbed in which a container is offloaded only if another one needs its VRAM.
 fn world() -> Result<Testbed> {
     let config = EAGER.replace("eager", "pressure");
     TestbedConfig::default()
@@ -41,7 +41,8 @@ fn reasons(world: &Testbed, of: &str) -> Result<Vec<String>> {
     Ok(own.map(|event| event.reason).collect())
 }
 
-/// The controller publishes events a moment after what they report.
+/// Waits until events of the container have these reasons, in order. The controller publishes an
+/// event slightly after its cause.
 fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
     let mut last = Vec::new();
     until("the events of allocations", || {
@@ -148,7 +149,7 @@ fn controller_restart_keeps_allocation_waiting() -> Result<()> {
     Ok(())
 }
 
-/// The scenario of the suite for GPU machines.
+/// Runs the scenario of the suite for GPU machines.
 #[test]
 fn newcomer_and_three_tenants_all_proceed() -> Result<()> {
     let config = EAGER.replace("200ms", "500ms");

@@ -1,4 +1,4 @@
-//! Modes, annotations, reasons.
+//! Tests of modes, annotations and reasons.
 
 use affinode_e2e::{
     cli::ContainerRow,
@@ -13,7 +13,8 @@ use crate::{
     recovery::shoot_controller,
 };
 
-/// Only mode eager offloads a container without a request; the others show the reason.
+/// Only mode `eager` offloads a container without a request. In all other modes the container shows
+/// the reason.
 #[test]
 fn ineligible_container_stays_with_reason() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -63,7 +64,7 @@ fn invalid_annotation_uses_default() -> Result<()> {
     Ok(())
 }
 
-/// The driver cannot checkpoint it: the offload is refused before any change.
+/// The driver cannot checkpoint managed memory, so the offload is refused before any change.
 #[test]
 fn managed_memory_is_never_offloaded() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -94,7 +95,7 @@ fn disabled_library_runs_unmanaged() -> Result<()> {
     Ok(())
 }
 
-/// An operator's override applies across controllers, and events report it.
+/// Operator overrides also apply after a restart of the controller, and events report them.
 #[test]
 fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -127,7 +128,7 @@ fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     Ok(())
 }
 
-/// A row of `affinode policy show`: value and origin.
+/// Value and origin from a row of `affinode policy show`.
 fn value_of(world: &Testbed, container: &str, name: &str) -> Result<(String, String)> {
     let said = world.cli().run(&["policy", "show", container, "--no-headers"])?;
     let rows = said.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
@@ -136,8 +137,8 @@ fn value_of(world: &Testbed, container: &str, name: &str) -> Result<(String, Str
     Ok((row[2].to_owned(), row[3].to_owned()))
 }
 
-/// The node's policy can be set, is shown with its origin, outlives the controller, and can be
-/// reset. An invalid value changes nothing.
+/// The node's policy can be set and reset, is shown with its origin, and outlives the controller.
+/// An invalid value changes nothing.
 #[test]
 fn a_policy_is_set_shown_and_taken_back() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,5 +1,5 @@
-//! `prefault`: host memory is prefaulted before an offload, and the copier copies out beside the
-//! driver's checkpoint.
+//! Tests of `prefault`: host memory is prefaulted before an offload, and the copier copies out
+//! during the driver's checkpoint.
 
 use std::process::Child;
 
@@ -38,28 +38,28 @@ fn plain(world: &Testbed) -> Result<Worker> {
     start(world, Worker::spec("worker", USUAL, WORKER_MIB))
 }
 
-/// Waits until its host memory is prefaulted, and returns the copier's pid.
+/// Waits until the worker's host memory is prefaulted. Returns the copier's pid.
 fn wait_prepared(world: &Testbed) -> Result<Pid> {
     let ready = |gpu: &GpuRow| gpu.copier_prefaulted == 1 && gpu.copier_pid != 0;
     Ok(Pid::from_raw(world.cli().wait_gpu("host memory that is ready", ready)?.copier_pid))
 }
 
-/// Waits until neither the process nor the copier holds the memory: the copier keeps its context
-/// only.
+/// Waits until neither the process nor the copier holds the memory. The copier keeps only its
+/// context.
 fn wait_nowhere_on_the_device(world: &Testbed) -> Result<()> {
     until("the memory to be let go of", || {
         Ok((world.cli().gpu()?.vram_used_bytes < WORKER_MIB * MIB).then_some(()))
     })
 }
 
-/// Number of offloads by copiers, read once the worker is prefaulted again: the report of an
-/// offload comes before that.
+/// Number of offloads by copiers, read when the worker is prefaulted again. An offload is reported
+/// before that.
 fn copies(world: &Testbed) -> Result<u64> {
     wait_prepared(world)?;
     Ok(world.cli().gpu()?.copier_offloads)
 }
 
-/// Offloads and restores; the contents are unchanged.
+/// Offloads and restores the worker, and requires unchanged contents.
 fn leaves_and_returns(world: &Testbed, worker: &mut Worker) -> Result<()> {
     wait_prepared(world)?;
     world.cli().move_out("worker")?;
@@ -69,8 +69,8 @@ fn leaves_and_returns(world: &Testbed, worker: &mut Worker) -> Result<()> {
     Ok(())
 }
 
-/// Until a copier has copied it out once: beside other tests the process may copy itself a few
-/// times.
+/// Offloads the worker until a copier has copied it out once. While other tests run, the process
+/// may copy its memory itself a few times.
 fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = copies(world)?;
     for _ in 0..12 {
@@ -82,8 +82,9 @@ fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Resul
     bail!("in 12 rounds the copier has not copied it out")
 }
 
-/// A machine runs one export at a time, so beside other tests the process copies itself in a share
-/// of the rounds. On a GPU the suite requires all of them.
+/// Requires that a copier copies out in most rounds. A machine runs one export at a time, so while
+/// other tests run, the process copies itself in some of the rounds. On a GPU the suite requires
+/// all of them.
 fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -> Result<()> {
     const ROUNDS: u64 = 8;
     let before = copies(world)?;
@@ -94,7 +95,7 @@ fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -
     Ok(())
 }
 
-/// Waits until its process has exported everything, or the offload is over.
+/// Waits until the process has exported all of its memory, or the offload has ended.
 fn wait_exported(world: &Testbed, asked: &mut Child) -> Result<()> {
     until("it to be handed over", || {
         let copied_out = world.cli().registered("worker")?.process()?.phase == "CopiedOut";
@@ -117,7 +118,7 @@ fn prefaulted_process_offloads_through_copier() -> Result<()> {
     leaves_through_the_copier(&world, &mut worker, "offloads of prepared memory by the copier")
 }
 
-/// The driver does not export such memory: it is copied on the device first.
+/// The driver does not export such memory, so it is first copied on the device.
 #[test]
 fn unexportable_memory_offloads_through_copier() -> Result<()> {
     let world = world()?;
@@ -160,8 +161,8 @@ fn prefaulted_process_without_copier_offloads() -> Result<()> {
     leaves_through_the_copier_once(&world, &mut worker)
 }
 
-/// An offload requested while the copier is stopped. Beside other tests the process sometimes
-/// copies by itself: then the request is repeated.
+/// Requests an offload while the copier is stopped. While other tests run, the process sometimes
+/// copies its memory itself; then the request is repeated.
 fn hands_over_in_vain(
     world: &Testbed,
     worker: &mut Worker,
@@ -183,8 +184,8 @@ fn hands_over_in_vain(
     bail!("in 12 rounds it has handed nothing over")
 }
 
-/// While it is checkpointed, its contents exist only in device memory that the copier has
-/// descriptors of.
+/// After the checkpoint, the contents exist only in device memory of which the copier has
+/// descriptors.
 #[test]
 fn exports_to_stopped_copier_are_restored() -> Result<()> {
     let world = world()?;

@@ -1,4 +1,4 @@
-//! Beside another library in front of the driver: both work.
+//! Affinode's library together with another library that hooks the driver: both work.
 
 use std::{fs, path::Path};
 
@@ -16,9 +16,9 @@ use crate::{
 };
 
 const OUT_OF_MEMORY: i32 = 2;
-/// An image with a list of its own.
+/// An image with its own `/etc/ld.so.preload`.
 const LIMITED: &str = "localhost/affinode/limited:1";
-/// VRAM that each program allocates, and the limit of the other library.
+/// VRAM that each program allocates. The other library's limit follows.
 const HELD_MIB: u64 = 32;
 const LIMIT_MIB: &str = "48";
 
@@ -26,7 +26,7 @@ fn limited(program: &str) -> Spec {
     Worker::spec(program, program, HELD_MIB).env("LIMIT_MIB", LIMIT_MIB)
 }
 
-/// The limit applies before and after an offload; the memory is unchanged.
+/// Requires that the limit applies before and after an offload, and that the memory is unchanged.
 fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     let id = spec.id.clone();
     let mut worker = Worker::start_as(world, spec)?;
@@ -58,7 +58,7 @@ fn a_library_that_the_host_preloads() -> Result<()> {
     Ok(())
 }
 
-/// The image's own list names it.
+/// The image's own list has the other library.
 #[test]
 fn a_library_that_the_image_preloads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -73,7 +73,7 @@ fn a_library_that_the_image_preloads() -> Result<()> {
     Ok(())
 }
 
-/// A program's own environment names it.
+/// The program's own environment has the other library.
 #[test]
 fn a_library_of_the_environment() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

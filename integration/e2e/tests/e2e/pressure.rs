@@ -1,4 +1,4 @@
-//! More VRAM needed than there is.
+//! More VRAM is needed than the GPU has.
 
 use affinode_e2e::{
     gpu::Gpu,
@@ -11,7 +11,7 @@ use anyhow::Result;
 use crate::offload::EAGER;
 
 const VRAM_MIB: u64 = 512;
-/// Two of them do not fit.
+/// VRAM of a container. Two of them do not fit on the GPU.
 const EACH_MIB: u64 = 320;
 
 fn small_world(config: &str) -> Result<Testbed> {
@@ -36,8 +36,8 @@ fn two_that_do_not_fit_take_turns() -> Result<()> {
     Ok(())
 }
 
-/// A waiting container shows the reason in its state, and is restored when the other becomes idle.
-/// Neither is lost.
+/// A container that waits shows the reason in its state, and is restored when the other becomes
+/// idle. No process is lost.
 #[test]
 fn a_return_waits_for_room() -> Result<()> {
     let world = small_world(EAGER)?;
@@ -69,7 +69,8 @@ fn a_return_waits_for_room() -> Result<()> {
     Ok(())
 }
 
-/// Mode pressure: resident while no other container needs the VRAM, offloaded when one does.
+/// In mode `pressure` a container stays resident while no other container needs the VRAM, and is
+/// offloaded when one does.
 #[test]
 fn an_idle_neighbour_makes_room() -> Result<()> {
     let world = small_world(&EAGER.replace("eager", "pressure"))?;

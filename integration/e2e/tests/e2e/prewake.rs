@@ -1,4 +1,4 @@
-//! Returns ahead of calls, because a connection came in.
+//! Restores ahead of calls, because a connection arrived.
 
 use affinode_e2e::{
     suite::connect,
@@ -22,8 +22,8 @@ fn told(world: &Testbed, kind: &str) -> Result<usize> {
     Ok(events.iter().filter(|e| e.kind == kind && e.reason == "connection").count())
 }
 
-/// An annotated container is restored for a connection, before its call; its neighbour, to which a
-/// client connected before, is not.
+/// A connection restores a container with the annotation before its call. Its neighbour, to which a
+/// client had connected earlier, is not restored.
 #[test]
 fn connection_prewakes_only_its_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

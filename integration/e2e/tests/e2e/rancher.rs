@@ -1,5 +1,5 @@
-//! `affinode install` beside k3s and rke2: containerd's configuration is written anew at each of
-//! its starts, so the handler goes where that is made from.
+//! `affinode install` on nodes of k3s and rke2. They write containerd's configuration again at each
+//! start, so the handler is added to the source of that configuration.
 
 use std::{collections::BTreeMap, fs, path::Path, process::Command};
 
@@ -30,7 +30,7 @@ const HANDLER: &str = "test-idle";
 const NEWER: &str = "config-v3.toml.tmpl";
 const THEIRS: &str = "# theirs\n{{ template \"base\" . }}\n";
 
-/// Newer ones import a folder; older ones, and all with containerd 1.x, have templates alone.
+/// Newer versions import a folder. Older ones, and all with containerd 1.x, have only templates.
 #[test]
 fn template_gets_handler_without_imports() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(false))? else {
@@ -43,8 +43,8 @@ fn template_gets_handler_without_imports() -> Result<()> {
     the_handler_outlives_every_new_configuration(&world)
 }
 
-/// From a template of the time before containerd 2, they generate a file of that form, which
-/// imports another folder.
+/// From a template for containerd before 2.0, they generate a file in the old form, which imports
+/// another folder.
 #[test]
 fn old_template_gets_the_handler() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {
@@ -60,7 +60,7 @@ fn old_template_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// An older k3s, or a user's complete template, imports no folder.
+/// An older k3s, or a user's complete template, does not import the folder.
 #[test]
 fn unimported_folder_is_reported_and_kept() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {

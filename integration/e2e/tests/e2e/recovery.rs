@@ -1,4 +1,4 @@
-//! Deaths: of the controller, of a container, of a shim.
+//! Recovery from the end of the controller, of a container and of a shim.
 
 use affinode_e2e::{
     gpu::Gpu,
@@ -51,8 +51,8 @@ fn controller_restarts_while_a_call_waits() -> Result<()> {
     Ok(())
 }
 
-/// Without a controller, a process that makes a call restores itself, one at a time and only if its
-/// VRAM is free. The other waits, and is not lost.
+/// Without a controller, a process that makes a call restores itself, one process at a time and
+/// only if its VRAM is free. The other process waits, and is not lost.
 #[test]
 fn without_controller_restore_needs_free_vram() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: 512 * MIB };
@@ -114,7 +114,7 @@ fn container_killed_while_offloaded_is_removed() -> Result<()> {
     nothing_is_left(&world)
 }
 
-/// The thread that waits at the gate can be ended as any other.
+/// A signal ends a thread that waits at the gate like any other thread.
 #[test]
 fn a_waiting_caller_obeys_signals() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

@@ -13,14 +13,14 @@ fn world(mib: u64) -> Result<Testbed> {
     TestbedConfig::default().gpu(Gpu::Simulated { vram_bytes: mib * MIB }).config(IMMEDIATE).world()
 }
 
-/// It works every 20 ms, and says each time how that went.
+/// A worker that makes calls every 20 ms, and prints each result.
 fn busy(world: &Testbed) -> Result<Worker> {
     let mut busy = Worker::start_as(world, Worker::spec("busy", USUAL, 80).busy())?;
     busy.wait_filled()?;
     Ok(busy)
 }
 
-/// The scene that GPU machines see too.
+/// Runs the scenario of the suite for GPU machines.
 #[test]
 fn immediate_restore_ends_only_immovable() -> Result<()> {
     let world = world(512)?;
@@ -52,7 +52,7 @@ fn in_the_queue_who_is_in_use_is_waited_for() -> Result<()> {
     asker.expect("verify").map(|_| ())
 }
 
-/// Only an operator can let containers end others.
+/// Only an operator can allow containers to end processes of others.
 #[test]
 fn an_annotation_alone_ends_nobody() -> Result<()> {
     let config = IMMEDIATE.replace("by-annotation", "queue");

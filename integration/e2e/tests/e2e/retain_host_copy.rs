@@ -1,5 +1,5 @@
-//! `retain_host_copy`: the copy in host memory stays after a restore, and unchanged contents are
-//! not copied again.
+//! Tests of `retain_host_copy`: the copy in host memory stays after a restore, and unchanged
+//! contents are not copied again.
 
 use affinode_e2e::{
     cli::ProcessRow,
@@ -29,7 +29,8 @@ fn process(world: &Testbed, id: &str) -> Result<ProcessRow> {
     Ok(world.cli().registered(id)?.process()?.clone())
 }
 
-/// Moves it offload and restore: MiB that were parked, and MiB that were not copied for that.
+/// Offloads and restores the worker. Returns the MiB that were copied out, and the MiB of them that
+/// were unchanged and not copied.
 fn cycle(world: &Testbed, id: &str, worker: &mut Worker) -> Result<(u64, u64)> {
     world.cli().move_out(id)?;
     let offloaded = process(world, id)?;
@@ -67,7 +68,7 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
     Ok(())
 }
 
-/// By default everything is copied each time, and after a larger pool had to be made.
+/// By default all contents are copied at each offload, also after the staging buffer has grown.
 #[test]
 fn without_retained_copy_all_is_copied() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -85,8 +86,8 @@ fn without_retained_copy_all_is_copied() -> Result<()> {
     Ok(())
 }
 
-/// Some seconds after a restore, a process far below its memory limit has retained all; one that
-/// sees no limit, or a missing one, has retained the minimum.
+/// Some seconds after a restore, a process far below its memory limit has retained its whole copy.
+/// A process that cannot see a limit has retained the minimum.
 #[test]
 fn retained_copy_stays_far_from_the_limit() -> Result<()> {
     const LARGE_MIB: u64 = 1152;

@@ -1,5 +1,5 @@
-//! Device memory that a move gives back: the driver takes note of it at the next request for memory,
-//! which is not to be that of a return.
+//! Device memory that a move releases. The driver notices the scrubbed memory in the next
+//! allocation, which must not be a restore's.
 
 use affinode_e2e::{
     testbed::{MIB, Testbed, TestbedConfig},
@@ -12,10 +12,10 @@ use anyhow::{Context, Result, bail};
 use crate::offload::MANUAL;
 
 const WORKER_MIB: u64 = 64;
-/// The dummy allocation is released as well.
+/// Size of the small allocation, which is released, too.
 const LITTLE_BYTES: u64 = 2 * MIB;
 
-/// What the driver has still to take note of, on all GPUs.
+/// VRAM whose release the driver has not noticed yet, on all GPUs in bytes.
 fn unnoted_bytes(world: &Testbed) -> Result<u64> {
     let packet = Packet::connect(&world.dir().join("sim/gpu.sock"))?;
     packet.send(&Request::Snapshot, None)?;
@@ -25,7 +25,7 @@ fn unnoted_bytes(world: &Testbed) -> Result<u64> {
     }
 }
 
-/// By the agent where the context stays, by the copier where it does not.
+/// The agent makes the small allocation if the context stays, otherwise the copier does.
 #[test]
 fn restore_does_not_wait_for_scrub() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,4 +1,4 @@
-//! What the container is given.
+//! Tests of the changes that the shim makes to a container's spec.
 
 use affinode_e2e::{
     container::Spec,

@@ -1,5 +1,5 @@
-//! The controller under a supervisor: what systemd's descriptor store gives it. The supervisor is
-//! played; `cargo xtask systemd` shows the real one.
+//! The controller as a unit of systemd, and the sockets in systemd's descriptor store. This test
+//! simulates systemd; `cargo xtask systemd` uses the real one.
 
 use std::{
     fs,
@@ -20,11 +20,12 @@ use rustix::{
     net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags},
 };
 
-/// Passes descriptors on by number: descriptors, then a `--`, then the program.
+/// Shell script that passes descriptors on by number. Its arguments are descriptors, `--`, then the
+/// program.
 const HAND_OVER: &str = "n=3; while [ \"$1\" != -- ]; do eval \"exec $n<&$1\"; n=$((n+1)); shift; done; \
                          shift; export LISTEN_PID=$$ LISTEN_FDS=$((n-3)); exec \"$@\"";
 
-/// systemd, as far as a controller knows it.
+/// A simulated systemd, as far as the controller uses it.
 struct Supervisor {
     artifacts: Artifacts,
     dir: tempfile::TempDir,
@@ -71,7 +72,7 @@ impl Supervisor {
         })
     }
 
-    /// Reads the messages that came since the last call.
+    /// Reads the messages that arrived since the last call.
     fn hear(&mut self) -> Result<()> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         loop {
@@ -111,7 +112,7 @@ impl Supervisor {
         Ok(Cli::new(self.artifacts.bin("affinode")?, self.path("run")))
     }
 
-    /// `affinode run` of a program that waits for its input to end.
+    /// Starts `affinode run` of a program that waits for the end of its input.
     fn job(&self, name: &str) -> Result<Child> {
         let mut command = self.cli()?.command(&["run", "--name", name, "--", "cat"]);
         command.env("AFFINODE_LIB_DIR", self.artifacts.lib_dir());

@@ -1,4 +1,4 @@
-//! Programs that reach the driver past its public functions, and calls that need no GPU.
+//! Programs that enter the driver without its public functions, and calls that need no GPU.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -17,7 +17,8 @@ fn start(world: &Testbed, program: &str, id: &str, engine: &str) -> Result<Worke
     Ok(worker)
 }
 
-/// Hundreds of look-ups in both variants, and a private table whose check fails if it is another's.
+/// The runtime makes hundreds of look-ups in both variants, and checks that its private table is
+/// the driver's own.
 #[test]
 fn runtime_with_private_table_is_moved() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -57,7 +58,8 @@ fn device_queries_while_offloaded_wake_nothing() -> Result<()> {
     Ok(())
 }
 
-/// A profile that was taken, with a thread of the profiler that goes on, keeps nothing from being idle.
+/// After a profile, a thread of the profiler still runs. The container can become idle all the
+/// same.
 #[test]
 fn profile_that_ended_leaves_container_idle() -> Result<()> {
     let world = TestbedConfig::default().config(crate::offload::EAGER).world()?;

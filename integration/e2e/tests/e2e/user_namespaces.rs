@@ -1,4 +1,4 @@
-//! GPU pods with users of their own, as a pod has them that says `hostUsers: false`.
+//! GPU pods with a user namespace (`hostUsers: false`).
 
 use std::{
     fs,
@@ -22,7 +22,7 @@ use crate::{
 };
 
 const WORKER_MIB: u64 = 64;
-/// A network plugin that lets the pod be alone.
+/// A network plugin that connects the pod to no network.
 const ALONE: &str = r#"#!/bin/sh
 [ "$CNI_COMMAND" = ADD ] || exit 0
 echo '{"cniVersion":"1.0.0","interfaces":[{"name":"eth0","sandbox":"'"$CNI_NETNS"'"}],
@@ -82,7 +82,7 @@ fn offload_and_wake(world: &Testbed) -> Result<()> {
     cri.remove_pod(&pod_id)
 }
 
-/// Pods with users of their own have a network of their own.
+/// Installs the plugin: pods with a user namespace also have a network namespace.
 fn network(world: &Testbed) -> Result<()> {
     let cni = world.dir().join("cni");
     let plugin = |name: &str| {

@@ -1,4 +1,5 @@
-//! Memory that is all zero is not stored while its process is offloaded, and is zero after the return.
+//! Memory that is all zero is not stored while its process is offloaded, and is zero after the
+//! restore.
 
 use std::fs;
 
@@ -28,8 +29,8 @@ fn start(world: &Testbed, engine: &str, keep: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Moves it offload and restore, and looks at its contents: how it was while it was offloaded, and the MiB
-/// of it that were resident in host memory.
+/// Offloads and restores the worker, and checks its contents. Returns its row while it was
+/// offloaded, and the MiB that were resident in host memory.
 fn cycle(world: &Testbed, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
     let id = worker.running.id.clone();
     world.cli().move_out(&id)?;
@@ -85,8 +86,9 @@ fn zero_memory_takes_no_host_memory() -> Result<()> {
     Ok(())
 }
 
-/// A copier saves more than a few zeros would: they are then stored, and the copier is used. The
-/// copier does not know skipped pages, whose earlier contents must not be restored.
+/// With few zeros, the copier saves more time than skipping them would: they are stored, and the
+/// copier is used. The copier cannot restore skipped pages, because their earlier contents must not
+/// come back.
 #[test]
 fn copier_restores_process_that_skips_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -109,7 +111,7 @@ fn copier_restores_process_that_skips_nothing() -> Result<()> {
     filled_with_zeros_stored(&world, &mut worker)
 }
 
-/// Offload and restore until the copier was in time, which on a busy machine it is not always.
+/// Offloads and restores until the copier was in time. On a busy machine it may be late.
 fn filled_with_zeros_stored(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = fills(world)?;
     for _ in 0..12 {
