@@ -1,7 +1,7 @@
 //! The simulated GPU, for tests and the demo on machines without an NVIDIA driver. It is always
 //! named as simulated.
 //!
-//! | package | product | simulates |
+//! | package | output | content |
 //! | --- | --- | --- |
 //! | `daemon/` | `affinode-sim-gpud` | the kernel driver: VRAM, processes, checkpoints |
 //! | `cuda/` | `libaffinode_sim_cuda.so`, to be installed as `libcuda.so.1` | the user-mode driver |
@@ -9,10 +9,11 @@
 //! | `protocol/` | - | the messages between them |
 //!
 //! The header of each package lists what is simulated and what is not. A container needs the two
-//! libraries, libc.so.6, and the daemon's socket (`AFFINODE_SIM_SOCKET`, else `/run/affinode-sim/gpu.sock`).
+//! libraries, libc.so.6, and the daemon's socket (`AFFINODE_SIM_SOCKET`, by default
+//! `/run/affinode-sim/gpu.sock`).
 //!
 //! # Faithfulness
 //!
-//! `integration/clients/api_check` states the driver's behaviour call by call; it passes on this
-//! simulator (`tests/clients.rs`) and on an H200 with driver 580.159.04. `tests/hazards.rs` states
-//! the failures of checkpoints, each as measured on that machine.
+//! `integration/clients/api_check` checks the driver's behaviour call by call. It passes on this
+//! simulator (`tests/clients.rs`) and on an H200 with driver 580.159.04. `tests/hazards.rs` checks
+//! the failures of checkpoints, as measured on that machine.

@@ -1,4 +1,4 @@
-//! Every client program on the simulated GPU: each way to the driver.
+//! Runs every client program on the simulated GPU, with each way to load the driver.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 
@@ -168,7 +168,7 @@ fn the_libraries_need_nothing_but_libc() {
     }
 }
 
-/// One byte that is not as it was is found wherever it is: by kernels, and on the host.
+/// A changed byte is found at every position, by kernels and on the host.
 #[test]
 fn verify_and_check_see_every_byte() {
     const BYTES: u64 = 3 * MIB;

@@ -1,4 +1,4 @@
-//! The daemon face to face: processes that are none of our libraries, and hostile ones.
+//! Tests of the daemon with clients that are not Affinode's libraries, and with hostile ones.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 
@@ -34,7 +34,7 @@ fn attach(node: &Node) -> Packet {
     packet
 }
 
-/// Answers every order of the daemon with success.
+/// Replies to every order of the daemon with success.
 fn obey(node: &Node) {
     let packet = connect(node);
     assert_eq!(ask(&packet, &Request::Control { tid: 7 }), Reply::Done);

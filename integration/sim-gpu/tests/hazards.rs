@@ -1,4 +1,5 @@
-//! What goes wrong around checkpoints, and what does not: each as measured on a real driver.
+//! Tests of the failures of checkpoints, and of the cases that succeed, as measured on a real
+//! driver.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 
@@ -174,7 +175,7 @@ fn managed_memory_prevents_checkpoint_unharmed() {
     worker.expect_intact();
 }
 
-/// The driver's own memory behaves like memory exported as a descriptor.
+/// The driver's own memory behaves like memory that was exported as a descriptor.
 #[test]
 fn shared_memory_is_restored_as_a_silent_copy() {
     let node = Node::start(&[]);
@@ -343,7 +344,7 @@ fn checkpoint_above_memory_limit_kills() {
     node.wait_used(0, 8 * MIB + CONTEXT);
 }
 
-/// A memory cgroup of this test, where we may make one.
+/// A memory cgroup of this test, if the test may create one.
 struct MemoryGroup(std::path::PathBuf);
 
 impl MemoryGroup {

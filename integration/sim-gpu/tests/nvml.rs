@@ -1,4 +1,4 @@
-//! The simulated NVML by way of the crate that the controller uses.
+//! Tests of the simulated NVML with the crate that the controller uses.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 
@@ -9,7 +9,7 @@ use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use support::{CONTEXT, MIB, Node, products, wait_for};
 
-/// The one test of this binary: it changes the environment.
+/// The only test of this binary, because it changes the environment.
 #[test]
 #[allow(unsafe_code)]
 fn nvml_shows_what_the_driver_knows() {

@@ -1,4 +1,5 @@
-//! Private tables of the driver, and tools that use them: each end as measured on a real driver.
+//! Tests of the driver's private tables and of tools that use them. Each result is as measured on a
+//! real driver.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 
@@ -9,7 +10,8 @@ use support::{Client, Node, wait_for};
 const SIGSEGV: i32 = 11;
 const AWAY: [&str; 2] = ["lock", "checkpoint"];
 const BACK: [&str; 2] = ["restore", "unlock"];
-/// What a restore returns of a process that a tool was caught in, and every later one.
+/// Results of the first and of every later restore of a process in which a tool was active during
+/// the checkpoint.
 const LOST: [i64; 2] = [999, 304];
 
 fn ready(node: &Node, program: &str) -> Client {
@@ -50,7 +52,7 @@ fn profiler_without_context_loses_process() {
     }
 }
 
-/// Whether the checkpoint comes before it begins, in the middle, or when it has begun.
+/// The checkpoint comes before the profiler begins, in the middle of its begin, or after it.
 #[test]
 fn profiler_during_checkpoint_loses_process() {
     let node = Node::start(&[]);
@@ -61,7 +63,7 @@ fn profiler_during_checkpoint_loses_process() {
     assert!(code == [LOST[0]] || program.fatal_signal() == Some(SIGSEGV), "{code:?}");
 }
 
-/// The thread that a profiler leaves behind goes on.
+/// The profiler leaves a thread behind, which continues.
 #[test]
 fn ended_profiler_still_reaches_driver() {
     let node = Node::start(&[]);

@@ -35,15 +35,15 @@ pub const STREAM_CAPTURE_UNSUPPORTED: CUresult = 900;
 pub const STREAM_CAPTURE_INVALIDATED: CUresult = 901;
 pub const UNKNOWN: CUresult = 999;
 
-/// What the functions return inside, before it becomes a `CUresult`.
+/// Result of a function before it becomes a `CUresult`.
 pub type Outcome<T = ()> = Result<T, CUresult>;
 
-/// The result of an [`Outcome`].
+/// Converts an [`Outcome`] to a `CUresult`.
 pub fn status(outcome: Outcome) -> CUresult {
     outcome.err().unwrap_or(0)
 }
 
-/// What a handle names.
+/// Kind of the object that a handle names.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -56,12 +56,12 @@ pub enum Kind {
     Graph = 7,
 }
 
-/// A handle that is no valid address and contains its kind, so that a mix-up is noticed.
+/// Makes a handle. It is not a valid address and contains its kind, so that a confusion is noticed.
 pub fn handle(kind: Kind, id: u64) -> Handle {
     ((kind as usize) << 56) | ((id as usize) << 4)
 }
 
-/// The number inside a handle of this kind.
+/// The number in a handle of this kind.
 pub fn number(kind: Kind, handle: Handle) -> Outcome<u64> {
     if handle >> 56 == kind as usize {
         Ok(((handle << 8) >> 12) as u64)

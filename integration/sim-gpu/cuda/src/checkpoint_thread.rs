@@ -1,7 +1,7 @@
-//! The checkpoint thread: carries out the daemon's orders on this process.
+//! The checkpoint thread. It executes the daemon's orders in this process.
 //!
-//! It is there from `cuInit` on, with every signal blocked, as the thread of the real
-//! driver is, and works while the application's threads wait at the gate.
+//! Like the real driver's thread, it exists from `cuInit` on and blocks every signal. It works
+//! while the application's threads wait at the gate.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
@@ -15,7 +15,8 @@ use crate::abi::{NO_DEVICE, Outcome, status};
 use crate::client;
 use crate::driver::Driver;
 
-/// Starts the thread and waits until the daemon knows it. The descriptor is for a forked child to close.
+/// Starts the thread, and waits until the daemon has registered it. Returns its descriptor, which a
+/// forked child closes.
 pub fn start(driver: &'static Driver) -> Outcome<RawFd> {
     let packet = client::connect().map_err(|_| NO_DEVICE)?;
     let fd = packet.as_fd().as_raw_fd();
@@ -97,7 +98,7 @@ fn save(driver: &Driver, extra_bytes: u64) -> Report {
     }
 }
 
-/// A thread of the driver: the application's signals are not its business.
+/// Starts a thread of the driver, which blocks the application's signals.
 pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     // SAFETY: plain data, filled by the calls below; a new thread inherits the mask of this
     // moment, and this thread gets its own back.

@@ -1,11 +1,11 @@
-//! Stretches of memory that copies and kernels work on.
+//! Pieces of memory on which copies and kernels work.
 
 use std::sync::Arc;
 
 use crate::abi::{HostAddress, INVALID_VALUE, Outcome};
 use crate::pages::Pages;
 
-/// A stretch of memory that stays valid while this lives.
+/// A piece of memory that stays valid while this exists.
 #[derive(Clone)]
 pub struct Piece {
     address: usize,
@@ -21,7 +21,7 @@ impl Piece {
     }
 }
 
-/// Host memory of the application, as it promises by passing the address.
+/// Host memory of the application, which is valid because the application passes its address.
 pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
     if address == 0 && bytes > 0 {
         return Err(INVALID_VALUE);
@@ -29,7 +29,7 @@ pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
     Ok(vec![Piece { address, bytes, _window: None }])
 }
 
-/// The contents now, for a source that its owner may change before the copy is made.
+/// The present contents of a source, whose owner may change it before the copy is made.
 pub fn snapshot(pieces: &[Piece]) -> Outcome<Vec<Piece>> {
     let bytes = pieces.iter().map(|piece| piece.bytes).sum();
     let pages = Arc::new(Pages::host(bytes)?);
@@ -60,7 +60,8 @@ pub fn copy_pieces(to: &[Piece], from: &[Piece]) {
     }
 }
 
-/// Changes memory word by word: `change(index, word)`. W bytes each; every piece holds whole words.
+/// Changes memory word by word, with `change(index, word)`. W is the size of a word in bytes, and
+/// every piece has whole words.
 pub fn each_word<const W: usize>(pieces: &[Piece], mut change: impl FnMut([u8; W]) -> [u8; W]) {
     for piece in pieces {
         for offset in (0..piece.bytes / W * W).step_by(W) {

@@ -1,5 +1,5 @@
-//! Towards the daemon: one connection that is the life of this CUDA process,
-//! and short ones for the checkpoint calls, which may take long and be made without `cuInit`.
+//! Connections to the daemon: one for the life of this CUDA process, and a short one for each
+//! checkpoint call, which may take long and needs no `cuInit`.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ pub struct Link {
     fd: RawFd,
 }
 
-/// Device memory that the daemon gave us.
+/// Device memory that the daemon has allocated for this process.
 #[derive(Debug)]
 pub struct Granted {
     pub object: ObjectId,
@@ -28,14 +28,15 @@ pub struct Granted {
     pub memory: OwnedFd,
 }
 
-/// A new connection to the daemon.
+/// Opens a new connection to the daemon.
 pub fn connect() -> std::io::Result<Packet> {
     let path = std::env::var_os(SOCKET_ENV).map_or_else(|| PathBuf::from(SOCKET), PathBuf::from);
     Packet::connect(&path)
 }
 
 impl Link {
-    /// Becomes a CUDA process: the GPUs of the node, and the page for our own statistics.
+    /// Registers this process as a CUDA process. Returns the connection, the GPUs of the node, and
+    /// the page for the process's own statistics.
     pub fn attach() -> Outcome<(Self, Vec<GpuInfo>, OwnedFd)> {
         let packet = connect().map_err(|_| NO_DEVICE)?;
         let fd = packet.as_fd().as_raw_fd();
@@ -47,7 +48,7 @@ impl Link {
         }
     }
 
-    /// The descriptor, for a forked child to close.
+    /// The connection's descriptor, which a forked child closes.
     pub fn fd(&self) -> RawFd {
         self.fd
     }
@@ -61,12 +62,12 @@ impl Link {
         exchange(&packet, request, fd)
     }
 
-    /// A question without an answer beyond yes or no.
+    /// Sends a request whose reply is only success or failure.
     pub fn tell(&self, request: &Request) -> Outcome {
         self.ask(request, None).map(drop)
     }
 
-    /// A question for device memory.
+    /// Sends a request for device memory.
     pub fn obtain(&self, request: &Request, fd: Option<BorrowedFd<'_>>) -> Outcome<Granted> {
         match self.ask(request, fd)? {
             (Reply::Object { object, gpu, bytes }, Some(memory)) => {

@@ -1,4 +1,4 @@
-//! Contexts, the stack of them that each thread has, and default streams.
+//! Contexts, the stack of contexts of each thread, and default streams.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +16,7 @@ use crate::streams::{StreamId, StreamKind};
 #[derive(Debug)]
 struct Context {
     device: CUdevice,
-    /// Of a primary context: how often it is retained.
+    /// Number of times that the context is retained; `None`: it is not a primary context.
     retained: Option<u32>,
     legacy: StreamId,
     flags: u32,
@@ -27,7 +27,7 @@ struct Context {
 pub struct Contexts {
     contexts: BTreeMap<u64, Context>,
     peers: BTreeSet<(u64, u64)>,
-    /// Peer access was used before a checkpoint: enabling it again fails.
+    /// Peer access was used before a checkpoint, so enabling it again fails.
     peers_spoilt: bool,
     peers_used: bool,
     next: u64,
@@ -41,7 +41,7 @@ pub struct Current {
     legacy: StreamId,
 }
 
-/// What stream 0 means to the function that was called: `cuX` or `cuX_ptsz`.
+/// Meaning of stream 0 in the called function: `cuX` or `cuX_ptsz`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Default0 {
     Legacy,
@@ -68,7 +68,7 @@ thread_local! {
     static STREAMS: RefCell<ThreadStreams> = const { RefCell::new(ThreadStreams(BTreeMap::new())) };
 }
 
-/// The context on top of this thread's stack, whether it still exists or not.
+/// The context on top of this thread's stack. It may not exist any longer.
 pub fn top() -> Option<u64> {
     STACK.with(|stack| stack.borrow().last().copied())
 }
@@ -103,13 +103,13 @@ impl Contexts {
         self.contexts.iter().find(|(_, context)| primary(context)).map(|(id, _)| *id)
     }
 
-    /// Whether a device has its primary context, and with which flags.
+    /// Whether the primary context of a device exists, and its flags.
     pub fn primary_state(&self, device: CUdevice) -> (u32, bool) {
         let context = self.primary(device).and_then(|id| self.contexts.get(&id));
         (context.map_or(0, |context| context.flags), context.is_some())
     }
 
-    /// The flags and device of a context.
+    /// The device and flags of a context.
     pub fn get(&self, id: u64) -> Outcome<(CUdevice, u32)> {
         let context = self.contexts.get(&id).ok_or(INVALID_CONTEXT)?;
         Ok((context.device, context.flags))
@@ -129,7 +129,7 @@ impl Contexts {
         if self.peers.remove(&(from, to)) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
     }
 
-    /// Whether peer access stands; notes that the checkpoint spoils it where it was used.
+    /// Whether peer access is enabled. Records that the checkpoint disables it permanently.
     pub fn peer_access_before_checkpoint(&mut self) -> bool {
         self.peers_spoilt |= self.peers_used;
         !self.peers.is_empty()
@@ -145,7 +145,7 @@ impl Driver {
         Ok(Current { context, device: found.device, legacy: found.legacy })
     }
 
-    /// `cuCtxCreate`, or the first `cuDevicePrimaryCtxRetain`.
+    /// Creates a context, for `cuCtxCreate` or the first `cuDevicePrimaryCtxRetain`.
     pub fn create_context(&self, device: CUdevice, primary: bool, flags: u32) -> Outcome<u64> {
         self.link.tell(&Request::CreateContext { gpu: self.gpu(device)? })?;
         let mut contexts = self.contexts();
@@ -173,7 +173,7 @@ impl Driver {
         self.create_context(device, true, 0)
     }
 
-    /// `cuDevicePrimaryCtxRelease`; `reset` releases all.
+    /// Simulates `cuDevicePrimaryCtxRelease`. `reset` drops all references.
     pub fn release_primary(&self, device: CUdevice, reset: bool) -> Outcome {
         self.gpu(device)?;
         let mut contexts = self.contexts();
@@ -191,7 +191,7 @@ impl Driver {
         if last || reset { self.destroy_context(id) } else { Ok(()) }
     }
 
-    /// Ends a context and all that belongs to it.
+    /// Ends a context and all of its objects.
     pub fn destroy_context(&self, id: u64) -> Outcome {
         self.streams.wait_idle(Some(id), None);
         let context = {
@@ -213,7 +213,7 @@ impl Driver {
         self.link.tell(&Request::DestroyContext { gpu: self.gpu(context.device)? })
     }
 
-    /// The stream that a handle means in the calling thread.
+    /// The stream that a handle names in the calling thread.
     pub fn stream(&self, stream: Handle, zero: Default0) -> Outcome<StreamId> {
         match (stream, zero) {
             (STREAM_LEGACY, _) | (0, Default0::Legacy) => Ok(self.current()?.legacy),

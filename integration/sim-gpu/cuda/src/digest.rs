@@ -1,5 +1,6 @@
-//! What the preload library's kernel `affinode_digest` does: the address of 2 MiB in each entry of
-//! a table is replaced by their digest. The device's way of it is `preload/src/carry/digest.ptx`.
+//! Simulates the preload library's kernel `affinode_digest`. It replaces the address of 2 MiB in
+//! each entry of a table by their digest. The kernel for a real device is
+//! `preload/src/carry/digest.ptx`.
 
 use crate::abi::{ILLEGAL_ADDRESS, Outcome};
 use crate::chunks::each_word;
@@ -7,10 +8,10 @@ use crate::driver::Driver;
 
 const SLOT_BYTES: usize = 2 << 20;
 const THREADS: usize = 256;
-/// Of memory that is all zero.
+/// Digest of memory that is all zero.
 const ZERO: [u64; 2] = [0, u64::MAX];
 
-/// Runs it on a table of this many entries.
+/// Runs the kernel on a table with this number of entries.
 pub fn run(driver: &Driver, table: u64, many: u32) -> Outcome {
     let entries = many as usize * 2;
     let pieces = driver.memory().device(table, entries * 8)?;
@@ -33,7 +34,7 @@ pub fn run(driver: &Driver, table: u64, many: u32) -> Outcome {
     if words.next().is_some() { Err(ILLEGAL_ADDRESS) } else { Ok(()) }
 }
 
-/// The 256 threads of one block.
+/// The 256 threads of a block.
 struct Digest {
     threads: Vec<[u64; 2]>,
     words: usize,
@@ -48,7 +49,7 @@ impl Digest {
         Self { threads: (1..=THREADS as u64).map(first).collect(), words: 0, any: 0 }
     }
 
-    /// The next word: two for each thread in turn.
+    /// Adds the next word. Each thread in turn takes two words.
     fn take(&mut self, word: u64) {
         let thread = self.words / 2 % THREADS;
         self.words += 1;
@@ -104,7 +105,7 @@ mod tests {
         }
     }
 
-    /// The figures are an H200's, of the kernel in `digest.ptx`.
+    /// The expected values were computed on an H200 with the kernel in `digest.ptx`.
     #[test]
     fn it_is_the_device_s() {
         const WORDS: usize = SLOT_BYTES / 8;

@@ -1,8 +1,9 @@
 //! The one instance of the driver in a process.
 //!
 //! A child that forks after `cuInit` has no driver, as with the real one: every call returns
-//! NOT_INITIALIZED. It closes the parent's connections at once, so that the parent's end is seen.
-//! Once `exit` has begun, every call returns DEINITIALIZED, those of the checkpoint interface too.
+//! NOT_INITIALIZED. It closes the parent's connections immediately, so that the parent's end is
+//! noticed. After `exit` has begun, every call returns DEINITIALIZED, including those of the
+//! checkpoint interface.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -22,16 +23,16 @@ use crate::stats::Stats;
 use crate::streams::Streams;
 use crate::tables::Tools;
 
-/// Everything that the driver knows in this process. Lives until the process ends.
+/// State of the driver in this process. It exists until the process ends.
 pub struct Driver {
     pub gate: Gate,
     pub link: Link,
     pub streams: Streams,
     pub stats: Stats,
-    /// What has the private tables.
+    /// State of the private tables and the tools that use them.
     pub tools: Tools,
     gpus: Vec<GpuInfo>,
-    /// GPU behind each device ordinal: CUDA_VISIBLE_DEVICES, and moves by a restore.
+    /// GPU of each device ordinal, from CUDA_VISIBLE_DEVICES and the moves of restores.
     ordinals: Mutex<Vec<usize>>,
     contexts: Mutex<Contexts>,
     memory: Mutex<Memory>,
@@ -46,7 +47,7 @@ static ENDING: AtomicBool = AtomicBool::new(false);
 static LINK_FD: AtomicI32 = AtomicI32::new(-1);
 static CONTROL_FD: AtomicI32 = AtomicI32::new(-1);
 
-/// The driver, after `cuInit`.
+/// The driver of this process, after `cuInit`.
 pub fn driver() -> Outcome<&'static Driver> {
     if FORKED.load(Ordering::Relaxed) {
         return Err(NOT_INITIALIZED);
@@ -92,7 +93,7 @@ pub fn init() -> Outcome<&'static Driver> {
     Ok(DRIVER.get_or_init(|| driver))
 }
 
-/// Whether the driver has ended, before its process.
+/// Returns an error if the driver has ended before its process.
 pub fn check_ending() -> Outcome {
     if ENDING.load(Ordering::Relaxed) { Err(DEINITIALIZED) } else { Ok(()) }
 }
@@ -121,7 +122,7 @@ extern "C" fn after_fork() {
     }
 }
 
-/// The GPUs that CUDA_VISIBLE_DEVICES names, up to the first name that is wrong.
+/// The GPUs that CUDA_VISIBLE_DEVICES names, up to the first invalid name.
 fn visible(gpus: &[GpuInfo], names: Option<&str>) -> Vec<usize> {
     let Some(names) = names else { return (0..gpus.len()).collect() };
     let mut ordinals = Vec::new();
@@ -137,18 +138,18 @@ fn visible(gpus: &[GpuInfo], names: Option<&str>) -> Vec<usize> {
 }
 
 impl Driver {
-    /// How many devices the process sees.
+    /// Number of devices that the process sees.
     pub fn device_count(&self) -> usize {
         guard(&self.ordinals).len()
     }
 
-    /// The GPU behind an ordinal.
+    /// The GPU of a device ordinal.
     pub fn gpu(&self, device: i32) -> Outcome<usize> {
         let ordinal = usize::try_from(device).map_err(|_| INVALID_DEVICE)?;
         guard(&self.ordinals).get(ordinal).copied().ok_or(INVALID_DEVICE)
     }
 
-    /// The ordinal of a GPU, or -1 when the process does not see it.
+    /// The ordinal of a GPU, or -1 if the process does not see it.
     pub fn ordinal(&self, gpu: usize) -> i32 {
         guard(&self.ordinals)
             .iter()
@@ -156,12 +157,12 @@ impl Driver {
             .map_or(-1, |ordinal| ordinal as i32)
     }
 
-    /// What the daemon says of the GPU behind an ordinal.
+    /// The daemon's data about the GPU of an ordinal.
     pub fn info(&self, device: i32) -> Outcome<&GpuInfo> {
         self.gpus.get(self.gpu(device)?).ok_or(INVALID_DEVICE)
     }
 
-    /// A restore may have moved everything to other GPUs.
+    /// Continues after a restore, which may have moved all memory to other GPUs.
     pub fn resume(&self, gpu_map: &[usize]) {
         for gpu in guard(&self.ordinals).iter_mut() {
             *gpu = gpu_map.get(*gpu).copied().unwrap_or(*gpu);
@@ -169,7 +170,7 @@ impl Driver {
         self.memory().resume(gpu_map);
     }
 
-    /// Contexts and what hangs on them.
+    /// Locks the contexts and their objects.
     pub fn contexts(&self) -> MutexGuard<'_, Contexts> {
         guard(&self.contexts)
     }

@@ -19,13 +19,13 @@ use std::time::Instant;
 
 use crate::abi::{CUresult, OPERATING_SYSTEM};
 
-/// How a function behaves towards the gate.
+/// Behaviour of a function at the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
-    /// Needs `cuInit`, and nothing from the GPU. (`Always` in the lists: not even that.)
+    /// Needs `cuInit` but no GPU. (`Always` in the lists: does not need `cuInit` either.)
     Instant,
     Work,
-    /// Reads GPU state, which does not exist while checkpointed.
+    /// Reads GPU state, which does not exist while the process is checkpointed.
     Sync,
     MemInfo,
 }
@@ -43,14 +43,14 @@ struct Inner {
     inside: usize,
 }
 
-/// Counts the calls inside, and holds the others back.
+/// Counts the calls inside the driver, and makes other calls wait.
 #[derive(Debug)]
 pub struct Gate {
     inner: Mutex<Inner>,
     changed: Condvar,
 }
 
-/// A call that is inside until this is dropped.
+/// A call inside the driver. It leaves when this is dropped.
 pub struct Inside<'a>(Option<&'a Gate>);
 
 impl Drop for Inside<'_> {
@@ -70,7 +70,8 @@ impl Gate {
         }
     }
 
-    /// Goes in, or waits, or fails, or dies.
+    /// Enters the driver. Depending on the state and the class, the call waits, fails, or ends the
+    /// process.
     pub fn enter(&self, class: Class) -> Result<Inside<'_>, CUresult> {
         if class == Class::Instant {
             return Ok(Inside(None));
@@ -90,7 +91,8 @@ impl Gate {
         Ok(Inside(Some(self)))
     }
 
-    /// Closes, then waits for the calls inside. False: not all left in time, nothing is changed.
+    /// Closes the gate, then waits for the calls inside. False: they did not return in time, and
+    /// nothing is changed.
     pub fn close(&self, deadline: Option<Instant>) -> bool {
         let mut inner = self.lock();
         inner.phase = Phase::Closed;
@@ -106,29 +108,30 @@ impl Gate {
         true
     }
 
-    /// The contents are off the GPU.
+    /// Records that the contents have left the GPU.
     pub fn leave(&self) {
         self.lock().phase = Phase::Checkpointed;
     }
 
-    /// Reads the context without waiting for a lock: the application dies if it is checkpointed.
+    /// Reads the context without waiting for a lock. If the context is checkpointed, the process
+    /// ends with SIGSEGV.
     pub fn look(&self) {
         if self.is_offloaded() {
             segfault();
         }
     }
 
-    /// Whether the contents are off the GPU.
+    /// Whether the contents have left the GPU.
     pub fn is_offloaded(&self) -> bool {
         self.lock().phase == Phase::Checkpointed
     }
 
-    /// The contents are back.
+    /// Records that the contents are on the GPU again.
     pub fn back(&self) {
         self.lock().phase = Phase::Closed;
     }
 
-    /// Lets the waiting calls in.
+    /// Opens the gate: waiting calls enter the driver.
     pub fn open(&self) {
         self.lock().phase = Phase::Running;
         self.changed.notify_all();
@@ -152,7 +155,7 @@ pub fn wait_until<'a, T>(
     Some(changed.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0)
 }
 
-/// The null pointer dereference of the real driver.
+/// Dereferences a null pointer, as the real driver does.
 fn segfault() -> ! {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: deliberately not: this is the crash that an unguarded application suffers. Reading

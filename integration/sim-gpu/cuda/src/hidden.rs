@@ -1,11 +1,11 @@
-//! A way into the driver that has no name of NVIDIA's, so that no hook finds it.
+//! A function of the driver without a name of NVIDIA's API, so that no hook finds it.
 
 use crate::abi::{CUresult, status};
 use crate::driver::driver;
 use crate::gate::Class;
 
-/// Returns success once the process runs freely; while it is checkpointed, that is after its
-/// restore.
+/// Returns success when the process is not locked. If the process is checkpointed, that is after
+/// its restore.
 #[unsafe(no_mangle)]
 pub extern "C" fn affinode_sim_hidden_call() -> CUresult {
     status(driver().and_then(|driver| driver.gate.enter(Class::Work).map(drop)))

@@ -7,7 +7,7 @@ use crate::abi::{
 };
 use crate::pages::Pages;
 
-/// What kind of host memory the driver knows at an address.
+/// Kind of host memory that the driver knows at an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostKind {
     /// Simulates the function `cuMemHostAlloc`.
@@ -25,14 +25,14 @@ struct HostBlock {
     _pages: Option<Pages>,
 }
 
-/// The blocks, by address.
+/// Blocks of host memory that the driver knows, by address.
 #[derive(Debug, Default)]
 pub struct HostMemory {
     blocks: BTreeMap<HostAddress, HostBlock>,
 }
 
 impl HostMemory {
-    /// Host memory that the driver allocates or registers. `None`: it allocates.
+    /// Adds host memory that the driver allocates or registers. `None`: the driver allocates it.
     pub fn add(
         &mut self,
         address: Option<HostAddress>,
@@ -57,7 +57,7 @@ impl HostMemory {
         Ok(start)
     }
 
-    /// The end of a block of one of these kinds.
+    /// Removes a block of one of these kinds.
     pub fn remove(&mut self, address: HostAddress, kinds: &[HostKind]) -> Outcome {
         match self.blocks.get(&address) {
             Some(block) if kinds.contains(&block.kind) => {
@@ -69,13 +69,13 @@ impl HostMemory {
         }
     }
 
-    /// Host memory known at an address: where it starts, its size and kind.
+    /// Start, size and kind of the block at an address, if the driver knows one.
     pub fn describe(&self, address: HostAddress) -> Option<(HostAddress, usize, HostKind)> {
         let (base, block) = self.blocks.range(..=address).next_back()?;
         (address - base < block.bytes).then_some((*base, block.bytes, block.kind))
     }
 
-    /// Whether any memory is managed, which no checkpoint can carry.
+    /// Whether any memory is managed, which a checkpoint does not support.
     pub fn has_managed(&self) -> bool {
         self.blocks.values().any(|block| block.kind == HostKind::Managed)
     }

@@ -1,6 +1,6 @@
-//! The kernels that the simulated GPU can run: known by name, whatever image they come in.
+//! The kernels that the simulated GPU can run. They are found by name, in any image.
 //!
-//! | name | parameters | does |
+//! | name | parameters | effect |
 //! | --- | --- | --- |
 //! | `fill_u32` | `u64 pointer, u64 count, u32 value` | sets every word |
 //! | `add_u32` | `u64 pointer, u64 count, u32 increment` | adds to every word |
@@ -40,7 +40,7 @@ pub enum Call {
     Digest { table: u64, many: u32 },
 }
 
-/// Where the arguments of a launch are.
+/// Place of the arguments of a launch.
 #[derive(Debug, Clone, Copy)]
 pub enum Arguments {
     /// An array of pointers, one per argument.
@@ -50,7 +50,7 @@ pub enum Arguments {
 }
 
 impl Kernel {
-    /// By its entry name.
+    /// The kernel with this entry name.
     pub fn named(name: &str) -> Outcome<Self> {
         match name {
             "fill_u32" => Ok(Self::FillU32),
@@ -63,7 +63,7 @@ impl Kernel {
         }
     }
 
-    /// Reads the arguments, which need not live longer than the launch.
+    /// Reads the arguments, which may become invalid after the launch.
     pub fn bind(self, arguments: Arguments) -> Outcome<Call> {
         Ok(match self {
             Self::FillU32 => Call::Fill {
@@ -111,7 +111,7 @@ impl Arguments {
 }
 
 impl Call {
-    /// Does it, on the thread of a stream.
+    /// Executes the call, on the thread of a stream.
     pub fn run(self, driver: &Driver) -> Outcome {
         let words = |pointer, count: u64| {
             let bytes = count
@@ -155,14 +155,14 @@ impl Call {
     }
 }
 
-/// The pattern of `integration/clients/client.c`, at an index that counts from 1.
+/// The pattern of `integration/clients/client.c` at an index, counted from 1.
 fn pattern(seed: u32, index: u64) -> u32 {
     let x = index.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed.into());
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     ((x ^ (x >> 27)) >> 16) as u32
 }
 
-/// The names after `.entry` in a PTX text; `None` when the image is none.
+/// The names after `.entry` in a PTX text; `None` if the image is not PTX.
 pub fn ptx_entries(image: &str) -> Option<Vec<String>> {
     if !image.contains(".version") {
         return None;

@@ -2,25 +2,27 @@
 //!
 //! # What is simulated
 //!
-//! - Memory: VRAM of a set capacity shared by every process of the node, real addresses, real
-//!   contents. The application cannot touch it but by copies and kernels.
+//! - Memory: VRAM with a fixed capacity that all processes of the node share, real addresses, real
+//!   contents. The application can access it only by copies and kernels.
 //! - Streams, events, the legacy and the per-thread default stream; kernels `fill_u32`, `add_u32`,
-//!   `spin_ms` by name, from any module image. Work is done by a thread per stream and takes time.
+//!   `spin_ms` by name, from any module image. A thread per stream executes the work, which takes
+//!   time.
 //! - VMM (reserve, create, map, export by descriptor, import), legacy IPC, managed memory (in host
 //!   memory), peer access, pinned memory.
-//! - The checkpoint calls with their states and what goes wrong with them; see [`gate`].
+//! - The checkpoint calls with their states and failures; see [`gate`].
 //! - `cuGetProcAddress` of both signatures, per-thread default stream variants (`_ptds`, `_ptsz`).
-//! - The driver's private tables, of the runtime's kind and of tools'; see [`tables`].
+//! - The driver's private tables for the runtime and for tools; see [`tables`].
 //! - A faulty bus: of the asynchronous copies of 1 MiB and more to the device, the one with the
 //!   number in `AFFINODE_SIM_SPOIL_COPY` writes other contents, without an error.
 //!
-//! # What is not
+//! # What is not simulated
 //!
 //! Real kernels, graphs, textures, arrays, 2D and 3D copies, memory pools with attributes, most of
-//! the runtime's private tables (so the CUDA runtime library does not run on it), MPS, MIG, ECC, clocks, speeds.
-//! A checkpoint of memory opened by legacy IPC is assumed to end like one of imported VMM memory: lost.
+//! the runtime's private tables (so the CUDA runtime library does not run on it), MPS, MIG, ECC,
+//! clocks, speeds. A process that is checkpointed with memory opened by legacy IPC is assumed to be
+//! lost, like one with imported VMM memory.
 //!
-//! # How it is built
+//! # Structure
 //!
 //! ```text
 //!  application ──> api ──> gate ──> contexts, memory, streams ──> client ──> affinode-sim-gpud
@@ -28,7 +30,7 @@
 //!                                        └─────────── checkpoint thread <───────────┘
 //! ```
 //!
-//! | module | does |
+//! | module | content |
 //! | --- | --- |
 //! | [`api`] | the exported functions, each with its class, in one list per subject |
 //! | [`gate`] | behaviour of a call while the process is locked or checkpointed |

@@ -1,12 +1,12 @@
-//! Device memory of this process: physical objects, and where they are mapped.
+//! Device memory of this process: physical objects and their mappings.
 //!
 //! ```text
 //!  address ──> Mapping ──> Physical ──> window onto the daemon's memory file   (Running, Locked)
-//!                                  └──> copy in host memory, window gone       (Checkpointed)
+//!                                  └──> copy in host memory, no window         (Checkpointed)
 //! ```
 //!
-//! `cuMemAlloc` is a reservation, a physical object and a mapping in one; with the VMM calls a
-//! program makes the three one by one. Addresses do not change over a checkpoint.
+//! `cuMemAlloc` makes a reservation, a physical object and a mapping in one call. With the VMM
+//! calls, a program makes them one by one. Addresses do not change over a checkpoint.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -42,18 +42,18 @@ struct Physical {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     Own,
-    /// Another one, through `cuMemImportFromShareableHandle`.
+    /// Another process, through `cuMemImportFromShareableHandle`.
     Shared,
-    /// Another one, through `cuIpcOpenMemHandle`.
+    /// Another process, through `cuIpcOpenMemHandle`.
     LegacyIpc,
 }
 
-/// How a mapping came to be, and so how it ends.
+/// Call that made a mapping, and so determines the call that ends it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
-    /// `cuMemAlloc` and its kin.
+    /// `cuMemAlloc` and its variants.
     Alloc,
-    /// `cuMemAllocAsync` and its kin.
+    /// `cuMemAllocAsync` and its variants.
     Pool,
     /// Simulates the function `cuMemMap`.
     Vmm,
@@ -69,11 +69,11 @@ struct Mapping {
     origin: Origin,
     context: u64,
     access: u32,
-    /// It was freed in a stream, whose work has not come so far.
+    /// The mapping was freed in a stream that has not executed the free yet.
     freed: bool,
-    /// How often it was opened, where it is memory of another process.
+    /// Number of times that memory of another process was opened.
     times: u32,
-    /// The address range, where it is not one of `cuMemAddressReserve`.
+    /// The address range, unless `cuMemAddressReserve` made it.
     _pages: Option<Pages>,
 }
 
@@ -82,13 +82,13 @@ pub struct Memory {
     physical: BTreeMap<ObjectId, Physical>,
     mappings: BTreeMap<u64, Mapping>,
     reservations: BTreeMap<u64, Pages>,
-    /// What the driver knows of host memory.
+    /// Host memory that the driver knows.
     pub host: HostMemory,
-    /// Host memory of the checkpoint beside the contents.
+    /// Host memory of the checkpoint in addition to the contents.
     extra: Option<Pages>,
 }
 
-/// What a pointer attribute query wants to know of an address.
+/// Data for the pointer attributes of an address.
 #[derive(Debug, Clone, Copy)]
 pub struct Description {
     pub base: u64,
@@ -100,7 +100,7 @@ pub struct Description {
 }
 
 impl Memory {
-    /// A physical object with one handle. An object that we have already gets one more.
+    /// Adds a physical object with one handle. An object that already exists gets one more handle.
     pub fn add(&mut self, granted: &Granted, source: Source) -> Outcome {
         if let Some(known) = self.physical.get_mut(&granted.object) {
             known.handles += 1;
@@ -129,30 +129,30 @@ impl Memory {
         }
     }
 
-    /// What an object that has a handle was made as.
+    /// The properties with which an object with a handle was created.
     pub fn property(&self, object: ObjectId) -> Outcome<AllocationProp> {
         let physical = self.physical.get(&object).filter(|physical| physical.handles > 0);
         physical.and_then(|physical| physical.property).ok_or(INVALID_VALUE)
     }
 
-    /// What an object can be exported as.
+    /// The handle types with which an object can be exported.
     pub fn handle_types(&self, object: ObjectId) -> u32 {
         let property = self.physical.get(&object).and_then(|physical| physical.property);
         property.map_or(0, |property| property.requested_handle_types)
     }
 
-    /// Whether other devices on the bus can reach an object; `cuMemAlloc` grants no access.
+    /// Whether other devices on the bus can access an object. `cuMemAlloc` grants no access.
     pub fn is_reached_by_others(&self, object: ObjectId) -> bool {
         let property = self.physical.get(&object).and_then(|physical| physical.property);
         property.is_some_and(|property| property.flags[1] != 0)
     }
 
-    /// Whether an object was made by this process.
+    /// Whether this process has created the object.
     pub fn owns(&self, object: ObjectId) -> bool {
         self.physical.get(&object).is_some_and(|physical| physical.source == Source::Own)
     }
 
-    /// One handle less. True: the object is to be freed.
+    /// Drops one handle of an object. True: the object must be freed.
     pub fn drop_handle(&mut self, object: ObjectId) -> Outcome<bool> {
         let physical = self
             .physical
@@ -163,7 +163,7 @@ impl Memory {
         Ok(self.bury(object))
     }
 
-    /// One handle more, for an object that has one.
+    /// Adds one handle to an object that has one.
     pub fn retain(&mut self, object: ObjectId) -> Outcome {
         self.physical.get_mut(&object).ok_or(INVALID_VALUE)?.handles += 1;
         Ok(())
@@ -180,7 +180,7 @@ impl Memory {
         dead
     }
 
-    /// An object at an address of its own; its handle goes into the mapping.
+    /// Maps an object at an address of its own. The mapping owns its handle.
     pub fn place(
         &mut self,
         object: ObjectId,
@@ -219,7 +219,8 @@ impl Memory {
         Ok(self.unmap_at(address))
     }
 
-    /// The application frees an allocation in a stream: from now on it has it no more.
+    /// Records that the application frees an allocation in a stream. From then on the allocation is
+    /// invalid.
     pub fn free_later(&mut self, address: CUdeviceptr) -> Outcome<Origin> {
         let has = |mapping: &&mut Mapping| {
             matches!(mapping.origin, Origin::Alloc | Origin::Pool) && !mapping.freed
@@ -229,7 +230,7 @@ impl Memory {
         Ok(mapping.origin)
     }
 
-    /// Where an object is that was opened in this context already; it is open once more now.
+    /// The address of an object that this context has already opened. Counts one more open.
     pub fn opened_again(&mut self, object: ObjectId, context: u64) -> Option<CUdeviceptr> {
         let same = |mapping: &Mapping| {
             (mapping.object, mapping.context, mapping.origin) == (object, context, Origin::Ipc)
@@ -257,8 +258,8 @@ impl Memory {
         self.bury(mapping.object).then_some(mapping.object)
     }
 
-    /// What pools have given to a context outlives it (measured with 580), unless it was freed:
-    /// addresses of that.
+    /// Keeps allocations of pools after the end of their context (as measured with driver 580),
+    /// except freed ones. Returns the addresses of the freed ones.
     pub fn outlive(&mut self, context: u64) -> Vec<u64> {
         let mut freed = Vec::new();
         for (address, mapping) in &mut self.mappings {
@@ -343,7 +344,7 @@ impl Memory {
         Ok(())
     }
 
-    /// `cuMemUnmap`: whole mappings only. The objects that are to be freed.
+    /// Simulates `cuMemUnmap`, for whole mappings only. Returns the objects that must be freed.
     pub fn unmap(&mut self, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<ObjectId>> {
         let addresses = self.vmm_range(address, bytes)?;
         Ok(addresses.into_iter().filter_map(|address| self.unmap_at(address)).collect())
@@ -419,7 +420,7 @@ impl Memory {
         Ok(pieces)
     }
 
-    /// As [`Memory::device`], or host memory when the address is no device address.
+    /// Like [`Memory::device`], but returns host memory if the address is not a device address.
     pub fn any(&self, address: u64, bytes: usize) -> Outcome<Vec<Piece>> {
         if self.mapping_at(address).is_some() {
             return self.device(address, bytes);
@@ -427,7 +428,8 @@ impl Memory {
         host_piece(address as HostAddress, bytes)
     }
 
-    /// Takes the contents off the GPU. What every restore will return, because of memory of others.
+    /// Moves the contents off the GPU. Returns the result of every restore, which fails if there is
+    /// memory of other processes.
     pub fn save(&mut self, extra_bytes: usize) -> Outcome<CUresult> {
         if self.host.has_managed() {
             return Err(NOT_SUPPORTED);
@@ -454,7 +456,7 @@ impl Memory {
         })
     }
 
-    /// Puts the contents of one object into its new memory.
+    /// Writes the contents of an object into its new memory.
     pub fn refill(&mut self, object: ObjectId, memory: &OwnedFd) -> Outcome {
         let physical = self.physical.get_mut(&object).ok_or(INVALID_VALUE)?;
         let window = Pages::window(memory.as_fd(), physical.bytes)?;

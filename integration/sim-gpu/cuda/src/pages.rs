@@ -1,18 +1,18 @@
-//! Address space: reserved ranges, windows onto device memory, anonymous host memory.
+//! Parts of the address space: reserved ranges, windows onto device memory, anonymous host memory.
 //!
-//! A device address is a reserved range without access rights, so that a stray touch by
-//! the application faults as it would on a real GPU. The driver itself reaches the contents
-//! through a second mapping of the memory file, the window, elsewhere.
+//! A device address is a reserved range without access rights, so that an access by the application
+//! faults as on a real GPU. The driver itself accesses the contents through a second mapping of the
+//! memory file at another address, the window.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr;
 
 use crate::abi::{OUT_OF_MEMORY, Outcome};
 
-/// The unit of device memory, and of mappings on the machines that we run on.
+/// Unit of device memory, and of mappings on x86-64.
 pub const PAGE_BYTES: usize = 4096;
 
-/// A range of address space that unmaps itself.
+/// A range of the address space. It is unmapped when this is dropped.
 #[derive(Debug)]
 pub struct Pages {
     start: usize,
@@ -20,7 +20,7 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// Addresses without memory behind them.
+    /// Reserves addresses without memory.
     pub fn reserve(bytes: usize, align: usize) -> Outcome<Self> {
         let whole = bytes.checked_add(align).ok_or(OUT_OF_MEMORY)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -42,8 +42,8 @@ impl Pages {
         )
     }
 
-    /// A window onto a memory file. A forked child does not get it, so that the
-    /// memory of a process that is gone is never kept by its children.
+    /// Maps a memory file. A forked child does not inherit the mapping, so that children do not
+    /// keep the memory of a process that has ended.
     pub fn window(memory: BorrowedFd<'_>, bytes: usize) -> Outcome<Self> {
         let pages = Self::map(
             bytes,
@@ -71,12 +71,12 @@ impl Pages {
         self.start
     }
 
-    /// The size, in whole pages.
+    /// Size of the range in bytes, in whole pages.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Copies all of another range, of the same size.
+    /// Copies the content of another range of the same size.
     pub fn copy_from(&self, source: &Pages) {
         let bytes = self.bytes.min(source.bytes);
         // SAFETY: both ranges are mapped readable and writable for `bytes`, and are different mappings.
@@ -85,7 +85,7 @@ impl Pages {
         };
     }
 
-    /// Touches every page, so that it is really there.
+    /// Touches every page, so that the kernel allocates it.
     pub fn touch(&self) {
         for page in (self.start..self.start + self.bytes).step_by(PAGE_BYTES) {
             // SAFETY: inside a writable mapping that is ours alone.

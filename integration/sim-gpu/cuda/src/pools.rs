@@ -1,4 +1,4 @@
-//! Memory pools: of stream-ordered allocations, with memory that is kept between them.
+//! Memory pools of stream-ordered allocations, which keep memory between them.
 //!
 //! ```text
 //! cuMemAllocAsync ──> in use ──cuMemFreeAsync──> after the stream's work: held ──> in use again
@@ -21,7 +21,8 @@ use crate::pages::PAGE_BYTES;
 #[derive(Debug, Default)]
 pub struct Pool {
     pub device: CUdevice,
-    /// Whether memory is reused by event order, once it is over, and by making streams wait.
+    /// Settings of the reuse of memory: by event order, after completion, and by making streams
+    /// wait.
     pub reuse: [i32; 3],
     pub threshold: u64,
     pub used: Level,
@@ -30,7 +31,7 @@ pub struct Pool {
     held: Vec<(ObjectId, u64)>,
 }
 
-/// Bytes, and the most of them.
+/// Current number of bytes, and its maximum.
 #[derive(Debug, Default)]
 pub struct Level {
     pub bytes: u64,
@@ -80,7 +81,7 @@ impl Pools {
         made
     }
 
-    /// What `cuMemAllocAsync` takes for a device.
+    /// The pool that `cuMemAllocAsync` uses for a device.
     pub fn current_of(&mut self, device: CUdevice) -> Handle {
         match self.current.get(&device).filter(|pool| self.pools.contains_key(pool)) {
             Some(current) => handle(Kind::Pool, *current),
@@ -110,12 +111,12 @@ impl Pools {
         Ok(removed.into_iter().flat_map(|pool| pool.held).map(|(object, _)| object).collect())
     }
 
-    /// The pool that an allocation is of; 0: none.
+    /// The pool of an allocation; 0: none.
     pub fn of(&self, address: CUdeviceptr) -> Handle {
         self.allocations.get(&address).map_or(0, |of| handle(Kind::Pool, of.pool))
     }
 
-    /// The application has it no more.
+    /// Records that the application has freed an allocation.
     pub fn is_freed(&mut self, address: CUdeviceptr) {
         if let Some(of) = self.allocations.get_mut(&address)
             && !std::mem::replace(&mut of.is_freed, true)
@@ -125,7 +126,7 @@ impl Pools {
         }
     }
 
-    /// Takes out what a pool has beyond some bytes.
+    /// Removes memory of a pool that exceeds `keep` bytes.
     fn surplus(&mut self, pool: u64, keep: u64) -> Vec<ObjectId> {
         let mut freed = Vec::new();
         if let Some(pool) = self.pools.get_mut(&pool) {
@@ -141,7 +142,7 @@ impl Pools {
 }
 
 impl Driver {
-    /// Allocates physical memory; if it is short, pools release their reserves.
+    /// Allocates physical memory. If VRAM is short, pools release their unused memory.
     pub fn obtain(&self, gpu: usize, bytes: u64) -> Outcome<Granted> {
         let obtain = || self.link.obtain(&Request::Allocate { gpu, bytes }, None);
         match obtain() {
@@ -168,7 +169,7 @@ impl Driver {
         })
     }
 
-    /// After a wait for work: releases memory above the thresholds.
+    /// Releases memory above the thresholds. Called after a wait for work.
     pub fn trim_pools(&self) -> Outcome {
         self.trim_all(|pool| pool.threshold)
     }
@@ -186,7 +187,7 @@ impl Driver {
         self.release(held)
     }
 
-    /// Memory of a pool.
+    /// Allocates memory from a pool.
     pub fn pool_allocate(
         &self,
         pool: Handle,
@@ -222,8 +223,8 @@ impl Driver {
         Ok(address)
     }
 
-    /// Called when no work uses an allocation: its memory returns to the pool, or is freed if the
-    /// pool is gone.
+    /// Returns the memory of an allocation to its pool, or frees it if the pool does not exist any
+    /// longer. Called when no work uses the allocation.
     pub fn pool_takes_back(&self, address: CUdeviceptr) -> Outcome {
         // First: as soon as nothing is mapped there, the address may be the next allocation's.
         let of = {

@@ -1,4 +1,4 @@
-//! The page on which this process notes how long kernels ran, for utilisation figures.
+//! The page in which this process counts how long its kernels ran, for utilisation figures.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,14 +10,14 @@ use std::os::fd::AsFd;
 use crate::abi::Outcome;
 use crate::pages::Pages;
 
-/// The page, and how many kernels run on each GPU at this moment.
+/// The page, and the number of kernels that run on each GPU now.
 #[derive(Debug)]
 pub struct Stats {
     page: Pages,
     running: Mutex<[u32; MAX_GPUS]>,
 }
 
-/// A kernel that runs until this is dropped.
+/// A kernel that runs. It ends when this is dropped.
 pub struct Busy<'a> {
     stats: &'a Stats,
     gpu: usize,

@@ -1,9 +1,9 @@
-//! Streams: a queue and a worker thread each. Everything that the GPU does is an [`Op`] on one.
+//! Streams. Each has a queue and a worker thread, and all work of the GPU is an [`Op`] on a stream.
 //!
-//! Order between streams comes from tickets. Each operation of a stream has the next number;
-//! an operation may wait for `(stream, ticket)` pairs, which were all submitted before it, so
-//! there is no cycle. The legacy default stream of a context waits for the blocking streams of
-//! the context and they for it; events name a ticket.
+//! Tickets define the order between streams: each operation of a stream has the next number. An
+//! operation may wait for `(stream, ticket)` pairs. All of them were submitted before it, so there
+//! is no cycle. The legacy default stream of a context waits for the context's blocking streams,
+//! and they wait for it. An event refers to a ticket.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
@@ -20,9 +20,9 @@ use crate::gate::wait_until;
 use crate::stats::now_ns;
 
 pub type StreamId = u64;
-/// A point in a stream's life.
+/// A point in the order of a stream's operations.
 pub type Mark = (StreamId, u64);
-/// What the GPU does at some point. An error stays with the process, as on a real GPU.
+/// A piece of work on the GPU. As on a real GPU, its error stays with the process.
 pub type Op = Box<dyn FnOnce() -> Outcome + Send>;
 
 struct Stream {
@@ -36,16 +36,16 @@ struct Stream {
     capture: Option<Capture>,
 }
 
-/// Its calls go into a graph.
+/// A capture of a stream: its calls go into a graph.
 #[derive(Debug, Clone, Copy)]
 struct Capture {
-    /// No thread may do what could wait.
+    /// Whether no thread may make a call that could wait.
     is_global: bool,
-    /// A call has broken it.
+    /// Whether a call has invalidated the capture.
     spoilt: bool,
 }
 
-/// How a stream stands to the legacy default stream of its context.
+/// Relation of a stream to the legacy default stream of its context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StreamKind {
     /// The legacy default stream itself.
@@ -56,7 +56,7 @@ pub enum StreamKind {
 
 struct Event {
     mark: Option<Mark>,
-    /// When it happened, 0 while it has not.
+    /// Time at which the event occurred; 0: not yet.
     at_ns: Arc<AtomicU64>,
 }
 
@@ -79,7 +79,7 @@ impl State {
         self.streams.get(&stream).is_none_or(|stream| stream.completed >= ticket)
     }
 
-    /// What an operation on this stream must wait for beside its own stream.
+    /// The operations that the next operation on this stream must wait for, on other streams.
     fn order(&self, id: StreamId) -> Vec<Mark> {
         let Some(stream) = self.streams.get(&id) else { return Vec::new() };
         let other = |candidate: &Stream| match stream.kind {
@@ -104,7 +104,7 @@ impl Streams {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The error of a kernel, which every later call returns.
+    /// Returns the error of a kernel, which every later call returns, too.
     pub fn check(&self) -> Outcome {
         match self.failure.load(Ordering::Relaxed) {
             0 => Ok(()),
@@ -131,7 +131,7 @@ impl Streams {
         id
     }
 
-    /// Calls on a stream go into a graph from now on.
+    /// Begins a capture: further calls on the stream go into a graph.
     pub fn begin_capture(&self, id: StreamId, is_global: bool) -> Outcome {
         let mut state = self.lock();
         let stream = state.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
@@ -139,7 +139,7 @@ impl Streams {
         Ok(())
     }
 
-    /// The end of that. An error: something has broken it.
+    /// Ends a capture. Returns an error if a call has invalidated it.
     pub fn end_capture(&self, id: StreamId) -> Outcome {
         let mut state = self.lock();
         let stream = state.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
@@ -147,17 +147,18 @@ impl Streams {
         if capture.spoilt { Err(STREAM_CAPTURE_INVALIDATED) } else { Ok(()) }
     }
 
-    /// Whether calls on a stream go into a graph.
+    /// Whether the stream is being captured.
     pub fn is_capturing(&self, id: StreamId) -> bool {
         self.lock().streams.get(&id).is_some_and(|stream| stream.capture.is_some())
     }
 
-    /// A call that breaks the capture of its stream.
+    /// Invalidates the capture of the call's own stream.
     pub fn spoils_own(&self, id: StreamId) -> Outcome {
         self.spoil(|of, _| of == id)
     }
 
-    /// A call that breaks every capture that lets no thread do it, unless this one is `relaxed`.
+    /// Invalidates every capture that forbids this call in all threads, unless the call is
+    /// `relaxed`.
     pub fn spoils_global(&self, relaxed: bool) -> Outcome {
         self.spoil(|_, capture| capture.is_global && !relaxed)
     }
@@ -173,7 +174,7 @@ impl Streams {
         result
     }
 
-    /// Lets a stream end once its work is done.
+    /// Ends a stream after its queued work.
     pub fn destroy(&self, id: StreamId) -> Outcome {
         let mut state = self.lock();
         let stream =
@@ -201,7 +202,7 @@ impl Streams {
         }
     }
 
-    /// The context and kind of a stream that exists.
+    /// The context and kind of an existing stream.
     pub fn get(&self, id: StreamId) -> Outcome<(u64, StreamKind)> {
         let state = self.lock();
         let stream =
@@ -276,7 +277,7 @@ impl Streams {
         self.check()
     }
 
-    /// The last operation of a stream.
+    /// The last operation that was queued on a stream.
     pub fn last(&self, id: StreamId) -> Outcome<Mark> {
         let state = self.lock();
         let stream =
@@ -314,12 +315,12 @@ impl Streams {
         id
     }
 
-    /// The end of an event.
+    /// Destroys an event. Its queued operations still run.
     pub fn destroy_event(&self, id: u64) -> Outcome {
         self.lock().events.remove(&id).map(drop).ok_or(INVALID_HANDLE)
     }
 
-    /// The event happens when the stream has come this far.
+    /// Records an event: it occurs when the stream has completed the work queued so far.
     pub fn record(&'static self, event: u64, stream: StreamId) -> Outcome {
         let at_ns = Arc::new(AtomicU64::new(0));
         let noted = Arc::clone(&at_ns);
@@ -339,14 +340,14 @@ impl Streams {
         Ok(())
     }
 
-    /// What an event waits for, and when it happened.
+    /// The operation that an event refers to, and the time at which it occurred.
     pub fn event(&self, id: u64) -> Outcome<(Option<Mark>, u64)> {
         let state = self.lock();
         let event = state.events.get(&id).ok_or(INVALID_HANDLE)?;
         Ok((event.mark, event.at_ns.load(Ordering::Relaxed)))
     }
 
-    /// The stream goes on once the event has happened.
+    /// Makes the stream wait until the event has occurred.
     pub fn wait_event(&'static self, stream: StreamId, event: u64) -> Outcome {
         let (mark, _) = self.event(event)?;
         self.submit_after(stream, mark.into_iter().collect(), Box::new(|| Ok(()))).map(drop)

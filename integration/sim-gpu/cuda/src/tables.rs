@@ -24,25 +24,26 @@ use crate::gate::Class;
 const RUNTIME: Uuid = 0x6bd5_fb6c_5bf4_e74a_8987_d939_12fd_9df9_u128.to_be_bytes();
 const VIDEO: Uuid = 0x9af0_707b_8e2d_d84c_8e4e_b994_c82d_dc35_u128.to_be_bytes();
 
-/// What tools have done to this process.
+/// State of tools in this process.
 #[derive(Debug, Default)]
 pub struct Tools {
-    /// Tools that are attached, or about to be.
+    /// Number of tools that are attached or being attached.
     attached: AtomicI32,
-    /// Checkpoints of this process.
+    /// Number of checkpoints of this process.
     saves: AtomicU64,
-    /// A tool was caught by a checkpoint: the process cannot be restored.
+    /// Whether a tool was active during a checkpoint, so that the process cannot be restored.
     is_broken: AtomicBool,
 }
 
 impl Tools {
-    /// The context goes: what a restore is bound to return, 0 where nothing stands against it.
+    /// Records that the context is checkpointed. Returns the error code of later restores; 0 if
+    /// they can succeed.
     pub fn save(&self) -> i32 {
         self.saves.fetch_add(1, Ordering::SeqCst);
         if self.attached.load(Ordering::SeqCst) > 0 { code::UNKNOWN } else { 0 }
     }
 
-    /// The context is about to be back.
+    /// Records that the context is about to be restored.
     pub fn resume(&self) -> Outcome {
         if self.is_broken.load(Ordering::SeqCst) { Err(code::UNKNOWN) } else { Ok(()) }
     }
@@ -60,14 +61,14 @@ impl Tools {
     }
 }
 
-/// A table: its size in bytes, then functions.
+/// A private table: its size in bytes, then functions.
 #[repr(C)]
 pub struct Table {
     bytes: usize,
     functions: [Function; 3],
 }
 
-/// All are called with two numbers; a function that takes fewer does not look at the others.
+/// Type of all functions. Each is called with two numbers, and may ignore them.
 type Function = unsafe extern "C" fn(u64, u64) -> CUresult;
 
 const fn table(functions: [Function; 3]) -> Table {
@@ -78,7 +79,7 @@ static OF_RUNTIME: Table = table([check, storage, settle]);
 static OF_VIDEO: Table = table([settle, settle, settle]);
 static OF_TOOLS: Table = table([attach, detach, look]);
 
-/// The table with this id. There is always one.
+/// The table with this id. Every id has one.
 pub fn find(id: &Uuid) -> &'static Table {
     match id {
         id if *id == RUNTIME => &OF_RUNTIME,
@@ -87,7 +88,8 @@ pub fn find(id: &Uuid) -> &'static Table {
     }
 }
 
-/// Whether the caller sees the table that the driver gave out, in the process that it gave it to.
+/// Returns an error unless the caller has the driver's own table, in the process for which it was
+/// made.
 unsafe extern "C" fn check(hash: u64, _: u64) -> CUresult {
     status(if hash == expected_hash(std::process::id()) { Ok(()) } else { Err(INVALID_VALUE) })
 }
@@ -98,7 +100,7 @@ fn expected_hash(pid: u32) -> u64 {
     seen.fold(0xcbf2_9ce4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// What the runtime keeps at a context: there at any time.
+/// Returns the storage that the runtime has at a context. It works in every state.
 unsafe extern "C" fn storage(_: u64, _: u64) -> CUresult {
     with(Class::Instant)
 }
@@ -107,7 +109,7 @@ unsafe extern "C" fn settle(_: u64, _: u64) -> CUresult {
     with(Class::Sync)
 }
 
-/// Takes this many milliseconds, in which no public function is called.
+/// Attaches a tool. Takes `takes_ms` milliseconds, during which no public function is called.
 unsafe extern "C" fn attach(takes_ms: u64, _: u64) -> CUresult {
     let attach = |driver: &Driver| driver.tools.attach(driver, Duration::from_millis(takes_ms));
     status(driver().map(attach))

@@ -24,25 +24,25 @@ use crate::driver::{Driver, Process, lock};
 use crate::ledger::Saved;
 use crate::{memory, node};
 
-/// Where a process stands.
+/// State of a process in a checkpoint.
 #[derive(Debug)]
 pub enum Stage {
     Running,
     Locked,
-    /// Calls wait, the VRAM is in host memory.
+    /// The process is checkpointed: its calls wait, and its VRAM is in host memory.
     Checkpointed {
-        /// What to put back.
+        /// Objects that a restore must put back.
         saved: Saved,
-        /// What stands against a restore, 0 when nothing does.
+        /// Result of a restore that cannot succeed; 0 if it can.
         restore_code: i32,
     },
-    /// No restore will ever succeed.
+    /// The process is lost: no restore will ever succeed.
     Lost,
 }
 
 type GpuPairs = [([u8; 16], [u8; 16])];
 
-/// Carries out one call.
+/// Executes one checkpoint call.
 pub fn perform(
     driver: &Driver,
     caller: u32,
@@ -175,7 +175,7 @@ fn refill(
     check(order(process, &Order::Resume { gpu_map }, None)?)
 }
 
-/// `map[old] = new`, when the pairs are a permutation of all GPUs.
+/// `map[old] = new`, if the pairs are a permutation of all GPUs.
 fn gpu_map(driver: &Driver, pairs: &GpuPairs) -> Option<Vec<usize>> {
     let gpus = driver.config.gpu_infos();
     let identity = (0..gpus.len()).collect();
@@ -200,7 +200,7 @@ fn control(process: &Process) -> Result<(Arc<Packet>, i32), i32> {
     lock(&process.control).clone().ok_or(code::OPERATING_SYSTEM)
 }
 
-/// Asks the process, and waits for its answer or its end.
+/// Sends an order to the process, and waits for its reply or its end.
 fn order(
     process: &Process,
     order: &Order,

@@ -1,8 +1,8 @@
-//! The state of the node, and what each request does to it.
+//! The state of the node, and the effect of each request.
 //!
-//! One mutex guards the books, held for moments; filling memory, waiting for
-//! processes and sleeping happen outside. A process's checkpoint stage has a
-//! mutex of its own, held for as long as the operation takes.
+//! One mutex guards the ledger. It is held only briefly: filling memory, waiting for processes and
+//! sleeping happen without it. The checkpoint state of a process has its own mutex, which is held
+//! for the whole operation.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,27 +18,28 @@ use crate::ledger::{ClientId, Ledger};
 use crate::memory;
 use crate::usage::Usage;
 
-/// Each object keeps a descriptor open; a container must not be able to use them all up.
+/// Maximum number of objects. Each keeps a descriptor open, and a container must not use up all
+/// descriptors.
 const MAX_OBJECTS: usize = 16 * 1024;
 const MAX_EXPORTS: usize = 256;
 const MAX_TOKENS: usize = 4096;
-/// Keeps a snapshot below the size of a packet.
+/// Maximum number of processes in a snapshot, so that it fits into a packet.
 const MAX_LISTED_PROCESSES: usize = 64;
 
-/// What a request comes to: an answer with a descriptor, or a `CUresult`.
+/// Result of a request: a reply, which may have a descriptor, or a `CUresult`.
 pub type Answer = Result<(Reply, Option<Arc<OwnedFd>>), i32>;
 
 #[derive(Debug)]
 pub struct Process {
     pub id: ClientId,
     pub pid: u32,
-    /// The user that may checkpoint it, beside root.
+    /// The user that may checkpoint the process, besides root.
     pub uid: u32,
     /// File in which the process records its kernels' times.
     pub stats: File,
-    /// Where it stands; held while an operation runs.
+    /// Its checkpoint state, locked while an operation runs.
     pub stage: Mutex<Stage>,
-    /// The way into it, and the thread at the other end.
+    /// Connection to its checkpoint thread, and the id of that thread.
     pub control: Mutex<Option<(Arc<Packet>, i32)>>,
 }
 
@@ -60,7 +61,7 @@ pub struct Driver {
     state: Mutex<State>,
 }
 
-/// A poisoned lock is one whose holder panicked; the books are consistent between statements.
+/// Locks a mutex, even if its holder panicked: the ledger is consistent between statements.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -84,7 +85,7 @@ impl Driver {
         lock(&self.state)
     }
 
-    /// A process becomes a CUDA process.
+    /// Registers a CUDA process.
     pub fn attach(&self, pid: u32, uid: u32) -> io::Result<(Arc<Process>, Arc<OwnedFd>)> {
         let page = memory::create("affinode-sim-stats", STATS_BYTES as u64)?;
         let stats = File::from(page.try_clone()?);
@@ -121,7 +122,7 @@ impl Driver {
             .cloned()
     }
 
-    /// `cuCtxCreate` and the like.
+    /// Creates a context, for `cuCtxCreate` and similar calls.
     pub fn create_context(&self, client: ClientId, gpu: usize) -> Answer {
         self.check_gpu(gpu)?;
         self.state().ledger.create_context(client, gpu).map_err(|_| code::OUT_OF_MEMORY)?;
@@ -167,7 +168,7 @@ impl Driver {
         Ok((Reply::Done, None))
     }
 
-    /// Registers an exported descriptor, by its name.
+    /// Registers an exported descriptor by its name.
     pub fn export(&self, client: ClientId, object: ObjectId, name: u64) -> Result<(), i32> {
         let mut state = self.state();
         if !state.ledger.holds(client, object) {
@@ -181,7 +182,7 @@ impl Driver {
         Ok(())
     }
 
-    /// The last copy of an exported descriptor was closed.
+    /// Handles the close of the last copy of an exported descriptor.
     pub fn close_export(&self, name: u64) {
         let mut state = self.state();
         if let Some(object) = state.ledger.close_export(name) {
@@ -234,7 +235,7 @@ impl Driver {
         ))
     }
 
-    /// Reads the stats pages.
+    /// Reads the statistics pages of all processes.
     pub fn sample(&self, now_ns: u64) {
         let mut guard = self.state();
         let state = &mut *guard;
@@ -274,7 +275,7 @@ impl Driver {
 }
 
 impl State {
-    /// Forgets an object that the ledger has let go.
+    /// Frees an object that the ledger has released.
     pub fn bury(&mut self, object: ObjectId) {
         self.memories.remove(&object);
         self.tokens.retain(|_, named| *named != object);

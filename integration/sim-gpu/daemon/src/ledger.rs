@@ -1,17 +1,17 @@
-//! Accounting of VRAM by process. Pure: ids and numbers in, ids and numbers out.
+//! Accounting of VRAM by process. It is pure: its input and output are ids and numbers.
 //!
-//! An object lives while a client holds it or an exported descriptor of it is open.
-//! It counts against its GPU once, and for NVML against its first holder.
+//! An object exists while a client holds it, or while an exported descriptor of it is open. It
+//! counts once for its GPU. NVML counts it for its first holder.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use affinode_sim_protocol::ObjectId;
 
-/// Names one attachment of a process: a pid may come back, this does not.
+/// Id of one attachment of a process. Unlike a pid, it is not reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientId(pub u64);
 
-/// There is no room on the GPU.
+/// The GPU has too little free VRAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NoRoom;
 
@@ -23,7 +23,7 @@ struct Object {
     holders: BTreeSet<ClientId>,
 }
 
-/// What a checkpoint took off the GPUs, and a restore needs to put back.
+/// Objects and contexts that a checkpoint removed from the GPUs and that a restore puts back.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Saved {
     /// Objects with their GPU and size.
@@ -45,10 +45,10 @@ pub struct Ledger {
     objects: BTreeMap<ObjectId, Object>,
     /// Open exported descriptors, by name.
     exports: BTreeMap<u64, ObjectId>,
-    /// After a checkpoint, a client that had shared an object has a copy of its own, under the name
-    /// that others keep for the original (measured with 580).
+    /// Copies of shared objects, by client and original object. After a checkpoint, a client that
+    /// shared an object has a copy of its own under the original's name (measured with driver 580).
     copies: BTreeMap<(ClientId, ObjectId), ObjectId>,
-    /// VRAM of each GPU released since the last allocation there.
+    /// VRAM of each GPU that was released since the last allocation there.
     unnoted: Vec<u64>,
     next_object: ObjectId,
 }
@@ -67,13 +67,13 @@ impl Ledger {
         }
     }
 
-    /// How many objects there are.
+    /// Number of existing objects.
     pub fn object_count(&self) -> usize {
         self.objects.len()
     }
 
-    /// VRAM of a GPU released since the last allocation there: the driver notices it in the next
-    /// allocation, which then waits (13 to 20 ms for 60 GiB; measured with 580).
+    /// VRAM of a GPU that was released since the last allocation there. The driver notices it in
+    /// the next allocation, which then waits (13 to 20 ms for 60 GiB, measured with driver 580).
     pub fn unnoted_bytes(&self, gpu: usize) -> u64 {
         self.unnoted.get(gpu).copied().unwrap_or(0)
     }
@@ -91,12 +91,12 @@ impl Ledger {
         objects + contexts * self.context_bytes
     }
 
-    /// VRAM of a GPU that is not.
+    /// VRAM of a GPU that is free.
     pub fn free_bytes(&self, gpu: usize) -> u64 {
         self.capacities.get(gpu).map_or(0, |capacity| capacity.saturating_sub(self.used_bytes(gpu)))
     }
 
-    /// VRAM that NVML counts as this client's.
+    /// VRAM that NVML counts for this client.
     pub fn client_bytes(&self, client: ClientId, gpu: usize) -> u64 {
         let mine = |object: &&Object| object.gpu == gpu && object.holders.first() == Some(&client);
         let objects: u64 = self.objects.values().filter(mine).map(|object| object.bytes).sum();
@@ -105,7 +105,7 @@ impl Ledger {
         objects + if context { self.context_bytes } else { 0 }
     }
 
-    /// One more context of a client on a GPU.
+    /// Adds a context of a client on a GPU.
     pub fn create_context(&mut self, client: ClientId, gpu: usize) -> Result<(), NoRoom> {
         let first = !self.contexts.get(&client).is_some_and(|contexts| contexts.contains_key(&gpu));
         if first && self.free_bytes(gpu) < self.context_bytes {
@@ -145,12 +145,12 @@ impl Ledger {
         Ok(id)
     }
 
-    /// The object that a client means by a name.
+    /// The object that a client's name refers to.
     pub fn meant(&self, client: ClientId, id: ObjectId) -> ObjectId {
         self.copies.get(&(client, id)).copied().unwrap_or(id)
     }
 
-    /// Releases a client's hold. Returns the object if it is gone then.
+    /// Releases a client's hold. Returns the object if that frees it.
     pub fn release(&mut self, client: ClientId, id: ObjectId) -> Option<ObjectId> {
         let id = self.copies.remove(&(client, id)).unwrap_or(id);
         if let Some(object) = self.objects.get_mut(&id) {
@@ -165,42 +165,43 @@ impl Ledger {
         self.objects.get(&id).is_some_and(|object| object.holders.contains(&client))
     }
 
-    /// Whether a client has memory of another's making, also where that one has let go of it
-    /// (measured with 580).
+    /// Whether a client has memory that another client has created, even if the other has released
+    /// it (measured with driver 580).
     pub fn has_of_others(&self, client: ClientId) -> bool {
         let of_another = |object: &Object| object.maker != client;
         self.objects.values().any(|object| of_another(object) && object.holders.contains(&client))
     }
 
-    /// A client gets hold of an object that exists.
+    /// Adds a client as a holder of an existing object.
     pub fn hold(&mut self, client: ClientId, id: ObjectId) -> Option<(usize, u64)> {
         let object = self.objects.get_mut(&id)?;
         object.holders.insert(client);
         Some((object.gpu, object.bytes))
     }
 
-    /// An exported descriptor, by its name, was made.
+    /// Adds an exported descriptor by its name.
     pub fn export(&mut self, name: u64, id: ObjectId) {
         self.exports.insert(name, id);
     }
 
-    /// Which object an exported descriptor names.
+    /// The object that an exported descriptor refers to.
     pub fn exported(&self, name: u64) -> Option<ObjectId> {
         self.exports.get(&name).copied()
     }
 
-    /// How many exported descriptors are open.
+    /// Number of open exported descriptors.
     pub fn export_count(&self) -> usize {
         self.exports.len()
     }
 
-    /// The last copy of an exported descriptor was closed. The object that went with it, if any.
+    /// Removes an exported descriptor whose last copy was closed. Returns the object if that frees
+    /// it.
     pub fn close_export(&mut self, name: u64) -> Option<ObjectId> {
         let id = self.exports.remove(&name)?;
         self.bury(id).then_some(id)
     }
 
-    /// The VRAM that a client holds and contexts take, for which host memory is needed.
+    /// VRAM of a client's objects and contexts, for which a checkpoint needs host memory.
     pub fn holdings(&self, client: ClientId) -> Saved {
         let mine = |(_, object): &(&ObjectId, &Object)| object.holders.contains(&client);
         let objects = self
@@ -212,13 +213,13 @@ impl Ledger {
         Saved { objects, contexts: self.contexts.get(&client).cloned().unwrap_or_default() }
     }
 
-    /// What a client calls an object.
+    /// The name of an object in a client.
     fn name(&self, client: ClientId, id: ObjectId) -> ObjectId {
         let copy = self.copies.iter().find(|((of, _), copy)| *of == client && **copy == id);
         copy.map_or(id, |((_, name), _)| *name)
     }
 
-    /// Removes a client from the GPUs. Returns its saved contents, and the objects that are gone.
+    /// Removes a client from the GPUs. Returns its saved contents, and the freed objects.
     pub fn evict(&mut self, client: ClientId) -> (Saved, Vec<ObjectId>) {
         let saved = self.holdings(client);
         self.contexts.remove(&client);
@@ -237,7 +238,8 @@ impl Ledger {
         (saved, gone)
     }
 
-    /// Puts a client back, each of its GPUs replaced by `gpu_map[gpu]`: wholly or not at all.
+    /// Puts a client back on GPU `gpu_map[gpu]` for each of its GPUs, either completely or not at
+    /// all.
     pub fn readmit(
         &mut self,
         client: ClientId,
@@ -280,7 +282,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// A client is gone. The objects that went with it.
+    /// Removes a client that has ended. Returns the freed objects.
     pub fn remove(&mut self, client: ClientId) -> Vec<ObjectId> {
         self.contexts.remove(&client);
         self.copies.retain(|(of, _), _| *of != client);

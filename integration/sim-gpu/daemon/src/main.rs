@@ -10,7 +10,7 @@
 //! containers share the GPU. It ends on SIGTERM and SIGINT, and the contents of every simulated GPU
 //! are then lost.
 //!
-//! | module | does |
+//! | module | content |
 //! | --- | --- |
 //! | [`ledger`] | VRAM by process; pure |
 //! | [`driver`] | the state of the node, and the effect of each request |

@@ -1,11 +1,11 @@
-//! What /proc and the cgroup file systems say about a process.
+//! Reads /proc and the cgroup file systems for a process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The host's number of the process that `caller` knows as `pid`.
+/// The pid on the host of the process that has the pid `pid` for `caller`.
 ///
-/// The kernel driver translates in the caller's pid namespace; we read `NSpid`.
+/// The kernel driver translates it in the caller's pid namespace; this reads `NSpid`.
 pub fn resolve_pid(caller: u32, pid: i32) -> Option<u32> {
     let wanted = u32::try_from(pid).ok().filter(|pid| *pid > 0)?;
     let namespace = pid_namespace(caller)?;
@@ -30,7 +30,7 @@ fn pid_namespace_of_self() -> Option<PathBuf> {
     fs::read_link("/proc/self/ns/pid").ok()
 }
 
-/// The number of a process in its own pid namespace.
+/// The pid of a process in its own pid namespace.
 fn inner_pid(pid: u32) -> Option<u32> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     status
@@ -42,7 +42,7 @@ fn inner_pid(pid: u32) -> Option<u32> {
         .ok()
 }
 
-/// The lowest memory limit of the process's cgroup and of those above it.
+/// The lowest memory limit of the process's cgroup and the cgroups above it.
 pub fn memory_limit_bytes(pid: u32) -> Option<u64> {
     let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     let limits = cgroups.lines().filter_map(|line| {

@@ -1,4 +1,4 @@
-//! Connections: a thread each, which ends with its client.
+//! Connections to clients. A thread serves each, and ends with its client.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,10 +21,10 @@ use crate::usage;
 const MAX_CONNECTIONS: usize = 1024;
 const STACK_BYTES: usize = 256 * 1024;
 
-/// Why the daemon could not start, or ended.
+/// Reason why the daemon did not start, or ended.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Another one is there.
+    /// Another daemon listens at this socket.
     #[error("a simulated GPU already listens on {0}; stop it or choose another --socket")]
     InUse(String),
     #[error("cannot listen on {path}; choose a --socket in a folder that you can write")]
@@ -148,7 +148,7 @@ fn serve(driver: &Arc<Driver>, client: Packet) {
     }
 }
 
-/// The requests that only a CUDA process can make.
+/// Handles the requests that only a CUDA process can make.
 fn handle(
     driver: &Arc<Driver>,
     process: &Process,
@@ -172,8 +172,9 @@ fn handle(
     }
 }
 
-/// The descriptor is one of a character device, as the real driver's, of which another stays here: it
-/// cannot be mapped, its number names the object, and its last copy's end shows as an error.
+/// Exports an object as a descriptor of a character device, as the real driver does. The daemon
+/// keeps another descriptor of the same device. The descriptor cannot be mapped, its number names
+/// the object, and the end of its last copy shows as an error.
 fn export(driver: &Arc<Driver>, process: &Process, object: u64) -> Answer {
     let (ours, theirs) = terminal().map_err(|_| code::OPERATING_SYSTEM)?;
     let name = name(&theirs)?;
@@ -201,8 +202,8 @@ fn terminal() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// Of no other terminal of the machine, while one end is open: a container has a file system of its
-/// own for them.
+/// Name of a descriptor: the number of its terminal, unique while one end is open. A container has
+/// its own file system of terminals.
 fn name(fd: &impl AsFd) -> Result<u64, i32> {
     let stat = fstat(fd).map_err(|_| code::OPERATING_SYSTEM)?;
     let is_device = stat.st_mode & nix::libc::S_IFMT == nix::libc::S_IFCHR;

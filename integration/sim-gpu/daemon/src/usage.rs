@@ -1,5 +1,5 @@
-//! How busy GPUs and processes were during the last second, from the stats pages
-//! that the processes write. A page may say anything: it can only spoil its own figure.
+//! Utilisation of GPUs and processes during the last second, from the statistics pages that the
+//! processes write. A process may write any value, but it affects only its own figure.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,7 +11,7 @@ use nix::time::{ClockId, clock_gettime};
 
 use crate::ledger::ClientId;
 
-/// How often [`Usage::sample`] should be called.
+/// Interval at which [`Usage::sample`] should be called.
 pub const PERIOD: Duration = Duration::from_millis(250);
 const KEPT: usize = 4;
 
@@ -28,7 +28,7 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// Reads every page anew and forgets the processes that are not among them.
+    /// Reads every page again, and drops processes that are not in the list.
     pub fn sample<'a>(
         &mut self,
         now_ns: u64,
@@ -74,7 +74,7 @@ fn busy_ns(page: &File, gpu: usize, now_ns: u64) -> u64 {
     busy.saturating_add(running)
 }
 
-/// CLOCK_MONOTONIC, as the processes read it.
+/// Time of CLOCK_MONOTONIC, as the processes read it.
 pub fn now_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| {
         (now.tv_sec() as u64).saturating_mul(1_000_000_000).saturating_add(now.tv_nsec() as u64)

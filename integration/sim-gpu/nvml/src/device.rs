@@ -206,7 +206,8 @@ fn bus_id(number: usize) -> String {
     format!("00000000:{:02X}:00.0", number + 1)
 }
 
-/// The count that the caller has room for becomes the count that there is.
+/// Writes items to the caller's array, and their number to `count`. Before the call, `count` has
+/// the size of the array.
 fn list<T>(items: Vec<T>, count: Out<u32>, to: Out<T>) -> Outcome {
     let room = count.get().ok_or(INVALID_ARGUMENT)?;
     let there = items.len() as u32;

@@ -2,8 +2,8 @@
 //!
 //! Each call queries the daemon: device names, UUIDs, memory, utilisation over the last second, and
 //! the processes that hold VRAM by their pids on the host. A checkpointed process is in no list.
-//! Clocks, power, temperature, ECC, MIG and events are absent, and the few functions for them that
-//! tools call often return "not supported".
+//! Clocks, power, temperature, ECC, MIG and events are not simulated. The few functions for them
+//! that tools often call return "not supported".
 
 #![allow(
     unsafe_code,

@@ -1,4 +1,4 @@
-//! Questions to the daemon, and ways to hand out the answers.
+//! Requests to the daemon, and functions that write the replies to the caller.
 
 use std::ffi::c_char;
 use std::path::PathBuf;
@@ -10,17 +10,18 @@ use affinode_sim_protocol::{
 
 use crate::{DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, Outcome, UNINITIALIZED};
 
-/// How often `nvmlInit` was called more than `nvmlShutdown`.
+/// Number of calls of `nvmlInit` minus those of `nvmlShutdown`.
 static USERS: AtomicU32 = AtomicU32::new(0);
 
-/// How often a checkpointed process looks whether it is unlocked.
+/// Interval at which a checkpointed process checks whether it is unlocked.
 const POLL: std::time::Duration = std::time::Duration::from_millis(10);
 
-/// `nvmlDevice_t`: one more than the index, so that it is never null.
+/// `nvmlDevice_t`: the index plus one, so that it is never null.
 pub type Device = usize;
 
-/// How long each question to the driver takes, in milliseconds, for tests of what meets a lock. A
-/// process that is locked in the middle of one ends then: what becomes of it is not known.
+/// Environment variable with the duration of each request in milliseconds, for tests of a lock
+/// during a request. A process that is locked in the middle of a request ends, because the real
+/// driver's behaviour is unknown.
 const SLOW_ENV: &str = "AFFINODE_SIM_NVML_SLOW_MS";
 
 /// Simulates the function `nvmlInit`.
@@ -42,7 +43,7 @@ pub fn shutdown() -> Outcome {
         .map_err(|_| UNINITIALIZED)
 }
 
-/// Every GPU, as it is now.
+/// The present state of every GPU.
 pub fn gpus() -> Outcome<Vec<GpuSnapshot>> {
     if USERS.load(Ordering::Relaxed) == 0 {
         return Err(UNINITIALIZED);
@@ -50,7 +51,7 @@ pub fn gpus() -> Outcome<Vec<GpuSnapshot>> {
     ask()
 }
 
-/// One GPU, as it is now.
+/// The present state of one GPU.
 pub fn gpu(device: Device) -> Outcome<GpuSnapshot> {
     let index = index(device)?;
     gpus()?.into_iter().nth(index).ok_or(INVALID_ARGUMENT)
@@ -70,8 +71,8 @@ fn own_state() -> Option<ProcessState> {
     }
 }
 
-/// While this process is checkpointed, every call blocks until it is unlocked, as with NVIDIA's
-/// driver.
+/// Waits while this process is checkpointed, until it is unlocked. Every call of NVIDIA's driver
+/// blocks in the same way.
 pub fn wait_until_unlocked() {
     let mut was_checkpointed = false;
     let mut is_offloaded = || {
@@ -85,7 +86,7 @@ pub fn wait_until_unlocked() {
     }
 }
 
-/// What the driver knows.
+/// Reads the daemon's state of all GPUs.
 fn ask() -> Outcome<Vec<GpuSnapshot>> {
     wait_until_unlocked();
     let slow_ms = std::env::var(SLOW_ENV).ok().and_then(|text| text.parse().ok());
@@ -101,7 +102,8 @@ fn ask() -> Outcome<Vec<GpuSnapshot>> {
     }
 }
 
-/// A connection per question: nothing to keep over a fork, or when the daemon starts anew.
+/// Sends a request on a new connection, so that no connection must survive a fork or a restart of
+/// the daemon.
 fn put_question(request: &Request) -> Outcome<Reply> {
     let path = std::env::var_os(SOCKET_ENV).map_or_else(|| PathBuf::from(SOCKET), PathBuf::from);
     let packet = Packet::connect(&path).map_err(|_| DRIVER_NOT_LOADED)?;
@@ -117,7 +119,7 @@ pub fn put<T>(to: Out<T>, value: T) -> Outcome {
     to.set(value).map_err(|_| INVALID_ARGUMENT)
 }
 
-/// Writes a text with its end, if there is room.
+/// Writes a text with its closing zero, if the buffer is large enough.
 pub fn put_text(to: Out<c_char>, room: u32, text: &str) -> Outcome {
     if text.len() >= room as usize {
         return Err(INSUFFICIENT_SIZE);
@@ -128,7 +130,7 @@ pub fn put_text(to: Out<c_char>, room: u32, text: &str) -> Outcome {
         .map_err(|_| INVALID_ARGUMENT)
 }
 
-/// A text in an array of fixed size, cut if need be, with zeros behind it.
+/// A text in an array of fixed size. It is cut if necessary, and followed by zeros.
 pub fn fixed_text<const N: usize>(text: &str) -> [c_char; N] {
     let mut array = [0; N];
     for (place, byte) in array.iter_mut().zip(text.bytes().take(N - 1)) {

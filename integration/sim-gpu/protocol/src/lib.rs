@@ -1,10 +1,10 @@
 //! The messages between the simulated driver (`affinode-sim-gpud`) and its two libraries.
 //!
 //! One Unix socket of type SEQPACKET: a message is one packet of JSON of at most
-//! [`MAX_PACKET_BYTES`], with at most one file descriptor beside it. A client
-//! opens a connection and its first request decides what the connection is:
+//! [`MAX_PACKET_BYTES`], with at most one file descriptor. The first request of a connection
+//! determines its purpose:
 //!
-//! | first request | the connection is | requests come from |
+//! | first request | purpose | requests come from |
 //! | --- | --- | --- |
 //! | [`Request::Attach`] | the life of a CUDA process: when it closes, its VRAM is free | the process |
 //! | [`Request::Control`] | the driver's channel into that process | the daemon, with [`Order`]s |
@@ -20,133 +20,135 @@ pub use pointers::{In, Out, Text, pointer};
 
 use serde::{Deserialize, Serialize};
 
-/// Where the daemon listens unless told otherwise.
+/// Socket at which the daemon listens by default.
 pub const SOCKET: &str = "/run/affinode-sim/gpu.sock";
 /// Environment variable that names another socket, for the libraries.
 pub const SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
-/// No message is larger than this.
+/// Maximum size of a message in bytes.
 pub const MAX_PACKET_BYTES: usize = 128 * 1024;
 /// Driver version that both libraries report.
 pub const DRIVER_VERSION: &str = "580.0-simulated";
 /// CUDA version that both libraries report.
 pub const CUDA_VERSION: i32 = 13000;
-/// Most GPUs that a daemon simulates.
+/// Maximum number of GPUs that a daemon simulates.
 pub const MAX_GPUS: usize = 16;
 
-/// Names an allocation of device memory, the same in the daemon and its holders.
+/// Id of an allocation of device memory, the same in the daemon and in its holders.
 pub type ObjectId = u64;
 
-/// `CUresult`s that travel in messages.
+/// `CUresult`s that messages contain.
 pub mod code {
     /// The call succeeded, `CUDA_SUCCESS`.
     pub const SUCCESS: i32 = 0;
-    /// A bad argument; also what a restore with peer access used, or with a partial GPU map, returns.
+    /// A bad argument. Also the result of a restore with a partial GPU map, or after peer access
+    /// was used.
     pub const INVALID_VALUE: i32 = 1;
-    /// No room in VRAM.
+    /// The GPU has too little free VRAM.
     pub const OUT_OF_MEMORY: i32 = 2;
-    /// No CUDA in that process.
+    /// The process has not initialised CUDA.
     pub const NOT_INITIALIZED: i32 = 3;
     /// The device ordinal is out of range.
     pub const INVALID_DEVICE: i32 = 101;
-    /// The operating system, or a process that is gone or lost, or not permitted.
+    /// Error of the operating system. Also returned if the process has ended, is lost, or may not
+    /// be accessed.
     pub const OPERATING_SYSTEM: i32 = 304;
-    /// A handle that is not one.
+    /// The handle is invalid, `CUDA_ERROR_INVALID_HANDLE`.
     pub const INVALID_HANDLE: i32 = 400;
     /// The operation does not fit the checkpoint state.
     pub const ILLEGAL_STATE: i32 = 401;
-    /// Not ready: a kernel is running still.
+    /// Not ready: a kernel is still running.
     pub const NOT_READY: i32 = 600;
-    /// Not supported: managed memory, shared memory.
+    /// Not supported, as for managed memory and shared memory.
     pub const NOT_SUPPORTED: i32 = 801;
     /// Any other error, `CUDA_ERROR_UNKNOWN`.
     pub const UNKNOWN: i32 = 999;
 }
 
-/// What a client asks of the daemon.
+/// Requests of a client to the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Become a CUDA process. Answer: [`Reply::Attached`] with the stats page.
+    /// Become a CUDA process. Reply: [`Reply::Attached`] with the statistics page.
     Attach,
-    /// Take orders on this connection. Answer: [`Reply::Done`], then orders.
+    /// Receive orders on this connection. Reply: [`Reply::Done`], then orders.
     Control {
-        /// Thread that carries the orders out, in the process's own numbering.
+        /// Id of the thread that executes the orders, in the process's own pid namespace.
         tid: i32,
     },
-    /// A context on a GPU; the first one of a process costs VRAM.
+    /// Create a context on a GPU. The first context of a process takes VRAM.
     CreateContext {
         /// Index of the GPU.
         gpu: usize,
     },
-    /// The end of one.
+    /// Destroy a context on a GPU.
     DestroyContext {
         /// Index of the GPU.
         gpu: usize,
     },
-    /// Device memory. Answer: [`Reply::Object`] with its memory file.
+    /// Allocate device memory. Reply: [`Reply::Object`] with its memory file.
     Allocate {
         /// Index of the GPU.
         gpu: usize,
         /// Size in bytes to allocate.
         bytes: u64,
     },
-    /// This process lets go of it.
+    /// Release this process's hold of an object.
     Free {
-        /// Object that is meant.
+        /// Id of the object.
         object: ObjectId,
     },
-    /// Answer: [`Reply::Done`] with a descriptor that names the object.
+    /// Export an object. Reply: [`Reply::Done`] with a descriptor that names it.
     Export {
-        /// Object that is meant.
+        /// Id of the object.
         object: ObjectId,
     },
-    /// Comes with a descriptor made by `Export`. Answer as to `Allocate`.
+    /// Import an object by the descriptor of an `Export`. Reply as to `Allocate`.
     Import,
-    /// A legacy IPC handle. Answer: [`Reply::Token`].
+    /// Make a handle of legacy IPC. Reply: [`Reply::Token`].
     IpcExport {
-        /// Object that is meant.
+        /// Id of the object.
         object: ObjectId,
     },
-    /// Opens one. Answer as to `Allocate`.
+    /// Open a handle of legacy IPC. Reply as to `Allocate`.
     IpcOpen {
         /// Text of a [`Reply::Token`].
         token: String,
     },
-    /// Free and total memory; the reply is [`Reply::Memory`].
+    /// Query free and total memory. Reply: [`Reply::Memory`].
     Memory {
         /// Index of the GPU.
         gpu: usize,
     },
-    /// The checkpoint calls. Answer: [`Reply::Done`], [`Reply::State`] or an error.
+    /// Make a checkpoint call. Reply: [`Reply::Done`], [`Reply::State`] or an error.
     Checkpoint {
-        /// In the caller's pid namespace.
+        /// Process id in the caller's pid namespace.
         pid: i32,
         /// Checkpoint operation to run.
         operation: Operation,
     },
-    /// What NVML shows. Answer: [`Reply::Snapshot`].
+    /// Query the data of NVML. Reply: [`Reply::Snapshot`].
     Snapshot,
 }
 
 /// One of the `cuCheckpointProcess*` calls.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Operation {
-    /// Stop calls and wait for the work in flight.
+    /// Stop calls, and wait for work in progress.
     Lock {
         /// Time limit; 0: no limit.
         timeout_ms: u32,
     },
-    /// VRAM to host memory.
+    /// Move VRAM to host memory.
     Save,
-    /// Restore, with the GPUs to use.
+    /// Restore the process on these GPUs.
     Restore {
-        /// Old and new UUID; empty: onto the same GPUs.
+        /// Pairs of old and new UUID; empty: the same GPUs.
         gpu_pairs: Vec<([u8; 16], [u8; 16])>,
     },
-    /// Let calls go on.
+    /// Let waiting calls continue.
     Unlock,
     /// Query the [`ProcessState`], as `cuCheckpointProcessGetState` does.
     State,
-    /// Query the thread that restores.
+    /// Query the id of the thread that executes restores.
     RestoreThread,
 }
 
@@ -166,29 +168,29 @@ pub enum ProcessState {
 /// Replies of the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// Refused, with a `CUresult`.
+    /// The request was refused with this `CUresult`.
     Error(i32),
-    /// Nothing more to say.
+    /// The request has succeeded. There is no further data.
     Done,
     /// Reply to [`Request::Attach`].
     Attached {
         /// Every GPU of the node.
         gpus: Vec<GpuInfo>,
     },
-    /// Device memory; its file comes beside.
+    /// Device memory. The message has the descriptor of its file.
     Object {
         /// Name of the object.
         object: ObjectId,
         /// Index of its GPU.
         gpu: usize,
-        /// How large it is.
+        /// Size of the memory in bytes.
         bytes: u64,
     },
-    /// A name that another process can open.
+    /// Text of a handle with which another process can open an object.
     Token(String),
     /// Memory of one GPU.
     Memory {
-        /// Not used by anyone.
+        /// Free memory in bytes.
         free_bytes: u64,
         /// Total memory in bytes.
         total_bytes: u64,
@@ -201,59 +203,59 @@ pub enum Reply {
     Snapshot(Vec<GpuSnapshot>),
 }
 
-/// What the daemon asks of a CUDA process, which answers each with a [`Report`].
+/// Orders of the daemon to a CUDA process. The process replies to each with a [`Report`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
-    /// Hold new calls, wait for those inside and for the streams.
+    /// Hold new calls, and wait for calls inside the driver and for the streams.
     Lock {
         /// Time limit; 0: no limit.
         timeout_ms: u32,
     },
-    /// Copy every object to host memory, unmap it.
+    /// Copy every object to host memory, and unmap it.
     Save {
-        /// Host memory that the driver takes beside the contents.
+        /// Host memory that the driver takes in addition to the contents, in bytes.
         extra_bytes: u64,
     },
-    /// Comes with the new memory of an object: map it and fill it.
+    /// Map the new memory of an object, whose descriptor is in this message, and fill it.
     Map {
-        /// Object that is meant.
+        /// Id of the object.
         object: ObjectId,
     },
-    /// All objects are back.
+    /// Continue: all objects have their contents again.
     Resume {
-        /// GPU that now stands for each GPU of before.
+        /// New GPU of each earlier GPU, by index.
         gpu_map: Vec<usize>,
     },
-    /// Let calls go on.
+    /// Let waiting calls continue.
     Unlock,
 }
 
-/// The process's answer to an [`Order`].
+/// Reply of a process to an [`Order`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
     /// Value of a `CUresult`.
     pub code: i32,
-    /// After `Save`: what every restore is bound to return, 0 if nothing stands against it.
+    /// After `Save`: the result of every later restore; 0 if it can succeed.
     pub restore_code: i32,
 }
 
 /// One of the simulated GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuInfo {
-    /// Always says that it is simulated.
+    /// Product name, which always contains "Simulated".
     pub name: String,
-    /// Bytes as in `CUuuid`.
+    /// UUID with the bytes of `CUuuid`.
     pub uuid: [u8; 16],
     /// Total memory in bytes.
     pub vram_bytes: u64,
-    /// Says that it is cut into MIG instances; it is none the less used whole.
+    /// Whether the GPU reports MIG mode. It is still used as a whole.
     pub mig: bool,
 }
 
-/// What NVML knows of one GPU.
+/// Data of NVML about one GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuSnapshot {
-    /// The GPU that is described.
+    /// Identity and size of the GPU.
     pub info: GpuInfo,
     /// Memory in use by all processes, in bytes.
     pub used_bytes: u64,
@@ -261,11 +263,11 @@ pub struct GpuSnapshot {
     pub unnoted_bytes: u64,
     /// Share of the last sample period in which a kernel ran.
     pub busy_percent: u32,
-    /// Those that hold VRAM.
+    /// Processes that hold VRAM on the GPU.
     pub processes: Vec<ProcessUse>,
 }
 
-/// One process on one GPU.
+/// Use of one GPU by one process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessUse {
     /// Process id on the host.
@@ -276,11 +278,11 @@ pub struct ProcessUse {
     pub busy_percent: u32,
 }
 
-/// Size of the stats page: per GPU two u64, `busy_ns` and `busy_since_ns`
-/// (CLOCK_MONOTONIC, 0 when idle). The process writes, the daemon reads.
+/// Size of the statistics page. For each GPU it has two u64: `busy_ns` and `busy_since_ns`
+/// (CLOCK_MONOTONIC, 0 when idle). The process writes it, the daemon reads it.
 pub const STATS_BYTES: usize = MAX_GPUS * 16;
 
-/// The UUID of the GPU with this index: readable, and never that of a real one.
+/// The UUID of the GPU with this index. It is readable, and never equals a real GPU's.
 pub fn gpu_uuid(index: usize) -> [u8; 16] {
     let mut uuid = *b"affinode-sim-000";
     for (place, digit) in uuid[13..].iter_mut().zip([index / 100, index / 10, index]) {

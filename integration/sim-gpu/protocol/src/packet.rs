@@ -1,4 +1,4 @@
-//! SEQPACKET sockets that carry one JSON value and at most one descriptor per packet.
+//! SEQPACKET sockets. Each packet has one JSON value and at most one descriptor.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -116,7 +116,8 @@ fn own(fd: RawFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
-/// A signal handler of the application must not show as a failed driver call.
+/// Repeats a system call that a signal has interrupted: a signal handler of the application must
+/// not appear as a failed driver call.
 fn retry<T>(mut call: impl FnMut() -> nix::Result<T>) -> nix::Result<T> {
     loop {
         match call() {

@@ -1,4 +1,4 @@
-//! Pointers that C callers pass to the libraries, with every dereference in this one place.
+//! Pointers that C callers pass to the libraries. All dereferences are in this module.
 
 #![allow(unsafe_code, reason = "the arguments of a C interface are raw pointers")]
 
@@ -6,8 +6,8 @@ use std::ffi::{CStr, c_char};
 
 use crate::code::INVALID_VALUE;
 
-/// Where a function writes a result. Only a C caller makes one, and promises by the
-/// contract of each function that it is null or valid for a write.
+/// Pointer through which a function writes a result. Only C callers make one. The contract of each
+/// function requires that it is null or valid for a write.
 #[repr(transparent)]
 pub struct Out<T>(*mut T);
 
@@ -21,7 +21,7 @@ impl<T> Clone for Out<T> {
 impl<T> Copy for Out<T> {}
 
 impl<T> Out<T> {
-    /// Writes; a null pointer is an invalid value.
+    /// Writes the value. A null pointer is an invalid value.
     pub fn set(self, value: T) -> Result<(), i32> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
@@ -30,7 +30,7 @@ impl<T> Out<T> {
         Ok(())
     }
 
-    /// Writes, unless the caller did not ask.
+    /// Writes the value, unless the pointer is null.
     pub fn set_if_wanted(self, value: T) {
         if !self.0.is_null() {
             // SAFETY: not null, so valid by the caller's promise; unaligned out of caution.
@@ -38,48 +38,48 @@ impl<T> Out<T> {
         }
     }
 
-    /// The same place, for a value whose width another argument decides.
+    /// The same pointer, for a value whose type another argument determines.
     pub fn cast<U>(self) -> Out<U> {
         Out(self.0.cast())
     }
 
-    /// Writes the n-th of an array that the caller promises is long enough.
+    /// Writes element `index` of an array, which the caller must make long enough.
     pub fn set_at(self, index: usize, value: T) -> Result<(), i32> {
         Out(self.0.wrapping_add(index)).set(value)
     }
 }
 
 impl<T: Copy> Out<T> {
-    /// What the caller put there, for a place that goes both ways.
+    /// The value that the caller has written there, for a parameter that is both input and output.
     pub fn get(self) -> Option<T> {
         In(self.0.cast_const()).get()
     }
 }
 
-/// Where a function reads an argument from: null or valid, as with [`Out`].
+/// Pointer from which a function reads an argument: null or valid, as with [`Out`].
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct In<T>(*const T);
 
 impl<T: Copy> In<T> {
-    /// The value, if there is one.
+    /// The value, unless the pointer is null.
     pub fn get(self) -> Option<T> {
         // SAFETY: not null, so valid by the caller's promise; T is plain data.
         (!self.0.is_null()).then(|| unsafe { self.0.read_unaligned() })
     }
 
-    /// The n-th of an array that the caller promises is long enough.
+    /// Element `index` of an array, which the caller must make long enough.
     pub fn at(self, index: usize) -> Option<T> {
         if self.0.is_null() { None } else { In(self.0.wrapping_add(index)).get() }
     }
 
-    /// The address, for a later read.
+    /// The address as a number, for a later read.
     pub fn address(self) -> usize {
         self.0 as usize
     }
 }
 
-/// A pointer that another structure holds, as sound as that structure's promise.
+/// A pointer from a field of another structure. It is as valid as that structure.
 ///
 /// # Safety
 /// `address` is null or valid for reads of `T`.
@@ -93,7 +93,7 @@ pub unsafe fn pointer<T>(address: usize) -> In<T> {
 pub struct Text(*const c_char);
 
 impl Text {
-    /// As Rust text; null and invalid UTF-8 are an invalid value.
+    /// The text as a Rust string. Null and invalid UTF-8 are an invalid value.
     pub fn get<'a>(self) -> Result<&'a str, i32> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);

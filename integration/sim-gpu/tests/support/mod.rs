@@ -17,15 +17,15 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 pub const MIB: u64 = 1 << 20;
-/// What the tests' daemons charge for a context.
+/// VRAM that the tests' daemons count for a context.
 pub const CONTEXT: u64 = 16 * MIB;
-/// How long to wait for what must happen.
+/// Time limit for an expected event.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The products, built once per test binary.
+/// The built products. They are built once per test binary.
 pub struct Products {
     pub daemon: PathBuf,
-    /// Holds libcuda.so.1 and libnvidia-ml.so.1.
+    /// Folder with libcuda.so.1 and libnvidia-ml.so.1.
     pub libraries: PathBuf,
     pub clients: PathBuf,
 }
@@ -58,7 +58,7 @@ pub fn products() -> &'static Products {
     })
 }
 
-/// A daemon of its own for each test.
+/// A node with simulated GPUs: one GPU daemon in a temporary folder.
 pub struct Node {
     daemon: Child,
     folder: TempDir,
@@ -110,7 +110,7 @@ impl Node {
         worker
     }
 
-    /// Checkpoint calls on another process, made by root: the result of each.
+    /// Makes checkpoint calls on another process as root. Returns the result of each.
     pub fn checkpoint(&self, pid: u32, calls: &[&str]) -> Vec<i64> {
         let answers = self.checkpoint_answers(pid, calls);
         answers.iter().map(|answer| answer["result"].as_i64().unwrap()).collect()
@@ -178,12 +178,12 @@ impl Client {
         self.child.id()
     }
 
-    /// Gives a command without waiting for its answer.
+    /// Sends a command without waiting for its reply.
     pub fn send(&mut self, command: &str) {
         writeln!(self.stdin.as_mut().unwrap(), "{command}").unwrap();
     }
 
-    /// The next answer to this command.
+    /// Waits for the next reply to this command.
     pub fn answer(&mut self, command: &str) -> Value {
         loop {
             let line = self.lines.recv_timeout(WAIT_TIMEOUT);
@@ -200,7 +200,7 @@ impl Client {
         self.answer(command.split(' ').next().unwrap())
     }
 
-    /// Gives a command and expects this result.
+    /// Sends a command and expects this result.
     pub fn expect(&mut self, command: &str, result: i64) {
         let answer = self.ask(command);
         assert_eq!(answer["result"], result, "{answer}");
@@ -212,7 +212,7 @@ impl Client {
         assert_eq!((&answer["result"], &answer["ok"]), (&0.into(), &true.into()), "{answer}");
     }
 
-    /// Gives a command and waits until the process hangs in it.
+    /// Sends a command, and waits until the process blocks in it.
     pub fn expect_blocked(&mut self, command: &str) {
         self.send(command);
         let futex = format!("{} ", nix::libc::SYS_futex);
@@ -228,14 +228,14 @@ impl Client {
         self.child.wait().unwrap();
     }
 
-    /// Waits for the end.
+    /// Waits for the program's end.
     pub fn end(mut self) -> ExitStatus {
         drop(self.stdin.take());
         wait_for("the end of a client", || self.child.try_wait().unwrap().is_some());
         self.child.wait().unwrap()
     }
 
-    /// The signal that ended it.
+    /// The signal that ended the program.
     pub fn fatal_signal(self) -> Option<i32> {
         self.end().signal()
     }
@@ -248,7 +248,7 @@ impl Drop for Client {
     }
 }
 
-/// Waits for a condition.
+/// Waits until a condition holds.
 pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
@@ -257,7 +257,7 @@ pub fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// CLOCK_MONOTONIC, as the clients print it.
+/// Time of CLOCK_MONOTONIC, as the clients print it.
 pub fn now_us() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
     now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1000

@@ -1,4 +1,4 @@
-//! Memory, on the device and on the host.
+//! Functions for memory on the device and on the host.
 
 use affinode_sim_protocol::Request;
 

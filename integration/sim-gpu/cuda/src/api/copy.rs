@@ -1,7 +1,7 @@
 //! Copies and fills.
 //!
-//! A synchronous copy is done when the call returns. An asynchronous one of pageable host
-//! memory takes its source at the call, and waits when the host is the target, as on a real GPU.
+//! A synchronous copy is complete when the call returns. As on a real GPU, an asynchronous copy of
+//! pageable host memory reads its source during the call, and a copy to pageable host memory waits.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -77,7 +77,8 @@ cuda_api! {
     }
 }
 
-/// What an address range holds at this moment; a bad one is the caller's mistake here, not a kernel's.
+/// The present content of an address range. An invalid range is an error of the caller here, not of
+/// a kernel.
 fn device_or_managed(driver: &Driver, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<Piece>> {
     let memory = driver.memory();
     match memory.device(address, bytes) {
@@ -141,11 +142,11 @@ fn queue(
     driver.streams.submit(stream, Box::new(copy))
 }
 
-/// What a copy that goes wrong leaves in its first byte.
+/// First byte that a faulty copy writes.
 const WRONG: [u8; 1] = [0xb5];
 
-/// Whether this is the large copy to the device that is to go wrong: `AFFINODE_SIM_SPOIL_COPY`
-/// counts them, from 1.
+/// Whether this copy to the device is the faulty one. `AFFINODE_SIM_SPOIL_COPY` is its number among
+/// the large copies, from 1.
 fn is_spoilt(bytes: usize) -> bool {
     const LARGE_BYTES: usize = 1 << 20;
     static WHICH: LazyLock<u64> = LazyLock::new(|| {

@@ -69,7 +69,7 @@ fn write_text(to: Out<c_char>, length: i32, text: &str) -> Outcome {
     Ok(())
 }
 
-/// Values of an H200 where an application may depend on one, else 0.
+/// Value of an attribute: that of an H200 if an application may depend on it, otherwise 0.
 fn attribute_of(driver: &Driver, attribute: i32, device: CUdevice) -> Outcome<i32> {
     let gpu = driver.gpu(device)?;
     Ok(match attribute {

@@ -1,4 +1,4 @@
-//! Legacy IPC: a handle is the daemon's token in its 64 bytes.
+//! Legacy IPC. The 64 bytes of a handle contain the daemon's token.
 
 use affinode_sim_protocol::{Reply, Request};
 

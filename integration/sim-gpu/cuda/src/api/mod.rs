@@ -45,7 +45,7 @@ pub struct Address(pub *const c_void);
 // SAFETY: the address of code, which never changes and is never written through.
 unsafe impl Sync for Address {}
 
-/// Every function of every list.
+/// All functions of all lists.
 pub fn symbols() -> impl Iterator<Item = &'static Symbol> {
     let lists = [
         allocation::SYMBOLS,
@@ -65,7 +65,7 @@ pub fn symbols() -> impl Iterator<Item = &'static Symbol> {
     lists.into_iter().flatten().copied().flatten()
 }
 
-/// The way of every call that needs `cuInit`: fork check, gate, work.
+/// Steps of every call that needs `cuInit`: fork check, gate, then the function itself.
 fn call(
     class: Class,
     zero: Default0,

@@ -55,7 +55,8 @@ cuda_api! {
     }
 }
 
-/// An image has no length: a PTX text ends with 0, anything else begins with something that is no text.
+/// Loads an image, which has no length. A PTX text ends with 0, and any other image begins with
+/// bytes that are not text.
 fn load(driver: &Driver, module: Out<Handle>, image: In<c_char>) -> Outcome {
     const MAX_PTX_BYTES: usize = 16 << 20;
     driver.current()?;
@@ -72,7 +73,8 @@ fn load(driver: &Driver, module: Out<Handle>, image: In<c_char>) -> Outcome {
     module.set(driver.modules().load(entries))
 }
 
-/// The real driver loads its compiler for a PTX text, and takes the dynamic loader's lock for that.
+/// Takes the dynamic loader's lock, as the real driver does when it loads its compiler for a PTX
+/// text.
 fn find_compiler() {
     // SAFETY: a name that zero ends; nothing is loaded that is not there already.
     unsafe {
@@ -98,7 +100,8 @@ fn launch(
     driver.submit_kernel(stream, driver.stream_gpu(stream)?, Box::new(move || call.run(driver)))
 }
 
-/// `kernelParams`, or the pairs of `extra`: 1 buffer, 2 pointer to its size, 0 end.
+/// Arguments of a launch: `kernelParams`, or the pairs of `extra` (1: buffer, 2: pointer to its
+/// size, 0: end).
 fn arguments(parameters: In<HostAddress>, extra: In<HostAddress>) -> Outcome<Arguments> {
     if parameters.get().is_some() {
         return Ok(Arguments::Pointers(parameters.address()));

@@ -1,4 +1,4 @@
-//! What an address is.
+//! Attributes of an address.
 
 use std::ffi::c_void;
 
@@ -32,7 +32,7 @@ fn place_for(address: HostAddress) -> Out<c_void> {
     unsafe { std::mem::transmute::<HostAddress, Out<c_void>>(address) }
 }
 
-/// An attribute's value, in the width that the interface gives it.
+/// Value of an attribute, with the width that the interface defines.
 #[derive(Clone, Copy)]
 enum Fact {
     Word(u32),

@@ -1,4 +1,4 @@
-//! Memory in the order of streams, and its pools.
+//! Stream-ordered memory and its pools.
 
 use std::ffi::c_void;
 

@@ -20,7 +20,7 @@ thread_local! {
     static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
 }
 
-/// Whether this thread may do what could wait beside a capture.
+/// Whether this thread may make calls that could wait during a capture.
 pub fn is_relaxed() -> bool {
     MODE.get() == RELAXED
 }
