@@ -1,14 +1,14 @@
-//! Fuzz targets: every reader of bytes from another program, each as a function that panics when it
-//! finds a fault.
+//! Fuzz targets: every function that reads bytes from another program. Each target is a function
+//! that panics when it finds a fault.
 //!
-//! - `cargo test -p affinode-fuzz` feeds each its corpus (`corpus/<target>`) and random
-//!   changes of it; `PROPTEST_CASES` sets their number.
-//! - `cargo xtask fuzz --seconds 300` lets libFuzzer search, guided by coverage, and
-//!   keeps what reaches new code in `target/fuzz/corpus`; `--keep` brings the smallest set
-//!   of it back here.
+//! - `cargo test -p affinode-fuzz` runs each target on its corpus (`corpus/<target>`) and on random
+//!   changes of it. `PROPTEST_CASES` sets their number.
+//! - `cargo xtask fuzz --seconds 300` runs libFuzzer, guided by coverage. It stores inputs that
+//!   reach new code in `target/fuzz/corpus`; `--keep` adds the smallest set of them to the corpora
+//!   here.
 //!
-//! Of the crates of `integration`, only this one links the product's crates: it tests functions,
-//! not programs.
+//! Of the crates of `integration`, only this one links the product's crates, because it tests
+//! functions instead of programs.
 
 pub mod targets;
 

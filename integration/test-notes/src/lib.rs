@@ -1,27 +1,28 @@
-//! Notes of tests for the user who runs all of them.
+//! Notes of tests for the user who runs all tests.
 //!
-//! `cargo test` prints no output of a test that passes, so a skipped check would stay unknown. A
-//! test that cannot run here calls [`skip`]; one that counts successes of repeated attempts calls
-//! [`share`]. Each writes a line to the file that [`NOTES_ENV`] names, which `cargo xtask test`
-//! prints at its end. If [`MAY_SKIP_ENV`] contains a list, as in CI, a skip that is not on the list
-//! is an error.
+//! `cargo test` prints no output of a passing test, so a skipped check would not be noticed. A test
+//! that cannot run on a machine calls [`skip`]. A test that counts successes of repeated attempts
+//! calls [`share`]. Each call writes a line to the file that [`NOTES_ENV`] names, which `cargo
+//! xtask test` prints at its end. If [`MAY_SKIP_ENV`] names a list, as in CI, a skip that is not on
+//! the list is an error.
 
 #![forbid(unsafe_code)]
 
 use std::{fs::OpenOptions, io::Write, path::Path};
 
-/// Names the file to which notes are appended, one in each line.
+/// Environment variable that names the file to which notes are appended, one per line.
 pub const NOTES_ENV: &str = "AFFINODE_TEST_NOTES";
-/// Names a file with what tests may be skipped for: one word in each line, `#` begins a comment.
+/// Environment variable that names a file with the permitted reasons to skip: one word per line,
+/// `#` begins a comment.
 pub const MAY_SKIP_ENV: &str = "AFFINODE_MAY_SKIP";
-/// What the line of a skipped test begins with.
+/// Text at the beginning of a skipped test's line.
 pub const SKIPPED: &str = "skipped ";
 
-/// Notes that the running test is skipped: `missing` is what the machine lacks, in one word;
-/// `why` is for people.
+/// Notes that the running test is skipped. `missing` is one word for what the machine lacks; `why`
+/// is an explanation.
 ///
 /// # Panics
-/// When there is a list of what may be skipped, and `missing` is not on it.
+/// When there is a list of permitted reasons, and `missing` is not on it.
 pub fn skip(missing: &str, why: &str) {
     note(&format!("{SKIPPED}{}: {missing}: {why}", test()));
     if let Some(list) = std::env::var_os(MAY_SKIP_ENV) {
@@ -35,16 +36,16 @@ pub fn skip(missing: &str, why: &str) {
     }
 }
 
-/// Notes how often a thing went well, of how many times.
+/// Notes the number of successes among `of` attempts.
 ///
 /// # Panics
-/// When it was less than the share that is demanded on any machine.
+/// When the share of successes is below `least`, which every machine must reach.
 pub fn share(what: &str, good: u64, of: u64, least: f64) {
     note(&format!("{}: {what}: {good} of {of}", test()));
     assert!(good as f64 >= of as f64 * least, "{what}: {good} of {of}, wanted are {least} of all");
 }
 
-/// The running test: `cargo test` names its thread so.
+/// Name of the running test, which `cargo test` gives to its thread.
 fn test() -> String {
     let thread = std::thread::current().name().unwrap_or("a thread of a test").to_owned();
     let program = std::env::args().next().unwrap_or_default();

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::sh;
 
-/// One place that packages come from.
+/// A source of packages, from apt's configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Source {
     uri: String,
@@ -22,12 +22,12 @@ struct Source {
     signed_by: Option<String>,
 }
 
-/// A private view of the distribution's suites.
+/// A private package index with suites of the distribution.
 pub struct Suites {
     folder: PathBuf,
 }
 
-/// The distribution's name for itself: `ID` and `VERSION_CODENAME` of os-release.
+/// Identity of the distribution: `ID` and `VERSION_CODENAME` of os-release.
 pub struct Distribution {
     pub id: String,
     pub codename: String,
@@ -117,7 +117,7 @@ impl Suites {
         Ok(())
     }
 
-    /// Removes the indexes again: they are larger than the packages that were needed.
+    /// Removes the package indexes, which are larger than the fetched packages.
     pub fn remove(self) -> Result<()> {
         Ok(std::fs::remove_dir_all(&self.folder)?)
     }
@@ -183,7 +183,7 @@ fn machine_sources() -> Result<Vec<Source>> {
     Ok(sources)
 }
 
-/// `deb [signed-by=/k] http://mirror/debian bookworm main contrib`
+/// Parses a line such as `deb [signed-by=/k] http://mirror/debian bookworm main contrib`.
 fn parse_line(line: &str) -> Option<Source> {
     let rest = line.trim().strip_prefix("deb ")?.trim();
     let (options, rest) = match rest.strip_prefix('[') {
@@ -200,7 +200,7 @@ fn parse_line(line: &str) -> Option<Source> {
     })
 }
 
-/// The deb822 form: one `Name: value` per line, a blank line between stanzas.
+/// Parses a stanza of the deb822 form: one `Name: value` per line, a blank line between stanzas.
 fn parse_stanza(stanza: &str) -> Option<Source> {
     let fields: BTreeMap<&str, &str> = stanza
         .lines()

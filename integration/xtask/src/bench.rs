@@ -1,16 +1,16 @@
-//! `cargo xtask bench`: the overhead of Affinode, each figure beside the one without it, from the
-//! same run.
+//! `cargo xtask bench`: the overhead of Affinode: each figure with and without it, from the same
+//! run.
 //!
-//! A figure is the median of several runs of each side, in turn. Its noise is the difference
-//! between the medians of two halves of the stock side's runs.
+//! A figure is the median of several runs of each side, made in turn. Its noise is the difference
+//! between the medians of two halves of the runs without Affinode.
 //!
 //! | figure | method |
 //! | --- | --- |
 //! | hooked call | a program times calls of a driver function that does nothing, with and without the preload library |
-//! | start to exit | `ctr run --rm` of `/bin/true`, stock shim and ours in turn, medians |
-//! | memory | resident set of all shims of one running container, stock and ours |
+//! | start to exit | `ctr run --rm` of `/bin/true`, with the stock shim and Affinode's in turn, medians |
+//! | memory | resident set of all shims of one running container, stock and Affinode's |
 //! | wake | time that a waiting call took beyond the driver's own restore and unlock |
-//! | engines | the same programs moved by the driver and by ours, and the goals (`--engines`, or where there is a GPU) |
+//! | engines | the same programs offloaded with each engine, and the goals (`--engines`, or on a machine with a GPU) |
 
 mod calls;
 mod containers;
@@ -53,10 +53,10 @@ pub struct Figure {
     unit: &'static str,
     without: f64,
     with: f64,
-    /// Difference between the medians of two halves of one side's runs, in the same unit: smaller
-    /// differences are not significant.
+    /// Difference between the medians of two halves of one side's runs, in the unit of the figure.
+    /// Smaller differences are not significant.
     noise: f64,
-    /// The goal that the project sets for the figure.
+    /// The project's goal for the figure.
     goal: &'static str,
     met: bool,
     method: String,

@@ -19,7 +19,7 @@ use crate::{
     deps, output, sh,
 };
 
-/// No container is offloaded without a request of the test.
+/// Configuration in which containers are offloaded only on request of the test.
 const CONFIG: &str = r#"
 [policy]
 mode = "manual"

@@ -9,14 +9,14 @@ use crate::{output, sh};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Profile {
-    /// Quickly, for tests and the demo.
+    /// Built quickly, for tests and the demo.
     Dev,
-    /// Optimised, for benches and GPU machines.
+    /// Built with optimisation, for benches and GPU machines.
     Release,
 }
 
 impl Profile {
-    /// By a `--release` flag.
+    /// The profile that a `--release` flag selects.
     pub fn from_release(release: bool) -> Self {
         if release { Profile::Release } else { Profile::Dev }
     }
@@ -35,7 +35,7 @@ impl Profile {
         }
     }
 
-    /// Where the built files go.
+    /// Folder of the built files.
     pub fn artifacts(self) -> Artifacts {
         let root = target_dir().join("affinode");
         Artifacts::at(match self {
@@ -45,7 +45,7 @@ impl Profile {
     }
 }
 
-/// Cargo packages, and the binaries that they give.
+/// Cargo packages, and the binaries that they contain.
 const BINARIES: [(&str, &str); 6] = [
     ("affinode-shim", "containerd-shim-affinode-v1"),
     ("affinode-controller", "affinode"),
@@ -54,7 +54,8 @@ const BINARIES: [(&str, &str); 6] = [
     ("affinode-e2e", "affinode-keeper"),
     ("affinode-e2e", "affinode-gpu-suite"),
 ];
-/// Cargo packages of the simulated driver, their files, and the names that programs ask for.
+/// Cargo packages of the simulated driver, their files, and the names under which programs load
+/// them.
 const SIMULATED: [(&str, &str, &str); 2] = [
     ("affinode-sim-cuda", "libaffinode_sim_cuda.so", "libcuda.so.1"),
     ("affinode-sim-nvml", "libaffinode_sim_nvml.so", "libnvidia-ml.so.1"),
@@ -97,7 +98,8 @@ pub fn all(profile: Profile) -> Result<Artifacts> {
     Ok(artifacts)
 }
 
-/// Copies by rename, so that a library that is mapped somewhere keeps its pages.
+/// Copies a file and renames it to its place, so that a process that has mapped the old file keeps
+/// its pages.
 fn place(from: &Path, to: &Path) -> Result<()> {
     let folder = to.parent().context("a file has a folder")?;
     fs::create_dir_all(folder)?;
@@ -114,7 +116,8 @@ fn cargo(arguments: &[&str]) -> Command {
     command
 }
 
-/// The client programs know how they are built themselves; the suite's own are built from their parts.
+/// Builds the client programs with their own build script, and the suite's programs from their
+/// parts.
 fn clients(artifacts: &Artifacts) -> Result<()> {
     let sources = workspace_dir().join("integration/clients");
     let target = artifacts.clients_dir();

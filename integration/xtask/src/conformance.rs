@@ -6,8 +6,9 @@
 //! images made here ──> registry on loopback ──────────────────┴─ affinode ────> outcome of each test ─┴─> table
 //! ```
 //!
-//! A test that passes with the stock runtime must pass with Affinode. A test that does not is
-//! repeated alone with both: some of these tests depend on the state of the whole machine.
+//! A test that passes with the stock runtime must pass with Affinode. A test that fails only with
+//! Affinode is repeated alone with both, because some of these tests depend on the state of the
+//! whole machine.
 
 mod client;
 mod critest;
@@ -112,7 +113,7 @@ impl Suite {
     }
 }
 
-/// Runs a suite with both; `alone` gives the expression for one test.
+/// Runs a suite with both runtimes. `alone` returns the expression that matches one test.
 fn compare(
     run: &dyn Fn(bool, Option<&str>) -> Result<Outcomes>,
     alone: &dyn Fn(&str) -> String,

@@ -1,11 +1,11 @@
-//! `cargo xtask demo`: two containers on one GPU that cannot hold both.
+//! `cargo xtask demo`: two containers on one GPU whose VRAM suffices for one of them.
 //!
 //! ```text
 //!  alpha:  fills its VRAM ── idle ── OFFLOADED ─────────────── called: waits, wakes ── contents as before
 //!  beta:                             fills the freed VRAM ──── idle ── OFFLOADED ───── called: wakes ── as before
 //! ```
 //!
-//! With `--dashboard` the demo runs until Ctrl-C, with the page open to a browser.
+//! With `--dashboard` the demo runs until Ctrl-C, and serves the dashboard.
 //!
 //! Containers, images and containerd are private to the demo. All of them are removed at the end,
 //! also after Ctrl-C.
@@ -35,7 +35,7 @@ use crate::{build, deps, output};
 
 pub use options::{GpuChoice, Options};
 
-/// Whether Ctrl-C was pressed: a later error is a result of the clean-up.
+/// Whether Ctrl-C was pressed. A later error is then a result of the clean-up.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 /// VRAM of the simulated GPU.
 const SIMULATED_VRAM_BYTES: u64 = 1024 * MIB;
@@ -87,8 +87,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Prints the logs after an error. After Ctrl-C it waits instead: the signal handler ends the
-/// process.
+/// Prints the logs after an error. After Ctrl-C it only waits: the signal handler ends the process.
 fn explain(world: &Testbed) {
     while INTERRUPTED.load(Ordering::Acquire) {
         std::thread::park();

@@ -1,8 +1,8 @@
 //! The containerd releases to test with, and an old C library.
 //!
-//! The machine's own containerd comes first. The other lines come from other suites of its
-//! distribution, unpacked beside it. Ubuntu's suites hold one line each, so there only the
-//! machine's own is used.
+//! The machine's own containerd comes first. The other lines come from other suites of the same
+//! distribution, and are unpacked next to it. Each suite of Ubuntu has only one line, so on Ubuntu
+//! only the machine's own containerd is used.
 
 use std::{
     fs,
@@ -20,13 +20,13 @@ use crate::{
     output, packages, runc, sh,
 };
 
-/// Debian's suites that are searched for the lines of containerd.
+/// Debian's suites in which the lines of containerd are searched.
 const SUITES: [&str; 5] = [OLD_SUITE, "bookworm", "trixie", "forky", "sid"];
-/// The suite whose C library stands for old images.
+/// The suite whose C library represents old images.
 const OLD_SUITE: &str = "bullseye";
-/// The library, and a few programs that were built for it.
+/// Packages of that suite: the library, and a few programs that were built for it.
 const OLD_PACKAGES: [&str; 3] = ["libc6", "dash", "coreutils"];
-/// Where that library is unpacked, in the cache.
+/// Folder of that library in the cache.
 pub const OLD_LIBC: &str = "libc-old";
 
 /// Installs what is missing and fills `target/affinode/cache`.
@@ -52,7 +52,8 @@ pub fn all() -> Result<Releases> {
     Ok(releases)
 }
 
-/// The folder with Prometheus's own checker of metrics and rules, fetched if the machine has none.
+/// The folder with Prometheus's own checker of metrics and rules. It is fetched if the machine has
+/// none.
 pub fn promtool() -> Result<PathBuf> {
     let unpacked = Artifacts::at(target_dir().join("affinode")).cache_dir().join("prometheus");
     let program = match sh::find("promtool") {
@@ -67,7 +68,7 @@ pub fn promtool() -> Result<PathBuf> {
     Ok(program.parent().unwrap_or(Path::new("/usr/bin")).to_owned())
 }
 
-/// The machine's own containerd only: enough for the demo.
+/// The machine's own containerd, which is enough for the demo.
 pub fn own() -> Result<Release> {
     packages::install_missing()?;
     let program = sh::find("containerd").context("containerd is not installed")?;

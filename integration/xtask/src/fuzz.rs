@@ -1,5 +1,5 @@
-//! `cargo xtask fuzz`: libFuzzer over every target of `integration/fuzz`, guided by
-//! coverage, on the stable compiler: the passes that count what is reached are LLVM's.
+//! `cargo xtask fuzz`: libFuzzer over every target of `integration/fuzz`, guided by coverage, on
+//! the stable compiler, with LLVM's own coverage passes.
 //!
 //! New inputs of a run stay in `target/fuzz/corpus`, failing ones in `target/fuzz/artifacts`. A
 //! failure ends the command.
@@ -16,17 +16,18 @@ use clap::Args;
 
 use crate::{output, sh};
 
-/// Counters at every edge, and traces of comparisons, as libFuzzer needs them.
+/// Compiler flags for counters at every edge and traces of comparisons, which libFuzzer needs.
 const COVERAGE: &str = "-Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
     -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares";
-/// Named explicitly, so that build scripts and macros are built without the counters.
+/// Target of the build. It is given explicitly, so that build scripts and macros are built without
+/// the counters.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
-/// An input that takes longer counts as a failure.
+/// Time in seconds after which an input counts as a failure.
 const SLOW_S: u32 = 10;
-/// Memory limit: no parser may need more for an input of a few KiB.
+/// Memory limit in MiB: no parser may need more for an input of a few KiB.
 const MEMORY_MIB: u32 = 1024;
 
 #[derive(Args)]

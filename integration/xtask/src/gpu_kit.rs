@@ -20,7 +20,7 @@ use clap::Args;
 
 use crate::{build, deps, output, sh};
 
-/// Upper bound of the kit's size: it is copied to other machines.
+/// Maximum size of the kit, which is copied to other machines.
 const LIMIT_BYTES: u64 = 60 << 20;
 const RUN: &str = include_str!("kit/run.sh");
 /// Affinode's binaries that the suite uses.

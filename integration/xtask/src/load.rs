@@ -1,5 +1,5 @@
-//! `cargo xtask load`: the cost of the controller on a full node without changes, and the delay of
-//! a change to its watchers.
+//! `cargo xtask load`: the cost of the controller on a full node without changes, and the delay
+//! until watchers see a change.
 //!
 //! ```text
 //!  1,000 processes with the preload library, on the simulated GPU ──> 200 sockets ──> controller
@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The processes run outside of containers: only the controller is measured. The figures depend on
-//! other load of the machine, so this is no test.
+//! other load of the machine, so this is not a test.
 
 mod processes;
 mod watchers;

@@ -1,13 +1,13 @@
 //! `cargo xtask package`: the files of a release, built without a registry and without a daemon.
 //!
 //! ```text
-//!  build ──> programs ──┬──> what a node's package holds ──┬──> .deb
+//!  build ──> programs ──┬──> contents of a node's package ──┬──> .deb
 //!                       │                                  └──> .rpm
-//!                       └──> what the image holds ────────────> OCI archive    SBOM, SHA256SUMS
+//!                       └──> contents of the image ────────────> OCI archive    SBOM, SHA256SUMS
 //! ```
 //!
 //! The output depends on the commit only: names are sorted, times are the commit's, owners are
-//! root. It is packed twice, and compared.
+//! root. The files are packed twice and compared.
 
 mod build;
 mod check;
@@ -71,7 +71,7 @@ impl About {
 /// Packages of one build, by file name.
 pub type Packages = BTreeMap<String, Vec<u8>>;
 
-/// Builds, packs twice, compares, writes.
+/// Builds, packs twice, compares, and writes the packages.
 pub fn run(options: &Options) -> Result<()> {
     let (version, epoch_seconds) = (version(options.version.as_deref())?, epoch_seconds()?);
     let built = if options.dev { build::dev()? } else { build::release()? };
@@ -100,7 +100,7 @@ pub fn run(options: &Options) -> Result<()> {
     if options.check { check::all(&out, &about) } else { Ok(()) }
 }
 
-/// The image of a build, for tests, under the name of a release.
+/// The container image of a build, for tests, under the name of a release's image.
 pub fn image_of(artifacts: &Artifacts) -> Result<Vec<u8>> {
     let built = build::of(artifacts)?;
     let (version, epoch_seconds) = (version(None)?, epoch_seconds()?);
@@ -140,7 +140,7 @@ fn write(out: &Path, packages: &Packages) -> Result<()> {
     Ok(fs::write(out.join("SHA256SUMS"), sums)?)
 }
 
-/// The requested version. It must begin with Cargo.toml's, which the programs print.
+/// The requested version. It must begin with the version in Cargo.toml, which the programs print.
 fn version(asked: Option<&str>) -> Result<String> {
     let own = env!("CARGO_PKG_VERSION");
     let asked = asked.map_or(own, |asked| asked.strip_prefix('v').unwrap_or(asked));
@@ -152,7 +152,7 @@ fn version(asked: Option<&str>) -> Result<String> {
     Ok(asked.to_owned())
 }
 
-/// Time of the commit; `SOURCE_DATE_EPOCH` outside of a git checkout.
+/// Time of the commit in Unix seconds. Outside of a git checkout: `SOURCE_DATE_EPOCH`.
 fn epoch_seconds() -> Result<u32> {
     let text = match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) => text,

@@ -7,7 +7,7 @@ use nix::unistd::Uid;
 
 use crate::{output, sh};
 
-/// A program or file that exists once a package is installed, and the package's name.
+/// Programs or files that exist if a package is installed, and the package's name.
 const NEEDED: [(&str, &str); 8] = [
     ("containerd", "containerd"),
     ("runc", "runc"),
@@ -19,12 +19,13 @@ const NEEDED: [(&str, &str); 8] = [
     ("/usr/include/stdio.h", "libc6-dev"),
 ];
 
-/// Installs missing packages that every command needs, with apt.
+/// Installs missing packages with apt, which every command needs.
 pub fn install_missing() -> Result<()> {
     install(&NEEDED)
 }
 
-/// Installs missing packages with apt, each known by a file. Does nothing if none is missing.
+/// Installs missing packages with apt. Each is recognised by a file. Does nothing if none is
+/// missing.
 pub fn install(needed: &[(&str, &str)]) -> Result<()> {
     let missing: Vec<&str> =
         needed.iter().filter(|(sign, _)| !is_there(sign)).map(|(_, package)| *package).collect();

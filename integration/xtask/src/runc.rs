@@ -1,5 +1,6 @@
 //! A runc that maps the users of mounts (1.2 and later), which pods with a user namespace need. The
-//! distribution's may be older, so this one is built from the source of Go's module proxy.
+//! distribution's runc may be older, so this one is built from source that Go's module proxy
+//! provides.
 
 use std::{fs, process::Command};
 
@@ -9,11 +10,11 @@ use anyhow::{Context, Result};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/opencontainers/runc";
-/// The newest release at the time of the last update.
+/// Release of runc: the newest at the time of the last update.
 const VERSION: &str = "1.4.3";
 
-/// Builds it, unless it is built already. If Go is missing or too old, prints that; the tests that
-/// need it are then recorded as skipped.
+/// Builds runc, unless it is built already. If Go is missing or too old, prints that, and the tests
+/// that need this runc are recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = build(artifacts) {
         output::note(&format!("no runc for user namespaces: {error:#}"));

@@ -23,7 +23,7 @@ pub fn read(command: &mut Command) -> Result<String> {
     String::from_utf8(output.stdout).with_context(|| format!("{} printed no text", name(command)))
 }
 
-/// Whether a program is on the PATH, or where root's programs are.
+/// Path of a program on the PATH, or in the folders of root's programs.
 pub fn find(program: &str) -> Option<std::path::PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)

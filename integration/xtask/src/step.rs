@@ -1,4 +1,4 @@
-//! A step and its outcome: the cells of the tables of `matrix` and `systemd`.
+//! A step and its outcome, which is a cell of the tables of `matrix` and `systemd`.
 
 use std::time::Instant;
 
@@ -21,7 +21,7 @@ enum Outcome {
 #[derive(Serialize)]
 pub struct Tried {
     outcome: Outcome,
-    /// The observation, or the error.
+    /// Text of the observation or of the error.
     seen: String,
     elapsed_ms: u64,
 }

@@ -59,7 +59,7 @@ pub fn run(options: &Options) -> Result<()> {
     outcome
 }
 
-/// The summary of the tests' notes: first the counts, then the skipped tests with their reasons.
+/// The summary of the tests' notes: counts, then the skipped tests with their reasons.
 fn summary(notes: &str) -> String {
     let (skipped, told): (Vec<&str>, Vec<&str>) =
         notes.lines().partition(|line| line.starts_with(SKIPPED));

@@ -4,7 +4,7 @@
 //! ```text
 //! Debian's archive ──> tree ──copy──> node: systemd is process 1, own pid, mount, uts, ipc, network
 //!                                     and cgroup namespaces, loopback alone, simulated GPU
-//!                                       ──> steps ──> table ──> powered off, nothing is left
+//!                                       ──> steps ──> table ──> power off, nothing is left
 //! ```
 //!
 //! A step passes if its result was observed; its row contains the observation. It stays out of CI:
@@ -62,7 +62,7 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// Runs all parts. If a part needs an earlier one, that one must have passed.
+/// Runs all parts. A part that needs an earlier part runs only if that one passed.
 fn all(node: &Node, rows: &mut Rows) -> Result<()> {
     let holds = |held: bool, part: &str| match held {
         true => Ok(()),

@@ -1,4 +1,4 @@
-//! What an agent sends: its page, its messages.
+//! Input from an agent: its counters and its messages.
 
 use affinode_proto::wire::{
     WIRE_VERSION,
@@ -9,8 +9,8 @@ use affinode_proto::wire::{
     message::{AgentMessage, ControllerMessage, FRAME_BYTES},
 };
 
-/// Scribbles on a page: two bytes say where, eight what. The same bytes as a page of their
-/// own, too, for the sizes.
+/// Overwrites counters: two bytes give the position, eight the new content. Also decodes the input
+/// itself as counters, for other sizes.
 pub fn page(data: &[u8]) {
     let _ = CounterSnapshot::decode(data);
     let mut bytes = valid_page();

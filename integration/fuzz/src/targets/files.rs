@@ -1,4 +1,4 @@
-//! What people and pods write: configuration, annotations, queries, traces.
+//! Input from users and pods: configuration, annotations, queries, traces.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use affinode_controller::{
 };
 use tempfile::TempDir;
 
-/// A configuration file: taken whole or refused with a reason.
+/// A configuration file, which is either accepted as a whole or refused with a reason.
 pub fn config(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     match Config::from_toml(text) {
@@ -38,8 +38,8 @@ pub fn annotations(data: &[u8]) {
     assert_within_the_operators_limits(&pairs);
 }
 
-/// A pod chooses what ends processes of others, or takes memory of the node, where its operator
-/// lets pods choose that, and nowhere else.
+/// Asserts that a pod can choose to end processes of others, or to use memory of the node, only if
+/// the operator allows that.
 fn assert_within_the_operators_limits(pairs: &BTreeMap<String, String>) {
     for restore in [Restore::Queue, Restore::ByAnnotation, Restore::Immediate] {
         for dedup in [false, true] {
@@ -57,8 +57,8 @@ fn assert_within_the_operators_limits(pairs: &BTreeMap<String, String>) {
     }
 }
 
-/// The query of an HTTP request: a value is a part of it, a number never negative, and refused only
-/// where there is a value.
+/// The query of an HTTP request. A value must be a part of the query, a number must not be
+/// negative, and a query is refused only if it has a value.
 pub fn query(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     let (name, query_text) = text.split_once('\n').unwrap_or(("watch", text));
@@ -82,7 +82,7 @@ pub fn trace(data: &[u8]) {
     }
 }
 
-/// Lines that a container writes into its pipe: the last one that is whole and known counts.
+/// Lines that a container writes into its pipe. The last line that is complete and valid counts.
 pub fn hint(data: &[u8]) {
     let Some(hint) = Hint::last(data) else { return };
     let mut written = data.to_vec();
@@ -90,8 +90,8 @@ pub fn hint(data: &[u8]) {
     assert_eq!(Hint::last(&written), Some(hint), "the hint changes when it is written again");
 }
 
-/// A record of the journal, as in its file, and with a matching checksum: it is read or rejected
-/// with a reason, and a record that was read is unchanged after writing and reading.
+/// A record of the journal, once as the file and once with a matching checksum. It is read, or
+/// rejected with a reason. A record that was read is unchanged after it is written and read again.
 pub fn journal(data: &[u8]) {
     thread_local! {
         static FOLDER: Option<TempDir> = tempfile::tempdir().ok();

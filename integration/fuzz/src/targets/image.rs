@@ -1,4 +1,4 @@
-//! The folders and files of an image, which its author has chosen.
+//! Folders and files of an image, whose author is untrusted.
 
 use std::{
     fs::{self, File},
@@ -15,13 +15,14 @@ use rustix::fs::{Mode, OFlags, ResolveFlags, XattrFlags};
 /// The path that the shim looks up.
 const ASKED: &str = "/etc/ld.so.preload";
 const MAX_BYTES: u64 = 64;
-/// Names in paths: those on the way to that file, and others.
+/// Names in paths: those of the path that is looked up, and others.
 const NAMES: [&str; 8] = ["etc", "ld.so.preload", "a", "b", ".wh.etc", "usr", "..", "."];
-/// What no file of the image holds.
+/// Content that no file of the image has.
 const OUTSIDE: &[u8] = b"outside";
 
-/// Interprets the bytes as layers, and looks up a file in them: files outside of the layers are
-/// never read, too large ones are not returned, and with one layer the result equals the kernel's.
+/// Interprets the bytes as layers, and looks up a file in them. Files outside of the layers are
+/// never read, and files above the size limit are not returned. With one layer, the result equals
+/// the kernel's.
 pub fn image(data: &[u8]) {
     let Ok(folder) = tempfile::tempdir() else { return };
     let mut bytes = Unstructured::new(data);
@@ -57,7 +58,7 @@ fn mount(layers: &[PathBuf]) -> Mount {
     }
 }
 
-/// What a process in that root would read.
+/// Content that a process in that root would read.
 fn by_the_kernel(layer: &Path) -> Option<Vec<u8>> {
     let root = File::open(layer).ok()?;
     let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
@@ -131,7 +132,7 @@ fn build(folder: &Path, bytes: &mut Unstructured<'_>) -> Result<Vec<PathBuf>> {
     Ok(layers)
 }
 
-/// Of a few names; very long where `is_target` and the bytes say so.
+/// A path made of a few names. If `is_target`, the bytes may make it very long.
 fn path(bytes: &mut Unstructured<'_>, is_target: bool) -> Result<PathBuf> {
     let mut path = PathBuf::new();
     if is_target && bytes.ratio(1, 2)? {

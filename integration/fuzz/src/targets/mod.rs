@@ -1,4 +1,4 @@
-//! The targets, by whose bytes they read.
+//! The targets, grouped by the source of their bytes.
 
 pub mod agent;
 pub mod files;

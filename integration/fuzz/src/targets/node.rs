@@ -1,6 +1,6 @@
-//! The node with one hostile container, beside honest ones of every engine on two GPUs: for any
-//! input of the hostile one in any order, the others are restored when they make a call, within a
-//! bound, and nothing panics.
+//! A node with one hostile container, and honest containers of every engine on two GPUs. For all
+//! inputs of the hostile container, the others are restored in limited time when they make a call,
+//! and nothing panics.
 
 use std::collections::VecDeque;
 
@@ -20,26 +20,27 @@ use affinode_proto::{
 };
 use arbitrary::{Result, Unstructured};
 
-/// The container that lies.
+/// Key of the hostile container.
 const LIAR: char = 'f';
 const GPUS: [&str; 2] =
     ["GPU-07070707-0707-0707-0707-070707070707", "GPU-08080808-0808-0808-0808-080808080808"];
 const HONEST_VRAM: u64 = 100;
-/// What of it an agent copies, with the engines that copy.
+/// Bytes of its VRAM that an agent copies, with the engines that copy.
 const CARRIED: u64 = 75;
 const LIAR_VRAM: u64 = 50;
-/// Plenty for all: only lies could keep an honest container out.
+/// VRAM of a GPU, enough for all containers: only false values could keep an honest container from
+/// its restore.
 const TOTAL_VRAM: u64 = 1_000;
-/// Things that happen in one run before the honest containers are called.
+/// Maximum number of steps before the honest containers are called.
 const STEPS: usize = 400;
-/// Inputs of the hostile container in each round while the others are restored.
+/// Number of inputs of the hostile container in each round while the others are restored.
 const LIES_A_ROUND: usize = 3;
 const ROUND_MS: u64 = 50;
 /// Time limit, in the model's time, for the honest containers' restores. The hostile container may
 /// delay its own turn by up to 10 s for an allocation, and as long for a restore.
 const BOUND_MS: u64 = 40_000;
 
-/// A process that executes its orders.
+/// An honest process, which executes its orders.
 struct Honest {
     id: ProcessId,
     pid: u32,
@@ -58,15 +59,15 @@ struct World {
     now_ms: u64,
     honest: Vec<Honest>,
     questions: VecDeque<Effect>,
-    /// Why no container may leave: there is no host memory.
+    /// Whether host memory is short, so that every offload is refused.
     refuses: bool,
-    /// The number of the liar's connection.
+    /// Number of the hostile container's connection.
     liar: u64,
-    /// Orders that the liar was given.
+    /// Orders that the hostile container has received.
     told: VecDeque<u64>,
 }
 
-/// Interprets the bytes as what the liar, the honest agents and time do.
+/// Interprets the bytes as inputs of the hostile container, of the honest agents and of the clock.
 pub fn hostile(data: &[u8]) {
     let mut world = World::new();
     let mut bytes = Unstructured::new(data);
@@ -189,7 +190,7 @@ impl World {
         Ok(())
     }
 
-    /// Another connection of the same process, or of another one.
+    /// Connects the same hostile process again, or another one.
     fn liar_joins(&mut self, bytes: &mut Unstructured<'_>) -> Result<()> {
         self.liar += 1;
         self.told.clear();
@@ -229,7 +230,8 @@ impl World {
         });
     }
 
-    /// The hostile container replies to its orders, and to those that follow.
+    /// Replies to all orders of the hostile container, and to the orders that follow, with the same
+    /// outcome.
     fn answer_alike(&mut self, outcome: Outcome) {
         const MAX_ROUNDS: usize = 1_000;
         for answered in 0.. {
@@ -316,7 +318,7 @@ impl World {
         }
     }
 
-    /// An honest agent carries out its oldest order.
+    /// Makes an honest agent execute its oldest order.
     fn work(&mut self, n: usize) {
         let honest = &mut self.honest[n];
         let Some(message) = honest.inbox.pop_front() else { return };
@@ -353,8 +355,8 @@ impl World {
         self.feed(Input::Message(id, wake));
     }
 
-    /// All are called and stay in use from then on; the liar goes on, with the same bytes over and
-    /// over.
+    /// Calls all honest containers, which stay in use from then on. The hostile container repeats
+    /// its bytes.
     fn restore_container(&mut self, data: &[u8]) {
         let mut bytes = Unstructured::new(data);
         // Or it is connected, and gives the same reply to all orders.

@@ -1,4 +1,4 @@
-//! What the shim reads: ttrpc of containerd and of the stock shim, specs, images' files.
+//! Input of the shim: ttrpc of containerd and of the stock shim, specs, files of images.
 
 use std::{
     io,
@@ -18,7 +18,7 @@ use containerd_shim_protos::{api::CreateTaskRequest, protobuf::well_known_types:
 use serde_json::Value;
 use tokio::io::{AsyncRead, ReadBuf};
 
-/// Bytes of a peer that lets others have their turn between two pieces.
+/// Bytes of a peer. It lets other tasks run between two pieces.
 struct Peer<'a> {
     left: &'a [u8],
     waited: bool,
@@ -53,8 +53,8 @@ impl TaskService for Untouched {
     fn deleted(&self, _: &str) {}
 }
 
-/// Two peers through the proxy; the first byte says whose part is how long. Where no option
-/// is replaced, each gets what the other said, byte for byte, as far as it goes.
+/// Connects two peers through the proxy. The first byte gives the length of the first peer's part.
+/// If no option is replaced, each peer receives the bytes of the other unchanged.
 pub fn ttrpc(data: &[u8]) {
     let Some((share, data)) = data.split_first() else { return };
     let (client, stock) = data.split_at(data.len() * usize::from(*share) / 255);
@@ -73,7 +73,7 @@ pub fn ttrpc(data: &[u8]) {
     assert!(stock.starts_with(&to_client), "the client got something else");
 }
 
-/// What containerd gives to `start`, and what the stock shim's `start` replies.
+/// Input of `start` from containerd, and the reply of the stock shim's `start`.
 pub fn start(data: &[u8]) {
     let _ = BootstrapInput::parse(data, "default", "id");
     if let Ok(answer) = BootstrapReply::parse(data) {
@@ -86,8 +86,8 @@ pub fn start(data: &[u8]) {
     }
 }
 
-/// A config.json: mounts are added and nothing else changes; twice is once; a refused edit
-/// changes nothing.
+/// A config.json. Mounts are added and nothing else changes. A second edit changes nothing, and
+/// neither does a refused edit.
 pub fn spec(data: &[u8]) {
     let Ok(before) = serde_json::from_slice::<Value>(data) else { return };
     let _ = (spec::decide(&before), spec::cgroups_path(&before), spec::root_path(&before));
@@ -118,18 +118,17 @@ pub fn spec(data: &[u8]) {
     assert_eq!(without(edited), without(before), "something else changed");
 }
 
-/// An image's `/etc/ld.so.preload`: ours comes to it once, its own stays.
+/// An image's `/etc/ld.so.preload`. Affinode's line is added once, and the image's own list stays.
 pub fn preload(data: &[u8]) {
     let merged = merge(data);
     assert!(merged.starts_with(data));
     assert_eq!(merge(&merged), merged);
 }
 
-/// The options that containerd hands to a runtime: the first byte says of which type they are. They
-/// come out as options of runc's, or are refused with a reason, and a second translation changes
-/// nothing.
+/// The options that containerd passes to a runtime; the first byte gives their type. They are
+/// translated to runc's options or refused with a reason, and a second translation changes nothing.
 pub fn options(data: &[u8]) {
-    /// Begins the field that names a file of the node's, which is not to be read here.
+    /// First byte of the field that names a file of the node, which must not be read here.
     const CONFIG_PATH: u8 = 0x12;
     let Some((kind, value)) = data.split_first() else { return };
     let mut any = Any::new();

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::sh;
 
-/// Millions of calls per round, and rounds.
+/// Arguments of the benchmark: millions of calls per round, and number of rounds.
 const CALLS: [&str; 2] = ["2", "21"];
 
 #[derive(Deserialize)]
@@ -89,10 +89,10 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Starts of each side: one start runs faster or slower as a whole.
+/// Number of starts of each side, because a whole start runs faster or slower.
 const STARTS: usize = 6;
 
-/// Medians of both sides' starts, and the noise of the first side.
+/// Medians of the starts of both sides, and the noise of the first side.
 fn in_turn(
     without: impl Fn() -> Result<f64>,
     with: impl Fn() -> Result<f64>,

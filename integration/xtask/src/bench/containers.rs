@@ -1,4 +1,4 @@
-//! Start to exit, and resident memory, beside the stock shim.
+//! Time from start to exit, and resident memory, compared with the stock shim.
 
 use std::time::Instant;
 
@@ -15,10 +15,11 @@ use super::{
     stats::{median, noise},
 };
 
-/// Pods of each shim whose memory is measured.
+/// Number of pods of each shim whose memory is measured.
 const PODS: usize = 4;
 
-/// Start to exit of `/bin/true`, and memory of the shims of `/bin/sleep`.
+/// Measures the time from start to exit of `/bin/true`, and the memory of the shims of
+/// `/bin/sleep`.
 pub fn measure(world: &Testbed, rounds: usize) -> Result<Vec<Figure>> {
     let plain = |runtime: &str| Spec::plain("plain", &["/bin/true"]).runtime(runtime);
     let gpu = |runtime: &str| Spec::gpu("gpu", &["/bin/true"]).runtime(runtime);

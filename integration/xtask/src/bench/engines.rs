@@ -11,8 +11,8 @@ use anyhow::Result;
 
 use crate::output;
 
-/// Runs the comparison on the machine's GPU, or on the simulated one, whose figures depend on this
-/// machine's memory alone. Returns whether every goal was met and no part failed.
+/// Runs the comparison on the machine's GPU. Without a GPU it uses the simulated one, whose figures
+/// depend only on this machine's memory. Returns whether every goal was met and no part failed.
 pub fn measure(artifacts: &Artifacts, release: &Release) -> Result<bool> {
     let file = target_dir().join("bench-engines.json");
     let mut suite = Command::new(artifacts.bin("affinode-gpu-suite")?);

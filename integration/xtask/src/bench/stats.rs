@@ -1,6 +1,6 @@
 //! Figures from samples.
 
-/// The middle value; 0 for none.
+/// The median of the samples; 0 without samples.
 pub fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -11,7 +11,7 @@ pub fn median(samples: &[f64]) -> f64 {
     }
 }
 
-/// Difference between the medians of every second sample and of the others. Samples come in the
+/// Difference between the medians of every second sample and of the others. Samples are in the
 /// order of time, so both halves ran under the same conditions.
 pub fn noise(samples: &[f64]) -> f64 {
     let half = |first: usize| samples.iter().copied().skip(first).step_by(2).collect::<Vec<_>>();

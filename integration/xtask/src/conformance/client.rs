@@ -19,7 +19,7 @@ const PACKAGE: &str = "integration/client";
 const IMAGES: &str = "integration/images/image_list.go";
 /// Fixed folders of the tests' containerd.
 const PLACES: [&str; 2] = ["/var/lib/containerd-test", "/run/containerd-test"];
-/// Needs an external registry.
+/// Test that needs an external registry, and is skipped.
 const SKIPPED: &str = "TestBindLowPort";
 
 pub struct Client {

@@ -28,7 +28,8 @@ const MODULE: &str = "sigs.k8s.io/cri-tools";
 pub const VERSION: &str = "1.36.0";
 /// Source file with the names of the suite's images.
 const IMAGES: &str = "pkg/validate/consts.go";
-/// The suite pulls this image by digest, and a stand-in has another digest.
+/// Beginning of the name of an image that the suite pulls by digest. The local image has another
+/// digest.
 const DIGESTED: &str = "test-image-digest@sha256:";
 const REGISTRIES: [&str; 3] = ["registry.k8s.io", "k8s.gcr.io", "gcr.io"];
 const PLUGINS: &str = "containernetworking-plugins";
@@ -112,7 +113,7 @@ impl Critest {
     }
 }
 
-/// The expression that matches one test only.
+/// The expression that matches only this test.
 pub fn alone(name: &str) -> String {
     let special = |c: char| c.is_ascii_punctuation();
     let escaped: String =
@@ -138,7 +139,8 @@ fn mirror(dir: &Path) -> Result<()> {
     Ok(fs::write(dir.join("conf.d/registry.toml"), config)?)
 }
 
-/// The suite's list with another digest. The Windows image has a longer name and comes later.
+/// The suite's list of images with another digest. The name of the Windows image is longer, and
+/// later in the list.
 fn with_digest(list: &str, digest: &str) -> Option<String> {
     let (before, after) = list.split_once(DIGESTED)?;
     let (_, rest) = after.split_once('"')?;

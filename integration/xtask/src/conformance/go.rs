@@ -1,4 +1,4 @@
-//! Builds test programs from the source of Go's module proxy.
+//! Builds test programs from source that Go's module proxy provides.
 
 use std::{
     fs,
@@ -22,7 +22,7 @@ pub fn build_tests(folder: &Path, program: &Path) -> Result<()> {
     sh::run(build.env("GOFLAGS", "-buildvcs=false"))
 }
 
-/// The source of a module, as a copy: Go's own cache is read-only.
+/// Copies the source of a module, because Go's own cache is read-only.
 pub fn source(cache: &Path, module: &str, version: &str) -> Result<PathBuf> {
     #[derive(Deserialize)]
     struct Module {

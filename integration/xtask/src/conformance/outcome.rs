@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt::Write};
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-/// How a test ended.
+/// Result of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Pass,
@@ -106,7 +106,7 @@ impl Comparison {
         self.ours.0.extend(ours.0.clone());
     }
 
-    /// Tests that pass with the stock runtime and not with Affinode.
+    /// Tests that pass with the stock runtime but not with Affinode.
     pub fn regressions(&self) -> impl Iterator<Item = &str> {
         let passes = self.stock.0.iter().filter(|(_, ended)| **ended == Outcome::Pass);
         passes

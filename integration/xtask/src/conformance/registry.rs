@@ -29,7 +29,7 @@ use crate::sh;
 const BUSYBOX: &str = "/bin/busybox";
 const OCTETS: &str = "application/octet-stream";
 
-/// Fixed address: the names of the images are built into the suites.
+/// Address of the registry. It is fixed, because the names of the images are built into the suites.
 pub const ADDRESS: &str = "127.0.0.1:5055";
 
 /// Serves the images on a thread until the program ends, on the machine's loopback or on that of
@@ -103,7 +103,7 @@ const NGINX: &[u8] = b"#!/bin/sh
 echo $$ > /var/run/nginx.pid
 httpd -f -p \"$2\" -h /srv
 ";
-/// The machine's busybox lacks this applet.
+/// A script for `pgrep`, which the machine's busybox does not have.
 const PGREP: &[u8] = b"#!/bin/sh
 for process in /proc/[0-9]*; do
     [ \"$(cat $process/comm 2> /dev/null)\" = \"$1\" ] && echo ${process#/proc/}
@@ -188,7 +188,7 @@ async fn accept(listener: &TcpListener) {
     }
 }
 
-/// The reading half of the OCI distribution protocol: manifests and blobs, whole.
+/// Answers the read requests of the OCI distribution protocol, for manifests and whole blobs.
 fn answer(images: &Archive, request: &Request<Incoming>) -> Response<Full<Bytes>> {
     let path = request.uri().path().trim_start_matches("/v2/");
     let split = |word: &str| path.split_once(word);

@@ -1,5 +1,4 @@
-//! The continuous demo: containers that work, idle and are evicted for each other, until the user
-//! ends it.
+//! The continuous demo: containers work, become idle and evict each other, until the user ends it.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 
@@ -15,7 +14,7 @@ const REAL_MIB: u64 = 1024;
 /// Time between two calls of a round.
 const BEAT: std::time::Duration = std::time::Duration::from_secs(4);
 
-/// A free port, preferably the usual one.
+/// Finds a free port, preferably the usual one.
 pub fn free_address() -> Result<SocketAddr> {
     let usual = SocketAddr::from((Ipv4Addr::LOCALHOST, 9410));
     let socket = TcpListener::bind(usual)

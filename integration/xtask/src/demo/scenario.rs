@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use super::watch::Watch;
 use crate::output;
 
-/// Idle after two seconds, to keep the demo short.
+/// Configuration with an idle timeout of two seconds, so that the demo is short.
 pub const CONFIG: &str = r#"
 [policy]
 mode = "eager"
@@ -22,7 +22,8 @@ minimum_residency = "1ms"
 sample_interval = "100ms"
 "#;
 
-/// VRAM of each container on the machine's own GPU: enough to notice, fast to move.
+/// VRAM of each container on the machine's own GPU: large enough to see, small enough to move
+/// quickly.
 const REAL_BYTES: u64 = 2048 * MIB;
 
 pub struct Seen {

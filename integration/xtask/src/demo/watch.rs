@@ -22,13 +22,13 @@ use crate::output;
 /// A running `affinode events --follow`.
 pub struct Watch {
     child: Child,
-    /// Sequence number of the last printed event.
+    /// Sequence number of the last event that was printed.
     shown: Arc<AtomicU64>,
     reader: JoinHandle<Vec<EventRow>>,
 }
 
 impl Watch {
-    /// Starts it, and prints the head of the table.
+    /// Starts the command, and prints the head of the table.
     pub fn start(world: &Testbed, quiet: bool) -> Result<Self> {
         let mut command = world.cli().command(&["events", "--follow", "-o", "json"]);
         let mut child =
@@ -64,7 +64,7 @@ impl Watch {
         Ok(Self { child, shown, reader })
     }
 
-    /// Ends it after every event up to now was printed.
+    /// Ends the command after every event so far was printed. Returns all events.
     pub fn finish(mut self, world: &Testbed) -> Result<Vec<EventRow>> {
         let last = world.cli().events()?.last().map_or(0, |event| event.sequence);
         until("the last rows", || Ok((self.shown.load(Ordering::Acquire) >= last).then_some(())))?;

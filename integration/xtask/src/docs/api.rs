@@ -77,7 +77,7 @@ fn statuses(operation: &Value) -> String {
     codes(&answers.keys().collect::<Vec<_>>())
 }
 
-/// `integer`, `array of Gpu`, `Gpu`.
+/// Name of a type, such as `integer`, `array of Gpu` or `Gpu`.
 fn type_name(schema: &Value) -> String {
     if let Some(named) = schema["$ref"].as_str() {
         return named.rsplit('/').next().unwrap_or(named).to_owned();
@@ -102,7 +102,7 @@ struct Call {
     comment: String,
 }
 
-/// `rpc Name(Request) returns (Answer);` with the comment above it.
+/// The lines `rpc Name(Request) returns (Answer);` with the comment above each.
 fn calls(proto: &str) -> Vec<Call> {
     let (mut found, mut comment) = (Vec::new(), Vec::new());
     for line in proto.lines().map(str::trim) {

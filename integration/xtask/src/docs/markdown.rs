@@ -6,7 +6,7 @@ pub struct Markdown {
 }
 
 impl Markdown {
-    /// A page with its title, and the sentence that names its sources.
+    /// Creates a page with its title, and the sentence that names its sources.
     pub fn page(title: &str, sources: &str) -> Self {
         Self {
             text: format!(
@@ -15,24 +15,24 @@ impl Markdown {
         }
     }
 
-    /// A heading of the second level.
+    /// Adds a heading of the second level.
     pub fn section(&mut self, title: &str) {
         self.text += &format!("\n## {title}\n");
     }
 
-    /// A heading of the third level.
+    /// Adds a heading of the third level.
     pub fn entry(&mut self, title: &str) {
         self.text += &format!("\n### {title}\n");
     }
 
-    /// A paragraph; an empty one is left out.
+    /// Adds a paragraph. An empty one is left out.
     pub fn paragraph(&mut self, text: &str) {
         if !text.is_empty() {
             self.text += &format!("\n{text}\n");
         }
     }
 
-    /// A list, without a paragraph between its items.
+    /// Adds a list without blank lines between its items.
     pub fn list(&mut self, items: &[String]) {
         self.text.push('\n');
         for item in items {
@@ -40,12 +40,12 @@ impl Markdown {
         }
     }
 
-    /// A block of code.
+    /// Adds a block of code.
     pub fn code(&mut self, text: &str) {
         self.text += &format!("\n```\n{text}\n```\n");
     }
 
-    /// A table; one without rows is left out.
+    /// Adds a table. A table without rows is left out.
     pub fn table<const N: usize>(&mut self, head: [&str; N], rows: &[[String; N]]) {
         if rows.is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! The pages with content of `affinode reference`.
+//! The pages that are generated from `affinode reference`.
 
 use serde::Deserialize;
 
@@ -83,7 +83,7 @@ struct Argument {
     environment: String,
 }
 
-/// Completes a sentence of the code, which may lack capital and full stop.
+/// Completes a sentence from the code, which may lack its capital letter and full stop.
 fn sentence(text: &str) -> String {
     let text = plain(text);
     let mut chars = text.chars();

@@ -16,7 +16,7 @@ use affinode_proto::{
 use anyhow::{Context, Result};
 use ttrpc::{r#async::Client, context::with_duration};
 
-/// Time limit for the controller's reply.
+/// Time limit for a reply of the controller.
 const ANSWER: std::time::Duration = std::time::Duration::from_secs(30);
 
 /// Processes that end when this value is dropped.
@@ -26,7 +26,7 @@ pub struct LoadProcesses {
 }
 
 impl LoadProcesses {
-    /// Announces containers, starts their processes, waits until all are registered.
+    /// Announces containers, starts their processes, and waits until all are registered.
     pub fn gather(world: &Testbed, containers: usize, processes: usize) -> Result<LoadProcesses> {
         let keys: Vec<String> = (0..containers).map(|n| format!("{n:032x}")).collect();
         announce(world, &keys)?;

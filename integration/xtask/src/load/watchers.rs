@@ -48,7 +48,7 @@ pub fn open(socket: &Path, path: &str, count: usize) -> Result<Vec<Watcher>> {
 }
 
 impl Watcher {
-    /// Time at which the next line with this text came.
+    /// Time at which the next line with this text arrived.
     fn wait_for(&self, text: &str) -> Result<Instant> {
         loop {
             let (when, line) = self.lines.recv_timeout(GUARD).with_context(|| text.to_owned())?;
@@ -59,8 +59,8 @@ impl Watcher {
     }
 }
 
-/// Pins containers one after the other, and times how long each watcher waits for the change, in
-/// milliseconds.
+/// Pins containers one after the other. Returns the times until each watcher has received the
+/// change, in milliseconds.
 pub fn time_changes(
     socket: &Path,
     watchers: &[Watcher],

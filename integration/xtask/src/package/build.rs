@@ -1,6 +1,6 @@
 //! Builds the programs of a release. Programs that load NVML are linked against an old C library,
-//! so that they run on old nodes; the other one is a static program. No program contains a path of
-//! this machine.
+//! so that they run on old nodes. The other program is static. No program contains a path of this
+//! machine.
 
 use std::{
     fs,
@@ -19,9 +19,9 @@ use crate::{
 
 const GNU: &str = "x86_64-unknown-linux-gnu";
 const MUSL: &str = "x86_64-unknown-linux-musl";
-/// The suite whose C library is linked: distributions since 2020 have this version or a newer one.
+/// The suite whose C library is linked. Distributions since 2020 have this version or a newer one.
 const OLD_SUITE: &str = "bullseye";
-/// Version of that library: a program that needs a newer one was not linked against it.
+/// Version of that library. A program that needs a newer version was not linked against it.
 const OLD_GLIBC: (u32, u32) = (2, 31);
 /// Packages needed to link and compile against it.
 const OLD_PACKAGES: [&str; 4] = ["libc6", "libc6-dev", "libgcc-s1", "linux-libc-dev"];
@@ -50,7 +50,7 @@ impl Built {
     }
 }
 
-/// `2.34  Flags: none …`
+/// The version in a line such as `2.34  Flags: none …`.
 fn version(text: &str) -> Option<(u32, u32)> {
     let mut numbers = text.split_whitespace().next()?.split('.').map(str::parse);
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
@@ -97,12 +97,12 @@ pub fn release() -> Result<Built> {
     Ok(built)
 }
 
-/// A separate folder: other flags would rebuild everything each time.
+/// Folder of this build. It is separate, because other flags would rebuild everything each time.
 fn folder() -> PathBuf {
     target_dir().join("package")
 }
 
-/// Builds one program or library. Arguments after `--` apply to its linking only.
+/// Builds one program or library. Arguments after `--` apply only to its linking.
 fn cargo(target: &str, sysroot: Option<&Path>, arguments: &[&str]) -> Result<()> {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let home = |variable: &str, folder: &str| {
@@ -180,7 +180,7 @@ fn sysroot() -> Result<Option<PathBuf>> {
     Ok(Some(folder))
 }
 
-/// Changes links to `/…` so that they stay below a root.
+/// Changes links to `/…` so that their targets are below a root.
 fn stay_inside(root: &Path, folder: &Path) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;

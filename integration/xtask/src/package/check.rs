@@ -18,7 +18,7 @@ use crate::{
     deps, output, sh,
 };
 
-/// The record of `affinode install`, below a root.
+/// Path of the record of `affinode install`, below a root.
 const RECORD: &str = "var/lib/affinode/install.json";
 
 pub fn all(out: &Path, about: &About) -> Result<()> {
@@ -104,7 +104,7 @@ fn red_hat(package: &Path) -> Result<()> {
     left_nothing(root, &["var", "usr/bin", "usr/lib/.build-id"])
 }
 
-/// The programs installed below a root run.
+/// Requires that the programs installed below a root run.
 fn runs(root: &Path) -> Result<()> {
     let said = sh::read(Command::new(root.join("usr/bin/affinode")).arg("--version"))?;
     let expected = format!("affinode {}", env!("CARGO_PKG_VERSION"));
@@ -112,7 +112,7 @@ fn runs(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Nothing is left below a root outside of these folders.
+/// Requires that nothing is left below a root, except in these folders.
 fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
     let mut left = BTreeSet::new();
     let mut folders = vec![root.to_owned()];
@@ -133,7 +133,8 @@ fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// The image's programs run, and `affinode install` of the package finds its files.
+/// Requires that the image's programs run, and that `affinode install` of the package finds its
+/// files.
 fn containers(archive: &Path, package: &Path, about: &About) -> Result<()> {
     output::step("Running the image");
     let world = TestbedConfig::default().artifacts(build::all(Profile::Dev)?).world()?;

@@ -20,10 +20,10 @@ gives the GPU of idle containers to others
  A containerd runtime shim that takes the GPU away from an idle container and gives
  it back at the next CUDA call, no state lost. This package changes nothing of the
  node: affinode install registers the runtime, affinode uninstall takes it off.";
-/// Script after unpacking: prints the next steps. It changes nothing, because that may restart
-/// containerd.
+/// Script that runs after unpacking. It prints the next steps, and changes nothing, because a
+/// change may restart containerd.
 pub const AFTER: &str = include_str!("after.sh");
-/// Script before removal: prints what stays.
+/// Script that runs before removal. It prints what stays.
 pub const BEFORE_REMOVAL: &str = include_str!("before-removal.sh");
 
 pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
@@ -65,7 +65,7 @@ fn control_file(about: &About, files: &Tree) -> String {
     )
 }
 
-/// Writes a tree below a folder, independent of the umask.
+/// Writes a tree of files below a folder, independent of the umask.
 pub fn lay_out(files: &Tree, root: &Path) -> Result<()> {
     make(root)?;
     for folder in files.folders() {

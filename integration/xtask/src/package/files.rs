@@ -1,5 +1,5 @@
-//! The contents of a node's package. `affinode install` takes programs and library from here;
-//! before that, the node is unchanged.
+//! The contents of a node's package. `affinode install` copies programs and library from it. The
+//! package alone does not change the node.
 
 use std::{
     collections::BTreeMap,
@@ -27,7 +27,7 @@ const COMPLETIONS: [(&str, &str); 3] = [
 /// Folders of `config` that are packed unchanged.
 const SHARED: [&str; 7] =
     ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus", "slurm", "systemd"];
-/// Documents beside those in `docs`: path in the repository, and in the package.
+/// Documents in addition to those in `docs`: path in the repository, and path in the package.
 const DOCUMENTS: [(&str, &str); 10] = [
     ("README.md", "README.md"),
     ("ARCHITECTURE.md", "ARCHITECTURE.md"),
@@ -42,7 +42,7 @@ const DOCUMENTS: [(&str, &str); 10] = [
     ("config/config.toml", "config.toml"),
 ];
 
-/// Programs without their symbols, and the library.
+/// The library, and the programs without their symbols.
 pub struct Programs {
     pub command: Vec<u8>,
     pub shim: Vec<u8>,

@@ -21,9 +21,9 @@ use super::{
 /// Uid and gid of programs that need no root.
 const UNPRIVILEGED: u32 = 65532;
 
-/// Prefix that the chart expects, where `affinode install` finds the shim beside it.
+/// Prefix that the chart expects. `affinode install` finds the shim next to it.
 const PREFIX: &str = "/usr/local";
-/// The PATH also applies on the node, whose root the installer enters.
+/// The PATH of the image. It also applies on the node, whose root the installer enters.
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// The files of the image.
@@ -66,7 +66,7 @@ pub fn name(about: &About) -> String {
     format!("docker.io/affinode/affinode:{}", about.version)
 }
 
-/// Packs an OCI archive.
+/// Packs the files into an OCI archive.
 pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
     let mut layer = Layer::default();
     for folder in files.folders() {

@@ -15,11 +15,11 @@ use serde_json::{Value, json};
 use super::About;
 use crate::sh;
 
-/// The crates whose dependencies are released.
+/// The crates whose dependencies are in the release.
 const ROOTS: [&str; 4] =
     ["affinode-cluster", "affinode-controller", "affinode-preload", "affinode-shim"];
 
-/// The bill of a release that carries these libraries of the system.
+/// Creates the bill of materials of a release with these system libraries.
 pub fn bill(about: &About, libraries: &BTreeSet<PathBuf>) -> Result<Vec<u8>> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut metadata = Command::new(cargo);
@@ -36,7 +36,7 @@ pub fn bill(about: &About, libraries: &BTreeSet<PathBuf>) -> Result<Vec<u8>> {
     Ok(serde_json::to_vec_pretty(&bill)?)
 }
 
-/// The bill, from cargo's metadata.
+/// Creates the bill of materials from cargo's metadata.
 pub fn of(about: &About, metadata: &Value, sums: &BTreeMap<String, String>) -> Result<Value> {
     let packages: BTreeMap<&str, &Value> = list(&metadata["packages"])
         .filter_map(|package| Some((package["id"].as_str()?, package)))
@@ -84,7 +84,7 @@ pub fn of(about: &About, metadata: &Value, sums: &BTreeMap<String, String>) -> R
     }))
 }
 
-/// The crates that a crate is linked with, without those of tests and build scripts.
+/// The crates to which a crate is linked, without those of tests and build scripts.
 fn linked(node: &Value) -> Vec<&str> {
     let is_linked =
         |dependency: &&Value| list(&dependency["dep_kinds"]).any(|kind| kind["kind"].is_null());

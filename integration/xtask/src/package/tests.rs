@@ -1,4 +1,4 @@
-//! The packing step on a small tree: reproducible bytes, and the contents.
+//! Tests of the packing step on a small tree: reproducible bytes, and the contents.
 
 use std::{
     collections::BTreeMap,

@@ -21,7 +21,7 @@ pub enum Node {
 pub struct Tree(BTreeMap<PathBuf, Node>);
 
 impl Tree {
-    /// Adds a testbed-readable file.
+    /// Adds a file that every user may read.
     pub fn file(&mut self, path: impl Into<PathBuf>, content: impl Into<Vec<u8>>) {
         self.0.insert(path.into(), Node::File { content: content.into(), mode: 0o644 });
     }

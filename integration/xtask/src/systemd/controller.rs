@@ -1,4 +1,4 @@
-//! The controller as a unit: the effect of its death, restart and end on offloaded containers.
+//! The controller as a unit: the effect of its kill, restart and end on offloaded containers.
 
 use std::{fs, time::Instant};
 
@@ -30,9 +30,9 @@ pub fn steps<'a>() -> [Step<Controller<'a>>; 11] {
     ]
 }
 pub const UNIT: &str = "affinode-controller";
-/// Number of kills for a row.
+/// Number of kills in a step.
 const KILLS: usize = 3;
-/// Sockets of the controller itself in the descriptor store.
+/// Number of the controller's own sockets in the descriptor store.
 const OWN_SOCKETS: usize = 2;
 
 /// A node with the unit, a container, and a job in a unit of its own.
@@ -80,7 +80,7 @@ pub fn systemd_run(program: &Program, memory_max: &str) -> String {
     )
 }
 
-/// The process of the serving controller, and that of the unit.
+/// Pid of the serving controller, and main pid of the unit.
 fn serving(node: &Node) -> Result<(i32, i32)> {
     let unit = node.property(UNIT, "MainPID")?;
     Ok((node.cli().ps()?.controller_pid, unit.parse()?))
@@ -106,8 +106,8 @@ fn enable(controller: &mut Controller<'_>) -> Result<String> {
     Ok("active, enabled, its process serves".into())
 }
 
-/// Kills the controller while a program is offloaded, and calls that program, several times;
-/// returns the waits.
+/// Kills the controller while a program is offloaded, and calls that program, several times.
+/// Returns the times that the calls waited.
 fn killed(node: &Node, program: &mut Program) -> Result<String> {
     let mut waited = Vec::new();
     for _ in 0..KILLS {
@@ -150,7 +150,7 @@ fn kill_without_store(controller: &mut Controller<'_>) -> Result<String> {
     Ok(format!("{seen}; a job that begins meanwhile: {:?} {said}", output.status.code()))
 }
 
-/// Waits until the store holds this number of sockets.
+/// Waits until the store has this number of sockets.
 fn stored_are(node: &Node, number: usize) -> Result<()> {
     let mut stored = String::new();
     until(&format!("{number} sockets in the store"), || {

@@ -23,12 +23,12 @@ pub fn steps<'a>() -> [Step<Install<'a>>; 9] {
         ("`install` again", reinstall),
     ]
 }
-/// Installs the built files.
+/// Shell command that installs the built files.
 pub const INSTALL: &str = "/opt/affinode/bin/affinode install --from /opt/affinode \
                        --restart-mode systemd";
-/// A drop-in that prevents containerd's start.
+/// Path of a drop-in that prevents containerd's start.
 const DROP_IN: &str = "/etc/systemd/system/containerd.service.d/fault.conf";
-/// Whether the handler is in containerd's file.
+/// Shell command that checks whether the handler is in containerd's file.
 const HAS_HANDLER: &str = "grep -q affinode /etc/containerd/config.toml";
 
 /// A node, and its files before the installation.

@@ -1,5 +1,5 @@
 //! A private node: systemd as process 1 in its own namespaces and cgroups, with no network but
-//! loopback. A supervisor owns it: nothing of it is left when the command ends, in any way.
+//! loopback. A supervisor owns it, so nothing of it is left when the command ends or is killed.
 
 use std::{
     collections::BTreeMap,
@@ -26,7 +26,7 @@ use crate::sh;
 const BOOT: Duration = Duration::from_secs(180);
 /// Time limit of a command on the node, in seconds.
 const LIMIT: &str = "180";
-/// The user of the node that is not root.
+/// Name of the node's user that is not root.
 pub const USER: &str = "alice";
 
 const FILES: [(&str, &str); 7] = [
@@ -47,7 +47,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// Boots a node from a copy of `base`, and waits until systemd reports that all units run.
+    /// Boots a node from a copy of `base`, and waits until systemd reports that it is running.
     pub fn boot(artifacts: &Artifacts, base: &Path) -> Result<Self> {
         let dir = std::env::temp_dir().join(format!("afn-systemd-{}", std::process::id()));
         fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
@@ -87,7 +87,7 @@ impl Node {
         Ok(node)
     }
 
-    /// Path of a node's file on this machine.
+    /// Path on this machine of a file of the node.
     pub fn file(&self, path: &str) -> PathBuf {
         self.dir.join("root").join(path.trim_start_matches('/'))
     }
@@ -103,7 +103,7 @@ impl Node {
         Ok(rows.into_iter().find(|row| [&row.container, &row.id].contains(&&name.to_owned())))
     }
 
-    /// Waits until it is in that state, and returns its row.
+    /// Waits until a container or job is in that state, and returns its row.
     pub fn wait_for(&self, name: &str, state: &str) -> Result<ContainerRow> {
         let mut last = None;
         until(&format!("{name} to be {state}"), || {
@@ -196,7 +196,8 @@ fn first_process(parent: u32) -> Option<u32> {
     })
 }
 
-/// The contents of a GPU node before Affinode: a driver, a configuration, users, images to run.
+/// Creates the files of a GPU node without Affinode: a driver, a configuration, users, images to
+/// run.
 fn furnish(root: &Path, artifacts: &Artifacts) -> Result<()> {
     let put = |path: &str, text: &str| -> Result<PathBuf> {
         let path = root.join(path);

@@ -39,7 +39,7 @@ impl Program {
         self.expect("fill").map(drop)
     }
 
-    /// Calls it, and requires that every word of its VRAM is unchanged.
+    /// Calls the program, and requires that every word of its VRAM is unchanged.
     pub fn verify(&mut self) -> Result<()> {
         self.call("verify")?;
         self.verified()

@@ -1,4 +1,4 @@
-//! What was seen, step by step, as a table for people and as JSON.
+//! The observation of each step, as a table and as JSON.
 
 use std::fmt;
 
@@ -7,13 +7,13 @@ use serde::Serialize;
 
 use crate::{output, step::Tried};
 
-/// A step: its name, and what it does; it returns what was seen.
+/// A step: its name, and its function, which returns the observation.
 pub type Step<T> = (&'static str, fn(&mut T) -> Result<String>);
 
-/// All steps that were tried.
+/// Results of all steps so far.
 #[derive(Serialize)]
 pub struct Rows {
-    /// What it was seen on.
+    /// Description of the node on which the steps ran.
     pub node: String,
     rows: Vec<Row>,
 }
@@ -27,12 +27,13 @@ struct Row {
 }
 
 impl Rows {
-    /// Without a row yet.
+    /// Creates a table without rows.
     pub fn new(node: String) -> Self {
         Self { node, rows: Vec::new() }
     }
 
-    /// Tries the steps of a part in order; those behind a failed one are not tried.
+    /// Runs the steps of a part in order. Steps after a failed step are not run. Returns whether
+    /// all passed.
     pub fn part<T>(&mut self, part: &'static str, steps: &[Step<T>], state: &mut T) -> bool {
         output::step(part);
         let mut holds = true;
@@ -47,7 +48,7 @@ impl Rows {
         holds
     }
 
-    /// Rows that are not as they should be.
+    /// Number of steps that did not pass.
     pub fn failures(&self) -> usize {
         self.rows.iter().filter(|row| !row.tried.passed()).count()
     }

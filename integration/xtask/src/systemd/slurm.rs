@@ -38,7 +38,7 @@ impl<'a> Slurm<'a> {
         Ok(Self { node, program: Program::prepare(node, "step")?, job: String::new() })
     }
 
-    /// Affinode's name of the job.
+    /// Name of the job in Affinode.
     fn name(&self) -> String {
         format!("slurm-{}", self.job)
     }

@@ -11,16 +11,16 @@ use anyhow::{Context, Result, bail};
 
 use crate::{apt, output, packages, sh};
 
-/// What makes and boots the tree.
+/// Programs that create and boot the tree, and their packages.
 const TOOLS: [(&str, &str); 2] =
     [("mmdebstrap", "mmdebstrap"), ("systemd-nspawn", "systemd-container")];
-/// What is in it beside the essential packages.
+/// Packages of the tree in addition to the essential ones.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus,iproute2,containerd,runc,kmod,munge,\
                         slurmctld,slurmd,slurm-client";
-/// In the tree, the last to be written: what it was made of.
+/// File of the tree that is written last. It lists the packages from which the tree was made.
 const MADE: &str = "etc/affinode-node";
 
-/// The tree, made when it is not there.
+/// The folder of the tree. The tree is created if it does not exist.
 pub fn base(artifacts: &Artifacts) -> Result<PathBuf> {
     packages::install(&TOOLS)?;
     let here = apt::Distribution::here()?;
@@ -45,7 +45,7 @@ pub fn base(artifacts: &Artifacts) -> Result<PathBuf> {
     Ok(tree)
 }
 
-/// A copy of it that a node may change.
+/// Creates a copy of the tree, which a node may change.
 pub fn copy(tree: &Path, to: &Path) -> Result<()> {
     sh::read(Command::new("cp").args(["--archive", "--reflink=auto"]).arg(tree).arg(to)).map(drop)
 }
