@@ -18,7 +18,7 @@ use crate::{
 /// # Errors
 /// When the container cannot be started, or the controller shows no load from it.
 pub fn start(world: &Testbed, id: &str) -> Result<Worker> {
-    let controller = world.controller()?.context("a controller runs")?;
+    let controller = world.controller()?.context("no controller is running")?;
     let hello = AgentMessage::Hello {
         version: WIRE_VERSION,
         // A pid of another process: the controller uses the peer's credentials instead.
@@ -41,7 +41,7 @@ pub fn start(world: &Testbed, id: &str) -> Result<Worker> {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let mut attacker = Worker::start_as(world, Spec::gpu(id, &words))?;
     let said = attacker.receive_line()?;
-    ensure!(said == "ready", "the attacker said {said}");
+    ensure!(said == "ready", "expected `ready` from the attacker, got {said}");
     until("it to be in full swing", || {
         let open = descriptors(controller.pid.as_raw())?.len();
         Ok((open > 100).then_some(()))

@@ -241,7 +241,7 @@ impl Cli {
             limited.output().with_context(|| format!("cannot run {}", self.binary.display()))?;
         if output.status.code() == Some(TIMED_OUT) {
             bail!(
-                "affinode {} did not answer in {} s",
+                "affinode {} did not end within {} s",
                 arguments.join(" "),
                 WAIT_TIMEOUT.as_secs()
             );
@@ -293,7 +293,8 @@ impl Cli {
     }
 
     fn node(text: &str) -> Result<Node> {
-        serde_json::from_str(text).with_context(|| format!("`affinode ps -o json` said: {text}"))
+        serde_json::from_str(text)
+            .with_context(|| format!("cannot parse the output of `affinode ps -o json`: {text}"))
     }
 
     /// The first GPU. Waits until a controller that has just started has read it.
@@ -314,7 +315,7 @@ impl Cli {
             last = self.gpu()?;
             Ok(wanted(&last).then(|| last.clone()))
         })
-        .with_context(|| format!("it was {last:?}"))
+        .with_context(|| format!("last reading: {last:?}"))
     }
 
     /// The container with this id of containerd, if the controller lists it.
@@ -365,7 +366,7 @@ impl Cli {
             }
             Ok(None)
         })
-        .with_context(|| format!("it was {last}"))
+        .with_context(|| format!("last reading: {last}"))
     }
 
     /// The events, once one of them matches. The controller publishes an event slightly after its
@@ -383,7 +384,7 @@ impl Cli {
             last = self.events()?;
             Ok(last.iter().any(&wanted).then(|| last.clone()))
         })
-        .with_context(|| format!("the events are {last:#?}"))
+        .with_context(|| format!("events so far: {last:#?}"))
     }
 
     /// The events since the controller's start, oldest first.
@@ -394,7 +395,7 @@ impl Cli {
         let text = self.run(&["events", "-o", "json"])?;
         text.lines()
             .map(|line| {
-                serde_json::from_str(line).with_context(|| format!("an event said: {line}"))
+                serde_json::from_str(line).with_context(|| format!("cannot parse an event: {line}"))
             })
             .collect()
     }
@@ -425,7 +426,7 @@ impl Cli {
     pub fn move_out(&self, id: &str) -> Result<ActionRow> {
         let said = self.offload(id)?;
         if !said.done {
-            bail!("{id} was not moved out: {said:?}");
+            bail!("{id} was not offloaded: {said:?}");
         }
         Ok(said)
     }

@@ -291,7 +291,8 @@ impl Running {
             .stderr(Stdio::piped());
         let mut child = command.spawn()?;
         let mut said = String::new();
-        let mut output = BufReader::new(child.stdout.take().context("no output")?);
+        let mut output =
+            BufReader::new(child.stdout.take().context("the process has no output pipe")?);
         let tail = format!("\n{LAST}\n");
         while !said.ends_with(&tail) && output.read_line(&mut said)? > 0 {}
         if let Some(mut input) = child.stdin.take() {

@@ -105,7 +105,7 @@ impl Containerd {
             let shim = std::env::split_paths(path)
                 .map(|folder| folder.join(SHIM))
                 .find(|shim| shim.exists())
-                .context("our shim is on no PATH of containerd's")?;
+                .context("Affinode's shim is not in containerd's PATH")?;
             let text = REGISTER_V3.replace(INSTALLED, &shim.to_string_lossy());
             return Ok(std::fs::write(self.dir.join("conf.d/affinode.toml"), text)?);
         }
@@ -177,7 +177,8 @@ impl Containerd {
         };
         let pid = keeper.spawn(&Job { argv, env: self.env.clone(), log: self.log() })?;
         let pid = Pid::from_raw(i32::try_from(pid)?);
-        *self.pid.lock().map_err(|_| anyhow::anyhow!("a test panicked"))? = Some(pid);
+        *self.pid.lock().map_err(|_| anyhow::anyhow!("another thread of the test panicked"))? =
+            Some(pid);
         until("containerd to answer", || {
             if gone(pid) {
                 bail!("containerd ended; its log: {}", self.log().display());
@@ -195,7 +196,11 @@ impl Containerd {
     /// # Errors
     /// When containerd is not running or does not end.
     pub fn stop(&self, signal: Signal) -> Result<()> {
-        let taken = self.pid.lock().map_err(|_| anyhow::anyhow!("a test panicked"))?.take();
+        let taken = self
+            .pid
+            .lock()
+            .map_err(|_| anyhow::anyhow!("another thread of the test panicked"))?
+            .take();
         let pid = taken.context("containerd is not running")?;
         kill(pid, signal).context("cannot signal containerd")?;
         until("containerd to end", || Ok(gone(pid).then_some(())))

@@ -45,5 +45,5 @@ fn folder_of(pid: i32) -> Result<(PathBuf, bool)> {
     let limits = |(folder, is_v2): &(PathBuf, bool)| {
         folder.join(if *is_v2 { "cpu.max" } else { "cpu.cfs_quota_us" }).exists()
     };
-    folders.into_iter().find(limits).context("no cgroup hierarchy limits processors")
+    folders.into_iter().find(limits).context("no cgroup hierarchy has the cpu controller")
 }

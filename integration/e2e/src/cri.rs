@@ -58,7 +58,7 @@ impl Cri {
                 }
             }
         })
-        .with_context(|| format!("{last:?}"))?;
+        .with_context(|| format!("CRI does not serve; last error: {last:?}"))?;
         Ok(cri)
     }
 
@@ -123,7 +123,7 @@ impl Cri {
     pub fn state(&self, container_id: &str) -> Result<i32> {
         let answer: ContainerStatusResponse =
             self.call("ContainerStatus", Id { id: container_id.into() })?;
-        Ok(answer.status.context("no status")?.state)
+        Ok(answer.status.context("the response of CRI has no status")?.state)
     }
 
     /// Stops and removes a container.
@@ -158,7 +158,7 @@ impl Cri {
             client.ready().await.map_err(|error| tonic::Status::unavailable(error.to_string()))?;
             client.unary(Request::new(request), path, ProstCodec::<Q, A>::default()).await
         });
-        Ok(answer.with_context(|| format!("CRI {method}"))?.into_inner())
+        Ok(answer.with_context(|| format!("the CRI request {method} failed"))?.into_inner())
     }
 }
 

@@ -60,8 +60,12 @@ impl<'a> Scene<'a> {
         }
         let output = command.output()?;
         let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-        ensure!(output.status.code() == Some(1), "{:?}: {said}", output.status);
-        ensure!(said.lines().count() == 1, "something is left, or said twice: {said}");
+        ensure!(
+            output.status.code() == Some(1),
+            "expected exit status 1, got {:?}: {said}",
+            output.status
+        );
+        ensure!(said.lines().count() == 1, "expected one line of output, got: {said}");
         Ok(said)
     }
 }
@@ -69,7 +73,7 @@ impl<'a> Scene<'a> {
 /// Requires that the output contains each of these texts.
 fn tells(said: &str, of: &[&str]) -> Result<()> {
     of.iter().try_for_each(|word| {
-        ensure!(said.contains(word), "{said} does not tell of {word}");
+        ensure!(said.contains(word), "expected {word:?} in: {said}");
         Ok(())
     })
 }
@@ -87,7 +91,7 @@ fn restart_fails(world: &Testbed) -> Result<String> {
         Ok(true)
     };
     let (said, restarts) = installation.served(|| installation.refused("install", &[]), restart)?;
-    ensure!(restarts == 2, "{restarts} restarts");
+    ensure!(restarts == 2, "expected two restarts, got {restarts}");
     scene.is_as_before()?;
     tells(&said, &["systemctl restart containerd", "journalctl"])?;
     Ok(format!("put back, containerd up again: {}", said.trim()))
@@ -180,7 +184,11 @@ fn broken_import(world: &Testbed) -> Result<String> {
         let scene = Scene::new(world)?;
         for verb in ["install", "status"] {
             let output = scene.installation.run(verb, &[])?;
-            ensure!(output.status.code() == Some(1), "{verb} of {import}: {:?}", output.status);
+            ensure!(
+                output.status.code() == Some(1),
+                "{verb} with {import}: expected exit status 1, got {:?}",
+                output.status
+            );
         }
         said = scene.installation.refused("install", &["--restart-mode", "none"])?;
         tells(&said, &["cannot read its configuration", "nothing was changed"])?;
@@ -205,14 +213,14 @@ fn second_installer(world: &Testbed) -> Result<String> {
         Ok(true)
     };
     let (_, restarts) = installation.served(|| installation.done("install", &[]), restart)?;
-    ensure!(restarts == 1, "{restarts} restarts");
+    ensure!(restarts == 1, "expected one restart, got {restarts}");
     for said in &said {
         tells(said, &["another affinode install or uninstall is running"])?;
     }
     installation.done("status", &[])?;
     installation.restarted(|| installation.done("uninstall", &[]))?;
     scene.is_as_before()?;
-    let said = said.first().context("no call was refused")?;
+    let said = said.first().context("no command was refused")?;
     Ok(format!("refused while the first goes on to its end: {}", said.trim()))
 }
 
@@ -246,7 +254,10 @@ fn killed_at_every_step(world: &Testbed) -> Result<String> {
         let missing = crate::installed::FILES.iter().find(|f| !scene.installation.file(f).exists());
         ensure!(missing.is_none(), "{missing:?} is missing");
         let config = fs::read_to_string(scene.installation.config())?;
-        ensure!(config.matches("# >>> affinode").count() == 1, "{config}");
+        ensure!(
+            config.matches("# >>> affinode").count() == 1,
+            "expected one handler in the configuration: {config}"
+        );
         Ok(())
     };
     let mut steps = Vec::new();

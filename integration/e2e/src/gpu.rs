@@ -146,15 +146,18 @@ impl Gpu {
 fn simulated_holders(socket: &Path) -> Result<Holders> {
     let packet = Packet::connect(socket).context("cannot connect to the simulated driver")?;
     packet.send(&Request::Snapshot, None)?;
-    match packet.receive()?.context("the simulated driver does not answer")?.0 {
+    match packet.receive()?.context("the simulated driver did not reply")?.0 {
         Reply::Snapshot(gpus) => {
             let gpu = gpus.into_iter().next().context("the simulated driver shows no GPU")?;
             let by_pid = gpu.processes.iter().map(|process| {
-                Ok((i32::try_from(process.pid).context("a process id")?, process.used_bytes))
+                Ok((
+                    i32::try_from(process.pid).context("cannot parse the process id")?,
+                    process.used_bytes,
+                ))
             });
             Ok(Holders { used_bytes: gpu.used_bytes, by_pid: by_pid.collect::<Result<_>>()? })
         }
-        other => bail!("the simulated driver answers {other:?}"),
+        other => bail!("unexpected reply of the simulated driver: {other:?}"),
     }
 }
 
@@ -169,8 +172,13 @@ fn real_holders() -> Result<Holders> {
 fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
     let lines = text.lines().filter(|line| !line.trim().is_empty());
     let holder = |line: &str| -> Result<(i32, u64)> {
-        let (pid, mib) = line.split_once(',').with_context(|| format!("nvidia-smi: {line}"))?;
-        let mib: u64 = mib.trim().parse().with_context(|| format!("nvidia-smi: {line}"))?;
+        let (pid, mib) = line
+            .split_once(',')
+            .with_context(|| format!("cannot parse a line of nvidia-smi: {line}"))?;
+        let mib: u64 = mib
+            .trim()
+            .parse()
+            .with_context(|| format!("cannot parse a line of nvidia-smi: {line}"))?;
         Ok((pid.trim().parse()?, mib << 20))
     };
     lines.map(holder).collect()
@@ -258,7 +266,7 @@ pub fn driver_folder() -> Result<PathBuf> {
         .chain(known.iter().map(PathBuf::from))
         .find(|path| path.exists())
         .and_then(|path| Some(path.parent()?.to_path_buf()))
-        .context("the NVIDIA driver's libcuda.so.1 is nowhere: is the driver installed?")
+        .context("cannot find the NVIDIA driver's libcuda.so.1: is the driver installed?")
 }
 
 /// Path of the machine's `nvidia-smi`.
@@ -267,7 +275,7 @@ fn nvidia_smi() -> Result<PathBuf> {
     [beside, "/usr/bin/nvidia-smi".into(), "/usr/local/bin/nvidia-smi".into()]
         .iter()
         .find_map(|path| std::fs::canonicalize(path).ok())
-        .context("the NVIDIA driver's nvidia-smi is nowhere: is the driver installed?")
+        .context("cannot find the NVIDIA driver's nvidia-smi: is the driver installed?")
 }
 
 /// VRAM in use on the machine's first GPU, as NVIDIA's own tool reports it.
@@ -281,7 +289,10 @@ pub fn nvidia_smi_used_bytes() -> Result<u64> {
         .output()
         .context("cannot run nvidia-smi")?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let mib: u64 = text.trim().parse().with_context(|| format!("nvidia-smi said: {text}"))?;
+    let mib: u64 = text
+        .trim()
+        .parse()
+        .with_context(|| format!("cannot parse the output of nvidia-smi: {text}"))?;
     Ok(mib << 20)
 }
 

@@ -170,7 +170,7 @@ fn play(world: &Testbed, case: Case, report: &mut Report) {
     }
     let found = (case.play)(world);
     // Whatever is left would be in the way of the next row.
-    let cleared = clear(world).context("between two rows");
+    let cleared = clear(world).context("cannot remove the containers of the previous hazard");
     report.add(&case.name, found.and_then(|found| cleared.map(|()| found)));
 }
 

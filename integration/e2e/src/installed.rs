@@ -112,7 +112,11 @@ impl<'a> Installation<'a> {
     pub fn done(&self, verb: &str, more: &[&str]) -> Result<String> {
         let output = self.run(verb, more)?;
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        ensure!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+        ensure!(
+            output.status.success(),
+            "affinode {verb} failed: {said}{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         Ok(said)
     }
 
@@ -123,7 +127,11 @@ impl<'a> Installation<'a> {
     pub fn refused(&self, verb: &str, more: &[&str]) -> Result<String> {
         let output = self.run(verb, more)?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        ensure!(output.status.code() == Some(1), "{:?}: {said}", output.status);
+        ensure!(
+            output.status.code() == Some(1),
+            "affinode {verb}: expected exit status 1, got {:?}: {said}",
+            output.status
+        );
         Ok(said)
     }
 
@@ -198,7 +206,7 @@ impl<'a> Installation<'a> {
 pub fn another_build(artifacts: &Artifacts, folder: &Path) -> Result<()> {
     let library = artifacts.lib_dir().join(LIB_FILE);
     for path in [artifacts.bin("affinode")?, artifacts.bin(SHIM)?, library] {
-        let copy = folder.join(path.file_name().context("a file has a name")?);
+        let copy = folder.join(path.file_name().context("the path has no file name")?);
         fs::copy(&path, &copy).with_context(|| format!("cannot copy {}", path.display()))?;
         fs::File::options().append(true).open(copy)?.write_all(b"\nanother build\n")?;
     }

@@ -19,7 +19,7 @@ pub fn folder(world: &Testbed) -> Result<PathBuf> {
     cgroup_folders(world.dir())
         .into_iter()
         .find(|folder| limit_file(folder).exists())
-        .context("no cgroup hierarchy limits memory")
+        .context("no cgroup hierarchy has the memory controller")
 }
 
 /// Memory charged to the cgroup, in bytes.

@@ -33,7 +33,9 @@ pub fn descriptors(pid: i32) -> Result<Vec<String>> {
 pub fn resident_bytes(pid: i32) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")).context("no VmRSS")?;
+    let kib = line
+        .and_then(|line| line.trim().strip_suffix(" kB"))
+        .context("/proc/PID/status has no VmRSS")?;
     Ok(kib.trim().parse::<u64>()? << 10)
 }
 

@@ -57,7 +57,7 @@ impl Rancher<'_> {
             .chain(["/usr/sbin".into()])
             .map(|folder| folder.join("runc"))
             .find(|runc| runc.exists());
-        Ok(std::os::unix::fs::symlink(runc.context("no runc")?, self.dir.join(NVIDIA))?)
+        Ok(std::os::unix::fs::symlink(runc.context("cannot find runc")?, self.dir.join(NVIDIA))?)
     }
 
     /// Writes containerd's file, as they do at each start.

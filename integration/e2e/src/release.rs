@@ -84,7 +84,8 @@ impl Releases {
         let file = Self::file(artifacts);
         let text = std::fs::read(&file)
             .with_context(|| format!("cannot read {}: run `cargo xtask deps`", file.display()))?;
-        serde_json::from_slice(&text).with_context(|| format!("{} is damaged", file.display()))
+        serde_json::from_slice(&text)
+            .with_context(|| format!("cannot parse {}: run `cargo xtask deps`", file.display()))
     }
 
     /// The release of a line. `None` if the machine cannot have it; the reason is then printed to
@@ -97,7 +98,7 @@ impl Releases {
             return Ok(Some(release));
         }
         self.unavailable.get(line.as_str()).map(|_| None).ok_or_else(|| {
-            anyhow!("containerd {} was not looked for: run `cargo xtask deps`", line.as_str())
+            anyhow!("containerd {} is not in the list: run `cargo xtask deps`", line.as_str())
         })
     }
 
@@ -123,8 +124,10 @@ impl Release {
             .with_context(|| format!("cannot run {}", program.display()))?;
         // containerd github.com/containerd/containerd/v2 2.1.9+unknown 1234abc
         let text = String::from_utf8_lossy(&output.stdout);
-        let version =
-            text.split_whitespace().nth(2).context("containerd does not say its version")?;
+        let version = text
+            .split_whitespace()
+            .nth(2)
+            .context("cannot find the version in containerd's output")?;
         let line = Line::of(version).with_context(|| {
             format!("containerd {version} is not supported: 1.6, 1.7 or 2.x is needed")
         })?;

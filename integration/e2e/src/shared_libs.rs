@@ -21,7 +21,7 @@ pub fn libraries(program: &Path) -> Result<BTreeSet<PathBuf>> {
         .context("cannot run ldd")?;
     let text = String::from_utf8_lossy(&output.stdout);
     if let Some(line) = text.lines().find(|line| line.contains("not found")) {
-        bail!("{}: {}", program.display(), line.trim());
+        bail!("{}: a library is missing: {}", program.display(), line.trim());
     }
     Ok(text.lines().filter_map(path_in).collect())
 }

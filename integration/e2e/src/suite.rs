@@ -259,7 +259,7 @@ fn wait_prepared(world: &Testbed, many: usize) -> Result<()> {
         let prepared: u32 = last.gpus.iter().map(|gpu| gpu.copier_prefaulted).sum();
         Ok((prepared as usize >= many).then_some(()))
     })
-    .with_context(|| format!("{:?}, {:?}", last.gpus, last.containers))
+    .with_context(|| format!("GPUs {:?}, containers {:?}", last.gpus, last.containers))
 }
 
 /// VRAM in use on the first GPU, without the copier's, once it satisfies `wanted`.

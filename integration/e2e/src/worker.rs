@@ -70,7 +70,9 @@ impl Lines {
     /// When no line arrives in time.
     pub fn receive(&mut self) -> Result<String> {
         let line = self.receive_before(Instant::now() + WAIT_TIMEOUT)?;
-        line.with_context(|| format!("the program did not answer in {} s", WAIT_TIMEOUT.as_secs()))
+        line.with_context(|| {
+            format!("the program sent no line within {} s", WAIT_TIMEOUT.as_secs())
+        })
     }
 
     /// Waits for the next line until the deadline. `None`: no line has arrived.
@@ -242,7 +244,8 @@ impl Worker {
     /// When the program does not reply.
     pub fn ends_with_nothing_left(&mut self, world: &Testbed) -> Result<bool> {
         const DRIVERS_OWN_BYTES: u64 = 32 << 20;
-        let missing = self.call("end")?.missing_bytes.context("no count of bytes")?;
+        let missing =
+            self.call("end")?.missing_bytes.context("the reply has no number of bytes")?;
         let copiers: u64 = world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_vram_bytes).sum();
         Ok(missing <= DRIVERS_OWN_BYTES + copiers)
     }
@@ -274,7 +277,8 @@ impl Worker {
     /// When no reply arrives in time.
     pub fn receive(&mut self) -> Result<Answer> {
         let line = self.receive_line()?;
-        serde_json::from_str(&line).with_context(|| format!("{} said: {line}", self.running.id))
+        serde_json::from_str(&line)
+            .with_context(|| format!("{}: cannot parse the reply: {line}", self.running.id))
     }
 
     /// Reads the next line.
@@ -282,7 +286,7 @@ impl Worker {
     /// # Errors
     /// When no line arrives in time.
     pub fn receive_line(&mut self) -> Result<String> {
-        self.lines.receive().with_context(|| format!("from {}", self.running.id))
+        self.lines.receive().with_context(|| format!("cannot read a line of {}", self.running.id))
     }
 
     /// Reads the first line of a program that starts slowly.
@@ -291,7 +295,7 @@ impl Worker {
     /// When no line arrives in time.
     pub fn receive_first_line(&mut self, patience: Duration) -> Result<String> {
         let line = self.lines.receive_before(Instant::now() + patience)?;
-        line.with_context(|| format!("{} did not begin", self.running.id))
+        line.with_context(|| format!("{} sent no first line in time", self.running.id))
     }
 
     /// Sends a command without waiting for its reply.
@@ -316,7 +320,7 @@ impl Worker {
     /// When no reply arrives in time.
     pub fn ask(&mut self, command: &str) -> Result<Answer> {
         self.send(command)?;
-        self.receive().with_context(|| format!("command {command}"))
+        self.receive().with_context(|| format!("cannot read the reply to {command}"))
     }
 
     /// Sends a command and requires success.
@@ -350,11 +354,11 @@ impl Worker {
     /// When a CUDA call fails.
     pub fn check(&mut self, bytes: u64) -> Result<bool> {
         let answer = self.call("check")?;
-        let compared = answer.bytes.context("check says how much it compared")?;
+        let compared = answer.bytes.context("the reply to `check` has no number of bytes")?;
         if compared != bytes {
             bail!("{}: {compared} bytes were compared, not {bytes}", self.running.id);
         }
-        answer.ok.context("check says whether it is ok")
+        answer.ok.context("the reply to `check` has no field `ok`")
     }
 
     /// Whether all VRAM has the expected words.
@@ -363,6 +367,6 @@ impl Worker {
     /// When a CUDA call fails.
     pub fn verify(&mut self) -> Result<bool> {
         let answer = self.call("verify")?;
-        answer.ok.context("verify says whether it is ok")
+        answer.ok.context("the reply to `verify` has no field `ok`")
     }
 }

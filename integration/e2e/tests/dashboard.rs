@@ -31,8 +31,9 @@ fn ask(world: &Testbed, method: &str, path: &str) -> Result<(u16, String)> {
     write!(stream, "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
-    let (head, body) = answer.split_once("\r\n\r\n").context("an answer has a head")?;
-    let status = head.split(' ').nth(1).context("an answer has a status")?.parse()?;
+    let (head, body) =
+        answer.split_once("\r\n\r\n").context("the response has no end of its head")?;
+    let status = head.split(' ').nth(1).context("the response has no status")?.parse()?;
     Ok((status, body.to_owned()))
 }
 
@@ -86,7 +87,7 @@ fn hook_overhead_is_reported(world: &Testbed) -> Result<()> {
         let process = node(world)?["containers"][0]["processes"][0].clone();
         Ok((process["held_us"].as_u64() > Some(0)).then_some(process))
     })?;
-    let cost_ps = process["call_cost_ps"].as_u64().context("a cost")?;
+    let cost_ps = process["call_cost_ps"].as_u64().context("the process has no cost of a call")?;
     assert!((1..1_000_000).contains(&cost_ps), "{cost_ps} ps");
     for name in ["hook_seconds_total", "held_calls_seconds_total", "hook_call_cost_seconds"] {
         let name = format!("affinode_container_{name}{{");
@@ -114,7 +115,7 @@ fn the_history_outlives_the_controller() -> Result<()> {
     };
     let before = until("the report to know the offload", || returned(&world))?;
     // An orderly end, as at a change of version, writes everything to disk.
-    let controller = world.controller()?.context("there is a controller")?;
+    let controller = world.controller()?.context("no controller is running")?;
     nix::sys::signal::kill(controller.pid, nix::sys::signal::Signal::SIGTERM)?;
     until("the next controller", || {
         Ok(world.controller()?.filter(|next| next.pid != controller.pid))

@@ -33,8 +33,9 @@ fn ask(address: SocketAddr, method: &str, path: &str, host: &str) -> Result<(u16
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer)?;
     let answer = String::from_utf8_lossy(&answer).into_owned();
-    let (head, body) = answer.split_once("\r\n\r\n").context("an answer has a head")?;
-    let status = head.split(' ').nth(1).context("an answer has a status")?.parse()?;
+    let (head, body) =
+        answer.split_once("\r\n\r\n").context("the response has no end of its head")?;
+    let status = head.split(' ').nth(1).context("the response has no status")?.parse()?;
     Ok((status, body.to_owned()))
 }
 
@@ -43,9 +44,10 @@ fn queries() -> Result<BTreeSet<String>> {
     let mut queries = BTreeSet::new();
     for entry in std::fs::read_dir(workspace_dir().join("config/grafana"))? {
         let board: Value = serde_json::from_str(&std::fs::read_to_string(entry?.path())?)?;
-        for panel in board["panels"].as_array().context("panels")? {
+        for panel in board["panels"].as_array().context("the dashboard has no panels")? {
             for target in panel["targets"].as_array().into_iter().flatten() {
-                let query = target["expr"].as_str().context("an expression")?;
+                let query =
+                    target["expr"].as_str().context("the panel's target has no expression")?;
                 let query = query.replace("$__range", "15m");
                 let query = query.replace("$price", "2").replace("$cluster", ".*");
                 let query = query.replace("$node", ".*").replace("$namespace", ".*");
@@ -57,7 +59,7 @@ fn queries() -> Result<BTreeSet<String>> {
             }
         }
     }
-    ensure!(queries.len() > 20, "{queries:?}");
+    ensure!(queries.len() > 20, "expected more than 20 queries, found {queries:?}");
     Ok(queries)
 }
 

@@ -50,7 +50,7 @@ const FUZZ: &str = "affinode-fuzz";
 #[test]
 fn crates_use_only_whom_they_may() -> Result<()> {
     let metadata = metadata()?;
-    let packages = metadata["packages"].as_array().context("no packages")?;
+    let packages = metadata["packages"].as_array().context("cargo's metadata has no packages")?;
     let ours: BTreeSet<&str> =
         packages.iter().filter_map(|package| package["name"].as_str()).collect();
     for package in packages.iter().filter(|package| package["name"] != FUZZ) {
@@ -59,8 +59,10 @@ fn crates_use_only_whom_they_may() -> Result<()> {
             .iter()
             .find(|(name, _)| *name == folder)
             .with_context(|| format!("a crate in {folder}: the design has no such folder"))?;
-        for dependency in package["dependencies"].as_array().context("no dependencies")? {
-            let name = dependency["name"].as_str().context("a dependency has a name")?;
+        for dependency in
+            package["dependencies"].as_array().context("a package has no list of dependencies")?
+        {
+            let name = dependency["name"].as_str().context("a dependency has no name")?;
             let of_tests = dependency["kind"] == "dev" && name == TEST_NOTES;
             let fine = !ours.contains(name) || allowed.contains(&name) || of_tests;
             assert!(fine, "{} must not use {name}", package["name"]);
@@ -131,9 +133,9 @@ fn the_root_holds_what_the_design_says() -> Result<()> {
 }
 
 fn top_folder(package: &Value) -> Result<String> {
-    let manifest = package["manifest_path"].as_str().context("a package has a manifest")?;
+    let manifest = package["manifest_path"].as_str().context("a package has no manifest")?;
     let inside = std::path::Path::new(manifest).strip_prefix(workspace_dir())?;
-    let first = inside.components().next().context("a manifest in the root")?;
+    let first = inside.components().next().context("the manifest is not below the root")?;
     Ok(first.as_os_str().to_string_lossy().into_owned())
 }
 

@@ -101,7 +101,7 @@ pub fn all(profile: Profile) -> Result<Artifacts> {
 /// Copies a file and renames it to its place, so that a process that has mapped the old file keeps
 /// its pages.
 fn place(from: &Path, to: &Path) -> Result<()> {
-    let folder = to.parent().context("a file has a folder")?;
+    let folder = to.parent().context("the file's path has no folder")?;
     fs::create_dir_all(folder)?;
     // Another build may be placing the same file.
     let fresh = to.with_extension(format!("new-{}", std::process::id()));
@@ -135,7 +135,10 @@ fn clients(artifacts: &Artifacts) -> Result<()> {
     for entry in fs::read_dir(&own)? {
         let program = entry?.path();
         if program.extension().is_some_and(|ending| ending == "py") {
-            place(&program, &target.join(program.file_name().context("a file has a name")?))?;
+            place(
+                &program,
+                &target.join(program.file_name().context("the path has no file name")?),
+            )?;
         }
     }
     Ok(())

@@ -63,7 +63,7 @@ pub fn promtool() -> Result<PathBuf> {
     if !program.is_file() {
         output::step("Fetching promtool");
         apt::unpack_own("prometheus", &unpacked)
-            .context("promtool is missing: install it, or let apt have it")?;
+            .context("promtool is missing: install it, or add an apt source that has it")?;
     }
     Ok(program.parent().unwrap_or(Path::new("/usr/bin")).to_owned())
 }

@@ -58,7 +58,7 @@ fn build() -> Result<PathBuf> {
 fn generate(affinode: &Path) -> Result<Vec<Page>> {
     let printed = sh::read(Command::new(affinode).arg("reference"))?;
     let known: pages::Reference = serde_json::from_str(&printed)
-        .with_context(|| format!("{} reference printed other JSON", affinode.display()))?;
+        .with_context(|| format!("cannot parse the output of {} reference", affinode.display()))?;
     let read = |path: &str| {
         let path = workspace_dir().join(path);
         fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
@@ -86,7 +86,7 @@ fn generate(affinode: &Path) -> Result<Vec<Page>> {
 fn write(pages: &[Page]) -> Result<()> {
     for (path, text) in pages {
         let file = workspace_dir().join(path);
-        let folder = file.parent().context("a page has a folder")?;
+        let folder = file.parent().context("the page's path has no folder")?;
         fs::create_dir_all(folder)?;
         if fs::read_to_string(&file).is_ok_and(|old| old == *text) {
             continue;

@@ -48,7 +48,7 @@ pub fn run(options: &Options) -> Result<()> {
     let corpora = workspace_dir().join("integration/fuzz/corpus");
     let known = names(&corpora)?;
     if let Some(unknown) = options.targets.iter().find(|name| !known.contains(name)) {
-        bail!("no target {unknown}: {}", known.join(", "));
+        bail!("unknown target {unknown}; targets: {}", known.join(", "));
     }
     let chosen = if options.targets.is_empty() { &known } else { &options.targets };
     let work = target_dir().join("fuzz");

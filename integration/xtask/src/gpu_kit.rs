@@ -40,8 +40,11 @@ pub struct Options {
 pub fn pack(options: &Options) -> Result<()> {
     let releases = deps::all()?;
     // The newest release, whose ctr can run containers as any user.
-    let release =
-        releases.available.iter().max_by_key(|release| release.line).context("no containerd")?;
+    let release = releases
+        .available
+        .iter()
+        .max_by_key(|release| release.line)
+        .context("no containerd is available")?;
     let built = build::all(build::Profile::Release)?;
     let out = options.out.clone().unwrap_or_else(|| target_dir().join("gpu-kit"));
     let staging = target_dir().join("gpu-kit-staging");
@@ -91,7 +94,7 @@ fn copy_containerd(release: &Release, target: &Path) -> Result<()> {
     let seccomp = needs
         .lines()
         .find_map(|line| line.trim().strip_prefix("libseccomp.so.2 => ")?.split(' ').next());
-    copy(Path::new(seccomp.context("runc needs no libseccomp.so.2")?), target, false)
+    copy(Path::new(seccomp.context("runc is not linked to libseccomp.so.2")?), target, false)
 }
 
 fn fresh(folder: &Path) -> Result<()> {
@@ -110,7 +113,7 @@ fn copy_all(from: &Path, to: &Path, strip: bool) -> Result<()> {
 
 fn copy(file: &Path, folder: &Path, strip: bool) -> Result<()> {
     fs::create_dir_all(folder)?;
-    let target = folder.join(file.file_name().context("a file has a name")?);
+    let target = folder.join(file.file_name().context("the path has no file name")?);
     fs::copy(file, &target).with_context(|| format!("cannot copy {}", file.display()))?;
     if strip {
         sh::run(Command::new("strip").arg(&target))?;

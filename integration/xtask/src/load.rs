@@ -72,7 +72,7 @@ pub fn run(options: &Options) -> Result<()> {
     let _seed = Worker::start(&world, "seed", 16)?;
     output::step(&format!("{} containers with {total} processes", options.containers));
     let load = LoadProcesses::gather(&world, options.containers, options.processes)?;
-    let controller = world.controller()?.context("the controller does not run")?.pid.as_raw();
+    let controller = world.controller()?.context("no controller is running")?.pid.as_raw();
     let span = Duration::from_secs(options.seconds);
 
     let (mut lines, mut missed) = (Vec::new(), Vec::new());
@@ -120,15 +120,18 @@ fn percent(pid: i32, span: Duration) -> Result<f64> {
     let before = processor_ticks(pid)?;
     std::thread::sleep(span);
     let ticks = processor_ticks(pid)? - before;
-    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("CLK_TCK")?;
+    let per_second =
+        nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("cannot read CLK_TCK")?;
     Ok(100.0 * ticks as f64 / per_second as f64 / span.as_secs_f64())
 }
 
 fn processor_ticks(pid: i32) -> Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     // The name is in brackets and may hold anything; utime and stime are 14 and 15.
-    let (_, rest) = stat.rsplit_once(") ").context("stat")?;
+    let (_, rest) = stat.rsplit_once(") ").context("/proc/PID/stat has too few fields")?;
     let fields: Vec<&str> = rest.split(' ').collect();
-    let field = |n: usize| -> Result<u64> { Ok(fields.get(n - 3).context("stat")?.parse()?) };
+    let field = |n: usize| -> Result<u64> {
+        Ok(fields.get(n - 3).context("/proc/PID/stat has too few fields")?.parse()?)
+    };
     Ok(field(14)? + field(15)?)
 }

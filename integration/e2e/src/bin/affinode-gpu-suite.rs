@@ -72,7 +72,11 @@ fn run() -> Result<bool> {
     let loads: Vec<String> = words.iter().filter_map(|word| narrow_load(word)).collect();
     let is_whole = |word: &&String| narrow(word).is_none() && narrow_load(word).is_none();
     for word in words.iter().filter(is_whole) {
-        ensure!(PARTS.contains(&word.as_str()), "{word:?} is no part: {}", PARTS.join(", "));
+        ensure!(
+            PARTS.contains(&word.as_str()),
+            "unknown part {word:?}; parts: {}",
+            PARTS.join(", ")
+        );
     }
     let gpu = if simulated { Gpu::Simulated { vram_bytes: PLENTY_BYTES } } else { Gpu::Real };
     let wanted = |part: &str| words.is_empty() || words.iter().any(|word| word == part);

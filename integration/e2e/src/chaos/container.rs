@@ -126,7 +126,8 @@ impl ChaosContainer {
             opened.push(Lines::open_pair(&actor.pipes, suffix)?);
         }
         for mut lines in opened {
-            let inside = receive(&mut lines, "open")?.pid.context("open says the pid")?;
+            let inside =
+                receive(&mut lines, "open")?.pid.context("the reply to `open` has no pid")?;
             receive(&mut lines, "fill")?;
             let pid = actor.host_pid(world, inside)?;
             actor.processes.push(Process {
@@ -344,7 +345,7 @@ fn seed(id: &str, suffix: &str) -> u32 {
 /// When the reply is an error, or no reply arrives.
 pub fn receive(lines: &mut Lines, command: &str) -> Result<Answer> {
     let line = lines.receive_before(Instant::now() + WAIT_TIMEOUT)?;
-    let line = line.with_context(|| format!("no answer to {command}"))?;
+    let line = line.with_context(|| format!("no reply to {command}"))?;
     let answer: Answer = serde_json::from_str(&line).with_context(|| line.clone())?;
     if answer.command != command || answer.result != 0 {
         bail!("expected success of {command}, got {line}");

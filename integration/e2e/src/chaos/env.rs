@@ -270,7 +270,7 @@ impl ChaosEnv {
         self.ballast = Some((worker, pid));
         until("the ballast to be seen", || {
             let gpus = self.world.cli().ps()?.gpus;
-            let gpu = gpus.first().context("there is no GPU")?;
+            let gpu = gpus.first().context("the controller lists no GPU")?;
             let taken = gpu.vram_used_bytes + 2 * REAL_ROOM_BYTES > gpu.vram_total_bytes;
             Ok(taken.then_some(()))
         })
@@ -339,7 +339,10 @@ impl ChaosEnv {
             }
             let mut most = 0;
             for role in TWINS.into_iter().cycle().take(2 * TWINS.len()) {
-                let twin = self.cast[role].processes.first_mut().context("no process")?;
+                let twin = self.cast[role]
+                    .processes
+                    .first_mut()
+                    .context("the container has no process")?;
                 for _ in twin.touches..most {
                     twin.ask("touch")?;
                 }
@@ -564,10 +567,10 @@ impl ChaosEnv {
                 }
                 Ok(None) if !needed => {}
                 Ok(None) => bail!(
-                    "{} s after its death no other controller had answered",
+                    "no other controller replied within {} s after the kill",
                     SETTLED.as_secs()
                 ),
-                Err(_) => bail!("the thread that times a return panicked"),
+                Err(_) => bail!("the thread that waits for the next controller panicked"),
             }
         }
         Ok(longest_ms)

@@ -57,7 +57,7 @@ impl LeakCheck {
         counts.insert("runc states", entries(&states).len());
         counts.insert("mounts", mounts(world)?);
 
-        let controller = world.controller()?.context("no controller runs")?;
+        let controller = world.controller()?.context("no controller is running")?;
         let own = descriptors(controller.pid.as_raw());
         let of = |part: &str| own.iter().filter(|target| target.contains(part)).count();
         counts.insert("pages in the controller", of("/memfd:"));

@@ -45,11 +45,11 @@ pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static
     let mut child = traced.spawn()?;
     let pid = Pid::from_raw(i32::try_from(child.id())?);
     ptrace::seize(pid, Options::PTRACE_O_TRACESYSGOOD | Options::PTRACE_O_EXITKILL)
-        .context("cannot trace: that takes root")?;
+        .context("cannot trace the program: run as root")?;
     ptrace::interrupt(pid)?;
     waitpid(pid, None)?;
     ptrace::syscall(pid, None)?;
-    child.stdin.take().context("no input")?.write_all(b"go\n")?;
+    child.stdin.take().context("the process has no input pipe")?.write_all(b"go\n")?;
     let mut seen = 0;
     loop {
         match waitpid(pid, None)? {

@@ -25,7 +25,10 @@ fn play(world: &Testbed, call: &str) -> Result<Found> {
     let spec = || Spec::gpu(call, &[&format!("{CLIENTS}/crashers"), call]);
     let mut bare = Held::bare(world, spec())?;
     bare.worker.expect("ready")?;
-    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+    ensure!(
+        bare.tool(world, &["lock", "checkpoint"])? == [0, 0],
+        "the tool cannot lock and checkpoint the process"
+    );
     bare.worker.send("go")?;
     let (_, without) = bare.end()?;
 
@@ -33,6 +36,6 @@ fn play(world: &Testbed, call: &str) -> Result<Found> {
     worker.expect("ready")?;
     world.cli().move_out(call)?;
     let answer = worker.call("go")?;
-    ensure!(answer.ok == Some(true), "its memory is not as it was: {answer:?}");
+    ensure!(answer.ok == Some(true), "the memory of the process has changed: {answer:?}");
     Ok(Found::Row { without, with: "returns; contents intact".into() })
 }

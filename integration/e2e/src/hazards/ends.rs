@@ -93,7 +93,10 @@ fn spend(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
         folder.join("memory.limit_in_bytes").exists() || folder.join("memory.max").exists()
     };
     let folder = folders.iter().map(|folder| folder.join(ID)).find(limits);
-    memory_cgroup::set_limit(&folder.context("no cgroup hierarchy limits memory")?, Some(2 << 30))?;
+    memory_cgroup::set_limit(
+        &folder.context("no cgroup hierarchy has the memory controller")?,
+        Some(2 << 30),
+    )?;
     let mut command = world.ctr();
     command.args(["tasks", "exec", "--exec-id", "spend", ID, "/bin/sh", "-c", SPEND]);
     command.output().map(|_| ()).context("cannot run ctr")

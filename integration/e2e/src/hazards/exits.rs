@@ -43,10 +43,13 @@ fn check(held: Held, said: &Answer, as_bare: &(Answer, Option<i32>)) -> Result<(
     let (bare, status) = as_bare;
     ensure!(
         (&said.checksum, said.result, said.ok) == (&bare.checksum, bare.result, bare.ok),
-        "its exit handler got {said:?}, without Affinode {bare:?}"
+        "the exit handler printed {said:?}, but {bare:?} without Affinode"
     );
     let (ended, word) = held.end()?;
-    ensure!(ended == *status, "it {word}, without Affinode with status {status:?}");
+    ensure!(
+        ended == *status,
+        "the program {word}, but without Affinode it ended with status {status:?}"
+    );
     Ok(())
 }
 
@@ -65,7 +68,7 @@ fn no_trouble(world: &Testbed, id: &str, since: u64, allowed: &[&str]) -> Result
     };
     let events = world.cli().events()?;
     let found = events.iter().find(|event| trouble(event));
-    ensure!(found.is_none(), "{found:?}");
+    ensure!(found.is_none(), "expected no event about the container, got {found:?}");
     Ok(())
 }
 
@@ -94,7 +97,10 @@ fn without_room(world: &Testbed, kind: &str) -> Result<Found> {
 /// An exit handler must read the correct results from the GPU.
 fn results(world: &Testbed) -> Result<Found> {
     let as_bare = bare(world, "results")?;
-    ensure!(as_bare.0.ok == Some(true), "{as_bare:?}");
+    ensure!(
+        as_bare.0.ok == Some(true),
+        "expected correct results without Affinode, got {as_bare:?}"
+    );
     for engine in ENGINES {
         let id = format!("exits-results-{engine}");
         let spec = spec(&id, "results").annotation("affinode.io/engine", engine);
@@ -105,7 +111,7 @@ fn results(world: &Testbed) -> Result<Found> {
         let taker = ballast(world, 0)?;
         held.worker.send("go")?;
         world.cli().wait_for_state(&id, "Queued")?;
-        ensure!(!held.worker.has_answer()?, "it went on without room");
+        ensure!(!held.worker.has_answer()?, "the exit handler continued without free VRAM");
         taker.running.kill(world)?;
         taker.running.delete(world)?;
         let said = held.worker.receive()?;

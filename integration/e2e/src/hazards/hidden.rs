@@ -31,12 +31,18 @@ fn spec(id: &str) -> Spec {
 fn play(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, spec("bare"))?;
     bare.worker.expect("ready")?;
-    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+    ensure!(
+        bare.tool(world, &["lock", "checkpoint"])? == [0, 0],
+        "the tool cannot lock and checkpoint the process"
+    );
     bare.worker.send("hidden")?;
     std::thread::sleep(HANGS);
     let without =
         if bare.worker.has_answer()? { "returns" } else { "hangs until it is restored by hand" };
-    ensure!(bare.tool(world, &["restore", "unlock"])? == [0, 0], "no restore by hand");
+    ensure!(
+        bare.tool(world, &["restore", "unlock"])? == [0, 0],
+        "the tool cannot restore and unlock the process"
+    );
     bare.worker.expect("hidden")?;
     bare.kill(world)?;
 
@@ -52,15 +58,21 @@ fn play(world: &Testbed) -> Result<Found> {
         // The driver's checkpoint is not attempted again.
         if engine == "checkpoint" {
             let said = offload_once(world, &id)?;
-            ensure!(!said.done && said.reason == "hidden-way", "{said:?}");
+            ensure!(
+                !said.done && said.reason == "hidden-way",
+                "expected a refusal for hidden-way, got {said:?}"
+            );
         } else {
             world.cli().move_out(&id)?;
             let row = world.cli().known(&id)?;
-            ensure!(row.processes.iter().all(|process| process.phase == "CopiedOut"), "{row:?}");
+            ensure!(
+                row.processes.iter().all(|process| process.phase == "CopiedOut"),
+                "expected all processes copied out: {row:?}"
+            );
             // With a resident context no call blocks.
             worker.call("hidden")?;
             let row = world.cli().known(&id)?;
-            ensure!(row.state == "Offloaded", "it was restored without need: {row:?}");
+            ensure!(row.state == "Offloaded", "the container was restored without a call: {row:?}");
         }
         intact(&mut worker)?;
         worker.running.kill(world)?;
@@ -80,9 +92,9 @@ fn told(world: &Testbed, id: &str) -> Result<()> {
     })?;
     let row = world.cli().known(id)?;
     let has = |process: &crate::cli::ProcessRow| process.hazards.iter().any(|h| h == "hidden-way");
-    ensure!(row.processes.iter().all(has), "{row:?}");
+    ensure!(row.processes.iter().all(has), "expected the hazard at every process: {row:?}");
     let events = world.cli().events()?;
     let count = events.iter().filter(|e| e.kind == "hidden-way" && e.container == name).count();
-    ensure!(count == 1, "told {count} times");
+    ensure!(count == 1, "expected one event, got {count}");
     Ok(())
 }

@@ -79,7 +79,7 @@ fn budget_spent(world: &Testbed) -> Result<Found> {
 
 /// Kills the controller and waits for the next one.
 pub fn next_controller(world: &Testbed) -> Result<()> {
-    let old = world.controller()?.context("a controller runs")?.pid;
+    let old = world.controller()?.context("no controller is running")?.pid;
     kill(old, Signal::SIGKILL)?;
     let old = old.as_raw();
     until("the next controller", || {

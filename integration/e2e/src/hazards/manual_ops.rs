@@ -63,7 +63,7 @@ impl Held {
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let answer: Answer = serde_json::from_str(text.trim()).with_context(|| text.clone())?;
         ensure!(answer.result == 0, "the state cannot be read: {text}");
-        answer.value.with_context(|| format!("no state in {text}"))
+        answer.value.with_context(|| format!("cannot find the state in: {text}"))
     }
 
     /// Offloads and restores the process with that program. Returns a description of the outcome.
@@ -132,19 +132,19 @@ pub fn refused(world: &Testbed, id: &str, reason: &str) -> Result<String> {
     let said = offload_once(world, id)?;
     ensure!(!said.done && said.reason == reason, "expected a refusal for {reason}, got {said:?}");
     let shown = world.cli().known(id)?;
-    ensure!(shown.offloaded_bytes == 0, "it was moved: {shown:?}");
+    ensure!(shown.offloaded_bytes == 0, "the container was moved: {shown:?}");
     let told = |name: &str| -> Result<bool> {
         let events = world.cli().events()?;
         Ok(events.iter().any(|e| e.container == name && e.kind == "refused" && e.reason == reason))
     };
-    ensure!(told(&shown.name)?, "no event tells of {reason}");
+    ensure!(told(&shown.name)?, "no event has the reason {reason}");
     Ok(format!("refused: {reason}; contents intact"))
 }
 
 /// Requires a reply of the program, with all its memory unchanged.
 pub fn intact(worker: &mut Worker) -> Result<()> {
     let answer = worker.call("verify")?;
-    ensure!(answer.ok == Some(true), "its memory is not as it was: {answer:?}");
+    ensure!(answer.ok == Some(true), "the memory of the process has changed: {answer:?}");
     Ok(())
 }
 
@@ -169,8 +169,10 @@ impl Offload {
 
     /// Waits for the reply to the request, with any content.
     pub fn end(self) -> Result<()> {
-        let ended =
-            self.answer.join().map_err(|_| anyhow::anyhow!("the asking thread panicked"))?;
+        let ended = self
+            .answer
+            .join()
+            .map_err(|_| anyhow::anyhow!("the thread of the request panicked"))?;
         // Without its controller, the request has no reply.
         let _ = ended;
         Ok(())
@@ -192,7 +194,10 @@ pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
     let spec = usual("ballast", 1).annotation("affinode.io/inject", "false");
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
-    let free = worker.call("meminfo")?.free_bytes.context("meminfo without free_bytes")?;
+    let free = worker
+        .call("meminfo")?
+        .free_bytes
+        .context("the reply to `meminfo` has no field `free_bytes`")?;
     let Some(more) = free.checked_sub(leave_bytes) else {
         bail!("{} MiB are free, {} are needed", free / MIB, leave_bytes / MIB);
     };

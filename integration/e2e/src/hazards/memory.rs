@@ -33,7 +33,7 @@ fn play(world: &Testbed, what: &str, reason: Option<&str>) -> Result<Found> {
         bare.end()?;
         return Ok(Found::Skipped("needs two GPUs that reach each other".into()));
     }
-    anyhow::ensure!(ready.result == 0, "{what}: {ready:?}");
+    anyhow::ensure!(ready.result == 0, "{what}: the program cannot start: {ready:?}");
     let without = bare.cycle(world)?;
     bare.kill(world)?;
 

@@ -40,7 +40,10 @@ fn short(world: &Testbed) -> Result<Found> {
     const LEFT: u64 = 16 * MIB;
     let mut bare = Held::bare(world, usual("bare", 64))?;
     bare.worker.wait_filled()?;
-    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+    ensure!(
+        bare.tool(world, &["lock", "checkpoint"])? == [0, 0],
+        "the tool cannot lock and checkpoint the process"
+    );
     let taker = ballast(world, LEFT)?;
     let mut returned = bare.tool(world, &["restore"])?;
     taker.running.kill(world)?;
@@ -67,9 +70,9 @@ fn short(world: &Testbed) -> Result<Found> {
         let row = world.cli().container("short")?;
         Ok(row.filter(|row| row.reason == "waiting-for-vram"))
     })?;
-    ensure!(!worker.has_answer()?, "it went on: {row:?}");
+    ensure!(!worker.has_answer()?, "the process continued without free VRAM: {row:?}");
     taker.running.kill(world)?;
-    ensure!(worker.expect("verify")?.ok == Some(true), "its memory is not as it was");
+    ensure!(worker.expect("verify")?.ok == Some(true), "the memory of the process has changed");
     Ok(Found::Row { without, with: "waits in the queue; contents intact".into() })
 }
 
@@ -85,7 +88,7 @@ fn running_kernel(world: &Testbed) -> Result<Found> {
     world.cli().wait_resident("kernel")?;
     worker.call("spin 8000")?;
     let said = offload_once(world, "kernel")?;
-    ensure!(!said.done && said.reason == "busy", "{said:?}");
+    ensure!(!said.done && said.reason == "busy", "expected a refusal for busy, got {said:?}");
     intact(&mut worker)?;
     world.cli().move_out("kernel")?;
     intact(&mut worker)?;
@@ -97,7 +100,10 @@ fn running_kernel(world: &Testbed) -> Result<Found> {
 fn exit(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", "exit"))?;
     bare.worker.expect("ready")?;
-    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+    ensure!(
+        bare.tool(world, &["lock", "checkpoint"])? == [0, 0],
+        "the tool cannot lock and checkpoint the process"
+    );
     bare.worker.send("go")?;
     let (_, without) = bare.end()?;
 
@@ -106,14 +112,14 @@ fn exit(world: &Testbed) -> Result<Found> {
     world.cli().move_out("exit")?;
     held.worker.send("go")?;
     let (status, with) = held.end()?;
-    ensure!(status == Some(0), "{with}");
+    ensure!(status == Some(0), "expected exit status 0: {with}");
     // Its driver refuses a restore because it has ended: no process is lost, and that is no error.
     let told = |event: &EventRow| {
         let is_error = event.kind == "refused" && event.reason == "driver-error";
         event.to == "Lost" || (is_error && event.container == "default/exit")
     };
     let found = world.cli().events()?.into_iter().find(told);
-    ensure!(found.is_none(), "{found:?}");
+    ensure!(found.is_none(), "expected no event about a lost process or an error, got {found:?}");
     Ok(Found::Row { without, with })
 }
 
@@ -143,11 +149,12 @@ fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
     let pid = bare.worker.running.pid(world)?.to_string();
     let program = world.artifacts().clients_dir().join("checkpoint");
     for _ in 0..TRIES {
-        ensure!(bare.tool(world, &["lock"])? == [0], "no lock by hand");
+        ensure!(bare.tool(world, &["lock"])? == [0], "the tool cannot lock the process");
         let mut caller = world.host_gpu_command(&program);
         caller.args([&pid, "announce", "checkpoint"]).stdout(Stdio::piped());
         let mut caller = caller.spawn()?;
-        let mut said = BufReader::new(caller.stdout.take().context("no output")?);
+        let mut said =
+            BufReader::new(caller.stdout.take().context("the process has no output pipe")?);
         // The program makes the call right after this line.
         said.read_line(&mut String::new())?;
         std::thread::yield_now();
@@ -160,10 +167,12 @@ fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
             (CHECKPOINTED, true) => return Ok(()),
             (CHECKPOINTED, false) => {
                 let back = bare.tool(world, &["restore", "unlock"])?;
-                ensure!(back == [0, 0], "too late, and no way back: {back:?}");
+                ensure!(back == [0, 0], "the kill came too late, and the restore failed: {back:?}");
             }
-            (LOCKED, _) => ensure!(bare.tool(world, &["unlock"])? == [0], "no unlock by hand"),
-            (state, _) => bail!("after the caller's death the process is in state {state}"),
+            (LOCKED, _) => {
+                ensure!(bare.tool(world, &["unlock"])? == [0], "the tool cannot unlock the process")
+            }
+            (state, _) => bail!("after the kill of the caller the process is in state {state}"),
         }
     }
     bail!("in {TRIES} tries no caller died in the middle of a checkpoint")
@@ -172,13 +181,17 @@ fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
 fn fork(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, usual("bare", 32))?;
     bare.worker.wait_filled()?;
-    let usual = bare.worker.call("fork")?.child_result.context("no result of the child")?;
+    let usual =
+        bare.worker.call("fork")?.child_result.context("the reply has no result of the child")?;
     bare.kill(world)?;
 
     let mut worker = Worker::start(world, "fork", 32)?;
     let asked = Offload::begin(world, "fork")?;
     let answer = worker.call("fork")?;
-    ensure!(answer.child_result == Some(usual), "not {usual} as without: {answer:?}");
+    ensure!(
+        answer.child_result == Some(usual),
+        "expected {usual} as without Affinode, got {answer:?}"
+    );
     asked.end()?;
     intact(&mut worker)?;
     let without = format!("the child's call returns {usual}");
@@ -220,12 +233,15 @@ fn together(world: &Testbed) -> Result<Found> {
     let row = world.cli().wait_for_state("together", "Offloaded")?;
     ensure!(
         row.processes.iter().all(|p| p.phase == "Checkpointed"),
-        "not all are offloaded: {row:?}"
+        "not all processes are offloaded: {row:?}"
     );
     actor.processes[0].ask("touch")?;
     well(&actor.processes[0].settle(Instant::now() + WAIT_TIMEOUT))?;
     let row = world.cli().wait_resident("together")?;
-    ensure!(row.processes.iter().all(|p| p.phase == "Open"), "not all are back: {row:?}");
+    ensure!(
+        row.processes.iter().all(|p| p.phase == "Open"),
+        "not all processes are restored: {row:?}"
+    );
     all_intact(&mut actor)?;
     Ok(Found::Row { without: "-".into(), with: "move as one; contents intact".into() })
 }
@@ -240,6 +256,6 @@ pub fn all_intact(actor: &mut ChaosContainer) -> Result<()> {
 }
 
 fn well(verdict: &Verdict) -> Result<()> {
-    ensure!(*verdict == Verdict::Well, "{verdict:?}");
+    ensure!(*verdict == Verdict::Well, "expected intact memory, got {verdict:?}");
     Ok(())
 }

@@ -35,14 +35,20 @@ fn play(world: &Testbed, program: &str) -> Result<Found> {
     let mut bare = Held::bare(world, spec("bare", program))?;
     bare.worker.expect("ready")?;
     bare.worker.call("init")?;
-    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+    ensure!(
+        bare.tool(world, &["lock", "checkpoint"])? == [0, 0],
+        "the tool cannot lock and checkpoint the process"
+    );
     bare.worker.send("ask")?;
     let end = Instant::now() + BLOCKED;
     while Instant::now() < end && !bare.worker.has_answer()? {
         std::thread::sleep(Duration::from_millis(20));
     }
     let blocks = !bare.worker.has_answer()?;
-    ensure!(bare.tool(world, &["restore", "unlock"])? == [0, 0], "no return by hand");
+    ensure!(
+        bare.tool(world, &["restore", "unlock"])? == [0, 0],
+        "the tool cannot restore and unlock the process"
+    );
     bare.worker.expect("ask")?;
     bare.kill(world)?;
     let without = if blocks { "blocks until it is restored" } else { "answers" }.into();

@@ -63,7 +63,8 @@ fn old_driver(world: &Testbed) -> Result<Found> {
     let host = world.dir().join("old-driver");
     std::fs::create_dir_all(&host)?;
     let library = std::fs::read(world.artifacts().sim_dir().join("libcuda.so.1"))?;
-    let library = without_symbols(library, ENTRY_POINTS).context("libcuda.so.1 is not as known")?;
+    let library = without_symbols(library, ENTRY_POINTS)
+        .context("cannot change the symbols of the simulated libcuda.so.1")?;
     std::fs::write(host.join("libcuda.so.1"), library)?;
     let mount = format!("type=bind,src={},dst=/old-driver,options=rbind:ro", host.display());
     let spec = usual("old", 16).env("LD_LIBRARY_PATH", "/old-driver");
@@ -108,7 +109,10 @@ fn disabled(world: &Testbed) -> Result<Found> {
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     let said = offload_once(world, "disabled")?;
-    ensure!(!said.done && said.reason == "not-registered", "{said:?}");
+    ensure!(
+        !said.done && said.reason == "not-registered",
+        "expected a refusal for not-registered, got {said:?}"
+    );
     intact(&mut worker)?;
     let with = format!("refused: {}; contents intact", said.reason);
     Ok(Found::Row { without: "-".into(), with })
@@ -137,7 +141,7 @@ fn stranger(world: &Testbed) -> Result<Found> {
 
 fn frozen(world: &Testbed) -> Result<Found> {
     let mut worker = Worker::start(world, "frozen", 16)?;
-    let folder = fault::freezer(world, "frozen").context("no freezer")?;
+    let folder = fault::freezer(world, "frozen").context("the container has no freezer cgroup")?;
     fault::set_frozen(&folder, true)?;
     let with = refused(world, "frozen", "frozen");
     fault::set_frozen(&folder, false)?;

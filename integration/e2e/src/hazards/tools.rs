@@ -53,7 +53,10 @@ fn wait_inside(world: &Testbed, worker: &Worker, number: u32) -> Result<()> {
 /// Outcome of a program whose profiler was active during a checkpoint.
 fn lost(world: &Testbed, bare: Held) -> Result<String> {
     let restored = bare.tool(world, &["restore"])?;
-    ensure!(restored != [0], "it came back");
+    ensure!(
+        restored != [0],
+        "the restore succeeded, although a tool was active during the checkpoint"
+    );
     bare.kill(world)?;
     Ok(format!("begin hangs, restore returns {}: lost", restored.first().unwrap_or(&-1)))
 }
@@ -61,7 +64,10 @@ fn lost(world: &Testbed, bare: Held) -> Result<String> {
 fn begun_while_offloaded(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;
-    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint");
+    ensure!(
+        bare.tool(world, &["lock", "checkpoint"])? == [0, 0],
+        "the tool cannot lock and checkpoint the process"
+    );
     bare.worker.send("begin")?;
     wait_inside(world, &bare.worker, FUTEX)?;
     let without = lost(world, bare)?;
@@ -83,7 +89,10 @@ fn moved_while_it_begins(world: &Testbed) -> Result<Found> {
     bare.worker.expect("ready")?;
     bare.worker.send(BEGIN)?;
     wait_inside(world, &bare.worker, CLOCK_NANOSLEEP)?;
-    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint");
+    ensure!(
+        bare.tool(world, &["lock", "checkpoint"])? == [0, 0],
+        "the tool cannot lock and checkpoint the process"
+    );
     let without = lost(world, bare)?;
 
     let mut worker = start(world, program("slow", "checkpoint"))?;
@@ -103,7 +112,10 @@ fn ended_before(world: &Testbed) -> Result<Found> {
     bare.worker.expect("ready")?;
     bare.worker.call("begin")?;
     bare.worker.call("end")?;
-    ensure!(bare.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint");
+    ensure!(
+        bare.tool(world, &["lock", "checkpoint"])? == [0, 0],
+        "the tool cannot lock and checkpoint the process"
+    );
     let (_, without) = bare.end()?;
 
     let mut worker = start(world, program("ended", "full"))?;

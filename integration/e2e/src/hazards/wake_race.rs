@@ -61,8 +61,9 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
         workers[first].send("verify")?;
         workers[1 - first].send("verify")?;
         for worker in &mut workers {
-            let answer = worker.expect("verify").with_context(|| format!("round {round}"))?;
-            ensure!(answer.ok == Some(true), "round {round}: {answer:?}");
+            let answer =
+                worker.expect("verify").with_context(|| format!("round {round}: cannot verify"))?;
+            ensure!(answer.ok == Some(true), "round {round}: the memory has changed: {answer:?}");
         }
         // A slow verification may be offloaded and restored twice: the first time counts.
         let order = |state: &str| -> Vec<String> {
@@ -79,7 +80,10 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
             let (came, served) = (order("Queued"), order("Restoring"));
             Ok((came.len() == 2 && served.len() == 2).then_some((came, served)))
         })?;
-        ensure!(came == served, "round {round}: {came:?} came, {served:?} were served");
+        ensure!(
+            came == served,
+            "round {round}: requests came in the order {came:?}, but were served in the order {served:?}"
+        );
     }
     let without = by_hand(&world, each_mib)?;
     let with = format!("{rounds} of {rounds} times both return, in order; contents intact");
@@ -95,7 +99,10 @@ fn by_hand(world: &Testbed, each_mib: u64) -> Result<String> {
     for name in NAMES {
         let mut held = Held::bare(world, usual(&format!("bare-{name}"), each_mib))?;
         held.worker.wait_filled()?;
-        ensure!(held.tool(world, &["lock", "checkpoint"])? == [0, 0], "no checkpoint by hand");
+        ensure!(
+            held.tool(world, &["lock", "checkpoint"])? == [0, 0],
+            "the tool cannot lock and checkpoint the process"
+        );
         bare.push(held);
     }
     let mut returned = Vec::new();

@@ -21,7 +21,7 @@ use crate::{
 /// When the container has no process, or its namespace cannot be entered.
 pub fn connect(world: &Testbed, id: &str) -> Result<()> {
     let row = world.cli().known(id)?;
-    let pid = row.processes.first().context("it has a process")?.pid;
+    let pid = row.processes.first().context("the container has no process")?.pid;
     let network = File::open(format!("/proc/{pid}/ns/net"))?;
     let there = std::thread::spawn(move || -> Result<()> {
         setns(network, CloneFlags::CLONE_NEWNET)?;
@@ -30,7 +30,7 @@ pub fn connect(world: &Testbed, id: &str) -> Result<()> {
         server.accept()?;
         Ok(())
     });
-    there.join().map_err(|_| anyhow!("the thread in the container's network"))?
+    there.join().map_err(|_| anyhow!("the thread in the container's network namespace panicked"))?
 }
 
 /// A container is offloaded, gets a connection, and must be restored before it makes a call.

@@ -37,7 +37,9 @@ pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
             Some(runtime) => spec.runtime(runtime).run(world)?,
             None => spec.run(world)?,
         };
-        text.lines().map(|line| serde_json::from_str(line).context("call_cost")).collect()
+        text.lines()
+            .map(|line| serde_json::from_str(line).context("cannot parse the output of call_cost"))
+            .collect()
     };
     let mut direct = measure("direct", Some(STOCK))?;
     let hooked = measure("hooked", None)?;
@@ -47,7 +49,11 @@ pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     }
     for (direct, hooked) in direct.iter().zip(&hooked) {
         let call = &direct.call;
-        ensure!(*call == hooked.call, "{call} beside {}", hooked.call);
+        ensure!(
+            *call == hooked.call,
+            "the sides measured different calls: {call} and {}",
+            hooked.call
+        );
         rows.tell(&format!("{call}, direct"), direct.ns_median, "ns");
         let more = hooked.ns_median - direct.ns_median;
         let what = format!("{call}, hooked: more by");
@@ -65,7 +71,8 @@ pub fn watched_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |id: &str| -> Result<f64> {
         let program = format!("{CLIENTS}/call_cost");
         let text = Spec::gpu(id, &[&program, "loop", LOOP_SECONDS]).run(world)?;
-        let cost: CallCost = serde_json::from_str(&text).context("call_cost")?;
+        let cost: CallCost =
+            serde_json::from_str(&text).context("cannot parse the output of call_cost")?;
         Ok(cost.ns_median)
     };
     let before = measure("unwatched")?;
@@ -107,7 +114,7 @@ pub fn wake_ms(world: &Testbed) -> Result<(f64, f64)> {
     let driver = driver_ms(world)?;
     let mut worker = by_order(world, "wake")?;
     let felt = felt_ms(world, &mut worker)?;
-    ensure!(worker.verify()?, "contents after the wakes");
+    ensure!(worker.verify()?, "the contents have changed after the wakes");
     worker.running.kill(world)?;
     worker.running.delete(world)?;
     Ok((median(&driver), median(&felt)))
@@ -122,7 +129,7 @@ pub fn under_attack(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let attacked = felt_ms(world, &mut worker)?;
     attacker.running.kill(world)?;
     attacker.running.delete(world)?;
-    ensure!(worker.verify()?, "contents after the attack");
+    ensure!(worker.verify()?, "the contents have changed after the attack");
     worker.running.kill(world)?;
     worker.running.delete(world)?;
     let (quiet, attacked) = (median(&quiet), median(&attacked));
@@ -177,14 +184,14 @@ fn driver_ms(world: &Testbed) -> Result<Vec<f64>> {
         let mut sum = 0.0;
         for line in text.lines() {
             let step: Step = serde_json::from_str(line)?;
-            ensure!(step.result == 0, "{line}");
+            ensure!(step.result == 0, "a call of the driver failed: {line}");
             if matches!(step.command.as_str(), "restore" | "unlock") {
                 sum += step.elapsed_us / 1000.0;
             }
         }
         samples.push(sum);
     }
-    ensure!(worker.verify()?, "contents after the driver's own cycles");
+    ensure!(worker.verify()?, "the contents have changed after the driver's own cycles");
     worker.running.kill(world)?;
     worker.running.delete(world)?;
     Ok(samples)

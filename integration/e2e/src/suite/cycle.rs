@@ -27,7 +27,7 @@ pub fn plain(world: &Testbed, who: &str, rows: &mut Rows) -> Result<()> {
     let empty = vram_used(world, |used| used < full / 2)?;
     rows.want("device in use, offloaded", mib(empty), "MiB", "a few MiB", empty <= EMPTY_BYTES);
     let info = worker.ask("exec-info")?;
-    rows.tell("runs as uid", f64::from(info.uid.context("it says its uid")?), "");
+    rows.tell("runs as uid", f64::from(info.uid.context("the reply has no uid")?), "");
     rows.count("cuDeviceGetName while offloaded", usize::from(info.result == 0), 1);
     let good = worker.verify()?;
     let row = world.cli().known(&id)?;
@@ -55,7 +55,7 @@ fn same_results(world: &Testbed, id: &str, image: &str) -> Result<bool> {
             }
         }
         let answer = worker.call("verify")?;
-        checksums.push(answer.checksum.context("verify has a checksum")?);
+        checksums.push(answer.checksum.context("the reply to `verify` has no checksum")?);
         worker.running.kill(world)?;
         worker.running.delete(world)?;
     }

@@ -91,7 +91,8 @@ pub fn large(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mib = (load.bytes() / MIB).to_string();
     let bare = Spec::gpu("bare", &[&format!("{CLIENTS}/memory_cost"), "large", &mib]);
     let text = bare.annotation(BY_ORDER.0, BY_ORDER.1).runtime(STOCK).run(world)?;
-    let bare: Figure = serde_json::from_str(&text).context("memory_cost large")?;
+    let bare: Figure =
+        serde_json::from_str(&text).context("cannot parse the output of memory_cost large")?;
     let size = format!("a bare program, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
     rows.tell(&format!("{size}: pinned copy in"), load.bytes() as f64 * 1e3 / bare.value, "ms");
     rows.tell(&format!("{size}: pinned copy in"), bare.value / 1e9, "GB/s");
@@ -412,7 +413,11 @@ pub fn memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
             spec = spec.runtime(runtime);
         }
         let text = spec.run(world)?;
-        text.lines().map(|line| serde_json::from_str(line).context("memory_cost")).collect()
+        text.lines()
+            .map(|line| {
+                serde_json::from_str(line).context("cannot parse the output of memory_cost")
+            })
+            .collect()
     };
     let (mut direct, mut swappable) = (Vec::new(), Vec::new());
     for _ in 0..STARTS {
@@ -423,7 +428,10 @@ pub fn memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
         figures.iter().map(|figure| figure.what.clone()).collect()
     };
     for figures in direct.iter().chain(&swappable) {
-        ensure!(names(figures) == names(&direct[0]), "starts of memory_cost say different things");
+        ensure!(
+            names(figures) == names(&direct[0]),
+            "the starts of memory_cost measured different figures"
+        );
     }
     for (index, Figure { what, .. }) in direct[0].iter().enumerate() {
         for (side, starts) in [("driver", &direct), ("swappable", &swappable)] {
@@ -466,10 +474,11 @@ pub fn semantics(world: &Testbed, rows: &mut Rows) -> Result<()> {
             // Its exit status says that all hold, which the driver at hand may not do either.
             let output = spec.command(world, &["--rm"])?.output()?;
             let text = String::from_utf8_lossy(&output.stdout);
-            let parse = |line| serde_json::from_str(line).context("a check");
+            let parse =
+                |line| serde_json::from_str(line).context("cannot parse the line of a check");
             let checks: Vec<Check> = text.lines().map(parse).collect::<Result<_>>()?;
             let done = checks.last().is_some_and(|check| check.command == "done");
-            ensure!(done, "{program} broke off: {}", String::from_utf8_lossy(&output.stderr));
+            ensure!(done, "{program} ended early: {}", String::from_utf8_lossy(&output.stderr));
             Ok(checks)
         };
         let own = check("own", Some(STOCK))?;
@@ -478,7 +487,10 @@ pub fn semantics(world: &Testbed, rows: &mut Rows) -> Result<()> {
         let (same, other): (Vec<_>, Vec<_>) = pairs.partition(|(own, ours)| own == ours);
         let known = own.iter().filter(|check| KNOWN.contains(&&*check.command)).count();
         rows.count(&format!("{program}: as the driver's own"), same.len(), own.len() - known);
-        ensure!(other.is_empty(), "{program}, the driver's own and swappable: {other:#?}");
+        ensure!(
+            other.is_empty(),
+            "{program}: results differ between the driver's own and swappable memory: {other:#?}"
+        );
     }
     Ok(())
 }

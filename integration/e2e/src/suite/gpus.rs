@@ -266,7 +266,10 @@ impl Sharing {
                 Some(reasons) => {
                     let said = world.cli().offload(&id)?;
                     let known = reasons.contains(&&*said.reason);
-                    ensure!(!said.done && known, "{reasons:?} was expected, not {said:?}");
+                    ensure!(
+                        !said.done && known,
+                        "expected a refusal for {reasons:?}, got {said:?}"
+                    );
                     rows.count(&format!("{engine}: stays, and says why"), 1, 1);
                 }
                 None => {

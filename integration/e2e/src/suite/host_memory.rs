@@ -118,7 +118,7 @@ fn bursts(python: &Python, engine: &str, number: usize, gib: u64) -> Result<Burs
         .annotation("affinode.io/on-oom-timeout", "5m");
     let mut worker = Worker::start_as(python.world, spec)?;
     if let Some(why) = python.greet(&mut worker, &PROGRAM)? {
-        bail!("{id}: {why}");
+        bail!("{id}: the program cannot run here: {why}");
     }
     let mut ask = |command: &str| {
         ask_within(&mut worker, command, MAX_WAIT).with_context(|| format!("{id}: {command}"))

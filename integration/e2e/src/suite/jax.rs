@@ -77,7 +77,8 @@ fn tell(text: &str, rows: &mut Rows) -> Result<()> {
     let (mut all, mut dropped, mut one_in) = (0, 0, 0);
     let mut functions: BTreeMap<String, Seen> = BTreeMap::new();
     for line in text.lines() {
-        let batch: Batch = serde_json::from_str(line).context("affinode calls")?;
+        let batch: Batch =
+            serde_json::from_str(line).context("cannot parse a line of affinode calls")?;
         for process in batch.processes {
             all += process.calls;
             dropped += process.dropped;

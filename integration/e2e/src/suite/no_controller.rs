@@ -21,7 +21,7 @@ pub fn comes_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut worker = Worker::start_as(world, Worker::spec(id, USUAL, WORKER_MIB))?;
     worker.wait_filled()?;
     world.cli().wait_for_state(id, "Offloaded")?;
-    let controller = world.controller()?.context("a controller runs")?;
+    let controller = world.controller()?.context("no controller is running")?;
     kill(controller.pid, Signal::SIGSTOP)?;
     let called = Instant::now();
     let good = worker.verify();

@@ -32,7 +32,7 @@ fn answers(world: &Testbed, id: &str, worker: &mut Worker, commands: &[&str]) ->
     }
     let row = world.cli().known(id)?;
     ensure!(row.state == "Offloaded", "{id} was woken: {row:?}");
-    ensure!(worker.verify()?, "{id}: its memory is not as it was");
+    ensure!(worker.verify()?, "{id}: the memory has changed");
     Ok(())
 }
 
@@ -48,7 +48,7 @@ pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
         worker.call("init")?;
         worker.call("ask")?;
         // With `copy` it has been offloaded all the time.
-        ensure!(worker.verify()?, "{id}: its memory is not as it was");
+        ensure!(worker.verify()?, "{id}: the memory has changed");
         let mut good = 0;
         for _ in 0..ROUNDS {
             world.cli().move_out(&id)?;
@@ -69,7 +69,7 @@ pub fn python(python: &Python, rows: &mut Rows) -> Result<()> {
     let start = |spec: Spec| -> Result<Worker> {
         let mut worker = Worker::start_as(world, spec)?;
         if let Some(why) = python.greet(&mut worker, PROGRAM)? {
-            bail!("{why}");
+            bail!("pynvml cannot run here: {why}");
         }
         Ok(worker)
     };

@@ -64,7 +64,10 @@ pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     // The last container may have been served without any offload.
     let mut returns = 0;
     for id in WORKERS {
-        let row = world.cli().container(id)?.with_context(|| format!("{id} is known"))?;
+        let row = world
+            .cli()
+            .container(id)?
+            .with_context(|| format!("the controller does not list {id}"))?;
         returns += row.restores;
     }
     let least = WORKERS.len() as u64 - 1;

@@ -57,7 +57,7 @@ impl Answer {
     /// # Errors
     /// When the reply has no digest. Two replies without a digest would count as equal.
     pub fn digest(&self) -> Result<String> {
-        ensure!(!self.digest.is_empty(), "the program's answer to {} has no digest", self.command);
+        ensure!(!self.digest.is_empty(), "the program's reply to {} has no digest", self.command);
         Ok(self.digest.clone())
     }
 }
@@ -72,7 +72,8 @@ impl<'w> Python<'w> {
             bail!("the simulated GPU runs no torch");
         }
         let probe = "import sys, torch; assert torch.cuda.is_available(); print(sys.executable)";
-        let output = Command::new("python3").args(["-c", probe]).output().context("no python3")?;
+        let output =
+            Command::new("python3").args(["-c", probe]).output().context("cannot run python3")?;
         if !output.status.success() {
             bail!("python3 has no torch that sees the GPU");
         }
@@ -85,7 +86,8 @@ impl<'w> Python<'w> {
     /// # Errors
     /// When the mount table cannot be read.
     pub fn spec(&self, id: &str, who: &str, program: &[&str]) -> Result<Spec> {
-        let (name, arguments) = program.split_first().context("a program has a name")?;
+        let (name, arguments) =
+            program.split_first().context("the list of words has no program")?;
         let (path, script) = (self.path.to_string_lossy(), format!("{CLIENTS}/{name}"));
         let argv: Vec<&str> = [&*path, "-u", &script].iter().chain(arguments).copied().collect();
         let mut spec = Spec::gpu(id, &argv);
@@ -118,22 +120,25 @@ impl<'w> Python<'w> {
         match (first.command.as_str(), first.result) {
             ("ready", 0) => Ok(None),
             ("absent", _) if self.has(program)? => {
-                bail!("{program:?} begins on the machine, but not in a container: {}", first.why)
+                bail!("{program:?} starts on the machine, but not in a container: {}", first.why)
             }
             ("absent", _) => Ok(Some(first.why)),
-            (command, result) => bail!("{program:?} began with {command}: {result} {}", first.why),
+            (command, result) => {
+                bail!("unexpected first line of {program:?}: {command}: {result} {}", first.why)
+            }
         }
     }
 
     /// Whether a program starts outside a container. Its standard input is closed, so that it ends
     /// again.
     fn has(&self, program: &[&str]) -> Result<bool> {
-        let (name, arguments) = program.split_first().context("a program has a name")?;
+        let (name, arguments) =
+            program.split_first().context("the list of words has no program")?;
         let script = self.world.artifacts().clients_dir().join(name);
         let mut command = Command::new(&self.path);
         command.arg(script).args(arguments).stdin(Stdio::null());
         command.env("PYTHONDONTWRITEBYTECODE", "1");
-        Ok(command.output().context("no python3")?.status.success())
+        Ok(command.output().context("cannot run python3")?.status.success())
     }
 }
 
@@ -164,7 +169,7 @@ pub fn ask_within(worker: &mut Worker, command: &str, most: Duration) -> Result<
 }
 
 fn answered(line: String, worker: &Worker, command: &str) -> Result<Answer> {
-    let answer = parse(line).with_context(|| format!("asked: {command}"))?;
+    let answer = parse(line).with_context(|| format!("cannot read the reply to {command}"))?;
     if answer.result != 0 {
         bail!("{}: {command}: {}", worker.running.id, answer.why);
     }

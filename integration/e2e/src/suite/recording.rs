@@ -98,13 +98,16 @@ fn stream(world: &Testbed, to: &Path) -> Result<()> {
     while began.elapsed().as_secs() < SECONDS {
         let mut text = String::new();
         while !text.ends_with("\n\n") {
-            ensure!(reply.read_line(&mut text)? > 0, "the stream ended");
+            ensure!(
+                reply.read_line(&mut text)? > 0,
+                "the event stream ended before the recording was complete"
+            );
         }
         let ms = began.elapsed().as_millis() as u64;
         let mut line = serde_json::to_vec(&Part { ms, text })?;
         line.push(b'\n');
         written += line.len() as u64;
-        ensure!(written < MAX_BYTES, "more than {MAX_BYTES} bytes came");
+        ensure!(written < MAX_BYTES, "the event stream exceeds {MAX_BYTES} bytes");
         file.write_all(&line)?;
     }
     Ok(())
@@ -120,10 +123,10 @@ fn get(world: &Testbed, path: &str) -> Result<BufReader<UnixStream>> {
     let mut reply = BufReader::new(stream);
     let mut line = String::new();
     reply.read_line(&mut line)?;
-    ensure!(line.contains(" 200 "), "{path}: {line}");
+    ensure!(line.contains(" 200 "), "{path}: expected status 200, got {line}");
     while line != "\r\n" {
         line.clear();
-        ensure!(reply.read_line(&mut line)? > 0, "{path}: the answer has no body");
+        ensure!(reply.read_line(&mut line)? > 0, "{path}: the response has no body");
     }
     Ok(reply)
 }

@@ -236,7 +236,7 @@ impl Flavour {
 type Finished = (Rows, Result<Lane>);
 
 fn panicked(_: Box<dyn Any + Send>) -> Finished {
-    (Rows::default(), Err(anyhow!("its thread panicked")))
+    (Rows::default(), Err(anyhow!("the thread of a container panicked")))
 }
 
 /// Results of one container.

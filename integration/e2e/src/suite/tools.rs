@@ -112,7 +112,7 @@ pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
         |subject| {
             subject.leave()?;
             let hazards = subject.hazards()?;
-            ensure!(hazards.is_empty(), "NVTX is taken for a tool: {hazards:?}");
+            ensure!(hazards.is_empty(), "NVTX counts as a tool: {hazards:?}");
             subject.ask("step")
         },
         rows,
@@ -190,7 +190,11 @@ impl<'w> Subject<'w> {
         let seen = Seen::default();
         let mut subject = Subject { world: python.world, engine, worker, processes, seen };
         let first: Said = serde_json::from_str(&subject.worker.receive_first_line(IMPORTS)?)?;
-        ensure!(first.command == "ready" && first.count == processes, "{}", first.why);
+        ensure!(
+            first.command == "ready" && first.count == processes,
+            "not all processes are ready: {}",
+            first.why
+        );
         subject.ask("step")?;
         Ok(subject)
     }
@@ -203,7 +207,11 @@ impl<'w> Subject<'w> {
 
     fn hear(&mut self, command: &str) -> Result<()> {
         let said: Said = serde_json::from_str(&self.worker.receive_first_line(COMMAND_TIMEOUT)?)?;
-        ensure!(said.command == command, "{command} was answered as {}", said.command);
+        ensure!(
+            said.command == command,
+            "expected a reply to {command}, got one to {}",
+            said.command
+        );
         if said.why.contains("libnvcuvid.so.1: cannot open") {
             return Err(NotHere("no libnvcuvid.so.1".into()).into());
         }
@@ -273,14 +281,15 @@ fn beside_stock(
         let outcome = order(&mut subject);
         // Also for a hanging one: the next order needs its name.
         let ended = subject.end();
-        outcome.and(ended).with_context(|| format!("{name}, {engine}"))?;
+        outcome.and(ended).with_context(|| format!("{name}, {engine}: the order failed"))?;
         Ok(subject.seen)
     };
     let lanes: Vec<(&str, Result<Seen>)> = thread::scope(|scope| {
         let begin = |engine| (engine, scope.spawn(move || lane(engine)));
         let lanes: Vec<_> = [STILL].into_iter().chain(ENGINES).map(begin).collect();
         let join = |lane: thread::ScopedJoinHandle<'_, Result<Seen>>| {
-            lane.join().unwrap_or_else(|_| Err(anyhow::anyhow!("its thread panicked")))
+            lane.join()
+                .unwrap_or_else(|_| Err(anyhow::anyhow!("the thread of a container panicked")))
         };
         lanes.into_iter().map(|(engine, lane)| (engine, join(lane))).collect()
     });
@@ -356,7 +365,7 @@ pub fn wrappers(python: &Python, rows: &mut Rows) -> Result<()> {
             let mut worker = Worker::start_as(python.world, spec)?;
             let ready: crate::worker::Answer =
                 serde_json::from_str(&worker.receive_first_line(IMPORTS)?)?;
-            ensure!(ready.result == 0, "{name}, {engine}: {ready:?}");
+            ensure!(ready.result == 0, "{name}, {engine}: the program cannot start: {ready:?}");
             if engine != STILL {
                 let id = worker.running.id.clone();
                 let said = python.world.cli().offload(&id)?;

@@ -39,7 +39,7 @@ pub fn work_without_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     rows.want("offloads tried in vain", refused as f64, "", "none", refused == 0);
     rows.count("contents as before", usize::from(worker.verify()?), 1);
     worker.running.kill(world)?;
-    worker.running.delete(world).context("the container goes")
+    worker.running.delete(world).context("cannot delete the container")
 }
 
 fn seconds(since: Instant) -> f64 {

@@ -37,9 +37,9 @@ impl Keeper {
             .spawn()
             .with_context(|| format!("cannot start {}", binary.display()))?;
         let pipes = child.stdin.take().zip(child.stdout.take());
-        let (requests, replies) = pipes.context("the keeper has no pipes")?;
+        let (requests, replies) = pipes.context("the supervisor has no pipes")?;
         let mut pipes = Pipes { child, requests, replies: BufReader::new(replies) };
-        let pid = pipes.reply().context("the keeper did not start")?;
+        let pid = pipes.reply().context("the supervisor did not start")?;
         Ok(Self { pid, pipes: Mutex::new(Some(pipes)) })
     }
 
@@ -55,7 +55,7 @@ impl Keeper {
     /// When the program cannot be started, or the supervisor has ended.
     pub fn spawn(&self, job: &Job) -> Result<u32> {
         let mut pipes = self.lock();
-        let pipes = pipes.as_mut().context("the keeper has ended")?;
+        let pipes = pipes.as_mut().context("the supervisor has ended")?;
         let mut line = serde_json::to_string(job)?;
         line.push('\n');
         pipes.requests.write_all(line.as_bytes())?;
@@ -99,7 +99,7 @@ impl Pipes {
     fn reply(&mut self) -> Result<u32> {
         let mut line = String::new();
         if self.replies.read_line(&mut line)? == 0 {
-            bail!("the keeper closed its pipe; it must run as root");
+            bail!("the supervisor closed its pipe; it must run as root");
         }
         match serde_json::from_str(&line)? {
             Reply::Pid(pid) => Ok(pid),

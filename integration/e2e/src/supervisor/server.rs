@@ -58,7 +58,7 @@ pub fn serve(world: &Path, scope: Scope) -> Result<()> {
 }
 
 fn start(job: &Job) -> Result<u32> {
-    let (program, arguments) = job.argv.split_first().context("no program was named")?;
+    let (program, arguments) = job.argv.split_first().context("the request names no program")?;
     let log = OpenOptions::new()
         .create(true)
         .append(true)

@@ -252,7 +252,7 @@ fn a_sealed_file_is_read_alone() -> Result<()> {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
     for line in maps.lines().filter(|line| line.contains("memfd:affinode-shared")) {
         assert_eq!(line.split_whitespace().nth(1), Some("r--s"), "{line}");
-        let range = line.split_whitespace().next().context("no range")?;
+        let range = line.split_whitespace().next().context("cannot find the mapping's range")?;
         // As root, by another path: the seal applies to every process.
         let file =
             fs::OpenOptions::new().write(true).open(format!("/proc/{pid}/map_files/{range}"))?;

@@ -250,7 +250,7 @@ fn next_controller_restores_copied_out_process() -> Result<()> {
     for engine in ENGINES {
         let mut worker = worker(&world, engine, 64)?;
         world.cli().move_out(engine)?;
-        let controller = world.controller()?.context("a controller runs")?;
+        let controller = world.controller()?.context("no controller is running")?;
         kill(controller.pid, Signal::SIGKILL)?;
         until("another controller", || {
             Ok(world.controller()?.filter(|next| next.pid != controller.pid))
@@ -274,7 +274,7 @@ fn copied_out_process_restores_itself() -> Result<()> {
         let world = TestbedConfig::default().config(MANUAL).world()?;
         let mut worker = worker(&world, engine, 64)?;
         world.cli().move_out(engine)?;
-        let controller = world.controller()?.context("a controller runs")?;
+        let controller = world.controller()?.context("no controller is running")?;
         kill(controller.pid, Signal::SIGSTOP)?;
         assert!(worker.verify()?, "{engine}");
         kill(controller.pid, Signal::SIGCONT)?;
@@ -306,7 +306,7 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
         Ok(Some(row(&world, "copy")?).filter(|row| row.reason == "waiting-for-vram"))
     })?;
     // Also without the controller, whose proof prevented the attempt.
-    let controller = world.controller()?.context("a controller runs")?;
+    let controller = world.controller()?.context("no controller is running")?;
     kill(controller.pid, Signal::SIGSTOP)?;
     assert!(!copied_out.has_answer()?);
     greedy.running.kill(&world)?;
@@ -389,7 +389,9 @@ fn simulation_uses_measured_costs() -> Result<()> {
     let answer: serde_json::Value = serde_json::from_slice(&simulated.stdout)
         .with_context(|| String::from_utf8_lossy(&simulated.stderr).into_owned())?;
     let taken = &answer["calibration"];
-    for (name, value) in serde_json::to_value(measured)?.as_object().context("fields")? {
+    for (name, value) in
+        serde_json::to_value(measured)?.as_object().context("the calibration has no fields")?
+    {
         assert_eq!(taken[name].as_f64(), value.as_f64(), "{name} in {answer}");
     }
     Ok(())

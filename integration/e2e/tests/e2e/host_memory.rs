@@ -126,12 +126,15 @@ impl PodNeighbour {
             .spawn()?;
         let start = child.stdin.take();
         let mut ready = [0; 6];
-        std::io::Read::read_exact(&mut child.stdout.take().context("no output")?, &mut ready)?;
+        std::io::Read::read_exact(
+            &mut child.stdout.take().context("the process has no output pipe")?,
+            &mut ready,
+        )?;
         Ok(PodNeighbour { child, start })
     }
 
     fn take_memory(&mut self) -> Result<()> {
-        Ok(writeln!(self.start.take().context("it has been told already")?)?)
+        Ok(writeln!(self.start.take().context("the neighbour was already ordered to allocate")?)?)
     }
 }
 

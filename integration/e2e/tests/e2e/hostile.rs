@@ -79,7 +79,7 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     let flooder = Spec::gpu("flood", &["/bin/sleep", "infinity"]).start(&world)?;
     let key = until("the flooder to be known", || world.cli().container("flood"))?.key;
     let socket = world.cli().run_dir().join("containers").join(key).join("mount/agent.sock");
-    let controller = world.controller()?.context("it runs")?.pid.as_raw();
+    let controller = world.controller()?.context("no controller is running")?.pid.as_raw();
     let before = descriptors(controller)?.len();
     let (mut open, mut most) = (Vec::new(), 0);
     for count in 1..=FLOOD {
@@ -109,7 +109,7 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
 fn combined_attack_harms_no_other_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let mut good = Worker::start(&world, "good", 32)?;
-    let controller = world.controller()?.context("it runs")?;
+    let controller = world.controller()?.context("no controller is running")?;
     let bad = attack::start(&world, "bad")?;
     for _ in 0..5 {
         world.cli().wait_for_state("good", "Offloaded")?;

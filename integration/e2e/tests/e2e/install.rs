@@ -44,7 +44,10 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     let shim = place.shim();
 
     let said = place.done("install", &["--dry-run"])?;
-    ensure!(said.contains("runtimes.\"test-idle\"]") && said.contains("systemctl"), "{said}");
+    ensure!(
+        said.contains("runtimes.\"test-idle\"]") && said.contains("systemctl"),
+        "expected `runtimes.\"test-idle\"]` and `systemctl` in: {said}"
+    );
     ensure!(unchanged()? && !shim.exists(), "a dry run changed something");
 
     let (_, restarts) = place.restarted(|| place.done("install", &[]))?;
@@ -53,11 +56,14 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     let installed = fs::read(place.config())?;
     ensure!(installed.starts_with(&original) && installed != original);
     let said = place.done("install", &["--restart-mode", "none"])?;
-    ensure!(said.contains("nothing to do"), "{said}");
+    ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     ensure!(fs::read(place.config())? == installed);
 
     let said = place.done("status", &[])?;
-    ensure!(said.contains("served by containerd") && !said.contains("since"), "{said}");
+    ensure!(
+        said.contains("served by containerd") && !said.contains("since"),
+        "expected `served by containerd` and no change: {said}"
+    );
 
     let cri = Cri::connect(&world.containerd().socket())?;
     let pod = cri::pod("installed", &world.cgroup_parent(), world.dir());
@@ -65,15 +71,21 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     cri.remove_pod(&id)?;
 
     let said = place.done("uninstall", &["--dry-run"])?;
-    ensure!(said.contains("restore") && shim.exists(), "{said}");
+    ensure!(
+        said.contains("restore") && shim.exists(),
+        "a dry run must print the restore and keep the shim: {said}"
+    );
     place.restarted(|| place.done("uninstall", &[]))?;
     ensure!(unchanged()?, "the configuration is not as it was");
     let left = [place.file(""), place.state("")].into_iter().filter(|folder| folder.exists());
     ensure!(left.count() == 0, "folders are left");
     let said = place.refused("uninstall", &[])?;
-    ensure!(said.contains("no record of an installation"), "{said}");
+    ensure!(
+        said.contains("no record of an installation"),
+        "expected `no record of an installation` in: {said}"
+    );
     let said = place.refused("status", &[])?;
-    ensure!(said.contains("nothing is installed"), "{said}");
+    ensure!(said.contains("nothing is installed"), "expected `nothing is installed` in: {said}");
     Ok(())
 }
 
@@ -86,7 +98,9 @@ fn overriding_file_gets_the_handler() -> Result<()> {
         let folder = world.dir().join("conf.d");
         let covering = folder.join("99-nvidia.toml");
         let text = fs::read_to_string(place.config())?;
-        let section = text.find("[plugins.\"io.containerd.grpc.v1.cri\"]").context("a section")?;
+        let section = text
+            .find("[plugins.\"io.containerd.grpc.v1.cri\"]")
+            .context("the file has no section of the CRI plugin")?;
         fs::write(&covering, format!("version = 2\n{}", &text[section..]))?;
         let import = format!("version = 2\nimports = [\"{}/*.toml\"]\n", folder.display());
         fs::write(place.config(), text.replacen("version = 2\n", &import, 1))?;
@@ -97,9 +111,12 @@ fn overriding_file_gets_the_handler() -> Result<()> {
         };
         restart()?;
         let (said, _) = place.restarted(|| place.done("install", &[]))?;
-        ensure!(said.contains("99-nvidia.toml"), "{said}");
+        ensure!(said.contains("99-nvidia.toml"), "expected `99-nvidia.toml` in: {said}");
         let said = place.done("status", &[])?;
-        ensure!(said.contains("served by containerd"), "{said}");
+        ensure!(
+            said.contains("served by containerd"),
+            "expected `served by containerd` in: {said}"
+        );
         let cri = Cri::connect(&world.containerd().socket())?;
         for handler in [HANDLER, "runc"] {
             let pod = cri::pod(handler, &world.cgroup_parent(), world.dir());
@@ -110,7 +127,10 @@ fn overriding_file_gets_the_handler() -> Result<()> {
         fs::remove_file(&covering)?;
         restart()?;
         let (said, _) = place.restarted(|| place.done("install", &[]))?;
-        ensure!(said.contains("containerd.toml") && !said.contains("99-nvidia"), "{said}");
+        ensure!(
+            said.contains("containerd.toml") && !said.contains("99-nvidia"),
+            "expected the handler in containerd.toml: {said}"
+        );
         fs::write(&covering, &before.1)?;
         restart()?;
         place.restarted(|| place.done("install", &[]))?;
@@ -145,13 +165,19 @@ fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     ensure!(place.shim().is_file());
     ensure!(fs::read(place.config())? != original);
     let out = inside("status", &[])?;
-    ensure!(String::from_utf8_lossy(&out.stdout).contains("restart containerd"), "{out:?}");
+    ensure!(
+        String::from_utf8_lossy(&out.stdout).contains("restart containerd"),
+        "expected `restart containerd` in: {out:?}"
+    );
     let out = inside("uninstall", &["--restart-mode", "none"])?;
     ensure!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     ensure!(fs::read(place.config())? == original);
     ensure!(!place.shim().exists());
     let out = place.run("status", &["--host-root", "/nonexistent"])?;
-    ensure!(String::from_utf8_lossy(&out.stderr).contains("the node's root"), "{out:?}");
+    ensure!(
+        String::from_utf8_lossy(&out.stderr).contains("the node's root"),
+        "expected `the node's root` in: {out:?}"
+    );
     Ok(())
 }
 
@@ -180,7 +206,7 @@ fn failed_install_keeps_configuration() -> Result<()> {
     let lock = fs::File::create(place.state("install.lock"))?;
     let held = Flock::lock(lock, FlockArg::LockExclusiveNonblock)
         .map_err(|(_, errno)| errno)
-        .context("the lock has another holder")?;
+        .context("another process holds the lock")?;
     refused(&["--restart-mode", "none"], "another affinode install")?;
     drop(held);
 
@@ -188,7 +214,10 @@ fn failed_install_keeps_configuration() -> Result<()> {
     let broken = [original.as_slice(), b"\nimports = 3\n[plugins\n"].concat();
     fs::write(place.config(), &broken)?;
     let said = place.refused("install", &["--restart-mode", "none"])?;
-    ensure!(said.contains("cannot read its configuration"), "{said}");
+    ensure!(
+        said.contains("cannot read its configuration"),
+        "expected `cannot read its configuration` in: {said}"
+    );
     ensure!(fs::read(place.config())? == broken);
     fs::write(place.config(), &original)?;
 
@@ -196,17 +225,26 @@ fn failed_install_keeps_configuration() -> Result<()> {
     place.done("install", &["--restart-mode", "none"])?;
     let status = || -> Result<String> {
         let output = place.run("status", &[])?;
-        ensure!(output.status.code() == Some(1), "{output:?}");
+        ensure!(output.status.code() == Some(1), "expected exit status 1, got {output:?}");
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     };
     let said = status()?;
-    ensure!(said.contains("restart containerd") && !said.contains("missing"), "{said}");
+    ensure!(
+        said.contains("restart containerd") && !said.contains("missing"),
+        "expected only the advice to restart containerd: {said}"
+    );
     fs::remove_file(place.file("bin/affinode"))?;
     fs::write(place.file("lib/affinode/libaffinode_preload.so"), "other")?;
     fs::write(place.config(), &original)?;
     let said = status()?;
-    ensure!(said.contains("missing: run") && said.contains("remove it by hand"), "{said}");
-    ensure!(said.matches("changed since").count() == 2, "{said}");
+    ensure!(
+        said.contains("missing: run") && said.contains("remove it by hand"),
+        "expected `missing: run` and `remove it by hand` in: {said}"
+    );
+    ensure!(
+        said.matches("changed since").count() == 2,
+        "expected two files that are changed since: {said}"
+    );
     place.done("install", &["--restart-mode", "none"])?;
     place.done("uninstall", &["--restart-mode", "none"])?;
 
@@ -223,7 +261,7 @@ fn failed_install_keeps_configuration() -> Result<()> {
     let text = fs::read_to_string(place.config())?;
     fs::write(place.config(), text.replace("affinode.io/*", "*"))?;
     let said = place.refused("uninstall", &["--restart-mode", "none"])?;
-    ensure!(said.contains("by hand"), "{said}");
+    ensure!(said.contains("by hand"), "expected `by hand` in: {said}");
     Ok(())
 }
 
@@ -242,7 +280,7 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
         Ok((exe == Path::new(&shim)).then_some(()))
     })?;
     let said = place.refused("uninstall", &["--restart-mode", "none"])?;
-    ensure!(said.contains("1 shim runs:"), "{said}");
+    ensure!(said.contains("1 shim runs:"), "expected `1 shim runs:` in: {said}");
     ensure!(shim.exists());
     // With --drain it waits for the containers' end.
     let mut waiting =
@@ -283,14 +321,17 @@ fn upgrade_replaces_the_running_controller() -> Result<()> {
         let exe = fs::read_link(format!("/proc/{}/exe", controller.pid));
         Ok(exe.ok().map(|exe| (controller.pid.as_raw(), exe)))
     };
-    let (old, exe) = runs()?.context("no controller")?;
-    ensure!(exe == place.shim(), "{exe:?}");
+    let (old, exe) = runs()?.context("no controller is running")?;
+    ensure!(exe == place.shim(), "expected the installed shim as the controller, got {exe:?}");
     let build = tempfile::tempdir()?;
     installed::another_build(world.artifacts(), build.path())?;
     let from = build.path().display().to_string();
     let more = ["--restart-mode", "none", "--from", from.as_str()];
     let said = place.done("install", &more)?;
-    ensure!(said.contains("end the controller") && !said.contains("restart"), "{said}");
+    ensure!(
+        said.contains("end the controller") && !said.contains("restart"),
+        "expected the advice to end the controller: {said}"
+    );
     // The old shim starts the controller version that is installed now.
     until("the new controller", || {
         let now = runs()?;
@@ -300,6 +341,6 @@ fn upgrade_replaces_the_running_controller() -> Result<()> {
     world.cli().move_out("worker")?;
     ensure!(worker.verify()?, "its memory is not as it was");
     let said = place.done("install", &more)?;
-    ensure!(said.contains("nothing to do"), "{said}");
+    ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     Ok(())
 }

@@ -44,7 +44,7 @@ fn importer(world: &Testbed, id: &str, engine: &str, beside: &Worker) -> Result<
 }
 
 fn handle(worker: &mut Worker) -> Result<String> {
-    worker.call("handle 0")?.handle.context("no handle")
+    worker.call("handle 0")?.handle.context("the reply has no handle")
 }
 
 fn open(worker: &mut Worker, handle: &str) -> Result<(i32, bool)> {
@@ -57,7 +57,7 @@ fn result(worker: &mut Worker, command: &str) -> Result<i32> {
 }
 
 fn free_bytes(worker: &mut Worker) -> Result<u64> {
-    worker.call("meminfo")?.free_bytes.context("no count of bytes")
+    worker.call("meminfo")?.free_bytes.context("the reply has no number of bytes")
 }
 
 /// Requires that the container's offload is refused because of shared memory.

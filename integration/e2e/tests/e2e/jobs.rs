@@ -46,7 +46,7 @@ impl Node {
             artifacts.sim_dir().join("libnvidia-ml.so.1"),
             artifacts.lib_dir().join("libaffinode_preload.so"),
         ] {
-            fs::copy(&file, shared.join(file.file_name().context("a file")?))?;
+            fs::copy(&file, shared.join(file.file_name().context("the path has no file name")?))?;
         }
         let node = Node { world, shared };
         node.start_controller()?;
@@ -143,7 +143,7 @@ impl Worker {
 
     fn verify(&mut self) -> Result<bool> {
         self.lines.send("verify")?;
-        self.expect("verify")?.ok.context("verify says whether it is ok")
+        self.expect("verify")?.ok.context("the reply to `verify` has no field `ok`")
     }
 }
 

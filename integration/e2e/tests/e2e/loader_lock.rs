@@ -53,13 +53,14 @@ impl OrderedProgram {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
-        let commands = child.stdin.take().context("no input")?;
-        let answers = BufReader::new(child.stdout.take().context("no output")?);
+        let commands = child.stdin.take().context("the process has no input pipe")?;
+        let answers =
+            BufReader::new(child.stdout.take().context("the process has no output pipe")?);
         let (agent, _) = listener.accept()?;
         agent.set_read_timeout(Some(REPORT_TIMEOUT))?;
         let mut program = OrderedProgram { child, commands, answers, agent, last_order: 0 };
         let hello = program.receive()?;
-        ensure!(matches!(hello, AgentMessage::Hello { .. }), "{hello:?}");
+        ensure!(matches!(hello, AgentMessage::Hello { .. }), "expected a Hello, got {hello:?}");
         let engine = Engine::Copy;
         program.send(&ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0, engine })?;
         Ok(program)
@@ -71,7 +72,7 @@ impl OrderedProgram {
 
     fn receive(&mut self) -> Result<AgentMessage> {
         let mut frame = [0; FRAME_BYTES];
-        self.agent.read_exact(&mut frame).context("the agent says nothing")?;
+        self.agent.read_exact(&mut frame).context("the agent sends no message")?;
         Ok(AgentMessage::decode(&frame)?)
     }
 
@@ -103,7 +104,7 @@ impl OrderedProgram {
         let mut line = String::new();
         self.answers.read_line(&mut line)?;
         let answer: Answer = serde_json::from_str(&line).with_context(|| line.clone())?;
-        ensure!(answer.command == to && answer.result == 0, "{line}");
+        ensure!(answer.command == to && answer.result == 0, "expected success of {to}, got {line}");
         Ok(answer)
     }
 }

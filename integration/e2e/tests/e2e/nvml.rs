@@ -77,16 +77,17 @@ fn figures_while_offloaded_are_current() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = start(&world, "nvml", "full", |spec| spec)?;
     worker.call("init")?;
-    let before = worker.call("ask")?.free_bytes.context("free")?;
+    let before = worker.call("ask")?.free_bytes.context("the reply has no field `free_bytes`")?;
     world.cli().move_out("full")?;
     wait_gpu_empty(&world)?;
-    let offloaded = worker.call("ask")?.free_bytes.context("free")?;
+    let offloaded =
+        worker.call("ask")?.free_bytes.context("the reply has no field `free_bytes`")?;
     assert!(offloaded >= before + WORKER_MIB * MIB, "{before} {offloaded}");
     // A neighbour that starts meanwhile is counted.
     let mut neighbour = Worker::start(&world, "neighbour", 128)?;
     let mut last = offloaded;
     until("the neighbour's memory to be seen", || {
-        last = worker.call("ask")?.free_bytes.context("free")?;
+        last = worker.call("ask")?.free_bytes.context("the reply has no field `free_bytes`")?;
         Ok((last + 128 * MIB <= offloaded).then_some(()))
     })
     .with_context(|| format!("{offloaded} and then {last} bytes were free"))?;
@@ -128,10 +129,11 @@ fn python_queries_by_ctypes_while_offloaded() -> Result<()> {
     let mut worker = Worker::start_as(&world, spec.annotation("affinode.io/engine", "full"))?;
     worker.expect("open")?;
     worker.call("nvml-init")?;
-    let before = worker.call("nvml")?.free_bytes.context("free")?;
+    let before = worker.call("nvml")?.free_bytes.context("the reply has no field `free_bytes`")?;
     world.cli().move_out("python")?;
     wait_gpu_empty(&world)?;
-    let offloaded = worker.call("nvml")?.free_bytes.context("free")?;
+    let offloaded =
+        worker.call("nvml")?.free_bytes.context("the reply has no field `free_bytes`")?;
     assert!(offloaded >= before + WORKER_MIB * MIB, "{before} {offloaded}");
     assert_eq!(world.cli().known("python")?.state, "Offloaded");
     assert!(worker.verify()?);

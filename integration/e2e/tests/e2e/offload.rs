@@ -117,7 +117,7 @@ fn results_are_equal_with_and_without_offload() -> Result<()> {
         }
         let answer = worker.call("verify")?;
         assert_eq!(answer.ok, Some(true));
-        checksums.push(answer.checksum.context("verify has a checksum")?);
+        checksums.push(answer.checksum.context("the reply to `verify` has no checksum")?);
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
     }
@@ -136,9 +136,10 @@ fn polling_thread_neither_blocks_nor_wakes() -> Result<()> {
         worker.wait_filled()?;
         worker.call("poll 5")?;
         world.cli().wait_for_state(engine, "Offloaded")?;
-        let before = worker.call("polled")?.polls.context("it counts")?;
+        let before = worker.call("polled")?.polls.context("the reply to `polled` has no count")?;
         until("a hundred polls while it is offloaded", || {
-            let polls = worker.call("polled")?.polls.context("it counts")?;
+            let polls =
+                worker.call("polled")?.polls.context("the reply to `polled` has no count")?;
             Ok((polls >= before + 100).then_some(()))
         })?;
         let row = world.cli().known(engine)?;

@@ -138,7 +138,7 @@ fn controller_restart_keeps_allocation_waiting() -> Result<()> {
         Ok(row.filter(|row| row.reason == "allocation-waits"))
     };
     until("the wait to be shown", || waits(&world))?;
-    let old = world.controller()?.context("a controller runs")?.pid;
+    let old = world.controller()?.context("no controller is running")?.pid;
     kill(old, Signal::SIGKILL)?;
     until("the next controller to show the wait", || {
         let new = world.controller()?.map(|process| process.pid);

@@ -56,7 +56,10 @@ fn old_template_gets_the_handler() -> Result<()> {
     let place = Installation::new(&world, &world.prefix(), HANDLER)?;
     let said = place.done("install", &["--dry-run"])?;
     // containerd 2 runs the shim's -info only with this setting.
-    ensure!(said.contains("config.toml.tmpl") && said.contains("runtime_path"), "{said}");
+    ensure!(
+        said.contains("config.toml.tmpl") && said.contains("runtime_path"),
+        "expected `config.toml.tmpl` and `runtime_path` in: {said}"
+    );
     Ok(())
 }
 
@@ -69,18 +72,27 @@ fn unimported_folder_is_reported_and_kept() -> Result<()> {
     let place = Installation::new(&world, &world.prefix(), HANDLER)?;
     let config = world.containerd().config_file();
     let (said, _) = place.restarted(|| place.done("install", &[]))?;
-    ensure!(said.contains("config-v3.toml.d/affinode.toml"), "{said}");
+    ensure!(
+        said.contains("config-v3.toml.d/affinode.toml"),
+        "expected `config-v3.toml.d/affinode.toml` in: {said}"
+    );
     let text = fs::read_to_string(&config)?;
-    let import = text.lines().find(|line| line.starts_with("imports")).context("no import")?;
+    let import = text
+        .lines()
+        .find(|line| line.starts_with("imports"))
+        .context("the configuration has no import")?;
     fs::write(config.with_file_name(NEWER), text.replace(import, ""))?;
     world.restart_containerd()?;
     let said = place.run("status", &[])?;
     let said = String::from_utf8_lossy(&said.stdout).into_owned();
-    ensure!(said.contains("does not read that file"), "{said}");
+    ensure!(
+        said.contains("does not read that file"),
+        "expected `does not read that file` in: {said}"
+    );
     let (said, restarts) = place.restarted(|| place.done("install", &[]))?;
     ensure!(said.contains(NEWER) && restarts == 1, "{restarts} restarts: {said}");
     let said = place.done("status", &[])?;
-    ensure!(said.contains("served by containerd"), "{said}");
+    ensure!(said.contains("served by containerd"), "expected `served by containerd` in: {said}");
     place.restarted(|| place.done("uninstall", &[]))?;
     ensure!(fs::read_to_string(config.with_file_name(NEWER))? == text.replace(import, ""));
     ensure!(!config.with_file_name("config-v3.toml.d").exists(), "a folder is left");
@@ -93,14 +105,20 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
     let folder = config.parent().unwrap_or(Path::new("/"));
     let before = files(folder)?;
     let plan = place.done("install", &["--dry-run"])?;
-    ensure!(plan.contains("config-v3.toml.d/affinode.toml") || plan.contains(".tmpl"), "{plan}");
+    ensure!(
+        plan.contains("config-v3.toml.d/affinode.toml") || plan.contains(".tmpl"),
+        "expected `config-v3.toml.d/affinode.toml` or `.tmpl` in: {plan}"
+    );
     // They find NVIDIA's runtime by themselves, and ours is a copy of that.
-    ensure!(plan.contains("nvidia-container-runtime"), "{plan}");
+    ensure!(
+        plan.contains("nvidia-container-runtime"),
+        "expected `nvidia-container-runtime` in: {plan}"
+    );
     ensure!(files(folder)? == before, "a dry run changed something");
     let (_, restarts) = place.restarted(|| place.done("install", &[]))?;
     ensure!(restarts == 1, "{restarts} restarts");
     let said = place.done("install", &[])?;
-    ensure!(said.contains("nothing to do"), "{said}");
+    ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     let cri = Cri::connect(&world.containerd().socket())?;
     let pod = cri::pod("installed", &world.cgroup_parent(), world.dir());
     let forever = ["/bin/sleep", "infinity"].map(str::to_owned);
@@ -118,7 +136,7 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
     let mut status = Command::new(world.artifacts().bin("affinode")?);
     status.args(["status", "--state-dir"]).arg(place.state("")).arg("--prefix").arg(world.prefix());
     let said = containerd::run(status.env_remove("CONTAINERD_ADDRESS"))?;
-    ensure!(said.contains("served by containerd"), "{said}");
+    ensure!(said.contains("served by containerd"), "expected `served by containerd` in: {said}");
     let (_, restarts) = place.restarted(|| place.done("uninstall", &[]))?;
     ensure!(restarts == 1, "{restarts} restarts");
     ensure!(files(folder)? == before, "its folder is not as it was: {:?}", fs::read_dir(folder)?);
@@ -151,7 +169,10 @@ fn offloaded_container_survives_upgrade(world: &Testbed) -> Result<()> {
     lines.send("verify")?;
     for command in ["open", "fill", "verify"] {
         let line = lines.receive()?;
-        ensure!(line.contains(&format!("\"command\":\"{command}\",\"result\":0")), "{line}");
+        ensure!(
+            line.contains(&format!("\"command\":\"{command}\",\"result\":0")),
+            "expected success of {command}, got {line}"
+        );
     }
     let cri = Cri::connect(&world.containerd().socket())?;
     cri.remove_pod(&pod_id)?;

@@ -15,7 +15,7 @@ use crate::{
 };
 
 pub fn shoot_controller(world: &Testbed) -> Result<()> {
-    let controller = world.controller()?.context("a controller runs")?;
+    let controller = world.controller()?.context("no controller is running")?;
     kill(controller.pid, Signal::SIGKILL)?;
     until("another controller", || {
         let now = world.controller()?;
@@ -43,7 +43,7 @@ fn controller_restarts_while_a_call_waits() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
-    let controller = world.controller()?.context("a controller runs")?;
+    let controller = world.controller()?.context("no controller is running")?;
     kill(controller.pid, Signal::SIGSTOP)?;
     worker.send("verify")?;
     kill(controller.pid, Signal::SIGKILL)?;
@@ -62,7 +62,7 @@ fn without_controller_restore_needs_free_vram() -> Result<()> {
         workers.push(Worker::start(&world, id, 320)?);
         world.cli().wait_for_state(id, "Offloaded")?;
     }
-    let controller = world.controller()?.context("a controller runs")?;
+    let controller = world.controller()?.context("no controller is running")?;
     kill(controller.pid, Signal::SIGSTOP)?;
     for worker in &mut workers {
         worker.send("verify")?;
@@ -120,7 +120,7 @@ fn a_waiting_caller_obeys_signals() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start(&world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
-    let controller = world.controller()?.context("a controller runs")?;
+    let controller = world.controller()?.context("no controller is running")?;
     kill(controller.pid, Signal::SIGSTOP)?;
     worker.send("verify")?;
     let worker_pid = nix::unistd::Pid::from_raw(worker.running.pid(&world)?);

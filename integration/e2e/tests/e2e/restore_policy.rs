@@ -63,7 +63,10 @@ fn an_annotation_alone_ends_nobody() -> Result<()> {
     let row = world.cli().known("asker")?;
     assert!(row.warnings.iter().any(|line| line.contains("by-annotation")), "{row:?}");
     let shown = world.cli().run(&["policy", "show", "asker", "--no-headers"])?;
-    let value = shown.lines().find(|line| line.contains(" restore ")).context("it is shown")?;
+    let value = shown
+        .lines()
+        .find(|line| line.contains(" restore "))
+        .context("cannot find the value in the output")?;
     assert!(value.contains("queue") && value.contains("node"), "{value}");
     assert!(asker.verify()?);
     Ok(())

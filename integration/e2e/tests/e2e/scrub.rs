@@ -19,7 +19,7 @@ const LITTLE_BYTES: u64 = 2 * MIB;
 fn unnoted_bytes(world: &Testbed) -> Result<u64> {
     let packet = Packet::connect(&world.dir().join("sim/gpu.sock"))?;
     packet.send(&Request::Snapshot, None)?;
-    match packet.receive()?.context("an answer")?.0 {
+    match packet.receive()?.context("the daemon sent no reply")?.0 {
         Reply::Snapshot(gpus) => Ok(gpus.iter().map(|gpu| gpu.unnoted_bytes).sum()),
         other => bail!("{other:?}"),
     }

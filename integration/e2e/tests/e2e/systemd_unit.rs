@@ -93,7 +93,7 @@ impl Supervisor {
             if text.contains("FDSTOREREMOVE=1") {
                 self.store.retain(|(kept, _)| kept != name);
             } else if text.contains("FDSTORE=1") {
-                let fd = fds.next().context("a descriptor comes with it")?;
+                let fd = fds.next().context("the message has no descriptor")?;
                 // Far from the numbers that it will be handed over by.
                 let fd = rustix::io::fcntl_dupfd_cloexec(fd, 100)?;
                 self.store.push((name.to_owned(), fd));
@@ -102,7 +102,7 @@ impl Supervisor {
     }
 
     fn kill(&mut self) -> Result<()> {
-        let mut controller = self.controller.take().context("it runs")?;
+        let mut controller = self.controller.take().context("the supervisor has no controller")?;
         controller.kill()?;
         controller.wait()?;
         self.hear()

@@ -35,7 +35,11 @@ fn cycle(world: &Testbed, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
     let id = worker.running.id.clone();
     world.cli().move_out(&id)?;
     let node = world.cli().ps()?;
-    let row = node.containers.into_iter().find(|row| row.id == id).context("it is known")?;
+    let row = node
+        .containers
+        .into_iter()
+        .find(|row| row.id == id)
+        .context("the controller does not list the container")?;
     let offloaded = row.process()?.clone();
     assert_eq!(node.host_used_bytes, row.offloaded_bytes - offloaded.zero_bytes, "{offloaded:?}");
     let resident = resident_mib(offloaded.pid)?;
@@ -51,7 +55,7 @@ fn cycle(world: &Testbed, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
 fn resident_mib(pid: i32) -> Result<u64> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let kib = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    let kib = kib.context("a process has a size")?.trim().trim_end_matches(" kB");
+    let kib = kib.context("cannot find the size of the process")?.trim().trim_end_matches(" kB");
     Ok(kib.parse::<u64>()? / 1024)
 }
 

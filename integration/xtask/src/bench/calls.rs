@@ -140,7 +140,7 @@ fn ns_per_call(
         command.envs(socket.map(|socket| (AGENT_SOCKET_ENV, socket)));
     }
     let text = sh::read(&mut command)?;
-    let cost: Cost =
-        serde_json::from_str(&text).with_context(|| format!("bench_call said: {text}"))?;
+    let cost: Cost = serde_json::from_str(&text)
+        .with_context(|| format!("cannot parse the output of bench_call: {text}"))?;
     Ok(cost.ns_per_call_median)
 }

@@ -90,7 +90,7 @@ fn shims_kib(world: &Testbed, runtime: &str) -> Result<f64> {
         let rss = text
             .lines()
             .find_map(|line| line.strip_prefix("Rss:"))
-            .context("no Rss in smaps_rollup")?;
+            .context("smaps_rollup has no Rss")?;
         sum += rss.trim().trim_end_matches(" kB").parse::<f64>()?;
     }
     running.kill(world)?;

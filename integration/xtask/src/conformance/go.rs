@@ -43,7 +43,7 @@ pub fn source(cache: &Path, module: &str, version: &str) -> Result<PathBuf> {
     download.args(["mod", "download", "-json", &format!("{module}@{version}")]);
     let told = sh::read(download.current_dir(cache))?;
     let found: Module =
-        serde_json::from_str(&told).context("cannot parse what go printed about the module")?;
+        serde_json::from_str(&told).context("cannot parse go's output about the module")?;
     let half = cache.join(format!("source-{version}.new"));
     sh::read(Command::new("rm").arg("-rf").arg(&half))?;
     sh::read(Command::new("cp").args(["-r", "--no-preserve=mode"]).arg(&found.dir).arg(&half))?;

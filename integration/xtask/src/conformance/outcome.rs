@@ -50,7 +50,8 @@ impl Outcomes {
             state: String,
             num_attempts: u32,
         }
-        let suites: Vec<Suite> = serde_json::from_str(report).context("Ginkgo's report")?;
+        let suites: Vec<Suite> =
+            serde_json::from_str(report).context("cannot parse Ginkgo's report")?;
         let specs = suites.into_iter().filter_map(|suite| suite.spec_reports).flatten();
         let tests = specs.filter(|spec| spec.leaf_node_type == "It" && spec.num_attempts > 0);
         let ended = tests.map(|spec| {

@@ -33,7 +33,7 @@ impl Watch {
         let mut command = world.cli().command(&["events", "--follow", "-o", "json"]);
         let mut child =
             command.stdout(Stdio::piped()).spawn().context("cannot run affinode events")?;
-        let lines = BufReader::new(child.stdout.take().context("no pipe")?).lines();
+        let lines = BufReader::new(child.stdout.take().context("the process has no pipe")?).lines();
         let cli = world.cli().clone();
         if !quiet {
             output::out(&format!(

@@ -9,7 +9,8 @@ use super::markdown::{Markdown, code, codes, plain};
 const METHODS: [&str; 4] = ["get", "post", "put", "delete"];
 
 pub fn page(openapi: &str, proto: &str) -> Result<String> {
-    let http: Value = serde_yaml_ng::from_str(openapi).context("config/openapi.yaml")?;
+    let http: Value =
+        serde_yaml_ng::from_str(openapi).context("cannot parse config/openapi.yaml")?;
     let mut page = Markdown::page(
         "API",
         "[config/openapi.yaml](../../config/openapi.yaml) and [proto/control.proto](../../proto/control.proto)",

@@ -9,8 +9,8 @@ use super::markdown::{Markdown, code, codes, plain};
 
 pub fn page(values: &str, schema: &str) -> Result<String> {
     let comments = comments(values);
-    let values: Value = serde_yaml_ng::from_str(values).context("values.yaml")?;
-    let schema: Value = serde_json::from_str(schema).context("values.schema.json")?;
+    let values: Value = serde_yaml_ng::from_str(values).context("cannot parse values.yaml")?;
+    let schema: Value = serde_json::from_str(schema).context("cannot parse values.schema.json")?;
     let mut page = Markdown::page(
         "Helm chart",
         "[values.yaml](../../config/helm/affinode/values.yaml) of the chart and its schema",
@@ -54,7 +54,7 @@ struct Leaf {
 
 /// Collects every value that the schema does not divide further. Those of the root come first.
 fn walk(values: &Value, schema: &Value, path: &str, leaves: &mut Vec<Leaf>) -> Result<()> {
-    let Some(map) = values.as_object() else { bail!("{path} in values.yaml is no map") };
+    let Some(map) = values.as_object() else { bail!("{path} in values.yaml is not a map") };
     let divided = |name: &str| schema["properties"][name]["properties"].is_object();
     let (inner, plain): (Vec<_>, Vec<_>) = map.iter().partition(|(name, _)| divided(name));
     for (name, value) in plain.into_iter().chain(inner) {

@@ -73,7 +73,8 @@ pub fn time_changes(
         post(socket, &format!("/api/v1/containers/{key}/pin"))?;
         for watcher in watchers {
             let shown = loop {
-                let (when, line) = watcher.lines.recv_timeout(GUARD).context("a change")?;
+                let (when, line) =
+                    watcher.lines.recv_timeout(GUARD).context("the watcher received no change")?;
                 if line.starts_with("data: {\"node\":") && line.contains(key) && when > asked {
                     break when;
                 }
@@ -92,6 +93,6 @@ fn post(socket: &Path, path: &str) -> Result<()> {
     )?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
-    ensure!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+    ensure!(answer.starts_with("HTTP/1.1 200"), "{path}: expected status 200, got {answer}");
     Ok(())
 }

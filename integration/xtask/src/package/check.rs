@@ -56,15 +56,21 @@ fn debian(package: &Path) -> Result<()> {
     };
     let package = package.to_string_lossy();
     let said = dpkg(&["--install", &package])?;
-    ensure!(said.contains("run affinode install to register"), "dpkg said: {said}");
+    ensure!(said.contains("run affinode install to register"), "unexpected output of dpkg: {said}");
     runs(root)?;
     let record = root.join(RECORD);
-    fs::create_dir_all(record.parent().context("the record has a folder")?)?;
+    fs::create_dir_all(record.parent().context("the record's path has no folder")?)?;
     fs::write(&record, "{}")?;
     let said = dpkg(&["--install", &package])?;
-    ensure!(said.contains("/usr/bin/affinode install to put this version"), "dpkg said: {said}");
+    ensure!(
+        said.contains("/usr/bin/affinode install to put this version"),
+        "unexpected output of dpkg: {said}"
+    );
     let said = dpkg(&["--remove", "affinode"])?;
-    ensure!(said.contains("/usr/local/bin/affinode uninstall"), "dpkg said: {said}");
+    ensure!(
+        said.contains("/usr/local/bin/affinode uninstall"),
+        "unexpected output of dpkg: {said}"
+    );
     ensure!(record.is_file(), "the record of affinode install was removed");
     fs::remove_file(record)?;
     left_nothing(root, &["var"])
@@ -91,7 +97,7 @@ fn red_hat(package: &Path) -> Result<()> {
     };
     let path = package.to_string_lossy();
     let checked = rpm(&["--checksig", "--nosignature", &path])?;
-    ensure!(checked.trim().ends_with("OK"), "rpm said: {checked}");
+    ensure!(checked.trim().ends_with("OK"), "unexpected output of rpm: {checked}");
     // This root has no C library and no shell.
     rpm(&["--install", "--nodeps", "--noscripts", &path])?;
     let listed = rpm(&["--query", "--list", "affinode"])?;
@@ -108,7 +114,7 @@ fn red_hat(package: &Path) -> Result<()> {
 fn runs(root: &Path) -> Result<()> {
     let said = sh::read(Command::new(root.join("usr/bin/affinode")).arg("--version"))?;
     let expected = format!("affinode {}", env!("CARGO_PKG_VERSION"));
-    ensure!(said.trim() == expected, "affinode --version said: {said}");
+    ensure!(said.trim() == expected, "unexpected output of affinode --version: {said}");
     Ok(())
 }
 
@@ -129,7 +135,7 @@ fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
             }
         }
     }
-    ensure!(left.is_empty(), "left behind: {left:?}");
+    ensure!(left.is_empty(), "files are left after the removal: {left:?}");
     Ok(())
 }
 
@@ -145,7 +151,10 @@ fn containers(archive: &Path, package: &Path, about: &About) -> Result<()> {
         let mut ctr = daemon.ctr(keeper, "default");
         ctr.args(["run", "--rm", "--read-only", &name, id, program]);
         let said = containerd::run(ctr.arg("--version"))?;
-        ensure!(said.contains(env!("CARGO_PKG_VERSION")), "{program} --version said: {said}");
+        ensure!(
+            said.contains(env!("CARGO_PKG_VERSION")),
+            "unexpected output of {program} --version: {said}"
+        );
     }
     let state = tempfile::tempdir()?;
     let mut install = Command::new(package.join("usr/bin/affinode"));
@@ -155,6 +164,9 @@ fn containers(archive: &Path, package: &Path, about: &About) -> Result<()> {
     install.arg("--state-dir").arg(state.path()).arg("--prefix").arg(state.path());
     let said = sh::read(&mut install)?;
     let copied: PathBuf = state.path().join("lib/affinode/libaffinode_preload.so");
-    ensure!(said.contains(&format!("copy {}", copied.display())), "install would: {said}");
+    ensure!(
+        said.contains(&format!("copy {}", copied.display())),
+        "unexpected steps of affinode install --dry-run: {said}"
+    );
     Ok(())
 }

@@ -83,7 +83,7 @@ pub fn all(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
         for entry in fs::read_dir(workspace_dir().join("config").join(folder))? {
             let path = entry?.path();
             if path.is_file() {
-                let name = path.file_name().context("a file has a name")?.to_string_lossy();
+                let name = path.file_name().context("the path has no file name")?.to_string_lossy();
                 tree.file(format!("/usr/share/affinode/{folder}/{name}"), read(&path)?);
             }
         }
@@ -120,7 +120,8 @@ fn manuals(tree: &mut Tree, command: &Path) -> Result<()> {
     sh::read(Command::new(command).arg("man").arg(folder.path()))?;
     for entry in fs::read_dir(folder.path())? {
         let path = entry?.path();
-        let name = path.file_name().context("a file has a name")?.to_string_lossy().into_owned();
+        let name =
+            path.file_name().context("the path has no file name")?.to_string_lossy().into_owned();
         // Without name and time in the header, for reproducible bytes.
         let mut packed = GzBuilder::new().write(Vec::new(), Compression::best());
         packed.write_all(&read(&path)?)?;

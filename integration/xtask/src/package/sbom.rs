@@ -59,7 +59,8 @@ pub fn of(about: &About, metadata: &Value, sums: &BTreeMap<String, String>) -> R
     let mut components = BTreeMap::new();
     let mut dependencies = BTreeMap::new();
     for id in reached {
-        let package = packages.get(id).with_context(|| format!("cargo does not describe {id}"))?;
+        let package =
+            packages.get(id).with_context(|| format!("cargo's metadata does not contain {id}"))?;
         let url = url(package);
         components.insert(url.clone(), component(package, &url, sums.get(&url)));
         let mut on: Vec<String> =

@@ -98,9 +98,9 @@ fn enable(controller: &mut Controller<'_>) -> Result<String> {
     let node = controller.node;
     node.sh(&format!("systemctl enable --now {UNIT}"))?;
     let said = node.sh(&format!("systemctl is-active {UNIT}; systemctl is-enabled {UNIT}"))?;
-    ensure!(said == "active\nenabled", "{said}");
+    ensure!(said == "active\nenabled", "expected the unit to be active and enabled, got {said}");
     let (serving, unit) = serving(node)?;
-    ensure!(serving == unit, "process {serving} serves, the unit's is {unit}");
+    ensure!(serving == unit, "process {serving} serves, but the unit's process is {unit}");
     node.sh(&systemd_run(&controller.job, "2G"))?;
     controller.job.wait_filled()?;
     Ok("active, enabled, its process serves".into())
@@ -137,7 +137,7 @@ fn kill_without_store(controller: &mut Controller<'_>) -> Result<String> {
         format!("systemctl stop {UNIT} && systemctl daemon-reload && systemctl start {UNIT}");
     node.sh(&again)?;
     let stored = node.property(UNIT, "NFileDescriptorStore")?;
-    ensure!(stored == "0", "{stored} descriptors are stored");
+    ensure!(stored == "0", "systemd stores {stored} descriptors, expected none");
     let seen = killed(node, &mut controller.job)?;
     let old = unit_serves(node)?;
     let output = node.output(&format!("kill -9 {old} && affinode run -- true"))?;
@@ -157,7 +157,7 @@ fn stored_are(node: &Node, number: usize) -> Result<()> {
         stored = node.property(UNIT, "NFileDescriptorStore")?;
         Ok((stored == number.to_string()).then_some(()))
     })
-    .with_context(|| format!("the store holds {stored}"))
+    .with_context(|| format!("systemd stores {stored} sockets"))
 }
 
 fn run_meanwhile(controller: &mut Controller<'_>) -> Result<String> {
@@ -225,10 +225,13 @@ fn start(controller: &mut Controller<'_>) -> Result<String> {
     node.sh(&format!("systemctl start {UNIT}"))?;
     controller.both_go_out()?;
     controller.both_verify()?;
-    ensure!(serving(node)?.0 == old, "another controller serves");
+    ensure!(serving(node)?.0 == old, "the serving controller was replaced");
     let (status, restarts) =
         (node.property(UNIT, "StatusText")?, node.property(UNIT, "NRestarts")?);
-    ensure!(status.contains("waits for its end") && restarts == "0", "{status:?}, {restarts}");
+    ensure!(
+        status.contains("waits for its end") && restarts == "0",
+        "expected a waiting unit without restarts, got status {status:?} and {restarts} restarts"
+    );
     Ok(status)
 }
 

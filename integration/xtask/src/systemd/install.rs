@@ -56,7 +56,7 @@ impl<'a> Install<'a> {
     }
 
     fn program(&mut self) -> Result<&mut Program> {
-        self.program.as_mut().context("no program was started")
+        self.program.as_mut().context("the program is not started")
     }
 }
 
@@ -88,9 +88,12 @@ pub fn ctr_run(program: &Program) -> String {
 fn booted(install: &mut Install<'_>) -> Result<String> {
     let node = install.node;
     let comm = node.sh("cat /proc/1/comm; systemctl is-active containerd")?;
-    ensure!(comm == "systemd\nactive", "{comm}");
+    ensure!(
+        comm == "systemd\nactive",
+        "expected systemd as process 1 and an active containerd, got {comm}"
+    );
     let networks = node.sh("ls /sys/class/net")?;
-    ensure!(networks == "lo", "networks: {networks}");
+    ensure!(networks == "lo", "expected only loopback, got {networks}");
     let versions = node.sh("systemctl --version | head -1; containerd --version")?;
     node.sh("ctr image import /srv/images.tar && rm /srv/images.tar")?;
     Ok(format!("{versions}; containerd's unit is active; network: {networks}"))
@@ -101,7 +104,10 @@ fn done(install: &Install<'_>) -> Result<()> {
     install.node.sh(INSTALL)?;
     ensure!(install.containerd()? != before, "containerd was not restarted");
     let status = install.node.sh("affinode status")?;
-    ensure!(status.contains("served by containerd"), "{status}");
+    ensure!(
+        status.contains("served by containerd"),
+        "expected `served by containerd` in: {status}"
+    );
     let active = install.node.sh("systemctl is-active containerd")?;
     ensure!(active == "active", "containerd's unit is {active}");
     Ok(())
@@ -120,7 +126,7 @@ fn offload(install: &mut Install<'_>) -> Result<String> {
     let row = node.move_out(program.name)?;
     node.wait_gpu_empty()?;
     install.program = Some(program);
-    ensure!(row.offloaded_bytes >= MIB << 20, "{row:?}");
+    ensure!(row.offloaded_bytes >= MIB << 20, "expected {MIB} MiB offloaded: {row:?}");
     Ok(format!("{} is {}; NVML shows 0 in use", row.name, row.state))
 }
 
@@ -130,7 +136,7 @@ fn restart_containerd(install: &mut Install<'_>) -> Result<String> {
     ensure!(install.containerd()? != before, "containerd was not restarted");
     let name = install.program()?.name;
     let tasks = node.sh("ctr tasks ls")?;
-    ensure!(tasks.contains("RUNNING"), "{tasks}");
+    ensure!(tasks.contains("RUNNING"), "expected `RUNNING` in: {tasks}");
     node.wait_for(name, "Offloaded")?;
     install.program()?.verify()?;
     Ok("it runs and is offloaded; after a call every word is unchanged".into())
@@ -139,13 +145,16 @@ fn restart_containerd(install: &mut Install<'_>) -> Result<String> {
 fn uninstall_is_refused(install: &mut Install<'_>) -> Result<String> {
     let output = install.node.output("affinode uninstall")?;
     let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    ensure!(output.status.code() == Some(1) && said.contains("1 shim runs"), "{said}");
+    ensure!(
+        output.status.code() == Some(1) && said.contains("1 shim runs"),
+        "expected `1 shim runs` in: {said}"
+    );
     install.program()?.verify()?;
     Ok(said)
 }
 
 fn uninstall(install: &mut Install<'_>) -> Result<String> {
-    let name = install.program.take().context("no program was started")?.name;
+    let name = install.program.take().context("the program is not started")?.name;
     let node = install.node;
     node.sh(&format!("ctr tasks delete --force {name}; ctr containers delete {name}"))?;
     let before = install.containerd()?;
@@ -159,13 +168,13 @@ fn uninstall(install: &mut Install<'_>) -> Result<String> {
 fn refused(install: &Install<'_>, check: &str) -> Result<String> {
     let node = install.node;
     let file = node.file(DROP_IN);
-    std::fs::create_dir_all(file.parent().context("a folder")?)?;
+    std::fs::create_dir_all(file.parent().context("the path has no folder")?)?;
     std::fs::write(&file, format!("[Service]\nExecStartPre=/bin/sh -c '{check}'\n"))?;
     node.sh("systemctl daemon-reload")?;
     let output = node.output(INSTALL)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(output.status.code() == Some(1), "the installation succeeded: {said}");
-    std::fs::remove_dir_all(file.parent().context("a folder")?)?;
+    std::fs::remove_dir_all(file.parent().context("the path has no folder")?)?;
     node.sh("systemctl daemon-reload")?;
     let active = node.output("systemctl is-active containerd")?;
     ensure!(active.status.success(), "containerd does not run");

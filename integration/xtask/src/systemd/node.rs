@@ -69,7 +69,11 @@ impl Node {
         let booting = keeper.spawn(&Job { argv, env: BTreeMap::new(), log: log.clone() })?;
         let said = || fs::read_to_string(&log).unwrap_or_default();
         let pid = until_within(BOOT, "process 1 of the node", || {
-            ensure!(Path::new(&format!("/proc/{booting}")).exists(), "it ended: {}", said());
+            ensure!(
+                Path::new(&format!("/proc/{booting}")).exists(),
+                "the node ended while booting: {}",
+                said()
+            );
             Ok(first_process(booting))
         })?;
         let run_dir = PathBuf::from(format!("/proc/{pid}/root/run/affinode"));
@@ -80,7 +84,7 @@ impl Node {
             state = String::from_utf8_lossy(&output.stdout).trim().to_owned();
             Ok(["running", "degraded"].contains(&state.as_str()).then_some(()))
         })
-        .with_context(|| format!("it is {state}; {}", said()))?;
+        .with_context(|| format!("systemd on the node is {state}: {}", said()))?;
         if state == "degraded" {
             bail!("units failed: {}", node.sh("systemctl --failed --no-legend --plain")?);
         }
@@ -110,7 +114,7 @@ impl Node {
             last = self.row(name).ok().flatten();
             Ok(last.clone().filter(|row| row.state == state))
         })
-        .with_context(|| format!("{last:?}"))
+        .with_context(|| format!("last row of {name}: {last:?}"))
     }
 
     pub fn move_out(&self, name: &str) -> Result<ContainerRow> {
@@ -142,7 +146,12 @@ impl Node {
         let output = self.output(script)?;
         let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
         let error = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{script}: {}: {said} {}", output.status, error.trim());
+        ensure!(
+            output.status.success(),
+            "the script {script:?} failed: {}: {said} {}",
+            output.status,
+            error.trim()
+        );
         Ok(said)
     }
 
@@ -163,7 +172,7 @@ impl Node {
         drop(self);
         let mounts = fs::read_to_string("/proc/self/mountinfo")?;
         ensure!(!mounts.contains(&*dir.to_string_lossy()), "a mount is left");
-        ensure!(cgroup_folders(&dir).is_empty(), "left: {:?}", cgroup_folders(&dir));
+        ensure!(cgroup_folders(&dir).is_empty(), "cgroups are left: {:?}", cgroup_folders(&dir));
         ensure!(!dir.exists(), "{} is left", dir.display());
         Ok("the node powered off; no process, cgroup, mount or file is left".into())
     }
@@ -201,7 +210,7 @@ fn first_process(parent: u32) -> Option<u32> {
 fn furnish(root: &Path, artifacts: &Artifacts) -> Result<()> {
     let put = |path: &str, text: &str| -> Result<PathBuf> {
         let path = root.join(path);
-        fs::create_dir_all(path.parent().context("a file has a folder")?)?;
+        fs::create_dir_all(path.parent().context("the file's path has no folder")?)?;
         fs::write(&path, text).with_context(|| path.display().to_string())?;
         Ok(path)
     };

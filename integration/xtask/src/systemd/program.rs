@@ -53,14 +53,18 @@ impl Program {
     /// Waits for the reply to `verify`.
     pub fn verified(&mut self) -> Result<()> {
         let answer = self.expect("verify")?;
-        ensure!(answer.ok == Some(true), "{}: its memory is not as it was: {answer:?}", self.name);
+        ensure!(answer.ok == Some(true), "{}: the memory has changed: {answer:?}", self.name);
         Ok(())
     }
 
     fn expect(&mut self, command: &str) -> Result<Answer> {
         let line = self.lines.receive().with_context(|| self.name.to_owned())?;
         let answer: Answer = serde_json::from_str(&line).with_context(|| line.clone())?;
-        ensure!(answer.command == command && answer.result == 0, "{}: {line}", self.name);
+        ensure!(
+            answer.command == command && answer.result == 0,
+            "{}: expected success of {command}, got {line}",
+            self.name
+        );
         Ok(answer)
     }
 }

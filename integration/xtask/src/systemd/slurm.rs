@@ -69,7 +69,7 @@ impl<'a> Slurm<'a> {
 
     fn wait_filled(&mut self) -> Result<()> {
         let filled = self.program.wait_filled();
-        filled.with_context(|| format!("the job said: {}", self.output()))
+        filled.with_context(|| format!("the output of the job is: {}", self.output()))
     }
 
     /// Cancels the job, and waits until Slurm no longer lists it.
@@ -96,13 +96,14 @@ fn idle(slurm: &mut Slurm<'_>) -> Result<String> {
     let (node, name) = (slurm.node, slurm.name());
     let row = node.wait_for(&name, "Offloaded")?;
     node.wait_gpu_empty()?;
-    ensure!(row.namespace == format!("user-{USER}"), "{row:?}");
-    let pid = row.processes.first().context("it has no process")?.pid;
+    ensure!(row.namespace == format!("user-{USER}"), "expected the namespace of {USER}: {row:?}");
+    let pid = row.processes.first().context("the job has no process")?.pid;
     let cgroups = node.sh(&format!("cat /proc/{pid}/cgroup"))?;
     let own = cgroups
         .lines()
         .find_map(|line| line.rsplit(':').next().filter(|path| path.contains("/step_")));
-    let own = own.with_context(|| format!("the process is in no step's cgroup: {cgroups}"))?;
+    let own =
+        own.with_context(|| format!("the process is not in the cgroup of a step: {cgroups}"))?;
     let used = slurm.memory_of(own)?;
     ensure!(used >= MIB << 20, "{own} uses {used} bytes");
     Ok(format!(
@@ -128,8 +129,8 @@ impl Slurm<'_> {
 
 fn wake(slurm: &mut Slurm<'_>) -> Result<String> {
     slurm.program.verify()?;
-    let row = slurm.node.row(&slurm.name())?.context("the controller no longer lists the job")?;
-    ensure!(row.restores >= 1, "{row:?}");
+    let row = slurm.node.row(&slurm.name())?.context("the controller does not list the job")?;
+    ensure!(row.restores >= 1, "expected at least one restore: {row:?}");
     Ok("every word unchanged".into())
 }
 
@@ -151,7 +152,11 @@ fn cancel(slurm: &mut Slurm<'_>) -> Result<String> {
     slurm.scancel()?;
     gone(node, &name)?;
     let left = node.output("grep -l dlopen_dlsym /proc/[0-9]*/comm")?;
-    ensure!(!left.status.success(), "left: {}", String::from_utf8_lossy(&left.stdout));
+    ensure!(
+        !left.status.success(),
+        "processes are left: {}",
+        String::from_utf8_lossy(&left.stdout)
+    );
     Ok("neither Slurm nor the controller lists the job; no VRAM, process or folder of it is left"
         .into())
 }
@@ -159,13 +164,16 @@ fn cancel(slurm: &mut Slurm<'_>) -> Result<String> {
 fn unmanaged(slurm: &mut Slurm<'_>) -> Result<String> {
     let node = slurm.node;
     node.sh(&format!("systemctl stop {UNIT}"))?;
-    ensure!(node.cli().ps_now().is_err(), "a controller serves");
+    ensure!(node.cli().ps_now().is_err(), "a controller is still running");
     slurm.program = Program::prepare(node, "alone")?;
     slurm.submit()?;
     slurm.wait_filled()?;
     slurm.program.verify()?;
     let said = slurm.output();
-    ensure!(said.contains("runs unmanaged"), "the job said: {said}");
+    ensure!(
+        said.contains("runs unmanaged"),
+        "expected `runs unmanaged` in the job's output: {said}"
+    );
     slurm.scancel()?;
     node.sh(&format!("systemctl start {UNIT}"))?;
     node.wait_gpu_empty()?;

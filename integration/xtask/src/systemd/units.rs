@@ -48,7 +48,7 @@ fn offload(units: &mut Units<'_>) -> Result<String> {
     let row = node.move_out(name)?;
     node.wait_gpu_empty()?;
     let limit = node.property(name, "MemoryMax")?;
-    ensure!(limit == (2_u64 << 30).to_string(), "its limit is {limit}");
+    ensure!(limit == (2_u64 << 30).to_string(), "the unit's memory limit is {limit}");
     let more = units.memory()?.saturating_sub(units.resident_bytes);
     ensure!(more >= MIB << 20, "the unit's memory grew by {more} bytes only");
     Ok(format!("{} is {}; {} MiB more of the unit's 2 GiB in use", row.name, row.state, more >> 20))
@@ -57,15 +57,18 @@ fn offload(units: &mut Units<'_>) -> Result<String> {
 fn uninstall_is_refused(units: &mut Units<'_>) -> Result<String> {
     let output = units.node.output("affinode uninstall")?;
     let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    ensure!(output.status.code() == Some(1) && said.contains("1 job runs"), "{said}");
+    ensure!(
+        output.status.code() == Some(1) && said.contains("1 job runs"),
+        "expected `1 job runs` in: {said}"
+    );
     Ok(said)
 }
 
 fn wake(units: &mut Units<'_>) -> Result<String> {
     units.program.verify()?;
     let row =
-        units.node.row(units.program.name)?.context("the controller no longer lists the job")?;
-    ensure!(row.restores == 1, "{row:?}");
+        units.node.row(units.program.name)?.context("the controller does not list the job")?;
+    ensure!(row.restores == 1, "expected one restore: {row:?}");
     Ok("every word unchanged".into())
 }
 
@@ -96,10 +99,13 @@ fn no_room(units: &mut Units<'_>) -> Result<String> {
     program.wait_filled()?;
     let id = until("the job to be known", || Ok(node.row("tight")?.map(|row| row.id)))?;
     let answer = node.cli().offload(&id)?;
-    ensure!(!answer.done && answer.reason == "cgroup-memory", "{answer:?}");
+    ensure!(
+        !answer.done && answer.reason == "cgroup-memory",
+        "expected a refusal for cgroup-memory, got {answer:?}"
+    );
     let output = node.output("affinode offload tight")?;
     let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    ensure!(said.contains("tight.service has "), "{said}");
+    ensure!(said.contains("tight.service has "), "expected `tight.service has ` in: {said}");
     program.verify()?;
     node.sh("systemctl stop tight")?;
     gone(node, "tight")?;
