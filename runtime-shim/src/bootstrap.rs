@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::options::{self, OptionsError};
 
-/// What containerd wrote to stdin of `start`.
+/// Input of `start`: bytes that containerd wrote to stdin.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BootstrapInput {
     /// stdin was empty: there are no options.
@@ -26,7 +26,7 @@ pub enum BootstrapInput {
     Unknown(Vec<u8>),
 }
 
-/// What the stock shim wrote to stdout of `start`.
+/// Reply of the stock shim's `start` on stdout.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BootstrapReply {
     /// The address alone, as for containerd 1.6 and 1.7.
@@ -136,7 +136,7 @@ impl BootstrapReply {
         }
     }
 
-    /// The version of the task service that the shim speaks.
+    /// The version of the task service that the shim supports.
     #[must_use]
     pub fn task_version(&self) -> i64 {
         match self {

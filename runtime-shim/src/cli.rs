@@ -41,7 +41,7 @@ pub struct ShimFlags {
     pub listen: String,
     /// Internal: the stock shim's address.
     pub upstream: String,
-    /// Internal: version of the task service that the stock shim speaks.
+    /// Internal: version of the task service that the stock shim supports.
     pub task_version: String,
 }
 

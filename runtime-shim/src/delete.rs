@@ -188,7 +188,7 @@ fn delete_one(stock: &RuncShim, flags: &ShimFlags, bundle: &Bundle, id: &str) ->
     ];
     stock
         .command(&argv)
-        // The stock shim searches beside its working folder; the container's own bundle may be
+        // The stock shim searches next to its working folder; the container's own bundle may be
         // gone.
         .current_dir(bundle.path())
         .stdin(Stdio::null())

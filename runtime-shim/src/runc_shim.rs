@@ -19,7 +19,7 @@ pub struct RuncShim(PathBuf);
 pub enum RuncShimError {
     /// No search path has the binary.
     #[error(
-        "{NAME} is not installed: not in PATH, not beside containerd and not beside this binary; install containerd's package, or name the file in {PATH_ENV}"
+        "{NAME} is not installed: not in PATH, not next to containerd and not next to this binary; install containerd's package, or name the file in {PATH_ENV}"
     )]
     Missing,
     /// The variable's value is not an executable file.
@@ -51,8 +51,8 @@ pub enum RuncShimError {
 }
 
 impl RuncShim {
-    /// Finds the binary in containerd's order: in PATH, then beside containerd (`publish_binary`),
-    /// then beside this binary.
+    /// Finds the binary in containerd's order: in PATH, then next to
+    /// containerd (`publish_binary`), then next to this binary.
     pub fn find(publish_binary: &str) -> Result<RuncShim, RuncShimError> {
         let own = std::env::current_exe().ok();
         if let Some(path) = std::env::var_os(PATH_ENV).filter(|path| !path.is_empty()) {

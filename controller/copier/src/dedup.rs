@@ -139,7 +139,8 @@ impl<S: ChunkContent> DedupIndex<S> {
         self.job = match self.job.take() {
             Some(job) if is_of(&job.place) => None,
             Some(job) if is_first(&job.with) => {
-                // Another process may have the same content as this chunk, which is not examined again.
+                // Another process may have the same content as this chunk, which is not examined
+                // again.
                 self.seen.insert(job.key, job.place);
                 None
             }
@@ -245,6 +246,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         let known = self.segments.get(&key).and_then(Weak::upgrade);
         let with = match (known, other) {
             (Some(segment), _) => Some(CompareTarget::Segment(segment)),
+            // The other process must reply first; the chunk is examined again later.
             (None, Some((_, false))) => return false,
             (None, Some((seen, true))) if self.has_memory() => {
                 SegmentDraft::begin().ok().map(|draft| CompareTarget::Chunk(seen, draft))
@@ -298,6 +300,8 @@ impl<S: ChunkContent> CompareJob<S> {
         if one != other {
             return Ok(false);
         }
+        // The draft gets the bytes that were compared: both processes can change their files at any
+        // time, and they compare the sealed segment themselves before they use it.
         if let CompareTarget::Chunk(_, draft) = &mut self.with {
             draft.write(one)?;
         }

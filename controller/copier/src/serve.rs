@@ -242,6 +242,7 @@ impl CopierServer {
         let held = self.held;
         let (mut most, mut over, mut reports) = (SessionStep::Nothing, Vec::new(), Vec::new());
         for client in self.clients.iter_mut().filter(|client| client.is_urgent() == urgent) {
+            // A registration takes VRAM, which may be proven for another process at this moment.
             if held && client.is_registering() {
                 continue;
             }
@@ -254,6 +255,7 @@ impl CopierServer {
                         (SessionStep::Later, _) | (_, SessionStep::Later) => SessionStep::Later,
                         _ => SessionStep::Nothing,
                     };
+                    // One step, then messages again: a session may have become urgent meanwhile.
                     if !urgent && step == SessionStep::More {
                         break;
                     }
@@ -272,7 +274,8 @@ impl CopierServer {
             self.report(report);
         }
         self.end(|client| over.contains(&client.process()));
-        // Another process may need that host memory, so it waits only for sessions that are filling.
+        // Another process may need that host memory, so it waits only for sessions that are
+        // filling.
         let free =
             !self.clients.iter().any(ProcessSession::is_filling) && most != SessionStep::More;
         if free && let Some(region) = self.leaving.last_mut() {
@@ -285,6 +288,7 @@ impl CopierServer {
             }
             return Ok(SessionStep::More);
         }
+        // Deduplication and the small allocation use only time in which no process waits.
         let busy = urgent || self.held || self.clients.iter().any(ProcessSession::is_registering);
         if !busy && matches!(most, SessionStep::Nothing | SessionStep::Later) {
             for client in &mut self.clients {

@@ -295,6 +295,7 @@ impl ProcessSession {
                         return Err(SessionError::NotHeld);
                     }
                     self.restoring = true;
+                    // The process sends no more replies about shared chunks.
                     self.sharing.close();
                     self.begin()?;
                 }
@@ -334,6 +335,8 @@ impl ProcessSession {
         if missing > 0 {
             return Ok(());
         }
+        // The announced sum was checked against the controller's limit; the pieces must not exceed
+        // it.
         let sum: u64 = self.pieces.iter().map(|piece| piece.bytes).sum();
         if sum == self.copied_out_bytes { Ok(()) } else { Err(SessionError::Order) }
     }
@@ -348,6 +351,7 @@ impl ProcessSession {
             return Err(SessionError::Claim { bytes, pieces, most_bytes });
         }
         self.granted = true;
+        // No new offers; a reply to an earlier offer may still arrive before Restoring.
         self.sharing.end();
         self.begin()
     }
@@ -430,7 +434,8 @@ impl ProcessSession {
         if !(all && taking.is_over().map_err(SessionError::HandedOver)?) {
             return Ok((SessionStep::Soon, None));
         }
-        // The memory is freed with its last reference: the copier drops its own before it sends Copied.
+        // Drops the blocks. Device memory is freed with its last reference, and after Copied the
+        // process expects it to be free once its own descriptors are closed.
         self.state = SessionState::Listing(0);
         if !self.tell(FromCopier::Copied, None)? {
             return Err(SessionError::Late);
@@ -448,7 +453,8 @@ impl ProcessSession {
         let index = self.blocks.len();
         if let Some(piece) = self.pieces.get(index).copied() {
             let kept = if self.restored { 0 } else { self.rest_bytes.saturating_add(MARGIN_BYTES) };
-            // Until the driver has restored the process, VRAM for the rest of it stays free.
+            // Until the driver has restored the process, VRAM for the rest of it stays free: the
+            // driver restores at the same time, and a restore without VRAM loses the process.
             let has_room = self.cuda.free_bytes()? >= piece.bytes.saturating_add(kept);
             if !has_room && !self.restored {
                 return Ok((SessionStep::Soon, None));
@@ -484,9 +490,10 @@ impl ProcessSession {
         Ok(())
     }
 
-    /// Exports the next block, if it is filled and the process reads its messages. A block that is
-    /// not filled would show the earlier content of that memory. A handle that waits in a socket
-    /// would keep the memory allocated. False: no block is ready, or the process has to read first.
+    /// Exports the next block, once it is filled and the process has sent Restored. A block that is
+    /// not filled would show the earlier content of that memory. Before Restored the process does
+    /// not read, and a handle that waits in its socket would keep the memory allocated. False: no
+    /// block is ready, or the process has to read first.
     fn share_next(&mut self) -> Result<bool, SessionError> {
         let Some(block) = self.blocks.get(self.shared).filter(|_| self.restored) else {
             return Ok(false);

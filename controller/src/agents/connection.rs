@@ -81,6 +81,8 @@ pub async fn serve(
     let page = Arc::new(page);
     let ward = Handle::current();
     let agent = AgentHandle { outbox: Some(outbox), page, abilities, clock_ahead_ms, watch, ward };
+    // The reader starts after Joined is queued: the actor never gets a message of an unknown
+    // process.
     let comes = AgentMail::Joined { key, id, identity, hello, agent };
     if mail.send(comes).await.is_err() {
         return;
@@ -180,6 +182,7 @@ async fn read(
         if count > RATE {
             tokio::time::sleep_until(second + Duration::from_secs(1)).await;
         }
+        // Unread frames stay in the process's socket, which blocks only its own writer.
         budgets.messages.take().await;
         match AgentMessage::decode(&frame) {
             Ok(message) => {
@@ -209,6 +212,8 @@ async fn write(mut to: OwnedWriteHalf, mut outgoing: mpsc::Receiver<OutgoingFram
         let frame = message.encode();
         let sending = async {
             let mut sent = 0;
+            // The descriptor is sent with the first byte. The rest of the frame has none, even if
+            // the first write was short.
             if descriptor.is_some() {
                 let stream: &UnixStream = to.as_ref();
                 let first = || socket::send(stream, &frame, descriptor.as_ref());

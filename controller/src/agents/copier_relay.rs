@@ -34,6 +34,7 @@ async fn pass(
     loop {
         let receive = |from: &OwnedFd| socket::receive(from);
         let (frame, descriptor) = from.async_io(Interest::READABLE, receive).await?;
+        // A refused descriptor is closed here, on the container's own thread.
         if descriptor.as_ref().is_some_and(|descriptor| !may_pass(descriptor)) {
             let why = "the process sent a descriptor that is neither a memory file nor a device";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));

@@ -59,7 +59,8 @@ impl AgentListener {
         let folder = run_dir.join(paths::CONTAINERS_DIR).join(key.as_str()).join(paths::MOUNT_DIR);
         fs::create_dir_all(&folder)?;
         if let (None, Some(place)) = (owner, folder.parent()) {
-            // A container reaches its socket through a mount; on the host only root does.
+            // A container reaches its socket through a mount; on the host only root does. Set
+            // before the socket exists, because its own mode lets every user connect.
             fs::set_permissions(place, fs::Permissions::from_mode(0o700))?;
         }
         let ward = IsolatedRuntime::begin("container")?;
@@ -97,6 +98,7 @@ impl AgentListener {
     /// The file cannot be written.
     pub fn tell_pressure<'a>(&self, uuids: impl Iterator<Item = &'a String>) -> io::Result<()> {
         let text: String = uuids.flat_map(|uuid| [uuid, "\n"]).collect();
+        // Renamed over the old file: the container reads a complete list at any time.
         let fresh = self.folder.join(format!(".{}", paths::PRESSURE_FILE));
         fs::write(&fresh, text)?;
         fs::set_permissions(&fresh, fs::Permissions::from_mode(0o644))?;
@@ -121,6 +123,7 @@ async fn accept(
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let budgets = Arc::new(RateLimits::new());
     loop {
+        // The rate is limited before the accept, so a flood costs no descriptor of the controller.
         // Further connections wait in the kernel's backlog, which is short.
         budgets.connections.take().await;
         let stream = match listener.accept().await {

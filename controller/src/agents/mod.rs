@@ -154,6 +154,7 @@ impl AgentHandle {
     /// # Errors
     /// The container has made the file of its counters read-only.
     pub fn turn_back(&self) -> std::io::Result<()> {
+        // Both values are the container's own. A false one cancels its own copy, or does not.
         let mut generation = [0; 8];
         self.page.read_exact_at(&mut generation, header::GENERATION as u64)?;
         self.page.write_all_at(&generation, header::TURN_BACK as u64)
@@ -161,6 +162,8 @@ impl AgentHandle {
 
     fn queue(&mut self, outgoing: OutgoingFrame) -> bool {
         let sent = self.outbox.as_ref().is_some_and(|outbox| outbox.try_send(outgoing).is_ok());
+        // Dropping the queue ends the writer, and so the connection: a message was lost, and the
+        // agent must report its state again.
         if !sent {
             self.outbox = None;
         }

@@ -77,11 +77,11 @@ pub struct Config {
     pub origins: BTreeMap<String, String>,
 }
 
-/// When containers are offloaded, and how.
+/// Section `[policy]`: conditions and method of offloads.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PolicySection {
-    /// When a container is offloaded: auto, eager, pressure, manual or off.
+    /// Condition of an offload: auto, eager, pressure, manual or off.
     pub mode: Mode,
     /// Time without a call after which a container is idle, in milliseconds.
     #[serde(deserialize_with = "duration")]
@@ -123,7 +123,8 @@ pub struct PolicySection {
     pub allow_gpu_migration: bool,
     /// Minimum VRAM of a container that is offloaded, in MiB.
     pub minimum_vram_mib: u64,
-    /// When idle containers may be offloaded without a waiter: always, or times of the week in UTC.
+    /// Time in which idle containers may be offloaded without a waiter: always, or times of the
+    /// week in UTC.
     #[serde(deserialize_with = "window")]
     pub offload_window: Window,
     /// Rule for the choice of victims: expected, lru, size-idle.

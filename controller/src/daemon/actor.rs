@@ -165,6 +165,8 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
                 run_dir.display())
         }
     }
+    // Before any socket is served: a restore of the earlier controller may still be running, and
+    // its VRAM must not be promised to another container.
     actor.recall().map_err(file("cannot read", folder))?;
     actor.recall_jobs();
     let hub = Arc::new(CallTraceHub::default());
@@ -192,6 +194,8 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     loop {
         let levels_due = actor.levels_due.unwrap_or(next_tick);
         tokio::select! {
+            // Polled in this order. Agents come last: containers can keep that channel full, and
+            // must not delay signals, readings, requests or ticks.
             biased;
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
@@ -214,7 +218,8 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
         // A queue or a move needs shorter ticks than planned.
         next_tick = next_tick.min(tokio::time::Instant::now() + actor.pause());
     }
-    // From here on commands get no response: a dropped channel returns `ShuttingDown` to its caller.
+    // From here on commands get no response: a dropped channel returns `ShuttingDown` to its
+    // caller.
     drop(from_api);
     show.end();
     Ok(())
@@ -459,6 +464,7 @@ impl NodeActor {
             self.witness_asked = Some(Instant::now());
             self.witness.ask();
         }
+        // Before the tick, which decides about idle containers and wakes.
         self.read_hints();
         self.read_connections();
         self.feed(Input::Clock(unix_ms()));

@@ -101,6 +101,8 @@ fn start() -> Result<(), DaemonError> {
     let run_dir = run_dir();
     let config = Config::load(&Config::path())?;
     log::begin(&config.log);
+    // Before anything else of the run directory is read: two controllers would promise the same
+    // VRAM.
     let Some(_lock) = lock(&run_dir)? else {
         tracing::info!("another controller serves {}: this one ends", run_dir.display());
         return Ok(());

@@ -20,7 +20,7 @@ pub struct GpuFacts {
     pub mps: bool,
 }
 
-/// What NVML reported about the GPUs.
+/// NVML's report about the GPUs.
 #[derive(Clone, Debug, Default)]
 pub struct SeenGpus {
     /// Version of the driver, such as `580.159.04`.

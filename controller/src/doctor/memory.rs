@@ -24,7 +24,7 @@ pub enum CgroupVersion {
 /// The facts about memory.
 #[derive(Clone, Debug)]
 pub struct MemoryFacts {
-    /// How memory limits can be read.
+    /// Version from which memory limits are read.
     pub cgroups: CgroupVersion,
     /// Available RAM in bytes, or the reason why it is unknown.
     pub available_bytes: Result<u64, String>,

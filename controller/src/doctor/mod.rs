@@ -67,9 +67,9 @@ pub struct DoctorCheck {
     pub name: &'static str,
     /// The result of the check.
     pub verdict: CheckVerdict,
-    /// What the check found.
+    /// Text of the finding.
     pub found: String,
-    /// How to fix it; empty if the check passed.
+    /// Remedy; empty if the check passed.
     pub hint: String,
 }
 

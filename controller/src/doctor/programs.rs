@@ -92,7 +92,7 @@ pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
         }
         _ => group.bad(
             "stock shim",
-            format!("{STOCK} is neither on containerd's PATH nor beside it"),
+            format!("{STOCK} is neither on containerd's PATH nor next to it"),
             format!("install containerd's package, or set {STOCK_ENV} to its path"),
         ),
     }

@@ -110,7 +110,7 @@ pub struct HttpGuard {
     lock: AuthMode,
 }
 
-/// How requests are authenticated.
+/// Method by which requests are authenticated.
 #[derive(Clone, Debug, Default)]
 enum AuthMode {
     /// Every request is admitted.

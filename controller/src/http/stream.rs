@@ -7,7 +7,7 @@
 //! ```
 //!
 //! An id is `<start of the controller>-<number>`. A controller that restarts begins its numbers
-//! anew, and a client with an old id receives all events that the new controller has.
+//! again, and a client with an old id receives all events that the new controller has.
 
 use std::{
     convert::Infallible,

@@ -28,7 +28,8 @@ pub const AFFINODE: &str = "io.containerd.affinode.v1";
 /// Runtime type of the stock shim.
 pub const STOCK: &str = "io.containerd.runc.v2";
 
-/// The snippets that the documents tell users to install, so that the tests cover them.
+/// The snippet that the documents give users for a version 2 configuration. The tests install it,
+/// too.
 const REGISTER_V2: &str = include_str!("../../../config/containerd/affinode-v2.toml");
 /// Affinode's shim, and its path in the snippet for containerd 2.
 const SHIM: &str = "containerd-shim-affinode-v1";

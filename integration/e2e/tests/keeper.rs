@@ -71,7 +71,7 @@ fn dropping_it_ends_everything() -> Result<()> {
 fn the_death_of_its_parent_ends_everything() -> Result<()> {
     let dir = world("death")?;
     let mark = "98762";
-    // A shell plays the parent: it starts the supervisor, asks for a job, and is killed.
+    // A shell is the parent: it starts the supervisor, requests a job, and is killed.
     let mut job = flee(mark);
     job.env.insert("DIR".into(), dir.join("mounted").display().to_string());
     let request = serde_json::to_string(&job)?;

@@ -58,7 +58,7 @@ fn test() -> String {
 fn note(line: &str) {
     let Some(path) = std::env::var_os(NOTES_ENV) else { return };
     let file = OpenOptions::new().append(true).create(true).open(&path);
-    // One write for each line: tests write beside each other.
+    // One write for each line: tests write concurrently.
     let written = file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
     written.unwrap_or_else(|error| panic!("cannot write {}: {error}", path.display()));
 }

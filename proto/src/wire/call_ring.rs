@@ -63,7 +63,7 @@ pub struct CallRecord {
     pub hook: u16,
     /// The driver's result code.
     pub result: u16,
-    /// Number of calls that the record stands for.
+    /// Number of calls that the record counts, including its own.
     pub stands_for: u32,
     /// Thread id in the pid namespace of the process.
     pub thread: u32,

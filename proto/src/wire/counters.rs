@@ -67,7 +67,7 @@ pub mod header {
     pub const ALLOCATIONS: usize = 152;
     /// u64: bytes of GPU memory that the agent can copy.
     pub const SWAPPABLE_BYTES: usize = 160;
-    /// u64: bytes of it that are copied out to host memory now.
+    /// u64: bytes of that memory that are copied out to host memory now.
     pub const COPIED_OUT_BYTES: usize = 168;
     /// u32: bits of [`crate::wire::ProcessFlags`] that hold now.
     pub const NOTES: usize = 176;
@@ -122,7 +122,7 @@ pub struct CounterSnapshot {
     pub allocations: u64,
     /// GPU memory that the agent can copy, in bytes. The container's claim.
     pub swappable_bytes: u64,
-    /// Part of it that is copied out now, in bytes. The container's claim.
+    /// Copied-out part of that memory, in bytes. The container's claim.
     pub copied_out_bytes: u64,
     /// Facts that affect how the process can be offloaded.
     pub notes: ProcessFlags,
@@ -148,7 +148,7 @@ pub struct CounterSnapshot {
     pub last_hook: u32,
 }
 
-/// Why counters are invalid.
+/// Reason why counters are invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CounterError {
     /// The buffer is not [`PAGE_BYTES`] long.

@@ -100,7 +100,8 @@ pub struct GpuReading {
     pub free_bytes: u64,
     /// VRAM that the driver reserves, in bytes.
     pub reserved_bytes: u64,
-    /// Share of the last sample period in which a kernel ran, in percent, or [`UNKNOWN_UTILIZATION`].
+    /// Share of the last sample period in which a kernel ran, in percent, or
+    /// [`UNKNOWN_UTILIZATION`].
     pub gpu_percent: u32,
     /// Share of the last sample period in which memory was read or written, in percent, or
     /// [`UNKNOWN_UTILIZATION`].
@@ -132,7 +133,7 @@ pub enum AgentMessage {
         abilities: Capabilities,
         /// Bytes of device memory that the agent can copy.
         swappable_bytes: u64,
-        /// Part of it, in bytes, that is copied out to host memory.
+        /// Bytes of that memory that are copied out to host memory.
         copied_out_bytes: u64,
     },
     /// A call waits at the gate: the process is not Open, or its allocations are held. Repeated
@@ -159,7 +160,7 @@ pub enum AgentMessage {
         elapsed_us: u64,
         /// Bytes of device memory that the agent can copy.
         swappable_bytes: u64,
-        /// Part of it, in bytes, that is copied out to host memory now.
+        /// Bytes of that memory that are copied out to host memory now.
         copied_out_bytes: u64,
         /// Bytes that the last CopyOut found unchanged in host memory and did not copy.
         unchanged_bytes: u64,
@@ -222,7 +223,7 @@ pub enum ControllerMessage {
     Order {
         /// Number of the order, for the report.
         order: u64,
-        /// What the agent is to do.
+        /// Action that the agent must execute.
         action: Action,
         /// Time of the decision: `CLOCK_MONOTONIC` of the process's time namespace, in
         /// milliseconds. 0: unknown.

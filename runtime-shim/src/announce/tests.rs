@@ -80,7 +80,7 @@ impl Fake {
                     let calls = calls.clone();
                     self.connections.spawn(async move {
                         let mut header = [0; HEADER_BYTES];
-                        // A watch connection carries no bytes for its whole life.
+                        // A watch connection never has traffic.
                         if stream.read_exact(&mut header).await.is_err() {
                             return;
                         }

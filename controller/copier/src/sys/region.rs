@@ -24,7 +24,7 @@ const PAGE_BYTES: usize = 4096;
 /// `f_type` of tmpfs, to which memory files belong (`linux/magic.h`).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// Why a file cannot be mapped or registered.
+/// Reason why a file cannot be mapped or registered.
 #[derive(Debug, thiserror::Error)]
 pub enum RegionError {
     /// A system call has failed.
@@ -83,8 +83,8 @@ pub struct HostRegion {
 fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     let io = io::Error::from;
     let seals = rustix::fs::fcntl_get_seals(file).map_err(io)?;
-    // Files of huge pages can have seals, too. Mapping them takes pages from the node's pool, no matter
-    // which process uses them, and a huge page cannot be unmapped in part.
+    // Files of huge pages can have seals, too. Mapping them takes pages from the node's pool, no
+    // matter which process uses them, and a huge page cannot be unmapped in part.
     let kind = rustix::fs::fstatfs(file).map_err(io)?.f_type;
     if !u64::try_from(kind).is_ok_and(|kind| kind == TMPFS_MAGIC) {
         return Err(RegionError::NotPlain);

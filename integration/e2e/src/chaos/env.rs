@@ -486,7 +486,7 @@ impl ChaosEnv {
             for row in &staying {
                 let is_resident = matches!(row.state.as_str(), "Active" | "Idle");
                 if is_resident && asked.elapsed() > self.setup.automatic() {
-                    // A finding; the round goes on, to show further ones.
+                    // A finding. The round continues, to show further ones.
                     let why = format!("{} ({})", row.state, row.reason);
                     stayed.insert(format!("{} did not leave by itself: {why}", row.id));
                     let _ = self.world.cli().output(&["offload", &row.id, "-o", "json"])?;

@@ -261,7 +261,7 @@ pub fn set_frozen(folder: &std::path::Path, frozen: bool) -> Result<()> {
 /// Removes a container in any state, and waits until none of its processes exists.
 ///
 /// # Errors
-/// When a process of it stays.
+/// When one of its processes does not end.
 pub fn remove(world: &Testbed, actor: &mut ChaosContainer) -> Result<()> {
     let id = &actor.running.id;
     if let Some((_, mut child)) = actor.guest.take() {

@@ -33,7 +33,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 fn limited(world: &Testbed, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
-    // The testbed's cgroup, which may carry the limit, exists after the first container.
+    // The testbed's cgroup, which may have the limit, exists after the first container.
     let mut bare = Held::bare(world, spec("bare"))?;
     bare.worker.wait_filled()?;
     let grow = format!("alloc {VRAM_MIB}");

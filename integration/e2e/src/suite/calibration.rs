@@ -120,7 +120,7 @@ mod tests {
         let (fixed_ms, speed) = fit(took(1024, 600.0), took(8192, 4200.0));
         assert_eq!(fixed_ms, 86);
         assert!((speed / (1 << 20) as f64 - 1991.1).abs() < 0.1, "{speed}");
-        // Noise: no slower, and slower than its size says.
+        // Noise: a large move that is not slower, and one that is slower than in proportion.
         let (fixed_ms, speed) = fit(took(64, 10.0), took(128, 9.0));
         assert!(fixed_ms < 10 && speed > 1e6);
         assert_eq!(fit(took(64, 10.0), took(128, 100.0)).0, 0);

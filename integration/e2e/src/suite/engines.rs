@@ -121,7 +121,7 @@ const MEASURED: usize = 2;
 pub fn chosen(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (small_mib, large) = match world.gpu() {
         Gpu::Real => (1024, Some(Load { filled_mib: 4096, more: 7, rounds: 2 })),
-        // There the time of a copy says nothing.
+        // On the simulated GPU, the time of a copy is meaningless.
         Gpu::Simulated { .. } => (64, None),
     };
     let small = Load { filled_mib: small_mib, more: 0, rounds: 3 };
@@ -471,7 +471,8 @@ pub fn semantics(world: &Testbed, rows: &mut Rows) -> Result<()> {
             if let Some(runtime) = runtime {
                 spec = spec.runtime(runtime);
             }
-            // Its exit status says that all hold, which the driver at hand may not do either.
+            // The exit status reports that all checks passed. With the driver itself, some may
+            // fail, too.
             let output = spec.command(world, &["--rm"])?.output()?;
             let text = String::from_utf8_lossy(&output.stdout);
             let parse =

@@ -73,7 +73,7 @@ pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
     busy.running.delete(world)?;
 
     let mut fixed = Worker::start(world, "fixed", each_mib)?;
-    // The driver cannot checkpoint managed memory: only its end gives its room.
+    // The driver cannot checkpoint managed memory: only its end frees its VRAM.
     fixed.call("managed")?;
     rows.count(
         "the calling container is restored, contents unchanged",

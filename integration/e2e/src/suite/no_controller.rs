@@ -29,7 +29,7 @@ pub fn comes_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     kill(controller.pid, Signal::SIGCONT)?;
     rows.count("came back by itself, contents as before", usize::from(good?), 1);
     rows.tell("after the call", waited_ms, "ms");
-    // The controller finds it where it is, and goes on with it.
+    // The controller finds it resident, and manages it again.
     world.cli().wait_for_state(id, "Offloaded")?;
     rows.count("known again, offloaded and restored", usize::from(worker.verify()?), 1);
     worker.running.kill(world)?;

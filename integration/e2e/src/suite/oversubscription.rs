@@ -74,7 +74,7 @@ pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let goal = format!("at least {least}");
     rows.want("returns of the three", returns as f64, "", &goal, returns >= least);
 
-    // The newcomer beside them.
+    // Meanwhile, the fourth container.
     let mut newcomer = Worker::start_as(world, waiting("newcomer", FIRST_MIB))?;
     let mut pieces = 0;
     let served = bursts(&mut workers, || {

@@ -81,7 +81,7 @@ fn an_idle_neighbour_makes_room() -> Result<()> {
     })?;
     world.cli().move_out("alpha")?;
     let mut beta = Worker::start(&world, "beta", EACH_MIB)?;
-    // Alpha's return takes the room from beta as soon as that is idle.
+    // Alpha's restore gets the VRAM of beta as soon as beta is idle.
     assert!(alpha.verify()?);
     world.cli().wait_for_state("beta", "Offloaded")?;
     assert!(beta.verify()?);

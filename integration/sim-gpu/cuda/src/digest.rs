@@ -1,6 +1,6 @@
 //! Simulates the preload library's kernel `affinode_digest`. It replaces the address of 2 MiB in
 //! each entry of a table by their digest. The kernel for a real device is
-//! `preload/src/carry/digest.ptx`.
+//! `preload/src/swap/digest.ptx`.
 
 use crate::abi::{ILLEGAL_ADDRESS, Outcome};
 use crate::chunks::each_word;

@@ -448,7 +448,7 @@ impl Memory {
             physical.window = None;
         }
         let of = |source| self.physical.values().any(|physical| physical.source == source);
-        // The driver knows no way back from either, and says so in different words.
+        // The driver can restore neither, and returns different errors.
         Ok(match (of(Source::LegacyIpc), of(Source::Shared)) {
             (true, _) => INVALID_VALUE,
             (_, true) => NOT_SUPPORTED,

@@ -120,7 +120,7 @@ fn serve(driver: &Arc<Driver>, client: Packet) {
                 }),
             Request::Control { tid } => {
                 let Some(process) = driver.process(pid) else { return };
-                // Register first: an order may follow the moment the process hears the answer.
+                // Register first: an order may follow as soon as the process has the reply.
                 let mut control = lock(&process.control);
                 if control.is_none() && client.send(&Reply::Done, None).is_ok() {
                     *control = Some((client, tid));

@@ -1,5 +1,5 @@
-//! critest, the validation suite of the container runtime interface: it speaks to a containerd as
-//! a kubelet does, and names the runtime handler of each pod.
+//! critest, the validation suite of the container runtime interface: it sends requests to a
+//! containerd as a kubelet does, and names the runtime handler of each pod.
 //!
 //! Each run has its own environment: a containerd, a network with pods in it, and on its loopback a
 //! registry in place of the two that the suite pulls from.

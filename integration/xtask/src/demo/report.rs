@@ -45,7 +45,7 @@ impl Report {
     /// Builds the report from the observations.
     ///
     /// # Errors
-    /// If no event carries the bytes of a move: its time is then unknown.
+    /// If no event has the bytes of a move, because its duration is then unknown.
     pub fn new(world: &Testbed, seen: &Seen, elapsed: Duration) -> Result<Self> {
         let runc = sh::read(Command::new("runc").arg("--version")).unwrap_or_default();
         Ok(Self {
