@@ -1,4 +1,4 @@
-//! Formats an error with all its sources, for the edge where it is printed.
+//! Formats an error with all its sources, to be printed once.
 
 use std::{error::Error, fmt::Write as _};
 

@@ -43,7 +43,7 @@ impl IsolatedRuntime {
         self.runtime.spawn(work);
     }
 
-    /// Its runtime, to register objects that are created elsewhere and used there.
+    /// The thread's runtime. Objects that are used on the thread are registered with it.
     #[must_use]
     pub fn runtime(&self) -> &Handle {
         &self.runtime
@@ -94,14 +94,14 @@ pub mod tests {
 
         /// Whether the last descriptor is still open.
         pub fn is_open(&self) -> bool {
-            /// `TCP_ESTABLISHED`, in hex.
+            /// State `TCP_ESTABLISHED` in /proc/net/tcp, in hex.
             const OPEN: &str = "01";
             self.state().is_some_and(|state| state == OPEN)
         }
 
         /// Whether a thread waits for the connection's end.
         pub fn is_waited_for(&self) -> bool {
-            /// `TCP_FIN_WAIT1`, in hex.
+            /// State `TCP_FIN_WAIT1` in /proc/net/tcp, in hex.
             const CLOSING: &str = "04";
             self.state().is_some_and(|state| state == CLOSING)
         }

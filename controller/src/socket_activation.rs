@@ -101,7 +101,7 @@ impl ActivationSockets {
         }
     }
 
-    /// Removes the socket of this file, which is no longer used, from the store.
+    /// Removes the socket of this file from the store, because it is not used any longer.
     pub fn forget(&mut self, file: &str) {
         if let Some(name) = self.stored.remove(file) {
             remove(&name);

@@ -18,7 +18,7 @@ pub const CONFIG_FILE: &str = "/etc/affinode/config.toml";
 
 /// Below the run directory: the controller's ttrpc socket, root only.
 pub const CONTROL_SOCKET: &str = "control.sock";
-/// Below the run directory: held with `flock` by the one controller of the node.
+/// Below the run directory: the lock file of the node's only controller, held with `flock`.
 pub const CONTROLLER_LOCK: &str = "controller.lock";
 /// Below the run directory: the journal. The controller writes it before each destructive step.
 pub const JOURNAL_DIR: &str = "journal";

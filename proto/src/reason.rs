@@ -46,7 +46,7 @@ reasons! {
     Oversubscribed = "oversubscribed", "the containers of its GPU need more VRAM than it has: it stays resident until a container needs its VRAM";
     /// The time is outside the offload window.
     OutsideWindow = "outside-window", "the time is outside its offload window: it stays resident until a container needs its VRAM";
-    /// The container holds less VRAM than is worth an offload.
+    /// The container holds too little VRAM for an offload.
     TooSmall = "too-small", "holds less VRAM than is worth an offload (minimum_vram_mib)";
     /// A hint says that the container is busy.
     HintedBusy = "hinted-busy", "a hint says that it is busy (its hint file or `affinode hint`)";
@@ -95,7 +95,7 @@ reasons! {
     CgroupMemory = "cgroup-memory", "the container's memory limit is too low for its VRAM: raise the limit by the VRAM plus 1 GiB";
     /// The node has too little free host memory for the VRAM.
     HostMemory = "host-memory", "the node has too little free host memory for its VRAM (memory.node_reserve_mib is kept)";
-    /// A cgroup freezer holds the container.
+    /// The container's cgroup is frozen: the container is paused or stopped.
     Frozen = "frozen", "the container is paused or stopped";
     /// An allocation found no VRAM and waits for it.
     AllocationWaits = "allocation-waits", "an allocation of it waits for VRAM that other containers hold";

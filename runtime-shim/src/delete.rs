@@ -2,8 +2,8 @@
 //!
 //! containerd runs it when a shim's connection has ended; containerd 1.x also after every ordinary
 //! removal. If the group's proxy is gone, `delete` ends its stock shim and deletes the other
-//! containers of the group too: containerd 2.x runs `delete` for the sandbox alone. Everything fits
-//! in the 5 s that containerd allows.
+//! containers of the group too: containerd 2.x runs `delete` for the sandbox alone. All of this
+//! takes less than the 5 s that containerd allows.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;

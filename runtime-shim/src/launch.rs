@@ -33,7 +33,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 pub struct Launcher {
     /// Folders and sockets of the installation.
     pub paths: ShimPaths,
-    /// The program whose `launch` is run.
+    /// Path of the program that is run with `launch`.
     pub program: PathBuf,
 }
 

@@ -34,7 +34,7 @@ pub enum HostFileError {
     /// The path is a folder, device, pipe or socket.
     #[error("it is not a file")]
     NotAFile,
-    /// The file is not world-readable, while every process of the container can read the merged
+    /// The file is not world-readable, but every process of the container could read the merged
     /// list.
     #[error("it is not world-readable; run chmod o+r on it, or keep the container unmanaged")]
     Private,

@@ -211,8 +211,8 @@ async fn client(
     }
 }
 
-/// Handles signals as the stock shim does: TERM and INT end the daemon; the others, whose default
-/// action would end it, are ignored.
+/// Handles signals as the stock shim does. TERM and INT end the daemon. Other signals are ignored,
+/// even if their default action would end it.
 struct SignalStream {
     terminate: Signal,
     interrupt: Signal,

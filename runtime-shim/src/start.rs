@@ -35,7 +35,7 @@ use crate::spec;
 const PROXY_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of attempts to replace a stale socket.
 const ATTEMPTS: usize = 5;
-/// Upper bound of the daemon's message before it serves.
+/// Maximum size of the daemon's message before it serves.
 const READY_MAX_BYTES: u64 = 4096;
 
 /// Reason why `start` failed.

@@ -1,5 +1,6 @@
-//! A pipe in the folder that a container sees, into which it writes `idle` and `busy`. The folder
-//! is read-only for the container, but it can write into a pipe, which holds at most 64 KiB.
+//! A pipe in the folder that a container sees. The container writes `idle` and `busy` into it. The
+//! folder is read-only for the container, but a pipe in it can still be written. It holds at most
+//! 64 KiB.
 
 use std::{
     fs::{self, File, OpenOptions, Permissions},

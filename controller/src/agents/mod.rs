@@ -73,7 +73,7 @@ pub enum AgentMail {
     Exited(ProcessId),
     /// A connection was refused.
     Refused {
-        /// The container whose socket it used.
+        /// The container whose socket the process used.
         key: Key,
         /// Reason in plain text.
         why: String,

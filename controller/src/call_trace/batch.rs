@@ -7,11 +7,11 @@ use serde::Serialize;
 /// The calls of all watched processes between two readings.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct CallTraceBatch {
-    /// Number of the batch: one more than the batch before.
+    /// Number of the batch, counted up from the previous batch.
     pub sequence: u64,
     /// Time of the reading, in milliseconds since 1970.
     pub unix_ms: i64,
-    /// Time since the reading before, in milliseconds.
+    /// Time since the previous reading, in milliseconds.
     pub elapsed_ms: u64,
     /// Processes with calls, the busiest first.
     pub processes: Vec<ProcessCalls>,

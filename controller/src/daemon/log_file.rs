@@ -26,7 +26,7 @@ struct LogSink {
 }
 
 impl LogOutput {
-    /// The current standard error: a file whose name is known, or anything else.
+    /// The present standard error: a file whose path is known, or anything else.
     #[must_use]
     pub fn standard_error() -> LogOutput {
         let name = std::fs::read_link("/proc/self/fd/2").ok();

@@ -22,8 +22,8 @@ pub struct PathFacts {
     pub owner_mode: Option<(u32, u32)>,
     /// Mode of the control socket, if it exists.
     pub socket_mode: Option<u32>,
-    /// Whether the file system of the run directory, or of the folder where it will be created, is
-    /// read-only.
+    /// Whether the run directory's file system is read-only. If the run directory does not exist:
+    /// that of the folder in which it will be created.
     pub read_only: bool,
     /// Path of the configuration file.
     pub config_file: PathBuf,

@@ -1,5 +1,5 @@
-//! Checks of the preload library from the view of the dynamic loader of any container. A file that
-//! does not load there is fatal for every process of the container.
+//! Checks of the preload library as the dynamic loader of any container sees it. A file that does
+//! not load ends every process of the container.
 
 use std::{
     fs,

@@ -122,7 +122,7 @@ enum AuthMode {
     Review(Arc<TokenReviewer>),
 }
 
-/// An admitted request, and how to check it again while its stream is open.
+/// An admitted request, whose right can be checked again while its stream is open.
 #[derive(Clone, Debug)]
 pub struct Principal {
     /// The name of the user, if it is known.

@@ -273,7 +273,7 @@ fn too_many_streams() -> Reply {
     reply
 }
 
-/// `/api/v1/calls?container={key}`
+/// Handles `/api/v1/calls?container={key}`: a stream of calls.
 async fn calls(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Incoming>) -> Reply {
     let key = query::value(request.uri().query(), "container").map(Key::parse).transpose();
     let Ok(scope) = key else {
@@ -318,7 +318,7 @@ enum RequestedMove {
     Pin(bool),
 }
 
-/// `/api/v1/auto-offload/{on|off}`
+/// Handles `/api/v1/auto-offload/{on|off}`: sets automatic offloads.
 async fn auto_offload(
     site: &Arc<AppState>,
     caller: &HttpCaller,
@@ -369,7 +369,7 @@ async fn may_act(
     }
 }
 
-/// `/api/v1/containers/{key}/{offload|restore|pin|unpin}`
+/// Handles `/api/v1/containers/{key}/{offload|restore|pin|unpin}`.
 async fn container(
     site: &Arc<AppState>,
     caller: &HttpCaller,

@@ -39,7 +39,7 @@ fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
     WorkloadTrace::parse(text.as_bytes(), "made up", ASSUMED).unwrap()
 }
 
-/// Time that VRAM was held, plus the cost of the wakes in the same unit.
+/// Time for which VRAM was held, plus the cost of the wakes in the same unit.
 fn cost_s(trace: &WorkloadTrace, summary: &SimulationSummary) -> f64 {
     let lives = trace.loads.iter().filter_map(|load| {
         Some(load.arrivals_ms.last()?.saturating_sub(*load.arrivals_ms.first()?))

@@ -59,7 +59,7 @@ pub struct SimulationSummary {
     /// Jain's fairness index over the fraction of prompt requests of each process. 1: all processes
     /// have the same fraction.
     pub fairness_jain: f64,
-    /// Mean fraction of delayed requests in the tenth of processes where it is highest.
+    /// Mean fraction of delayed requests in the 10 % of processes with the highest fraction.
     pub worst_decile_delayed: f64,
     /// Resident VRAM at even steps of the trace, for the plot.
     pub resident_over_time: Vec<u64>,

@@ -21,7 +21,7 @@ use crate::{
 const SIM_SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
 /// Folder of the simulated driver's socket in containers.
 const SIM_FOLDER: &str = "/run/affinode-sim";
-/// Folder of the driver's libraries in containers, which glibc searches by itself.
+/// Folder of the driver's libraries in containers. glibc searches it by default.
 pub(crate) const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 /// Path of the driver's tool in containers.
 const CONTAINER_TOOL: &str = "/usr/bin/nvidia-smi";

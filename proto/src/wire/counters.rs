@@ -53,7 +53,8 @@ pub mod header {
     pub const TURN_BACK: usize = 32;
     /// u64: bytes of host memory that the copy out in progress has yet to touch.
     pub const FILLING_BYTES: usize = 40;
-    /// u32: a [`super::Gate`] value; the futex word that held callers sleep on. On its own line.
+    /// u32: a [`super::Gate`] value. It is the futex word on which waiting calls sleep, and has a
+    /// cache line of its own.
     pub const GATE: usize = 64;
     /// u32: callers that wait at the gate now.
     pub const WAITERS: usize = 128;

@@ -131,7 +131,7 @@ impl IpcReply {
         Writer::new(242).u64(self.proof).u64(self.bytes).u64(self.asked_bytes).frame
     }
 
-    /// Reads a frame that came as a reply.
+    /// Reads a frame that was received as a reply.
     ///
     /// # Errors
     /// [`FrameError`] names what is wrong with it.

@@ -115,7 +115,7 @@ pub struct GpuReading {
 /// Messages from the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AgentMessage {
-    /// First message of a connection; the descriptor of the counters comes with it.
+    /// First message of a connection. It has the descriptor of the counters.
     Hello {
         /// [`super::WIRE_VERSION`] of the library.
         version: u32,
@@ -154,7 +154,7 @@ pub enum AgentMessage {
         outcome: Outcome,
         /// Phase of the process after the order.
         phase: Phase,
-        /// The driver's result code, 0 where no driver call was made.
+        /// The driver's result code; 0 if no driver call was made.
         cuda_error: u32,
         /// Duration of the order, in microseconds.
         elapsed_us: u64,
@@ -268,7 +268,7 @@ pub enum ControllerMessage {
         first: u8,
         /// Number of GPUs on the node.
         total: u8,
-        /// The GPUs; those beyond `total` are unused.
+        /// The GPUs. Entries beyond `total` are unused.
         gpus: [Gpu; GPUS_PER_FRAME],
     },
     /// A reading of a GPU, at most one sample interval old.

@@ -69,8 +69,8 @@ fn delete(id: &str, exec: &str) -> DeleteRequest {
     request
 }
 
-/// Sends these bytes through a proxy, one side after the other. Returns the bytes that the stock
-/// shim and the client got.
+/// Sends these bytes through a proxy, first those of one side, then those of the other. Returns the
+/// bytes that the stock shim and the client received.
 async fn exchange(
     tasks: &Recorder,
     requests: &[u8],

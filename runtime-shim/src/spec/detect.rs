@@ -17,7 +17,7 @@ const INJECT: &str = "affinode.io/inject";
 /// Whether to manage a container, and a warning about its annotation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuDecision {
-    /// True if the container is to be edited and announced.
+    /// Whether the container is to be edited and announced.
     pub manage: bool,
     /// Text about an invalid annotation value, for the log.
     pub warning: Option<String>,

@@ -186,7 +186,8 @@ impl HostRegion {
         Ok(())
     }
 
-    /// Unregisters the memory of one chunk whose content is in a segment. False: none is left.
+    /// Unregisters the memory of one chunk whose content is in a segment. False: there is no such
+    /// chunk.
     ///
     /// # Errors
     /// [`CudaError`]: the memory may still be registered. The copier should end.

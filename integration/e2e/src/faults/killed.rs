@@ -32,7 +32,7 @@ const STEPS: [(i64, &str); 10] = [
 ];
 
 /// Runs a command and kills it before its n-th step. Returns the name of that step; `None` if the
-/// command ends before.
+/// command ends earlier.
 pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static str>> {
     // The command starts once it is traced.
     let mut traced = Command::new("sh");

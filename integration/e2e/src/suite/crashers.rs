@@ -1,4 +1,4 @@
-//! The five calls that kill an application whose GPU state is offloaded.
+//! The five calls that end an application whose GPU state is offloaded.
 
 use std::process::Stdio;
 

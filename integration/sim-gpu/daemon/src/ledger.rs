@@ -159,7 +159,7 @@ impl Ledger {
         self.bury(id).then_some(id)
     }
 
-    /// Whether a client holds an object.
+    /// Whether a client is a holder of an object.
     pub fn holds(&self, client: ClientId, id: ObjectId) -> bool {
         let id = self.meant(client, id);
         self.objects.get(&id).is_some_and(|object| object.holders.contains(&client))

@@ -1,4 +1,4 @@
-//! The time that a waiting call takes beyond the driver's own restore and unlock.
+//! The time of a waiting call in addition to the driver's own restore and unlock.
 
 use affinode_e2e::{suite, testbed::Testbed};
 use anyhow::Result;

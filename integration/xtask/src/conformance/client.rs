@@ -1,5 +1,4 @@
-//! containerd's own client tests: they start a containerd for themselves and drive it through
-//! its Go client.
+//! containerd's own client tests: they start their own containerd and use it through its Go client.
 
 use std::{
     fs,
