@@ -49,19 +49,19 @@ pub struct GpuRow {
     pub simulated: bool,
     /// Pid of its copier; 0 if there is none.
     pub copier_pid: i32,
-    /// Processes that its copiers have restored.
+    /// Number of processes that its copiers have restored.
     pub copier_restores: u64,
-    /// Processes whose memory is registered with the copier.
+    /// Number of processes whose memory is registered with the copier.
     pub copier_registered: u32,
     /// Shared contents of processes, summed over all of them, in bytes.
     pub copier_shared_bytes: u64,
     /// Size of the files with shared contents, in bytes.
     pub copier_stored_bytes: u64,
-    /// Processes that it has copied out.
+    /// Number of processes that its copiers have copied out.
     pub copier_offloads: u64,
-    /// Resident processes whose host memory is prefaulted.
+    /// Number of resident processes whose host memory is prefaulted.
     pub copier_prefaulted: u32,
-    /// Processes whose memory is being registered.
+    /// Number of processes whose memory is being registered.
     pub copier_registering: u32,
     /// VRAM of the copier itself, in bytes.
     pub copier_vram_bytes: u64,

@@ -12,7 +12,7 @@ pub(super) const NO_COPIER: &str = "(no copier)";
 pub struct Finding {
     /// Number of the round. Together with the seed it reproduces the finding.
     pub round: u64,
-    /// One of lost, stuck, corrupted, leaked or error.
+    /// Kind of finding: lost, stuck, corrupted, leaked or error.
     pub kind: &'static str,
     /// Description of the finding.
     pub text: String,
