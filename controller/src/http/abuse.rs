@@ -108,7 +108,7 @@ async fn a_call_stream_without_a_reader_is_closed() {
         if site.site.call_streams.available_permits() == CALL_STREAMS {
             break;
         }
-        assert!(round < 2_000, "it holds its place for ever");
+        assert!(round < 2_000, "the stream never ends");
     }
 }
 

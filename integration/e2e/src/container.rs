@@ -302,7 +302,11 @@ impl Running {
         let ended = child.wait_with_output()?;
         match (ended.status.success(), said.strip_suffix(&tail)) {
             (true, Some(said)) => Ok(said.to_owned()),
-            _ => bail!("{argv:?} in {}: {said}{}", self.id, String::from_utf8_lossy(&ended.stderr)),
+            _ => bail!(
+                "{argv:?} failed in {}: {said}{}",
+                self.id,
+                String::from_utf8_lossy(&ended.stderr)
+            ),
         }
     }
 

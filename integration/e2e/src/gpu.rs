@@ -151,7 +151,7 @@ fn simulated_holders(socket: &Path) -> Result<Holders> {
             let gpu = gpus.into_iter().next().context("the simulated driver shows no GPU")?;
             let by_pid = gpu.processes.iter().map(|process| {
                 Ok((
-                    i32::try_from(process.pid).context("cannot parse the process id")?,
+                    i32::try_from(process.pid).context("the process id is out of range")?,
                     process.used_bytes,
                 ))
             });

@@ -134,7 +134,7 @@ fn lower_limits() -> Result<()> {
     if above.is_empty() {
         return Ok(());
     }
-    bail!("above their limits, which only go down:\n{}", above.join("\n"))
+    bail!("these counts exceed their limits, which may only decrease:\n{}", above.join("\n"))
 }
 
 #[cfg(test)]

@@ -209,7 +209,7 @@ pub(super) struct ContainerStatus {
     pub(super) state: i32,
 }
 
-/// CRI's version and features.
+/// Features of all runtime handlers, from CRI's response to Status.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct StatusResponse {
     #[prost(message, repeated, tag = "3")]

@@ -48,15 +48,15 @@ fn short(world: &Testbed) -> Result<Found> {
     let mut returned = bare.tool(world, &["restore"])?;
     taker.running.kill(world)?;
     taker.running.delete(world)?;
-    until("the room to be free again", || {
+    until("the VRAM to be free again", || {
         let gpu = world.cli().gpu()?;
         Ok((gpu.vram_total_bytes - gpu.vram_used_bytes > 128 * MIB).then_some(()))
     })?;
     returned.extend(bare.tool(world, &["restore"])?);
     let fate = match returned[..] {
-        [0, _] => "comes back without room",
-        [_, 0] => "comes back once there is room",
-        _ => "lost for ever, with the room free again",
+        [0, _] => "restored without free VRAM",
+        [_, 0] => "restored when VRAM is free",
+        _ => "lost, although VRAM is free again",
     };
     let without = format!("restore returns {returned:?}: {fate}");
     bare.kill(world)?;

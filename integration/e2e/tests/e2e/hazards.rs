@@ -25,7 +25,7 @@ fn every_hazard_is_survived() -> Result<()> {
         ("nvml: linked, called while offloaded", "blocks until it is restored"),
         ("memory limit of 1 GiB, 4 GiB of VRAM", "is killed"),
         ("the same limit on an ancestor", "is killed"),
-        ("restore while VRAM is short", ": lost for ever, with the room free again"),
+        ("restore while VRAM is short", ": lost, although VRAM is free again"),
         ("kill -9 of the caller in mid-checkpoint", "return [0, 0]; contents intact"),
         ("profiler, begun while offloaded", ": lost"),
         ("profiler, moved while it begins", ": lost"),

@@ -236,7 +236,7 @@ impl World {
         const MAX_ROUNDS: usize = 1_000;
         for answered in 0.. {
             let Some(order) = self.told.pop_front() else { return };
-            assert!(answered < MAX_ROUNDS, "its answers are answered for ever");
+            assert!(answered < MAX_ROUNDS, "its replies cause orders without end");
             let report = AgentMessage::Report {
                 order,
                 outcome,

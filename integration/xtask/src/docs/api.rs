@@ -17,7 +17,7 @@ pub fn page(openapi: &str, proto: &str) -> Result<String> {
     );
     page.section("HTTP");
     page.paragraph(&plain(text(&http["info"]["description"])));
-    let paths = http["paths"].as_object().context("config/openapi.yaml: no paths")?;
+    let paths = http["paths"].as_object().context("config/openapi.yaml has no paths")?;
     let mut rows = Vec::new();
     for (path, item) in paths {
         for method in METHODS.into_iter().filter(|method| item.get(method).is_some()) {
