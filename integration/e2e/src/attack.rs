@@ -42,7 +42,7 @@ pub fn start(world: &Testbed, id: &str) -> Result<Worker> {
     let mut attacker = Worker::start_as(world, Spec::gpu(id, &words))?;
     let said = attacker.receive_line()?;
     ensure!(said == "ready", "expected `ready` from the attacker, got {said}");
-    until("it to be in full swing", || {
+    until("all attacks to run", || {
         let open = descriptors(controller.pid.as_raw())?.len();
         Ok((open > 100).then_some(()))
     })?;

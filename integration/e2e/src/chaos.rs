@@ -339,5 +339,5 @@ fn controller_is_back(env: &ChaosEnv) -> Result<()> {
     if env.cast.iter().all(|container| container.doomed) {
         return Ok(());
     }
-    until("a controller to answer", || Ok(env.world.cli().ps_now().ok())).map(|_| ())
+    until("a controller to reply", || Ok(env.world.cli().ps_now().ok())).map(|_| ())
 }

@@ -258,7 +258,7 @@ impl Cli {
             output.status.success()
                 || !String::from_utf8_lossy(&output.stderr).contains(NO_CONTROLLER)
         };
-        let output = until("a controller to answer", || {
+        let output = until("a controller to reply", || {
             self.output(arguments).map(|output| Some(output).filter(listens))
         })?;
         Self::demand(arguments, &output)

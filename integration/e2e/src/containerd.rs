@@ -180,7 +180,7 @@ impl Containerd {
         let pid = Pid::from_raw(i32::try_from(pid)?);
         *self.pid.lock().map_err(|_| anyhow::anyhow!("another thread of the test panicked"))? =
             Some(pid);
-        until("containerd to answer", || {
+        until("containerd to reply", || {
             if gone(pid) {
                 bail!("containerd ended; its log: {}", self.log().display());
             }

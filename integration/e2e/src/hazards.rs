@@ -185,7 +185,7 @@ fn clear(world: &Testbed) -> Result<()> {
         }
         Ok(listed.trim().is_empty().then_some(()))
     })?;
-    until("the controller to forget them", || {
+    until("the controller to remove them from its list", || {
         let node = world.cli().ps_now().ok();
         let none = |node: crate::cli::Node| {
             node.containers.is_empty()

@@ -254,7 +254,7 @@ fn wait_held(world: &Testbed) -> Result<()> {
 /// Waits until the host memory of this many processes is prefaulted for their next offload.
 fn wait_prepared(world: &Testbed, many: usize) -> Result<()> {
     let mut last = Node::default();
-    until_within(Duration::from_secs(30), "host memory that is ready", || {
+    until_within(Duration::from_secs(30), "prefaulted host memory", || {
         last = world.cli().ps()?;
         let prepared: u32 = last.gpus.iter().map(|gpu| gpu.copier_prefaulted).sum();
         Ok((prepared as usize >= many).then_some(()))

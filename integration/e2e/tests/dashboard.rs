@@ -62,7 +62,7 @@ fn api_and_command_agree() -> Result<()> {
         let metrics = ask(&world, "GET", "/metrics")?.1;
         Ok(metrics.contains("affinode_containers{state=\"Offloaded\"} 1").then_some(()))
     })?;
-    until("its content to count as host memory", || {
+    until("the content to count as host memory", || {
         Ok((node(&world)?["host_used_bytes"].as_u64() > Some(0)).then_some(()))
     })?;
     assert!(worker.verify()?, "it comes back as it was");
@@ -70,7 +70,7 @@ fn api_and_command_agree() -> Result<()> {
         let metrics = ask(&world, "GET", "/metrics")?.1;
         Ok(metrics.contains("affinode_wake_latency_seconds_count 1").then_some(()))
     })?;
-    let seen = until("the return to be shown", || {
+    let seen = until("the restore to be shown", || {
         let seen = node(&world)?;
         let container = &seen["containers"][0];
         let only_one = container["wake_p99_ms"] == container["last_wake_ms"];
@@ -83,7 +83,7 @@ fn api_and_command_agree() -> Result<()> {
 
 /// The process has measured the overhead. Its call that caused the wake waited at the gate.
 fn hook_overhead_is_reported(world: &Testbed) -> Result<()> {
-    let process = until("the wait at the gate to be known", || {
+    let process = until("the wait at the gate to be reported", || {
         let process = node(world)?["containers"][0]["processes"][0].clone();
         Ok((process["held_us"].as_u64() > Some(0)).then_some(process))
     })?;
@@ -113,7 +113,7 @@ fn the_history_outlives_the_controller() -> Result<()> {
         let offloads = report["rows"][0]["offloads"].as_u64().unwrap_or(0);
         Ok(report["rows"][0]["returned_gpu_seconds"].as_f64().filter(|s| *s > 0.0 && offloads == 1))
     };
-    let before = until("the report to know the offload", || returned(&world))?;
+    let before = until("the report to contain the offload", || returned(&world))?;
     // An orderly end, as at a change of version, writes everything to disk.
     let controller = world.controller()?.context("no controller is running")?;
     nix::sys::signal::kill(controller.pid, nix::sys::signal::Signal::SIGTERM)?;

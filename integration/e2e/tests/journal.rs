@@ -59,7 +59,7 @@ fn events_are_journal_entries_with_fields() -> Result<()> {
     assert!(has(&ready, "SYSLOG_IDENTIFIER", "affinode"), "{ready}");
     assert!(ready.contains("AFFINODE_VERSION"), "{ready}");
     let cli = Cli::new(artifacts.bin("affinode")?, at("run"));
-    until("the controller to answer", || {
+    until("the controller to reply", || {
         let answered = cli.output(&["auto-offload", "off"])?.status.success();
         Ok(answered.then_some(()))
     })?;

@@ -268,7 +268,7 @@ impl ChaosEnv {
         let worker = ballast(&self.world, REAL_ROOM_BYTES)?;
         let pid = worker.running.pid(&self.world)?;
         self.ballast = Some((worker, pid));
-        until("the ballast to be seen", || {
+        until("NVML to show the ballast", || {
             let gpus = self.world.cli().ps()?.gpus;
             let gpu = gpus.first().context("the controller lists no GPU")?;
             let taken = gpu.vram_used_bytes + 2 * REAL_ROOM_BYTES > gpu.vram_total_bytes;

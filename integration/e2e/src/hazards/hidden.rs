@@ -85,7 +85,7 @@ fn play(world: &Testbed) -> Result<Found> {
 /// Requires that an event and the container's row report the hidden call once.
 fn told(world: &Testbed, id: &str) -> Result<()> {
     let name = format!("default/{id}");
-    until("the way to be told of", || {
+    until("an event about the hidden call", || {
         let events = world.cli().events()?;
         let mut told = events.iter().filter(|e| e.kind == "hidden-way" && e.container == name);
         Ok(told.next().map(|_| ()))

@@ -66,7 +66,7 @@ fn short(world: &Testbed) -> Result<Found> {
     let taker = ballast(world, LEFT)?;
     worker.send("verify")?;
     let row = world.cli().wait_for_state("short", "Queued")?;
-    until("it to print what it waits for", || {
+    until("the reason waiting-for-vram", || {
         let row = world.cli().container("short")?;
         Ok(row.filter(|row| row.reason == "waiting-for-vram"))
     })?;

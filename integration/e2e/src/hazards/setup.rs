@@ -130,7 +130,7 @@ fn stranger(world: &Testbed) -> Result<Found> {
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     let log = world.dir().join("io").join(&id).join("other.log");
-    crate::wait::until("the other process to have its memory", || {
+    crate::wait::until("the other process to be restored", || {
         let text = std::fs::read_to_string(&log).unwrap_or_default();
         Ok(text.contains("\"fill\"").then_some(()))
     })?;

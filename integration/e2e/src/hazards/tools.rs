@@ -132,7 +132,7 @@ fn ended_before(world: &Testbed) -> Result<Found> {
 /// Requires that the container is offloaded by a copy alone.
 fn copied(world: &Testbed, id: &str) -> Result<()> {
     // Before the first read of its counters the controller knows no copyable memory.
-    world.cli().wait_for(id, "to have its memory carried", |row| {
+    world.cli().wait_for(id, "to have swappable memory", |row| {
         row.processes.iter().any(|process| process.swappable_bytes > 0)
     })?;
     world.cli().move_out(id)?;

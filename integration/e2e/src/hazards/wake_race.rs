@@ -76,7 +76,7 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
             }
             names
         };
-        let (came, served) = until("both returns to be told", || {
+        let (came, served) = until("events about both restores", || {
             let (came, served) = (order("Queued"), order("Restoring"));
             Ok((came.len() == 2 && served.len() == 2).then_some((came, served)))
         })?;

@@ -47,7 +47,7 @@ pub fn held_once(world: &Testbed, rows: &mut Rows) -> Result<()> {
             world.cli().move_out(id)?;
         }
         let offloaded = Instant::now();
-        let stored_bytes = until("both to hold it together", || {
+        let stored_bytes = until("both containers to share the content", || {
             let gpu = world.cli().gpu()?;
             let all = gpu.copier_shared_bytes == IDS.len() as u64 * mib * MIB;
             Ok(all.then_some(gpu.copier_stored_bytes))

@@ -34,7 +34,7 @@ pub fn hidden_call_restores(world: &Testbed, rows: &mut Rows) -> Result<()> {
             "s",
         );
         let name = format!("default/{id}");
-        let told = until("the way to be told of", || {
+        let told = until("an event about the hidden call", || {
             let events = world.cli().events()?;
             let of_it = |e: &&crate::cli::EventRow| e.kind == "hidden-way" && e.container == name;
             let count = events.iter().filter(of_it).count();

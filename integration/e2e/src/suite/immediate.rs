@@ -59,7 +59,7 @@ pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let asked = world.cli().known("asker")?;
     rows.tell("the wake took", asked.last_wake_ms as f64, "ms");
     offloaded(world)?;
-    until("the busy one to be back", || {
+    until("the busy container to be restored", || {
         let row = world.cli().container("busy")?;
         Ok(row.filter(|row| row.state == "Active" && row.restores == 1))
     })?;

@@ -110,7 +110,7 @@ fn waiting(id: &str, mib: u64) -> Spec {
 /// An unmanaged program that holds all VRAM except for the scenario's.
 fn ballast(world: &Testbed, sizes: &Sizes) -> Result<Worker> {
     let ballast = hazards::ballast(world, sizes.room_mib * MIB)?;
-    until("the ballast to be seen", || {
+    until("NVML to show the ballast", || {
         // The first controller sees it at its first look.
         let Ok(node) = world.cli().ps_now() else { return Ok(Some(())) };
         let gpus = node.gpus;

@@ -22,7 +22,7 @@ pub fn work_without_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     worker.wait_filled()?;
     worker.call(&format!("spin {KERNEL_MS}"))?;
     let launched = Instant::now();
-    let percent = until("the work to be seen", || {
+    let percent = until("NVML to show the work", || {
         let row = world.cli().container(id)?.filter(|row| row.reason == "gpu-busy");
         Ok(row.and_then(|row| row.processes.first()?.utilization_percent))
     })?;

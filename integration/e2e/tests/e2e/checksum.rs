@@ -39,7 +39,7 @@ fn corrupted_host_copy_is_never_used() -> Result<()> {
     for command in ["sync", "verify", "touch"] {
         assert_eq!(checked.ask(command)?.result, ECC_UNCORRECTABLE, "{command}");
     }
-    let row = until("the damage to be told", || {
+    let row = until("an event about the damage", || {
         let row = world.cli().container("checked")?;
         Ok(row.filter(|row| row.processes.iter().any(|p| p.hazards == ["damaged-memory"])))
     })?;

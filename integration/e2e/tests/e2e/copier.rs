@@ -37,7 +37,7 @@ fn move_out(world: &Testbed, id: &str) -> Result<i32> {
 /// reported before the release, but after the program's reply.
 pub fn fills(world: &Testbed) -> Result<u64> {
     let let_go = |gpu: &GpuRow| gpu.copier_registered == 0 && gpu.copier_registering == 0;
-    Ok(world.cli().wait_gpu("the copier to let go", let_go)?.copier_restores)
+    Ok(world.cli().wait_gpu("the copier to release the memory", let_go)?.copier_restores)
 }
 
 /// Offloads and restores until the copier was in time. The library waits half a second for it,
@@ -66,7 +66,7 @@ fn repeated_restores_through_the_copier() -> Result<()> {
         world.cli().wait_gpu("the copier's context", |gpu| gpu.copier_vram_bytes > 0)?;
         worker.call("touch")?;
         assert!(worker.verify()?, "round {round}");
-        world.cli().wait_for("worker", "to hold memory that can leave again", |row| {
+        world.cli().wait_for("worker", "to hold swappable memory again", |row| {
             let swappable = row.processes.first().map(|process| process.swappable_bytes);
             row.vram_bytes >= WORKER_MIB * MIB && swappable == Some(WORKER_MIB * MIB)
         })?;
@@ -85,7 +85,7 @@ fn killed_copier_process_restores_itself() -> Result<()> {
     for _ in 0..2 {
         let copier = move_out(&world, "worker")?;
         kill(Pid::from_raw(copier), Signal::SIGKILL)?;
-        world.cli().wait_gpu("the copier to be gone", |gpu| gpu.copier_pid != copier)?;
+        world.cli().wait_gpu("the copier to end", |gpu| gpu.copier_pid != copier)?;
         worker.call("touch")?;
         assert!(worker.verify()?);
         assert_eq!(world.cli().gpu()?.copier_restores, 0);
@@ -141,7 +141,7 @@ fn unneeded_copier_is_not_restarted() -> Result<()> {
     let copier = world.cli().wait_gpu("a copier", |gpu| gpu.copier_pid != 0)?.copier_pid;
     assert!(shared.verify()?);
     kill(Pid::from_raw(copier), Signal::SIGKILL)?;
-    until("the copier to be gone", || Ok((world.cli().gpu()?.copier_pid == 0).then_some(())))?;
+    until("the copier to end", || Ok((world.cli().gpu()?.copier_pid == 0).then_some(())))?;
     world.cli().move_out("shared")?;
     assert_eq!(world.cli().gpu()?.copier_pid, 0);
     assert!(shared.verify()?);
@@ -195,7 +195,7 @@ fn legacy_ipc_of_copier_memory_is_refused() -> Result<()> {
     worker.wait_filled()?;
     filled_once(&world, &mut worker)?;
     assert_eq!(worker.ask("handle 0")?.result, 1);
-    until("the command to say what to do", || {
+    until("the command to print the remedy", || {
         let row = world.cli().known("worker")?;
         Ok(row.warnings.iter().any(|text| text.contains("IPC")).then_some(()))
     })?;

@@ -73,7 +73,7 @@ fn wait_together(world: &Testbed, ids: &[&str]) -> Result<()> {
             world.cli().move_out(id)?;
         }
     }
-    until("them to hold it once", || {
+    until("the content to be stored once", || {
         let mut inodes = BTreeSet::new();
         for id in ids {
             let pid = pid(world, id)?;
@@ -85,7 +85,7 @@ fn wait_together(world: &Testbed, ids: &[&str]) -> Result<()> {
         }
         Ok((inodes.len() as u64 * CHUNK_MIB == SHARED_MIB).then_some(()))
     })?;
-    until("that to be shown", || {
+    until("the change to be shown", || {
         let gpu = world.cli().gpu()?;
         let stored = gpu.copier_stored_bytes == SHARED_MIB * MIB;
         Ok((stored && gpu.copier_shared_bytes >= ids.len() as u64 * SHARED_MIB * MIB).then_some(()))
@@ -94,7 +94,7 @@ fn wait_together(world: &Testbed, ids: &[&str]) -> Result<()> {
 
 /// Waits until the copier has ended. A controller that has just started has not read the GPU yet.
 fn wait_gone(world: &Testbed, copier: i32) -> Result<()> {
-    until("the copier to be gone", || {
+    until("the copier to end", || {
         let gpus = world.cli().ps()?.gpus;
         Ok(gpus.first().is_some_and(|gpu| gpu.copier_pid != copier).then_some(()))
     })
@@ -154,7 +154,7 @@ fn contents_differing_in_a_byte_stay_separate() -> Result<()> {
     odd.call(&format!("poke {}", CHUNK_MIB * MIB - 1))?;
     world.cli().move_out("odd")?;
     wait_together(&world, &["one", "other"])?;
-    until("the second chunk of the odd one to be held with the others", || {
+    until("the second chunk of the third container to be shared", || {
         Ok((sealed_files(pid(&world, "odd")?)?.len() == 1).then_some(()))
     })?;
     assert!(one.verify()? && other.verify()?);
@@ -174,7 +174,7 @@ fn dedup_with_retained_copies_and_digests() -> Result<()> {
     let ready = spec("other", 7, "true").prepared().annotation("affinode.io/checksum", "true");
     let mut other = start(&world, ready)?;
     for round in 0..3 {
-        until("host memory that is ready", || {
+        until("prefaulted host memory", || {
             Ok((world.cli().gpu()?.copier_prefaulted == 1).then_some(()))
         })?;
         wait_together(&world, &["one", "other"])?;

@@ -65,7 +65,7 @@ fn copied_memory_survives_repeated_offloads() -> Result<()> {
             assert!(worker.verify()?, "{engine}, round {round}");
         }
         let resident =
-            world.cli().wait_for(engine, "to carry its memory after 3 returns", |row| {
+            world.cli().wait_for(engine, "to have swappable memory after 3 restores", |row| {
                 let swappable = row.processes.first().map(|process| process.swappable_bytes);
                 row.restores == 3 && swappable == Some(WORKER_MIB * MIB)
             })?;
@@ -261,7 +261,7 @@ fn next_controller_restores_copied_out_process() -> Result<()> {
         assert_eq!(known.process()?.copied_out_bytes, 64 * MIB, "{known:?}");
         wait_gone(&world, engine)?;
         assert!(worker.verify()?, "{engine}");
-        world.cli().wait_for(engine, "to have returned once", |row| row.restores == 1)?;
+        world.cli().wait_for(engine, "to have one restore", |row| row.restores == 1)?;
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
     }
@@ -278,7 +278,7 @@ fn copied_out_process_restores_itself() -> Result<()> {
         kill(controller.pid, Signal::SIGSTOP)?;
         assert!(worker.verify()?, "{engine}");
         kill(controller.pid, Signal::SIGCONT)?;
-        until("the controller to see that it is resident", || {
+        until("the controller to list it as resident", || {
             Ok(Some(row(&world, engine)?)
                 .filter(|row| row.state == "Active" || row.state == "Idle"))
         })?;

@@ -48,7 +48,7 @@ fn fill_first(world: &Testbed) -> Result<Worker> {
 /// Waits until `is_so` returns true for the VRAM in use on both GPUs, in MiB and without that of
 /// copiers.
 fn wait_until_used(world: &Testbed, is_so: impl Fn([u64; 2]) -> bool) -> Result<()> {
-    until("the GPUs to be in use as they should", || {
+    until("the expected VRAM use of both GPUs", || {
         let used = |gpu: &GpuRow| gpu.vram_used_bytes.saturating_sub(gpu.copier_vram_bytes) / MIB;
         match world.cli().ps()?.gpus.as_slice() {
             [first, second] => Ok(is_so([used(first), used(second)]).then_some(())),
@@ -75,7 +75,7 @@ fn full_gpu_restores_on_the_other_gpu() -> Result<()> {
         assert!(worker.verify()?, "{engine}: on the other");
         world.cli().wait_resident("moves")?;
         wait_until_used(&world, |[_, second]| second > WORKER_MIB)?;
-        until("the return on another GPU to be told", || {
+        until("an event about the restore on another GPU", || {
             Ok(says(&world, "comes back on GPU-")?.then_some(()))
         })?;
         // Everything that worked on the first GPU works there.
@@ -102,7 +102,7 @@ fn container_of_one_gpu_waits_for_it() -> Result<()> {
         let filler = fill_first(&world)?;
         worker.send("verify")?;
         world.cli().wait_for_state("stays", "Queued")?;
-        until("the reason to be told", || {
+        until("an event with the reason", || {
             Ok(says(&world, "it does not reach every GPU of the node")?.then_some(()))
         })?;
         assert!(!worker.has_answer()?);

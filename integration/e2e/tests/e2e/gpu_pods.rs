@@ -55,7 +55,7 @@ fn two_gpu_containers_of_a_pod_go_and_come_back(world: &Testbed) -> Result<()> {
         cri.remove_container(id)?;
     }
     cri.remove_pod(&pod_id)?;
-    until("the controller to forget them", || {
+    until("the controller to remove them from its list", || {
         Ok(world.cli().ps()?.containers.is_empty().then_some(()))
     })
 }

@@ -46,7 +46,7 @@ fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     world.cli().wait_for_event("the hint", |event| event.reason == "hinted-busy")?;
     std::fs::write(world.dir().join("affinode/config.toml"), EAGER)?;
     world.cli().run(&["reload"])?;
-    until("it stays because it is busy", || {
+    until("the reason busy", || {
         let row = world.cli().container("thinker")?;
         Ok(row.filter(|row| row.reason == "hinted-busy" && row.offloads == 0))
     })?;
@@ -66,11 +66,11 @@ fn running_work_overrides_idle_hint() -> Result<()> {
     world.cli().wait_for_state("runner", "Active")?;
     // Far longer than the two checks that follow.
     worker.call("spin 12000")?;
-    until("the work to be seen", || {
+    until("NVML to show the work", || {
         let row = world.cli().container("runner")?;
         Ok(row.filter(|row| row.state == "Active" && row.reason == "gpu-busy"))
     })?;
-    until("its share of the GPU to be told", || {
+    until("its utilization to be reported", || {
         let row = world.cli().container("runner")?.unwrap_or_default();
         let share = row.processes.first().and_then(|process| process.utilization_percent);
         Ok((share > Some(0)).then_some(()))

@@ -80,7 +80,7 @@ fn one_leaves_and_one_stays(engine: &str) -> Result<()> {
     assert!(pod.workers[out].verify()?, "{engine}");
     // The end of the first one frees its host memory, and its reservation.
     pod.workers[out].running.kill(&pod.world)?;
-    until("the other to leave", || {
+    until("the other container to be offloaded", || {
         let said = pod.world.cli().offload(NAMES[stays])?;
         Ok(said.done.then_some(()))
     })?;

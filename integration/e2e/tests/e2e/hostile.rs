@@ -42,7 +42,7 @@ fn a_scribbled_page_harms_nobody_else() -> Result<()> {
     let mut good = Worker::start(&world, "good", 32)?;
     let mut bad = Worker::start_as(&world, Spec::gpu("bad", &[&format!("{CLIENTS}/scribble")]))?;
     bad.expect("ready")?;
-    until("the hostile one to be registered", || {
+    until("the hostile process to be registered", || {
         let row = world.cli().container("bad")?;
         Ok(row.filter(|row| !row.processes.is_empty()))
     })?;
@@ -55,7 +55,7 @@ fn a_scribbled_page_harms_nobody_else() -> Result<()> {
     }
     bad.running.kill(&world)?;
     bad.running.delete(&world)?;
-    until("the controller to forget it", || {
+    until("the controller to remove it from its list", || {
         Ok(world.cli().container("bad")?.is_none().then_some(()))
     })
 }
@@ -77,7 +77,7 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let mut good = Worker::start(&world, "good", 32)?;
     let flooder = Spec::gpu("flood", &["/bin/sleep", "infinity"]).start(&world)?;
-    let key = until("the flooder to be known", || world.cli().container("flood"))?.key;
+    let key = until("the flooding container to be listed", || world.cli().container("flood"))?.key;
     let socket = world.cli().run_dir().join("containers").join(key).join("mount/agent.sock");
     let controller = world.controller()?.context("no controller is running")?.pid.as_raw();
     let before = descriptors(controller)?.len();

@@ -23,7 +23,7 @@ fn cycle(spec: Spec, first: &[&str]) -> Result<()> {
     worker.call("touch")?;
     worker.call("sync")?;
     assert!(worker.verify()?);
-    world.cli().wait_for(&id, "to have returned", |row| row.restores > 0)?;
+    world.cli().wait_for(&id, "to be restored", |row| row.restores > 0)?;
     Ok(())
 }
 

@@ -90,7 +90,7 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
         let mut giver = exporter(&world, "giver", out)?;
         let mut taker = importer(&world, "taker", back, &giver)?;
         let swappable = if out == "checkpoint" { 0 } else { SHARED_MIB * MIB };
-        until("the engine to hold", || {
+        until("the engine to apply", || {
             let row = world.cli().known("giver")?;
             Ok(row.processes.first().filter(|row| row.swappable_bytes == swappable).map(drop))
         })?;

@@ -63,7 +63,7 @@ impl Node {
         let argv = vec![shim.display().to_string(), "controller".into()];
         let pid =
             world.keeper().spawn(&Job { argv, env, log: world.dir().join("controller.log") })?;
-        until("the controller to answer", || Ok(world.cli().ps_now().ok()))?;
+        until("the controller to reply", || Ok(world.cli().ps_now().ok()))?;
         Ok(i32::try_from(pid)?)
     }
 
@@ -120,9 +120,13 @@ impl Node {
     }
 
     fn wait_nothing_left(&self, name: &str) -> Result<()> {
-        until("the job to be forgotten", || Ok(self.job(name)?.is_none().then_some(())))?;
+        until("the job to be removed from the list", || {
+            Ok(self.job(name)?.is_none().then_some(()))
+        })?;
         let folders = self.world.cli().run_dir().join("containers");
-        until("its folder to go", || Ok(fs::read_dir(&folders)?.next().is_none().then_some(())))?;
+        until("its folder to be removed", || {
+            Ok(fs::read_dir(&folders)?.next().is_none().then_some(()))
+        })?;
         wait_gpu_empty(&self.world)
     }
 }
@@ -166,7 +170,7 @@ fn idle_job_is_offloaded_and_restored() -> Result<()> {
     assert_eq!((row.name.as_str(), row.idle_timeout_ms), ("jobs/train", 150));
     wait_gpu_empty(&node.world)?;
     assert!(worker.verify()?);
-    until("the return to be counted", || Ok(node.job("train")?.filter(|row| row.restores == 1)))?;
+    until("the restore to be counted", || Ok(node.job("train")?.filter(|row| row.restores == 1)))?;
 
     // Any kind of end leaves nothing, even of an offloaded job without a process to report it.
     node.wait_offloaded("train")?;
@@ -222,7 +226,7 @@ fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
     let line = worker.lines.receive()?;
     assert!(line.contains("\"result\":2"), "the other library's limit: {line}");
     assert!(worker.verify()?);
-    until("the return to be counted", || Ok(node.job("limited")?.filter(|row| row.restores > 0)))?;
+    until("the restore to be counted", || Ok(node.job("limited")?.filter(|row| row.restores > 0)))?;
     Ok(())
 }
 

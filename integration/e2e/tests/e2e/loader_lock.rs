@@ -129,7 +129,7 @@ fn constructor_at_the_gate_is_no_deadlock() -> Result<()> {
     program.done(&[Action::Open])?;
     assert_eq!(program.answer("load")?.ok, Some(true));
     // Without such a thread it leaves, and comes back as it was.
-    until("the agent to be done with the lock", || {
+    until("the agent to release the lock", || {
         program.done(&[CLOSE])?;
         let is_locked = program.order(LOCK)?.0 == Outcome::Done;
         if !is_locked {

@@ -45,7 +45,7 @@ fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
         worker.call("monitor 100")?;
         world.cli().wait_for_state(engine, "Offloaded")?;
         let (offloaded, before) = (world.cli().known(engine)?, asked(&mut worker)?);
-        until("the monitor to ask on", || {
+        until("further queries of the monitor", || {
             Ok((asked(&mut worker)? >= before + QUESTIONS).then_some(()))
         })?;
         let row = world.cli().known(engine)?;
@@ -62,9 +62,7 @@ fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
         assert_eq!(answer.free_bytes, Some(free), "{engine}");
         assert!(gpu.vram_used_bytes < WORKER_MIB * MIB, "{engine}: {gpu:?}");
         assert!(worker.verify()?, "{engine}");
-        world
-            .cli()
-            .wait_for(engine, "to have returned", |row| row.restores > offloaded.restores)?;
+        world.cli().wait_for(engine, "to be restored", |row| row.restores > offloaded.restores)?;
         worker.running.kill(&world)?;
         worker.running.delete(&world)?;
         wait_gpu_empty(&world)?;
@@ -86,7 +84,7 @@ fn figures_while_offloaded_are_current() -> Result<()> {
     // A neighbour that starts meanwhile is counted.
     let mut neighbour = Worker::start(&world, "neighbour", 128)?;
     let mut last = offloaded;
-    until("the neighbour's memory to be seen", || {
+    until("NVML to show the neighbour's memory", || {
         last = worker.call("ask")?.free_bytes.context("the reply has no field `free_bytes`")?;
         Ok((last + 128 * MIB <= offloaded).then_some(()))
     })
@@ -104,14 +102,14 @@ fn first_init_while_offloaded_restores() -> Result<()> {
         world.cli().move_out(engine)?;
         worker.call("init")?;
         // NVML returns from the driver's unlock on, a moment before the container is active.
-        world.cli().wait_for(engine, "to have returned", |row| {
-            row.restores == 1 && row.state == "Active"
-        })?;
+        world
+            .cli()
+            .wait_for(engine, "to be restored", |row| row.restores == 1 && row.state == "Active")?;
         worker.call("ask")?;
         // The library has no recorded reply to this query.
         world.cli().move_out(engine)?;
         worker.call("utilization")?;
-        world.cli().wait_for(engine, "to have returned twice", |row| row.restores == 2)?;
+        world.cli().wait_for(engine, "to have two restores", |row| row.restores == 2)?;
         assert!(worker.verify()?);
     }
     Ok(())

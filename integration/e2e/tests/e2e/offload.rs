@@ -66,7 +66,7 @@ fn goes_when_idle_and_comes_back_when_called(world: &Testbed) -> Result<()> {
     world.cli().wait_for("worker", "to hold no VRAM", |row| row.vram_bytes == 0)?;
 
     assert!(worker.verify()?);
-    world.cli().wait_for("worker", "to have returned once", |row| row.restores == 1)?;
+    world.cli().wait_for("worker", "to have one restore", |row| row.restores == 1)?;
 
     // Changes between two cycles are kept too.
     worker.call("touch")?;

@@ -33,7 +33,9 @@ fn a_pod_with_two_containers(world: &Testbed) -> Result<()> {
         let short = cri::container("short", image::PLAIN, &words(&["/bin/true"]));
         let sleeper = cri.run_container(&pod_id, &sleeper, &pod)?;
         let short = cri.run_container(&pod_id, &short, &pod)?;
-        until("the short one to exit", || Ok((cri.state(&short)? == cri::EXITED).then_some(())))?;
+        until("the short program to exit", || {
+            Ok((cri.state(&short)? == cri::EXITED).then_some(()))
+        })?;
         let said = cri.exec(&sleeper, &["/bin/sh", "-c", "echo here; exit 3"])?;
         assert_eq!((said.stdout.as_slice(), said.exit_code), (&b"here\n"[..], 3), "{handler}");
         cri.remove_container(&short)?;

@@ -43,7 +43,7 @@ fn an_operator_moves_it_out_and_back() -> Result<()> {
     world.cli().run(&["restore", "asked"])?;
     wait_vram_used(&world, |used| used > 0)?;
     let moved = |row: &ContainerRow| (row.offloads, row.restores) == (1, 1);
-    world.cli().wait_for("asked", "to have left and returned once", moved)?;
+    world.cli().wait_for("asked", "to have one offload and one restore", moved)?;
     assert!(worker.verify()?);
     Ok(())
 }
@@ -105,7 +105,7 @@ fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     world.cli().run(&["pin", "chosen"])?;
     wait_vram_used(&world, |used| used > 0)?;
     assert_eq!(world.cli().run(&["auto-offload", "off"])?, "auto-offload is off\n");
-    until("both requests to be events", || {
+    until("events about both requests", || {
         let told = world.cli().events()?;
         Ok((told.iter().filter(|event| event.kind == "request").count() == 2).then_some(()))
     })?;
@@ -158,7 +158,7 @@ fn a_policy_is_set_shown_and_taken_back() -> Result<()> {
         assert!(said.contains(bad.split_once('=').map_or(bad, |(name, _)| name)), "{said}");
     }
     shoot_controller(&world)?;
-    until("the container is known again", || world.cli().container("ruled"))?;
+    until("the container to be listed again", || world.cli().container("ruled"))?;
     assert_eq!(value_of(&world, "ruled", "on_oom")?, ("wait".into(), "node".into()));
     assert_eq!(value_of(&world, "ruled", "minimum_residency")?, ("3s".into(), "node".into()));
     world.cli().run(&["policy", "unset", "on_oom"])?;

@@ -47,7 +47,7 @@ fn wait_prepared(world: &Testbed) -> Result<Pid> {
 /// Waits until neither the process nor the copier holds the memory. The copier keeps only its
 /// context.
 fn wait_nowhere_on_the_device(world: &Testbed) -> Result<()> {
-    until("the memory to be let go of", || {
+    until("the memory to be released", || {
         Ok((world.cli().gpu()?.vram_used_bytes < WORKER_MIB * MIB).then_some(()))
     })
 }
@@ -97,7 +97,7 @@ fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -
 
 /// Waits until the process has exported all of its memory, or the offload has ended.
 fn wait_exported(world: &Testbed, asked: &mut Child) -> Result<()> {
-    until("it to be handed over", || {
+    until("all memory to be exported", || {
         let copied_out = world.cli().registered("worker")?.process()?.phase == "CopiedOut";
         Ok((copied_out || asked.try_wait()?.is_some()).then_some(()))
     })
@@ -137,7 +137,7 @@ fn call_ends_prefault_until_next_idle() -> Result<()> {
     let mut worker = plain(&world)?;
     wait_prepared(&world)?;
     // In use for longer than an idle timeout, call by call.
-    until("the preparation to end", || {
+    until("the prefault to end", || {
         worker.call("streamsync")?;
         Ok((world.cli().gpu()?.copier_prefaulted == 0).then_some(()))
     })?;
@@ -150,7 +150,7 @@ fn prefaulted_process_without_copier_offloads() -> Result<()> {
     let mut worker = plain(&world)?;
     let copier = wait_prepared(&world)?;
     kill(copier, Signal::SIGKILL)?;
-    until("the copier to be gone", || {
+    until("the copier to end", || {
         Ok((world.cli().gpu()?.copier_pid != copier.as_raw()).then_some(()))
     })?;
     world.cli().move_out("worker")?;

@@ -39,7 +39,7 @@ fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     worker.call("alloc 8")?;
     worker.call("free")?;
     assert!(worker.verify()?);
-    world.cli().wait_for(&id, "to have returned", |row| row.restores > 0)?;
+    world.cli().wait_for(&id, "to be restored", |row| row.restores > 0)?;
     worker.running.kill(world)?;
     worker.running.delete(world)
 }

@@ -48,7 +48,7 @@ fn a_return_waits_for_room() -> Result<()> {
     busy.wait_filled()?;
     alpha.send("verify")?;
     // While the free VRAM is being proven, its reason is still the call.
-    until("alpha to wait for room", || {
+    until("alpha to wait for VRAM", || {
         let row = world.cli().container("alpha")?;
         Ok(row.filter(|row| row.state == "Queued" && row.reason == "waiting-for-vram"))
     })?;
@@ -61,7 +61,7 @@ fn a_return_waits_for_room() -> Result<()> {
     busy.running.kill(&world)?;
     let answer = alpha.expect("verify")?;
     assert_eq!(answer.ok, Some(true));
-    until("the notice is taken back", || {
+    until("the notice of pressure to be removed", || {
         Ok((!alpha.running.exec(&world, &read)?.contains("GPU-")).then_some(()))
     })?;
     let told = world.cli().events()?.into_iter().filter(|event| event.kind == "pressure").count();

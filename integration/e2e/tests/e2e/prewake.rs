@@ -40,7 +40,7 @@ fn connection_prewakes_only_its_container() -> Result<()> {
         Ok((row.restores == 1 && row.reason == "connection").then_some(()))
     })?;
     assert!(listens.verify()?);
-    until("the call to be told", || Ok((told(&world, "prewake")? == 1).then_some(())))?;
+    until("an event about the call", || Ok((told(&world, "prewake")? == 1).then_some(())))?;
     let row = world.cli().known("sleeps")?;
     assert_eq!((row.state.as_str(), row.restores), ("Offloaded", 0), "{row:?}");
     assert!(sleeps.verify()?);

@@ -22,7 +22,7 @@ pub fn shoot_controller(world: &Testbed) -> Result<()> {
         Ok(now.filter(|now| now.pid != controller.pid))
     })?;
     // It answers, and knows what the dead one knew.
-    until("the new controller to answer", || Ok(world.cli().ps_now().ok())).map(|_| ())
+    until("the new controller to reply", || Ok(world.cli().ps_now().ok())).map(|_| ())
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn without_controller_restore_needs_free_vram() -> Result<()> {
     for worker in &mut workers {
         worker.send("verify")?;
     }
-    let first = until("one of them to come back", || {
+    let first = until("one of the containers to be restored", || {
         for (index, worker) in workers.iter_mut().enumerate() {
             if worker.has_answer()? {
                 return Ok(Some(index));
@@ -89,7 +89,7 @@ fn active_containers_do_not_notice_its_death() -> Result<()> {
     let mut worker = Worker::start(&world, "worker", 64)?;
     shoot_controller(&world)?;
     assert!(worker.verify()?);
-    until("the worker to be known again", || {
+    until("the worker to be listed again", || {
         let row = world.cli().container("worker")?;
         Ok(row.filter(|row| !row.processes.is_empty()))
     })?;
@@ -105,7 +105,7 @@ fn container_killed_while_offloaded_is_removed() -> Result<()> {
     world.cli().wait_for_state("worker", "Offloaded")?;
     worker.running.kill(&world)?;
     worker.running.delete(&world)?;
-    until("the controller to forget it", || {
+    until("the controller to remove it from its list", || {
         Ok(world.cli().container("worker")?.is_none().then_some(()))
     })?;
     wait_gpu_empty(&world)?;

@@ -40,7 +40,7 @@ fn in_the_queue_who_is_in_use_is_waited_for() -> Result<()> {
     world.cli().move_out("asker")?;
     let mut busy = busy(&world)?;
     asker.send("verify")?;
-    until("the return to wait", || {
+    until("the restore to wait", || {
         let row = world.cli().container("asker")?;
         Ok(row.filter(|row| row.state == "Queued" && row.reason == "waiting-for-vram"))
     })?;

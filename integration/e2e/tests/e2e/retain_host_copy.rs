@@ -47,7 +47,7 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
         let mut worker = start(&world, engine, engine, "true")?;
         worker.call(&format!("alloc {MORE_MIB}"))?;
         assert_eq!(cycle(&world, engine, &mut worker)?, (all, 0), "nothing is known at first");
-        until("the copy to be kept", || {
+        until("the copy to be retained", || {
             Ok((process(&world, engine)?.kept_bytes >= all * MIB).then_some(()))
         })?;
         assert_eq!(cycle(&world, engine, &mut worker)?, (all, all), "{engine}");

@@ -73,7 +73,7 @@ fn offload_and_wake(world: &Testbed) -> Result<()> {
         let line = lines.receive()?;
         assert!(line.contains(&format!("\"command\":\"{command}\",\"result\":0")), "{line}");
     }
-    world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
+    world.cli().wait_for(&id, "to have one restore", |row| row.restores == 1)?;
     // From there it may also write its hints and read its pressure file.
     let hint = "echo busy > /.affinode/run/hint && cat /.affinode/run/pressure";
     let told = cri.exec(&id, &["/bin/sh", "-c", hint])?;

@@ -85,7 +85,7 @@ pub fn gone(node: &Node, name: &str) -> Result<()> {
     until(&format!("{name} to be no longer listed"), || {
         Ok(node.row(name)?.is_none().then_some(()))
     })?;
-    until("its folder to go", || {
+    until("its folder to be removed", || {
         let left = node.sh("ls /run/affinode/containers")?;
         Ok(left.is_empty().then_some(()))
     })?;
@@ -97,7 +97,7 @@ fn no_room(units: &mut Units<'_>) -> Result<String> {
     let mut program = Program::prepare(node, "tight")?;
     node.sh(&systemd_run(&program, "600M"))?;
     program.wait_filled()?;
-    let id = until("the job to be known", || Ok(node.row("tight")?.map(|row| row.id)))?;
+    let id = until("the job to be listed", || Ok(node.row("tight")?.map(|row| row.id)))?;
     let answer = node.cli().offload(&id)?;
     ensure!(
         !answer.done && answer.reason == "cgroup-memory",
