@@ -35,7 +35,7 @@ reasons! {
     /// A CUDA call is in progress.
     CallInProgress = "call-in-progress", "a CUDA call is in progress";
     /// Work that was launched earlier still runs on the GPU.
-    GpuBusy = "gpu-busy", "work that was launched earlier still runs on the GPU, by NVML";
+    GpuBusy = "gpu-busy", "NVML reports that the GPU still runs work that was launched earlier";
     /// Calls did not drain before the deadline of the close.
     Busy = "busy", "calls in progress did not end in time; the offload is tried again later";
     /// A CUDA call arrived while the container was being closed.
@@ -43,19 +43,19 @@ reasons! {
     /// Mode pressure, and no container needs the VRAM.
     NoPressure = "no-pressure", "mode is pressure, and no container needs the VRAM";
     /// Mode auto, and the containers of the GPU need more VRAM than it has.
-    Oversubscribed = "oversubscribed", "the containers of its GPU need more VRAM than it has: it stays resident until a container needs its VRAM";
+    Oversubscribed = "oversubscribed", "the containers of its GPU together need more VRAM than the GPU has: it stays resident until another container needs its VRAM";
     /// The time is outside the offload window.
     OutsideWindow = "outside-window", "the time is outside its offload window: it stays resident until a container needs its VRAM";
     /// The container holds too little VRAM for an offload.
     TooSmall = "too-small", "holds less VRAM than is worth an offload (minimum_vram_mib)";
     /// A hint says that the container is busy.
-    HintedBusy = "hinted-busy", "a hint says that it is busy (its hint file or `affinode hint`)";
+    HintedBusy = "hinted-busy", "a hint reports it as busy (its hint file or `affinode hint`)";
     /// A hint says that the container is idle.
-    HintedIdle = "hinted-idle", "a hint says that it is idle (its hint file or `affinode hint`)";
+    HintedIdle = "hinted-idle", "a hint reports it as idle (its hint file or `affinode hint`)";
     /// The mode is manual.
     ModeManual = "mode-manual", "mode is manual: run `affinode offload` to offload it";
     /// The mode is off.
-    ModeOff = "mode-off", "mode is off: the container is left alone";
+    ModeOff = "mode-off", "mode is off: the container is never offloaded";
     /// An operator pinned the container.
     Pinned = "pinned", "an operator pinned it: run `affinode unpin` to release it";
     /// An operator turned offloads off on the node.
@@ -65,7 +65,7 @@ reasons! {
     /// No CUDA process has registered.
     NotRegistered = "not-registered", "no process of the container uses CUDA now";
     /// NVML shows no VRAM of the container.
-    NoVram = "no-vram", "holds no VRAM that NVML can see, so there is nothing to offload";
+    NoVram = "no-vram", "NVML reports no VRAM of the container, so there is nothing to offload";
     /// Some CUDA process of the container is not under management.
     UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, or AFFINODE_DISABLE)";
     /// A process uses managed memory (`cuMemAllocManaged`).
@@ -79,14 +79,14 @@ reasons! {
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
     /// A profiler, sanitizer or debugger is in the process, and its memory cannot be copied without
     /// a checkpoint.
-    Tools = "tools", "a profiler, sanitizer or debugger is or was in the process: its context stays on the GPU, because the driver's checkpoint would hang or lose it; the engines auto, full and copy copy its memory";
+    Tools = "tools", "a profiler, sanitizer or debugger is or was in a process, so the context stays on the GPU; the engines auto, full and copy can copy the memory";
     /// A video library is in the process, and its memory cannot be copied without a checkpoint.
-    Video = "video", "has a video library loaded (NVDEC, NVENC): its context stays on the GPU; the engines auto, full and copy copy its memory";
+    Video = "video", "a process has a video library loaded (NVDEC, NVENC), so the context stays on the GPU; the engines auto, full and copy can copy the memory";
     /// A thread entered the driver on a path that no hook sees while the process was offloaded, and
     /// its memory cannot be copied without a checkpoint.
-    HiddenWay = "hidden-way", "a thread of it blocked inside the driver while it was offloaded, on a path that no hook sees: its context stays on the GPU from now on; the engines auto, full and copy copy its memory";
+    HiddenWay = "hidden-way", "a thread blocked in a driver call that no hook sees while the container was offloaded, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The process's memory after a restore differs from what was offloaded.
-    DamagedMemory = "damaged-memory", "its memory did not come back as it had left, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart it";
+    DamagedMemory = "damaged-memory", "its memory was different after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart it";
     /// The process runs on a GPU in MIG mode.
     Mig = "mig", "runs on a GPU in MIG mode, where the VRAM of one instance cannot be proven free";
     /// Driver or libcuda has no checkpoint API.
@@ -98,17 +98,17 @@ reasons! {
     /// The container's cgroup is frozen: the container is paused or stopped.
     Frozen = "frozen", "the container is paused or stopped";
     /// An allocation found no VRAM and waits for it.
-    AllocationWaits = "allocation-waits", "an allocation of it waits for VRAM that other containers hold";
+    AllocationWaits = "allocation-waits", "one of its allocations waits for VRAM that other containers hold";
     /// VRAM was freed for an allocation that waited for it.
     RoomFound = "room-found", "VRAM was freed for its allocation";
     /// An allocation waited for VRAM until its timeout.
     NoRoomInTime = "no-room-in-time", "no VRAM was freed for its allocation in time";
     /// An allocation failed at once, because it can never be served.
-    NoRoomEver = "no-room", "its allocation can never be served, so it fails at once";
+    NoRoomEver = "no-room", "its allocation needs more VRAM than can be freed, so it fails at once";
     /// VRAM for the restore is not free.
     WaitingForVram = "waiting-for-vram", "waits for VRAM that other containers hold";
     /// NVML cannot be read.
-    VramUnknown = "vram-unknown", "free VRAM cannot be read (NVML), so a restore cannot be proven safe";
+    VramUnknown = "vram-unknown", "NVML does not report the free VRAM, so no restore can be proven safe";
     /// The process is running, but its agent's connection has ended.
     AgentSilent = "agent-silent", "the agent in the process does not reply";
     /// The driver refused or failed.
@@ -124,9 +124,9 @@ reasons! {
     /// Another container needed the VRAM.
     Pressure = "pressure", "another container needed its VRAM";
     /// A container with the restore policy `immediate` needed the VRAM.
-    EndedForRoom = "ended-for-room", "another container needed its VRAM at once, and it cannot be offloaded (restore policy immediate)";
+    EndedForRoom = "ended-for-room", "another container needed its VRAM at once (restore policy immediate), and this container cannot be offloaded";
     /// Its history makes a call likely.
-    Expected = "expected", "a call is expected soon, by its history";
+    Expected = "expected", "its history makes a call likely soon";
     /// A connection arrived while the container was offloaded.
     Connection = "connection", "a connection arrived on its network, so a call is expected soon (wake_on)";
     /// A CUDA call was made.

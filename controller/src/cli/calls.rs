@@ -9,9 +9,9 @@ use crate::call_trace::{CallTraceBatch, FunctionCalls, ProcessCalls};
 /// Show the CUDA calls of containers, live, by function.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-A process records its calls only while they are watched: all of them, or a sample if it makes many.
-CALLS/S of a function that begins with ~ is estimated from the sample; the total is exact.
-Dropped calls were lost because the ring was full.")]
+Calls are recorded only while a client watches. If a process makes many calls, only a sample is
+recorded: the calls per function are then estimates, and CALLS/S shows ~ before them. The total is
+exact. Calls are dropped when the ring is full.")]
 pub struct CallsArgs {
     /// A container: name, id, or a unique prefix of either; default: all containers.
     container: Option<String>,

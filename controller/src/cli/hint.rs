@@ -6,9 +6,9 @@ use serde_json::json;
 
 use super::{CliError, OutputFormat, client::ControlClient, say};
 
-/// Tell the controller that a container is idle now, so that it is offloaded without waiting for
-/// its idle timeout, or busy, although it makes no calls. The container itself can write the same
-/// words into /.affinode/run/hint.
+/// Report a container to the controller as idle or busy. idle: it is offloaded without waiting for
+/// its idle timeout. busy: it stays resident although it makes no calls. The container itself can
+/// write the same words into /.affinode/run/hint.
 #[derive(Debug, clap::Args)]
 pub struct HintArgs {
     /// namespace/pod/container, namespace/id, id, or the beginning of one of these.

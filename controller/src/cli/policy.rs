@@ -25,11 +25,11 @@ pub struct PolicyArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum PolicyCommand {
-    /// Print the effective policy of each container, value by value, and where each value comes
-    /// from: default, node (file), namespace (rule), annotation, operator (command).
+    /// Print each value of each container's effective policy, with its source: default, node
+    /// (file), namespace (rule), annotation, operator (command).
     Show(ShowArgs),
-    /// Set values of the node's policy permanently: in a drop-in beside the configuration, which is
-    /// validated before it is written.
+    /// Set values of the node's policy permanently. They are validated, then written into the folder
+    /// conf.d next to the configuration file.
     Set {
         /// As in the configuration: idle_timeout=90s mode=pressure.
         #[arg(required = true, value_name = "NAME=VALUE", value_parser = pair)]
@@ -46,7 +46,7 @@ enum PolicyCommand {
         shape: PolicyShape,
     },
     /// Check whether a configuration file is valid, and print the resulting policies. Works without
-    /// a controller; drop-ins beside the file and the environment apply as for the controller.
+    /// a controller. Files in the folder conf.d next to it, and the environment, apply too.
     /// `affinode simulate --history --config FILE` shows what the file would have done in the past.
     #[command(alias = "check")]
     Validate {

@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// Print how GPUs were used: VRAM in use, held idle, and freed by offloads. A GPU hour is the VRAM
-/// of a whole GPU for one hour; half of it for two hours counts as much.
+/// of a whole GPU for one hour, or half of its VRAM for two hours.
 #[derive(Debug, clap::Args)]
 pub struct ReportArgs {
     /// Length of the time range until now: 90m, 24h, 7d.

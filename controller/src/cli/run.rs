@@ -29,9 +29,9 @@ const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(10);
 const CANNOT_RUN: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
-/// Run a program under the controller, without a container: its GPU memory is offloaded while it is
-/// idle and restored at its next CUDA call. The program replaces this command; exit status and
-/// signals are its own.
+/// Run a program that the controller manages without a container. Its GPU memory is offloaded while
+/// it is idle, and restored at its next CUDA call. The program replaces this command, so exit
+/// status and signals are the program's own.
 #[derive(Debug, clap::Args)]
 pub struct RunArgs {
     /// Name of the job; default: the program's name.

@@ -21,16 +21,16 @@ use crate::{
     },
 };
 
-/// Run the policies over a trace in virtual time, with the code that a controller runs, and compare
-/// them with other policies. Works without a controller and without a GPU.
+/// Replay a trace in virtual time, with the code that a controller runs, and compare the policies.
+/// Works without a controller and without a GPU.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-FREED is the VRAM-time freed between the first and the last call of each process, as a share of all
-VRAM-time; OF IDLE is the same as a share of the time without a call in progress. RESIDENT and PEAK
-are the VRAM that stayed in use. WOKE is the share of requests whose process was offloaded; DELAYED
-also counts requests during a move. P99 WAIT is their waiting time. REFUSED counts refused
-offloads and requests without enough VRAM. The policy `configured` is that of --config; the last two
-policies know the future.")]
+FREED: freed share of the VRAM-time between the first and the last call of each process. OF IDLE:
+the same, of the time without a call in progress. RESIDENT, PEAK: mean and maximum of the VRAM in
+use. WOKE: share of the requests whose process was offloaded. DELAYED: share of the requests that
+waited, also during a move. P99 WAIT: 99th percentile of their waiting time. REFUSED: number of
+refused offloads and of requests without enough VRAM. The policy `configured` is that of --config.
+The last two policies know the future.")]
 pub struct SimulateArgs {
     /// Trace file: CSV, optionally gzipped. The header determines the format: ServeGen windows,
     /// Azure LLM requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).

@@ -35,7 +35,7 @@ checks! {
     "GPU", "NVML":
         "NVIDIA's management library loads and answers.",
         "The driver is not installed, its kernel module is not loaded, or the library has another path.",
-        "Install the NVIDIA driver 570 or newer until `nvidia-smi` works. `nvml.library` names a library elsewhere.";
+        "Install the NVIDIA driver 570 or newer. `nvidia-smi` must work. If the library has another path, set `nvml.library`.";
     "GPU", "driver":
         "The driver has the checkpoint functions.",
         "The driver is older than 570.",
@@ -45,44 +45,44 @@ checks! {
         "No GPU is attached, or the driver did not initialise it.",
         "See `nvidia-smi` and `dmesg | grep NVRM`.";
     "GPU", "device":
-        "A GPU that NVML lists, with its VRAM.",
-        "The check is informative. A simulated GPU is named as such.",
+        "NVML lists this GPU, with its VRAM.",
+        "The check only gives information. It says so if the GPU is simulated.",
         "No action is needed.";
     "GPU", "persistence mode":
         "The driver stays loaded while no process uses the GPU.",
-        "Persistence mode is off, so the driver initialises the GPU anew after the last process has been offloaded or has ended.",
+        "Persistence mode is off. When the last process has been offloaded or has ended, the driver unloads, and the next process must initialise the GPU again.",
         "Start `nvidia-persistenced`, or run `nvidia-smi -pm 1`.";
     "GPU", "MIG":
         "No GPU is divided into MIG instances.",
-        "MIG is on. NVML does not prove VRAM free for one instance, so containers on instances are not offloaded.",
+        "MIG is on. NVML does not report the free VRAM of one instance, so containers on instances are not offloaded.",
         "`nvidia-smi -mig 0` turns instances off.";
     "GPU", "MPS":
-        "No daemon of CUDA's Multi-Process Service runs.",
+        "The daemon of CUDA's Multi-Process Service does not run.",
         "The daemon runs. The driver cannot checkpoint its clients, so they are not offloaded.",
         "Stop the daemon with `echo quit | nvidia-cuda-mps-control`.";
     "machine", "permissions":
-        "The command runs as root of the machine.",
-        "Another user, or root of a user namespace, sees neither all processes nor all memory limits.",
+        "`affinode doctor` runs as root of the machine.",
+        "It runs as another user, or as root of a user namespace. Such a user cannot see all processes and memory limits.",
         "Run `affinode doctor` as root on the host.";
     "machine", "kernel":
         "The kernel has `pidfd_open`, sealed memfds and `MADV_WIPEONFORK`.",
-        "The kernel is older than 5.3, or a sandbox forbids the call that is named.",
+        "The kernel is older than 5.3, or a sandbox forbids the system call that the check names.",
         "Use a newer kernel, or allow the call.";
     "machine", "membarrier":
         "The kernel has `membarrier(PRIVATE_EXPEDITED)`.",
-        "The kernel is older than 4.14, or a sandbox forbids the call. Each CUDA call then costs about 15 ns more.",
-        "Use a newer kernel, or allow the call. Nothing else depends on it.";
+        "The kernel is older than 4.14, or a sandbox forbids the system call. Each CUDA call then takes about 15 ns longer.",
+        "Use a newer kernel, or allow the system call. Affinode also works without it.";
     "memory", "cgroups":
         "The memory limits of containers can be read.",
         "No cgroup hierarchy with the memory controller is mounted at `/sys/fs/cgroup`.",
-        "Mount cgroup2 there; on some systems the kernel argument `cgroup_enable=memory` is needed.";
+        "Mount cgroup2 there. Some systems also need the kernel argument `cgroup_enable=memory`.";
     "memory", "host RAM":
-        "Free host memory suffices for the VRAM in use.",
-        "Free host memory minus `memory.node_reserve_mib` is smaller than the VRAM in use. If nothing is left, no container can be offloaded.",
+        "Free host memory is large enough for the VRAM in use.",
+        "Free host memory minus `memory.node_reserve_mib` is smaller than the VRAM in use. If the difference is zero, no container can be offloaded.",
         "Add host memory, end other programs, or lower `memory.node_reserve_mib`.";
     "containerd", "daemon":
         "A containerd answers on its socket.",
-        "containerd is not installed, does not run, or has its socket elsewhere.",
+        "containerd is not installed, does not run, or has its socket at another path.",
         "Start containerd, or name its socket with `--containerd`.";
     "containerd", "version":
         "containerd is 1.6 or newer.",
@@ -94,42 +94,42 @@ checks! {
         "Correct what the check prints.";
     "containerd", "handler":
         "The CRI plugin has a handler for the runtime `io.containerd.affinode.v1`.",
-        "Affinode is not installed into the configuration, the CRI plugin is off, or `runtime_path` names no program.",
+        "The configuration does not contain Affinode's handler, the CRI plugin is off, or `runtime_path` does not name a program.",
         "Run `affinode install`, or add `config/containerd/affinode-v2.toml` (containerd 1.x) or `affinode-v3.toml` (2.x) and restart containerd.";
     "containerd", "annotations":
-        "The handler passes annotations `affinode.io/*` of pods and containers on.",
-        "`pod_annotations` or `container_annotations` of the handler lacks `affinode.io/*`, so annotations have no effect.",
-        "Add the line to the handler, as in `config/containerd`.";
+        "The handler passes annotations `affinode.io/*` of pods and containers to the runtime.",
+        "`pod_annotations` or `container_annotations` of the handler does not contain `affinode.io/*`, so annotations have no effect.",
+        "Add both lines to the handler, as in `config/containerd`.";
     "containerd", "default handler":
         "The default handler of containerd still exists.",
-        "The configuration defines the handler of Affinode alone, which replaces the built-in ones.",
-        "Add the default handler beside it.";
+        "The configuration defines only Affinode's handler. That replaces containerd's built-in handlers.",
+        "Add the default handler to the configuration too.";
     "containerd", "options":
-        "The handler has the options of the handler that pods used before.",
-        "`SystemdCgroup` or `BinaryName` differ.",
-        "Copy the options of the handler that is named.";
+        "Affinode's handler has the same options as the handler that pods used before.",
+        "The option `SystemdCgroup` or `BinaryName` is different.",
+        "Copy the options of the handler that the check names.";
     "programs", "shim":
-        "`containerd-shim-affinode-v1` is on containerd's PATH and of the same release as this command.",
+        "`containerd-shim-affinode-v1` is on containerd's PATH, and is of the same release as `affinode`.",
         "The shim is missing, does not run, or is of another release.",
         "Run `affinode install`, or copy both programs from one release.";
     "programs", "stock shim":
-        "`containerd-shim-runc-v2` is on containerd's PATH or beside it.",
-        "The package of containerd is incomplete, or the shim is elsewhere.",
-        "Install containerd's package, or name the file in `AFFINODE_STOCK_SHIM` for containerd.";
+        "`containerd-shim-runc-v2` is on containerd's PATH or in containerd's folder.",
+        "The package of containerd is incomplete, or the shim is in another folder.",
+        "Install containerd's package, or name the file in containerd's environment variable `AFFINODE_STOCK_SHIM`.";
     "programs", "runc":
         "runc or crun is on containerd's PATH.",
         "Neither is installed.",
         "Install runc, unless `options.BinaryName` of the handlers names another runtime.";
     "programs", "library":
         "The preload library exists, every user may read it, and it loads in every image.",
-        "The file is missing, is of another build, is not readable, or lies on a file system mounted `noexec`.",
+        "The file is missing, is of another build, is not readable, or is on a file system that is mounted `noexec`.",
         "Run `affinode install`, or do what the check prints.";
     "Kubernetes", "sharing":
-        "More than one pod may use a GPU, so that freed VRAM is of use.",
-        "The device plugin gives each GPU to one pod, hands out MIG instances, or its state could not be read.",
+        "Kubernetes lets more than one pod use a GPU. Otherwise other pods cannot use freed VRAM.",
+        "The device plugin gives each GPU to one pod, it offers MIG instances, or its state could not be read.",
         "Share GPUs by time-slicing, KAI or DRA: see `config/kubernetes/sharing`.";
     "Kubernetes", "KAI":
-        "KAI hands out parts of GPUs on this node.",
+        "KAI assigns fractions of GPUs on this node.",
         "The check is informative.",
         "No action is needed.";
     "Kubernetes", "DRA":
@@ -137,25 +137,25 @@ checks! {
         "The check is informative.",
         "No action is needed.";
     "Kubernetes", "HAMi":
-        "HAMi's library is not on this node.",
-        "Containers load HAMi's library before that of Affinode. With its virtual device memory they are not offloaded.",
+        "HAMi's library is not installed on this node.",
+        "Containers load HAMi's library before Affinode's. Containers that use HAMi's virtual device memory are not offloaded.",
         "Do not use both for one container: see `config/kubernetes/sharing`.";
     "installation", "run directory":
-        "The run directory belongs to root, can be written by no other user, and is the one that shims use.",
-        "Owner or mode are wrong, the file system is read-only, or containerd's environment names another directory.",
+        "Root owns the run directory, no other user can write to it, and shims use the same directory.",
+        "The directory has the wrong owner or mode, the file system is read-only, or containerd's environment names another directory.",
         "Do what the check prints: `chown root`, `chmod 711`, or `--run-dir`.";
     "installation", "control socket":
         "Only root can reach the control socket.",
-        "Its mode lets other users connect, which could then move containers.",
-        "`chmod 600` the socket.";
+        "The mode of the socket lets other users connect. They could then move containers.",
+        "Run `chmod 600` on the socket.";
     "installation", "configuration":
         "The configuration of Affinode is valid.",
-        "A key or a value is not accepted. A controller does not start with it.",
-        "Correct the key that is named; `affinode policy validate FILE` checks a file beforehand.";
+        "A key is unknown or a value is invalid. A controller does not start with such a configuration.",
+        "Correct the key that the check names. `affinode policy validate FILE` checks a file.";
     "installation", "controller":
-        "The controller answers and is of the same release as this command.",
-        "It does not answer, or runs since before an upgrade.",
-        "End its process: a shim starts the installed release within a second, and containers are not affected. `controller.log` in the run directory has more.";
+        "The controller answers, and is of the same release as `affinode`.",
+        "The controller does not answer, or it was started before an upgrade.",
+        "End its process. A shim then starts the installed release within a second, and containers are not affected. Details are in `controller.log` in the run directory.";
 }
 
 /// Whether a check has an entry.

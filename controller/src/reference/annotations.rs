@@ -31,7 +31,7 @@ const TEXTS: [(&str, &str); 3] = [
     ("affinode.io/offload", "The mode of the container."),
     (
         "affinode.io/latency-sensitive",
-        "`true` is mode `off`, whatever else is annotated: for containers whose callers cannot wait for a restore.",
+        "`true` sets mode `off`, whatever the other annotations are. It is for containers whose callers cannot wait for a restore.",
     ),
     (
         "affinode.io/inject",

@@ -102,10 +102,10 @@ pub fn configuration(known: &Reference) -> String {
         "the keys that the controller accepts and the comments of [config/config.toml](../config/config.toml)",
     );
     page.paragraph(
-        "The controller reads `/etc/affinode/config.toml`, then `conf.d/*.toml` beside it in the order of their names, then the environment. A later source replaces an earlier one, value by value. An unknown key or a value that is not accepted is an error: a controller does not start with it, and a reload changes nothing. `affinode policy validate FILE` checks a file beforehand.",
+        "The controller reads `/etc/affinode/config.toml`, then the files `/etc/affinode/conf.d/*.toml` in the order of their names, then the environment. For each value the last source applies. An unknown key or an invalid value is an error: a controller does not start with it, and a reload changes nothing. `affinode policy validate FILE` checks a file.",
     );
     page.paragraph(
-        "`affinode reload` applies changes of the keys with reload `yes`; changes of other keys hold from the next start of the controller. `[[policy.namespace]]` sets values for the containers of one namespace, and [annotations](annotations.md) set values for one container.",
+        "`affinode reload` applies changes of the keys with reload `yes`. Changes of the other keys apply when the controller starts again. `[[policy.namespace]]` sets values for the containers of one namespace, and [annotations](annotations.md) set values for one container.",
     );
     let mut sections: Vec<&str> = Vec::new();
     for key in &known.configuration {
@@ -153,10 +153,10 @@ pub fn annotations(known: &Reference) -> String {
         "the parser of annotations and its answers for the default configuration",
     );
     page.paragraph(
-        "An annotation sets a value for one container. In Kubernetes it stands at the pod; elsewhere at the container. Annotations are read when the container is created.",
+        "An annotation sets a value for one container. In Kubernetes the pod has the annotation, elsewhere the container. Annotations are read when the container is created.",
     );
     page.section("Precedence");
-    page.paragraph("A later source replaces an earlier one, value by value:");
+    page.paragraph("These are the sources of a value. For each value the last source in this list that sets it applies:");
     page.list(&[
         "the default".into(),
         "the node: `config.toml`, `conf.d/*.toml`, environment (see [configuration](configuration.md))".into(),
@@ -165,7 +165,7 @@ pub fn annotations(known: &Reference) -> String {
         "the operator: `affinode pin`, `affinode auto-offload`".into(),
     ]);
     page.paragraph(
-        "An annotation that is unknown or has a value that is not accepted is ignored: the value of the source before it stays, and an event and `affinode policy show` list the accepted values.",
+        "An unknown annotation, or one with an invalid value, is ignored, and the earlier sources of the list apply. An event and `affinode policy show` list the accepted values.",
     );
     page.section("List");
     let rows: Vec<[String; 4]> = known
@@ -193,7 +193,7 @@ pub fn troubleshooting(known: &Reference) -> String {
         "the reasons in [proto/src/reason.rs](../proto/src/reason.rs) and the checks of `affinode doctor`",
     );
     page.paragraph(
-        "`affinode ps` prints why each container is in its state, `affinode events` what happened to it, and `affinode doctor` whether the machine is ready. Each word that they print has a section here.",
+        "`affinode ps` shows why each container is in its state. `affinode events` shows what happened to it. `affinode doctor` shows whether the machine is ready. Each reason and each check that they print has a section here.",
     );
     page.section("Reasons");
     for reason in &known.reasons {
@@ -222,7 +222,7 @@ pub fn metrics(known: &Reference) -> String {
         "the metrics that a controller registers, as `/metrics` prints them",
     );
     page.paragraph(
-        "Units are bytes, seconds and ratios from 0 to 1. Labels of GPUs are those of dcgm-exporter, so that both join on `UUID`. A histogram has the series `_bucket`, `_sum` and `_count`.",
+        "The units are bytes, seconds and ratios from 0 to 1. The labels of GPUs are those of dcgm-exporter, so that series of both can be joined on `UUID`. A histogram has the series `_bucket`, `_sum` and `_count`.",
     );
     let rows: Vec<[String; 4]> = known
         .metrics
