@@ -201,6 +201,9 @@ pub fn troubleshooting(known: &Reference) -> String {
         explain(&mut page, &sentence(&reason.meaning), &reason.cause, &reason.remedy);
     }
     page.section("Doctor checks");
+    page.paragraph(
+        "`Meaning` is the state in which the check passes. `Cause` explains a warning or a failure.",
+    );
     for check in &known.checks {
         page.entry(&format!("{}: {}", check.group, check.name));
         explain(&mut page, &check.meaning, &check.cause, &check.remedy);
