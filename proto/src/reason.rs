@@ -84,7 +84,7 @@ reasons! {
     Video = "video", "a process has a video library loaded (NVDEC, NVENC), so the context stays on the GPU; the engines auto, full and copy can copy the memory";
     /// A thread entered the driver on a path that no hook sees while the process was offloaded, and
     /// its memory cannot be copied without a checkpoint.
-    HiddenWay = "hidden-way", "a thread blocked in a driver call that no hook sees while the container was offloaded, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
+    HiddenWay = "hidden-way", "a thread blocked in a driver call that no hook sees, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The process's memory after a restore differs from what was offloaded.
     DamagedMemory = "damaged-memory", "its memory was different after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart it";
     /// The process runs on a GPU in MIG mode.

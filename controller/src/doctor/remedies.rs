@@ -43,10 +43,10 @@ checks! {
     "GPU", "devices":
         "NVML lists at least one GPU.",
         "No GPU is attached, or the driver did not initialise it.",
-        "See `nvidia-smi` and `dmesg | grep NVRM`.";
+        "Run `nvidia-smi` and `dmesg | grep NVRM`.";
     "GPU", "device":
         "NVML lists this GPU, with its VRAM.",
-        "The check only gives information. It says so if the GPU is simulated.",
+        "This check only gives information and cannot fail. It says so if the GPU is simulated.",
         "No action is needed.";
     "GPU", "persistence mode":
         "The driver stays loaded while no process uses the GPU.",
@@ -130,11 +130,11 @@ checks! {
         "Share GPUs by time-slicing, KAI or DRA: see `config/kubernetes/sharing`.";
     "Kubernetes", "KAI":
         "KAI assigns fractions of GPUs on this node.",
-        "The check is informative.",
+        "This check only gives information and cannot fail.",
         "No action is needed.";
     "Kubernetes", "DRA":
         "NVIDIA's DRA driver is on this node.",
-        "The check is informative.",
+        "This check only gives information and cannot fail.",
         "No action is needed.";
     "Kubernetes", "HAMi":
         "HAMi's library is not installed on this node.",
