@@ -45,7 +45,8 @@ impl CopyOutBatch {
         let block = DeviceBlock::import(cuda, shared, bytes)?;
         let copied =
             region.copy(CopyDirection::Out, self.offset, &block, bytes as usize, &mut self.copies);
-        // Also after a failure: other copies of the piece may have begun.
+        // Kept after a failure, too: other copies of the piece may already run, and need its
+        // memory.
         self.blocks.push(block);
         self.offset += bytes as usize;
         self.last = clock::now();

@@ -83,6 +83,7 @@ pub async fn listen(path: PathBuf, received: ReceivedHint) {
                 break;
             }
             received.add(&more);
+            // A container that writes without pause costs at most one reading per PACE.
             tokio::time::sleep(PACE).await;
         }
         ready.clear_ready();

@@ -71,7 +71,8 @@ fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError
     };
     let identity = process::identity(pid).map_err(|source| PeerError::Process { pid, source })?;
     let clock_ahead_ms = process::clock_ahead_ms(pid);
-    // The pidfd names one process. If that process lives, everything read above is about it.
+    // Last: the pidfd refers to one process. If that is still running, its pid was not reused, and
+    // everything read above by pid is about it.
     let mut polled = [PollFd::new(&pidfd, PollFlags::IN)];
     let now = rustix::event::Timespec::default();
     let ended = rustix::event::poll(&mut polled, Some(&now))

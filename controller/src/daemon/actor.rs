@@ -311,6 +311,7 @@ impl NodeActor {
             let copying = self.node.copies_in_progress().into_iter();
             copying.flat_map(|copy| copy.processes).for_each(|(id, _)| self.read_page(id));
         }
+        // A change during the reading is not in it, so another reading follows.
         if matches!(finding, InventoryResult::Gpus(_)) && self.readings.came() {
             self.inventory.ask(InventoryQuery::Gpus);
         }
@@ -452,6 +453,7 @@ impl NodeActor {
         for id in ids {
             self.read_page(id);
         }
+        // While a container waits or moves, decisions need fresh readings of VRAM.
         let hurry = self.pause() < Duration::from_millis(self.config.timing.sample_interval);
         let interval = if hurry { Duration::from_millis(100) } else { GPU_INTERVAL };
         if self.gpus_read.is_none_or(|read| read.elapsed() >= interval) {
