@@ -28,8 +28,8 @@ pub const CONTAINERS_DIR: &str = "containers";
 pub const MOUNT_DIR: &str = "mount";
 /// In the mounted folder: the socket on which the controller accepts this container's agents.
 pub const AGENT_SOCKET: &str = "agent.sock";
-/// In the mounted folder, next to the socket: the name of the engine, for processes that look up
-/// the driver's functions before the controller has welcomed them.
+/// In the mounted folder, next to the socket: the name of the engine. Processes read it if they
+/// look up driver functions before they have the controller's Welcome.
 pub const ENGINE_FILE: &str = "engine";
 /// In the mounted folder: a pipe that takes the words `idle` and `busy` from the container.
 pub const HINT_PIPE: &str = "hint";

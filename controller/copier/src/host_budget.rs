@@ -7,7 +7,7 @@ use std::{fs, path::Path};
 pub struct HostBudget {
     /// Total memory in bytes.
     pub total_bytes: u64,
-    /// Part of it that this process could allocate, in bytes.
+    /// Memory that this process could allocate, in bytes.
     pub free_bytes: u64,
 }
 
