@@ -117,8 +117,13 @@ unsafe extern "C" fn become_program(job: *mut core::ffi::c_void) -> i32 {
     // SAFETY: made by `output_of`; the keeper sleeps until this task has become a program.
     let job = unsafe { &*job.cast::<ChildJob<'_>>() };
     task::take_standard_streams(job.pipe[1]);
-    // SAFETY: both lists end with null pointers, their strings with zeros.
-    unsafe { task::execute(job.path, job.arguments.as_ptr(), libc::environ()) };
+    let no_environment = [core::ptr::null()];
+    // SAFETY: all lists end with null pointers, their strings with zeros. If the application
+    // changes its environment just now, the kernel may find other memory there, and fails.
+    unsafe {
+        task::execute(job.path, job.arguments.as_ptr(), libc::environ());
+        task::execute(job.path, job.arguments.as_ptr(), no_environment.as_ptr());
+    }
     127
 }
 

@@ -237,6 +237,7 @@ pub fn children_start_anew() -> bool {
 /// Creates the counters and starts the agent.
 fn make() -> Option<()> {
     let fd = take_page()?;
+    agent::note_path();
     let started = libc::start_thread(agent::main, agent::connection::named_socket());
     if !started {
         sys::close(fd);

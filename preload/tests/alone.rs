@@ -84,6 +84,25 @@ fn unanswered_caller_restores_its_process() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
+/// libc frees the list when the program changes its environment, whatever the agent does just then.
+#[test]
+fn self_restore_does_not_read_environment() {
+    for build in [Build::Glibc, Build::Musl] {
+        let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());
+        std::fs::write(folder.path().join("free"), ROOM).unwrap();
+        let (path, tools) = (controller.path(), support::nvidia_smi(folder.path()));
+        let environment = [("AFFINODE_SOCKET", &*path), ("PATH", &*tools)];
+        let mut client = Client::start(build, "dlopen", &environment);
+        assert_eq!(client.ask("cuInit"), 0);
+        let mut agent = controller.welcome();
+        agent.done(&OFFLOAD);
+        client.ask("environ");
+        drop((agent, controller));
+        assert_eq!(client.ask("cuCtxSynchronize"), 0, "{build:?}");
+        client.finish();
+    }
+}
+
 #[test]
 fn silent_controller_is_not_needed() {
     let (controller, folder) = (Controller::new(), tempfile::tempdir().unwrap());

@@ -29,6 +29,7 @@ use self::connection::{ControllerConnection, ReceivedMessage};
 use self::gpus::GpuMap;
 use self::host::DriverHost;
 use self::machine::OrderMachine;
+pub use self::vram::note_path;
 use self::watchdog::{ControllerWatchdog, GateActivity};
 use crate::counters::CounterPage;
 use crate::fds::TrackedFd;

@@ -6,6 +6,7 @@
 //! controller: a restore without enough VRAM loses the process.
 
 use core::ffi::CStr;
+use core::sync::atomic::{AtomicU8, Ordering};
 
 use crate::{child, libc, sys};
 
@@ -15,7 +16,19 @@ const NVML_TIMEOUT_MS: u64 = 10_000;
 const FOLDERS: &[u8] = b"/usr/bin:/usr/local/bin:/usr/local/nvidia/bin";
 const NAME: &[u8] = b"/nvidia-smi\0";
 const MAX_PATH: usize = 256;
+/// `PATH` as it was at the first call, or the beginning of a longer one; ends with a zero byte.
+static FOLDERS_OF_PATH: [AtomicU8; 2048] = [const { AtomicU8::new(0) }; 2048];
 const MIB: u64 = 1 << 20;
+
+/// Remembers `PATH`. On the application's thread: it may change its environment at any other time,
+/// and libc frees what it changes.
+pub fn note_path() {
+    // A setuid program's caller must not choose what it runs.
+    let path = if libc::is_secure() { None } else { libc::environment(b"PATH") };
+    let bytes = path.unwrap_or(b"").iter().copied().chain(core::iter::repeat(0));
+    let [places @ .., _] = &FOLDERS_OF_PATH;
+    places.iter().zip(bytes).for_each(|(place, byte)| place.store(byte, Ordering::Relaxed));
+}
 
 /// Whether this many bytes are free, beside a margin for the driver, on every device of the
 /// container: only the driver knows on which of them the process held its memory.
@@ -33,9 +46,9 @@ pub fn has_room(vram_bytes: u64) -> bool {
 }
 
 fn find(path: &mut [u8; MAX_PATH]) -> Option<&CStr> {
-    // A setuid program's caller must not choose what it runs.
-    let own = if libc::is_secure() { None } else { libc::environment(b"PATH") };
-    let folders = own.unwrap_or(b"").split(|b| *b == b':').chain(FOLDERS.split(|b| *b == b':'));
+    let own = FOLDERS_OF_PATH.each_ref().map(|byte| byte.load(Ordering::Relaxed));
+    let own = CStr::from_bytes_until_nul(&own).map_or(&b""[..], CStr::to_bytes);
+    let folders = own.split(|b| *b == b':').chain(FOLDERS.split(|b| *b == b':'));
     for folder in folders.filter(|folder| folder.starts_with(b"/")) {
         let length = folder.len().saturating_add(NAME.len());
         let Some(whole) = path.get_mut(..length) else {

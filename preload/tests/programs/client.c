@@ -22,6 +22,7 @@
 //   same <f>             whether two look-ups give the same address
 //   unload               closes libcuda, answers whether it is still loaded
 //   closefds             closes all descriptors from 3 on
+//   environ              makes the list of the environment unreadable, as a list that was freed may be
 //   wait                 answers as waitpid for any child does, errors negative
 //   count                answers how many calls the driver has seen
 //   at exit <function>...    calls them in an exit handler, which answers their results; `count` as above
@@ -37,6 +38,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -287,6 +289,8 @@ int main(int argc, char **argv)
 		} else if (!strncmp(line, "closefds", 8)) {
 			for (int fd = 3; fd < 4096; fd++)
 				close(fd);
+		} else if (!strncmp(line, "environ", 7)) {
+			environ = mmap(NULL, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 		} else if (!strncmp(line, "wait", 4)) {
 			answer = waitpid(-1, NULL, WNOHANG);
 			answer = answer < 0 ? -errno : answer;

@@ -187,10 +187,11 @@ static CUresult move(int from, int to)
 EXPORT CUresult cuCheckpointProcessLock(int pid, void *args) { return move(0, 1); }
 EXPORT CUresult cuCheckpointProcessCheckpoint(int pid, void *args) { return move(1, 2); }
 // STUB_RESTORE_FAILS=<code>: nothing brings it back.
+static const char *restore_fails;
+__attribute__((constructor)) static void begin(void) { restore_fails = getenv("STUB_RESTORE_FAILS"); }
 EXPORT CUresult cuCheckpointProcessRestore(int pid, void *args)
 {
-	const char *code = getenv("STUB_RESTORE_FAILS");
-	return code ? atoi(code) : move(2, 1);
+	return restore_fails ? atoi(restore_fails) : move(2, 1);
 }
 EXPORT CUresult cuCheckpointProcessUnlock(int pid, void *args) { return move(1, 0); }
 #endif
