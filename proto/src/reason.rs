@@ -45,9 +45,9 @@ reasons! {
     /// Mode auto, and the containers of the GPU need more VRAM than it has.
     Oversubscribed = "oversubscribed", "the containers of its GPU together need more VRAM than the GPU has: it stays resident until another container needs its VRAM";
     /// The time is outside the offload window.
-    OutsideWindow = "outside-window", "the time is outside its offload window: it stays resident until a container needs its VRAM";
+    OutsideWindow = "outside-window", "the time is outside its offload window: it stays resident until another container needs its VRAM";
     /// The container holds too little VRAM for an offload.
-    TooSmall = "too-small", "holds less VRAM than is worth an offload (minimum_vram_mib)";
+    TooSmall = "too-small", "holds less VRAM than minimum_vram_mib";
     /// A hint says that the container is busy.
     HintedBusy = "hinted-busy", "a hint reports it as busy (its hint file or `affinode hint`)";
     /// A hint says that the container is idle.
