@@ -3,6 +3,7 @@
 //! References are weak, so the library also loads where one of them is missing.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
+use core::sync::atomic::{AtomicBool, Ordering};
 
 use crate::elf;
 
@@ -179,9 +180,26 @@ pub fn keep_loaded(name: &CStr) -> Option<&'static LinkMap> {
 
 type ThreadMain = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
 
+/// The stack of a new thread.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum StackSize {
+    /// As libc or the application has chosen for all threads: 8 MiB with glibc, 128 KiB with musl.
+    Default,
+    /// Enough for the driver's compiler, which needs 1 MiB.
+    Large,
+}
+
+/// Whether a thread that was to have a large stack may have a smaller one.
+static HAS_SMALL_STACKS: AtomicBool = AtomicBool::new(false);
+
+/// Whether every thread that was started with a large stack has it.
+pub fn are_stacks_large() -> bool {
+    !HAS_SMALL_STACKS.load(Ordering::SeqCst)
+}
+
 /// Starts a thread with the application's libc: libcuda uses thread-local
 /// storage, which a bare `clone` does not set up.
-pub fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
+pub fn start_thread(main: ThreadMain, argument: *mut c_void, stack: StackSize) -> bool {
     type Create = unsafe extern "C" fn(*mut usize, *const c_void, ThreadMain, *mut c_void) -> c_int;
     // Before glibc 2.34 it is in libpthread, which may be loaded outside of this library's scope.
     let address = match weak!("pthread_create") {
@@ -194,8 +212,15 @@ pub fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     // SAFETY: the symbol has this signature in every libc.
     let create: Create = unsafe { core::mem::transmute(address) };
     let mut thread = 0;
-    // SAFETY: default attributes; the caller matches `main` and its argument.
-    let started = unsafe { create(&raw mut thread, core::ptr::null(), main, argument) == 0 };
+    let mut start = |attributes: *const c_void| {
+        // SAFETY: null or initialised attributes; the caller matches `main` and its argument.
+        unsafe { create(&raw mut thread, attributes, main, argument) == 0 }
+    };
+    let started = (stack == StackSize::Large && with_large_stack(&mut start))
+        || (start(core::ptr::null()) && {
+            HAS_SMALL_STACKS.fetch_or(stack == StackSize::Large, Ordering::SeqCst);
+            true
+        });
     let address = match weak!("pthread_detach") {
         0 => elf::find_function(b"pthread_detach").unwrap_or(0),
         found => found,
@@ -208,4 +233,36 @@ pub fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
         }
     }
     started
+}
+
+/// Runs `start` with attributes of a large stack; false also where libc has none.
+fn with_large_stack(start: impl FnOnce(*const c_void) -> bool) -> bool {
+    const STACK_BYTES: usize = 8 << 20;
+    type Attribute = unsafe extern "C" fn(*mut c_void) -> c_int;
+    let addresses = [
+        weak!("pthread_attr_init"),
+        weak!("pthread_attr_setstacksize"),
+        weak!("pthread_attr_destroy"),
+    ];
+    if addresses.contains(&0) {
+        return false;
+    }
+    let [init, set_size, destroy] = addresses;
+    // pthread_attr_t has 56 bytes in glibc and musl.
+    let mut attributes = [0_u64; 16];
+    let at = attributes.as_mut_ptr().cast::<c_void>();
+    // SAFETY: the symbols have these signatures in glibc and musl; the attributes are initialised
+    // before they are used, and in place until they are destroyed.
+    unsafe {
+        let init: Attribute = core::mem::transmute(init);
+        let destroy: Attribute = core::mem::transmute(destroy);
+        let set_size: unsafe extern "C" fn(*mut c_void, usize) -> c_int =
+            core::mem::transmute(set_size);
+        if init(at) != 0 {
+            return false;
+        }
+        let started = set_size(at, STACK_BYTES) == 0 && start(at);
+        destroy(at);
+        started
+    }
 }

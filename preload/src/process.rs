@@ -17,6 +17,7 @@ use affinode_proto::paths::DISABLE_ENV;
 use affinode_proto::wire::counters::{Gate, PAGE_BYTES};
 
 use crate::counters::{CounterPage, ThreadSlot};
+use crate::libc::StackSize;
 use crate::oom_wait::OomWaiter;
 use crate::{agent, exit, fds, hazard, libc, nvml, swap, sys};
 
@@ -238,7 +239,8 @@ pub fn children_start_anew() -> bool {
 fn make() -> Option<()> {
     let fd = take_page()?;
     agent::note_path();
-    let started = libc::start_thread(agent::main, agent::connection::named_socket());
+    let started =
+        libc::start_thread(agent::main, agent::connection::named_socket(), StackSize::Large);
     if !started {
         sys::close(fd);
     }

@@ -246,12 +246,6 @@ pub fn run_on(set: &CpuSet) -> bool {
     plain(number::SCHED_SETAFFINITY, args).is_ok()
 }
 
-/// The stack limit, which libc gives its threads, in bytes; 0 if it cannot be read.
-pub fn stack_limit_bytes() -> usize {
-    const RLIMIT_STACK: usize = 3;
-    limit(RLIMIT_STACK).unwrap_or(0)
-}
-
 fn limit(resource: usize) -> Option<usize> {
     let mut limits = [0_usize; 2];
     let args = [0, resource, 0, limits.as_mut_ptr() as usize, 0, 0];

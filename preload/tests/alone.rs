@@ -84,6 +84,23 @@ fn unanswered_caller_restores_its_process() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
+/// The stub's steps need 512 KiB. Threads have 128 KiB with musl, and what the program chooses with glibc.
+#[test]
+fn agent_has_a_stack_for_the_driver() {
+    for build in [Build::Glibc, Build::Musl] {
+        let controller = Controller::new();
+        let path = controller.path();
+        let environment = [("AFFINODE_SOCKET", &*path), ("CLIENT_STACK", "65536")];
+        let mut client = Client::start(build, "dlopen", &environment);
+        assert_eq!(client.ask("cuInit"), 0);
+        let mut agent = controller.welcome();
+        agent.done(&OFFLOAD);
+        agent.done(&BRING_BACK);
+        assert_eq!(client.ask("cuCtxSynchronize"), 0, "{build:?}");
+        client.finish();
+    }
+}
+
 /// libc frees the list when the program changes its environment, whatever the agent does just then.
 #[test]
 fn self_restore_does_not_read_environment() {

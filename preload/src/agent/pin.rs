@@ -9,6 +9,7 @@
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, Ordering};
 
+use crate::libc::StackSize;
 use crate::{libc, libcuda, sys};
 
 /// 1 once the reference is taken, or has failed.
@@ -18,7 +19,9 @@ static DONE: AtomicU32 = AtomicU32::new(0);
 pub fn pin_libcuda() {
     const PIN_TIMEOUT_MS: u64 = 1_000;
     // A forked child may have it from its parent.
-    if !libcuda::is_kept() && libc::start_thread(take_reference, core::ptr::null_mut()) {
+    if !libcuda::is_kept()
+        && libc::start_thread(take_reference, core::ptr::null_mut(), StackSize::Default)
+    {
         sys::futex_wait(&DONE, 0, PIN_TIMEOUT_MS);
     }
 }

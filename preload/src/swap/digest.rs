@@ -19,13 +19,11 @@ use super::allocations::{AllocationId, AllocationPiece};
 use super::contexts::in_context;
 use super::driver::call;
 use super::{loader_lock, tables};
-use crate::sys;
+use crate::{libc, sys};
 
 /// Bytes that one digest covers.
 pub const SLOT_BYTES: usize = 2 << 20;
 const THREADS: u32 = 256;
-/// The driver compiles the kernel on the thread that loads it, which needs this much stack.
-const MIN_STACK_BYTES: usize = 1 << 20;
 const NAME: *const c_char = c"affinode_digest".as_ptr();
 const IMAGE: &str = concat!(include_str!("digest.ptx"), "\0");
 
@@ -97,7 +95,7 @@ impl Drop for DigestTable {
 /// Digests of the pieces on the device that `which` picks, each at its slot of a pool of `bytes`
 /// bytes. `None`: the device computes none; single pieces may stay unknown.
 pub fn of(bytes: usize, which: fn(&AllocationPiece) -> bool) -> Option<DigestTable> {
-    if sys::stack_limit_bytes() < MIN_STACK_BYTES || !loader_lock::is_loaded() {
+    if !libc::are_stacks_large() || !loader_lock::is_loaded() {
         return None;
     }
     let odd =
@@ -161,13 +159,13 @@ fn of_context(
 
 /// Loads the kernel without running it; returns the driver's code.
 pub fn load_once(context: usize) -> u32 {
-    if sys::stack_limit_bytes() < MIN_STACK_BYTES {
+    if !libc::are_stacks_large() {
         return result::NOT_SUPPORTED;
     }
     in_context(context, || with_kernel(|_| result::SUCCESS))
 }
 
-/// Loads the kernel for each use: that takes 0.25 ms except for the first time in a process, and
+/// Loads the kernel for each use. The driver compiles it on this thread, which needs a large stack. That takes 0.25 ms except for the first time in a process, and
 /// nothing of it is left when the driver moves the context.
 fn with_kernel(run: impl FnOnce(usize) -> u32) -> u32 {
     let (mut module, mut kernel) = (0, 0);

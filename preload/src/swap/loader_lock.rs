@@ -25,6 +25,7 @@ use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use affinode_cuda_sys::result;
 
 use super::digest;
+use crate::libc::StackSize;
 use crate::process::{self, PROCESS};
 use crate::{libc, sys};
 
@@ -101,7 +102,7 @@ fn load_ahead_within(context: usize, patience_ms: u64) -> bool {
     let load = &PROCESS.module_load;
     load.context.store(context, Ordering::SeqCst);
     let is_new = !load.change(GIVEN_UP, WAITING) && load.change(IDLE, WAITING);
-    if is_new && !libc::start_thread(run, core::ptr::null_mut()) {
+    if is_new && !libc::start_thread(run, core::ptr::null_mut(), StackSize::Large) {
         load.end();
         return false;
     }

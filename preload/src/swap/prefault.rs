@@ -5,6 +5,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use super::{host_pressure, numa};
 use crate::counters::CounterPage;
+use crate::libc::StackSize;
 use crate::sys::CpuSet;
 use crate::{libc, process, sys};
 
@@ -128,7 +129,7 @@ impl Prefault {
         self.set_missing(missing.clone().map(|chunk| chunk_bytes(bytes, chunk) as u64).sum());
         for _ in 0..missing.count().min(MAX_HELPERS).min(sys::processors()) {
             self.helpers.fetch_add(1, Ordering::AcqRel);
-            if !libc::start_thread(help, core::ptr::null_mut()) {
+            if !libc::start_thread(help, core::ptr::null_mut(), StackSize::Default) {
                 self.helpers.fetch_sub(1, Ordering::AcqRel);
             }
         }

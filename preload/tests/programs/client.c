@@ -3,6 +3,7 @@
 //
 //   client <route>       link (when built with -DLINKED), dlopen, proc1, proc2, next, default,
 //                        forward (a library with functions of the driver's names)
+//                        CLIENT_STACK=<bytes>: the stack of threads whose creator does not choose
 //                        CLIENT_DENY=<number>[:<first argument>]: that system call fails with ENOSYS
 //   <function>           calls it, answers its result
 //   fork <function>      calls it in a forked child, answers the child's result
@@ -221,6 +222,14 @@ int main(int argc, char **argv)
 	void (*let_go)(void), (*wait_inside)(int), (*run_short)(int);
 	int count;
 	route = argv[1];
+#ifdef __GLIBC__
+	if (getenv("CLIENT_STACK")) {
+		pthread_attr_t attributes;
+		pthread_attr_init(&attributes);
+		pthread_attr_setstacksize(&attributes, atoi(getenv("CLIENT_STACK")));
+		pthread_setattr_default_np(&attributes);
+	}
+#endif
 	if (getenv("CLIENT_DENY")) {
 		int number, command = -1;
 		sscanf(getenv("CLIENT_DENY"), "%d:%d", &number, &command);
