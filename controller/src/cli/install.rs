@@ -197,16 +197,24 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         let state = match handler.state {
             HandlerState::Served => "served by containerd",
             HandlerState::RestartNeeded => "restart containerd: it has not loaded the handler yet",
-            HandlerState::NotRead => "containerd does not read that file: run affinode install",
-            HandlerState::NoContainerd => "no containerd runs",
-            HandlerState::Changed => {
-                "changed since the installation: remove it by hand and install again"
+            HandlerState::Outdated => {
+                "served by containerd, and not as it should be now: run affinode install"
             }
+            HandlerState::NotRead => "containerd does not read that file: run affinode install",
+            HandlerState::Missing => "no file of containerd has it: run affinode install",
+            HandlerState::Foreign => "runs another program: remove it, or install another name",
+            HandlerState::Unreadable => {
+                "containerd cannot read its configuration: correct that first"
+            }
+            HandlerState::NoContainerd => "no containerd runs",
         };
         rows.push((
             format!("handler {} in {}", handler.name, handler.config_file.display()),
             state,
         ));
+    }
+    for name in &status.former {
+        rows.push((format!("handler {name}"), "of an earlier name: stays while a shim runs"));
     }
     let width = rows.iter().map(|(what, _)| what.len()).max().unwrap_or(0);
     for (what, state) in rows {

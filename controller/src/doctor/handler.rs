@@ -11,13 +11,17 @@ pub const RUNTIME_TYPE: &str = "io.containerd.affinode.v1";
 /// Names of the CRI plugin in configuration files of version 2 and 3.
 pub const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 /// Annotations that must be passed to the shim.
-const ANNOTATIONS: &str = "affinode.io/*";
+pub const ANNOTATIONS: &str = "affinode.io/*";
+/// Names of the stock handler, and of the one that NVIDIA's toolkit adds.
+const STOCK: &str = "runc";
+const NVIDIA: &str = "nvidia";
 /// Options that must be the same as those of the default handler.
 const OPTIONS: [&str; 2] = ["SystemdCgroup", "BinaryName"];
 
-/// Judges the configuration. `kubernetes`: whether pods run on this machine.
+/// Judges the configuration. `kubernetes`: whether pods run on this machine; `cdi`: whether their
+/// devices come from CDI.
 #[must_use]
-pub fn judge(config: &Result<Table, String>, kubernetes: bool) -> Vec<DoctorCheck> {
+pub fn judge(config: &Result<Table, String>, kubernetes: bool, cdi: bool) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("containerd");
     let config = match config {
         Ok(config) => config,
@@ -42,7 +46,7 @@ pub fn judge(config: &Result<Table, String>, kubernetes: bool) -> Vec<DoctorChec
     let ours = handlers.into_iter().flatten().find(|(_, handler)| is_ours(handler));
     match ours {
         Some((name, Value::Table(handler))) => {
-            judge_handler(&mut group, name, handler, handlers, cri)
+            judge_handler(&mut group, (name, handler), handlers, cri, cdi)
         }
         _ => {
             let hint = "run `affinode install`; by hand: config/containerd/affinode-v2.toml (containerd 1.x) or affinode-v3.toml (2.x), and restart it";
@@ -60,6 +64,26 @@ fn table<'a>(from: &'a Table, path: &[&str]) -> Option<&'a Table> {
     path.iter().try_fold(from, |table, key| table.get(*key)?.as_table())
 }
 
+/// The handler of which Affinode's is a copy, with its name: the one that pods had before. `ours` is
+/// the name of Affinode's handler, `cdi`: whether devices come from CDI.
+///
+/// | handlers | copied |
+/// | --- | --- |
+/// | the default one is `nvidia`, or there is no `nvidia` | the default one |
+/// | devices come from CDI | the default one: `nvidia` would also give GPUs to a container that requests none, by the variables of its image |
+/// | else | `nvidia`: pods get their GPU because their runtime class names it |
+#[must_use]
+pub fn model<'a>(cri: &'a Table, ours: &str, cdi: bool) -> Option<(&'a str, &'a Table)> {
+    let handlers = table(cri, &["runtimes"])?;
+    let default = cri.get("default_runtime_name").and_then(Value::as_str);
+    let default = default.filter(|name| *name != ours && !name.is_empty()).unwrap_or(STOCK);
+    let order = if cdi { [default, NVIDIA] } else { [NVIDIA, default] };
+    order.into_iter().find_map(|name| {
+        let (name, handler) = handlers.get_key_value(name)?;
+        Some((name.as_str(), handler.as_table()?))
+    })
+}
+
 fn is_ours(handler: &Value) -> bool {
     let text = |key: &str| handler.get(key).and_then(Value::as_str).unwrap_or_default();
     text("runtime_type") == RUNTIME_TYPE
@@ -68,10 +92,10 @@ fn is_ours(handler: &Value) -> bool {
 
 fn judge_handler(
     group: &mut CheckGroup,
-    name: &str,
-    handler: &Table,
+    (name, handler): (&str, &Table),
     handlers: Option<&Table>,
     cri: &Table,
+    cdi: bool,
 ) {
     let path = handler.get("runtime_path").and_then(Value::as_str).unwrap_or_default();
     if path.is_empty() || is_program(Path::new(path)) {
@@ -106,11 +130,7 @@ fn judge_handler(
             "pods without a runtime class fail: add it beside ours",
         );
     }
-    // The handler that pods had before: NVIDIA's, if there is one.
-    let Some((model, other)) = ["nvidia", default].into_iter().find_map(|n| Some((n, known(n)?)))
-    else {
-        return;
-    };
+    let Some((model, other)) = model(cri, name, cdi) else { return };
     for option in OPTIONS {
         let of =
             |handler: &Table| table(handler, &["options"]).and_then(|o| o.get(option)).cloned();
@@ -144,7 +164,7 @@ runtime_type = "io.containerd.runc.v2"
 "#;
 
     fn judged(text: &str, kubernetes: bool) -> Vec<(&'static str, CheckVerdict)> {
-        let checks = judge(&Ok(text.parse().unwrap()), kubernetes);
+        let checks = judge(&Ok(text.parse().unwrap()), kubernetes, false);
         checks.iter().map(|check| (check.name, check.verdict)).collect()
     }
 
@@ -201,6 +221,6 @@ SystemdCgroup = false
     fn without_cri_only_kubernetes_fails() {
         assert_eq!(judged("version = 2", false), [("handler", CheckVerdict::Good)]);
         assert_eq!(judged("version = 2", true), [("handler", CheckVerdict::Bad)]);
-        assert_eq!(judge(&Err("no".into()), false)[0].verdict, CheckVerdict::Bad);
+        assert_eq!(judge(&Err("no".into()), false, false)[0].verdict, CheckVerdict::Bad);
     }
 }

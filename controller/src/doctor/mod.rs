@@ -7,6 +7,7 @@
 //! | [`memory`] | cgroups, host memory |
 //! | [`containerd`] | the daemon: its process and version |
 //! | [`handler`] | the handler in the daemon's configuration |
+//! | [`cdi`] | whether containers get their devices by CDI |
 //! | [`programs`] | shims and runc on the daemon's PATH |
 //! | [`library`] | the preload library, as a container's loader sees it |
 //! | [`sharing`] | how Kubernetes hands out GPUs: time-slicing, KAI, DRA, MIG, HAMi |
@@ -16,6 +17,7 @@
 //! Each module gathers facts, and derives its checks from them in a pure function, which tests can
 //! call without such a machine.
 
+pub mod cdi;
 pub mod containerd;
 pub mod files;
 pub mod gpu;
@@ -32,7 +34,7 @@ use std::path::{Path, PathBuf};
 use affinode_proto::paths;
 use serde::Serialize;
 
-use crate::{config::Config, driver_library::DriverLibrary, error_chain};
+use crate::{config::Config, driver_library::DriverLibrary, error_chain, install::imports};
 
 /// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -145,7 +147,9 @@ pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     checks.extend(memory::judge(&memory::MemoryFacts::gather(&rules.memory, vram_used_bytes)));
     checks.extend(containerd::judge(&daemon));
     if let Ok(daemon) = &daemon {
-        checks.extend(handler::judge(&daemon.config, containerd::kubelet_runs()));
+        let files = imports::of(&daemon.config_file).files;
+        let cdi = daemon.config.as_ref().is_ok_and(|config| cdi::injects(config, &files));
+        checks.extend(handler::judge(&daemon.config, containerd::kubelet_runs(), cdi));
         checks.extend(programs::judge(&programs::ProgramFacts::gather(daemon)));
     }
     checks.extend(library::judge(&library::LibraryFacts::gather(&lib_dir)));

@@ -11,7 +11,13 @@ use std::{
 
 use toml::{Table, Value};
 
-use super::{block, edit::ConfigEdit, imports, record::InstallRecord, target::InstallTarget};
+use super::{
+    edit::ConfigEdit,
+    handler::{self, HandlerSpec},
+    imports,
+    record::AddedBlock,
+    target::{self, InstallTarget},
+};
 use crate::{
     core::input::Identity,
     daemon,
@@ -75,6 +81,14 @@ pub enum NodeError {
         /// Path of the edited file.
         path: PathBuf,
     },
+    /// The new configuration still contains the handler.
+    #[error(
+        "handler {name} would still be in containerd's configuration, which `containerd config dump` prints: remove it there by hand first. Nothing was changed"
+    )]
+    Remains {
+        /// Name of the handler.
+        name: String,
+    },
     /// The configuration that was rendered at the start changes more than the handler.
     #[error("containerd's start also changed {0}: its configuration was restored")]
     Rendered(String),
@@ -135,24 +149,30 @@ impl ContainerdNode {
         self.daemon.config_file.clone()
     }
 
-    /// The file into which the handler is written, or in which it is.
-    pub fn target(&self) -> InstallTarget {
-        InstallTarget::of(&self.config_file(), &self.root(), &self.imported())
-    }
-
-    /// The content of that file; for a drop-in or a template, the content of the file that includes
-    /// it.
-    pub fn own(&self, target: &InstallTarget) -> Table {
-        match target {
-            InstallTarget::Root(path) => fs::read_to_string(path).unwrap_or_default().parse(),
-            InstallTarget::DropIn(_) | InstallTarget::Template(_) => return self.root(),
-        }
-        .unwrap_or_default()
+    /// The file into which the handler is written, by the whole configuration.
+    pub fn target(&self, dump: &Table) -> InstallTarget {
+        let merges = handler::version(dump) > 2;
+        InstallTarget::of(&self.config_file(), &self.root(), &self.files(), merges)
     }
 
     /// The files that it reads, in order.
-    fn imported(&self) -> Vec<PathBuf> {
+    pub fn files(&self) -> Vec<PathBuf> {
         imports::of(&self.config_file()).files
+    }
+
+    /// Those of them that have a handler of this name.
+    pub fn naming(&self, name: &str) -> Vec<PathBuf> {
+        let names = |path: &PathBuf| {
+            let own = fs::read_to_string(path).unwrap_or_default().parse::<Table>();
+            own.is_ok_and(|own| handler::handler_of(&own, name).is_some())
+        };
+        self.files().into_iter().filter(names).collect()
+    }
+
+    /// Whether its file is rendered from a template with this text.
+    pub fn renders(&self, added: &AddedBlock) -> bool {
+        let template = InstallTarget::renders(&added.path, &self.config_file(), &self.root());
+        template && fs::read_to_string(&added.path).is_ok_and(|text| text.contains(&added.text))
     }
 
     /// The content of the file that it reads first. An unreadable file counts as empty: `containerd
@@ -168,7 +188,7 @@ impl ContainerdNode {
     /// The whole configuration after an edit. A configuration that is rendered only at the next
     /// start is tried in the file `scratch`, which is removed again.
     pub fn dump_after(&self, edit: &ConfigEdit, scratch: &Path) -> Result<Table, NodeError> {
-        if !matches!(self.target(), InstallTarget::Template(_)) {
+        if !edit.paths().any(target::is_template) {
             return self.dump();
         }
         let written = fs::write(scratch, edit.preview(&self.root_text()));
@@ -201,22 +221,24 @@ impl ContainerdNode {
         }
     }
 
+    /// The whole configuration as its files were when it was found.
+    pub fn config(&self) -> Result<Table, NodeError> {
+        self.imports_exist()?;
+        self.daemon.config.clone().map_err(NodeError::Config)
+    }
+
     /// The whole configuration as its files are now.
     pub fn dump(&self) -> Result<Table, NodeError> {
+        self.imports_exist()?;
+        self.daemon.dump().map_err(NodeError::Config)
+    }
+
+    fn imports_exist(&self) -> Result<(), NodeError> {
         if let Some((import, by)) = imports::of(&self.config_file()).missing {
             let (import, by) = (import.display(), by.display());
             return Err(NodeError::Config(format!("{by} imports {import}, which does not exist")));
         }
-        self.daemon.dump().map_err(NodeError::Config)
-    }
-
-    /// Whether the recorded block is still in a file that containerd reads.
-    pub fn has_block(&self, record: &InstallRecord) -> bool {
-        let Some(added) = &record.block else { return false };
-        let text = fs::read_to_string(&added.path).unwrap_or_default();
-        let (file, imported) = (self.config_file(), self.imported());
-        let read = InstallTarget::is_read_by(&added.path, &file, &self.root(), &imported);
-        read && text.contains(&added.text)
+        Ok(())
     }
 
     /// Whether its process started after that time, and so has read what was written before.
@@ -230,7 +252,11 @@ impl ContainerdNode {
     }
 
     /// Restarts it, and waits until it serves its socket, with the handler if one is given.
-    pub fn restart(&self, how: &RestartRequest, handler: Option<&str>) -> Result<(), NodeError> {
+    pub fn restart(
+        &self,
+        how: &RestartRequest,
+        handler: Option<&HandlerSpec>,
+    ) -> Result<(), NodeError> {
         let RestartRequest::Systemd { unit } = how else { return Ok(()) };
         let unit = unit.as_deref().unwrap_or(UNIT);
         let failed = |why: String| NodeError::Restart { unit: unit.to_owned(), why };
@@ -253,16 +279,17 @@ impl ContainerdNode {
         }
     }
 
-    fn is_back(&self, handler: Option<&str>) -> Result<(), String> {
+    fn is_back(&self, handler: Option<&HandlerSpec>) -> Result<(), String> {
         let socket = self.daemon.socket.as_path();
         let daemon = containerd::find(Some(socket)).map_err(|error| error_chain::chain(&error))?;
         if daemon.pid == self.daemon.pid {
             return Err("the old one still answers".into());
         }
         let config = daemon.config?;
-        let known = |name: &str| block::cri(&config)?.get("runtimes")?.get(name);
         match handler {
-            Some(name) if known(name).is_none() => Err(format!("it does not serve handler {name}")),
+            Some(spec) if handler::handler_of(&config, &spec.name).is_none() => {
+                Err(format!("it does not serve handler {}", spec.name))
+            }
             _ => Ok(()),
         }
     }

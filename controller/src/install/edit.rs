@@ -1,5 +1,6 @@
-//! The edit of containerd's file, or of the template that it is made from: a block at its end, so
-//! that everything else stays the same, byte for byte.
+//! The edit of containerd's files, or of the template that its file is made from. A block is added
+//! at the end of a file and removed as it is, so that everything else stays, byte for byte. From a
+//! file that another program wrote anew, the handler is removed by its place in the TOML tree.
 
 use std::{
     fmt, fs, io,
@@ -9,36 +10,25 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::{block, files, target::InstallTarget};
+use super::{
+    block, files,
+    handler::{self, HandlerSpec},
+    removal, target,
+};
 
-/// First line of a template of k3s and rke2 that extends the built-in one.
-const BASE: &str = "{{ template \"base\" . }}";
-
-/// The added text and its file.
+/// A text that was added to a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct AddedBlock {
+pub struct AddedText {
     /// Path of the file.
     pub path: PathBuf,
-    /// Name of the handler.
-    pub runtime_name: String,
     /// The text exactly as in the file.
     pub text: String,
     /// Whether the file was created.
     pub created: bool,
 }
 
-/// A file before and after the edit.
-#[derive(Debug)]
-pub struct ConfigEdit {
-    /// The text that is added or removed.
-    pub added: AddedBlock,
-    before: Option<String>,
-    after: Option<String>,
-    adds: bool,
-}
-
-/// Why the file cannot be edited.
+/// Why a file cannot be edited.
 #[derive(Debug, thiserror::Error)]
 pub enum EditError {
     /// The file cannot be read or written.
@@ -51,18 +41,10 @@ pub enum EditError {
         #[source]
         source: io::Error,
     },
-    /// The file is not valid TOML.
-    #[error("{} is not valid TOML", path.display())]
-    Toml {
-        /// Path of the file.
-        path: PathBuf,
-        #[source]
-        source: toml::de::Error,
-    },
     /// The block cannot be created.
     #[error(transparent)]
     Block(#[from] block::BlockError),
-    /// The added text was changed since.
+    /// The handler cannot be taken out of the file.
     #[error("the block in {} was changed since the installation: remove handler {name:?} by hand", path.display())]
     Changed {
         /// Path of the file.
@@ -72,102 +54,168 @@ pub enum EditError {
     },
 }
 
+/// A file before and after the edit; `None`: the file does not exist.
+#[derive(Clone, Debug)]
+struct FileEdit {
+    path: PathBuf,
+    before: Option<String>,
+    after: Option<String>,
+    /// Lines to show: added ones with a plus, removed ones with a minus.
+    shown: Vec<String>,
+}
+
+/// Files with their content before and after an edit.
+#[derive(Debug, Default)]
+pub struct ConfigEdit {
+    files: Vec<FileEdit>,
+    /// Blocks that are removed and added, for the preview of a rendered file.
+    blocks: (Vec<String>, Vec<String>),
+}
+
 impl ConfigEdit {
-    /// Plans to add a handler with the file `shim`. `root` is the content of containerd's own file,
-    /// `dump` its whole configuration.
-    pub fn plan(
-        target: &InstallTarget,
-        root: &Table,
-        dump: &Table,
-        name: &str,
-        shim: &Path,
-    ) -> Result<ConfigEdit, EditError> {
-        let path = target.path();
-        let before = read(path)?;
-        let version = |table: &Table| table.get("version").and_then(toml::Value::as_integer);
-        // A file without a version has version 1; without a file the version is that of the dump.
-        let version = match (target, &before) {
-            (InstallTarget::Root(_), None) => version(dump).unwrap_or(2),
-            _ => version(root).unwrap_or(1),
-        };
-        let mut text = block::text(dump, root, version, name, shim)?;
-        match (target, &before) {
-            (InstallTarget::Template(_), None) => text = format!("{BASE}\n\n{text}"),
-            (_, None) => text = format!("version = {version}\n\n{text}"),
-            (_, Some(before)) if before.ends_with('\n') => text.insert(0, '\n'),
-            (_, Some(_)) => text.insert_str(0, "\n\n"),
+    /// An edit of these files that changes nothing yet.
+    pub fn of(paths: impl IntoIterator<Item = PathBuf>) -> Result<ConfigEdit, EditError> {
+        let mut edit = ConfigEdit::default();
+        for path in paths {
+            if edit.files.iter().all(|file| file.path != path) {
+                let before = read(&path)?;
+                let after = before.clone();
+                edit.files.push(FileEdit { path, before, after, shown: Vec::new() });
+            }
         }
-        let after = format!("{}{text}", before.as_deref().unwrap_or_default());
-        let (path, runtime_name) = (path.to_owned(), name.to_owned());
-        let added = AddedBlock { path, runtime_name, text, created: before.is_none() };
-        Ok(ConfigEdit { added, before, after: Some(after), adds: true })
+        Ok(edit)
     }
 
-    /// Plans to remove what was added; `None` if the handler is not there.
-    pub fn removal(added: &AddedBlock) -> Result<Option<ConfigEdit>, EditError> {
-        let Some(before) = read(&added.path)? else { return Ok(None) };
-        let Some((head, tail)) = before.split_once(&added.text) else {
-            let named = match before.parse::<Table>() {
-                Ok(own) => block::has_handler(&own, &added.runtime_name),
-                // A template is not TOML.
-                Err(_) if added.path.extension().is_some_and(|e| e == "tmpl") => {
-                    before.contains(&format!("runtimes.\"{}\"", added.runtime_name))
-                }
-                Err(source) => return Err(EditError::Toml { path: added.path.clone(), source }),
-            };
-            if !named {
-                // The block was never written, or was removed by hand.
-                return Ok(None);
-            }
-            return Err(EditError::Changed {
-                path: added.path.clone(),
-                name: added.runtime_name.clone(),
-            });
+    /// The content of one of its files as it will be.
+    pub fn text(&self, path: &Path) -> Option<&str> {
+        self.files.iter().find(|file| file.path == path)?.after.as_deref()
+    }
+
+    /// The same as a table; unreadable content counts as empty: `containerd config dump` reports
+    /// the error.
+    pub fn table(&self, path: &Path) -> Table {
+        self.text(path).unwrap_or_default().parse().unwrap_or_default()
+    }
+
+    /// Adds a text at the end of a file.
+    pub fn append(&mut self, path: &Path, added: &str) {
+        let Some(file) = self.files.iter_mut().find(|file| file.path == path) else { return };
+        file.after = Some(format!("{}{added}", file.after.as_deref().unwrap_or_default()));
+        file.shown.extend(added.lines().filter(|line| !line.is_empty()).map(|l| format!("+ {l}")));
+        self.blocks.1.push(block::in_text(added).to_owned());
+    }
+
+    /// Removes a recorded text, where it is still as it was added.
+    pub fn remove_text(&mut self, added: &AddedText) {
+        let Some(file) = self.files.iter_mut().find(|file| file.path == added.path) else { return };
+        let Some((head, tail)) =
+            file.after.as_deref().and_then(|text| text.split_once(added.text.as_str()))
+        else {
+            return;
         };
         let rest = format!("{head}{tail}");
-        let after = (!(added.created && rest.is_empty())).then_some(rest);
-        Ok(Some(ConfigEdit { added: added.clone(), before: Some(before), after, adds: false }))
+        let lines = added.text.lines().filter(|line| !line.is_empty());
+        file.shown.extend(lines.map(|line| format!("- {line}")));
+        file.after = (!(added.created && rest.is_empty())).then_some(rest);
+        self.blocks.0.push(block::in_text(&added.text).to_owned());
+    }
+
+    /// Removes the handlers of these specifications from every file. `merged`: the names that belong
+    /// to this installation in containerd's whole configuration, whose parts in any file do too.
+    pub fn remove_handlers(
+        &mut self,
+        specs: &[HandlerSpec],
+        merged: &[&str],
+    ) -> Result<(), EditError> {
+        for file in &mut self.files {
+            for spec in specs {
+                let Some(text) = file.after.as_deref() else { break };
+                let changed =
+                    EditError::Changed { path: file.path.clone(), name: spec.name.clone() };
+                if target::is_template(&file.path) {
+                    // A template is not TOML.
+                    match text.contains(&format!("runtimes.\"{}\"", spec.name)) {
+                        true => return Err(changed),
+                        false => continue,
+                    }
+                }
+                let own = text.parse::<Table>().unwrap_or_default();
+                let ours = handler::handler_of(&own, &spec.name);
+                let merged = merged.contains(&spec.name.as_str());
+                if !ours.is_some_and(|handler| merged || spec.is_ours(handler)) {
+                    continue;
+                }
+                let rest = removal::without(text, &spec.name).ok_or(changed)?;
+                file.shown.push(format!("- handler {}", spec.name));
+                let emptied = target::is_drop_in(&file.path) && is_bare(&rest);
+                file.after = (!emptied).then_some(rest);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether it changes nothing.
+    pub fn is_empty(&self) -> bool {
+        self.changed().next().is_none()
+    }
+
+    fn changed(&self) -> impl Iterator<Item = &FileEdit> {
+        self.files.iter().filter(|file| file.before != file.after)
+    }
+
+    /// Paths of the files that it changes.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.changed().map(|file| file.path.as_path())
     }
 
     /// The content of containerd's own file after the edit; it is `root` now and is rendered from
-    /// the edited template.
+    /// an edited template.
     pub fn preview(&self, root: &str) -> String {
-        let block = block::in_text(&self.added.text);
-        if self.adds { format!("{root}\n{block}") } else { root.replace(block, "") }
+        let without = self.blocks.0.iter().fold(root.to_owned(), |all, one| all.replace(one, ""));
+        self.blocks.1.iter().fold(without, |all, one| format!("{all}\n{one}"))
     }
 
-    /// Name of the handler.
-    pub fn runtime_name(&self) -> &str {
-        &self.added.runtime_name
-    }
-
-    /// Writes the edited file.
+    /// Writes the edited files, all or none of them.
     pub fn make(&self) -> Result<(), EditError> {
-        self.put(self.after.as_deref())
-    }
-
-    /// Writes the original file.
-    pub fn undo(&self) -> Result<(), EditError> {
-        self.put(self.before.as_deref())
-    }
-
-    fn put(&self, text: Option<&str>) -> Result<(), EditError> {
-        let path = &self.added.path;
-        let failed = |action| move |source| EditError::Io { action, path: path.clone(), source };
-        match text {
-            Some(text) => {
-                if let Some(folder) = path.parent() {
-                    fs::create_dir_all(folder).map_err(failed("write"))?;
-                }
-                files::replace(path, text.as_bytes(), None).map_err(failed("write"))
+        for (at, file) in self.changed().enumerate() {
+            if let Err(error) = put(&file.path, file.after.as_deref()) {
+                let mut written = self.changed().take(at);
+                written.try_for_each(|file| put(&file.path, file.before.as_deref()))?;
+                return Err(error);
             }
-            None => match fs::remove_file(path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    Err(failed("remove")(error))
-                }
-                _ => Ok(()),
-            },
         }
+        Ok(())
+    }
+
+    /// Writes the original files.
+    pub fn undo(&self) -> Result<(), EditError> {
+        // One file that cannot be written must not keep the others from it.
+        let undone: Vec<_> =
+            self.changed().map(|file| put(&file.path, file.before.as_deref())).collect();
+        undone.into_iter().collect()
+    }
+}
+
+/// Whether a file of our own has nothing but its version.
+fn is_bare(text: &str) -> bool {
+    text.parse::<Table>().is_ok_and(|rest| {
+        rest.iter().all(|(key, value)| key == "version" || handler::is_empty(value))
+    })
+}
+
+fn put(path: &Path, text: Option<&str>) -> Result<(), EditError> {
+    let failed = |action| move |source| EditError::Io { action, path: path.to_owned(), source };
+    match text {
+        Some(text) => {
+            if let Some(folder) = path.parent() {
+                fs::create_dir_all(folder).map_err(failed("write"))?;
+            }
+            files::replace(path, text.as_bytes(), None).map_err(failed("write"))
+        }
+        None => match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove")(error)),
+            _ => Ok(()),
+        },
     }
 }
 
@@ -181,98 +229,20 @@ fn read(path: &Path) -> Result<Option<String>, EditError> {
 
 impl fmt::Display for ConfigEdit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (verb, sign) = match (self.adds, &self.before) {
-            (true, None) => ("make", '+'),
-            (true, Some(_)) => ("edit", '+'),
-            (false, _) => ("restore", '-'),
-        };
-        write!(f, "{verb} {}", self.added.path.display())?;
-        for line in self.added.text.lines().filter(|line| !line.is_empty()) {
-            write!(f, "\n  {sign} {line}")?;
+        for (at, file) in self.changed().enumerate() {
+            let adds = file.shown.iter().any(|line| line.starts_with('+'));
+            let verb = match (adds, &file.before) {
+                (true, None) => "make",
+                (true, Some(_)) => "edit",
+                (false, _) => "restore",
+            };
+            let newline = if at == 0 { "" } else { "\n" };
+            write!(f, "{newline}{verb} {}", file.path.display())?;
+            file.shown.iter().try_for_each(|line| write!(f, "\n  {line}"))?;
         }
         Ok(())
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A plan for the containerd of a distribution.
-    fn plan(path: &Path, dump: &Table) -> Result<ConfigEdit, EditError> {
-        let root = read(path)?.unwrap_or_default().parse();
-        let root = root.map_err(|source| EditError::Toml { path: path.to_owned(), source })?;
-        ConfigEdit::plan(&InstallTarget::Root(path.to_owned()), &root, dump, "affinode", path)
-    }
-
-    const DUMP: &str = "version = 3\n[plugins.\"io.containerd.cri.v1.runtime\".containerd]\n";
-
-    /// Whatever the file contains, and whatever is added after the block later, everything else
-    /// stays.
-    #[test]
-    fn removal_restores_the_file_exactly() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("config.toml");
-        let dump: Table = DUMP.parse().unwrap();
-        for text in ["version = 3", "version = 3\n", "# a comment\nversion = 3\n\n\n"] {
-            fs::write(&path, text).unwrap();
-            let edit = plan(&path, &dump).unwrap();
-            edit.make().unwrap();
-            let with: Table = fs::read_to_string(&path).unwrap().parse().unwrap();
-            assert!(block::cri(&with).unwrap()["runtimes"].get("affinode").is_some());
-            fs::write(&path, fs::read_to_string(&path).unwrap() + "# later\n").unwrap();
-            ConfigEdit::removal(&edit.added).unwrap().unwrap().make().unwrap();
-            assert_eq!(fs::read_to_string(&path).unwrap(), format!("{text}# later\n"));
-            edit.undo().unwrap();
-            assert_eq!(fs::read_to_string(&path).unwrap(), text);
-        }
-    }
-
-    #[test]
-    fn a_changed_block_is_not_removed() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("config.toml");
-        let dump: Table = DUMP.parse().unwrap();
-        let edit = plan(&path, &dump).unwrap();
-        edit.make().unwrap();
-        let text = fs::read_to_string(&path).unwrap();
-        assert!(text.starts_with("version = 3\n"));
-        fs::write(&path, text.replace("affinode.io/*", "*")).unwrap();
-        assert!(matches!(ConfigEdit::removal(&edit.added), Err(EditError::Changed { .. })));
-        fs::write(&path, text).unwrap();
-        ConfigEdit::removal(&edit.added).unwrap().unwrap().make().unwrap();
-        assert!(!path.exists());
-        assert!(ConfigEdit::removal(&edit.added).unwrap().is_none());
-        fs::write(&path, "version = ").unwrap();
-        assert!(matches!(ConfigEdit::removal(&edit.added), Err(EditError::Toml { .. })));
-    }
-
-    /// For k3s and rke2, whose template may have content of its own.
-    #[test]
-    fn a_template_is_added_to_and_comes_back() {
-        let folder = tempfile::tempdir().unwrap();
-        let target = InstallTarget::Template(folder.path().join("config-v3.toml.tmpl"));
-        let dump: Table = DUMP.parse().unwrap();
-        let edit = ConfigEdit::plan(&target, &dump, &dump, "affinode", folder.path()).unwrap();
-        edit.make().unwrap();
-        let text = fs::read_to_string(target.path()).unwrap();
-        assert!(text.starts_with(BASE), "{text}");
-        // containerd starts with the rendered file, with the block and then without.
-        let rendered = text.replace(BASE, DUMP);
-        let with: Table = edit.preview(DUMP).parse().unwrap();
-        assert_eq!(with, rendered.parse::<Table>().unwrap());
-        let removal = ConfigEdit::removal(&edit.added).unwrap().unwrap();
-        let without: Table = removal.preview(&rendered).parse().unwrap();
-        assert_eq!(without, DUMP.parse::<Table>().unwrap());
-        removal.make().unwrap();
-        assert!(!target.path().exists());
-        fs::write(target.path(), "{{ template \"base\" . }}\n# ours").unwrap();
-        let edit = ConfigEdit::plan(&target, &dump, &dump, "affinode", folder.path()).unwrap();
-        edit.make().unwrap();
-        let text = fs::read_to_string(target.path()).unwrap();
-        fs::write(target.path(), text.replace("affinode.io/*", "*")).unwrap();
-        assert!(matches!(ConfigEdit::removal(&edit.added), Err(EditError::Changed { .. })));
-        edit.undo().unwrap();
-        assert!(ConfigEdit::removal(&edit.added).unwrap().is_none());
-    }
-}
+mod tests;

@@ -1,11 +1,14 @@
 //! Installs Affinode on a node and uninstalls it.
 //!
 //! ```text
-//! install:    plan ──> record ──> files ──> block in containerd's file ──> dump again ──> restart ──> Done
+//! install:    plan ──> record ──> files ──> handler in containerd's file ──> dump again ──> restart ──> Done
 //!              │                              ^                              │ more than the   │ does not
 //!              │ nothing to do                └─── the original file <──────┴ handler differs ┘ start
-//! uninstall:  shims or jobs? ──> block removed ──> dump again ──> restart ──> files ──> record
+//! uninstall:  shims or jobs? ──> handler out of every file ──> dump again ──> restart ──> files ──> record
 //! ```
+//!
+//! The handler is judged by what containerd reads, in whichever file it is: NVIDIA's toolkit writes
+//! containerd's files anew and copies handlers between them.
 //!
 //! Nothing is changed before everything has been examined. The record lists every file before it is
 //! written, so that an installation that was killed can be uninstalled. A first installation that
@@ -15,9 +18,12 @@ mod block;
 mod containerd;
 mod edit;
 mod files;
-mod imports;
+mod handler;
+pub(crate) mod imports;
 mod lock;
+mod plan;
 mod record;
+mod removal;
 mod status;
 mod target;
 
@@ -32,10 +38,16 @@ pub use edit::EditError;
 pub use files::{FileError, SourceFile};
 pub use record::RecordError;
 pub use status::{FileState, HandlerState, InstallStatus, status};
+pub(crate) use target::RENDERED;
 
 use self::{
-    containerd::ContainerdNode, edit::ConfigEdit, files::FileChange, lock::InstallLock,
-    record::InstallRecord,
+    containerd::ContainerdNode,
+    edit::ConfigEdit,
+    files::FileChange,
+    handler::HandlerVerdict,
+    lock::InstallLock,
+    plan::HandlerPlan,
+    record::{AddedBlock, InstallRecord},
 };
 use crate::{doctor::programs::SHIM, inventory::process};
 
@@ -175,22 +187,17 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     }
     let before = node.dump()?;
     let restart = node.way(&options.restart);
-    let (edit, restarts) = match older.as_ref().filter(|older| node.has_block(older)) {
-        // The handler exists already: a new version uses the same one.
-        Some(older) => (None, !older.settled),
-        None => {
-            let shim = options.prefix.join("bin").join(SHIM);
-            let target = node.target();
-            (Some(ConfigEdit::plan(&target, &node.own(&target), &before, name, &shim)?), true)
-        }
-    };
+    let plan = plan::install(options, older.as_ref(), &node, &before)?;
     let changes = files::plan(source, &options.prefix);
     let replaces_shim =
         changes.iter().any(|change| change.replaces() && change.to().ends_with(SHIM));
     let controllers = containerd::old_controllers(&options.prefix, replaces_shim);
     let mut steps: Steps = changes.iter().map(FileChange::to_string).collect();
-    steps.extend(edit.iter().map(ConfigEdit::to_string));
-    if restarts {
+    steps.extend(plan.edit.iter().map(ConfigEdit::to_string));
+    steps.extend(
+        plan.adopted.iter().map(|file| format!("use handler {name} in {}", file.display())),
+    );
+    if plan.restarts {
         steps.push(restart.to_string());
     }
     steps.extend(controllers.iter().map(|controller| {
@@ -201,18 +208,18 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     }));
     let Some(lock) = lock.as_mut().filter(|_| !steps.is_empty()) else { return Ok(steps) };
     let fresh = older.is_none() && !changes.iter().any(FileChange::replaces);
-    let targets = edit.iter().map(|edit| edit.added.path.as_path());
+    let targets = plan.edit.iter().flat_map(ConfigEdit::paths);
     for folder in changes.iter().map(FileChange::to).chain(targets).filter_map(Path::parent) {
         let made = files::missing_folders(folder);
         lock.made.extend(
             made.into_iter().filter(|folder| !lock.made.contains(folder)).collect::<Vec<_>>(),
         );
     }
-    let mut record = InstallRecord::of(&options.prefix, source, older, edit.as_ref(), &lock.made);
+    let mut record = InstallRecord::of(&options.prefix, source, older, &plan, &lock.made);
     record.containerd = Some(node.socket().to_owned());
     record.write(&options.state_dir)?;
     let change = InstallEffect { node: &node, before: &before, restart: &restart, options };
-    let made = put(&change, &changes, edit.as_ref(), restarts);
+    let made = put(&change, &changes, &plan);
     if made.is_err() && fresh {
         // It was a first installation: all its files are removed again.
         for change in &changes {
@@ -222,7 +229,7 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
         record.remove(&options.state_dir)?;
     }
     made?;
-    record.settled = true;
+    record.settle(&plan);
     record.write(&options.state_dir)?;
     for controller in &controllers {
         // A controller that cannot be ended continues; `affinode doctor` reports it.
@@ -231,26 +238,29 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     Ok(steps)
 }
 
-/// Removes what a killed installer left: partly written files, a handler that was not compared and
-/// that containerd may not have loaded, and a handler in a file that is no longer read.
+/// Removes what a killed installer left: partly written files, and a handler that was not compared
+/// and that containerd may not have loaded.
 fn heal(
     options: &InstallOptions,
     older: Option<&InstallRecord>,
     node: &ContainerdNode,
 ) -> Result<(), InstallError> {
     tidy(options, older)?;
-    files::tidy(node.target().path())?;
-    let stale = older.filter(|older| !older.settled || !node.has_block(older));
-    match stale.and_then(|older| older.block.as_ref()) {
-        Some(added) => ConfigEdit::removal(added)?.map_or(Ok(()), |edit| Ok(edit.make()?)),
-        None => Ok(()),
-    }
+    node.files().iter().try_for_each(|file| files::tidy(file))?;
+    let texts = || {
+        let unsettled = older.filter(|older| !older.settled).into_iter();
+        unsettled.flat_map(InstallRecord::blocks).flat_map(AddedBlock::texts)
+    };
+    let mut edit = ConfigEdit::of(texts().map(|added| added.path))?;
+    texts().for_each(|added| edit.remove_text(&added));
+    Ok(edit.make()?)
 }
 
 fn tidy(options: &InstallOptions, record: Option<&InstallRecord>) -> Result<(), FileError> {
     let listed =
         record.into_iter().flat_map(InstallRecord::listed).map(|(path, _)| path.to_owned());
-    let added = record.and_then(|record| record.block.as_ref()).map(|added| added.path.clone());
+    let blocks = record.into_iter().flat_map(InstallRecord::blocks);
+    let added = blocks.flat_map(AddedBlock::texts).map(|added| added.path);
     files::remove_left(&options.state_dir.join(SCRATCH))?;
     let own = InstallRecord::file(&options.state_dir);
     listed.chain(added).chain([own]).try_for_each(|path| files::tidy(&path))
@@ -267,25 +277,23 @@ struct InstallEffect<'a> {
 fn put(
     effect: &InstallEffect<'_>,
     changes: &[FileChange],
-    edit: Option<&ConfigEdit>,
-    restarts: bool,
+    plan: &HandlerPlan,
 ) -> Result<(), InstallError> {
-    let name = Some(effect.options.runtime_name.as_str());
     for change in changes {
         change.make()?;
     }
-    match edit {
-        Some(edit) => effect.edit(edit, name),
-        None if restarts => Ok(effect.node.restart(effect.restart, name)?),
+    match &plan.edit {
+        Some(edit) => effect.edit(edit, plan),
+        None if plan.restarts => Ok(effect.node.restart(effect.restart, plan.wanted.as_ref())?),
         None => Ok(()),
     }
 }
 
 impl InstallEffect<'_> {
-    /// Edits the file, or restores it on an error.
-    fn edit(&self, edit: &ConfigEdit, ours: Option<&str>) -> Result<(), InstallError> {
+    /// Edits the files, or restores them on an error.
+    fn edit(&self, edit: &ConfigEdit, plan: &HandlerPlan) -> Result<(), InstallError> {
         edit.make()?;
-        if let Err(error) = self.settle(edit, ours) {
+        if let Err(error) = self.settle(edit, plan) {
             edit.undo()?;
             return Err(self.node.recovered(self.restart, error).into());
         }
@@ -293,16 +301,25 @@ impl InstallEffect<'_> {
     }
 
     /// Checks containerd's configuration after the edit, and restarts it.
-    fn settle(&self, edit: &ConfigEdit, ours: Option<&str>) -> Result<(), NodeError> {
-        let differing =
-            |after| block::only_handler_differs(self.before, after, edit.runtime_name());
+    fn settle(&self, edit: &ConfigEdit, plan: &HandlerPlan) -> Result<(), NodeError> {
+        let names = plan.names();
+        let differing = |after| handler::only_handlers_differ(self.before, after, &names);
         let after = self.node.dump_after(edit, &self.options.state_dir.join(SCRATCH))?;
         differing(&after).map_err(NodeError::Differs)?;
-        if let Some(name) = ours.filter(|name| !block::has_handler(&after, name)) {
-            let path = edit.added.path.clone();
-            return Err(NodeError::Covered { name: name.into(), path });
+        gone(plan, &after)?;
+        if let Some(spec) = &plan.wanted {
+            let reaches = match spec.judge(&after) {
+                HandlerVerdict::Same => true,
+                // Replaced at each look, it would restart containerd each time.
+                HandlerVerdict::Differs => !plan.replaces,
+                HandlerVerdict::Absent | HandlerVerdict::Foreign => false,
+            };
+            if !reaches {
+                let path = edit.paths().next().unwrap_or(Path::new("")).to_owned();
+                return Err(NodeError::Covered { name: spec.name.clone(), path });
+            }
         }
-        self.node.restart(self.restart, ours)?;
+        self.node.restart(self.restart, plan.wanted.as_ref())?;
         // A file that is rendered at the start could only be predicted until now.
         match self.restart {
             RestartRequest::Systemd { .. } => {
@@ -310,6 +327,15 @@ impl InstallEffect<'_> {
             }
             RestartRequest::None => Ok(()),
         }
+    }
+}
+
+/// Whether the handlers that were to be removed are in no file any more.
+fn gone(plan: &HandlerPlan, dump: &toml::Table) -> Result<(), NodeError> {
+    let ours = |verdict| matches!(verdict, HandlerVerdict::Same | HandlerVerdict::Differs);
+    match plan.gone.iter().find(|spec| ours(spec.judge(dump))) {
+        Some(spec) => Err(NodeError::Remains { name: spec.name.clone() }),
+        None => Ok(()),
     }
 }
 
@@ -330,14 +356,11 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         (0, jobs) => return Err(InstallError::Jobs(jobs)),
         (shims, _) => return Err(InstallError::InUse(shims)),
     }
-    let edit = match &record.block {
-        Some(block) => ConfigEdit::removal(block)?,
-        None => None,
-    };
     let node = ContainerdNode::find(options.socket(Some(&record)));
+    let plan = plan::uninstall(options, &record, node.as_ref().ok())?;
     let restart = node.as_ref().map_or(options.restart.clone(), |node| node.way(&options.restart));
-    let mut steps: Steps = edit.iter().map(ConfigEdit::to_string).collect();
-    if edit.is_some() {
+    let mut steps: Steps = plan.edit.iter().map(ConfigEdit::to_string).collect();
+    if plan.restarts {
         steps.push(restart.to_string());
     }
     let (ours, changed) = record.files()?;
@@ -345,11 +368,15 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     steps.extend(changed.iter().map(|path| format!("leave {}: it was changed", path.display())));
     let Some(lock) = &mut lock else { return Ok(steps) };
     tidy(options, Some(&record))?;
-    if let Some(edit) = edit {
+    if let Some(edit) = &plan.edit {
         let node = node?;
         let before = node.dump()?;
         let effect = InstallEffect { node: &node, before: &before, restart: &restart, options };
-        effect.edit(&edit, None)?;
+        effect.edit(edit, &plan)?;
+    } else if let Ok(node) = &node {
+        // k3s and rke2 render the handler out of their file at their next start.
+        let rendered = node.config_file().ends_with(RENDERED);
+        node.config().map_or(Ok(()), |dump| if rendered { Ok(()) } else { gone(&plan, &dump) })?;
     }
     for path in &ours {
         files::remove(path)?;

@@ -3,15 +3,19 @@
 use std::{
     fs, io,
     path::{Path, PathBuf},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use serde::{Deserialize, Serialize};
 
 use super::{
     FileError, SourceFile,
-    edit::{AddedBlock, ConfigEdit},
+    containerd::ContainerdNode,
+    edit::AddedText,
     files,
+    plan::{self, HandlerPlan},
 };
+use crate::doctor::programs::SHIM;
 
 const FILE: &str = "install.json";
 const VERSION: u32 = 1;
@@ -35,8 +39,97 @@ pub struct InstallRecord {
     /// Socket of that containerd.
     #[serde(default)]
     pub containerd: Option<PathBuf>,
-    /// The block in containerd's configuration.
+    /// The handler in containerd's configuration.
     pub block: Option<AddedBlock>,
+    /// Handlers of earlier names, which running pods may need.
+    #[serde(default)]
+    pub former: Vec<AddedBlock>,
+}
+
+/// A handler in containerd's configuration, and the text that was added for it. An adopted handler
+/// has none.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AddedBlock {
+    /// Path of the file.
+    pub path: PathBuf,
+    /// Name of the handler.
+    pub runtime_name: String,
+    /// The text exactly as in the file.
+    pub text: String,
+    /// Whether the file was created.
+    pub created: bool,
+    /// What was added to other files, and what was added before.
+    #[serde(default)]
+    pub also: Vec<AddedText>,
+    /// The file that containerd read first.
+    #[serde(default)]
+    pub root: Option<PathBuf>,
+    /// When the file was written, in milliseconds since 1970. Other programs write it too.
+    #[serde(default)]
+    written_ms: Option<u64>,
+    /// Whether devices came from CDI.
+    #[serde(default)]
+    pub cdi: bool,
+}
+
+impl AddedBlock {
+    /// A handler that another program or a person wrote into this file.
+    pub fn of(name: &str, path: PathBuf, node: &ContainerdNode, cdi: bool) -> AddedBlock {
+        let none = AddedText { path, text: String::new(), created: false };
+        let mut block = AddedBlock::added(name, vec![none], node, cdi);
+        block.settle();
+        block
+    }
+
+    /// A handler with the texts that are added for it, the first of them in its own file.
+    pub fn added(
+        name: &str,
+        texts: Vec<AddedText>,
+        node: &ContainerdNode,
+        cdi: bool,
+    ) -> AddedBlock {
+        let mut texts = texts.into_iter();
+        let first = texts.next();
+        let first = first.unwrap_or(AddedText {
+            path: node.config_file(),
+            text: String::new(),
+            created: false,
+        });
+        AddedBlock {
+            path: first.path,
+            runtime_name: name.to_owned(),
+            text: first.text,
+            created: first.created,
+            also: texts.collect(),
+            root: Some(node.config_file()),
+            written_ms: None,
+            cdi,
+        }
+    }
+
+    /// Every text that was added.
+    pub fn texts(&self) -> impl Iterator<Item = AddedText> {
+        let (path, text) = (self.path.clone(), self.text.clone());
+        let first = AddedText { path, text, created: self.created };
+        std::iter::once(first).chain(self.also.iter().cloned()).filter(|one| !one.text.is_empty())
+    }
+
+    /// When the handler was written.
+    pub fn written(&self) -> SystemTime {
+        let recorded = self.written_ms.map(|ms| UNIX_EPOCH + Duration::from_millis(ms));
+        recorded.unwrap_or_else(|| plan::written(&self.path))
+    }
+
+    /// Notes the time of the write, and forgets texts that were replaced.
+    fn settle(&mut self) {
+        let since = plan::written(&self.path).duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.written_ms = u64::try_from(since.as_millis()).ok();
+        let there = |added: &AddedText| {
+            fs::read_to_string(&added.path).is_ok_and(|text| text.contains(&added.text))
+        };
+        self.also.retain(there);
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -70,31 +163,54 @@ pub enum RecordError {
 }
 
 impl InstallRecord {
-    /// The record of a finished installation. The block of an earlier installation stays recorded.
+    /// The record of an installation that begins.
     pub fn of(
         prefix: &Path,
         source: &SourceFile,
         older: Option<InstallRecord>,
-        edit: Option<&ConfigEdit>,
+        plan: &HandlerPlan,
         made: &[PathBuf],
     ) -> InstallRecord {
         let mut files = Vec::new();
         for (content, path, _) in source.places(prefix) {
             files.push(InstalledFile { sha256: files::digest_of(&content), path });
         }
-        let mut block = edit.map(|edit| edit.added.clone());
         let mut folders = made.to_vec();
         // containerd has loaded a handler that is not changed.
-        let settled = edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
+        let settled = plan.edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
         let containerd = older.as_ref().and_then(|older| older.containerd.clone());
+        let mut former = plan.former.clone();
         if let Some(older) = older {
+            // What is removed now is recorded until it is gone.
+            let leaves =
+                |block: &AddedBlock| plan.gone.iter().any(|g| g.name == block.runtime_name);
+            former.extend(older.blocks().filter(|block| leaves(block)).cloned());
             let elsewhere = |old: &InstalledFile| files.iter().all(|file| file.path != old.path);
             let (left, _): (Vec<_>, Vec<_>) = older.files.into_iter().partition(elsewhere);
             files.extend(left);
-            block = block.or(older.block);
             folders.splice(..0, older.folders);
         }
-        InstallRecord { version: VERSION, files, folders, settled, containerd, block }
+        let block = plan.block.clone();
+        InstallRecord { version: VERSION, files, folders, settled, containerd, block, former }
+    }
+
+    /// Records that the plan was carried out.
+    pub fn settle(&mut self, plan: &HandlerPlan) {
+        self.settled = true;
+        self.former.clone_from(&plan.former);
+        if let Some(block) = self.block.as_mut().filter(|_| plan.edit.is_some()) {
+            block.settle();
+        }
+    }
+
+    /// The handlers in containerd's configuration.
+    pub fn blocks(&self) -> impl Iterator<Item = &AddedBlock> {
+        self.block.iter().chain(&self.former)
+    }
+
+    /// The installed shim.
+    pub fn shim(&self) -> Option<&Path> {
+        self.listed().map(|(path, _)| path).find(|path| path.ends_with(SHIM))
     }
 
     /// Reads the record; `None` if nothing is installed.

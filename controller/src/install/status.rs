@@ -1,12 +1,16 @@
 //! The status of an installation.
 
-use std::{fs, path::PathBuf, time::SystemTime};
+use std::{fs, path::PathBuf};
 
 use serde::Serialize;
 
 use super::{
-    InstallError, InstallOptions, containerd, containerd::ContainerdNode, files,
-    record::InstallRecord,
+    InstallError, InstallOptions, containerd,
+    containerd::ContainerdNode,
+    files,
+    handler::{HandlerSpec, HandlerVerdict},
+    plan,
+    record::{AddedBlock, InstallRecord},
 };
 
 /// What is installed, and whether it is unchanged.
@@ -16,6 +20,8 @@ pub struct InstallStatus {
     pub files: Vec<FileStatus>,
     /// The handler in containerd's configuration.
     pub handler: Option<HandlerStatus>,
+    /// Names of earlier handlers that stay for running pods.
+    pub former: Vec<String>,
     /// Number of running shims of this installation.
     pub running_shims: usize,
     /// Whether everything is unchanged and served by containerd.
@@ -58,14 +64,21 @@ pub struct HandlerStatus {
 pub enum HandlerState {
     /// containerd serves the handler.
     Served,
-    /// The handler is in the file, and containerd has not been restarted since it was written.
+    /// containerd serves the handler, and an installation would change it: the handler that it
+    /// copies differs now, or one of an earlier name is no longer in use.
+    Outdated,
+    /// containerd has not been restarted since the handler was written.
     RestartNeeded,
     /// The handler is in the file, and containerd does not read that file any longer.
     NotRead,
-    /// The handler is in the file, and no containerd runs.
+    /// No file has the handler.
+    Missing,
+    /// A handler of this name runs another program.
+    Foreign,
+    /// containerd cannot read its configuration.
+    Unreadable,
+    /// No containerd runs.
     NoContainerd,
-    /// The handler was removed from the file, or was changed.
-    Changed,
 }
 
 /// Compares the node with the record; `None`: nothing is installed.
@@ -83,25 +96,53 @@ pub fn status(options: &InstallOptions) -> Result<Option<InstallStatus>, Install
         };
         seen.push(FileStatus { path: path.to_owned(), state });
     }
+    let running_shims = containerd::running_shims(&options.prefix);
     let handler = record.block.as_ref().map(|added| {
-        let text = fs::read_to_string(&added.path).unwrap_or_default();
-        let state = match ContainerdNode::find(options.socket(Some(&record))) {
-            _ if !text.contains(&added.text) => HandlerState::Changed,
-            Err(_) => HandlerState::NoContainerd,
-            Ok(node) if !node.has_block(&record) => HandlerState::NotRead,
-            Ok(node) if node.runs_since(written(&added.path)) => HandlerState::Served,
-            Ok(_) => HandlerState::RestartNeeded,
+        let node = ContainerdNode::find(options.socket(Some(&record)));
+        let (state, file) = match &node {
+            Ok(node) => {
+                let file = node.naming(&added.runtime_name).last().cloned();
+                (judge(options, &record, added, node, running_shims), file)
+            }
+            Err(_) => (HandlerState::NoContainerd, None),
         };
-        let (name, config_file) = (added.runtime_name.clone(), added.path.clone());
-        HandlerStatus { name, config_file, state }
+        let config_file = file.unwrap_or_else(|| added.path.clone());
+        HandlerStatus { name: added.runtime_name.clone(), config_file, state }
     });
+    let former = record.former.iter().map(|added| added.runtime_name.clone()).collect();
     let served = handler.as_ref().is_some_and(|h| h.state == HandlerState::Served);
     let in_place = served && seen.iter().all(|file| file.state == FileState::InPlace);
-    let running_shims = containerd::running_shims(&options.prefix);
-    Ok(Some(InstallStatus { files: seen, handler, running_shims, in_place }))
+    Ok(Some(InstallStatus { files: seen, handler, former, running_shims, in_place }))
 }
 
-fn written(path: &std::path::Path) -> SystemTime {
-    let written = fs::metadata(path).and_then(|file| file.modified());
-    written.unwrap_or(SystemTime::UNIX_EPOCH)
+fn judge(
+    options: &InstallOptions,
+    record: &InstallRecord,
+    added: &AddedBlock,
+    node: &ContainerdNode,
+    running_shims: usize,
+) -> HandlerState {
+    let Ok(dump) = node.config() else { return HandlerState::Unreadable };
+    let cdi = plan::uses_cdi(Some(record), node, &dump);
+    let spec =
+        HandlerSpec::new(&added.runtime_name, &options.prefix, Some(record), cdi).installed();
+    let loaded = node.runs_since(added.written());
+    match spec.judge(&dump) {
+        HandlerVerdict::Foreign => HandlerState::Foreign,
+        HandlerVerdict::Absent if node.renders(added) => HandlerState::RestartNeeded,
+        HandlerVerdict::Absent => {
+            let there = |text: &str| !added.text.is_empty() && text.contains(&added.text);
+            match fs::read_to_string(&added.path).is_ok_and(|text| there(&text)) {
+                true => HandlerState::NotRead,
+                false => HandlerState::Missing,
+            }
+        }
+        HandlerVerdict::Same | HandlerVerdict::Differs if !loaded => HandlerState::RestartNeeded,
+        HandlerVerdict::Differs => HandlerState::Outdated,
+        // A handler of an earlier name can be removed now.
+        HandlerVerdict::Same if !record.former.is_empty() && running_shims == 0 => {
+            HandlerState::Outdated
+        }
+        HandlerVerdict::Same => HandlerState::Served,
+    }
 }

@@ -2,14 +2,16 @@
 //!
 //! | containerd is started by | file |
 //! | --- | --- |
-//! | a distribution, or the operator | the file that containerd was started with; with 1.x the last imported file that configures CRI |
+//! | a distribution, or the operator | a file of Affinode's own in a folder that containerd's file imports; without such a folder that file itself |
+//! | the same, containerd 1.x | the last file that configures CRI, and containerd's file too if it names handlers |
 //! | k3s, rke2, which render that file at each start | a file in the folder `config-v3.toml.d` if containerd imports it (newer releases), else the template |
 //!
 //! Up to containerd 1.7 an imported file replaces the whole section of which it sets a key
 //! (NVIDIA's toolkit adds such files): the same section in other files is ignored, and a drop-in of
-//! Affinode would replace all of it. So a drop-in is used only from version 3 of the configuration
-//! on.
-//! version 3 of the configuration on.
+//! Affinode would replace all of it. containerd 2 merges the sections of all files, and a later name
+//! wins: the drop-in sorts behind the one of NVIDIA's toolkit, which copies handlers of other files
+//! into its own. With containerd 1.x the toolkit makes its file from containerd's, so the handler is
+//! added to both.
 
 use std::{
     fs,
@@ -21,12 +23,25 @@ use toml::{Table, Value};
 use crate::doctor::handler::PLUGINS;
 
 /// Path of containerd's file of k3s and rke2, below their data folder.
-const RENDERED: &str = "agent/etc/containerd/config.toml";
+pub const RENDERED: &str = "agent/etc/containerd/config.toml";
 const FOLDER_V3: &str = "config-v3.toml.d";
 const TEMPLATE_V3: &str = "config-v3.toml.tmpl";
 const TEMPLATE: &str = "config.toml.tmpl";
 /// Name of Affinode's file in that folder.
-const DROP_IN: &str = "affinode.toml";
+const RANCHER_DROP_IN: &str = "affinode.toml";
+/// The same in another imported folder: it sorts behind `99-nvidia.toml`.
+const DROP_IN: &str = "99-zz-affinode.toml";
+
+/// Whether a path is that of Affinode's own file.
+pub fn is_drop_in(path: impl AsRef<Path>) -> bool {
+    let path = path.as_ref();
+    path.ends_with(DROP_IN) || path.ends_with(Path::new(FOLDER_V3).join(RANCHER_DROP_IN))
+}
+
+/// Whether a file is a template of k3s or rke2.
+pub fn is_template(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "tmpl")
+}
 
 /// A file from which containerd's configuration is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,22 +56,29 @@ pub enum InstallTarget {
 
 impl InstallTarget {
     /// The target for a containerd with this file, whose content is `own`, and which imports these
-    /// files.
-    pub fn of(file: &Path, own: &Table, imported: &[PathBuf]) -> InstallTarget {
+    /// files. `merges`: whether containerd merges sections of several files, as 2.x does.
+    pub fn of(file: &Path, own: &Table, imported: &[PathBuf], merges: bool) -> InstallTarget {
         let folder = file.parent().unwrap_or(Path::new("/"));
         let version = own.get("version").and_then(Value::as_integer).unwrap_or(1);
+        let imports = own.get("imports").and_then(Value::as_array).into_iter().flatten();
+        let mut imports = imports.filter_map(Value::as_str).map(|import| folder.join(import));
+        if !file.ends_with(RENDERED) && merges {
+            // Version 1 has neither imports nor these names of plugins.
+            let last = imports.rfind(|import| version > 1 && import.ends_with("*.toml"));
+            return match last.as_deref().and_then(Path::parent) {
+                Some(folder) => InstallTarget::DropIn(folder.join(DROP_IN)),
+                None => InstallTarget::Root(file.to_owned()),
+            };
+        }
         if !file.ends_with(RENDERED) {
-            let covers =
-                |path: &&PathBuf| version == 2 && path.as_path() != file && says_of_cri(path);
+            let covers = |path: &&PathBuf| path.as_path() != file && says_of_cri(path);
             let last = imported.iter().rev().find(covers).map(PathBuf::as_path);
             return InstallTarget::Root(last.unwrap_or(file).to_owned());
         }
         let drop_ins = folder.join(FOLDER_V3);
         let all = drop_ins.join("*.toml");
-        let imports = own.get("imports").and_then(Value::as_array).into_iter().flatten();
-        let mut imports = imports.filter_map(Value::as_str).map(|import| folder.join(import));
         if version >= 3 && imports.any(|import| import == all) {
-            return InstallTarget::DropIn(drop_ins.join(DROP_IN));
+            return InstallTarget::DropIn(drop_ins.join(RANCHER_DROP_IN));
         }
         let (newer, older) = (folder.join(TEMPLATE_V3), folder.join(TEMPLATE));
         // The older template is read if there is no newer one, whatever its version.
@@ -64,13 +86,8 @@ impl InstallTarget {
         InstallTarget::Template(if newest { newer } else { older })
     }
 
-    /// Whether a handler in file `path` is read by a containerd with `file`. A template of k3s and
-    /// rke2 is still read after an upgrade to a release that imports a folder. A file of that
-    /// folder is not read after a downgrade, or with a template that imports none.
-    pub fn is_read_by(path: &Path, file: &Path, own: &Table, imported: &[PathBuf]) -> bool {
-        if InstallTarget::of(file, own, imported).path() == path {
-            return true;
-        }
+    /// Whether k3s and rke2 render `file`, with this content, from the template `path`.
+    pub fn renders(path: &Path, file: &Path, own: &Table) -> bool {
         let folder = file.parent().unwrap_or(Path::new("/"));
         let newer = folder.join(TEMPLATE_V3);
         let version = own.get("version").and_then(Value::as_integer).unwrap_or(1);
@@ -100,7 +117,7 @@ mod tests {
     use super::*;
 
     fn of(file: &Path, own: &str) -> InstallTarget {
-        InstallTarget::of(file, &own.parse().unwrap(), &[])
+        InstallTarget::of(file, &own.parse().unwrap(), &[], false)
     }
 
     #[test]
@@ -116,11 +133,25 @@ mod tests {
         let imported = [root.clone(), first, second.clone(), other];
         let of = |version: i64| {
             let own = Table::from_iter([("version".to_owned(), version.into())]);
-            InstallTarget::of(&root, &own, &imported)
+            InstallTarget::of(&root, &own, &imported, version > 2)
         };
         assert_eq!(of(2), InstallTarget::Root(second));
         // From this version on, sections are merged.
         assert_eq!(of(3), InstallTarget::Root(root.clone()));
+    }
+
+    /// Behind the file of NVIDIA's toolkit, whose copies would win.
+    #[test]
+    fn an_imported_folder_gets_a_file() {
+        let root = Path::new("/etc/containerd/config.toml");
+        let of = |own: &str, merges| InstallTarget::of(root, &own.parse().unwrap(), &[], merges);
+        let imports = "version = 3\nimports = [\"/etc/x.toml\", \"conf.d/*.toml\"]\n";
+        let InstallTarget::DropIn(path) = of(imports, true) else { panic!("no file of its own") };
+        assert_eq!(path, Path::new("/etc/containerd/conf.d/99-zz-affinode.toml"));
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap();
+        assert!(name > "99-nvidia.toml" && is_drop_in(&path));
+        assert_eq!(of("version = 3\nimports = [\"/etc/x.toml\"]\n", true).path(), root);
+        assert_eq!(of(imports, false).path(), root, "containerd 1.x does not merge");
     }
 
     #[test]
@@ -131,7 +162,10 @@ mod tests {
         let file = folder.join("config.toml");
         let import =
             format!("version = 3\nimports = [\"{}/*.toml\"]", folder.join(FOLDER_V3).display());
-        assert_eq!(of(&file, &import), InstallTarget::DropIn(folder.join(FOLDER_V3).join(DROP_IN)));
+        assert_eq!(
+            of(&file, &import),
+            InstallTarget::DropIn(folder.join(FOLDER_V3).join(RANCHER_DROP_IN))
+        );
         let newer = InstallTarget::Template(folder.join(TEMPLATE_V3));
         let older = InstallTarget::Template(folder.join(TEMPLATE));
         assert_eq!(of(&file, "version = 3\nimports = [\"/etc/x/*.toml\"]"), newer);
@@ -142,17 +176,14 @@ mod tests {
         assert_eq!(of(&file, "version = 3"), older);
         fs::write(folder.join(TEMPLATE_V3), "").unwrap();
         assert_eq!(of(&file, "version = 3"), newer);
-        let own = import.parse().unwrap();
-        let read = |path: &Path, own: &Table| InstallTarget::is_read_by(path, &file, own, &[]);
-        let (drop_in, newer) = (folder.join(FOLDER_V3).join(DROP_IN), folder.join(TEMPLATE_V3));
+        let newer = folder.join(TEMPLATE_V3);
         let [importing, plain, old] =
             [import.as_str(), "version = 3", "version = 2"].map(|own| own.parse().unwrap());
-        assert!(read(&drop_in, &importing) && !read(&drop_in, &plain));
+        let read = |path: &Path, own: &Table| InstallTarget::renders(path, &file, own);
         assert!(read(&newer, &importing) && read(&newer, &plain) && !read(&newer, &old));
         assert!(!read(&folder.join(TEMPLATE), &plain) && read(&folder.join(TEMPLATE), &old));
-        assert!(!InstallTarget::is_read_by(Path::new("/etc/x.toml"), &file, &own, &[]));
         let usual = Path::new("/etc/containerd/config.toml");
-        assert!(!InstallTarget::is_read_by(Path::new("/etc/containerd/x.toml"), usual, &own, &[]));
+        assert!(!InstallTarget::renders(&folder.join(TEMPLATE), usual, &old));
         assert_eq!(of(usual, "version = 2"), InstallTarget::Root(usual.to_owned()));
     }
 }

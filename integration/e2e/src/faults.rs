@@ -38,6 +38,12 @@ impl<'a> Scene<'a> {
         Ok(Self { world, installation, before: Snapshot::of(world.dir())? })
     }
 
+    /// Name of the file that gets the handler.
+    fn file_name(&self) -> String {
+        let file = self.installation.handler_file();
+        file.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
     /// Requires that the node is unchanged, and that containerd serves.
     fn is_as_before(&self) -> Result<()> {
         self.before.same_as(&Snapshot::of(self.world.dir())?)?;
@@ -142,7 +148,7 @@ fn full_configuration(scene: &Scene) -> Result<()> {
     let said = scene.with_mounts(&mounts, &looked_at, &["--restart-mode", "none"]);
     own.iter().try_for_each(fs::remove_dir)?;
     scene.is_as_before()?;
-    tells(&said?, &["No space left", "containerd.toml"])
+    tells(&said?, &["No space left", &scene.file_name()])
 }
 
 /// A node with a read-only /etc or /usr.
@@ -159,7 +165,7 @@ fn read_only(world: &Testbed) -> Result<String> {
     let mounts = sealed.replace("{}", &format!("{}; ", writable.join("; ")));
     let looked_at = format!("{} {}", own[0].display(), own[1].display());
     let said = scene.with_mounts(&mounts, &looked_at, &["--restart-mode", "none"])?;
-    tells(&said, &["containerd.toml", "Read-only file system", "config/containerd"])?;
+    tells(&said, &[&scene.file_name(), "Read-only file system", "config/containerd"])?;
     own.iter().try_for_each(fs::remove_dir)?;
     scene.is_as_before()?;
     let all = sealed.replace("{}", "");
@@ -253,11 +259,8 @@ fn killed_at_every_step(world: &Testbed) -> Result<String> {
         done("install")?;
         let missing = crate::installed::FILES.iter().find(|f| !scene.installation.file(f).exists());
         ensure!(missing.is_none(), "{missing:?} is missing");
-        let config = fs::read_to_string(scene.installation.config())?;
-        ensure!(
-            config.matches("# >>> affinode").count() == 1,
-            "expected one handler in the configuration: {config}"
-        );
+        let config = fs::read_to_string(scene.installation.handler_file())?;
+        ensure!(config.matches("# >>> affinode").count() == 1, "{config}");
         Ok(())
     };
     let mut steps = Vec::new();

@@ -14,7 +14,7 @@ use std::{
 use affinode_proto::paths::LIB_FILE;
 use anyhow::{Context, Result, ensure};
 
-use crate::{artifacts::Artifacts, testbed::Testbed};
+use crate::{artifacts::Artifacts, release::Line, testbed::Testbed};
 
 /// Name of the installed shim.
 pub const SHIM: &str = "containerd-shim-affinode-v1";
@@ -69,8 +69,18 @@ impl<'a> Installation<'a> {
         self.world.containerd().config_file()
     }
 
-    /// The command `affinode install`, `uninstall` or `status` for this node. `more` overrides the
-    /// usual arguments.
+    /// Path of the file into which the handler goes: one of its own where containerd imports a
+    /// folder.
+    #[must_use]
+    pub fn handler_file(&self) -> PathBuf {
+        match self.world.containerd().release().line {
+            Line::V2 => self.config().with_file_name("conf.d").join("99-zz-affinode.toml"),
+            Line::V1_6 | Line::V1_7 => self.config(),
+        }
+    }
+
+    /// `affinode install`, `uninstall` or `status` for this node; `more` overrides the usual
+    /// arguments.
     ///
     /// # Errors
     /// When the command was not built.

@@ -26,6 +26,7 @@ mod libc;
 mod lifecycle;
 mod loader_lock;
 mod matrix;
+mod nvidia_toolkit;
 mod nvml;
 mod offload;
 mod on_oom;

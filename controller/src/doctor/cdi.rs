@@ -1,0 +1,74 @@
+//! Whether GPUs come into containers by the Container Device Interface, in which case the runtime
+//! needs no program of NVIDIA's.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde::Deserialize;
+use toml::{Table, Value};
+
+use super::handler::PLUGINS;
+
+/// Switch of the CRI plugin.
+const ENABLE: &str = "enable_cdi";
+/// containerd's default folders of CDI.
+const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
+/// Vendors of the specifications by which NVIDIA's device plugin, and its operator, pass GPUs.
+const VENDORS: [&str; 2] = ["k8s.device-plugin.nvidia.com", "management.nvidia.com"];
+/// A larger file is not read for its kind.
+const MAX_SPEC_BYTES: u64 = 16 << 20;
+
+/// Whether devices come from CDI, by containerd's whole configuration and the files of which it is
+/// made. containerd 2 enables CDI by itself, so that alone shows nothing: either a file says it, as
+/// those of NVIDIA's toolkit do, or there are specifications for Kubernetes.
+#[must_use]
+pub fn injects(config: &Table, files: &[PathBuf]) -> bool {
+    is_enabled(config)
+        && (files.iter().any(|file| says(file)) || spec_dirs(config).iter().any(has_spec))
+}
+
+/// Whether CDI is on in this configuration.
+#[must_use]
+pub fn is_enabled(config: &Table) -> bool {
+    plugin_value(config, ENABLE).and_then(Value::as_bool) == Some(true)
+}
+
+fn plugin_value<'a>(config: &'a Table, key: &str) -> Option<&'a Value> {
+    PLUGINS.iter().find_map(|plugin| config.get("plugins")?.get(*plugin)?.get(key))
+}
+
+/// k3s and rke2 write their file themselves, whatever the operator wants.
+fn says(file: &Path) -> bool {
+    let text = fs::read_to_string(file).unwrap_or_default();
+    let own = text.parse::<Table>().unwrap_or_default();
+    !file.ends_with(crate::install::RENDERED) && is_enabled(&own)
+}
+
+fn spec_dirs(config: &Table) -> Vec<PathBuf> {
+    let named = plugin_value(config, "cdi_spec_dirs").and_then(Value::as_array);
+    let named: Vec<_> = named.into_iter().flatten().filter_map(Value::as_str).collect();
+    let dirs = if named.is_empty() { SPEC_DIRS.to_vec() } else { named };
+    dirs.into_iter().map(PathBuf::from).collect()
+}
+
+#[derive(Deserialize)]
+struct CdiSpec {
+    kind: String,
+}
+
+fn has_spec(folder: &PathBuf) -> bool {
+    fs::read_dir(folder).into_iter().flatten().flatten().any(|entry| {
+        let small = entry.metadata().is_ok_and(|data| data.len() <= MAX_SPEC_BYTES);
+        let text = if small { fs::read_to_string(entry.path()) } else { return false };
+        // JSON is YAML too.
+        let spec = serde_yaml_ng::from_str::<CdiSpec>(&text.unwrap_or_default());
+        spec.is_ok_and(|spec| {
+            spec.kind.split_once('/').is_some_and(|(vendor, _)| VENDORS.contains(&vendor))
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests;

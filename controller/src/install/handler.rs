@@ -1,0 +1,239 @@
+//! Affinode's handler: what it should be on this node, and what a configuration has under its name.
+//! Other programs write containerd's files anew, so a handler is judged by its keys, never by its
+//! text.
+
+use std::path::{Path, PathBuf};
+
+use toml::{Table, Value};
+
+use super::{record::InstallRecord, target};
+use crate::doctor::{
+    handler::{ANNOTATIONS, PLUGINS, RUNTIME_TYPE, model},
+    programs::SHIM,
+};
+
+/// Type of the stock runtime. containerd 2.0 to 2.3 query only this type for its features; pods of
+/// other types have neither user namespaces nor recursive read-only mounts.
+const STOCK_TYPE: &str = "io.containerd.runc.v2";
+/// Keys of the handler that are not copied from the model.
+const OWN: [&str; 4] = ["runtime_type", "runtime_path", "pod_annotations", "container_annotations"];
+
+/// Keys with the name of the sandboxer, in containerd 2 and 1.7.
+const SANDBOXER: [&str; 2] = ["sandboxer", "sandbox_mode"];
+
+/// The handler that this installation wants.
+#[derive(Clone, Debug)]
+pub struct HandlerSpec {
+    /// Name of the handler.
+    pub name: String,
+    /// Path of the shim.
+    shim: PathBuf,
+    /// The shim as an earlier installation with the same record placed it.
+    earlier: Option<PathBuf>,
+    /// Whether devices come from CDI.
+    cdi: bool,
+}
+
+/// What a configuration has under the handler's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HandlerVerdict {
+    /// No handler of this name.
+    Absent,
+    /// The wanted handler.
+    Same,
+    /// A handler of this installation that differs from the wanted one.
+    Differs,
+    /// A handler with another program.
+    Foreign,
+}
+
+impl HandlerSpec {
+    /// The handler `name` with the shim below `prefix`. `cdi`: whether devices come from CDI.
+    pub fn new(
+        name: &str,
+        prefix: &Path,
+        record: Option<&InstallRecord>,
+        cdi: bool,
+    ) -> HandlerSpec {
+        let earlier = record.and_then(InstallRecord::shim).map(Path::to_owned);
+        HandlerSpec { name: name.to_owned(), shim: prefix.join("bin").join(SHIM), earlier, cdi }
+    }
+
+    /// The same under another name.
+    pub fn named(&self, name: &str) -> HandlerSpec {
+        HandlerSpec { name: name.to_owned(), ..self.clone() }
+    }
+
+    /// The same with the shim where it is installed.
+    pub fn installed(mut self) -> HandlerSpec {
+        if let Some(shim) = self.earlier.take() {
+            self.shim = shim;
+        }
+        self
+    }
+
+    /// The wanted handler for a containerd with this whole configuration: a copy of the model except
+    /// for the program. `None`: CRI is not configured.
+    pub fn wanted(&self, dump: &Table) -> Option<Table> {
+        let mut handler = like(model(cri(dump)?, &self.name, self.cdi).map(|(_, model)| model));
+        // containerd 2 prints its configuration in version 3 or later, whatever the version of its
+        // file.
+        if version(dump) > 2 {
+            handler.insert("runtime_type".into(), STOCK_TYPE.into());
+            handler.insert("runtime_path".into(), self.shim.display().to_string().into());
+        } else {
+            // Some releases of containerd 1.x ignore the path; pods would then run without
+            // Affinode.
+            handler.insert("runtime_type".into(), RUNTIME_TYPE.into());
+        }
+        Some(handler)
+    }
+
+    /// Compares what a whole configuration has under this name with the wanted handler.
+    pub fn judge(&self, dump: &Table) -> HandlerVerdict {
+        let Some(handler) = handler_of(dump, &self.name) else { return HandlerVerdict::Absent };
+        match self.is_ours(handler) {
+            false => HandlerVerdict::Foreign,
+            true if self.is_wanted(dump, handler) => HandlerVerdict::Same,
+            true => HandlerVerdict::Differs,
+        }
+    }
+
+    /// Whether a handler runs the shim of this installation. One of the runtime type alone does,
+    /// because containerd searches that shim in its PATH.
+    pub fn is_ours(&self, handler: &Table) -> bool {
+        let text = |key: &str| handler.get(key).and_then(Value::as_str).unwrap_or_default();
+        match text("runtime_path") {
+            "" => text("runtime_type") == RUNTIME_TYPE,
+            path => [Some(&self.shim), self.earlier.as_ref()]
+                .into_iter()
+                .flatten()
+                .any(|shim| shim.as_path() == Path::new(path)),
+        }
+    }
+
+    fn is_wanted(&self, dump: &Table, handler: &Table) -> bool {
+        let Some(wanted) = self.wanted(dump) else { return false };
+        let set = |table: &Table, key: &str| table.get(key).filter(|v| !is_default(v)).cloned();
+        let model = cri(dump).and_then(|cri| model(cri, &self.name, self.cdi));
+        OWN.iter().all(|key| set(handler, key) == set(&wanted, key))
+            && model.is_none_or(|(_, model)| normal(model) == normal(handler))
+    }
+}
+
+/// Version of a configuration; one without has version 1.
+pub fn version(config: &Table) -> i64 {
+    config.get("version").and_then(Value::as_integer).unwrap_or(1)
+}
+
+/// The table of CRI's handlers in a configuration.
+pub fn cri(config: &Table) -> Option<&Table> {
+    PLUGINS.iter().find_map(|plugin| cri_of(config, plugin))
+}
+
+/// The same, of one version of configuration.
+pub fn cri_of<'a>(config: &'a Table, plugin: &str) -> Option<&'a Table> {
+    config.get("plugins")?.get(plugin)?.get("containerd")?.as_table()
+}
+
+/// The handler of this name, of whichever version of configuration.
+pub fn handler_of<'a>(config: &'a Table, name: &str) -> Option<&'a Table> {
+    let of = |plugin: &&str| cri_of(config, plugin)?.get("runtimes")?.get(name)?.as_table();
+    PLUGINS.iter().find_map(of)
+}
+
+/// Affinode's handler: a copy of the model except for the program.
+fn like(model: Option<&Table>) -> Table {
+    let mut handler = model.map(copied).unwrap_or_default();
+    for key in ["pod_annotations", "container_annotations"] {
+        let theirs = model.and_then(|model| model.get(key)?.as_array().cloned());
+        let mut passed = theirs.unwrap_or_default();
+        if !passed.iter().any(|one| one.as_str() == Some(ANNOTATIONS)) {
+            passed.push(ANNOTATIONS.into());
+        }
+        handler.insert(key.into(), passed.into());
+    }
+    handler
+}
+
+/// What is copied from a handler to another one.
+fn copied(handler: &Table) -> Table {
+    let set =
+        handler.iter().filter(|(key, value)| !OWN.contains(&key.as_str()) && !is_default(value));
+    set.map(|(key, value)| (key.clone(), without_defaults(value))).collect()
+}
+
+/// The same for a comparison: containerd's sandboxer has a name also where none is set.
+fn normal(handler: &Table) -> Table {
+    let mut handler = copied(handler);
+    handler
+        .retain(|key, value| !(SANDBOXER.contains(&key) && value.as_str() == Some("podsandbox")));
+    handler
+}
+
+fn without_defaults(value: &Value) -> Value {
+    let Value::Table(table) = value else { return value.clone() };
+    let set = table.iter().filter(|(_, value)| !is_default(value));
+    Value::Table(set.map(|(key, value)| (key.clone(), value.clone())).collect())
+}
+
+/// Whether a value is the same as containerd's default.
+fn is_default(value: &Value) -> bool {
+    match value {
+        Value::Boolean(set) => !set,
+        Value::String(text) => text.is_empty(),
+        Value::Integer(number) => *number == 0,
+        Value::Array(items) => items.is_empty(),
+        Value::Table(table) => table.values().all(is_default),
+        _ => false,
+    }
+}
+
+/// Whether a value is a table without a value in it.
+pub fn is_empty(value: &Value) -> bool {
+    value.as_table().is_some_and(|table| table.values().all(is_empty))
+}
+
+/// Compares two whole configurations.
+///
+/// # Errors
+/// The path of the first difference, besides the handlers of these names.
+pub fn only_handlers_differ(before: &Table, after: &Table, names: &[String]) -> Result<(), String> {
+    let without = |config: &Table| {
+        let mut config = config.clone();
+        // containerd 1.x prints imports in any order, and the file of the handler is one of them.
+        if let Some(Value::Array(imports)) = config.get_mut("imports") {
+            let own = |import: &Value| import.as_str().is_some_and(target::is_drop_in);
+            imports.retain(|import| !own(import));
+            imports.sort_by(|one, other| one.as_str().cmp(&other.as_str()));
+        }
+        let mut config = Value::Table(config);
+        for plugin in PLUGINS {
+            let handlers = ["plugins", plugin, "containerd", "runtimes"]
+                .iter()
+                .try_fold(&mut config, |value, key| value.as_table_mut()?.get_mut(*key));
+            if let Some(handlers) = handlers.and_then(Value::as_table_mut) {
+                handlers.retain(|name, _| names.iter().all(|other| other != name));
+            }
+        }
+        config
+    };
+    first_difference(&without(before), &without(after), "").map_or(Ok(()), Err)
+}
+
+fn first_difference(before: &Value, after: &Value, place: &str) -> Option<String> {
+    let (Value::Table(before), Value::Table(after)) = (before, after) else {
+        return (before != after).then(|| place.trim_start_matches('.').to_owned());
+    };
+    let keys = before.keys().chain(after.keys().filter(|key| !before.contains_key(*key)));
+    keys.into_iter().find_map(|key| {
+        let place = format!("{place}.{key}");
+        match (before.get(key), after.get(key)) {
+            (Some(before), Some(after)) => first_difference(before, after, &place),
+            _ => Some(place.trim_start_matches('.').to_owned()),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,95 @@
+use super::{super::block, *};
+
+const V2: &str = r#"version = 2
+[plugins."io.containerd.grpc.v1.cri".containerd]
+default_runtime_name = "runc"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+SystemdCgroup = true
+"#;
+/// What NVIDIA's toolkit 1.20.1 wrote beside our file, from `containerd config dump` of 2.1.9, and
+/// from a file of version 2.
+const V3_COPY: &str = include_str!("../testdata/99-nvidia-v3.toml");
+const V2_COPY: &str = include_str!("../testdata/99-nvidia-v2.toml");
+
+fn table(text: &str) -> Table {
+    text.parse().unwrap()
+}
+
+fn spec(name: &str, prefix: &str, cdi: bool) -> HandlerSpec {
+    HandlerSpec::new(name, prefix.as_ref(), None, cdi)
+}
+
+fn judged(config: &str, cdi: bool) -> HandlerVerdict {
+    spec("affinode", "/usr/local", cdi).judge(&table(config))
+}
+
+/// The toolkit sorts keys, and drops quotes and comments.
+#[test]
+fn a_copied_handler_is_the_same() {
+    for config in [V3_COPY, V2_COPY] {
+        assert_eq!(judged(config, true), HandlerVerdict::Same);
+        assert_eq!(judged(config, false), HandlerVerdict::Differs, "it is a copy of runc");
+        let default = config.replacen(
+            ".containerd]\n",
+            ".containerd]\ndefault_runtime_name = \"nvidia\"\n",
+            1,
+        );
+        let default = default.replace("default_runtime_name = \"runc\"\n", "");
+        assert_eq!(judged(&default, true), HandlerVerdict::Differs, "nvidia is the default");
+        let changed = config.replace("[\"affinode.io/*\"]", "[]");
+        assert_eq!(judged(&changed, true), HandlerVerdict::Differs);
+    }
+}
+
+#[test]
+fn another_program_is_foreign() {
+    let other = |config: &str| judged(config, true);
+    assert_eq!(
+        other(&V3_COPY.replace("/usr/local/bin", "/opt/other/bin")),
+        HandlerVerdict::Foreign
+    );
+    let path = V2_COPY.replacen("affinode.v1\"", "affinode.v1\"\nruntime_path = \"/opt/x\"", 1);
+    assert_eq!(other(&path), HandlerVerdict::Foreign);
+    assert_eq!(other(&V2_COPY.replace("affinode.v1", "runc.v2")), HandlerVerdict::Foreign);
+    assert_eq!(other(V2), HandlerVerdict::Absent);
+}
+
+/// The default handler with CDI, else NVIDIA's.
+#[test]
+fn the_model_is_what_pods_had_before() {
+    let named = |config: &str, cdi| {
+        let config = table(config);
+        model(cri(&config).unwrap(), "affinode", cdi).map(|(name, _)| name.to_owned())
+    };
+    assert_eq!(named(V2, true).as_deref(), Some("runc"));
+    assert_eq!(named(V2, false).as_deref(), Some("runc"));
+    assert_eq!(named(V3_COPY, true).as_deref(), Some("runc"));
+    assert_eq!(named(V3_COPY, false).as_deref(), Some("nvidia"));
+    let ours = V3_COPY.replace("name = \"runc\"", "name = \"affinode\"");
+    assert_eq!(named(&ours, true).as_deref(), Some("runc"), "it is no copy of itself");
+}
+
+/// As the handler looks before NVIDIA's toolkit: later options of runc are taken over.
+#[test]
+fn a_later_change_of_the_model_is_seen() {
+    let block = block::text(&table(V2), &table(V2), 2, &spec("affinode", "/opt", false)).unwrap();
+    let config = format!("{V2}{block}");
+    let judged = |config: &str| spec("affinode", "/opt", false).judge(&table(config));
+    assert_eq!(judged(&config), HandlerVerdict::Same);
+    let runc = config.replacen("SystemdCgroup = true", "SystemdCgroup = false", 1);
+    assert_eq!(judged(&runc), HandlerVerdict::Differs);
+}
+
+#[test]
+fn a_difference_anywhere_else_is_named() {
+    let (before, after) = (table(V2), table(&V2.replace("= true", "= false")));
+    let differing =
+        |after: &Table, name: &str| only_handlers_differ(&before, after, &[name.to_owned()]);
+    let place = "plugins.io.containerd.grpc.v1.cri.containerd.runtimes.runc.options.SystemdCgroup";
+    assert_eq!(differing(&after, "affinode"), Err(place.into()));
+    assert_eq!(differing(&after, "runc"), Ok(()));
+    let less = table("version = 2");
+    assert_eq!(differing(&less, "x"), Err("plugins".into()));
+}

@@ -1,0 +1,237 @@
+//! What an installation or an uninstallation does to the handler.
+//!
+//! | containerd's whole configuration has | installation |
+//! | --- | --- |
+//! | the wanted handler, in whichever file | records it |
+//! | no handler of this name | adds it |
+//! | another handler with Affinode's program | removes it from every file and adds the wanted one |
+//! | a handler with another program | is refused |
+//!
+//! A handler of an earlier `--runtime-name` stays until no shim runs: containerd needs it to restart
+//! a container of a running pod.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use toml::{Table, Value};
+
+use super::{
+    InstallError, InstallOptions,
+    block::{self, BlockError},
+    containerd::{self, ContainerdNode},
+    edit::{AddedText, ConfigEdit, EditError},
+    handler::{self, HandlerSpec, HandlerVerdict},
+    imports,
+    record::{AddedBlock, InstallRecord},
+    target::{self, InstallTarget},
+};
+use crate::doctor::{cdi, handler::PLUGINS};
+
+/// First line of a template of k3s and rke2 that extends the built-in one.
+const BASE: &str = "{{ template \"base\" . }}";
+
+/// The changes of the handler, and what is recorded of it.
+pub struct HandlerPlan {
+    /// The edit of containerd's files; `None`: nothing is to be changed.
+    pub edit: Option<ConfigEdit>,
+    /// The handler that this installation wants; `None`: none.
+    pub wanted: Option<HandlerSpec>,
+    /// Whether a handler of this installation is replaced, and so no new one.
+    pub replaces: bool,
+    /// Handlers that must not be there afterwards.
+    pub gone: Vec<HandlerSpec>,
+    /// Whether containerd must be restarted.
+    pub restarts: bool,
+    /// The handler for the record.
+    pub block: Option<AddedBlock>,
+    /// Handlers of earlier names that stay.
+    pub former: Vec<AddedBlock>,
+    /// A handler that is there already and is recorded now: its file.
+    pub adopted: Option<PathBuf>,
+}
+
+impl HandlerPlan {
+    /// Names of the handlers that may differ afterwards.
+    pub fn names(&self) -> Vec<String> {
+        self.wanted.iter().chain(&self.gone).map(|spec| spec.name.clone()).collect()
+    }
+}
+
+/// Plans an installation for a containerd with this whole configuration.
+pub fn install(
+    options: &InstallOptions,
+    older: Option<&InstallRecord>,
+    node: &ContainerdNode,
+    dump: &Table,
+) -> Result<HandlerPlan, InstallError> {
+    let known = older.into_iter().flat_map(InstallRecord::blocks).cloned();
+    let (recorded, former): (Vec<_>, Vec<_>) =
+        known.partition(|block| block.runtime_name == options.runtime_name);
+    let cdi = uses_cdi(older, node, dump);
+    let spec = HandlerSpec::new(&options.runtime_name, &options.prefix, older, cdi);
+    let verdict = spec.judge(dump);
+    if verdict == HandlerVerdict::Foreign {
+        return Err(BlockError::Taken(spec.name).into());
+    }
+    let waits =
+        verdict == HandlerVerdict::Absent && recorded.iter().any(|block| node.renders(block));
+    let stays = waits || verdict == HandlerVerdict::Same;
+    let in_use = !former.is_empty() && containerd::running_shims(&options.prefix) > 0;
+    let (former, retired) = if in_use { (former, Vec::new()) } else { (Vec::new(), former) };
+    let gone = retired.iter().map(|block| spec.named(&block.runtime_name)).collect();
+    let mut plan = HandlerPlan {
+        edit: None,
+        wanted: Some(spec.clone()),
+        replaces: verdict == HandlerVerdict::Differs,
+        gone,
+        restarts: true,
+        block: recorded.first().cloned(),
+        former,
+        adopted: None,
+    };
+    if stays && plan.block.is_none() {
+        let files = node.naming(&spec.name);
+        plan.restarts =
+            !node.runs_since(files.iter().map(|file| written(file)).max().unwrap_or(UNIX_EPOCH));
+        let path = files.last().cloned().unwrap_or_else(|| node.config_file());
+        plan.adopted = Some(path.clone());
+        plan.block = Some(AddedBlock::of(&spec.name, path, node, cdi));
+    } else if stays {
+        plan.restarts = older.is_some_and(|older| !older.settled);
+    }
+    if stays && plan.gone.is_empty() {
+        return Ok(plan);
+    }
+    let target = node.target(dump);
+    let mut edit = ConfigEdit::of(files(Some(&target), Some(node), older))?;
+    let old = recorded.iter().filter(|_| !stays).chain(&retired);
+    old.clone().flat_map(AddedBlock::texts).for_each(|text| edit.remove_text(&text));
+    let mut specs = plan.gone.clone();
+    specs.extend(Some(spec.clone()).filter(|_| !stays));
+    edit.remove_handlers(&specs, &merged(&specs, dump))?;
+    if !stays {
+        let mut texts = add(&mut edit, &target, node, dump, &spec)?;
+        // Until the new handler is served, the old text may be there.
+        texts.extend(recorded.iter().flat_map(AddedBlock::texts));
+        plan.block = Some(AddedBlock::added(&spec.name, texts, node, cdi));
+    }
+    plan.restarts = true;
+    plan.edit = Some(edit);
+    Ok(plan)
+}
+
+/// Plans to remove every handler of a record. Without a containerd its files are those that were
+/// known at the installation.
+pub fn uninstall(
+    options: &InstallOptions,
+    record: &InstallRecord,
+    node: Option<&ContainerdNode>,
+) -> Result<HandlerPlan, EditError> {
+    let spec = |block: &AddedBlock| {
+        HandlerSpec::new(&block.runtime_name, &options.prefix, Some(record), false)
+    };
+    let gone: Vec<HandlerSpec> = record.blocks().map(spec).collect();
+    let mut edit = ConfigEdit::of(files(None, node, Some(record)))?;
+    record.blocks().flat_map(AddedBlock::texts).for_each(|text| edit.remove_text(&text));
+    let dump = node.and_then(|node| node.config().ok());
+    edit.remove_handlers(&gone, &dump.map(|dump| merged(&gone, &dump)).unwrap_or_default())?;
+    let edit = Some(edit).filter(|edit| !edit.is_empty());
+    Ok(HandlerPlan {
+        restarts: edit.is_some(),
+        edit,
+        wanted: None,
+        replaces: false,
+        gone,
+        block: None,
+        former: Vec::new(),
+        adopted: None,
+    })
+}
+
+/// Whether devices come from CDI. Its specifications are absent for some time after a start of the
+/// machine, so what was known stays known as long as containerd's CDI is on.
+pub fn uses_cdi(record: Option<&InstallRecord>, node: &ContainerdNode, dump: &Table) -> bool {
+    let known = record.and_then(|record| record.block.as_ref()).is_some_and(|block| block.cdi);
+    cdi::injects(dump, &node.files()) || known && cdi::is_enabled(dump)
+}
+
+/// The names that belong to this installation in a whole configuration.
+fn merged<'a>(specs: &'a [HandlerSpec], dump: &Table) -> Vec<&'a str> {
+    let ours = |spec: &&HandlerSpec| {
+        matches!(spec.judge(dump), HandlerVerdict::Same | HandlerVerdict::Differs)
+    };
+    specs.iter().filter(ours).map(|spec| spec.name.as_str()).collect()
+}
+
+/// The files in which a handler may be: the target, what containerd reads, and what was recorded.
+/// k3s and rke2 write their own file anew, so it is none of them.
+fn files(
+    target: Option<&InstallTarget>,
+    node: Option<&ContainerdNode>,
+    record: Option<&InstallRecord>,
+) -> Vec<PathBuf> {
+    let blocks = || record.into_iter().flat_map(InstallRecord::blocks);
+    let read = match node {
+        Some(node) => node.files(),
+        None => {
+            blocks().filter_map(|b| b.root.as_deref()).flat_map(|r| imports::of(r).files).collect()
+        }
+    };
+    let recorded = blocks().flat_map(|block| block.texts()).map(|text| text.path);
+    let first = target.map(|target| target.path().to_owned());
+    let all = first.into_iter().chain(read).chain(recorded);
+    all.filter(|path| !path.ends_with(target::RENDERED)).collect()
+}
+
+/// Adds the wanted handler to the target. With containerd 1.x NVIDIA's toolkit makes the file that
+/// covers containerd's own from that one, so the handler is added to both.
+fn add(
+    edit: &mut ConfigEdit,
+    target: &InstallTarget,
+    node: &ContainerdNode,
+    dump: &Table,
+    spec: &HandlerSpec,
+) -> Result<Vec<AddedText>, EditError> {
+    let file = node.config_file();
+    let root = if edit.text(&file).is_some() { edit.table(&file) } else { node.root() };
+    let path = target.path();
+    let own = if let InstallTarget::Root(path) = target { edit.table(path) } else { root.clone() };
+    let there = edit.text(path).is_some();
+    let version = match target {
+        // Without a file the version is that of the dump.
+        InstallTarget::Root(_) if !there => {
+            dump.get("version").and_then(Value::as_integer).unwrap_or(2)
+        }
+        InstallTarget::Root(_) => handler::version(&own),
+        InstallTarget::DropIn(_) | InstallTarget::Template(_) => handler::version(&root),
+    };
+    let block = block::text(dump, &own, version, spec)?;
+    let text = match (target, edit.text(path)) {
+        (InstallTarget::Template(_), None) => format!("{BASE}\n\n{block}"),
+        (_, None) => format!("version = {version}\n\n{block}"),
+        (_, Some(before)) => apart(before, &block),
+    };
+    let mut added = vec![AddedText { path: path.to_owned(), text, created: !there }];
+    let names = handler::cri_of(&root, PLUGINS[0]).is_some_and(|cri| cri.contains_key("runtimes"));
+    if matches!(target, InstallTarget::Root(_)) && path != file && names {
+        let block = block::text(dump, &root, handler::version(&root), spec)?;
+        let text = apart(edit.text(&file).unwrap_or_default(), &block);
+        added.push(AddedText { path: file, text, created: false });
+    }
+    added.iter().for_each(|added| edit.append(&added.path, &added.text));
+    Ok(added)
+}
+
+/// The block with an empty line before it.
+fn apart(before: &str, block: &str) -> String {
+    if before.ends_with('\n') { format!("\n{block}") } else { format!("\n\n{block}") }
+}
+
+/// When a file was written; if it does not exist, long ago.
+pub fn written(path: &Path) -> SystemTime {
+    let written = fs::metadata(path).and_then(|file| file.modified());
+    written.unwrap_or(UNIX_EPOCH)
+}
