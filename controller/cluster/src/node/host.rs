@@ -14,6 +14,8 @@ use tokio::process::Command;
 
 /// The cluster's file in the controller's configuration.
 const DROP_IN: &str = "conf.d/50-cluster.toml";
+/// State of a file that is as installed.
+const IN_PLACE: &str = "in-place";
 /// Time limit of a command: an installation waits up to a minute for containerd.
 const TIME: Duration = Duration::from_secs(180);
 
@@ -95,6 +97,8 @@ pub enum HostError {
 pub enum HandlerState {
     /// containerd serves it, and all files are as installed.
     Served,
+    /// containerd serves it, and an installation would change it.
+    Outdated,
     /// containerd has not been restarted since the installation.
     RestartNeeded,
     /// Any other state: it must be installed.
@@ -105,7 +109,12 @@ pub enum HandlerState {
 #[derive(Deserialize)]
 struct HostStatus {
     handler: Option<HandlerStatus>,
-    in_place: bool,
+    files: Vec<FileStatus>,
+}
+
+#[derive(Deserialize)]
+struct FileStatus {
+    state: String,
 }
 
 #[derive(Deserialize)]
@@ -149,11 +158,9 @@ impl HostPaths {
         }
         let status: HostStatus = parse("status", &output.stdout)?;
         let handler = status.handler.map_or(HandlerState::Missing, |handler| handler.state);
-        Ok(if handler == HandlerState::Served && !status.in_place {
-            HandlerState::Missing
-        } else {
-            handler
-        })
+        let served = matches!(handler, HandlerState::Served | HandlerState::Outdated);
+        let in_place = status.files.iter().all(|file| file.state == IN_PLACE);
+        Ok(if served && !in_place { HandlerState::Missing } else { handler })
     }
 
     /// Waits until Affinode could be removed, and changes nothing.

@@ -216,8 +216,8 @@ impl NodeAgent<'_> {
                 self.metrics.now(InstallState::Served);
                 self.serve(true, labelled).await?;
                 let state = match &self.bad_config {
-                    None => "served".to_owned(),
                     Some(why) => format!("served, with another configuration: {why}"),
+                    None => "served".to_owned(),
                 };
                 self.say(&node, &state).await?;
                 Ok(LOOK_EVERY)
@@ -256,7 +256,7 @@ impl NodeAgent<'_> {
     /// node keeps its label, so that its GPUs are not lost to pods.
     async fn keeps_serving(&self, labelled: bool) -> kube::Result<bool> {
         let serves = match self.options.places.status().await {
-            Ok(handler) => handler == HandlerState::Served,
+            Ok(handler) => matches!(handler, HandlerState::Served | HandlerState::Outdated),
             // It is unknown, so nothing changes.
             Err(_) => labelled,
         };
@@ -272,7 +272,7 @@ impl NodeAgent<'_> {
         self.configure().await;
         let places = &self.options.places;
         let mut handler = places.status().await?;
-        if handler == HandlerState::Missing {
+        if matches!(handler, HandlerState::Missing | HandlerState::Outdated) {
             self.checked = false;
         }
         if !self.checked {
@@ -291,7 +291,7 @@ impl NodeAgent<'_> {
             self.checked = true;
         }
         match handler {
-            HandlerState::Served => Ok(true),
+            HandlerState::Served | HandlerState::Outdated => Ok(true),
             HandlerState::RestartNeeded => Ok(false),
             HandlerState::Missing => {
                 let why = "files of the installation differ from what was installed".to_owned();
