@@ -302,6 +302,9 @@ async fn run(args: Args) -> Result<(), CliError> {
 }
 
 #[cfg(test)]
+mod documents;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

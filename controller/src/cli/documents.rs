@@ -1,0 +1,123 @@
+//! The command lines of the documents.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use clap::{Parser, error::ErrorKind};
+
+use super::Args;
+
+/// Fewer would mean that the search is broken.
+const MIN_LINES: usize = 80;
+/// What ends a command in a line of a shell.
+const ENDS: [&str; 7] = ["#", "|", "&&", "||", ">", "<", ";"];
+
+/// Each is typed by a reader. One that only names a command may lack its arguments.
+#[test]
+fn every_command_of_the_documents_is_accepted() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut lines = 0;
+    let mut wrong = Vec::new();
+    for file in documents(&root) {
+        for command in commands(&fs::read_to_string(&file).unwrap()) {
+            lines += 1;
+            if let Err(error) = Args::try_parse_from(&command)
+                && !is_named_only(error.kind())
+            {
+                wrong.push(format!("{}: {}: {error}", file.display(), command.join(" ")));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(lines >= MIN_LINES, "{lines} command lines");
+}
+
+fn is_named_only(kind: ErrorKind) -> bool {
+    matches!(
+        kind,
+        ErrorKind::DisplayHelp
+            | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
+            | ErrorKind::DisplayVersion
+            | ErrorKind::MissingRequiredArgument
+            | ErrorKind::MissingSubcommand
+    )
+}
+
+/// Every document but the reference, which is made from these very arguments.
+fn documents(root: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut folders = vec![root.join("docs"), root.join("config")];
+    let here = fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path());
+    found.extend(here.filter(|path| path.extension().is_some_and(|e| e == "md")));
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() && !path.ends_with("reference") {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "md") {
+                found.push(path);
+            }
+        }
+    }
+    found
+}
+
+/// The commands in the code of a document: lines of its fences, and its spans.
+fn commands(text: &str) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    let mut prose = String::new();
+    let mut fenced = false;
+    for line in text.lines() {
+        match (line.trim_start().starts_with("```"), fenced) {
+            (true, _) => fenced = !fenced,
+            (false, true) => found.extend(command(line)),
+            (false, false) => prose.extend([line, "\n"]),
+        }
+    }
+    for paragraph in prose.split("\n\n") {
+        found.extend(paragraph.split('`').skip(1).step_by(2).filter_map(command));
+    }
+    found
+}
+
+/// The words of a command line, if it is one of `affinode`.
+fn command(line: &str) -> Option<Vec<String>> {
+    let words = words(line.trim().trim_start_matches("$ "));
+    let skipped = words.iter().take_while(|word| *word == "sudo").count();
+    let own = words.get(skipped)?;
+    // Of a name alone, or of a path of the build.
+    if own != "affinode" && !own.ends_with("release/bin/affinode") || words.len() < skipped + 2 {
+        return None;
+    }
+    let used = words.into_iter().skip(skipped);
+    Some(used.take_while(|word| !ENDS.contains(&word.as_str())).map(|word| filled(&word)).collect())
+}
+
+/// A placeholder gets a value: the first of several, or one that suits any option.
+fn filled(word: &str) -> String {
+    let first = word.split('|').next().unwrap_or(word);
+    let name =
+        |word: &str| !word.is_empty() && word.chars().all(|c| c.is_ascii_uppercase() || c == '_');
+    match name(first) {
+        true => "1".into(),
+        false => first.to_owned(),
+    }
+}
+
+/// The words of a shell's line; a quoted one may have spaces.
+fn words(line: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let mut quote = None;
+    for c in line.chars() {
+        match (quote, c) {
+            (Some(open), c) if open == c => quote = None,
+            (None, '\'' | '"') => quote = Some(c),
+            (None, c) if c.is_whitespace() => words.push(String::new()),
+            (_, c) => words.iter_mut().last().into_iter().for_each(|word| word.push(c)),
+        }
+    }
+    words.retain(|word| !word.is_empty());
+    words
+}
