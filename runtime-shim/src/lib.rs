@@ -35,6 +35,7 @@ pub mod cli;
 pub mod containers;
 pub mod create;
 pub mod delete;
+pub mod docker;
 pub mod frame;
 pub mod info;
 pub mod launch;

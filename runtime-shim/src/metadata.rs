@@ -1,11 +1,13 @@
-//! The names of a container for display, read from its annotations.
+//! The names of a container for display, read from its annotations, or from Docker's files.
 
 use affinode_proto::api::control::Announcement;
 use containerd_shim_protos::api::CreateTaskRequest;
 use serde_json::Value;
 
+use tracing::warn;
+
 use crate::paths::container_key;
-use crate::spec;
+use crate::{docker, report, spec};
 
 const OWN_PREFIX: &str = "affinode.io/";
 /// Bounds on a pod's annotations: about three times as many as exist, and longer than any valid
@@ -19,7 +21,15 @@ pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) 
     let cri = |name: &str| {
         spec::annotation(spec, &format!("io.kubernetes.cri.{name}")).unwrap_or_default().to_owned()
     };
-    let mut container = cri("container-name");
+    let (mut container, mut image) = (cri("container-name"), cri("image-name"));
+    if namespace == docker::NAMESPACE {
+        match docker::names(&request.id, spec) {
+            Ok(names) => (container, image) = (names.container, names.image),
+            Err(error) => {
+                warn!("container {}: shown by its id: {}", request.id, report(&error));
+            }
+        }
+    }
     if container.is_empty() {
         container = spec::annotation(spec, "nerdctl/name")
             .filter(|name| !name.is_empty())
@@ -35,7 +45,7 @@ pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) 
         pod: cri("sandbox-name"),
         pod_uid: cri("sandbox-uid"),
         container,
-        image: cri("image-name"),
+        image,
         annotations: own_annotations(spec).take(MAX_ANNOTATIONS).collect(),
         cgroups_path: spec::cgroups_path(spec).unwrap_or_default().to_owned(),
         bundle: request.bundle.clone(),
@@ -129,5 +139,24 @@ mod tests {
         let spec = json!({"annotations": {"nerdctl/name": "trainer"}});
         assert_eq!(announcement("default", &request(), &spec).container, "trainer");
         assert_eq!(announcement("default", &request(), &json!({})).container, "abc");
+        // Docker has no file of this container.
+        assert_eq!(announcement(docker::NAMESPACE, &request(), &json!({})).container, "abc");
+    }
+
+    #[test]
+    fn docker_container_has_dockers_names() {
+        let id = "5f".repeat(32);
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("containers").join(&id);
+        std::fs::create_dir_all(&folder).unwrap();
+        let names = r#"{"Name": "/trainer", "Config": {"Image": "a/b"}}"#;
+        std::fs::write(folder.join("config.v2.json"), names).unwrap();
+        let hosts = folder.join("hosts");
+        let spec = json!({"mounts": [{"destination": "/etc/hosts", "source": hosts}]});
+        let request = CreateTaskRequest { id: id.clone(), ..request() };
+        let got = announcement(docker::NAMESPACE, &request, &spec);
+        assert_eq!((got.container.as_str(), got.image.as_str()), ("trainer", "a/b"));
+        // The name of another namespace comes from annotations alone.
+        assert_eq!(announcement("default", &request, &spec).container, id);
     }
 }

@@ -1,0 +1,145 @@
+//! The names that Docker has for a container: containerd knows its id alone.
+//!
+//! dockerd keeps them in `containers/ID/config.v2.json` below its data folder. Where that is, a
+//! mount of the container says: its `/etc/hosts` and the like are files beside `config.v2.json`.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+use serde::Deserialize;
+use serde_json::Value;
+
+/// containerd's namespace of Docker's containers.
+pub const NAMESPACE: &str = "moby";
+/// dockerd's data folder without another setting.
+const DATA_ROOT: &str = "/var/lib/docker";
+const CONTAINERS: &str = "containers";
+const FILE: &str = "config.v2.json";
+/// Files that dockerd mounts from a container's folder. A container that shares the network of
+/// another gets those of the other one.
+const MOUNTED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
+/// Environment, labels and outputs of health checks are in the file too; usual are 10 KiB.
+const MAX_BYTES: u64 = 2 << 20;
+/// Longer than any name that Docker accepts for a host.
+const MAX_NAME_BYTES: usize = 128;
+const MAX_IMAGE_BYTES: usize = 512;
+/// Digits of an id.
+const ID_DIGITS: usize = 64;
+const PROJECT: &str = "com.docker.compose.project";
+
+/// What a user calls a container of Docker.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DockerNames {
+    /// Its name; in a project of compose `PROJECT/NAME`.
+    pub container: String,
+    /// Its image as the user named it; empty if unknown.
+    pub image: String,
+}
+
+/// Why the names are unknown.
+#[derive(Debug, thiserror::Error)]
+pub enum NamesError {
+    /// The file cannot be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// Path of the file.
+        path: PathBuf,
+        /// Error of the system call.
+        source: io::Error,
+    },
+    /// The content is not what dockerd writes.
+    #[error("{path} is not a container's configuration of Docker")]
+    Content {
+        /// Path of the file.
+        path: PathBuf,
+        /// Error of the decoder.
+        source: serde_json::Error,
+    },
+    /// The name has other characters than Docker allows.
+    #[error("{path} has no valid name")]
+    Name {
+        /// Path of the file.
+        path: PathBuf,
+    },
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct ContainerFile {
+    name: String,
+    #[serde(default)]
+    config: ContainerConfig,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+struct ContainerConfig {
+    image: String,
+    labels: Option<serde_json::Map<String, Value>>,
+}
+
+/// Reads the names of a container.
+pub fn names(id: &str, spec: &Value) -> Result<DockerNames, NamesError> {
+    let path = containers_folder(spec).join(id).join(FILE);
+    let text = read(&path).map_err(|source| NamesError::Read { path: path.clone(), source })?;
+    let file: ContainerFile = serde_json::from_slice(&text)
+        .map_err(|source| NamesError::Content { path: path.clone(), source })?;
+    let name = file.name.trim_start_matches('/');
+    if !is_name(name) {
+        return Err(NamesError::Name { path });
+    }
+    let labels = file.config.labels.unwrap_or_default();
+    let project = labels.get(PROJECT).and_then(Value::as_str).filter(|project| is_name(project));
+    let container = match project {
+        Some(project) => format!("{project}/{name}"),
+        None => name.to_owned(),
+    };
+    let image = file.config.image;
+    let shown = image.len() <= MAX_IMAGE_BYTES && image.bytes().all(|byte| byte.is_ascii_graphic());
+    Ok(DockerNames { container, image: if shown { image } else { String::new() } })
+}
+
+/// The folder of dockerd with one folder for each container.
+fn containers_folder(spec: &Value) -> PathBuf {
+    let mounts = spec.get("mounts").and_then(Value::as_array);
+    let source = |mount: &Value| {
+        let destination = mount.get("destination")?.as_str()?;
+        MOUNTED.contains(&destination).then(|| mount.get("source")?.as_str().map(PathBuf::from))?
+    };
+    let found = mounts.into_iter().flatten().filter_map(source).find_map(|file| {
+        let (folder, containers) = (file.parent()?, file.parent()?.parent()?);
+        let id = folder.file_name()?.to_str()?;
+        let known = is_id(id) && containers.ends_with(CONTAINERS) && containers.is_absolute();
+        known.then(|| containers.to_owned())
+    });
+    found.unwrap_or_else(|| Path::new(DATA_ROOT).join(CONTAINERS))
+}
+
+/// Reads a regular file up to the bound. A pipe or a link in its place is not followed.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let file = File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path)?;
+    let facts = file.metadata()?;
+    if !facts.is_file() || facts.len() > MAX_BYTES {
+        return Err(io::Error::other("it is not a file, or too large"));
+    }
+    let mut text = Vec::new();
+    file.take(MAX_BYTES).read_to_end(&mut text)?;
+    Ok(text)
+}
+
+fn is_id(text: &str) -> bool {
+    text.len() == ID_DIGITS && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+/// Whether Docker accepts the name for a container, or compose for a project.
+fn is_name(name: &str) -> bool {
+    let inner = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
+    (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(inner)
+}
+
+#[cfg(test)]
+mod tests;
