@@ -11,12 +11,14 @@ use clap::ValueEnum;
 
 use super::{CliError, OutputFormat};
 use crate::install::{
-    self, FileState, HandlerState, InstallOptions, InstallStatus, RestartRequest, SourceFile,
+    self, DOCKER_SOCKET, DockerRequest, DockerState, FileState, HandlerState, InstallOptions,
+    InstallStatus, RestartRequest, SourceFile,
 };
 
-/// Install Affinode on this node: programs, library, and a handler in containerd's configuration.
-/// Compares containerd's whole configuration before and after, and restores it if anything but the
-/// handler differs or containerd does not start with it.
+/// Install Affinode on this node: programs, library, a handler in containerd's configuration, and a
+/// runtime in Docker's if Docker runs. Compares containerd's whole configuration before and after,
+/// and restores it if anything but the handler differs or containerd does not start with it; asks
+/// dockerd whether it serves the runtime, and restores its file if not.
 #[derive(Debug, clap::Args)]
 pub struct InstallArgs {
     /// Folder with the files to install; default: the folder of this program.
@@ -28,8 +30,34 @@ pub struct InstallArgs {
     /// Name of the handler, which a RuntimeClass refers to.
     #[arg(long, value_name = "NAME", default_value = "affinode")]
     runtime_name: String,
+    /// Register the runtime in Docker, also with --containerd or --host-root; an error if no dockerd
+    /// answers. Without this option Docker is looked for at its usual socket.
+    #[arg(
+        long,
+        value_name = "SOCKET",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = DOCKER_SOCKET,
+        conflicts_with = "no_docker"
+    )]
+    docker: Option<PathBuf>,
+    /// Leave Docker's configuration as it is.
+    #[arg(long)]
+    no_docker: bool,
     #[command(flatten)]
     places: InstallPaths,
+}
+
+impl InstallArgs {
+    /// A call that names a containerd, or a node from a container of it, is not about Docker.
+    fn docker(&self) -> DockerRequest {
+        let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
+        match &self.docker {
+            Some(socket) => DockerRequest::Required(socket.clone()),
+            None if self.no_docker || elsewhere => DockerRequest::Never,
+            None => DockerRequest::Detected,
+        }
+    }
 }
 
 /// Remove Affinode from this node: only what was added. Refused while its containers or jobs run.
@@ -117,6 +145,7 @@ impl InstallPaths {
             state_dir: self.state_dir,
             runtime_name,
             restart,
+            docker: DockerRequest::Never,
             drain: Duration::ZERO,
             dry_run: self.dry_run,
         })
@@ -128,7 +157,8 @@ pub fn install(out: &mut dyn Write, asked: InstallArgs) -> Result<(), CliError> 
         Some(folder) => SourceFile::of(folder)?,
         None => SourceFile::of(&own_folder()?)?,
     };
-    let options = asked.places.options(asked.runtime_name)?;
+    let docker = asked.docker();
+    let options = InstallOptions { docker, ..asked.places.options(asked.runtime_name)? };
     let steps = install::install(&options, &source)?;
     match asked.output {
         // JSON on one line, for programs.
@@ -160,6 +190,7 @@ pub fn status(out: &mut dyn Write, asked: StatusArgs) -> Result<(), CliError> {
         state_dir,
         runtime_name: String::new(),
         restart: RestartRequest::None,
+        docker: DockerRequest::Never,
         drain: Duration::ZERO,
         dry_run: true,
     };
@@ -215,6 +246,15 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
     }
     for name in &status.former {
         rows.push((format!("handler {name}"), "of an earlier name: stays while a shim runs"));
+    }
+    if let Some(docker) = &status.docker {
+        let state = match docker.state {
+            DockerState::Served => "served by dockerd",
+            DockerState::ReloadNeeded => "dockerd has not read it: run affinode install",
+            DockerState::NoDocker => "no dockerd answers",
+            DockerState::Changed => "changed since the installation: run affinode install",
+        };
+        rows.push((format!("runtime {} in {}", docker.name, docker.config_file.display()), state));
     }
     let width = rows.iter().map(|(what, _)| what.len()).max().unwrap_or(0);
     for (what, state) in rows {

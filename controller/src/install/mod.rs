@@ -1,7 +1,7 @@
 //! Installs Affinode on a node and uninstalls it.
 //!
 //! ```text
-//! install:    plan ──> record ──> files ──> handler in containerd's file ──> dump again ──> restart ──> Done
+//! install:    plan ──> record ──> files ──> Docker ──> handler in containerd's file ──> dump again ──> restart ──> Done
 //!              │                              ^                              │ more than the   │ does not
 //!              │ nothing to do                └─── the original file <──────┴ handler differs ┘ start
 //! uninstall:  shims or jobs? ──> handler out of every file ──> dump again ──> restart ──> files ──> record
@@ -16,6 +16,7 @@
 
 mod block;
 mod containerd;
+mod docker;
 mod edit;
 mod files;
 mod handler;
@@ -34,6 +35,7 @@ use std::{
 
 pub use block::BlockError;
 pub use containerd::{NodeError, RestartRequest};
+pub use docker::{DockerError, DockerRequest, DockerState, DockerStatus, SOCKET as DOCKER_SOCKET};
 pub use edit::EditError;
 pub use files::{FileError, SourceFile};
 pub use record::RecordError;
@@ -42,6 +44,7 @@ pub(crate) use target::RENDERED;
 
 use self::{
     containerd::ContainerdNode,
+    docker::DockerPlan,
     edit::ConfigEdit,
     files::FileChange,
     handler::HandlerVerdict,
@@ -68,6 +71,8 @@ pub struct InstallOptions {
     pub runtime_name: String,
     /// How containerd loads its new configuration.
     pub restart: RestartRequest,
+    /// Whether the runtime is registered in Docker.
+    pub docker: DockerRequest,
     /// How long an uninstallation waits for running containers and jobs.
     pub drain: Duration,
     /// Only report what would be done.
@@ -118,6 +123,9 @@ pub enum InstallError {
     /// containerd is missing or rejected the change.
     #[error(transparent)]
     Node(#[from] NodeError),
+    /// Docker is missing or rejected the change.
+    #[error(transparent)]
+    Docker(#[from] DockerError),
     /// The block cannot be created.
     #[error(transparent)]
     Block(#[from] BlockError),
@@ -181,7 +189,12 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     }
     let mut lock = lock(options)?;
     let older = InstallRecord::read(&options.state_dir)?;
-    let node = ContainerdNode::find(options.socket(older.as_ref()))?;
+    let docker = DockerPlan::of(options)?;
+    let node = ContainerdNode::find(options.socket(older.as_ref()));
+    if docker::is_alone(&docker, options, older.as_ref(), &node) {
+        return docker::install_alone(&docker, options, source, lock, older);
+    }
+    let node = node?;
     if lock.is_some() {
         heal(options, older.as_ref(), &node)?;
     }
@@ -193,6 +206,7 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
         changes.iter().any(|change| change.replaces() && change.to().ends_with(SHIM));
     let controllers = containerd::old_controllers(&options.prefix, replaces_shim);
     let mut steps: Steps = changes.iter().map(FileChange::to_string).collect();
+    steps.extend(docker.steps());
     steps.extend(plan.edit.iter().map(ConfigEdit::to_string));
     steps.extend(
         plan.adopted.iter().map(|file| format!("use handler {name} in {}", file.display())),
@@ -219,7 +233,7 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     record.containerd = Some(node.socket().to_owned());
     record.write(&options.state_dir)?;
     let change = InstallEffect { node: &node, before: &before, restart: &restart, options };
-    let made = put(&change, &changes, &plan);
+    let made = put(&change, &docker, &changes, &plan);
     if made.is_err() && fresh {
         // It was a first installation: all its files are removed again.
         for change in &changes {
@@ -263,6 +277,7 @@ fn tidy(options: &InstallOptions, record: Option<&InstallRecord>) -> Result<(), 
     let added = blocks.flat_map(AddedBlock::texts).map(|added| added.path);
     files::remove_left(&options.state_dir.join(SCRATCH))?;
     let own = InstallRecord::file(&options.state_dir);
+    docker::remove_left(&options.state_dir)?;
     listed.chain(added).chain([own]).try_for_each(|path| files::tidy(&path))
 }
 
@@ -276,17 +291,25 @@ struct InstallEffect<'a> {
 
 fn put(
     effect: &InstallEffect<'_>,
+    docker: &DockerPlan,
     changes: &[FileChange],
     plan: &HandlerPlan,
 ) -> Result<(), InstallError> {
     for change in changes {
         change.make()?;
     }
-    match &plan.edit {
+    docker.make(&effect.options.state_dir)?;
+    let made = match &plan.edit {
         Some(edit) => effect.edit(edit, plan),
-        None if plan.restarts => Ok(effect.node.restart(effect.restart, plan.wanted.as_ref())?),
+        None if plan.restarts => {
+            effect.node.restart(effect.restart, plan.wanted.as_ref()).map_err(Into::into)
+        }
         None => Ok(()),
+    };
+    if made.is_err() {
+        docker.undo(&effect.options.state_dir)?;
     }
+    made
 }
 
 impl InstallEffect<'_> {
@@ -356,10 +379,12 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         (0, jobs) => return Err(InstallError::Jobs(jobs)),
         (shims, _) => return Err(InstallError::InUse(shims)),
     }
+    let docker = DockerPlan::of_removal(&options.state_dir)?;
     let node = ContainerdNode::find(options.socket(Some(&record)));
     let plan = plan::uninstall(options, &record, node.as_ref().ok())?;
     let restart = node.as_ref().map_or(options.restart.clone(), |node| node.way(&options.restart));
-    let mut steps: Steps = plan.edit.iter().map(ConfigEdit::to_string).collect();
+    let mut steps = docker.steps();
+    steps.extend(plan.edit.iter().map(ConfigEdit::to_string));
     if plan.restarts {
         steps.push(restart.to_string());
     }
@@ -368,6 +393,7 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     steps.extend(changed.iter().map(|path| format!("leave {}: it was changed", path.display())));
     let Some(lock) = &mut lock else { return Ok(steps) };
     tidy(options, Some(&record))?;
+    docker.make(&options.state_dir)?;
     if let Some(edit) = &plan.edit {
         let node = node?;
         let before = node.dump()?;

@@ -5,9 +5,9 @@ use std::{fs, path::PathBuf};
 use serde::Serialize;
 
 use super::{
-    InstallError, InstallOptions, containerd,
+    DockerState, DockerStatus, InstallError, InstallOptions, containerd,
     containerd::ContainerdNode,
-    files,
+    docker, files,
     handler::{HandlerSpec, HandlerVerdict},
     plan,
     record::{AddedBlock, InstallRecord},
@@ -22,9 +22,11 @@ pub struct InstallStatus {
     pub handler: Option<HandlerStatus>,
     /// Names of earlier handlers that stay for running pods.
     pub former: Vec<String>,
+    /// The runtime in Docker's configuration.
+    pub docker: Option<DockerStatus>,
     /// Number of running shims of this installation.
     pub running_shims: usize,
-    /// Whether everything is unchanged and served by containerd.
+    /// Whether everything is unchanged and served by containerd and Docker.
     pub in_place: bool,
 }
 
@@ -109,10 +111,13 @@ pub fn status(options: &InstallOptions) -> Result<Option<InstallStatus>, Install
         let config_file = file.unwrap_or_else(|| added.path.clone());
         HandlerStatus { name: added.runtime_name.clone(), config_file, state }
     });
+    let docker = docker::status(&options.state_dir)?;
+    let in_docker = docker.as_ref().is_none_or(|d| d.state == DockerState::Served);
+    // Where Docker alone runs containers, there is no handler.
+    let served = handler.as_ref().map_or(docker.is_some(), |h| h.state == HandlerState::Served);
     let former = record.former.iter().map(|added| added.runtime_name.clone()).collect();
-    let served = handler.as_ref().is_some_and(|h| h.state == HandlerState::Served);
-    let in_place = served && seen.iter().all(|file| file.state == FileState::InPlace);
-    Ok(Some(InstallStatus { files: seen, handler, former, running_shims, in_place }))
+    let in_place = served && in_docker && seen.iter().all(|file| file.state == FileState::InPlace);
+    Ok(Some(InstallStatus { files: seen, handler, former, docker, running_shims, in_place }))
 }
 
 fn judge(

@@ -30,6 +30,18 @@ pub fn lives(pid: u32, start_ticks: u64) -> bool {
 /// # Errors
 /// The kernel refuses the signal.
 pub fn end(who: &Identity, by_force: bool) -> io::Result<()> {
+    send(who, if by_force { Signal::KILL } else { Signal::TERM })
+}
+
+/// Sends a daemon SIGHUP, upon which it reads its configuration again; otherwise like [`end`].
+///
+/// # Errors
+/// The kernel refuses the signal.
+pub fn reload(who: &Identity) -> io::Result<()> {
+    send(who, Signal::HUP)
+}
+
+fn send(who: &Identity, signal: Signal) -> io::Result<()> {
     let Some(pid) = i32::try_from(who.pid).ok().and_then(Pid::from_raw) else { return Ok(()) };
     // The descriptor names one process: what is read after it is of that process, or of none.
     let pidfd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
@@ -39,7 +51,6 @@ pub fn end(who: &Identity, by_force: bool) -> io::Result<()> {
     if !lives(who.pid, who.start_ticks) {
         return Ok(());
     }
-    let signal = if by_force { Signal::KILL } else { Signal::TERM };
     match rustix::process::pidfd_send_signal(&pidfd, signal) {
         Err(Errno::SRCH) => Ok(()),
         sent => Ok(sent?),

@@ -88,6 +88,12 @@ impl Artifacts {
         self.cache_dir().join("runc")
     }
 
+    /// The folder of Docker's unpacked packages, where `cargo xtask deps` found some.
+    #[must_use]
+    pub fn docker_dir(&self) -> PathBuf {
+        self.cache_dir().join("docker")
+    }
+
     /// Path of a program that must exist.
     ///
     /// # Errors

@@ -42,6 +42,8 @@ pub enum Layout {
     /// A distribution, which writes the file once, at its installation.
     #[default]
     Usual,
+    /// Docker's packages: CRI is disabled.
+    Docker,
     /// k3s or rke2, which write the file at each start.
     Rancher {
         /// Whether the file imports a folder next to it, as newer versions do with containerd 2.
@@ -84,7 +86,11 @@ impl Containerd {
             Some(rancher) => rancher.prepare()?,
             None => {
                 std::fs::create_dir_all(dir.join("conf.d"))?;
-                std::fs::write(containerd.config_file(), config(release.line, dir, store))?;
+                let text = match layout {
+                    Layout::Docker => config_without_cri(dir, store),
+                    Layout::Usual | Layout::Rancher { .. } => config(release.line, dir, store),
+                };
+                std::fs::write(containerd.config_file(), text)?;
             }
         }
         Ok(containerd)
@@ -269,6 +275,21 @@ fn last(text: &str) -> String {
 #[must_use]
 pub fn gone(pid: Pid) -> bool {
     kill(pid, None) == Err(Errno::ESRCH)
+}
+
+/// The first line is that of Docker's package; the file has no version there either.
+fn config_without_cri(dir: &Path, store: &Path) -> String {
+    let (dir, store) = (dir.display(), store.display());
+    format!(
+        r#"disabled_plugins = ["cri"]
+root = "{store}/containerd"
+state = "{dir}/state"
+[grpc]
+address = "{dir}/containerd.sock"
+[plugins."io.containerd.internal.v1.opt"]
+path = "{store}/opt"
+"#
+    )
 }
 
 fn config(line: Line, dir: &Path, store: &Path) -> String {

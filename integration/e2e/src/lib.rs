@@ -28,6 +28,7 @@ pub mod container;
 pub mod containerd;
 pub mod cpu_cgroup;
 pub mod cri;
+pub mod docker;
 pub mod faults;
 pub mod gpu;
 pub mod hazards;

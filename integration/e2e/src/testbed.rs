@@ -105,6 +105,16 @@ impl TestbedConfig {
         self.cri()
     }
 
+    /// A machine with Docker and without Affinode: CRI is disabled in its containerd, which finds
+    /// Affinode's files in [`Testbed::prefix`] once they are there.
+    #[must_use]
+    pub fn docker(mut self) -> Self {
+        self.scope = Scope::Node;
+        self.layout = Layout::Docker;
+        self.images.clear();
+        self
+    }
+
     /// A node of k3s or rke2, which write containerd's configuration at each start.
     #[must_use]
     pub fn rancher(mut self, imports: bool) -> Self {

@@ -17,7 +17,7 @@ use anyhow::{Context, Result};
 
 use crate::{
     apt::{self, Distribution, Suites},
-    output, packages, runc, sh,
+    docker, output, packages, runc, sh,
 };
 
 /// Debian's suites in which the lines of containerd are searched.
@@ -36,6 +36,7 @@ pub fn all() -> Result<Releases> {
     let cache = artifacts.cache_dir();
     fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
     runc::prepare(&artifacts);
+    docker::prepare(&artifacts);
     if let Ok(known) = Releases::read(&artifacts)
         && complete(&known)
     {

@@ -12,6 +12,7 @@ mod chaos;
 mod conformance;
 mod demo;
 mod deps;
+mod docker;
 mod docs;
 mod fuzz;
 mod gpu_kit;

@@ -17,13 +17,16 @@ const SHARED_STATE: [&str; 2] = ["/run/containerd", "/run/runc"];
 /// Folders that a kubelet uses with any configuration.
 const KUBELET_STATE: [&str; 3] = ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers"];
 
+/// Folders that dockerd uses with any configuration.
+const DOCKER_STATE: [&str; 1] = ["/run/docker"];
+
 /// Enters a mount namespace whose changes stay inside. A node also gets a network namespace.
 pub(super) fn make_private(world: &Path, scope: Scope) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNS).context("cannot make a mount namespace: run as root")?;
     let mut folders: Vec<&Path> = SHARED_STATE.iter().map(Path::new).collect();
     if scope == Scope::Node {
         unshare(CloneFlags::CLONE_NEWNET).context("cannot make a network namespace")?;
-        folders.extend(KUBELET_STATE.iter().map(Path::new));
+        folders.extend(KUBELET_STATE.iter().chain(&DOCKER_STATE).map(Path::new));
     }
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)

@@ -8,6 +8,8 @@ mod chaos;
 mod checksum;
 mod copier;
 mod dedup;
+mod docker;
+mod docker_install;
 mod doctor;
 mod driver_root;
 mod engines;

@@ -1,0 +1,95 @@
+//! The installation on a machine where Docker alone runs containers: CRI is disabled in its
+//! containerd, or that containerd belongs to dockerd. There is no handler to add.
+
+use std::path::Path;
+
+use super::DockerPlan;
+use crate::{
+    doctor::programs::SHIM,
+    install::{
+        InstallError, InstallOptions, SourceFile, Steps, block, containerd,
+        containerd::{ContainerdNode, NodeError},
+        files::{self, FileChange},
+        lock::InstallLock,
+        record::InstallRecord,
+        tidy,
+    },
+    inventory::process,
+};
+
+/// Whether Docker is there, and no containerd in which a handler could be.
+pub fn is_alone(
+    docker: &DockerPlan,
+    options: &InstallOptions,
+    older: Option<&InstallRecord>,
+    node: &Result<ContainerdNode, NodeError>,
+) -> bool {
+    let has_handler = older.is_some_and(|older| older.block.is_some());
+    if matches!(docker, DockerPlan::LeftOut) || has_handler {
+        return false;
+    }
+    match node {
+        Ok(node) => node.dump().is_ok_and(|config| block::cri(&config).is_none()),
+        // A socket that was named must answer.
+        Err(_) => options.containerd.is_none(),
+    }
+}
+
+/// Installs the files, and registers the runtime in Docker.
+///
+/// # Errors
+/// [`InstallError`]: after a first installation no file is left.
+pub fn install(
+    docker: &DockerPlan,
+    options: &InstallOptions,
+    source: &SourceFile,
+    mut lock: Option<InstallLock>,
+    older: Option<InstallRecord>,
+) -> Result<Steps, InstallError> {
+    if lock.is_some() {
+        tidy(options, older.as_ref())?;
+    }
+    let changes = files::plan(source, &options.prefix);
+    let new_shim = |change: &FileChange| change.replaces() && change.to().ends_with(SHIM);
+    let controllers = containerd::old_controllers(&options.prefix, changes.iter().any(new_shim));
+    let mut steps: Steps = changes.iter().map(FileChange::to_string).collect();
+    steps.extend(docker.steps());
+    steps.extend(controllers.iter().map(|controller| {
+        format!("end the controller of the earlier version, process {}", controller.pid)
+    }));
+    let Some(lock) = lock.as_mut().filter(|_| !steps.is_empty()) else { return Ok(steps) };
+    let fresh = older.is_none() && !changes.iter().any(FileChange::replaces);
+    for folder in changes.iter().map(FileChange::to).filter_map(Path::parent) {
+        let mut made = files::missing_folders(folder);
+        made.retain(|folder| !lock.made.contains(folder));
+        lock.made.extend(made);
+    }
+    let mut record = InstallRecord::of(&options.prefix, source, older, None, &lock.made);
+    record.settled = true;
+    record.write(&options.state_dir)?;
+    let made = make(docker, &changes, options);
+    if made.is_err() && fresh {
+        for change in &changes {
+            files::remove(change.to())?;
+        }
+        files::remove_folders(&record.folders);
+        record.remove(&options.state_dir)?;
+    }
+    made?;
+    for controller in &controllers {
+        // A controller that cannot be ended continues; `affinode doctor` reports it.
+        let _ = process::end(controller, false);
+    }
+    Ok(steps)
+}
+
+fn make(
+    docker: &DockerPlan,
+    changes: &[FileChange],
+    options: &InstallOptions,
+) -> Result<(), InstallError> {
+    for change in changes {
+        change.make()?;
+    }
+    Ok(docker.make(&options.state_dir)?)
+}

@@ -1,0 +1,232 @@
+//! A change of dockerd's file, with what it needs to be reverted.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    DockerError, DockerPlan,
+    daemon::DockerDaemon,
+    edit::{self, RuntimeEntry},
+    record::DockerRecord,
+};
+use crate::{
+    doctor::handler::RUNTIME_TYPE,
+    install::{Steps, files},
+};
+
+/// In the folder of the record: dockerd's future file, for `dockerd --validate`.
+pub const SCRATCH: &str = "docker-check.json";
+
+/// The file before and after, and who reads it.
+#[derive(Debug)]
+pub struct DockerChange {
+    /// `None`: it does not run, and reads the file at its start.
+    daemon: Option<DockerDaemon>,
+    file: PathBuf,
+    name: String,
+    before: Option<String>,
+    after: Option<String>,
+    kind: ChangeKind,
+}
+
+#[derive(Debug)]
+enum ChangeKind {
+    /// Written before the file is.
+    Register(DockerRecord),
+    /// The file has the runtime, and dockerd has not read it.
+    Reload,
+    /// The folders of the installation go with the runtime.
+    Remove { folders: Vec<PathBuf> },
+}
+
+impl DockerChange {
+    /// Plans to make a dockerd serve the runtime.
+    pub fn to_register(
+        daemon: DockerDaemon,
+        record: Option<&DockerRecord>,
+        name: &str,
+    ) -> Result<DockerPlan, DockerError> {
+        let file = daemon.config_file.clone();
+        if let Some(record) = record.filter(|record| record.config_file != file) {
+            return Err(DockerError::Moved { now: file, then: record.config_file.clone() });
+        }
+        let before = read(&file)?;
+        let text = before.as_deref().unwrap_or_default();
+        let invalid = |why| DockerError::Invalid { path: file.clone(), why };
+        let (before, after, kind) = match edit::entry(text, name).map_err(invalid)? {
+            RuntimeEntry::Other => {
+                return Err(DockerError::Taken { path: file, name: name.to_owned() });
+            }
+            RuntimeEntry::Affinode => {
+                let silent = |source| DockerError::Absent { socket: daemon.socket.clone(), source };
+                if daemon.serves(name).map_err(silent)? {
+                    return Ok(DockerPlan::Served);
+                }
+                // An installer was killed before the reload: a failure still has to revert it.
+                let own = record.filter(|record| record.written == text);
+                let old = own.map_or_else(|| before.clone(), |record| record.original.clone());
+                (old, before, ChangeKind::Reload)
+            }
+            RuntimeEntry::Absent => {
+                let written = edit::with_runtime(text, name).map_err(invalid)?;
+                let original = before.as_deref();
+                let record = DockerRecord::new(&daemon.socket, &file, name, original, &written);
+                (before, Some(written), ChangeKind::Register(record))
+            }
+        };
+        let (daemon, name) = (Some(daemon), name.to_owned());
+        Ok(DockerPlan::Change(Box::new(DockerChange { daemon, file, name, before, after, kind })))
+    }
+
+    /// Plans the removal of a recorded runtime.
+    pub fn to_remove(record: &DockerRecord) -> Result<DockerPlan, DockerError> {
+        let (file, name) = (record.config_file.clone(), record.runtime_name.clone());
+        let daemon = DockerDaemon::find(&record.socket).ok();
+        let before = read(&file)?;
+        let text = before.as_deref().unwrap_or_default();
+        if edit::is_default(text, &name) || daemon.as_ref().is_some_and(|d| d.is_default(&name)) {
+            return Err(DockerError::Default { path: file, name });
+        }
+        let invalid = |why| DockerError::Invalid { path: file.clone(), why };
+        let after = match edit::entry(text, &name).map_err(invalid)? {
+            _ if before.as_ref() == Some(&record.written) => record.original.clone(),
+            RuntimeEntry::Other => return Err(DockerError::Taken { path: file, name }),
+            RuntimeEntry::Absent => before.clone(),
+            RuntimeEntry::Affinode => {
+                let rest = edit::without_runtime(text, &name).map_err(invalid)?;
+                let needed = record.original.is_some() || !edit::is_empty(&rest);
+                needed.then_some(rest)
+            }
+        };
+        let kind = ChangeKind::Remove { folders: record.folders.clone() };
+        Ok(DockerPlan::Change(Box::new(DockerChange { daemon, file, name, before, after, kind })))
+    }
+
+    /// The steps, one per line.
+    pub fn steps(&self) -> Steps {
+        let (file, name) = (self.file.display(), &self.name);
+        let mut steps = Vec::new();
+        match (&self.kind, &self.before) {
+            _ if self.before == self.after => {}
+            (ChangeKind::Register(_), None) => {
+                steps.push(format!("make {file}\n  + runtime {name}: {RUNTIME_TYPE}"));
+            }
+            (ChangeKind::Register(_), Some(_)) => {
+                steps.push(format!("edit {file}\n  + runtime {name}: {RUNTIME_TYPE}"));
+            }
+            (ChangeKind::Reload, _) => {}
+            (ChangeKind::Remove { .. }, _) => {
+                steps.push(format!("restore {file}\n  - runtime {name}: {RUNTIME_TYPE}"));
+            }
+        }
+        if self.daemon.is_some() {
+            steps.push("reload dockerd: containers keep running".into());
+        }
+        steps
+    }
+
+    fn serves(&self) -> bool {
+        !matches!(self.kind, ChangeKind::Remove { .. })
+    }
+
+    /// Makes the change, or leaves everything as it was.
+    pub fn make(&self, state_dir: &Path) -> Result<(), DockerError> {
+        self.examine(state_dir)?;
+        if let ChangeKind::Register(record) = &self.kind {
+            record.write(state_dir)?;
+        }
+        let made = self.put(self.after.as_deref()).and_then(|()| self.reload(self.serves()));
+        match (made, &self.kind) {
+            (Ok(()), ChangeKind::Remove { folders }) => {
+                files::remove_folders(folders);
+                DockerRecord::remove(state_dir)
+            }
+            (Ok(()), _) => Ok(()),
+            (Err(error), _) => {
+                self.back(state_dir).map_err(|after| self.lost(&error, &after))?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Puts the old file back.
+    pub fn undo(&self, state_dir: &Path) -> Result<(), DockerError> {
+        self.back(state_dir)
+    }
+
+    fn back(&self, state_dir: &Path) -> Result<(), DockerError> {
+        if self.before == self.after {
+            return Ok(());
+        }
+        self.put(self.before.as_deref())?;
+        self.reload(!self.serves())?;
+        match &self.kind {
+            ChangeKind::Register(record) => {
+                files::remove_folders(&record.folders);
+                DockerRecord::remove(state_dir)
+            }
+            ChangeKind::Reload => DockerRecord::remove(state_dir),
+            ChangeKind::Remove { .. } => Ok(()),
+        }
+    }
+
+    fn lost(&self, before: &DockerError, after: &DockerError) -> DockerError {
+        let (before, after) = (before.to_string(), after.to_string());
+        DockerError::Lost { path: self.file.clone(), before, after }
+    }
+
+    fn reload(&self, served: bool) -> Result<(), DockerError> {
+        let Some(daemon) = &self.daemon else { return Ok(()) };
+        let failed = |why| DockerError::Reload { path: self.file.clone(), why };
+        daemon.reload(&self.name, served).map_err(failed)
+    }
+
+    /// Asks dockerd's own program about the new file.
+    fn examine(&self, state_dir: &Path) -> Result<(), DockerError> {
+        let (Some(daemon), Some(after)) = (&self.daemon, &self.after) else { return Ok(()) };
+        let scratch = state_dir.join(SCRATCH);
+        let io = |source| DockerError::Io { action: "write", path: scratch.clone(), source };
+        let judge = |text: &str| -> Result<Result<(), String>, DockerError> {
+            files::replace(&scratch, text.as_bytes(), Some(0o600)).map_err(io)?;
+            let judged = daemon.validate(&scratch);
+            let _ = fs::remove_file(&scratch);
+            Ok(judged.map_err(|why| why.replace(&*scratch.to_string_lossy(), "the file")))
+        };
+        let path = self.file.clone();
+        match (judge(after)?, &self.before) {
+            (Ok(()), _) => Ok(()),
+            (Err(why), Some(before)) if judge(before)?.is_err() => {
+                Err(DockerError::Invalid { path, why })
+            }
+            (Err(why), _) => Err(DockerError::Refused { path, why }),
+        }
+    }
+
+    fn put(&self, text: Option<&str>) -> Result<(), DockerError> {
+        let path = &self.file;
+        let failed = |action| move |source| DockerError::Io { action, path: path.clone(), source };
+        if read(path)?.as_deref() == text {
+            return Ok(());
+        }
+        match text {
+            Some(text) => {
+                if let Some(folder) = path.parent() {
+                    fs::create_dir_all(folder).map_err(failed("write"))?;
+                }
+                files::replace(path, text.as_bytes(), None).map_err(failed("write"))
+            }
+            None => fs::remove_file(path).map_err(failed("remove")),
+        }
+    }
+}
+
+/// The text of a file; `None`: it does not exist.
+pub fn read(path: &Path) -> Result<Option<String>, DockerError> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(DockerError::Io { action: "read", path: path.to_owned(), source }),
+    }
+}

@@ -1,0 +1,252 @@
+//! The dockerd of this machine: its process, its configuration file, and what it serves.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs, io,
+    os::unix::{
+        ffi::{OsStrExt, OsStringExt},
+        net::UnixStream,
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+
+use super::{DockerError, engine_api};
+use crate::{core::input::Identity, inventory::process};
+
+/// Name of the process, as the kernel has it.
+pub const PROGRAM: &str = "dockerd";
+/// The default of dockerd's `--config-file`.
+const CONFIG_FILE: &str = "/etc/docker/daemon.json";
+const CONFIG_FLAG: &str = "--config-file";
+/// Version of the API of Docker 23, the first that takes shims as runtimes.
+const MIN_API: (u32, u32) = (1, 42);
+/// dockerd reads its file within a second of the signal. If it rejects the file, it says so in its
+/// log alone.
+const RELOAD_TIMEOUT: Duration = Duration::from_secs(10);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// A running dockerd, as it was started.
+#[derive(Debug)]
+pub struct DockerDaemon {
+    /// Path of its socket.
+    pub socket: PathBuf,
+    /// Path of its configuration file, which may not exist.
+    pub config_file: PathBuf,
+    process: Identity,
+    argv: Vec<OsString>,
+    path: OsString,
+}
+
+impl DockerDaemon {
+    /// Finds the dockerd behind a socket.
+    ///
+    /// # Errors
+    /// [`DockerError`]: no dockerd, or one that takes no shims.
+    pub fn find(socket: &Path) -> Result<DockerDaemon, DockerError> {
+        let absent = |source| DockerError::Absent { socket: socket.to_owned(), source };
+        let pid = behind(socket).map_err(absent)?;
+        let pid = pid.ok_or_else(|| DockerError::Foreign(socket.to_owned()))?;
+        let process = process::identity(pid).map_err(absent)?;
+        let proc = PathBuf::from(format!("/proc/{pid}"));
+        let read = |name: &str| fs::read(proc.join(name)).map_err(absent);
+        let argv: Vec<OsString> = words(&read("cmdline")?);
+        let folder = fs::read_link(proc.join("cwd")).map_err(absent)?;
+        let file = flag(&argv, CONFIG_FLAG).unwrap_or_else(|| CONFIG_FILE.into());
+        let environment = words(&read("environ")?);
+        let path = environment.iter().find_map(|entry| entry.as_bytes().strip_prefix(b"PATH="));
+        let daemon = DockerDaemon {
+            socket: socket.to_owned(),
+            config_file: folder.join(file),
+            process,
+            path: OsString::from_vec(path.unwrap_or_default().to_vec()),
+            argv,
+        };
+        let answer = engine_api::get(socket, "/version").map_err(absent)?;
+        let said = answer.get("ApiVersion").and_then(Value::as_str).unwrap_or_default();
+        match api_version(said) {
+            Some(version) if version >= MIN_API => Ok(daemon),
+            _ => Err(DockerError::Old(said.to_owned())),
+        }
+    }
+
+    /// Whether it serves a runtime of this name now.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn serves(&self, name: &str) -> io::Result<bool> {
+        let info = engine_api::get(&self.socket, "/info")?;
+        Ok(info.get("Runtimes").is_some_and(|runtimes| runtimes.get(name).is_some()))
+    }
+
+    /// Whether a flag makes this its default runtime.
+    pub fn is_default(&self, name: &str) -> bool {
+        flag(&self.argv, "--default-runtime").is_some_and(|default| default == name)
+    }
+
+    /// Lets its own program examine a configuration, with its flags and its PATH.
+    ///
+    /// # Errors
+    /// It would not start with it; the text is the program's.
+    pub fn validate(&self, config: &Path) -> Result<(), String> {
+        // Through /proc: the file of the running process, even if an update has replaced it since.
+        let mut command = Command::new(format!("/proc/{}/exe", self.process.pid));
+        command.args(without_flag(&self.argv, CONFIG_FLAG)).arg(CONFIG_FLAG).arg(config);
+        command.arg("--validate").env("PATH", &self.path).stdin(Stdio::null());
+        let output = command.output().map_err(|error| error.to_string())?;
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        }
+    }
+
+    /// Makes it read its file again, and waits until it serves the runtime, or no longer does.
+    ///
+    /// # Errors
+    /// The reason why it did not get there.
+    pub fn reload(&self, name: &str, served: bool) -> Result<(), String> {
+        process::reload(&self.process).map_err(|error| error.to_string())?;
+        let began = Instant::now();
+        loop {
+            let why = match self.serves(name) {
+                Ok(now) if now == served => return Ok(()),
+                Ok(true) => format!("it still serves {name}"),
+                Ok(false) => format!("it does not serve {name}"),
+                Err(error) => error.to_string(),
+            };
+            if began.elapsed() > RELOAD_TIMEOUT {
+                return Err(why);
+            }
+            thread::sleep(LOOK_EVERY);
+        }
+    }
+}
+
+/// The process of dockerd behind a socket; `None` if another program answers there.
+fn behind(socket: &Path) -> io::Result<Option<u32>> {
+    let stream = UnixStream::connect(socket)?;
+    let peer = rustix::net::sockopt::socket_peercred(&stream)?.pid.as_raw_nonzero().get();
+    let peer = peer.cast_unsigned();
+    if is_dockerd(peer) {
+        return Ok(Some(peer));
+    }
+    // systemd listens in its place, and handed it the socket.
+    let table = fs::read_to_string(format!("/proc/{peer}/net/unix"))?;
+    let real = |path: &str| fs::canonicalize(path).ok();
+    let wanted = fs::canonicalize(socket)?;
+    let rows = table.lines().filter_map(listener);
+    let links: Vec<PathBuf> = rows
+        .filter(|(_, path)| real(path).as_ref() == Some(&wanted))
+        .map(|(inode, _)| PathBuf::from(format!("socket:[{inode}]")))
+        .collect();
+    let pids = fs::read_dir("/proc")?
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    Ok(pids.filter(|pid| is_dockerd(*pid)).find(|pid| holds(*pid, &links)))
+}
+
+fn is_dockerd(pid: u32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim_end() == PROGRAM)
+}
+
+fn holds(pid: u32, links: &[PathBuf]) -> bool {
+    let open = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    open.filter_map(|entry| fs::read_link(entry.path()).ok()).any(|link| links.contains(&link))
+}
+
+/// Inode and path of a row of /proc/net/unix: `Num RefCount Protocol Flags Type St Inode Path`.
+fn listener(row: &str) -> Option<(&str, &str)> {
+    let mut fields = row.split_ascii_whitespace();
+    let inode = fields.nth(6)?;
+    Some((inode, fields.next()?))
+}
+
+fn words(bytes: &[u8]) -> Vec<OsString> {
+    let words = bytes.split(|byte| *byte == 0).filter(|word| !word.is_empty());
+    words.map(|word| OsString::from_vec(word.to_vec())).collect()
+}
+
+/// The value of a flag, in either of its forms; the last one applies.
+fn flag(argv: &[OsString], name: &str) -> Option<OsString> {
+    let mut found = None;
+    for (index, word) in argv.iter().enumerate().skip(1) {
+        if word == name {
+            found = argv.get(index + 1).cloned();
+        } else if let Some(value) = value_of(word, name) {
+            found = Some(value.to_owned());
+        }
+    }
+    found
+}
+
+/// The arguments without the program's name and that flag.
+fn without_flag(argv: &[OsString], name: &str) -> Vec<OsString> {
+    let mut rest = Vec::new();
+    let mut words = argv.iter().skip(1);
+    while let Some(word) = words.next() {
+        if word == name {
+            let _value = words.next();
+        } else if value_of(word, name).is_none() {
+            rest.push(word.clone());
+        }
+    }
+    rest
+}
+
+fn value_of<'a>(word: &'a OsStr, name: &str) -> Option<&'a OsStr> {
+    let value = word.as_bytes().strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
+    Some(OsStr::from_bytes(value))
+}
+
+/// Both numbers of a version such as `1.45`.
+fn api_version(said: &str) -> Option<(u32, u32)> {
+    let (major, minor) = said.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn argv(words: &[&str]) -> Vec<OsString> {
+        words.iter().map(OsString::from).collect()
+    }
+
+    #[test]
+    fn flags_are_found_and_left_out_in_each_form() {
+        let both = argv(&["dockerd", "--config-file", "/a", "-H", "fd://", "--config-file=/b"]);
+        assert_eq!(flag(&both, CONFIG_FLAG), Some("/b".into()));
+        assert_eq!(without_flag(&both, CONFIG_FLAG), argv(&["-H", "fd://"]));
+        let none = argv(&["dockerd", "--config-file-of-another=/a"]);
+        assert_eq!(flag(&none, CONFIG_FLAG), None);
+        assert_eq!(without_flag(&none, CONFIG_FLAG), none[1..]);
+    }
+
+    #[test]
+    fn versions_before_docker_23_are_older() {
+        assert!(api_version("1.41") < Some(MIN_API) && api_version("1.42") >= Some(MIN_API));
+        assert!(api_version("2.0") >= Some(MIN_API) && api_version("").is_none());
+    }
+
+    #[test]
+    fn a_row_names_inode_and_path() {
+        let row = "ffff8880: 00000002 00000000 00010000 0001 01 21543 /run/docker.sock";
+        assert_eq!(listener(row), Some(("21543", "/run/docker.sock")));
+        assert_eq!(listener("ffff8880: 00000003 00000000 00000000 0001 03 21544"), None);
+    }
+
+    #[test]
+    fn another_program_behind_the_socket_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("docker.sock");
+        let found = DockerDaemon::find(&socket);
+        assert!(matches!(found, Err(DockerError::Absent { .. })), "{found:?}");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let found = DockerDaemon::find(&socket);
+        assert!(matches!(found, Err(DockerError::Foreign(_))), "{found:?}");
+    }
+}

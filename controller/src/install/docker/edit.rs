@@ -1,0 +1,112 @@
+//! Edits of dockerd's `daemon.json` as text: the runtime is added or removed, and every other byte
+//! stays where it is.
+
+use jsonc_parser::{
+    ParseOptions,
+    cst::{CstInputValue, CstRootNode},
+};
+use serde_json::Value;
+
+use crate::doctor::handler::RUNTIME_TYPE;
+
+const RUNTIMES: &str = "runtimes";
+const TYPE_KEY: &str = "runtimeType";
+/// dockerd accepts this mark at the beginning of the file.
+const BYTE_ORDER_MARK: &str = "\u{feff}";
+
+/// What a file says about a runtime of a given name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RuntimeEntry {
+    /// There is no runtime of this name.
+    Absent,
+    /// The runtime is Affinode's shim.
+    Affinode,
+    /// The name belongs to another runtime.
+    Other,
+}
+
+/// The entry of this name; an empty file has none.
+///
+/// # Errors
+/// The text is not a JSON object; the value says why.
+pub fn entry(text: &str, name: &str) -> Result<RuntimeEntry, String> {
+    let file = read(text)?;
+    let Some(entry) = file.get(RUNTIMES).and_then(|runtimes| runtimes.get(name)) else {
+        return Ok(RuntimeEntry::Absent);
+    };
+    let is_ours = entry.get(TYPE_KEY).and_then(Value::as_str) == Some(RUNTIME_TYPE);
+    Ok(if is_ours { RuntimeEntry::Affinode } else { RuntimeEntry::Other })
+}
+
+/// Whether containers without a runtime of their own get this one.
+pub fn is_default(text: &str, name: &str) -> bool {
+    read(text).is_ok_and(|file| {
+        file.get("default-runtime").and_then(Value::as_str).is_some_and(|said| said == name)
+    })
+}
+
+/// The text with the runtime.
+///
+/// # Errors
+/// As [`entry`]; also when `runtimes` is not an object.
+pub fn with_runtime(text: &str, name: &str) -> Result<String, String> {
+    read(text)?;
+    let (mark, root) = parse(text)?;
+    let file = root.object_value_or_create().ok_or("it is not an object")?;
+    let runtimes =
+        file.object_value_or_create(RUNTIMES).ok_or(format!("{RUNTIMES} is not an object"))?;
+    let shim = CstInputValue::String(RUNTIME_TYPE.into());
+    runtimes.append(name, CstInputValue::Object(vec![(TYPE_KEY.into(), shim)]));
+    let mut edited = format!("{mark}{root}");
+    if text.trim().is_empty() && !edited.ends_with('\n') {
+        edited.push('\n');
+    }
+    Ok(edited)
+}
+
+/// The text without the runtime, and without `runtimes` if nothing else is in it.
+///
+/// # Errors
+/// As [`entry`].
+pub fn without_runtime(text: &str, name: &str) -> Result<String, String> {
+    read(text)?;
+    let (mark, root) = parse(text)?;
+    let list = root.object_value().and_then(|file| file.get(RUNTIMES));
+    let runtimes = list.as_ref().and_then(|list| list.object_value());
+    if let Some(runtimes) = runtimes {
+        if let Some(entry) = runtimes.get(name) {
+            entry.remove();
+        }
+        if let Some(list) = list.filter(|_| runtimes.properties().is_empty()) {
+            list.remove();
+        }
+    }
+    Ok(format!("{mark}{root}"))
+}
+
+/// Whether the text says nothing.
+pub fn is_empty(text: &str) -> bool {
+    read(text).is_ok_and(|file| file.as_object().is_some_and(serde_json::Map::is_empty))
+}
+
+/// The content as dockerd reads it.
+fn read(text: &str) -> Result<Value, String> {
+    let text = text.strip_prefix(BYTE_ORDER_MARK).unwrap_or(text);
+    if text.trim().is_empty() {
+        return Ok(Value::Object(serde_json::Map::new()));
+    }
+    let file: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
+    if file.is_object() { Ok(file) } else { Err("it is not an object".into()) }
+}
+
+fn parse(text: &str) -> Result<(&str, CstRootNode), String> {
+    let (mark, text) = match text.strip_prefix(BYTE_ORDER_MARK) {
+        Some(rest) => (BYTE_ORDER_MARK, rest),
+        None => ("", text),
+    };
+    let root = CstRootNode::parse(text, &ParseOptions::default());
+    Ok((mark, root.map_err(|error| error.to_string())?))
+}
+
+#[cfg(test)]
+mod tests;

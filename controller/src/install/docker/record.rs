@@ -1,0 +1,90 @@
+//! The record of the runtime in Docker's configuration, beside that of the installation.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::DockerError;
+use crate::install::files;
+
+const FILE: &str = "docker.json";
+const VERSION: u32 = 1;
+
+/// What was changed in Docker's configuration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DockerRecord {
+    version: u32,
+    /// Path of dockerd's socket.
+    pub socket: PathBuf,
+    /// Path of its configuration file.
+    pub config_file: PathBuf,
+    /// Name of the runtime.
+    pub runtime_name: String,
+    /// The file before the installation; `None`: it did not exist.
+    pub original: Option<String>,
+    /// The file after the installation.
+    pub written: String,
+    /// Folders that were created for it, each after its parent.
+    pub folders: Vec<PathBuf>,
+}
+
+impl DockerRecord {
+    /// The record of a change that is about to be made.
+    pub fn new(
+        socket: &Path,
+        config_file: &Path,
+        runtime_name: &str,
+        original: Option<&str>,
+        written: &str,
+    ) -> DockerRecord {
+        let folder = config_file.parent().unwrap_or(Path::new("/"));
+        DockerRecord {
+            version: VERSION,
+            socket: socket.to_owned(),
+            config_file: config_file.to_owned(),
+            runtime_name: runtime_name.to_owned(),
+            original: original.map(str::to_owned),
+            written: written.to_owned(),
+            folders: files::missing_folders(folder),
+        }
+    }
+
+    /// Reads the record of a folder; `None`: no runtime was registered.
+    pub fn read(folder: &Path) -> Result<Option<DockerRecord>, DockerError> {
+        let path = folder.join(FILE);
+        let failed = |source| DockerError::Io { action: "read", path: path.clone(), source };
+        match fs::read(&path) {
+            Ok(text) => Ok(Some(serde_json::from_slice(&text).map_err(|e| failed(e.into()))?)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(failed(source)),
+        }
+    }
+
+    /// Writes it into a folder. Docker's configuration may hold secrets.
+    pub fn write(&self, folder: &Path) -> Result<(), DockerError> {
+        let path = folder.join(FILE);
+        let failed = |source| DockerError::Io { action: "write", path: path.clone(), source };
+        let text = serde_json::to_vec_pretty(self).map_err(|error| failed(error.into()))?;
+        files::replace(&path, &text, Some(0o600)).map_err(failed)
+    }
+
+    /// Removes the record of a folder.
+    pub fn remove(folder: &Path) -> Result<(), DockerError> {
+        let path = folder.join(FILE);
+        match fs::remove_file(&path) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(DockerError::Io { action: "remove", path, source })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Path of the record's file.
+    pub fn file(folder: &Path) -> PathBuf {
+        folder.join(FILE)
+    }
+}

@@ -1,0 +1,227 @@
+//! A dockerd in a testbed, on the testbed's containerd. Its files, sockets and images are in the
+//! testbed's folder, and its containers have no network.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{Mutex, PoisonError},
+};
+
+use anyhow::{Context, Result, bail};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::{
+    artifacts::Artifacts,
+    container::{CLIENTS, PIPES, make_pipes, piped},
+    containerd::{gone, run},
+    image,
+    supervisor::{Job, STORE},
+    testbed::Testbed,
+    wait::until,
+    worker::{USUAL, Worker},
+};
+
+/// What dockerd's package and that of its command install, below a folder of the cache.
+const DAEMON: &str = "usr/sbin/dockerd";
+const COMMAND: &str = "usr/bin/docker";
+/// Packages of Ubuntu have the daemon there.
+const DAEMON_OF_UBUNTU: &str = "usr/bin/dockerd";
+
+/// Docker's programs, where `cargo xtask deps` has unpacked them.
+#[derive(Clone, Debug)]
+pub struct DockerPrograms {
+    /// Path of the daemon `dockerd`.
+    pub daemon: PathBuf,
+    /// Path of the command `docker`.
+    pub command: PathBuf,
+}
+
+impl DockerPrograms {
+    /// The programs in a folder with unpacked packages.
+    #[must_use]
+    pub fn in_folder(folder: &Path) -> Option<Self> {
+        let daemon = [DAEMON, DAEMON_OF_UBUNTU].map(|name| folder.join(name));
+        let daemon = daemon.into_iter().find(|path| path.is_file())?;
+        let command = folder.join(COMMAND);
+        command.is_file().then_some(Self { daemon, command })
+    }
+
+    /// The programs that `cargo xtask deps` unpacked.
+    #[must_use]
+    pub fn find(artifacts: &Artifacts) -> Option<Self> {
+        Self::in_folder(&artifacts.docker_dir())
+    }
+}
+
+/// A dockerd that was started, and may be stopped.
+pub struct Docker<'a> {
+    world: &'a Testbed,
+    programs: DockerPrograms,
+    pid: Mutex<Option<Pid>>,
+}
+
+impl<'a> Docker<'a> {
+    /// Starts dockerd with this `daemon.json`, and gives it the usual image.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn start(world: &'a Testbed, programs: DockerPrograms, config: &str) -> Result<Self> {
+        let docker = Self { world, programs, pid: Mutex::new(None) };
+        std::fs::create_dir_all(docker.hooks())?;
+        std::fs::write(docker.config_file(), config)?;
+        docker.launch()?;
+        let archive = world.dir().join("docker-image.tar");
+        std::fs::write(&archive, image::usual_layer()?.finish()?)?;
+        let path = archive.display().to_string();
+        docker.run(&["import", &path, image::PLAIN])?;
+        std::fs::remove_file(archive)?;
+        Ok(docker)
+    }
+
+    /// Path of dockerd's configuration.
+    #[must_use]
+    pub fn config_file(&self) -> PathBuf {
+        self.world.dir().join("daemon.json")
+    }
+
+    /// Path of its socket.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.world.dir().join("docker.sock")
+    }
+
+    /// A folder that is first in dockerd's PATH.
+    #[must_use]
+    pub fn hooks(&self) -> PathBuf {
+        self.world.dir().join("hooks")
+    }
+
+    /// Starts dockerd, and waits until it answers.
+    ///
+    /// # Errors
+    /// When it ends, or does not answer.
+    pub fn launch(&self) -> Result<()> {
+        let dir = self.world.dir();
+        let path = |name: &str| dir.join(name).display().to_string();
+        let folder = self.programs.daemon.parent().context("dockerd has a folder")?.display();
+        let releases = self.world.containerd().release().bin_dir.display().to_string();
+        let inherited = std::env::var("PATH").unwrap_or_default();
+        let search = format!("{}:{folder}:{releases}:{inherited}", self.hooks().display());
+        let mut argv = vec![self.programs.daemon.display().to_string()];
+        for (flag, value) in [
+            ("config-file", self.config_file().display().to_string()),
+            ("containerd", self.world.containerd().socket().display().to_string()),
+            ("host", format!("unix://{}", self.socket().display())),
+            ("data-root", path(&format!("{STORE}/docker"))),
+            ("exec-root", path("docker-run")),
+            ("pidfile", path("docker.pid")),
+            ("cgroup-parent", format!("/{}", self.world.cgroup_parent())),
+            ("bridge", "none".into()),
+            ("iptables", "false".into()),
+            ("ip6tables", "false".into()),
+        ] {
+            argv.push(format!("--{flag}={value}"));
+        }
+        let env = BTreeMap::from([("PATH".to_owned(), search)]);
+        let pid = self.world.keeper().spawn(&Job { argv, env, log: dir.join("dockerd.log") })?;
+        let pid = Pid::from_raw(i32::try_from(pid)?);
+        *self.pid.lock().unwrap_or_else(PoisonError::into_inner) = Some(pid);
+        until("dockerd to answer", || {
+            if gone(pid) {
+                bail!("dockerd ended; its log: {}", dir.join("dockerd.log").display());
+            }
+            Ok(self.command(&["version"]).output()?.status.success().then_some(()))
+        })
+    }
+
+    /// Ends dockerd.
+    ///
+    /// # Errors
+    /// When it does not end.
+    pub fn stop(&self, signal: Signal) -> Result<()> {
+        let taken = self.pid.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let pid = taken.context("dockerd does not run")?;
+        kill(pid, signal).context("cannot signal dockerd")?;
+        until("dockerd to end", || Ok(gone(pid).then_some(())))
+    }
+
+    /// The command `docker` on this dockerd.
+    #[must_use]
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = self.world.keeper().command(&self.programs.command);
+        command.env("DOCKER_HOST", format!("unix://{}", self.socket().display()));
+        command.env("DOCKER_CONFIG", self.world.dir().join("docker-user"));
+        command.args(arguments);
+        command
+    }
+
+    /// Runs it, requires success, and returns its output without the line's end.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn run(&self, arguments: &[&str]) -> Result<String> {
+        Ok(run(&mut self.command(arguments))?.trim_end().to_owned())
+    }
+
+    /// Whether dockerd serves a runtime of this name.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub fn serves(&self, runtime: &str) -> Result<bool> {
+        let names = "{{range $name, $_ := .Runtimes}}{{println $name}}{{end}}";
+        Ok(self.run(&["info", "--format", names])?.lines().any(|name| name == runtime))
+    }
+
+    /// A part of a container's description, by a Go template.
+    ///
+    /// # Errors
+    /// When the container is unknown.
+    pub fn inspect(&self, container: &str, template: &str) -> Result<String> {
+        self.run(&["inspect", "--format", template, container])
+    }
+
+    /// Flags of a container that gets the testbed's GPU.
+    ///
+    /// # Errors
+    /// When the GPU's parts cannot be found.
+    pub fn gpu_flags(&self) -> Result<Vec<String>> {
+        let parts = self.world.gpu().container_parts(self.world.artifacts(), self.world.dir())?;
+        let mut flags = Vec::new();
+        for (name, value) in &parts.env {
+            flags.push(format!("--env={name}={value}"));
+        }
+        for device in &parts.devices {
+            flags.push(format!("--device={}", device.display()));
+        }
+        for (host, inside) in &parts.mounts {
+            flags.push(format!("--volume={}:{}:ro", host.display(), inside.display()));
+        }
+        Ok(flags)
+    }
+
+    /// Starts a CUDA program in the background with these flags of `docker run`, and waits until it
+    /// has filled its VRAM. Returns the container's id too.
+    ///
+    /// # Errors
+    /// When the container does not start, or CUDA fails.
+    pub fn worker(&self, name: &str, mib: u64, flags: &[String]) -> Result<(String, Worker)> {
+        let spec = Worker::spec(name, USUAL, mib);
+        let pipes = make_pipes(self.world.dir(), name)?;
+        let clients = self.world.artifacts().clients_dir();
+        let mut words = vec!["run".into(), "--detach".into(), "--network=none".into()];
+        words.push(format!("--name={name}"));
+        words.push(format!("--volume={}:{CLIENTS}:ro", clients.display()));
+        words.push(format!("--volume={}:{PIPES}", pipes.display()));
+        words.extend_from_slice(flags);
+        words.push(image::PLAIN.into());
+        words.extend(piped(&spec.argv));
+        let id = self.run(&words.iter().map(String::as_str).collect::<Vec<_>>())?;
+        let mut worker = Worker::attach(&spec, &pipes)?;
+        worker.wait_filled()?;
+        Ok((id, worker))
+    }
+}

@@ -1,0 +1,218 @@
+//! Docker's containers: a real dockerd, whose containers of runtime Affinode are offloaded, woken
+//! and killed beside those of its own runtime.
+
+use std::{fs, os::unix::fs::PermissionsExt};
+
+use affinode_e2e::{
+    artifacts::Artifacts,
+    containerd::AFFINODE,
+    docker::{Docker, DockerPrograms},
+    image,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
+};
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+
+use crate::{
+    offload::{MANUAL, wait_gpu_empty},
+    recovery::shoot_controller,
+};
+
+const WORKER_MIB: u64 = 64;
+
+/// What NVIDIA's hook does: it mounts the driver's libraries into the root filesystem of a container
+/// whose own mounts are made, in the container's mount namespace.
+const HOOK: &str = r#"#!/bin/sh
+set -e
+state=$(cat)
+field() { echo "$state" | sed "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/"; }
+pid=$(field pid) bundle=$(field bundle)
+root=$(sed 's/.*"root":{"path":"\([^"]*\)".*/\1/' "$bundle/config.json")
+export root
+nsenter --mount="/proc/$pid/ns/mnt" sh -e -c 'while read -r host inside; do
+    mkdir -p "$root${inside%/*}"; : > "$root$inside"; mount --bind "$host" "$root$inside"
+done' < @DIR@/hook-mounts
+echo "$1" > @DIR@/hook-ran
+"#;
+
+/// Docker's programs; `None` if this machine can have none, which is noted.
+pub fn programs() -> Result<Option<DockerPrograms>> {
+    let found = DockerPrograms::find(&Artifacts::find()?);
+    if found.is_none() {
+        affinode_test_notes::skip("docker", "no dockerd: `cargo xtask deps` fetches one with apt");
+    }
+    Ok(found)
+}
+
+/// Runs a case with a dockerd of this configuration, in a testbed where Affinode is in the PATH.
+fn with_docker(config: &str, case: impl FnOnce(&Testbed, &Docker<'_>) -> Result<()>) -> Result<()> {
+    let Some(programs) = programs()? else { return Ok(()) };
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let outcome = Docker::start(&world, programs, config).and_then(|docker| case(&world, &docker));
+    outcome.inspect_err(|_| world.show_logs())
+}
+
+fn affinode(docker: &Docker<'_>, more: &[&str]) -> Result<Vec<String>> {
+    let mut flags = vec![format!("--runtime={AFFINODE}")];
+    flags.extend(docker.gpu_flags()?);
+    flags.extend(more.iter().map(|&flag| flag.to_owned()));
+    Ok(flags)
+}
+
+/// Runs a program in a new container of a runtime: its output.
+fn output(docker: &Docker<'_>, runtime: &str, flags: &[&str], argv: &[&str]) -> Result<String> {
+    let first = ["run", "--rm", "--network=none", "--runtime", runtime];
+    docker.run(&[&first, flags, &[image::PLAIN], argv].concat())
+}
+
+#[test]
+fn docker_container_is_offloaded_and_woken() -> Result<()> {
+    with_docker("{}", |world, docker| {
+        let project = "--label=com.docker.compose.project=shop";
+        let flags = affinode(docker, &[project, "--annotation=affinode.io/priority=7"])?;
+        let (id, mut worker) = docker.worker("trainer", WORKER_MIB, &flags)?;
+        let row = world.cli().move_out(&id).and_then(|_| world.cli().known(&id))?;
+        ensure!(row.name == "moby/shop/trainer" && row.image == image::PLAIN, "{row:?}");
+        ensure!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
+        wait_gpu_empty(world)?;
+        // The name that a user sees is one that commands take.
+        world.cli().run(&["pin", "moby/shop/trainer"])?;
+        // The call of another process of the container has the library, and a terminal if asked for.
+        let said = docker.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/maps"])?;
+        ensure!(said.contains("affinode_preload"), "{said}");
+        let said = docker.run(&["exec", "--tty", "trainer", "tty"])?;
+        ensure!(said.starts_with("/dev/pts/"), "{said}");
+        ensure!(worker.verify()?, "its memory is not as it was");
+        world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
+        // Docker's other runtime and its own options are as before.
+        for runtime in ["runc", AFFINODE] {
+            ensure!(output(docker, runtime, &["--tty"], &["tty"])?.starts_with("/dev/pts/"));
+            let ended = docker
+                .command(&["run", "--rm", "--network=none", "--runtime", runtime])
+                .args([image::PLAIN, "/bin/sh", "-c", "exit 7"])
+                .output()?;
+            ensure!(ended.status.code() == Some(7), "{runtime}: {ended:?}");
+        }
+        docker.run(&["restart", "--time=1", "trainer"])?;
+        worker.wait_filled()?;
+        ensure!(world.cli().registered(&id)?.restores == 0, "it is another process now");
+        docker.run(&["kill", "trainer"])?;
+        let state = docker.inspect("trainer", "{{.State.Status}} {{.State.ExitCode}}")?;
+        ensure!(state == "exited 137", "{state}");
+        docker.run(&["rm", "trainer"])?;
+        until("the container to be forgotten", || {
+            Ok(world.cli().container(&id)?.is_none().then_some(()))
+        })?;
+        wait_gpu_empty(world)
+    })
+}
+
+/// The controller, the shim and dockerd are killed in turn. Only the shim's death ends a container,
+/// as it does with the stock shim.
+#[test]
+fn docker_container_outlives_its_daemons() -> Result<()> {
+    with_docker(r#"{"live-restore": true}"#, |world, docker| {
+        let (id, mut worker) =
+            docker.worker("trainer", WORKER_MIB, &affinode(docker, &["--restart=on-failure"])?)?;
+        world.cli().move_out(&id)?;
+        shoot_controller(world)?;
+        let row = world.cli().wait_for_state(&id, "Offloaded")?;
+        ensure!(row.name == "moby/trainer", "{row:?}");
+        docker.stop(Signal::SIGKILL)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+        world.cli().move_out(&id)?;
+        docker.launch()?;
+        let running = docker.inspect("trainer", "{{.State.Status}} {{.RestartCount}}")?;
+        ensure!(running == "running 0", "{running}");
+        ensure!(worker.verify()?, "its memory is not as it was");
+
+        let shim = world
+            .shims()?
+            .into_iter()
+            .find(|shim| shim.command.contains("affinode-v1") && shim.command.contains(&id));
+        kill(shim.context("a shim")?.pid, Signal::SIGKILL)?;
+        // Docker sees an end, and starts the container again as it was told.
+        worker.wait_filled()?;
+        until("Docker to know of the restart", || {
+            let count = docker.inspect("trainer", "{{.State.Status}} {{.RestartCount}}")?;
+            Ok((count == "running 1").then_some(()))
+        })?;
+        world.cli().registered(&id)?;
+        world.cli().move_out(&id)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+        docker.run(&["rm", "--force", "trainer"]).map(|_| ())
+    })
+}
+
+/// A memory limit without room for the VRAM refuses the move, until `docker update` raises it.
+#[test]
+fn docker_update_raises_the_memory_limit() -> Result<()> {
+    with_docker("{}", |world, docker| {
+        let flags = affinode(docker, &["--memory=96m", "--memory-swap=96m"])?;
+        let (id, mut worker) = docker.worker("trainer", 256, &flags)?;
+        let said = world.cli().offload(&id)?;
+        ensure!(!said.done && said.reason == "cgroup-memory", "{said:?}");
+        docker.run(&["update", "--memory=2g", "--memory-swap=2g", "trainer"])?;
+        world.cli().move_out(&id)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+        Ok(())
+    })
+}
+
+/// With containerd's image store the root filesystem is a snapshot, not a folder of dockerd's.
+#[test]
+fn docker_image_store_of_containerd_works() -> Result<()> {
+    with_docker(r#"{"features": {"containerd-snapshotter": true}}"#, |world, docker| {
+        ensure!(docker.run(&["info", "--format={{.Driver}}"])? == "overlayfs");
+        let (id, mut worker) = docker.worker("trainer", WORKER_MIB, &affinode(docker, &[])?)?;
+        let row = world.cli().move_out(&id).and_then(|_| world.cli().known(&id))?;
+        ensure!(row.name == "moby/trainer", "{row:?}");
+        ensure!(worker.verify()?, "its memory is not as it was");
+        Ok(())
+    })
+}
+
+/// `--gpus all` with NVIDIA's hook: at Create the environment alone names a GPU. The hook mounts the
+/// driver's libraries into the new root when Affinode's mounts are made already.
+#[test]
+fn docker_gpus_flag_works_with_a_prestart_hook() -> Result<()> {
+    with_docker("{}", |world, docker| {
+        // dockerd looks for NVIDIA's hook at its start.
+        docker.stop(Signal::SIGTERM)?;
+        let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
+        let (libraries, others): (Vec<_>, Vec<_>) = parts
+            .mounts
+            .iter()
+            .partition(|(host, _)| host.starts_with(world.artifacts().sim_dir()));
+        let list = libraries
+            .iter()
+            .map(|(host, inside)| format!("{} {}\n", host.display(), inside.display()));
+        fs::write(world.dir().join("hook-mounts"), list.collect::<String>())?;
+        let script = HOOK.replace("@DIR@", &world.dir().display().to_string());
+        let hook = docker.hooks().join("nvidia-container-runtime-hook");
+        fs::write(&hook, script)?;
+        fs::set_permissions(&hook, fs::Permissions::from_mode(0o755))?;
+        docker.launch()?;
+        let mut flags = vec![format!("--runtime={AFFINODE}"), "--gpus=all".to_owned()];
+        flags.extend(
+            parts
+                .env
+                .iter()
+                .filter(|(name, _)| *name != "NVIDIA_VISIBLE_DEVICES")
+                .map(|(name, value)| format!("--env={name}={value}")),
+        );
+        flags.extend(
+            others.iter().map(|(host, inside)| {
+                format!("--volume={}:{}:ro", host.display(), inside.display())
+            }),
+        );
+        let (id, mut worker) = docker.worker("trainer", WORKER_MIB, &flags)?;
+        let ran = fs::read_to_string(world.dir().join("hook-ran"))?;
+        ensure!(ran.trim() == "prestart", "the hook has not run");
+        world.cli().move_out(&id)?;
+        wait_gpu_empty(world)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+        Ok(())
+    })
+}

@@ -1,0 +1,199 @@
+//! `affinode install` and `uninstall` on a machine where Docker alone runs containers.
+
+use std::fs;
+
+use affinode_e2e::{
+    docker::Docker,
+    image,
+    installed::Installation,
+    testbed::{Testbed, TestbedConfig},
+};
+use anyhow::{Result, ensure};
+
+use crate::{docker::programs, offload::MANUAL};
+
+const RUNTIME: &str = "affinode";
+/// A file with keys in no order, with a runtime of the operator, and in a form that no program
+/// would write.
+const CONFIG: &str = r#"{
+   "mtu": 1400,
+   "log-opts": {"max-size": "10m"},
+   "runtimes": {
+      "another": {"path": "runc"}
+   },
+
+   "debug": true
+}"#;
+
+struct Place<'a> {
+    docker: Docker<'a>,
+    installation: Installation<'a>,
+    flag: String,
+}
+
+impl Place<'_> {
+    fn text(&self) -> Result<String> {
+        Ok(fs::read_to_string(self.docker.config_file())?)
+    }
+
+    fn install(&self) -> Result<String> {
+        self.installation.done("install", &[&self.flag])
+    }
+
+    fn refused(&self, why: &str) -> Result<()> {
+        let before = self.text()?;
+        let said = self.installation.refused("install", &[&self.flag])?;
+        ensure!(said.contains(why), "{said} does not tell of {why}");
+        ensure!(self.text()? == before, "{why}: the configuration has changed");
+        ensure!(!self.docker.serves(RUNTIME)?, "{why}: the runtime is served");
+        ensure!(!self.installation.file("bin/affinode").exists(), "{why}: a file was left behind");
+        for record in ["install.json", "docker.json", "docker-check.json"] {
+            ensure!(!self.installation.state(record).exists(), "{why}: {record} was left behind");
+        }
+        Ok(())
+    }
+}
+
+/// Runs a case where CRI is disabled, as Docker's packages do.
+fn with_place(case: impl FnOnce(&Testbed, &Place<'_>) -> Result<()>) -> Result<()> {
+    in_world(TestbedConfig::default().docker(), case)
+}
+
+fn in_world(
+    recipe: TestbedConfig,
+    case: impl FnOnce(&Testbed, &Place<'_>) -> Result<()>,
+) -> Result<()> {
+    let Some(programs) = programs()? else { return Ok(()) };
+    let world = recipe.config(MANUAL).world()?;
+    let outcome = Docker::start(&world, programs, CONFIG).and_then(|docker| {
+        let flag = format!("--docker={}", docker.socket().display());
+        let installation = Installation::new(&world, &world.prefix(), RUNTIME)?;
+        case(&world, &Place { docker, installation, flag })
+    });
+    outcome.inspect_err(|_| world.show_logs())
+}
+
+#[test]
+fn docker_serves_the_installed_runtime() -> Result<()> {
+    with_place(|world, place| {
+        let said = place.installation.done("install", &[&place.flag, "--dry-run"])?;
+        ensure!(said.contains("+ runtime affinode") && said.contains("reload dockerd"), "{said}");
+        ensure!(place.text()? == CONFIG && !place.docker.serves(RUNTIME)?, "a dry run did more");
+
+        place.install()?;
+        ensure!(place.docker.serves(RUNTIME)? && place.docker.serves("another")?);
+        let added = ",\n      \"affinode\": {\n         \"runtimeType\": \"io.containerd.affinode.v1\"\n      }";
+        let wanted =
+            CONFIG.replace("{\"path\": \"runc\"}", &format!("{{\"path\": \"runc\"}}{added}"));
+        ensure!(place.text()? == wanted, "{}", place.text()?);
+        let said = place.install()?;
+        ensure!(said.contains("nothing to do"), "{said}");
+        let said = place.installation.done("status", &[])?;
+        ensure!(said.contains("served by dockerd") && !said.contains("handler"), "{said}");
+
+        let mut flags = place.docker.gpu_flags()?;
+        flags.push(format!("--runtime={RUNTIME}"));
+        let (id, mut worker) = place.docker.worker("trainer", 64, &flags)?;
+        world.cli().move_out(&id)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+        let said = place.installation.refused("uninstall", &[])?;
+        ensure!(said.contains("1 shim runs:") && place.docker.serves(RUNTIME)?, "{said}");
+        place.docker.run(&["rm", "--force", "trainer"])?;
+
+        let said = place.installation.done("uninstall", &["--drain", "1m"])?;
+        ensure!(said.contains("- runtime affinode"), "{said}");
+        ensure!(place.text()? == CONFIG, "{}", place.text()?);
+        ensure!(!place.docker.serves(RUNTIME)? && place.docker.serves("another")?);
+        ensure!(!world.prefix().exists() && !place.installation.state("").exists());
+        let stock = ["run", "--rm", "--network=none", image::PLAIN, "echo", "fine"];
+        ensure!(place.docker.run(&stock)? == "fine");
+        Ok(())
+    })
+}
+
+/// After any failure Docker's file is unchanged, and the error names the reason.
+#[test]
+fn failed_docker_install_changes_nothing() -> Result<()> {
+    with_place(|_, place| {
+        let file = place.docker.config_file();
+        // An operator's later mistake that only the reload notices: dockerd stays as it is.
+        fs::write(&file, CONFIG.replace("{\"path\": \"runc\"}", "{\"runtimeType\": \"\"}"))?;
+        place.refused("did not take over its new configuration")?;
+        fs::write(&file, CONFIG.replace("1400", "\"wide\""))?;
+        place.refused("would not start with")?;
+        fs::write(&file, CONFIG.replace("true", "true,"))?;
+        place.refused("would not start with")?;
+        fs::write(&file, CONFIG.replace("another", RUNTIME))?;
+        place.refused("is another one")?;
+        fs::write(&file, CONFIG)?;
+        let nowhere = place.installation.refused("install", &["--docker=/nonexistent.sock"])?;
+        ensure!(nowhere.contains("no dockerd answers"), "{nowhere}");
+        // Without Docker there is nothing to install for: containerd has no CRI.
+        let said = place.installation.refused("install", &["--no-docker"])?;
+        ensure!(!place.installation.file("bin/affinode").exists(), "{said}");
+        place.install()?;
+        ensure!(place.docker.serves(RUNTIME)?);
+        Ok(())
+    })
+}
+
+/// What operators and killed installers leave is neither lost nor in the way.
+#[test]
+fn docker_config_changes_of_others_are_kept() -> Result<()> {
+    with_place(|_, place| {
+        let file = place.docker.config_file();
+        place.install()?;
+        // As after an installer that was killed before it wrote the file.
+        fs::write(&file, CONFIG)?;
+        let status = place.installation.run("status", &[])?;
+        let said = String::from_utf8_lossy(&status.stdout).into_owned();
+        ensure!(status.status.code() == Some(1) && said.contains("changed since"), "{said}");
+        let said = place.install()?;
+        ensure!(said.contains("+ runtime affinode") && place.docker.serves(RUNTIME)?, "{said}");
+
+        let with_default =
+            place.text()?.replace("\"mtu\"", "\"default-runtime\": \"affinode\", \"mtu\"");
+        fs::write(&file, &with_default)?;
+        let said = place.installation.refused("uninstall", &[])?;
+        ensure!(said.contains("default runtime") && place.text()? == with_default, "{said}");
+
+        fs::write(
+            &file,
+            place
+                .text()?
+                .replace("\"default-runtime\": \"affinode\", ", "")
+                .replace("1400", "1300"),
+        )?;
+        place.installation.done("uninstall", &[])?;
+        ensure!(place.text()? == CONFIG.replace("1400", "1300"), "{}", place.text()?);
+        ensure!(!place.docker.serves(RUNTIME)?);
+        Ok(())
+    })
+}
+
+/// Where containerd has CRI, both are changed or none.
+#[test]
+fn docker_and_containerd_are_installed_together() -> Result<()> {
+    in_world(TestbedConfig::default().node(), |world, place| {
+        let installation = &place.installation;
+        let handlers = fs::read(installation.config())?;
+        installation.systemctl("echo 'the unit is masked' >&2; exit 1")?;
+        place.refused("the unit is masked")?;
+        ensure!(fs::read(installation.config())? == handlers);
+
+        installation.restarted(|| place.install())?;
+        ensure!(place.docker.serves(RUNTIME)?);
+        let said = installation.done("status", &[])?;
+        ensure!(said.contains("by containerd") && said.contains("served by dockerd"), "{said}");
+        // dockerd is connected to the containerd that was restarted.
+        let mut flags = place.docker.gpu_flags()?;
+        flags.push(format!("--runtime={RUNTIME}"));
+        let (id, mut worker) = place.docker.worker("trainer", 64, &flags)?;
+        world.cli().move_out(&id)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+        place.docker.run(&["rm", "--force", "trainer"])?;
+        installation.restarted(|| installation.done("uninstall", &["--drain", "1m"]))?;
+        ensure!(fs::read(installation.config())? == handlers && place.text()? == CONFIG);
+        Ok(())
+    })
+}
