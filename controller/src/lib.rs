@@ -5,7 +5,7 @@
 //! | [`core`] | every decision, without I/O |
 //! | [`agents`] | sockets of containers, connections and identities of processes |
 //! | [`inventory`] | readings of NVML, cgroups and /proc |
-//! | [`copier`] | the processes that copy memory for other processes |
+//! | [`copier`] | the processes that copy memory for other processes, and their sockets |
 //! | [`driver_library`] | where the driver's libraries are |
 //! | [`journal`], [`overrides`] | records written before a destructive step, operator overrides |
 //! | [`daemon`] | the task that drives the core and executes its effects; the control API |
@@ -13,6 +13,7 @@
 //! | [`metrics`], [`history`] | Prometheus metrics, the history on disk |
 //! | [`http`] | dashboard, HTTP API, `/metrics` |
 //! | [`call_trace`] | the CUDA calls of processes, live |
+//! | [`conversion`] | between the core's types and the control API's |
 //! | [`config`] | the configuration file |
 //! | [`doctor`] | whether the machine is ready |
 //! | [`cli`] | the command `affinode` |

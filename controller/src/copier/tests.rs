@@ -13,10 +13,10 @@ use super::*;
 const GPU: &str = "GPU-1";
 const ID: CopierId = CopierId(1);
 
-type Mail = mpsc::UnboundedReceiver<CopierMessage>;
+type CopierMail = mpsc::UnboundedReceiver<CopierMessage>;
 
 /// A copier whose process is `sleep`, and the copier's end of its socket.
-fn with_sleeper() -> (CopierProcesses, OwnedFd, Mail) {
+fn with_sleeper() -> (CopierProcesses, OwnedFd, CopierMail) {
     let (mail, from) = mpsc::unbounded_channel();
     let mut copiers = CopierProcesses::new(DriverLibrary::new("", Path::new("")), mail.clone());
     let (ours, theirs) = pair().unwrap();
@@ -28,7 +28,7 @@ fn with_sleeper() -> (CopierProcesses, OwnedFd, Mail) {
     (copiers, theirs, from)
 }
 
-async fn next(from: &mut Mail) -> CopierMessage {
+async fn next(from: &mut CopierMail) -> CopierMessage {
     tokio::time::timeout(Duration::from_secs(60), from.recv()).await.unwrap().unwrap()
 }
 

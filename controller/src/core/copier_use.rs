@@ -60,10 +60,12 @@ impl Node {
         self.copiers.exited(self.now, id, &mut self.effects);
     }
 
-    /// A process has no connection to its copier: it copies by itself, and need not prefault.
+    /// A process has no connection to its copier: it copies by itself. A resident one need not
+    /// prefault; one that leaves is using its prefaulted memory.
     pub(super) fn not_attached(&mut self, id: ProcessId) {
-        self.copiers.detach(id);
-        self.end_prefault(id);
+        if self.copiers.detach(id) {
+            self.end_prefault(id);
+        }
     }
 
     /// Ends copiers whose VRAM a container waits for, and those without offloaded processes.

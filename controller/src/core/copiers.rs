@@ -62,7 +62,7 @@ enum CopierStage {
 }
 
 #[derive(Debug)]
-struct Copier {
+struct GpuCopier {
     id: CopierId,
     stage: CopierStage,
     /// When a process was attached last.
@@ -77,7 +77,7 @@ struct Copier {
 
 /// What a copier has of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Attachment {
+enum AttachmentState {
     /// The process is resident, and was attached ahead of its offload. Its prefaulted memory is
     /// registered, or will be.
     Ahead { prefaulted: bool },
@@ -91,7 +91,7 @@ enum Attachment {
 #[derive(Debug)]
 struct AttachedProcess {
     uuid: String,
-    attachment: Attachment,
+    attachment: AttachmentState,
     /// How much of its memory is deduplicated, in bytes.
     shared_bytes: u64,
 }
@@ -117,8 +117,8 @@ pub struct CopierFigures {
 
 /// The copiers, and the processes that are attached to them.
 #[derive(Debug, Default)]
-pub(super) struct Copiers {
-    by_gpu: BTreeMap<String, Copier>,
+pub(super) struct CopierRegistry {
+    by_gpu: BTreeMap<String, GpuCopier>,
     attached: BTreeMap<ProcessId, AttachedProcess>,
     /// Copiers that were ended and whose processes have not exited yet, and since when: the driver
     /// may still hold memory for them.
@@ -133,7 +133,7 @@ pub(super) struct Copiers {
     held: bool,
 }
 
-impl Copiers {
+impl CopierRegistry {
     /// Attaches a process to the copier of its GPU, and starts that copier if there is none; the
     /// process need not wait for it. The process has at most `most_bytes` there. With a `domain` the
     /// copier may deduplicate its memory with other processes of that domain. `ahead`: the process
@@ -155,8 +155,8 @@ impl Copiers {
         copier.used_at = now;
         effects.push(Effect::AttachCopier { copier: copier.id, process, most_bytes, domain });
         let attachment = match ahead {
-            true => Attachment::Ahead { prefaulted: false },
-            false => Attachment::Offloading { prefaulted: false },
+            true => AttachmentState::Ahead { prefaulted: false },
+            false => AttachmentState::Offloading { prefaulted: false },
         };
         let attached = AttachedProcess { uuid: uuid.to_owned(), attachment, shared_bytes: 0 };
         self.attached.insert(process, attached);
@@ -169,7 +169,7 @@ impl Copiers {
         }
         self.started += 1;
         let id = CopierId(self.started);
-        let copier = Copier {
+        let copier = GpuCopier {
             id,
             stage: CopierStage::Starting(now),
             used_at: now,
@@ -190,9 +190,9 @@ impl Copiers {
     pub(super) fn was_attached_ahead(&mut self, process: ProcessId, uuid: &str) -> bool {
         let attached = self.attached.get_mut(&process).filter(|attached| attached.uuid == uuid);
         match attached.map(|attached| &mut attached.attachment) {
-            Some(attachment @ Attachment::Ahead { .. }) => {
-                let prefaulted = *attachment == Attachment::Ahead { prefaulted: true };
-                *attachment = Attachment::Offloading { prefaulted };
+            Some(attachment @ AttachmentState::Ahead { .. }) => {
+                let prefaulted = *attachment == AttachmentState::Ahead { prefaulted: true };
+                *attachment = AttachmentState::Offloading { prefaulted };
                 true
             }
             _ => false,
@@ -200,9 +200,10 @@ impl Copiers {
     }
 
     /// Forgets a process: it needs its copier no longer, or has no connection to it. Reports of the
-    /// copier about it are ignored from now on.
-    pub(super) fn detach(&mut self, process: ProcessId) {
-        self.attached.remove(&process);
+    /// copier about it are ignored from now on. Returns whether it was attached ahead of an offload.
+    pub(super) fn detach(&mut self, process: ProcessId) -> bool {
+        let attached = self.attached.remove(&process);
+        attached.is_some_and(|a| matches!(a.attachment, AttachmentState::Ahead { .. }))
     }
 
     /// A process is being restored, with this much VRAM: its copier fills the memory, if it has it
@@ -214,7 +215,7 @@ impl Copiers {
         most_bytes: u64,
         effects: &mut Vec<Effect>,
     ) {
-        let registered = |a: &&AttachedProcess| a.attachment == Attachment::Registered;
+        let registered = |a: &&AttachedProcess| a.attachment == AttachmentState::Registered;
         let Some(attached) = self.attached.get(&process).filter(registered) else { return };
         if let Some(copier) = self.by_gpu.get_mut(&attached.uuid) {
             copier.filling = Some((process, now));
@@ -255,14 +256,14 @@ impl Copiers {
         let copies = |id: &ProcessId, attached: &AttachedProcess| {
             let prefaulted = matches!(
                 attached.attachment,
-                Attachment::Ahead { prefaulted: true }
-                    | Attachment::Offloading { prefaulted: true }
+                AttachmentState::Ahead { prefaulted: true }
+                    | AttachmentState::Offloading { prefaulted: true }
             );
             prefaulted && leaves(*id)
         };
         let copying: BTreeSet<&String> =
             self.attached.iter().filter(|(id, a)| copies(id, a)).map(|(_, a)| &a.uuid).collect();
-        let fills = |copier: &Copier| {
+        let fills = |copier: &GpuCopier| {
             copier.filling.is_some_and(|(_, since)| now.saturating_sub(since) < FILL_MS)
         };
         let idle = |uuid: &&String| {
@@ -321,7 +322,7 @@ impl Copiers {
             }
             CopierReport::Registered { process, .. } => {
                 if let Some(attached) = self.member(process, &uuid) {
-                    attached.attachment = Attachment::Registered;
+                    attached.attachment = AttachmentState::Registered;
                 }
             }
             CopierReport::Prefaulted { process, .. } => self.set_prefaulted(process, &uuid, true),
@@ -359,12 +360,13 @@ impl Copiers {
     /// What users see of the copier of a GPU.
     pub(super) fn figures(&self, uuid: &str) -> CopierFigures {
         let here = || self.attached.values().filter(|attached| attached.uuid == uuid);
-        let count = |matches: fn(Attachment) -> bool| {
+        let count = |matches: fn(AttachmentState) -> bool| {
             u32::try_from(here().filter(|a| matches(a.attachment)).count()).unwrap_or(u32::MAX)
         };
         let copier = self.by_gpu.get(uuid);
-        let registered = count(|attachment| attachment == Attachment::Registered);
-        let prefaulted = count(|attachment| attachment == Attachment::Ahead { prefaulted: true });
+        let registered = count(|attachment| attachment == AttachmentState::Registered);
+        let prefaulted =
+            count(|attachment| attachment == AttachmentState::Ahead { prefaulted: true });
         let others = count(|_| true) - registered - prefaulted;
         CopierFigures {
             prefaulted,
@@ -396,10 +398,10 @@ impl Copiers {
 
     fn set_prefaulted(&mut self, process: u64, uuid: &str, is: bool) {
         match self.member(process, uuid).map(|attached| &mut attached.attachment) {
-            Some(Attachment::Ahead { prefaulted } | Attachment::Offloading { prefaulted }) => {
-                *prefaulted = is
-            }
-            Some(Attachment::Registered) | None => {}
+            Some(
+                AttachmentState::Ahead { prefaulted } | AttachmentState::Offloading { prefaulted },
+            ) => *prefaulted = is,
+            Some(AttachmentState::Registered) | None => {}
         }
     }
 

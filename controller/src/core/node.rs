@@ -17,7 +17,7 @@ use indexmap::IndexMap;
 use super::{
     Change, ContainerSpec, DeviceBytes, Effect, Key, Millis, ProcessId,
     container::{Container, Goal},
-    copiers::Copiers,
+    copiers::CopierRegistry,
     event::NodeEvent,
     grant::Grant,
     history::Pauses,
@@ -112,7 +112,7 @@ pub struct Node {
     pub(super) queue_scratch: Vec<Key>,
     pub(super) grants: BTreeMap<Key, Grant>,
     pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
-    pub(super) copiers: Copiers,
+    pub(super) copiers: CopierRegistry,
     pub(super) unclaimed_journal: BTreeMap<(Key, u32, u64), JournalClaim>,
     /// Pauses of all containers: the expectation for a container without a history of its own.
     pub(super) pauses: Pauses,

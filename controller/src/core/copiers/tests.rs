@@ -7,21 +7,21 @@ use super::*;
 const GPU: &str = "GPU-1";
 
 /// Copiers with one that is ready.
-fn with_copier() -> (Copiers, CopierId) {
-    let mut copiers = Copiers::default();
+fn with_copier() -> (CopierRegistry, CopierId) {
+    let mut copiers = CopierRegistry::default();
     let id = next_copier(&mut copiers);
     (copiers, id)
 }
 
 /// Starts another copier, which is ready at once.
-fn next_copier(copiers: &mut Copiers) -> CopierId {
+fn next_copier(copiers: &mut CopierRegistry) -> CopierId {
     assert!(copiers.start(0, GPU, &mut Vec::new()));
     let id = copiers.by_gpu[GPU].id;
     copiers.report(id, CopierReport::Ready);
     id
 }
 
-impl Copiers {
+impl CopierRegistry {
     fn attach_one(&mut self, process: u64, domain: Option<Domain>, ahead: bool) -> Vec<Effect> {
         let (mut effects, process) = (Vec::new(), (ProcessId(process), GPU));
         assert!(self.attach(0, process, 100, domain, ahead, &mut effects));
@@ -119,7 +119,7 @@ fn pressure_ends_the_copier_of_that_gpu() {
 
 #[test]
 fn copier_that_never_was_ready_backs_off() {
-    let mut copiers = Copiers::default();
+    let mut copiers = CopierRegistry::default();
     let mut effects = Vec::new();
     assert!(copiers.start(0, GPU, &mut effects));
     copiers.ended(10, CopierId(1), &mut effects);
@@ -136,7 +136,7 @@ fn copier_that_never_was_ready_backs_off() {
 
 #[test]
 fn starting_and_ending_copiers_move_memory() {
-    let mut copiers = Copiers::default();
+    let mut copiers = CopierRegistry::default();
     assert!(!copiers.is_moving(0));
     assert!(copiers.start(0, GPU, &mut Vec::new()));
     assert!(copiers.is_moving(0) && !copiers.has_ready(GPU));
@@ -271,7 +271,7 @@ fn a_prefaulted_process_keeps_its_copier() {
 #[test]
 fn shared_bytes_last_while_processes_stay() {
     let (mut copiers, id) = with_copier();
-    let shown = |copiers: &Copiers, uuid: &str| {
+    let shown = |copiers: &CopierRegistry, uuid: &str| {
         let figures = copiers.figures(uuid);
         (figures.shared_bytes, figures.stored_bytes)
     };

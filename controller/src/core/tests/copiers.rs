@@ -350,19 +350,6 @@ fn no_copier_starts_while_a_container_waits() {
     assert!(world.copiers.is_empty());
 }
 
-/// The edge of the controller found no way to attach the process.
-#[test]
-fn unattached_process_is_not_prefaulted() {
-    let mut world = World::new(3);
-    let id = world.running(FULL, 600);
-    let process = world.node.processes.get_mut(&id).unwrap();
-    process.prefault_ordered = true;
-    world.agents.get_mut(&id).unwrap().prepared = true;
-    world.feed(Input::NotAttached(id));
-    assert!(!world.node.processes.get(&id).unwrap().prefault_ordered);
-    assert_eq!(world.prepared, [(id, false)], "it gives its host memory back");
-}
-
 #[test]
 fn each_device_has_its_own_copier() {
     let mut world = World::new(3);

@@ -114,6 +114,23 @@ fn refused_prefault_has_no_effect() {
     assert_eq!(world.prepared, [(id, true)], "the next idle period");
 }
 
+/// The edge of the controller found no way to attach the process.
+#[test]
+fn unattached_process_is_not_prefaulted() {
+    let mut world = World::new(3);
+    let id = prepared(&mut world);
+    world.feed(Input::NotAttached(id));
+    assert!(!world.node.processes.get(&id).unwrap().prefault_ordered);
+    assert_eq!(world.prepared, [(id, false)], "it gives its host memory back");
+
+    let mut world = World::new(3);
+    let id = prepared(&mut world);
+    ask(&mut world, Request::Offload);
+    assert!(until_park(&mut world, id));
+    world.feed(Input::NotAttached(id));
+    assert_eq!(world.prepared, [], "it is using that memory");
+}
+
 /// A copier that registers its memory looks like work of its own.
 #[test]
 fn nvml_work_of_prefaulting_is_no_use() {
