@@ -16,13 +16,13 @@
 //! driver would return for handles in that context is not known.
 
 use core::cell::UnsafeCell;
-use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::hook::{self, Class};
 use affinode_cuda_sys::result;
 
 use crate::hook_table::HookEntry;
-use crate::{elf, libcuda, process, swap, sys};
+use crate::{elf, libc, libcuda, process, swap, sys};
 
 /// Limit of recorded releases; the next one restores the process.
 const MAX_NOTED: usize = 4096;
@@ -115,27 +115,90 @@ struct PendingRelease {
 struct RecordedRelease {
     releases: [PendingRelease; MAX_NOTED],
     count: usize,
-    thread: u32,
-    process: u32,
+    /// How many of them were made up for.
+    made: usize,
     context_is_gone: bool,
 }
 
 struct ReleaseCell(UnsafeCell<RecordedRelease>);
 
-// SAFETY: only the thread that runs `exit` comes here, of which a process has one: `exit` is
-// serialised by libc, and a second thread that calls it sleeps there.
+// SAFETY: reached through `with_record` alone, which lets in one thread, and no handler of it.
 unsafe impl Sync for ReleaseCell {}
 
 const NO_RELEASE: PendingRelease = PendingRelease { number: 0, real: 0, arguments: [0; 2] };
 static RECORDED: ReleaseCell = ReleaseCell(UnsafeCell::new(RecordedRelease {
     releases: [NO_RELEASE; MAX_NOTED],
     count: 0,
-    thread: 0,
-    process: 0,
+    made: 0,
     context_is_gone: false,
 }));
-/// Number of recorded releases, readable by all threads.
-static COUNT: AtomicUsize = AtomicUsize::new(0);
+/// The thread whose releases are recorded: its id, and below it the number of its process's
+/// registration; 0: none. Two threads may be inside `exit` at once (glibc before 2.41), and a child may
+/// be forked from inside it.
+static OWNER: AtomicU64 = AtomicU64::new(0);
+
+fn own_mark() -> u64 {
+    u64::from(sys::gettid()) << 32 | u64::from(process::registration())
+}
+
+/// Makes the calling thread the owner, unless another thread of this process is. True: it is.
+fn becomes_owner() -> bool {
+    let own = own_mark();
+    let owner = OWNER.load(Ordering::SeqCst);
+    let is_free = owner == 0 || owner as u32 != own as u32;
+    // No handler finds a record that is not begun.
+    let mask = sys::set_signal_mask(!libc::internal_signals());
+    let is_new = is_free
+        && OWNER.compare_exchange(owner, own, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+        && with_record(RecordedRelease::begin).is_some();
+    sys::set_signal_mask(mask);
+    is_new || owner == own
+}
+
+/// Runs `body` on the record, if the calling thread is its owner. No call into the driver belongs
+/// inside.
+fn with_record<R>(body: impl FnOnce(&mut RecordedRelease) -> R) -> Option<R> {
+    if OWNER.load(Ordering::SeqCst) != own_mark() {
+        return None;
+    }
+    // A handler of this thread may make calls, too.
+    let mask = sys::set_signal_mask(!libc::internal_signals());
+    // SAFETY: no other thread comes here, and no handler of this one; `body` cannot come here again.
+    let result = body(unsafe { &mut *RECORDED.0.get() });
+    sys::set_signal_mask(mask);
+    Some(result)
+}
+
+impl RecordedRelease {
+    fn begin(&mut self) {
+        (self.count, self.made, self.context_is_gone) = (0, 0, false);
+    }
+
+    /// Records a release. False: only the driver knows its result, as if it is repeated.
+    fn add(&mut self, release: PendingRelease, kind: ReleaseKind) -> bool {
+        let known = self.releases.iter().take(self.count);
+        let is_repeated = known
+            .into_iter()
+            .any(|before| before.number == release.number && before.arguments == release.arguments);
+        let [handle, _] = release.arguments;
+        let is_null = handle == 0 && kind == ReleaseKind::Release;
+        let Some(place) = self.releases.get_mut(self.count).filter(|_| !is_repeated && !is_null)
+        else {
+            return false;
+        };
+        *place = release;
+        self.count += 1;
+        self.context_is_gone = kind == ReleaseKind::ContextRelease;
+        true
+    }
+
+    /// The next release that was not made up for, which counts as made from then on.
+    fn take(&mut self) -> Option<PendingRelease> {
+        let next = self.releases.get(..self.count)?.get(self.made).copied()?;
+        self.made += 1;
+        Some(next)
+    }
+}
 
 /// What a call inside `exit` is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -174,52 +237,27 @@ fn driver_is_up() -> bool {
 pub fn is_answered(entry: &HookEntry, real: usize, arguments: &[u64; 6]) -> bool {
     let kind = kind(entry.number(), entry.class());
     let [handle, second, ..] = *arguments;
-    let (thread, own) = (sys::gettid(), sys::getpid());
-    // SAFETY: see `ReleaseCell`.
-    let noted = unsafe { &mut *RECORDED.0.get() };
-    if noted.process != own {
-        // A child, forked from inside `exit`: the recorded releases are its parent's.
-        (noted.count, noted.thread, noted.process) = (0, thread, own);
-        noted.context_is_gone = false;
-    }
     // A driver that has ended returns DEINITIALIZED instead.
-    let is_known = !noted.context_is_gone && noted.thread == thread;
-    if !is_known || kind == ReleaseKind::Other || !driver_is_up() {
+    if kind == ReleaseKind::Other || !becomes_owner() || !driver_is_up() {
         return false;
-    }
-    if kind == ReleaseKind::Wait {
-        return true;
     }
     let release = PendingRelease { number: entry.number(), real, arguments: [handle, second] };
-    let known = noted.releases.iter().take(noted.count);
-    let is_repeated = known
-        .into_iter()
-        .any(|before| before.number == release.number && before.arguments == release.arguments);
-    // Only the driver knows the result of a repeated release and of a null handle.
-    let Some(place) = noted.releases.get_mut(noted.count) else { return false };
-    if is_repeated || (handle == 0 && kind == ReleaseKind::Release) {
-        return false;
+    let is_answered = with_record(|record| {
+        !record.context_is_gone && (kind == ReleaseKind::Wait || record.add(release, kind))
+    });
+    if is_answered == Some(true) && kind != ReleaseKind::Wait {
+        process::leave_fast_path();
     }
-    *place = release;
-    noted.count += 1;
-    noted.context_is_gone = kind == ReleaseKind::ContextRelease;
-    COUNT.store(noted.count, Ordering::Relaxed);
-    process::leave_fast_path();
-    true
+    is_answered == Some(true)
 }
 
 /// Makes the recorded releases. The calling thread is counted as inside the driver.
 pub fn catch_up() {
-    if COUNT.load(Ordering::Relaxed) == 0 {
+    if OWNER.load(Ordering::Relaxed) == 0 {
         return;
     }
-    // SAFETY: see `ReleaseCell`; a thread that did not record reads only these two numbers, which
-    // the recording thread wrote before it came to the gate.
-    let noted = unsafe { &mut *RECORDED.0.get() };
-    if noted.thread != sys::gettid() || noted.process != sys::getpid() {
-        return;
-    }
-    for release in noted.releases.iter().take(noted.count) {
+    // One by one: a handler that calls the driver meanwhile goes on with the next.
+    while let Some(release) = with_record(RecordedRelease::take).flatten() {
         let target = swap::stand_in(release.number, release.real).unwrap_or(release.real);
         let [first, second] = release.arguments;
         // SAFETY: the driver's function of this number, or its wrapper, with the
@@ -229,13 +267,43 @@ pub fn catch_up() {
             let _ = call(first, second);
         }
     }
-    (noted.count, noted.context_is_gone) = (0, false);
-    COUNT.store(0, Ordering::Relaxed);
+    if with_record(RecordedRelease::begin).is_some() {
+        OWNER.store(0, Ordering::SeqCst);
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn empty() -> Box<RecordedRelease> {
+        Box::new(RecordedRelease {
+            releases: [NO_RELEASE; MAX_NOTED],
+            count: 0,
+            made: 0,
+            context_is_gone: false,
+        })
+    }
+
+    #[test]
+    fn release_is_made_once_and_in_order() {
+        let mut record = empty();
+        let release = |n: u64| PendingRelease { number: 3, real: n as usize, arguments: [n, 0] };
+        for n in 1..=3 {
+            assert!(record.add(release(n), ReleaseKind::Release));
+        }
+        assert!(!record.add(release(2), ReleaseKind::Release), "it is repeated");
+        assert!(!record.add(release(0), ReleaseKind::Release), "its handle is null");
+        let made: Vec<_> = core::iter::from_fn(|| record.take()).map(|one| one.real).collect();
+        assert_eq!(made, [1, 2, 3]);
+        assert!(record.take().is_none() && !record.context_is_gone);
+        record.begin();
+        assert!(record.take().is_none());
+        assert!(record.add(release(0), ReleaseKind::ContextRelease) && record.context_is_gone);
+        record.begin();
+        assert!((1..=MAX_NOTED as u64).all(|n| record.add(release(n), ReleaseKind::Release)));
+        assert!(!record.add(release(9_999), ReleaseKind::Release), "it is full");
+    }
 
     #[test]
     fn exit_is_found_on_the_stack_alone() {

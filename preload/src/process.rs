@@ -314,6 +314,12 @@ pub fn is_fenced() -> bool {
     PROCESS.unfenced.load(Ordering::Relaxed) == 0
 }
 
+/// The number of the calling process's registration: no two in a line of forks share it, as two
+/// processes may share an id.
+pub fn registration() -> u32 {
+    (PROCESS.token.load(Ordering::Acquire) / TOKEN_STEP) as u32
+}
+
 /// The descriptor of the counters' file.
 pub fn page_fd() -> i32 {
     PROCESS.page_fd.load(Ordering::Relaxed)

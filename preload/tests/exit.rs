@@ -69,6 +69,22 @@ fn other_calls_at_exit_come_home_and_catch_up() {
     }
 }
 
+/// A handler's call in the middle of the recorded releases goes on with them, and repeats none.
+#[test]
+fn interrupted_releases_are_made_once() {
+    for build in BUILDS {
+        let handler = "cuMemFree_v2 cuStreamDestroy_v2 cuFutureCall count";
+        let (mut client, mut agent) = away(build, "", handler);
+        assert_eq!(client.ask("interrupt cuCtxSynchronize"), 0);
+        let ending = std::thread::spawn(|| client.last_answers());
+        agent.wake();
+        agent.done(&BRING_BACK[..2]);
+        agent.start(BRING_BACK[2]);
+        // cuInit, two releases, the handler's call, and the call that brought it back.
+        assert_eq!(ending.join().unwrap(), [0, 0, 0, 5], "{build:?}");
+    }
+}
+
 /// The same release outside of `exit` waits for the return.
 #[test]
 fn releases_before_exit_come_home() {

@@ -12,7 +12,7 @@ use crate::{libc, lookup, process};
 static REAL: [AtomicUsize; STUBS] = [const { AtomicUsize::new(0) }; STUBS];
 /// The function of each spare stub: its index plus one; 0: an unlisted function.
 static SPARE_INDEX: [AtomicU32; SPARE] = [const { AtomicU32::new(0) }; SPARE];
-/// Begin and end of the code of the library that was found first, or of the one that is held loaded.
+/// Begin and end of the code of the library that was found first, later of the library held loaded.
 static CODE: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 /// Whether that library is never unloaded.
 static IS_HELD: AtomicBool = AtomicBool::new(false);

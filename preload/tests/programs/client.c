@@ -13,6 +13,7 @@
 //   start <function>     calls it on a thread; `join` answers its result
 //   warm <function>      the same after another call, so that this one takes the fast path
 //   signal <function>    calls it in a signal handler, answers the result
+//   interrupt <function> the next release of memory is interrupted inside the driver by a handler that calls it
 //   jump <function>      calls it, and leaves it by siglongjmp out of the handler of SIGUSR1: answers 99
 //   hidden               calls a function of the driver that no hook sees on a thread; `join` answers its result
 //   inside <n> / release waits until n calls block in the driver / lets one go
@@ -277,6 +278,9 @@ int main(int argc, char **argv)
 			signal(SIGUSR1, handler);
 			raise(SIGUSR1);
 			answer = handled_result;
+		} else if (sscanf(line, "interrupt %63s", handled) == 1) {
+			signal(SIGUSR1, handler);
+			((void (*)(void))dlsym(handle, "stub_raise"))();
 		} else if (sscanf(line, "jump %63s", name) == 1) {
 			signal(SIGUSR1, jump_out);
 			answer = sigsetjmp(before_call, 1) ? 99 : make(name);

@@ -77,7 +77,7 @@ static void *make_children(void *nothing)
 		int status;
 		pid_t child = fork();
 		if (child == 0) {
-			prctl(PR_SET_PDEATHSIG, SIGKILL); // one that hangs does not outlive the test
+			prctl(PR_SET_PDEATHSIG, SIGKILL); // a child that hangs does not outlive the test
 			// glibc does not reset the lock of its list of objects in a child.
 			void *loaded = dlopen("libutil.so.1", RTLD_NOW);
 			// 3: a child has no state of its parent's driver.

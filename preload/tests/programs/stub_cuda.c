@@ -1,6 +1,7 @@
 // A libcuda.so.1 of a few functions, for tests of the preload library alone. It keeps
 // the driver's most important promise: a call into a checkpointed process ends it.
 #include <pthread.h>
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -87,7 +88,18 @@ EXPORT CUresult cuInit(unsigned flags)
 	return touch();
 }
 
-EXPORT CUresult cuMemFree_v2(uint64_t at) { return touch(); }
+static int raises;
+// The next release of memory interrupts itself by SIGUSR1.
+EXPORT void stub_raise(void) { raises = 1; }
+EXPORT CUresult cuMemFree_v2(uint64_t at)
+{
+	int result = touch();
+	if (raises) {
+		raises = 0;
+		raise(SIGUSR1);
+	}
+	return result;
+}
 EXPORT CUresult cuStreamDestroy_v2(void *stream) { return touch(); }
 EXPORT CUresult cuCtxDestroy_v2(void *context) { return touch(); }
 EXPORT CUresult cuDriverGetVersion(int *version) { *version = 12080; return 0; }
