@@ -89,22 +89,25 @@ pub fn in_environment() -> Hazards {
 
 /// The hazard of loaded tools and of a tracer, at the time of the call. For the agent.
 pub fn found() -> Hazards {
-    if is_mapped(&OF_TOOLS) || is_traced() { Hazards::TOOLS } else { Hazards(0) }
+    if is_mapped(MAPS, &OF_TOOLS) || is_traced() { Hazards::TOOLS } else { Hazards(0) }
 }
+
+const MAPS: &CStr = c"/proc/self/maps";
 
 /// Whether the name of a mapped file begins with one of `names`. It does not walk the loader's list
 /// of objects: glibc does not reset that list's lock in a forked child, so a child that the
-/// application forks while the agent walks the list would wait for the lock for ever.
-fn is_mapped(names: &[&[u8]]) -> bool {
-    const MAPS: &CStr = c"/proc/self/maps";
+/// application forks while the agent walks the list would wait for the lock for ever. It does where
+/// `maps` cannot be read: a tool that is not seen costs the process.
+fn is_mapped(maps: &CStr, names: &[&[u8]]) -> bool {
     const KEPT_BYTES: usize = 64; // more than a name has, so that one on the border is found
-    let Some(maps) = sys::open_to_read(MAPS) else { return is_loaded(names) };
+    let Some(maps) = sys::open_to_read(maps) else { return is_loaded(names) };
     let mut buffer = [0_u8; 2048];
     let mut kept = 0;
     loop {
         let Some(free) = buffer.get_mut(kept..) else { return false };
         let read = match sys::task::read(maps.number(), free) {
-            Ok(0) | Err(_) => return false,
+            Ok(0) if kept > 0 => return false,
+            Ok(0) | Err(_) => return is_loaded(names),
             Ok(read) => read,
         };
         let Some(text) = buffer.get(..kept + read) else { return false };
@@ -173,7 +176,11 @@ mod tests {
     fn libraries_are_known_by_their_file() {
         assert!(is_loaded(&[b"libc.so"]));
         assert!(!is_loaded(&OF_TOOLS) && !is_loaded(&OF_VIDEO));
-        assert!(is_mapped(&[b"no-such-library", b"libc.so"]));
-        assert!(!is_mapped(&OF_TOOLS) && !is_mapped(&OF_VIDEO) && !is_mapped(&[b"ibc.so"]));
+        // Where the maps cannot be opened or read, or are empty, the loader's list says it.
+        for maps in [MAPS, c"/no/such/maps", c"/proc/self", c"/dev/null"] {
+            assert!(is_mapped(maps, &[b"no-such-library", b"libc.so"]), "{maps:?}");
+            assert!(!is_mapped(maps, &OF_TOOLS) && !is_mapped(maps, &OF_VIDEO), "{maps:?}");
+            assert!(!is_mapped(maps, &[b"ibc.so"]), "{maps:?}");
+        }
     }
 }
