@@ -182,8 +182,8 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
             // A nested call needs its outer call, and before the driver's lock work may still run.
             Some(slot)
                 if !nested
-                    && exit::is_running(core::ptr::from_ref(frame) as usize)
                     && page.is_finished()
+                    && exit::is_running(core::ptr::from_ref(frame) as usize)
                     && exit::is_answered(entry, real, &frame.arguments) =>
             {
                 slot.polls.fetch_add(1, Ordering::Relaxed);

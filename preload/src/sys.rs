@@ -150,11 +150,19 @@ pub fn set_signal_mask(mask: u64) -> u64 {
     old
 }
 
-/// Waits for a blocked signal of `mask` to be pending, and takes it.
+/// Waits for a blocked signal of `mask` to be pending, and takes it. Where the kernel refuses that,
+/// it sleeps for a moment: the caller must look for what the signal would tell.
 pub fn wait_signal(mask: u64, timeout_ms: u64) {
+    const MOMENT_MS: u64 = 50;
+    static NEVER_WOKEN: AtomicU32 = AtomicU32::new(0);
     let timeout = Timespec::from_ms(timeout_ms);
     let (mask, timeout) = (&raw const mask as usize, &raw const timeout as usize);
-    let _ = plain(number::RT_SIGTIMEDWAIT, [mask, 0, timeout, size_of::<u64>(), 0, 0]);
+    let args = [mask, 0, timeout, size_of::<u64>(), 0, 0];
+    match plain(number::RT_SIGTIMEDWAIT, args) {
+        Ok(_) | Err(EAGAIN | EINTR) => {}
+        // Not by a sleep, which the same filter of system calls may refuse.
+        Err(_) => futex_wait(&NEVER_WOKEN, 0, timeout_ms.min(MOMENT_MS)),
+    }
 }
 
 #[repr(C)]

@@ -6,6 +6,7 @@ mod support;
 
 use std::os::unix::net::UnixListener;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use affinode_proto::wire::message::{Action, AgentMessage, Outcome};
 use affinode_proto::wire::{Hazards, Phase};
@@ -291,6 +292,47 @@ fn denied_system_calls_are_not_needed() {
         assert_eq!(client.ask("cuLaunchKernel"), 0);
         assert!(!client.threads().contains(&"affinode-agent".to_owned()));
     }
+}
+
+/// Without the call that waits for signals, the agent sleeps all the same.
+#[test]
+fn agent_that_cannot_wait_for_signals_sleeps() {
+    const RT_SIGTIMEDWAIT: &str = "128";
+    let controller = Controller::new();
+    let path = controller.path();
+    let environment = [("AFFINODE_SOCKET", &*path), ("CLIENT_DENY", RT_SIGTIMEDWAIT)];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.send("cuCtxSynchronize");
+    agent.wake();
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+    // A thread that spins gives up its processor only when that is taken from it.
+    let sleeps = || client.thread_status("affinode-agent", "voluntary_ctxt_switches");
+    let (start, end) = (sleeps(), Instant::now() + Duration::from_secs(30));
+    while sleeps() < start + 3 {
+        assert!(Instant::now() < end, "the agent does not sleep");
+        std::thread::yield_now();
+    }
+}
+
+/// A filter that ends the process is not met before the process is offloaded.
+#[test]
+fn held_call_reads_no_stack_before_the_lock() {
+    const PROCESS_VM_READV: &str = "310";
+    let controller = Controller::new();
+    let path = controller.path();
+    let environment = [("AFFINODE_SOCKET", &*path), ("CLIENT_KILL", PROCESS_VM_READV)];
+    let mut client = Client::start(Build::Glibc, "dlopen", &environment);
+    assert_eq!(client.ask("cuInit"), 0);
+    let mut agent = controller.welcome();
+    agent.done(&[CLOSE]);
+    client.send("cuCtxSynchronize");
+    agent.wake();
+    agent.done(&[Action::Open]);
+    assert_eq!(client.answer(), 0);
 }
 
 /// The kernel registers the process for the barrier, and then refuses the barrier itself: without

@@ -5,6 +5,7 @@
 //                        forward (a library with functions of the driver's names)
 //                        CLIENT_STACK=<bytes>: the stack of threads whose creator does not choose
 //                        CLIENT_DENY=<number>[:<first argument>]: that system call fails with ENOSYS
+//                        CLIENT_KILL=<number>: that system call ends the process
 //   <function>           calls it, answers its result
 //   fork <function>      calls it in a forked child, answers the child's result
 //   forkwait <function>  the same, and the child lives on until it has read a line
@@ -197,7 +198,7 @@ static void exit_handler(void)
 	fflush(stdout);
 }
 
-static void deny(unsigned number, int command)
+static void deny(unsigned number, int command, int kills)
 {
 #ifdef __GLIBC__
 	struct sock_filter filter[] = {
@@ -206,7 +207,7 @@ static void deny(unsigned number, int command)
 		// The number once more where every command is meant.
 		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, command < 0 ? 0 : offsetof(struct seccomp_data, args)),
 		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, command < 0 ? number : command, 0, 1),
-		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS),
+		BPF_STMT(BPF_RET | BPF_K, kills ? SECCOMP_RET_KILL_PROCESS : SECCOMP_RET_ERRNO | ENOSYS),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
 	};
 	struct sock_fprog program = {sizeof filter / sizeof *filter, filter};
@@ -234,8 +235,10 @@ int main(int argc, char **argv)
 	if (getenv("CLIENT_DENY")) {
 		int number, command = -1;
 		sscanf(getenv("CLIENT_DENY"), "%d:%d", &number, &command);
-		deny(number, command);
+		deny(number, command, 0);
 	}
+	if (getenv("CLIENT_KILL"))
+		deny(atoi(getenv("CLIENT_KILL")), -1, 1);
 #ifndef LINKED
 	int global = strcmp(route, "dlopen") && strncmp(route, "proc", 4);
 	handle = dlopen(strcmp(route, "forward") ? "libcuda.so.1" : "libforward.so", RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));

@@ -201,6 +201,19 @@ impl Client {
         lines.lines().map(|line| line.parse().unwrap()).collect()
     }
 
+    /// A number in the kernel's status of a thread, or 0.
+    pub fn thread_status(&self, name: &str, field: &str) -> u64 {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
+        let texts = tasks
+            .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("status")).ok())
+            .find(|text| text.starts_with(&format!("Name:\t{name}\n")));
+        let value = |text: String| {
+            let mut lines = text.lines().filter_map(|line| line.split_once(":\t"));
+            lines.find(|(known, _)| *known == field)?.1.trim().parse().ok()
+        };
+        texts.and_then(value).unwrap_or(0)
+    }
+
     /// Names of its threads.
     pub fn threads(&self) -> Vec<String> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
