@@ -20,7 +20,6 @@ pub struct RolloutSlots {
     api: Api<Lease>,
     names: Vec<String>,
     node: String,
-    held: Option<String>,
 }
 
 impl RolloutSlots {
@@ -28,14 +27,14 @@ impl RolloutSlots {
     #[must_use]
     pub fn new(client: Client, namespace: &str, names: &[String], node: &str) -> RolloutSlots {
         let api = Api::namespaced(client, namespace);
-        RolloutSlots { api, names: names.to_vec(), node: node.to_owned(), held: None }
+        RolloutSlots { api, names: names.to_vec(), node: node.to_owned() }
     }
 
     /// Takes a slot, or renews the one of this node. Returns whether the node has one.
     ///
     /// # Errors
     /// If the API server does not reply, or returns an error other than a conflict.
-    pub async fn take(&mut self) -> kube::Result<bool> {
+    pub async fn take(&self) -> kube::Result<bool> {
         if self.names.is_empty() {
             return Ok(true);
         }
@@ -49,26 +48,24 @@ impl RolloutSlots {
             if holder(&slot) != Some(&self.node) && is_taken(&slot, Timestamp::now()) {
                 continue;
             }
-            let name = slot.metadata.name.clone().unwrap_or_default();
             if self.write(slot, Some(&self.node)).await? {
-                self.held = Some(name);
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
-    /// Releases this node's slot, if it has one.
+    /// Releases this node's slot, also one that an agent before this one took.
     ///
     /// # Errors
     /// As [`RolloutSlots::take`]. The slot is free later in any case.
-    pub async fn release(&mut self) -> kube::Result<()> {
-        let Some(name) = self.held.clone() else { return Ok(()) };
-        let slot = self.api.get(&name).await?;
-        if holder(&slot) == Some(&self.node) {
-            self.write(slot, None).await?;
+    pub async fn release(&self) -> kube::Result<()> {
+        for name in &self.names {
+            let slot = self.api.get(name).await?;
+            if holder(&slot) == Some(&self.node) {
+                self.write(slot, None).await?;
+            }
         }
-        self.held = None;
         Ok(())
     }
 

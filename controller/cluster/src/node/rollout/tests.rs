@@ -29,10 +29,10 @@ async fn no_more_nodes_than_slots_are_installed() {
     for name in ["slot-0", "slot-1"] {
         fake.put(&path(name), lease(name));
     }
-    let mut nodes: Vec<RolloutSlots> =
+    let nodes: Vec<RolloutSlots> =
         ["a", "b", "c"].map(|node| slots(&fake, &["slot-0", "slot-1"], node)).into();
     let mut took = Vec::new();
-    for node in &mut nodes {
+    for node in &nodes {
         took.push(node.take().await.unwrap());
     }
     assert_eq!(took, [true, true, false]);
@@ -48,7 +48,7 @@ async fn no_more_nodes_than_slots_are_installed() {
 async fn one_of_two_nodes_at_a_time_takes_a_slot() {
     let fake = Fake::default();
     fake.put(&path("slot-0"), lease("slot-0"));
-    let (mut a, mut b) = (slots(&fake, &["slot-0"], "a"), slots(&fake, &["slot-0"], "b"));
+    let (a, b) = (slots(&fake, &["slot-0"], "a"), slots(&fake, &["slot-0"], "b"));
     let (a, b) = tokio::join!(a.take(), b.take());
     assert_ne!(a.unwrap(), b.unwrap());
     assert_eq!(fake.writes(), (1, 1), "one write, and one late one");
@@ -69,7 +69,7 @@ async fn a_slot_of_a_lost_node_is_free_later() {
 #[tokio::test]
 async fn without_slots_there_is_no_limit() {
     let fake = Fake::default();
-    let mut node = slots(&fake, &[], "a");
+    let node = slots(&fake, &[], "a");
     assert!(node.take().await.unwrap());
     node.release().await.unwrap();
     assert_eq!(fake.writes(), (0, 0));
@@ -79,11 +79,20 @@ async fn without_slots_there_is_no_limit() {
 async fn another_nodes_slot_is_not_released() {
     let fake = Fake::default();
     fake.put(&path("slot-0"), lease("slot-0"));
-    let mut a = slots(&fake, &["slot-0"], "a");
+    let a = slots(&fake, &["slot-0"], "a");
     assert!(a.take().await.unwrap());
     let mut stolen = fake.get(&path("slot-0"));
     stolen["spec"]["holderIdentity"] = "b".into();
     fake.put(&path("slot-0"), stolen);
     a.release().await.unwrap();
     assert_eq!(holder_of(&fake, "slot-0"), "b");
+}
+
+#[tokio::test]
+async fn a_restarted_agent_releases_its_slot() {
+    let fake = Fake::default();
+    fake.put(&path("slot-0"), lease("slot-0"));
+    assert!(slots(&fake, &["slot-0"], "a").take().await.unwrap());
+    slots(&fake, &["slot-0"], "a").release().await.unwrap();
+    assert!(slots(&fake, &["slot-0"], "b").take().await.unwrap());
 }
