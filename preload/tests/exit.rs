@@ -74,7 +74,7 @@ fn other_calls_at_exit_come_home_and_catch_up() {
 fn interrupted_releases_are_made_once() {
     for build in BUILDS {
         let handler = "cuMemFree_v2 cuStreamDestroy_v2 cuFutureCall count";
-        let (mut client, mut agent) = away(build, "", handler);
+        let (mut client, mut agent) = offloaded(build, "", handler);
         assert_eq!(client.ask("interrupt cuCtxSynchronize"), 0);
         let ending = std::thread::spawn(|| client.last_answers());
         agent.wake();

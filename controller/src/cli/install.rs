@@ -184,13 +184,15 @@ pub fn status(out: &mut dyn Write, asked: StatusArgs) -> Result<(), CliError> {
     if let Some(root) = &host_root {
         install::enter(root)?;
     }
+    // The agent of a cluster asks about its own runtime.
+    let docker = host_root.map_or(DockerRequest::Detected, |_| DockerRequest::Never);
     let options = InstallOptions {
         containerd,
         prefix,
         state_dir,
         runtime_name: String::new(),
         restart: RestartRequest::None,
-        docker: DockerRequest::Never,
+        docker,
         drain: Duration::ZERO,
         dry_run: true,
     };

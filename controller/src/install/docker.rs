@@ -27,7 +27,7 @@ use edit::RuntimeEntry;
 use record::DockerRecord;
 use serde::Serialize;
 
-use super::{FileError, InstallOptions, Steps, files};
+use super::{FileError, InstallOptions, Steps, files, record::InstallRecord};
 use crate::doctor::containerd::process_runs;
 
 /// The socket of Docker's packages.
@@ -117,7 +117,7 @@ pub enum DockerError {
     },
     /// Containers would have no runtime.
     #[error(
-        "runtime {name:?} is Docker's default runtime: choose another default-runtime in {} or dockerd's flags first, dockerd would not start",
+        "runtime {name:?} is Docker's default runtime, without which dockerd does not start: set another default-runtime in {} or in dockerd's flags, and restart dockerd",
         path.display()
     )]
     Default {
@@ -179,17 +179,22 @@ impl DockerPlan {
     ///
     /// # Errors
     /// [`DockerError`]: it would fail.
-    pub fn of(options: &InstallOptions) -> Result<DockerPlan, DockerError> {
+    pub fn of(
+        options: &InstallOptions,
+        older: Option<&InstallRecord>,
+    ) -> Result<DockerPlan, DockerError> {
         let record = DockerRecord::read(&options.state_dir)?;
         let known = record.as_ref().map(|record| record.socket.as_path());
-        let daemon = match &options.docker {
-            DockerRequest::Never => return Ok(DockerPlan::LeftOut),
-            DockerRequest::Required(socket) => DockerDaemon::find(socket)?,
+        let alone = older.is_some_and(|older| older.block.is_none());
+        let daemon = match (&options.docker, known) {
+            (DockerRequest::Never, _) => return Ok(DockerPlan::LeftOut),
+            (DockerRequest::Required(socket), _) => DockerDaemon::find(socket)?,
+            (DockerRequest::Detected, Some(socket)) if alone => DockerDaemon::find(socket)?,
             // A connection to systemd's socket would start a Docker that does not run.
-            DockerRequest::Detected if !process_runs(&[daemon::PROGRAM]) => {
+            (DockerRequest::Detected, _) if !process_runs(&[daemon::PROGRAM]) => {
                 return Ok(DockerPlan::LeftOut);
             }
-            DockerRequest::Detected => {
+            (DockerRequest::Detected, known) => {
                 match DockerDaemon::find(known.unwrap_or(Path::new(SOCKET))) {
                     Ok(daemon) => daemon,
                     Err(_) => return Ok(DockerPlan::LeftOut),

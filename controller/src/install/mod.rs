@@ -189,7 +189,7 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     }
     let mut lock = lock(options)?;
     let older = InstallRecord::read(&options.state_dir)?;
-    let docker = DockerPlan::of(options)?;
+    let docker = DockerPlan::of(options, older.as_ref())?;
     let node = ContainerdNode::find(options.socket(older.as_ref()));
     if docker::is_alone(&docker, options, older.as_ref(), &node) {
         return docker::install_alone(&docker, options, source, lock, older);

@@ -34,6 +34,7 @@ use crate::doctor::{cdi, handler::PLUGINS};
 const BASE: &str = "{{ template \"base\" . }}";
 
 /// The changes of the handler, and what is recorded of it.
+#[derive(Default)]
 pub struct HandlerPlan {
     /// The edit of containerd's files; `None`: nothing is to be changed.
     pub edit: Option<ConfigEdit>,

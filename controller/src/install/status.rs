@@ -5,7 +5,7 @@ use std::{fs, path::PathBuf};
 use serde::Serialize;
 
 use super::{
-    DockerState, DockerStatus, InstallError, InstallOptions, containerd,
+    DockerRequest, DockerState, DockerStatus, InstallError, InstallOptions, containerd,
     containerd::ContainerdNode,
     docker, files,
     handler::{HandlerSpec, HandlerVerdict},
@@ -111,7 +111,10 @@ pub fn status(options: &InstallOptions) -> Result<Option<InstallStatus>, Install
         let config_file = file.unwrap_or_else(|| added.path.clone());
         HandlerStatus { name: added.runtime_name.clone(), config_file, state }
     });
-    let docker = docker::status(&options.state_dir)?;
+    let docker = match options.docker {
+        DockerRequest::Never => None,
+        _ => docker::status(&options.state_dir)?,
+    };
     let in_docker = docker.as_ref().is_none_or(|d| d.state == DockerState::Served);
     // Where Docker alone runs containers, there is no handler.
     let served = handler.as_ref().map_or(docker.is_some(), |h| h.state == HandlerState::Served);

@@ -7,10 +7,12 @@ use super::DockerPlan;
 use crate::{
     doctor::programs::SHIM,
     install::{
-        InstallError, InstallOptions, SourceFile, Steps, block, containerd,
+        InstallError, InstallOptions, SourceFile, Steps, containerd,
         containerd::{ContainerdNode, NodeError},
         files::{self, FileChange},
+        handler,
         lock::InstallLock,
+        plan::HandlerPlan,
         record::InstallRecord,
         tidy,
     },
@@ -29,7 +31,7 @@ pub fn is_alone(
         return false;
     }
     match node {
-        Ok(node) => node.dump().is_ok_and(|config| block::cri(&config).is_none()),
+        Ok(node) => node.dump().is_ok_and(|config| handler::cri(&config).is_none()),
         // A socket that was named must answer.
         Err(_) => options.containerd.is_none(),
     }
@@ -64,7 +66,8 @@ pub fn install(
         made.retain(|folder| !lock.made.contains(folder));
         lock.made.extend(made);
     }
-    let mut record = InstallRecord::of(&options.prefix, source, older, None, &lock.made);
+    let mut record =
+        InstallRecord::of(&options.prefix, source, older, &HandlerPlan::default(), &lock.made);
     record.settled = true;
     record.write(&options.state_dir)?;
     let made = make(docker, &changes, options);

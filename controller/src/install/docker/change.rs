@@ -90,8 +90,11 @@ impl DockerChange {
             return Err(DockerError::Default { path: file, name });
         }
         let invalid = |why| DockerError::Invalid { path: file.clone(), why };
+        // The second is what an uninstallation that was killed leaves.
+        let ours =
+            [Some(record.written.clone()), edit::with_list_only(&record.written, &name).ok()];
         let after = match edit::entry(text, &name).map_err(invalid)? {
-            _ if before.as_ref() == Some(&record.written) => record.original.clone(),
+            _ if before.is_some() && ours.contains(&before) => record.original.clone(),
             RuntimeEntry::Other => return Err(DockerError::Taken { path: file, name }),
             RuntimeEntry::Absent => before.clone(),
             RuntimeEntry::Affinode => {
@@ -127,17 +130,16 @@ impl DockerChange {
         steps
     }
 
-    fn serves(&self) -> bool {
-        !matches!(self.kind, ChangeKind::Remove { .. })
-    }
-
     /// Makes the change, or leaves everything as it was.
     pub fn make(&self, state_dir: &Path) -> Result<(), DockerError> {
         self.examine(state_dir)?;
         if let ChangeKind::Register(record) = &self.kind {
             record.write(state_dir)?;
         }
-        let made = self.put(self.after.as_deref()).and_then(|()| self.reload(self.serves()));
+        let made = match &self.kind {
+            ChangeKind::Remove { .. } => self.unload(&self.before, &self.after),
+            _ => self.put(self.after.as_deref()).and_then(|()| self.reload(true)),
+        };
         match (made, &self.kind) {
             (Ok(()), ChangeKind::Remove { folders }) => {
                 files::remove_folders(folders);
@@ -160,16 +162,34 @@ impl DockerChange {
         if self.before == self.after {
             return Ok(());
         }
-        self.put(self.before.as_deref())?;
-        self.reload(!self.serves())?;
         match &self.kind {
             ChangeKind::Register(record) => {
+                self.unload(&self.after, &self.before)?;
                 files::remove_folders(&record.folders);
                 DockerRecord::remove(state_dir)
             }
-            ChangeKind::Reload => DockerRecord::remove(state_dir),
-            ChangeKind::Remove { .. } => Ok(()),
+            ChangeKind::Reload => {
+                self.unload(&self.after, &self.before)?;
+                DockerRecord::remove(state_dir)
+            }
+            ChangeKind::Remove { .. } => {
+                self.put(self.before.as_deref())?;
+                self.reload(true)
+            }
         }
+    }
+
+    /// Makes dockerd drop the runtime of the text `with` it, and then writes the text `without`.
+    fn unload(&self, with: &Option<String>, without: &Option<String>) -> Result<(), DockerError> {
+        let serves = |daemon: &DockerDaemon| daemon.serves(&self.name).unwrap_or(true);
+        let mut unloaded = Ok(());
+        if self.daemon.as_ref().is_some_and(serves) {
+            let list = edit::with_list_only(with.as_deref().unwrap_or_default(), &self.name);
+            self.put(list.ok().as_deref().or(without.as_deref()))?;
+            unloaded = self.reload(false);
+        }
+        self.put(without.as_deref())?;
+        unloaded
     }
 
     fn lost(&self, before: &DockerError, after: &DockerError) -> DockerError {

@@ -83,9 +83,10 @@ impl DockerDaemon {
         Ok(info.get("Runtimes").is_some_and(|runtimes| runtimes.get(name).is_some()))
     }
 
-    /// Whether a flag makes this its default runtime.
+    /// Whether this is its default runtime now: by a flag, or by its file as it was read last.
     pub fn is_default(&self, name: &str) -> bool {
-        flag(&self.argv, "--default-runtime").is_some_and(|default| default == name)
+        let info = engine_api::get(&self.socket, "/info").unwrap_or_default();
+        info.get("DefaultRuntime").and_then(Value::as_str) == Some(name)
     }
 
     /// Lets its own program examine a configuration, with its flags and its PATH.

@@ -3,7 +3,7 @@
 
 use jsonc_parser::{
     ParseOptions,
-    cst::{CstInputValue, CstRootNode},
+    cst::{CstInputValue, CstObjectProp, CstRootNode},
 };
 use serde_json::Value;
 
@@ -64,22 +64,36 @@ pub fn with_runtime(text: &str, name: &str) -> Result<String, String> {
     Ok(edited)
 }
 
+/// The text with a list of runtimes from which this one is removed. A dockerd that finds no list
+/// keeps the runtimes that it has.
+///
+/// # Errors
+/// As [`with_runtime`].
+pub fn with_list_only(text: &str, name: &str) -> Result<String, String> {
+    read(text)?;
+    let (mark, root) = parse(text)?;
+    let file = root.object_value_or_create().ok_or("it is not an object")?;
+    let runtimes =
+        file.object_value_or_create(RUNTIMES).ok_or(format!("{RUNTIMES} is not an object"))?;
+    if let Some(entry) = runtimes.get(name) {
+        entry.remove();
+    }
+    Ok(format!("{mark}{root}"))
+}
+
 /// The text without the runtime, and without `runtimes` if nothing else is in it.
 ///
 /// # Errors
-/// As [`entry`].
+/// As [`with_runtime`].
 pub fn without_runtime(text: &str, name: &str) -> Result<String, String> {
-    read(text)?;
-    let (mark, root) = parse(text)?;
+    let rest = with_list_only(text, name)?;
+    let (mark, root) = parse(&rest)?;
     let list = root.object_value().and_then(|file| file.get(RUNTIMES));
-    let runtimes = list.as_ref().and_then(|list| list.object_value());
-    if let Some(runtimes) = runtimes {
-        if let Some(entry) = runtimes.get(name) {
-            entry.remove();
-        }
-        if let Some(list) = list.filter(|_| runtimes.properties().is_empty()) {
-            list.remove();
-        }
+    let is_empty = |list: &CstObjectProp| {
+        list.object_value().is_some_and(|runtimes| runtimes.properties().is_empty())
+    };
+    if let Some(list) = list.filter(is_empty) {
+        list.remove();
     }
     Ok(format!("{mark}{root}"))
 }

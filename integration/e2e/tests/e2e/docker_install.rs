@@ -5,7 +5,7 @@ use std::fs;
 use affinode_e2e::{
     docker::Docker,
     image,
-    installed::Installation,
+    installed::{self, Installation},
     testbed::{Testbed, TestbedConfig},
 };
 use anyhow::{Result, ensure};
@@ -56,16 +56,17 @@ impl Place<'_> {
 
 /// Runs a case where CRI is disabled, as Docker's packages do.
 fn with_place(case: impl FnOnce(&Testbed, &Place<'_>) -> Result<()>) -> Result<()> {
-    in_world(TestbedConfig::default().docker(), case)
+    in_world(TestbedConfig::default().docker(), CONFIG, case)
 }
 
 fn in_world(
     recipe: TestbedConfig,
+    config: &str,
     case: impl FnOnce(&Testbed, &Place<'_>) -> Result<()>,
 ) -> Result<()> {
     let Some(programs) = programs()? else { return Ok(()) };
     let world = recipe.config(MANUAL).world()?;
-    let outcome = Docker::start(&world, programs, CONFIG).and_then(|docker| {
+    let outcome = Docker::start(&world, programs, config).and_then(|docker| {
         let flag = format!("--docker={}", docker.socket().display());
         let installation = Installation::new(&world, &world.prefix(), RUNTIME)?;
         case(&world, &Place { docker, installation, flag })
@@ -95,6 +96,13 @@ fn docker_serves_the_installed_runtime() -> Result<()> {
         flags.push(format!("--runtime={RUNTIME}"));
         let (id, mut worker) = place.docker.worker("trainer", 64, &flags)?;
         world.cli().move_out(&id)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+        // An upgrade leaves Docker as it is, and the container its shim.
+        let build = tempfile::tempdir()?;
+        installed::another_build(world.artifacts(), build.path())?;
+        let from = build.path().display().to_string();
+        let said = place.installation.done("install", &[&place.flag, "--from", &from])?;
+        ensure!(said.contains("end the controller") && !said.contains("reload dockerd"), "{said}");
         ensure!(worker.verify()?, "its memory is not as it was");
         let said = place.installation.refused("uninstall", &[])?;
         ensure!(said.contains("1 shim runs:") && place.docker.serves(RUNTIME)?, "{said}");
@@ -171,10 +179,12 @@ fn docker_config_changes_of_others_are_kept() -> Result<()> {
     })
 }
 
-/// Where containerd has CRI, both are changed or none.
+/// Where containerd has CRI, both are changed or none. Without a list of runtimes in its file,
+/// dockerd would keep those that it has.
 #[test]
 fn docker_and_containerd_are_installed_together() -> Result<()> {
-    in_world(TestbedConfig::default().node(), |world, place| {
+    const NO_RUNTIMES: &str = "{\n  \"mtu\": 1400\n}\n";
+    in_world(TestbedConfig::default().node(), NO_RUNTIMES, |world, place| {
         let installation = &place.installation;
         let handlers = fs::read(installation.config())?;
         installation.systemctl("echo 'the unit is masked' >&2; exit 1")?;
@@ -193,7 +203,8 @@ fn docker_and_containerd_are_installed_together() -> Result<()> {
         ensure!(worker.verify()?, "its memory is not as it was");
         place.docker.run(&["rm", "--force", "trainer"])?;
         installation.restarted(|| installation.done("uninstall", &["--drain", "1m"]))?;
-        ensure!(fs::read(installation.config())? == handlers && place.text()? == CONFIG);
+        ensure!(fs::read(installation.config())? == handlers);
+        ensure!(place.text()? == NO_RUNTIMES && !place.docker.serves(RUNTIME)?);
         Ok(())
     })
 }

@@ -34,6 +34,9 @@ fn runtime_is_added_and_other_keys_stay() {
             known.push(RUNTIMES.into());
         }
         assert_eq!(keys(&after), known, "the order of {before}");
+        let list = with_list_only(&after, NAME).unwrap();
+        assert!(read(&list).unwrap()[RUNTIMES].get(NAME).is_none(), "{list}");
+        assert!(read(&list).unwrap()[RUNTIMES].is_object(), "{list}");
         let back = without_runtime(&after, NAME).unwrap();
         assert_eq!(entry(&back, NAME), Ok(RuntimeEntry::Absent), "{back}");
         if exact {
