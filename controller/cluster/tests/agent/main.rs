@@ -27,7 +27,7 @@ const AFFINODE: &str = r#"#!/bin/sh
 cd "$(dirname "$0")/../node" || exit 9
 echo "$@" >> calls
 case "$*" in
-  status*) [ ! -e served ] || echo '{"handler":{"state":"served"},"in_place":true}' ;;
+  status*) [ ! -e served ] || echo '{"handler":{"state":"served"},"files":[]}' ;;
   "policy validate"*) if grep -q wrong "$3"; then echo "policy.mode: wrong" >&2; exit 1; fi ;;
   install*--dry-run*) if [ -e due ] || [ ! -e served ]; then echo '["a step"]'; else echo '[]'; fi ;;
   install*) if [ -e broken ]; then echo "no space left" >&2; exit 1; fi
