@@ -230,6 +230,9 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         let state = match handler.state {
             HandlerState::Served => "served by containerd",
             HandlerState::RestartNeeded => "restart containerd: it has not loaded the handler yet",
+            HandlerState::RestartDue => {
+                "served by containerd as it was before: restart containerd for the change"
+            }
             HandlerState::Outdated => {
                 "served by containerd, and not as it should be now: run affinode install"
             }

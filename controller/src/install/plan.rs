@@ -117,7 +117,9 @@ pub fn install(
         let mut texts = add(&mut edit, &target, node, dump, &spec)?;
         // Until the new handler is served, the old text may be there.
         texts.extend(recorded.iter().flat_map(AddedBlock::texts));
-        plan.block = Some(AddedBlock::added(&spec.name, texts, node, cdi));
+        let mut block = AddedBlock::added(&spec.name, texts, node, cdi);
+        recorded.iter().filter(|_| plan.replaces).for_each(|old| block.replaces(old, node));
+        plan.block = Some(block);
     }
     plan.restarts = true;
     plan.edit = Some(edit);

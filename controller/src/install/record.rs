@@ -68,6 +68,9 @@ pub struct AddedBlock {
     /// When the file was written, in milliseconds since 1970. Other programs write it too.
     #[serde(default)]
     written_ms: Option<u64>,
+    /// The same of a handler that was replaced.
+    #[serde(default)]
+    replaced_ms: Option<u64>,
     /// Whether devices came from CDI.
     #[serde(default)]
     pub cdi: bool,
@@ -104,6 +107,7 @@ impl AddedBlock {
             also: texts.collect(),
             root: Some(node.config_file()),
             written_ms: None,
+            replaced_ms: None,
             cdi,
         }
     }
@@ -117,19 +121,37 @@ impl AddedBlock {
 
     /// When the handler was written.
     pub fn written(&self) -> SystemTime {
-        let recorded = self.written_ms.map(|ms| UNIX_EPOCH + Duration::from_millis(ms));
-        recorded.unwrap_or_else(|| plan::written(&self.path))
+        self.written_ms.map_or_else(|| plan::written(&self.path), at)
+    }
+
+    /// When a handler was written that this one replaced and that containerd may still serve.
+    pub fn replaced(&self) -> Option<SystemTime> {
+        self.replaced_ms.map(at)
+    }
+
+    /// Notes that this handler replaces another one, which containerd may have loaded.
+    pub fn replaces(&mut self, old: &AddedBlock, node: &ContainerdNode) {
+        let known = [Some(old.written()), old.replaced()];
+        self.replaced_ms =
+            known.into_iter().flatten().find(|time| node.runs_since(*time)).and_then(ms);
     }
 
     /// Notes the time of the write, and forgets texts that were replaced.
     fn settle(&mut self) {
-        let since = plan::written(&self.path).duration_since(UNIX_EPOCH).unwrap_or_default();
-        self.written_ms = u64::try_from(since.as_millis()).ok();
+        self.written_ms = ms(plan::written(&self.path));
         let there = |added: &AddedText| {
             fs::read_to_string(&added.path).is_ok_and(|text| text.contains(&added.text))
         };
         self.also.retain(there);
     }
+}
+
+fn at(ms: u64) -> SystemTime {
+    UNIX_EPOCH + Duration::from_millis(ms)
+}
+
+fn ms(time: SystemTime) -> Option<u64> {
+    u64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()).ok()
 }
 
 #[derive(Debug, Serialize, Deserialize)]

@@ -69,6 +69,8 @@ pub enum HandlerState {
     /// containerd serves the handler, and an installation would change it: the handler that it
     /// copies differs now, or one of an earlier name is no longer in use.
     Outdated,
+    /// containerd serves the handler as it was before it was last written.
+    RestartDue,
     /// containerd has not been restarted since the handler was written.
     RestartNeeded,
     /// The handler is in the file, and containerd does not read that file any longer.
@@ -145,7 +147,12 @@ fn judge(
                 false => HandlerState::Missing,
             }
         }
-        HandlerVerdict::Same | HandlerVerdict::Differs if !loaded => HandlerState::RestartNeeded,
+        HandlerVerdict::Same | HandlerVerdict::Differs if !loaded => {
+            match added.replaced().is_some_and(|time| node.runs_since(time)) {
+                true => HandlerState::RestartDue,
+                false => HandlerState::RestartNeeded,
+            }
+        }
         HandlerVerdict::Differs => HandlerState::Outdated,
         // A handler of an earlier name can be removed now.
         HandlerVerdict::Same if !record.former.is_empty() && running_shims == 0 => {

@@ -99,11 +99,21 @@ pub enum HandlerState {
     Served,
     /// containerd serves it, and an installation would change it.
     Outdated,
+    /// containerd serves it as it was before, until its next start.
+    RestartDue,
     /// containerd has not been restarted since the installation.
     RestartNeeded,
     /// Any other state: it must be installed.
     #[serde(other)]
     Missing,
+}
+
+impl HandlerState {
+    /// Whether containerd serves a handler of Affinode.
+    #[must_use]
+    pub fn serves(self) -> bool {
+        matches!(self, Self::Served | Self::Outdated | Self::RestartDue)
+    }
 }
 
 #[derive(Deserialize)]
@@ -158,7 +168,7 @@ impl HostPaths {
         }
         let status: HostStatus = parse("status", &output.stdout)?;
         let handler = status.handler.map_or(HandlerState::Missing, |handler| handler.state);
-        let served = matches!(handler, HandlerState::Served | HandlerState::Outdated);
+        let served = handler.serves();
         let in_place = status.files.iter().all(|file| file.state == IN_PLACE);
         Ok(if served && !in_place { HandlerState::Missing } else { handler })
     }

@@ -201,7 +201,7 @@ impl NodeAgent<'_> {
             return Ok(LOOK_EVERY);
         }
         let asked = node.annotations().get(RETIRE);
-        let labelled = node.labels().contains_key(RUNTIME);
+        let mut labelled = node.labels().contains_key(RUNTIME);
         if asked == Some(&node_labels::may_go(ours)) {
             return self.retire(&node, READY, labelled).await;
         }
@@ -211,7 +211,7 @@ impl NodeAgent<'_> {
         if is_excluded(&node) {
             return self.retire(&node, EXCLUDED, labelled).await;
         }
-        match self.tend(labelled).await {
+        match self.tend(&mut labelled).await {
             Ok(true) => {
                 self.metrics.now(InstallState::Served);
                 self.serve(true, labelled).await?;
@@ -256,7 +256,7 @@ impl NodeAgent<'_> {
     /// node keeps its label, so that its GPUs are not lost to pods.
     async fn keeps_serving(&self, labelled: bool) -> kube::Result<bool> {
         let serves = match self.options.places.status().await {
-            Ok(handler) => matches!(handler, HandlerState::Served | HandlerState::Outdated),
+            Ok(handler) => handler.serves(),
             // It is unknown, so nothing changes.
             Err(_) => labelled,
         };
@@ -268,7 +268,7 @@ impl NodeAgent<'_> {
 
     /// Installs this image's files if they differ, and returns whether containerd serves the
     /// runtime.
-    async fn tend(&mut self, labelled: bool) -> Result<bool, NodeTrouble> {
+    async fn tend(&mut self, labelled: &mut bool) -> Result<bool, NodeTrouble> {
         self.configure().await;
         let places = &self.options.places;
         let mut handler = places.status().await?;
@@ -281,7 +281,8 @@ impl NodeAgent<'_> {
                     return Err(NodeTrouble::NoSlot);
                 }
                 // No pod is scheduled here while the node changes.
-                self.serve(false, labelled).await?;
+                self.serve(false, *labelled).await?;
+                *labelled = false;
                 for step in places.install().await? {
                     tracing::info!("{step}");
                 }
@@ -291,7 +292,7 @@ impl NodeAgent<'_> {
             self.checked = true;
         }
         match handler {
-            HandlerState::Served | HandlerState::Outdated => Ok(true),
+            HandlerState::Served | HandlerState::Outdated | HandlerState::RestartDue => Ok(true),
             HandlerState::RestartNeeded => Ok(false),
             HandlerState::Missing => {
                 let why = "files of the installation differ from what was installed".to_owned();
