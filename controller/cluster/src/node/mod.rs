@@ -211,6 +211,7 @@ impl NodeAgent<'_> {
         if is_excluded(&node) {
             return self.retire(&node, EXCLUDED, labelled).await;
         }
+        let was_labelled = labelled;
         match self.tend(&mut labelled).await {
             Ok(true) => {
                 self.metrics.now(InstallState::Served);
@@ -233,7 +234,7 @@ impl NodeAgent<'_> {
                 let why = error_chain::chain(&error);
                 tracing::error!("node: cannot install Affinode: {why}");
                 self.metrics.now(InstallState::Failed);
-                let state = if self.keeps_serving(labelled).await? {
+                let state = if self.keeps_serving(was_labelled).await? {
                     format!("served as before, this version is not installed: {why}")
                 } else {
                     format!("not installed: {why}")
