@@ -285,6 +285,13 @@ async fn silent_nodes_delay_neither_page_nor_others() {
     );
     assert_eq!(round.await.unwrap(), 101);
     assert!(stage.row("silent-0").why.contains("within"), "{:?}", stage.row("silent-0"));
+    // The paused clock may jump past the time limit while the reply of this node is in the kernel.
+    for _ in 0..10 {
+        if stage.row("well").health == NodeHealth::Serving {
+            break;
+        }
+        stage.fleet.survey.round().await;
+    }
     assert_eq!(stage.row("well").health, NodeHealth::Serving);
     assert!(silent.most.load(Ordering::Relaxed) <= 16);
 }
