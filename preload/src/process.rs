@@ -38,6 +38,8 @@ pub struct Process {
     unfenced: AtomicU32,
     page_fd: AtomicI32,
     agent_tid: AtomicU32,
+    /// The thread that registers the process while its state is BUSY.
+    registering_tid: AtomicU32,
     /// The hook of the caller that arrived last at a closed gate.
     pub waiting_hook: AtomicU32,
     /// Allocations that wait for free VRAM.
@@ -57,6 +59,7 @@ pub static PROCESS: Process = Process {
     unfenced: AtomicU32::new(0),
     page_fd: AtomicI32::new(0),
     agent_tid: AtomicU32::new(0),
+    registering_tid: AtomicU32::new(0),
     waiting_hook: AtomicU32::new(0),
     oom_wait: OomWaiter::new(),
     nvml: nvml::NvmlCallCount::new(),
@@ -200,6 +203,10 @@ fn register() -> Option<&'static CounterPage> {
         match PROCESS.state.load(Ordering::Acquire) {
             READY => return page(),
             UNMANAGED => return None,
+            // A library in front of libc calls the driver while it creates the agent's thread.
+            BUSY if PROCESS.registering_tid.load(Ordering::Relaxed) == sys::gettid() => {
+                return None;
+            }
             BUSY => sys::futex_wait(&PROCESS.state, BUSY, 100),
             _ => {
                 if !children_start_anew() {
@@ -210,6 +217,7 @@ fn register() -> Option<&'static CounterPage> {
                 let first =
                     PROCESS.state.compare_exchange(NEW, BUSY, Ordering::Acquire, Ordering::Acquire);
                 if first.is_ok() {
+                    PROCESS.registering_tid.store(sys::gettid(), Ordering::Relaxed);
                     let made = !is_disabled() && libc::with_errno_kept(make).is_some();
                     let state = if made { READY } else { UNMANAGED };
                     PROCESS.state.store(state, Ordering::Release);

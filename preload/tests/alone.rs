@@ -294,6 +294,24 @@ fn denied_system_calls_are_not_needed() {
     }
 }
 
+/// Its registration cannot wait for itself: the call passes.
+#[test]
+fn call_while_the_agent_is_created_passes() {
+    let controller = Controller::new();
+    let path = controller.path();
+    let environment = [("AFFINODE_SOCKET", &*path)];
+    let mut client = Client::start_program(Build::Glibc, &["creator"], &environment);
+    client.send("allocate");
+    let mut agent = controller.welcome();
+    assert_eq!(client.answer(), 0);
+    agent.done(&OFFLOAD);
+    client.send("allocate");
+    agent.wake();
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+    client.finish();
+}
+
 /// Without the call that waits for signals, the agent sleeps all the same.
 #[test]
 fn agent_that_cannot_wait_for_signals_sleeps() {

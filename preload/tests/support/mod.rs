@@ -82,6 +82,7 @@ impl Build {
             compile(compiler, "signals.c", "signals", &["-ldl"]);
             if self == Build::Glibc {
                 compile(compiler, "walks.c", "walks", &["-rdynamic", "-ldl"]);
+                compile(compiler, "creator.c", "creator", &["-rdynamic", "-ldl"]);
             }
             let shared = ["-shared", "-fPIC", "-ldl"];
             compile(compiler, "forward.c", "libforward.so", &shared);
