@@ -294,6 +294,20 @@ fn child_forked_while_away_gets_an_error() {
     client.finish();
 }
 
+/// Whatever the child's own agent does: it never unlocks that copy.
+#[test]
+fn registered_child_of_away_gets_an_error() {
+    let controller = Controller::new();
+    let (mut client, mut agent) = initialised(&controller);
+    agent.done(&OFFLOAD);
+    client.send("forkwait used");
+    let mut child = controller.welcome();
+    child.done(&[CLOSE, Action::Open]);
+    client.send("");
+    assert_eq!(client.answer(), (-999) & 0x7f);
+    client.finish();
+}
+
 /// Without readings the process asks by itself.
 #[test]
 fn figure_without_a_reading_wakes() {

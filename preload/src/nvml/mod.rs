@@ -95,9 +95,9 @@ static REFERENCES: AtomicU32 = AtomicU32::new(0);
 static OTHER_REFERENCES: AtomicU32 = AtomicU32::new(0);
 /// Whether one of these calls has attached the devices.
 static ATTACHED: AtomicBool = AtomicBool::new(false);
-/// The process whose gate is closed; 0: none. A child that is forked meanwhile has a copy of NVML
-/// whose locks are never released.
-static CLOSED_PID: AtomicU32 = AtomicU32::new(0);
+/// The registration whose gate is closed; 0: none. A child that is forked meanwhile finds another's
+/// here, and has a copy of NVML whose locks are never released.
+static CLOSED_BY: AtomicU32 = AtomicU32::new(0);
 
 /// What the thunk does with a call.
 #[repr(u32)]
@@ -131,8 +131,7 @@ unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
     {
         return NvmlAction::Pass;
     }
-    let closed_pid = CLOSED_PID.load(Ordering::SeqCst);
-    if closed_pid != 0 && closed_pid != sys::getpid() && is_initialised() {
+    if is_copy_locked() {
         return frame.answer(code::UNKNOWN);
     }
     if let Some(result) = counted_init(frame, class) {
@@ -228,6 +227,21 @@ unsafe fn learn_uuid(frame: &NvmlFrame) {
             cache::store(answers::uuid_key(handle), result, &text);
         }
     }
+}
+
+/// Whether this is a child that was forked while NVML was initialised and its locks were held.
+fn is_copy_locked() -> bool {
+    let closed_by = CLOSED_BY.load(Ordering::SeqCst);
+    if closed_by == 0 || closed_by == process::registration() {
+        return false;
+    }
+    if !is_initialised() {
+        // Nor was it at the fork: the child may initialise it.
+        let order = Ordering::SeqCst;
+        let _ = CLOSED_BY.compare_exchange(closed_by, 0, order, order);
+        return false;
+    }
+    true
 }
 
 /// Whether any copy of NVML is initialised.
@@ -337,7 +351,11 @@ pub fn set_phase(phase: Phase) {
             | Phase::Restoring
             | Phase::Unlocking
     );
-    CLOSED_PID.store(if blocks { sys::getpid() } else { 0 }, Ordering::SeqCst);
+    // What the parent of a forked child has closed stays locked in the child.
+    let own = process::registration();
+    if [0, own].contains(&CLOSED_BY.load(Ordering::SeqCst)) {
+        CLOSED_BY.store(if blocks { own } else { 0 }, Ordering::SeqCst);
+    }
     PROCESS.nvml.gate.store(if blocks { CLOSED } else { OPEN }, Ordering::SeqCst);
     if !blocks {
         sys::futex_wake_all(&PROCESS.nvml.gate);

@@ -12,7 +12,7 @@
 //   wait <ms>      a wait for events: milliseconds that it took
 //   begin, cancel  a thread in a wait for events without an end; cancels it there and waits for its end
 //   storm, calm    threads that ask the name all the time; how many of their calls failed
-//   fork <command> the same in a forked child
+//   fork <command>, forkwait <command>          the same in a forked child; which first calls the driver and reads a byte
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -78,11 +78,15 @@ static long make(const char *command)
 	unsigned words[2] = {0, 0}, number = 0;
 	char text[96], path[500];
 	void *value;
-	if (sscanf(command, "fork %95[^\n]", text) == 1) {
+	int registers = sscanf(command, "forkwait %95[^\n]", text) == 1;
+	if (registers || sscanf(command, "fork %95[^\n]", text) == 1) {
 		int status;
 		pid_t child = fork();
-		if (child == 0)
+		if (child == 0) {
+			if (registers)
+				make("cuda"), read(0, path, 1);
 			_exit(make(text) & 0x7f);
+		}
 		waitpid(child, &status, 0);
 		return WIFEXITED(status) ? WEXITSTATUS(status) : -status;
 	}
