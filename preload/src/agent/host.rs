@@ -173,8 +173,9 @@ impl Host for DriverHost {
         };
         let function = libcuda::function(name)?;
         // SAFETY: the signatures of these functions since they exist (570), and with pairs as of
-        // the version that was asked for; the gate is closed and drained, so no other thread is
-        // inside the driver.
+        // the version that was asked for; the gate is closed and drained, so the only other call
+        // inside the driver is that of a thread in `exit` which asks for this process's state, and
+        // that waits for a step in progress (seen from another process).
         let code = unsafe {
             match call {
                 DriverCall::Lock(timeout_ms) => {
