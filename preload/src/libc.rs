@@ -239,11 +239,13 @@ pub fn start_thread(main: ThreadMain, argument: *mut c_void, stack: StackSize) -
 fn with_large_stack(start: impl FnOnce(*const c_void) -> bool) -> bool {
     const STACK_BYTES: usize = 8 << 20;
     type Attribute = unsafe extern "C" fn(*mut c_void) -> c_int;
+    // Before glibc 2.34 they may be outside of this library's scope, as pthread_create.
     let addresses = [
-        weak!("pthread_attr_init"),
-        weak!("pthread_attr_setstacksize"),
-        weak!("pthread_attr_destroy"),
-    ];
+        (weak!("pthread_attr_init"), &b"pthread_attr_init"[..]),
+        (weak!("pthread_attr_setstacksize"), b"pthread_attr_setstacksize"),
+        (weak!("pthread_attr_destroy"), b"pthread_attr_destroy"),
+    ]
+    .map(|(found, name)| if found == 0 { elf::find_function(name).unwrap_or(0) } else { found });
     if addresses.contains(&0) {
         return false;
     }
