@@ -39,7 +39,7 @@ pub struct HandlerSpec {
 pub enum HandlerVerdict {
     /// No handler of this name.
     Absent,
-    /// The wanted handler.
+    /// The handler is as wanted.
     Same,
     /// A handler of this installation that differs from the wanted one.
     Differs,

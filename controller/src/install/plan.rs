@@ -209,7 +209,13 @@ fn add(
             dump.get("version").and_then(Value::as_integer).unwrap_or(2)
         }
         InstallTarget::Root(_) => handler::version(&own),
-        InstallTarget::DropIn(_) | InstallTarget::Template(_) => handler::version(&root),
+        // A section of version 2 does not come together with one of version 3, which NVIDIA's
+        // toolkit writes also beside a first file of version 2.
+        InstallTarget::DropIn(_) => {
+            let others = node.files().into_iter().map(|file| handler::version(&edit.table(&file)));
+            others.fold(handler::version(&root), i64::max).min(handler::version(dump))
+        }
+        InstallTarget::Template(_) => handler::version(&root),
     };
     let block = block::text(dump, &own, version, spec)?;
     let text = match (target, edit.text(path)) {

@@ -230,7 +230,7 @@ impl InstallRecord {
         self.block.iter().chain(&self.former)
     }
 
-    /// The installed shim.
+    /// Path of the shim as it was installed.
     pub fn shim(&self) -> Option<&Path> {
         self.listed().map(|(path, _)| path).find(|path| path.ends_with(SHIM))
     }

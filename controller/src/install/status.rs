@@ -81,7 +81,7 @@ pub enum HandlerState {
     Foreign,
     /// containerd cannot read its configuration.
     Unreadable,
-    /// No containerd runs.
+    /// No containerd serves the socket.
     NoContainerd,
 }
 

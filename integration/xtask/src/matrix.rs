@@ -5,7 +5,8 @@
 //!  Go's module proxy ── newest 2.x ─────┴─> a node of its own for each ──> steps ──> table
 //! ```
 //!
-//! The faults of an installation follow, each on its own node. A step passes if its result was
+//! The faults of an installation follow, each on its own node, and the life beside NVIDIA's container
+//! toolkit, which is built too. A step passes if its result was
 //! observed; the cell contains the observation. The GPU is simulated. The programs are installed
 //! into the node's own folders, and a stand-in for systemctl restarts containerd. It stays out of
 //! CI: the first run builds a containerd.
@@ -13,6 +14,8 @@
 mod newest;
 mod steps;
 mod table;
+mod toolkit;
+mod toolkit_steps;
 
 use std::path::PathBuf;
 
@@ -33,6 +36,10 @@ pub struct Options {
     /// Only releases whose version begins with this text: 1.7.
     #[arg(long, value_name = "VERSION")]
     containerd: Option<String>,
+    /// Only steps, faults and nodes with NVIDIA's toolkit whose name contains this text; the steps of
+    /// a life run if "life" does.
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
     /// Also write the table to this file, with date and versions.
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
@@ -51,23 +58,31 @@ pub fn run(options: &Options) -> Result<()> {
     let upgrade = tempfile::tempdir()?;
     installed::another_build(&artifacts, upgrade.path())?;
     let mut releases = known.available;
-    releases.push(newest::release(&artifacts)?);
-    let wanted = |release: &Release| {
+    let wanted = |version: &str| {
         let only = options.containerd.as_deref().unwrap_or_default();
-        release.version.trim_start_matches('v').starts_with(only)
+        version.trim_start_matches('v').starts_with(only)
     };
-    releases.retain(wanted);
+    releases.retain(|release: &Release| wanted(&release.version));
+    if wanted(newest::VERSION) {
+        releases.push(newest::release(&artifacts)?);
+    }
     ensure!(!releases.is_empty(), "no containerd of this version is available");
+    let only = options.only.as_deref().unwrap_or_default();
+    let toolkits = toolkit::releases(&artifacts)?;
     let mut table = Table::here()?;
     for release in &releases {
         output::step(&format!("containerd {}", release.version));
         let mut column = Column::new(&release.version);
-        steps::run(&mut column, release, &artifacts, upgrade.path());
-        for (name, fault) in faults::ALL {
+        if "life".contains(only) {
+            steps::run(&mut column, release, &artifacts, upgrade.path());
+        }
+        for (name, fault) in faults::ALL.into_iter().filter(|(name, _)| name.contains(only)) {
             let recipe =
                 TestbedConfig::default().node().artifacts(artifacts.clone()).release(release);
             column.step(name, || recipe.world().and_then(|world| fault(&world)));
         }
+        let beside = (toolkits.as_slice(), upgrade.path());
+        toolkit_steps::run(&mut column, release, &artifacts, beside, |name| name.contains(only));
         table.columns.push(column);
     }
     match options.json {

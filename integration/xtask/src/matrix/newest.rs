@@ -9,7 +9,7 @@ use crate::{output, sh};
 
 const MODULE: &str = "github.com/containerd/containerd/v2";
 /// The newest release at the time of the last update.
-const VERSION: &str = "2.4.2";
+pub const VERSION: &str = "2.4.2";
 const PROGRAMS: [&str; 3] = ["containerd", "ctr", "containerd-shim-runc-v2"];
 
 /// Builds it, unless it is built already.

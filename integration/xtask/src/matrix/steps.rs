@@ -19,14 +19,14 @@ use anyhow::{Context, Result, ensure};
 
 use super::table::Column;
 
-const HANDLER: &str = "affinode";
+pub(super) const HANDLER: &str = "affinode";
 /// VRAM of a pod.
 const POD_MIB: u64 = 64;
 /// No container is offloaded without a request.
-const CONFIG: &str = "[policy]\nmode = \"manual\"\nminimum_residency = \"1ms\"\n";
+pub(super) const CONFIG: &str = "[policy]\nmode = \"manual\"\nminimum_residency = \"1ms\"\n";
 
 /// Time limit for the controller's end: it waits a minute for another container.
-const CONTROLLER_ENDS: Duration = Duration::from_secs(180);
+pub(super) const CONTROLLER_ENDS: Duration = Duration::from_secs(180);
 
 type Step = fn(&mut Course<'_>) -> Result<String>;
 const STEPS: [(&str, Step); 11] = [
@@ -66,23 +66,23 @@ pub fn run(column: &mut Column, release: &Release, artifacts: &Artifacts, upgrad
     }
 }
 
-struct Course<'a> {
-    world: &'a Testbed,
-    installation: Installation<'a>,
-    upgrade: &'a Path,
-    before: Snapshot,
-    cli: Cli,
-    pods: Vec<Pod>,
+pub(super) struct Course<'a> {
+    pub(super) world: &'a Testbed,
+    pub(super) installation: Installation<'a>,
+    pub(super) upgrade: &'a Path,
+    pub(super) before: Snapshot,
+    pub(super) cli: Cli,
+    pub(super) pods: Vec<Pod>,
 }
 
-struct Pod {
-    pod_id: String,
-    id: String,
-    lines: Lines,
+pub(super) struct Pod {
+    pub(super) pod_id: String,
+    pub(super) id: String,
+    pub(super) lines: Lines,
 }
 
 impl<'a> Course<'a> {
-    fn new(world: &'a Testbed, upgrade: &'a Path) -> Result<Self> {
+    pub(super) fn new(world: &'a Testbed, upgrade: &'a Path) -> Result<Self> {
         Cri::connect(&world.containerd().socket())?;
         let installation = Installation::new(world, &world.prefix(), HANDLER)?;
         let cli = Cli::new(installation.file("bin/affinode"), world.cli().run_dir().to_owned());
@@ -95,7 +95,7 @@ impl<'a> Course<'a> {
     }
 
     /// Runs a pod with a CUDA program, and waits until its VRAM is filled.
-    fn start_pod(&mut self, name: &str) -> Result<()> {
+    pub(super) fn start_pod(&mut self, name: &str) -> Result<()> {
         let cri = Cri::connect(&self.world.containerd().socket())?;
         let pod = pod(self.world, name);
         let pod_id = cri.run_pod(&pod, HANDLER)?;
@@ -110,7 +110,7 @@ impl<'a> Course<'a> {
     }
 
     /// Calls every program, which checks the contents of its VRAM.
-    fn all_verify(&mut self) -> Result<()> {
+    pub(super) fn all_verify(&mut self) -> Result<()> {
         self.pods.iter_mut().try_for_each(Pod::verify)
     }
 
@@ -146,7 +146,7 @@ impl Pod {
     }
 }
 
-fn pod(world: &Testbed, name: &str) -> PodConfig {
+pub(super) fn pod(world: &Testbed, name: &str) -> PodConfig {
     cri::pod(name, &world.cgroup_parent(), &world.dir().join("pods"))
 }
 

@@ -1,0 +1,292 @@
+//! An installation beside NVIDIA's toolkit: it starts before, between and after all other steps.
+
+use std::{fmt, fs, path::Path, process::Command};
+
+use affinode_e2e::{
+    artifacts::Artifacts,
+    containerd,
+    cri::Cri,
+    release::{Line, Release},
+    testbed::{Testbed, TestbedConfig},
+    wait::until_within,
+};
+use anyhow::{Context, Result, ensure};
+
+use super::{
+    steps::{CONFIG, CONTROLLER_ENDS, Course, HANDLER, pod},
+    table::Column,
+    toolkit::{self, Source, Toolkit},
+};
+
+/// How often the toolkit starts in a row.
+const STARTS: usize = 10;
+/// Whether the toolkit was on the node before Affinode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    OursFirst,
+    ToolkitFirst,
+}
+
+/// A node on which both are installed.
+struct Scene<'a> {
+    course: Course<'a>,
+    toolkit: &'a Toolkit,
+    source: Source,
+    /// Restarts of containerd that Affinode asked for.
+    restarts: usize,
+}
+
+/// Adds one cell for each way in which both come together on this containerd.
+pub fn run(
+    column: &mut Column,
+    release: &Release,
+    artifacts: &Artifacts,
+    (toolkits, upgrade): (&[Toolkit], &Path),
+    wanted: impl Fn(&str) -> bool,
+) {
+    for version in versions(release).iter().copied() {
+        for toolkit in toolkits {
+            for source in [Source::File, Source::Command] {
+                for order in [Order::OursFirst, Order::ToolkitFirst] {
+                    let name =
+                        format!("{toolkit}, source {source}, configuration {version}, {order}");
+                    if !wanted(&name) {
+                        continue;
+                    }
+                    let recipe = TestbedConfig::default().node().config(CONFIG);
+                    let recipe = recipe.artifacts(artifacts.clone()).release(release);
+                    column.step(&name, || {
+                        let world = recipe.world()?;
+                        let tried = prepare(&world, version).and_then(|()| {
+                            let course = Course::new(&world, upgrade)?;
+                            let mut scene = Scene { course, toolkit, source, restarts: 0 };
+                            scene.live(order)
+                        });
+                        tried.inspect_err(|_| world.show_logs())
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// The versions of configuration that this containerd reads and a node may have.
+fn versions(release: &Release) -> &'static [u32] {
+    let minor = release.version.trim_start_matches('v').split('.').nth(1);
+    match release.line {
+        Line::V1_6 | Line::V1_7 => &[2],
+        // Beside the toolkit's file of version 3, containerd 2 loses the sandbox's image of a first
+        // file of version 2, and testbeds have no other: that pair is not played.
+        Line::V2 if minor.and_then(|minor| minor.parse().ok()).unwrap_or(0) < 3 => &[3],
+        Line::V2 => &[3, 4],
+    }
+}
+
+/// Writes the node's configuration in this version.
+fn prepare(world: &Testbed, version: u32) -> Result<()> {
+    let file = world.containerd().config_file();
+    let text = fs::read_to_string(&file)?;
+    let old = text.lines().next().context("an empty configuration")?.to_owned();
+    let changed = text.replacen(&old, &format!("version = {version}"), 1);
+    if changed != text {
+        fs::write(&file, changed)?;
+        world.restart_containerd()?;
+    }
+    Ok(())
+}
+
+impl Scene<'_> {
+    fn live(&mut self, order: Order) -> Result<String> {
+        let world = self.course.world;
+        if order == Order::ToolkitFirst {
+            self.toolkit.start(world, self.source, false)?;
+        }
+        let before = files(world)?;
+        self.install(&[])?;
+        let installed = std::mem::take(&mut self.restarts);
+        ensure!(installed == 1, "{installed} restarts");
+        self.uninstall()?;
+        ensure!(files(world)? == before, "a file that only Affinode changed is not as it was");
+        self.install(&[])?;
+        self.restarts = 0;
+        self.start(1)?;
+        self.course.start_pod("first")?;
+        self.course.all_verify()?;
+        self.start(1)?;
+        let first = self.course.pods[0].id.clone();
+        self.course.cli.move_out(&first)?;
+        self.course.cli.wait_for_state(&first, "Offloaded")?;
+        self.start(1)?;
+        self.course.all_verify()?;
+        let upgrade = self.course.upgrade.display().to_string();
+        self.install(&["--from", &upgrade])?;
+        self.start(1)?;
+        self.course.start_pod("second")?;
+        self.start(STARTS)?;
+        self.course.all_verify()?;
+        let said = self.course.installation.refused("uninstall", &[])?;
+        ensure!(said.contains("2 shims run"), "{said}");
+        self.end_pods()?;
+        let restarts = self.restarts;
+        // containerd 1.6 has no CDI: there pods need NVIDIA's program once it is on the node.
+        let allowed = usize::from(
+            order == Order::OursFirst && world.containerd().release().line == Line::V1_6,
+        );
+        ensure!(restarts == allowed, "{restarts} restarts by Affinode");
+        self.follow()?;
+        self.uninstall()?;
+        self.toolkit.start(world, self.source, false)?;
+        self.is_gone()?;
+        let cri = Cri::connect(&world.containerd().socket())?;
+        let pod_id = cri.run_pod(&pod(world, "stock"), "nvidia")?;
+        cri.remove_pod(&pod_id)?;
+        Ok(format!(
+            "served after each of {} starts of the toolkit, {restarts} restarts by Affinode; the handler followed \
+             the default one; gone after `uninstall` and the next start; `nvidia` serves",
+            STARTS + 4
+        ))
+    }
+
+    /// Installs; counts the restarts.
+    fn install(&mut self, more: &[&str]) -> Result<()> {
+        let installation = &self.course.installation;
+        self.restarts += installation.restarted(|| installation.done("install", more))?.1;
+        self.is_served()
+    }
+
+    fn is_served(&self) -> Result<()> {
+        let installation = &self.course.installation;
+        let said = installation.done("status", &[])?;
+        ensure!(said.contains("served by containerd"), "{said}");
+        let said = installation.done("install", &["--dry-run", "--from", &self.from()])?;
+        ensure!(said.contains("nothing to do"), "{said}");
+        Ok(())
+    }
+
+    /// The folder of the build that is installed.
+    fn from(&self) -> String {
+        let installation = &self.course.installation;
+        let new = self.course.upgrade.join("affinode");
+        let same = fs::read(new).ok() == fs::read(installation.file("bin/affinode")).ok();
+        let built = if same { self.course.upgrade } else { self.course.world.artifacts().root() };
+        built.display().to_string()
+    }
+
+    /// Starts the toolkit several times; after each start the node agent looks.
+    fn start(&mut self, times: usize) -> Result<()> {
+        for _ in 0..times {
+            self.toolkit.start(self.course.world, self.source, false)?;
+            self.look()?;
+        }
+        Ok(())
+    }
+
+    /// What the node agent does.
+    fn look(&mut self) -> Result<()> {
+        if !self.course.installation.run("status", &[])?.status.success() {
+            let from = self.from();
+            return self.install(&["--from", &from]);
+        }
+        self.is_served()
+    }
+
+    /// The default handler changes: so does ours, with one restart each time.
+    fn follow(&mut self) -> Result<()> {
+        let has_cdi = self.course.world.containerd().release().line != Line::V1_6;
+        let runtime = toolkit::runtime(self.course.world)?.display().to_string();
+        for (default, changes) in [(true, has_cdi), (true, false), (false, has_cdi), (false, false)]
+        {
+            self.restarts = 0;
+            self.toolkit.start(self.course.world, self.source, default)?;
+            self.look()?;
+            ensure!(
+                self.restarts == usize::from(changes),
+                "default {default}: {} restarts",
+                self.restarts
+            );
+            let with_nvidia = self.ours()?.contains(&runtime);
+            ensure!(with_nvidia == (default || !has_cdi), "default {default}: {}", self.ours()?);
+        }
+        Ok(())
+    }
+
+    /// Affinode's handler, as containerd prints it.
+    fn ours(&self) -> Result<String> {
+        let dump = self.dump()?;
+        let ours = dump.split("\n        [").filter(|table| {
+            table
+                .split(']')
+                .next()
+                .is_some_and(|name| name.ends_with(&format!("runtimes.{HANDLER}")))
+        });
+        Ok(ours.collect())
+    }
+
+    fn dump(&self) -> Result<String> {
+        let containerd = self.course.world.containerd();
+        let mut command = Command::new(containerd.release().bin_dir.join("containerd"));
+        command.arg("--config").arg(containerd.config_file()).args(["config", "dump"]);
+        containerd::run(&mut command)
+    }
+
+    fn uninstall(&mut self) -> Result<()> {
+        let installation = &self.course.installation;
+        let (_, restarts) = installation.restarted(|| installation.done("uninstall", &[]))?;
+        ensure!(restarts == 1, "{restarts} restarts");
+        ensure!(!installation.shim().exists(), "the shim is left");
+        self.is_gone()
+    }
+
+    fn is_gone(&self) -> Result<()> {
+        let ours = self.ours()?;
+        ensure!(ours.is_empty(), "containerd still reads {ours}");
+        let files = files(self.course.world)?;
+        let left = files.iter().find(|(_, text)| text.contains(&format!("runtimes.{HANDLER}")));
+        ensure!(left.is_none(), "{left:?}");
+        Ok(())
+    }
+
+    fn end_pods(&mut self) -> Result<()> {
+        let world = self.course.world;
+        let cri = Cri::connect(&world.containerd().socket())?;
+        for pod in std::mem::take(&mut self.course.pods) {
+            cri.remove_container(&pod.id)?;
+            cri.remove_pod(&pod.pod_id)?;
+        }
+        until_within(CONTROLLER_ENDS, "the shims to end", || {
+            Ok(world.shims()?.is_empty().then_some(()))
+        })
+    }
+}
+
+/// containerd's files with their content.
+fn files(world: &Testbed) -> Result<Vec<(String, String)>> {
+    let root = world.containerd().config_file();
+    let folder = root.with_file_name("conf.d");
+    let mut files = vec![root];
+    for entry in fs::read_dir(&folder).into_iter().flatten() {
+        files.push(entry?.path());
+    }
+    files.sort();
+    let read =
+        |path: std::path::PathBuf| Ok((path.display().to_string(), fs::read_to_string(path)?));
+    files.into_iter().map(read).collect()
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Source::File => "file",
+            Source::Command => "command",
+        })
+    }
+}
+
+impl fmt::Display for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Order::OursFirst => "Affinode first",
+            Order::ToolkitFirst => "toolkit first",
+        })
+    }
+}
