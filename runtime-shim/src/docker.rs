@@ -55,15 +55,20 @@ pub enum NamesError {
     Content {
         /// Path of the file.
         path: PathBuf,
-        /// Error of the decoder.
-        source: serde_json::Error,
+        /// What is wrong with it.
+        source: ContentError,
     },
+}
+
+/// What is wrong with the content of a container's file.
+#[derive(Debug, thiserror::Error)]
+pub enum ContentError {
+    /// It is not the JSON of a container.
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
     /// The name has other characters than Docker allows.
-    #[error("{path} has no valid name")]
-    Name {
-        /// Path of the file.
-        path: PathBuf,
-    },
+    #[error("it has no valid name")]
+    Name,
 }
 
 #[derive(Deserialize)]
@@ -84,12 +89,18 @@ struct ContainerConfig {
 /// Reads the names of a container.
 pub fn names(id: &str, spec: &Value) -> Result<DockerNames, NamesError> {
     let path = containers_folder(spec).join(id).join(FILE);
-    let text = read(&path).map_err(|source| NamesError::Read { path: path.clone(), source })?;
-    let file: ContainerFile = serde_json::from_slice(&text)
-        .map_err(|source| NamesError::Content { path: path.clone(), source })?;
+    match read(&path) {
+        Ok(text) => parse(&text).map_err(|source| NamesError::Content { path, source }),
+        Err(source) => Err(NamesError::Read { path, source }),
+    }
+}
+
+/// The names in the content of a container's file.
+pub fn parse(text: &[u8]) -> Result<DockerNames, ContentError> {
+    let file: ContainerFile = serde_json::from_slice(text)?;
     let name = file.name.trim_start_matches('/');
     if !is_name(name) {
-        return Err(NamesError::Name { path });
+        return Err(ContentError::Name);
     }
     let labels = file.config.labels.unwrap_or_default();
     let project = labels.get(PROJECT).and_then(Value::as_str).filter(|project| is_name(project));

@@ -18,7 +18,7 @@ use targets::{agent, files, image, node, shim};
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets by name.
-pub const TARGETS: [Target; 16] = [
+pub const TARGETS: [Target; 17] = [
     ("page", agent::page),
     ("messages", agent::messages),
     ("hostile", node::hostile),
@@ -35,6 +35,7 @@ pub const TARGETS: [Target; 16] = [
     ("options", shim::options),
     ("hint", files::hint),
     ("journal", files::journal),
+    ("docker", shim::docker),
 ];
 
 /// The target of this name.

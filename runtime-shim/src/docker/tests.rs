@@ -58,11 +58,14 @@ fn content_out_of_bounds_is_refused() {
     for name in ["", "/", "/a b", "/../x", "/a\u{1b}[2J", &"x".repeat(MAX_NAME_BYTES + 1)] {
         let (_root, spec) = container(&json!({"Name": name}));
         let got = names(ID, &spec);
-        assert!(matches!(got, Err(NamesError::Name { .. })), "{name:?}: {got:?}");
+        let refused = matches!(got, Err(NamesError::Content { source: ContentError::Name, .. }));
+        assert!(refused, "{name:?}: {got:?}");
     }
     for content in [json!([]), json!({"Name": 7}), json!({"Config": {}})] {
         let (_root, spec) = container(&content);
-        assert!(matches!(names(ID, &spec), Err(NamesError::Content { .. })), "{content}");
+        let got = names(ID, &spec);
+        let refused = matches!(got, Err(NamesError::Content { source: ContentError::Json(_), .. }));
+        assert!(refused, "{content}: {got:?}");
     }
     let hostile = json!({"com.docker.compose.project": "a/../b"});
     let content = json!({"Name": "/c", "Config": {"Image": "a\nb", "Labels": hostile}});

@@ -8,6 +8,7 @@ use std::{
 
 use affinode_shim::{
     bootstrap::{BootstrapInput, BootstrapReply},
+    docker,
     frame::HEADER_BYTES,
     ld_so_preload::merge,
     options,
@@ -153,4 +154,14 @@ pub fn options(data: &[u8]) {
             Err(error) => assert!(!error.to_string().is_empty()),
         }
     }
+}
+
+/// Docker's file of a container gives names that are safe on a terminal and of bounded length, or
+/// none.
+pub fn docker(data: &[u8]) {
+    let Ok(names) = docker::parse(data) else { return };
+    let safe = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-/".contains(&byte);
+    assert!(!names.container.is_empty() && names.container.bytes().all(safe));
+    assert!(names.container.len() < 300 && names.container.split('/').count() <= 2);
+    assert!(names.image.len() < 1_000 && names.image.bytes().all(|byte| byte.is_ascii_graphic()));
 }
