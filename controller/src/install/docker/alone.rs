@@ -3,6 +3,8 @@
 
 use std::path::Path;
 
+use toml::{Table, Value};
+
 use super::DockerPlan;
 use crate::{
     doctor::programs::SHIM,
@@ -19,6 +21,9 @@ use crate::{
     inventory::process,
 };
 
+/// Names under which CRI is disabled, the first in the files of Docker's packages.
+const CRI: [&str; 3] = ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
+
 /// Whether Docker is there, and no containerd in which a handler could be.
 pub fn is_alone(
     docker: &DockerPlan,
@@ -31,10 +36,18 @@ pub fn is_alone(
         return false;
     }
     match node {
-        Ok(node) => node.dump().is_ok_and(|config| handler::cri(&config).is_none()),
+        Ok(node) => node.dump().is_ok_and(|config| !serves_pods(&config)),
         // A socket that was named must answer.
         Err(_) => options.containerd.is_none(),
     }
+}
+
+/// Whether a containerd of this configuration has CRI. The dump of containerd 2 has the settings of a
+/// disabled plugin too.
+fn serves_pods(config: &Table) -> bool {
+    let disabled = config.get("disabled_plugins").and_then(Value::as_array);
+    let is_cri = |name: &Value| name.as_str().is_some_and(|name| CRI.contains(&name));
+    handler::cri(config).is_some() && !disabled.into_iter().flatten().any(is_cri)
 }
 
 /// Installs the files, and registers the runtime in Docker.
@@ -95,4 +108,21 @@ fn make(
         change.make()?;
     }
     Ok(docker.make(&options.state_dir)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disabled_cri_serves_no_pods() {
+        let serves = |text: &str| serves_pods(&text.parse().unwrap());
+        let section = "[plugins.\"io.containerd.cri.v1.runtime\".containerd]\n";
+        assert!(serves(&format!("version = 3\ndisabled_plugins = [\"aufs\"]\n{section}")));
+        for name in CRI {
+            let disabled = format!("version = 3\ndisabled_plugins = [\"{name}\"]\n{section}");
+            assert!(!serves(&disabled), "{name}");
+        }
+        assert!(!serves("version = 2\ndisabled_plugins = [\"cri\"]\n"));
+    }
 }

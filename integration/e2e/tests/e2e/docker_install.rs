@@ -3,9 +3,11 @@
 use std::fs;
 
 use affinode_e2e::{
+    artifacts::Artifacts,
     docker::Docker,
     image,
     installed::{self, Installation},
+    release::{Line, Releases},
     testbed::{Testbed, TestbedConfig},
 };
 use anyhow::{Result, ensure};
@@ -56,7 +58,7 @@ impl Place<'_> {
 
 /// Runs a case where CRI is disabled, as Docker's packages do.
 fn with_place(case: impl FnOnce(&Testbed, &Place<'_>) -> Result<()>) -> Result<()> {
-    in_world(TestbedConfig::default().docker(), CONFIG, case)
+    in_world(TestbedConfig::default().docker().config(MANUAL), CONFIG, case)
 }
 
 fn in_world(
@@ -65,7 +67,7 @@ fn in_world(
     case: impl FnOnce(&Testbed, &Place<'_>) -> Result<()>,
 ) -> Result<()> {
     let Some(programs) = programs()? else { return Ok(()) };
-    let world = recipe.config(MANUAL).world()?;
+    let world = recipe.world()?;
     let outcome = Docker::start(&world, programs, config).and_then(|docker| {
         let flag = format!("--docker={}", docker.socket().display());
         let installation = Installation::new(&world, &world.prefix(), RUNTIME)?;
@@ -76,47 +78,60 @@ fn in_world(
 
 #[test]
 fn docker_serves_the_installed_runtime() -> Result<()> {
-    with_place(|world, place| {
-        let said = place.installation.done("install", &[&place.flag, "--dry-run"])?;
-        ensure!(said.contains("+ runtime affinode") && said.contains("reload dockerd"), "{said}");
-        ensure!(place.text()? == CONFIG && !place.docker.serves(RUNTIME)?, "a dry run did more");
+    with_place(serves_and_removes)
+}
 
-        place.install()?;
-        ensure!(place.docker.serves(RUNTIME)? && place.docker.serves("another")?);
-        let added = ",\n      \"affinode\": {\n         \"runtimeType\": \"io.containerd.affinode.v1\"\n      }";
-        let wanted =
-            CONFIG.replace("{\"path\": \"runc\"}", &format!("{{\"path\": \"runc\"}}{added}"));
-        ensure!(place.text()? == wanted, "{}", place.text()?);
-        let said = place.install()?;
-        ensure!(said.contains("nothing to do"), "{said}");
-        let said = place.installation.done("status", &[])?;
-        ensure!(said.contains("served by dockerd") && !said.contains("handler"), "{said}");
+/// containerd 2 shows the settings of CRI even where it is disabled.
+#[test]
+fn docker_beside_containerd_2_serves_it_too() -> Result<()> {
+    let releases = Releases::read(&Artifacts::find()?)?;
+    let Some(release) = releases.get(Line::V2)? else {
+        affinode_test_notes::skip("containerd-line", "no containerd 2.x on this machine");
+        return Ok(());
+    };
+    let recipe = TestbedConfig::default().docker().config(MANUAL).release(release);
+    in_world(recipe, CONFIG, serves_and_removes)
+}
 
-        let mut flags = place.docker.gpu_flags()?;
-        flags.push(format!("--runtime={RUNTIME}"));
-        let (id, mut worker) = place.docker.worker("trainer", 64, &flags)?;
-        world.cli().move_out(&id)?;
-        ensure!(worker.verify()?, "its memory is not as it was");
-        // An upgrade leaves Docker as it is, and the container its shim.
-        let build = tempfile::tempdir()?;
-        installed::another_build(world.artifacts(), build.path())?;
-        let from = build.path().display().to_string();
-        let said = place.installation.done("install", &[&place.flag, "--from", &from])?;
-        ensure!(said.contains("end the controller") && !said.contains("reload dockerd"), "{said}");
-        ensure!(worker.verify()?, "its memory is not as it was");
-        let said = place.installation.refused("uninstall", &[])?;
-        ensure!(said.contains("1 shim runs:") && place.docker.serves(RUNTIME)?, "{said}");
-        place.docker.run(&["rm", "--force", "trainer"])?;
+fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
+    let said = place.installation.done("install", &[&place.flag, "--dry-run"])?;
+    ensure!(said.contains("+ runtime affinode") && said.contains("reload dockerd"), "{said}");
+    ensure!(place.text()? == CONFIG && !place.docker.serves(RUNTIME)?, "a dry run did more");
 
-        let said = place.installation.done("uninstall", &["--drain", "1m"])?;
-        ensure!(said.contains("- runtime affinode"), "{said}");
-        ensure!(place.text()? == CONFIG, "{}", place.text()?);
-        ensure!(!place.docker.serves(RUNTIME)? && place.docker.serves("another")?);
-        ensure!(!world.prefix().exists() && !place.installation.state("").exists());
-        let stock = ["run", "--rm", "--network=none", image::PLAIN, "echo", "fine"];
-        ensure!(place.docker.run(&stock)? == "fine");
-        Ok(())
-    })
+    place.install()?;
+    ensure!(place.docker.serves(RUNTIME)? && place.docker.serves("another")?);
+    let added = ",\n      \"affinode\": {\n         \"runtimeType\": \"io.containerd.affinode.v1\"\n      }";
+    let wanted = CONFIG.replace("{\"path\": \"runc\"}", &format!("{{\"path\": \"runc\"}}{added}"));
+    ensure!(place.text()? == wanted, "{}", place.text()?);
+    let said = place.install()?;
+    ensure!(said.contains("nothing to do"), "{said}");
+    let said = place.installation.done("status", &[])?;
+    ensure!(said.contains("served by dockerd") && !said.contains("handler"), "{said}");
+
+    let mut flags = place.docker.gpu_flags()?;
+    flags.push(format!("--runtime={RUNTIME}"));
+    let (id, mut worker) = place.docker.worker("trainer", 64, &flags)?;
+    world.cli().move_out(&id)?;
+    ensure!(worker.verify()?, "its memory is not as it was");
+    // An upgrade leaves Docker as it is, and the container its shim.
+    let build = tempfile::tempdir()?;
+    installed::another_build(world.artifacts(), build.path())?;
+    let from = build.path().display().to_string();
+    let said = place.installation.done("install", &[&place.flag, "--from", &from])?;
+    ensure!(said.contains("end the controller") && !said.contains("reload dockerd"), "{said}");
+    ensure!(worker.verify()?, "its memory is not as it was");
+    let said = place.installation.refused("uninstall", &[])?;
+    ensure!(said.contains("1 shim runs:") && place.docker.serves(RUNTIME)?, "{said}");
+    place.docker.run(&["rm", "--force", "trainer"])?;
+
+    let said = place.installation.done("uninstall", &["--drain", "1m"])?;
+    ensure!(said.contains("- runtime affinode"), "{said}");
+    ensure!(place.text()? == CONFIG, "{}", place.text()?);
+    ensure!(!place.docker.serves(RUNTIME)? && place.docker.serves("another")?);
+    ensure!(!world.prefix().exists() && !place.installation.state("").exists());
+    let stock = ["run", "--rm", "--network=none", image::PLAIN, "echo", "fine"];
+    ensure!(place.docker.run(&stock)? == "fine");
+    Ok(())
 }
 
 /// After any failure Docker's file is unchanged, and the error names the reason.
@@ -184,7 +199,7 @@ fn docker_config_changes_of_others_are_kept() -> Result<()> {
 #[test]
 fn docker_and_containerd_are_installed_together() -> Result<()> {
     const NO_RUNTIMES: &str = "{\n  \"mtu\": 1400\n}\n";
-    in_world(TestbedConfig::default().node(), NO_RUNTIMES, |world, place| {
+    in_world(TestbedConfig::default().node().config(MANUAL), NO_RUNTIMES, |world, place| {
         let installation = &place.installation;
         let handlers = fs::read(installation.config())?;
         installation.systemctl("echo 'the unit is masked' >&2; exit 1")?;
