@@ -248,7 +248,12 @@ fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
             let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
             ensure!(said.contains("not as it should be now"), "{said}");
         }
-        ensure!(node.look()? == 1);
+        // Without a restart containerd serves it as it was.
+        node.place.done("install", &["--restart-mode", "none"])?;
+        let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
+        ensure!(said.contains("as it was before: restart containerd"), "{said}");
+        world.restart_containerd()?;
+        ensure!(node.look()? == 0);
         ensure!(Path::new(&program(node)?) == node.runtime, "{}", program(node)?);
         node.pod(HANDLER)?;
         node.toolkit(source, true)?;
