@@ -83,6 +83,22 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+/// Steps of containers that use copiers: they are offloaded and called while copiers start and end.
+fn copier_step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        2 => Just(Step::Join(1)),
+        3 => (0_usize..4, 1_u64..300).prop_map(|(n, bytes)| Step::Allocate(n, bytes)),
+        6 => (0_usize..4).prop_map(Step::Call),
+        24 => (0_usize..4).prop_map(Step::Work),
+        12 => Just(Step::Question),
+        6 => Just(Step::Tick),
+        2 => any::<bool>().prop_map(|out| Step::Ask(1, out)),
+        2 => (0_usize..4).prop_map(Step::Copier),
+        1 => (0_usize..4, any::<bool>()).prop_map(|(n, exits)| Step::CopierEnds(n, exits)),
+        12 => step(),
+    ]
+}
+
 fn refusal() -> impl Strategy<Value = Option<Refusal>> {
     prop_oneof![Just(None), Just(Some(Refusal::Busy)), Just(Some(Refusal::Silent))]
 }
@@ -306,7 +322,7 @@ proptest! {
     fn random_copiers_move_nothing_beside_a_proof(
         prepare in any::<bool>(),
         two_gpus in any::<bool>(),
-        steps in proptest::collection::vec(step(), 1..200),
+        steps in proptest::collection::vec(copier_step(), 1..300),
     ) {
         let mut world = World::new(3);
         (world.slow_copiers, world.two_gpus, world.prepare) = (true, two_gpus, prepare);

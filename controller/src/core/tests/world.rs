@@ -30,6 +30,8 @@ pub(super) const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
 /// A process whose agent can copy less is not prefaulted.
 pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
+/// Slow copiers take a step once in this number of passes.
+const COPIER_PASSES: Millis = 5;
 /// What this version's library can do.
 pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b11_1111);
 /// Engines of the containers, by number.
@@ -581,7 +583,8 @@ impl World {
         while self.is_asked() {
             self.answer_question();
         }
-        if self.slow_copiers {
+        // A copier needs a while for each step, and processes are called meanwhile.
+        if self.slow_copiers && (self.now / 60).is_multiple_of(COPIER_PASSES) {
             self.copiers_step();
         }
         self.tick();
