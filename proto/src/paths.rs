@@ -35,6 +35,8 @@ pub const ENGINE_FILE: &str = "engine";
 pub const HINT_PIPE: &str = "hint";
 /// In the mounted folder: whether VRAM is short on the container's GPUs, for the container to read.
 pub const PRESSURE_FILE: &str = "pressure";
+/// In the mounted folder: the container's own state, for its programs to read.
+pub const STATE_FILE: &str = "state";
 /// In a container's folder: the merged `/etc/ld.so.preload`.
 pub const PRELOAD_FILE: &str = "ld.so.preload";
 

@@ -12,6 +12,7 @@ use std::{
 };
 
 use affinode_proto::paths;
+use serde_json::json;
 use tokio::{
     net::UnixListener,
     runtime::Handle,
@@ -24,7 +25,7 @@ use super::{
     rate_limit::RateLimits,
 };
 use crate::{
-    core::{Key, ProcessId},
+    core::{Key, ProcessId, view::ContainerStatus},
     isolated_runtime::IsolatedRuntime,
     socket_activation::ActivationSockets,
 };
@@ -39,6 +40,8 @@ pub struct AgentListener {
     _ward: IsolatedRuntime,
     hints: ReceivedHint,
     folder: PathBuf,
+    /// The status in the state file; `None`: there is no file yet.
+    written: Option<ContainerStatus>,
 }
 
 impl AgentListener {
@@ -79,7 +82,7 @@ impl AgentListener {
         }
         let runtime = Handle::current();
         ward.spawn(accept(listener, key.clone(), owner, numbers, runtime, mail));
-        Ok(AgentListener { _ward: ward, hints, folder })
+        Ok(AgentListener { _ward: ward, hints, folder, written: None })
     }
 }
 
@@ -98,11 +101,35 @@ impl AgentListener {
     /// The file cannot be written.
     pub fn tell_pressure<'a>(&self, uuids: impl Iterator<Item = &'a String>) -> io::Result<()> {
         let text: String = uuids.flat_map(|uuid| [uuid, "\n"]).collect();
-        // Renamed over the old file: the container reads a complete list at any time.
-        let fresh = self.folder.join(format!(".{}", paths::PRESSURE_FILE));
+        self.replace(paths::PRESSURE_FILE, &text)
+    }
+
+    /// Writes the container's own state into a file that the container can read, unless the file
+    /// has it. `since_unix_ms`: when the state began.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn write_state(&mut self, status: ContainerStatus, since_unix_ms: i64) -> io::Result<()> {
+        if self.written == Some(status) {
+            return Ok(());
+        }
+        let text = json!({
+            "state": status.state.as_str(),
+            "since_unix_ms": since_unix_ms,
+            "reason": status.reason.as_str(),
+            "waiters_before": status.waiters_before,
+        });
+        self.replace(paths::STATE_FILE, &format!("{text}\n"))?;
+        self.written = Some(status);
+        Ok(())
+    }
+
+    /// Renames a new file over the old one: the container reads a complete text at any time.
+    fn replace(&self, name: &str, text: &str) -> io::Result<()> {
+        let fresh = self.folder.join(format!(".{name}"));
         fs::write(&fresh, text)?;
         fs::set_permissions(&fresh, fs::Permissions::from_mode(0o644))?;
-        fs::rename(fresh, self.folder.join(paths::PRESSURE_FILE))
+        fs::rename(fresh, self.folder.join(name))
     }
 
     /// The hints that the container wrote since the last call.

@@ -2,6 +2,7 @@
 
 use affinode_proto::{
     api::control,
+    reason::Reason,
     state::State,
     wire::{Hazards, ProcessFlags, counters::CounterSnapshot},
 };
@@ -12,7 +13,33 @@ use super::{
 };
 use crate::conversion::announcement_of;
 
+/// State of a container as its own programs see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ContainerStatus {
+    /// State of the GPU memory.
+    pub state: State,
+    /// When it began, on the controller's monotonic clock.
+    pub since: Millis,
+    /// Why the container is in this state.
+    pub reason: Reason,
+    /// Number of waiters that are served before it; `None`: it does not wait for VRAM.
+    pub waiters_before: Option<usize>,
+}
+
 impl Node {
+    /// The state of each container.
+    pub fn statuses(&self, now: Millis) -> impl Iterator<Item = (&Key, ContainerStatus)> {
+        self.containers.iter().map(move |(key, container)| {
+            let status = ContainerStatus {
+                state: container.state,
+                since: container.state_since,
+                reason: container.reason.0,
+                waiters_before: self.queue.position(key, now),
+            };
+            (key, status)
+        })
+    }
+
     /// GPUs and containers now. `unix_ms`: the wall clock at this moment.
     #[must_use]
     pub fn list(&self, now: Millis, unix_ms: i64) -> control::ListResponse {

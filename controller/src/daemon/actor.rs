@@ -472,6 +472,7 @@ impl NodeActor {
         self.feed(Input::Clock(unix_ms()));
         self.feed(Input::Tick);
         self.tell_pressure();
+        self.write_states();
         let useless =
             self.unclaimed.useless(|key| self.listeners.contains_key(key), process::lives);
         for key in useless {

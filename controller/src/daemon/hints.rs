@@ -1,5 +1,5 @@
-//! Hints from users and containers, and the pressure file of containers: see [`crate::core::hints`]
-//! and [`crate::core::pressure`].
+//! Hints from users and containers, and the files that containers read: GPUs under pressure, and the
+//! container's own state. See [`crate::core::hints`] and [`crate::core::pressure`].
 
 use affinode_proto::api::control::HintResponse;
 
@@ -34,6 +34,20 @@ impl NodeActor {
             }
         }
         self.sent_pressure = Some(pressed.clone());
+    }
+
+    /// Updates the state files of the containers whose state, reason or place in the queue has
+    /// changed.
+    pub(super) fn write_states(&mut self) {
+        let (now, unix_ms) = (self.now(), unix_ms());
+        for (key, status) in self.node.statuses(now) {
+            let Some(listener) = self.listeners.get_mut(key) else { continue };
+            let ago = i64::try_from(now.saturating_sub(status.since)).unwrap_or(i64::MAX);
+            let since_unix_ms = unix_ms.saturating_sub(ago);
+            if let Err(error) = listener.write_state(status, since_unix_ms) {
+                tracing::warn!(%key, %error, "container {key}: cannot write the state file");
+            }
+        }
     }
 
     /// Applies a hint from the API that a container is idle or busy.

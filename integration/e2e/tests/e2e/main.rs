@@ -44,6 +44,7 @@ mod restore_policy;
 mod retain_host_copy;
 mod scrub;
 mod spec;
+mod state_file;
 mod systemd_unit;
 mod tools;
 mod user_namespaces;
