@@ -77,13 +77,14 @@ reasons! {
     SharedMemory = "shared-memory", "shares GPU memory with another process or device (IPC, exported or imported handles, GPUDirect)";
     /// A process is a client of MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
-    /// A profiler, sanitizer or debugger is in the process, and its memory cannot be copied without
-    /// a checkpoint.
+    /// A profiler, sanitizer or debugger is or was in a process, so its context must not be
+    /// checkpointed. With the current engine the offload needs a checkpoint.
     Tools = "tools", "a profiler, sanitizer or debugger is or was in a process, so the context stays on the GPU; the engines auto, full and copy can copy the memory";
-    /// A video library is in the process, and its memory cannot be copied without a checkpoint.
+    /// A video library is in a process, so its context must not be checkpointed. With the current
+    /// engine the offload needs a checkpoint.
     Video = "video", "a process has a video library loaded (NVDEC, NVENC), so the context stays on the GPU; the engines auto, full and copy can copy the memory";
-    /// A thread entered the driver on a path that no hook sees while the process was offloaded, and
-    /// its memory cannot be copied without a checkpoint.
+    /// A thread entered the driver on a path that no hook sees while the process was offloaded, so its
+    /// context is not checkpointed again. With the current engine the offload needs a checkpoint.
     HiddenWay = "hidden-way", "a thread blocked in a driver call that no hook sees, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The process's memory after a restore differs from what was offloaded.
     DamagedMemory = "damaged-memory", "its memory was different after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart it";

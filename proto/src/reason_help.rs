@@ -114,11 +114,11 @@ impl Reason {
                 "Run the container without MPS, or accept that it keeps its VRAM.",
             ),
             Reason::Tools => (
-                "A tool such as a profiler is or was loaded in the process, and the library cannot copy the process's memory. The driver's checkpoint of such a process can hang, or lose the process.",
+                "A tool such as a profiler is or was loaded in the process. With the current engine the offload needs the driver's checkpoint, which can hang or lose such a process.",
                 "Start the program without the tool, or use the engine `auto`, `copy` or `full`. These engines copy the memory and keep the context on the GPU.",
             ),
             Reason::Video => (
-                "The threads of a video library make driver calls at any time, so the process is not checkpointed. Affinode's library cannot copy the process's memory.",
+                "The threads of a video library make driver calls at any time, so the process is not checkpointed. With the current engine the offload needs a checkpoint.",
                 "Use the engine `auto`, `copy` or `full`. These engines copy the memory and keep the context on the GPU.",
             ),
             Reason::HiddenWay => (

@@ -45,8 +45,9 @@ impl Node {
         copies.filter(|copy| !copy.processes.is_empty()).collect()
     }
 
-    /// Turns back copies with too little free host memory. The counters of their processes were
-    /// read after the levels, so a copy seems to need less than it did, never more.
+    /// Turns back each copy out that still needs more host memory than is free. The free memory was
+    /// read before the counters. A copy may have progressed in between, so its need can be
+    /// underestimated but not overestimated.
     pub(super) fn host_levels_read(&mut self, levels: Vec<Levels>) {
         for (key, pools) in levels {
             let copying = self.processes.of(&key).filter(|(_, process)| is_copying(process));

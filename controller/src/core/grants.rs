@@ -204,7 +204,8 @@ impl Node {
         self.prove_when_held(key);
     }
 
-    /// Has the VRAM proven once no hold is awaited, as soon as no copier moves memory.
+    /// Starts the proof of the grant's VRAM when every hold is confirmed. If a copier starts or ends,
+    /// the proof starts after that.
     pub(super) fn prove_when_held(&mut self, key: &Key) {
         let Some(grant) = self.grants.get_mut(key) else { return };
         if grant.stage == Stage::Holding(BTreeSet::new()) {

@@ -39,7 +39,8 @@ fn plugin_value<'a>(config: &'a Table, key: &str) -> Option<&'a Value> {
     PLUGINS.iter().find_map(|plugin| config.get("plugins")?.get(*plugin)?.get(key))
 }
 
-/// k3s and rke2 write their file themselves, whatever the operator wants.
+/// Whether this file itself turns CDI on. The file that k3s or rke2 generates does not count, because
+/// no operator wrote it.
 fn says(file: &Path) -> bool {
     let text = fs::read_to_string(file).unwrap_or_default();
     let own = text.parse::<Table>().unwrap_or_default();

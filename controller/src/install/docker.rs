@@ -67,7 +67,7 @@ pub enum DockerError {
     Foreign(PathBuf),
     /// This dockerd knows no shims.
     #[error(
-        "this Docker has version {0:?} of the API: Docker 23 (API 1.42) or newer takes shims as runtimes"
+        "this Docker has API version {0:?}, which cannot use a shim as a runtime: install Docker 23 (API 1.42) or newer"
     )]
     Old(String),
     /// A file cannot be read or written.

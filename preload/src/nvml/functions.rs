@@ -82,7 +82,7 @@ pub fn hold_loaded() {
     }
 }
 
-/// Whether a stub's function is one of the library that is held loaded.
+/// Whether the function behind this stub is in the NVML library that is kept loaded.
 pub fn is_held(place: u64) -> bool {
     IS_HELD.load(Ordering::Acquire) && real(place).is_some_and(is_inside)
 }

@@ -52,8 +52,8 @@ impl ChunkQueue {
     }
 }
 
-/// The work of the helpers. Not part of the pool, which a forked child finds zeroed: no helper
-/// runs in the child.
+/// State that the prefault helpers share. It is not in the pool's pages, so a forked child inherits
+/// its values. No helper runs in the child.
 pub struct Prefault {
     start: AtomicUsize,
     bytes: AtomicUsize,

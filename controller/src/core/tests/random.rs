@@ -346,7 +346,7 @@ proptest! {
     }
 }
 
-/// What random steps have found once.
+/// Regression test: random steps once failed with this sequence.
 #[test]
 fn closed_process_of_dead_controller_is_served() {
     let mut steps = vec![Step::Join(2), Step::Join(2), Step::Work(1), Step::Ask(2, true)];
@@ -356,7 +356,7 @@ fn closed_process_of_dead_controller_is_served() {
     run(steps).unwrap();
 }
 
-/// What random steps have found once.
+/// Regression test: random steps once failed with this sequence.
 #[test]
 fn waiting_context_is_evicted_for_others() {
     let mut steps = vec![Step::Join(2), Step::Join(1), Step::Join(0), Step::Work(0)];

@@ -14,10 +14,10 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Far more than any of the answers has.
 const REPLY_MAX_BYTES: u64 = 8 << 20;
 
-/// The JSON that dockerd answers to a GET.
+/// Sends a GET to dockerd and returns the JSON of its reply.
 ///
 /// # Errors
-/// No answer, or another one than success with JSON.
+/// If dockerd does not reply, the status is not 200, or the body is not JSON.
 pub fn get(socket: &Path, path: &str) -> io::Result<Value> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(PATIENCE))?;

@@ -50,8 +50,8 @@ impl Ord for ScheduledEvent {
 #[derive(Debug, Default)]
 pub(super) struct EventQueue {
     heap: BinaryHeap<ScheduledEvent>,
-    /// Whether the event at the top of the heap is the current one, which is not planned any
-    /// longer.
+    /// Whether the event at the top of the heap is being handled now. It is replaced or removed
+    /// next.
     happens: bool,
     sequence: u64,
 }

@@ -181,11 +181,11 @@ fn hands_over_in_vain(
         let _ = kill(copier, Signal::SIGCONT);
         assert!(worker.verify()?);
     }
-    bail!("in 12 rounds it has handed nothing over")
+    bail!("in 12 rounds the process exported nothing")
 }
 
-/// After the checkpoint, the contents exist only in device memory of which the copier has
-/// descriptors.
+/// A stopped copier copies nothing, so after the checkpoint the contents exist only in exported
+/// device memory. The process restores them with its own descriptors.
 #[test]
 fn exports_to_stopped_copier_are_restored() -> Result<()> {
     let world = world()?;

@@ -1,4 +1,5 @@
-//! The steps, in the order of a node's life.
+//! The steps that the matrix runs on each containerd, in order: dry run, installation, GPU pod,
+//! upgrade, uninstallation, and a comparison with the node before.
 
 use std::{fs, os::unix::fs::MetadataExt, path::Path, time::Duration};
 

@@ -30,15 +30,17 @@ fn in_own_process(test: &str, body: fn()) {
     assert!(ended.status.success(), "{ended:?}");
 }
 
-/// The driver: whether the process is checkpointed, and how many calls are inside.
-static AWAY: AtomicBool = AtomicBool::new(false);
+/// Whether the test's driver has checkpointed the process.
+static CHECKPOINTED: AtomicBool = AtomicBool::new(false);
+/// Number of calls that are inside the test's driver now.
 static WITHIN: AtomicU32 = AtomicU32::new(0);
+/// Number of driver calls that have ended.
 static MADE: AtomicU64 = AtomicU64::new(0);
 
 extern "C" fn driver_call() -> u32 {
     WITHIN.fetch_add(1, Ordering::SeqCst);
     for _ in 0..8 {
-        if AWAY.load(Ordering::SeqCst) {
+        if CHECKPOINTED.load(Ordering::SeqCst) {
             std::process::abort();
         }
     }
@@ -108,13 +110,13 @@ fn close_and_open(rounds: u32, with_signals: bool) {
                 continue;
             }
             closed += 1;
-            AWAY.store(true, Ordering::SeqCst);
+            CHECKPOINTED.store(true, Ordering::SeqCst);
             for _ in 0..100 {
                 if WITHIN.load(Ordering::SeqCst) != 0 {
                     std::process::abort();
                 }
             }
-            AWAY.store(false, Ordering::SeqCst);
+            CHECKPOINTED.store(false, Ordering::SeqCst);
             machine.execute_order(&mut own, Action::Open);
             // Some calls go through before the next round.
             let made = MADE.load(Ordering::Relaxed);

@@ -94,7 +94,7 @@ pub fn shows_nodes(plane: &Plane<'_>) -> Result<()> {
         let (stranger, _) = looker.get(&path)?;
         ensure!(
             (none, stranger) == (401, 403),
-            "{path}: {none}, with an account without the right {stranger}"
+            "{path}: expected 401 without a token and 403 without the right, got {none} and {stranger}"
         );
     }
     looker.is_let()?;
