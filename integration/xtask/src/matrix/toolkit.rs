@@ -33,7 +33,7 @@ pub struct Toolkit {
     program: PathBuf,
     version: &'static str,
     /// Whether it writes a file of its own.
-    drops_in: bool,
+    pub drops_in: bool,
 }
 
 /// The releases, built unless they are there already.
