@@ -42,6 +42,8 @@ impl NodeActor {
             self.listeners.insert(key.clone(), listener);
         }
         self.feed(Input::Announced(Box::new(spec), key.clone()));
+        // This file, too, exists before the container's programs start.
+        self.write_states();
         Ok(self.node.warnings(&key))
     }
 

@@ -156,7 +156,7 @@ fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
 
     // Only shell built-ins: the image has few other programs.
     let look = r#"for path in /.affinode/* /.affinode/*/* /.affinode/run/.[!.]*; do echo "$path"; done
-        for path in /.affinode/run/x /.affinode/run/engine /.affinode/run/pressure /.affinode/lib/x /etc/ld.so.preload; do
+        for path in /.affinode/run/x /.affinode/run/engine /.affinode/run/pressure /.affinode/run/state /.affinode/lib/x /etc/ld.so.preload; do
             (: >> "$path") 2>/dev/null && echo "can write $path"
         done
         for path in /run/affinode/* /.affinode/run/../../run/affinode/*; do [ -e "$path" ] && echo "$path"; done
@@ -165,6 +165,7 @@ fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
     let said = Spec::gpu("look", &["/bin/sh", "-c", look]).run(&world)?;
     let wanted = "/.affinode/lib\n/.affinode/run\n/.affinode/lib/libaffinode_preload.so\n\
         /.affinode/run/agent.sock\n/.affinode/run/engine\n/.affinode/run/hint\n/.affinode/run/pressure\n\
+        /.affinode/run/state\n\
         /.affinode/run/.[!.]*\nmount /.affinode/lib\nmount /.affinode/run\n";
     assert_eq!(said, wanted);
     assert!(managed.verify()?);
