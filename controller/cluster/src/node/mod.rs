@@ -5,7 +5,7 @@
 //!                    ┌── served ──> label on ─────────────────┐
 //!  poll ──status──> ─┤                                        ├── after 15 s, or a change of the node
 //!    ^               └── not served ──> label off, install ───┘
-//!    │ retire: label off ──> wait for running containers ──> state "ready to be taken off", or the reason
+//!    │ retire: label off ──> wait for running containers ──> state "ready to be removed", or the reason
 //!    │ retire now: uninstall ──> state "retired", or the reason
 //!    │ label affinode.io/exclude: label off, uninstall ──> state "excluded", or the reason
 //! ```
@@ -358,7 +358,7 @@ impl NodeAgent<'_> {
                 places.uninstall().await
             }
             _ => {
-                tracing::info!("node: check before removal requested");
+                tracing::info!("node: a check was requested that Affinode can be removed");
                 places.may_go().await
             }
         };

@@ -29,13 +29,13 @@ pub const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 pub const ANNOTATIONS: [&str; 6] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED, CERTIFICATE];
 
 /// Value of [`STATE`] when Affinode can be removed: no container of the runtime runs.
-pub const READY: &str = "ready to be taken off";
+pub const READY: &str = "ready to be removed";
 /// Value of [`STATE`] when Affinode is removed from the node.
 pub const RETIRED: &str = "retired";
 /// Value of [`STATE`] when Affinode is not on the node, because of [`EXCLUDE`].
 pub const EXCLUDED: &str = "excluded: Affinode is not on this node";
 /// Prefix of [`STATE`] when Affinode cannot be removed.
-pub const NOT_RETIRED: &str = "cannot be taken off: ";
+pub const NOT_RETIRED: &str = "cannot be removed: ";
 
 /// Value of [`RETIRE`] that requests the check whether an installation can be removed.
 #[must_use]

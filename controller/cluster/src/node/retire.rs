@@ -63,7 +63,7 @@ pub enum RetireError {
     Cluster(#[from] kube::Error),
     /// These nodes could not be released in time.
     #[error(
-        "Affinode stays as it is, because of {}. End the pods of its runtime class, or bring these nodes back, and try again",
+        "Affinode stays installed, because these nodes are not ready: {}. Delete the pods of its runtime class, or make the nodes reachable, then try again",
         .0.join("; ")
     )]
     Nodes(Vec<String>),
@@ -97,7 +97,7 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     for name in &names {
         let wish = [
             // The state of an earlier request no longer applies.
-            (STATE, Some("asked to be taken off".to_owned())),
+            (STATE, Some("removal requested".to_owned())),
             (RETIRE, Some(may_go(&options.installation))),
         ];
         NodeLabels::new(client.clone(), name).annotate(&wish).await?;

@@ -77,7 +77,9 @@ impl ClusterState {
             }
         };
         if tokio::time::timeout(TIME, read).await.is_err() {
-            tracing::warn!("claims of namespace {namespace}: not read within {TIME:?}");
+            tracing::warn!(
+                "namespace {namespace}: ResourceClaims and templates were not read within {TIME:?}"
+            );
         }
         claims
     }

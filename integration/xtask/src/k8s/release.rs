@@ -34,7 +34,7 @@ pub fn load_image(plane: &Plane<'_>, artifacts: &Artifacts) -> Result<()> {
     for node in plane.nodes() {
         node.world.containerd().import(node.world.keeper(), "k8s.io", &archive)?;
     }
-    fs::remove_file(&archive).context("the image's archive")
+    fs::remove_file(&archive).context("cannot remove the image archive")
 }
 
 /// A path in each node's folder, in a form that agents expand: folders differ only in the node's

@@ -27,7 +27,10 @@ pub fn by_webhook(plane: &Plane<'_>) -> Result<()> {
         ["-n", NAMESPACE, "rollout", "status", "deployment/affinode-webhook", "--timeout=180s"];
     containerd::run(plane.kubectl().args(ready)).with_context(|| agent_log(plane))?;
     let policies = plane.get(&["mutatingadmissionpolicies"])?;
-    ensure!(policies["items"].as_array().is_some_and(Vec::is_empty), "{policies}");
+    ensure!(
+        policies["items"].as_array().is_some_and(Vec::is_empty),
+        "the cluster still has a MutatingAdmissionPolicy: {policies}"
+    );
     pods_get_the_class(plane, "asks-webhook")?;
     let logs = ["-n", NAMESPACE, "logs", "deployment/affinode-webhook", "--all-pods=true"];
     let said = containerd::run(plane.kubectl().args(logs))?;

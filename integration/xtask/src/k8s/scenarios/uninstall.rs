@@ -70,9 +70,9 @@ pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     }
     let logs = ["-n", NAMESPACE, "logs", "job/affinode-uninstall", "--tail=3"];
     let said = containerd::run(plane.kubectl().args(logs))?;
-    let because = format!("because of {NODE}: cannot be taken off");
+    let because = format!("not ready: {NODE}: cannot be removed");
     ensure!(said.contains("end the containers first") && said.contains(&because), "{said}");
-    ensure!(said.matches("cannot be taken off").count() == 1, "{said}");
+    ensure!(said.matches("cannot be removed").count() == 1, "{said}");
     output::note(said.trim().lines().last().unwrap_or_default());
     for (node, installed) in plane.nodes().iter().zip(installed) {
         wait_state(plane, &node.name, |state| state == "served")?;
