@@ -1,5 +1,5 @@
-//! The check of `helm test`: this program runs in a GPU pod of the runtime class, and looks whether
-//! its own container is managed. It makes no CUDA call.
+//! The check of `helm test`: this program runs in a GPU pod of the runtime class, and checks
+//! whether its own container is managed. It makes no CUDA call.
 
 use std::{
     fs, io,
@@ -9,7 +9,7 @@ use std::{
 use affinode_proto::paths;
 use clap::Args;
 
-/// How the check runs.
+/// Options of the check.
 #[derive(Args, Clone, Debug)]
 pub struct CheckOptions {
     /// The root of the container.
@@ -17,7 +17,7 @@ pub struct CheckOptions {
     root: PathBuf,
 }
 
-/// What the pod lacks.
+/// Reason why the check failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
     /// The shim did not edit the container.

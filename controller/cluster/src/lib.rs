@@ -1,4 +1,5 @@
-//! The programs that Affinode runs in a Kubernetes cluster, beside the controllers of its nodes.
+//! The programs that Affinode runs in a Kubernetes cluster, in addition to the controllers of its
+//! nodes.
 //!
 //! | module | what it does |
 //! | --- | --- |
@@ -9,9 +10,9 @@
 //! | [`check`] | checks from a GPU pod whether its container is managed |
 //! | [`cli`] | the command `affinode-cluster` |
 //!
-//! It is a crate of its own, so that no program on the path of a container carries a Kubernetes
-//! client. A container does not need it to run or to be restored: without it, a cluster creates
-//! pods without the runtime class, and pods that have the class go on.
+//! It is a crate of its own, so that no program that a container needs contains a Kubernetes
+//! client. A container does not need it to run or to be restored. Without it, a cluster creates
+//! pods without the runtime class, and pods that have the class continue.
 
 pub mod check;
 pub mod cli;

@@ -1,5 +1,5 @@
-//! The chart of `config/helm/affinode` against the programs that it runs and the manifests beside
-//! it. `cargo xtask k8s` tests what helm renders of it.
+//! Compares the chart of `config/helm/affinode` with the programs that it runs and with the plain
+//! manifests. `cargo xtask k8s` tests what helm renders from it.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 

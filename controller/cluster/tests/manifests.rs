@@ -1,4 +1,5 @@
-//! The manifests of `config/kubernetes` against the program that they run and each other.
+//! Compares the manifests of `config/kubernetes` with the program that they run, and with each
+//! other.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 

@@ -1,4 +1,5 @@
-//! Alert rules, dashboards and documents name metrics of the node agent and the webhook that exist.
+//! Checks that the metrics of the node agent and the webhook exist which alert rules, dashboards
+//! and documents name.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 

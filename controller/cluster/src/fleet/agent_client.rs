@@ -28,7 +28,7 @@ use super::{cert_pin, discovery::KnownNode};
 
 /// Time limit for a connection, handshake included.
 const CONNECT: Duration = Duration::from_secs(3);
-/// A body without bytes for this long is ended; event streams send at least every 15 s.
+/// Maximum time between two parts of a reply's body. Event streams send at least every 15 s.
 const SILENCE: Duration = Duration::from_secs(45);
 
 /// Reason why an agent's reply is missing.

@@ -14,7 +14,7 @@ use tokio_rustls::rustls::{
 /// SHA-256 digest of a certificate.
 pub type Fingerprint = [u8; 32];
 
-/// Parses the annotation's form: 64 hex digits.
+/// Parses a fingerprint in the annotation's form: 64 hex digits.
 #[must_use]
 pub fn parse(text: &str) -> Option<Fingerprint> {
     let mut fingerprint = Fingerprint::default();
@@ -27,10 +27,10 @@ pub fn parse(text: &str) -> Option<Fingerprint> {
     Some(fingerprint)
 }
 
-/// A TLS client that accepts only a peer with that certificate and its key.
+/// Returns a TLS configuration that accepts only a peer with that certificate and its key.
 ///
 /// # Errors
-/// If the crypto provider supports no usual version of TLS.
+/// If the crypto provider supports none of the default versions of TLS.
 pub fn client(fingerprint: Fingerprint) -> Result<ClientConfig, rustls::Error> {
     let provider = Arc::new(crypto::ring::default_provider());
     let pinned = PinnedCertificate { fingerprint, algorithms: algorithms(&provider) };

@@ -35,7 +35,7 @@ use crate::{
     service::{self, ServiceError, StopSignal},
 };
 
-/// How the page of all nodes runs.
+/// Options of the page of all nodes.
 #[derive(Args, Clone, Debug)]
 pub struct FleetOptions {
     /// This installation in the cluster: namespace/name.

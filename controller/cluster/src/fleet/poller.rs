@@ -39,7 +39,7 @@ const TIME: Duration = Duration::from_secs(3);
 const BODY_BYTES: usize = 2 << 20;
 /// Minimum time between the starts of two rounds.
 const PACE: Duration = Duration::from_secs(5);
-/// Additional time for each node, for large fleets.
+/// Minimum time of a round for each node, so that rounds of a large fleet start less often.
 const PACE_EACH: Duration = Duration::from_millis(10);
 /// Polling stops after this time without a request for the list.
 const POLLER_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -193,7 +193,8 @@ fn note(row: &mut NodeRow, node: KnownNode, received: PollResult) {
     }
 }
 
-/// The state that the agent has published is newer than its last reply.
+/// Returns the row of a node. The state that the agent has published is newer than its last reply,
+/// so it decides whether the runtime is served.
 fn row(node: KnownNode, seen: &BTreeMap<String, NodeRow>) -> NodeRow {
     let mut row = seen.get(&node.name).cloned().unwrap_or_default();
     row.name = node.name;
@@ -255,7 +256,8 @@ fn said(body: &[u8]) -> String {
     }
 }
 
-/// Reads the token before each round: the kubelet renews the file.
+/// Returns the header with this program's token. The file is read before each round, because the
+/// kubelet renews it.
 fn bearer(file: &Path) -> Result<HeaderValue, String> {
     let token = std::fs::read_to_string(file).map_err(|error| {
         format!("cannot read this program's token in {}: {error}", file.display())

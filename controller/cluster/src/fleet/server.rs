@@ -31,11 +31,11 @@ use crate::{
     https::{HttpsLimits, HttpsSite, authz, tls::ServedCertificate},
 };
 
-/// The right that the list requires: that of each node's figures.
+/// The right that the list requires. Each agent requires it for the figures of its node.
 const LIST: AccessRule = AccessRule { verb: "get", path: "/affinode/v1/node" };
 /// Prefix of the nodes' paths.
 const NODES: &str = "/nodes/";
-/// Time limit for the head of a node's reply; a move of a container takes longer.
+/// Time limit for the head of a node's reply. Requests that move a container have a longer one.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
 /// Content types that a node may send: none that a browser renders as a page.
@@ -93,7 +93,7 @@ impl HttpsSite for FleetServer {
 }
 
 impl FleetServer {
-    /// Checks the right before any node gets the request.
+    /// Checks that the user has the right. Without it, returns the reply that denies the request.
     async fn may(&self, headers: &HeaderMap, access: AccessRule) -> Result<(), Response<Body>> {
         self.guard.admit(headers, access).await.map(|_| ()).map_err(|refusal| refused(&refusal))
     }
@@ -143,7 +143,8 @@ impl FleetServer {
     }
 }
 
-/// A node's reply with this server's own headers: its content policy applies.
+/// Returns a node's reply with this server's own headers, so that this server's content policy
+/// applies.
 fn passed_on<B>(answer: Response<B>) -> Response<Body>
 where
     B: hyper::body::Body<Data = Bytes, Error = hyper::Error> + Send + 'static,

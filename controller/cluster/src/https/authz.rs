@@ -15,7 +15,7 @@ use hyper::{
 /// Folder in which a pod finds its service account.
 pub const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
-/// A guard that sends tokens to the API server for review, with this pod's own account.
+/// Returns a guard that sends tokens to the API server for review, with this pod's own account.
 ///
 /// # Errors
 /// If there is no account, or no API server.

@@ -34,7 +34,7 @@ const ACCEPT_BACKOFF: Duration = Duration::from_millis(200);
 /// Limits of a site.
 #[derive(Clone, Copy, Debug)]
 pub struct HttpsLimits {
-    /// Connections at a time; further ones wait in the kernel's queue.
+    /// Maximum number of connections at a time. Further connections wait in the kernel's queue.
     pub connections: usize,
     /// Time limit for the TLS handshake.
     pub handshake: Duration,

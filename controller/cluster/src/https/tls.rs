@@ -1,5 +1,6 @@
-//! The certificate that a server presents, replaceable while connections come in. Files are read at
-//! each connection, because another program renews them: cert-manager, through a Secret.
+//! The certificate that a server presents. It can be replaced while the server runs. Certificates
+//! from files are read again at each connection, because another program renews the files:
+//! cert-manager, through a Secret.
 
 use std::{
     io,
@@ -108,8 +109,8 @@ impl TlsPair {
     }
 }
 
-/// The certificate for the next connection. A new pair replaces it as a whole; an invalid pair does
-/// not.
+/// The certificate for the next connection. A new pair of certificate and key replaces it as a
+/// whole. An invalid pair does not replace it.
 #[derive(Debug, Default)]
 pub struct ServedCertificate {
     current: Mutex<Option<CurrentTls>>,
@@ -125,7 +126,7 @@ struct CurrentTls {
 }
 
 impl ServedCertificate {
-    /// The certificate of two files, which are read again at each connection.
+    /// Returns the certificate of two files, which are read again at each connection.
     ///
     /// # Errors
     /// [`TlsError`]: there is no valid pair now.
@@ -136,8 +137,8 @@ impl ServedCertificate {
         Ok(shown)
     }
 
-    /// Reads the files again, if there are any. An invalid pair is reported, and the one before
-    /// stays: a file may be half written.
+    /// Reads the files again, if the certificate comes from files. An invalid pair is logged and
+    /// not used, because a file may be half written.
     pub fn refresh(&self) {
         let Some((cert, key)) = &self.files else { return };
         match read(cert, key).and_then(|pair| self.show(&pair)) {
@@ -157,7 +158,7 @@ impl ServedCertificate {
     /// Presents this pair from now on. Returns whether it differs from the one before.
     ///
     /// # Errors
-    /// [`TlsError`]; the server keeps the pair before.
+    /// [`TlsError`]; the server keeps the earlier pair.
     pub fn show(&self, pair: &TlsPair) -> Result<bool, TlsError> {
         let mut shown = self.lock();
         if shown.as_ref().is_some_and(|current| current.pair == *pair) {

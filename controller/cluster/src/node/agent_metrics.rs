@@ -1,4 +1,5 @@
-//! The agent's own state: for readiness, and as metrics that a node serves without a controller too.
+//! The agent's own state. It decides readiness, and it is served as metrics, also on a node without
+//! a controller.
 
 use std::{
     fmt,
@@ -22,12 +23,12 @@ const END: &str = "# EOF\n";
 /// What the agent last found or did on its node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum InstallState {
-    /// The agent has not looked yet.
+    /// The agent has not checked the node yet.
     #[default]
     Unknown,
     /// Another installation of the cluster manages the node.
     Foreign,
-    /// Other nodes are being installed, as many as may be at a time.
+    /// The node waits, because the maximum number of nodes is being installed.
     Waiting,
     /// containerd serves the runtime.
     Served,
@@ -146,7 +147,7 @@ impl AgentTable {
 
 impl AgentMetrics {
     /// Whether the node is as it should be: containerd serves this version, or Affinode was removed
-    /// on request. An update of the agents waits for nodes where this is not so.
+    /// on request. While this is false, an update of the agents waits for the node.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let table = self.table();

@@ -38,11 +38,12 @@ use crate::{
     https::{HttpsLimits, HttpsSite, authz, tls::ServedCertificate},
 };
 
-/// Time limit for a handshake, for the head of a request, and for the start of a reply; a move of a
-/// container takes longer.
+/// Time limit for a handshake, for the head of a request, and for the start of a reply. Requests
+/// that move a container have a longer one.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
-/// Time limit for the controller's metrics: less than the 10 s after which Prometheus gives up.
+/// Time limit for the controller's metrics. It is shorter than the 10 s after which Prometheus ends
+/// a scrape.
 const SCRAPE: Duration = Duration::from_secs(8);
 /// Upper bound of the controller's metrics, in bytes: a thousand containers take about 4 MiB.
 const METRICS_BYTES: usize = 32 << 20;
@@ -51,7 +52,7 @@ const METRICS: &str = "/metrics";
 
 type Answer = Response<UnsyncBoxBody<Bytes, hyper::Error>>;
 
-/// Header that marks a reply without a controller, the normal case on a node without GPU
+/// Header of a reply that is sent because no controller runs. That is normal on a node without GPU
 /// containers.
 pub const NO_CONTROLLER: &str = "affinode-controller";
 
@@ -128,8 +129,8 @@ impl HttpsSite for AuthProxy {
 }
 
 impl AuthProxy {
-    /// The agent's metrics, followed by those of the controller if one runs. A node without GPU
-    /// containers is up, and has a reply too.
+    /// Returns the agent's metrics, followed by those of the controller if one runs. Without a
+    /// controller the node still counts as up.
     async fn metrics(&self, mut request: Request<Incoming>, ended: Ended) -> Answer {
         let asked = request.headers().get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
         let asked_open =

@@ -1,4 +1,4 @@
-//! The host of this container: runs `affinode` there, and writes the cluster's part of the
+//! The host of this container. Runs `affinode` there, and writes the cluster's part of the
 //! controller's configuration.
 
 use std::{
@@ -14,7 +14,7 @@ use tokio::process::Command;
 
 /// The cluster's file in the controller's configuration.
 const DROP_IN: &str = "conf.d/50-cluster.toml";
-/// State of a file that is as installed.
+/// Value of a file's state when the file is as installed.
 const IN_PLACE: &str = "in-place";
 /// Time limit of a command: an installation waits up to a minute for containerd.
 const TIME: Duration = Duration::from_secs(180);
@@ -69,7 +69,7 @@ pub enum HostError {
     /// The command failed with this message.
     #[error("{0}")]
     Refused(String),
-    /// The command's output has another form.
+    /// The command's output is not the expected JSON.
     #[error(
         "affinode {verb} did not print JSON; check that the agent and the programs are of one image"
     )]
@@ -99,7 +99,7 @@ pub enum HandlerState {
     Served,
     /// containerd serves it, and an installation would change it.
     Outdated,
-    /// containerd serves it as it was before, until its next start.
+    /// containerd serves an earlier form of it, until containerd's next start.
     RestartDue,
     /// containerd has not been restarted since the installation.
     RestartNeeded,
@@ -139,7 +139,7 @@ impl HostPaths {
         self.host_root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// The steps that an installation would take now.
+    /// Returns the steps that an installation would take now.
     ///
     /// # Errors
     /// [`HostError`].
@@ -173,7 +173,7 @@ impl HostPaths {
         Ok(if served && !in_place { HandlerState::Missing } else { handler })
     }
 
-    /// Waits until Affinode could be removed, and changes nothing.
+    /// Waits until Affinode can be removed. Changes nothing.
     ///
     /// # Errors
     /// [`HostError`], in most cases because containers of the runtime run.
@@ -181,7 +181,7 @@ impl HostPaths {
         self.take_off(&["--dry-run"]).await
     }
 
-    /// Removes Affinode; parts that are missing are no error.
+    /// Removes Affinode. Missing parts are not an error.
     ///
     /// # Errors
     /// [`HostError`], in most cases because containers of the runtime run.
@@ -201,7 +201,8 @@ impl HostPaths {
         }
     }
 
-    /// Does nothing on a node without an installation.
+    /// Runs the uninstaller with these further arguments. It waits for running containers, up to
+    /// the drain time. Does nothing on a node without an installation.
     async fn take_off(&self, more: &[&str]) -> Result<(), HostError> {
         let output = self.run("status", &["-o", "json"], TIME).await?;
         if output.stdout.is_empty() {
@@ -212,11 +213,11 @@ impl HostPaths {
         succeeded(self.installer("uninstall", &arguments, TIME + self.drain).await?).map(drop)
     }
 
-    /// Writes the cluster's part of the configuration, if it is valid: a controller does not start
-    /// with an invalid one. Returns whether it changed.
+    /// Writes the cluster's part of the configuration and returns whether it changed. An invalid
+    /// one is not written, because a controller does not start with it.
     ///
     /// # Errors
-    /// [`HostError`]; the file before stays.
+    /// [`HostError`]; the earlier file stays.
     pub async fn configure(&self) -> Result<bool, HostError> {
         let Some(config) = &self.config else { return Ok(false) };
         let file = self.on_host(&self.config_dir.join(DROP_IN));
@@ -273,13 +274,14 @@ impl HostPaths {
     }
 }
 
-/// The command `affinode`, beside this program.
+/// Returns the command `affinode` from the folder of this program.
 fn affinode() -> Result<Command, HostError> {
     let own = std::env::current_exe().map_err(HostError::Run)?;
     Ok(Command::new(own.with_file_name("affinode")))
 }
 
-/// Runs a command. A started installation ends even if this process ends first.
+/// Runs a command and returns its output. The command continues if this process ends first, so an
+/// installation is completed.
 async fn finish(
     verb: &'static str,
     command: &mut Command,

@@ -66,7 +66,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(15);
 /// Pause after a failed installation: an attempt may restart containerd.
 const LEAVE_ALONE: Duration = Duration::from_secs(120);
 
-/// How the agent runs.
+/// Options of the agent.
 #[derive(Args, Clone, Debug)]
 pub struct NodeOptions {
     /// The node's name in the cluster.
@@ -253,8 +253,8 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// After a failed installation: whether containerd serves what was installed before. Then the
-    /// node keeps its label, so that its GPUs are not lost to pods.
+    /// Returns whether containerd still serves what was installed before, after a failed
+    /// installation. If it does, the node keeps its label, so that pods can use its GPUs.
     async fn keeps_serving(&self, labelled: bool) -> kube::Result<bool> {
         let serves = match self.options.places.status().await {
             Ok(handler) => handler.serves(),
@@ -302,7 +302,8 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// Writes the cluster's configuration. If it is invalid, reports that and keeps the one before.
+    /// Writes the cluster's configuration. If it is invalid, reports that and keeps the earlier
+    /// one.
     async fn configure(&mut self) {
         let places = &self.options.places;
         self.bad_config = match places.configure().await {
@@ -336,7 +337,8 @@ impl NodeAgent<'_> {
         };
     }
 
-    /// `wanted`: [`READY`] for removal, [`RETIRED`] or [`EXCLUDED`].
+    /// Checks that Affinode can be removed ([`READY`]), or removes it ([`RETIRED`], [`EXCLUDED`]).
+    /// Then publishes the state `wanted`, or the reason why it was not reached.
     async fn retire(
         &mut self,
         node: &PartialObjectMeta<Node>,
@@ -407,7 +409,7 @@ impl NodeAgent<'_> {
 enum NodeTrouble {
     Host(HostError),
     Cluster(kube::Error),
-    /// As many nodes as may be at a time are being installed.
+    /// The maximum number of nodes is being installed.
     NoSlot,
 }
 

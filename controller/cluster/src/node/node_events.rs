@@ -18,7 +18,7 @@ pub struct NodeEvents {
 }
 
 impl NodeEvents {
-    /// For the node of this name; `pod` is the agent's.
+    /// Returns a publisher for the node of this name. `pod` is the name of the agent's pod.
     #[must_use]
     pub fn new(client: Client, node: &str, pod: &str) -> NodeEvents {
         let reporter =
@@ -34,7 +34,8 @@ impl NodeEvents {
         NodeEvents { recorder: Recorder::new(client, reporter), node }
     }
 
-    /// Publishes that the node keeps its configuration, because the cluster's is invalid.
+    /// Publishes that the cluster's configuration is invalid, and that the node keeps the earlier
+    /// one.
     pub async fn config_refused(&self, why: &str) {
         let event = Event {
             type_: EventType::Warning,

@@ -10,18 +10,19 @@ use serde_json::{Value, json};
 
 /// The label of a node whose containerd serves the runtime: `true`.
 pub const RUNTIME: &str = "affinode.io/runtime";
-/// The label with which an operator keeps Affinode off a node, or has it removed: `true`.
+/// Label that an operator sets to `true`. Affinode is then not installed on the node, or is removed
+/// from it.
 pub const EXCLUDE: &str = "affinode.io/exclude";
 /// Annotation: the installation that manages the node, `namespace/name`.
 pub const AGENT: &str = "affinode.io/agent";
 /// Annotation: state of the node, for people and for the uninstaller.
 pub const STATE: &str = "affinode.io/state";
-/// Annotation: the uninstaller's request, first with [`may_go`] whether removal is possible, then
-/// with [`must_go`] to remove.
+/// Annotation: the uninstaller's request. [`may_go`] asks whether Affinode can be removed;
+/// [`must_go`] then requests the removal.
 pub const RETIRE: &str = "affinode.io/retire";
-/// VRAM in use by containers that could be moved out now, in bytes.
+/// Annotation: VRAM of idle containers that could be offloaded now, in bytes.
 pub const RECLAIMABLE: &str = "affinode.io/reclaimable-vram-bytes";
-/// VRAM that offloaded containers have given back, in bytes.
+/// Annotation: VRAM that offloaded containers have freed, in bytes.
 pub const RECLAIMED: &str = "affinode.io/reclaimed-vram-bytes";
 /// Annotation: SHA-256 of the agent's certificate, 64 hex digits.
 pub const CERTIFICATE: &str = "affinode.io/certificate-sha256";

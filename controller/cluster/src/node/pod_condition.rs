@@ -20,12 +20,12 @@ use super::pod_events::{EventRateLimiter, size};
 pub const CONDITION: &str = "affinode.io/GpuResident";
 /// The label, with the name of the state, for `kubectl get pods -L`.
 pub const LABEL: &str = "affinode.io/gpu-state";
-/// A transient state is shown after it has lasted this long.
+/// Minimum duration of a transient state before it is shown.
 const SETTLED_MS: i64 = 5_000;
-/// Absence of a pod's containers before its condition is cleared: a controller that has just
+/// Time without a pod's containers after which its condition is removed. A controller that has just
 /// started does not know all containers yet.
 const GONE_MS: i64 = 30_000;
-/// Writes returned by one call of [`PodStatusWriter::due`].
+/// Maximum number of writes that one call of [`PodStatusWriter::due`] returns.
 const MAX_CONCURRENT_WRITES: usize = 8;
 /// Upper bound of a condition's message, in characters.
 const MESSAGE_CHARS: usize = 512;
@@ -41,12 +41,13 @@ pub struct PodName {
     pub uid: String,
 }
 
-/// The status shown for a pod. Of several containers with a GPU, the one in heaviest use counts.
+/// The status shown for a pod. If several containers have a GPU, it is the status of the one in
+/// heaviest use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodGpuStatus {
     /// State of that container.
     pub state: State,
-    /// Reason in the form of conditions: `IdleTimeout`.
+    /// Reason in the form that conditions use, such as `IdleTimeout`.
     pub reason: String,
     /// The states and reasons of all containers, as text.
     pub message: String,
@@ -161,7 +162,7 @@ fn is_settled(container: &Container, now_ms: i64) -> bool {
     }
 }
 
-/// Status of a pod's containers. `None`: no container has called CUDA yet.
+/// Returns the status of a pod with these containers. `None`: no container has called CUDA yet.
 fn standing(containers: &[&Container]) -> Option<PodGpuStatus> {
     let known = containers.iter().filter_map(|c| Some((rank(State::parse(&c.state)?)?, *c)));
     let (_, first) = known.clone().max_by_key(|(rank, c)| (*rank, -c.since_unix_ms))?;
@@ -178,7 +179,8 @@ fn standing(containers: &[&Container]) -> Option<PodGpuStatus> {
     })
 }
 
-/// A higher rank means heavier use.
+/// Returns the rank of a state; a higher rank means heavier use. `None`: the container has not
+/// called CUDA yet.
 fn rank(state: State) -> Option<u8> {
     Some(match state {
         State::Unregistered => return None,

@@ -5,11 +5,11 @@ use std::collections::HashMap;
 
 use affinode_proto::{api::control::Event, event::EventKind, state::State};
 
-/// Events that a pod may get at once; after that, one each [`REFILL_MS`].
+/// Number of events that a pod may get at once. After that it may get one each [`REFILL_MS`].
 const BURST: u32 = 8;
 /// Time after which a pod may get one more event.
 const REFILL_MS: i64 = 60_000;
-/// Upper bound of remembered pods, ten times what the kubelet runs.
+/// Maximum number of remembered pods, about ten times what a kubelet runs.
 const PODS: usize = 1024;
 /// Upper bound of a note, in characters; the API server accepts 1 KiB.
 const NOTE_CHARS: usize = 900;
@@ -76,7 +76,7 @@ pub fn size(bytes: u64) -> String {
 pub struct EventRateLimiter(HashMap<String, (u32, i64)>);
 
 impl EventRateLimiter {
-    /// Takes one event from this pod's allowance. False: none is left.
+    /// Takes one event from this pod's allowance. Returns false if none is left.
     pub fn take(&mut self, pod_uid: &str, now_ms: i64) -> bool {
         if self.0.len() >= PODS && !self.0.contains_key(pod_uid) {
             // A pod whose allowance is full again needs no entry.

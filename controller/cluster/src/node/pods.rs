@@ -76,7 +76,8 @@ fn show(name: &PodName, standing: &PodGpuStatus) -> Value {
     })
 }
 
-/// Patches a pod's status. A pod that is gone, or replaced by another of its name, is no error.
+/// Patches a pod's status. If the pod is gone, or another pod of its name has replaced it, that is
+/// not an error.
 ///
 /// # Errors
 /// Message of the API server's error.

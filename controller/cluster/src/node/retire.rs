@@ -52,7 +52,7 @@ pub struct RetireOptions {
     timeout: Duration,
 }
 
-/// Reason why Affinode stays. The agents then go on as before the request.
+/// Reason why Affinode stays installed. The agents then continue as before the request.
 #[derive(Debug, thiserror::Error)]
 pub enum RetireError {
     /// The async runtime could not be started: a resource of the machine is exhausted.
@@ -61,7 +61,7 @@ pub enum RetireError {
     /// A request to the API server failed.
     #[error("cannot remove the nodes' agents through the API server")]
     Cluster(#[from] kube::Error),
-    /// These nodes could not be released in time.
+    /// These nodes have refused the removal, or did not complete it in time.
     #[error(
         "Affinode stays installed, because these nodes are not ready: {}. Delete the pods of its runtime class, or make the nodes reachable, then try again",
         .0.join("; ")
@@ -125,7 +125,7 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     Ok(())
 }
 
-/// The nodes that agents of this installation look after.
+/// Returns the nodes that agents of this installation manage.
 async fn ours(
     client: &Client,
     options: &RetireOptions,
@@ -138,7 +138,8 @@ async fn ours(
     Ok(nodes.into_iter().filter(is_ours).collect())
 }
 
-/// Changes no node before all nodes have reported that removal is possible.
+/// Requests the removal when all nodes have reported that it is possible, and waits until all have
+/// completed it. Before that report, no node is changed.
 async fn taken_off(
     client: &Client,
     options: &RetireOptions,
@@ -180,7 +181,8 @@ async fn all_say(
     }
 }
 
-/// Pods that have ended stay in the cluster for a while; they hold nothing on the node.
+/// Removes Affinode's label and condition from the pods of these nodes. Pods that have ended stay
+/// in the cluster for a while and still have both.
 async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError> {
     let pods: Api<Pod> = Api::all(client.clone());
     let mut page = ListParams::default().labels(LABEL).limit(PAGE);
@@ -204,7 +206,8 @@ async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError
     }
 }
 
-/// Running agents would install Affinode again.
+/// Deletes the agents' DaemonSet and waits until its pods have ended. Running agents would install
+/// Affinode again.
 async fn agents_gone(
     client: &Client,
     options: &RetireOptions,

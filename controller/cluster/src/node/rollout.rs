@@ -11,8 +11,9 @@ use k8s_openapi::{
 };
 use kube::{Api, Client, api::PostParams};
 
-/// A slot that is not renewed for this long is free: its node is gone. It is longer than a failed
-/// installation and the pause after it, and than clocks of nodes differ.
+/// Time after its last renewal at which a slot is free, because its node is gone. It is longer than
+/// a failed installation with the pause after it. It is also longer than the difference between the
+/// clocks of nodes.
 const SLOT: SignedDuration = SignedDuration::from_mins(15);
 
 /// The slots of an installation, as one node sees them.
@@ -23,7 +24,7 @@ pub struct RolloutSlots {
 }
 
 impl RolloutSlots {
-    /// The Leases of these names; without names there is no limit.
+    /// Returns the slots of the Leases with these names. Without names there is no limit.
     #[must_use]
     pub fn new(client: Client, namespace: &str, names: &[String], node: &str) -> RolloutSlots {
         let api = Api::namespaced(client, namespace);
@@ -55,10 +56,10 @@ impl RolloutSlots {
         Ok(false)
     }
 
-    /// Releases this node's slot, also one that an agent before this one took.
+    /// Releases this node's slot, even if an earlier agent of the node took it.
     ///
     /// # Errors
-    /// As [`RolloutSlots::take`]. The slot is free later in any case.
+    /// As [`RolloutSlots::take`]. The slot then becomes free when it expires.
     pub async fn release(&self) -> kube::Result<()> {
         for name in &self.names {
             let slot = self.api.get(name).await?;
@@ -69,7 +70,8 @@ impl RolloutSlots {
         Ok(())
     }
 
-    /// Returns whether this write was the first since the slot was read.
+    /// Writes the holder of a slot; `None` releases it. Returns false if another write came after
+    /// the slot was read.
     async fn write(&self, mut slot: Lease, holder: Option<&str>) -> kube::Result<bool> {
         let name = slot.metadata.name.clone().unwrap_or_default();
         let now = holder.map(|_| MicroTime(Timestamp::now()));

@@ -39,7 +39,7 @@ const REST: Duration = Duration::from_secs(5);
 const PACE: Duration = Duration::from_millis(250);
 /// Minimum time between two writes of the node's annotations.
 const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
-/// Calls that wait at most this long are not reported.
+/// Maximum wait of a call that is not reported.
 const MIN_REPORTED_WAIT_MS: i64 = 5_000;
 
 /// Watches one controller for the pods of its node.
@@ -60,7 +60,7 @@ pub struct ControllerWatch {
 }
 
 impl ControllerWatch {
-    /// A watch of the controller at that socket.
+    /// Returns a watch of the controller at that socket.
     #[must_use]
     pub fn new(
         socket: PathBuf,
@@ -83,8 +83,8 @@ impl ControllerWatch {
         }
     }
 
-    /// Watches until the runtime ends. A node without GPU containers has no controller, which is no
-    /// error.
+    /// Watches until the runtime ends. A missing controller is not an error, because a node without
+    /// GPU containers has none.
     pub async fn run(mut self) {
         loop {
             if let Err(error) = self.follow().await {
@@ -124,7 +124,8 @@ impl ControllerWatch {
         }
     }
 
-    /// A pod stays known until it is gone and its events are published.
+    /// Remembers the pods of a list. A pod stays known until it is gone and its events are
+    /// published.
     fn know(&mut self, list: &ListResponse) {
         let here = |key: &String| list.containers.iter().any(|c| c.announcement.key == *key);
         let waiting = &self.waiting;

@@ -1,5 +1,5 @@
-//! The webhook's view of the cluster: the RuntimeClass, watched, and claims, read when a pod names
-//! them.
+//! The webhook's view of the cluster. It watches the RuntimeClass, and reads claims when a pod
+//! names them.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,7 +22,7 @@ use crate::error_chain::{self, ApiError};
 
 /// Upper bound of the claims read for one pod, equal to the limit of the API.
 const CLAIMS: usize = 32;
-/// Time limit to read all claims of a pod, during which the API server waits.
+/// Time limit for reading all claims of a pod. The API server waits meanwhile.
 const TIME: Duration = Duration::from_secs(2);
 
 /// Cached and live reads of the cluster.
@@ -104,8 +104,8 @@ impl ClusterState {
     }
 }
 
-/// The device classes that can fulfil a claim. A claim with admin access monitors a device that
-/// others use: it holds no memory that could be offloaded.
+/// Returns the device classes that can fulfil a claim. A request with admin access does not count:
+/// it monitors a device that others use, and holds no memory that could be offloaded.
 fn classes(devices: Option<DeviceClaim>) -> Vec<String> {
     let requests = devices.into_iter().flat_map(|devices| devices.requests).flatten();
     requests

@@ -110,7 +110,7 @@ pub enum LeftAlone {
     /// The claim could not be read.
     #[error("{0} cannot be read, so it is unknown whether it claims a GPU")]
     Claim(ClaimName),
-    /// The scheduler does not choose a node with the runtime for it.
+    /// The pod's node is chosen already, perhaps one without the runtime.
     #[error("it is bound to a node, which may not have the runtime")]
     Bound,
     /// The API server would reject it: the class does not exist.
@@ -126,7 +126,8 @@ pub enum LeftAlone {
         /// Value in the class's selector.
         class: String,
     },
-    /// The API server would reject it: the class sets the overhead.
+    /// The API server would reject the pod: it has an overhead of its own, which only the class may
+    /// set.
     #[error("it has an overhead of its own")]
     Overhead,
 }
@@ -152,8 +153,8 @@ impl LeftAlone {
         }
     }
 
-    /// Whether the user who creates the pod gets a warning: a GPU pod that neither pod nor operator
-    /// excluded.
+    /// Whether the user who creates the pod gets a warning: it may be a GPU pod that was not
+    /// excluded, but the class cannot be set.
     #[must_use]
     pub fn warns(&self) -> bool {
         matches!(
@@ -241,7 +242,8 @@ fn chosen(
     }
 }
 
-/// Containers that can request devices: an ephemeral container cannot, it uses those of its pod.
+/// Returns the containers that can request devices. An ephemeral container cannot; it uses the
+/// devices of its pod.
 fn containers(spec: &PodSpec) -> impl Iterator<Item = &Container> {
     spec.init_containers.iter().flatten().chain(&spec.containers)
 }
@@ -311,7 +313,8 @@ fn gpu_claim(
     }
 }
 
-/// Whether the pod's node is chosen already: by name, or in the way of DaemonSets.
+/// Whether the pod's node is chosen already: by its name, or by a node affinity as the pods of a
+/// DaemonSet have it.
 fn bound(spec: &PodSpec) -> bool {
     let by_field = spec
         .affinity
@@ -351,7 +354,7 @@ fn chosen_class(spec: &PodSpec) -> Option<&str> {
     spec.runtime_class_name.as_deref().filter(|name| !name.is_empty())
 }
 
-/// Sets the class, and removes what the class before it added.
+/// Sets the class, and removes what the earlier class added.
 fn patch(spec: &PodSpec, class: &str) -> Patch {
     let at = |field: &str| PointerBuf::from_tokens(["spec", field]);
     let add = AddOperation { path: at("runtimeClassName"), value: class.into() };

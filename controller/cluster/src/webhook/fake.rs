@@ -1,5 +1,5 @@
-//! An API server in memory, with what the webhook requests: objects by path, a version that each
-//! write increments, conflicts for late writes, lists, and watches that stay silent.
+//! An API server in memory, with what the webhook needs. It has objects by path, a version that
+//! each write increments, conflicts for late writes, lists, and watches that report nothing.
 
 use std::{
     collections::BTreeMap,

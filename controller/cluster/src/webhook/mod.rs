@@ -34,11 +34,11 @@ use cluster::ClusterState;
 use rules::NamespaceRules;
 use serve::WebhookServer;
 
-/// How long the webhook still replies after SIGTERM: until the last API server has stopped using
+/// Time for which the webhook still replies after SIGTERM. Within that time API servers stop using
 /// it.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How the webhook runs.
+/// Options of the webhook.
 #[derive(Args, Clone, Debug)]
 pub struct WebhookOptions {
     /// Address and port to serve on.

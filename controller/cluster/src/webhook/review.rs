@@ -11,7 +11,7 @@ use super::{
     rules::NamespaceRules,
 };
 
-/// Length of a warning that the API server shows whole, in characters.
+/// Maximum length of a warning that the API server shows completely, in characters.
 const WARNING_CHARS: usize = 250;
 
 /// Reason why a request gets no review.
@@ -118,7 +118,7 @@ impl AdmissionQuestion {
     }
 }
 
-/// The claims to read before a decision.
+/// Returns the claims that must be read before a decision.
 pub fn asked(decision: &AdmissionDecision) -> impl Iterator<Item = &ClaimName> {
     match decision {
         AdmissionDecision::Ask(claims) => Some(claims),

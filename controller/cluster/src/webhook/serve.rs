@@ -40,7 +40,7 @@ pub struct WebhookServer {
     pub rules: NamespaceRules,
     /// The webhook's view of the cluster.
     pub cluster: ClusterState,
-    /// The certificate that this server presents: of files, or set by [`super::cert`].
+    /// The certificate that this server presents: from files, or set by [`super::cert`].
     pub shown: Arc<ServedCertificate>,
     /// Metrics of this replica.
     pub metrics: Metrics,

@@ -1,5 +1,5 @@
-//! An API server in memory for one node agent: objects by path, merge patches, writes that come too
-//! late, and a watch that reports each change of the node.
+//! An API server in memory for one node agent: objects by path, merge patches, conflicts for late
+//! writes, and a watch that reports each change of the node.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +12,8 @@ use std::{
 
 use serde_json::{Value, json};
 
-/// How long a test waits for the agent: it looks every 15 s, and after a failure every 2 min.
+/// Time limit for an action of the agent. It checks its node every 15 s, and after a failure every
+/// 2 min.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Path of the node object.
 pub const NODE: &str = "/api/v1/nodes/one";
@@ -60,7 +61,7 @@ impl ApiServer {
         self.lock().by_path.get(path).cloned().unwrap_or(Value::Null)
     }
 
-    /// What `kubectl label` and the agent do.
+    /// Changes an object, as `kubectl label` and the agent do.
     pub fn patch(&self, path: &str, change: &Value) -> Value {
         let mut objects = self.lock();
         let mut object = objects.by_path.get(path).cloned().unwrap_or(json!({}));

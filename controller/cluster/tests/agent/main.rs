@@ -1,5 +1,5 @@
-//! The program `affinode-cluster node` with an API server and a node in memory. The command
-//! `affinode` beside it is a script that plays the node.
+//! The program `affinode-cluster node` with an API server and a node in memory. A script in place
+//! of the command `affinode` simulates the node.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
@@ -21,8 +21,8 @@ const STATE: &str = "affinode.io/state";
 const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot";
 
-/// The node: file `served` exists while containerd serves the runtime, file `due` while an
-/// installation has something to do, file `broken` while it fails.
+/// The script that simulates the node. File `served` exists while containerd serves the runtime,
+/// file `due` while an installation has steps to take, file `broken` while it fails.
 const AFFINODE: &str = r#"#!/bin/sh
 cd "$(dirname "$0")/../node" || exit 9
 echo "$@" >> calls

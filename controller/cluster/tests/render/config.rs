@@ -1,4 +1,4 @@
-//! The controllers' configuration that the chart writes, as the controller reads it.
+//! Tests that the controller can read the controllers' configuration that the chart writes.
 
 use affinode_controller::{
     config::Config,

@@ -1,4 +1,4 @@
-//! Which pods get the runtime class.
+//! Tests which pods get the runtime class.
 
 use serde_json::{Value, json};
 

@@ -17,7 +17,7 @@ use serde_json::Value;
 
 /// A release of Kubernetes that serves everything the chart uses.
 const NEWEST: &str = "1.36.0";
-/// What the API server of that release serves, and the chart looks for.
+/// API for which the chart looks; the API server of that release serves it.
 const POLICY: &str = "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy";
 
 fn chart() -> PathBuf {
@@ -69,7 +69,7 @@ fn render_for(kubernetes: &str, values: &str) -> Option<Result<Rendered, String>
     Some(Ok(Rendered(objects.filter(|object: &Value| object.is_object()).collect())))
 }
 
-/// The one object of that kind in a manifest of `config/kubernetes`.
+/// Returns the only object of that kind in a manifest of `config/kubernetes`.
 fn manifest(file: &str, kind: &str) -> Value {
     let text = std::fs::read_to_string(chart().join("../../kubernetes").join(file)).unwrap();
     let read = |document| Value::deserialize(document).unwrap();

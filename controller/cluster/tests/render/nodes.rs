@@ -1,4 +1,4 @@
-//! Where the chart's pods run, what they may do, and what removes them.
+//! Tests on which nodes the chart's pods run, which rights they have, and what removes them.
 
 use serde_json::{Value, json};
 

@@ -47,7 +47,8 @@ impl IssuedCertificate {
         Ok(IssuedCertificate { authorities: vec![authority], authority_key, cert, key })
     }
 
-    /// A copy with a new authority in front. Expired authorities are dropped.
+    /// Returns a copy with a new authority before the present ones. Expired authorities are
+    /// dropped.
     ///
     /// # Errors
     /// [`IssueError`].
@@ -59,7 +60,7 @@ impl IssuedCertificate {
         Ok(IssuedCertificate { authorities, authority_key, ..self.clone() })
     }
 
-    /// A copy with a new certificate, signed by the newest authority.
+    /// Returns a copy with a new certificate, signed by the newest authority.
     ///
     /// # Errors
     /// [`IssueError`].
@@ -110,7 +111,7 @@ impl IssuedCertificate {
         TlsPair { cert: self.cert.clone().into_bytes(), key: self.key.clone().into_bytes() }
     }
 
-    /// The facts that [`super::plan`] needs.
+    /// Returns how long the authority and the certificate are valid, for [`super::plan`].
     #[must_use]
     pub fn stored(&self, names: &[String]) -> Option<StoredCertificate> {
         let authority_ends = self.authorities.first().and_then(|pem| ends(pem))?;

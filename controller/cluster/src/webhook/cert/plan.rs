@@ -16,7 +16,8 @@ use time::{Duration, OffsetDateTime};
 
 /// Remaining validity below which an authority is renewed.
 pub const AUTHORITY_LEFT: Duration = Duration::days(365);
-/// Remaining validity below which an authority signs no more: a certificate's whole validity.
+/// Remaining validity below which an authority signs no further certificate. It is the whole
+/// validity of a certificate.
 pub const AUTHORITY_USE: Duration = Duration::days(90);
 /// Remaining validity below which a certificate is renewed.
 pub const LEAF_LEFT: Duration = Duration::days(30);
@@ -26,21 +27,21 @@ pub const LEAF_LEFT: Duration = Duration::days(30);
 pub struct StoredCertificate {
     /// End of the newest authority's validity.
     pub authority_ends: OffsetDateTime,
-    /// End of the certificate's validity. `None`: it is unusable, with another name or another
-    /// authority.
+    /// End of the certificate's validity. `None`: it cannot be used, because it is invalid, for
+    /// other names, or from another authority.
     pub leaf_ends: Option<OffsetDateTime>,
 }
 
-/// One write to the cluster.
+/// Next step of the rotation: one write to the cluster, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RotationStep {
     /// Create an authority and a certificate by it, and replace the stored content.
     Make,
-    /// Add a new authority beside the present ones.
+    /// Add a new authority in addition to the present ones.
     RenewAuthority,
     /// Publish the authorities to the API server.
     Publish,
-    /// A new certificate by the newest authority.
+    /// Create a new certificate, signed by the newest authority.
     RenewLeaf,
     /// Nothing is due at this time.
     Rest,

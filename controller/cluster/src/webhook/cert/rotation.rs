@@ -26,7 +26,8 @@ use crate::{
 const ROUND: Duration = Duration::from_secs(30);
 /// Pause after an error, or after another replica's write came first.
 const AGAIN: Duration = Duration::from_secs(3);
-/// Upper bound of the steps in one round: every step once, and one more for other replicas' writes.
+/// Maximum number of steps in one round: each step once, and further ones for other replicas'
+/// writes.
 const STEPS: usize = 6;
 
 /// Where the webhook's own certificate is stored, and which objects get its authority.
@@ -93,7 +94,7 @@ pub enum RotationError {
     /// The created pair could not be presented.
     #[error(transparent)]
     Show(#[from] TlsError),
-    /// Other writers came first at each step.
+    /// Another write came first at each step.
     #[error("other writers changed the Secret or the configuration at each of {STEPS} tries")]
     Contended,
 }
@@ -148,7 +149,7 @@ impl CertificateRotation {
     /// Takes steps until none is due.
     ///
     /// # Errors
-    /// [`RotationError`]; the server keeps the certificate before.
+    /// [`RotationError`]; the server keeps the earlier certificate.
     pub async fn round(&self, now: OffsetDateTime) -> Result<(), RotationError> {
         for _ in 0..STEPS {
             let secret = self.secrets.get_opt(&self.places.secret).await;

@@ -324,7 +324,7 @@ fn quantities_of_nothing_are_nothing() {
     }
 }
 
-/// Any JSON, with words that the webhook interprets among it.
+/// Any JSON. Some of its words are those that the webhook interprets.
 fn json_value() -> impl Strategy<Value = Value> {
     let word = prop_oneof![
         Just("nvidia.com/gpu".to_owned()),
