@@ -168,7 +168,7 @@ fn the_libraries_need_nothing_but_libc() {
     }
 }
 
-/// A changed byte is found at every position, by kernels and on the host.
+/// Tests that a changed byte is found at every position, by kernels and on the host.
 #[test]
 fn verify_and_check_see_every_byte() {
     const BYTES: u64 = 3 * MIB;

@@ -175,7 +175,7 @@ fn managed_memory_prevents_checkpoint_unharmed() {
     worker.expect_intact();
 }
 
-/// The driver's own memory behaves like memory that was exported as a descriptor.
+/// Memory of legacy IPC is restored like memory that was exported as a descriptor.
 #[test]
 fn shared_memory_is_restored_as_a_silent_copy() {
     let node = Node::start(&[]);

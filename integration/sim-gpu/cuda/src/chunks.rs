@@ -29,7 +29,7 @@ pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
     Ok(vec![Piece { address, bytes, _window: None }])
 }
 
-/// The present contents of a source, whose owner may change it before the copy is made.
+/// Returns a copy of a source's contents. The owner may change the source before the copy is made.
 pub fn snapshot(pieces: &[Piece]) -> Outcome<Vec<Piece>> {
     let bytes = pieces.iter().map(|piece| piece.bytes).sum();
     let pages = Arc::new(Pages::host(bytes)?);

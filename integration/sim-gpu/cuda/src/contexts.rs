@@ -27,7 +27,7 @@ struct Context {
 pub struct Contexts {
     contexts: BTreeMap<u64, Context>,
     peers: BTreeSet<(u64, u64)>,
-    /// Peer access was used before a checkpoint, so enabling it again fails.
+    /// Whether peer access was used before a checkpoint, so that enabling it again fails.
     peers_spoilt: bool,
     peers_used: bool,
     next: u64,
@@ -68,7 +68,7 @@ thread_local! {
     static STREAMS: RefCell<ThreadStreams> = const { RefCell::new(ThreadStreams(BTreeMap::new())) };
 }
 
-/// The context on top of this thread's stack. It may not exist any longer.
+/// Returns the context on top of this thread's stack. It may not exist any longer.
 pub fn top() -> Option<u64> {
     STACK.with(|stack| stack.borrow().last().copied())
 }

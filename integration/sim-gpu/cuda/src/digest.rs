@@ -1,5 +1,5 @@
-//! Simulates the preload library's kernel `affinode_digest`. It replaces the address of 2 MiB in
-//! each entry of a table by their digest. The kernel for a real device is
+//! Simulates the preload library's kernel `affinode_digest`. Each entry of its table is the address
+//! of 2 MiB. The kernel replaces it by the digest of those bytes. The kernel for a real device is
 //! `preload/src/swap/digest.ptx`.
 
 use crate::abi::{ILLEGAL_ADDRESS, Outcome};
@@ -34,7 +34,7 @@ pub fn run(driver: &Driver, table: u64, many: u32) -> Outcome {
     if words.next().is_some() { Err(ILLEGAL_ADDRESS) } else { Ok(()) }
 }
 
-/// The 256 threads of a block.
+/// State of the 256 threads of a block.
 struct Digest {
     threads: Vec<[u64; 2]>,
     words: usize,

@@ -91,8 +91,8 @@ impl Gate {
         Ok(Inside(Some(self)))
     }
 
-    /// Closes the gate, then waits for the calls inside. False: they did not return in time, and
-    /// nothing is changed.
+    /// Closes the gate, then waits for the calls inside. Returns false if they did not return in
+    /// time; nothing is changed then.
     pub fn close(&self, deadline: Option<Instant>) -> bool {
         let mut inner = self.lock();
         inner.phase = Phase::Closed;

@@ -10,11 +10,11 @@ use crate::pages::Pages;
 /// Kind of host memory that the driver knows at an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostKind {
-    /// Simulates the function `cuMemHostAlloc`.
+    /// Memory that `cuMemHostAlloc` has allocated.
     Pinned,
-    /// Simulates the function `cuMemHostRegister`.
+    /// Memory that `cuMemHostRegister` has registered.
     Registered,
-    /// Simulates the function `cuMemAllocManaged`.
+    /// Memory that `cuMemAllocManaged` has allocated.
     Managed,
 }
 

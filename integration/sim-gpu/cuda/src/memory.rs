@@ -48,16 +48,16 @@ pub enum Source {
     LegacyIpc,
 }
 
-/// Call that made a mapping, and so determines the call that ends it.
+/// Call that made a mapping. It determines which call ends the mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
     /// `cuMemAlloc` and its variants.
     Alloc,
     /// `cuMemAllocAsync` and its variants.
     Pool,
-    /// Simulates the function `cuMemMap`.
+    /// `cuMemMap`, for an object of the VMM calls.
     Vmm,
-    /// Simulates the function `cuIpcOpenMemHandle`.
+    /// `cuIpcOpenMemHandle`, for memory of another process.
     Ipc,
 }
 
@@ -152,7 +152,7 @@ impl Memory {
         self.physical.get(&object).is_some_and(|physical| physical.source == Source::Own)
     }
 
-    /// Drops one handle of an object. True: the object must be freed.
+    /// Drops one handle of an object. Returns true if the object must then be freed.
     pub fn drop_handle(&mut self, object: ObjectId) -> Outcome<bool> {
         let physical = self
             .physical
@@ -230,7 +230,8 @@ impl Memory {
         Ok(mapping.origin)
     }
 
-    /// The address of an object that this context has already opened. Counts one more open.
+    /// Returns the address of an object that this context has already opened, and counts one more
+    /// open.
     pub fn opened_again(&mut self, object: ObjectId, context: u64) -> Option<CUdeviceptr> {
         let same = |mapping: &Mapping| {
             (mapping.object, mapping.context, mapping.origin) == (object, context, Origin::Ipc)
@@ -401,7 +402,7 @@ impl Memory {
         })
     }
 
-    /// The contents of a range of device addresses, which may cross mappings.
+    /// Returns the contents of a range of device addresses, which may cross mappings.
     pub fn device(&self, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<Piece>> {
         let mut pieces = Vec::new();
         let (mut next, mut left) = (address, bytes);

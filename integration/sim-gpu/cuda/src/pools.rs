@@ -126,7 +126,8 @@ impl Pools {
         }
     }
 
-    /// Removes memory of a pool that exceeds `keep` bytes.
+    /// Removes unused memory from a pool until at most `keep` bytes are reserved. Returns the
+    /// objects that must be freed.
     fn surplus(&mut self, pool: u64, keep: u64) -> Vec<ObjectId> {
         let mut freed = Vec::new();
         if let Some(pool) = self.pools.get_mut(&pool) {

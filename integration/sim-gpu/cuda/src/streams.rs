@@ -79,7 +79,8 @@ impl State {
         self.streams.get(&stream).is_none_or(|stream| stream.completed >= ticket)
     }
 
-    /// The operations that the next operation on this stream must wait for, on other streams.
+    /// Returns the operations on other streams for which the next operation on this stream must
+    /// wait.
     fn order(&self, id: StreamId) -> Vec<Mark> {
         let Some(stream) = self.streams.get(&id) else { return Vec::new() };
         let other = |candidate: &Stream| match stream.kind {
@@ -290,7 +291,7 @@ impl Streams {
         self.lock().reached(mark)
     }
 
-    /// Waits for the streams of a context, or for all. False: the deadline passed.
+    /// Waits for the streams of a context, or for all. Returns false if the deadline passed.
     pub fn wait_idle(&self, context: Option<u64>, deadline: Option<Instant>) -> bool {
         let mut state = self.lock();
         let concerns = |stream: &Stream| context.is_none_or(|context| stream.context == context);

@@ -68,7 +68,7 @@ pub struct Table {
     functions: [Function; 3],
 }
 
-/// Type of all functions. Each is called with two numbers, and may ignore them.
+/// Type of all functions in the tables. Each gets two numbers, and may ignore them.
 type Function = unsafe extern "C" fn(u64, u64) -> CUresult;
 
 const fn table(functions: [Function; 3]) -> Table {
@@ -79,7 +79,7 @@ static OF_RUNTIME: Table = table([check, storage, settle]);
 static OF_VIDEO: Table = table([settle, settle, settle]);
 static OF_TOOLS: Table = table([attach, detach, look]);
 
-/// The table with this id. Every id has one.
+/// Returns the table with this id. Every other id names the table of the tools.
 pub fn find(id: &Uuid) -> &'static Table {
     match id {
         id if *id == RUNTIME => &OF_RUNTIME,

@@ -9,7 +9,7 @@
 //!                                            Lost (reads as CHECKPOINTED; every restore 304)
 //! ```
 //!
-//! An operation runs to its end even if its caller dies, and the next one on the same process,
+//! An operation is completed even if its caller ends. The next operation on the same process,
 //! `GetState` too, waits for it.
 
 use std::sync::Arc;
@@ -175,7 +175,8 @@ fn refill(
     check(order(process, &Order::Resume { gpu_map }, None)?)
 }
 
-/// `map[old] = new`, if the pairs are a permutation of all GPUs.
+/// Returns the new GPU of each old GPU, by index. `None`: the pairs are not a permutation of all
+/// GPUs.
 fn gpu_map(driver: &Driver, pairs: &GpuPairs) -> Option<Vec<usize>> {
     let gpus = driver.config.gpu_infos();
     let identity = (0..gpus.len()).collect();

@@ -8,37 +8,38 @@ use clap::Parser;
 
 const MIB: u64 = 1 << 20;
 
-/// Plays the kernel driver of the simulated GPU.
+/// Simulates the kernel driver of the simulated GPU.
 #[derive(Debug, Clone, Parser)]
 pub struct Config {
-    /// Where to listen; a socket left there by a daemon that is gone is replaced.
+    /// Path of the socket. A socket that an ended daemon left there is replaced.
     #[arg(long, default_value = SOCKET)]
     pub socket: PathBuf,
     /// Number of simulated GPUs.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=MAX_GPUS as i64))]
     pub gpus: u16,
-    /// The GPU that says it is cut into MIG instances.
+    /// Index of the GPU that reports MIG mode.
     #[arg(long)]
     pub mig_gpu: Option<u16>,
     /// Memory of each GPU in MiB.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub vram_mib: u64,
-    /// What the GPUs call themselves; must say that they are simulated.
+    /// Product name of the GPUs. It must say that they are simulated.
     #[arg(long, default_value = "NVIDIA Simulated H200", value_parser = simulated_name)]
     pub name: String,
     /// VRAM that a process's context takes on each GPU.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     pub context_mib: u64,
-    /// Host memory that a checkpoint takes from the process beside the contents of its VRAM.
+    /// Host memory that a checkpoint takes from the process, in addition to the contents of its
+    /// VRAM.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     pub checkpoint_extra_mib: u64,
-    /// Least time of a checkpoint.
+    /// Minimum duration of a checkpoint, in milliseconds.
     #[arg(long, default_value_t = 0)]
     pub checkpoint_fixed_ms: u64,
     /// Speed of a checkpoint; 0: as fast as this machine copies.
     #[arg(long, default_value_t = 0.0, value_parser = rate)]
     pub checkpoint_gib_per_s: f64,
-    /// Least time of a restore.
+    /// Minimum duration of a restore, in milliseconds.
     #[arg(long, default_value_t = 0)]
     pub restore_fixed_ms: u64,
     /// Speed of a restore; 0: as fast as this machine copies.
@@ -63,7 +64,7 @@ impl Config {
         self.context_mib * MIB
     }
 
-    /// Host memory of a checkpoint beside the contents.
+    /// Host memory of a checkpoint in addition to the contents.
     pub fn checkpoint_extra_bytes(&self) -> u64 {
         self.checkpoint_extra_mib * MIB
     }

@@ -33,7 +33,7 @@ pub type Answer = Result<(Reply, Option<Arc<OwnedFd>>), i32>;
 pub struct Process {
     pub id: ClientId,
     pub pid: u32,
-    /// The user that may checkpoint the process, besides root.
+    /// The user that may checkpoint the process, in addition to root.
     pub uid: u32,
     /// File in which the process records its kernels' times.
     pub stats: File,
@@ -61,7 +61,7 @@ pub struct Driver {
     state: Mutex<State>,
 }
 
-/// Locks a mutex, even if its holder panicked: the ledger is consistent between statements.
+/// Locks a mutex, even if its holder panicked: the ledger is consistent after each statement.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

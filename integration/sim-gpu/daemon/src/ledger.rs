@@ -72,8 +72,8 @@ impl Ledger {
         self.objects.len()
     }
 
-    /// VRAM of a GPU that was released since the last allocation there. The driver notices it in
-    /// the next allocation, which then waits (13 to 20 ms for 60 GiB, measured with driver 580).
+    /// VRAM of a GPU that was released since the last allocation there. The next allocation waits
+    /// for the driver to notice the release (13 to 20 ms for 60 GiB, measured with driver 580).
     pub fn unnoted_bytes(&self, gpu: usize) -> u64 {
         self.unnoted.get(gpu).copied().unwrap_or(0)
     }
@@ -145,7 +145,7 @@ impl Ledger {
         Ok(id)
     }
 
-    /// The object that a client's name refers to.
+    /// Returns the object that a client means by an id: its own copy, if it has one.
     pub fn meant(&self, client: ClientId, id: ObjectId) -> ObjectId {
         self.copies.get(&(client, id)).copied().unwrap_or(id)
     }
@@ -213,7 +213,8 @@ impl Ledger {
         Saved { objects, contexts: self.contexts.get(&client).cloned().unwrap_or_default() }
     }
 
-    /// The name of an object in a client.
+    /// Returns the id by which a client knows an object: that of the original, if the object is a
+    /// copy.
     fn name(&self, client: ClientId, id: ObjectId) -> ObjectId {
         let copy = self.copies.iter().find(|((of, _), copy)| *of == client && **copy == id);
         copy.map_or(id, |((_, name), _)| *name)
@@ -238,8 +239,8 @@ impl Ledger {
         (saved, gone)
     }
 
-    /// Puts a client back on GPU `gpu_map[gpu]` for each of its GPUs, either completely or not at
-    /// all.
+    /// Puts a client back on the GPUs: from each GPU `gpu` to `gpu_map[gpu]`. If one of them has
+    /// too little free VRAM, nothing is changed.
     pub fn readmit(
         &mut self,
         client: ClientId,

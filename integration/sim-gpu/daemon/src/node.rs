@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The pid on the host of the process that has the pid `pid` for `caller`.
+/// Returns the host pid of the process that has the pid `pid` for `caller`.
 ///
-/// The kernel driver translates it in the caller's pid namespace; this reads `NSpid`.
+/// A real kernel driver translates it in the caller's pid namespace. This function reads `NSpid`.
 pub fn resolve_pid(caller: u32, pid: i32) -> Option<u32> {
     let wanted = u32::try_from(pid).ok().filter(|pid| *pid > 0)?;
     let namespace = pid_namespace(caller)?;
@@ -42,7 +42,7 @@ fn inner_pid(pid: u32) -> Option<u32> {
         .ok()
 }
 
-/// The lowest memory limit of the process's cgroup and the cgroups above it.
+/// Returns the lowest memory limit of the process's cgroup and the cgroups above it.
 pub fn memory_limit_bytes(pid: u32) -> Option<u64> {
     let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     let limits = cgroups.lines().filter_map(|line| {

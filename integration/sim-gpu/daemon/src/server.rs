@@ -1,4 +1,4 @@
-//! Connections to clients. A thread serves each, and ends with its client.
+//! Connections to clients. Each connection has a thread, which ends with its client.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -172,9 +172,9 @@ fn handle(
     }
 }
 
-/// Exports an object as a descriptor of a character device, as the real driver does. The daemon
-/// keeps another descriptor of the same device. The descriptor cannot be mapped, its number names
-/// the object, and the end of its last copy shows as an error.
+/// Exports an object as a descriptor of a character device, which cannot be mapped, as with the
+/// real driver. The descriptor is one end of a terminal, whose number names the object. The daemon
+/// keeps the other end: it reads an error when the last copy of the descriptor is closed.
 fn export(driver: &Arc<Driver>, process: &Process, object: u64) -> Answer {
     let (ours, theirs) = terminal().map_err(|_| code::OPERATING_SYSTEM)?;
     let name = name(&theirs)?;
@@ -202,8 +202,8 @@ fn terminal() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// Name of a descriptor: the number of its terminal, unique while one end is open. A container has
-/// its own file system of terminals.
+/// Returns the name of a descriptor: file system and number of its terminal, unique while one end
+/// is open. The file system is included because a container has its own one for terminals.
 fn name(fd: &impl AsFd) -> Result<u64, i32> {
     let stat = fstat(fd).map_err(|_| code::OPERATING_SYSTEM)?;
     let is_device = stat.st_mode & nix::libc::S_IFMT == nix::libc::S_IFCHR;

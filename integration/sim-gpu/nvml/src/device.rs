@@ -1,4 +1,4 @@
-//! Devices and the processes on them.
+//! NVML functions for devices and the processes on them.
 
 use std::ffi::c_char;
 use std::time::{SystemTime, UNIX_EPOCH};

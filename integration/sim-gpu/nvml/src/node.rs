@@ -43,7 +43,7 @@ pub fn shutdown() -> Outcome {
         .map_err(|_| UNINITIALIZED)
 }
 
-/// The present state of every GPU.
+/// Returns the present state of every GPU.
 pub fn gpus() -> Outcome<Vec<GpuSnapshot>> {
     if USERS.load(Ordering::Relaxed) == 0 {
         return Err(UNINITIALIZED);
@@ -51,7 +51,7 @@ pub fn gpus() -> Outcome<Vec<GpuSnapshot>> {
     ask()
 }
 
-/// The present state of one GPU.
+/// Returns the present state of one GPU.
 pub fn gpu(device: Device) -> Outcome<GpuSnapshot> {
     let index = index(device)?;
     gpus()?.into_iter().nth(index).ok_or(INVALID_ARGUMENT)
@@ -102,8 +102,8 @@ fn ask() -> Outcome<Vec<GpuSnapshot>> {
     }
 }
 
-/// Sends a request on a new connection, so that no connection must survive a fork or a restart of
-/// the daemon.
+/// Sends a request on a new connection. A connection that stays open would have to survive a fork
+/// and a restart of the daemon.
 fn put_question(request: &Request) -> Outcome<Reply> {
     let path = std::env::var_os(SOCKET_ENV).map_or_else(|| PathBuf::from(SOCKET), PathBuf::from);
     let packet = Packet::connect(&path).map_err(|_| DRIVER_NOT_LOADED)?;
@@ -130,7 +130,7 @@ pub fn put_text(to: Out<c_char>, room: u32, text: &str) -> Outcome {
         .map_err(|_| INVALID_ARGUMENT)
 }
 
-/// A text in an array of fixed size. It is cut if necessary, and followed by zeros.
+/// Returns a text in an array of fixed size. It is cut if necessary, and followed by zeros.
 pub fn fixed_text<const N: usize>(text: &str) -> [c_char; N] {
     let mut array = [0; N];
     for (place, byte) in array.iter_mut().zip(text.bytes().take(N - 1)) {

@@ -1,4 +1,4 @@
-//! The library and the node.
+//! NVML functions for the library and the node.
 
 use std::ffi::{CStr, c_char};
 

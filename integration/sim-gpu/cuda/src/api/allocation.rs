@@ -1,4 +1,4 @@
-//! Functions for memory on the device and on the host.
+//! Driver functions for memory on the device and on the host.
 
 use affinode_sim_protocol::Request;
 

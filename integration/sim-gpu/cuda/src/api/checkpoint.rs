@@ -1,5 +1,5 @@
-//! The checkpoint calls. They do not pass the gate. They go to the daemon, which sends orders to
-//! the checkpoint thread of the target. So they work on other processes and on the caller itself.
+//! The checkpoint calls. They do not pass the gate, and work on other processes and on the caller
+//! itself. They go to the daemon, which sends orders to the checkpoint thread of the target.
 
 use affinode_sim_protocol::{Operation, Reply};
 

@@ -1,4 +1,4 @@
-//! Contexts.
+//! Driver functions for contexts and peer access.
 
 use crate::abi::{CUdevice, Handle, INVALID_DEVICE, INVALID_VALUE, Out, Outcome};
 use crate::api::cuda_api;

@@ -1,4 +1,4 @@
-//! Copies and fills.
+//! Driver functions that copy and fill memory.
 //!
 //! A synchronous copy is complete when the call returns. As on a real GPU, an asynchronous copy of
 //! pageable host memory reads its source during the call, and a copy to pageable host memory waits.
@@ -77,8 +77,8 @@ cuda_api! {
     }
 }
 
-/// The present content of an address range. An invalid range is an error of the caller here, not of
-/// a kernel.
+/// Returns the present content of a range of device or managed memory. An invalid range is an error
+/// of the call itself, not of a kernel.
 fn device_or_managed(driver: &Driver, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<Piece>> {
     let memory = driver.memory();
     match memory.device(address, bytes) {

@@ -1,4 +1,4 @@
-//! Devices.
+//! `cuInit`, the driver's version, and the functions that list and describe devices.
 
 use std::ffi::c_char;
 

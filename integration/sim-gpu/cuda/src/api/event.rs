@@ -1,4 +1,4 @@
-//! Events.
+//! Driver functions for events.
 
 use crate::abi::{Handle, INVALID_HANDLE, Kind, NOT_READY, Out, Outcome, handle, number};
 use crate::api::cuda_api;

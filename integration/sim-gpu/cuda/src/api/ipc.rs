@@ -1,4 +1,4 @@
-//! Legacy IPC. The 64 bytes of a handle contain the daemon's token.
+//! Driver functions of legacy IPC. The 64 bytes of a handle contain the daemon's token.
 
 use affinode_sim_protocol::{Reply, Request};
 

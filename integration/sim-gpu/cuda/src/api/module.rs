@@ -1,4 +1,4 @@
-//! Modules and launches.
+//! Driver functions that load modules and launch kernels.
 
 use std::ffi::c_char;
 
@@ -55,8 +55,8 @@ cuda_api! {
     }
 }
 
-/// Loads an image, which has no length. A PTX text ends with 0, and any other image begins with
-/// bytes that are not text.
+/// Loads an image, whose length the caller does not pass. A PTX text ends with 0, and any other
+/// image begins with bytes that are not text.
 fn load(driver: &Driver, module: Out<Handle>, image: In<c_char>) -> Outcome {
     const MAX_PTX_BYTES: usize = 16 << 20;
     driver.current()?;

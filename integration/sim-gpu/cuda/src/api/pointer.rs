@@ -1,4 +1,4 @@
-//! Attributes of an address.
+//! Driver functions that describe an address.
 
 use std::ffi::c_void;
 

@@ -1,4 +1,4 @@
-//! Stream-ordered memory and its pools.
+//! Driver functions for stream-ordered memory and its pools.
 
 use std::ffi::c_void;
 

@@ -1,4 +1,4 @@
-//! Streams.
+//! Driver functions for streams.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -20,7 +20,7 @@ thread_local! {
     static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
 }
 
-/// Whether this thread may make calls that could wait during a capture.
+/// Whether this thread may make calls that could wait while a stream is captured.
 pub fn is_relaxed() -> bool {
     MODE.get() == RELAXED
 }

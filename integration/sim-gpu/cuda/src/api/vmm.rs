@@ -1,4 +1,4 @@
-//! Virtual memory management: address ranges, physical memory, mappings, descriptors of it.
+//! Virtual memory management: address ranges, physical memory, mappings, and exported descriptors.
 //! An allocation handle is the daemon's number of the object.
 
 use std::os::fd::{BorrowedFd, IntoRawFd};
