@@ -1,5 +1,5 @@
-//! A dockerd to test with: the package of the machine's distribution, unpacked and not installed.
-//! Debian 12 has an older one, so there it comes from another suite.
+//! The dockerd of the tests: the package of the machine's distribution, unpacked and not installed.
+//! Debian 12 has an older version, so there it comes from another suite of Debian.
 
 use std::{fs, path::Path, process::Command};
 
@@ -13,13 +13,13 @@ use crate::{
 
 /// Debian's suites with a Docker that is new enough, oldest first.
 const SUITES: [&str; 3] = ["trixie", "forky", "sid"];
-/// The daemon, and the command.
+/// Packages of the daemon and of the command.
 const PACKAGES: [&str; 2] = ["docker.io", "docker-cli"];
-/// The oldest major version that the tests are for.
+/// Oldest major version that the tests support.
 const MIN_VERSION: u32 = 26;
 
-/// Unpacks it, unless it is unpacked already. If the machine can have none, prints that; the tests
-/// that need it are then recorded as skipped.
+/// Unpacks dockerd, unless it is unpacked already. If this machine cannot have one, prints the
+/// reason; the tests that need it are then recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = fetch(artifacts) {
         output::note(&format!("no dockerd: {error:#}"));
@@ -44,7 +44,7 @@ fn fetch(artifacts: &Artifacts) -> Result<()> {
     unpacked
 }
 
-/// Tries the versions from the newest on: it may need a newer C library than this machine's.
+/// Unpacks the newest version that runs on this machine. A newer one may need a newer C library.
 fn newest(suites: &Suites, folder: &Path) -> Result<()> {
     let mut last = None;
     for (version, _) in suites.versions(PACKAGES[0])? {
@@ -79,7 +79,7 @@ fn examine(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The first number of `Docker version 28.5.2+dfsg4, build 3ef3c07`.
+/// Returns the major version, 28 from `Docker version 28.5.2+dfsg4, build 3ef3c07`.
 fn major(said: &str) -> Option<u32> {
     said.split_whitespace().nth(2)?.split('.').next()?.parse().ok()
 }

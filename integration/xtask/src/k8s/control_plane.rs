@@ -108,7 +108,7 @@ impl<'a> Plane<'a> {
         until_within(START_TIMEOUT, what, probe)
     }
 
-    /// Each node routes to the pods of all others.
+    /// Adds routes on each node to the pods of all others.
     fn network(&self) -> Result<()> {
         let bridge =
             ["link add nodes type bridge", "link set nodes up", "address add 10.96.0.1/32 dev lo"];

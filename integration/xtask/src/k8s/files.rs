@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::node::Node;
 
-/// Identities: file name of the kubeconfig, user, groups.
+/// Identities of the control plane: file name of the kubeconfig, user, groups.
 const USERS: [(&str, &str, &str); 3] = [
     (ADMIN, "admin", "system:masters"),
     ("controller-manager.json", "system:kube-controller-manager", ""),
@@ -68,7 +68,7 @@ pub fn write(dir: &Path, nodes: &[Node<'_>]) -> Result<()> {
     Ok(fs::write(dir.join("tokens.csv"), tokens)?)
 }
 
-/// A network for pods, with a pair of interfaces for each.
+/// Writes the CNI configuration of a network in which each pod has its own pair of interfaces.
 pub fn cni(dir: &Path, plugins: &Path, subnet: &str) -> Result<()> {
     fs::create_dir_all(dir.join("net.d"))?;
     symlink(plugins, dir.join("bin"))?;
@@ -82,7 +82,8 @@ pub fn cni(dir: &Path, plugins: &Path, subnet: &str) -> Result<()> {
     Ok(fs::write(dir.join("net.d/10-pods.conflist"), network.to_string())?)
 }
 
-/// The kubelet's configuration. It does not change the machine's limits and firewall.
+/// Returns the kubelet's configuration. With it the kubelet does not change the machine's limits
+/// and firewall.
 pub fn kubelet(node: &Node<'_>) -> Value {
     let world = node.world;
     let no_eviction = json!({

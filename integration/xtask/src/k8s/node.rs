@@ -64,7 +64,7 @@ impl<'a> Node<'a> {
         Ok(())
     }
 
-    /// Connects it to the first node's bridge.
+    /// Connects the node to the first node's bridge.
     pub fn join(&self, first: &Node<'_>) -> Result<()> {
         let (port, keeper) = (format!("to-{}", self.name), self.world.keeper().pid());
         first.ip(&[
@@ -78,7 +78,7 @@ impl<'a> Node<'a> {
         ])
     }
 
-    /// Starts its kubelet, and waits until it is ready and has GPUs.
+    /// Starts the node's kubelet, and waits until the node is ready and has GPUs.
     pub fn start(&self, plane: &Plane<'_>) -> Result<()> {
         output::step(&format!("Starting the kubelet of {}", self.name));
         self.home()?;
@@ -142,7 +142,8 @@ impl<'a> Node<'a> {
         })
     }
 
-    /// Gives a container the device files that NVIDIA's toolkit would add.
+    /// Starts the device plugin and waits until the node has GPUs. A container that requests a GPU
+    /// gets the device files that NVIDIA's toolkit would add.
     fn gpus(&self, plane: &Plane<'_>) -> Result<()> {
         let world = self.world;
         let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;

@@ -22,9 +22,9 @@ use crate::{
 const KUBERNETES: &str = "k8s.io/kubernetes";
 /// The release of Kubernetes.
 pub const VERSION: &str = "1.36.3";
-/// Modules of the same repository have its minor and patch number.
+/// Version of the Go modules from the same repository: it has Kubernetes' minor and patch number.
 const STAGING_VERSION: &str = "v0.36.3";
-/// The components that are built of Kubernetes.
+/// The components that are built from Kubernetes' source.
 const COMPONENTS: [&str; 5] =
     ["kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"];
 const DEVICE_PLUGIN: &str = include_str!("device_plugin.go");
@@ -69,7 +69,8 @@ impl Programs {
         self.folder.join("usr/lib/cni")
     }
 
-    /// One module requires the release of each program, so that shared packages are built once.
+    /// Builds all programs from one module that requires the release of each, so that shared
+    /// packages are built once.
     fn build(&self) -> Result<()> {
         let bin = self.folder.join("bin");
         let wanted = self.folder.join("build/wanted");
@@ -106,7 +107,8 @@ impl Programs {
     }
 }
 
-/// Kubernetes reports its version to helm, and its components compare their versions.
+/// Returns the linker flags that set versions. Kubernetes reports its version to helm, and its
+/// components compare their versions.
 fn ldflags() -> String {
     let minor = VERSION.split('.').nth(1).unwrap_or_default();
     let mut flags = "-s -w".to_owned();
@@ -143,8 +145,8 @@ fn source(folder: &Path) -> Result<PathBuf> {
     Ok(found.dir)
 }
 
-/// A module that requires all of them. The modules in Kubernetes' own repository also have releases
-/// of their own.
+/// Returns a go.mod that requires all programs. The modules in Kubernetes' own repository also have
+/// releases of their own.
 fn module(source: &Path) -> Result<String> {
     let file = source.join("go.mod");
     let text =

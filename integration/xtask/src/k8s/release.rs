@@ -1,4 +1,4 @@
-//! Affinode as a cluster gets it: an image with its programs, and the chart.
+//! Affinode's release as a cluster gets it: an image with its programs, and the chart.
 
 use std::{fs, os::unix::fs::symlink, path::PathBuf};
 
@@ -37,8 +37,8 @@ pub fn load_image(plane: &Plane<'_>, artifacts: &Artifacts) -> Result<()> {
     fs::remove_file(&archive).context("cannot remove the image archive")
 }
 
-/// A path in each node's folder, in a form that agents expand: folders differ only in the node's
-/// name, which an agent's environment has.
+/// Returns a path below each node's folder, in a form that agents expand. The folders differ only
+/// in the node's name, which is in an agent's environment.
 fn of_each(plane: &Plane<'_>, below: &str) -> Result<String> {
     let folder = plane.world().dir().display().to_string();
     let common = folder.strip_suffix(NODE).context("a node's folder has its name")?;

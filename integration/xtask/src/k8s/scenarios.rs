@@ -1,4 +1,4 @@
-//! The checks, step by step; each fails if its result is not seen.
+//! The checks on a cluster, in order. Each fails if its result is not observed.
 
 mod agent;
 mod chart;
@@ -24,7 +24,7 @@ use crate::output;
 const LABEL: &str = "affinode.io/runtime";
 /// The label of a pod with the place of its GPU memory.
 const GPU_STATE: &str = "affinode.io/gpu-state";
-/// The condition of a pod with the same content.
+/// Condition of a pod: whether its GPU memory is on the GPU.
 const RESIDENT: &str = "affinode.io/GpuResident";
 /// The annotation in which an agent reports its node's state.
 const STATE: &str = "affinode.io/state";

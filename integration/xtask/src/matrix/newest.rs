@@ -12,7 +12,7 @@ const MODULE: &str = "github.com/containerd/containerd/v2";
 pub const VERSION: &str = "2.4.2";
 const PROGRAMS: [&str; 3] = ["containerd", "ctr", "containerd-shim-runc-v2"];
 
-/// Builds it, unless it is built already.
+/// Builds this containerd, unless it is built already.
 pub fn release(artifacts: &Artifacts) -> Result<Release> {
     let folder = artifacts.cache_dir().join("containerd-newest");
     let bin = folder.join("bin");

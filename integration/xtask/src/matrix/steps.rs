@@ -1,5 +1,5 @@
-//! The steps that the matrix runs on each containerd, in order: dry run, installation, GPU pod,
-//! upgrade, uninstallation, and a comparison with the node before.
+//! The steps that run on each containerd: dry run, installation, GPU pod, upgrade, uninstallation,
+//! and the check that the node is unchanged.
 
 use std::{fs, os::unix::fs::MetadataExt, path::Path, time::Duration};
 
@@ -23,10 +23,10 @@ use super::table::Column;
 pub(super) const HANDLER: &str = "affinode";
 /// VRAM of a pod.
 const POD_MIB: u64 = 64;
-/// No container is offloaded without a request.
+/// Configuration in which no container is offloaded without a request.
 pub(super) const CONFIG: &str = "[policy]\nmode = \"manual\"\nminimum_residency = \"1ms\"\n";
 
-/// Time limit for the controller's end: it waits a minute for another container.
+/// Time limit for the end of the controller, which first waits a minute for another container.
 pub(super) const CONTROLLER_ENDS: Duration = Duration::from_secs(180);
 
 type Step = fn(&mut Course<'_>) -> Result<String>;
@@ -44,7 +44,7 @@ const STEPS: [(&str, Step); 11] = [
     ("the node as before", as_before),
 ];
 
-/// Runs all steps on one containerd; those after a failed step are skipped.
+/// Runs all steps on one containerd. After a failed step the rest is skipped.
 pub fn run(column: &mut Column, release: &Release, artifacts: &Artifacts, upgrade: &Path) {
     let recipe = TestbedConfig::default().node().artifacts(artifacts.clone()).release(release);
     let world = match recipe.config(CONFIG).world() {
@@ -218,7 +218,7 @@ fn wake(course: &mut Course<'_>) -> Result<String> {
     Ok(format!("every word of {} MiB unchanged", row.vram_bytes / MIB))
 }
 
-/// One container is offloaded meanwhile, one is resident.
+/// Upgrades Affinode while one container is offloaded and one is resident.
 fn upgrade(course: &mut Course<'_>) -> Result<String> {
     course.start_pod("second")?;
     course.cli.move_out(&course.pods[0].id)?;

@@ -1,4 +1,4 @@
-//! The observations, as a table for people and as JSON.
+//! The results of the matrix, as a table for people and as JSON.
 
 use std::{
     fmt::{self, Write},
@@ -41,7 +41,7 @@ impl Column {
         Self { containerd, cells: Vec::new() }
     }
 
-    /// Runs a step; its text is the observation.
+    /// Runs a step and records the text that it returns.
     pub fn step(&mut self, step: &str, work: impl FnOnce() -> Result<String>) -> bool {
         let tried = Tried::step(step, work);
         let passed = tried.passed();

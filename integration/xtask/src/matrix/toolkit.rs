@@ -14,17 +14,18 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/NVIDIA/nvidia-container-toolkit";
-/// The newest release at the time of the last update, and the last one without a file of its own.
+/// Versions, and whether each writes a file of its own: the newest release at the time of the last
+/// update, and the last one that does not.
 const VERSIONS: [(&str, bool); 2] = [("1.20.1", true), ("1.17.8", false)];
-/// Its file in the folder that containerd imports.
+/// Name of the toolkit's file in the folder that containerd imports.
 const DROP_IN: &str = "99-nvidia.toml";
 
-/// From what it makes its file.
+/// Configuration that the toolkit copies into its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// The file that containerd reads first, alone.
+    /// Only the file that containerd reads first.
     File,
-    /// All files, by `containerd config dump`.
+    /// All files, as `containerd config dump` prints them.
     Command,
 }
 
@@ -32,11 +33,11 @@ pub enum Source {
 pub struct Toolkit {
     program: PathBuf,
     version: &'static str,
-    /// Whether it writes a file of its own.
+    /// Whether the toolkit writes a file of its own.
     pub drops_in: bool,
 }
 
-/// The releases, built unless they are there already.
+/// Returns the releases. They are built, unless that was done before.
 pub fn releases(artifacts: &Artifacts) -> Result<Vec<Toolkit>> {
     let build = |(version, drops_in): (&'static str, bool)| {
         let folder = artifacts.cache_dir().join(format!("nvidia-ctk-{version}"));
@@ -70,7 +71,7 @@ fn make(folder: &Path, program: &Path, version: &str) -> Result<()> {
 }
 
 impl Toolkit {
-    /// Runs it, as its container does at a start, and restarts containerd, as that does too.
+    /// Runs the toolkit and restarts containerd, as the toolkit's container does at its start.
     pub fn start(&self, world: &Testbed, source: Source, default: bool) -> Result<()> {
         let file = world.containerd().config_file();
         let folder = world.dir().join("tools");
@@ -103,7 +104,7 @@ impl Toolkit {
     }
 }
 
-/// In place of NVIDIA's runtime, which calls runc.
+/// Returns a link to runc in place of NVIDIA's runtime, which would call runc.
 pub fn runtime(world: &Testbed) -> Result<PathBuf> {
     let link = world.dir().join("tools/nvidia-container-runtime");
     if !link.exists() {

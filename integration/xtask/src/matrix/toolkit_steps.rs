@@ -1,4 +1,5 @@
-//! An installation beside NVIDIA's toolkit: it starts before, between and after all other steps.
+//! Steps with NVIDIA's toolkit on the same node. It starts before, between and after all other
+//! steps.
 
 use std::{fmt, fs, path::Path, process::Command};
 
@@ -18,7 +19,7 @@ use super::{
     toolkit::{self, Source, Toolkit},
 };
 
-/// How often the toolkit starts in a row.
+/// Number of starts of the toolkit in a row.
 const STARTS: usize = 10;
 /// Whether the toolkit was on the node before Affinode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,16 +28,17 @@ enum Order {
     ToolkitFirst,
 }
 
-/// A node on which both are installed.
+/// A node on which the toolkit and Affinode are installed.
 struct Scene<'a> {
     course: Course<'a>,
     toolkit: &'a Toolkit,
     source: Source,
-    /// Restarts of containerd that Affinode asked for.
+    /// Number of restarts of containerd that Affinode requested.
     restarts: usize,
 }
 
-/// Adds one cell for each way in which both come together on this containerd.
+/// Adds one cell for each combination of toolkit, source, configuration and order on this
+/// containerd.
 pub fn run(
     column: &mut Column,
     release: &Release,
@@ -70,7 +72,7 @@ pub fn run(
     }
 }
 
-/// The versions of configuration that this containerd reads and a node may have.
+/// Returns the versions of configuration files that this containerd reads and a node may have.
 fn versions(release: &Release) -> &'static [u32] {
     let minor = release.version.trim_start_matches('v').split('.').nth(1);
     match release.line {
@@ -147,7 +149,7 @@ impl Scene<'_> {
         ))
     }
 
-    /// Installs; counts the restarts.
+    /// Installs Affinode and counts the restarts of containerd.
     fn install(&mut self, more: &[&str]) -> Result<()> {
         let installation = &self.course.installation;
         self.restarts += installation.restarted(|| installation.done("install", more))?.1;
@@ -163,7 +165,7 @@ impl Scene<'_> {
         Ok(())
     }
 
-    /// The folder of the build that is installed.
+    /// Returns the folder of the build that is installed.
     fn from(&self) -> String {
         let installation = &self.course.installation;
         let new = self.course.upgrade.join("affinode");
@@ -172,7 +174,7 @@ impl Scene<'_> {
         built.display().to_string()
     }
 
-    /// Starts the toolkit several times; after each start the node agent looks.
+    /// Starts the toolkit several times. The node agent's check follows each start.
     fn start(&mut self, times: usize) -> Result<()> {
         for _ in 0..times {
             self.toolkit.start(self.course.world, self.source, false)?;
@@ -181,7 +183,7 @@ impl Scene<'_> {
         Ok(())
     }
 
-    /// What the node agent does.
+    /// Does what the node agent does at a check.
     fn look(&mut self) -> Result<()> {
         if !self.course.installation.run("status", &[])?.status.success() {
             let from = self.from();
@@ -190,7 +192,7 @@ impl Scene<'_> {
         self.is_served()
     }
 
-    /// The default handler changes: so does ours, with one restart each time.
+    /// Changes the default handler. Affinode's handler changes as well, with one restart each time.
     fn follow(&mut self) -> Result<()> {
         let has_cdi = self.course.world.containerd().release().line != Line::V1_6;
         let runtime = toolkit::runtime(self.course.world)?.display().to_string();
@@ -214,7 +216,7 @@ impl Scene<'_> {
         Ok(())
     }
 
-    /// Affinode's handler, as containerd prints it.
+    /// Returns Affinode's handler, as containerd prints it.
     fn ours(&self) -> Result<String> {
         let dump = self.dump()?;
         let ours = dump.split("\n        [").filter(|table| {
@@ -263,7 +265,7 @@ impl Scene<'_> {
     }
 }
 
-/// containerd's files with their content.
+/// Returns containerd's files with their content.
 fn files(world: &Testbed) -> Result<Vec<(String, String)>> {
     let root = world.containerd().config_file();
     let folder = root.with_file_name("conf.d");

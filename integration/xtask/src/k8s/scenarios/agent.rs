@@ -55,7 +55,8 @@ pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// For pods of its own node: one label and one condition.
+/// Tests that the token may change one label and one condition of its own node's pods, and nothing
+/// else.
 fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
     let pod = |name: &str, node: &str| {
         plane.apply(&json!({
@@ -161,7 +162,7 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A node on which no container has run yet: it has no controller, and is scraped all the same.
+/// A node on which no container has run yet has no controller, but its metrics are scraped.
 fn resting_node_is_up(plane: &Plane<'_>, token: &str) -> Result<()> {
     let Some(node) = plane.nodes()[1..].last() else { return Ok(()) };
     let pod = agent_pod(plane, node)?;

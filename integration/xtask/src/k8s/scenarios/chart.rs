@@ -1,4 +1,4 @@
-//! The chart itself, before anything is installed.
+//! Checks of the chart itself, before anything is installed.
 
 use std::fs;
 
@@ -58,7 +58,7 @@ pub fn is_sound(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The objects of the chart that the API server would accept, by kind and name.
+/// Returns the objects of the chart that the API server would accept, by kind and name.
 fn is_taken(plane: &Plane<'_>, set: &[&str]) -> Result<Vec<String>> {
     let served = ["ValidatingAdmissionPolicy", "MutatingAdmissionPolicy"]
         .map(|kind| format!("--api-versions=admissionregistration.k8s.io/v1/{kind}"));

@@ -1,4 +1,4 @@
-//! The page of all nodes, requested as a browser does.
+//! Checks of the page of all nodes, which is requested as a browser does.
 
 use std::time::Duration;
 

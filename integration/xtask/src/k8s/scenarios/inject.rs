@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{NAMESPACE, RELEASE, SMALL_MIB, agent_log, release, step};
 use crate::{k8s::control_plane::Plane, output};
 
-/// This API server serves MutatingAdmissionPolicy, so the chart uses it.
+/// GPU pods get the class from the policy, which the chart uses on this API server.
 pub fn by_policy(plane: &Plane<'_>) -> Result<()> {
     step("GPU pods get the class by an admission policy");
     let policies = plane.get(&["mutatingadmissionpolicies"])?;
@@ -17,7 +17,7 @@ pub fn by_policy(plane: &Plane<'_>) -> Result<()> {
     pods_get_the_class(plane, "asks-policy")
 }
 
-/// The webhook, as on API servers without that policy.
+/// GPU pods get the class from the webhook, as on API servers without that policy.
 pub fn by_webhook(plane: &Plane<'_>) -> Result<()> {
     step("helm upgrade --set inject.by=webhook: GPU pods get the class by the webhook");
     let upgrade =
@@ -44,7 +44,7 @@ pub fn by_webhook(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Only pods that request a GPU and do not opt out.
+/// Checks that exactly those pods get the class that request a GPU and do not opt out.
 fn pods_get_the_class(plane: &Plane<'_>, name: &str) -> Result<()> {
     let class = |pod: &Value| -> Result<Value> {
         let file = plane.world().dir().join("pod.json");

@@ -14,10 +14,11 @@ use crate::{
     output,
 };
 
-/// Text of the broken configuration, which its error contains.
+/// Text of the broken configuration. The error about it contains this text.
 const BROKEN: &str = "missing.toml";
 
-/// The last of several nodes, whose containerd would not start with its present configuration.
+/// Returns the last node if there are several. Its containerd would not start with its present
+/// configuration.
 fn broken<'a, 'p>(plane: &'p Plane<'a>) -> Option<&'p Node<'a>> {
     plane.nodes()[1..].last()
 }
@@ -40,7 +41,8 @@ pub fn all_but_the_broken(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Two installations on one node would undo each other's changes.
+/// Checks that an agent leaves a node to another installation. Two installations on one node would
+/// undo each other's changes.
 fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
     let first = plane.first();
     let before = fs::read(first.config_file())?;
@@ -59,7 +61,7 @@ fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The label must not come before the runtime is served.
+/// Checks that the node gets its label, and not before the runtime is served.
 fn serves(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     let name = &node.name;
     let state = wait_state(plane, name, |state| state.starts_with("installed"))?;
@@ -85,7 +87,8 @@ fn waits_for_the_label(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     containerd::run(plane.kubectl().args(["delete", "pod", "early"])).map(|_| ())
 }
 
-/// The agent reports the reason at the node object, and the page of all nodes shows it.
+/// Checks that the agent reports the reason at the node object, and that the page of all nodes
+/// shows it.
 fn says_why_not(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     step("A node whose containerd would not start again with its configuration");
     let name = &node.name;
@@ -106,7 +109,7 @@ fn says_why_not(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     looker.done()
 }
 
-/// The agent tries again after the repair.
+/// Checks that the agent tries again after the repair.
 pub fn the_broken(plane: &Plane<'_>) -> Result<()> {
     let Some(node) = broken(plane) else { return rolled_out(plane) };
     step("The node's configuration is repaired");
@@ -116,7 +119,7 @@ pub fn the_broken(plane: &Plane<'_>) -> Result<()> {
     rolled_out(plane)
 }
 
-/// A controller does not start with an invalid configuration.
+/// Checks that an invalid policy is not used: a controller does not start with it.
 pub fn a_bad_policy_is_not_taken(plane: &Plane<'_>) -> Result<()> {
     step("helm upgrade --set policy.mode=sometimes");
     release::helm(plane, &["upgrade", RELEASE, "-n", NAMESPACE, "--set=policy.mode=sometimes"])?;

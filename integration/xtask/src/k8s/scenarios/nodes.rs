@@ -26,7 +26,7 @@ const SIGN: &str = "another build, for a test";
 /// Tag of the other build's image.
 const NEXT: &str = "next";
 
-/// Each further node has a pod that is offloaded and restored, like the first.
+/// Runs a pod on each further node. It is offloaded and restored, like the pod of the first node.
 pub fn others_serve<'a>(plane: &'a Plane<'a>) -> Result<Vec<Pod<'a>>> {
     let others = plane.nodes()[1..].iter();
     others
@@ -34,7 +34,8 @@ pub fn others_serve<'a>(plane: &'a Plane<'a>) -> Result<Vec<Pod<'a>>> {
         .collect()
 }
 
-/// Every node gets the new files, one after the other, without an effect on running pods.
+/// Upgrades the nodes one after the other. Each gets the new files, without an effect on running
+/// pods.
 pub fn upgrade<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     step("helm upgrade to another build, while a pod of each node is offloaded");
     pods.iter().try_for_each(|pod| pod.is_offloaded())?;
@@ -73,8 +74,8 @@ pub fn upgrade<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     Ok(())
 }
 
-/// Programs and library of another build, in a separate folder: each has an additional section,
-/// which stays when they are stripped for the image.
+/// Creates the programs and library of another build in a separate folder. Each file has an
+/// additional section, which remains when it is stripped for the image.
 fn another(plane: &Plane<'_>) -> Result<Artifacts> {
     let ours = plane.world().artifacts();
     let fresh = Artifacts::at(plane.world().dir().join("another"));
@@ -102,7 +103,7 @@ fn controller(node: &Node<'_>) -> Result<i32> {
     Ok(node.world.cli().ps()?.controller_pid)
 }
 
-/// A node whose agent does not reply goes on serving the runtime.
+/// A node whose agent does not reply continues to serve the runtime.
 pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     step("The agent of a node stops, and is killed");
     let (node, pod) = plane.nodes().last().zip(pods.last_mut()).context("a node and its pod")?;

@@ -12,7 +12,7 @@ use crate::{
 
 /// Name of the pod that has ended.
 const ENDED: &str = "ended";
-/// Only one of two such pods fits on the GPU.
+/// VRAM of a large pod. Only one of two fits on the GPU.
 const LARGE_MIB: u32 = 600;
 
 /// A pod without a runtime class is offloaded, and restored by a call through `kubectl exec`.
@@ -31,7 +31,7 @@ pub fn comes_and_goes<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str) 
     Ok(pod)
 }
 
-/// A call waits if its VRAM is not free.
+/// A call waits while its VRAM is not free, and the pod reports it.
 pub fn waiting_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     step("Two pods that together want more VRAM than there is");
     let node = plane.first();
@@ -90,7 +90,7 @@ pub fn ended_long_ago<'a>(plane: &'a Plane<'a>) -> Result<Ended<'a>> {
 pub struct Ended<'a>(&'a Plane<'a>);
 
 impl Ended<'_> {
-    /// Affinode's label and condition are removed from it, and nothing else.
+    /// Checks that Affinode's label and condition are removed from the pod, and nothing else.
     pub fn says_nothing(self) -> Result<()> {
         let pod = self.0.get(&["pod", ENDED])?;
         ensure!(pod["metadata"]["labels"][GPU_STATE].is_null(), "{}", pod["metadata"]["labels"]);
@@ -156,8 +156,8 @@ impl<'a> Pod<'a> {
         .map(|_| ())
     }
 
-    /// Waits until its memory is offloaded after its idle time. Queries the node's controller,
-    /// because the agent may be down.
+    /// Waits until the pod's memory is offloaded after its idle time. Queries the node's
+    /// controller, because the agent may be down.
     pub fn is_offloaded(&self) -> Result<()> {
         self.plane.until(&format!("the memory of {} to be offloaded", self.name), || {
             let known = self.node.world.cli().ps()?.containers;

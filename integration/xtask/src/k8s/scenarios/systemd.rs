@@ -25,7 +25,7 @@ use crate::{
 
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Installs and uninstalls with exactly two restarts on each node.
+/// Installs and uninstalls, with exactly two restarts on each node.
 pub fn restarts(plane: &Plane<'_>) -> Result<()> {
     step("helm install, with restarts of containerd through systemctl");
     plane.nodes().iter().try_for_each(systemctl)?;
@@ -59,7 +59,7 @@ fn signs(node: &Node<'_>) -> [PathBuf; 2] {
     ["asked", "done"].map(|name| node.world.dir().join("tools").join(name))
 }
 
-/// The stand-in sends a request and waits for the reply.
+/// Writes the script in place of `systemctl`. It sends a request and waits for the reply.
 fn systemctl(node: &Node<'_>) -> Result<()> {
     let [asked, done] = signs(node);
     let tools = node.world.dir().join("tools");

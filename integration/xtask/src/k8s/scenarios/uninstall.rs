@@ -1,4 +1,4 @@
-//! `helm uninstall`: removes Affinode from all nodes or none, completely.
+//! Checks of `helm uninstall`. It removes Affinode completely, from all nodes or from none.
 
 use std::{fs, os::unix::fs::MetadataExt, path::PathBuf};
 
@@ -53,7 +53,7 @@ fn keys(object: &Value) -> Vec<String> {
     object.as_object().into_iter().flatten().map(|(key, _)| key.clone()).collect()
 }
 
-/// An uninstallation that would end a running shim changes nothing, on no node.
+/// An uninstallation that would end a running shim changes nothing on any node.
 pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     step("helm uninstall, while a pod of the class runs on one node");
     for node in &plane.nodes()[1..] {
@@ -95,7 +95,7 @@ fn written(node: &Node<'_>) -> Result<Vec<(PathBuf, u64, i64)>> {
         .collect()
 }
 
-/// A label removes Affinode from one node, and its removal brings it back.
+/// A label removes Affinode from one node. Without the label it is installed again.
 pub fn one(plane: &Plane<'_>) -> Result<()> {
     let Some(node) = plane.nodes()[1..].last() else { return Ok(()) };
     step("kubectl label node affinode.io/exclude=true");
@@ -124,7 +124,7 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
         .with_context(|| agent_log(plane))
 }
 
-/// Nothing is left on any node, or in any object of the cluster.
+/// Checks that nothing is left on any node, or in any object of the cluster.
 pub fn left_nothing(plane: &Plane<'_>, before: &Before) -> Result<()> {
     for (node, before) in plane.nodes().iter().zip(&before.0) {
         left_nothing_on(plane, node, before).with_context(|| node.name.clone())?;
