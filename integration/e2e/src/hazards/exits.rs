@@ -30,7 +30,7 @@ fn spec(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/exits"), kind])
 }
 
-/// Runs the program without Affinode. Returns the exit handler's output and the exit status.
+/// Runs the program without Affinode. Returns the output of its exit handler, and its exit status.
 fn bare(world: &Testbed, kind: &str) -> Result<(Answer, Option<i32>)> {
     let mut bare = Held::bare(world, spec("bare", kind))?;
     bare.worker.expect("ready")?;

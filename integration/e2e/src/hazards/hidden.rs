@@ -1,4 +1,4 @@
-//! A thread enters the driver on a path that no hook sees, while the process is offloaded.
+//! A thread calls the driver through a function that no hook finds, while the process is offloaded.
 
 use std::time::Duration;
 
@@ -15,8 +15,8 @@ use crate::{
     worker::Worker,
 };
 
-/// Time for which a process without Affinode is watched while it hangs. The result is reported, not
-/// judged.
+/// Time for which a hanging process without Affinode is watched. The result is reported, but does
+/// not decide whether the hazard fails.
 const HANGS: Duration = Duration::from_secs(5);
 
 pub fn cases() -> Vec<Case> {

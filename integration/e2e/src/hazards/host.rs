@@ -62,7 +62,8 @@ fn limited(world: &Testbed, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// The node's budget of host memory is used up. The controller reads the budget when it starts.
+/// Requires that an offload is refused when the node's budget of host memory is used up. The
+/// controller reads the budget when it starts.
 fn budget_spent(world: &Testbed) -> Result<Found> {
     let mut worker = Worker::start(world, "budget", 16)?;
     let file = world.dir().join("affinode/config.toml");

@@ -66,7 +66,8 @@ impl Held {
         answer.value.with_context(|| format!("cannot find the state in: {text}"))
     }
 
-    /// Offloads and restores the process with that program. Returns a description of the outcome.
+    /// Offloads and restores the process by the driver's checkpoint calls from another program.
+    /// Returns a description of the outcome.
     pub fn cycle(&mut self, world: &Testbed) -> Result<String> {
         let out = self.tool(world, &["lock", "checkpoint"])?;
         if out != [0, 0] {
@@ -110,8 +111,8 @@ impl Held {
     }
 }
 
-/// Requests an offload once, without a second attempt. Before that, it waits for a call that is
-/// still in progress, or that the controller has not counted yet.
+/// Requests an offload and returns the reply. Repeats the request only while a call is in progress,
+/// or while the controller has just counted one.
 pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
     until(&format!("an answer about {id}"), || {
         let output = world.cli().output(&["offload", id, "-o", "json"])?;
@@ -123,7 +124,7 @@ pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
     })
 }
 
-/// Requires a refusal with this reason, which users can see.
+/// Requires that an offload is refused with this reason, and that users can see the reason.
 pub fn refused(world: &Testbed, id: &str, reason: &str) -> Result<String> {
     until(&format!("{id} to be registered"), || {
         let row = world.cli().container(id)?;
@@ -141,7 +142,7 @@ pub fn refused(world: &Testbed, id: &str, reason: &str) -> Result<String> {
     Ok(format!("refused: {reason}; contents intact"))
 }
 
-/// Requires a reply of the program, with all its memory unchanged.
+/// Requires that the program replies and that all its memory is unchanged.
 pub fn intact(worker: &mut Worker) -> Result<()> {
     let answer = worker.call("verify")?;
     ensure!(answer.ok == Some(true), "the memory of the process has changed: {answer:?}");
@@ -167,7 +168,7 @@ impl Offload {
         Ok(Self { answer })
     }
 
-    /// Waits for the reply to the request, with any content.
+    /// Waits for the reply to the request. Its content is not checked.
     pub fn end(self) -> Result<()> {
         let ended = self
             .answer

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{testbed::Testbed, worker::Worker};
 
-/// Name, kind of `hazards.c`, and the reason of the refusal; `None`: the container is offloaded.
+/// Name, kind of `hazards.c`, and reason of the refusal. `None`: the container is offloaded.
 const KINDS: [(&str, &str, Option<&str>); 6] = [
     ("managed memory", "managed", Some("managed-memory")),
     ("peer access between GPUs", "peer", Some("peer-access")),

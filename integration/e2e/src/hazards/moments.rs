@@ -95,8 +95,8 @@ fn running_kernel(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "refused: busy; moves later; contents intact".into() })
 }
 
-/// The driver has ended in an exiting process, while another thread waits at the gate and an exit
-/// handler still runs.
+/// An offloaded process exits. Its driver has ended, while another thread waits at the gate and an
+/// exit handler still runs.
 fn exit(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", "exit"))?;
     bare.worker.expect("ready")?;
@@ -141,9 +141,9 @@ fn caller_dies(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "the next controller goes on; contents intact".into() })
 }
 
-/// Kills a caller of the driver's checkpoint in the middle of the checkpoint. That is so if the
-/// caller had no reply yet and the process is checkpointed afterwards. Otherwise the kill came too
-/// early or too late, and is repeated.
+/// Kills a caller of the driver's checkpoint in the middle of the checkpoint. The moment was right
+/// if the caller had no reply yet and the process is checkpointed afterwards. Otherwise the kill is
+/// repeated.
 fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
     const TRIES: usize = 50;
     let pid = bare.worker.running.pid(world)?.to_string();
@@ -246,7 +246,7 @@ fn together(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with: "move as one; contents intact".into() })
 }
 
-/// Requires that every process that no fault ended verifies its memory.
+/// Requires that the memory is intact in every process that no fault has ended.
 pub fn all_intact(actor: &mut ChaosContainer) -> Result<()> {
     for process in actor.processes.iter_mut().filter(|process| !process.doomed) {
         process.ask("verify")?;

@@ -1,4 +1,5 @@
-//! NVML in the process itself. While the context is checkpointed, every function of NVML blocks.
+//! NVML calls in the process itself. While the context is checkpointed, every function of NVML
+//! blocks.
 
 use std::time::{Duration, Instant};
 

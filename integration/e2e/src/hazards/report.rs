@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::Found;
 
-/// A hazard that was played.
+/// Result of a hazard that was run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     /// Name of the hazard.
@@ -25,7 +25,7 @@ pub struct Row {
 pub struct Report {
     /// Kind of GPU: simulated or real.
     pub gpu: String,
-    /// Hazards that were played.
+    /// One row for each hazard that was run.
     pub rows: Vec<Row>,
     /// Hazards that cannot occur on this machine, with the reason.
     pub skipped: Vec<(String, String)>,

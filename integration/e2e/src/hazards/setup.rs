@@ -1,4 +1,4 @@
-//! Processes that cannot be managed, at all or at present.
+//! Processes that Affinode cannot manage, either never or not at present.
 
 use anyhow::{Context, Result, ensure};
 use nix::{
@@ -58,7 +58,7 @@ fn mig(world: &Testbed) -> Result<Found> {
     stays(world, usual("mig", 16).env("CUDA_VISIBLE_DEVICES", "2"), "mig")
 }
 
-/// The simulated driver without the symbols of its checkpoint functions.
+/// A container has the simulated driver without the symbols of its checkpoint functions.
 fn old_driver(world: &Testbed) -> Result<Found> {
     let host = world.dir().join("old-driver");
     std::fs::create_dir_all(&host)?;
@@ -118,7 +118,7 @@ fn disabled(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// Two CUDA processes in a container, one of them without the library.
+/// A container has two CUDA processes, one of them without the library.
 fn stranger(world: &Testbed) -> Result<Found> {
     let program = format!("{CLIENTS}/{USUAL}");
     let script = format!(

@@ -1,6 +1,6 @@
-//! Profilers in the process, and video: they call the driver without its public functions. The
-//! profiler is a stand-in for CUPTI (`clients/cupti.c`). It hangs and loses its process as the real
-//! one does on a GPU.
+//! Profilers in the process, and video: they call the driver without its public functions.
+//! `clients/cupti.c` replaces the profiler's library CUPTI. It hangs and loses its process as CUPTI
+//! does on a GPU.
 
 use anyhow::{Context, Result, ensure};
 
@@ -15,8 +15,8 @@ use crate::{
     worker::Worker,
 };
 
-/// Number of the system call in which the program hangs. The next constant is the one in which it
-/// sleeps.
+/// Number of the system call `futex`, in which the program hangs. The next constant is that of the
+/// sleeping program.
 const FUTEX: u32 = 202;
 const CLOCK_NANOSLEEP: u32 = 230;
 
@@ -50,7 +50,7 @@ fn wait_inside(world: &Testbed, worker: &Worker, number: u32) -> Result<()> {
     })
 }
 
-/// Outcome of a program whose profiler was active during a checkpoint.
+/// Returns the outcome of a program whose profiler was active during a checkpoint.
 fn lost(world: &Testbed, bare: Held) -> Result<String> {
     let restored = bare.tool(world, &["restore"])?;
     ensure!(
@@ -105,8 +105,8 @@ fn moved_while_it_begins(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// The profile has ended, but the profiler's thread continues: a checkpoint kills the process, a
-/// copy does not.
+/// Offloads a process whose profile has ended, while the profiler's thread continues. A checkpoint
+/// kills the process, a copy does not.
 fn ended_before(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;

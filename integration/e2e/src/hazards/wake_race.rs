@@ -1,5 +1,5 @@
-//! Two containers with VRAM for one are woken at the same time, many times. No process is lost, and
-//! the first request is served first.
+//! Two offloaded containers are woken at the same time, many times. There is VRAM for one of them.
+//! No process is lost, and the first request is served first.
 
 use anyhow::{Context, Result, ensure};
 
@@ -90,7 +90,7 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// Offloads both containers by request, and restores both at the same time.
+/// Offloads both containers by request, then restores both at the same time.
 fn by_hand(world: &Testbed, each_mib: u64) -> Result<String> {
     let mut bare = Vec::new();
     for name in NAMES {

@@ -1,5 +1,5 @@
-//! Docker's containers: a real dockerd, whose containers of runtime Affinode are offloaded, woken
-//! and killed beside those of its own runtime.
+//! Tests with a real dockerd. Its containers of the runtime Affinode are offloaded, woken and
+//! killed next to containers of its own runtime.
 
 use std::{fs, os::unix::fs::PermissionsExt};
 
@@ -21,8 +21,9 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// What NVIDIA's hook does: it mounts the driver's libraries into the root filesystem of a container
-/// whose own mounts are made, in the container's mount namespace.
+/// Script that does the work of NVIDIA's hook. It mounts the driver's libraries into the root
+/// filesystem of a container, in the container's mount namespace. The container's own mounts exist
+/// then.
 const HOOK: &str = r#"#!/bin/sh
 set -e
 state=$(cat)
@@ -36,7 +37,7 @@ done' < @DIR@/hook-mounts
 echo "$1" > @DIR@/hook-ran
 "#;
 
-/// Docker's programs; `None` if this machine can have none, which is noted.
+/// Docker's programs. `None`: this machine can have none; the skip is recorded.
 pub fn programs() -> Result<Option<DockerPrograms>> {
     let found = DockerPrograms::find(&Artifacts::find()?);
     if found.is_none() {
@@ -60,7 +61,7 @@ fn affinode(docker: &Docker<'_>, more: &[&str]) -> Result<Vec<String>> {
     Ok(flags)
 }
 
-/// Runs a program in a new container of a runtime: its output.
+/// Runs a program in a new container of a runtime, and returns its output.
 fn output(docker: &Docker<'_>, runtime: &str, flags: &[&str], argv: &[&str]) -> Result<String> {
     let first = ["run", "--rm", "--network=none", "--runtime", runtime];
     docker.run(&[&first, flags, &[image::PLAIN], argv].concat())
@@ -108,8 +109,8 @@ fn docker_container_is_offloaded_and_woken() -> Result<()> {
     })
 }
 
-/// The controller, the shim and dockerd are killed in turn. Only the shim's death ends a container,
-/// as it does with the stock shim.
+/// Kills the controller, the shim and dockerd in turn. The container ends only with the shim, as it
+/// does with the stock shim.
 #[test]
 fn docker_container_outlives_its_daemons() -> Result<()> {
     with_docker(r#"{"live-restore": true}"#, |world, docker| {
@@ -145,7 +146,7 @@ fn docker_container_outlives_its_daemons() -> Result<()> {
     })
 }
 
-/// A memory limit without room for the VRAM refuses the move, until `docker update` raises it.
+/// A memory limit below the container's VRAM prevents an offload, until `docker update` raises it.
 #[test]
 fn docker_update_raises_the_memory_limit() -> Result<()> {
     with_docker("{}", |world, docker| {
@@ -160,7 +161,7 @@ fn docker_update_raises_the_memory_limit() -> Result<()> {
     })
 }
 
-/// With containerd's image store the root filesystem is a snapshot, not a folder of dockerd's.
+/// With containerd's image store, the root filesystem is a snapshot instead of a folder of dockerd.
 #[test]
 fn docker_image_store_of_containerd_works() -> Result<()> {
     with_docker(r#"{"features": {"containerd-snapshotter": true}}"#, |world, docker| {
@@ -173,8 +174,8 @@ fn docker_image_store_of_containerd_works() -> Result<()> {
     })
 }
 
-/// `--gpus all` with NVIDIA's hook: at Create the environment alone names a GPU. The hook mounts the
-/// driver's libraries into the new root when Affinode's mounts are made already.
+/// `--gpus all` with NVIDIA's hook: at Create, only the environment names a GPU. The hook mounts
+/// the driver's libraries into the new root after Affinode's mounts are made.
 #[test]
 fn docker_gpus_flag_works_with_a_prestart_hook() -> Result<()> {
     with_docker("{}", |world, docker| {

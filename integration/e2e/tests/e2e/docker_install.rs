@@ -15,8 +15,8 @@ use anyhow::{Result, ensure};
 use crate::{docker::programs, offload::MANUAL};
 
 const RUNTIME: &str = "affinode";
-/// A file with keys in no order, with a runtime of the operator, and in a form that no program
-/// would write.
+/// Configuration with keys in no order and a runtime of the operator. No program would write it in
+/// this form.
 const CONFIG: &str = r#"{
    "mtu": 1400,
    "log-opts": {"max-size": "10m"},
@@ -56,7 +56,7 @@ impl Place<'_> {
     }
 }
 
-/// Runs a case where CRI is disabled, as Docker's packages do.
+/// Runs a case where CRI is disabled, as in Docker's packages.
 fn with_place(case: impl FnOnce(&Testbed, &Place<'_>) -> Result<()>) -> Result<()> {
     in_world(TestbedConfig::default().docker().config(MANUAL), CONFIG, case)
 }
@@ -81,7 +81,8 @@ fn docker_serves_the_installed_runtime() -> Result<()> {
     with_place(serves_and_removes)
 }
 
-/// containerd 2 shows the settings of CRI even where it is disabled.
+/// containerd 2 lists the settings of CRI even where CRI is disabled. Docker's runtime is installed
+/// nevertheless.
 #[test]
 fn docker_beside_containerd_2_serves_it_too() -> Result<()> {
     let releases = Releases::read(&Artifacts::find()?)?;
@@ -160,7 +161,8 @@ fn failed_docker_install_changes_nothing() -> Result<()> {
     })
 }
 
-/// What operators and killed installers leave is neither lost nor in the way.
+/// Changes of operators are kept. An installer that was killed before it wrote Docker's file does
+/// not prevent a later installation.
 #[test]
 fn docker_config_changes_of_others_are_kept() -> Result<()> {
     with_place(|_, place| {
@@ -194,8 +196,8 @@ fn docker_config_changes_of_others_are_kept() -> Result<()> {
     })
 }
 
-/// Where containerd has CRI, both are changed or none. Without a list of runtimes in its file,
-/// dockerd would keep those that it has.
+/// Where containerd has CRI, the installer changes Docker and containerd, or neither. Docker's file
+/// has no list of runtimes. After the removal dockerd must not keep Affinode's runtime.
 #[test]
 fn docker_and_containerd_are_installed_together() -> Result<()> {
     const NO_RUNTIMES: &str = "{\n  \"mtu\": 1400\n}\n";

@@ -1,5 +1,5 @@
-//! `affinode install` and `uninstall` on each containerd: a handler that pods can name, and
-//! afterwards unchanged files.
+//! Tests `affinode install` and `uninstall` on each containerd. Pods can name the handler, and
+//! afterwards all files are unchanged.
 
 use std::{
     fs,
@@ -91,7 +91,8 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// NVIDIA's toolkit adds such a file. With containerd 1.x it replaces the whole section.
+/// The handler is added to a file that overrides the main one. NVIDIA's toolkit adds such a file,
+/// and with containerd 1.x it replaces the whole section.
 #[test]
 fn overriding_file_gets_the_handler() -> Result<()> {
     for line in [Line::V1_6, Line::V1_7] {
@@ -143,8 +144,8 @@ fn overriding_file_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// The installer runs in a container of the node, which does not see containerd, its configuration
-/// or the installed files directly.
+/// The installer runs in a container of the node. It does not see containerd, its configuration or
+/// the installed files directly.
 #[test]
 fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -268,7 +269,7 @@ fn failed_install_keeps_configuration() -> Result<()> {
     Ok(())
 }
 
-/// One that was written by hand, as in config/containerd, is recorded, and removed later.
+/// A handler that was written by hand, as in config/containerd, is recorded, and is removed later.
 #[test]
 fn a_handler_that_is_there_is_used() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -285,7 +286,7 @@ fn a_handler_that_is_there_is_used() -> Result<()> {
     Ok(())
 }
 
-/// A pod of the old name still starts containers, which takes the old handler.
+/// A pod with a running shim can still start containers. They need the handler of the old name.
 #[test]
 fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -321,7 +322,7 @@ fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     Ok(())
 }
 
-/// Without the refusal, a running shim would lose its program file.
+/// An uninstallation would delete the program file of a running shim, so it is refused.
 #[test]
 fn uninstall_is_refused_while_containers_run() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -364,7 +365,8 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
     Ok(())
 }
 
-/// Running containers keep their shim and library. The controller is replaced by the new one.
+/// After an upgrade, running containers keep their shim and library. The new controller replaces
+/// the running one.
 #[test]
 fn upgrade_replaces_the_running_controller() -> Result<()> {
     let world = TestbedConfig::default().node().config(MANUAL).world()?;

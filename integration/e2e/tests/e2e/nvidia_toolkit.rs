@@ -1,6 +1,7 @@
-//! `affinode install` beside NVIDIA's toolkit, which writes containerd's files anew at each of its
-//! starts. Its part is played here, in the form that `cargo xtask matrix` observes of the real one:
-//! keys sorted, comments gone, the section of CRI copied into a file that containerd imports.
+//! Tests `affinode install` next to NVIDIA's toolkit, which writes containerd's files anew at each
+//! of its starts. The tests write the same files themselves, in the form that `cargo xtask matrix`
+//! observes: keys sorted, comments removed, the section of CRI copied into a file that containerd
+//! imports.
 
 use std::{
     fs,
@@ -31,12 +32,12 @@ on_every_containerd!(
 const HANDLER: &str = "affinode";
 const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
-/// From what the toolkit makes its file.
+/// Configuration that the toolkit copies into its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
-    /// containerd's file alone: `nvidia-ctk runtime configure`.
+    /// Only containerd's file, as with `nvidia-ctk runtime configure`.
     File,
-    /// What containerd reads from all files: GPU Operator.
+    /// What containerd reads from all files, as with GPU Operator.
     Command,
 }
 
@@ -66,14 +67,14 @@ impl<'a> Node<'a> {
         self.place.config().with_file_name("conf.d").join("99-nvidia.toml")
     }
 
-    /// As before both installations.
+    /// Restores the state before both installations.
     fn reset(&self) -> Result<()> {
         let _ = fs::remove_file(self.drop_in());
         fs::write(self.place.config(), &self.original)?;
         self.world.restart_containerd()
     }
 
-    /// What containerd reads now.
+    /// Returns the configuration that containerd reads now.
     fn dump(&self) -> Result<Table> {
         let program = self.world.containerd().release().bin_dir.join("containerd");
         let mut command = Command::new(program);
@@ -81,7 +82,7 @@ impl<'a> Node<'a> {
         Ok(containerd::run(&mut command)?.parse()?)
     }
 
-    /// The handlers of this configuration.
+    /// Returns the handlers of this configuration.
     fn handlers(config: &Table) -> Result<&Table> {
         let of =
             |plugin: &&str| config.get("plugins")?.get(*plugin)?.get("containerd")?.get("runtimes");
@@ -89,7 +90,7 @@ impl<'a> Node<'a> {
         found.context("no handlers")
     }
 
-    /// A start of the toolkit, which restarts containerd.
+    /// Simulates a start of the toolkit, which restarts containerd.
     fn toolkit(&self, source: Source, default: bool) -> Result<()> {
         let file = self.place.config();
         let mut root: Table = fs::read_to_string(&file)?.parse()?;
@@ -135,7 +136,7 @@ impl<'a> Node<'a> {
         self.world.restart_containerd()
     }
 
-    /// What the node agent does at a look; returns the number of restarts.
+    /// Does what the node agent does at a check. Returns the number of restarts.
     fn look(&self) -> Result<usize> {
         if self.place.run("status", &[])?.status.success() {
             return Ok(0);
@@ -180,7 +181,8 @@ impl<'a> Node<'a> {
     }
 }
 
-/// Whichever was first, and however often the toolkit starts.
+/// The handler stays served, whichever of both was installed first and however often the toolkit
+/// starts.
 fn toolkit_keeps_the_handler_served(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     node.each(|node, source| {
@@ -216,7 +218,8 @@ fn toolkit_keeps_the_handler_served(world: &Testbed) -> Result<()> {
     })
 }
 
-/// Its copy would be copied again at its next start.
+/// An uninstallation also removes the handler from the toolkit's file. The toolkit would copy it
+/// again at its next start.
 fn uninstall_reaches_the_toolkits_copy(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     node.each(|node, source| {
@@ -230,7 +233,7 @@ fn uninstall_reaches_the_toolkits_copy(world: &Testbed) -> Result<()> {
     })
 }
 
-/// The handler is a copy of the one that pods had before, also after that changed.
+/// Affinode's handler is a copy of the default handler, also after the default handler has changed.
 fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     let program = |node: &Node<'_>| -> Result<String> {
@@ -267,7 +270,7 @@ fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
     })
 }
 
-/// Another program's handler under our name is no handler of ours.
+/// A handler of Affinode's name that runs another program is refused and left unchanged.
 #[test]
 fn a_foreign_handler_is_refused() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().node())? else {

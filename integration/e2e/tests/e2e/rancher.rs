@@ -1,5 +1,5 @@
-//! `affinode install` on nodes of k3s and rke2. They write containerd's configuration again at each
-//! start, so the handler is added to the source of that configuration.
+//! Tests `affinode install` on nodes of k3s and rke2. They write containerd's configuration again
+//! at each start, so the handler is added to the source of that configuration.
 
 use std::{collections::BTreeMap, fs, path::Path, process::Command};
 
@@ -30,7 +30,8 @@ const HANDLER: &str = "test-idle";
 const NEWER: &str = "config-v3.toml.tmpl";
 const THEIRS: &str = "# theirs\n{{ template \"base\" . }}\n";
 
-/// Newer versions import a folder. Older ones, and all with containerd 1.x, have only templates.
+/// Without a folder to import, the handler is added to the template. Only newer versions import
+/// one, and only with containerd 2.
 #[test]
 fn template_gets_handler_without_imports() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(false))? else {
@@ -43,8 +44,8 @@ fn template_gets_handler_without_imports() -> Result<()> {
     the_handler_outlives_every_new_configuration(&world)
 }
 
-/// From a template for containerd before 2.0, they generate a file in the old form, which imports
-/// another folder.
+/// A template for containerd before 2.0 gets the handler. k3s and rke2 generate a file in the old
+/// form from it, which imports another folder.
 #[test]
 fn old_template_gets_the_handler() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {
@@ -63,7 +64,8 @@ fn old_template_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// An older k3s, or a user's complete template, does not import the folder.
+/// If the configuration does not import the folder, that is reported and the folder is kept. An
+/// older k3s does not import it, nor does a user's complete template.
 #[test]
 fn unimported_folder_is_reported_and_kept() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {
