@@ -1,4 +1,4 @@
-//! Between the core's own types and those of the control API.
+//! Conversions between the core's own types and those of the control API.
 
 use affinode_proto::{
     api::control::{ActionResponse, Announcement, Event},
@@ -72,7 +72,7 @@ impl From<Announcement> for ContainerSpec {
     }
 }
 
-/// The announcement of a container, as the list of containers shows it.
+/// Returns the announcement of a container in the form of the list of containers.
 #[must_use]
 pub fn announcement_of(key: &Key, spec: &ContainerSpec) -> Announcement {
     Announcement {

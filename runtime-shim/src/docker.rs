@@ -1,7 +1,8 @@
-//! The names that Docker has for a container: containerd knows its id alone.
+//! Reads the names that Docker has for a container. containerd knows only its id.
 //!
-//! dockerd keeps them in `containers/ID/config.v2.json` below its data folder. Where that is, a
-//! mount of the container says: its `/etc/hosts` and the like are files beside `config.v2.json`.
+//! dockerd keeps them in `containers/ID/config.v2.json` below its data folder. The mounts of a
+//! container show where that folder is: its `/etc/hosts` and similar files are next to
+//! `config.v2.json`.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,32 +15,33 @@ use serde_json::Value;
 
 /// containerd's namespace of Docker's containers.
 pub const NAMESPACE: &str = "moby";
-/// dockerd's data folder without another setting.
+/// dockerd's data folder if its configuration names no other.
 const DATA_ROOT: &str = "/var/lib/docker";
 const CONTAINERS: &str = "containers";
 const FILE: &str = "config.v2.json";
-/// Files that dockerd mounts from a container's folder. A container that shares the network of
-/// another gets those of the other one.
+/// Files that dockerd mounts from a container's folder. If a container shares the network of
+/// another, they come from the folder of the other one.
 const MOUNTED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
-/// Environment, labels and outputs of health checks are in the file too; usual are 10 KiB.
+/// Maximum size of a container's file. 10 KiB are usual, but environment, labels and outputs of
+/// health checks are in it too.
 const MAX_BYTES: u64 = 2 << 20;
-/// Longer than any name that Docker accepts for a host.
+/// Maximum length of a name, in bytes. Docker accepts only shorter names for a host.
 const MAX_NAME_BYTES: usize = 128;
 const MAX_IMAGE_BYTES: usize = 512;
-/// Digits of an id.
+/// Number of digits of a container's id.
 const ID_DIGITS: usize = 64;
 const PROJECT: &str = "com.docker.compose.project";
 
-/// What a user calls a container of Docker.
+/// Names by which a user knows a container of Docker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DockerNames {
-    /// Its name; in a project of compose `PROJECT/NAME`.
+    /// The container's name; in a project of compose `PROJECT/NAME`.
     pub container: String,
-    /// Its image as the user named it; empty if unknown.
+    /// The image as the user named it; empty if unknown.
     pub image: String,
 }
 
-/// Why the names are unknown.
+/// Reason why the names are unknown.
 #[derive(Debug, thiserror::Error)]
 pub enum NamesError {
     /// The file cannot be read.
@@ -50,23 +52,23 @@ pub enum NamesError {
         /// Error of the system call.
         source: io::Error,
     },
-    /// The content is not what dockerd writes.
+    /// The content differs from what dockerd writes.
     #[error("{path} is not a container's configuration of Docker")]
     Content {
         /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Fault of the file's content.
         source: ContentError,
     },
 }
 
-/// What is wrong with the content of a container's file.
+/// Fault in the content of a container's file.
 #[derive(Debug, thiserror::Error)]
 pub enum ContentError {
-    /// It is not the JSON of a container.
+    /// The content is not the JSON of a container.
     #[error(transparent)]
     Json(#[from] serde_json::Error),
-    /// The name has other characters than Docker allows.
+    /// The name has characters that Docker does not allow.
     #[error("it has no valid name")]
     Name,
 }
@@ -86,7 +88,7 @@ struct ContainerConfig {
     labels: Option<serde_json::Map<String, Value>>,
 }
 
-/// Reads the names of a container.
+/// Reads the names of a container from dockerd's file.
 pub fn names(id: &str, spec: &Value) -> Result<DockerNames, NamesError> {
     let path = containers_folder(spec).join(id).join(FILE);
     match read(&path) {
@@ -95,7 +97,7 @@ pub fn names(id: &str, spec: &Value) -> Result<DockerNames, NamesError> {
     }
 }
 
-/// The names in the content of a container's file.
+/// Parses the names from the content of a container's file.
 pub fn parse(text: &[u8]) -> Result<DockerNames, ContentError> {
     let file: ContainerFile = serde_json::from_slice(text)?;
     let name = file.name.trim_start_matches('/');
@@ -113,7 +115,7 @@ pub fn parse(text: &[u8]) -> Result<DockerNames, ContentError> {
     Ok(DockerNames { container, image: if shown { image } else { String::new() } })
 }
 
-/// The folder of dockerd with one folder for each container.
+/// Returns dockerd's folder of all containers, in which each has a folder of its own.
 fn containers_folder(spec: &Value) -> PathBuf {
     let mounts = spec.get("mounts").and_then(Value::as_array);
     let source = |mount: &Value| {
@@ -129,7 +131,7 @@ fn containers_folder(spec: &Value) -> PathBuf {
     found.unwrap_or_else(|| Path::new(DATA_ROOT).join(CONTAINERS))
 }
 
-/// Reads a regular file up to the bound. A pipe or a link in its place is not followed.
+/// Reads a regular file up to the size limit. A pipe or a link in its place is an error.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path)?;

@@ -10,12 +10,12 @@ use crate::paths::container_key;
 use crate::{docker, report, spec};
 
 const OWN_PREFIX: &str = "affinode.io/";
-/// Bounds on a pod's annotations: about three times as many as exist, and longer than any valid
-/// value.
+/// Maximum number of a pod's annotations that are read, about three times as many as exist. The
+/// next constant is longer than any valid value.
 const MAX_ANNOTATIONS: usize = 48;
 const MAX_ANNOTATION_BYTES: usize = 512;
 
-/// The announcement of a container that is being created.
+/// Returns the announcement of a container that is being created.
 #[must_use]
 pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) -> Announcement {
     let cri = |name: &str| {
@@ -53,7 +53,7 @@ pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) 
     }
 }
 
-/// Affinode's annotations within the bounds, in the spec's order.
+/// Returns Affinode's annotations within the limits above, in the spec's order.
 fn own_annotations(spec: &Value) -> impl Iterator<Item = (String, String)> {
     spec::annotations(spec)
         .filter(|(name, value)| {
