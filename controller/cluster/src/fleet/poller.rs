@@ -49,7 +49,7 @@ const WHY_CHARS: usize = 300;
 /// Health of a node as the page shows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub enum NodeHealth {
-    /// Not polled yet since it appeared.
+    /// The node has not been polled since it appeared.
     #[default]
     Asking,
     /// The controller replies and sees its GPUs.

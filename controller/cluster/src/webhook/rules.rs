@@ -9,7 +9,7 @@ pub const INJECT: &str = "affinode.io/inject";
 /// Value of the label that opts out.
 pub const IGNORE: &str = "ignore";
 
-/// Which pods get which runtime class.
+/// Rules that choose the pods that get the runtime class, and name the class.
 #[derive(Args, Clone, Debug)]
 pub struct NamespaceRules {
     /// The runtime class that GPU pods get.

@@ -36,7 +36,7 @@ const MAX_CONCURRENT_REVIEWS: usize = 32;
 
 /// Reviews pods over HTTPS.
 pub struct WebhookServer {
-    /// Which pods get the class.
+    /// Rules that choose the pods that get the class.
     pub rules: NamespaceRules,
     /// The webhook's view of the cluster.
     pub cluster: ClusterState,

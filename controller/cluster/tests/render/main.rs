@@ -1,4 +1,5 @@
-//! What helm renders of the chart in `config/helm/affinode`, without a cluster.
+//! Tests of the objects that helm renders from the chart in `config/helm/affinode`, without a
+//! cluster.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 

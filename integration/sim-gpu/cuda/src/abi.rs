@@ -8,7 +8,8 @@ pub use affinode_sim_protocol::{In, Out, Text, pointer};
 pub type CUresult = i32;
 pub type CUdevice = i32;
 pub type CUdeviceptr = u64;
-/// Every opaque handle (`CUcontext`, `CUstream`, `CUevent`, `CUmodule`, `CUfunction`): see [`handle`].
+/// Type of every opaque handle: `CUcontext`, `CUstream`, `CUevent`, `CUmodule` and `CUfunction`.
+/// See [`handle`].
 pub type Handle = usize;
 /// A pointer to host memory that is only ever used inside copies.
 pub type HostAddress = usize;

@@ -56,9 +56,9 @@ pub mod code {
     pub const INVALID_HANDLE: i32 = 400;
     /// The operation does not fit the checkpoint state.
     pub const ILLEGAL_STATE: i32 = 401;
-    /// Not ready: a kernel is still running.
+    /// A kernel is still running, `CUDA_ERROR_NOT_READY`.
     pub const NOT_READY: i32 = 600;
-    /// Not supported, as for managed memory and shared memory.
+    /// The call is not supported, as with managed memory and shared memory.
     pub const NOT_SUPPORTED: i32 = 801;
     /// Any other error, `CUDA_ERROR_UNKNOWN`.
     pub const UNKNOWN: i32 = 999;
@@ -274,7 +274,7 @@ pub struct ProcessUse {
     pub pid: u32,
     /// VRAM that the process holds, in bytes.
     pub used_bytes: u64,
-    /// Its share of the sample period.
+    /// Share of the sample period in which a kernel of the process ran.
     pub busy_percent: u32,
 }
 

@@ -30,7 +30,8 @@ const AGAIN: Duration = Duration::from_secs(3);
 /// writes.
 const STEPS: usize = 6;
 
-/// Where the webhook's own certificate is stored, and which objects get its authority.
+/// Names of the objects for the webhook's own certificate: Service, Secret, and the configuration
+/// that gets the authority.
 #[derive(Args, Clone, Debug)]
 pub struct CertificatePaths {
     /// Without --tls-cert-file: the Service by whose name API servers call the webhook.

@@ -26,7 +26,7 @@ fn class() -> RuntimeClass {
     .unwrap()
 }
 
-/// A pod with one container that asks for one GPU.
+/// A pod with one container that requests one GPU.
 fn gpu_pod() -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "job" },
