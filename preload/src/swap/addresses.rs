@@ -1,23 +1,24 @@
-//! Reserved addresses of freed allocations, for the next one of the same size: the driver, too,
-//! reuses addresses. A reservation and its page tables take a quarter of the time of a pair of
-//! `cuMemAlloc` and `cuMemFree` of 2 MiB (H200, driver 580.159).
+//! Reserved addresses of freed allocations. The next allocation of the same size gets them, as the
+//! driver reuses addresses, too. A new reservation with its page tables takes a quarter of the time
+//! of a pair of `cuMemAlloc` and `cuMemFree` of 2 MiB (H200, driver 580.159).
 
 use affinode_cuda_sys::result;
 
 use super::driver::call;
 use super::tables;
 
-/// Limit of the ranges that are kept.
+/// Maximum number of kept ranges.
 const MAX_RANGES: usize = 16;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct AddressRange {
     address: u64,
-    /// 0: an unused entry.
+    /// Size of the range in bytes; 0: an unused entry.
     bytes: u64,
 }
 
-/// The kept ranges, until a context ends: its effect on reservations is undocumented. Zeroes are empty.
+/// The kept ranges. They are freed when a context ends, because its effect on reservations is
+/// undocumented. An all-zero value is empty.
 #[repr(C)]
 pub struct AddressReservations {
     kept: [AddressRange; MAX_RANGES],
@@ -50,7 +51,7 @@ impl AddressReservations {
     }
 }
 
-/// Addresses without a mapping. `None`: the driver has none.
+/// Returns a range of addresses without a mapping. `None`: the driver cannot reserve one.
 pub fn reserve(bytes: usize) -> Option<u64> {
     if let Some(address) = tables(|tables| tables.addresses.take(bytes as u64)) {
         return Some(address);
@@ -60,7 +61,7 @@ pub fn reserve(bytes: usize) -> Option<u64> {
     (code == result::SUCCESS).then_some(address)
 }
 
-/// Keeps addresses that are no longer mapped.
+/// Keeps a range that is no longer mapped. If another range is replaced, that one is freed.
 pub fn free(address: u64, bytes: u64) {
     if let Some(oldest) = tables(|tables| tables.addresses.keep(AddressRange { address, bytes })) {
         call!(mem_address_free(oldest.address, oldest.bytes as usize));

@@ -1,4 +1,4 @@
-//! Wrappers of the driver's functions about allocations and addresses.
+//! Wrappers of the driver's functions for allocations and addresses.
 
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
@@ -12,7 +12,8 @@ use super::driver::call;
 use super::{GRANULE_BYTES, SWAP, addresses, count, ipc, locked, stream_pools, tables, vmm};
 use crate::fds::TrackedFd;
 
-/// Smaller allocations are left to the driver, which puts several into one such piece.
+/// Minimum size of a swappable allocation. The driver makes smaller ones itself, and puts several
+/// of them into one piece of this size.
 pub(super) const MIN_BYTES: usize = 2 << 20;
 pub unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
     if !address.is_null()
@@ -48,7 +49,7 @@ pub unsafe extern "C" fn mem_alloc_pitch(
     call!(mem_alloc_pitch(address, pitch, width, height, element))
 }
 
-/// The pitch that the driver uses for a width; found by an allocation of one row.
+/// The pitch that the driver uses for a width. An allocation of one row shows it.
 fn pitch_of(width: usize, element: u32) -> Option<usize> {
     let (mut row, mut pitch) = (0, 0);
     if call!(mem_alloc_pitch(&raw mut row, &raw mut pitch, width, 1, element)) != result::SUCCESS {
@@ -58,7 +59,7 @@ fn pitch_of(width: usize, element: u32) -> Option<usize> {
     (freed == result::SUCCESS && pitch >= width).then_some(pitch)
 }
 
-/// Allocates swappable memory. `None`: the driver must decide.
+/// Allocates swappable memory. `None`: the caller must let the driver allocate.
 fn allocate(asked_bytes: usize) -> Option<u64> {
     if asked_bytes < MIN_BYTES || SWAP.wanted.load(Ordering::Acquire) == 0 {
         return None;
@@ -106,13 +107,13 @@ pub(super) fn make(
     None
 }
 
-/// Unmaps and frees what [`make`] has made.
+/// Unmaps and frees what [`make`] has created.
 pub(super) fn unmake(piece: &AllocationPiece) {
     unback(piece);
     call!(mem_address_free(piece.address, piece.bytes as usize));
 }
 
-/// The same as [`back`]; if memory is short, unused memory of stream pools is freed.
+/// Same as [`back`], but frees unused memory of stream pools if device memory is short.
 fn back_with_room(piece: &AllocationPiece) -> Result<u64, u32> {
     loop {
         match back(piece) {
@@ -251,7 +252,8 @@ pub unsafe extern "C" fn pointer_get_attributes(
     code
 }
 
-/// Keeps an allocation on the device: other holders than its mapping refer to its physical memory.
+/// Marks an allocation to stay on the device, because something other than its mapping refers to
+/// its physical memory.
 pub(super) fn stays(address: u64) {
     let found = locked(|table| {
         let piece = &mut table.around(address)?.piece;
@@ -289,7 +291,8 @@ pub unsafe extern "C" fn mem_get_handle_for_range(
     code
 }
 
-/// The end of such a context is not seen by a hook: from now on nothing new is swappable.
+/// Wrapper of `cuCtxFromGreenCtx`. From now on no new memory is swappable, because no hook sees the
+/// end of such a context.
 pub unsafe extern "C" fn ctx_from_green(context: *mut usize, green: usize) -> u32 {
     let code = call!(ctx_from_green(context, green));
     if code == result::SUCCESS {

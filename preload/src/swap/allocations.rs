@@ -12,30 +12,32 @@ use crate::fds::TrackedFd;
 /// One piece of physical memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AllocationPiece {
-    /// Address at which all of it is mapped; 0: it is not swappable now.
+    /// Address at which the whole piece is mapped; 0: it is not swappable now.
     pub address: u64,
     /// Size of the memory and of its mapping.
     pub bytes: u64,
-    /// The properties that it is created with, each time.
+    /// Properties with which the memory is created, each time anew.
     pub property: MemAllocationProp,
-    /// The driver's handle; meaningless while the content is in the pool.
+    /// The driver's handle of the memory; meaningless while the content is in the pool.
     pub handle: u64,
-    /// The context that was current at its creation; 0: unknown.
+    /// Context that was current when the piece was created; 0: unknown.
     pub context: usize,
-    /// It must stay on the device: another holder refers to its physical memory.
+    /// True if the piece must stay on the device, because something else refers to its physical
+    /// memory.
     pub stays: bool,
-    /// Its physical memory was created by a copier: the driver does not restore a process that
-    /// held such memory at its checkpoint.
+    /// True if a copier created the physical memory. The driver cannot restore a process that held
+    /// such memory at its checkpoint.
     pub imported: bool,
-    /// The place of its content.
+    /// Where the content is now.
     pub place: MemoryPlace,
-    /// It was part of the last copy-out.
+    /// True if the last copy-out included the piece.
     pub has_left: bool,
-    /// Offset of its content in the pool, while the content is there.
+    /// Offset of the content in the pool, while it is there.
     pub offset: u64,
-    /// Descriptor that its memory is imported by, while its content is in nothing else.
+    /// Descriptor of the exported memory, while the content is only in that memory.
     pub shared: Option<TrackedFd>,
-    /// Moment of its creation: another context of the same number may follow one that ended.
+    /// Time of its creation. It tells apart two contexts that have the same number one after the
+    /// other.
     pub since: u64,
 }
 
@@ -55,20 +57,20 @@ pub enum MemoryPlace {
 }
 
 impl AllocationPiece {
-    /// Whether it can be copied out.
+    /// Whether the piece can be copied out.
     pub fn is_swappable(&self) -> bool {
         !self.stays && self.address != 0 && self.context != 0
     }
 
-    /// Whether its memory may still be held after it has left the tables: it was created by a
-    /// copier, and a call that takes a reference of its own has made it stay.
+    /// Whether something may still hold the memory after the piece has left the tables: a copier
+    /// created it, and it was marked to stay because of another reference.
     pub fn may_stray(&self) -> bool {
         self.imported
             && self.stays
             && matches!(self.place, MemoryPlace::Device | MemoryPlace::Mapped)
     }
 
-    /// Whether the next copy-out takes it off the device.
+    /// Whether the next copy-out removes it from the device.
     pub fn leaves(&self) -> bool {
         self.is_swappable() && self.place == MemoryPlace::Device
     }
@@ -81,9 +83,9 @@ pub struct Allocation {
     pub piece: AllocationPiece,
     /// The size that the application requested, in bytes.
     pub asked_bytes: u64,
-    /// The number of the pool that it came from; 0: none.
+    /// The number of the pool that it was allocated from; 0: none.
     pub pool: u64,
-    /// An event of this library, once the allocation was freed in a stream.
+    /// Mark of the free in a stream, with an event of this library.
     pub mark: CompletionMark,
 }
 
@@ -128,16 +130,16 @@ impl AllocationId {
     }
 }
 
-/// All swappable memory. Zeroes are empty.
+/// All swappable memory. An all-zero value is empty.
 #[repr(C)]
 pub struct AllocationTables {
     /// Allocations of `cuMemAlloc` and similar functions.
     pub allocations: Allocations,
     /// Physical memory of `cuMemCreate`.
     pub blocks: VmmHandleTable,
-    /// Memory of other processes, of `cuIpcOpenMemHandle`. It is not swappable.
+    /// Memory of other processes, opened by `cuIpcOpenMemHandle`. It is not swappable.
     pub opened: OpenedOnes,
-    /// The identity of this process for processes that open its memory.
+    /// Identity of this process for other processes that open its memory.
     pub identity: ExportIdentity,
     /// Reserved addresses of freed allocations.
     pub addresses: AddressReservations,
@@ -159,19 +161,19 @@ impl AllocationTables {
         }
     }
 
-    /// A number that is higher than all numbers returned before.
+    /// Returns a number that is higher than all numbers returned before.
     pub fn now(&mut self) -> u64 {
         self.noted += 1;
         self.noted
     }
 
-    /// Adds an allocation. False: out of memory.
+    /// The lowest id of all pieces.
     pub fn insert(&mut self, mut allocation: Allocation) -> bool {
         allocation.piece.since = self.now();
         self.allocations.insert(allocation)
     }
 
-    /// The first piece at or after `from` that `which` picks.
+    /// The first piece at or after `from` for which `which` is true.
     pub fn next(
         &mut self,
         from: AllocationId,
@@ -198,7 +200,7 @@ impl AllocationTables {
         }
     }
 
-    /// Bytes of all pieces that `which` picks.
+    /// Total bytes of the pieces for which `which` is true.
     pub fn bytes(&mut self, which: impl Fn(&AllocationPiece) -> bool) -> u64 {
         let allocations = self.allocations.iter().map(|allocation| &allocation.piece);
         let pieces = allocations.chain(self.blocks.from(0).map(|block| &block.piece));

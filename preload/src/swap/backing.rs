@@ -11,15 +11,15 @@ use super::{
     DEVICES, GRANULE_BYTES, SWAP, allocations::AllocationPiece, driver::call, peer_devices,
 };
 
-/// The abilities of each device; 0: not queried yet.
+/// What each device supports, as a bit set; 0: not queried yet.
 static ABILITIES: [AtomicU32; DEVICES] = [const { AtomicU32::new(0) }; DEVICES];
-/// The device was queried.
+/// Bit: the device was queried.
 const KNOWN: u32 = 1;
-/// Memory of the device can be swappable.
+/// Bit: memory of the device can be swappable.
 const ABLE: u32 = 1 << 1;
-/// Its memory may be created for access by other devices on the bus.
+/// Bit: memory may be created for access by other devices on the bus.
 const RDMA: u32 = 1 << 2;
-/// Its memory can be exported.
+/// Bit: memory of the device can be exported.
 const SHARES: u32 = 1 << 3;
 
 fn ability(device: i32) -> u32 {
@@ -68,7 +68,7 @@ fn property(device: i32, abilities: u32) -> MemAllocationProp {
     }
 }
 
-/// The properties of new memory on a device, for an allocation.
+/// The properties of new memory for an allocation on a device.
 pub(super) fn property_on(device: i32) -> MemAllocationProp {
     property(device, ability(device))
 }
@@ -83,7 +83,7 @@ pub(super) fn back(piece: &AllocationPiece) -> Result<u64, u32> {
     map(piece, handle).map(|()| handle)
 }
 
-/// Maps existing physical memory at a piece's addresses; releases it if that fails.
+/// Maps existing physical memory at a piece's addresses. If that fails, the memory is released.
 pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
     let bytes = piece.bytes as usize;
     let try_once = || call!(mem_map(piece.address, bytes, 0, handle, 0));
@@ -111,7 +111,7 @@ pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
     }
 }
 
-/// Undoes [`back`]. False: it is still mapped.
+/// Undoes [`back`]. Returns false if the memory is still mapped.
 pub(super) fn unback(piece: &AllocationPiece) -> bool {
     let unmapped = call!(mem_unmap(piece.address, piece.bytes as usize)) == result::SUCCESS;
     let released = unmapped && call!(mem_release(piece.handle)) == result::SUCCESS;
@@ -121,12 +121,12 @@ pub(super) fn unback(piece: &AllocationPiece) -> bool {
     unmapped
 }
 
-/// Memory imported from a copier may be held from now on by something that no table contains.
+/// Records that something outside the tables may hold memory imported from a copier.
 pub(super) fn strays() {
     SWAP.strayed.store(1, Ordering::Release);
 }
 
-/// Gives access to the device itself and to its peers, as the application has enabled them.
+/// Gives the device itself access to a piece, and the peers that the application has enabled.
 pub(super) fn give_access(piece: &AllocationPiece) -> u32 {
     match give(piece, piece.property.location_id) {
         result::SUCCESS => {}
@@ -141,8 +141,8 @@ pub(super) fn give_access(piece: &AllocationPiece) -> u32 {
     result::SUCCESS
 }
 
-/// The same for memory of another process, which may be on another device than the one that it
-/// is opened on: peers of the latter get access if the driver allows it.
+/// Same as [`give_access`] for memory of another process. It may be opened on another device than
+/// its own. Peers of the device on which it is opened get access if the driver allows that.
 pub(super) fn give_access_to_opened(piece: &AllocationPiece) -> u32 {
     let code = give(piece, piece.property.location_id);
     if code == result::SUCCESS {
@@ -162,7 +162,7 @@ fn give(piece: &AllocationPiece, device: i32) -> u32 {
     call!(mem_set_access(piece.address, piece.bytes as usize, &raw const access, 1))
 }
 
-/// The devices that the application has made peers of a piece's device.
+/// The devices that the application has enabled as peers of a piece's device.
 fn peers_of(piece: &AllocationPiece) -> impl Iterator<Item = i32> {
     let device = usize::try_from(piece.property.location_id).ok();
     let peers = device.and_then(|device| SWAP.peers.get(device));

@@ -1,5 +1,5 @@
-//! Whether restored content is the content that was copied out: its digests are computed again on
-//! the device, if the controller has ordered that.
+//! Checks that restored content equals the content that was copied out. If the controller has
+//! ordered the check, the digests are computed again on the device.
 //!
 //! ```text
 //! restored ──the digests of the copy-out?──> intact
@@ -9,9 +9,9 @@
 //!         └──> damaged: every call returns an error from then on
 //! ```
 //!
-//! The pool is memory of the application's own process, which a stray write of the application may
-//! reach, and content crosses the bus twice. A difference is reported as the driver reports faulty
-//! device memory: as an uncorrectable error, so that no result is computed from it.
+//! Content can change for two reasons. The pool is memory of the application's own process, so a
+//! stray write can reach it; and the content crosses the bus twice. A difference is reported like
+//! faulty device memory, as an uncorrectable error, so that no result is computed from it.
 
 use core::sync::atomic::Ordering;
 
@@ -24,12 +24,12 @@ use super::staging::StagingPool;
 use super::{SWAP, with_pool};
 use crate::process;
 
-/// Sets whether restores are checked, until the next call.
+/// Sets whether restores are checked, from now until the next call of this function.
 pub(super) fn set(on: bool) {
     SWAP.checks.store(u32::from(on), Ordering::Relaxed);
 }
 
-/// Checks restored content, and adds a hazard to the counters if it differs.
+/// Checks restored content. If it differs, a hazard is added to the counters.
 pub(super) fn look() {
     if SWAP.checks.load(Ordering::Relaxed) == 1
         && !is_intact()
@@ -39,7 +39,8 @@ pub(super) fn look() {
     }
 }
 
-/// Whether restored content is what was copied out, as far as that is known.
+/// Whether restored content equals what was copied out. Content without a known digest counts as
+/// equal.
 fn is_intact() -> bool {
     with_pool(|pool| match compare(pool) {
         ChecksumResult::Same | ChecksumResult::Unknown => true,
@@ -51,13 +52,13 @@ fn is_intact() -> bool {
     })
 }
 
-/// Result of comparing restored content.
+/// Result of the comparison of restored content.
 enum ChecksumResult {
-    /// As it was copied out, where the digest is known.
+    /// Same content as copied out, in all slots with a known digest.
     Same,
-    /// The device cannot compute digests now.
+    /// Unknown, because the device cannot compute digests now.
     Unknown,
-    /// Different in the slots that have a digest in this table.
+    /// Different content in the slots that have a digest in this table.
     Other(DigestTable),
 }
 
@@ -81,7 +82,7 @@ fn compare(pool: &StagingPool) -> ChecksumResult {
     if any { ChecksumResult::Other(found) } else { ChecksumResult::Same }
 }
 
-/// Whether both are known, and of different content.
+/// Whether both digests are known and differ.
 fn is_other(known: Digest, found: Digest) -> bool {
     let is_zero = |digest| [Digest::ZERO, Digest::LEFT_OUT].contains(&digest);
     let are_known = known != Digest::UNKNOWN && found != Digest::UNKNOWN;

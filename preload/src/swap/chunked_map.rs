@@ -1,18 +1,18 @@
-//! An ordered map stored as page-sized groups: an insert or a remove shifts at most one group,
-//! however many entries there are.
+//! An ordered map, stored as page-sized groups. An insert or a remove shifts the entries of one
+//! group at most, so its cost does not depend on the number of entries.
 
 use super::mmap_vec::{MmapVec, PAGE_BYTES};
 
-/// An entry with its key.
+/// A map entry that contains its key.
 pub trait HasKey: Copy {
-    /// The key; unique within a map.
+    /// The entry's key, unique within a map.
     fn key(&self) -> u64;
 }
 
-/// The map. Zeroes are an empty one.
+/// An ordered map of entries. An all-zero value is an empty map.
 #[repr(C)]
 pub struct ChunkedMap<T> {
-    /// Groups in order, none of them empty.
+    /// Groups in key order, none of them empty.
     groups: MmapVec<MmapVec<T>>,
     /// The last group that became empty, for reuse.
     spare: MmapVec<T>,
@@ -38,7 +38,7 @@ impl<T: HasKey> ChunkedMap<T> {
         self.groups.all().is_empty()
     }
 
-    /// The entry at a position in the order.
+    /// The entry at a position in key order.
     pub fn nth(&self, mut place: usize) -> Option<&T> {
         for group in self.groups.all() {
             let ones = group.all();
@@ -50,14 +50,14 @@ impl<T: HasKey> ChunkedMap<T> {
         None
     }
 
-    /// Index of the group that has a key, or would have it.
+    /// Index of the group that contains a key, or that would contain it.
     fn group(&self, key: u64) -> usize {
         let begins_before =
             |group: &MmapVec<T>| group.all().first().is_some_and(|one| one.key() <= key);
         self.groups.all().partition_point(begins_before).saturating_sub(1)
     }
 
-    /// A key's group and its position there, or the position where it would be.
+    /// A key's group and its position there. `Err`: the position at which it would be inserted.
     fn place(&self, key: u64) -> (usize, Result<usize, usize>) {
         let group = self.group(key);
         let ones = self.groups.all().get(group).map_or(&[][..], MmapVec::all);
@@ -68,26 +68,26 @@ impl<T: HasKey> ChunkedMap<T> {
         self.groups.all_mut().get_mut(group)?.all_mut().get_mut(place)
     }
 
-    /// The entry with a key.
+    /// The entry with this key.
     pub fn at(&mut self, key: u64) -> Option<&mut T> {
         let (group, place) = self.place(key);
         self.get_mut(group, place.ok()?)
     }
 
-    /// The entry with the key, or else the last one before it.
+    /// The entry with this key, or else the last one before it.
     pub fn up_to(&mut self, key: u64) -> Option<&mut T> {
         let (group, place) = self.place(key);
         let place = place.or_else(|after| after.checked_sub(1).ok_or(())).ok()?;
         self.get_mut(group, place)
     }
 
-    /// The entries from a key on.
+    /// All entries from this key on.
     pub fn from(&self, key: u64) -> impl Iterator<Item = &T> {
         let groups = self.groups.all().get(self.group(key)..).unwrap_or_default();
         groups.iter().flat_map(MmapVec::all).skip_while(move |one| one.key() < key)
     }
 
-    /// The first entry from a key on that `which` picks.
+    /// The first entry from this key on for which `which` is true.
     pub fn find_from(&mut self, key: u64, which: impl Fn(&T) -> bool) -> Option<&mut T> {
         let group = self.group(key);
         let groups = self.groups.all_mut().get_mut(group..).unwrap_or_default();
@@ -95,7 +95,7 @@ impl<T: HasKey> ChunkedMap<T> {
         from_there.find(|one| one.key() >= key && which(one))
     }
 
-    /// Adds an entry. False: its key exists, or memory has run out.
+    /// Adds an entry. False: its key exists already, or there is no memory.
     pub fn insert(&mut self, one: T) -> bool {
         let (mut group, Err(mut place)) = self.place(one.key()) else {
             return false;
@@ -127,7 +127,8 @@ impl<T: HasKey> ChunkedMap<T> {
         }
     }
 
-    /// Adds a group: after another one, of which it takes the entries from `keeps` on; or the first.
+    /// Adds a group. If `after` is a group, the new one follows it and takes its entries from
+    /// `keeps` on. Otherwise it is the first group.
     fn begin_group(&mut self, after: usize, keeps: usize) -> bool {
         let mut fresh = core::mem::replace(&mut self.spare, MmapVec::empty());
         // All steps that can fail come before any entry moves.
@@ -145,7 +146,7 @@ impl<T: HasKey> ChunkedMap<T> {
         self.groups.insert(place, fresh).is_ok()
     }
 
-    /// Removes the first entry that `which` picks.
+    /// Removes the first entry for which `which` is true.
     pub fn remove(&mut self, which: impl Fn(&T) -> bool) -> Option<T> {
         let mut groups = self.groups.all().iter().enumerate();
         let (group, place) =
@@ -153,7 +154,7 @@ impl<T: HasKey> ChunkedMap<T> {
         self.take_out(group, place)
     }
 
-    /// Removes the entry with a key.
+    /// Removes the entry with this key.
     pub fn remove_at(&mut self, key: u64) -> Option<T> {
         let (group, place) = self.place(key);
         self.take_out(group, place.ok()?)
@@ -226,7 +227,7 @@ mod tests {
         assert_eq!(all(&sorted), [1, 5]);
     }
 
-    /// Large entries, so few in a group that groups begin and end all the time.
+    /// The entries are large. A group holds few of them, so groups are created and removed often.
     #[test]
     fn it_is_as_a_tree_whatever_comes_and_goes() {
         let mut seed = 1_u64;
@@ -265,7 +266,8 @@ mod tests {
         assert!(sorted.is_empty());
     }
 
-    /// An entry that is taken out for a moment is not lost if there is no memory for a new group.
+    /// An entry that is removed for a short time is not lost, even if there is no memory for a new
+    /// group.
     #[test]
     fn removed_entry_fits_again_without_a_new_group() {
         let mut sorted = ChunkedMap::empty();

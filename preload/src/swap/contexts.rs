@@ -1,4 +1,4 @@
-//! Contexts: the current one, calls in another one, and what ends with a context.
+//! CUDA contexts: the current one, calls in another one, and the memory that ends with a context.
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -16,9 +16,9 @@ pub(super) fn current_context() -> Option<usize> {
     (call!(ctx_get_current(&raw mut context)) == result::SUCCESS).then_some(context)
 }
 
-/// Waits for work as `cuMemFree` does, and fails where that fails (while a stream is being
-/// captured, after an error): by freeing a small allocation of the same context.
-/// For memory that has outlived its context (0): in the current one.
+/// Waits for work as `cuMemFree` does, and fails where that fails: during the capture of a stream,
+/// or after an error. For this it frees a small allocation of the same context. For memory that has
+/// outlived its context (0), it waits in the current context.
 pub(super) fn wait_for_work(context: usize) -> u32 {
     const SMALL_BYTES: usize = 256;
     let context = if context == 0 { current_context().unwrap_or(0) } else { context };
@@ -40,7 +40,8 @@ pub(super) fn wait_for_work(context: usize) -> u32 {
     })
 }
 
-/// Whether a context has no small allocation that stays yet; if so, the context is recorded.
+/// Records a context that has no permanent small allocation yet. False: it has one already, or the
+/// list is full.
 fn keeps_first(context: usize) -> bool {
     let known = |place: &AtomicUsize| place.load(Ordering::Relaxed) == context;
     let take = |place: &AtomicUsize| {
@@ -49,7 +50,7 @@ fn keeps_first(context: usize) -> bool {
     !SWAP.anchored.iter().any(known) && SWAP.anchored.iter().any(take)
 }
 
-/// Runs `body` in an existing context, and restores the application's current one.
+/// Runs `body` in an existing context, then makes the application's context current again.
 pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
     if current_context() == Some(context) {
         return body();
@@ -64,7 +65,8 @@ pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
     code
 }
 
-/// Ends a context with its allocations. `which`: called once no other context can end.
+/// Ends a context and its allocations. `which` returns the context. It is called at a time when no
+/// other context can end.
 fn ends(
     which: impl FnOnce() -> Option<usize>,
     end: impl FnOnce() -> u32,
@@ -114,9 +116,11 @@ fn ends(
     code
 }
 
-/// Memory of a pool does not belong to a context: it outlives the one that it was allocated in
-/// (measured, H200, driver 580.159), and stays on the device, as no context is left to copy it in.
-/// Changes the next such allocation, and returns its swappable bytes.
+/// Removes the ended context from the next allocation of a memory pool that was made in it, and
+/// marks the allocation to stay on the device. Pool memory outlives the context in which it was
+/// allocated (measured, H200, driver 580.159). It must stay because no context is left in which it
+/// could be copied in. Returns the bytes that are no longer swappable, or `None` if no such
+/// allocation is left.
 fn outlives(table: &mut Allocations, of_it: impl Fn(&AllocationPiece) -> bool) -> Option<u64> {
     let mut pooled = table.iter_mut().filter(|a| a.pool != 0);
     let piece = &mut pooled.find(|a| of_it(&a.piece))?.piece;
@@ -134,8 +138,9 @@ fn is_primary_active(device: i32) -> bool {
     code == result::SUCCESS && active != 0
 }
 
-/// The device's primary context, if it has one now. To be called while no context ends: it takes a
-/// reference for a moment, which would be the last if another thread released its own meanwhile.
+/// The device's primary context, if it exists now. No context may end during the call. The function
+/// takes a reference for a short time. If another thread released its own reference meanwhile, this
+/// one would be the last.
 fn primary_context(device: i32) -> Option<usize> {
     let mut context = 0;
     if !is_primary_active(device)

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Until the copier reports Copied, the content is in device memory that a descriptor of this process
-//! keeps: neither the copier's death nor the controller's loses it. A pool that the copier may still
-//! be writing to is not used again.
+//! keeps, so it survives the end of the copier and of the controller. A pool that the copier may
+//! still be writing to is not used again.
 
 use affinode_cuda_sys::{POSIX_DESCRIPTOR, result};
 
@@ -25,10 +25,10 @@ use super::{copier_restore, is_in_use, tables, with_pool};
 use crate::fds::TrackedFd;
 use crate::sys::{self, Descriptor, datagram};
 
-/// How long the copier may take to read the exported descriptors.
+/// Time limit for the copier to read the exported descriptors.
 const WITHIN_US: u64 = 4_000_000;
 
-/// Bytes whose content is only in exported memory.
+/// Number of bytes whose content is only in exported memory.
 pub fn bytes() -> u64 {
     if is_in_use() { tables(|tables| tables.bytes(is_exported)) } else { 0 }
 }
@@ -37,10 +37,11 @@ fn is_exported(piece: &AllocationPiece) -> bool {
     piece.place == MemoryPlace::Handed
 }
 
-/// Exports everything that leaves the device. False: everything is on the device as before.
+/// Exports everything that leaves the device. False: nothing was exported, and everything is on the
+/// device as before.
 ///
 /// # Errors
-/// The driver's code: some of it stays exported, and the connection to the copier is closed.
+/// The driver's code. Some of it stays exported, and the connection to the copier is closed.
 pub fn export_to_copier(pool: &mut StagingPool, vram_bytes: u64) -> Result<bool, u32> {
     // The copier needs all pages of the pool: end the prefault.
     pool.end();
@@ -158,16 +159,16 @@ pub fn settle() -> bool {
     true
 }
 
-/// Goes on without the copier.
+/// Closes the connection to the copier and marks the pool, to which the copier may still write.
 fn leave() {
     copier_restore::hang_up();
     with_pool(StagingPool::taint);
 }
 
-/// Takes back what was exported and not copied.
+/// Maps exported memory that the copier has not copied into this process again.
 ///
 /// # Errors
-/// The driver's code. Nothing is lost: the call can be repeated.
+/// The driver's error code. The memory stays exported, and the call can be repeated.
 pub fn restore_from_copier() -> Result<(), u32> {
     if bytes() == 0 {
         return Ok(());
