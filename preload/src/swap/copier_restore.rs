@@ -35,15 +35,16 @@ use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, task};
 
-/// A copier that fills has begun while the driver restored, and any other has hung up: its message
-/// has already arrived, unless the copier is stopped.
+/// Time limit for the copier's Begin after the driver's restore. A copier that fills memory has
+/// begun during the restore, and any other has closed the connection. So the message has usually
+/// arrived already, unless the copier is stopped.
 const BEGIN_WITHIN_MS: u64 = 500;
-/// How long to wait for the next block, beside the time for its bytes.
+/// Time limit for the next block, in addition to the time for its bytes.
 const BLOCK_WITHIN_MS: u64 = 2_000;
-/// Bytes per millisecond of the slowest bus that is worth waiting for.
+/// Bytes per millisecond of the slowest bus for which it is worth waiting.
 const BYTES_A_MS: u64 = 2_000_000;
 
-/// 1: what is copied out was offered on the current socket.
+/// 1: the copied-out content was offered to the copier on the current socket.
 static OFFERED: AtomicU32 = AtomicU32::new(0);
 
 /// Stores the copier's socket that the controller has sent.
@@ -60,8 +61,9 @@ pub fn meet(socket: Option<Descriptor>) {
     }
 }
 
-/// Closes the connection, upon which the copier frees everything for this process. Descriptors still
-/// in the socket are closed, too: a shareable handle keeps its memory as long as it exists.
+/// Closes the connection; the copier then frees everything for this process. Also closes
+/// descriptors that are still in the socket, because a shareable handle keeps its memory while the
+/// handle exists.
 pub fn hang_up() {
     if let Some(copier) = fds::COPIER.get() {
         // A forked child may have the socket as well.
@@ -73,8 +75,8 @@ pub fn hang_up() {
     prefault_ahead::is_over();
 }
 
-/// Offers what is copied out to the copier, if the copier can restore it faster. Otherwise closes the
-/// connection, and notes in the counters that the next copier would be of no use.
+/// Offers the copied-out content to the copier, if the copier can restore it faster. Otherwise
+/// closes the connection, and records in the counters that another copier would not help.
 pub fn offer(pool: &StagingPool, vram_bytes: u64) {
     let summary = summary(MemoryPlace::Pool);
     if let Some(page) = process::page() {
@@ -90,8 +92,8 @@ pub fn offer(pool: &StagingPool, vram_bytes: u64) {
     }
 }
 
-/// Tells the copier that the process is checkpointed. From here on the copier's messages wake the
-/// agent at once.
+/// Tells the copier that the process is checkpointed. From now on a message of the copier wakes the
+/// agent.
 pub fn announce_offloaded() {
     if let Some(copier) = fds::COPIER.get() {
         let _ = sys::notify(copier, sys::gettid(), sys::SIGURG);
@@ -105,7 +107,7 @@ fn is_wanted() -> bool {
         || fds::SOCKET.get().is_some_and(|socket| task::wait_readable(socket, 0))
 }
 
-/// Serves the next request of the copier while the process is offloaded. True: there may be more.
+/// Handles the next message of the copier while the process is offloaded. True: there may be more.
 pub fn recv() -> bool {
     let Some((message, file)) = receive(0) else {
         return false;
@@ -132,12 +134,12 @@ pub fn announce_restore() {
     send(ToCopier::Restoring, None);
 }
 
-/// Whether the copier has reported that it can copy out.
+/// Whether the copier has sent Ready, which means that it can copy out.
 pub(super) fn has_said_ready() -> bool {
     matches!(receive(0), Some((FromCopier::Ready, None)))
 }
 
-/// Sends the next piece's descriptor, and waits while the socket is full.
+/// Sends the descriptor of the next piece. Waits while the socket is full, until `end_us`.
 pub(super) fn send_piece(shared: i32, end_us: u64) -> Option<()> {
     const PAUSE_US: u64 = 200;
     loop {
@@ -151,8 +153,9 @@ pub(super) fn send_piece(shared: i32, end_us: u64) -> Option<()> {
     }
 }
 
-/// Waits until the copier has copied everything that was exported. False: the copier has failed, or a
-/// caller waits, for whom the memory is faster taken back than copied.
+/// Waits until the copier has copied everything that was exported. False: the copier has failed or
+/// is too slow, or a caller waits. For a caller it is faster to map the memory again than to wait
+/// for the copy.
 pub(super) fn has_copied(bytes: u64) -> bool {
     const SLICE_MS: u64 = 10;
     const ALMOST_MS: u64 = 500;
@@ -176,7 +179,7 @@ fn send(message: ToCopier, descriptor: Option<i32>) -> Option<()> {
     sys::send(fds::COPIER.get()?, &message.encode(), descriptor).ok().map(drop)
 }
 
-/// Has the copier register the pool, which is still empty.
+/// Asks the copier to register the pool, which is still empty.
 pub(super) fn announce_prefault(pool: &StagingPool, bytes: u64) -> Option<()> {
     let (.., device) = summary(MemoryPlace::Device)?;
     send(ToCopier::Prefaulted { bytes, uuid: uuid_of(device)? }, Some(pool.file()?))
@@ -187,7 +190,7 @@ fn uuid_of(device: i32) -> Option<[u8; 16]> {
     (call!(device_get_uuid(&raw mut uuid, device)) == result::SUCCESS).then_some(uuid)
 }
 
-/// Sends the list of the pieces that `which` picks: they are in the pool, or about to be.
+/// Sends the list of pieces for which `which` is true. Their content is in the pool, or will be soon.
 pub(super) fn announce_copied_out(
     pool: &StagingPool,
     (pieces, bytes, device): Summary,
@@ -223,10 +226,11 @@ fn is_off(piece: &AllocationPiece) -> bool {
 /// Number, bytes and device of the copied-out pieces.
 pub(super) type Summary = (u32, u64, i32);
 
-/// The summary of the pieces, if a copier can create such memory: all of it contiguous in the pool,
-/// on one device, large enough on average, and without special properties. Above all, not exportable
-/// by the application: the driver does not export imported memory. Allocations of `cuMemAlloc` may be
-/// exportable, since only this library exports them, and an exported one stays on the device.
+/// The summary of the pieces, or `None` if a copier cannot create such memory. The memory must be
+/// contiguous in the pool, on one device, large enough on average, and without special properties.
+/// The application must not be able to export it, because the driver does not export imported
+/// memory. Allocations of `cuMemAlloc` may be exportable: only this library exports them, and an
+/// exported one stays on the device.
 pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
     let (mut many, mut end) = (0_u32, 0);
     let mut device = None;
@@ -264,7 +268,8 @@ pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
     (large && many as usize <= MAX_PIECES).then_some((many, end, device?))
 }
 
-/// Takes all memory from the copier. False: nothing was taken, and everything is copied out as before.
+/// Imports all memory that the copier has filled. False: nothing was imported, and everything is
+/// copied out as before.
 pub fn import_from_copier() -> bool {
     if OFFERED.load(Ordering::Relaxed) == 0 {
         // A process that turns back before its checkpoint has offered nothing.

@@ -29,18 +29,18 @@ use super::{
 };
 use crate::process;
 
-/// Limit of the contexts whose memory is copied. A process with more cannot copy out: the
-/// controller has the driver checkpoint it.
+/// Maximum number of contexts whose memory is copied. A process with more cannot copy out. The
+/// controller then orders a checkpoint by the driver.
 const MAX_CONTEXTS: usize = 16;
 
-/// Error of [`copy_out`] when other processes took the host memory that it was about to fill. Not a
+/// Error of [`copy_out`]: other processes took the host memory that it was about to fill. Not a
 /// code of the driver.
 pub const NO_HOST_MEMORY: u32 = 0xffff_0001;
-/// What [`copy_out`] returns when another thread has the dynamic loader's lock, and perhaps waits for
-/// the gate. No code of the driver's.
+/// Error of [`copy_out`]: another thread has the dynamic loader's lock, and may be waiting for the
+/// gate. Not a code of the driver.
 pub const LOADER_HELD: u32 = affinode_proto::wire::message::BUSY_LOADER;
 
-/// Whether content is in the staging pool.
+/// Whether any content is in the staging pool.
 pub fn is_copied_out() -> bool {
     is_in_use()
         && tables(|tables| {
@@ -48,10 +48,12 @@ pub fn is_copied_out() -> bool {
         })
 }
 
-/// Copies all swappable memory to host memory and frees it. `keep`: the copy is retained after the
-/// restore, and content that the last copy holds unchanged is not copied again. `handed`: a
-/// checkpoint follows, of a process with this many bytes on the device; a copier may copy
-/// meanwhile. `check`: the restore verifies checksums.
+/// Copies all swappable memory to host memory and frees it on the device.
+///
+/// `keep`: the copy is retained after the restore. Content that the last copy holds unchanged is
+/// not copied again. `check`: the restore verifies checksums. `handed`: if it is `Some`, a
+/// checkpoint follows, and a copier may copy the memory during the checkpoint. The value is the
+/// process's VRAM in bytes.
 ///
 /// # Errors
 /// The driver's code, [`NO_HOST_MEMORY`] or [`LOADER_HELD`]. Everything is on the device as before.
@@ -129,20 +131,21 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
     })
 }
 
-/// Whether less than half of the content is in the pool already.
+/// Whether the pool has less than half of the content, as far as digests tell.
 fn is_new(pool: &StagingPool, found: Option<&DigestTable>, bytes: u64) -> bool {
     found.is_none_or(|found| pool.unchanged(found) < bytes / 2)
 }
 
-/// Lets the agent make calls that would break another thread's capture of a stream.
+/// Allows the agent's thread to make calls that would otherwise invalidate another thread's capture
+/// of a stream.
 fn relax_captures() {
     const RELAXED: u32 = 2;
     let mut mode = RELAXED;
     driver::exchange_capture_mode(&mut mode);
 }
 
-/// Assigns each piece that leaves the device its offset in the pool: the bytes of all, and a context.
-/// `None`: no memory for the list that sorts them.
+/// Assigns an offset in the pool to each piece that leaves the device. Returns their total bytes
+/// and a context. `None`: no memory for the list that sorts them.
 pub(super) fn assign() -> Option<(usize, usize)> {
     tables(|tables| {
         let mut from = AllocationId::FIRST;
@@ -162,8 +165,8 @@ pub(super) fn assign() -> Option<(usize, usize)> {
     })
 }
 
-/// Calls `body` for each piece that `which` picks. Looks the pieces up one by one, so that no lock
-/// is held during a call into the driver.
+/// Calls `body` for each piece for which `which` is true. It looks the pieces up one by one, so
+/// that no lock is held during a call into the driver.
 pub(super) fn each(
     which: impl Fn(&AllocationPiece) -> bool,
     mut body: impl FnMut(AllocationId, &AllocationPiece) -> u32,
@@ -209,7 +212,7 @@ struct CopyOutProgress<'a> {
 }
 
 impl CopyOutProgress<'_> {
-    /// Starts to copy what the pool does not have of a piece.
+    /// Starts to copy the content of a piece that the pool does not have.
     fn copy(&mut self, piece: &AllocationPiece) -> u32 {
         let mut done = 0;
         while done < piece.bytes {
@@ -237,7 +240,7 @@ impl CopyOutProgress<'_> {
     }
 }
 
-/// Starts to fill a piece that is mapped, with copies from the pool and with zeroes.
+/// Starts to fill a mapped piece with copies from the pool and with zeroes.
 pub(super) fn copy_to_host(
     pool: &mut StagingPool,
     copies: &mut CopyStreams,
@@ -266,7 +269,7 @@ pub(super) fn as_result(code: u32) -> Result<(), u32> {
     if code == result::SUCCESS { Ok(()) } else { Err(code) }
 }
 
-/// Frees the physical memory of what is copied out. A piece that cannot be unmapped stays.
+/// Frees the device memory of all copied-out content. A piece that cannot be unmapped stays.
 fn give_back() {
     each(AllocationPiece::leaves, |id, piece| {
         if unback(piece) {
@@ -277,7 +280,7 @@ fn give_back() {
     update_counters();
 }
 
-/// Writes to the counters what is copied out, and whether the rest has imported memory.
+/// Writes to the counters how much is copied out, and whether the rest includes imported memory.
 pub(super) fn update_counters() {
     let in_pool =
         |piece: &AllocationPiece| matches!(piece.place, MemoryPlace::Pool | MemoryPlace::Mapped);
@@ -290,10 +293,11 @@ pub(super) fn update_counters() {
     }
 }
 
-/// Copies everything back to the same addresses.
+/// Copies all content back to the same addresses.
 ///
 /// # Errors
-/// The driver's code, most often for lack of VRAM. Nothing is lost: the call can be repeated.
+/// The driver's code, in most cases because VRAM is short. Nothing is lost, and the call can be
+/// repeated.
 pub fn copy_in() -> Result<(), u32> {
     if !is_copied_out() {
         return Ok(());
@@ -338,7 +342,7 @@ fn copy_to_device() -> Result<(), u32> {
     })
 }
 
-/// Whether the driver returns this code for a synchronisation of the copied-out memory's context.
+/// Whether the driver returns this code when the context of the copied-out memory is synchronised.
 /// Nothing runs on the GPU, so the driver returns at once.
 pub fn is_broken(code: u32) -> bool {
     if !is_copied_out() {
@@ -352,9 +356,9 @@ pub fn is_broken(code: u32) -> bool {
     context.is_some_and(|context| in_context(context, || call!(ctx_synchronize())) == code)
 }
 
-/// Unregisters the pool before a checkpoint: checkpoint and restore take longer for every byte of
-/// host memory that is registered with the driver. The copy-in registers it again beside its
-/// copies, or a copier registers it earlier.
+/// Unregisters the pool before a checkpoint. Each byte of host memory that is registered with the
+/// driver makes checkpoint and restore slower. The copy-in registers it again while its copies run,
+/// or a copier registers it earlier.
 pub fn release_copied_out(vram_bytes: u64) {
     if is_copied_out() {
         with_pool(|pool| {
@@ -387,8 +391,8 @@ fn fill(
     }
 }
 
-/// Frees a part of the unused pool beside the running application, unless it is retained and
-/// host memory suffices.
+/// Frees a part of the unused pool while the application runs, unless the pool is retained and host
+/// memory suffices.
 pub fn tidy() -> TrimResult {
     if !is_in_use() || is_copied_out() {
         return TrimResult::All;
