@@ -1,5 +1,5 @@
-//! What the pool has already: digests of memory on the device, computed there at the speed of its
-//! memory, some hundred times faster than a copy to the host.
+//! Digests of device memory, which tell what content the pool already has. The device computes them
+//! at the speed of its memory, some hundred times faster than a copy to the host.
 //!
 //! ```text
 //! slot of the pool (2 MiB):  not known ──copied, with its digest──> known
@@ -21,13 +21,13 @@ use super::driver::call;
 use super::{loader_lock, tables};
 use crate::{libc, sys};
 
-/// Bytes that one digest covers.
+/// Number of bytes that one digest covers.
 pub const SLOT_BYTES: usize = 2 << 20;
 const THREADS: u32 = 256;
 const NAME: *const c_char = c"affinode_digest".as_ptr();
 const IMAGE: &str = concat!(include_str!("digest.ptx"), "\0");
 
-/// A digest of one slot. Zero: not known.
+/// A digest of one slot. An all-zero value: the content is not known.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Digest {
@@ -39,16 +39,18 @@ impl Digest {
     pub const UNKNOWN: Digest = Digest { low: 0, high: 0 };
     /// The digest of memory that is all zero; no other content has it.
     pub const ZERO: Digest = Digest { low: 0, high: u64::MAX };
-    /// Instead of [`Self::ZERO`] for a slot that is not stored: see `zeros`.
+    /// Marks a slot that is zero and not stored, in place of [`Self::ZERO`]: see `zeros`.
     pub const LEFT_OUT: Digest = Digest { low: 0, high: u64::MAX - 1 };
 
-    /// Input of the kernel: the address of the memory, in the place of its digest.
+    /// Makes an input of the kernel: the memory's address, in the place where the kernel writes its
+    /// digest.
     pub(super) fn of_address(address: u64) -> Digest {
         Digest { low: address, high: 0 }
     }
 }
 
-/// A digest for each slot of a pool, in memory that a forked child does not have. Zeroes are empty.
+/// One digest for each slot of a pool, in memory that a forked child does not have. An all-zero
+/// value is empty.
 #[repr(C)]
 pub struct DigestTable {
     start: usize,
@@ -60,7 +62,7 @@ impl DigestTable {
         DigestTable { start: 0, many: 0 }
     }
 
-    /// A table of this many slots, all unknown.
+    /// Returns a table of this many slots, all unknown. `None`: out of memory.
     pub fn unknown(many: usize) -> Option<DigestTable> {
         let start = sys::map_private(many.checked_mul(size_of::<Digest>())?).ok()?;
         Some(DigestTable { start: start as usize, many })
@@ -92,8 +94,8 @@ impl Drop for DigestTable {
     }
 }
 
-/// Digests of the pieces on the device that `which` picks, each at its slot of a pool of `bytes`
-/// bytes. `None`: the device computes none; single pieces may stay unknown.
+/// Digests of the pieces on the device for which `which` is true, each at its slot of a pool of
+/// `bytes` bytes. `None`: the device cannot compute digests. Single pieces may stay unknown.
 pub fn of(bytes: usize, which: fn(&AllocationPiece) -> bool) -> Option<DigestTable> {
     if !libc::are_stacks_large() || !loader_lock::is_loaded() {
         return None;
@@ -112,7 +114,7 @@ pub fn of(bytes: usize, which: fn(&AllocationPiece) -> bool) -> Option<DigestTab
     Some(found)
 }
 
-/// The next context that has such a piece.
+/// The next context with a piece on the device for which `which` is true.
 fn context_after(context: usize, which: fn(&AllocationPiece) -> bool) -> Option<usize> {
     let (mut from, mut least) = (AllocationId::FIRST, None);
     let later = |piece: &AllocationPiece| which(piece) && piece.context > context;
@@ -157,7 +159,7 @@ fn of_context(
     Some(())
 }
 
-/// Loads the kernel without running it; returns the driver's code.
+/// Loads the kernel without running it. Returns the driver's code.
 pub fn load_once(context: usize) -> u32 {
     if !libc::are_stacks_large() {
         return result::NOT_SUPPORTED;
@@ -165,8 +167,9 @@ pub fn load_once(context: usize) -> u32 {
     in_context(context, || with_kernel(|_| result::SUCCESS))
 }
 
-/// Loads the kernel for each use. The driver compiles it on this thread, which needs a large stack. That takes 0.25 ms except for the first time in a process, and
-/// nothing of it is left when the driver moves the context.
+/// Loads the kernel, calls `run` with it, and unloads it. The driver compiles it on this thread,
+/// which needs a large stack. This takes 0.25 ms, but longer for the first time in a process.
+/// Nothing of the kernel is left when the driver moves the context.
 fn with_kernel(run: impl FnOnce(usize) -> u32) -> u32 {
     let (mut module, mut kernel) = (0, 0);
     match call!(module_load_data(&raw mut module, IMAGE.as_ptr().cast::<c_void>())) {

@@ -133,7 +133,7 @@ later_functions! {
     mem_get_handle_for_range = b"cuMemGetHandleForAddressRange" (*mut c_void, u64, usize, u32, u64);
     /// As of CUDA 11.1.
     mem_map_array = b"cuMemMapArrayAsync" (*mut ArrayMapInfo, u32, *mut c_void);
-    /// The same, for per-thread default streams.
+    /// Same as `mem_map_array`, for per-thread default streams.
     mem_map_array_ptsz = b"cuMemMapArrayAsync_ptsz" (*mut ArrayMapInfo, u32, *mut c_void);
     /// As of CUDA 11.0; its handle's format differs from that of the old name.
     ipc_open_mem_handle_v2 = b"cuIpcOpenMemHandle_v2" (*mut u64, ByValue, u32);
@@ -141,7 +141,7 @@ later_functions! {
     ipc_open_mem_handle = b"cuIpcOpenMemHandle" (*mut u64, ByValue, u32);
     /// As of CUDA 11.2, for per-thread default streams.
     mem_alloc_async_ptsz = b"cuMemAllocAsync_ptsz" (*mut u64, usize, *mut c_void);
-    /// The same, from an explicitly given pool.
+    /// Same as `mem_alloc_async_ptsz`, from an explicitly given pool.
     mem_alloc_from_pool_ptsz = b"cuMemAllocFromPoolAsync_ptsz" (*mut u64, usize, usize, *mut c_void);
     /// As of CUDA 11.2, for per-thread default streams.
     mem_free_async_ptsz = b"cuMemFreeAsync_ptsz" (u64, *mut c_void);
@@ -151,7 +151,7 @@ later_functions! {
     ctx_from_green = b"cuCtxFromGreenCtx" (*mut usize, usize);
 }
 
-/// Calls a function of the driver, which exists: [`is_complete`] was checked before
+/// Calls a function of the driver. The function exists, because [`is_complete`] was checked before
 /// any wrapper was installed.
 macro_rules! call {
     ($name:ident($($argument:expr),*)) => {

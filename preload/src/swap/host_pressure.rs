@@ -1,8 +1,8 @@
-//! Whether retained host memory should rather be freed: before the application reaches the
-//! container's memory limit, or the node's memory.
+//! Decides whether retained host memory must be freed, before the application reaches the
+//! container's memory limit or uses up the node's memory.
 //!
-//! An eighth of the limit, at least 1 GiB, must stay free, and an eighth of the node. What cannot
-//! be read counts as short: nothing is retained blindly. Limits above the container's own are not
+//! An eighth of the limit, at least 1 GiB, must stay free, and an eighth of the node's memory. If a
+//! value cannot be read, host memory counts as short, and nothing is retained. Limits above the container's own are not
 //! visible from inside.
 
 use core::ffi::CStr;
@@ -12,23 +12,23 @@ use crate::sys;
 const MIN_BYTES: u64 = 1 << 30;
 const PATH_BYTES: usize = 512;
 
-/// Whether host memory is short.
+/// Whether host memory is short now, without further use.
 pub fn is_near() -> bool {
     would_be_near(0)
 }
 
-/// Whether host memory is short once `bytes` more are taken.
+/// Whether host memory would be short after `bytes` more are used.
 pub fn would_be_near(bytes: u64) -> bool {
     let left = |room: u64| room.saturating_sub(bytes);
     node().is_none_or(|(room, all)| left(room) < all / 8)
         || group().is_none_or(|(room, limit)| left(room) < (limit / 8).max(MIN_BYTES))
 }
 
-/// Whether taking `bytes` now would leave so little that the kernel's out-of-memory killer is
-/// near: less than a 64th of the node, or than a 128th of the container's limit (at most 32 MiB).
+/// Whether using `bytes` more would leave so little that the kernel's out-of-memory killer may act:
+/// less than a 64th of the node, or than a 128th of the container's limit (at most 32 MiB).
 ///
-/// The controller has granted this memory by readings of a moment before; this check sees what other
-/// processes have taken since. What cannot be read does not count here.
+/// The controller granted this memory from slightly earlier readings. This check sees what other
+/// processes have used since then. A value that cannot be read does not count here.
 pub fn is_critical(bytes: u64) -> bool {
     const MAX_GROUP_FLOOR_BYTES: u64 = 32 << 20;
     #[cfg(test)]
@@ -40,7 +40,7 @@ pub fn is_critical(bytes: u64) -> bool {
             .is_some_and(|(room, limit)| left(room) < (limit / 128).min(MAX_GROUP_FLOOR_BYTES))
 }
 
-/// Available and all memory of the node, in bytes.
+/// Available and total memory of the node, in bytes.
 fn node() -> Option<(u64, u64)> {
     let mut text = [0; 1024];
     let text = sys::read_file(c"/proc/meminfo", &mut text)?;
@@ -48,8 +48,8 @@ fn node() -> Option<(u64, u64)> {
     Some((bytes(b"MemAvailable:")?, bytes(b"MemTotal:")?))
 }
 
-/// What the container's limit leaves, and the limit, in bytes. The kernel drops cached files
-/// when their memory is needed.
+/// Bytes that are left below the container's limit, and the limit. Cached files count as free,
+/// because the kernel drops them when their memory is needed.
 fn group() -> Option<(u64, u64)> {
     const UNIFIED: [&[u8]; 3] = [b"memory.max", b"memory.current", b"memory.stat"];
     const FIRST: [&CStr; 3] = [
@@ -83,7 +83,7 @@ fn group() -> Option<(u64, u64)> {
     Some((limit.saturating_sub(usage.saturating_sub(cached)), limit))
 }
 
-/// The own group's path, from `/proc/self/cgroup` with a single hierarchy.
+/// The path of this process's cgroup, from `/proc/self/cgroup` with a single hierarchy.
 fn path_of(text: &[u8]) -> Option<&[u8]> {
     text.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"0::"))
 }
@@ -92,7 +92,7 @@ fn exists(group: &[u8], name: &[u8]) -> bool {
     path(group, name, &mut [0; PATH_BYTES]).is_some_and(sys::exists)
 }
 
-/// The path of a group's file.
+/// The path of a file of a cgroup.
 fn path<'a>(group: &[u8], name: &[u8], place: &'a mut [u8; PATH_BYTES]) -> Option<&'a CStr> {
     let parts = [b"/sys/fs/cgroup", group, b"/", name, b"\0"];
     let whole = place.get_mut(..parts.iter().map(|part| part.len()).sum())?;
@@ -101,7 +101,8 @@ fn path<'a>(group: &[u8], name: &[u8], place: &'a mut [u8; PATH_BYTES]) -> Optio
     CStr::from_bytes_with_nul(whole).ok()
 }
 
-/// `max` is no limit, as are the numbers that version 1 uses for it: then the node's memory counts.
+/// Parses a memory limit. `max`, and the numbers that version 1 uses for it, become [`NO_LIMIT`]:
+/// then only the node's memory counts.
 fn limit_of(text: &[u8]) -> Option<u64> {
     match text.trim_ascii() {
         b"max" => Some(NO_LIMIT),
@@ -109,10 +110,10 @@ fn limit_of(text: &[u8]) -> Option<u64> {
     }
 }
 
-/// A pebibyte: more than any node has, so its eighth is always free.
+/// Limits from here on count as no limit: a pebibyte is more than any node has.
 const NO_LIMIT: u64 = 1 << 50;
 
-/// The number after a name at the beginning of a line.
+/// The number that follows a name at the beginning of a line.
 fn field(text: &[u8], name: &[u8]) -> Option<u64> {
     let mut lines = text.split(|byte| *byte == b'\n');
     let rest = lines.find_map(|line| {
@@ -131,7 +132,7 @@ pub mod tests {
 
     use super::*;
 
-    /// Bytes that [`is_critical`] treats as taken beside what it reads.
+    /// Bytes that [`is_critical`] treats as used in addition to what it reads.
     pub static TAKEN_BY_OTHERS: AtomicU64 = AtomicU64::new(0);
 
     #[test]

@@ -1,15 +1,17 @@
-//! Swappable memory by age, the oldest first: the order of its content in the pool. What a program
-//! has from its beginning, such as the weights of a model, keeps its offset when newer memory changes.
+//! The order of swappable memory in the pool: by age, the oldest first. Memory that a program
+//! allocates at its start, such as the weights of a model, keeps its offset when newer memory
+//! changes.
 //!
-//! Allocations come before the application's own blocks, whose names count up.
+//! Allocations come before the application's own blocks. Names of blocks are ascending numbers.
 
 use super::allocations::{AllocationId, AllocationPiece, AllocationTables};
 use super::chunked_map::{ChunkedMap, HasKey};
 use super::tables;
 
-/// Above this number the order is by address: an insert takes its place among all before it.
+/// Maximum number of allocations that are ordered by age. With more, the order is by address,
+/// because each insert by age shifts other entries.
 const MAX_BY_AGE: usize = 8_192;
-/// Above every moment that an allocation was recorded at.
+/// Added to the keys of blocks. It is above the creation time of every allocation.
 const BLOCKS: u64 = 1 << 63;
 
 #[derive(Clone, Copy)]
@@ -24,16 +26,16 @@ impl HasKey for LayoutEntry {
     }
 }
 
-/// The ids of some pieces, in that order.
+/// The ids of some pieces, in the order of their content in the pool.
 pub struct AllocationLayout(ChunkedMap<LayoutEntry>);
 
 impl AllocationLayout {
-    /// The pieces that `which` picks. `None`: out of memory.
+    /// The layout of the pieces for which `which` is true. `None`: out of memory.
     pub fn of(which: impl Fn(&AllocationPiece) -> bool) -> Option<AllocationLayout> {
         tables(|tables| AllocationLayout::within(tables, which))
     }
 
-    /// The same, with tables that are locked already.
+    /// Same as [`Self::of`], with tables that are locked already.
     pub fn within(
         tables: &mut AllocationTables,
         which: impl Fn(&AllocationPiece) -> bool,

@@ -5,7 +5,8 @@ use crate::sys;
 /// Bytes of the first mapping.
 pub const PAGE_BYTES: usize = 4096;
 
-/// The vector. Zeroes are an empty one. It keeps its memory until it is [discarded](MmapVec::discard).
+/// A vector in mapped memory. An all-zero value is an empty one. It keeps its memory until it is
+/// [discarded](MmapVec::discard).
 #[repr(C)]
 pub struct MmapVec<T> {
     first: *mut T,
@@ -39,7 +40,7 @@ impl<T> MmapVec<T> {
         self.len < self.capacity || self.grow()
     }
 
-    /// Inserts an element at a position. Returns the element if memory runs out.
+    /// Inserts an element at a position. If memory runs out, the element is returned.
     pub fn insert(&mut self, place: usize, one: T) -> Result<(), T> {
         if place > self.len || !self.reserve_one() {
             return Err(one);
@@ -69,7 +70,7 @@ impl<T> MmapVec<T> {
         }
     }
 
-    /// Moves the elements from a position on to the end of another vector. False: out of memory.
+    /// Moves all elements from a position on to the end of another vector. False: out of memory.
     pub fn split_into(&mut self, place: usize, other: &mut MmapVec<T>) -> bool {
         let many = self.len.saturating_sub(place);
         while other.capacity - other.len < many {

@@ -9,10 +9,12 @@ use super::contexts::in_context;
 use super::driver::call;
 use crate::sys::{self, CpuSet};
 
-/// Limit of the kernel's list. Two nodes of 4096 alternating processors do not fit: any node is used.
+/// Maximum length of the kernel's list. The list of two nodes with 4096 alternating processors is
+/// longer; any node is then used.
 const MAX_BYTES: usize = 4096;
 
-/// The processors nearest to the device of a context. `None`: no node is nearer, or it is unknown.
+/// The processors nearest to the device of a context. `None`: no node is nearer than others, or it
+/// is unknown.
 pub fn processors(context: usize) -> Option<CpuSet> {
     let (mut device, mut node) = (0, -1);
     let code = in_context(context, || call!(ctx_get_device(&raw mut device)));
@@ -22,8 +24,8 @@ pub fn processors(context: usize) -> Option<CpuSet> {
     processors_of(node)
 }
 
-/// Limits the calling thread to these processors, as far as it may run there: never to others
-/// than it was allowed before.
+/// Limits the calling thread to those of these processors on which it is already allowed to run. If
+/// there are none, nothing changes.
 pub fn stay(near: &CpuSet) {
     let mut both = sys::processors_allowed().unwrap_or([0; 128]);
     both.iter_mut().zip(near).for_each(|(allowed, near)| *allowed &= near);
@@ -44,7 +46,8 @@ pub(super) fn processors_of(node: i32) -> Option<CpuSet> {
     parse(sys::read_file(path, &mut buffer)?)
 }
 
-/// Parses `0-47,96-143`, the kernel's list of processors. `None`: empty or of another form.
+/// Parses the kernel's list of processors, such as `0-47,96-143`. `None`: it is empty or has
+/// another form.
 fn parse(list: &[u8]) -> Option<CpuSet> {
     let mut set = [0; 128];
     let list = list.strip_suffix(b"\n")?;
@@ -100,7 +103,7 @@ mod tests {
         .unwrap();
     }
 
-    /// On the machine that runs the test: each node that exists, and none that does not.
+    /// Reads the machine on which the test runs: all of its nodes are found, and no others.
     #[test]
     fn the_nodes_of_this_machine_are_known() {
         for node in 0..1_000 {

@@ -11,12 +11,12 @@ use crate::sys::{self, folder};
 const DEVICES: &CStr = c"/dev";
 const DESCRIPTORS: &CStr = c"/proc/self/fd";
 
-/// Files of `/dev` in every container.
+/// Names that are in `/dev` of every container.
 const USUAL: [&[u8]; 18] = [
     b".", b"..", b"console", b"core", b"fd", b"full", b"mqueue", b"null", b"ptmx", b"pts",
     b"random", b"shm", b"stderr", b"stdin", b"stdout", b"tty", b"urandom", b"zero",
 ];
-/// Files that come with a GPU, and that Kubernetes adds.
+/// Names in `/dev` that come with a GPU, and those that Kubernetes adds.
 const OF_GPU: [&[u8]; 6] = [
     b"dri",
     b"nvidia-caps",
@@ -26,15 +26,15 @@ const OF_GPU: [&[u8]; 6] = [
     b"termination-log",
 ];
 
-/// Whether there is any other device. True also if that cannot be read.
+/// Whether `/dev` has any other device. True also if `/dev` cannot be read.
 pub fn has_others() -> bool {
     folder::has(DEVICES, |name| !is_known(name)).unwrap_or(true)
 }
 
-/// Whether another device may reach memory of this process without a call of the driver: its file
-/// is open here, and the kernel gives it the pages behind addresses of the GPU
-/// (`nvidia_p2p_get_pages`). No gate holds its writes and no lock waits for them, and they go to
-/// the memory that was mapped when the device asked.
+/// Whether another device may access memory of this process without a call into the driver. Its
+/// device file is open in this process, and the kernel gives it the pages behind GPU addresses
+/// (`nvidia_p2p_get_pages`). The gate does not hold its writes, and no lock waits for them. They go
+/// to the memory that was mapped when the device requested the pages.
 pub fn is_reached() -> bool {
     has_others() && is_reached_by(DESCRIPTORS, has_peer_memory())
 }
@@ -48,8 +48,8 @@ fn is_reached_by(descriptors: &CStr, peer_memory: bool) -> bool {
     folder::has_link(descriptors, reaches).unwrap_or(true)
 }
 
-/// Whether network cards accept GPU addresses as memory (`ibv_reg_mr`). True also if that cannot
-/// be read. Without it they only accept descriptors, which come from a call of the driver.
+/// Whether network cards accept GPU addresses as memory (`ibv_reg_mr`). True also if that cannot be
+/// read. Otherwise they only accept descriptors, which come from a call into the driver.
 fn has_peer_memory() -> bool {
     const MODULES: [&CStr; 2] = [c"/sys/module/nvidia_peermem", c"/sys/module/nv_peer_mem"];
     !sys::exists(c"/sys/module") || MODULES.into_iter().any(sys::exists)

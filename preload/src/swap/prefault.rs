@@ -1,4 +1,5 @@
-//! Faults the pool's chunks in, by helper threads: a single one is slower than the bus.
+//! Helper threads that fault in the pool's chunks. Several are needed, because a single one is
+//! slower than the bus.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -9,17 +10,17 @@ use crate::libc::StackSize;
 use crate::sys::CpuSet;
 use crate::{libc, process, sys};
 
-/// Bytes of a registration, and the limit of one copy.
+/// Size of a registration, and the maximum size of one copy.
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
-/// Limit of the chunks of a pool.
+/// Maximum number of chunks of a pool.
 pub const MAX_CHUNKS: usize = 64 * WORDS;
 const WORDS: usize = 256;
 const MAX_HELPERS: usize = 16;
-/// Bytes that a helper touches between two checks for a copy that is turned back: a few
-/// milliseconds.
+/// Bytes that a helper touches, in a few milliseconds, before it checks again whether the copy out
+/// was cancelled.
 const STEP_BYTES: usize = 16 << 20;
 
-/// A set of chunks.
+/// A set of chunk numbers, as bits.
 pub struct ChunkQueue([AtomicU64; WORDS]);
 
 impl ChunkQueue {
@@ -31,12 +32,12 @@ impl ChunkQueue {
         self.0.get(chunk / 64)
     }
 
-    /// Whether a chunk is in it.
+    /// Whether a chunk is in the set.
     pub fn has(&self, chunk: usize) -> bool {
         self.word(chunk).is_some_and(|w| w.load(Ordering::Acquire) & 1 << (chunk % 64) != 0)
     }
 
-    /// Adds or removes a chunk.
+    /// Adds a chunk to the set, or removes it.
     pub fn set(&self, chunk: usize, on: bool) {
         let bit = 1 << (chunk % 64);
         let Some(word) = self.word(chunk) else { return };
@@ -58,25 +59,25 @@ pub struct Prefault {
     start: AtomicUsize,
     bytes: AtomicUsize,
     of_file: AtomicUsize,
-    /// Processors that helpers run on, as bits; all 0: any.
+    /// Processors on which the helpers run, as bits; all 0: any processor.
     near: [AtomicU64; 128],
     next: AtomicUsize,
     /// Bytes that helpers are touching now.
     touching: AtomicU64,
-    /// What has still to be touched, in bytes.
+    /// Number of bytes that are not touched yet.
     missing_bytes: AtomicU64,
-    /// 1: host memory became short, and chunks are missing.
+    /// 1: host memory became short, so some chunks are not resident.
     short: AtomicU32,
     /// Chunks whose pages are present.
     pub resident: ChunkQueue,
-    /// Chunks in which nothing will be stored; they are skipped.
+    /// Chunks in which no content will be stored. They are skipped.
     pub empty: ChunkQueue,
-    /// Futex; changes with every chunk that has become resident.
+    /// Futex. It changes each time a chunk becomes resident.
     progress: AtomicU32,
     helpers: AtomicU32,
 }
 
-/// The state for this process's pool.
+/// The prefault state of this process's pool.
 pub static PREFAULT: Prefault = Prefault {
     start: AtomicUsize::new(0),
     bytes: AtomicUsize::new(0),
@@ -93,13 +94,14 @@ pub static PREFAULT: Prefault = Prefault {
 };
 
 impl Prefault {
-    /// Resets the helpers for the first pool of this process: those of a parent do not run here.
+    /// Resets the counts of helpers, before the first pool of this process. The values of a parent
+    /// process do not apply: its helpers do not run here.
     pub fn begins_in_this_process(&self) {
         self.helpers.store(0, Ordering::Release);
         self.touching.store(0, Ordering::Release);
     }
 
-    /// The processors that helpers run on.
+    /// The processors on which the helpers run.
     pub fn near(&self) -> CpuSet {
         core::array::from_fn(|n| self.near.get(n).map_or(0, |word| word.load(Ordering::Relaxed)))
     }
@@ -109,13 +111,13 @@ impl Prefault {
         self.helpers.load(Ordering::Acquire) > 0
     }
 
-    /// Stops the helpers, each after its current chunk.
+    /// Stops the helpers. Each ends after its current chunk.
     pub fn stop(&self) {
         self.next.store(MAX_CHUNKS, Ordering::Release);
     }
 
-    /// Starts to fault in the missing chunks of a pool, on these processors if there are any.
-    /// [`Self::end`] must be called before and after.
+    /// Starts helpers that fault in the missing chunks of a pool. With `near`, they run only on
+    /// these processors. [`Self::end`] must be called before and after.
     pub fn begin(&self, start: usize, bytes: usize, of_file: usize, near: Option<CpuSet>) {
         self.start.store(start, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);
@@ -135,7 +137,7 @@ impl Prefault {
         }
     }
 
-    /// Makes the next chunk resident; false: no chunk is left, or host memory is short.
+    /// Makes the next chunk resident. False: no chunk is left, or host memory is short.
     fn fill_next(&self) -> bool {
         let chunk = self.next.fetch_add(1, Ordering::AcqRel);
         let bytes = chunk_bytes(self.bytes.load(Ordering::Relaxed), chunk);
@@ -164,7 +166,8 @@ impl Prefault {
         true
     }
 
-    /// Faults a chunk's pages in. False: the copy was turned back, and the chunk has no pages.
+    /// Faults in the pages of a chunk. False: the copy out was cancelled, and the chunk has no
+    /// pages.
     fn touch(&self, chunk: usize, bytes: usize) -> bool {
         let start = (self.start.load(Ordering::Relaxed) + chunk * CHUNK_BYTES) as *mut u8;
         let of_file = self.of_file.load(Ordering::Relaxed) == 1;
@@ -182,7 +185,7 @@ impl Prefault {
         true
     }
 
-    /// Sets the bytes that are still to be touched, also in the counters.
+    /// Sets the number of bytes that are still to be touched, here and in the counters.
     fn set_missing(&self, bytes: u64) {
         self.missing_bytes.store(bytes, Ordering::Release);
         if let Some(page) = process::page() {
@@ -190,7 +193,7 @@ impl Prefault {
         }
     }
 
-    /// Subtracts bytes that were touched.
+    /// Subtracts bytes that were touched from the number that is left.
     fn count_touched(&self, bytes: u64) {
         let less = |missing: u64| Some(missing.saturating_sub(bytes));
         let before = self.missing_bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
@@ -200,9 +203,9 @@ impl Prefault {
         }
     }
 
-    /// Counts `bytes` as being touched, unless host memory would become short by it. Where little
-    /// is left, one helper after the other goes on: what the others are touching is counted twice
-    /// by then, in the reading and here.
+    /// Counts `bytes` as being touched. False: host memory would become short, or the copy out was
+    /// cancelled. While little memory is left, helpers continue one after the other. The bytes that
+    /// other helpers are touching then count twice: in the reading of free memory, and here.
     fn may_touch(&self, bytes: u64) -> bool {
         loop {
             let seen = self.progress.load(Ordering::Acquire);
@@ -228,7 +231,7 @@ impl Prefault {
         }
     }
 
-    /// Waits until a chunk is resident. False: host memory became short before.
+    /// Waits until a chunk is resident. False: host memory became short first.
     pub fn wait(&self, chunk: usize) -> bool {
         loop {
             let seen = self.progress.load(Ordering::Acquire);
@@ -260,12 +263,12 @@ impl Prefault {
     }
 }
 
-/// Whether the controller has turned back the copy in progress.
+/// Whether the controller has cancelled the copy out in progress.
 fn is_turned_back() -> bool {
     process::page().is_some_and(CounterPage::is_turned_back)
 }
 
-/// The size of a chunk in a pool of `bytes`: the last chunk is shorter.
+/// Size of a chunk in a pool of `bytes` bytes. The last chunk may be shorter.
 pub fn chunk_bytes(bytes: usize, chunk: usize) -> usize {
     bytes.saturating_sub(chunk.saturating_mul(CHUNK_BYTES)).min(CHUNK_BYTES)
 }
@@ -289,15 +292,15 @@ pub mod tests {
 
     const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-    /// As in a child that was forked while helpers were running.
+    /// Sets the state of a child that was forked while helpers were running.
     pub fn forked() {
         PREFAULT.helpers.store(3, Ordering::Release);
     }
 
-    /// Lock of the tests that use [`PREFAULT`], of which a process has one.
+    /// Lock for tests that use [`PREFAULT`], which exists once per process.
     pub static SHARED: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
-    /// Nothing is swappable, and there is no pool.
+    /// Resets the state: nothing is swappable, and there is no pool.
     pub fn forget_all() {
         locked(|allocations| *allocations = Allocations::empty());
         addresses::let_go();
@@ -330,7 +333,7 @@ pub mod tests {
         PREFAULT.resident.clear();
     }
 
-    /// Host memory runs short where only the controller sees it.
+    /// Host memory runs short in a place that only the controller sees.
     #[test]
     fn fill_stops_when_copy_is_turned_back() {
         use affinode_proto::wire::Phase;
@@ -379,7 +382,7 @@ pub mod tests {
         });
     }
 
-    /// The memory that the controller had promised is another's by the time that it is touched.
+    /// Another process uses the promised host memory before this process touches it.
     #[test]
     fn memory_that_others_took_is_not_touched() {
         let _own = SHARED.lock();

@@ -7,7 +7,8 @@
 //! └──── ended, out of memory, connection to the copier closed, pages were freed ──────────────────┘
 //! ```
 //!
-//! Nothing waits for it: an offload before READY copies by itself, to the pages that are present.
+//! No offload waits for the prefault. Before READY, the process copies by itself, to the pages that
+//! are present.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -25,7 +26,7 @@ const FILLING_PAGES: u32 = 1;
 const TOLD: u32 = 2;
 const READY: u32 = 3;
 
-/// State and size. Zeroes are NOTHING. Only the agent uses it.
+/// State and size of the prefault. An all-zero value is NOTHING. Only the agent uses it.
 #[repr(C)]
 pub struct PrefaultJob {
     state: AtomicU32,
@@ -46,7 +47,7 @@ impl PrefaultJob {
     }
 }
 
-/// Starts or ends the prefault. Starting needs the copier's socket.
+/// Starts or ends the prefault. It can only start if there is a copier's socket.
 pub fn prepare(on: bool) {
     if !is_in_use() {
         return;
@@ -59,7 +60,7 @@ pub fn prepare(on: bool) {
     }
 }
 
-/// Ends the prefault, if one is on.
+/// Ends the prefault, if one is in progress or complete.
 pub fn end_preparation() {
     if is_on() {
         prepare(false);
@@ -84,7 +85,7 @@ fn begin() -> Option<()> {
     Some(())
 }
 
-/// Takes the next step; true: call again soon.
+/// Takes the next step of the prefault. True: call again soon.
 pub fn go_on() -> bool {
     if !SWAP.ahead.is(FILLING_PAGES) {
         return false;
@@ -114,17 +115,17 @@ pub fn go_on() -> bool {
     false
 }
 
-/// Whether memory is prefaulted for the next offload, or being so.
+/// Whether memory is prefaulted for the next offload, or is being prefaulted.
 pub fn is_on() -> bool {
     !SWAP.ahead.is(NOTHING)
 }
 
-/// Whether the copier has the pool's file already.
+/// Whether the copier already has the file of the pool.
 pub fn is_told() -> bool {
     SWAP.ahead.is(TOLD) || SWAP.ahead.is(READY)
 }
 
-/// Stops a prefault that is not complete: the caller is about to use the pool.
+/// Stops an incomplete prefault, because the caller is about to use the pool.
 pub fn stop(pool: &mut StagingPool) {
     if SWAP.ahead.is(FILLING_PAGES) {
         pool.end();
@@ -132,7 +133,7 @@ pub fn stop(pool: &mut StagingPool) {
     }
 }
 
-/// Whether the copier can copy out this many bytes now.
+/// Whether the copier can now copy out this many bytes.
 pub fn is_ready(bytes: u64) -> bool {
     if SWAP.ahead.is(TOLD) && copier_restore::has_said_ready() {
         SWAP.ahead.set(READY);
@@ -140,14 +141,15 @@ pub fn is_ready(bytes: u64) -> bool {
     SWAP.ahead.is(READY) && bytes <= SWAP.ahead.bytes.load(Ordering::Relaxed)
 }
 
-/// The connection to the copier was closed.
+/// Ends the prefault, because the connection to the copier was closed.
 pub fn is_over() {
     if is_in_use() {
         SWAP.ahead.set(NOTHING);
     }
 }
 
-/// Pages are about to be freed: what the copier has registered is no longer the pool.
+/// Closes the connection to a copier that has the pool's file. The caller is about to free pages,
+/// so the memory that the copier registered is no longer the pool.
 pub fn is_spoilt() {
     if is_told() {
         copier_restore::hang_up();
@@ -158,19 +160,19 @@ pub fn is_spoilt() {
 pub mod tests {
     use super::*;
 
-    /// As if this size had been announced to a copier.
+    /// Sets the state as if this size had been announced to a copier.
     pub fn told(bytes: u64) {
         SWAP.ahead.bytes.store(bytes, Ordering::Relaxed);
         SWAP.ahead.set(TOLD);
     }
 
-    /// As if this size were being faulted in.
+    /// Sets the state as if this size were being faulted in.
     pub fn filling(bytes: u64) {
         SWAP.ahead.bytes.store(bytes, Ordering::Relaxed);
         SWAP.ahead.set(FILLING_PAGES);
     }
 
-    /// As if nothing had been announced.
+    /// Sets the state as if nothing had been announced.
     pub fn told_nothing() {
         SWAP.ahead.set(NOTHING);
     }

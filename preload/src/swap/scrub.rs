@@ -1,7 +1,7 @@
-//! The driver's stall after device memory was freed. The device scrubs freed memory, and the driver
-//! notices completion only inside the next allocation, which then stalls 13 to 20 ms after 60 GiB
-//! (H200, driver 580.159). A restore would wait for that. So the agent makes a small allocation
-//! before, and frees it at once.
+//! Avoids the driver's stall after device memory was freed. The device scrubs freed memory. The
+//! driver notices only in the next allocation that the scrub has ended: after 60 GiB, that call
+//! takes 13 to 20 ms longer (H200, driver 580.159). To keep this out of a restore, the agent makes a
+//! small allocation before, and frees it at once.
 //!
 //! ```text
 //! Not ──copied out──> Wiping ──WIPED_AFTER_US, allocations are not held──> Noted
@@ -15,23 +15,24 @@ use super::allocations::{AllocationId, MemoryPlace};
 use super::driver::call;
 use super::{GRANULE_BYTES, tables};
 
-/// Time after which 60 GiB are scrubbed.
+/// Time after which the scrub of 60 GiB has ended.
 const WIPED_AFTER_US: u64 = 200_000;
 
 /// State of the small allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScrubState {
-    /// Nothing was freed, or the process is resident again.
+    /// No memory was freed, or the process is resident again.
     Not,
-    /// Memory was freed; the time at which the allocation is due, in microseconds.
+    /// Memory was freed. The value is the time at which the allocation is due, in microseconds.
     Wiping(u64),
-    /// The allocation was made.
+    /// The small allocation was made.
     Noted,
 }
 
 impl ScrubState {
-    /// Whether the allocation is due. `parked`: memory is copied out and the driver can be called.
-    /// `held`: allocations are held, since another process is granted VRAM, perhaps to the last byte.
+    /// Whether the small allocation is due now. `parked`: memory is copied out, and the driver can
+    /// be called. `held`: allocations are held, because VRAM is granted to another process, perhaps
+    /// all that is free.
     pub fn is_due(&mut self, now_us: u64, parked: bool, held: bool) -> bool {
         *self = match *self {
             _ if !parked => ScrubState::Not,
@@ -45,7 +46,7 @@ impl ScrubState {
         false
     }
 
-    /// Time until the allocation is due. The end of a hold wakes the agent by itself.
+    /// Time until the allocation is due, in milliseconds. The agent also wakes when a hold ends.
     pub fn patience_ms(&self, now_us: u64) -> u64 {
         match self {
             ScrubState::Wiping(due_us) if *due_us > now_us => (due_us - now_us).div_ceil(1_000),
@@ -54,7 +55,8 @@ impl ScrubState {
     }
 }
 
-/// Makes a small allocation on a device that was copied out from. A failure does not matter.
+/// Makes a small allocation on a device from which memory was copied out, and frees it. Failures
+/// are ignored.
 pub fn absorb_scrub_stall() {
     let offloaded = tables(|tables| {
         tables
