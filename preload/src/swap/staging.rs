@@ -30,57 +30,59 @@ use super::{numa, zeros};
 use crate::fds::{self, TrackedFd};
 use crate::sys;
 
-/// Chunks that are kept without retention; the rest is freed once the process is resident.
+/// Number of chunks that are kept in any case. Without retention, the rest is freed once the
+/// process is resident.
 const KEPT_CHUNKS: usize = 8;
 const MAX_BYTES: usize = MAX_CHUNKS * CHUNK_BYTES;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// The staging buffer. Zeroes are an empty one.
+/// The staging buffer. An all-zero value is an empty one.
 #[repr(C)]
 pub struct StagingPool {
     start: usize,
     bytes: usize,
-    /// The context that chunks are registered in.
+    /// The context in which chunks are registered.
     context: usize,
-    /// 1: the memory is a memory file, [`fds::POOL`].
+    /// 1: the memory is a memory file, [`fds::POOL`]; 0: anonymous memory.
     of_file: usize,
-    /// 1: nothing is freed after a restore, as far as host memory allows.
+    /// 1: all is retained after a restore, if host memory suffices.
     keeps: usize,
-    /// 1: too much was skipped as zero for a copier to be of use.
+    /// 1: so much was skipped as zero that a copier would not help.
     sparse: usize,
-    /// 1: a copier may still be writing to it: the memory is replaced before its next use.
+    /// 1: a copier may still be writing to the memory, so it is replaced before its next use.
     tainted: usize,
     registered: ChunkQueue,
-    /// Chunks in whose place a sealed file is mapped that other processes share.
+    /// Chunks in whose place a sealed file is mapped, which other processes map as well.
     shared: ChunkQueue,
-    /// The digest of each slot's content, as far as known.
+    /// The digest of each slot's content, where it is known.
     known: DigestTable,
 }
 
-/// Where content is stored when everything is copied out.
+/// Where the content of a slot is stored by a copy-out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoredChunk {
-    /// In the pool, once copied.
+    /// In the pool, after it is copied now.
     Anew,
-    /// In the pool since the last copy.
+    /// In the pool, since the last copy.
     Already,
-    /// Not stored: it is all zero.
+    /// Not stored, because it is all zero.
     Nowhere,
 }
 
 /// Result of freeing unused host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TrimResult {
-    /// Nothing is left to free.
+    /// No unused memory is left.
     All,
-    /// There is more to free.
+    /// More unused memory can be freed.
     Part,
-    /// The rest is retained for the next time.
+    /// The rest is retained for the next offload.
     Kept,
 }
 
-/// Adds an eighth of addresses, so that a process that grows a little keeps its pool;
-/// none for a small pool, whose share of an extra chunk would be large.
+/// Returns the size of the address range for a pool of `bytes` bytes: an eighth more, so that a
+/// process that grows a little keeps its pool. A small pool gets no addition, because an extra
+/// chunk would be a large part of it.
 fn with_room_to_grow(bytes: usize) -> usize {
     if bytes < KEPT_CHUNKS * CHUNK_BYTES {
         return bytes;
@@ -104,8 +106,8 @@ impl StagingPool {
         }
     }
 
-    /// Starts to prefault `bytes`; [`Self::ready`] waits for each chunk, and
-    /// [`Self::end`] must follow. False: the address space is exhausted.
+    /// Starts to prefault `bytes`. [`Self::ready`] waits for each chunk, and [`Self::end`] must be
+    /// called afterwards. False: the address space is exhausted.
     ///
     /// The pool must be empty. `context` must exist.
     pub fn begin(&mut self, bytes: usize, context: usize) -> bool {
@@ -127,7 +129,7 @@ impl StagingPool {
         true
     }
 
-    /// Whether the first `bytes` have their pages.
+    /// Whether the pages of the first `bytes` are present.
     pub fn is_resident(&self, bytes: usize) -> bool {
         bytes <= self.bytes
             && (0..bytes.div_ceil(CHUNK_BYTES)).all(|chunk| PREFAULT.resident.has(chunk))
@@ -138,12 +140,13 @@ impl StagingPool {
         self.tainted == 1
     }
 
-    /// Marks the memory: a copier was told to write to it, and has not confirmed that it has finished.
+    /// Marks the memory to be replaced, because a copier was told to write to it and has not
+    /// confirmed the end of its writes.
     pub fn taint(&mut self) {
         self.tainted = 1;
     }
 
-    /// The memory file; `None`: the pool is anonymous memory.
+    /// Descriptor of the memory file; `None`: the pool is anonymous memory.
     pub fn file(&self) -> Option<i32> {
         fds::POOL.get().filter(|_| self.of_file == 1)
     }
@@ -201,7 +204,7 @@ impl StagingPool {
         true
     }
 
-    /// Creates a file for the memory, with its size sealed.
+    /// Creates a file for the memory and seals its size.
     fn make_file(&self) -> Option<i32> {
         let fd = sys::lift(sys::memory_file(c"affinode-copied-out", self.bytes).ok()?);
         let owned = TrackedFd::note(fd).filter(|_| sys::seal_size(fd).is_ok());
@@ -216,20 +219,21 @@ impl StagingPool {
         self.bytes.div_ceil(CHUNK_BYTES)
     }
 
-    /// The host address of an offset, once it can be copied to. `None`: other processes have taken
-    /// the host memory.
+    /// Waits until an offset can be copied to, and returns its host address. `None`: other
+    /// processes have taken the host memory.
     pub fn ready(&mut self, offset: usize) -> Option<*mut c_void> {
         // Waits also for a chunk that is still registered: the prefault writes to it.
         PREFAULT.wait(offset / CHUNK_BYTES).then(|| self.held(offset))
     }
 
-    /// Frees the pages that were faulted in for a copy-out that failed.
+    /// Frees the pages that were faulted in for a failed copy-out.
     pub fn give_back_unused(&mut self) {
         self.keeps = 0;
         while self.shrink() {}
     }
 
-    /// The host address of an offset that has content; registers the chunk with the driver.
+    /// Returns the host address of an offset that has content, and registers its chunk with the
+    /// driver.
     pub fn held(&mut self, offset: usize) -> *mut c_void {
         let chunk = offset / CHUNK_BYTES;
         if !self.registered.has(chunk) {
@@ -243,7 +247,7 @@ impl StagingPool {
         (self.start + offset) as *mut c_void
     }
 
-    /// Stops the prefault. Helpers of a parent process do not run here.
+    /// Stops the prefault and waits for its helpers. Helpers of a parent process do not run here.
     pub fn end(&mut self) {
         if self.start != 0 {
             PREFAULT.end();
@@ -279,7 +283,7 @@ impl StagingPool {
         });
     }
 
-    /// A context has ended, and with it the registrations in it.
+    /// Records that a context has ended, and with it the registrations in it.
     pub fn context_ends(&mut self, context: usize) {
         if self.context == context {
             self.context = 0;
@@ -292,8 +296,8 @@ impl StagingPool {
         self.keeps = usize::from(keeps);
     }
 
-    /// How content from an offset on is stored, and for how many bytes that holds: all in one chunk, at
-    /// most `most`.
+    /// Where the content from an offset on is stored, and the number of bytes to which that
+    /// applies. All of them are in one chunk, and there are at most `most`.
     pub fn stored(
         &self,
         offset: usize,
@@ -316,7 +320,7 @@ impl StagingPool {
         (all, most.min(slots.count() * SLOT_BYTES))
     }
 
-    /// Marks what a copy-out need not store, and returns its bytes.
+    /// Marks the content that a copy-out need not store. Returns its bytes.
     pub fn leave_out(&mut self, found: &mut DigestTable) -> u64 {
         let bytes = zeros::skip_zero_pages(found.all_mut(), fds::COPIER.get().is_some());
         self.sparse = usize::from(zeros::is_worth_a_copier(bytes, found.all().len()));
@@ -324,22 +328,23 @@ impl StagingPool {
         bytes as u64
     }
 
-    /// Whether too much was skipped for a copier to be of use the next time.
+    /// Whether so much was skipped as zero that a copier would not help the next time.
     pub fn is_sparse(&self) -> bool {
         self.sparse == 1
     }
 
-    /// The digest of each slot's content, as far as known.
+    /// The digest of each slot's content, where it is known.
     pub fn known(&self) -> &[Digest] {
         self.known.all()
     }
 
-    /// Whether any content was skipped, so that it is not in the pool.
+    /// Whether any content was skipped and is therefore not in the pool.
     pub fn leaves_out(&self) -> bool {
         self.known.all().contains(&Digest::LEFT_OUT)
     }
 
-    /// Whether content from an offset on was skipped, and for how many bytes that holds.
+    /// Whether the content from an offset on was skipped, and the number of bytes to which that
+    /// applies.
     pub fn left_out(&self, offset: usize, most: usize) -> (bool, usize) {
         zeros::run_at(self.known.all(), offset, most)
     }
@@ -352,7 +357,7 @@ impl StagingPool {
         slots.for_each(|slot| *slot = Digest::UNKNOWN);
     }
 
-    /// How many bytes of the found content the pool has already.
+    /// Number of bytes of the found content that the pool already has.
     pub fn unchanged(&self, found: &DigestTable) -> u64 {
         let known = self.known.all().iter().zip(found.all());
         let same = known.filter(|(known, found)| known == found && **known != Digest::UNKNOWN);
@@ -360,8 +365,7 @@ impl StagingPool {
         (slots * SLOT_BYTES) as u64
     }
 
-    /// Stores the digests of what was copied; chunks of which everything was skipped are
-    /// freed.
+    /// Stores the digests of the copied content. Frees chunks of which everything was skipped.
     pub fn learn(&mut self, found: DigestTable) {
         self.known = found;
         for chunk in 0..self.chunks() {
@@ -371,14 +375,14 @@ impl StagingPool {
         }
     }
 
-    /// Host memory of the pool while it is unused.
+    /// Bytes of host memory that the pool keeps while it is unused.
     pub fn kept_bytes(&self) -> u64 {
         let resident = (0..self.chunks()).filter(|chunk| PREFAULT.resident.has(*chunk));
         resident.map(|chunk| chunk_bytes(self.bytes, chunk) as u64).sum()
     }
 
-    /// Frees or unregisters a part of an unused pool. `prepared`: prefaulted for
-    /// the next offload. `short`: whether host memory is short, so that nothing is retained.
+    /// Frees or unregisters a part of an unused pool. `prepared`: the pool is prefaulted for the
+    /// next offload. `short`: returns whether host memory is short; then nothing is retained.
     pub fn tidy(&mut self, prepared: bool, short: impl FnOnce() -> bool) -> TrimResult {
         if self.unshare_next() {
             return TrimResult::Part;

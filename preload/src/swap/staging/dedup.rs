@@ -1,20 +1,20 @@
-//! Chunks whose content other processes of the same dedup domain have as well: one sealed file for all
-//! of them, mapped in the place of each process's own chunk.
+//! Shares chunks of the staging buffer between processes of a dedup domain. Chunks with the same
+//! content are replaced by mappings of one sealed file.
 //!
 //! ```text
 //! own ──sealed file of the copier, same bytes──> shared ──resident, or before next use──> own, empty
 //! ```
 //!
 //! The process maps the file itself, so the file outlives the copier and the other processes.
-//! The copier made the file from content that both have; this process compares it once more,
-//! because the content in its own chunk is lost afterwards.
+//! The copier creates the file from content that two processes have. Before a process replaces its
+//! chunk, it compares the file with the chunk again, because the chunk's own content is then freed.
 
 use super::{CHUNK_BYTES, PREFAULT, StagingPool, chunk_bytes};
 use crate::sys::{self, PagePlacement, SealedFile};
 
 impl StagingPool {
-    /// Maps a sealed file in the place of a chunk that has content, if the content is the same, and frees
-    /// the chunk. False: not done, also because of `stop`; the content is as before.
+    /// Replaces a chunk by a mapping of a sealed file with the same content, and frees the chunk.
+    /// False: the contents differ, it failed, or `stop` returned true; the content is as before.
     pub fn share(&mut self, chunk: usize, sealed: i32, stop: impl Fn() -> bool) -> bool {
         let fits = chunk_bytes(self.bytes, chunk) == CHUNK_BYTES
             && self.tainted == 0
@@ -45,7 +45,7 @@ impl StagingPool {
         self.file().is_some_and(|file| sys::punch(file, chunk * CHUNK_BYTES, CHUNK_BYTES))
     }
 
-    /// Whether content is in shared files.
+    /// Whether any content is in shared files.
     pub fn is_shared(&self) -> bool {
         self.first_shared().is_some()
     }
@@ -54,8 +54,8 @@ impl StagingPool {
         (0..self.chunks()).find(|chunk| self.shared.has(*chunk))
     }
 
-    /// Makes one chunk of an unused pool its own again. False: none is shared, or it failed, and the
-    /// pool must be replaced.
+    /// Replaces one shared chunk of an unused pool by the pool's own memory. False: no chunk is
+    /// shared, or it failed, and the pool must be replaced.
     pub(super) fn unshare_next(&mut self) -> bool {
         let Some(chunk) = self.first_shared() else {
             return false;
@@ -82,8 +82,8 @@ impl StagingPool {
         put_back
     }
 
-    /// The kernel has unmapped a chunk and had no memory to map its replacement. The content is now only
-    /// in the file, and must be mapped: without it the agent cannot go on.
+    /// Maps the file after the kernel has unmapped a chunk but had no memory to map its
+    /// replacement. The content is then only in the file. Without it the agent cannot continue.
     fn mend(&self, chunk: usize) {
         const PAUSE_US: u64 = 10_000;
         while !self.is_put_back(chunk) {
@@ -98,7 +98,7 @@ impl StagingPool {
 
 #[cfg(test)]
 impl StagingPool {
-    /// Marks a chunk as shared, without a file.
+    /// Marks a chunk as shared or not, without a file.
     pub fn say_shared(&self, chunk: usize, shared: bool) {
         self.shared.set(chunk, shared);
     }
@@ -120,7 +120,7 @@ mod tests {
 
     const BYTES: usize = 2 * CHUNK_BYTES + (2 << 20);
 
-    /// Two whole chunks and a part of one, in a file.
+    /// A pool in a file, with two whole chunks and a part of one.
     fn of_file() -> StagingPool {
         let mut pool = StagingPool::none();
         assert!(pool.replace(BYTES, true) && pool.file().is_some());
@@ -135,7 +135,7 @@ mod tests {
         PREFAULT.resident.clear();
     }
 
-    /// Fills a chunk with one byte, except for its last.
+    /// Fills a chunk with `byte`, except for its last byte.
     fn write(pool: &StagingPool, chunk: usize, byte: u8, last: u8) {
         // SAFETY: a chunk of the pool that is not shared.
         unsafe {
@@ -149,7 +149,7 @@ mod tests {
         unsafe { (pool.chunk_at(chunk).read(), pool.chunk_at(chunk).add(CHUNK_BYTES - 1).read()) }
     }
 
-    /// A file with a chunk's content, and these seals.
+    /// Makes a file with a chunk's content and these seals.
     fn sealed(pool: &StagingPool, chunk: usize, seals: &[SealFlag]) -> OwnedFd {
         let fd = sys::memory_file(c"sealed", CHUNK_BYTES).unwrap();
         // SAFETY: just made.
@@ -166,7 +166,7 @@ mod tests {
         pool.share(chunk, file.as_raw_fd(), || false)
     }
 
-    /// Bytes that the pool's file occupies.
+    /// Number of bytes that the pool's file occupies.
     fn has_bytes(pool: &StagingPool) -> usize {
         // SAFETY: open as long as the pool.
         let file = unsafe { BorrowedFd::borrow_raw(pool.file().unwrap()) };
@@ -201,7 +201,7 @@ mod tests {
         end(&pool);
     }
 
-    /// Also for a process that is offloaded again before `tidy`, and if a chunk cannot be
+    /// Also applies if the process is offloaded again before `tidy`, and if a chunk cannot be
     /// unshared.
     #[test]
     fn pool_is_unshared_before_its_next_use() {

@@ -6,7 +6,7 @@ use super::super::fake_driver::{CONTEXT, Fake};
 use super::super::prefault::tests::{SHARED, forked};
 use super::*;
 
-/// Of a pool of ten chunks, all of which are said to be resident.
+/// A pool of ten chunks, all of which are marked as resident.
 fn kept() -> StagingPool {
     const CHUNKS: usize = 10;
     let bytes = CHUNKS * CHUNK_BYTES;
@@ -18,7 +18,7 @@ fn kept() -> StagingPool {
     pool
 }
 
-/// Digests that all differ.
+/// A table of digests that all differ.
 fn digests(many: usize) -> DigestTable {
     let mut digests = DigestTable::unknown(many).unwrap();
     for (n, digest) in digests.all_mut().iter_mut().enumerate() {
@@ -142,7 +142,7 @@ fn its_pages_are_brought_in_near_the_device() {
     PREFAULT.resident.clear();
 }
 
-/// A copier may be writing to what was tainted, for as long as it has the file.
+/// A copier may be writing to a tainted pool while it has the pool's file.
 #[test]
 fn tainted_pool_is_not_used_again() {
     let _own = SHARED.lock();
@@ -189,7 +189,7 @@ fn copier_is_left_before_its_pages_are_freed() {
     }
 }
 
-/// A piece that is no multiple of a slot moves all behind it.
+/// A piece whose size is not a multiple of a slot shifts all content behind it.
 #[test]
 fn partial_copy_forgets_the_digests_it_touches() {
     let _own = SHARED.lock();
@@ -243,7 +243,7 @@ fn registered_addresses_stay_mapped() {
     }
 }
 
-/// A helper that faults pages in writes zeros, also after a copy to them.
+/// A helper that faults pages in writes zeros, which could destroy content that was copied there.
 #[test]
 fn copy_waits_for_the_pages_of_a_chunk() {
     let _own = SHARED.lock();

@@ -1,5 +1,6 @@
-//! Memory that the application has freed in a stream, and its pools: which of it an
-//! allocation may have, what waits for which work, what to free next. Calls no driver.
+//! Memory that the application has freed in a stream, and its pools. Decides which piece an
+//! allocation gets, which work a piece waits for, and which piece is freed next. Makes no call into
+//! the driver.
 //!
 //! ```text
 //!         cuMemAllocAsync                        cuMemFreeAsync
@@ -17,25 +18,25 @@ use super::super::chunked_map::{ChunkedMap, HasKey};
 /// A point in a stream's work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CompletionMark {
-    /// The driver's event; 0: none.
+    /// The driver's event; 0: no event.
     pub event: usize,
     /// The context of the event.
     pub context: usize,
 }
 
-/// A piece of memory that is unused, or will be once the work before its mark has ended.
+/// A piece of memory that is unused, or will be unused once the work before its mark has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FreePiece {
-    /// When it was freed, in `AllocationTables::now`.
+    /// Time of the free, from `AllocationTables::now`.
     pub since: u64,
     pub piece: AllocationPiece,
-    /// The number of its pool; 0: none, so it is freed as soon as possible.
+    /// The number of its pool; 0: no pool, so the piece is freed as soon as possible.
     pub pool: u64,
-    /// Id of the stream that it was freed in.
+    /// Id of the stream in which it was freed.
     pub stream: u64,
     /// The point in that stream's work after which it is unused.
     pub mark: CompletionMark,
-    /// All work before the mark has ended.
+    /// True once all work before the mark has ended.
     pub ended: bool,
 }
 
@@ -48,17 +49,17 @@ impl HasKey for FreePiece {
 /// A pool whose allocations are swappable.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamPool {
-    /// The application's handle of it.
+    /// The application's handle of the pool.
     pub handle: usize,
-    /// This library's number, unique where a handle is reused.
+    /// This library's number of the pool. It stays unique if the handle is reused.
     pub number: u64,
     /// The device of its memory.
     pub device: i32,
-    /// New allocations come from the driver.
+    /// True if the driver makes new allocations of the pool.
     pub left: bool,
     /// Bytes in use, as requested.
     pub used: SizeClass,
-    /// Bytes of physical memory.
+    /// Bytes of physical memory that the pool holds.
     pub reserved: SizeClass,
 }
 
@@ -68,7 +69,7 @@ impl HasKey for StreamPool {
     }
 }
 
-/// A number of bytes, and its highest value since the last reset.
+/// Current number of bytes, and the highest number since the last reset.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SizeClass {
     pub bytes: u64,
@@ -90,18 +91,18 @@ impl SizeClass {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PieceRequest {
     pub pool: u64,
-    /// The id of its stream.
+    /// The id of the allocation's stream.
     pub stream: u64,
-    /// The stream's context: ids of two contexts may be the same.
+    /// The stream's context, as streams of two contexts may have the same id.
     pub context: usize,
     /// Size in whole granules.
     pub bytes: u64,
-    /// Pieces of other streams are allowed, once their work has ended.
+    /// True if pieces of other streams are allowed, once their work has ended.
     pub of_others: bool,
 }
 
 impl PieceRequest {
-    /// How well a piece fits: less is better; `None`: it does not.
+    /// How well a piece fits: a lower value is better. `None`: it does not fit.
     fn fit(&self, one: &FreePiece) -> Option<(bool, u64)> {
         let is_own = (one.stream, one.mark.context) == (self.stream, self.context);
         let may = one.pool == self.pool && (is_own || (one.ended && self.of_others));
@@ -110,7 +111,8 @@ impl PieceRequest {
     }
 }
 
-/// No stream's id: a thread's default stream has none, so pieces with it may be of different streams.
+/// Used for a stream without an id, which no real stream has. A thread's default stream has none,
+/// so two pieces with this value may belong to different streams.
 pub const NO_STREAM: u64 = u64::MAX;
 
 /// Streams that were found to be busy, each with its context.
@@ -121,7 +123,8 @@ pub struct PendingFree {
 }
 
 impl PendingFree {
-    /// Adds a stream. Beyond the limit, each piece of a stream is queried by itself.
+    /// Adds a busy stream. If the list is full, the stream is not added, and each of its pieces is
+    /// queried separately.
     pub fn add(&mut self, of: &FreePiece) {
         if of.stream != NO_STREAM
             && let Some(place) = self.streams.get_mut(self.many)
@@ -137,7 +140,8 @@ impl PendingFree {
     }
 }
 
-/// All unused pieces, in the order in which they were freed, and all pools. Zeroes are empty.
+/// All unused pieces, in the order in which they were freed, and all pools. An all-zero value is
+/// empty.
 #[repr(C)]
 pub struct PoolCache {
     unused: ChunkedMap<FreePiece>,
@@ -153,19 +157,19 @@ impl PoolCache {
         self.pools.at(handle as u64).copied()
     }
 
-    /// The first pool whose handle is at least this.
+    /// The first pool whose handle is at least this number.
     pub fn pool_from(&mut self, handle: usize) -> Option<StreamPool> {
         self.pools.from(handle as u64).next().copied()
     }
 
-    /// Makes allocations of a pool swappable from now on, and forgets an earlier pool of that handle.
-    /// False: out of memory.
+    /// Makes new allocations of a pool swappable from now on, and forgets an earlier pool with that
+    /// handle. False: out of memory.
     pub fn add_pool(&mut self, pool: StreamPool) -> bool {
         self.remove_pool(pool.handle);
         self.pools.insert(pool)
     }
 
-    /// The same, unless the pool is known already: another thread may have been first.
+    /// Same as [`Self::add_pool`], unless another thread has already added the pool.
     pub fn learn_pool(&mut self, pool: StreamPool) -> bool {
         self.pools.at(pool.handle as u64).is_some() || self.pools.insert(pool)
     }
@@ -175,13 +179,13 @@ impl PoolCache {
         self.numbered(number).is_some_and(|pool| !pool.left)
     }
 
-    /// Forgets a pool; its allocations are the driver's from now on.
+    /// Forgets a pool. Its new allocations are the driver's from now on.
     pub fn remove_pool(&mut self, handle: usize) -> Option<StreamPool> {
         self.pools.remove_at(handle as u64)
     }
 
-    /// Leaves new allocations of a pool to the driver from now on. Returns the pool's number: `number`, if
-    /// it had none yet. `None`: out of memory.
+    /// Leaves new allocations of a pool to the driver from now on. Returns the pool's number, which
+    /// is `number` if it had none yet. `None`: out of memory.
     pub fn leave(&mut self, handle: usize, number: u64) -> Option<u64> {
         if let Some(pool) = self.pools.at(handle as u64) {
             pool.left = true;
@@ -191,7 +195,7 @@ impl PoolCache {
         self.pools.insert(pool).then_some(number)
     }
 
-    /// Resets a highest value to the current one.
+    /// Resets a highest value of a pool to the current value.
     pub fn forget_highs(&mut self, handle: usize, of: impl Fn(&mut StreamPool) -> &mut SizeClass) {
         if let Some(pool) = self.pools.at(handle as u64) {
             let level = of(pool);
@@ -203,7 +207,7 @@ impl PoolCache {
         self.pools.iter_mut().find(|pool| number != 0 && pool.number == number)
     }
 
-    /// The application's handle of a pool; 0: destroyed.
+    /// The application's handle of a pool; 0: the pool is destroyed.
     pub fn handle_of(&mut self, number: u64) -> usize {
         self.numbered(number).map_or(0, |pool| pool.handle)
     }
@@ -216,7 +220,7 @@ impl PoolCache {
         }
     }
 
-    /// Counts a piece of a pool, and its memory, as gone.
+    /// Subtracts an ended piece and its memory from the counts of its pool.
     fn ends(&mut self, allocation: &Allocation) {
         if let Some(pool) = self.numbered(allocation.pool) {
             pool.used.fall(allocation.asked_bytes);
@@ -224,7 +228,7 @@ impl PoolCache {
         }
     }
 
-    /// Stores a piece that was in use. False: out of memory.
+    /// Stores a piece that was in use until now. False: out of memory.
     pub fn put(&mut self, allocation: &Allocation, unused: FreePiece) -> bool {
         if !self.unused.insert(unused) {
             self.ends(allocation);
@@ -260,19 +264,19 @@ impl PoolCache {
         Some(taken)
     }
 
-    /// Whether a pool has unused pieces.
+    /// Whether a pool has any unused pieces.
     pub fn has_of(&mut self, number: u64) -> bool {
         self.unused.iter().any(|one| one.pool == number)
     }
 
-    /// The first piece from a moment on that waits for a stream that is not known to be busy: in a busy
-    /// stream no later work has ended either.
+    /// The first piece from a time on that waits for a stream not known to be busy. In a busy
+    /// stream, later work has not ended either.
     pub fn waiting(&mut self, from: u64, busy: &PendingFree) -> Option<FreePiece> {
         let waits = |one: &&FreePiece| !one.ended && !busy.has(one);
         self.unused.from(from).find(waits).copied()
     }
 
-    /// Whether any piece waits for work.
+    /// Whether any piece still waits for work.
     pub fn waits(&mut self) -> bool {
         self.waiting(0, &PendingFree::default()).is_some()
     }
@@ -289,30 +293,32 @@ impl PoolCache {
         }
     }
 
-    /// Takes out the oldest ended piece.
+    /// Takes out the oldest piece whose work has ended.
     pub fn take_ended(&mut self) -> Option<FreePiece> {
         self.take_out(|one| one.ended)
     }
 
-    /// The same, among the pieces without a pool or of a destroyed pool.
+    /// Same as [`Self::take_ended`], among pieces without a pool or of a destroyed pool.
     pub fn take_loose(&mut self) -> Option<FreePiece> {
         let pools = &self.pools;
         let loose = |one: &FreePiece| one.ended && !pools.iter().any(|p| p.number == one.pool);
         self.unused.remove(loose)
     }
 
-    /// The same, of a pool with more physical memory than it is to keep.
+    /// Same as [`Self::take_ended`], from a pool that holds more than `keep_bytes` of physical
+    /// memory.
     pub fn take_surplus(&mut self, number: u64, keep_bytes: u64) -> Option<FreePiece> {
         self.numbered(number).filter(|pool| pool.reserved.bytes > keep_bytes)?;
         self.take_out(|one| one.ended && one.pool == number)
     }
 
-    /// Takes out the oldest piece, whatever it waits for.
+    /// Takes out the oldest piece, also if its work has not ended.
     pub fn take_any(&mut self) -> Option<FreePiece> {
         self.take_out(|_| true)
     }
 
-    /// A context has ended, and with it all its work before that moment, and its events.
+    /// Records that a context has ended: all its work before that time has ended, and its events no
+    /// longer exist.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         for one in self.unused.iter_mut().filter(|one| one.since < before) {
             if one.mark.context == context {
@@ -321,18 +327,18 @@ impl PoolCache {
         }
     }
 
-    /// Takes out the oldest piece of a context that ended at that moment. Not a piece that waits for work of
-    /// another context, which may still use it.
+    /// Takes out the oldest piece of a context that ended at that time. Skips a piece that waits
+    /// for work of another context, because that work may still use it.
     pub fn take_of_context(&mut self, context: usize, before: u64) -> Option<FreePiece> {
         self.take_out(|one| one.ended && one.piece.context == context && one.since < before)
     }
 
-    /// Whether any piece is imported from a copier.
+    /// Whether a copier created any piece.
     pub fn holds_imported(&mut self) -> bool {
         self.unused.iter().any(|one| one.piece.imported)
     }
 
-    /// Takes a piece out for good: its bytes leave the pool's sizes.
+    /// Takes out a piece permanently. Its bytes are subtracted from the pool's counts.
     fn take_out(&mut self, which: impl Fn(&FreePiece) -> bool) -> Option<FreePiece> {
         let taken = self.unused.remove(which)?;
         if let Some(pool) = self.numbered(taken.pool) {

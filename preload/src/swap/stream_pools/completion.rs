@@ -1,4 +1,5 @@
-//! When work has ended, and what is freed then: the driver calls for what [`super::cache`] decides.
+//! Finds work that has ended, and frees memory then. Makes the driver calls for the decisions of
+//! [`super::cache`].
 //!
 //! One thread at a time queries and destroys events. An event is recorded by the call that frees, in
 //! the stream that this call names: at any other time another thread may be capturing that stream.
@@ -16,7 +17,8 @@ use super::cache::{CompletionMark, FreePiece, PendingFree, StreamPool};
 use super::stream::Stream;
 use crate::sys;
 
-/// Runs `body` so that its calls break no capture, of this thread or another.
+/// Runs `body` in a capture mode in which its calls invalidate no capture, of this thread or
+/// another.
 pub fn relaxed<R>(body: impl FnOnce() -> R) -> R {
     const RELAXED: u32 = 2;
     let mut mode = RELAXED;
@@ -26,7 +28,7 @@ pub fn relaxed<R>(body: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Records the stream's current work in an event, which may exist already in its context.
+/// Records the stream's current work in an event. Reuses the event of `before` if it has one.
 pub fn mark(stream: Stream, before: CompletionMark) -> Option<CompletionMark> {
     let context = stream.context()?;
     let mut mark = before;
@@ -47,7 +49,7 @@ pub fn mark(stream: Stream, before: CompletionMark) -> Option<CompletionMark> {
     Some(mark)
 }
 
-/// Destroys a mark's event. [`SwapState::unused_lock`](super::super::SwapState) is held.
+/// Destroys the event of a mark. [`SwapState::unused_lock`](super::super::SwapState) must be held.
 pub fn forget(mark: CompletionMark) {
     if mark.event != 0 {
         in_context(mark.context, || call!(event_destroy(mark.event)));
@@ -59,7 +61,7 @@ fn has_happened(mark: CompletionMark) -> bool {
         || in_context(mark.context, || call!(event_query(mark.event))) == result::SUCCESS
 }
 
-/// Waits for the mark of a piece that the cache had no memory for, and frees the piece.
+/// Waits for the mark of a piece that the cache had no memory for, then frees the piece.
 pub fn give_back_after(one: &FreePiece) {
     relaxed(|| {
         in_context(one.mark.context, || call!(event_synchronize(one.mark.event)));
@@ -67,7 +69,7 @@ pub fn give_back_after(one: &FreePiece) {
     });
 }
 
-/// Frees an unused piece. The lock is held.
+/// Frees an unused piece. The lock must be held.
 fn give_back(one: &FreePiece) {
     if one.piece.may_stray() {
         strays();
@@ -76,7 +78,7 @@ fn give_back(one: &FreePiece) {
     forget(one.mark);
 }
 
-/// Finds the pieces whose work has ended. The lock is held.
+/// Finds the pieces whose work has ended. The lock must be held.
 fn look() {
     let mut busy = PendingFree::default();
     let mut from = 0;
@@ -90,8 +92,8 @@ fn look() {
     }
 }
 
-/// Frees the pieces without a pool, and with `pools` what each pool has above its threshold. Returns
-/// whether the next wait has more to do. The lock is held.
+/// Frees the pieces without a pool. With `pools`, also frees what each pool holds above its
+/// threshold. Returns whether the next wait has more to do. The lock must be held.
 fn give_back_surplus(pools: bool) -> bool {
     while let Some(one) = tables(|tables| tables.cache.take_loose()) {
         give_back(&one);
@@ -107,7 +109,8 @@ fn give_back_surplus(pools: bool) -> bool {
     tables(|tables| tables.cache.waits() || (!pools && !tables.cache.is_empty()))
 }
 
-/// Frees what a pool has above `keep_bytes`, the driver's part included. The lock is held.
+/// Frees what a pool holds above `keep_bytes`, counting the driver's part of the pool as well. The
+/// lock must be held.
 fn trim(pool: &StreamPool, keep_bytes: u64) {
     let drivers = attribute(pool.handle, pool_attribute::RESERVED).unwrap_or(0);
     let keep = keep_bytes.saturating_sub(drivers);
@@ -116,7 +119,7 @@ fn trim(pool: &StreamPool, keep_bytes: u64) {
     }
 }
 
-/// An attribute of a pool, from the driver; `None`: the call failed.
+/// Queries an attribute of a pool. `None`: the driver's call failed.
 pub fn attribute(pool: usize, which: u32) -> Option<u64> {
     let mut value = 0_u64;
     let code = call!(pool_get_attribute(pool, which, (&raw mut value).cast()));
@@ -138,9 +141,10 @@ pub fn unsettle() {
     SWAP.unsettled.store(1, Ordering::Release);
 }
 
-/// Frees what is due, if something was freed since or still waits: of pools if the call has
-/// `waited` for work, as the driver does. If another thread is doing so, the next call does it: that
-/// thread may be ending a context whose work needs this thread to go on.
+/// Frees the pieces that are due, if any was freed since the last check or still waits. With
+/// `waited`, the call has waited for work, and pieces of pools are freed too, as the driver does.
+/// If another thread is freeing pieces now, the next call does it instead: that thread may be
+/// ending a context whose work needs this thread to continue.
 pub fn settle(waited: bool) {
     if SWAP.unsettled.load(Ordering::Relaxed) == 0 {
         return;
@@ -157,10 +161,10 @@ pub fn settle(waited: bool) {
     });
 }
 
-/// Device memory ran out: frees all unused pieces, or waits until the work of one has ended.
-/// True: the allocation is worth another attempt.
+/// Frees all unused pieces whose work has ended, because device memory ran out. If there are none,
+/// waits until the work of one has ended. True: the allocation is worth another attempt.
 pub fn make_room() -> bool {
-    /// Limit of the wait: work that takes longer may wait for this thread.
+    /// Time limit of the wait. Work that takes longer may be waiting for this thread.
     const MAX_US: u64 = 10_000_000;
     const BETWEEN_US: u64 = 500;
     if !is_in_use() {
@@ -186,7 +190,7 @@ pub fn make_room() -> bool {
     }
 }
 
-/// Frees all pieces. Only called when all work has ended and no call is in the driver.
+/// Frees all pieces. To be called only when all work has ended and no call is in the driver.
 pub fn clear() {
     SWAP.unused_lock.hold(|| {
         while let Some(one) = tables(|tables| tables.cache.take_any()) {
@@ -195,7 +199,7 @@ pub fn clear() {
     });
 }
 
-/// Frees the pieces of a context that ended at `before`. The lock is held.
+/// Frees the pieces of a context that ended at `before`. The lock must be held.
 pub fn context_ends(context: usize, before: u64) {
     tables(|tables| {
         tables.cache.context_ends(context, before);

@@ -98,7 +98,8 @@ pub unsafe extern "C" fn mem_alloc_from_pool_ptsz(
     unsafe { serve(address, ours, driver) }
 }
 
-/// Writes the address of memory of this library, or else calls the driver.
+/// Writes the address that `ours` returns to `address`. If `ours` returns none, or `address` is
+/// null, calls the driver.
 ///
 /// # Safety
 /// `address` must be null, or a place for an address.
@@ -117,7 +118,8 @@ unsafe fn serve(
     driver()
 }
 
-/// Memory of a pool; `None`: of the device's current pool. Returns `None` if the driver must decide.
+/// Allocates memory of a pool; `pool` is `None`: of the device's current pool. Returns `None` if
+/// the driver must allocate.
 fn allocate(asked_bytes: usize, pool: Option<usize>, stream: Stream) -> Option<u64> {
     if asked_bytes < MIN_BYTES || SWAP.wanted.load(Ordering::Acquire) == 0 || stream.is_capturing()
     {
@@ -155,7 +157,7 @@ fn allocate(asked_bytes: usize, pool: Option<usize>, stream: Stream) -> Option<u
     Some(piece.address)
 }
 
-/// Gives an allocation an unused piece that fits.
+/// Serves an allocation with an unused piece that fits.
 fn reuse(
     tables: &mut AllocationTables,
     want: &PieceRequest,
@@ -181,7 +183,8 @@ fn reuse(
     None
 }
 
-/// The same, from pieces of other streams that have finished, if the pool's attributes allow it.
+/// Same as [`reuse`], with pieces of other streams whose work has ended, if the pool's attributes
+/// allow it.
 fn reuse_of_others(pool: usize, want: PieceRequest, asked: Allocation) -> Option<Allocation> {
     let may = tables(|tables| tables.cache.has_of(want.pool))
         && attribute(pool, pool_attribute::REUSE_OPPORTUNISTIC).is_some_and(|may| may != 0);
@@ -192,7 +195,7 @@ fn reuse_of_others(pool: usize, want: PieceRequest, asked: Allocation) -> Option
     tables(|tables| reuse(tables, &PieceRequest { of_others: true, ..want }, asked))
 }
 
-/// Gives an allocation new memory.
+/// Serves an allocation with new memory.
 fn make_anew(device: i32, asked: Allocation) -> Option<Allocation> {
     // The driver does not let other devices on the bus reach memory of a pool.
     let property = MemAllocationProp { gpu_direct_rdma: 0, ..property_on(device) };
@@ -222,9 +225,9 @@ pub unsafe extern "C" fn mem_free_async_ptsz(address: u64, stream: *mut c_void) 
     freed.unwrap_or_else(|| call!(mem_free_async_ptsz(address, stream)))
 }
 
-/// Takes an allocation that is freed in a stream of a context out of the table, so no other thread can
-/// free it. A mark of another context is destroyed: outside the table that context's end would be
-/// missed.
+/// Takes an allocation, which is freed in a stream of a context, out of the table, so that no other
+/// thread can free it. A mark of another context is destroyed, because the end of that context
+/// would be missed once the mark is outside the table.
 fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
     let is_own = |mark: CompletionMark| mark.event == 0 || Some(mark.context) == context;
     let taken = locked(|table| {
@@ -242,7 +245,8 @@ fn take_out(address: u64, context: Option<usize>) -> Option<Allocation> {
     })
 }
 
-/// Frees swappable memory once the stream's earlier work has ended. `None`: the driver's memory.
+/// Frees swappable memory once the stream's earlier work has ended. `None`: the memory is the
+/// driver's.
 fn free(address: u64, stream: Stream) -> Option<u32> {
     if stream.is_capturing() {
         return None;
@@ -270,8 +274,8 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
     Some(result::SUCCESS)
 }
 
-/// Puts what has just left the table into the cache: in use until its mark in the stream of this id has
-/// happened; `None`: free at once.
+/// Puts an allocation that has just left the table into the cache. It counts as in use until its
+/// mark in the stream with the id `after` has happened. `None`: it is unused at once.
 fn take_back(allocation: &Allocation, after: Option<u64>) {
     let Allocation { piece, mark, .. } = *allocation;
     // Memory that other holders refer to is not given to another allocation.
@@ -288,7 +292,8 @@ fn take_back(allocation: &Allocation, after: Option<u64>) {
     }
 }
 
-/// The same for memory of a pool that was freed by a call that has waited for all work.
+/// Frees memory of a pool in a call that has already waited for all work, so that the memory is
+/// unused at once.
 pub fn free_at_once(allocation: &Allocation) {
     if !allocation.piece.stays {
         count(-(allocation.piece.bytes as i64));
@@ -296,7 +301,8 @@ pub fn free_at_once(allocation: &Allocation) {
     take_back(allocation, None);
 }
 
-/// The application's handle of the pool that an allocation came from; 0: destroyed.
+/// The application's handle of the pool from which an allocation was made; 0: the pool is
+/// destroyed.
 pub fn handle_of(allocation: &Allocation) -> usize {
     tables(|tables| tables.cache.handle_of(allocation.pool))
 }
@@ -321,7 +327,7 @@ pub unsafe extern "C" fn ctx_synchronize_v2(context: usize) -> u32 {
     waited(call!(ctx_synchronize_v2(context)))
 }
 
-/// As the driver does, frees unused memory after a wait for work.
+/// Frees unused memory after a successful wait for work, as the driver does.
 fn waited(code: u32) -> u32 {
     if code == result::SUCCESS {
         settle(true);

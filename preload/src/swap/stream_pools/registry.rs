@@ -14,7 +14,8 @@ use super::super::{SWAP, locked, tables};
 use super::cache::{SizeClass, StreamPool};
 use super::completion::{settle, trim_to, unsettle};
 
-/// Runs `body` with the number of a swappable pool of this device; `None`: it is not swappable.
+/// Runs `body` with the number of a swappable pool of this device. `None`: the pool is not
+/// swappable.
 pub fn with_swappable<R>(
     handle: usize,
     device: i32,
@@ -71,7 +72,7 @@ pub unsafe extern "C" fn pool_create(handle: *mut usize, props: *const MemPoolPr
     code
 }
 
-/// Memory of the pool that is in use stays, and is freed by its own free.
+/// Wrapper of `cuMemPoolDestroy`. Memory of the pool that is in use stays until it is freed.
 pub unsafe extern "C" fn pool_destroy(handle: usize) -> u32 {
     // The thread that frees unused memory queries the driver about each pool.
     let (known, code) = SWAP.unused_lock.hold(|| {
@@ -146,7 +147,8 @@ pub unsafe extern "C" fn pool_trim_to(handle: usize, keep_bytes: usize) -> u32 {
     code
 }
 
-/// Gives other devices access to existing allocations; new ones are left to the driver.
+/// Wrapper of `cuMemPoolSetAccess`. Gives other devices access to existing allocations. New
+/// allocations are left to the driver.
 pub unsafe extern "C" fn pool_set_access(
     handle: usize,
     access: *const MemAccessDesc,

@@ -16,13 +16,15 @@ const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
 impl Stream {
-    /// For functions with per-thread default streams, where the null stream means the thread's.
+    /// A stream for functions with per-thread default streams, where the null stream means the
+    /// thread's own.
     pub fn per_thread(handle: *mut c_void) -> Stream {
         let is_default = handle as usize == NONE;
         Stream(if is_default { PER_THREAD as *mut c_void } else { handle })
     }
 
-    /// Whether calls on it go into a graph instead of to the device. True also if the query fails.
+    /// Whether calls on the stream are captured in a graph instead of run on the device. True also
+    /// if the query fails.
     pub fn is_capturing(self) -> bool {
         let mut status = 1;
         let code = call!(stream_is_capturing(self.0, &raw mut status));
@@ -39,8 +41,9 @@ impl Stream {
         (code == result::SUCCESS && context != 0).then_some(context)
     }
 
-    /// An id that no other stream of its context has or will have; a handle may be reused after
-    /// the stream's end. `None`: a thread's default stream has no id that is known to be unique.
+    /// An id that no other stream of its context has or will have, whereas a handle may be reused
+    /// after the stream's end. `None`: the stream is a thread's default stream, for which no unique
+    /// id is known.
     pub fn id(self) -> Option<u64> {
         const OF_LEGACY: u64 = 1 << 63;
         match self.0 as usize {

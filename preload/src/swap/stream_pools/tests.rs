@@ -12,10 +12,10 @@ use super::super::prefault::tests::SHARED;
 use super::*;
 
 const BYTES: usize = 4 << 20;
-/// What does not come within it is taken not to come.
+/// Time limit: an event that has not occurred by then counts as not occurring.
 const LONG: Duration = Duration::from_secs(5);
 
-/// A device all of whose memory is to be carried, while this lives.
+/// A device all of whose memory is swappable while this value exists.
 struct SwapDevice {
     fake: Fake,
     _own: MutexGuard<'static, ()>,
@@ -70,7 +70,7 @@ fn stream() -> *mut c_void {
     core::ptr::without_provenance_mut(0x50)
 }
 
-/// Waits until a thread waits for a lock that this one holds, or is past it.
+/// Waits until the thread waits for a lock that this thread holds, or has ended.
 fn until_it_waits<R>(thread: &JoinHandle<R>, lock: &FutexLock) {
     while !lock.is_awaited() && !thread.is_finished() {
         thread::yield_now();
@@ -91,7 +91,7 @@ fn memory_of_the_devices_pool_is_carried() {
     assert_eq!(swappable.fake.held().mappings, 0);
 }
 
-/// Programs on several devices set that first of all.
+/// Programs on several devices set peer access before anything else.
 #[test]
 fn pool_with_peer_access_is_the_drivers() {
     let swappable = SwapDevice::new();
@@ -107,7 +107,7 @@ fn pool_with_peer_access_is_the_drivers() {
     assert_eq!((swappable.fake.held().mappings, swappable.fake.pooled()), (0, 1));
 }
 
-/// The check queries the driver about each pool, also those of other threads.
+/// The check queries the driver about each pool, also about pools that other threads use.
 #[test]
 fn no_pool_ends_while_pools_are_looked_at() {
     let swappable = SwapDevice::new();
@@ -122,7 +122,7 @@ fn no_pool_ends_while_pools_are_looked_at() {
     assert_eq!(swappable.fake.pools(), 0);
 }
 
-/// A context takes as long to end as its work, which may want for what another thread does.
+/// The end of a context waits for its work, and that work may need an action of another thread.
 #[test]
 fn wait_for_work_ignores_an_ending_context() {
     let _carried = SwapDevice::new();
@@ -139,8 +139,7 @@ fn wait_for_work_ignores_an_ending_context() {
     assert_eq!(SWAP.unsettled.load(Ordering::Relaxed), 1, "the next does it");
 }
 
-/// Two threads end their hold of a context: what one has allocated while the other waited for its
-/// turn ends with it.
+/// Memory that is allocated while the end of its context waits for the lock ends with the context.
 #[test]
 fn context_end_frees_its_earlier_memory() {
     let swappable = SwapDevice::new();
@@ -159,7 +158,7 @@ fn context_end_frees_its_earlier_memory() {
     assert!(tables(|tables| tables.allocations.is_empty()));
 }
 
-/// The hold that is taken to learn which context it is would be the last.
+/// The reference that is taken to find the context would be the last one.
 #[test]
 fn primary_context_is_not_held_during_release() {
     use super::super::contexts::primary_release;
@@ -186,7 +185,8 @@ fn primary_context_is_not_held_during_release() {
     assert_ne!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
 }
 
-/// The memory came from work in another context, which ends meanwhile: nothing is done in it any more.
+/// The memory was freed after work in another context, which ends meanwhile. No call is made in
+/// that context.
 #[test]
 fn free_ignores_mark_of_ending_context() {
     const OTHER: usize = CONTEXT + 1;
@@ -206,7 +206,7 @@ fn free_ignores_mark_of_ending_context() {
     assert_eq!(swappable.fake.pushed(), []);
 }
 
-/// By when it was noted others know it, and whether it went with a context.
+/// All fields of the table entry stay the same, also its creation time and its mark.
 #[test]
 fn failed_free_changes_nothing() {
     let swappable = SwapDevice::new();

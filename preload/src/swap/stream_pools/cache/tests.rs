@@ -22,7 +22,8 @@ fn unused(since: u64, stream: u64, of: &Allocation) -> FreePiece {
     FreePiece { since, piece: of.piece, pool: of.pool, stream, mark, ended: false }
 }
 
-/// Pieces of these sizes in MiB, all made and freed: each at the moment that is its place, in a stream.
+/// A cache with pieces of these sizes in MiB and streams. The pieces are made and freed in this
+/// order, at the times 1, 2 and so on.
 fn cache(freed: &[(u64, u64)]) -> PoolCache {
     let mut cache = PoolCache::empty();
     assert!(cache.add_pool(POOL));
@@ -97,7 +98,7 @@ fn pool_left_to_the_driver_gives_nothing() {
     assert!(cache.learn_pool(StreamPool { handle: 90, number: 10, ..POOL }) && !cache.can_copy(9));
 }
 
-/// Of two contexts a stream may have the same id, and the default streams of threads have none.
+/// Streams of two contexts may have the same id, and the default streams of threads have none.
 #[test]
 fn a_busy_stream_says_nothing_about_others() {
     let mut cache = cache(&[(2, 10), (2, NO_STREAM), (2, NO_STREAM)]);
@@ -192,14 +193,15 @@ fn a_context_ends_its_own_and_the_work_in_it() {
     assert!(cache.is_empty() && !cache.waits());
 }
 
-/// What a piece is to the model: in use, or freed in a stream after this part of its work.
+/// State of a piece in the model: in use, or freed in a stream after this part of its work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Is {
     Used,
     Freed { stream: u64, after: u64, told: bool },
 }
 
-/// Random programs on streams whose work ends when it likes, against a list of all pieces.
+/// Runs random programs on streams whose work ends at any time, and compares with a list of all
+/// pieces.
 #[test]
 fn pieces_are_reused_once_after_their_work() {
     for seed in 1..200_u64 {
