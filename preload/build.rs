@@ -1,4 +1,4 @@
-//! How the product is linked: against nothing at all.
+//! Sets how the product is linked: without any library.
 
 use std::path::Path;
 
@@ -23,8 +23,8 @@ fn main() {
     }
 }
 
-/// Whether the profile is `preload`, in which only the product is linked. A build script
-/// can only tell it by the folder: `<target>/<profile>/build/<package>/out`.
+/// Whether the profile is `preload`, the only one in which the product is linked. A build script
+/// can tell the profile only by its folder: `<target>/<profile>/build/<package>/out`.
 fn is_product() -> bool {
     std::env::var("OUT_DIR").is_ok_and(|out| {
         Path::new(&out).ancestors().nth(3).is_some_and(|folder| folder.ends_with("preload"))

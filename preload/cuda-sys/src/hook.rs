@@ -1,45 +1,47 @@
-//! Properties of a driver function by its name: its class, its number.
+//! Properties of a driver function, found by its name: its class and its number.
 
-/// How a hook treats calls of a function.
+/// Class of a function: how the hook handles its calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
-    /// Counted as activity, held while the gate is closed.
+    /// Counted as activity, and held while the gate is closed.
     Work = 0,
-    /// Held, but counted as a poll: an idle framework polls.
+    /// Held like [`Class::Work`], but counted as a poll, because an idle framework polls.
     Poll = 1,
-    /// May take device memory: held as well while allocations are held.
+    /// May take device memory, so it is also held while allocations are held.
     Alloc = 2,
-    /// [`Class::Alloc`]; success means managed memory is in use.
+    /// Like [`Class::Alloc`]. Success means that managed memory is in use.
     Managed = 3,
-    /// Success means peer access between devices is in use.
+    /// Success means that peer access between devices is in use.
     Peer = 4,
-    /// `cuMemSetAccess`: peer access when another device than the memory's is named.
+    /// `cuMemSetAccess`. Success means peer access when a device other than the memory's own is
+    /// named.
     Access = 5,
-    /// `cuMemPoolSetAccess`: as [`Class::Access`], for a pool.
+    /// `cuMemPoolSetAccess`. Like [`Class::Access`], for a memory pool.
     PoolAccess = 6,
-    /// Success means that memory is shared with another process or API, or may be from now
-    /// on: the driver restores a copy for an exporter, apart from the importer's memory.
+    /// Success means that memory is shared with another process or API, or may be shared later. The
+    /// driver would restore a separate copy for an exporter, apart from the importer's memory.
     Import = 7,
-    /// Held and counted as [`Class::Work`]; its effect depends on whether the memory is
-    /// the driver's or swappable by the library.
+    /// Held and counted like [`Class::Work`]. Its effect depends on whether the memory is the
+    /// driver's or swappable by the library.
     Memory = 8,
-    /// Returns at once even while the process is checkpointed, and passes: unless the library has
-    /// swappable memory, which has no attributes while it is copied out. Then as [`Class::Poll`].
+    /// Passes, because it returns at once even while the process is checkpointed. If the library
+    /// has swappable memory, it is handled like [`Class::Poll`], because such memory has no
+    /// attributes while it is copied out.
     Pointer = 9,
-    /// As [`Class::Work`]. Memory that was freed in a stream is released after it, so calls take the
-    /// thorough path once such memory of the library may exist.
+    /// A wait for work, handled like [`Class::Work`]. Memory that was freed in a stream is released
+    /// after it. Such calls therefore take the thorough path once the library may have such memory.
     Sync = 10,
-    /// `cuGetExportTable`. Requests for the tables of the CUDA runtime and its libraries pass unseen;
-    /// any other is recorded, then held and counted as [`Class::Work`].
+    /// `cuGetExportTable`. Requests for tables of the CUDA runtime and its libraries pass
+    /// unrecorded. Any other request is recorded, then held and counted like [`Class::Work`].
     Table = 11,
-    /// Requests a constant of the process's life. Held, but answered with an earlier result if
-    /// one is cached; counted as [`Class::Poll`].
+    /// Requests a value that is constant for the life of the process. Answered with an earlier
+    /// result if one is cached, else held. Counted like [`Class::Poll`].
     Constant = 12,
 }
 
 impl Class {
-    /// The class with this number.
+    /// Returns the class with this number.
     #[must_use]
     pub const fn from_u8(value: u8) -> Class {
         match value {
@@ -59,8 +61,8 @@ impl Class {
         }
     }
 
-    /// Whether calls may take device memory or add a hazard:
-    /// also held while allocations are held.
+    /// Whether calls may take device memory or add a hazard. Such calls are also held while
+    /// allocations are held.
     #[must_use]
     pub const fn is_special(self) -> bool {
         !matches!(
@@ -75,7 +77,7 @@ impl Class {
         )
     }
 
-    /// Whether calls need more than counting, which puts them on the thorough path.
+    /// Whether calls need more than counting, and therefore take the thorough path.
     #[must_use]
     pub const fn is_thorough(self) -> bool {
         !matches!(self, Class::Work | Class::Poll | Class::Sync)
@@ -84,15 +86,15 @@ impl Class {
 
 macro_rules! define_hooks {
     ($($class:ident { $($name:ident)* })*) => {
-        /// Every listed function. The number of a hook in counters and messages is
-        /// `function as u32 + 1`; 0 is none, [`UNLISTED`] an unlisted function.
+        /// All listed functions. The number of a hook in counters and messages is `function as u32
+        /// + 1`. 0 means no function, and [`UNLISTED`] an unlisted function.
         #[allow(missing_docs, nonstandard_style)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u32)]
         pub enum Function { $($($name,)*)* }
 
-        /// All names, each with a terminating zero. One string rather than a table of
-        /// references, which would cost every process a relocation per name.
+        /// All names, each with a terminating zero. It is one string because a table of references
+        /// would cost every process a relocation per name.
         const NAMES: &str = concat!($($(stringify!($name), "\0",)*)*);
         /// The number of listed functions.
         pub const COUNT: usize = [$($(Function::$name,)*)*].len();
@@ -153,7 +155,7 @@ pub fn find(name: &[u8]) -> Option<(u32, Class)> {
     None
 }
 
-/// A name without its stream variant and version: `cuMemcpyHtoD_v2_ptds` →
+/// A name without the suffix for its stream variant and version: `cuMemcpyHtoD_v2_ptds` →
 /// `cuMemcpyHtoD`.
 #[must_use]
 pub fn base(name: &[u8]) -> &[u8] {
@@ -164,11 +166,11 @@ pub fn base(name: &[u8]) -> &[u8] {
     }
 }
 
-/// Whether calls of this function go to the driver unseen: it touches no context and
-/// succeeds at once even while the process is checkpointed (measured one by one: of the
-/// device queries, the attributes do, and the name does not; the current context can
-/// be changed and queried, also while a checkpoint or a restore is running), or it is a
-/// part of the checkpoint interface itself.
+/// Whether calls of this function go directly to the driver. Such a function either belongs to the
+/// checkpoint interface itself, or it touches no context and succeeds at once even while the
+/// process is checkpointed. The second property was measured for each function. Of the device
+/// queries, the attributes have it, and the name does not. The current context can be changed and
+/// queried, also while a checkpoint or a restore is running.
 #[must_use]
 pub fn passes(name: &[u8]) -> bool {
     let base = base(name);
@@ -191,10 +193,9 @@ pub fn passes(name: &[u8]) -> bool {
         )
 }
 
-/// Number and class for any name that does not [pass](passes): exactly as listed, else
-/// as its listed base, else by the words in the name. An unknown function is held rather
-/// than let through: if it reached the driver while the process is checkpointed, it could end
-/// the process.
+/// Number and class of any name that does not [pass](passes). They are those of the listed name,
+/// else of its listed base, else derived from the words in the name. An unknown function is held:
+/// in the driver of a checkpointed process it could end the process.
 #[must_use]
 pub fn classify(name: &[u8]) -> (u32, Class) {
     if let Some(found) = find(name).or_else(|| find(base(name))) {

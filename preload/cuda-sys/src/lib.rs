@@ -1,7 +1,6 @@
 //! The part of NVIDIA's driver interface that Affinode uses: types of the checkpoint
 //! calls, result codes, and the [list](hooked_functions) of functions that the
-//! preload library holds while a process is offloaded. No logic beyond looking
-//! up a name.
+//! preload library holds while a process is offloaded. Its only logic is to look up a name.
 
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
@@ -21,19 +20,19 @@ pub mod result {
     pub const OUT_OF_MEMORY: u32 = 2;
     /// The driver is missing, or not initialised yet.
     pub const NOT_INITIALIZED: u32 = 3;
-    /// `CUDA_ERROR_DEINITIALIZED`: the process is ending, and its driver has ended before.
+    /// `CUDA_ERROR_DEINITIALIZED`: the process is ending, and its driver has already ended.
     pub const DEINITIALIZED: u32 = 4;
     /// `CUDA_ERROR_ECC_UNCORRECTABLE`: the content of device memory is lost.
     pub const ECC_UNCORRECTABLE: u32 = 214;
-    /// No context is current, or not a suitable one.
+    /// No context is current, or the current one is not suitable.
     pub const INVALID_CONTEXT: u32 = 201;
-    /// Lock: work was still running at the end of the timeout.
+    /// Result of the lock: work was still running at the end of the timeout.
     pub const NOT_READY: u32 = 600;
-    /// Checkpoint: the process uses something that cannot be checkpointed.
+    /// Result of the checkpoint: the process uses something that cannot be checkpointed.
     pub const NOT_SUPPORTED: u32 = 801;
 
-    /// Whether a context is lost with this code: the driver returns it for every later call.
-    /// Uncorrectable memory errors and faults of kernels.
+    /// Whether this code means that the context is lost, so that the driver returns it for every
+    /// later call. Such codes are uncorrectable memory errors and faults of kernels.
     #[must_use]
     pub const fn is_sticky(code: u32) -> bool {
         const NVLINK_UNCORRECTABLE: u32 = 220;
@@ -61,11 +60,11 @@ pub mod result {
 pub mod process_state {
     /// The process uses the device freely.
     pub const RUNNING: u32 = 0;
-    /// Locked: calls block, the state is on the device.
+    /// Calls block, and the state is on the device.
     pub const LOCKED: u32 = 1;
     /// The state is in host memory.
     pub const CHECKPOINTED: u32 = 2;
-    /// A failed operation left it unusable.
+    /// A failed operation left the process unusable.
     pub const FAILED: u32 = 3;
 }
 
@@ -73,7 +72,7 @@ pub mod process_state {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct CheckpointLockArgs {
-    /// How long to wait for running work, in milliseconds; 0: without a limit.
+    /// Time limit of the wait for running work, in milliseconds; 0: no limit.
     pub timeout_ms: u32,
     /// Reserved, must be zero.
     pub reserved0: u32,
@@ -81,7 +80,8 @@ pub struct CheckpointLockArgs {
     pub reserved1: [u64; 7],
 }
 
-/// The argument of the other checkpoint calls, all zero: to host memory, same GPUs.
+/// The argument of the other checkpoint calls. All zero: the state moves to host memory, and is
+/// restored on the same GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct CheckpointArgs {
@@ -131,7 +131,7 @@ pub struct MemAccessDesc {
 pub struct MemAllocationProp {
     /// [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
     pub kind: u32,
-    /// Bit set of the handle types that it can be exported as.
+    /// Bit set of the handle types as which it can be exported.
     pub handle_types: u32,
     /// [`LOCATION_DEVICE`] or another kind of location.
     pub location_type: u32,
@@ -141,7 +141,7 @@ pub struct MemAllocationProp {
     pub windows: u64,
     /// Kind of compression; 0: none.
     pub compression: u8,
-    /// 1: other devices on the bus may reach it.
+    /// 1: other devices on the bus may access the memory.
     pub gpu_direct_rdma: u8,
     /// Usage flags; 0: none.
     pub usage: u16,
@@ -155,7 +155,7 @@ pub struct MemAllocationProp {
 pub struct MemPoolProps {
     /// [`ALLOCATION_PINNED`], or a kind that Affinode does not use.
     pub kind: u32,
-    /// Bit set of the handle types that it can be exported as.
+    /// Bit set of the handle types as which it can be exported.
     pub handle_types: u32,
     /// [`LOCATION_DEVICE`] or another kind of location.
     pub location_type: u32,
@@ -163,7 +163,7 @@ pub struct MemPoolProps {
     pub location_id: i32,
     /// Security attributes for Windows, must be zero.
     pub windows: u64,
-    /// Limit of its size in bytes; 0: the driver's choice.
+    /// Maximum size in bytes; 0: the driver's choice.
     pub most_bytes: u64,
     /// Usage flags; 0: none.
     pub usage: u16,
@@ -173,15 +173,15 @@ pub struct MemPoolProps {
 
 /// Values of `CUmemPool_attribute` that Affinode uses.
 pub mod pool_attribute {
-    /// Memory of another stream may be reused once its work has ended.
+    /// Whether memory of another stream may be reused once its work has ended.
     pub const REUSE_OPPORTUNISTIC: u32 = 2;
-    /// Bytes that the pool keeps when work is waited for.
+    /// Bytes that the pool keeps when the program waits for work.
     pub const RELEASE_THRESHOLD: u32 = 4;
-    /// Bytes of physical memory.
+    /// Bytes of physical memory that the pool holds.
     pub const RESERVED: u32 = 5;
     /// Highest value of [`RESERVED`] since its reset.
     pub const RESERVED_HIGH: u32 = 6;
-    /// Bytes of memory in use.
+    /// Bytes of the pool's memory that are in use.
     pub const USED: u32 = 7;
     /// Highest value of [`USED`] since its reset.
     pub const USED_HIGH: u32 = 8;
@@ -195,7 +195,7 @@ pub struct ArrayMapInfo {
     pub resource: [u64; 7],
     /// The operation: map or unmap.
     pub operation: u32,
-    /// 0: the handle is that of an allocation.
+    /// 0: the handle is the handle of an allocation.
     pub handle_type: u32,
     /// The handle of the memory.
     pub handle: u64,
@@ -212,27 +212,27 @@ pub const ACCESS_READ_WRITE: u32 = 3;
 
 /// Values of `CUdevice_attribute` that Affinode uses.
 pub mod device_attribute {
-    /// Physical memory and addresses can be allocated separately.
+    /// Whether physical memory and addresses can be allocated separately.
     pub const VIRTUAL_MEMORY_MANAGEMENT: i32 = 102;
-    /// Such memory can be exported as a descriptor.
+    /// Whether such memory can be exported as a descriptor.
     pub const POSIX_DESCRIPTORS: i32 = 103;
-    /// Other devices on the bus can reach such memory.
+    /// Whether other devices on the bus can access such memory.
     pub const RDMA_WITH_VIRTUAL_MEMORY: i32 = 110;
-    /// The nearest node of host memory; -1: there is only one, or it is unknown.
+    /// The nearest NUMA node of host memory; -1: there is only one, or it is unknown.
     pub const HOST_NUMA_ID: i32 = 134;
 }
 
 /// Values of `CUpointer_attribute` that Affinode uses.
 pub mod pointer_attribute {
-    /// The context that the memory was allocated in.
+    /// The context in which the memory was allocated.
     pub const CONTEXT: u32 = 1;
-    /// Whether `cuIpcGetMemHandle` can share it.
+    /// Whether `cuIpcGetMemHandle` can share the memory.
     pub const LEGACY_IPC: u32 = 10;
     /// The size of the allocation.
     pub const RANGE_SIZE: u32 = 12;
-    /// The handle types that it can be exported as.
+    /// The handle types as which the memory can be exported.
     pub const HANDLE_TYPES: u32 = 14;
-    /// The pool that it was allocated from; 0: none.
+    /// The pool from which the memory was allocated; 0: none.
     pub const POOL: u32 = 17;
 }
 

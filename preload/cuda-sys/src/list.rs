@@ -1,9 +1,8 @@
 //! The list of all driver functions that the gate holds, by class.
 //!
-//! All names that CUDA 13's headers can make a program refer to, old versions and
-//! per-thread-default-stream variants included, because a linked program needs each
-//! of them exported. What is absent passes through: the functions of
-//! [`crate::hook::passes`]. Names are sorted within their class.
+//! It contains all names to which CUDA 13's headers can make a program refer, with old versions and
+//! per-thread-default-stream variants. A linked program needs each of them exported. Functions that
+//! are not listed pass: see [`crate::hook::passes`]. Names are sorted within their class.
 
 /// Calls a macro with the list: `Class { name … } …`.
 #[macro_export]

@@ -1,14 +1,16 @@
-//! The functions of NVIDIA's management library (NVML), by the handling of a call while the
-//! process's context is checkpointed: NVML would block until the context is restored.
+//! The functions of NVIDIA's management library (NVML). Each has a class: how its calls are handled
+//! while the process's context is checkpointed. NVML would block until the context is restored.
 
-/// The handling of a call while the context is checkpointed. The table in `docs/nvml.md` has the
-/// functions of each class.
+/// How a call is handled while the context is checkpointed. The table in `docs/nvml.md` lists the
+/// functions of each class. Most classes show the function's arguments. "As in the last call" means
+/// that the library returns the result of the last call with the same arguments. "As the controller
+/// reads it" means that the controller reads NVML and sends the figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
-    /// Passes in every state: it does not reach the driver.
+    /// Passes in every state, because it does not reach the driver.
     Pass,
-    /// Counted by the library while NVML is initialised; else the process is restored first.
+    /// Counted by the library while NVML is initialised. Otherwise the process is restored first.
     Init,
     /// Counted by the library. NVML stays initialised in a process that uses CUDA.
     Shutdown,
@@ -44,11 +46,11 @@ pub enum Class {
     TemperatureV,
     /// `(device, u32 *)`, in milliwatts: as the controller reads it.
     Power,
-    /// `(device, count *, processes *)`: none.
+    /// `(device, count *, processes *)`: returns an empty list.
     Processes,
-    /// `(set, data *, timeout)`: waits outside NVML, and restores no process.
+    /// `(set, data *, timeout)`: waits outside NVML, and does not restore the process.
     Wait,
-    /// The process is restored first.
+    /// Held until the process is restored.
     Held,
 }
 
@@ -60,7 +62,7 @@ macro_rules! define_functions {
         #[repr(u32)]
         pub enum Function { $($($name,)*)* }
 
-        /// As in [`crate::hook`]: one string costs a process no relocations.
+        /// All names as one string, which costs a process no relocations, as in [`crate::hook`].
         const NAMES: &str = concat!($($(stringify!($name), "\0",)*)*);
         /// The number of listed functions.
         pub const COUNT: usize = [$($(Function::$name,)*)*].len();
@@ -72,7 +74,7 @@ crate::nvml_functions!(define_functions);
 
 /// The function that returns the UUID of a handle's device.
 pub const UUID: usize = Function::nvmlDeviceGetUUID as usize;
-/// The only function that initialises NVML and has an argument.
+/// The only function that has an argument and initialises NVML.
 pub const INIT_WITH_FLAGS: usize = Function::nvmlInitWithFlags as usize;
 
 const fn offsets() -> [u16; COUNT] {
@@ -118,7 +120,7 @@ pub fn find(sought: &[u8]) -> Option<usize> {
     None
 }
 
-/// The class of a listed function. A function that is not listed is held.
+/// The class of a listed function. A function that is not listed has the class `Held`.
 #[must_use]
 pub fn class(index: usize) -> Class {
     let mut start = 0;
@@ -596,7 +598,7 @@ mod tests {
         assert_eq!(class(COUNT), Class::Held);
     }
 
-    /// Each class has a row in the documents, with its functions; all others are held.
+    /// Each class has a row in the documents with its functions. All other functions are held.
     #[test]
     fn documents_name_each_function_and_class() {
         let text = include_str!("../../../docs/nvml.md");

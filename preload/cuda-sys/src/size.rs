@@ -1,10 +1,9 @@
-//! The bytes that a call moves, fills or allocates, from its arguments.
+//! The number of bytes that a call moves, fills or allocates, from its arguments.
 
 use crate::hook;
 
-/// Bytes that a call of the function with this number names in its arguments, which are
-/// those in registers; 0 when it names none. This is the requested size, whether or not the call
-/// succeeded.
+/// Number of bytes that a call of the function with this number names in its register arguments; 0:
+/// it names none. This is the requested size, even if the call fails.
 #[must_use]
 pub fn of_call(number: u32, arguments: &[u64; 6]) -> u64 {
     let Some(name) = hook::name(number).map(str::as_bytes) else { return 0 };
