@@ -1,8 +1,9 @@
 //! A driver for unit tests: physical memory, addresses and descriptors of it, counted one by one.
 //!
-//! It holds to what was measured of the real one: what was imported is not exported, nor what was not
-//! made for it. A copy lies within one registration of host memory or outside of all, and what is registered
-//! has pages with the access that the flags ask for. Any of its functions can be told to fail.
+//! It has the limits that were measured on the real driver. It does not export memory that was
+//! imported, or that was created without a handle type. A copy must be inside one registration of
+//! host memory or outside of all. Registered memory must have pages with the access that the flags
+//! request. A test can let any of its functions fail.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
@@ -16,27 +17,27 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::fstat;
 use nix::unistd::pipe2;
 
-/// The context that everything is of.
+/// The only context, to which all memory belongs.
 pub const CONTEXT: usize = 0x77;
-/// The pool that a device has from the beginning.
+/// The default pool of the device.
 pub const DEFAULT_POOL: usize = 0x900;
-/// A device that no other test asks about.
+/// A device that no other test uses.
 pub const DEVICE: i32 = 61;
 const GRANULE_BYTES: usize = 2 << 20;
 const SLOT_BYTES: u64 = 2 << 20;
-/// Content of memory without a write.
+/// Content of memory that was not written yet.
 const FRESH: u64 = 0xdead;
 
-/// What is held of the device.
+/// Number of objects of each kind that exist on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Held {
     /// Handles of physical memory.
     pub handles: usize,
-    /// Mappings of such memory.
+    /// Mappings of physical memory at addresses.
     pub mappings: usize,
     /// Ranges of reserved addresses.
     pub ranges: usize,
-    /// What descriptors are of, wherever they are.
+    /// Exports of which any descriptor is still open.
     pub descriptors: usize,
     /// Number of existing streams.
     pub streams: usize,
@@ -48,7 +49,8 @@ struct Handle {
     exportable: bool,
 }
 
-/// A descriptor is one end of a pipe: the other end sees when its last copy is closed.
+/// Exported memory. Its descriptor is one end of a pipe, so the other end shows when the last copy
+/// is closed.
 struct Export {
     object: u64,
     inode: u64,
@@ -69,56 +71,56 @@ struct Device {
     /// Mapped objects by address.
     mappings: BTreeMap<u64, u64>,
     ranges: BTreeMap<u64, usize>,
-    /// What the memory of each object holds: a word for each slot, where any was written.
+    /// Content of each written slot, by object and slot.
     contents: BTreeMap<(u64, u64), u64>,
-    /// What is allocated by the driver itself.
+    /// Memory that the driver itself allocated, by address.
     own: BTreeMap<u64, Vec<u64>>,
     exports: Vec<Export>,
-    /// Where host memory is registered, and how much.
+    /// Sizes of registered host memory, by address.
     registered: BTreeMap<usize, usize>,
     streams: usize,
     events: BTreeSet<usize>,
-    /// Pools that were made.
+    /// Pools that exist now.
     pools: BTreeSet<usize>,
     /// Other contexts that were made current.
     pushed: Vec<usize>,
-    /// What was allocated in its own pools.
+    /// Number of allocations in the driver's own pools.
     pooled: usize,
-    /// How often the primary context was retained, which is this one.
+    /// Number of references to the primary context, which is [`CONTEXT`].
     primary_holds: usize,
-    /// Functions, and how often each does well before it fails once.
+    /// Functions that fail once, and the number of successful calls before that.
     fails: Vec<(&'static str, usize)>,
 }
 
 static DEVICE_STATE: Mutex<Option<Device>> = Mutex::new(None);
 
-/// The driver, as long as this lives. One test at a time.
+/// The fake driver, which exists as long as this value. Only one test can use it at a time.
 pub struct Fake(());
 
 impl Fake {
-    /// With nothing on the device.
+    /// Starts a driver with an empty device.
     pub fn new() -> Fake {
         *DEVICE_STATE.lock().unwrap() = Some(Device::default());
         super::loader_lock::tests::set_loaded(true);
         Fake(())
     }
 
-    /// A function fails once, after this many successful calls.
+    /// Lets a function fail once, after this number of successful calls.
     pub fn fail(&self, name: &'static str, after: usize) {
         device(|device| device.fails.push((name, after)));
     }
 
-    /// Nothing is to fail any more.
+    /// Cancels all failures that were set.
     pub fn fail_no_more(&self) {
         device(|device| device.fails.clear());
     }
 
-    /// Whether that has not happened yet.
+    /// Whether a failure that was set has not happened yet.
     pub fn is_still_to_fail(&self) -> bool {
         device(|device| !device.fails.is_empty())
     }
 
-    /// What is held now.
+    /// What the device holds now.
     pub fn held(&self) -> Held {
         device(|device| Held {
             handles: device.handles.len(),
@@ -129,37 +131,37 @@ impl Fake {
         })
     }
 
-    /// Whether a descriptor is one of its memory.
+    /// Whether a descriptor is an export of this driver.
     pub fn has_exported(&self, descriptor: BorrowedFd<'_>) -> bool {
         device(|device| device.exported(descriptor)).is_some()
     }
 
-    /// The application retains the primary context this many times.
+    /// Adds this number of references of the application to the primary context.
     pub fn retain_primary(&self, times: usize) {
         device(|device| device.primary_holds += times);
     }
 
-    /// How much was allocated in the driver's own pools.
+    /// Number of allocations in the driver's own pools.
     pub fn pooled(&self) -> usize {
         device(|device| device.pooled)
     }
 
-    /// Where host memory is registered.
+    /// Addresses at which host memory is registered.
     pub fn registered(&self) -> Vec<usize> {
         device(|device| device.registered.keys().copied().collect())
     }
 
-    /// The other contexts that were made current by now.
+    /// The other contexts that were made current so far.
     pub fn pushed(&self) -> Vec<usize> {
         device(|device| device.pushed.clone())
     }
 
-    /// How many pools were made and are there.
+    /// Number of pools that exist now.
     pub fn pools(&self) -> usize {
         device(|device| device.pools.len())
     }
 
-    /// Writes what is mapped at an address.
+    /// Writes content to the slot that is mapped at an address.
     pub fn write(&self, address: u64, content: u64) {
         device(|device| {
             let slot = device.slot(address).unwrap();
@@ -167,7 +169,7 @@ impl Fake {
         });
     }
 
-    /// What is mapped at an address holds.
+    /// Content of the slot that is mapped at an address.
     pub fn read(&self, address: u64) -> Option<u64> {
         device(|device| device.contents.get(&device.slot(address)?).copied())
     }
@@ -189,7 +191,7 @@ impl Device {
         self.exports.iter().find(|export| export.inode == inode).map(|export| export.object)
     }
 
-    /// What is mapped at an address, which is the beginning of a slot.
+    /// Object and slot that are mapped at an address, which must be the beginning of a slot.
     fn slot(&self, address: u64) -> Option<(u64, u64)> {
         let (start, object) = self.mappings.range(..=address).next_back()?;
         let inside = ((address - start) as usize) < *self.ranges.get(start)?;
@@ -204,7 +206,7 @@ impl Device {
             .collect()
     }
 
-    /// A copy that crosses the end of a registration of host memory is refused.
+    /// Refuses a copy that crosses the end of a registration of host memory.
     fn may_copy(&self, host: usize, bytes: usize) -> Option<()> {
         let end = host + bytes;
         let last = self.registered.range(..end).next_back();
@@ -239,7 +241,8 @@ impl Device {
     }
 }
 
-/// Whether all pages of a range are mapped, and to write to unless it is registered to be read alone.
+/// Whether all pages of a range are mapped, and writable unless `flags` says that they are only
+/// read.
 fn has_pages(start: usize, bytes: usize, flags: u32) -> bool {
     const READ_ONLY: u32 = 8;
     let wanted = if flags & READ_ONLY == 0 { "rw" } else { "r" };
@@ -269,7 +272,7 @@ macro_rules! functions {
             }
         })*
 
-        /// The address of one of its functions, while there is one.
+        /// The address of one of the driver's functions, while a fake driver exists.
         pub fn function(name: &[u8]) -> Option<usize> {
             DEVICE_STATE.lock().ok()?.as_ref()?;
             $(if name == $symbol.as_bytes() {

@@ -1,10 +1,10 @@
-//! The dynamic loader's lock, which the first load of a module takes: the driver loads its compiler
-//! then. A thread has that lock as long as a constructor of a library runs that it loads; if the
-//! constructor makes a CUDA call while the gate is closed, it waits for the agent, and the agent
-//! would wait for the lock.
+//! Avoids a deadlock on the dynamic loader's lock. The first load of a module takes that lock,
+//! because the driver loads its compiler. A thread that loads a library holds the lock while the
+//! library's constructor runs. If the constructor makes a CUDA call while the gate is closed, it
+//! waits for the agent, and the agent would wait for the lock.
 //!
-//! So a thread of its own takes the lock and loads the module once, and the agent waits for it for
-//! a moment alone:
+//! So a separate thread takes the lock and loads the module once. The agent waits only a limited
+//! time for that thread:
 //!
 //! ```text
 //!         copy out              lock taken          module loaded
@@ -15,9 +15,9 @@
 //!                     the copy is refused, the gate opens, the constructor ends
 //! ```
 //!
-//! A thread that was given up makes no call into the driver: the application may have destroyed the
-//! context. As long as it is not Idle nothing is moved. If the load fails, no digest is computed: the
-//! agent's own load would be the first one, and wait for the lock.
+//! In the state GivenUp the thread makes no call into the driver, because the application may have
+//! destroyed the context. While the state is not Idle, nothing is moved. If the load fails, no digest
+//! is computed, because the agent's own load would then be the first one and wait for the lock.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -29,8 +29,8 @@ use crate::libc::StackSize;
 use crate::process::{self, PROCESS};
 use crate::{libc, sys};
 
-/// How long the agent waits: to take the lock is a matter of microseconds, to compile the kernel for
-/// the first time one of some 100 ms.
+/// Time limit of the agent's wait. Taking the lock needs microseconds; compiling the kernel for the
+/// first time needs some 100 ms.
 const PATIENCE_MS: u64 = 2_000;
 
 const IDLE: u32 = 0;
@@ -38,14 +38,14 @@ const WAITING: u32 = 1;
 const LOADING: u32 = 2;
 const GIVEN_UP: u32 = 3;
 
-/// The load ahead of all others. Zero in a forked child, as all of [`PROCESS`]: the thread is not in a
-/// child.
+/// State of the first load of the module. All zero in a forked child, like all of [`PROCESS`],
+/// because the loading thread is not in the child.
 pub struct ModuleLoad {
-    /// Futex; one of the states above.
+    /// Futex, with one of the states above.
     state: AtomicU32,
-    /// 1 once the module was loaded.
+    /// 1 once the module was loaded successfully.
     is_loaded: AtomicU32,
-    /// A context that lives while the state is WAITING or LOADING.
+    /// A context that must exist while the state is WAITING or LOADING.
     context: AtomicUsize,
 }
 
@@ -72,7 +72,7 @@ impl ModuleLoad {
         sys::futex_wake_all(&self.state);
     }
 
-    /// Sleeps until the state is another one, or until a time. False: that time has come.
+    /// Sleeps while the state is `state`, until `end_us` at most. False: that time has passed.
     fn wait_while(&self, state: u32, end_us: u64) -> bool {
         let now_us = sys::now_us();
         if now_us < end_us {
@@ -82,18 +82,18 @@ impl ModuleLoad {
     }
 }
 
-/// Whether the thread still waits, or loads.
+/// Whether the thread waits for the lock or loads the module.
 pub fn is_awaited() -> bool {
     PROCESS.module_load.state() != IDLE
 }
 
-/// Whether the module was loaded once, so that loads do not take the lock any more.
+/// Whether the module was loaded once. Later loads then do not take the loader's lock.
 pub fn is_loaded() -> bool {
     PROCESS.module_load.is_loaded.load(Ordering::SeqCst) == 1
 }
 
-/// Sees to it that no load of a module that follows waits for another thread of this process. False:
-/// it would.
+/// Loads the module once on a separate thread, so that later loads do not wait for the loader's
+/// lock. False: they still would.
 pub fn load_ahead(context: usize) -> bool {
     load_ahead_within(context, PATIENCE_MS)
 }
@@ -118,8 +118,8 @@ fn load_ahead_within(context: usize, patience_ms: u64) -> bool {
     }
 }
 
-/// Waits for a load in progress, whose context must not end. A load that lasts longer than the limit
-/// may wait for the thread that is here.
+/// Waits for a load in progress, whose context must not end. The wait is limited, because a longer
+/// load may be waiting for the calling thread.
 pub fn wait_for_load() {
     const LIMIT_MS: u64 = 10_000;
     let load = &PROCESS.module_load;

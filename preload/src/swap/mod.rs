@@ -9,9 +9,9 @@
 //! cuMemCreate ──> the same, at the addresses where the application maps it
 //! ```
 //!
-//! The application sees the same addresses and contents at all times. If the driver refuses a
-//! step for an allocation, the driver makes that allocation itself. The content never leaves the
-//! process, so only the death of this process can lose it.
+//! The application sees the same addresses and contents at all times. If the driver refuses a step
+//! for an allocation, that allocation is left to the driver. The content never leaves the process,
+//! so it is lost only if this process ends.
 //!
 //! | module | content |
 //! | --- | --- |
@@ -91,20 +91,20 @@ pub use self::vmm::translate;
 use self::wrappers::FUNCTIONS;
 use crate::{libc, libcuda, process, sys};
 
-/// Granularity of physical memory. Devices with another one are left to the driver.
+/// Granularity of physical memory. On devices with another one, no memory is swappable.
 const GRANULE_BYTES: usize = 2 << 20;
-/// Limit of the devices of a process that are told apart.
+/// Maximum number of devices of a process that this module supports.
 const DEVICES: usize = 64;
 
-/// The module's state, in pages that a forked child finds zeroed: the child has no driver, and none
-/// of the memory is its own.
+/// The module's state, in pages that a forked child finds zeroed, because the child has neither the
+/// driver nor the memory.
 #[repr(C, align(4096))]
 struct SwapState {
     /// 1 once memory may be swappable: calls are inspected.
     in_use: AtomicU32,
     /// 1 while new allocations are made swappable.
     wanted: AtomicU32,
-    /// 1 once a green context exists, which has a part of a device.
+    /// 1 once a green context exists, which is a context with a part of a device.
     green: AtomicU32,
     /// 1 once memory imported from a copier may be held by something outside the tables.
     strayed: AtomicU32,
@@ -118,7 +118,7 @@ struct SwapState {
     unused_lock: FutexLock,
     /// 1 while unused memory may exist that was not checked.
     unsettled: AtomicU32,
-    /// Held while a context ends, and while the agent uses a context beside the application.
+    /// Held while a context ends, and while the agent uses a context of the application.
     contexts_lock: FutexLock,
     /// Used by the agent only, except for [`StagingPool::context_ends`], under the lock of contexts.
     pool: UnsafeCell<StagingPool>,
@@ -132,7 +132,7 @@ struct SwapState {
     checks: AtomicU32,
     /// State and size of the prefault.
     ahead: PrefaultJob,
-    /// Contexts in which something small stays allocated.
+    /// Contexts in which a small allocation stays permanently.
     anchored: [AtomicUsize; 16],
 }
 
@@ -160,8 +160,8 @@ static SWAP: SwapState = SwapState {
     anchored: [const { AtomicUsize::new(0) }; 16],
 };
 
-/// A lock that sleeps. Its holder has signals blocked, so no handler waits for a lock that
-/// it has interrupted.
+/// A lock for which threads sleep. Its holder has signals blocked, so no signal handler can wait for
+/// a lock that its own thread holds.
 struct FutexLock(AtomicU32);
 
 impl FutexLock {
@@ -186,7 +186,7 @@ impl FutexLock {
         result
     }
 
-    /// The same, unless another thread holds it: `None`.
+    /// Same as [`Self::hold`], but returns `None` at once if another thread holds the lock.
     fn hold_if_free<R>(&self, body: impl FnOnce() -> R) -> Option<R> {
         let mask = sys::set_signal_mask(!libc::internal_signals());
         let result = self.try_take().then(|| {
@@ -217,7 +217,7 @@ impl FutexLock {
     }
 }
 
-/// Runs `body` on the tables. No call into the driver belongs inside.
+/// Runs `body` on the tables. It must not call the driver.
 fn tables<R>(body: impl FnOnce(&mut AllocationTables) -> R) -> R {
     // SAFETY: the lock excludes all other threads, and `body` cannot come here again.
     SWAP.table_lock.hold(|| body(unsafe { &mut *SWAP.tables.get() }))
@@ -234,14 +234,15 @@ fn with_pool<R>(body: impl FnOnce(&mut StagingPool) -> R) -> R {
     SWAP.contexts_lock.hold(|| body(unsafe { &mut *SWAP.pool.get() }))
 }
 
-/// The same, unless a context ends just now (`None`): that may take as long as the work in it, and
-/// the agent must go on to receive messages.
+/// Same as [`with_pool`], but returns `None` if a context is ending now. Its end may take as long as
+/// the work in it, and the agent must continue to receive messages.
 fn with_pool_if_free<R>(body: impl FnOnce(&mut StagingPool) -> R) -> Option<R> {
     // SAFETY: as above.
     SWAP.contexts_lock.hold_if_free(|| body(unsafe { &mut *SWAP.pool.get() }))
 }
 
-/// Sets the engine that shim or controller have written to a file, until a controller sends one.
+/// Sets the engine from the file that the shim or the controller has written. It applies until a
+/// controller sends an engine.
 pub fn set_engine_by_file(file: &CStr) {
     let mut buffer = [0; 16];
     if let Some(engine) = sys::read_file(file, &mut buffer).and_then(Engine::parse) {
@@ -249,8 +250,7 @@ pub fn set_engine_by_file(file: &CStr) {
     }
 }
 
-/// Sets the controller's engine for new allocations. Existing allocations stay as
-/// they are.
+/// Sets the engine for new allocations. Existing allocations stay as they are.
 pub fn set_engine(engine: Engine) {
     let wanted = engine != Engine::Checkpoint
         && process::page().is_some_and(|page| page.hazards().is_empty())
@@ -259,8 +259,7 @@ pub fn set_engine(engine: Engine) {
     SWAP.wanted.store(u32::from(wanted), Ordering::Release);
 }
 
-/// Finds the driver's functions; false when one is missing. Several threads may call it at
-/// once.
+/// Finds the driver's functions. False: one is missing. Several threads may call it at once.
 fn find_all() -> bool {
     if SWAP.in_use.load(Ordering::Acquire) == 1 {
         return true;
@@ -281,7 +280,7 @@ fn find_all() -> bool {
 /// The driver's functions that have a wrapper, in the order of [`FUNCTIONS`].
 static REAL: [AtomicUsize; FUNCTIONS.len()] = [const { AtomicUsize::new(0) }; FUNCTIONS.len()];
 
-/// Whether memory of this process is swappable, or was.
+/// Whether memory of this process is swappable, or was at some time.
 pub fn is_in_use() -> bool {
     SWAP.in_use.load(Ordering::Acquire) == 1
 }

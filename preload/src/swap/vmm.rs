@@ -1,5 +1,5 @@
 //! Wrappers of the calls with which an application manages physical memory itself (VMM).
-//! They run one at a time: the driver's state and the tables change together.
+//! The wrappers run one at a time, so that the driver's state and the tables change together.
 
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
@@ -30,7 +30,8 @@ fn one_at_a_time(body: impl FnOnce() -> u32) -> u32 {
     SWAP.vmm_lock.hold(body)
 }
 
-/// Runs `body` with the driver's handle for the application's handle, and whether that is a name.
+/// Runs `body` with the driver's handle for the application's handle, and with true if the latter
+/// is a name.
 fn with_handle(given: u64, body: impl FnOnce(u64, bool) -> u32) -> u32 {
     match blocks(|blocks| blocks.handle(given)) {
         Handle::Drivers => body(given, false),
@@ -39,8 +40,9 @@ fn with_handle(given: u64, body: impl FnOnce(u64, bool) -> u32) -> u32 {
     }
 }
 
-/// Replaces names in the arguments of a function without a wrapper: any argument that looks like a
-/// name is taken for one. Its block stays on the device, as the function's effect is unknown.
+/// Replaces names of blocks in the arguments of a function without a wrapper. Any argument that
+/// looks like a name counts as one. The block stays on the device, because the function's effect is
+/// unknown.
 pub fn translate(arguments: &mut [u64; 6]) {
     if !is_in_use() {
         return;
@@ -172,7 +174,8 @@ pub(super) unsafe extern "C" fn mem_retain_handle(handle: *mut u64, address: u64
     })
 }
 
-/// An importer refers to this physical memory, not to what may replace it: the block must stay.
+/// Wrapper of `cuMemExportToShareableHandle`. The block must stay on the device, because an
+/// importer refers to its physical memory.
 pub(super) unsafe extern "C" fn mem_export(
     shareable: *mut c_void,
     given: u64,

@@ -20,7 +20,7 @@ use super::chunked_map::{ChunkedMap, HasKey};
 const NAMES: u64 = 0xAFF1_0000_0000_0000;
 const NAMES_MASK: u64 = 0xFFFF_0000_0000_0000;
 
-/// Whether a number looks like a name.
+/// Whether a number has the bits of a name.
 pub fn is_name(number: u64) -> bool {
     number & NAMES_MASK == NAMES
 }
@@ -28,7 +28,7 @@ pub fn is_name(number: u64) -> bool {
 /// One block of physical memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmmHandle {
-    /// The handle that the application has.
+    /// The application's handle of the block.
     pub name: u64,
     pub piece: AllocationPiece,
     /// Number of the application's references by name.
@@ -60,37 +60,38 @@ impl HasKey for VmmMapping {
 /// The circumstances of a call: the current context, its device, and the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MappingPart {
-    /// 0: no context is current.
+    /// The current context; 0: no context is current.
     pub context: usize,
-    /// Ordinal of the device.
+    /// Ordinal of the context's device.
     pub device: i32,
     /// The time, from [`AllocationTables::now`](super::allocations::AllocationTables::now).
     pub now: u64,
 }
 
-/// What a handle of the application means.
+/// Result of resolving a handle of the application.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Handle {
-    /// A handle of the driver.
+    /// It is a handle of the driver.
     Drivers,
-    /// A name of this library, for this handle of the driver.
+    /// It is a name of this library, for this handle of the driver.
     Named(u64),
-    /// A name whose block does not exist.
+    /// It is a name whose block no longer exists.
     Stale,
 }
 
 /// What the caller must do after a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HandleRelease {
-    /// Nothing: the block is still referenced.
+    /// Nothing, because the block is still referenced.
     Lives,
-    /// The last reference is gone: release this handle in the driver.
+    /// Release this handle in the driver, because the last reference was released.
     Last(u64),
-    /// The same, and memory imported from a copier may be held elsewhere.
+    /// Release this handle in the driver. Something else may still hold the memory, which a copier
+    /// created.
     Strays(u64),
 }
 
-/// All blocks and mappings. Zeroes are empty.
+/// All blocks and mappings. An all-zero value is empty.
 #[repr(C)]
 pub struct VmmHandleTable {
     blocks: ChunkedMap<VmmHandle>,
@@ -114,17 +115,17 @@ impl VmmHandleTable {
         self.swappable_bytes
     }
 
-    /// The block with a name.
+    /// The block with this name.
     pub fn at(&mut self, name: u64) -> Option<&mut VmmHandle> {
         self.blocks.at(name)
     }
 
-    /// The blocks from a name on.
+    /// All blocks from this name on.
     pub fn from(&self, name: u64) -> impl Iterator<Item = &VmmHandle> {
         self.blocks.from(name)
     }
 
-    /// The first block from a name on that `which` picks.
+    /// The first block from this name on for which `which` is true.
     pub fn find_from(
         &mut self,
         name: u64,
@@ -133,7 +134,7 @@ impl VmmHandleTable {
         self.blocks.find_from(name, which)
     }
 
-    /// Changes a block, and the sum of swappable bytes with it.
+    /// Changes a block, and updates the sum of swappable bytes.
     fn change<R>(&mut self, name: u64, body: impl FnOnce(&mut VmmHandle) -> R) -> Option<R> {
         let block = self.blocks.at(name)?;
         let swappable =
@@ -144,7 +145,7 @@ impl VmmHandleTable {
         Some(result)
     }
 
-    /// Adds a new block and returns its name. `None`: out of memory or of names.
+    /// Adds a new block and returns its name. `None`: no memory or no name is left.
     pub fn insert(&mut self, handle: u64, property: MemAllocationProp, bytes: u64) -> Option<u64> {
         let name = NAMES | (self.names_given + 1);
         let piece = AllocationPiece { handle, property, bytes, ..AllocationPiece::default() };
@@ -167,13 +168,13 @@ impl VmmHandleTable {
         }
     }
 
-    /// Drops a reference of the application to a name that has a [handle](Self::handle).
+    /// Removes one reference of the application to a name that has a [handle](Self::handle).
     pub fn release(&mut self, name: u64) -> HandleRelease {
         self.change(name, |block| block.references = block.references.saturating_sub(1));
         self.bury(name)
     }
 
-    /// Forgets a block without references and mappings.
+    /// Removes a block if it has no references and no mappings.
     fn bury(&mut self, name: u64) -> HandleRelease {
         let dead = |block: &&mut VmmHandle| block.references == 0 && block.mappings == 0;
         match self.blocks.at(name).filter(dead).map(|block| block.piece) {
@@ -203,12 +204,12 @@ impl VmmHandleTable {
         (address.wrapping_sub(found.address) < found.bytes).then_some(found)
     }
 
-    /// Keeps a block on the device from now on.
+    /// Marks a block to stay on the device.
     pub fn stay(&mut self, name: u64) {
         self.change(name, |block| block.piece.stays = true);
     }
 
-    /// Keeps all blocks on the device that are mapped in a range.
+    /// Marks all blocks that are mapped in a range to stay on the device.
     pub fn stay_in(&mut self, address: u64, bytes: u64) {
         let mut next = address;
         while let Some(mapping) = self.touching(next, address.saturating_add(bytes)) {
@@ -237,8 +238,8 @@ impl VmmHandleTable {
         });
     }
 
-    /// Records that a range was unmapped: one mapping at each call, until it returns `None`.
-    /// Each time returns what to do for that mapping.
+    /// Removes one mapping of a range that was unmapped, and returns what to do for it. To be
+    /// called until it returns `None`.
     pub fn unmap(&mut self, address: u64, bytes: u64) -> Option<HandleRelease> {
         let end = address.saturating_add(bytes);
         let first = self.mappings.from(address).next().copied();
@@ -287,7 +288,8 @@ impl VmmHandleTable {
         }
     }
 
-    /// A context that was current before that moment has ended. Its blocks stay: no context can copy them.
+    /// Records the end of a context that was current before that time. Its blocks stay on the
+    /// device, because no context is left that could copy them.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         let mut next = 0;
         while let Some(name) = self.name_from(next, context, before) {
@@ -317,7 +319,7 @@ mod tests {
         (blocks, name)
     }
 
-    /// A block that is mapped and accessible.
+    /// A table with one block that is mapped and accessible, and its name.
     fn swappable() -> (VmmHandleTable, u64) {
         let (mut blocks, name) = one();
         blocks.map(name, 8 * MIB, 2 * MIB, 0);
@@ -399,7 +401,7 @@ mod tests {
         assert!(!blocks.at(name).unwrap().piece.stays);
     }
 
-    /// A reference that another call has taken outlives the name and the mapping.
+    /// A reference that another call has taken outlives the block's name and its mapping.
     #[test]
     fn pinned_import_is_reported_when_released() {
         for (imported, stays) in [(true, true), (true, false), (false, true)] {

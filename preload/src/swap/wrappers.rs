@@ -1,5 +1,6 @@
-//! Which wrapper replaces which of the driver's functions. Each has its function's signature, is
-//! called while the call is counted, and passes on whatever does not concern swappable memory.
+//! The table of the driver's functions and their wrappers. A wrapper has the signature of its
+//! function and is called while the call is counted. It passes on every call that does not concern
+//! swappable memory.
 
 use affinode_cuda_sys::hook::Function;
 
@@ -7,11 +8,12 @@ use super::{alloc_wrappers, contexts, ipc, stream_pools, vmm};
 
 macro_rules! stand_ins {
     ($($function:ident $stand_in:path;)*) => {
-        /// The functions, old names beside new ones where both mean the same.
+        /// The functions that have a wrapper. Old names are next to new ones if both have the same
+        /// meaning.
         pub const FUNCTIONS: [Function; [$(Function::$function,)*].len()] =
             [$(Function::$function,)*];
 
-        /// The wrapper of a function; `None`: it has none.
+        /// The wrapper of a function; `None`: the function has none.
         pub fn stand_in(function: Function) -> Option<usize> {
             match function {
                 $(Function::$function => Some($stand_in as *const () as usize),)*

@@ -1,6 +1,6 @@
-//! Memory that is all zero is not stored: memory without a write so far (arenas that are taken
-//! at once, caches that are not full) costs no host memory and no copy. The kernel of `digest`
-//! detects it exactly.
+//! Skips memory that is all zero, so that it costs no host memory and no copy. Such memory was not
+//! written yet, as in an arena that is allocated at once or in a cache that is not full. The kernel
+//! of `digest` detects it exactly.
 //!
 //! ```text
 //! run of zeros:  short ──────────> stored and copied as any other memory
@@ -13,14 +13,16 @@
 use super::digest::{Digest, SLOT_BYTES};
 use super::prefault::CHUNK_BYTES;
 
-/// Shorter runs would split a large copy into many small ones.
+/// Minimum number of slots of a run that is skipped. Shorter runs would split a large copy into
+/// many small ones.
 const MIN_SLOTS: usize = 8;
 const CHUNK_SLOTS: usize = CHUNK_BYTES / SLOT_BYTES;
-/// Copying this much takes as long as a copier saves, which is the restore of a context: 16 GiB at
-/// the speed of the bus are a quarter of a second.
+/// Number of skipped bytes that save more time than a copier. A copier saves the time of restoring
+/// a context, about a quarter of a second. In that time the bus copies 16 GiB.
 const WORTH_BYTES: usize = 16 << 30;
 
-/// Marks what is skipped, and returns its bytes. `with_copier`: a copier could restore the process.
+/// Marks the zeros that are skipped, and returns their bytes. `with_copier`: a copier could restore
+/// the process.
 pub fn skip_zero_pages(found: &mut [Digest], with_copier: bool) -> usize {
     let (mut zeros, mut at) = (0, 0);
     while let Some((begin, end)) = next_run(found, at) {
@@ -44,7 +46,8 @@ pub fn is_worth_a_copier(bytes: usize, slots: usize) -> bool {
     bytes >= WORTH_BYTES || (bytes > 0 && 2 * bytes / SLOT_BYTES >= slots)
 }
 
-/// The next run of zeros that is long enough, from a slot on. Slots that are marked already do not count.
+/// The begin and end of the next run of zeros from a slot on that is long enough. Slots that are
+/// already marked do not count.
 fn next_run(found: &[Digest], from: usize) -> Option<(usize, usize)> {
     let mut begin = from;
     loop {
@@ -57,14 +60,14 @@ fn next_run(found: &[Digest], from: usize) -> Option<(usize, usize)> {
     }
 }
 
-/// The chunks of a pool in which nothing is stored.
+/// The chunks of a pool in which no content is stored.
 pub fn empty_chunks(known: &[Digest]) -> impl Iterator<Item = usize> + '_ {
     let is_out = |slot: &Digest| *slot == Digest::LEFT_OUT;
     known.chunks(CHUNK_SLOTS).enumerate().filter(move |(_, c)| c.iter().all(is_out)).map(|c| c.0)
 }
 
-/// Whether content from an offset on is skipped, and for how many bytes that holds: all in one
-/// chunk, at most `most`.
+/// Whether the content from an offset on is skipped, and the number of bytes to which that applies.
+/// All of them are in one chunk, and there are at most `most`.
 pub fn run_at(known: &[Digest], offset: usize, most: usize) -> (bool, usize) {
     let most = most.min(CHUNK_BYTES - offset % CHUNK_BYTES);
     let first = offset / SLOT_BYTES;

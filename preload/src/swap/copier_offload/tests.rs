@@ -22,19 +22,19 @@ const PIECE_BYTES: u64 = 8 * MIB;
 const PIECES: usize = 3;
 const LATER_US: u64 = u64::MAX;
 
-/// How the memory came to be.
+/// How the memory was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Made {
-    /// To be exported by us.
+    /// The process can export the memory.
     Exportable,
-    /// Not to be exported.
+    /// The memory cannot be exported.
     Otherwise,
-    /// Imported from a copier.
+    /// The memory was imported from a copier.
     Imported,
 }
 use Made::{Exportable, Imported, Otherwise};
 
-/// A process with some memory on the device, and a way to a copier.
+/// A process with some memory on the device, and a connection to a copier.
 struct World {
     fake: Fake,
     copier: OwnedFd,
@@ -94,7 +94,8 @@ impl World {
         crate::sys::send(self.copier.as_raw_fd(), &message.encode(), None).unwrap();
     }
 
-    /// All that the copier was told, which lets go of what came along: how many were handed over.
+    /// Receives all messages at the copier, and closes their descriptors. Returns the number of
+    /// exported pieces.
     fn hears(&self) -> usize {
         let (mut taken, mut frame) = (0, [0; FRAME_BYTES]);
         while let Ok((FRAME_BYTES, descriptor)) =
@@ -120,7 +121,8 @@ impl World {
         self.pieces().iter().map(|piece| piece.place).collect()
     }
 
-    /// On the device, at the same addresses with the same contents, and nothing else held.
+    /// Whether all is on the device, at the same addresses with the same contents, and nothing else
+    /// is held.
     fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
@@ -146,12 +148,12 @@ impl Drop for World {
     }
 }
 
-/// What is held of this many mapped pieces.
+/// What the device holds with this number of mapped pieces.
 fn usual(many: usize) -> Held {
     Held { handles: many, mappings: many, ranges: many, descriptors: 0, streams: 0 }
 }
 
-/// What is held of pieces whose content is elsewhere: their addresses.
+/// What the device holds of pieces whose content is elsewhere: only their addresses.
 fn offloaded(descriptors: usize) -> Held {
     Held { handles: 0, mappings: 0, ranges: PIECES, descriptors, streams: 0 }
 }
@@ -172,7 +174,7 @@ fn export_is_held_by_descriptors_until_copied() {
     }
 }
 
-/// Its file has holes where that content was, from which a copier would fill zeros.
+/// The pool's file has holes in place of shared chunks, so another copier would restore zeros.
 #[test]
 fn shared_chunks_are_offered_to_no_other_copier() {
     for shared in [false, true] {
@@ -190,7 +192,7 @@ fn shared_chunks_are_offered_to_no_other_copier() {
     }
 }
 
-/// It says something else, says nothing and is gone, or was gone before.
+/// The copier sends another message, or closes the connection without one.
 #[test]
 fn uncopied_export_is_restored_from_the_device() {
     for (made, said) in
@@ -223,7 +225,7 @@ fn abandoned_offload_taints_the_pool() {
     assert!(world.is_resident() && holds_imported());
 }
 
-/// Each of the driver's calls, at each piece: nothing is lost, and nothing is left behind.
+/// Each of these driver calls fails at each piece. No memory is lost, and no object is left over.
 #[test]
 fn failed_export_leaves_all_on_the_device() {
     let always = ["cuMemExportToShareableHandle"];
@@ -253,7 +255,7 @@ fn failed_export_leaves_all_on_the_device() {
     }
 }
 
-/// Also where the memory cannot be taken back at first: its descriptors are kept for that.
+/// If the memory cannot be mapped again at first, its descriptors are kept for the next attempt.
 #[test]
 fn failed_take_back_is_repeated() {
     for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {
@@ -275,7 +277,7 @@ fn failed_take_back_is_repeated() {
     }
 }
 
-/// A checkpoint with what could not be released would lose the process.
+/// A checkpoint of a process with unreleased imported memory would lose the process.
 #[test]
 fn unreleased_import_is_reported() {
     let world = World::new(1, Exportable);
@@ -309,7 +311,7 @@ fn export_needs_a_copier_in_time() {
     assert!(world.is_resident());
 }
 
-/// A copier that reads nothing any more is not waited for without end.
+/// The wait for a copier that no longer reads its socket is limited.
 #[test]
 fn unread_socket_is_awaited_until_deadline() {
     let world = World::new(PIECES, Exportable);
@@ -318,7 +320,7 @@ fn unread_socket_is_awaited_until_deadline() {
     assert!(copier_restore::send_piece(world.copier.as_raw_fd(), sys::now_us()).is_none());
 }
 
-/// The application may want some, too.
+/// The other descriptors are left to the application.
 #[test]
 fn export_uses_a_quarter_of_the_descriptors() {
     const MANY: usize = 300;

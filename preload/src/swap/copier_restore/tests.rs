@@ -16,7 +16,7 @@ use super::*;
 const PIECE_BYTES: u64 = 8 << 20;
 const PIECES: usize = 3;
 
-/// A process that is parked and has handed that over to a copier.
+/// A process that is copied out and has offered its content to a copier.
 struct World {
     fake: Fake,
     copier: OwnedFd,
@@ -61,7 +61,7 @@ impl World {
         sys::send(self.copier.as_raw_fd(), &message.encode(), memory).unwrap();
     }
 
-    /// Fills the memory of a piece, and hands it over.
+    /// Fills the memory of a piece, and sends it to the process.
     fn fills(&self, index: usize) {
         let piece = World::piece();
         let handle = back(&piece).unwrap();
@@ -79,7 +79,8 @@ impl World {
         locked(|allocations| allocations.iter().map(|one| one.piece).collect())
     }
 
-    /// On the device, at the same addresses with the same contents, and nothing else held.
+    /// Whether all is on the device, at the same addresses with the same contents, and nothing else
+    /// is held.
     fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
@@ -111,7 +112,7 @@ fn filled_memory_is_imported_without_a_copy() {
     assert!(world.fake.is_still_to_fail(), "nothing was copied");
 }
 
-/// Each of the driver's calls, at each piece; and the same where what is mapped stays so.
+/// Each of these driver calls fails at each piece, also in a case where memory cannot be unmapped.
 #[test]
 fn failed_import_is_copied_from_the_pool() {
     for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {
@@ -130,7 +131,7 @@ fn failed_import_is_copied_from_the_pool() {
     }
 }
 
-/// It stops anywhere, or says what it should not.
+/// The copier stops at any point, or sends an unexpected message.
 #[test]
 fn stopped_copier_is_not_needed() {
     for filled in 0..=PIECES {

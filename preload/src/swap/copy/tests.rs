@@ -10,7 +10,7 @@ use super::*;
 const PIECE_BYTES: u64 = 8 << 20;
 const PIECES: usize = 3;
 
-/// A process with some memory on the device, and no way to a copier.
+/// A process with some memory on the device, and without a copier.
 struct World {
     fake: Fake,
     _own: MutexGuard<'static, ()>,
@@ -27,7 +27,7 @@ impl World {
         world
     }
 
-    /// All of its slots hold the same.
+    /// Allocates memory, and writes the same content to all of its slots.
     fn allocate(&self, bytes: u64, content: u64) -> u64 {
         let property = property_on(DEVICE);
         let mut piece =
@@ -49,7 +49,8 @@ impl World {
         locked(|allocations| allocations.iter().map(|one| one.piece).collect())
     }
 
-    /// On the device, at the same addresses with the same contents, and nothing else held.
+    /// Whether all is on the device, at the same addresses with the same contents, and nothing else
+    /// is held.
     fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
@@ -70,7 +71,7 @@ impl Drop for World {
     }
 }
 
-/// What is held with this many mapped pieces.
+/// What the device holds with this number of mapped pieces.
 fn held(many: usize) -> Held {
     Held { handles: many, mappings: many, ranges: PIECES, descriptors: 0, streams: 0 }
 }
@@ -82,7 +83,7 @@ fn copied_out_content_is_restored() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// The context of what is parked is asked, and no other.
+/// Only the context of the copied-out memory is queried.
 #[test]
 fn context_is_broken_where_driver_confirms_code() {
     let world = World::new();
@@ -94,7 +95,7 @@ fn context_is_broken_where_driver_confirms_code() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// Nothing has left, what was brought in for it is given back, and the next time goes well.
+/// No memory has left the device, the host memory is freed again, and the next attempt succeeds.
 #[test]
 fn copy_stops_where_others_took_host_memory() {
     use super::super::host_pressure::tests::TAKEN_BY_OTHERS;
@@ -108,7 +109,8 @@ fn copy_stops_where_others_took_host_memory() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// The controller sees the limit of the pod, and turns the copy back. The word is for this copy alone.
+/// The controller sees the limit of the pod and cancels the copy. The order applies to this copy
+/// only.
 #[test]
 fn copy_turned_back_by_controller_leaves_all() {
     use affinode_proto::wire::Phase;
@@ -125,7 +127,7 @@ fn copy_turned_back_by_controller_leaves_all() {
     });
 }
 
-/// Each of the driver's calls, at each piece.
+/// Each of these driver calls fails at each piece.
 #[test]
 fn failed_copy_out_leaves_all_on_the_device() {
     for call in ["cuStreamCreate", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"] {
@@ -156,7 +158,7 @@ fn failed_copy_in_is_repeated_from_the_pool() {
     }
 }
 
-/// And the same where what was mapped cannot be unmapped again.
+/// Each call fails at each piece, also in a case where mapped memory cannot be unmapped.
 #[test]
 fn piece_that_stays_mapped_is_filled_next_time() {
     for call in ["cuMemSetAccess", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"] {
@@ -172,7 +174,7 @@ fn piece_that_stays_mapped_is_filled_next_time() {
     }
 }
 
-/// Its end waits for the work in it, as long as that takes.
+/// The end of a context waits for its work, for any length of time.
 #[test]
 fn tidy_does_not_wait_for_an_ending_context() {
     let _world = World::new();
@@ -189,7 +191,7 @@ fn tidy_does_not_wait_for_an_ending_context() {
     assert_eq!(told, Ok((TrimResult::Kept, true)));
 }
 
-/// A process in which anything happens, and what its memory should hold.
+/// A process on which random steps are run, and the expected contents of its memory.
 struct Model {
     world: World,
     pieces: Vec<(u64, Vec<u64>)>,
@@ -210,7 +212,7 @@ impl Model {
         self.world.fake.write(*address + (slot * digest::SLOT_BYTES) as u64, content);
     }
 
-    /// Little of it, or all of a piece; a piece comes, or goes.
+    /// Makes up to three random changes: writes to a part or all of a piece, adds a piece, or frees one.
     fn run(&mut self) {
         for _ in 0..self.draw(4) {
             let piece = self.draw(self.pieces.len() as u64) as usize;
@@ -238,7 +240,7 @@ impl Model {
         }
     }
 
-    /// What holds again what it held then, the pool is told to hold by digests of then.
+    /// Writes the contents of `before` again, to all pieces that existed then with the same size.
     fn go_back_to(&mut self, before: &[(u64, Vec<u64>)]) {
         for piece in 0..self.pieces.len() {
             let (address, slots) = self.pieces[piece].clone();
@@ -268,7 +270,7 @@ impl Model {
     }
 }
 
-/// Whatever changes between two absences, is kept, known, zero, in another place or fails on the way.
+/// Between two offloads content changes, stays, is zero or moves, and any step may fail.
 #[test]
 fn restore_with_stale_copy_preserves_contents() {
     const OUT: [&str; 8] = [

@@ -14,7 +14,7 @@ use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, datagram};
 
-/// The identity of this process for others. Zeroes: it has none yet.
+/// The identity of this process for others. An all-zero value: it has none yet.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct ExportIdentity {
@@ -96,9 +96,11 @@ fn be_reachable() -> Option<ExportIdentity> {
     })
 }
 
-/// Replies to requests. Only the agent calls it, while calls pass. True: there may be more.
+/// Replies to requests. Only the agent calls it, while calls pass. True: there may be more
+/// requests.
 pub fn answer() -> bool {
-    /// Then the agent reads the controller's messages again, however many requests there are.
+    /// Maximum number of requests per call. The agent then reads the controller's messages, even if
+    /// more requests wait.
     const MAX_REQUESTS_PER_TURN: u32 = 16;
     if !is_in_use() {
         return false;
@@ -152,7 +154,7 @@ fn serve(ask: &IpcRequest, identity: &ExportIdentity, way: &Descriptor) -> Optio
     sys::send(way.number(), &answer.encode(), Some(shared?.number())).ok().map(drop)
 }
 
-/// Compares in constant time.
+/// Compares two words in constant time.
 fn is_same(one: &[u8; 16], other: &[u8; 16]) -> bool {
     one.iter().zip(other).fold(0, |sum, (one, other)| sum | (one ^ other)) == 0
 }

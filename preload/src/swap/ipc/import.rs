@@ -15,13 +15,14 @@ use super::super::{GRANULE_BYTES, addresses, find_all, locked, tables};
 use crate::libcuda;
 use crate::sys::{self, Descriptor, datagram, task};
 
-/// How long an exporter may take to reply. The end of an exporter is seen at once.
+/// Time limit for an exporter's reply. The end of an exporter is noticed at once.
 const WITHIN_US: u64 = 5_000_000;
 
 /// One opened allocation of another process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ImportedHandle {
-    /// Its mapping here; it stays on the device, since it belongs to another process.
+    /// Its mapping in this process. It stays on the device, because the memory belongs to another
+    /// process.
     pub allocation: Allocation,
     handle: IpcHandle,
     times: u32,
@@ -46,7 +47,8 @@ impl OpenedOnes {
         self.up_to(address).filter(inside)
     }
 
-    /// Opens once more what is open already in this context, and returns its address.
+    /// Counts one more open of memory that is already open in this context, and returns its
+    /// address.
     fn again(&mut self, handle: &IpcHandle, context: usize) -> Option<u64> {
         let same = |opened: &&mut ImportedHandle| {
             opened.handle == *handle && opened.allocation.piece.context == context
@@ -56,7 +58,8 @@ impl OpenedOnes {
         Some(known.allocation.piece.address)
     }
 
-    /// Closes it once. `None`: it was not open; the piece to release if this was the last time.
+    /// Closes the memory at an address once. `None`: it was not open. If this was the last close,
+    /// returns the piece to release.
     fn let_go(&mut self, address: u64) -> Option<Option<AllocationPiece>> {
         let known = self.at(address)?;
         known.times -= 1;
@@ -67,12 +70,12 @@ impl OpenedOnes {
     }
 }
 
-/// The handle's 64 bytes as C passes them: by value, on the stack.
+/// The handle's 64 bytes, passed by value on the stack, as C does.
 #[repr(C)]
 pub struct ByValue([u8; HANDLE_BYTES]);
 
-/// The wrapper of a function that opens handles, also if no memory is swappable: only the bytes of a
-/// handle tell whether this library has made it.
+/// Returns the wrapper of a function that opens handles. It is needed even if no memory is
+/// swappable, because only the bytes of a handle tell whether this library has made it.
 pub fn opening(number: u32, real: usize) -> Option<usize> {
     let is = |function: Function| number == function as u32 + 1;
     if !is(Function::cuIpcOpenMemHandle_v2) && !is(Function::cuIpcOpenMemHandle) {
@@ -131,7 +134,8 @@ unsafe fn open(at: *mut u64, handle: &IpcHandle, flags: u32) -> u32 {
     result::SUCCESS
 }
 
-/// Records it, unless another thread has opened the same since: then returns that one's address.
+/// Records opened memory and returns its address. If another thread has opened the same memory
+/// meanwhile, releases this one and returns the other address.
 fn keep(opened: &ImportedHandle) -> Result<u64, u32> {
     let piece = opened.allocation.piece;
     let (known, noted) = tables(|tables| {
@@ -275,7 +279,8 @@ mod tests {
         assert!(table.around(260).is_none());
     }
 
-    /// A server with the handle's socket name sends a reply: the result on the importer's side.
+    /// Lets a server with the handle's socket name send a reply. Returns the result on the
+    /// importer's side.
     fn answered(make: impl Fn(&IpcHandle) -> IpcReply, with_memory: bool) -> Option<IpcReply> {
         let mut socket = [0; 16];
         datagram::random(&mut socket).unwrap();
@@ -312,7 +317,8 @@ mod tests {
         assert_eq!(ask(&IpcHandle::default()).map(|(answer, _)| answer), None, "no such socket");
     }
 
-    /// Integers in registers, the 64 bytes as eight words on the stack, as the thunk passes them on.
+    /// Integers are passed in registers, and the 64 bytes as eight words on the stack, as the thunk
+    /// passes them on.
     #[test]
     fn a_handle_is_passed_as_c_passes_it() {
         type InWords =

@@ -9,7 +9,8 @@
 //!   exists: exports it ──── IpcReply + descriptor ──────> imports, reserves, maps: an address
 //! ```
 //!
-//! An exporter has a hazard from then on and stays on the device, so its agent can always reply.
+//! After the first handle, an exporter has a hazard and stays on the device, so that its agent can
+//! always reply.
 //! Any engine may offload the importer, also the driver's checkpoint: imported memory is not
 //! the importer's own, and stays on the device.
 
@@ -22,7 +23,8 @@ pub(super) use self::import::{ipc_open_mem_handle, ipc_open_mem_handle_v2};
 
 use super::allocations::{Allocation, MemoryPlace};
 
-/// Whether this library supports legacy IPC for an allocation: the driver can export its memory.
+/// Whether this library supports legacy IPC for an allocation, which the driver must be able to
+/// export.
 pub(super) fn is_shareable(allocation: &Allocation) -> bool {
     let piece = &allocation.piece;
     let exportable = piece.property.handle_types & affinode_cuda_sys::POSIX_DESCRIPTOR != 0;

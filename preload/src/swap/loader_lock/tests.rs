@@ -6,12 +6,12 @@ use super::super::fake_driver::{CONTEXT, Fake};
 use super::super::prefault::tests::SHARED;
 use super::*;
 
-/// Stands for the loader's lock.
+/// Takes the place of the loader's lock.
 pub static LOCK: Mutex<()> = Mutex::new(());
 
 const OTHER_CONTEXT: usize = 0x99;
 
-/// Whether the module counts as loaded, for tests of what follows.
+/// Sets whether the module counts as loaded, for tests that do not load it.
 pub fn set_loaded(is_loaded: bool) {
     PROCESS.module_load.is_loaded.store(u32::from(is_loaded), Ordering::SeqCst);
 }
@@ -22,7 +22,7 @@ fn wait_for_end() {
     }
 }
 
-/// Its context may be gone by the time that it has the lock.
+/// The application may have destroyed the context before the thread gets the lock.
 #[test]
 fn load_that_was_given_up_calls_no_driver() {
     let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -37,7 +37,7 @@ fn load_that_was_given_up_calls_no_driver() {
     assert_eq!(fake.pushed(), [OTHER_CONTEXT]);
 }
 
-/// The same thread is waited for again.
+/// The second call waits for the thread of the first one.
 #[test]
 fn load_that_was_given_up_is_taken_up_again() {
     let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -57,7 +57,7 @@ fn load_that_was_given_up_is_taken_up_again() {
     assert_eq!(fake.pushed(), [OTHER_CONTEXT + 1]);
 }
 
-/// Else the agent's own load would be the first one.
+/// Otherwise the agent's own load would be the first one, and could wait for the lock.
 #[test]
 fn no_digest_is_computed_after_a_failed_load() {
     let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

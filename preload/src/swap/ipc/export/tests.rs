@@ -1,4 +1,4 @@
-//! Requests that come to an exporter: anything in its network namespace may send them.
+//! Requests to an exporter. Any process in its network namespace may send them.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::MutexGuard;
@@ -13,7 +13,7 @@ use super::*;
 const PIECE_BYTES: u64 = 4 << 20;
 const ASKED_BYTES: u64 = PIECE_BYTES - 9;
 
-/// A process with one piece of memory that it has given a handle of.
+/// A process with one piece of memory for which it has made a handle.
 struct Exporter {
     fake: Fake,
     identity: ExportIdentity,
@@ -56,8 +56,8 @@ impl Exporter {
         IpcRequest { word: self.identity.word, address: self.address, since: self.since }
     }
 
-    /// Sends a datagram with the way of an answer, or with something else: what comes back, and whether
-    /// the way was closed.
+    /// Sends a datagram with a socket for the reply, or with another descriptor. Returns the reply,
+    /// and whether the socket was closed.
     fn ask(&self, bytes: &[u8], other: Option<BorrowedFd<'_>>) -> (Option<IpcReply>, bool) {
         let [own, theirs] = datagram::pair().unwrap();
         let handle = IpcHandle { socket: self.identity.socket, ..IpcHandle::default() };
@@ -138,7 +138,7 @@ fn request_with_another_descriptor_harms_nothing() {
     assert!(exporter.ask(&exporter.good().encode(), None).0.is_some(), "it answers still");
 }
 
-/// Each byte of a good request as another one, and each length.
+/// Changes each byte of a good request, and tries each length.
 #[test]
 fn request_that_differs_gets_nothing() {
     let exporter = Exporter::new();
@@ -159,7 +159,7 @@ fn request_that_differs_gets_nothing() {
     assert!(exporter.ask(&good, None).0.is_some(), "it answers still");
 }
 
-/// The agent reads its controller's messages again, although requests never end.
+/// The agent reads its controller's messages again, even if requests do not end.
 #[test]
 fn flood_of_requests_is_answered_in_portions() {
     let exporter = Exporter::new();
