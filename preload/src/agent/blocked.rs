@@ -1,7 +1,8 @@
 //! Threads that block inside the driver while the process is offloaded, in calls that no hook sees.
 //!
-//! A call that reaches a driver library past the hooks waits there until the process is resident,
-//! and no Wake is sent for it: it hangs for ever. So the agent samples the threads of its process:
+//! A call that reaches a driver library past the hooks waits there until the process is resident.
+//! No Wake is sent for it, so it would hang permanently. The agent therefore samples the threads of
+//! its process:
 //!
 //! ```text
 //! before the driver's lock: where each thread is
@@ -23,19 +24,21 @@ use core::ffi::CStr;
 
 use crate::sys;
 
-/// Limit of the threads that are watched; in a process with more, the oldest are watched.
+/// Maximum number of watched threads. In a process with more, the oldest are watched.
 const MAX_THREADS: usize = 256;
-/// Limit of the places that are known to be waits for something else; the oldest is replaced.
+/// Maximum number of places that are known as waits for something else. A new one replaces the
+/// oldest.
 const MAX_EXCUSED: usize = 16;
-/// After this many restores without need the process is watched no longer.
+/// Number of unnecessary restores after which the process is no longer watched.
 const MAX_FALSE_ALARMS: u32 = 3;
 const INTERVAL_US: u64 = 900_000;
-/// A thread that has not gone on this long after the restore waits for something else.
+/// Time limit for a thread to continue after the restore. A thread that exceeds it waits for
+/// something else.
 const GOES_ON_WITHIN_US: u64 = 2_000_000;
-/// How far up the stack the caller of libc is looked for, in words.
+/// Number of stack words that are searched for the first return address outside libc.
 const STACK_WORDS: usize = 128;
 
-/// Where a thread is in the kernel.
+/// The place of a thread that sleeps in the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct ThreadLocation {
     call: u64,
@@ -47,11 +50,12 @@ struct ThreadLocation {
 struct ThreadSample {
     tid: u32,
     place: ThreadLocation,
-    /// Voluntary context switches, once the thread was found at this place twice.
+    /// Number of voluntary context switches when the thread was last found at an unchanged place.
+    /// `None`: it was found there only once.
     switches: Option<u64>,
-    /// The place before the lock; `None`: the thread did not exist or ran.
+    /// The place before the lock. `None`: the thread did not exist, or it was running.
     before: Option<ThreadLocation>,
-    /// The thread has been judged at this place.
+    /// True once it is decided whether the thread blocks inside the driver at this place.
     is_judged: bool,
 }
 
@@ -61,12 +65,13 @@ pub struct BlockedThreadWatch {
     count: usize,
     excused: [(u32, ThreadLocation); MAX_EXCUSED],
     excused_count: usize,
-    /// The thread for which the process is restored, and when it was first seen resident.
+    /// The thread for which the process is restored, its place, and the time at which it was first
+    /// seen resident.
     suspect: Option<(u32, ThreadLocation, Option<u64>)>,
     false_alarms: u32,
     due_us: u64,
-    /// Context switches of all threads but the agent at the last look, and the number of looks in a
-    /// row that found the same.
+    /// Context switches of all threads but the agent at the last look. The next field is the number
+    /// of consecutive looks that found the same.
     switches: u64,
     quiet_looks: u32,
 }
@@ -94,7 +99,7 @@ impl BlockedThreadWatch {
         matches!(self.suspect, Some((_, _, None)))
     }
 
-    /// Whether [`BlockedThreadWatch::settle`] has something to find out.
+    /// Whether [`BlockedThreadWatch::settle`] has a suspect to check.
     pub fn is_settling(&self) -> bool {
         self.suspect.is_some()
     }
@@ -142,7 +147,7 @@ impl BlockedThreadWatch {
         self.has_blocked()
     }
 
-    /// Checks the suspect once the process is resident. True: the blocked thread has gone on.
+    /// Checks the suspect once the process is resident. True: the blocked thread has continued.
     pub fn settle(&mut self, now_us: u64) -> bool {
         let Some((tid, place, resident_us)) = self.suspect else { return false };
         if place_of(tid) != Some(place) {
@@ -157,7 +162,8 @@ impl BlockedThreadWatch {
         false
     }
 
-    /// The same as [`BlockedThreadWatch::settle`], before the next offload, without waiting on.
+    /// Same as [`BlockedThreadWatch::settle`], but decides at once, because the next offload
+    /// begins.
     pub fn settle_now(&mut self) -> bool {
         let Some((tid, place, _)) = self.suspect else { return false };
         let has_gone_on = place_of(tid) != Some(place);
@@ -263,13 +269,14 @@ fn hexadecimal(text: &[u8]) -> Option<usize> {
     number(text.strip_prefix(b"0x").unwrap_or(text), 16).map(|value| value as usize)
 }
 
-/// Where a thread sleeps; `None` if it runs, has ended or cannot be read.
+/// The place where a thread sleeps. `None`: it runs, has ended or cannot be read.
 fn place_of(tid: u32) -> Option<ThreadLocation> {
     let mut buffer = [0; 256];
     place_in(ProcPath::of(tid, b"syscall").read(&mut buffer)?)
 }
 
-/// The call's number, six arguments, stack pointer and program counter; `running` if it runs.
+/// Parses the call's number, six arguments, stack pointer and program counter. The text is
+/// `running` if the thread runs.
 fn place_in(text: &[u8]) -> Option<ThreadLocation> {
     let mut words = text.trim_ascii_end().split(|byte| *byte == b' ');
     let call = number(words.next()?, 10)?;
@@ -301,7 +308,7 @@ enum Code {
 }
 
 impl Code {
-    /// Classifies by the path of the mapped file.
+    /// Classifies code by the path of the mapped file.
     fn of(path: &[u8]) -> Code {
         // One string each: a table of references would cost every process a relocation per name.
         const DRIVER: &[u8] = b"libcuda.so libnvidia- libcupti libnvcuvid libnvoptix \
@@ -323,7 +330,7 @@ impl Code {
 /// Addresses, each with the owner of the code it points into; `None`: it points into no code.
 type Words = [(usize, Option<Code>); STACK_WORDS + 1];
 
-/// Whether a thread that sleeps there was called from the code of a driver library.
+/// Whether a thread that sleeps at this place was called from the code of a driver library.
 fn is_inside_driver(place: ThreadLocation) -> bool {
     const CHUNK: usize = 32;
     let mut words: Words = [(0, None); STACK_WORDS + 1];
@@ -383,7 +390,7 @@ fn attribute(words: &mut Words) -> bool {
     }
 }
 
-/// `begin-end rwxp offset device inode path`
+/// Parses one line of the form `begin-end rwxp offset device inode path`.
 fn attribute_line(line: &[u8], words: &mut Words) {
     let mut fields = line.trim_ascii_end().split(|byte| *byte == b' ');
     let Some(range) = fields.next() else { return };

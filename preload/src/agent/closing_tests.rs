@@ -1,11 +1,12 @@
-//! The machine's way to close the gate, in all interleavings with a caller on another processor
-//! that has a store buffer (x86) and is interrupted by a signal whose handler calls, too.
+//! Runs the machine's close of the gate in all interleavings with a caller. The caller runs on
+//! another processor that has a store buffer (x86). A signal interrupts it, and the signal's handler
+//! makes a call as well.
 //!
-//! The closer is the machine itself, on a real page: each thing that it does to the page is a
-//! point at which the caller may go on, and at which stores of the caller may become visible. The
-//! caller looks at the gate as the slow path does. So these tests depend on what the machine does
-//! and in which order: without the fence, the seal, or the second look at the counts, an
-//! interleaving is found in which the driver is touched under a call.
+//! The closer is the machine itself, on a real page. At each of its accesses to the page the caller
+//! may continue, and stores of the caller may become visible. The caller reads the gate as the slow
+//! path does. So these tests depend on the machine's steps and their order. Without the fence, the
+//! seal, or the second look at the counts, they find an interleaving in which the driver is touched
+//! during a call.
 
 use core::sync::atomic::Ordering;
 
@@ -20,10 +21,10 @@ use crate::counters::tests::page;
 use crate::counters::{CounterPage, ThreadSlot};
 use crate::gate::{GateCheck, look};
 
-/// What one run decides at each of its forks; all runs together decide everything.
+/// The decisions of one run at each of its forks. All runs together take every decision.
 #[derive(Default)]
 struct Choices {
-    /// Taken and how many there were.
+    /// For each fork, the choice taken and the number of choices.
     forks: Vec<(usize, usize)>,
     at: usize,
 }
@@ -42,7 +43,7 @@ impl Choices {
         taken
     }
 
-    /// Goes on to the next run; false after the last.
+    /// Continues with the next run. False: the last run has ended.
     fn next(&mut self) -> bool {
         self.at = 0;
         while let Some((taken, many)) = self.forks.pop() {
@@ -55,19 +56,19 @@ impl Choices {
     }
 }
 
-/// Where the thread is in a call.
+/// Step of a call that the thread has reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Outside,
     Counted,
-    /// The nested call alone: it was held, and looks whether the gate is sealed.
+    /// Only the nested call: it was held, and checks whether the gate is sealed.
     Held,
     Inside,
-    /// Back, with no call left or held by the gate.
+    /// The call has returned, or the gate holds it.
     Over,
 }
 
-/// Which of the two is taken out.
+/// The safeguard that a run leaves out, if any.
 #[derive(Clone, Copy, PartialEq)]
 enum Without {
     Nothing,
@@ -75,17 +76,18 @@ enum Without {
     Seal,
 }
 
-/// One thread that calls, and the closer's hands.
+/// One calling thread, and the host of the closing machine.
 struct World<'a> {
     page: &'a CounterPage,
     choices: &'a mut Choices,
     without: Without,
-    /// Class of the nested call and of the outer one.
+    /// Class of both calls, the nested and the outer one.
     class: Class,
-    /// Stores of the outer call's count that only its thread sees yet.
+    /// Values of the outer call's count that are stored but visible only to its own thread.
     buffered: Vec<u32>,
     outer: Step,
-    /// The handler's call: `None` until the signal comes, which it does once at most.
+    /// Step of the signal handler's call. `None`: the signal has not come yet. It comes at most
+    /// once.
     nested: Option<Step>,
     signals: bool,
     driver_state: u32,
@@ -113,7 +115,7 @@ impl World<'_> {
         }
     }
 
-    /// What the nested call adds to a count, by a locked instruction.
+    /// Adds to a count for the nested call, with a locked instruction.
     fn add(&mut self, one: u32) {
         self.make_visible(self.buffered.len());
         let slot = self.slot();
@@ -123,7 +125,7 @@ impl World<'_> {
         slot.inflight.fetch_add(one, Ordering::SeqCst);
     }
 
-    /// The rest of the world goes on for as long as it is chosen to.
+    /// Lets the caller take a step, the signal arrive or a store become visible, as often as chosen.
     fn go_on(&mut self) {
         loop {
             self.violated |=
@@ -160,7 +162,7 @@ impl World<'_> {
         }
     }
 
-    /// The thunk's fast path: plain stores.
+    /// A step of the thunk's fast path, with plain stores.
     fn step_outer(&mut self) {
         self.outer = match self.outer {
             Step::Outside => {
@@ -175,7 +177,7 @@ impl World<'_> {
         };
     }
 
-    /// The slow path: locked instructions, and a look at the seal.
+    /// A step of the slow path, with locked instructions and a check of the seal.
     fn step_nested(&mut self, step: Step) {
         let is_nested = self.own_count() > u32::from(step != Step::Outside);
         let next = match step {
@@ -286,12 +288,13 @@ impl Host for World<'_> {
     fn end_return(&mut self) {}
 }
 
-/// What all runs came to.
+/// Results of all runs together.
 #[derive(Debug, Default, PartialEq)]
 struct Found {
-    /// A call was inside while the driver was touched, or while a hold was reported.
+    /// A call was inside the driver while the driver was touched, or while a hold was reported.
     violated: bool,
-    /// In some run the gate was closed, and in some the outer call, or the nested one, was made.
+    /// Whether the gate was closed in some run. The next field: whether the outer or the nested
+    /// call was made in some run.
     closed: bool,
     made: bool,
 }

@@ -10,18 +10,18 @@ use crate::{libc, sys};
 
 const FIRST_BACKOFF_MS: u64 = 100;
 const MAX_BACKOFF_MS: u64 = 5_000;
-/// Time within which the Welcome must arrive.
+/// Time limit for the arrival of the Welcome.
 const WELCOME_WITHIN_US: u64 = 5_000_000;
 
-/// The value of the variable that names another socket, null when it is not set. To be read
-/// on the application's thread, as it may change its environment right afterwards.
+/// Value of the variable that names another socket; null: it is not set. To be called on the
+/// application's thread, because the application may change its environment right afterwards.
 pub fn named_socket() -> *mut c_void {
     // The environment of a setuid program is its caller's.
     let value = libc::environment(AGENT_SOCKET_ENV.as_bytes()).filter(|_| !libc::is_secure());
     value.map_or(core::ptr::null_mut(), |v| v.as_ptr().cast_mut().cast())
 }
 
-/// The socket that the agent connects to. `named` is the result of [`named_socket`].
+/// The path of the socket to which the agent connects. `named` is the result of [`named_socket`].
 fn socket_path<'a>(named: *const c_void) -> &'a [u8] {
     if named.is_null() {
         CONTAINER_AGENT_SOCKET.as_bytes()
@@ -31,7 +31,7 @@ fn socket_path<'a>(named: *const c_void) -> &'a [u8] {
     }
 }
 
-/// The file beside that socket which contains the engine's name.
+/// The path of the file next to that socket that contains the engine's name.
 pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Option<&CStr> {
     let socket = socket_path(named);
     let slash = socket.iter().rposition(|byte| *byte == b'/')?;
@@ -44,7 +44,7 @@ pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Optio
     CStr::from_bytes_until_nul(buffer).ok()
 }
 
-/// Longest path of a socket, with its terminating zero.
+/// Maximum length of a socket's path, with its terminating zero.
 pub const PATH_BYTES: usize = 108;
 
 /// A connection, or the wait for one.
@@ -55,18 +55,18 @@ pub struct ControllerConnection {
     page_file: TrackedFd,
     socket: Option<TrackedFd>,
     welcomed: bool,
-    /// While connected: deadline of the Welcome. Else: time of the next attempt.
+    /// While connected: time limit of the Welcome. Otherwise: time of the next attempt.
     due_us: u64,
     backoff_ms: u64,
     frame: [u8; FRAME_BYTES],
     received: usize,
-    /// Arrived with the frame that is being received.
+    /// Descriptor that arrived with the frame that is being received.
     descriptor: Option<sys::Descriptor>,
 }
 
 /// Result of one receive.
 pub enum ReceivedMessage {
-    /// No complete message has arrived.
+    /// Nothing: no complete message has arrived.
     Nothing,
     /// A message, and the descriptor that arrived with it.
     Message(ControllerMessage, Option<sys::Descriptor>),
@@ -75,7 +75,7 @@ pub enum ReceivedMessage {
 }
 
 impl ControllerConnection {
-    /// Without an attempt so far. `named` is the result of [`named_socket`].
+    /// A connection before its first attempt. `named` is the result of [`named_socket`].
     pub fn new(named: *const c_void, tid: u32, page_file: TrackedFd) -> ControllerConnection {
         fds::PAGE.set(page_file);
         let path = socket_path(named);
@@ -114,8 +114,8 @@ impl ControllerConnection {
         self.backoff_ms = FIRST_BACKOFF_MS;
     }
 
-    /// Connects and sends the Hello when that is due; ends a connection without a Welcome in time
-    /// or whose descriptor the application has closed.
+    /// Connects and sends the Hello when that is due. Ends a connection if the Welcome does not
+    /// arrive in time, or if the application has closed its descriptor.
     pub fn keep(&mut self, now_us: u64, hello: impl FnOnce() -> AgentMessage) {
         if let Some(socket) = self.socket {
             let overdue = !self.welcomed && now_us >= self.due_us;
@@ -147,7 +147,7 @@ impl ControllerConnection {
         sys::send(fd, &hello().encode(), Some(page_fd)) == Ok(FRAME_BYTES)
     }
 
-    /// Ends the connection; the next attempt follows after a pause that doubles each time.
+    /// Ends the connection. The next attempt follows after a pause that doubles each time.
     pub fn lose(&mut self, now_us: u64) {
         if let Some(socket) = self.socket.take() {
             socket.close();
@@ -157,7 +157,7 @@ impl ControllerConnection {
         self.backoff_ms = (2 * self.backoff_ms).min(MAX_BACKOFF_MS);
     }
 
-    /// Longest sleep before [`Self::keep`] has something to do.
+    /// Time until [`Self::keep`] must be called again, in milliseconds.
     pub fn patience_ms(&self, now_us: u64) -> u64 {
         if self.welcomed {
             MAX_BACKOFF_MS

@@ -1,9 +1,9 @@
-//! The GPUs of the node, as the controller lists them, and their exchange when the process is
-//! restored on another GPU.
+//! The controller's list of the node's GPUs, and the exchange of GPUs when a process is restored on
+//! another one.
 //!
-//! The driver wants every GPU of the node named, each as old and as new one (seen with 580),
-//! and opens their device files in this process. A container with fewer device files is not
-//! moved to another GPU: how the driver would fail is not known.
+//! The driver requires a pair for every GPU of the node, with the old and the new GPU (seen with
+//! 580), and opens their device files in this process. A process that cannot open all of them is
+//! not moved to another GPU, because it is not known how the driver would fail.
 
 use core::ffi::CStr;
 
@@ -16,7 +16,7 @@ use crate::sys;
 /// The first driver (of CUDA 13.0) whose restore takes pairs of GPUs.
 const MIN_DRIVER: u32 = 13_000;
 
-/// The list, or the part of it that has arrived.
+/// The list of GPUs, or the part of it that has arrived.
 #[derive(Clone, Copy)]
 pub struct GpuMap {
     total: usize,
@@ -24,7 +24,7 @@ pub struct GpuMap {
     known: [Gpu; MAX_GPUS],
 }
 
-/// Each GPU of the list with the GPU that replaces it.
+/// Pairs of each GPU of the list and the GPU that replaces it.
 pub struct DevicePairs {
     many: usize,
     pairs: [GpuPair; MAX_GPUS],
@@ -42,7 +42,7 @@ impl GpuMap {
         GpuMap { total: 0, come: 0, known: [Gpu { uuid: [0; 16], minor: 0 }; MAX_GPUS] }
     }
 
-    /// Stores the next part of the list. The first part of a list discards the previous one.
+    /// Stores the next part of the list. The first part of a list replaces the previous list.
     pub fn take(&mut self, first: u8, total: u8, part: &[Gpu; GPUS_PER_FRAME]) {
         let (first, total) = (usize::from(first), usize::from(total));
         if first == 0 {
@@ -63,7 +63,7 @@ impl GpuMap {
         self.known.get(..self.come).filter(|all| all.len() == self.total).unwrap_or_default()
     }
 
-    /// The pairs in which GPUs `from` and `to` are exchanged and every other one maps to itself.
+    /// The pairs with which GPUs `from` and `to` are exchanged, and every other GPU maps to itself.
     /// `None`: an index is not in the list, or the list is incomplete.
     pub fn exchanged(&self, from: u8, to: u8) -> Option<DevicePairs> {
         let all = self.all();

@@ -1,4 +1,4 @@
-//! [`Host`] on the real process: its counters, threads and driver.
+//! [`Host`] for the real process. It uses the process's counters, threads and CUDA driver.
 
 use core::ffi::CStr;
 use core::sync::atomic::Ordering;
@@ -26,18 +26,19 @@ pub struct DriverHost {
     pub gpus: GpuMap,
     /// Watches threads for calls past the hooks.
     pub watch: BlockedThreadWatch,
-    /// Lock of the node, held during a self-restore; `None`: none is running.
+    /// The node's lock, held during a self-restore; `None`: no self-restore is running.
     pub turn: Option<sys::FolderLock>,
-    /// How long a copy-out with the copier waits for the node's lock.
+    /// Limits how long a copy-out with the copier waits for the node's lock.
     pub patience: WaitBudget,
 }
 
-/// The library's folder, the same file in every container of the node: self-restores lock it.
+/// The library's folder, which self-restores lock. It is the same file in every container of the
+/// node.
 const FOLDER: &CStr = c"/.affinode/lib";
 
-/// Whether the last wait for the node's lock failed. The lock is tried up to [`Self::MAX_TRIES`]
-/// times, a millisecond apart. Any container can hold it as long as it wants: after a wait that
-/// failed, the lock is tried once each time until it is free again.
+/// Budget for waits for the node's lock: true if the last wait failed. The lock is tried up to
+/// [`Self::MAX_TRIES`] times, a millisecond apart. Any container can hold the lock for any time. So
+/// after a failed wait the lock is tried only once each time, until it is free again.
 #[derive(Debug, Default)]
 pub struct WaitBudget {
     refused: bool,
@@ -46,7 +47,7 @@ pub struct WaitBudget {
 impl WaitBudget {
     const MAX_TRIES: u32 = 1_000;
 
-    /// Takes the lock, and waits while other processes hold it.
+    /// Takes the lock. Waits while other processes hold it.
     fn take<T>(&mut self, mut try_lock: impl FnMut() -> Option<T>, pause: impl Fn()) -> Option<T> {
         let tries = if self.refused { 1 } else { Self::MAX_TRIES };
         let mut taken = try_lock();
@@ -62,14 +63,14 @@ impl WaitBudget {
     }
 }
 
-/// Longest wait before a lock for a call that is inside NVML.
+/// Time limit, before a lock, of the wait for a call that is inside NVML.
 const MAX_NVML_MS: u32 = 2_000;
 
 fn own_pid() -> i32 {
     sys::getpid() as i32
 }
 
-/// `cuDriverGetVersion`; 0: the call is missing or failed.
+/// The result of `cuDriverGetVersion`; 0: the function is missing or failed.
 pub fn driver_version() -> u32 {
     let mut version = 0_i32;
     if let Some(get) = libcuda::function(b"cuDriverGetVersion") {
@@ -82,8 +83,8 @@ pub fn driver_version() -> u32 {
     u32::try_from(version).unwrap_or(0)
 }
 
-/// Whether the driver shows this process exactly one GPU. `cuInit` fixes what it shows: false
-/// before that.
+/// Whether the driver shows this process exactly one GPU. False before `cuInit`, which determines
+/// what the driver shows.
 pub fn sees_one_gpu() -> bool {
     type DeviceGetCountFn = unsafe extern "C" fn(*mut i32) -> u32;
     let mut count = 0_i32;

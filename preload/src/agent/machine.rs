@@ -1,4 +1,4 @@
-//! The phases of a process and the steps of each order, apart from how a step is done ([`Host`]).
+//! The phases of a process and the steps of each order. [`Host`] carries out the single steps.
 //!
 //! ```text
 //!        Close            Lock                  Checkpoint
@@ -24,9 +24,9 @@
 //! - If the context is lost, as after an uncorrectable memory error, the gate opens (Open) and the
 //!   program's calls return the error.
 //! - A process that ends while it is offloaded (its driver returns DEINITIALIZED) is Open.
-//! - If a checkpoint follows a CopyOut, a copier may copy meanwhile what the CopyOut has exported
-//!   to it; the agent waits for the copier after the checkpoint. If the copier fails, the process is
-//!   Checkpointed with that memory still on the device, and takes it back when it is restored.
+//! - If a checkpoint follows a CopyOut, a copier may copy the exported memory during the checkpoint.
+//!   The agent waits for the copier after the checkpoint. If the copier fails, the process is
+//!   Checkpointed with that memory still on the device, and maps it again when it is restored.
 
 use affinode_cuda_sys::{process_state, result};
 use affinode_proto::wire::Phase;
@@ -35,7 +35,7 @@ use affinode_proto::wire::message::{Action, BUSY_NVML, CopyOptions, Outcome, PRO
 
 use crate::swap::{LOADER_HELD, NO_HOST_MEMORY};
 
-/// The calls whose counts must be zero.
+/// The set of calls whose counts must be zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallAdmission {
     /// Calls of every class.
@@ -65,7 +65,7 @@ pub trait Host {
     fn set_gate(&mut self, gate: Gate);
     /// Publishes the phase in the counters.
     fn set_phase(&mut self, phase: Phase);
-    /// Increments the number of closings.
+    /// Increments the generation, which counts the closings.
     fn next_generation(&mut self);
     /// Makes the gate's value visible to all threads, and their counts to the agent.
     /// `false`: the barrier failed.
@@ -89,25 +89,26 @@ pub trait Host {
     fn note_threads(&mut self);
     /// Whether the driver has ended before its process: it then returns DEINITIALIZED.
     fn has_driver_ended(&mut self) -> bool;
-    /// Calls the driver; `None` when it has no such function.
+    /// Calls the driver. `None`: it has no such function.
     fn call(&mut self, call: DriverCall) -> Option<u32>;
     /// The process state that the driver reports; `None`: it reports none.
     fn state(&mut self) -> Option<u32>;
-    /// Copies swappable memory to host memory and frees the device memory. On an error, which
-    /// is the driver's code, all is as before. `vram_bytes`: all that the process holds on its
-    /// device. If a checkpoint follows, a copier may copy meanwhile.
+    /// Copies swappable memory to host memory and frees the device memory. `vram_bytes`: VRAM that
+    /// the process holds on its device. If a checkpoint follows, a copier may copy during it. The
+    /// error is the driver's code, and all is then as before.
     fn copy_out(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32>;
-    /// Waits until the copier has copied what was exported to it, if anything. `false`: the
-    /// copier has failed; the content is still on the device.
+    /// Waits until the copier has copied the exported memory, if there is any. `false`: the copier
+    /// has failed, and the content is still on the device.
     fn settle(&mut self) -> bool;
     /// Bytes that were exported to the copier but not copied: they are still on the device.
     fn exported_bytes(&mut self) -> u64;
-    /// Copies in what is copied out. On an error, which is the driver's code, it stays copied out.
+    /// Copies in all copied-out content. The error is the driver's code, and the content then stays
+    /// copied out.
     fn copy_in(&mut self) -> Result<(), u32>;
-    /// Whether anything is copied out.
+    /// Whether any content is copied out.
     fn is_parked(&mut self) -> bool;
     /// Unregisters the staging buffer from the driver; a copier may register it for itself.
-    /// `vram_bytes`: all that the process holds on its device when it is resident.
+    /// `vram_bytes`: VRAM that the process holds on its device when it is resident.
     fn release_copied(&mut self, vram_bytes: u64);
     /// Tells the copier that the driver has checkpointed the rest of the process.
     fn announce_offloaded(&mut self);
@@ -115,17 +116,18 @@ pub trait Host {
     fn announce_restore(&mut self);
     /// Closes the connection to the copier, if there is one.
     fn leave_copier(&mut self);
-    /// Whether the process has imported device memory of another process: the driver would
-    /// checkpoint it, and then fail to restore it.
+    /// Whether the process has imported device memory of another process. The driver would
+    /// checkpoint such a process, and then fail to restore it.
     fn holds_imported(&mut self) -> bool;
     /// Whether the process can be restored with these two GPUs of the list exchanged.
     fn can_move(&mut self, from: u8, to: u8) -> bool;
     /// Whether the driver runs and returns this code for every call: the context is lost.
     fn is_broken(&mut self, code: u32) -> bool;
-    /// From now on an open gate answers calls with an error: the content of memory is lost.
+    /// Makes an open gate answer calls with an error from now on, because the content of memory is
+    /// lost.
     fn set_damaged(&mut self);
-    /// Whether this many bytes are proven free on the devices, and no other process that
-    /// restores itself takes them before [`Host::end_return`].
+    /// Begins a self-restore: whether this many bytes are proven free on the devices, and no other
+    /// process that restores itself takes them before [`Host::end_return`].
     fn begin_return(&mut self, vram_bytes: u64) -> bool;
     /// Ends a self-restore, whether it began or not.
     fn end_return(&mut self);
@@ -140,18 +142,19 @@ pub struct OrderMachine {
     phase: Phase,
     allocations_held: bool,
     vram_bytes: u64,
-    /// Failed restores in a row with a code of a lost context.
+    /// Number of consecutive restores that failed with a code of a lost context.
     lost_returns: u32,
     /// The code that the driver returns for every call, once the context is lost.
     broken: Option<u32>,
 }
 
-/// Restores that may fail so before calls return an error: the driver may find other memory.
+/// Number of failed restores after which calls return an error. The restore is repeated because the
+/// driver may use other memory the next time.
 const MAX_LOST_RETURNS: u32 = 3;
 
 impl OrderMachine {
-    /// A process that runs, but takes no device memory before the controller has sent its
-    /// Welcome: the VRAM may be granted to another process.
+    /// The machine of a process that runs. Its allocations are held until the controller has sent
+    /// its Welcome, because the VRAM may be granted to another process.
     pub fn new() -> OrderMachine {
         OrderMachine {
             phase: Phase::Open,
@@ -171,9 +174,9 @@ impl OrderMachine {
         self.allocations_held
     }
 
-    /// Carries out the controller's order of `decided_ms` (0: time unknown). An order that takes
-    /// VRAM and is older than [`PROOF_TTL_MS`] is refused, since that VRAM may be granted to another
-    /// process by now: this process or the controller was stopped in between.
+    /// Carries out an order that the controller decided at `decided_ms` (0: time unknown). An order
+    /// that takes VRAM and is older than [`PROOF_TTL_MS`] is refused. This process or the
+    /// controller was then stopped in between, and the VRAM may be granted to another process.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
         let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
         let late = decided_ms > 0 && age_ms > PROOF_TTL_MS;
@@ -260,7 +263,7 @@ impl OrderMachine {
         }
     }
 
-    /// Lets callers pass that wait only because allocations are held.
+    /// Ends the hold of allocations, so that calls that wait only for its end pass.
     pub fn release_allocations(&mut self, host: &mut impl Host) {
         if self.allocations_held && self.phase == Phase::Open {
             host.set_gate(Gate::Open);
@@ -268,8 +271,8 @@ impl OrderMachine {
         self.allocations_held = false;
     }
 
-    /// Restores the process without a controller, as far as that is possible now. True when
-    /// calls pass again.
+    /// Restores the process without a controller, as far as that is possible now. True: calls pass
+    /// again.
     pub fn restore_self(&mut self, host: &mut impl Host) -> bool {
         let is_back = self.run_self_restore(host);
         host.end_return();
@@ -302,8 +305,8 @@ impl OrderMachine {
         host.begin_return(self.vram_bytes.saturating_sub(on_device))
     }
 
-    /// Whether the process ends, and its driver has ended before it. Calls pass from then on and
-    /// return DEINITIALIZED, as without this library: there is nothing to restore.
+    /// Whether the process is ending and its driver has already ended. Calls then pass and return
+    /// DEINITIALIZED, as without this library, because there is nothing to restore.
     pub fn has_ended(&mut self, host: &mut impl Host) -> bool {
         let ended = self.phase != Phase::Open && host.has_driver_ended();
         if ended {
@@ -354,14 +357,14 @@ impl OrderMachine {
         (Outcome::Busy, 0)
     }
 
-    /// Back to Closed; or to CopiedOut, while anything is copied out.
+    /// Unlocks the process. The phase is then Closed, or CopiedOut if any content is copied out.
     fn unlock(&mut self, host: &mut impl Host) -> Ended {
         let after = if host.is_parked() { Phase::CopiedOut } else { Phase::Closed };
         self.step(host, DriverCall::Unlock, Phase::Unlocking, after)
     }
 
-    /// Copies out, unlocked: copies need the driver. The lock has waited for the GPU and the gate
-    /// admits no new work, so nothing changes the memory, locked or not.
+    /// Copies out after an unlock, because copies need the driver. The earlier lock has waited for
+    /// work on the GPU, and the gate admits no new work. So nothing changes the memory.
     fn copy_out(&mut self, host: &mut impl Host, how: CopyOptions) -> Ended {
         match self.unlock(host) {
             (Outcome::Done, _) => {}
@@ -443,11 +446,11 @@ impl OrderMachine {
         }
     }
 
-    /// Ends a step of a restore. If it failed because the context is lost, as after an
-    /// uncorrectable memory error, no attempt will succeed, and callers would wait for ever:
+    /// Ends a step of a restore. It may have failed because the context is lost, as after an
+    /// uncorrectable memory error. Then no attempt will succeed, and callers would wait without end:
     ///
     /// - If the driver runs and confirms the code, calls pass, and the driver returns its error, as
-    ///   without this library. Memory that is not copied in is not missed, as no call is carried out.
+    ///   without this library. No call needs the memory that is not copied in, because all calls fail.
     /// - Otherwise, after [`MAX_LOST_RETURNS`] attempts, the gate answers calls with an error and none
     ///   reaches the driver, whose state is not restored.
     fn hand_over_if_lost(&mut self, host: &mut impl Host, ended: Ended) -> Ended {
@@ -533,9 +536,9 @@ fn admits(phase: Phase, action: Action) -> bool {
     }
 }
 
-/// Waits for calls in progress, and seals the gate behind them. Gives up as soon as a caller waits
-/// at the gate while another call is still inside: the process is not idle then, and the call inside
-/// might even need the waiting one to go on.
+/// Waits for calls in progress, then seals the gate. Stops waiting if a caller arrives at the gate
+/// while another call is still inside. The process is then not idle, and the call inside might need
+/// the waiting one to continue.
 fn wait_drained(host: &mut impl Host, calls: CallAdmission, deadline_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end = host.now_us() + u64::from(deadline_ms) * 1_000;

@@ -1,10 +1,11 @@
 //! The agent: one thread per CUDA process. It carries out the controller's orders, reports
 //! waiting callers, and restores its process by itself when the controller does not respond.
 //!
-//! The agent sleeps until SIGURG is pending, which it has blocked: the socket raises it for
-//! anything to read, callers raise it when the counters have changed. Its descriptors are a
-//! socket and the counters' file; with a copier, the copier's socket and the staging file; and
-//! the socket of processes that open memory of this process, once it has exported any.
+//! The agent has SIGURG blocked and sleeps until that signal is pending. The socket raises it when
+//! there is something to read, and callers raise it when the counters have changed. The agent's
+//! descriptors are the controller's socket and the counters' file. With a copier, there are also the
+//! copier's socket and the staging file. A process that has exported memory also has the socket for
+//! processes that open this memory.
 
 mod blocked;
 #[cfg(test)]
@@ -37,7 +38,7 @@ use crate::oom_wait::{AllocRequest, PendingAlloc};
 use crate::process::PROCESS;
 use crate::{call_recorder, exit, libc, nvml, overhead, process, swap, sys};
 
-/// What this library tells the controller that it can do.
+/// Capabilities of this library that it reports to the controller.
 const ABILITIES: Capabilities = Capabilities(
     Capabilities::RECORDS_CALLS.0
         | Capabilities::USES_COPIER.0
@@ -47,7 +48,7 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::DEDUPS.0,
 );
 
-/// Signal set of the one signal that wakes the agent.
+/// Signal set with the only signal that wakes the agent.
 const LOOK: u64 = 1 << (sys::SIGURG - 1);
 
 /// The thread's main function. It never returns: callers signal its thread id.
@@ -110,30 +111,29 @@ struct Agent {
     machine: OrderMachine,
     link: ControllerConnection,
     silence: ControllerWatchdog,
-    /// An order or an acknowledgement has arrived since the watchdog's last check.
+    /// True if an order or an acknowledgement has arrived since the watchdog's last check.
     heard: bool,
-    /// Why allocations are held, if [`OrderMachine::allocations_held`].
+    /// Why allocations are held, if [`OrderMachine::allocations_held`] is true.
     hold: AllocationHold,
     told_hazards: Hazards,
     /// Generation and time of the last Wake; `None`: none on this connection.
     wake_sent: Option<(u64, u64)>,
     /// Ticket and attempts of the last AllocWait that was sent.
     want_sent: Option<(u64, u32)>,
-    /// When to free unneeded host memory; `None`: not scheduled; `u64::MAX`: none is left.
+    /// Time at which unneeded host memory is freed. `None`: not scheduled; `u64::MAX`: none is left.
     tidy_us: Option<u64>,
-    /// Freed device memory whose scrub the driver has not noticed yet.
+    /// State of the scrub of freed device memory, whose end the driver may not have noticed yet.
     released: swap::ScrubState,
-    /// Other processes may have asked for memory of this process, or its copier for something,
-    /// without a response yet.
+    /// True if requests of other processes or messages of the copier may still be unanswered.
     more_asked: bool,
 }
 
 /// Why allocations are held.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum AllocationHold {
-    /// No controller has released them yet.
+    /// Since the start: no controller has released them yet.
     AtStart,
-    /// Ordered on an earlier connection: the next controller repeats the order or releases them.
+    /// Ordered on an earlier connection. The next controller repeats the order or releases them.
     Before,
     /// Ordered on this connection.
     Now,
@@ -147,7 +147,7 @@ enum AgentMode {
 }
 
 impl Agent {
-    /// Returns when the process is not to be managed again; calls pass from then on.
+    /// Runs the agent's loop. It returns when the process is no longer managed; calls then pass.
     fn run(&mut self) {
         loop {
             let (page, phase) = (self.page, self.machine.phase());
@@ -270,7 +270,8 @@ impl Agent {
         }
     }
 
-    /// Threads that block inside the driver count as waiting callers: see [`blocked`].
+    /// Samples the threads. Those that block inside the driver count as waiting callers: see
+    /// [`blocked`].
     fn look_at_threads(&mut self) {
         let now_us = sys::now_us();
         match self.machine.phase() {
@@ -346,7 +347,7 @@ impl Agent {
         }
     }
 
-    /// Acts without the controller when a response is overdue.
+    /// Acts without the controller if its response is overdue.
     fn look_after(&mut self) {
         let connected = self.link.is_welcomed();
         // Without a controller no VRAM is granted to others. A controller that has ordered the
@@ -369,8 +370,8 @@ impl Agent {
         }
     }
 
-    /// Frees host memory and prefaults: 2 s after a restore, so that waiting calls go first;
-    /// then piece by piece, so that orders are read in between.
+    /// Frees host memory and prefaults. This begins 2 s after a restore, so that waiting calls go
+    /// first. It is done piece by piece, so that orders are read in between.
     fn tidy(&mut self) {
         const PAUSE_US: u64 = 2_000_000;
         // While copies are retained: the application may need the host memory.
@@ -431,7 +432,8 @@ impl Agent {
     }
 }
 
-/// The one order that may precede the Welcome: the Welcome lets allocations through.
+/// Whether a message orders a hold. It is the only order that may arrive before the Welcome, because
+/// the Welcome lets allocations pass.
 fn is_hold(message: &ControllerMessage) -> bool {
     matches!(message, ControllerMessage::Order { action: Action::HoldAllocations { .. }, .. })
 }

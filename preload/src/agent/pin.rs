@@ -1,10 +1,10 @@
-//! Keeps libcuda loaded. Before `cuInit` the driver's library is unloaded with its last `dlclose`
-//! (seen with 580; after `cuInit` it stays). A program that asks for the version, closes the library
-//! and loads it at another address would leave the agent with addresses of unmapped code.
+//! Keeps libcuda loaded. Before `cuInit`, the last `dlclose` unloads the driver's library (seen
+//! with 580; after `cuInit` it stays). A program might request the version, close the library and
+//! load it at another address. The agent would then have addresses of unmapped code.
 //!
 //! `dlopen` takes the loader's lock. A thread may hold that lock while its constructor waits at the
-//! gate for this agent: so a separate thread takes the reference, and the agent waits for it for
-//! at most 1 s.
+//! gate for this agent. So a separate thread takes the reference, and the agent waits for it for at
+//! most 1 s.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -12,10 +12,10 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use crate::libc::StackSize;
 use crate::{libc, libcuda, sys};
 
-/// 1 once the reference is taken, or has failed.
+/// 1 once the attempt to take the reference has ended, also if it failed.
 static DONE: AtomicU32 = AtomicU32::new(0);
 
-/// Takes the reference, or leaves that to its thread if it lasts longer than 1 s.
+/// Takes the reference on a separate thread, and waits for that thread for at most 1 s.
 pub fn pin_libcuda() {
     const PIN_TIMEOUT_MS: u64 = 1_000;
     // A forked child may have it from its parent.

@@ -10,18 +10,19 @@ use core::sync::atomic::{AtomicU8, Ordering};
 
 use crate::{child, libc, sys};
 
-/// Longest wait for `nvidia-smi`: without persistence mode the driver starts first.
+/// Time limit for `nvidia-smi`. Without persistence mode, it starts the driver first.
 const NVML_TIMEOUT_MS: u64 = 10_000;
-/// Where container toolkits put `nvidia-smi`; searched after the folders of `PATH`.
+/// Folders in which container toolkits put `nvidia-smi`. They are searched after the folders of
+/// `PATH`.
 const FOLDERS: &[u8] = b"/usr/bin:/usr/local/bin:/usr/local/nvidia/bin";
 const NAME: &[u8] = b"/nvidia-smi\0";
 const MAX_PATH: usize = 256;
-/// `PATH` as it was at the first call, or the beginning of a longer one; ends with a zero byte.
+/// Value of `PATH` at the first call, truncated if it is longer; ends with a zero byte.
 static FOLDERS_OF_PATH: [AtomicU8; 2048] = [const { AtomicU8::new(0) }; 2048];
 const MIB: u64 = 1 << 20;
 
-/// Remembers `PATH`. On the application's thread: it may change its environment at any other time,
-/// and libc frees what it changes.
+/// Records `PATH`. To be called on the application's thread: it may change its environment at any
+/// other time, and libc then frees the old value.
 pub fn note_path() {
     // A setuid program's caller must not choose what it runs.
     let path = if libc::is_secure() { None } else { libc::environment(b"PATH") };
@@ -30,8 +31,8 @@ pub fn note_path() {
     places.iter().zip(bytes).for_each(|(place, byte)| place.store(byte, Ordering::Relaxed));
 }
 
-/// Whether this many bytes are free, beside a margin for the driver, on every device of the
-/// container: only the driver knows on which of them the process held its memory.
+/// Whether this many bytes, and a margin for the driver, are free on every device of the container.
+/// All are checked because only the driver knows on which of them the process held its memory.
 pub fn has_room(vram_bytes: u64) -> bool {
     let mut path = [0; MAX_PATH];
     let Some(tool) = find(&mut path) else {
@@ -64,7 +65,7 @@ fn find(path: &mut [u8; MAX_PATH]) -> Option<&CStr> {
     None
 }
 
-/// Parses lines of free and total MiB. `None`: a line is not of that form.
+/// Parses lines of free and total MiB, and checks each. `None`: a line has another form.
 fn has_room_everywhere(said: &[u8], vram_bytes: u64) -> Option<bool> {
     // As bytes: this library must not use operations on text that could panic.
     let lines = said.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());

@@ -1,20 +1,20 @@
-//! How long a response of the controller is overdue.
+//! Measures how long a response of the controller is overdue.
 
 use affinode_proto::wire::Phase;
 use affinode_proto::wire::message::{RESCUE_AFTER_MS, WAKE_REPEAT_MS};
 
-/// What the agent sees at one check.
+/// State that the agent sees at one check.
 #[derive(Clone, Copy, Debug)]
 pub struct GateActivity {
-    /// A caller waits at the gate.
+    /// True if a caller waits at the gate.
     pub waiters: bool,
     /// The phase of the process.
     pub phase: Phase,
-    /// The gate holds allocations.
+    /// True if the gate holds allocations.
     pub allocations_held: bool,
-    /// A controller manages the process.
+    /// True if a controller manages the process.
     pub connected: bool,
-    /// An order or an acknowledgement has arrived since the last check.
+    /// True if an order or an acknowledgement has arrived since the last check.
     pub heard: bool,
 }
 
@@ -28,8 +28,8 @@ impl GateActivity {
     }
 }
 
-/// Time without a response, limited to what the agent has experienced: a frozen process and a
-/// suspended machine do not count.
+/// Time without a response of the controller. Time in which the process was frozen or the machine
+/// suspended does not count.
 #[derive(Debug)]
 pub struct ControllerWatchdog {
     last_us: u64,
@@ -38,13 +38,13 @@ pub struct ControllerWatchdog {
 }
 
 impl ControllerWatchdog {
-    /// Starts at `now_us`, with no response overdue.
+    /// A watchdog that starts at `now_us`, with no response overdue.
     pub fn new(now_us: u64) -> ControllerWatchdog {
         ControllerWatchdog { last_us: now_us, owed: false, silent_us: 0 }
     }
 
-    /// Records one check; true when the process must be restored without the controller.
-    /// To be called at least every [`WAKE_REPEAT_MS`] while a response is overdue.
+    /// Records one check. True: the process must be restored without the controller. To be called
+    /// at least every [`WAKE_REPEAT_MS`] while a response is overdue.
     pub fn is_too_long(&mut self, now_us: u64, situation: GateActivity) -> bool {
         let lived_us = now_us.saturating_sub(self.last_us).min(2 * WAKE_REPEAT_MS * 1_000);
         self.last_us = now_us;

@@ -1,4 +1,4 @@
-//! Results of calls that are made while NVML must not be reached, and what is cached for them.
+//! Results of calls that are made while NVML must not be called, and the cache for them.
 
 use core::ffi::{CStr, c_char};
 
@@ -10,26 +10,26 @@ use super::thunk::NvmlFrame;
 use super::{code, functions, readings};
 use crate::sys;
 
-/// Maximum age of figures while the process is being moved.
+/// Maximum age of a figure that is returned while the process is being moved.
 pub const OLD_US: u64 = 60_000_000;
 
-/// Where a function writes its result: the number of the argument.
+/// Where a function writes its result, by the number of the argument.
 #[derive(Clone, Copy)]
 enum AnswerShape {
-    /// This argument, and the number of bytes.
+    /// The place is this argument; the second value is the number of bytes.
     Bytes(usize, usize),
-    /// A text; the next argument is its buffer's length.
+    /// A text at this argument. The next argument is its buffer's length.
     Text(usize),
-    /// A u32, and another one at the next argument.
+    /// A u32 at this argument, and another one at the next argument.
     Pair(usize),
 }
 
-/// What distinguishes calls of the same function, besides texts.
+/// What distinguishes calls of the same function, in addition to texts.
 #[derive(Clone, Copy)]
 struct AnswerLayout {
-    /// This many of the first arguments.
+    /// Number of leading arguments that distinguish calls.
     numbers: usize,
-    /// This many bytes of the result's structure, which the caller has filled in.
+    /// Number of bytes of the result's structure that the caller has filled in.
     filled_bytes: usize,
     output: AnswerShape,
 }
@@ -60,7 +60,7 @@ fn shape(class: Class) -> Option<AnswerLayout> {
 }
 
 impl AnswerLayout {
-    /// The address that is written to, and a second one; `None` if one is null.
+    /// The address to which the result is written, and a second one. `None`: one of them is null.
     fn addresses(self, arguments: &[u64; 6]) -> Option<(u64, u64)> {
         let at = |number: usize| arguments.get(number).copied().unwrap_or(0);
         let (first, second) = match self.output {
@@ -147,7 +147,7 @@ unsafe fn copy(to: &mut [u8], from: u64, count: usize) {
     }
 }
 
-/// The result of a call that must not reach NVML, if one is known.
+/// Returns the result of a call that must not reach NVML. `None`: none is known.
 ///
 /// # Safety
 /// `frame` must be of a call of a function of this class.
@@ -290,7 +290,7 @@ fn uuid(handle: u64) -> Option<[u8; 16]> {
     parse_uuid(CStr::from_bytes_until_nul(&known.bytes).ok()?.to_bytes())
 }
 
-/// Parses `GPU-8f3c…`. `None` also for MIG devices, which have names of another form.
+/// Parses a UUID such as `GPU-8f3c…`. `None` also for MIG devices, whose names have another form.
 pub fn parse_uuid(text: &[u8]) -> Option<[u8; 16]> {
     let mut digits = text.strip_prefix(b"GPU-")?.iter().filter(|byte| **byte != b'-');
     let mut uuid = [0; 16];
@@ -301,7 +301,8 @@ pub fn parse_uuid(text: &[u8]) -> Option<[u8; 16]> {
     digits.next().is_none().then_some(uuid)
 }
 
-/// (device, count, processes): those of the container are off the device, and others are not visible.
+/// Returns an empty list for (device, count, processes). The container's own processes are not on
+/// the device, and others are not visible.
 ///
 /// # Safety
 /// `frame` must be of a call of such a function.

@@ -1,21 +1,21 @@
-//! Results of calls into NVML, for calls that are made while it must not be reached.
+//! Cached results of calls into NVML, for calls that are made while it must not be called.
 //!
-//! Entries are only added and renewed, without a lock: while the version is odd, the entry is being
-//! written, and a reader ignores it. A thread that is stopped in the middle leaves an entry that
+//! Entries are only added and renewed, without a lock. An odd version means that the entry is being
+//! written, and a reader ignores it. A thread that is stopped while it writes leaves an entry that
 //! all readers ignore, which costs a wake.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use crate::sys;
 
-/// Limit of the bytes that a call returns: NVML's longest name.
+/// Maximum number of result bytes that are cached: the length of NVML's longest name.
 pub const BYTES: usize = 96;
 const WORDS: usize = BYTES / 8;
-/// About 30 functions that monitors call, for each of 8 devices.
+/// Number of entries: about 30 functions that monitors call, for each of 8 devices.
 const ENTRIES: usize = 256;
 
 struct CachedAnswer {
-    /// Function and arguments; 0: free.
+    /// Key of the function and its arguments; 0: the entry is free.
     key: AtomicU64,
     version: AtomicU32,
     result: AtomicU32,
@@ -40,11 +40,12 @@ pub struct AnswerKey {
     pub result: u32,
     /// Time of the call, on the monotonic clock.
     pub at_us: u64,
-    /// The bytes that it wrote.
+    /// The bytes that the call wrote.
     pub bytes: [u8; BYTES],
 }
 
-/// The key of a function with these arguments: FNV-1a. Never 0, which marks a free entry.
+/// Returns the key of a function with these arguments, by FNV-1a. It is never 0, which marks a free
+/// entry.
 pub fn key(function: usize, arguments: &[u64], text: &[u8]) -> u64 {
     let words = arguments.iter().flat_map(|word| word.to_le_bytes());
     let function = (function as u64).to_le_bytes();
@@ -55,8 +56,8 @@ pub fn key(function: usize, arguments: &[u64], text: &[u8]) -> u64 {
     hash.max(1)
 }
 
-/// Stores the result of a call, unless the cache is full or another thread is writing
-/// the entry.
+/// Stores the result of a call. Does nothing if the cache is full, or another thread is writing the
+/// entry.
 pub fn store(key: u64, result: u32, bytes: &[u8; BYTES]) {
     let entry = CACHE.iter().find(|entry| {
         let owner = entry.key.compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire);
@@ -82,7 +83,7 @@ pub fn store(key: u64, result: u32, bytes: &[u8; BYTES]) {
     entry.version.store(odd.wrapping_add(1), Ordering::Release);
 }
 
-/// The last result of such a call.
+/// The last cached result of a call with this key.
 pub fn find(key: u64) -> Option<AnswerKey> {
     let entry = CACHE.iter().find(|entry| entry.key.load(Ordering::Acquire) == key)?;
     let before = entry.version.load(Ordering::Acquire);

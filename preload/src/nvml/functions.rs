@@ -1,4 +1,4 @@
-//! Detection of NVML among loaded objects, and the function of each stub.
+//! Finds NVML among the loaded objects, and the function of each stub.
 
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
@@ -8,13 +8,14 @@ use super::thunk::{SPARE, STUBS, stub};
 use crate::elf::{self, LoadedObject};
 use crate::{libc, lookup, process};
 
-/// The real functions, by stub; 0: not known.
+/// Address of the real function of each stub; 0: not known.
 static REAL: [AtomicUsize; STUBS] = [const { AtomicUsize::new(0) }; STUBS];
-/// The function of each spare stub: its index plus one; 0: an unlisted function.
+/// Function of each spare stub, as its index plus one; 0: an unlisted function.
 static SPARE_INDEX: [AtomicU32; SPARE] = [const { AtomicU32::new(0) }; SPARE];
-/// Begin and end of the code of the library that was found first, later of the library held loaded.
+/// Begin and end of the library's code: of the library that was found first, or of the one that is
+/// kept loaded.
 static CODE: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
-/// Whether that library is never unloaded.
+/// Whether that library is kept loaded and never unloaded.
 static IS_HELD: AtomicBool = AtomicBool::new(false);
 
 fn is_nvml(object: &LoadedObject<'_>) -> bool {
@@ -28,7 +29,7 @@ fn is_nvml(object: &LoadedObject<'_>) -> bool {
     (by_path || by_soname) && dynamic.function(b"nvmlInit_v2").is_some()
 }
 
-/// The address of a function that the library exports; `None` also if none is loaded.
+/// The address of a function that the library exports. `None` also if no NVML is loaded.
 pub fn function(name: &[u8]) -> Option<usize> {
     elf::find(|object| {
         if !is_nvml(object) {
@@ -42,7 +43,7 @@ pub fn function(name: &[u8]) -> Option<usize> {
     })
 }
 
-/// Whether an address lies in the code of the library.
+/// Whether an address is in the code of the library.
 pub fn owns(address: usize) -> bool {
     is_inside(address)
         || elf::find(|object| {
@@ -62,8 +63,9 @@ fn know_code(object: &LoadedObject<'_>) {
     }
 }
 
-/// Keeps the library loaded that has just been initialised, for the life of the process: only then
-/// what is counted for it stays true. On the application's thread, as it takes the loader's lock.
+/// Keeps the library that was just initialised loaded for the life of the process. Otherwise the
+/// counts that are kept for it could become wrong. To be called on the application's thread,
+/// because it takes the loader's lock.
 pub fn hold_loaded() {
     if IS_HELD.load(Ordering::Acquire) {
         return;
@@ -82,12 +84,12 @@ pub fn hold_loaded() {
     }
 }
 
-/// Whether the function behind this stub is in the NVML library that is kept loaded.
+/// Whether the function of this stub is in the NVML library that is kept loaded.
 pub fn is_held(place: u64) -> bool {
     IS_HELD.load(Ordering::Acquire) && real(place).is_some_and(is_inside)
 }
 
-/// Whether a call comes from the library itself, by a name that this library defines before it.
+/// Whether a call comes from NVML itself, through a name that this library defines first.
 pub fn is_inside(address: usize) -> bool {
     let [start, end] = &CODE;
     let first = start.load(Ordering::Acquire);
@@ -118,7 +120,8 @@ fn is_taken(place: &AtomicUsize, real: usize) -> bool {
     owner.is_ok() || owner == Err(real)
 }
 
-/// A stub for a function without its own: unlisted, or of a second copy of the library.
+/// Returns a spare stub for a function that has no stub: an unlisted function, or one of a second
+/// copy of NVML.
 fn spare(index: Option<usize>, real: usize) -> Option<usize> {
     let spares = REAL.get(COUNT..)?.iter().zip(&SPARE_INDEX);
     for (number, (place, known)) in spares.enumerate() {
@@ -130,7 +133,7 @@ fn spare(index: Option<usize>, real: usize) -> Option<usize> {
     None
 }
 
-/// The real function of a stub.
+/// The real function behind a stub.
 pub fn real(place: u64) -> Option<usize> {
     let known = REAL.get(place as usize)?;
     let address = known.load(Ordering::Acquire);

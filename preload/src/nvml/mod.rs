@@ -41,13 +41,13 @@ pub mod code {
     pub const SUCCESS: u32 = 0;
     /// NVML is not initialised.
     pub const UNINITIALIZED: u32 = 1;
-    /// An argument is not what the function takes.
+    /// An argument is not valid for the function.
     pub const INVALID_ARGUMENT: u32 = 2;
-    /// The device has no such thing.
+    /// The device does not support the request.
     pub const NOT_SUPPORTED: u32 = 3;
-    /// The caller may not ask for it.
+    /// The caller has no permission for the request.
     pub const NO_PERMISSION: u32 = 4;
-    /// There is no such device.
+    /// The requested device does not exist.
     pub const NOT_FOUND: u32 = 6;
     /// A buffer is too small.
     pub const INSUFFICIENT_SIZE: u32 = 7;
@@ -61,14 +61,14 @@ pub mod code {
     pub const UNKNOWN: u32 = 999;
 }
 
-/// State of calls into NVML. Zero in a forked child, as all of [`PROCESS`].
+/// State of calls into NVML. All zero in a forked child, like all of [`PROCESS`].
 pub struct NvmlCallCount {
     /// Futex; 1 while calls must not reach NVML.
     gate: AtomicU32,
     /// Number of calls inside NVML that are not in `waits`.
     inside: AtomicU32,
     waits: EventWaits,
-    /// Set when a caller needs a reading.
+    /// True when a caller needs a reading.
     asked: AtomicBool,
 }
 
@@ -86,27 +86,27 @@ impl NvmlCallCount {
 const OPEN: u32 = 0;
 const CLOSED: u32 = 1;
 
-/// Calls of `nvmlInit` less those of `nvmlShutdown` by the application, in the library that is held
-/// loaded. A forked child has a copy of it, as of NVML's own count.
+/// The application's number of `nvmlInit` calls minus its `nvmlShutdown` calls, in the library that
+/// is kept loaded. A forked child has a copy of it, like the copy of NVML's own count.
 static USERS: AtomicU32 = AtomicU32::new(0);
-/// The same, for the calls that have reached NVML.
+/// Same as [`USERS`], but only for calls that have reached NVML.
 static REFERENCES: AtomicU32 = AtomicU32::new(0);
-/// The same, for calls in another copy of the library.
+/// Same as [`REFERENCES`], for calls into another copy of NVML.
 static OTHER_REFERENCES: AtomicU32 = AtomicU32::new(0);
-/// Whether one of these calls has attached the devices.
+/// Whether any of these calls has attached the devices.
 static ATTACHED: AtomicBool = AtomicBool::new(false);
-/// The registration whose gate is closed; 0: none. A child that is forked meanwhile finds another's
-/// here, and has a copy of NVML whose locks are never released.
+/// The registration whose gate is closed; 0: none. A child that is forked meanwhile finds the number
+/// of its parent here. Its copy of NVML has locks that are never released.
 static CLOSED_BY: AtomicU32 = AtomicU32::new(0);
 
-/// What the thunk does with a call.
+/// The thunk's next step for a call.
 #[repr(u32)]
 pub enum NvmlAction {
     /// Jump to the function.
     Pass = 0,
-    /// Call it, then [`leave`].
+    /// Call the function, then [`leave`].
     Counted = 1,
-    /// Call nothing; the frame has the result.
+    /// Return the result in the frame, without a call.
     Answered = 2,
 }
 
@@ -164,7 +164,7 @@ unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
     }
 }
 
-/// Ends a call. Returns 1 if the thunk is to repeat it, else 0.
+/// Ends a call. Returns 1 if the thunk must repeat the call, else 0.
 ///
 /// # Safety
 /// Only the thunk calls it, with the frame that [`enter`] filled.
@@ -207,7 +207,7 @@ unsafe extern "C" fn leave(frame: &mut NvmlFrame) -> u32 {
     again
 }
 
-/// Remembers the UUID of a handle that a call has just returned: readings name devices by it.
+/// Records the UUID of a handle that a call has just returned. Readings identify devices by UUID.
 ///
 /// # Safety
 /// `frame` must be of a call that has written a handle.
@@ -229,7 +229,8 @@ unsafe fn learn_uuid(frame: &NvmlFrame) {
     }
 }
 
-/// Whether this is a child that was forked while NVML was initialised and its locks were held.
+/// Whether this process is a child that was forked while NVML was initialised and its locks were
+/// held.
 fn is_copy_locked() -> bool {
     let closed_by = CLOSED_BY.load(Ordering::SeqCst);
     if closed_by == 0 || closed_by == process::registration() {
@@ -298,7 +299,7 @@ fn uncount(class: Class) {
     let _ = PROCESS.nvml.inside.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
 }
 
-/// Waits for the gate, or for the timeout of a wait for an event. False: the timeout has passed.
+/// Waits until the gate opens, or until the call's own timeout. False: the timeout has passed.
 fn wait_for_event(frame: &mut NvmlFrame) -> bool {
     const LOOK_AGAIN_MS: u64 = 1_000;
     frame.begin_wait();
@@ -309,8 +310,8 @@ fn wait_for_event(frame: &mut NvmlFrame) -> bool {
     left_ms > 0
 }
 
-/// Sleeps until calls may reach NVML. Wakes a checkpointed process at once, and any other after
-/// 2 s, since a process that is being moved usually arrives before.
+/// Sleeps until calls may reach NVML. Requests a wake at once if the process is checkpointed, else
+/// after 2 s, because a move usually ends before.
 fn wait() {
     const QUIET_US: u64 = 2_000_000;
     const LOOK_AGAIN_MS: u64 = 20;
@@ -382,7 +383,7 @@ pub fn take_asked() -> bool {
     PROCESS.nvml.asked.load(Ordering::Relaxed) && PROCESS.nvml.asked.swap(false, Ordering::SeqCst)
 }
 
-/// Lets the agent request readings from the controller.
+/// Makes the agent request readings from the controller.
 fn ask() {
     PROCESS.nvml.asked.store(true, Ordering::SeqCst);
     process::poke_agent();

@@ -1,4 +1,4 @@
-//! The controller's readings of devices, for calls that are made while NVML must not be reached.
+//! The controller's readings of devices, for calls that are made while NVML must not be called.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -7,11 +7,11 @@ use affinode_proto::wire::message::{GpuReading, MAX_GPUS};
 use super::{ask, is_open};
 use crate::sys;
 
-/// Per reading: the UUID (2), its arrival, 5 words of figures.
+/// Words of a reading: two for the UUID, one for its arrival, five for figures.
 const WORDS: usize = 8;
 
 struct ReadingSlot {
-    /// Odd while the agent writes it; 0: empty.
+    /// Version of the reading: odd while the agent writes it; 0: empty.
     version: AtomicU32,
     words: [AtomicU64; WORDS],
 }
@@ -19,7 +19,7 @@ struct ReadingSlot {
 static PLACES: [ReadingSlot; MAX_GPUS] = [const {
     ReadingSlot { version: AtomicU32::new(0), words: [const { AtomicU64::new(0) }; WORDS] }
 }; MAX_GPUS];
-/// Futex; grows with each reading.
+/// Futex. It increases with each reading.
 static CAME: AtomicU32 = AtomicU32::new(0);
 
 fn pack(low: u32, high: u32) -> u64 {
@@ -90,8 +90,9 @@ fn last(uuid: &[u8; 16]) -> Option<(GpuReading, u64)> {
     })
 }
 
-/// A reading of the device. In a checkpointed process, requests a recent one from the controller and
-/// waits for it. While the process is being moved, its agent cannot request one: an older one serves.
+/// Returns a reading of the device. If the process is checkpointed, requests a recent one from the
+/// controller and waits for it. While the process is being moved, its agent cannot request one, and
+/// an older one is returned.
 pub fn fresh(uuid: &[u8; 16], is_checkpointed: bool) -> Option<GpuReading> {
     const FRESH_US: u64 = 2_000_000;
     const WITHIN_US: u64 = 1_000_000;

@@ -1,5 +1,5 @@
-//! The code that every call into NVML runs through. As [`crate::thunk`], it needs no signatures:
-//! the argument registers are kept, and eight words of stack arguments are passed on. No function
+//! The code through which every call into NVML runs. Like [`crate::thunk`], it needs no signatures:
+//! it keeps the argument registers, and passes eight words of stack arguments on. No function
 //! of NVML has an argument in a vector register.
 
 use core::arch::global_asm;
@@ -14,13 +14,13 @@ pub struct NvmlFrame {
     pub place: u64,
     /// The address that the call returns to.
     pub caller: usize,
-    /// rax of the real function.
+    /// Register rax, as the real function returned it.
     pub result: u64,
-    /// Address that the thunk calls or jumps to.
+    /// Address that the thunk calls, or to which it jumps.
     pub target: usize,
-    /// rdi, rsi, rdx, rcx, r8, r9.
+    /// Registers rdi, rsi, rdx, rcx, r8, r9.
     pub arguments: [u64; 6],
-    /// Deadline of a call that waits for events; 0 (set by the thunk): not known yet.
+    /// Time limit of a call that waits for events; 0 (set by the thunk): not known yet.
     until_us: u64,
     unused: u64,
 }
@@ -42,7 +42,8 @@ impl NvmlFrame {
         NvmlAction::Answered
     }
 
-    /// Sets the deadline of a call that waits for events: (set, data, milliseconds).
+    /// Sets the time limit of a call that waits for events. Its arguments are (set, data,
+    /// milliseconds).
     pub fn begin_wait(&mut self) {
         let [_, _, timeout_ms, ..] = self.arguments;
         if self.until_us == 0 {
@@ -50,13 +51,13 @@ impl NvmlFrame {
         }
     }
 
-    /// Microseconds that such a call may still wait.
+    /// Remaining time of a call that waits for events, in microseconds.
     pub fn left_us(&self) -> u64 {
         self.until_us.saturating_sub(sys::now_us())
     }
 
-    /// Limits NVML's wait to a slice of that time, so that it ends soon after the gate closes.
-    /// False: the time is over, and NVML has waited at least once.
+    /// Limits NVML's wait to a slice of the remaining time, so that it ends soon after the gate
+    /// closes. False: no time remains, and NVML has waited at least once.
     pub fn slice_wait(&mut self) -> bool {
         const SLICE_MS: u64 = 100;
         let is_first = self.until_us == 0;
@@ -68,7 +69,7 @@ impl NvmlFrame {
     }
 }
 
-/// Stubs beyond those of listed functions: for other versions and unlisted functions.
+/// Number of spare stubs, for functions of a second copy of NVML and for unlisted functions.
 pub const SPARE: usize = 112;
 /// Number of all stubs.
 pub const STUBS: usize = affinode_cuda_sys::nvml::COUNT + SPARE;

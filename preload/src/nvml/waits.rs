@@ -1,17 +1,18 @@
-//! The threads that are inside NVML's wait for events. Such a wait lasts, so a thread may be cancelled
-//! in it; its count would keep the process on the GPU for good. NVML holds no lock while it waits, as
-//! other threads call it meanwhile. A thread that ends inside any other call may have held one, and
-//! stays counted.
+//! The threads that are inside NVML's wait for events. Such a wait is long, so its thread may be
+//! cancelled in it. If it stayed counted, the process could never leave the GPU. NVML holds no lock
+//! during this wait, because other threads call it meanwhile. A thread that ends inside any other
+//! call may have held a lock, and stays counted.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::sys;
 
-/// Number of the threads whose waits are told apart.
+/// Maximum number of threads whose waits are counted here.
 const MAX_THREADS: usize = 32;
 
-/// For each thread its id, in the lower half, and its number of waits: a signal handler may wait as
-/// well. 0: free. Zero in a forked child.
+/// One entry per thread: the thread id in the lower half, and its number of waits above. There may
+/// be several, because a signal handler may wait as well. An entry of 0 is free. All zero in a
+/// forked child.
 pub struct EventWaits([AtomicU64; MAX_THREADS]);
 
 const ONE: u64 = 1 << 32;
@@ -27,19 +28,19 @@ impl EventWaits {
             || self.0.iter().any(|entry| replace(entry, 0, ONE | u64::from(tid)))
     }
 
-    /// Ends such a wait. False: none of this thread is counted here.
+    /// Ends a wait of this thread. False: no wait of this thread is counted here.
     pub fn uncount(&self, tid: u32) -> bool {
         self.change(tid, |entry| if entry < 2 * ONE { 0 } else { entry - ONE })
     }
 
-    /// Changes the entry of a thread, which changes it alone while it lives.
+    /// Changes the entry of a thread. Only that thread changes it while it lives.
     fn change(&self, tid: u32, to: impl Fn(u64) -> u64) -> bool {
         let own = |entry: u64| (entry as u32 == tid).then(|| to(entry));
         let order = Ordering::SeqCst;
         self.0.iter().any(|entry| entry.fetch_update(order, order, own).is_ok())
     }
 
-    /// Whether a living thread waits. Entries of threads that have ended are freed.
+    /// Whether any living thread waits. Frees the entries of threads that have ended.
     pub fn has_any(&self) -> bool {
         self.0.iter().any(|entry| {
             let seen = entry.load(Ordering::SeqCst);

@@ -31,7 +31,7 @@ fn socket() -> Result<Descriptor, Errno> {
     Ok(Descriptor(lift(socket as i32)))
 }
 
-/// Binds or connects a socket to the name (`call`: the system call's number).
+/// Binds or connects a socket to the name. `call` is the number of the system call.
 fn name_it(socket: &Descriptor, name: &[u8], call: usize) -> Result<(), Errno> {
     const ENAMETOOLONG: Errno = Errno(36);
     let address = Address::of(name).ok_or(ENAMETOOLONG)?;
@@ -39,7 +39,7 @@ fn name_it(socket: &Descriptor, name: &[u8], call: usize) -> Result<(), Errno> {
     plain(call, [socket.number() as usize, at, address.length, 0, 0, 0]).map(drop)
 }
 
-/// The required first bytes and length of a datagram.
+/// Datagrams that a socket accepts, by their first bytes and length.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpectedSender<'a> {
     /// The first bytes of the datagram.
@@ -63,8 +63,9 @@ struct SocketStep {
 }
 
 impl ExpectedSender<'_> {
-    /// Lets the kernel drop all other datagrams inside the sender's call. Their descriptors are closed
-    /// there: the process that made such a file decides how long that takes.
+    /// Makes the kernel drop all other datagrams during the sender's call, and close their
+    /// descriptors there. Otherwise this process would close them, which takes as long as the maker
+    /// of such a file chooses.
     fn attach(&self, socket: &Descriptor) -> Result<(), Errno> {
         const SOL_SOCKET: usize = 1;
         const ATTACH_FILTER: usize = 26;
@@ -98,8 +99,8 @@ impl ExpectedSender<'_> {
     }
 }
 
-/// A socket with this name, which makes `signal` pending on `tid` for each datagram. Datagrams
-/// that do not match `only` are dropped, if the kernel supports that filter.
+/// Creates a socket with this name, which makes `signal` pending on `tid` for each datagram.
+/// Datagrams that do not match `only` are dropped, if the kernel supports that filter.
 pub fn bind(
     name: &[u8],
     only: Option<ExpectedSender<'_>>,
@@ -115,7 +116,7 @@ pub fn bind(
     Ok(socket)
 }
 
-/// A socket that sends to this name.
+/// Creates a socket that sends to this name.
 pub fn connect(name: &[u8]) -> Result<Descriptor, Errno> {
     let socket = socket()?;
     name_it(&socket, name, number::CONNECT)?;
@@ -134,7 +135,7 @@ pub fn discard(fd: i32) {
     let _ = take(fd, &mut [], DONTWAIT);
 }
 
-/// Receives without space for descriptors.
+/// Receives a datagram without space for descriptors.
 fn take(fd: i32, buffer: &mut [u8], flags: usize) -> Result<usize, Errno> {
     let part = [buffer.as_mut_ptr() as usize, buffer.len()];
     let mut message = [0_usize; 7];
@@ -143,7 +144,7 @@ fn take(fd: i32, buffer: &mut [u8], flags: usize) -> Result<usize, Errno> {
     plain(number::RECVMSG, [fd as usize, message.as_mut_ptr() as usize, flags, 0, 0, 0])
 }
 
-/// Two connected ends that preserve message boundaries; neither blocks.
+/// Two connected sockets that preserve message boundaries. Neither of them blocks.
 pub fn pair() -> Result<[Descriptor; 2], Errno> {
     let mut ends = [-1_i32; 2];
     let kind = SEQPACKET | NONBLOCK | CLOEXEC;
@@ -152,7 +153,7 @@ pub fn pair() -> Result<[Descriptor; 2], Errno> {
     Ok(ends.map(|end| Descriptor(lift(end))))
 }
 
-/// Owns a descriptor that the driver has made; `None`: it is negative.
+/// Takes ownership of a descriptor that the driver has made. `None`: it is negative.
 pub fn made(fd: i32) -> Option<Descriptor> {
     (fd >= 0).then_some(Descriptor(fd))
 }
@@ -227,7 +228,8 @@ mod tests {
         assert_eq!(peek(socket.number(), &mut bytes).err(), Some(sys::EAGAIN));
     }
 
-    /// Reading or dropping a datagram closes its descriptors, which can take as long as their maker wants.
+    /// Receiving or dropping a datagram closes its descriptors, which can take as long as their
+    /// maker wants.
     #[test]
     fn unexpected_datagram_is_dropped_in_its_sender() {
         let (name, begin) = (name(), core::array::from_fn(|n| n as u8 + 1));

@@ -1,19 +1,20 @@
-//! Searches in folders.
+//! Searches for names in folders.
 
 use core::ffi::CStr;
 
 use super::{CLOEXEC, close, number, plain};
 
-/// Bytes before a name: inode, offset, length of the entry, type.
+/// Bytes of a directory entry before its name: inode, offset, length of the entry, type.
 const HEAD_BYTES: usize = 19;
 const LENGTH_AT: core::ops::Range<usize> = 16..18;
 
-/// Whether `which` holds for a name in a folder; `None`: the folder cannot be read.
+/// Whether `which` is true for any name in a folder. `None`: the folder cannot be read.
 pub fn has(path: &CStr, mut which: impl FnMut(&[u8]) -> bool) -> Option<bool> {
     any(path, |_, name| which(name.to_bytes()))
 }
 
-/// Whether `which` holds for the target of a link in a folder; `None`: it cannot be read.
+/// Whether `which` is true for the target of any link in a folder. `None`: the folder cannot be
+/// read.
 pub fn has_link(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
     any(path, |folder, name| {
         let mut target = [0_u8; 256];

@@ -1,4 +1,4 @@
-//! Memory of the process: mapping, sharing, freeing.
+//! Maps, shares and frees memory of the process.
 
 use core::ffi::{CStr, c_void};
 
@@ -63,7 +63,7 @@ pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32, offset: usize) -> 
     mapped.is_ok() && is_kept_from_children(at, bytes)
 }
 
-/// Keeps a mapping of this library out of forked children.
+/// Keeps a mapping of this library out of forked children. False: the kernel refused.
 fn is_kept_from_children(at: usize, bytes: usize) -> bool {
     const MADV_DONTFORK: usize = 10;
     // SAFETY: changes no content here; only called for mappings of this library.
@@ -77,8 +77,8 @@ pub fn prefer_huge_pages(start: *mut u8, bytes: usize) {
     let _ = unsafe { call(number::MADVISE, [start as usize, bytes, MADV_HUGEPAGE, 0, 0, 0]) };
 }
 
-/// Faults the pages of fresh memory in; those of a file as huge pages, if the kernel allows it:
-/// `shmem_enabled` keeps a file from getting them by itself on most machines.
+/// Faults in the pages of new memory. Pages of a file are made huge, if the kernel allows it,
+/// because `shmem_enabled` prevents that by default on most machines.
 ///
 /// # Safety
 /// The range must be mapped, begin and end with a huge page, and have no content: on kernels
@@ -102,7 +102,7 @@ pub unsafe fn make_resident(start: *mut u8, bytes: usize, of_file: bool) {
 }
 
 /// # Safety
-/// As of [`make_resident`].
+/// The same conditions as for [`make_resident`].
 unsafe fn make_huge(start: *mut u8, bytes: usize) {
     const MADV_COLLAPSE: usize = 25;
     const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -158,13 +158,14 @@ pub fn seal_size(fd: i32) -> Result<(), Errno> {
     fcntl(fd, F_ADD_SEALS, SEAL_SHRINK_GROW).map(drop)
 }
 
-/// A memory file that can no longer change, mapped for reading; not in a forked child.
+/// A memory file that can no longer change, mapped for reading. A forked child does not have the
+/// mapping.
 pub struct SealedFile {
     at: usize,
     bytes: usize,
 }
 
-/// The state of a range that a mapping was to be moved to.
+/// State of a range after an attempt to move a mapping there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PagePlacement {
     /// The new mapping has moved there.
@@ -176,7 +177,7 @@ pub enum PagePlacement {
 }
 
 impl SealedFile {
-    /// Maps its first `bytes`. `None`: it could change, or is shorter.
+    /// Maps the first `bytes` of a file. `None`: the file can change, or it is shorter.
     pub fn map(fd: i32, bytes: usize) -> Option<SealedFile> {
         const PROT_READ: usize = 1;
         const MAP_SHARED_POPULATE: usize = 1 | 0x8000;
@@ -188,7 +189,8 @@ impl SealedFile {
         is_kept_from_children(sealed.at, bytes).then_some(sealed)
     }
 
-    /// Whether the bytes from an address on are the same. `stop` is polled: if true, the result is false.
+    /// Whether the file equals the bytes from an address on. `stop` is polled. If it returns true, the
+    /// result is false.
     ///
     /// # Safety
     /// As many bytes must be mapped there: whole pages, from the beginning of a page on.
@@ -211,8 +213,8 @@ impl SealedFile {
         })
     }
 
-    /// Moves the mapping over a part of what [`map_private`] mapped: the compared file, whatever the
-    /// descriptor refers to by now.
+    /// Moves this mapping over a part of what [`map_private`] mapped. This is the compared file, even if
+    /// its descriptor refers to another file by now.
     ///
     /// # Safety
     /// Nothing may write to that part from now on.
@@ -240,14 +242,15 @@ impl Drop for SealedFile {
     }
 }
 
-/// Compares words without `memcmp`: there is no libc, and the compiler's goes byte by byte.
+/// Compares words without `memcmp`. There is no libc, and the compiler's own `memcmp` compares byte
+/// by byte.
 fn are_same(one: &[u64], other: &[u64]) -> bool {
     const WORDS_PER_STEP: usize = 512;
     let mut pairs = one.chunks(WORDS_PER_STEP).zip(other.chunks(WORDS_PER_STEP));
     pairs.all(|(one, other)| one.iter().zip(other).fold(0, |all, (a, b)| all | (a ^ b)) == 0)
 }
 
-/// Whether neither size nor content can change, and the file has at least this size.
+/// Whether neither the file's size nor its content can change, and it has at least this size.
 fn is_sealed(fd: i32, bytes: usize) -> bool {
     const F_GET_SEALS: usize = 1034;
     const SHRINK_GROW: usize = 2 | 4;
@@ -357,7 +360,7 @@ mod tests {
         close(fd);
     }
 
-    /// The signal for a file that is too large ends a process.
+    /// The kernel's signal for a file that is too large would end the process.
     #[test]
     fn memory_file_beyond_limit_is_an_error() {
         use nix::sys::resource::{Resource, setrlimit};

@@ -9,8 +9,8 @@ use super::{CLOEXEC, EINTR, Errno, call, now_us, number, plain};
 pub type TaskMain = unsafe extern "C" fn(*mut c_void) -> i32;
 
 /// Starts a task that shares the memory, begins at the top of `stack` and ends its process
-/// with the result of `main`. The caller sleeps until the task has become a program or has
-/// ended. `end_signal`: the signal that the caller gets then, 0 for none.
+/// with the result of `main`. The caller sleeps until the task has executed a program or has
+/// ended. `end_signal`: the signal that the caller gets at the task's end; 0: none.
 ///
 /// # Safety
 /// The stack must be unused until then and large enough; `main` must be sound to call with
@@ -78,13 +78,13 @@ pub fn die_with_parent() {
     let _ = plain(number::PRCTL, [PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0, 0]);
 }
 
-/// A pipe: its read end, its write end.
+/// Creates a pipe, and returns its read end and its write end.
 pub fn pipe() -> Result<[i32; 2], Errno> {
     let mut ends = [-1_i32; 2];
     plain(number::PIPE2, [ends.as_mut_ptr() as usize, CLOEXEC, 0, 0, 0, 0]).map(|_| ends)
 }
 
-/// Whether there is something to read, or the end of the stream, before the timeout.
+/// Whether data or the end of the stream can be read before the timeout.
 pub fn wait_readable(fd: i32, timeout_ms: u64) -> bool {
     const POLLIN: u64 = 1;
     // struct pollfd: the descriptor, then two 16-bit sets of events.
@@ -104,8 +104,8 @@ pub fn read(fd: i32, buffer: &mut [u8]) -> Result<usize, Errno> {
     plain(number::READ, [fd as usize, buffer.as_mut_ptr() as usize, buffer.len(), 0, 0, 0])
 }
 
-/// Makes `output` the standard output and the other two `/dev/null`, and lets no other descriptor
-/// outlive the next [`execute`]. Only for a task with its own descriptors.
+/// Makes `output` the standard output, and `/dev/null` the standard input and error. All other
+/// descriptors are closed at the next [`execute`]. Only for a task with its own descriptors.
 pub fn take_standard_streams(output: i32) {
     const CLOSE_RANGE_CLOEXEC: usize = 4;
     const O_RDWR: usize = 2;
@@ -119,7 +119,7 @@ pub fn take_standard_streams(output: i32) {
     let _ = plain(number::CLOSE_RANGE, all);
 }
 
-/// Replaces the program; returns when that fails.
+/// Executes a program in this task. Returns only if that fails.
 ///
 /// # Safety
 /// Both lists must end with null pointers, and have pointers to strings.

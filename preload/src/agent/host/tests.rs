@@ -1,5 +1,5 @@
-//! The real thunk, gate and agent's hands against each other: threads and signals that call
-//! without a pause, and a driver that traps when it is touched under a call.
+//! The real thunk, gate and agent run against each other. Threads and signals call without a pause,
+//! and the test's driver traps if it is touched during a call.
 
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,10 +13,10 @@ use crate::{hook_table, thunk};
 
 const SIGUSR1: u64 = 10;
 const ROUNDS: u32 = 60;
-/// Names the test of which this process is the body.
+/// Name of the variable that names the test which this process runs.
 const BODY: &str = "AFFINODE_TEST_BODY";
 
-/// Runs a test in a process of its own, which it may register and end.
+/// Runs a test in its own process, which the test may register and end.
 fn in_own_process(test: &str, body: fn()) {
     if std::env::var(BODY).is_ok_and(|name| name == test) {
         return body();
@@ -49,7 +49,7 @@ extern "C" fn driver_call() -> u32 {
     0
 }
 
-/// A poll: it does not wait at the gate as others do, and turns no close round.
+/// A hooked poll. Unlike other calls, it does not wait at the gate, and it does not cancel a close.
 fn hooked() -> extern "C" fn() -> u32 {
     let (number, class) = hook::find(b"cuStreamQuery").unwrap();
     assert_eq!(class, Class::Poll);
@@ -64,7 +64,7 @@ extern "C" fn handle(_: i32) {
 }
 
 static STOP: AtomicBool = AtomicBool::new(false);
-/// Lines that all callers write: a store behind such ones takes long to become visible.
+/// Cache lines that all callers write. A store after such writes takes long to become visible.
 static CONTENDED: [[AtomicU64; 8]; 48] = [const { [const { AtomicU64::new(0) }; 8] }; 48];
 
 fn call_without_pause(tids: &AtomicU32) {

@@ -3,11 +3,11 @@ use super::*;
 mod copied_out;
 mod copier;
 
-/// A process in which everything works, until told otherwise.
+/// A process in which every step succeeds, unless a field says otherwise.
 struct Fake {
     gate: Gate,
     sealed: bool,
-    /// Since the gate was set.
+    /// True if a fence was made since the gate was set.
     fenced: bool,
     can_fence: bool,
     phases: Vec<Phase>,
@@ -17,36 +17,36 @@ struct Fake {
     inside_until_us: u64,
     waiters: bool,
     eligible: bool,
-    /// A tool is in the process.
+    /// Result of `keeps_context`: a profiler, sanitizer or debugger is in the process.
     tools: bool,
     room: bool,
     fails: Option<(DriverCall, u32)>,
-    /// What fails has been done all the same.
+    /// True if failing steps nevertheless take effect.
     fails_late: bool,
     calls: Vec<DriverCall>,
     returns_ended: u32,
-    /// Memory that can be carried, and whether it is parked.
+    /// Whether memory is swappable. The next field: whether it is copied out.
     can_copy: bool,
     copied_out: bool,
-    /// The driver has no hold of the host memory.
+    /// True if the host memory is not registered with the driver.
     let_go: bool,
-    /// Memory of another's making that is not parked.
+    /// True if the process holds imported memory that is not copied out.
     imported: bool,
-    /// A copier fills the memory.
+    /// True if a copier fills the memory.
     with_copier: bool,
-    /// This many bytes are exported to a copier at a copy-out, which then copies them.
+    /// Bytes that a copy-out exports to a copier, which then copies them.
     hands: u64,
     exported: u64,
-    /// The copier was told that the process is checkpointed.
+    /// True if the copier was told that the process is checkpointed.
     announced: bool,
-    /// Room that was asked for without a controller.
+    /// VRAM that was requested without a controller.
     asked_room: u64,
-    /// What the next copy fails with.
+    /// Code with which the next copy fails.
     copy_fails: Option<u32>,
-    /// What the driver answers every call with.
+    /// Code that the driver returns for every call.
     broken: Option<u32>,
     damaged: bool,
-    /// What the driver says of the process, whatever it did.
+    /// State that the driver reports, if it differs from the real one.
     says: Option<Option<u32>>,
 }
 
@@ -222,7 +222,7 @@ const CLOSE: Action = Action::Close { deadline_ms: 50 };
 const LOCK: Action = Action::Lock { timeout_ms: 100 };
 const CHECKPOINT: Action = Action::Checkpoint { vram_bytes: 1 << 30 };
 
-/// A process that a controller has welcomed.
+/// A machine whose process a controller has welcomed.
 fn running(host: &mut Fake) -> OrderMachine {
     let mut machine = OrderMachine::new();
     machine.release_allocations(host);
@@ -237,7 +237,7 @@ fn offloaded(host: &mut Fake) -> OrderMachine {
     machine
 }
 
-/// A process in this phase.
+/// A process and its machine in this phase.
 fn at(phase: Phase) -> (Fake, OrderMachine) {
     let mut host = Fake::new();
     let mut machine = running(&mut host);
@@ -264,7 +264,8 @@ fn out_and_back() {
     assert!(passed.iter().all(|phase| host.phases.contains(phase)));
 }
 
-/// It, or the controller, was stopped for a while: the VRAM may be another's by now.
+/// The process or the controller was stopped for a while, so the VRAM may be granted to another
+/// process.
 #[test]
 fn old_restore_order_is_refused() {
     let mut host = Fake::new();
@@ -438,8 +439,8 @@ fn exit_while_offloaded_is_allowed() {
     assert_eq!(host.returns_ended, 1);
 }
 
-/// The driver cannot restore it, for ever: callers are told instead of waiting, and none of them
-/// reaches a driver whose state is not there.
+/// The driver can never restore the process. Callers get an error instead of a wait, and no call
+/// reaches a driver whose state is not restored.
 #[test]
 fn lost_restore_is_told_after_three_attempts() {
     for failing in [DriverCall::Restore, DriverCall::Unlock] {
@@ -455,7 +456,8 @@ fn lost_restore_is_told_after_three_attempts() {
     }
 }
 
-/// After each step the driver's own state decides, whatever the step returned.
+/// After each step, the state that the driver reports decides the phase, whatever the step
+/// returned.
 #[test]
 fn drivers_state_decides_against_its_code() {
     let steps = [
@@ -511,7 +513,7 @@ fn drivers_state_decides_against_its_code() {
     assert_eq!(machine.phase(), Phase::Locked);
 }
 
-/// A driver that cannot say where the process is, is believed by its codes.
+/// If the driver cannot report the state of the process, the returned code decides.
 #[test]
 fn code_decides_where_driver_has_no_state() {
     for says in [None, Some(77)] {
@@ -537,7 +539,7 @@ fn close_without_fence_is_busy() {
     assert_eq!(host.phases.last(), Some(&Phase::Open));
 }
 
-/// The seal stands from the proof on until calls go through again, and not before it.
+/// The gate is sealed from the proof on until calls pass again, and not before the proof.
 #[test]
 fn gate_is_sealed_once_counts_are_proven() {
     let mut host = Fake::new();

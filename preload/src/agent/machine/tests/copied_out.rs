@@ -7,7 +7,7 @@ const COPY_OUT: Action = Action::CopyOut {
     how: CopyOptions { keep: true, then_checkpoint: false, check: false },
 };
 
-/// A process with memory that can be carried, after these orders.
+/// A process with swappable memory, after these orders.
 fn copying(orders: &[Action]) -> (Fake, OrderMachine) {
     let mut host = Fake::new();
     host.can_copy = true;
@@ -43,7 +43,7 @@ fn failed_copy_out_leaves_process_closed() {
     assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::Done);
 }
 
-/// Others took the host memory: the copy is no worse for it, and is tried again.
+/// Other processes took the host memory. This outcome differs from an error of the driver.
 #[test]
 fn copy_without_host_memory_is_told_apart() {
     let (mut host, mut machine) = copying(&[CLOSE, LOCK]);
@@ -198,8 +198,8 @@ fn lost_context_opens_gate_without_controller() {
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
 }
 
-/// The copy alone fails, and the driver answers other calls as ever: what is not back may not be
-/// touched, so no call goes through.
+/// Only the copy fails, and the driver answers other calls normally. Memory that is not restored
+/// must not be accessed, so no call passes.
 #[test]
 fn lost_copy_is_told_after_three_attempts() {
     let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT]);

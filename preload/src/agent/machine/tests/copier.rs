@@ -1,4 +1,4 @@
-//! A copier that copies beside the checkpoint, or does not.
+//! Tests of a copier that copies during the checkpoint, or fails to.
 
 use super::*;
 
@@ -9,7 +9,7 @@ const COPY_OUT: Action = Action::CopyOut {
     how: CopyOptions { keep: false, then_checkpoint: true, check: false },
 };
 
-/// After a Park that has handed something over.
+/// A process after a CopyOut that has exported memory to a copier.
 fn exported(copier_offloads: bool) -> (Fake, OrderMachine) {
     let mut host = Fake::new();
     (host.can_copy, host.hands, host.with_copier) = (true, EXPORTED_BYTES, copier_offloads);
