@@ -7,9 +7,9 @@
 //!                            below 0 ──> slow path: begin ──> call ──> end
 //! ```
 //!
-//! The number of skipped calls is drawn anew each time, so that a program whose calls repeat in
-//! a rhythm is not always recorded at the same one. No lock, no system call, no wait: a thread
-//! that finds the ring full counts the call as dropped and goes on.
+//! The number of skipped calls is drawn anew each time. Otherwise a program whose calls repeat in a
+//! rhythm would always be recorded at the same call. Recording takes no lock, makes no system call
+//! and never waits. If the ring is full, the call is counted as dropped.
 
 use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
@@ -20,17 +20,17 @@ use affinode_proto::wire::counters::SLOTS_OFFSET;
 use crate::counters::{CounterPage, ThreadSlot};
 use crate::{libc, sys};
 
-/// While the ring is full, at least this many calls pass between two attempts.
+/// Minimum number of calls between two attempts while the ring is full.
 const PAUSE: u32 = 63;
 
-/// Sampling state of a slot. Written as the slot's counters are.
+/// Sampling state of a slot. The same threads write it as the slot's counters.
 #[repr(C)]
 pub struct CallSampler {
-    /// Calls that pass before the next one is recorded; the thunk counts it down.
+    /// Number of calls before the next recorded one. The thunk counts it down.
     pub skip: AtomicU32,
     /// State of the random numbers.
     draw: AtomicU32,
-    /// The slot's calls and polls at its last record.
+    /// Number of the slot's calls and polls at its last record.
     told: AtomicU64,
 }
 
@@ -84,7 +84,7 @@ pub struct CallTimer<'a> {
 }
 
 impl CallRing {
-    /// Claims the number of a record to write; `None`: all records are unread.
+    /// Claims a record to write, and returns its number. `None`: all records are unread.
     fn claim(&self) -> Option<u64> {
         let limit = self.limit.load(Ordering::Relaxed);
         let mut number = self.claimed.load(Ordering::Relaxed);
@@ -99,8 +99,8 @@ impl CallRing {
     }
 }
 
-/// Records about one call in `one_in` from now on; 0: none. The reader has read the records
-/// below `read`. Called by the agent.
+/// Sets that about one call in `one_in` is recorded from now on; 0: none. The reader has read all
+/// records below `read`. Only the agent calls it.
 pub fn watch(page: &CounterPage, one_in: u32, read: u64) {
     let before = page.one_in.load(Ordering::Relaxed);
     if one_in == 0 {
@@ -121,7 +121,7 @@ pub fn watch(page: &CounterPage, one_in: u32, read: u64) {
     page.one_in.store(one_in.min(1 << 24), Ordering::Relaxed);
 }
 
-/// Start of a call on the slow path, in nanoseconds; 0: the call is not recorded.
+/// Begins a call on the slow path. Returns its start in nanoseconds; 0: the call is not recorded.
 pub fn begin(page: &CounterPage, slot: &ThreadSlot) -> u64 {
     if page.one_in.load(Ordering::Relaxed) == 0 {
         return 0;
@@ -198,7 +198,7 @@ mod tests {
         unsafe { &*(&raw const *page).cast() }
     }
 
-    /// A call as the thunk makes it; true when it took the slow path.
+    /// Makes a call like the thunk. True: it took the slow path.
     fn call(page: &CounterPage, slot: &ThreadSlot, hook: u32) -> bool {
         slot.calls.fetch_add(1, Ordering::Relaxed);
         if page.one_in.load(Ordering::Relaxed) == 0 {

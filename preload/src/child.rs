@@ -1,24 +1,23 @@
 //! Runs a program and reads its output, unseen by the application.
 //!
-//! An ordinary child would also be the application's: its SIGCHLD, its `waitpid(-1)`,
-//! its handlers of `fork`. So a task is in between whose end sends no signal:
+//! The application would notice an ordinary child: by SIGCHLD, by `waitpid(-1)`, and by its handlers
+//! of `fork`. So a keeper task, whose end sends no signal, is between the agent and the program:
 //!
 //! ```text
 //! agent ──clone, no signal──> keeper ──clone, SIGCHLD──> program
 //!    waits for it             reads the pipe, kills the program after the timeout, reaps it
 //! ```
 //!
-//! Both are made as `vfork` makes them, on their own stacks: they share the memory
-//! (copying the page tables of a large process takes seconds) and have their own
-//! descriptors. They run with the agent's thread pointer, so they only make system
-//! calls.
+//! Both tasks are made like those of `vfork`, but on their own stacks. They share the memory, because
+//! copying the page tables of a large process takes seconds. They have their own descriptors. They
+//! run with the agent's thread pointer, so they only make system calls.
 
 use core::ffi::{CStr, c_char};
 
 use crate::sys::task;
 use crate::{libc, sys};
 
-/// Limit of the arguments, the program's name included.
+/// Maximum number of arguments, with the program's name.
 pub const MAX_ARGUMENTS: usize = 4;
 
 const STACK_BYTES: usize = 64 << 10;
@@ -27,18 +26,18 @@ struct ChildJob<'a> {
     path: &'a CStr,
     arguments: [*const c_char; MAX_ARGUMENTS + 1],
     output: &'a mut [u8],
-    /// Bytes of output, if the program succeeded in time.
+    /// Number of bytes of output. `None`: the program did not succeed in time.
     length: Option<usize>,
     end_us: u64,
     pipe: [i32; 2],
     program_stack: usize,
 }
 
-/// The output of a program, as far as it fits into `output`. `None` if it cannot be run,
+/// Runs a program and returns its output, as far as it fits into `output`. `None`: it cannot be run,
 /// fails, or takes longer than `timeout_ms`.
 ///
-/// The caller must have all signals blocked, as the agent has: their handlers belong to
-/// the application.
+/// The caller must have all signals blocked, as the agent has, because their handlers belong to the
+/// application.
 pub fn output_of<'o>(
     path: &CStr,
     arguments: &[&CStr],

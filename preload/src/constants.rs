@@ -1,10 +1,10 @@
-//! Results of the driver that do not change in the life of a process: the number of devices, and
-//! their names.
+//! Caches results of the driver that do not change in the life of a process, such as the number of
+//! devices and their names.
 //!
-//! A program calls for them at any time (`torch.cuda.device_count()`), and none of them needs the GPU.
-//! While the process is offloaded some fail in the driver (`cuDeviceGetName` returns 304, H200,
-//! driver 580.159), so none reaches it: the gate returns the driver's earlier result. A call without
-//! an earlier result waits like any other.
+//! A program may request them at any time (`torch.cuda.device_count()`), and none needs the GPU. While
+//! the process is offloaded, some of these calls fail in the driver (`cuDeviceGetName` returns 304,
+//! H200, driver 580.159). So none reaches it, and the gate returns the driver's earlier result. A call
+//! without an earlier result waits like any other.
 //!
 //! ```text
 //! resident: driver ──success──> remember()    offloaded: answer() ──known──> caller
@@ -16,9 +16,9 @@ use core::sync::atomic::{AtomicU8, Ordering};
 
 use affinode_cuda_sys::hook::Function;
 
-/// Devices from this ordinal on are not cached.
+/// Number of devices that are cached, from ordinal 0 on.
 const MAX_DEVICES: usize = 16;
-/// Longest result that is cached.
+/// Maximum size of a cached result.
 const MAX_BYTES: usize = 256;
 /// Functions whose results are cached.
 const FUNCTIONS: [Function; 9] = [
@@ -52,15 +52,15 @@ static CONSTANTS: [[CachedConstant; MAX_DEVICES]; FUNCTIONS.len()] = [const {
     }; MAX_DEVICES]
 }; FUNCTIONS.len()];
 
-/// The places for a call's results.
+/// Where a call's results are written.
 enum ConstantQuery {
-    /// One or two places, each with its number of bytes.
+    /// One or two addresses, each with its number of bytes.
     Values([(u64, usize); 2]),
-    /// A text with the size of its buffer, terminating zero included.
+    /// The address of a text, and the size of its buffer with the terminating zero.
     Text(u64, usize),
 }
 
-/// The cache entry of a call, and the places for its results. `None`: it is not cached.
+/// The cache entry of a call, and where its results are written. `None`: its results are not cached.
 fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstant, ConstantQuery)> {
     let row = FUNCTIONS.iter().position(|function| *function as u32 + 1 == number)?;
     let [a, b, c, ..] = *arguments;
@@ -130,7 +130,7 @@ unsafe fn length(at: u64, room: usize) -> Option<usize> {
     (0..room).find(|n| unsafe { (at as *const u8).add(*n).read() } == 0)
 }
 
-/// Writes the cached result of a call. False: there is none, or its buffer is too small.
+/// Writes the cached result of a call. False: no result is cached, or the buffer is too small.
 ///
 /// # Safety
 /// `arguments` must be those of a call of this function.
@@ -176,7 +176,7 @@ mod tests {
         [at.as_mut_ptr() as u64, at.len() as u64, device, 0, 0, 0]
     }
 
-    /// One test, because the cache is common to all.
+    /// All cases are in one test, because the cache is shared by all tests.
     #[test]
     fn answers_are_kept_and_given_by_device() {
         let name = number(Function::cuDeviceGetName);

@@ -1,5 +1,5 @@
-//! The shared counters as the process itself sees them: a mapped page, with atomics in place.
-//! The layout is the protocol's; this module only gives it types.
+//! The shared counters as the process itself sees them: a mapped page of atomics. The protocol
+//! defines the layout; this module only adds the types.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -11,10 +11,9 @@ use affinode_proto::wire::{Hazards, Phase, ProcessFlags, WIRE_VERSION, call_ring
 use crate::call_recorder::{CallRing, CallSampler};
 use crate::sys;
 
-/// Counters of one thread; slot 0: of all threads without a slot of their own.
+/// Counters of one thread. Slot 0 is for all threads that do not own a slot.
 ///
-/// An owned slot is written by its thread alone, with plain increments; slot 0 with
-/// atomic ones.
+/// Only its thread writes an owned slot, with plain increments. Slot 0 is written with atomic ones.
 #[repr(C, align(64))]
 pub struct ThreadSlot {
     pub inflight: AtomicU32,
@@ -22,14 +21,14 @@ pub struct ThreadSlot {
     pub calls: AtomicU64,
     pub polls: AtomicU64,
     pub owner: SlotOwner,
-    /// Picks calls of this slot for the ring. This field and the next ones are private to the
-    /// library: the protocol leaves the rest of a slot free.
+    /// Selects the calls of this slot that are recorded in the ring. This field and the next ones are
+    /// private to the library, because the protocol leaves the rest of a slot free.
     pub pick: CallSampler,
-    /// Calls inside the driver that may take device memory.
+    /// Number of calls inside the driver that may take device memory.
     pub allocating: AtomicU32,
-    /// Threads that wait at the gate. Only used in slot 0.
+    /// Number of threads that wait at the gate. Only used in slot 0.
     waiting: AtomicU32,
-    /// Until when a thread of the slot counts as waiting at the gate, unless it renews its wait.
+    /// Time until which a thread of the slot counts as waiting at the gate, unless it renews the wait.
     waits_until_us: AtomicU64,
 }
 
@@ -59,10 +58,10 @@ impl SlotOwner {
     }
 }
 
-/// How long a wait at the gate counts without being renewed, in microseconds.
+/// Time for which a wait at the gate counts if it is not renewed, in microseconds.
 const WAIT_COUNTS_US: u64 = 3_000_000;
 
-/// The whole shared page, at least one per process.
+/// The whole shared page. A process has at least one.
 #[repr(C, align(4096))]
 pub struct CounterPage {
     magic: AtomicU64,
@@ -71,16 +70,17 @@ pub struct CounterPage {
     pub phase: AtomicU32,
     free0: [u8; 4],
     pub kept_bytes: AtomicU64,
-    /// The generation whose copy out is to stop. The controller writes it.
+    /// The generation whose copy out the controller cancels. The controller writes it.
     turn_back: AtomicU64,
-    /// Host memory that the copy out in progress has still to touch.
+    /// Bytes of host memory that the copy out in progress must still touch.
     pub filling_bytes: AtomicU64,
     free3: [u8; 16],
     pub gate: AtomicU32,
-    /// Beside the gate: one comparison covers both.
+    /// About one call in this many is recorded; 0: none. It is next to the gate, so that one comparison
+    /// covers both.
     pub one_in: AtomicU32,
-    /// 1 once all counts that the gate waits for were seen at zero: nested calls wait, too, from
-    /// then on. Private to the library.
+    /// 1 once all counts for which the gate waits were seen at zero. From then on nested calls wait as
+    /// well. Private to the library.
     sealed: AtomicU32,
     free1: [u8; 52],
     waiters: AtomicU32,
@@ -90,7 +90,7 @@ pub struct CounterPage {
     pub swappable_bytes: AtomicU64,
     pub copied_out_bytes: AtomicU64,
     notes: AtomicU32,
-    /// What the hook adds to a call, in picoseconds; 0: not measured.
+    /// Time that the hook adds to a call, in picoseconds; 0: not measured.
     pub call_cost_ps: AtomicU32,
     /// Total time that callers have waited at the gate.
     pub held_us: AtomicU64,
@@ -132,7 +132,7 @@ const _: () = {
 
 #[cfg(test)]
 impl ThreadSlot {
-    /// Gives the slot to thread `tid`.
+    /// Makes thread `tid` the owner of the slot.
     pub fn own_for_test(&self, tid: u32) {
         assert!(self.owner.take(self.owner.seen(), tid));
     }
@@ -146,13 +146,13 @@ impl CounterPage {
         self.magic.store(PAGE_MAGIC, Ordering::Release);
     }
 
-    /// The slot of threads that have no slot of their own.
+    /// The slot of all threads that do not own one.
     pub fn shared_slot(&self) -> &ThreadSlot {
         let [shared, ..] = &self.slots;
         shared
     }
 
-    /// A slot of its own for thread `tid`; `None` when all belong to living threads.
+    /// Claims a slot for thread `tid`. `None`: all slots belong to living threads.
     pub fn claim(&self, tid: u32) -> Option<&ThreadSlot> {
         let [_, own @ ..] = &self.slots;
         let take = |may: &dyn Fn(u32) -> bool| {
@@ -174,9 +174,9 @@ impl CounterPage {
 
     /// Whether a count is zero in all slots, except those of dead threads.
     ///
-    /// Sound after a barrier on all threads: a thread that has passed the gate before the barrier has
-    /// made both the slot's ownership and the count visible, in this order. So a count
-    /// under an owner that is dead both before and after belongs to no thread.
+    /// To be called after a barrier on all threads. A thread that passed the gate before the barrier has
+    /// made the slot's ownership visible, and then the count. So if the owner is dead both before and
+    /// after the count is read, the count belongs to no thread.
     pub fn drained(&self, count: impl Fn(&ThreadSlot) -> &AtomicU32) -> bool {
         self.slots.iter().all(|slot| {
             let seen = slot.owner.seen();
@@ -186,9 +186,9 @@ impl CounterPage {
         })
     }
 
-    /// A thread of this slot begins to wait at the gate. It renews the wait once a second
-    /// ([`CounterPage::renew_wait`]). A thread that leaves the wait by a jump out of a signal handler,
-    /// by an exception or by its end does not, and stops counting after [`WAIT_COUNTS_US`].
+    /// Records that a thread of this slot begins to wait at the gate. The thread renews the wait once a
+    /// second ([`CounterPage::renew_wait`]). If it leaves the wait by a jump out of a signal handler,
+    /// by an exception or by its end, it stops counting after [`WAIT_COUNTS_US`].
     pub fn begin_wait(&self, slot: &ThreadSlot, now_us: u64) {
         if slot.owner.tid() == 0 {
             slot.waiting.fetch_add(1, Ordering::SeqCst);
@@ -197,7 +197,7 @@ impl CounterPage {
         self.count_waiters(now_us);
     }
 
-    /// Renews a wait. True: it had stopped counting.
+    /// Renews a thread's wait. True: the wait had stopped counting.
     pub fn renew_wait(&self, slot: &ThreadSlot, now_us: u64) -> bool {
         slot.waits_until_us.swap(now_us.saturating_add(WAIT_COUNTS_US), Ordering::SeqCst) <= now_us
     }
@@ -213,7 +213,7 @@ impl CounterPage {
     }
 
     /// Counts the callers that wait at the gate, and publishes the number for the controller. If several
-    /// threads count at the same time, one may publish an older number than another: so each counts
+    /// threads count at the same time, an older number may be published last. So each thread counts
     /// again after it has published.
     pub fn count_waiters(&self, now_us: u64) -> u32 {
         self.write_waiters(|| self.waits_that_count(now_us))
@@ -253,12 +253,12 @@ impl CounterPage {
         self.waiters.load(Ordering::Relaxed) > 0
     }
 
-    /// What is known to make a checkpoint of this process unsafe.
+    /// The known hazards, which make a checkpoint of this process unsafe.
     pub fn hazards(&self) -> Hazards {
         Hazards(self.hazards.load(Ordering::SeqCst))
     }
 
-    /// Adds hazards; true when one of them is new.
+    /// Adds hazards. True: at least one of them is new.
     pub fn add_hazards(&self, hazards: Hazards) -> bool {
         let before = self.hazards.fetch_or(hazards.0, Ordering::SeqCst);
         before & hazards.0 != hazards.0
@@ -299,8 +299,8 @@ impl CounterPage {
         self.phase.store(phase as u32, Ordering::Release);
     }
 
-    /// Whether the copy out in progress is to stop: the controller sees host memory run short above
-    /// the container's own limit, where this process sees nothing.
+    /// Whether the controller has cancelled the copy out in progress. It does so when host memory runs
+    /// short at a limit above the container's own, which this process cannot see.
     pub fn is_turned_back(&self) -> bool {
         let turn_back = self.turn_back.load(Ordering::Relaxed);
         self.phase.load(Ordering::Relaxed) == Phase::CopyingOut as u32
@@ -341,7 +341,7 @@ pub mod tests {
     use super::*;
 
     impl CounterPage {
-        /// Turns back the copy of this generation, as the controller does.
+        /// Cancels the copy out of this generation, as the controller does.
         pub fn turn_back_for_test(&self, generation: u64) {
             self.turn_back.store(generation, Ordering::Relaxed);
         }
@@ -414,8 +414,8 @@ pub mod tests {
         }
     }
 
-    /// Thread ids are reused: a thread that has found the owner dead is stopped, and another
-    /// gets the owner's id, in both orders.
+    /// Thread ids are reused. A thread that has found the owner dead is stopped, and another thread gets
+    /// the owner's id. Both orders are tested.
     #[test]
     fn slot_of_dead_owner_goes_to_one_thread() {
         const DEAD: u32 = 11;
@@ -436,8 +436,8 @@ pub mod tests {
         assert!(!owner.take(seen, OTHER));
     }
 
-    /// Another thread's wait ends, and that thread publishes its count, between this thread's count
-    /// and its publishing.
+    /// Between a thread's count and its publishing, another thread's wait ends, and that thread publishes
+    /// its own count.
     #[test]
     fn older_count_of_waiters_does_not_stay() {
         let page = page();

@@ -1,6 +1,6 @@
-//! Loaded objects, read in place: which object is at an address, what it defines.
+//! Reads loaded objects in memory: which object is at an address, and which functions it defines.
 //!
-//! This library cannot use `dlsym`: that takes the loader's lock, leaves an error for the
+//! This library cannot use `dlsym`, which takes the loader's lock, leaves an error for the
 //! application's `dlerror`, and is itself hooked.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
@@ -38,7 +38,7 @@ struct Symbol {
 /// One object in the process's memory, as the loader describes it.
 pub struct LoadedObject<'a> {
     base: usize,
-    /// Path of the file, empty for the main program.
+    /// Path of the object's file; empty for the main program.
     pub name: &'a [u8],
     headers: &'a [ProgramHeader],
 }
@@ -208,7 +208,7 @@ impl DynamicSection {
         self.function_extent(name).map(|(address, _)| address)
     }
 
-    /// Address and size in bytes of such a function.
+    /// Address and size in bytes of a function that the object defines, in its default version.
     pub fn function_extent(&self, name: &[u8]) -> Option<(usize, usize)> {
         if self.gnu_hash.is_null() {
             self.function_by_sysv_hash(name)

@@ -1,7 +1,7 @@
-//! The end of a process that is offloaded.
+//! Serves the calls that an offloaded process makes while it exits.
 //!
-//! Exit handlers and destructors release what the program has on the GPU. The process is about to
-//! end and frees all of that anyway, so a release needs neither the GPU nor VRAM:
+//! Exit handlers and destructors release the program's memory and handles on the GPU. The process is
+//! about to end and frees all of them in any case, so a release needs neither the GPU nor VRAM:
 //!
 //! ```text
 //! call at a closed gate, all work has ended, `exit` is on the stack
@@ -12,8 +12,8 @@
 //! ```
 //!
 //! Recorded releases are made on the same thread, in the same order, before that thread's next
-//! call reaches the driver. After the release of a context every call waits: what the
-//! driver would return for handles in that context is not known.
+//! call reaches the driver. After the release of a context every call waits, because it is not known
+//! what the driver would return for handles in that context.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -24,18 +24,18 @@ use affinode_cuda_sys::result;
 use crate::hook_table::HookEntry;
 use crate::{elf, libc, libcuda, process, swap, sys};
 
-/// Limit of recorded releases; the next one restores the process.
+/// Maximum number of recorded releases. The next release restores the process.
 const MAX_NOTED: usize = 4096;
-/// Part of the stack that is searched for `exit`, in bytes.
+/// Size of the part of the stack that is searched for `exit`, in bytes.
 const MAX_STACK_BYTES: usize = 256 << 10;
 
-/// Functions whose only effect is that a handle's resources are released. Host memory that the
-/// program has registered is not among them: the program may unmap it afterwards. One string each:
-/// a table of references would cost every process a relocation per name.
+/// Functions whose only effect is to release the resources of a handle. Functions that unregister
+/// host memory are not listed, because the program may unmap the memory afterwards. The list is one
+/// string, because a table of references would cost every process a relocation per name.
 const RELEASES: &[u8] = b"cuArrayDestroy cuEventDestroy cuGraphExecDestroy cuLibraryUnload \
     cuMemAddressFree cuMemFree cuMemFreeHost cuMemRelease cuMemUnmap cuMipmappedArrayDestroy \
     cuModuleUnload cuStreamDestroy cuSurfObjectDestroy cuTexObjectDestroy";
-/// The same, for a context with everything in it.
+/// Functions that release a context and everything in it, as one string.
 const CONTEXT_RELEASES: &[u8] = b"cuCtxDestroy cuDevicePrimaryCtxRelease";
 
 fn names(list: &[u8]) -> impl Iterator<Item = &[u8]> {
@@ -50,12 +50,12 @@ pub fn has_begun() -> bool {
     BEGUN.load(Ordering::Relaxed) != 0
 }
 
-/// The code of `exit` in each object that defines it: begin and end; 0: unused.
+/// Begin and end of the code of `exit` in each object that defines it; 0: unused.
 static CODE: [[AtomicUsize; 2]; 4] = [const { [const { AtomicUsize::new(0) }; 2] }; 4];
 static CODE_IS_KNOWN: AtomicU32 = AtomicU32::new(0);
 
-/// Finds the code of `exit`, once. At the first call, as it walks the loader's list of objects: see
-/// [`libcuda`].
+/// Finds the code of `exit`, once. It is called at the first CUDA call, because it walks the loader's
+/// list of objects: see [`libcuda`].
 pub fn find_code() {
     if CODE_IS_KNOWN.load(Ordering::Acquire) != 0 {
         return;
@@ -80,8 +80,8 @@ fn is_in_code(word: usize) -> bool {
     })
 }
 
-/// Whether the calling thread is inside `exit`: its stack, from this address on, has a return
-/// address into `exit`. As `exit` never returns, the address is not left over from an earlier call.
+/// Whether the calling thread is inside `exit`. Its stack, from this address on, then has a return
+/// address into `exit`. `exit` never returns, so the address cannot be from an earlier call.
 pub fn is_running(stack: usize) -> bool {
     const CHUNK_BYTES: usize = 2048;
     let mut words = [0_usize; CHUNK_BYTES / size_of::<usize>()];
@@ -103,7 +103,7 @@ pub fn is_running(stack: usize) -> bool {
     false
 }
 
-/// A release that was answered without the driver.
+/// A release whose call returned without the driver.
 #[derive(Clone, Copy)]
 struct PendingRelease {
     number: u32,
@@ -115,7 +115,7 @@ struct PendingRelease {
 struct RecordedRelease {
     releases: [PendingRelease; MAX_NOTED],
     count: usize,
-    /// How many of them were made up for.
+    /// Number of recorded releases that were made in the driver since.
     made: usize,
     context_is_gone: bool,
 }
@@ -132,8 +132,8 @@ static RECORDED: ReleaseCell = ReleaseCell(UnsafeCell::new(RecordedRelease {
     made: 0,
     context_is_gone: false,
 }));
-/// The thread whose releases are recorded: its id, and below it the number of its process's
-/// registration; 0: none. Two threads may be inside `exit` at once (glibc before 2.41), and a child may
+/// The thread whose releases are recorded: its id in the upper bits, and the number of its process's
+/// registration below; 0: none. Two threads may be inside `exit` at once (glibc before 2.41), and a child may
 /// be forked from inside it.
 static OWNER: AtomicU64 = AtomicU64::new(0);
 
@@ -141,7 +141,8 @@ fn own_mark() -> u64 {
     u64::from(sys::gettid()) << 32 | u64::from(process::registration())
 }
 
-/// Makes the calling thread the owner, unless another thread of this process is. True: it is.
+/// Makes the calling thread the owner, unless another thread of this process is. True: the calling
+/// thread is the owner.
 fn becomes_owner() -> bool {
     let own = own_mark();
     let owner = OWNER.load(Ordering::SeqCst);
@@ -155,8 +156,7 @@ fn becomes_owner() -> bool {
     is_new || owner == own
 }
 
-/// Runs `body` on the record, if the calling thread is its owner. No call into the driver belongs
-/// inside.
+/// Runs `body` on the record, if the calling thread is its owner. It must not call the driver.
 fn with_record<R>(body: impl FnOnce(&mut RecordedRelease) -> R) -> Option<R> {
     if OWNER.load(Ordering::SeqCst) != own_mark() {
         return None;
@@ -174,7 +174,8 @@ impl RecordedRelease {
         (self.count, self.made, self.context_is_gone) = (0, 0, false);
     }
 
-    /// Records a release. False: only the driver knows its result, as if it is repeated.
+    /// Records a release. False: only the driver knows its result, for example because the handle was
+    /// already released.
     fn add(&mut self, release: PendingRelease, kind: ReleaseKind) -> bool {
         let known = self.releases.iter().take(self.count);
         let is_repeated = known
@@ -192,7 +193,7 @@ impl RecordedRelease {
         true
     }
 
-    /// The next release that was not made up for, which counts as made from then on.
+    /// Takes the next recorded release that was not made in the driver. It counts as made from then on.
     fn take(&mut self) -> Option<PendingRelease> {
         let next = self.releases.get(..self.count)?.get(self.made).copied()?;
         self.made += 1;
@@ -200,14 +201,14 @@ impl RecordedRelease {
     }
 }
 
-/// What a call inside `exit` is.
+/// Kind of a call inside `exit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ReleaseKind {
     /// Its only effect is the release of a handle.
     Release,
     /// Releases a context and everything in it.
     ContextRelease,
-    /// Waits for work, all of which has ended.
+    /// Waits for GPU work. Inside `exit` all work has ended, so the library returns SUCCESS.
     Wait,
     /// Needs the GPU or the driver.
     Other,
