@@ -1,6 +1,6 @@
-//! Descriptors of this library in the application's table. They are moved to high numbers, and
-//! checked before each use: a number may mean another file by now. Such a number is
-//! forgotten, never closed.
+//! Descriptors of this library in the application's table. They are moved to high numbers and
+//! checked before each use, because the application may have closed one and opened another file with
+//! its number. Such a number is forgotten, and never closed.
 
 use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
@@ -32,18 +32,18 @@ impl TrackedFd {
     }
 }
 
-/// The controller's socket, made last in this process or, in a forked child, by its parent.
+/// The last socket to the controller that this process made or, in a forked child, its parent.
 pub static SOCKET: InheritedFd = InheritedFd::none();
-/// The same for the counters' file.
+/// The counters' file, made in the same way.
 pub static PAGE: InheritedFd = InheritedFd::none();
 /// The socket of the copier.
 pub static COPIER: InheritedFd = InheritedFd::none();
 /// The file of the staging pool.
 pub static POOL: InheritedFd = InheritedFd::none();
-/// The socket for requests of processes that open memory of this one.
+/// The socket for requests from processes that open memory of this process.
 pub static SHARING: InheritedFd = InheritedFd::none();
 
-/// A recorded descriptor that a forked child finds, too.
+/// A recorded descriptor that a forked child also finds.
 pub struct InheritedFd {
     fd: AtomicI32,
     device: AtomicU64,
@@ -62,7 +62,7 @@ impl InheritedFd {
         self.fd.store(owned.fd, Ordering::Release);
     }
 
-    /// The recorded descriptor, unchecked.
+    /// The recorded descriptor, without a check of its file.
     pub fn owned(&self) -> Option<TrackedFd> {
         let fd = self.fd.load(Ordering::Acquire);
         let identity = Identity {
@@ -87,8 +87,8 @@ impl InheritedFd {
     }
 }
 
-/// Closes what a forked child has inherited from its parent's registration: the
-/// controller must see the parent's connection end with the parent.
+/// Closes the descriptors that a forked child has inherited from its parent. Otherwise the
+/// controller would not see the parent's connection end with the parent.
 pub fn close_inherited() {
     [&SOCKET, &PAGE, &COPIER, &POOL, &SHARING].into_iter().for_each(InheritedFd::close);
 }

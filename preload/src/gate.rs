@@ -1,4 +1,5 @@
-//! The slow path of a hooked call: whatever is not "registered, ordinary, gate open".
+//! The slow path of a hooked call. The fast path serves only ordinary calls of a registered thread
+//! while the gate is open.
 //!
 //! ```text
 //! caller                                    closer (agent thread)
@@ -12,18 +13,19 @@
 //!          Damaged ─> error: the content of memory is lost, nothing reaches the driver
 //! ```
 //!
-//! A poll (`cuStreamQuery`, `cuEventQuery`) asks whether work has finished. All work has finished
-//! from the driver's lock on, which waits for it, until the process is resident again: the poll
-//! returns SUCCESS without the driver, and no wake is sent. An idle framework polls.
+//! A poll (`cuStreamQuery`, `cuEventQuery`) queries whether work has finished. The driver's lock
+//! waits for all work. So from the lock until the process is resident again, all work has finished.
+//! The poll then returns SUCCESS without the driver, and no wake is sent, because an idle framework
+//! polls.
 //!
 //! # Calls inside calls
 //!
-//! A call that is made while another call of its thread is counted is nested: a callback of the
-//! driver makes one, and so does a signal handler that interrupts a call. The outer call may need
-//! the nested one to end, so a nested call passes a closed gate as long as the gate is not sealed.
-//! A counted outer call is no proof that it was let through: a signal can arrive after the outer
-//! call was counted and before it read the gate, when the closer has already seen every count at
-//! zero. So a nested call passes a second gate, the seal:
+//! A call is nested if it is made while another call of its thread is counted. A callback of the
+//! driver makes such calls, and so does a signal handler that interrupts a call. The outer call may
+//! need the nested one to end, so a nested call passes a closed gate while the gate is not sealed.
+//! A counted outer call may not have passed the gate. A signal can arrive after the outer call was
+//! counted and before it read the gate, when the closer has already seen every count at zero. So a
+//! nested call must also pass a second gate, the seal:
 //!
 //! - The nested call adds its own count before it reads `sealed`. The closer writes `sealed`
 //!   before it reads the counts for the last time. All four are sequentially consistent (the slow
@@ -37,7 +39,7 @@
 //!
 //! Held allocations are sealed in the same way, by the counts of allocating calls: a nested
 //! allocation passes until the hold is reported, and waits from then on, whatever its outer call
-//! is. The fast path needs none of this: it passes an open gate only.
+//! is. The fast path needs no seal, because it passes only an open gate.
 
 use core::sync::atomic::Ordering;
 
@@ -58,17 +60,17 @@ use crate::{constants, elf, exit, hazard, libcuda, oom_wait, swap, sys, tools};
 pub struct HookFrame {
     place: SlotLocation,
     entry: *const HookEntry,
-    /// rax of the real function.
+    /// Register rax, as the real function returned it.
     result: u64,
-    /// rdi, rsi, rdx, rcx, r8, r9.
+    /// Registers rdi, rsi, rdx, rcx, r8, r9.
     pub arguments: [u64; 6],
     vectors: [[u64; 2]; 8],
     rdx: u64,
-    /// Address that the thunk calls or jumps to.
+    /// Address that the thunk calls, or to which it jumps.
     target: usize,
-    /// Deadline for waiting for free VRAM; 0 (set by the thunk): the call has not waited yet.
+    /// Time limit of the wait for free VRAM; 0 (set by the thunk): the call has not waited yet.
     waits_until_us: u64,
-    /// Start of the call if it is recorded, else 0.
+    /// Start time of the call if it is recorded, else 0.
     began_ns: u64,
 }
 
@@ -84,14 +86,14 @@ const _: () = {
     assert!(size_of::<HookFrame>().is_multiple_of(16));
 };
 
-/// What the thunk does after [`enter`].
+/// The thunk's next step after [`enter`].
 #[repr(u32)]
 pub enum ThunkAction {
-    /// Jump to the target.
+    /// Jump to the target function.
     Pass = 0,
     /// Call the target, then [`leave`].
     Counted = 1,
-    /// Call nothing; the frame has the result.
+    /// Return the result in the frame, without a call.
     Answered = 2,
 }
 
@@ -195,7 +197,7 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
     }
 }
 
-/// Ends a call on the slow path. Returns 1 if the thunk is to repeat the call, else 0.
+/// Ends a call on the slow path. Returns 1 if the thunk must repeat the call, else 0.
 ///
 /// # Safety
 /// Only the thunk calls it, with the frame that [`enter`] filled.
@@ -240,21 +242,21 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
     oom_wait::settle(oom_wait, want, frame.result, &mut frame.waits_until_us).into()
 }
 
-/// Whether the call asks for a constant whose value is cached; if so, its results are written.
+/// Whether the call requests a constant whose value is cached. If so, writes its results.
 fn is_known(entry: &HookEntry, frame: &HookFrame) -> bool {
     // SAFETY: these are the arguments of a call of this function.
     entry.class() == Class::Constant
         && unsafe { constants::answer(entry.number(), &frame.arguments) }
 }
 
-/// Whether a function without a wrapper may take handles of physical memory: functions
+/// Whether a function without a wrapper may take handles of physical memory. These are functions
 /// that bind memory for several devices, and unlisted functions.
 fn may_take_handles(entry: &HookEntry) -> bool {
     entry.class() == Class::Peer || entry.number() == hook::UNLISTED
 }
 
-/// Whether the call that has just returned was nested in another one, which is
-/// still counted and must not wait for free VRAM.
+/// Whether the call that has just returned was nested in another one. The outer call is still
+/// counted, and must not wait for free VRAM.
 fn is_inside_another(place: SlotLocation) -> bool {
     // SAFETY: the calling thread's own block.
     let depth = unsafe { (*process::thread()).depth };
@@ -264,7 +266,7 @@ fn is_inside_another(place: SlotLocation) -> bool {
     depth > 1 || place.slot().is_none_or(others)
 }
 
-/// What [`try_enter`] has done with a call.
+/// Result of [`try_enter`] for a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EnterResult {
     /// The call is counted and may be made.
@@ -273,7 +275,7 @@ enum EnterResult {
     Held { nested: bool },
     /// No call may reach the driver; this one is not counted.
     Damaged,
-    /// The process is a forked child: the slot belongs to its parent.
+    /// The process is a forked child, so the slot belongs to its parent.
     Forked,
 }
 

@@ -1,4 +1,4 @@
-//! What makes a checkpoint of a process unsafe, detected from its calls.
+//! Detects from a process's calls what makes its checkpoint unsafe.
 
 use core::ffi::{CStr, c_void};
 
@@ -24,7 +24,7 @@ pub fn at_start() -> Hazards {
     Hazards(hazards.0 | tools::in_environment().0)
 }
 
-/// Whether an MPS control daemon exists where libcuda looks for one.
+/// Whether an MPS control daemon exists at the place where libcuda searches for one.
 fn uses_mps() -> bool {
     let folder = libc::environment(b"CUDA_MPS_PIPE_DIRECTORY").unwrap_or(b"/tmp/nvidia-mps");
     let mut path = [0; 256];

@@ -1,10 +1,10 @@
-//! Entries: one per hooked function, with the stub through which it is called.
+//! The table of hooked functions. Each has one entry, with the stub through which it is called.
 //!
-//! Exported names have their entries beside them (`exports`). Functions that
-//! the application gets as addresses take an entry from a pool, found by address, so that a
-//! function has one stub however often it is looked up. The pool is a hash table to
-//! which entries are only added, without a lock: a thread that is stopped in the
-//! middle, or a fork, leaves no inconsistent entry.
+//! The entry of an exported name is next to that name (`exports`). A function that the application
+//! gets as an address has an entry in a pool. The entry is found by address, so that repeated
+//! look-ups return the same stub. The pool is a hash table to which entries are only added, without a
+//! lock. So neither a thread that is stopped while it adds one nor a fork leaves an inconsistent
+//! entry.
 
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
@@ -16,8 +16,8 @@ use affinode_proto::wire::counters::slot;
 pub struct HookEntry {
     /// Address of the real function; 0: not known yet.
     real: AtomicUsize,
-    /// Bits 0..32: number of the hook; 32..48: offset in a slot of the counter of its
-    /// calls; 48..56: 1 when calls take the thorough path; 56..64: class.
+    /// Bits 0..32: number of the hook. Bits 32..48: offset of its calls' counter in a slot. Bits 48..56:
+    /// 1 if calls take the thorough path. Bits 56..64: class.
     meta: AtomicU64,
 }
 
@@ -25,11 +25,11 @@ pub struct HookEntry {
 pub mod layout {
     /// Offset of `HookEntry::real`, usize.
     pub const REAL: usize = 0;
-    /// Number of the hook, u32.
+    /// Offset of the hook's number, u32.
     pub const NUMBER: usize = 8;
-    /// Offset of the counter, u16.
+    /// Offset of the field with the counter's offset, u16.
     pub const COUNTER: usize = 12;
-    /// Whether calls take the thorough path, u8.
+    /// Offset of the flag for the thorough path, u8.
     pub const THOROUGH: usize = 14;
     /// Size of an entry and of its stub in bytes.
     pub const STRIDE: usize = 16;
@@ -53,7 +53,7 @@ impl HookEntry {
         HookEntry { real: AtomicUsize::new(0), meta: AtomicU64::new(0) }
     }
 
-    /// The entry of an exported function, to be resolved at its first call.
+    /// The entry of an exported function, which is resolved at its first call.
     pub const fn exported(number: u32, class: Class) -> HookEntry {
         HookEntry { real: AtomicUsize::new(0), meta: AtomicU64::new(meta(number, class, true)) }
     }
@@ -68,7 +68,7 @@ impl HookEntry {
         Class::from_u8((self.meta.load(Ordering::Relaxed) >> 56) as u8)
     }
 
-    /// Records an exported function that waits for work. False: the table is full.
+    /// Records the entry of an exported function that waits for work. False: the table is full.
     fn is_noted(&'static self) -> bool {
         let own = core::ptr::from_ref(self).cast_mut();
         EXPORTED_WAITS.iter().any(|place| {
@@ -86,7 +86,7 @@ impl HookEntry {
         }
     }
 
-    /// The real function, looked up by `find` when it is not known yet.
+    /// Returns the real function. If it is not known yet, `find` looks it up.
     pub fn resolve(&'static self, find: impl FnOnce(&[u8]) -> Option<usize>) -> Option<usize> {
         let known = self.real.load(Ordering::Acquire);
         if known != 0 {
@@ -105,20 +105,20 @@ impl HookEntry {
     }
 }
 
-/// Size of the pool: libcuda of CUDA 13 exports about 700 functions with all variants.
+/// Number of entries in the pool. libcuda of CUDA 13 exports about 700 functions with all variants.
 pub const POOL: usize = 1024;
 
 /// The pool, in the order of its stubs.
 pub static ENTRIES: [HookEntry; POOL] = [const { HookEntry::empty() }; POOL];
 
-/// Set once calls of [`Class::Sync`] take the thorough path.
+/// True once calls of [`Class::Sync`] take the thorough path.
 static SEES_WAITS: AtomicBool = AtomicBool::new(false);
 
-/// Exported entries of such functions.
+/// Exported entries of functions that wait for work.
 static EXPORTED_WAITS: [AtomicPtr<HookEntry>; 8] =
     [const { AtomicPtr::new(core::ptr::null_mut()) }; 8];
 
-/// Puts calls that wait for work on the thorough path from now on. Before, they cost nothing.
+/// Puts calls that wait for work on the thorough path from now on. Before, they have no extra cost.
 pub fn see_waits() {
     if !SEES_WAITS.load(Ordering::Relaxed) && !SEES_WAITS.swap(true, Ordering::SeqCst) {
         ENTRIES.iter().for_each(HookEntry::see_wait);

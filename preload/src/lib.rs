@@ -28,9 +28,9 @@
 //! | `agent` | the thread that serves the controller and calls the checkpoint interface |
 //! | `sys`, `libc`, `elf`, `libcuda`, `rt` | the edge: kernel, libc, loader, driver |
 //!
-//! The library is loaded into every process of a container, so it must be harmless where it
-//! has nothing to do: it has no dependency, no constructor, no strong undefined symbol, and
-//! never prints, panics, exits or aborts. If anything is missing, calls pass.
+//! The library is loaded into every process of a container, so it must be harmless in processes that
+//! do not need it. It has no dependency, no constructor and no strong undefined symbol. It never
+//! prints, panics, exits or aborts. If anything that it needs is missing, calls pass.
 //!
 //! The crate is an ordinary library for checks and unit tests. The product is built with
 //! `cargo rustc -p affinode-preload --profile preload --lib --crate-type cdylib`.

@@ -1,4 +1,4 @@
-//! The few functions that only the process's own libc can provide, found at run time.
+//! Functions that only the process's own libc can provide, found at run time.
 //!
 //! References are weak, so the library also loads where one of them is missing.
 
@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 
 use crate::elf;
 
-/// The address of a weak symbol, 0 when no loaded object defines it.
+/// The address of a weak symbol; 0: no loaded object defines it.
 macro_rules! weak {
     ($name:literal) => {{
         let address: usize;
@@ -35,7 +35,7 @@ pub struct PhdrInfo {
 
 type Visit = unsafe extern "C" fn(*const PhdrInfo, usize, *mut c_void) -> c_int;
 
-/// `dl_iterate_phdr`; does nothing where it is missing.
+/// Calls `dl_iterate_phdr`. Does nothing if libc does not have it.
 ///
 /// # Safety
 /// `visit` must be sound to call with `data` for each loaded object.
@@ -50,7 +50,8 @@ pub unsafe fn iterate_objects(visit: Visit, data: *mut c_void) {
     }
 }
 
-/// The monotonic clock in nanoseconds, where libc reads it without a system call.
+/// The monotonic clock in nanoseconds, which libc usually reads without a system call. `None`: libc
+/// does not have the function.
 pub fn monotonic_ns() -> Option<u64> {
     const CLOCK_MONOTONIC: c_int = 1;
     let address = weak!("clock_gettime");
@@ -93,8 +94,8 @@ pub fn environment(name: &[u8]) -> Option<&'static [u8]> {
     None
 }
 
-/// Whether the process has more privileges than its caller (setuid): its environment
-/// is the caller's and must not control this library.
+/// Whether the process has more privileges than its caller (setuid). The caller sets its
+/// environment, which must then not control this library.
 pub fn is_secure() -> bool {
     const AT_SECURE: u64 = 23;
     let address = weak!("getauxval");
@@ -125,8 +126,8 @@ pub fn with_errno_kept<R>(body: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Signals that libc sends to all threads and waits for (`setuid`, cancellation): a
-/// thread that blocks them hangs the application.
+/// The set of signals that libc sends to all threads and whose handlers it waits for, for `setuid`
+/// and cancellation. A thread that blocks them would hang the application.
 pub fn internal_signals() -> u64 {
     const fn bit(signal: u64) -> u64 {
         1 << (signal - 1)
@@ -137,15 +138,15 @@ pub fn internal_signals() -> u64 {
 /// `struct link_map`, its first fields.
 #[repr(C)]
 pub struct LinkMap {
-    /// What the loader adds to the addresses in the file.
+    /// Offset that the loader adds to the addresses in the file.
     pub base: usize,
     name: *const c_char,
     /// Its table of tags, which names its symbols and their strings.
     pub dynamic: *const [usize; 2],
 }
 
-/// Adds a reference to a loaded library, for the life of the process. Takes the loader's lock: not
-/// for the agent's own thread. `None`: it is not loaded, or libc does not tell where.
+/// Adds a reference to a loaded library for the life of the process. It takes the loader's lock, so
+/// the agent's thread must not call it. `None`: the library is not loaded, or libc cannot tell where.
 pub fn keep_loaded(name: &CStr) -> Option<&'static LinkMap> {
     const LAZY_NOLOAD_NODELETE: c_int = 1 | 4 | 0x1000;
     const RTLD_DI_LINKMAP: c_int = 2;
@@ -180,25 +181,26 @@ pub fn keep_loaded(name: &CStr) -> Option<&'static LinkMap> {
 
 type ThreadMain = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
 
-/// The stack of a new thread.
+/// Size of a new thread's stack.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum StackSize {
-    /// As libc or the application has chosen for all threads: 8 MiB with glibc, 128 KiB with musl.
+    /// The size that libc or the application has chosen for all threads. It is 8 MiB with glibc, and
+    /// 128 KiB with musl.
     Default,
     /// Enough for the driver's compiler, which needs 1 MiB.
     Large,
 }
 
-/// Whether a thread that was to have a large stack may have a smaller one.
+/// True once a thread that needs a large stack may have got a smaller one.
 static HAS_SMALL_STACKS: AtomicBool = AtomicBool::new(false);
 
-/// Whether every thread that was started with a large stack has it.
+/// Whether all threads that need a large stack have one.
 pub fn are_stacks_large() -> bool {
     !HAS_SMALL_STACKS.load(Ordering::SeqCst)
 }
 
-/// Starts a thread with the application's libc: libcuda uses thread-local
-/// storage, which a bare `clone` does not set up.
+/// Starts a thread with the application's libc, because libcuda uses thread-local storage, which a
+/// plain `clone` does not set up.
 pub fn start_thread(main: ThreadMain, argument: *mut c_void, stack: StackSize) -> bool {
     type Create = unsafe extern "C" fn(*mut usize, *const c_void, ThreadMain, *mut c_void) -> c_int;
     // Before glibc 2.34 it is in libpthread, which may be loaded outside of this library's scope.
@@ -235,7 +237,7 @@ pub fn start_thread(main: ThreadMain, argument: *mut c_void, stack: StackSize) -
     started
 }
 
-/// Runs `start` with attributes of a large stack; false also where libc has none.
+/// Runs `start` with thread attributes for a large stack. False also if libc does not support them.
 fn with_large_stack(start: impl FnOnce(*const c_void) -> bool) -> bool {
     const STACK_BYTES: usize = 8 << 20;
     type Attribute = unsafe extern "C" fn(*mut c_void) -> c_int;

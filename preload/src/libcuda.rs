@@ -1,9 +1,9 @@
-//! The driver's library among the loaded objects, and its functions.
+//! Finds the driver's library among the loaded objects, and its functions.
 //!
-//! Before the library is kept loaded, it is found in the loader's list of objects. While a thread
-//! walks that list, glibc holds a lock that it does not reset in a forked child: a child that is
-//! forked meanwhile waits for it for ever at its next `dlopen`. So nothing walks the list for a
-//! function of the driver afterwards.
+//! Until [`keep`] has run, the library is found in the loader's list of objects. While a thread walks
+//! that list, glibc holds a lock that it does not reset in a forked child. A child that is forked
+//! meanwhile would hang at its next `dlopen`. So the list is not walked for the driver's functions
+//! after [`keep`].
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -52,8 +52,7 @@ fn is_libcuda(object: &LoadedObject<'_>) -> bool {
     (by_path || by_soname) && dynamic.function(b"cuInit").is_some()
 }
 
-/// The address of a function that libcuda exports; `None` also when no libcuda is
-/// loaded.
+/// The address of a function that libcuda exports. `None` also if no libcuda is loaded.
 pub fn function(name: &[u8]) -> Option<usize> {
     #[cfg(test)]
     if let Some(fake) = crate::swap::fake_driver::function(name) {
@@ -65,8 +64,8 @@ pub fn function(name: &[u8]) -> Option<usize> {
     }
 }
 
-/// What `cuCheckpointProcessGetState` returns for this process: its code, and the state. `None`: the
-/// driver has no such function. It works in every state, and waits for a step in progress.
+/// The code and the state that `cuCheckpointProcessGetState` returns for this process. `None`: the
+/// driver has no such function. The call works in every state, and waits for a step in progress.
 pub fn checkpoint_state() -> Option<(u32, u32)> {
     let function = function(b"cuCheckpointProcessGetState")?;
     let mut state = 0;
@@ -78,7 +77,7 @@ pub fn checkpoint_state() -> Option<(u32, u32)> {
     Some((code, state))
 }
 
-/// Whether an address lies in the code of libcuda.
+/// Whether an address is in the code of libcuda.
 pub fn owns(address: usize) -> bool {
     // Pages that are known to be libcuda's code. Enough to avoid the walk for most of
     // the hundreds of addresses that libcudart looks up.

@@ -1,6 +1,6 @@
-//! Access to the driver's functions through a look-up: `dlsym` and
-//! `cuGetProcAddress`. The real one is called first; a returned function of libcuda that
-//! the gate holds is replaced by its stub.
+//! Replaces functions that the application looks up with `dlsym` or `cuGetProcAddress`. The real
+//! look-up is called first. If it returns a function of libcuda that the gate holds, the
+//! application gets the function's stub instead.
 
 use core::ffi::{CStr, c_char, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -9,16 +9,16 @@ use affinode_cuda_sys::{hook, result};
 
 use crate::{elf, hook_table, libcuda, nvml, process, thunk};
 
-/// Set when a function could not be given a stub: calls may pass the gate unseen, so
-/// the gate is no longer reliable.
+/// True if the application got a function without a stub. Its calls do not pass the gate, so the gate
+/// is no longer reliable.
 static LEAKING: AtomicBool = AtomicBool::new(false);
 
-/// Whether every function handed out so far is held by the gate.
+/// Whether the gate holds every function that the application has looked up so far.
 pub fn is_tight() -> bool {
     !LEAKING.load(Ordering::Relaxed)
 }
 
-/// Records that a function was handed out without a stub.
+/// Records that the application got a function without a stub.
 pub fn leak() {
     LEAKING.store(true, Ordering::Relaxed);
 }
@@ -54,7 +54,7 @@ struct LookupEntry {
 
 type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut usize, i32, u64, *mut c_void) -> u32;
 
-/// The first two belong to the exported names.
+/// All wrappers. The first two belong to the exported names.
 static LOOKUP_ENTRIES: [LookupEntry; 8] = [const { LookupEntry { real: AtomicUsize::new(0) } }; 8];
 const WAYS: [GetProcAddress; 8] = [
     through::<0>,
@@ -126,7 +126,7 @@ pub unsafe extern "C" fn through<const DOOR: usize>(
     code
 }
 
-/// What the exported `dlsym` does, in two registers.
+/// What the exported `dlsym` must do next, in two registers.
 #[repr(C)]
 pub struct LookupResult {
     address: usize,
@@ -142,12 +142,12 @@ impl LookupResult {
     }
 }
 
-/// The address of the real `dlsym`, for the exported one; 0 before it is known.
+/// The address of the real `dlsym`, which the exported one uses; 0: not known yet.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds the real `dlsym`: the first one that an object loaded after this library defines. One
-/// before it may be another library that hooks `dlsym` and calls this one. 0 if there is none, which
-/// is what a program with a weak reference would have found.
+/// Finds the real `dlsym`, the first one that is defined by an object loaded after this library. An
+/// object loaded before may be another library that hooks `dlsym` and calls this one. Returns 0 if
+/// there is none. A program with a weak reference would have found the same.
 pub extern "C" fn find_dlsym() -> usize {
     let found = next_after(find_dlsym as *const () as usize, b"dlsym").unwrap_or(0);
     REAL_DLSYM.store(found, Ordering::Release);
@@ -215,7 +215,7 @@ fn is_ours(address: usize) -> bool {
     elf::find(|object| elf::is_own(object).then(|| object.contains(address))) == Some(true)
 }
 
-/// The first function of that name in the objects after the caller's, in load order.
+/// The first function of that name in the objects that follow the caller's in load order.
 fn next_after(caller: usize, name: &[u8]) -> Option<usize> {
     let mut passed = false;
     elf::find(|object| {

@@ -1,4 +1,5 @@
-//! Allocations that fail for lack of device memory, and wait for free VRAM if that is configured.
+//! Allocations that fail because device memory is short, and wait for free VRAM if that is
+//! configured.
 //!
 //! ```text
 //! caller, outside the driver                               agent
@@ -11,8 +12,8 @@
 //!   GIVE_UP or timeout ──> FREE, wakes the agent ──────> AllocWaitDone; the error is returned
 //! ```
 //!
-//! A waiting allocation holds nothing: the process may be offloaded meanwhile, as any other. Only one
-//! allocation of a process is reported at a time; others that fail wait until the state is FREE.
+//! A waiting allocation blocks nothing, so its process may be offloaded like any other. Only one
+//! allocation of a process is reported at a time. Others that fail wait until the state is FREE.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -30,9 +31,9 @@ const ASKED: u32 = 1;
 const GO_AHEAD: u32 = 2;
 const GIVE_UP: u32 = 3;
 
-/// The allocation that waits, if any. Zero in a forked child.
+/// The allocation of this process that waits, if any. All zero in a forked child.
 pub struct OomWaiter {
-    /// How long an allocation may wait, set by the controller; 0: not at all.
+    /// Time limit of an allocation's wait, set by the controller; 0: allocations do not wait.
     wait_ms: AtomicU32,
     /// Thread of the waiting allocation; 0: none.
     owner: AtomicU32,
@@ -60,7 +61,7 @@ pub struct PendingAlloc {
     pub ticket: u64,
     pub want: AllocRequest,
     pub attempts: u32,
-    /// It waits for an AllocGrant.
+    /// True if it waits for an AllocGrant.
     pub asked: bool,
 }
 
@@ -78,7 +79,7 @@ impl OomWaiter {
         }
     }
 
-    /// Sets how long allocations may wait from now on; 0 also ends the wait in progress.
+    /// Sets the time limit of an allocation's wait from now on. 0 also ends the wait in progress.
     pub fn set_wait_ms(&self, wait_ms: u32) {
         self.wait_ms.store(wait_ms, Ordering::Relaxed);
         if wait_ms == 0 {
@@ -99,7 +100,7 @@ impl OomWaiter {
         })
     }
 
-    /// Whether the allocation of this ticket succeeded in the end.
+    /// Whether the allocation with this ticket succeeded after its wait.
     pub fn was_served(&self, ticket: u64) -> bool {
         self.served.load(Ordering::Relaxed) == ticket
     }
@@ -111,7 +112,7 @@ impl OomWaiter {
         }
     }
 
-    /// Changes the state, if an allocation waits for a grant.
+    /// Changes the state if an allocation is waiting for a grant.
     fn change(&self, to: u32) {
         let changed = self.state.compare_exchange(ASKED, to, Ordering::AcqRel, Ordering::Relaxed);
         if changed.is_ok() {
@@ -119,7 +120,7 @@ impl OomWaiter {
         }
     }
 
-    /// Becomes the owner, if that is possible in time.
+    /// Makes the thread the owner. False: that was not possible before `until_us`.
     fn take(&self, tid: u32, until_us: u64) -> bool {
         loop {
             let owner =
@@ -159,7 +160,7 @@ impl OomWaiter {
         process::poke_agent();
     }
 
-    /// Sleeps until there is a grant, a refusal or a timeout. True: repeat the call.
+    /// Sleeps until a grant, a refusal or the timeout. True: the call must be repeated.
     fn wait(&self, tid: u32, until_us: u64) -> bool {
         while self.owner.load(Ordering::Relaxed) == tid
             && self.state.load(Ordering::Acquire) == ASKED
@@ -187,18 +188,20 @@ impl OomWaiter {
     }
 }
 
-/// A guard only, as for callers at the gate.
+/// Maximum sleep before the state is checked again. It only guards against a lost wake, as for
+/// callers at the gate.
 const LOOK_AGAIN_MS: u64 = 1_000;
 
-/// Whether a call of this function that found no memory has done nothing, and may be repeated. Not a
-/// graph's launch: that none of its work has begun is not documented.
+/// Whether a call of this function may be repeated after it found no memory, because it has done
+/// nothing. This is not true for the launch of a graph: it is not documented that none of the graph's
+/// work has begun.
 pub fn may_be_repeated(entry: &HookEntry) -> bool {
     let name = hook::name(entry.number()).map_or(&[][..], str::as_bytes);
     entry.class() == Class::Alloc && hook::base(name) != b"cuGraphLaunch"
 }
 
-/// What a call that has just failed requires, if it may wait. To be called while the call
-/// is still counted: it queries the driver for the device.
+/// The requirements of a call that has just failed, if it may wait. To be called while the call is
+/// still counted, because it queries the driver for the device.
 ///
 /// # Safety
 /// `arguments` must be those of a call of `entry`'s function.
@@ -244,8 +247,9 @@ pub unsafe fn wanted(
     Some(AllocRequest { bytes, uuid })
 }
 
-/// Called when a call has returned and is no longer counted. True: repeat it.
-/// `until_us` is 0 the first time, and is kept for the next.
+/// Lets a call that has failed wait for memory, or ends the wait of one that has not. To be called
+/// after a call has returned and is no longer counted. True: the call must be repeated. `until_us` is
+/// 0 the first time, and is kept for the next.
 pub fn settle(
     waiter: &OomWaiter,
     want: Option<AllocRequest>,
@@ -278,7 +282,8 @@ pub fn settle(
     again
 }
 
-/// Ends the wait of a call that is repeated without the gate: the process is no longer managed.
+/// Ends the wait of a call that is repeated without the gate, because the process is no longer
+/// managed.
 pub fn abandon(waiter: &OomWaiter, until_us: u64) {
     if until_us != 0 {
         waiter.leave(sys::gettid(), false);
@@ -322,7 +327,7 @@ mod tests {
         waiter
     }
 
-    /// Waits for an allocation that waits for a grant, as the agent sees it.
+    /// Waits until an allocation waits for a grant, and returns it as the agent sees it.
     fn asked(waiter: &OomWaiter) -> PendingAlloc {
         loop {
             match waiter.case() {

@@ -1,9 +1,9 @@
-//! What the hook adds to a call, measured in this process: its agent calls a function
-//! that does nothing, with and without a stub, and takes the difference. It counts on
-//! a separate page, so these calls do not count as activity.
+//! Measures the time that the hook adds to a call in this process. The agent calls a function that
+//! does nothing, with and without a stub, and computes the difference. It counts on a separate page,
+//! so these calls do not count as activity.
 //!
-//! About 20 µs, once, on the agent's thread; no call of the application reads a clock for
-//! it. The result is the cost in a tight loop: the minimum that a call pays.
+//! The measurement takes about 20 µs, once, on the agent's thread. No call of the application reads a
+//! clock for it. The result is the time in a tight loop, which is the minimum that the hook adds.
 
 use core::hint::black_box;
 use core::sync::atomic::Ordering;
@@ -14,7 +14,7 @@ use affinode_proto::wire::counters::{MAX_CALL_COST_PS, PAGE_BYTES};
 use crate::counters::CounterPage;
 use crate::{hook_table, libc, process, sys, thunk};
 
-/// The fastest of this many rounds counts: interruptions only make a round slower.
+/// Number of rounds. The fastest one counts, because interruptions only make a round slower.
 const ROUNDS: u32 = 16;
 const CALLS: u64 = 256;
 type Nothing = extern "C" fn();
@@ -23,8 +23,8 @@ extern "C" fn nothing() {
     black_box(());
 }
 
-/// Measures the overhead, and writes it to the counters: picoseconds, at least one. Without a clock
-/// that libc reads quickly it stays 0: not measured.
+/// Measures the overhead and writes it to the counters, in picoseconds and at least 1. If libc has no
+/// clock, the counter stays 0, which means not measured.
 pub fn measure(page: &CounterPage) {
     if !process::is_fenced() {
         // Calls take the slow path in such a process, which this does not measure.

@@ -6,9 +6,9 @@
 //!  └──────────────────────────── fork: the child finds zeroes ───────┘
 //! ```
 //!
-//! The state is in one page that a forked child finds zeroed, so the child is New
-//! without a handler. A thread proves that it belongs to this registration by a token
-//! in its thread-local block; no two registrations in a line of forks share a token.
+//! The state is in one page that a forked child finds zeroed, so the child is New without a fork
+//! handler. A token in a thread's thread-local block shows that the thread belongs to this
+//! registration. A process and its forked descendants all have different tokens.
 
 use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
@@ -26,19 +26,19 @@ const BUSY: u32 = 1;
 const READY: u32 = 2;
 const UNMANAGED: u32 = 3;
 
-/// The registration of this process. Zero in a forked child.
+/// The registration of this process. All zero in a forked child.
 #[repr(C, align(4096))]
 pub struct Process {
-    /// Proof of membership, a multiple of [`TOKEN_STEP`]; 0 while not registered.
-    /// First field: the thunk compares it.
+    /// Token of this registration, a multiple of [`TOKEN_STEP`]; 0 while the process is not registered.
+    /// It is the first field, because the thunk compares it.
     token: AtomicU64,
     page: AtomicPtr<CounterPage>,
     state: AtomicU32,
-    /// 1 when the kernel has no barrier on all threads: all use slot 0.
+    /// 1 if the kernel has no barrier on all threads. All threads then use slot 0.
     unfenced: AtomicU32,
     page_fd: AtomicI32,
     agent_tid: AtomicU32,
-    /// The thread that registers the process while its state is BUSY.
+    /// Id of the thread that registers the process, while the state is BUSY.
     registering_tid: AtomicU32,
     /// The hook of the caller that arrived last at a closed gate.
     pub waiting_hook: AtomicU32,
@@ -46,7 +46,7 @@ pub struct Process {
     pub oom_wait: OomWaiter,
     /// Counts of calls into NVML.
     pub nvml: nvml::NvmlCallCount,
-    /// The load of a module ahead of copies.
+    /// State of the first load of a module, ahead of copies.
     pub module_load: swap::loader_lock::ModuleLoad,
 }
 
@@ -67,8 +67,8 @@ pub static PROCESS: Process = Process {
 };
 
 const TOKEN_STEP: u64 = 16;
-/// Added to the token in the block of a thread that uses the shared slot, which keeps
-/// it off the thunk's fast path.
+/// Added to the token of a thread that uses the shared slot. The token then differs, so the thread
+/// does not take the thunk's fast path.
 const SHARED: u64 = 1;
 
 /// A thread's block, in its initial thread-local storage.
@@ -76,9 +76,9 @@ const SHARED: u64 = 1;
 pub struct ThreadState {
     /// Null until the thread is attached.
     slot: *const ThreadSlot,
-    /// -1, which is no token, until the thread has made a call.
+    /// The registration's token. Before the thread's first call it is -1, which is not a token.
     token: u64,
-    /// Slow-path calls that this thread is inside of.
+    /// Number of slow-path calls that this thread is inside.
     pub depth: u32,
     /// 1 on the agent's thread, whose calls are never held.
     pub is_agent: u32,
@@ -113,7 +113,7 @@ pub fn thread() -> *mut ThreadState {
     block
 }
 
-/// Where a call is counted, from its begin to its end.
+/// The slot in which a call is counted, from its begin to its end.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct SlotLocation {
@@ -122,7 +122,7 @@ pub struct SlotLocation {
 }
 
 impl SlotLocation {
-    /// The slot, unless the process has forked since: then the page is the parent's.
+    /// The slot. `None`: this is a child forked since then, and the page is the parent's.
     pub fn slot(&self) -> Option<&'static ThreadSlot> {
         let current = PROCESS.token.load(Ordering::Relaxed);
         if current == 0 || self.token & !SHARED != current {
@@ -134,14 +134,14 @@ impl SlotLocation {
     }
 }
 
-/// The registered page of this process, without registering.
+/// The registered page of this process. `None`: it is not registered.
 pub fn page() -> Option<&'static CounterPage> {
     // SAFETY: null, or a page that is mapped for the life of the process.
     unsafe { PROCESS.page.load(Ordering::Acquire).as_ref() }
 }
 
-/// The slot of the calling thread, and the counters; registers process and thread
-/// if needed. `None`: the process is not managed.
+/// Returns the slot of the calling thread, and the counters. Registers process and thread if needed.
+/// `None`: the process is not managed.
 pub fn place() -> Option<(SlotLocation, &'static CounterPage)> {
     let page = register()?;
     let token = PROCESS.token.load(Ordering::Acquire);
@@ -175,14 +175,14 @@ unsafe fn attach(thread: *mut ThreadState, page: &'static CounterPage, token: u6
     sys::set_signal_mask(mask);
 }
 
-/// The calling thread's calls take the slow path from now on.
+/// Makes the calling thread's calls take the slow path from now on.
 pub fn leave_fast_path() {
     // SAFETY: the calling thread's own block.
     unsafe { (*thread()).token |= SHARED };
 }
 
-/// Runs `run` while the calling thread counts on another page. For the agent, whose own
-/// calls are not counted.
+/// Runs `run` while the calling thread counts its calls on another page. Used by the agent, whose own
+/// calls are otherwise not counted.
 pub fn with_slot<T>(scratch: &CounterPage, run: impl FnOnce() -> T) -> T {
     let thread = thread();
     // SAFETY: the calling thread's own block. The slot is left before the page goes.
@@ -229,7 +229,7 @@ fn register() -> Option<&'static CounterPage> {
     }
 }
 
-/// Arranges that a forked child finds [`PROCESS`] zeroed.
+/// Makes the kernel zero [`PROCESS`] in a forked child. False: it refused.
 pub fn children_start_anew() -> bool {
     static ARRANGED: AtomicU32 = AtomicU32::new(0);
     match ARRANGED.load(Ordering::Relaxed) {
@@ -255,7 +255,7 @@ fn make() -> Option<()> {
     started.then_some(())
 }
 
-/// Creates the counters and counts calls on them from now on; returns their file's descriptor.
+/// Creates the counters, on which calls are counted from now on. Returns their file's descriptor.
 fn take_page() -> Option<i32> {
     static LAST_TOKEN: AtomicU64 = AtomicU64::new(0);
     fds::close_inherited();
@@ -285,7 +285,7 @@ fn take_page() -> Option<i32> {
     Some(fd)
 }
 
-/// For as long as `body` runs this process has a page, without being registered.
+/// Runs `body` while this process has a page without being registered.
 #[cfg(test)]
 pub fn with_page<R>(body: impl FnOnce(&'static CounterPage) -> R) -> R {
     let page = Box::leak(crate::counters::tests::page());
@@ -322,8 +322,8 @@ pub fn is_fenced() -> bool {
     PROCESS.unfenced.load(Ordering::Relaxed) == 0
 }
 
-/// The number of the calling process's registration: no two in a line of forks share it, as two
-/// processes may share an id.
+/// The number of this process's registration. A process and its forked descendants all have different
+/// numbers, whereas process ids can repeat.
 pub fn registration() -> u32 {
     (PROCESS.token.load(Ordering::Acquire) / TOKEN_STEP) as u32
 }
@@ -339,7 +339,7 @@ pub fn become_agent(tid: u32) {
     PROCESS.agent_tid.store(tid, Ordering::SeqCst);
 }
 
-/// The calling thread works for the agent: its calls pass the gate.
+/// Lets the calling thread's calls pass the gate, because it works for the agent.
 pub fn pass_gate() {
     // SAFETY: the calling thread's own block.
     unsafe { (*thread()).is_agent = 1 };
@@ -350,8 +350,8 @@ pub fn agent_tid() -> Option<u32> {
     Some(PROCESS.agent_tid.load(Ordering::SeqCst)).filter(|tid| *tid != 0)
 }
 
-/// Wakes the agent. It never ends and has the signal blocked, so the signal
-/// only wakes it; the signal's default action is to be ignored.
+/// Wakes the agent by a signal. The agent never ends and has the signal blocked, so the signal only
+/// wakes it. By default the signal is ignored.
 pub fn poke_agent() {
     if let Some(tid) = agent_tid() {
         let _ = sys::signal_thread(tid, sys::SIGURG);

@@ -1,4 +1,4 @@
-//! What the compiler and `core` require of a platform, for a library without one.
+//! The symbols that the compiler and `core` require of a platform, which this library does not have.
 
 use core::arch::global_asm;
 
@@ -67,8 +67,9 @@ global_asm!(
     ".cfi_endproc",
 );
 
-/// Never reached: no operation in this library can panic, and a test checks the built file
-/// for this. If it were reached, the thread would stop without ending the application.
+/// The panic handler, which is never reached. No operation in this library can panic, and a test
+/// checks the built file for this. If it were reached, the thread would stop, and the application
+/// would continue.
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
     loop {

@@ -1,5 +1,5 @@
-//! System calls, made directly: the library links against no libc, and `errno` belongs
-//! to the application.
+//! System calls without libc. The library does not link against libc, and `errno` belongs to the
+//! application.
 
 use core::arch::asm;
 use core::ffi::CStr;
@@ -74,7 +74,7 @@ mod number {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Errno(pub i32);
 
-/// Ignored by default; wakes the agent, which has it blocked.
+/// The signal that wakes the agent, which has it blocked. It is ignored by default.
 pub const SIGURG: u64 = 23;
 
 /// `O_CLOEXEC`, as of `open`.
@@ -106,7 +106,7 @@ unsafe fn call(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
     if (-4095..0).contains(&ret) { Err(Errno(-ret as i32)) } else { Ok(ret as usize) }
 }
 
-/// A call whose arguments are plain numbers, or pointers to memory that outlives it.
+/// Makes a system call whose arguments are numbers, or pointers to memory that outlives the call.
 fn plain(n: usize, args: [usize; 6]) -> Result<usize, Errno> {
     // SAFETY: private to this module; each use below passes numbers, or references
     // that live across the call with the sizes that the kernel assumes.
@@ -141,7 +141,7 @@ pub fn set_thread_name(name: &CStr) {
     let _ = plain(number::PRCTL, args);
 }
 
-/// Sets the calling thread's signal mask; returns the one before.
+/// Sets the calling thread's signal mask, and returns the previous one.
 pub fn set_signal_mask(mask: u64) -> u64 {
     const SIG_SETMASK: usize = 2;
     let mut old = 0_u64;
@@ -150,8 +150,8 @@ pub fn set_signal_mask(mask: u64) -> u64 {
     old
 }
 
-/// Waits for a blocked signal of `mask` to be pending, and takes it. Where the kernel refuses that,
-/// it sleeps for a moment: the caller must look for what the signal would tell.
+/// Waits until a blocked signal of `mask` is pending, and takes it. If the kernel refuses the call, it
+/// sleeps for a short time. The caller must then check the state that the signal announces.
 pub fn wait_signal(mask: u64, timeout_ms: u64) {
     const MOMENT_MS: u64 = 50;
     static NEVER_WOKEN: AtomicU32 = AtomicU32::new(0);
@@ -181,7 +181,7 @@ impl Timespec {
     }
 }
 
-/// Sleeps, shorter when a signal is handled.
+/// Sleeps for this time, or less if a signal is handled.
 pub fn sleep_us(us: u64) {
     let time = Timespec::from_us(us);
     let _ = plain(number::NANOSLEEP, [&raw const time as usize, 0, 0, 0, 0, 0]);
@@ -196,8 +196,8 @@ pub fn now_us() -> u64 {
     time.seconds as u64 * 1_000_000 + time.nanoseconds as u64 / 1_000
 }
 
-/// Sleeps while `word` holds `value`, at most `timeout_ms`. May return early. Keyed by
-/// the memory behind the word, so that it also works across a fork.
+/// Sleeps while `word` has the value `value`, for at most `timeout_ms`. It may return early. The
+/// futex is identified by the memory behind the word, so it also works across a fork.
 pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ms: u64) {
     const FUTEX_WAIT: usize = 0;
     let timeout = Timespec::from_ms(timeout_ms);
@@ -234,21 +234,21 @@ pub fn barrier() -> Result<(), Errno> {
 /// A set of processors, one bit for each.
 pub type CpuSet = [u64; 128];
 
-/// The processors that the calling thread may run on.
+/// The processors on which the calling thread may run.
 pub fn processors_allowed() -> Option<CpuSet> {
     let mut set: CpuSet = [0; 128];
     let args = [0, size_of_val(&set), set.as_mut_ptr() as usize, 0, 0, 0];
     plain(number::SCHED_GETAFFINITY, args).ok().map(|_| set)
 }
 
-/// How many processors the calling thread may run on; at least one.
+/// Number of processors on which the calling thread may run; at least one.
 pub fn processors() -> usize {
     let allowed = processors_allowed().unwrap_or([0; 128]);
     allowed.iter().map(|word| word.count_ones() as usize).sum::<usize>().max(1)
 }
 
-/// Limits the calling thread to these processors. False: it may run on none of them, and
-/// nothing changes.
+/// Limits the calling thread to these processors. False: it may not run on any of them, and nothing
+/// changes.
 pub fn run_on(set: &CpuSet) -> bool {
     let args = [0, size_of_val(set), set.as_ptr() as usize, 0, 0, 0];
     plain(number::SCHED_SETAFFINITY, args).is_ok()
@@ -261,13 +261,13 @@ fn limit(resource: usize) -> Option<usize> {
     Some(soft)
 }
 
-/// Limit of the process's descriptors; 0 if it cannot be read.
+/// Maximum number of the process's descriptors; 0 if it cannot be read.
 pub fn descriptor_limit() -> usize {
     const RLIMIT_NOFILE: usize = 7;
     limit(RLIMIT_NOFILE).unwrap_or(0)
 }
 
-/// Limit of a file's size; `usize::MAX` if it cannot be read.
+/// Maximum size of a file; `usize::MAX` if it cannot be read.
 fn file_limit_bytes() -> usize {
     const RLIMIT_FSIZE: usize = 1;
     limit(RLIMIT_FSIZE).unwrap_or(usize::MAX)
@@ -333,8 +333,8 @@ fn fcntl(fd: i32, command: usize, argument: usize) -> Result<usize, Errno> {
     plain(number::FCNTL, [fd as usize, command, argument, 0, 0, 0])
 }
 
-/// Moves a descriptor out of the range of programs that rely on low numbers, and closes
-/// the old one. Returns it unchanged if the limit is too low.
+/// Moves a descriptor to a high number and closes the old one, because some programs rely on low
+/// numbers. Returns it unchanged if the limit of descriptors is too low.
 pub fn lift(fd: i32) -> i32 {
     const F_DUPFD_CLOEXEC: usize = 1030;
     for lowest in [1000, 400, 200] {
@@ -366,8 +366,8 @@ pub fn identity(fd: i32) -> Option<Identity> {
     plain(number::FSTAT, args).ok().map(|_| Identity { device: stat[0], inode: stat[1] })
 }
 
-/// A Unix stream socket connected to `path`, which never blocks and makes `signal` pending
-/// on `tid` for anything that can be read.
+/// Creates a Unix stream socket that is connected to `path`. It never blocks, and makes `signal`
+/// pending on `tid` when data can be read.
 pub fn connect(path: &[u8], tid: u32, signal: u64) -> Result<i32, Errno> {
     const AF_UNIX: u16 = 1;
     const STREAM_NONBLOCK_CLOEXEC: usize = 1 | 0x800 | 0x8_0000;
@@ -387,7 +387,7 @@ pub fn connect(path: &[u8], tid: u32, signal: u64) -> Result<i32, Errno> {
     Ok(fd)
 }
 
-/// Requests `signal` on thread `tid` whenever `fd` becomes readable or is hung up.
+/// Requests `signal` on thread `tid` whenever `fd` becomes readable or its other end is closed.
 pub fn notify(fd: i32, tid: u32, signal: u64) -> Result<usize, Errno> {
     const F_SETFL: usize = 4;
     const F_SETSIG: usize = 10;
@@ -431,12 +431,12 @@ impl Descriptor {
         self.0
     }
 
-    /// The same file at a high number, out of the application's way.
+    /// Moves the descriptor to a high number, which applications usually do not use.
     pub fn lifted(self) -> Descriptor {
         Descriptor(lift(self.take()))
     }
 
-    /// The number, which the caller must close.
+    /// Returns the number and gives up ownership. The caller must close it.
     pub fn take(self) -> i32 {
         let number = self.0;
         core::mem::forget(self);
@@ -481,7 +481,7 @@ pub fn shut_down(fd: i32) {
 pub enum FolderLock {
     /// Held until this is dropped.
     Held(i32),
-    /// The folder does not exist: no other process can lock it.
+    /// The folder does not exist, so no other process can lock it.
     Missing,
 }
 

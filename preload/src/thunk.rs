@@ -1,6 +1,6 @@
-//! The code that every hooked call runs through. It needs no signatures: the argument
-//! registers stay as they are, and eight words of stack arguments are passed on: the 64 bytes
-//! of `cuIpcOpenMemHandle`, which are passed by value. No other driver function has more than five.
+//! The code through which every hooked call runs. It needs no signatures, because it keeps the
+//! argument registers and passes eight words of stack arguments on. Eight words are the 64 bytes that
+//! `cuIpcOpenMemHandle` takes by value. No other driver function has more than five.
 //!
 //! ```text
 //! stub: r11 = entry ──> thunk
@@ -14,9 +14,9 @@
 //!                                       └── out of memory, waited, memory is free now ────┘
 //! ```
 //!
-//! On the fast path there is no system call, lock, atomic operation or clock. The processor
-//! may reorder the increment and the read of the gate: the closer of the gate makes up
-//! for that with a barrier on all threads (`membarrier`).
+//! The fast path has no system call, lock, atomic operation or clock. The processor may reorder the
+//! increment and the read of the gate. Therefore a thread that closes the gate makes a barrier on all
+//! threads (`membarrier`).
 
 use core::arch::global_asm;
 

@@ -1,12 +1,13 @@
-//! Access to the driver past its public functions: profilers, sanitizers, debuggers, video.
+//! Detects programs that access the driver past its public functions: profilers, sanitizers,
+//! debuggers and video libraries.
 //!
-//! The driver has private tables of functions (`cuGetExportTable`), which no gate holds. They are
-//! never wrapped: the CUDA runtime checks them by a hash. The request for a table is an ordinary call,
-//! so it is seen. A table of the CUDA runtime or its libraries is harmless, because their
-//! functions are reached from inside calls that are held. A table of any other kind belongs to a tool,
-//! whose threads call at any time. With a checkpointed context such a call hangs, and the
-//! process is lost at the restore (CUPTI, H200, driver 580.159). So a process that has requested one
-//! keeps its context for good.
+//! The driver has private tables of functions (`cuGetExportTable`), whose calls the gate does not
+//! hold. The tables are not wrapped, because the CUDA runtime checks them by a hash. But the request
+//! for a table is an ordinary call, which this library sees. A table of the CUDA runtime or its
+//! libraries is harmless: its functions are called only from inside calls that the gate holds. Any
+//! other table belongs to a tool, whose threads call at any time. While the context is checkpointed,
+//! such a call hangs, and the process is lost at the restore (CUPTI, H200, driver 580.159). So a
+//! process that has requested such a table keeps its context permanently.
 //!
 //! ```text
 //! request ──bit in the counters──> gate ──resident──> driver: the tool gets the table
@@ -41,14 +42,16 @@ const HARMLESS: [u128; 11] = [
     // NVML.
     0x69a28e9f_24498b47_b030c5da_330ea4e9,
 ];
-/// Tables that the video library requests (NVDEC, and below NVENC); tools request the second, too.
+/// Tables that video libraries request: NVDEC the first, NVENC the second. Tools also request the
+/// second.
 const VIDEO: [u128; 2] =
     [0x9af0707b_8e2dd84c_8e4eb994_c82ddc35, 0xb10541e1_f7c7c74a_9f64f223_be99f1e2];
 
 /// Variables that load a tool into the process.
 const INJECTIONS: [&[u8]; 2] = [b"CUDA_INJECTION64_PATH", b"NVTX_INJECTION64_PATH"];
 
-/// Libraries of tools that are only loaded for use. Not CUPTI: frameworks are linked against it.
+/// Libraries of tools that a process loads only to use them. CUPTI is not listed, because frameworks
+/// are linked against it.
 const OF_TOOLS: [&[u8]; 5] = [
     b"libsanitizer-",
     b"libInterceptorInjection",
@@ -69,7 +72,7 @@ pub unsafe fn table(id: *const TableId) -> u128 {
     if id.is_null() { 0 } else { u128::from_be_bytes(unsafe { id.read_unaligned() }) }
 }
 
-/// The hazard of a request for a table; empty if the table is no tool's.
+/// The hazard of a request for a table; empty if the table does not belong to a tool.
 pub fn of_request(table: u128) -> Hazards {
     let [decoder, shared] = VIDEO;
     if table == 0 || HARMLESS.contains(&table) {
@@ -87,17 +90,17 @@ pub fn in_environment() -> Hazards {
     if INJECTIONS.iter().any(is_set) { Hazards::TOOLS } else { Hazards(0) }
 }
 
-/// The hazard of loaded tools and of a tracer, at the time of the call. For the agent.
+/// The hazard of loaded tools and of a tracer, at the time of the call. Only the agent calls it.
 pub fn found() -> Hazards {
     if is_mapped(MAPS, &OF_TOOLS) || is_traced() { Hazards::TOOLS } else { Hazards(0) }
 }
 
 const MAPS: &CStr = c"/proc/self/maps";
 
-/// Whether the name of a mapped file begins with one of `names`. It does not walk the loader's list
-/// of objects: glibc does not reset that list's lock in a forked child, so a child that the
-/// application forks while the agent walks the list would wait for the lock for ever. It does where
-/// `maps` cannot be read: a tool that is not seen costs the process.
+/// Whether the name of a mapped file begins with one of `names`. It reads `maps`, and not the loader's
+/// list of objects: glibc does not reset that list's lock in a forked child, so a child that is forked
+/// while the agent walks the list would hang. If `maps` cannot be read, it walks the list, because a
+/// tool that is not found would cost the process.
 fn is_mapped(maps: &CStr, names: &[&[u8]]) -> bool {
     const KEPT_BYTES: usize = 64; // more than a name has, so that one on the border is found
     let Some(maps) = sys::open_to_read(maps) else { return is_loaded(names) };
@@ -137,7 +140,7 @@ fn is_traced() -> bool {
     sys::read_file(STATUS, &mut buffer).is_some_and(names_tracer)
 }
 
-/// Whether the text of a process's status names a tracer.
+/// Whether the text of a process's status file names a tracer.
 fn names_tracer(status: &[u8]) -> bool {
     const FIELD: &[u8] = b"TracerPid:\t";
     let mut lines = status.split(|byte| *byte == b'\n');
