@@ -1,4 +1,4 @@
-//! Without a controller, or when it ends: the application is never lost.
+//! Tests without a controller, or with one that ends: the application is never lost.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -20,7 +20,7 @@ fn registered(controller: &Controller) -> Client {
     client
 }
 
-/// One in which `nvidia-smi` says what the file `free` in the folder holds.
+/// A registered client whose `nvidia-smi` prints the file `free` of the folder.
 fn registered_with_tool(controller: &Controller, folder: &Path, free: &str) -> Client {
     std::fs::write(folder.join("free"), free).unwrap();
     let (path, tools) = (controller.path(), support::nvidia_smi(folder));
@@ -30,7 +30,7 @@ fn registered_with_tool(controller: &Controller, folder: &Path, free: &str) -> C
     client
 }
 
-/// MiB that are free, and that the device has.
+/// Output of `nvidia-smi`: free and total MiB of the device.
 const ROOM: &str = "1, 0\n";
 const NO_ROOM: &str = "0, 0\n";
 
@@ -85,7 +85,8 @@ fn unanswered_caller_restores_its_process() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
-/// The stub's steps need 512 KiB. Threads have 128 KiB with musl, and what the program chooses with glibc.
+/// The stub's steps need 512 KiB of stack. By default a thread has 128 KiB with musl, and with glibc
+/// the size that the program chooses.
 #[test]
 fn agent_has_a_stack_for_the_driver() {
     for build in [Build::Glibc, Build::Musl] {
@@ -102,7 +103,8 @@ fn agent_has_a_stack_for_the_driver() {
     }
 }
 
-/// libc frees the list when the program changes its environment, whatever the agent does just then.
+/// libc frees the list of variables when the program changes its environment, even if the agent reads
+/// it at that time.
 #[test]
 fn self_restore_does_not_read_environment() {
     for build in [Build::Glibc, Build::Musl] {
@@ -220,7 +222,7 @@ fn an_old_driver_is_told_and_never_locked() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
-/// A checkpointed client with a waiting call, and the tool that reports free VRAM.
+/// A checkpointed client with a waiting call and a tool that reports free VRAM, and its connection.
 fn called_while_away(controller: &Controller, folder: &Path, free: &str) -> (Client, Connection) {
     let mut client = registered_with_tool(controller, folder, free);
     let mut agent = controller.welcome();
@@ -230,7 +232,7 @@ fn called_while_away(controller: &Controller, folder: &Path, free: &str) -> (Cli
     (client, agent)
 }
 
-/// A second question means that the first was answered with no.
+/// Waits until the agent has run the tool twice: the first result then did not suffice.
 fn wait_asked_twice(folder: &Path) {
     while std::fs::read(folder.join("asked")).map_or(0, |bytes| bytes.len()) < 2 {
         std::thread::yield_now();
@@ -294,7 +296,8 @@ fn denied_system_calls_are_not_needed() {
     }
 }
 
-/// Its registration cannot wait for itself: the call passes.
+/// A call that is made inside `pthread_create`, while the registration starts the agent, passes. The
+/// registration cannot wait for itself.
 #[test]
 fn call_while_the_agent_is_created_passes() {
     let controller = Controller::new();
@@ -312,7 +315,7 @@ fn call_while_the_agent_is_created_passes() {
     client.finish();
 }
 
-/// Without the call that waits for signals, the agent sleeps all the same.
+/// If a filter denies the system call that waits for signals, the agent sleeps in another way.
 #[test]
 fn agent_that_cannot_wait_for_signals_sleeps() {
     const RT_SIGTIMEDWAIT: &str = "128";
@@ -336,7 +339,9 @@ fn agent_that_cannot_wait_for_signals_sleeps() {
     }
 }
 
-/// A filter that ends the process is not met before the process is offloaded.
+/// The library does not call `process_vm_readv` on a waiting caller's stack before the driver's lock. A
+/// seccomp filter that kills the process at that system call therefore does not end a process whose
+/// gate is only closed and opened.
 #[test]
 fn held_call_reads_no_stack_before_the_lock() {
     const PROCESS_VM_READV: &str = "310";
@@ -353,8 +358,8 @@ fn held_call_reads_no_stack_before_the_lock() {
     assert_eq!(client.answer(), 0);
 }
 
-/// The kernel registers the process for the barrier, and then refuses the barrier itself: without
-/// it no count proves anything, so the gate is not closed and no hold is reported.
+/// The kernel registers the process for the barrier, and then refuses the barrier itself. Without a
+/// barrier the counts prove nothing, so the gate is not closed and no hold is reported.
 #[test]
 fn close_and_hold_without_barrier_are_busy() {
     const MEMBARRIER_EXPEDITED: &str = "324:8";
@@ -373,8 +378,8 @@ fn close_and_hold_without_barrier_are_busy() {
     }
 }
 
-/// A program that closes the driver's library after a first call keeps it all the same: the agent
-/// calls it, and has addresses in it.
+/// The driver's library stays loaded if the program closes it after a first call, because the agent
+/// calls it and has addresses in it.
 #[test]
 fn libcuda_stays_loaded_after_first_call() {
     let controller = Controller::new();

@@ -1,4 +1,4 @@
-//! A thread that blocks inside the driver on a way that no hook sees.
+//! Tests of a thread that blocks inside the driver in a call that no hook sees.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

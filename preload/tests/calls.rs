@@ -1,4 +1,4 @@
-//! Recorded calls: through the real thunk, in a real process.
+//! Tests of recorded calls, through the real thunk in a real process.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

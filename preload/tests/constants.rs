@@ -1,4 +1,4 @@
-//! Calls with a constant result: they return while the process is offloaded, without a wake.
+//! Tests of calls with a constant result. While the process is offloaded, they return without a wake.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -7,7 +7,7 @@ mod support;
 use support::controller::{BRING_BACK, Controller, OFFLOAD};
 use support::{Build, Client};
 
-/// The stub's: three devices, and a name of four letters.
+/// The client's answer for the stub driver: three devices, and a name of four letters.
 const DEVICES: i64 = 304;
 
 #[test]

@@ -1,4 +1,5 @@
-//! An offloaded process ends: the results of its exit handlers' calls, and the wakes for them.
+//! Tests of an offloaded process that ends: which results its exit handlers' calls have, and which of
+//! them send a wake.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -47,7 +48,8 @@ fn calls_after_the_drivers_end_need_no_return() {
     }
 }
 
-/// Results that a handler reads, releases that the driver may refuse.
+/// The process is restored for calls whose results a handler reads, and for releases that the driver
+/// may refuse.
 #[test]
 fn other_calls_at_exit_come_home_and_catch_up() {
     for (handler, answers) in [
@@ -69,7 +71,8 @@ fn other_calls_at_exit_come_home_and_catch_up() {
     }
 }
 
-/// A handler's call in the middle of the recorded releases goes on with them, and repeats none.
+/// A signal handler's call interrupts the recorded releases. It makes the remaining ones, and repeats
+/// none.
 #[test]
 fn interrupted_releases_are_made_once() {
     for build in BUILDS {
@@ -85,7 +88,7 @@ fn interrupted_releases_are_made_once() {
     }
 }
 
-/// The same release outside of `exit` waits for the return.
+/// A release outside of `exit` waits until the process is restored.
 #[test]
 fn releases_before_exit_come_home() {
     let (mut client, mut agent) = offloaded(Build::Glibc, "", "count");

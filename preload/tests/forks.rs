@@ -1,5 +1,5 @@
-//! What a child that is forked at any moment finds: locks of libc that no thread of it will release
-//! must not have been held.
+//! Tests that a fork at any time is safe: this library's threads hold no lock of libc that would stay
+//! locked in the child.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -10,7 +10,8 @@ use affinode_proto::wire::message::{Action, ControllerMessage};
 use support::controller::{BRING_BACK, Controller, OFFLOAD};
 use support::{Build, Client};
 
-/// glibc holds a lock during a walk of the loader's list of objects, and does not reset it in a child.
+/// glibc holds a lock while a thread walks the loader's list of objects, and does not reset the lock
+/// in a child.
 #[test]
 fn own_threads_never_walk_the_loaders_list() {
     for engine in [Engine::Checkpoint, Engine::Copy] {

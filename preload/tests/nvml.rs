@@ -1,5 +1,5 @@
-//! Calls into NVML. The stub ends the process at once when one reaches it while its
-//! process is checkpointed: a real one would block until the process is restored.
+//! Tests of calls into NVML. The stub ends the process at once if a call reaches it while the process
+//! is checkpointed. The real NVML would block until the process is restored.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -129,7 +129,7 @@ fn first_init_while_away_wakes() {
     client.finish();
 }
 
-/// A monitor that initialises NVML for each question does not wake the process.
+/// A monitor that initialises NVML for each query does not wake the process.
 #[test]
 fn shutdown_and_init_are_counted_while_away() {
     let controller = Controller::new();
@@ -145,7 +145,8 @@ fn shutdown_and_init_are_counted_while_away() {
     client.finish();
 }
 
-/// What is initialised stays loaded, so a program that closes the library finds it initialised again.
+/// Initialised NVML stays loaded, so a program that closes and reopens the library finds it
+/// initialised.
 #[test]
 fn closed_library_is_initialised_when_reopened() {
     let controller = Controller::new();
@@ -156,7 +157,7 @@ fn closed_library_is_initialised_when_reopened() {
     client.finish();
 }
 
-/// Each copy of the library is initialised by itself, and shut down by itself.
+/// Each copy of the library is initialised and shut down separately.
 #[test]
 fn second_copy_is_initialised_by_itself() {
     let controller = Controller::new();
@@ -174,7 +175,7 @@ fn second_copy_is_initialised_by_itself() {
     client.finish();
 }
 
-/// What never uses CUDA is left alone.
+/// In a process that never uses CUDA, calls into NVML are not changed.
 #[test]
 fn process_without_cuda_shuts_nvml_down() {
     let mut client = Client::start_program(Build::Glibc, &["nvml", "dlopen"], &[]);
@@ -200,7 +201,7 @@ fn call_inside_nvml_keeps_the_process() {
     client.finish();
 }
 
-/// None is inside NVML when the driver locks the process, however the two meet.
+/// No call is inside NVML when the driver locks the process, in any interleaving.
 #[test]
 fn calls_in_a_storm_never_meet_the_lock() {
     let controller = Controller::new();
@@ -214,7 +215,7 @@ fn calls_in_a_storm_never_meet_the_lock() {
     client.finish();
 }
 
-/// A monitor's call in the middle of a move neither turns it round nor waits for its end.
+/// A monitor's call during a move neither cancels the move nor waits for its end.
 #[test]
 fn call_while_locked_is_answered_as_before() {
     let controller = Controller::new();
@@ -227,7 +228,7 @@ fn call_while_locked_is_answered_as_before() {
     client.finish();
 }
 
-/// The context stays with the engine `copy`: NVML is asked.
+/// With the engine `copy` the context stays on the GPU, so NVML is called.
 #[test]
 fn call_while_copied_out_reaches_nvml() {
     use affinode_proto::wire::message::CopyOptions;
@@ -284,7 +285,7 @@ fn wait_for_events_ends_in_time_while_away() {
     client.finish();
 }
 
-/// It has a copy of NVML whose locks are held for ever.
+/// The child has a copy of NVML whose locks are never released.
 #[test]
 fn child_forked_while_away_gets_an_error() {
     let controller = Controller::new();
@@ -294,7 +295,7 @@ fn child_forked_while_away_gets_an_error() {
     client.finish();
 }
 
-/// Whatever the child's own agent does: it never unlocks that copy.
+/// The child's own agent never unlocks the child's copy of NVML, also when it opens its gate.
 #[test]
 fn registered_child_of_away_gets_an_error() {
     let controller = Controller::new();
@@ -308,7 +309,7 @@ fn registered_child_of_away_gets_an_error() {
     client.finish();
 }
 
-/// Without readings the process asks by itself.
+/// If the controller sends no reading, the process is restored and calls NVML itself.
 #[test]
 fn figure_without_a_reading_wakes() {
     let controller = Controller::new();

@@ -1,4 +1,4 @@
-//! Orders, and what a process says to them.
+//! Tests of orders, and of the reports that a process sends for them.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -68,7 +68,7 @@ fn phases_are_reported_and_stand_in_the_page() {
     assert_eq!(agent.order(LOCK).0, Outcome::WrongPhase);
 }
 
-/// The container, or the controller, was stopped: others may have the room by now.
+/// The container or the controller was stopped, so the VRAM may be granted to another process.
 #[test]
 fn restore_order_decided_long_ago_is_refused() {
     let controller = Controller::new();
@@ -111,8 +111,8 @@ fn caller_during_close_reopens_the_gate() {
     client.ask("join");
 }
 
-/// A caller leaves the gate by a jump out of a signal handler, as an interpreter does at an
-/// interrupt: it counts as waiting for a moment, and then no more.
+/// A caller leaves the gate by a jump out of a signal handler, as an interpreter does at an interrupt.
+/// It counts as waiting for a short time after that, and then no longer.
 #[test]
 fn caller_that_jumps_out_waits_no_more() {
     let controller = Controller::new();
@@ -313,8 +313,8 @@ fn garbage_ends_the_connection_and_nothing_else() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
-/// Work may still run while the gate is only closed: a poll waits for what the driver says, and is
-/// answered without it from the driver's lock on.
+/// Work may still run while the gate is only closed, so a poll waits. From the driver's lock on, the
+/// poll returns without the driver.
 #[test]
 fn poll_while_closing_waits_for_lock() {
     let controller = Controller::new();
@@ -335,8 +335,9 @@ fn poll_while_closing_waits_for_lock() {
     agent.done(&[Action::Unlock, Action::Open]);
 }
 
-/// Nothing brings the process back: each call is told so, on each way through the library, and
-/// none reaches the driver, which would end the process. It is told once, and not moved again.
+/// The process cannot be restored. Calls return an error on each way through the library, and none
+/// reaches the driver, which would end the process. The process sends one notice, and is not moved
+/// again.
 #[test]
 fn calls_after_lost_restore_fail_outside_driver() {
     const ECC: i64 = 214;

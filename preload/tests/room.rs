@@ -1,4 +1,4 @@
-//! Allocations that find no memory, and wait for room.
+//! Tests of allocations that find no device memory, and wait for free VRAM.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

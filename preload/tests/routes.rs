@@ -1,4 +1,4 @@
-//! Every way to the driver leads through the gate, with arguments and results intact.
+//! Tests that every call path to the driver goes through the gate, with arguments and results intact.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -10,8 +10,8 @@ use support::{Build, Client};
 
 const ROUTES: [&str; 6] = ["link", "dlopen", "proc1", "proc2", "next", "default"];
 
-/// Calls are counted, held while the process is offloaded, and go on afterwards. The stub
-/// driver ends the process at once when a call reaches it meanwhile.
+/// Checks that calls are counted, held while the process is offloaded, and continue afterwards. The
+/// stub driver ends the process at once if a call reaches it during the offload.
 fn is_counted_and_held(build: Build, route: &str) {
     let controller = Controller::new();
     let path = controller.path();
@@ -47,7 +47,8 @@ fn is_counted_and_held(build: Build, route: &str) {
     client.finish();
 }
 
-/// Before the driver has locked the process its work may still run: the driver is asked, later.
+/// Before the driver has locked the process, its work may still run. The poll therefore waits, and
+/// calls the driver later.
 #[test]
 fn poll_waits_while_work_may_run_without_wake() {
     let controller = Controller::new();

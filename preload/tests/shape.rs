@@ -1,4 +1,4 @@
-//! The built file itself: it must load into any process, so it must need nothing.
+//! Tests of the built file. It must load into any process, so it must not need any other library.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 

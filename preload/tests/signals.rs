@@ -1,5 +1,5 @@
-//! Calls in signal handlers, on many threads and beside forks: none reaches a driver whose state
-//! is not there. The driver of these tests traps where one does.
+//! Tests of calls in signal handlers, on many threads and during forks. No call reaches the driver
+//! while its state is not on the device. The driver of these tests traps if one does.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -11,13 +11,13 @@ use affinode_proto::wire::message::Outcome;
 use support::controller::{BRING_BACK, CLOSE, Connection, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
-/// A guard against a test that hangs.
+/// Time limit of every wait, against a test that hangs.
 const GUARD: Duration = Duration::from_secs(120);
 
-/// Absences of a test.
+/// Number of offloads in a test.
 const ROUNDS: u32 = 30;
 
-/// The program `signals` with a call, its handler's call and this many threads.
+/// Starts the program `signals` with three words: a call, its handler's call, the number of threads.
 fn started(controller: &Controller, words: [&str; 3]) -> (Client, Connection) {
     let path = controller.path();
     let [call, in_handler, threads] = words;
@@ -26,7 +26,7 @@ fn started(controller: &Controller, words: [&str; 3]) -> (Client, Connection) {
     (client, controller.welcome())
 }
 
-/// Waits until the program's count of `what` is `more` above what it is now.
+/// Waits until the program's count of `what` has increased by `more`.
 fn wait_for(client: &mut Client, what: &str, more: i64) {
     let (start, end) = (client.ask(what), Instant::now() + GUARD);
     while client.ask(what) < start + more {
@@ -35,7 +35,7 @@ fn wait_for(client: &mut Client, what: &str, more: i64) {
     }
 }
 
-/// The controller's part of an absence that begins whenever no call is inside.
+/// Orders the close of the gate until no call is inside, so that it succeeds.
 fn close(agent: &mut Connection) {
     let end = Instant::now() + GUARD;
     while agent.order(CLOSE).0 != Outcome::Done {
@@ -70,8 +70,8 @@ fn poll_in_handler_while_away_is_answered() {
     client.finish();
 }
 
-/// The main thread's call is a poll, which returns while the process is offloaded: only the
-/// handler's call waits, and its wake restores the process.
+/// The main thread's call is a poll, which returns while the process is offloaded. Only the handler's
+/// call waits, and its wake restores the process.
 #[test]
 fn call_in_handler_while_away_is_held() {
     let controller = Controller::new();

@@ -1,4 +1,4 @@
-//! A controller that does as the test says.
+//! A controller whose orders the test sends.
 
 use std::fs::File;
 use std::io::{IoSliceMut, Read, Write};
@@ -14,10 +14,10 @@ use affinode_proto::wire::message::{
 use affinode_proto::wire::{Engine, Hazards, Phase};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, setsockopt, sockopt};
 
-/// A guard against a test that hangs, far beyond anything that is waited for.
+/// Time limit of every wait, against a test that hangs. It is much longer than any expected wait.
 const GUARD: Duration = Duration::from_secs(60);
 
-/// A listening socket in a folder of its own.
+/// A controller's listening socket, in its own folder.
 pub struct Controller {
     listener: UnixListener,
     folder: tempfile::TempDir,
@@ -38,7 +38,7 @@ impl Controller {
         path.to_str().unwrap().to_owned()
     }
 
-    /// The next agent, not yet welcomed.
+    /// Accepts the next agent, without a Welcome.
     pub fn accept(&self) -> Connection {
         let (stream, _) = self.listener.accept().unwrap();
         stream.set_read_timeout(Some(GUARD)).unwrap();
@@ -72,12 +72,12 @@ impl Controller {
         }
     }
 
-    /// The next agent, welcomed.
+    /// Accepts the next agent and sends its Welcome.
     pub fn welcome(&self) -> Connection {
         self.welcome_to_wait(0)
     }
 
-    /// The next agent, welcomed, whose allocations may wait for room.
+    /// Accepts the next agent, and sends a Welcome that lets its allocations wait for VRAM.
     pub fn welcome_to_wait(&self, wait_for_room_ms: u32) -> Connection {
         let mut connection = self.accept();
         connection.send(ControllerMessage::Welcome {
@@ -96,9 +96,9 @@ pub struct Connection {
     pub hello: AgentMessage,
     /// Wakes that arrived while the test waited for another message.
     pub wakes: Vec<AgentMessage>,
-    /// Notices that arrived in the same way.
+    /// Notices that arrived while the test waited for another message.
     pub notices: Vec<Hazards>,
-    /// Readings that were asked for and not looked at.
+    /// Number of requests for readings that the test has not read yet.
     pub asks: usize,
     next_order: u64,
 }
@@ -119,14 +119,15 @@ impl Connection {
         self.start_decided(action, 0);
     }
 
-    /// The same, decided on at that time of the monotonic clock.
+    /// Sends an order that was decided at that time of the monotonic clock, without waiting for its
+    /// report.
     pub fn start_decided(&mut self, action: Action, decided_ms: u64) {
         let order = self.next_order;
         self.next_order += 1;
         self.send(ControllerMessage::Order { order, action, decided_ms });
     }
 
-    /// The report of the order sent last.
+    /// Waits for the report of the last order that was sent.
     pub fn report(&mut self) -> (Outcome, Phase, u32) {
         loop {
             match self.receive() {
@@ -145,7 +146,7 @@ impl Connection {
         self.report()
     }
 
-    /// Orders that must all be done.
+    /// Sends orders one by one. Each must be reported as done.
     pub fn done(&mut self, actions: &[Action]) {
         for action in actions {
             let (outcome, phase, error) = self.order(*action);
@@ -162,7 +163,7 @@ impl Connection {
         }
     }
 
-    /// Waits for a wake that has not been looked at: generation, waiters, hook.
+    /// Waits for a wake that the test has not read yet. Returns its generation, waiters and hook.
     pub fn wake(&mut self) -> (u64, u32, u32) {
         while self.wakes.is_empty() {
             let message = self.receive();
@@ -174,7 +175,7 @@ impl Connection {
         }
     }
 
-    /// Waits until readings are asked for.
+    /// Waits until the agent requests readings.
     pub fn ask(&mut self) {
         while self.asks == 0 {
             let message = self.receive();
@@ -192,7 +193,7 @@ impl Connection {
         came.is_err()
     }
 
-    /// Waits for a notice.
+    /// Waits for a notice, and returns its hazards.
     pub fn notice(&mut self) -> Hazards {
         while self.notices.is_empty() {
             let message = self.receive();
@@ -201,7 +202,7 @@ impl Connection {
         self.notices.remove(0)
     }
 
-    /// Waits for word of an allocation that waits for room, or waits no more.
+    /// Waits for a message about an allocation that begins or ends its wait for VRAM.
     pub fn want(&mut self) -> AgentMessage {
         loop {
             match self.receive() {
@@ -219,7 +220,7 @@ impl Connection {
         while self.stream.read(&mut frame).unwrap_or(0) > 0 {}
     }
 
-    /// Waits for the other side to end the connection: the wakes that came before.
+    /// Waits for the other side to end the connection. Returns the number of wakes that came before.
     pub fn wakes_until_end(mut self) -> usize {
         let mut frame = [0; FRAME_BYTES];
         while self.stream.read_exact(&mut frame).is_ok() {
@@ -228,7 +229,7 @@ impl Connection {
         self.wakes.len()
     }
 
-    /// The counters at the time of the call.
+    /// Reads the counters at the time of the call.
     pub fn page(&self) -> CounterSnapshot {
         let mut bytes = vec![0; PAGE_BYTES];
         self.page.read_exact_at(&mut bytes, 0).unwrap();

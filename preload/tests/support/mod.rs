@@ -1,5 +1,5 @@
-//! What the tests share: the built library, C programs, and a controller that does as
-//! the test says.
+//! Shared parts of the tests: the built library, C programs, and a controller whose orders the test
+//! sends.
 
 #![allow(dead_code, reason = "each test file uses its own part")]
 
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::OnceLock;
 
-/// The built library: named by `AFFINODE_PRELOAD_SO`, else built now.
+/// The path of the built library. It is set by `AFFINODE_PRELOAD_SO`, else the library is built now.
 pub fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| {
@@ -59,7 +59,7 @@ fn folder(compiler: &str) -> PathBuf {
     folder
 }
 
-/// One set of programs: a compiler's, with one kind of driver.
+/// A set of client programs, built by one compiler with one kind of driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Build {
     Glibc,
@@ -99,8 +99,8 @@ impl Build {
     }
 }
 
-/// The folder of another driver: one without a checkpoint interface, or one whose own
-/// references to its functions can be taken over by others.
+/// The folder of another stub driver, built with `flags`: for example one without a checkpoint
+/// interface, or one in which other libraries can replace the functions that it calls itself.
 pub fn other_driver(name: &str, flags: &[&str]) -> PathBuf {
     let built = format!("libcuda-{name}.so");
     let shared = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"];
@@ -110,8 +110,8 @@ pub fn other_driver(name: &str, flags: &[&str]) -> PathBuf {
     path.parent().unwrap().to_owned()
 }
 
-/// The folder of an `nvidia-smi` that says what stands in the file `free`, and adds a
-/// byte to the file `asked` each time; both are in `folder`.
+/// A `PATH` with an `nvidia-smi` in `folder`. It prints the file `free`, and adds a byte to the file
+/// `asked` each time. Both files are in `folder`.
 pub fn nvidia_smi(folder: &Path) -> String {
     use std::os::unix::fs::PermissionsExt;
     let (free, asked) = (folder.join("free"), folder.join("asked"));
@@ -130,13 +130,13 @@ pub struct Client {
 }
 
 impl Client {
-    /// Starts one that reaches the driver by `route`, with more environment.
+    /// Starts a client that reaches the driver by `route`, with additional environment variables.
     pub fn start(build: Build, route: &str, environment: &[(&str, &str)]) -> Client {
         let program = if route == "link" { "linked" } else { "client" };
         Client::start_program(build, &[program, route], environment)
     }
 
-    /// Starts another program of the folder, which answers in the same way.
+    /// Starts another program of the folder, which answers commands as the client does.
     pub fn start_program(build: Build, words: &[&str], environment: &[(&str, &str)]) -> Client {
         let folder = build.programs();
         let mut command = Command::new(folder.join(words[0]));
@@ -161,7 +161,7 @@ impl Client {
         writeln!(self.stdin, "{command}").unwrap();
     }
 
-    /// The client's next line, a number.
+    /// Waits for the client's next line, which is a number.
     pub fn answer(&mut self) -> i64 {
         let mut line = String::new();
         self.stdout.read_line(&mut line).unwrap();
@@ -180,20 +180,21 @@ impl Client {
         self.child.id()
     }
 
-    /// Ends it with SIGTERM, which it does not handle, and waits for that.
+    /// Ends the client with SIGTERM, which it does not handle, and waits for its end.
     pub fn terminate(mut self) {
         let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
         assert!(!self.child.wait().unwrap().success());
     }
 
-    /// Ends its input and waits for its end.
+    /// Closes the client's input and waits for its successful end.
     pub fn finish(mut self) {
         drop(self.stdin);
         assert!(self.child.wait().unwrap().success());
     }
 
-    /// Ends its input: what its exit handlers answer before it ends well.
+    /// Closes the client's input, and returns its exit handlers' answers. The client must end
+    /// successfully.
     pub fn last_answers(mut self) -> Vec<i64> {
         drop(self.stdin);
         let lines = std::io::read_to_string(&mut self.stdout).unwrap();
@@ -215,7 +216,7 @@ impl Client {
         texts.and_then(value).unwrap_or(0)
     }
 
-    /// Names of its threads.
+    /// Names of the client's threads.
     pub fn threads(&self) -> Vec<String> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
         tasks
