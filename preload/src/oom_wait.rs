@@ -247,7 +247,7 @@ pub unsafe fn wanted(
     Some(AllocRequest { bytes, uuid })
 }
 
-/// Lets a call that has failed wait for memory, or ends the wait of one that has not. To be called
+/// Lets a call wait for memory if it has failed, and ends its wait if it has not. To be called
 /// after a call has returned and is no longer counted. True: the call must be repeated. `until_us` is
 /// 0 the first time, and is kept for the next.
 pub fn settle(
