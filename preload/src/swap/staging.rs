@@ -47,7 +47,7 @@ pub struct StagingPool {
     of_file: usize,
     /// 1: all is retained after a restore, if host memory suffices.
     keeps: usize,
-    /// 1: so much was skipped as zero that a copier would not help.
+    /// 1: a large part was skipped as zero, so a copier would not help.
     sparse: usize,
     /// 1: a copier may still be writing to the memory, so it is replaced before its next use.
     tainted: usize,
@@ -328,7 +328,7 @@ impl StagingPool {
         bytes as u64
     }
 
-    /// Whether so much was skipped as zero that a copier would not help the next time.
+    /// Whether so large a part was skipped as zero that a copier would not help the next time.
     pub fn is_sparse(&self) -> bool {
         self.sparse == 1
     }
