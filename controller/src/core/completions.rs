@@ -1,7 +1,7 @@
-//! Reports on orders, and orders without a report in time.
+//! Handles agents' reports on orders, and orders whose report is late.
 //!
-//! A report carries the phase in which the agent left the process. The phase is recorded first,
-//! whatever the outcome. The outcome then decides whether the offload or the restore goes on, is
+//! A report states the phase in which the agent left the process. The phase is recorded first,
+//! whatever the outcome. The outcome then decides whether the offload or restore continues, is
 //! given up, or is tried again.
 
 use affinode_proto::{
@@ -23,10 +23,10 @@ use super::{
     registration::NEVER_MOVED,
 };
 
-/// An order without a report is late this long after its own deadline; the offload is given up
-/// then.
+/// Time after an order's own deadline at which its missing report counts as late. The offload is
+/// then given up.
 const LATE_MS: Millis = 5_000;
-/// A driver call that runs longer than this is shown as slow. It is never cut off.
+/// Time after which a driver call is shown as slow. It is never interrupted.
 const SLOW_MS: Millis = 60_000;
 /// The driver's error for every call after its `exit` handler has run.
 const CUDA_ERROR_DEINITIALIZED: u32 = 4;
@@ -209,8 +209,8 @@ impl Node {
         self.advance(&key);
     }
 
-    /// Handles late orders. A late close or lock gives the offload up; a late driver call is only
-    /// shown.
+    /// Handles late orders. If a close or lock is late, the offload is given up. A late driver call
+    /// is only shown as slow.
     pub(super) fn check_overdue(&mut self, key: &Key) {
         let now = self.now;
         let late = self.processes.of(key).find_map(|(_, p)| {
@@ -232,7 +232,7 @@ impl Node {
     }
 }
 
-/// What a process is busy with, by the `cuda_error` of its report.
+/// Text for the work in progress in a process, from the `cuda_error` of its report.
 fn busy_detail(pid: u32, cuda_error: u32) -> String {
     match cuda_error {
         BUSY_NVML => format!("a thread of process {pid} is inside NVML"),

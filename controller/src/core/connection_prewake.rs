@@ -1,5 +1,5 @@
-//! Prewakes for connections that arrive while a container is offloaded: its next call may be near
-//! (`wake_on = "connection"`).
+//! Prewakes for connections (`wake_on = "connection"`). A connection that arrives while a container
+//! is offloaded may announce a CUDA call.
 //!
 //! ```text
 //! offloaded ──connection count rises──> connection ──half were followed by a call, VRAM free──> prewake
@@ -7,7 +7,7 @@
 //!                                       └── none: miss; counted also without a prewake
 //! ```
 //!
-//! Connections that no call follows, such as health probes, cause no more prewakes after a few
+//! Connections without a following call, such as health probes, cause no more prewakes after a few
 //! misses. Outcomes are counted with and without a prewake, so prewakes resume when the outcomes
 //! change.
 
@@ -20,14 +20,14 @@ use super::{
     policy::{Mode, WakeOn},
 };
 
-/// A call within this time counts as announced by the connection.
+/// Maximum time between a connection and a call that it announced.
 const FOLLOWS_MS: Millis = 30_000;
 /// Number of connections that cause prewakes before outcomes are known.
 const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
-/// Counts are halved beyond this, so old outcomes fade.
+/// Number of connections at which the counts are halved, so that old outcomes lose weight.
 const FADE_AT: u32 = 32;
 
-/// Outcomes of connections that arrived.
+/// Counts of connections, and of those that a call followed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ConnectionOutcomes {
     last: Option<Millis>,
@@ -36,7 +36,8 @@ pub struct ConnectionOutcomes {
 }
 
 impl ConnectionOutcomes {
-    /// Counts a connection. Returns false if it belongs to the one before.
+    /// Counts a connection. Returns false if it is not counted, because the last counted one
+    /// arrived less than 30 s ago.
     fn knock(&mut self, now: Millis) -> bool {
         if self.last.is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
             return false;
@@ -49,7 +50,7 @@ impl ConnectionOutcomes {
         true
     }
 
-    /// Counts a call after a connection.
+    /// Records a call. It counts for the last connection, if that one is recent.
     pub fn used(&mut self, now: Millis) {
         if self.last.take().is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
             self.followed += 1;
@@ -63,7 +64,7 @@ impl ConnectionOutcomes {
 }
 
 impl Node {
-    /// Containers whose connections are to be counted, and a process in the network of each.
+    /// Containers whose connections are counted, each with a process in the container's network.
     pub fn listening(&self) -> impl Iterator<Item = (&Key, u32)> {
         let pid = |key: &Key| self.processes.of(key).map(|(_, p)| p.identity.pid).next();
         let listening = self.containers.iter().filter(|(_, c)| is_listening(c));
@@ -98,7 +99,7 @@ impl Node {
         }
     }
 
-    /// Publishes whether a call followed a prewake.
+    /// Publishes an event that says whether a call followed a prewake.
     pub(super) fn publish_prewake(&mut self, key: &Key, by: Reason, used: bool) {
         let text = match used {
             true => "the container was restored ahead of a call, which came",
@@ -109,7 +110,8 @@ impl Node {
     }
 }
 
-/// Whether connections of the container count: a container offloaded by request waits for a call.
+/// Whether connections of the container count. They do not after an offload by request, because
+/// only a call restores such a container.
 fn is_listening(c: &Container) -> bool {
     c.policy.wake_on == WakeOn::Connection
         && c.state == State::Offloaded

@@ -1,4 +1,4 @@
-//! One container under management. [`affinode_proto::state`] draws its states.
+//! State of one container that Affinode manages. [`affinode_proto::state`] draws its states.
 
 use affinode_proto::{reason::Reason, state::State};
 
@@ -14,11 +14,12 @@ use super::{
     wake_latency::Wakes,
 };
 
-/// An offload after which the container is called within this time was too early.
+/// A call within this time after an offload shows that the offload was too early.
 const EARLY_MS: Millis = 30_000;
-/// After this many forced offloads in a row whose calls did not end, the container is immovable.
+/// Number of forced offloads in a row, each given up because calls did not end, after which the
+/// container is immovable.
 const PUSHES: u32 = 3;
-/// Early wakes in a row that are accepted as chance.
+/// Number of early wakes in a row that do not change the keep-alive, because they may be chance.
 const THRASH: u32 = 2;
 /// Maximum number of times that a learned keep-alive is doubled.
 const MAX_EARLY: u32 = 5;
@@ -28,7 +29,8 @@ const MAX_EARLY: u32 = 5;
 pub enum Goal {
     /// Resident: every process open.
     Resident,
-    /// An offload was requested: host memory and GPUs are surveyed, no process was touched yet.
+    /// An offload was requested. Host memory and GPUs are being surveyed, and no process has been
+    /// changed yet.
     OffloadRequested,
     /// Offloaded: every process checkpointed or copied out.
     Offloaded,
@@ -37,7 +39,7 @@ pub enum Goal {
 /// The state of one container. Only [`super::Node`] changes it.
 #[derive(Clone, Debug)]
 pub struct Container {
-    /// Its names, annotations and places.
+    /// The container's names, annotations and places, as its shim announced them.
     pub spec: ContainerSpec,
     /// The effective policy: annotations, namespace rules and node settings combined.
     pub policy: Policy,
@@ -51,26 +53,27 @@ pub struct Container {
     pub announced_at: Millis,
     /// The residency that the controller works towards.
     pub goal: Goal,
-    /// In this offload the CUDA context is checkpointed too, because another container needs the
+    /// Whether this offload also checkpoints the CUDA context, because another container needs its
     /// VRAM.
     pub evict_context: bool,
-    /// With the engine `auto`: the context stays on the GPU in this offload.
+    /// Whether this offload leaves the context on the GPU. Only with the engine `auto`.
     pub retain_context: bool,
-    /// Measured costs of its offloads and restores, with and without its context.
+    /// Measured costs of the container's offloads and restores, with and without its context.
     pub costs: Costs,
-    /// The offload is forced: a call does not end it.
+    /// Whether the offload is forced: a call does not end it.
     pub forced: bool,
-    /// Forced offloads in a row whose calls did not end.
+    /// Number of forced offloads in a row that were given up because calls did not end.
     pub failed_forced_offloads: u32,
-    /// When a forced offload failed last, or another one failed for a reason that is the
-    /// container's own.
+    /// When an offload last showed that the container cannot be moved: several forced offloads in a
+    /// row failed because calls did not end, or an offload failed for a reason of the container's
+    /// own.
     pub forced_offload_failed_at: Option<Millis>,
     /// Cause of the offload or restore in progress.
     pub cause: Reason,
-    /// The shown reason: why the container was offloaded, why it stays, or what it waits for.
-    /// Reason word and detail.
+    /// The reason shown to users, and its detail: why the container was offloaded, why it stays
+    /// resident, or what it waits for.
     pub reason: (Reason, String),
-    /// The refusal that was published last.
+    /// Reason of the last refusal for which an event was published.
     pub refused: Option<Reason>,
     /// Last use: a call, work on the GPU, a hint or a waiting allocation.
     pub last_use: Millis,
@@ -78,19 +81,20 @@ pub struct Container {
     pub last_called: Millis,
     /// When it was last restored; `None` if it never was.
     pub restored_at: Option<Millis>,
-    /// After a failed offload: no offload before this time.
+    /// Earliest time of the next offload, after one has failed.
     pub offload_not_before: Millis,
-    /// After failed restores: the container does not enter the queue before this time.
+    /// Earliest time at which the container enters the queue again, after failed restores.
     pub restore_not_before: Millis,
-    /// Grants in a row that came to nothing although other processes held their allocations: no
-    /// restore, or no allocation.
+    /// Number of grants in a row that led to neither a restore nor an allocation, while other
+    /// processes held their allocations.
     pub failed_restores: u32,
-    /// Until this time its processes have only a short time to hold their allocations, because
-    /// some ignored an order to hold.
+    /// End of a period in which the container's processes have only a short time to hold their
+    /// allocations, because some ignored an order to hold.
     pub short_hold_until: Millis,
-    /// Number of such periods so far; each is longer than the one before.
+    /// Number of these periods so far. Each is longer than the one before.
     pub ignored_hold_periods: u32,
-    /// Refused and kept holds of its processes since the last such period began.
+    /// Refused and completed holds of the container's processes since the last of these periods
+    /// began.
     pub hold_record: HoldRecord,
     /// When victims were last searched for this container.
     pub eviction_searched_at: Option<Millis>,
@@ -102,7 +106,7 @@ pub struct Container {
     pub offload_began: Option<Millis>,
     /// When VRAM was granted for the restore in progress.
     pub restore_began: Option<Millis>,
-    /// When the first call began to wait in the wake in progress.
+    /// When the first call began to wait, in the wake in progress.
     pub wake_began: Option<Millis>,
     /// Requests of operators that are not answered yet.
     pub commands: Vec<(CommandId, Request)>,
@@ -114,17 +118,19 @@ pub struct Container {
     pub prewake_hold_until: Option<Millis>,
     /// Cause of the last prewake: its history, or a connection.
     pub prewake_reason: Reason,
-    /// Connections accepted on its network so far, counted while it is offloaded.
+    /// Number of connections accepted on the container's network. Counted while the container is
+    /// offloaded.
     pub connections: Option<u64>,
-    /// How often connections that arrived while it was offloaded were followed by a call.
+    /// Counts of connections that arrived while the container was offloaded, and of those that a
+    /// call followed.
     pub connection_outcomes: ConnectionOutcomes,
-    /// The last prewake was not followed by a call.
+    /// Whether the last prewake was not followed by a call.
     pub prewake_missed: bool,
     /// The last hint, and when it was given.
     pub hint: Option<(Hint, Millis)>,
-    /// Early wakes in a row: calls soon after an offload for the idle timeout.
+    /// Number of early wakes in a row: calls soon after an offload for the idle timeout.
     pub early_wakes: u32,
-    /// When it is used next. Only a simulation knows this time.
+    /// Time of the next use. Only a simulation knows it.
     pub next_use: Option<Millis>,
     /// Number of completed offloads.
     pub offloads: u64,
@@ -141,7 +147,7 @@ pub struct Container {
 }
 
 impl Container {
-    /// A container that was just announced, without processes.
+    /// Creates a container that was just announced. It has no processes.
     #[must_use]
     pub fn new(
         spec: ContainerSpec,
@@ -201,8 +207,8 @@ impl Container {
         }
     }
 
-    /// How long without use makes it idle, in milliseconds: learned if the policy says so and the
-    /// history suffices.
+    /// Time without use after which the container is idle, in milliseconds. It is learned if the
+    /// policy says so and the history suffices.
     #[must_use]
     pub fn idle_after_ms(&self) -> Millis {
         if self.hinted_idle() {
@@ -225,8 +231,8 @@ impl Container {
         }
     }
 
-    /// Records a failed offload. Calls that did not end make the container immovable only after
-    /// several forced offloads. Unknown VRAM never does.
+    /// Records a failed offload, and whether it shows that the container is immovable. Calls that
+    /// did not end show this only after several forced offloads. Unknown VRAM never shows it.
     pub fn has_stayed(&mut self, now: Millis, why: Reason) {
         let forced = std::mem::take(&mut self.forced);
         let immovable = match why {
@@ -242,8 +248,8 @@ impl Container {
         }
     }
 
-    /// Records a grant without a restore or an allocation, while other processes held theirs. The
-    /// pause before the next turn doubles each time, up to a minute.
+    /// Records a grant that led to neither a restore nor an allocation, while other processes held
+    /// their allocations. The pause before the next turn doubles each time, up to a minute.
     pub fn has_wasted_a_turn(&mut self, now: Millis) {
         const FIRST_PAUSE_MS: Millis = 250;
         if self.failed_restores > 0 {
@@ -252,7 +258,8 @@ impl Container {
         self.failed_restores = self.failed_restores.saturating_add(1);
     }
 
-    /// Ends a pause if it was long enough, and learns from it. Returns the pause in milliseconds.
+    /// Ends a pause in the container's use and learns from it, if it was long enough. Returns the
+    /// pause in milliseconds.
     pub fn pause_ends(&mut self, now: Millis, node: &mut Pauses) -> Millis {
         let pause_ms = now.saturating_sub(self.last_use);
         if pause_ms >= PAUSE_MS {

@@ -1,8 +1,9 @@
-//! What a container is: its names, annotations and places, as its shim announced it.
+//! Description of a container as its shim announced it: names, annotations and places.
 
 use std::collections::BTreeMap;
 
-/// A container or job, apart from its key. It changes only if it is announced again.
+/// Description of a container or job without its key. It changes only when the container is
+/// announced again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ContainerSpec {
     /// Namespace in containerd.
@@ -25,23 +26,23 @@ pub struct ContainerSpec {
     pub annotations: BTreeMap<String, String>,
     /// `linux.cgroupsPath` of the spec, as written there.
     pub cgroups_path: String,
-    /// The bundle's directory on the host; for a job its lock file.
+    /// The bundle's directory on the host. For a job: its lock file.
     pub bundle: String,
-    /// Tells containers apart that used the same id one after another; 0: unknown.
+    /// Number that differs between containers that use the same id one after another. 0: unknown.
     pub generation: u64,
-    /// User id of a job's owner, by the kernel; `None`: a container.
+    /// User id of a job's owner, as the kernel reports it. `None` for a container.
     pub job_user: Option<u32>,
 }
 
 impl ContainerSpec {
-    /// Namespace that rules match: Kubernetes' if there is one, else containerd's.
+    /// Namespace that rules match: Kubernetes' namespace if there is one, else containerd's.
     #[must_use]
     pub fn rule_namespace(&self) -> &str {
         if self.pod_namespace.is_empty() { &self.namespace } else { &self.pod_namespace }
     }
 
-    /// Name shown to users: `namespace/pod/container`; outside Kubernetes `namespace/name`. Without
-    /// a name the id stands in its place, cut to 12 digits if containerd generated it.
+    /// Name shown to users: `namespace/pod/container`; outside Kubernetes `namespace/name`. A
+    /// container without a name is shown by its id, cut to 12 digits if containerd generated it.
     #[must_use]
     pub fn display_name(&self) -> String {
         const SHORT: usize = 12;

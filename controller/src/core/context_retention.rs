@@ -1,4 +1,4 @@
-//! Whether an offload with the engine `auto` retains the CUDA context on the GPU.
+//! Decides whether an offload with the engine `auto` retains the CUDA context on the GPU.
 //!
 //! ```text
 //! first offload: without context ──> second: context retained ──> both costs are known
@@ -6,8 +6,8 @@
 //!                   than the later eviction of contexts costs their waiters
 //! ```
 //!
-//! Retained contexts take at most an eighth of a GPU, and none is retained while a container
-//! waits. A waiter that needs their VRAM evicts them (`eviction.rs`), only later.
+//! Retained contexts take at most an eighth of a GPU. None is retained while a container waits. A
+//! later waiter that needs their VRAM evicts them (`eviction.rs`).
 
 use affinode_proto::wire::Phase;
 
@@ -32,15 +32,15 @@ pub struct Costs {
     pub deep: Option<Cost>,
     /// Last cost with the context retained.
     pub shallow: Option<Cost>,
-    /// Number of offloads since the other way was measured last.
+    /// Number of offloads since the other variant (context retained or checkpointed) was measured.
     since: u32,
 }
 
-/// After this many offloads the other way is measured again.
+/// Number of offloads after which the other variant is measured again.
 const AGAIN: u32 = 32;
-/// Weight of the past in the average of `context_evicted_share`, in offloads.
+/// Weight of earlier offloads in the average of `context_evicted_share`, as a number of offloads.
 const REMEMBERED: u32 = 8;
-/// The share that stands for all offloads.
+/// Denominator of `context_evicted_share`: the value for a share of 100 %.
 const ALL: u32 = 1 << 10;
 
 impl Costs {
@@ -66,7 +66,7 @@ impl Costs {
 }
 
 impl Node {
-    /// Chooses whether the offload that begins retains the context.
+    /// Decides whether the offload that begins retains the context.
     pub(super) fn choose_context_retention(&mut self, key: &Key) {
         let stays = self.keeps_context(key);
         if let Some(container) = self.containers.get_mut(key) {
@@ -93,8 +93,8 @@ impl Node {
             && self.have_room_for_contexts(key)
     }
 
-    /// Whether the retained contexts, with this one and those of offloads in progress, take at
-    /// most an eighth of each GPU.
+    /// Whether retained contexts take at most an eighth of each GPU. Includes this container's
+    /// contexts and those of offloads in progress.
     fn have_room_for_contexts(&self, key: &Key) -> bool {
         let stays = |p: &Process| match p.phase {
             Phase::CopiedOut => p.vram.clone(),
@@ -111,7 +111,7 @@ impl Node {
         })
     }
 
-    /// Learns the cost of an offload after its restore.
+    /// Records the cost of an offload after its restore.
     pub(super) fn learn_cost(&mut self, key: &Key) {
         let Some(container) = self.containers.get_mut(key) else { return };
         let Container { evict_context: deep, retain_context: shallow, .. } = *container;
@@ -132,7 +132,7 @@ impl Node {
 }
 
 impl Process {
-    /// VRAM that a copy out leaves on the process's GPUs.
+    /// VRAM that stays in use on the process's GPUs after a copy out.
     fn remaining(&self) -> Vec<DeviceBytes> {
         let gone = self.vram_freed_by_copy();
         let left = self.vram.iter().zip(gone);
@@ -163,7 +163,7 @@ mod tests {
         assert!(!known.keeps_context(0), "2 % are not worth a context");
     }
 
-    /// The figures are those of an H200: 1 GiB and 24 GiB of a process.
+    /// The figures were measured on an H200, for processes with 1 GiB and 24 GiB.
     #[test]
     fn context_is_kept_where_it_saves_more_time() {
         let small = costs((450, 186), (60, 40));

@@ -1,6 +1,6 @@
-//! Backoff after a copier that could not serve. Each further failure on a GPU doubles the pause
-//! before the next start. The cause of one failure may pass quickly, while a refusal of the driver
-//! usually lasts.
+//! Pauses between failed starts of a copier. Each further failure on a GPU doubles the pause before
+//! the next start: the cause of one failure may end quickly, while a refusal of the driver usually
+//! lasts.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ const FIRST_MS: Millis = 5_000;
 /// Longest pause, after any number of failures.
 const MAX_BACKOFF_MS: Millis = 300_000;
 
-/// Failures by UUID of the GPU.
+/// Failures of copiers. Key: UUID of the GPU.
 #[derive(Debug, Default)]
 pub(super) struct RestartBackoff(BTreeMap<String, CopierFailure>);
 
@@ -30,12 +30,12 @@ impl RestartBackoff {
         pause_ms
     }
 
-    /// Clears the failures of a GPU whose copier serves.
+    /// Clears the recorded failures of a GPU when its copier is ready.
     pub(super) fn forget(&mut self, uuid: &str) {
         self.0.remove(uuid);
     }
 
-    /// Whether a copier may be started on a GPU.
+    /// Whether a copier may be started on a GPU now.
     pub(super) fn allow(&self, uuid: &str, now: Millis) -> bool {
         self.0.get(uuid).is_none_or(|failure| now >= failure.until)
     }

@@ -1,5 +1,5 @@
-//! When processes use the copiers of their GPUs, and the barrier between copiers and proofs of free
-//! VRAM. The copiers themselves are in `copiers.rs`.
+//! Decides when processes use the copiers of their GPUs, and keeps copiers from taking VRAM while
+//! VRAM is being proven free. The copiers themselves are in `copiers.rs`.
 
 use affinode_proto::wire::{Capabilities, ProcessFlags, copier::CopierReport};
 
@@ -36,13 +36,13 @@ impl Node {
         self.copiers.attach(self.now, process, most_bytes, domain, ahead, &mut self.effects)
     }
 
-    /// Whether a copier may be used on a GPU now: the VRAM of a new one would be missing for a
-    /// waiter, or while free VRAM is being proven.
+    /// Whether a copier may be used on a GPU now. A new copier takes VRAM, so none is started while
+    /// a container waits or VRAM is being proven free.
     fn may_have_copier(&self, uuid: &str) -> bool {
         self.settings.copiers && (self.is_settled() || self.copiers.has_ready(uuid))
     }
 
-    /// Lets the copier of a process that is ordered to restore fill its memory.
+    /// Orders the copier of a process that is being restored to fill the process's memory.
     pub(super) fn fill_memory(&mut self, id: ProcessId) {
         let most_bytes = self.offloaded_bytes_of(id);
         self.copiers.fill(self.now, id, most_bytes, &mut self.effects);
@@ -60,15 +60,16 @@ impl Node {
         self.copiers.exited(self.now, id, &mut self.effects);
     }
 
-    /// A process has no connection to its copier: it copies by itself. A resident one need not
-    /// prefault; one that leaves is using its prefaulted memory.
+    /// Records that a process has no connection to its copier and copies by itself. A resident
+    /// process is released from prefaulting. A process that is being offloaded is already using its
+    /// prefaulted memory.
     pub(super) fn not_attached(&mut self, id: ProcessId) {
         if self.copiers.detach(id) {
             self.end_prefault(id);
         }
     }
 
-    /// Ends copiers whose VRAM a container waits for, and those without offloaded processes.
+    /// Ends copiers whose VRAM a container waits for, and copiers without offloaded processes.
     pub(super) fn keep_copiers(&mut self) {
         let mut copiers = std::mem::take(&mut self.copiers);
         let leaves = |process| self.is_leaving(process);
@@ -82,8 +83,9 @@ impl Node {
         self.copiers = copiers;
     }
 
-    /// Asks NVML for the samples of the grants whose allocations are held, unless a copier moves
-    /// memory: what is free now may not be free in a moment. This is the only place that asks.
+    /// Requests NVML samples for the grants whose allocations are held. Does nothing while a copier
+    /// starts or ends, because free VRAM may then be taken a moment later. No other function
+    /// requests these samples.
     pub(super) fn prove_when_copiers_rest(&mut self) {
         let waits = |stage: &Stage| *stage == Stage::AwaitingCopiers;
         if !self.grants.values().any(|grant| waits(&grant.stage)) {
@@ -100,15 +102,16 @@ impl Node {
         }
     }
 
-    /// The GPU and the swappable bytes of a process that a copier can offload. `None`: its library
-    /// cannot, another method is used, the process has memory on several GPUs, or it reported that
-    /// no copier can restore it.
+    /// The GPU of a process whose memory a copier can copy out, and its swappable bytes. `None` if
+    /// its library cannot use a copier, another method is used, the process has memory on several
+    /// GPUs, or it reported that no copier can restore it.
     pub(super) fn offloads_through_copier(&self, id: ProcessId) -> Option<(String, u64)> {
         let process = self.processes.get(&id).filter(|p| p.can(Capabilities::USES_COPIER))?;
         self.for_copier(process, process.offloaded_vram.as_deref()?)
     }
 
-    /// The same for the VRAM `held`: what the process has now, or had before its offload.
+    /// Like `offloads_through_copier`, but for the VRAM `held`: what the process has now, or had
+    /// before its offload.
     pub(super) fn for_copier(
         &self,
         process: &Process,

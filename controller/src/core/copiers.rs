@@ -1,6 +1,6 @@
-//! The copiers of the node: at most one process per GPU with offloaded processes. Here is decided
-//! which GPU has one, which processes it serves, when it ends, and when a proof of free VRAM waits
-//! for it.
+//! The copiers of the node: at most one process for each GPU with offloaded processes. This module
+//! decides which GPU has a copier, which processes it serves, when it ends, and when a proof of
+//! free VRAM waits for it.
 //!
 //! ```text
 //! none ──offload or prefault begins──> Starting ──CopierReport: Ready──> Ready
@@ -10,9 +10,10 @@
 //!   └──────────CopierExited──────────── ending <───────────────────────────┘
 //! ```
 //!
-//! A copier that starts or ends moves memory: VRAM that is free now may not be free in a moment.
-//! So a proof waits until no copier does, and copiers register nothing meanwhile
-//! ([`super::Effect::HoldCopier`]). None is started while a container waits or VRAM is promised.
+//! A copier that starts or ends takes or frees VRAM, so free VRAM may be taken a moment later. A
+//! proof therefore waits until no copier starts or ends, and copiers register no memory during a
+//! proof ([`super::Effect::HoldCopier`]). No copier is started while a container waits or VRAM is
+//! promised.
 //!
 //! A copier is optional: a process without one, or whose copier has ended, restores its memory
 //! itself. The processes and sockets of copiers are in `controller/src/copier`.
@@ -24,13 +25,14 @@ use foldhash::fast::FixedState;
 
 use super::{Domain, Effect, Millis, ProcessId, copier_backoff::RestartBackoff};
 
-/// A copier without an attached process ends after this time.
+/// Time without an attached process after which a copier ends.
 pub(super) const LINGER_MS: Millis = 30_000;
-/// A fill that takes longer counts as over, even without a report.
+/// Time after which a fill counts as ended, even without a report.
 const FILL_MS: Millis = 20_000;
-/// A start that takes longer counts as failed: proofs of free VRAM wait for it.
+/// Time limit for a copier's start, because proofs of free VRAM wait for it. A slower start counts
+/// as failed.
 pub(super) const START_MS: Millis = 5_000;
-/// An end that takes longer is not waited for.
+/// Time for which a proof of free VRAM waits for a copier's end.
 pub(super) const END_MS: Millis = 5_000;
 
 /// The number of a copier. Numbers are not reused.
@@ -40,23 +42,23 @@ pub struct CopierId(pub u64);
 /// Why a copier is ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopierEnd {
-    /// It has served no process for a while.
+    /// The copier has had no process for a while.
     Unused,
-    /// A container waits for its VRAM.
+    /// A container waits for the VRAM that the copier takes.
     MakesRoom,
-    /// Its connection ended, or its process.
+    /// The copier's connection or its process ended.
     Lost,
-    /// It never was ready. None is started on its GPU for this time.
+    /// The copier was never ready. No other copier is started on its GPU during the pause.
     NeverReady {
         /// Time before the next start, in milliseconds.
         pause_ms: Millis,
     },
 }
 
-/// Whether a copier serves.
+/// Stage of a copier: starting, or ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CopierStage {
-    /// It creates its context since this time.
+    /// The copier has been creating its CUDA context since this time.
     Starting(Millis),
     Ready,
 }
@@ -67,24 +69,25 @@ struct GpuCopier {
     stage: CopierStage,
     /// When a process was attached last.
     used_at: Millis,
-    /// Whether it is unregistering memory of processes that are resident again.
+    /// Whether the copier is unregistering memory of processes that are resident again.
     unregisters: bool,
-    /// The process that it fills now, and since when; `None`: no fill in progress.
+    /// The process whose memory the copier fills, and when it began. `None`: no fill is in
+    /// progress.
     filling: Option<(ProcessId, Millis)>,
     /// Size of the files with deduplicated memory, in bytes.
     stored_bytes: u64,
 }
 
-/// What a copier has of a process.
+/// State of a process's memory in its copier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AttachmentState {
-    /// The process is resident, and was attached ahead of its offload. Its prefaulted memory is
-    /// registered, or will be.
+    /// The process is resident, and was attached before its offload. `prefaulted`: its prefaulted
+    /// memory is registered. Otherwise it is still to be registered.
     Ahead { prefaulted: bool },
-    /// The process is being offloaded. Its memory was registered before, and is not copied yet; or
-    /// it will be registered.
+    /// The process is being offloaded. `prefaulted`: its memory was registered before the offload,
+    /// and is not copied yet. Otherwise it is still to be registered.
     Offloading { prefaulted: bool },
-    /// The memory of the offloaded process is registered: it can be filled.
+    /// The memory of the offloaded process is registered, so the copier can fill it.
     Registered,
 }
 
@@ -96,7 +99,7 @@ struct AttachedProcess {
     shared_bytes: u64,
 }
 
-/// What users see of the copier of a GPU.
+/// Figures about the copier of a GPU that users see.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopierFigures {
     /// Resident processes whose prefaulted memory is registered.
@@ -120,24 +123,24 @@ pub struct CopierFigures {
 pub(super) struct CopierRegistry {
     by_gpu: BTreeMap<String, GpuCopier>,
     attached: BTreeMap<ProcessId, AttachedProcess>,
-    /// Copiers that were ended and whose processes have not exited yet, and since when: the driver
-    /// may still hold memory for them.
+    /// Copiers that were ended and whose processes have not exited yet, and when they were ended.
+    /// The driver may still hold memory for them.
     ending: BTreeMap<CopierId, Millis>,
     backoff: RestartBackoff,
     restores: BTreeMap<String, u64>,
     offloads: BTreeMap<String, u64>,
-    /// The number of each dedup domain, from 1. Numbers are not reused; there are as many as there
-    /// were namespaces.
+    /// The number of each dedup domain, from 1. Numbers are not reused, so a domain keeps its
+    /// number.
     domains: HashMap<Domain, u64, FixedState>,
     started: u64,
     held: bool,
 }
 
 impl CopierRegistry {
-    /// Attaches a process to the copier of its GPU, and starts that copier if there is none; the
-    /// process need not wait for it. The process has at most `most_bytes` there. With a `domain` the
-    /// copier may deduplicate its memory with other processes of that domain. `ahead`: the process
-    /// stays resident for now. Returns false while no copier may be started.
+    /// Attaches a process to the copier of its GPU, and starts that copier if there is none. The
+    /// process need not wait for it. `most_bytes`: maximum memory of the process in the copier.
+    /// `domain`: the copier may deduplicate the memory with other processes of this domain.
+    /// `ahead`: the process stays resident for now. Returns false while no copier may be started.
     pub(super) fn attach(
         &mut self,
         now: Millis,
@@ -185,8 +188,8 @@ impl CopierRegistry {
         true
     }
 
-    /// Called when a process is offloaded: whether it was attached ahead to this GPU's copier. A
-    /// second connection would discard what is registered.
+    /// Whether a process whose offload begins was attached to this GPU's copier before. It must
+    /// then keep its connection, because a second one would discard the registered memory.
     pub(super) fn was_attached_ahead(&mut self, process: ProcessId, uuid: &str) -> bool {
         let attached = self.attached.get_mut(&process).filter(|attached| attached.uuid == uuid);
         match attached.map(|attached| &mut attached.attachment) {
@@ -199,15 +202,16 @@ impl CopierRegistry {
         }
     }
 
-    /// Forgets a process: it needs its copier no longer, or has no connection to it. Reports of the
-    /// copier about it are ignored from now on. Returns whether it was attached ahead of an offload.
+    /// Removes a process that no longer needs its copier, or has no connection to it. Later reports
+    /// of the copier about it are ignored. Returns whether it was attached before an offload.
     pub(super) fn detach(&mut self, process: ProcessId) -> bool {
         let attached = self.attached.remove(&process);
         attached.is_some_and(|a| matches!(a.attachment, AttachmentState::Ahead { .. }))
     }
 
-    /// A process is being restored, with this much VRAM: its copier fills the memory, if it has it
-    /// registered.
+    /// Orders the copier of a process that is being restored to fill the process's memory, up to
+    /// `most_bytes` of granted VRAM. Does nothing if the copier has not registered the memory of
+    /// that process.
     pub(super) fn fill(
         &mut self,
         now: Millis,
@@ -228,8 +232,8 @@ impl CopierRegistry {
         self.by_gpu.get(uuid).is_some_and(|copier| copier.stage == CopierStage::Ready)
     }
 
-    /// Whether a copier is still creating its context, or still ending: VRAM that is free now may
-    /// not be free in a moment. A copier that has not exited after `END_MS` is ignored.
+    /// Whether a copier is still creating its context or still ending, so that free VRAM may be
+    /// taken a moment later. A copier that has not exited after `END_MS` is ignored.
     pub(super) fn is_moving(&self, now: Millis) -> bool {
         self.ending.values().any(|since| now.saturating_sub(*since) < END_MS)
             || self.by_gpu.values().any(|copier| copier.stage != CopierStage::Ready)
@@ -245,7 +249,7 @@ impl CopierRegistry {
     }
 
     /// Ends the copiers of GPUs on which a container waits for VRAM. A copier that is filling a
-    /// process or copying one out goes on: its work ends sooner, or frees VRAM itself.
+    /// process or copying one out continues: its work ends sooner, or frees VRAM itself.
     pub(super) fn make_room(
         &mut self,
         now: Millis,
@@ -273,7 +277,8 @@ impl CopierRegistry {
         over.iter().for_each(|uuid| self.end(now, uuid, CopierEnd::MakesRoom, effects));
     }
 
-    /// Ends copiers that had no process for `LINGER_MS`, or that do not become ready.
+    /// Ends copiers that had no process for `LINGER_MS`, and copiers that do not become ready in
+    /// time.
     pub(super) fn tick(&mut self, now: Millis, effects: &mut Vec<Effect>) {
         self.ending.retain(|_, since| now.saturating_sub(*since) < END_MS);
         let used: BTreeSet<&String> = self.attached.values().map(|a| &a.uuid).collect();
@@ -298,20 +303,20 @@ impl CopierRegistry {
         }
     }
 
-    /// The connection of a copier ended. Its process may still live.
+    /// Records that the connection of a copier ended. The copier's process may still run.
     pub(super) fn ended(&mut self, now: Millis, id: CopierId, effects: &mut Vec<Effect>) {
         if let Some(uuid) = self.gpu_of(id) {
             self.end_lost(now, &uuid, effects);
         }
     }
 
-    /// The process of a copier has exited: it holds no memory any longer.
+    /// Records that the process of a copier has exited. It no longer holds memory.
     pub(super) fn exited(&mut self, now: Millis, id: CopierId, effects: &mut Vec<Effect>) {
         self.ended(now, id, effects);
         self.ending.remove(&id);
     }
 
-    /// Takes over a report of a copier. One of a copier that was ended is ignored.
+    /// Handles a report of a copier. A report of an ended copier is ignored.
     pub(super) fn report(&mut self, id: CopierId, report: CopierReport) {
         let Some(uuid) = self.gpu_of(id) else { return };
         let Some(copier) = self.by_gpu.get_mut(&uuid) else { return };
@@ -357,7 +362,7 @@ impl CopierRegistry {
         }
     }
 
-    /// What users see of the copier of a GPU.
+    /// Figures about the copier of a GPU that users see.
     pub(super) fn figures(&self, uuid: &str) -> CopierFigures {
         let here = || self.attached.values().filter(|attached| attached.uuid == uuid);
         let count = |matches: fn(AttachmentState) -> bool| {
@@ -379,7 +384,8 @@ impl CopierRegistry {
         }
     }
 
-    /// Ends a copier that is lost or stuck. One that never was ready counts as a failure.
+    /// Ends a copier that lost its connection or does not respond. If it was never ready, this
+    /// counts as a failed start.
     fn end_lost(&mut self, now: Millis, uuid: &str, effects: &mut Vec<Effect>) {
         let why = match self.has_ready(uuid) {
             true => CopierEnd::Lost,
@@ -409,12 +415,12 @@ impl CopierRegistry {
         self.by_gpu.iter().find(|(_, copier)| copier.id == id).map(|(uuid, _)| uuid.clone())
     }
 
-    /// An attached process, by the number that the copier uses.
+    /// The attached process with this number in the copier's reports.
     fn member(&mut self, process: u64, uuid: &str) -> Option<&mut AttachedProcess> {
         self.attached.get_mut(&ProcessId(process)).filter(|attached| attached.uuid == uuid)
     }
 
-    /// The number by which copiers know a domain; 0: no domain.
+    /// The number of a domain in orders to copiers. 0: no domain.
     fn number_of(&mut self, domain: Option<Domain>) -> u64 {
         let next = self.domains.len() as u64 + 1;
         domain.map_or(0, |domain| *self.domains.entry(domain).or_insert(next))

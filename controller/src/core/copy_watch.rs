@@ -1,24 +1,24 @@
-//! Copies out in progress, and host memory that other processes take meanwhile.
+//! Watches host memory during copy outs, and cancels a copy out for which it no longer suffices.
 //!
-//! A copy out is promised its memory before its first byte. But a neighbour in the pod, or another
-//! process on the node, may take some of it while it is filled. The library sees the node and its
-//! container's own limit. Only the controller sees the limits above:
+//! Host memory is promised to a copy out before it starts. Another process of the pod or the node
+//! can still take some of it during the copy. The library checks the node's free memory and the
+//! container's own limit. Only the controller can check the limits of the cgroups above:
 //!
 //! ```text
-//! copy ordered ──> levels read, again and again ──> less free than the copy has still to touch?
-//!                                                     no: goes on
-//!                                                     yes: turned back ──> NoHostMemory, undone
+//! copy ordered ──> free memory read every 20 ms ──> less free than the copy has still to touch?
+//!                                                         no: continues
+//!                                                         yes: cancelled ──> NoHostMemory, undone
 //! ```
 //!
-//! The bytes that a copy has still to touch are in its process's counters: the container's claim.
-//! They are compared with what is free for that container alone, so a false claim turns back the
-//! container's own copies, or leaves them to its own limits.
+//! The counters of a process show how many bytes its copy has still to write. The container can
+//! falsify them. They are compared only with the free memory of that same container, so a false
+//! value affects no other container.
 
 use affinode_proto::wire::message::Action;
 
 use super::{Effect, Key, Millis, Node, ProcessId, host_memory::MemoryPool, process::Process};
 
-/// Interval at which the levels of host memory are read during a copy out, in milliseconds.
+/// Interval at which free host memory is read during a copy out, in milliseconds.
 pub const LEVELS_INTERVAL_MS: Millis = 20;
 
 /// A container with a copy out in progress.
@@ -26,11 +26,12 @@ pub const LEVELS_INTERVAL_MS: Millis = 20;
 pub struct CopyInProgress {
     /// The container that is copied out.
     pub key: Key,
-    /// Its processes that copy now, with their host pids.
+    /// The container's processes that copy now, with their host pids.
     pub processes: Vec<(ProcessId, u32)>,
 }
 
-/// Free host memory of a container, at each level that pays for its memory.
+/// A container, and its free host memory at each level (its cgroups and the node) that is charged
+/// for its memory.
 pub type Levels = (Key, Vec<MemoryPool>);
 
 impl Node {
@@ -45,8 +46,8 @@ impl Node {
         copies.filter(|copy| !copy.processes.is_empty()).collect()
     }
 
-    /// Turns back each copy out that still needs more host memory than is free. The free memory was
-    /// read before the counters. A copy may have progressed in between, so its need can be
+    /// Cancels each copy out that needs more host memory than is free. The free memory was read
+    /// before the counters. A copy may have progressed in between, so its need can be
     /// underestimated but not overestimated.
     pub(super) fn host_levels_read(&mut self, levels: Vec<Levels>) {
         for (key, pools) in levels {

@@ -1,31 +1,33 @@
-//! The dedup domain of a container (`policy.dedup`): memory is deduplicated within one tenant
-//! only, because sharing reveals that another container has the same content.
+//! The dedup domain of a container (`policy.dedup`). Memory is deduplicated within one tenant only,
+//! because sharing reveals that another container has the same content.
 
 use affinode_proto::wire::Capabilities;
 
 use super::{ContainerSpec, Node, ProcessId};
 
-/// Processes of the same domain may store identical content once.
+/// A set of processes that may store identical content once.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Domain {
-    /// Containers. Kubernetes and containerd may use the same name for a namespace.
+    /// Containers of one namespace. Both names are compared, because Kubernetes and containerd may
+    /// use the same name for a namespace.
     Containers {
         /// Namespace of the container in containerd.
         containerd: String,
         /// Namespace in Kubernetes; empty outside Kubernetes.
         pod: String,
     },
-    /// Jobs. They are no containers, whatever their namespace is called.
+    /// Jobs of one user and namespace. They are separate from containers, whatever their namespace
+    /// is called.
     Jobs {
-        /// User id of the job's owner, by the kernel: names may be equal.
+        /// User id of the job's owner, as the kernel reports it. User names may be equal.
         uid: u32,
-        /// Namespace of the job; root may choose it.
+        /// Namespace of the job. Root may choose it.
         namespace: String,
     },
 }
 
 impl Domain {
-    /// The domain of a container or job. `None`: without a namespace memory is not shared.
+    /// The domain of a container or job. `None`: it has no namespace, so its memory is not shared.
     #[must_use]
     pub fn of(spec: &ContainerSpec) -> Option<Domain> {
         let namespace = spec.namespace.clone();
@@ -40,7 +42,8 @@ impl Domain {
 }
 
 impl Node {
-    /// The dedup domain of a process; `None` if its policy has no dedup, or its library cannot.
+    /// The dedup domain of a process. `None` if its policy has no dedup, or its library does not
+    /// support it.
     pub(super) fn domain_of(&self, id: ProcessId) -> Option<Domain> {
         let process = self.processes.get(&id).filter(|p| p.can(Capabilities::DEDUPS))?;
         let container = self.containers.get(&process.key).filter(|c| c.policy.dedup)?;

@@ -1,4 +1,4 @@
-//! Effects: what the controller executes for the node.
+//! Effects: the actions that decisions of the node lead to. The controller executes them.
 
 use affinode_proto::{reason::Reason, state::State, wire::message::ControllerMessage};
 use serde::{Deserialize, Serialize};
@@ -17,27 +17,27 @@ pub struct RecordedProcess {
     pub pid: u32,
     /// Start time in clock ticks.
     pub start_ticks: u64,
-    /// VRAM that it held at its offload and needs for its restore.
+    /// VRAM that the process held at its offload and needs for its restore.
     pub offloaded: Vec<DeviceBytes>,
-    /// UUID of the GPU of a migration in progress, if it is another than its own.
+    /// UUID of the target GPU of a migration in progress. `None`: the restore is on its own GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
 }
 
-/// What is about to happen to the processes of a record.
+/// The step that a journal record announces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum JournalStep {
-    /// They are being offloaded, or are offloaded.
+    /// The processes are being offloaded, or are offloaded.
     Checkpoint,
-    /// They may be taking VRAM.
+    /// The processes are being restored and may be taking VRAM.
     Restore,
 }
 
-/// A journal record: written before each step that moves memory.
+/// A journal record of a container. It is written before each step that moves memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// What is about to happen to them.
+    /// The step that is about to begin.
     pub step: JournalStep,
     /// Every process of the container that is offloaded or about to be.
     pub processes: Vec<RecordedProcess>,
@@ -67,20 +67,21 @@ pub struct Change {
 /// One thing to do. Effects are executed in the order given.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Effect {
-    /// Send a message to an agent. A connection that does not accept it is cut.
+    /// Send a message to an agent. If the connection does not accept it, the connection is closed.
     Send(ProcessId, ControllerMessage),
-    /// Forget the process: stop watching its pidfd and reading its counters.
+    /// Remove the process: stop watching its pidfd and reading its counters.
     Drop(ProcessId),
-    /// Write the record; `None` removes it. It must be on disk before the next effect.
+    /// Write the journal record; `None` removes it. It must be on disk before the next effect is
+    /// executed.
     Journal(Key, Option<Record>),
-    /// Read GPUs, cgroups and process states; report with [`super::Input::Surveyed`].
+    /// Read GPUs, cgroups and process states. Report the result with [`super::Input::Surveyed`].
     Survey {
         /// The container to survey.
         key: Key,
         /// Host pids and the bytes that would move to host memory; 0 if unknown.
         processes: Vec<(u32, u64)>,
     },
-    /// Read the GPUs now; report with [`super::Input::Proven`] and the same number.
+    /// Read the GPUs now. Report the result with [`super::Input::Proven`] and the same number.
     Prove(Key, u64),
     /// Start a copier on a GPU.
     StartCopier {
@@ -89,8 +90,8 @@ pub enum Effect {
         /// UUID of its GPU.
         gpu: String,
     },
-    /// Give a process a connection to a copier. Report with [`super::Input::NotAttached`] that it
-    /// has none.
+    /// Give a process a connection to a copier. If that fails, report
+    /// [`super::Input::NotAttached`].
     AttachCopier {
         /// The copier.
         copier: CopierId,
@@ -101,7 +102,7 @@ pub enum Effect {
         /// Dedup domain: content may be shared with processes of the same number. 0: no sharing.
         domain: u64,
     },
-    /// Tell a copier that VRAM is granted and proven for a process: fill its memory.
+    /// Order a copier to fill the memory of a process whose VRAM is granted and proven free.
     FillMemory {
         /// The copier.
         copier: CopierId,
@@ -110,33 +111,34 @@ pub enum Effect {
         /// Granted VRAM in bytes.
         most_bytes: u64,
     },
-    /// Tell a copier to take no VRAM except what [`Effect::FillMemory`] orders, or that it may again.
+    /// Order a copier to take no VRAM except for [`Effect::FillMemory`], or to continue as usual.
     HoldCopier {
         /// The copier.
         copier: CopierId,
-        /// True: VRAM is being proven or taken. False: it may go on.
+        /// True: VRAM is being proven or taken. False: the copier continues as usual.
         on: bool,
     },
-    /// End a copier. Report with [`super::Input::CopierExited`] that its process has exited.
+    /// End a copier. When its process has exited, report [`super::Input::CopierExited`].
     EndCopier {
         /// The copier.
         copier: CopierId,
         /// Why it ends, for the log.
         why: CopierEnd,
     },
-    /// Order a process to stop its copy out between two steps and to undo it.
+    /// Order a process to cancel its copy out and to undo it.
     TurnBack(ProcessId),
-    /// End a process, if pid and start time still match: SIGTERM, or SIGKILL by force.
+    /// End a process if its pid and start time still match. Sends SIGTERM, or SIGKILL with
+    /// `by_force`.
     End {
         /// The process to end.
         identity: Identity,
-        /// Whether it was asked before and did not end.
+        /// Whether the process has had SIGTERM before and did not end.
         by_force: bool,
     },
-    /// Answer a request with a response.
+    /// Answer a waiting request with a response.
     Answer(CommandId, ActionResult),
     /// Publish a change of a container's state.
     Changed(Change),
-    /// Publish an event. The publisher sets its number and time.
+    /// Publish an event. The publisher adds its number and time.
     Publish(Box<NodeEvent>),
 }

@@ -1,4 +1,4 @@
-//! Whether a container may be offloaded now, and if not, why.
+//! Decides whether a container may be offloaded now, and gives the reason if not.
 
 use affinode_proto::{event::EventKind, reason::Reason, state::State, wire::Hazards};
 
@@ -24,12 +24,12 @@ pub(super) fn hazard_reason(hazards: Hazards) -> Option<Reason> {
     HAZARDS.iter().find(|(bit, _)| hazards.intersects(*bit)).map(|(_, reason)| *reason)
 }
 
-/// Time without a call after which running work is shown as the reason that the container stays.
+/// Time without a call after which the shown reason for staying resident is the running GPU work.
 const QUIET_MS: Millis = 2_000;
 
 impl Node {
-    /// Whether the container may be offloaded now; otherwise why not. `asked`: an operator or a
-    /// waiter asks, so mode, idleness and residency do not matter.
+    /// Whether the container may be offloaded now, otherwise the reason. `asked`: an operator or a
+    /// waiter requests it, so mode, idleness and minimum residency do not matter.
     pub(super) fn check_offload(&self, key: &Key, asked: bool) -> Result<(), (Reason, String)> {
         let refuse = |reason: Reason| Err((reason, String::new()));
         let Some(c) = self.containers.get(key) else {
@@ -115,7 +115,7 @@ impl Node {
         }
     }
 
-    /// Whether the container holds less VRAM than is worth an offload.
+    /// Whether the container holds too little VRAM for an offload (`minimum_vram_bytes`).
     pub(super) fn is_too_small(&self, key: &Key) -> bool {
         let least = self.containers.get(key).map_or(0, |c| c.policy.minimum_vram_bytes);
         let held = || -> u64 { self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum() };
@@ -129,7 +129,8 @@ impl Node {
         cut.filter(|gpu| holds(&gpu.uuid)).map(|gpu| gpu.index).next()
     }
 
-    /// Publishes that the container stays, and why; once per reason.
+    /// Publishes that the container stays resident, and why. The event is published once per
+    /// reason.
     pub(super) fn refuse_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
         let Some(container) = self.containers.get_mut(key) else {
             return;
@@ -174,7 +175,7 @@ impl Node {
     }
 }
 
-/// Whether the reason lies in the process itself: it will not pass, so it is published.
+/// Whether the reason lies in the process itself. Such a reason is permanent, so it is published.
 pub(super) fn is_unsafe(reason: Reason) -> bool {
     reason == Reason::Mig || HAZARDS.iter().any(|(_, hazard)| *hazard == reason)
 }
