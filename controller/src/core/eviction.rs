@@ -5,12 +5,12 @@
 //!                          └─> victims: not in use, resident long enough, not above the waiter's priority
 //! ```
 //!
-//! A victim that is copied out keeps its context on the GPU. If its context is needed too, that is
-//! checkpointed as well.
+//! A victim that is copied out keeps its CUDA context on the GPU. If that VRAM is needed too, the
+//! context is checkpointed.
 //!
-//! The first waiter is served first. No later waiter may take VRAM that is freed for it, and a
-//! victim that is called again waits behind it. So two containers that need each other's VRAM take
-//! turns of at least the minimum residency.
+//! The first waiter is served first. No later waiter may take VRAM that is freed for it. A victim
+//! that is called again waits behind it. So two containers that need each other's VRAM take turns
+//! of at least the minimum residency.
 
 use affinode_proto::{reason::Reason, state::State, wire::Phase};
 
@@ -24,19 +24,19 @@ use super::{
     victims::{self, Candidate},
 };
 
-/// Time without use that makes a neighbour a victim, if its own idle timeout is not shorter. A
+/// Time without use after which a neighbour is a victim, unless its own idle timeout is shorter. A
 /// shorter time would evict programs that are only loading data.
 const FREE_MS: Millis = 10_000;
 /// Interval between two searches for victims, per waiter.
 const SEEK_MS: Millis = 100;
-/// A waiter that waited this long evicts what it can, even if that does not suffice yet.
+/// Waiting time after which a waiter evicts all victims that help, even if they do not suffice yet.
 const GATHER_MS: Millis = 30_000;
-/// Lead of a prewake before the expected call, at least.
+/// Minimum time between a prewake and the expected call.
 const LEAD_MS: Millis = 5_000;
 
 impl Node {
     /// Evicts neighbours until `needs` fit. VRAM that is being freed, or was freed since the last
-    /// sample, counts as free.
+    /// NVML sample, counts as free.
     pub(super) fn evict_for(&mut self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else { return };
@@ -73,7 +73,8 @@ impl Node {
         chosen.iter().for_each(|victim| self.evict(victim, deep));
     }
 
-    /// Evicts a container. `deep`: with the CUDA context that a copy out leaves on the GPU.
+    /// Evicts a container. `deep`: also checkpoints the CUDA context that a copy out leaves on the
+    /// GPU.
     pub(super) fn evict(&mut self, victim: &Key, deep: bool) {
         let deeper = self.may_evict_context(victim);
         let was_shallow = self.containers.get(victim).is_some_and(|c| c.retain_context);
@@ -123,8 +124,8 @@ impl Node {
         needs.iter().filter_map(missing).collect()
     }
 
-    /// VRAM that an offload of the container frees; with `deep`, the contexts too. A container
-    /// that is copied out frees what it has left.
+    /// VRAM that an offload of the container frees. With `deep`, this includes the contexts. A
+    /// container that is copied out already can only free what it still has in VRAM.
     pub(super) fn vram_freed_by(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
         let moves = self.moves(key);
         let of_each = self.processes.of(key).map(|(_, p)| match moves(p) {
@@ -155,8 +156,8 @@ impl Node {
         self.containers.get(key).is_some_and(copied_out)
     }
 
-    /// Whether a container may be evicted now. A container whose allocation waits for VRAM is not
-    /// in use: it stands behind the waiter.
+    /// Whether a container may be evicted now. A container whose allocation waits for VRAM does not
+    /// count as in use, because the waiter comes before it in the queue.
     pub(super) fn may_be_evicted(&self, key: &Key) -> bool {
         let free = |c: &Container| {
             let waits = || self.alloc_wait_of(key).is_some() && !self.grants.contains_key(key);
@@ -201,7 +202,7 @@ impl Node {
             .collect()
     }
 
-    /// Prewakes a container whose next call is expected, if VRAM is free without an eviction.
+    /// Prewakes a container whose next call is expected, if this needs no eviction.
     pub(super) fn expect(&mut self, key: &Key) {
         let Some(at) = self.prewake_at(key) else { return };
         let until = self.prewake_until(key);
@@ -214,13 +215,14 @@ impl Node {
         self.prewake(key, Reason::Expected, until);
     }
 
-    /// Whether a container fits without an eviction and without delaying a waiter.
+    /// Whether a container can be restored without an eviction and without a delay for a waiter.
     pub(super) fn has_room_to_spare(&self, key: &Key) -> bool {
         let needs = self.container_needs(key);
         self.queue.is_empty() && self.gpu_error.is_none() && self.fits(key, &needs, margin_bytes)
     }
 
-    /// Restores a container ahead of a call, and keeps it resident until `until` if no call comes.
+    /// Restores a container before an expected call, and keeps it resident until `until` if no call
+    /// comes.
     pub(super) fn prewake(&mut self, key: &Key, why: Reason, until: Millis) {
         let Some(container) = self.containers.get_mut(key) else { return };
         container.goal = Goal::Resident;
@@ -229,7 +231,7 @@ impl Node {
         self.prewakes += 1;
     }
 
-    /// When an offloaded container is prewoken; `None`: not at all.
+    /// Time at which an offloaded container is prewoken. `None`: no prewake is planned.
     #[must_use]
     pub fn prewake_at(&self, key: &Key) -> Option<Millis> {
         let c = self.containers.get(key)?;
@@ -250,7 +252,8 @@ impl Node {
             .unwrap_or(0)
     }
 
-    /// When the next decision about the container is due, as far as is known. `None`: none is.
+    /// Time of the next decision about the container, as far as it is known. `None`: no decision is
+    /// due.
     #[must_use]
     pub fn due_at(&self, key: &Key) -> Option<Millis> {
         let c = self.containers.get(key)?;

@@ -21,16 +21,16 @@ pub enum Origin {
     Default,
     /// The node's configuration: name of the file or the environment variable.
     Node(String),
-    /// The rule for this namespace.
+    /// The rule of the namespace with this name.
     Namespace(String),
-    /// This annotation of the container.
+    /// The container's annotation with this name.
     Annotation(String),
-    /// An operator's choice, by this command.
+    /// A choice that an operator made with this command.
     Operator(String),
 }
 
 impl Origin {
-    /// The word for the source, and its file, namespace, annotation or command.
+    /// The word for the source, and the name of its file, namespace, annotation or command.
     #[must_use]
     pub fn words(&self) -> (&'static str, &str) {
         match self {
@@ -183,7 +183,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     SETTINGS.iter().map(|setting| setting.name)
 }
 
-/// The annotations that change a value.
+/// The annotations that change a setting.
 #[must_use]
 pub fn annotations(name: &str) -> Vec<String> {
     let settings = SETTINGS.iter().filter(|setting| setting.name == name);
@@ -195,7 +195,7 @@ fn duration(ms: Millis) -> String {
 }
 
 impl Policies {
-    /// The values of the node.
+    /// The node's values, with their sources.
     #[must_use]
     pub fn explain_node(&self) -> Vec<Value> {
         let value = |setting: &Setting| {
@@ -208,7 +208,7 @@ impl Policies {
         SETTINGS.iter().map(value).collect()
     }
 
-    /// The effective values of a container, as [`Policies::resolve`] finds them.
+    /// The effective values of a container, with the same precedence as [`Policies::resolve`].
     #[must_use]
     pub fn explain(&self, namespace: &str, annotations: &BTreeMap<String, String>) -> Vec<Value> {
         let (policy, _) = self.resolve(namespace, annotations);
@@ -232,7 +232,7 @@ impl Policies {
 }
 
 impl Node {
-    /// The policy of the node and of containers: of all, or of one.
+    /// The policy of the node and of its containers. `only`: of this container instead of all.
     #[must_use]
     pub fn explain(&self, only: Option<&Key>) -> control::PolicyResponse {
         let policies = &self.settings.policies;

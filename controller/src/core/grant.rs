@@ -1,4 +1,4 @@
-//! The right of one container to be restored, or to make an allocation that found no VRAM.
+//! A grant: the right of one container to be restored, or to make an allocation that found no VRAM.
 //!
 //! ```text
 //! queue ──VRAM promised in the ledger──> Holding ──all hold──> AwaitingCopiers ──none moves──> Proving ──NVML: free──> Granted
@@ -7,16 +7,16 @@
 //!   └────────────────────────────────────────────────────────────────────────────────────────────┘  promise given up, tried again
 //! ```
 //!
-//! From Holding to the end, no managed process may take VRAM on the GPUs concerned. So VRAM that
-//! is proven free stays free until the driver has taken it. A process that registers meanwhile is
-//! ordered to hold before it is welcomed.
+//! From the stage Holding until the grant ends, no managed process may take VRAM on its GPUs. So
+//! VRAM that is proven free stays free until the driver has taken it. A process that registers
+//! meanwhile is ordered to hold its allocations before its registration is confirmed.
 //!
-//! A process that cannot hold, or does not report, is waited for once (`holds.rs`). The proof sees
-//! the VRAM that it takes, as it sees the VRAM of unmanaged processes.
+//! A process that cannot hold, or does not report, delays a grant once (`holds.rs`). NVML's sample
+//! shows the VRAM that such a process takes, like that of unmanaged processes.
 //!
-//! Holds may lapse when the controller was silent for too long, or when the copy takes far longer
-//! than expected. From then on the grant is in doubt: a running restore keeps its promise, but no
-//! restore is started.
+//! Holds may end by themselves when the controller was silent for too long, or when the copy takes
+//! far longer than expected. From then on the grant is in doubt: a running restore keeps its
+//! promise, but no restore is started.
 
 use std::collections::BTreeSet;
 
@@ -46,7 +46,7 @@ impl Stage {
 /// A grant in progress.
 #[derive(Clone, Debug)]
 pub struct Grant {
-    /// Where it stands.
+    /// Current stage of the grant.
     pub stage: Stage,
     /// Processes that were ordered to hold their allocations.
     pub held: BTreeSet<ProcessId>,
@@ -56,19 +56,21 @@ pub struct Grant {
     pub uuids: BTreeSet<String>,
     /// When the grant began.
     pub since: Millis,
-    /// Taken over from the journal of an earlier controller: a restore may be running, none is
-    /// started.
+    /// Whether the grant was taken over from the journal of an earlier controller. A restore may be
+    /// running, and no other is started.
     pub recalled: bool,
-    /// Holds may have lapsed since the grant began.
+    /// Whether holds may have ended since the grant began.
     pub doubted: bool,
-    /// Number of times that a process registered during the proof and NVML had to be asked again.
+    /// Number of times that NVML had to be read again because a process registered during the
+    /// proof.
     pub restarts: u32,
-    /// The allocation that the VRAM is also for: its process and ticket.
+    /// The waiting allocation that the grant is also for: its process and ticket.
     pub want: Option<(ProcessId, u64)>,
 }
 
 impl Grant {
-    /// A grant that begins now. One that begins as `Granted` was taken over from the journal.
+    /// Creates a grant that begins now. A grant that begins as `Granted` was taken over from the
+    /// journal.
     #[must_use]
     pub fn new(stage: Stage, uuids: BTreeSet<String>, since: Millis) -> Grant {
         Grant {

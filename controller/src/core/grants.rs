@@ -1,7 +1,7 @@
-//! Grants: from a place in the queue to VRAM that is proven free.
+//! Gives grants to waiters: each leads from a place in the queue to VRAM that is proven free.
 //!
-//! `grant.rs` draws the stages. `serve_queue` begins grants, `proven` grants them or gives up,
-//! `check_grants` ends those that take too long.
+//! `grant.rs` draws the stages. `serve_queue` begins grants. `proven` completes them or gives them
+//! up. `check_grants` ends grants that take too long.
 
 use std::collections::BTreeSet;
 
@@ -22,18 +22,19 @@ use super::{
     process::{Process, on_gpu},
 };
 
-/// Processes hold their allocations for at most this time beyond the expected time of the copy.
+/// Time for which processes hold their allocations beyond the expected time of the copy.
 const HOLD_LIMIT_MS: Millis = 10_000;
-/// A CopyOut that runs longer than this no longer copies on the GPU: its agent stops before.
+/// Time after which a `CopyOut` in progress no longer takes VRAM, because its agent has stopped
+/// copying on the GPU.
 const HANDS_OVER_MS: Millis = 10_000;
-/// Time for NVML's sample, beyond the time that the holds may take.
+/// Time limit for NVML's sample, in addition to the time that the holds may take.
 const PROOF_MS: Millis = 1_600;
 /// Slowest expected restore, in bytes per millisecond (about 1 GB/s).
 const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
 
 impl Node {
-    /// Begins a grant for every waiter that is next and whose VRAM seems free. A waiter that does
-    /// not fit keeps later ones off its GPUs.
+    /// Begins a grant for every waiter that is next on its GPUs and whose VRAM seems free. A waiter
+    /// that does not fit blocks later waiters on its GPUs.
     pub(super) fn serve_queue(&mut self) {
         if self.queue.is_empty() {
             return;
@@ -132,8 +133,8 @@ impl Node {
         }
     }
 
-    /// Whether a container needs nothing but a restore on these GPUs. While they are taken it
-    /// cannot be next, and it keeps them from no other waiter.
+    /// Whether a container needs only a restore, on these GPUs (`taken`). While they are taken it
+    /// cannot be next, and it does not block other waiters.
     fn needs_only(&self, key: &Key, taken: &BTreeSet<String>) -> bool {
         let mut off = false;
         let mut needs = self
@@ -152,9 +153,9 @@ impl Node {
         off && only
     }
 
-    /// Sorts partly restored containers first. After a controller crash or a failed checkpoint
-    /// such a container holds VRAM that it cannot free before its restore is complete. If it
-    /// waited behind a container that needs that VRAM, both would wait forever.
+    /// Sort key that puts partly restored containers first. After a controller crash or a failed
+    /// checkpoint such a container holds VRAM that it cannot free before its restore is complete.
+    /// If it waited behind a container that needs that VRAM, both would wait forever.
     fn turn(&self, key: &Key, half_way: bool) -> u8 {
         let fits = || self.fits(key, &self.container_needs(key), margin_bytes);
         match half_way {
@@ -164,12 +165,12 @@ impl Node {
         }
     }
 
-    /// Whether `needs` fit beside the promises made to other containers.
+    /// Whether `needs` fit in addition to the promises made to other containers.
     pub(super) fn fits(&self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) -> bool {
         self.ledger.fits(key, needs, |uuid| self.held_bytes(key, uuid), &self.gpus, margin)
     }
 
-    /// Whether a process exports its memory to a copier, and may need VRAM for pieces of it.
+    /// Whether a process is exporting its memory to a copier, and may need VRAM for parts of it.
     fn hands_over(&self, process: &Process) -> bool {
         process.pending.is_some_and(|pending| {
             let hands =
@@ -178,7 +179,7 @@ impl Node {
         })
     }
 
-    /// Promises VRAM and begins to prove it. Returns the UUIDs of the GPUs concerned.
+    /// Promises VRAM and begins its proof. Returns the UUIDs of the GPUs concerned.
     fn promise(
         &mut self,
         key: &Key,
@@ -204,8 +205,8 @@ impl Node {
         self.prove_when_held(key);
     }
 
-    /// Starts the proof of the grant's VRAM when every hold is confirmed. If a copier starts or ends,
-    /// the proof starts after that.
+    /// Starts the proof of the grant's VRAM after every hold is confirmed. If a copier is starting
+    /// or ending, the proof starts after that.
     pub(super) fn prove_when_held(&mut self, key: &Key) {
         let Some(grant) = self.grants.get_mut(key) else { return };
         if grant.stage == Stage::Holding(BTreeSet::new()) {
@@ -214,9 +215,9 @@ impl Node {
         }
     }
 
-    /// Takes over a record of an earlier controller's journal: a process was offloaded, and
-    /// perhaps being restored. Until it registers, its VRAM counts as promised and all others
-    /// hold: its driver may be taking the VRAM now.
+    /// Takes over a record of an earlier controller's journal: a process was offloaded, and perhaps
+    /// its restore is running. Until the process registers, its VRAM counts as promised and all
+    /// other processes hold their allocations, because its driver may be taking the VRAM now.
     pub(super) fn recall(&mut self, key: Key, (pid, start): (u32, u64), recalled: JournalClaim) {
         let restoring = recalled.restoring;
         self.unclaimed_journal.insert((key.clone(), pid, start), recalled);
@@ -253,8 +254,9 @@ impl Node {
         merge_needs(&needs)
     }
 
-    /// Ends a grant taken over from the journal once its last process has registered or is gone.
-    /// Its phase is known then, and an unfinished restore begins again with a grant of its own.
+    /// Ends a grant taken over from the journal after its last process has registered or exited.
+    /// The phase of each process is known then. An unfinished restore begins again with a grant of
+    /// its own.
     pub(super) fn recall_settled(&mut self, key: &Key) {
         self.promise_to_unseen(key);
         let recalled_grant = self.grants.get(key).is_some_and(|grant| grant.recalled);
@@ -296,19 +298,19 @@ impl Node {
         }
     }
 
-    /// Doubts all grants after the controller was silent: other processes may have ended their
-    /// holds and restored themselves, so VRAM that was proven free may be taken.
+    /// Marks all grants as in doubt after the controller was silent. Other processes may have ended
+    /// their holds and restored themselves, so VRAM that was proven free may be taken.
     pub(super) fn doubt_grants(&mut self) {
         self.grants.values_mut().filter(|g| !g.recalled).for_each(|g| g.doubted = true);
     }
 
-    /// Ends the grant and gives the promise back. The container still waits in the queue.
+    /// Gives up a grant and releases its promise. The container still waits in the queue.
     pub(super) fn abort_grant(&mut self, key: &Key) {
         self.end_grant(key);
         self.ledger.release(key);
     }
 
-    /// Ends a grant, with or without success: other processes may allocate again.
+    /// Ends a grant, with or without success. Other processes may allocate again.
     pub(super) fn end_grant(&mut self, key: &Key) {
         self.stays_where_it_was(key);
         let Some(mut grant) = self.grants.remove(key) else {
@@ -319,8 +321,8 @@ impl Node {
         self.count_vain_return(key, &grant);
     }
 
-    /// Counts a grant without a restore, while other processes held their allocations. One such
-    /// grant has no consequence; each further one in a row delays the next attempt.
+    /// Counts a grant that led to no restore although other processes held their allocations. The
+    /// first such grant has no consequence; each further one in a row delays the next attempt.
     fn count_vain_return(&mut self, key: &Key, grant: &Grant) {
         let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(container) = self.containers.get_mut(key) else { return };
@@ -329,8 +331,8 @@ impl Node {
         }
     }
 
-    /// Ends grants that take too long. Before the restore the grant is given up. During the
-    /// restore the other processes are released, and only the promise stays.
+    /// Ends grants that take too long. Before the restore, the grant is given up. During the
+    /// restore, other processes may allocate again, and only the promise stays.
     pub(super) fn check_grants(&mut self) {
         let now = self.now;
         let keys: Vec<Key> = self.grants.keys().cloned().collect();

@@ -1,20 +1,21 @@
-//! Hints of an application, its sidecar or an operator: the container is idle now, or busy.
+//! Hints of an application, its sidecar or an operator that the container is idle or busy.
 //!
 //! ```text
 //! none ──"idle"──> idle: offloaded as soon as no call is in progress ──next use──> none
 //!   └─────"busy"──> busy: counts as in use ──"idle", or an hour──> none
 //! ```
 //!
-//! A hint comes from inside the container as well, so it is trusted as far as calls are: "busy"
-//! keeps a container resident as constant calls would.
+//! A hint can come from inside the container, as its calls do, so it is trusted only as far as they
+//! are. "busy" keeps a container resident, as constant calls would.
 
 use affinode_proto::{event::EventKind, reason::Reason};
 
 use super::{Key, Millis, Node, container::Container, event::NodeEvent};
 
-/// A busy hint that is not repeated expires after this time.
+/// Time after which a busy hint expires if it is not repeated.
 const BUSY_MS: Millis = 3_600_000;
-/// Counters read this soon after a hint may show calls made before it.
+/// Time after an idle hint in which use does not end the hint, because the counters may show calls
+/// made before it.
 const SETTLE_MS: Millis = 1_000;
 
 /// The content of a hint.
@@ -27,7 +28,7 @@ pub enum Hint {
 }
 
 impl Hint {
-    /// The word in files, events and commands.
+    /// The word for the hint in files, events and commands.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -36,8 +37,8 @@ impl Hint {
         }
     }
 
-    /// Parses the last known word of a text. Words are separated by white space; unknown ones are
-    /// skipped.
+    /// Parses a text and returns its last known word. Words are separated by white space. Unknown
+    /// words are skipped.
     #[must_use]
     pub fn last(text: &[u8]) -> Option<Hint> {
         text.split(u8::is_ascii_whitespace).rev().find_map(|word| match word {
@@ -49,13 +50,13 @@ impl Hint {
 }
 
 impl Container {
-    /// Whether an idle hint holds: no use since then.
+    /// Whether an idle hint is in effect: the container was not used since then.
     #[must_use]
     pub fn hinted_idle(&self) -> bool {
         matches!(self.hint, Some((Hint::Idle, _)))
     }
 
-    /// Until when a busy hint holds; `None` if there is none.
+    /// Time at which a busy hint expires. `None`: there is no busy hint.
     #[must_use]
     pub fn busy_until(&self) -> Option<Millis> {
         match self.hint {
@@ -64,7 +65,7 @@ impl Container {
         }
     }
 
-    /// Ends an idle hint after use.
+    /// Ends an idle hint after the container was used.
     pub(super) fn used(&mut self, now: Millis) {
         let settled = |said: Millis| now.saturating_sub(said) > SETTLE_MS;
         if matches!(self.hint, Some((Hint::Idle, said)) if settled(said)) {
@@ -74,7 +75,7 @@ impl Container {
 }
 
 impl Node {
-    /// Handles a hint. `who` is its source, for the event. A repeated hint is not published.
+    /// Handles a hint. `who` is its source, for the event. A repeated hint publishes no event.
     pub(super) fn hinted(&mut self, key: &Key, hint: Hint, who: &str) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else { return };

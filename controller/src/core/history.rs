@@ -1,9 +1,11 @@
-//! Learns from a container's uses: its keep-alive, its expected next use, and when to prewake it.
+//! Learns a container's keep-alive, its expected next use and the time of a prewake from earlier
+//! uses.
 //!
-//! A pause is a second or more without use. Pauses are counted in bins of a quarter octave,
-//! separately for each pace of use before them: a pause of a minute means something else after
-//! calls every second than after calls every minute. The counts of the node's other containers add
-//! the weight of a few pauses of its own.
+//! A pause is a second or more without use. Pauses are counted in bins of a quarter octave. There
+//! are separate counts for each pace (mean length of the last pauses), because a pause of a minute
+//! has another meaning after calls every second than after calls every minute. The counts of all
+//! containers of the node are added with the weight of a limited number of the container's own
+//! pauses.
 //!
 //! ```text
 //! keep alive:  the T with the least  E[VRAM held idle] + wake cost x waiting calls x P(pause > T)
@@ -19,38 +21,38 @@ use super::Millis;
 const PER_OCTAVE: f32 = 4.0;
 /// Number of bins: 1 s to 2^18 s, three days.
 pub const BINS: usize = 72;
-/// Paces that are told apart: mean pauses of 1, 2, 4, ... 128 s and more.
+/// Number of paces: mean pauses of 1, 2, 4, ... 128 s and more.
 const PACES: usize = 8;
-/// Weight of the node's counts, in pauses.
+/// Weight of the node's counts, as a number of pauses.
 const NODE_WEIGHT: f32 = 100.0;
 /// Weight of the uniform prior over all bins.
 const PRIOR_WEIGHT: f32 = 0.5;
-/// Counts of one pace are halved beyond this: old habits fade.
+/// Sum at which the counts of one pace are halved, so that old pauses lose weight.
 const FADE_AT: f32 = 4096.0;
 /// Time during which calls wait at a wake, in seconds: the end of an offload and the restore.
 const RETURN_S: f32 = 2.0;
 /// Estimated calls per second of use.
 const CALLS_PER_USE_S: f32 = 3.0;
-/// Pauses needed before anything is learned: of the container, or of the whole node.
+/// Number of pauses before anything is learned: of the container, or of the whole node.
 const ENOUGH: u32 = 8;
 const ENOUGH_OF_NODE: u32 = 64;
 /// Weight of the newest pause in the running means.
 const PACE_STEP: f32 = 0.2;
-/// A shorter time without use is no pause.
+/// Minimum time without use that counts as a pause.
 pub const PAUSE_MS: Millis = 1_000;
-/// Number of long pauses kept one by one.
+/// Number of the last long pauses that are stored individually.
 const RECENT: usize = 8;
 
 type Bins = [f32; BINS];
 
-/// Pauses after one pace, per bin, with their sum.
+/// Number of pauses per bin that followed one pace, and their sum.
 #[derive(Clone, Debug)]
 struct Counts {
     bins: Bins,
     sum: f32,
 }
 
-/// Counted pauses, by the pace before them.
+/// Counts of pauses, by the pace before them.
 #[derive(Clone, Debug, Default)]
 pub struct Pauses {
     counts: [Option<Box<Counts>>; PACES],
@@ -75,11 +77,11 @@ impl Pauses {
 #[derive(Clone, Debug, Default)]
 pub struct History {
     own: Pauses,
-    /// Mean of the logarithm of the last pauses.
+    /// Running mean of the logarithm of the last pauses.
     pace: Option<f32>,
     /// The last pauses during which the container was offloaded.
     long: Vec<Millis>,
-    /// Mean time of a use, and of a pause and the use before it, in seconds.
+    /// Running means in seconds: length of a use, and of a use with the pause after it.
     mean_use_s: f32,
     mean_cycle_s: f32,
     keep_alive: Option<Millis>,
@@ -87,7 +89,7 @@ pub struct History {
     hits: u32,
 }
 
-/// The objective of a learned keep-alive.
+/// The objective of a learned keep-alive: the cost that it minimises, and its maximum.
 #[derive(Clone, Copy, Debug)]
 pub struct KeepAliveTarget {
     /// Cost of a wake, in milliseconds of VRAM held idle.
@@ -98,7 +100,7 @@ pub struct KeepAliveTarget {
 
 impl History {
     /// Counts a pause that ended now, for the container and the node. `use_ms`: length of the use
-    /// before it. `wish`: the objective; `None` if the keep-alive is fixed.
+    /// before it. `wish`: the objective, or `None` if the keep-alive is fixed.
     pub fn observe(
         &mut self,
         use_ms: Millis,
@@ -121,7 +123,8 @@ impl History {
         self.keep_alive = wish.filter(|_| enough).map(|wish| self.learn(node, wish));
     }
 
-    /// Time without use that makes it idle, in milliseconds. `None`: too few pauses so far.
+    /// Time without use after which the container is idle, in milliseconds. `None`: too few pauses
+    /// so far.
     #[must_use]
     pub fn keep_alive_ms(&self) -> Option<Millis> {
         self.keep_alive
@@ -167,7 +170,7 @@ impl History {
         best.1.min(wish.at_most_ms)
     }
 
-    /// Expected time until the next use, after `idle_ms` without any.
+    /// Expected time until the next use, after `idle_ms` without use.
     #[must_use]
     pub fn expected_return_ms(&self, idle_ms: Millis, node: &Pauses) -> Millis {
         let idle = idle_ms as f32 / 1000.0;
@@ -181,7 +184,7 @@ impl History {
         if weight > 0.0 { (sum / weight * 1000.0) as Millis } else { idle_ms }
     }
 
-    /// Records the pause before a restore.
+    /// Records the length of the pause before a restore.
     pub fn returned(&mut self, pause_ms: Millis) {
         if self.long.len() == RECENT {
             self.long.remove(0);
@@ -189,8 +192,8 @@ impl History {
         self.long.push(pause_ms);
     }
 
-    /// When to prewake and until when to wait for the call, in milliseconds after the last use.
-    /// `None` if the last long pauses differ, or if too many prewakes were missed.
+    /// Times in milliseconds after the last use: when to prewake, and until when to wait for the
+    /// call. `None` if the last long pauses differ, or if too many prewakes were missed.
     #[must_use]
     pub fn prewake(&self, lead_ms: Millis) -> Option<(Millis, Millis)> {
         let shortest = *self.long.iter().min()?;

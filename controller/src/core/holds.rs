@@ -1,14 +1,13 @@
-//! Holds: no managed process takes VRAM of a device while room on it is proven and taken.
+//! Holds: no managed process takes VRAM of a device while free VRAM on it is proven and then taken.
 //!
-//! ```text
 //! ```text
 //! ordered to hold ──Done──────────────────────────> holds until the grant ends
 //!                 ├─Busy, or no report in time ───> not waited for, the proof decides
 //!                 └─connection lost ──────────────> not waited for
 //! ```
 //!
-//! A process that does not hold delays others once: the next time it is waited for briefly, then
-//! not at all. A process that reported Busy holds its new allocations all the same.
+//! A process that does not hold causes a delay once. For the next grant it is waited for briefly,
+//! later not at all. A process that reported Busy still holds its new allocations.
 
 use std::collections::BTreeSet;
 
@@ -23,15 +22,15 @@ use super::{
     process::Process,
 };
 
-/// Time for a process to report that it could not hold its allocations by its deadline.
+/// Time for the report of a process that could not hold its allocations by its deadline.
 const REPORT_MS: Millis = 400;
-/// Time for a process that did not hold once; half of it each time after that. Other processes
-/// report within a millisecond.
+/// Time for which a process is waited for after it once did not hold. It is halved after each
+/// further refusal. Other processes report within a millisecond.
 const SHORT_PATIENCE_MS: Millis = 100;
 /// Maximum number of times that newly registered processes delay a proof.
 const MAX_RESTARTS: u32 = 4;
-/// A controller that handled nothing for longer than this was stopped or starved. Reports may be
-/// unread, and the processes are not to blame.
+/// Time without a handled input after which the controller counts as stopped or starved. Reports
+/// may be unread then, so late ones are not held against the processes.
 const STALL_MS: Millis = 200;
 /// An order to hold allocations that has no report yet.
 #[derive(Clone, Debug)]
@@ -44,7 +43,7 @@ pub(super) struct HoldOrder {
     since: Millis,
 }
 
-/// Number of refused orders to hold, of a process or of a container's processes.
+/// Counts of refused orders to hold, of a process or of all processes of a container.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HoldRecord {
     refused: u32,
@@ -61,12 +60,12 @@ impl HoldRecord {
         }
     }
 
-    /// Records a kept hold. The first refusal is never forgotten.
+    /// Records a completed hold. The first refusal stays recorded.
     fn keep(&mut self) {
         self.refused = self.refused.saturating_sub(1).max(self.refused.min(1));
     }
 
-    /// How long the process is waited for, in milliseconds. `None`: the full time.
+    /// Time for which the process is waited for, in milliseconds. `None`: the full time.
     fn patience_ms(self) -> Option<Millis> {
         let before = self.refused.checked_sub(1)?;
         Some(SHORT_PATIENCE_MS.checked_shr(before).unwrap_or(0))
@@ -75,7 +74,7 @@ impl HoldRecord {
 
 impl Node {
     /// Orders a process to hold its allocations for a grant. A process that cannot allocate now is
-    /// not waited for: it receives the order before it is opened.
+    /// not waited for. It receives the order before its gate opens.
     pub(super) fn hold(&mut self, key: &Key, id: ProcessId) {
         let deadline_ms = self.settings.hold_ms;
         let (Some(process), Some(grant)) = (self.processes.get(&id), self.grants.get(key)) else {
@@ -127,8 +126,8 @@ impl Node {
         }
     }
 
-    /// Orders a process that starts in an offloaded container to hold: it takes no VRAM before the
-    /// others are restored.
+    /// Orders a process that starts in an offloaded container to hold its allocations, so that it
+    /// takes no VRAM before the container's other processes are restored.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
         let others_offloaded = self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
@@ -143,7 +142,8 @@ impl Node {
         }
     }
 
-    /// Ends the holds for siblings: the whole container is restored.
+    /// Ends the holds of [`hold_for_siblings`](Node::hold_for_siblings), because the whole
+    /// container is restored.
     pub(super) fn siblings_are_back(&mut self, key: &Key) {
         for id in self.members(key) {
             let Some(process) = self.processes.get_mut(&id) else { continue };
@@ -161,7 +161,7 @@ impl Node {
         }
     }
 
-    /// Handles the report of a hold. Returns false if the order was another one.
+    /// Handles the report of a hold. Returns false if the report is on another order.
     pub(super) fn hold_reported(&mut self, id: ProcessId, order: u64, outcome: Outcome) -> bool {
         let Some(asked) = self.hold_orders.get(&order) else {
             return false;
@@ -182,7 +182,7 @@ impl Node {
         true
     }
 
-    /// Removes a process from the awaited ones. After the last one, NVML is asked.
+    /// Stops waiting for a process. If it was the last one, the proof begins.
     fn hold_settled(&mut self, key: &Key, id: ProcessId) {
         if let Some(Stage::Holding(awaited)) =
             self.grants.get_mut(key).map(|grant| &mut grant.stage)
@@ -196,7 +196,7 @@ impl Node {
         std::mem::take(&mut grant.held).into_iter().for_each(|id| self.release(id));
     }
 
-    /// Forgets the holds of a process that has exited or lost its connection.
+    /// Removes the holds of a process that has exited or lost its connection.
     pub(super) fn forget_holds(&mut self, id: ProcessId) {
         if let Some(process) = self.processes.get_mut(&id) {
             process.holds = 0;
@@ -212,12 +212,13 @@ impl Node {
         }
     }
 
-    /// How long a process is waited for that has always held its allocations, in milliseconds.
+    /// Time for which a process is waited for that has always held its allocations, in
+    /// milliseconds.
     pub(super) fn full_patience_ms(&self) -> Millis {
         Millis::from(self.settings.hold_ms) + REPORT_MS
     }
 
-    /// How long this process is waited for, in milliseconds. 0: not at all.
+    /// Time for which this process is waited for, in milliseconds. 0: not at all.
     fn patience_ms(&self, id: ProcessId) -> Millis {
         let Some(process) = self.processes.get(&id) else { return 0 };
         let container = self.containers.get(&process.key);
@@ -228,8 +229,8 @@ impl Node {
     }
 
     /// Records that a process did not hold in time, or reported that it cannot. From then on it is
-    /// waited for briefly. So are other processes of its container, for a time that grows: a
-    /// container could start new processes to delay others.
+    /// waited for briefly. The same applies to other processes of its container for a period that
+    /// grows each time, because a container could start new processes to delay others.
     fn shorten_hold_timeout(&mut self, id: ProcessId) {
         const FIRST_MS: Millis = 60_000;
         let Some(process) = self.processes.get_mut(&id) else { return };
@@ -244,15 +245,15 @@ impl Node {
         container.hold_record.refuse(self.now);
     }
 
-    /// Records a kept hold of a process. Earlier refusals are not forgotten altogether.
+    /// Records a completed hold of a process. Earlier refusals keep some weight.
     fn restore_hold_timeout(&mut self, id: ProcessId) {
         if let Some(process) = self.processes.get_mut(&id) {
             process.hold_record.keep();
         }
     }
 
-    /// Extends the deadlines by `silent_ms`, in which the controller handled nothing and read no
-    /// reports.
+    /// Extends the deadlines by `silent_ms`, the time in which the controller handled no input and
+    /// read no reports.
     pub(super) fn excuse_stall(&mut self, silent_ms: Millis) {
         if silent_ms <= STALL_MS {
             return;
@@ -262,7 +263,7 @@ impl Node {
         unproven.for_each(|grant| grant.since += silent_ms);
     }
 
-    /// Stops waiting for processes whose time is over.
+    /// Stops waiting for processes whose time has expired.
     pub(super) fn settle_overdue(&mut self, key: &Key, grant_is_late: bool) {
         let Some(Stage::Holding(waiting)) = self.grants.get(key).map(|grant| grant.stage.clone())
         else {
@@ -287,9 +288,9 @@ impl Node {
     }
 }
 
-/// Whether a process may take VRAM on these GPUs. NVML and the journal show where its memory is. A
-/// process without any may create a context on any GPU, and so may a process that sees several
-/// GPUs.
+/// Whether a process may take VRAM on these GPUs. NVML and the journal show on which GPUs its
+/// memory is. A process without memory may create a context on any GPU, and so may a process that
+/// sees several GPUs.
 fn may_take_of(process: &Process, uuids: &BTreeSet<String>) -> bool {
     let sees_one =
         process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::ONE_GPU));

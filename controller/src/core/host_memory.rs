@@ -1,9 +1,9 @@
-//! The ledger of host memory: the promises to offloads in progress, on the node and in each memory
-//! cgroup, as far as they are not touched yet.
+//! The ledger of host memory. It records the memory that is promised to offloads in progress, for
+//! the node and for each memory cgroup.
 //!
-//! A reading shows what is free at one moment. Two containers judged by readings of the same
-//! moment would both be promised the same memory, and the kernel would kill one. So an offload is
-//! judged by a reading less the ledger's promises to others:
+//! A reading shows the free memory at one moment. If two offloads were judged by readings of the
+//! same moment alone, both would be promised the same memory, and the kernel would kill a process.
+//! So an offload is judged by a reading less the promises to others:
 //!
 //! ```text
 //! survey asked ──reading──> free - promised to others ≥ need?
@@ -12,24 +12,24 @@
 //!                             short without them: the container stays
 //! ```
 //!
-//! A promise counts in full until its offload is over, also for memory that was touched meanwhile.
-//! The readings of that time show a part of it twice, which delays others but endangers none. A
+//! A promise counts in full until its offload has ended, even for memory that is already in use.
+//! Readings of that time count this memory twice. This delays other offloads but endangers none. A
 //! released promise still counts for readings that were requested before its release.
 
 use super::{Key, Millis};
 
-/// A promise counts for at most this long: about the time in which the driver checkpoints 140 GiB.
-/// Otherwise a process that never reports would delay the offloads of others forever.
+/// Time after which a promise no longer counts: about the time in which the driver checkpoints 140
+/// GiB. Without the limit, a process that never reports would delay the offloads of others forever.
 const MAX_PROMISE_MS: Millis = 180_000;
 
-/// One pool of host memory that an offload draws on.
+/// One pool of host memory from which an offload takes memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryPool {
-    /// Path of the memory cgroup; `None` is the node.
+    /// Path of the memory cgroup. `None`: the node.
     pub group: Option<String>,
-    /// What may be taken from it, in bytes: the reserve is left out.
+    /// Memory that may be taken from the pool, in bytes. The reserve is not included.
     pub free_bytes: u64,
-    /// What this offload takes from it, in bytes.
+    /// Memory that this offload takes from the pool, in bytes.
     pub need_bytes: u64,
 }
 
@@ -41,19 +41,19 @@ impl MemoryPool {
     }
 }
 
-/// Why an offload finds no host memory.
+/// Reason why host memory does not suffice for an offload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryShortage {
-    /// The pool has too little, whatever becomes of offloads in progress.
+    /// The pool has too little, even if all promises are ignored.
     Short {
         /// The pool with too little memory.
         pool: MemoryPool,
     },
-    /// The pool would have enough without what it owes to offloads in progress.
+    /// The pool would have enough if it were not promised to offloads in progress.
     Promised {
         /// The pool whose memory is promised to others.
         pool: MemoryPool,
-        /// What others were promised there, in bytes.
+        /// Memory of the pool that is promised to others, in bytes.
         promised_bytes: u64,
     },
 }
@@ -62,35 +62,36 @@ pub enum MemoryShortage {
 struct HostPromise {
     key: Key,
     pools: Vec<MemoryPool>,
-    /// Taken over from the journal for processes that have not registered: they may be touching
-    /// the memory.
+    /// Whether the promise was taken over from the journal, for processes that have not registered.
+    /// They may be using the memory already.
     is_recalled: bool,
     /// Position in the order in which promises were made.
     number: u64,
     made_at: Millis,
-    /// Its memory may be touched from now on.
+    /// Whether the offload may use the memory from now on.
     is_moving: bool,
     released_at: Option<Millis>,
-    /// The pool that ran short while the memory was touched: the copy out is turned back.
+    /// The pool that ran short during the copy out, which is therefore cancelled.
     short_pool: Option<MemoryPool>,
 }
 
 /// The promises of host memory to offloads in progress.
 #[derive(Clone, Debug, Default)]
 pub struct HostLedger {
-    /// In the order in which they were made. A container has at most one that is not released.
+    /// The promises in the order in which they were made. A container has at most one that is not
+    /// released.
     promises: Vec<HostPromise>,
     last_number: u64,
 }
 
 impl HostLedger {
-    /// Judges a reading that was requested at `asked_at`.
+    /// Judges whether a reading that was requested at `asked_at` shows enough memory.
     ///
-    /// A container that has a promise waits only for promises that are older than its own, or
-    /// whose memory is being touched: two that wait for each other would wait for ever.
+    /// A container that has a promise waits only for promises that are older than its own, or whose
+    /// memory is in use already. Otherwise two containers could wait for each other forever.
     ///
     /// # Errors
-    /// The first pool that has too little.
+    /// The first pool that has too little memory.
     pub fn judge(
         &self,
         key: &Key,
@@ -133,8 +134,8 @@ impl HostLedger {
             .fold(0, |sum, promised| sum.saturating_add(promised.need_bytes))
     }
 
-    /// Promises the memory that an offload needs by a reading. An earlier promise to the same
-    /// container keeps its place in the order.
+    /// Records a promise of the memory that an offload needs by a reading. It replaces an earlier
+    /// promise to the container and keeps that one's place in the order.
     pub fn promise(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
         if let Some(promise) = self.standing_mut(key) {
             (promise.pools, promise.short_pool) = (pools, None);
@@ -163,7 +164,7 @@ impl HostLedger {
     }
 
     /// Takes over promises of an earlier controller to processes of this container that have not
-    /// registered. Without pools the promise is released.
+    /// registered. If `pools` is empty, the promise is released.
     pub fn recall(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
         let known = self
             .promises
@@ -193,21 +194,21 @@ impl HostLedger {
         }
     }
 
-    /// Records that a pool has less free memory than the container's copy out has still to touch.
+    /// Records that a pool has less free memory than the container's copy out still needs.
     pub fn turn_back(&mut self, key: &Key, short_pool: MemoryPool) {
         if let Some(promise) = self.standing_mut(key) {
             promise.short_pool.get_or_insert(short_pool);
         }
     }
 
-    /// The pool that ran short during the container's copy out, if one did.
+    /// The pool that ran short during the container's copy out, if there is one.
     #[must_use]
     pub fn short_pool(&self, key: &Key) -> Option<&MemoryPool> {
         self.standing(key)?.short_pool.as_ref()
     }
 
-    /// Releases the promises of containers that no longer move. Forgets released ones that no
-    /// pending reading needs. `oldest_survey`: when the oldest pending reading was requested.
+    /// Releases the promises of containers whose offload has ended. Removes released promises that
+    /// no pending reading needs. `oldest_survey`: when the oldest pending reading was requested.
     pub fn settle(
         &mut self,
         now: Millis,
@@ -230,7 +231,7 @@ impl HostLedger {
         self.promises.is_empty()
     }
 
-    /// What is promised of the node and not released, in bytes.
+    /// Host memory of the node that is promised and not released, in bytes.
     #[must_use]
     pub fn promised_node_bytes(&self) -> u64 {
         self.promises

@@ -1,5 +1,5 @@
-//! Promises of host memory: when an offload gets one, when it waits for others, and when promises
-//! end.
+//! Promises of host memory: when an offload gets one, when it waits for the promises of others, and
+//! when a promise ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,15 +16,15 @@ use super::{
 pub(super) enum HostVerdict {
     /// The host memory is promised to the offload.
     Promised,
-    /// The memory is promised to offloads in progress: wait for their end.
+    /// The memory is promised to offloads in progress. The offload waits until they end.
     Waits(Reason, String),
     /// Too little host memory: the container stays resident.
     Refused(Reason, String),
 }
 
 impl Node {
-    /// Promises a container the host memory that its offload takes, if the reading of these pools,
-    /// asked for at `asked_at`, shows enough.
+    /// Promises a container the host memory for its offload, if the reading of these pools shows
+    /// enough. `asked_at`: when the reading was requested.
     pub(super) fn promise_host_memory(
         &mut self,
         key: &Key,
@@ -53,8 +53,9 @@ impl Node {
         }
     }
 
-    /// Why a copy out ended with `NoHostMemory`: the pool that the controller saw run short.
-    /// Otherwise the node, which the library checks itself, like the container's own limit.
+    /// The reason and detail of a copy out that ended with `NoHostMemory`. It is the pool that the
+    /// controller found short. Otherwise it is the node, because the library checks the node and
+    /// the container's own limit itself.
     pub(super) fn host_shortage(&self, key: &Key, pid: u32) -> (Reason, String) {
         match self.host_ledger.short_pool(key) {
             Some(pool) => {
@@ -72,15 +73,16 @@ impl Node {
         }
     }
 
-    /// Surveys again for an offload that waits for others' promises and has touched no process
-    /// yet. An offload with locked processes surveys again whenever its next step is planned.
+    /// Repeats the survey of an offload that waits for the promises of others and has not changed
+    /// any process yet. An offload with locked processes repeats it whenever its next step is
+    /// planned.
     pub(super) fn survey_again(&mut self, key: &Key) {
         if self.containers.get(key).is_some_and(|c| c.goal == Goal::OffloadRequested) {
             self.survey(key);
         }
     }
 
-    /// Ends the promises of offloads that are over.
+    /// Ends the promises of offloads that have ended.
     pub(super) fn settle_host_memory(&mut self) {
         if self.host_ledger.is_empty() {
             return;
@@ -91,9 +93,9 @@ impl Node {
         self.host_ledger = ledger;
     }
 
-    /// Takes over promises for offloads of an earlier controller that may be in progress: a
-    /// process cannot send its Hello meanwhile. The memory counts as promised until the process
-    /// registers, or NVML shows that it holds no VRAM.
+    /// Takes over promises for offloads that an earlier controller ordered and that may be in
+    /// progress. A process cannot register during its offload. The memory counts as promised until
+    /// the process registers, or NVML shows that it holds no VRAM.
     pub(super) fn promise_to_unseen(&mut self, key: &Key) {
         let mut pools: BTreeMap<Option<String>, MemoryPool> = BTreeMap::new();
         let claims = self.unclaimed_journal.iter().filter(|((other, ..), _)| other == key);
@@ -106,7 +108,7 @@ impl Node {
         self.host_ledger.recall(key, pools.into_values().collect(), self.now);
     }
 
-    /// Records the VRAM of processes that have not registered, by NVML.
+    /// Records the VRAM of processes that have not registered, as NVML reports it.
     pub(super) fn take_gpus_of_unseen(&mut self) {
         if self.unclaimed_journal.is_empty() {
             return;
@@ -121,9 +123,9 @@ impl Node {
         keys.iter().for_each(|key| self.promise_to_unseen(key));
     }
 
-    /// Whether an offload of this container may still touch host memory. An offload that was given
-    /// up during an order may do so until the report. Of a process whose agent lost its connection
-    /// in the middle this is unknown, so it counts.
+    /// Whether an offload of this container may still take host memory. An offload that was given
+    /// up during an order may do so until the report. If the agent lost its connection during the
+    /// order, this is unknown, so the container counts.
     fn may_touch_host_memory(&self, key: &Key) -> bool {
         let leaves = self
             .containers
@@ -138,8 +140,8 @@ impl Node {
     }
 }
 
-/// Host memory that the offload of an unregistered process may still take. The VRAM that it no
-/// longer holds is in host memory already. A process that is being restored takes none.
+/// Host memory that the offload of an unregistered process may still take. VRAM that the process no
+/// longer holds is in host memory already. A process that is being restored takes no host memory.
 fn host_need(claim: &JournalClaim) -> impl Iterator<Item = MemoryPool> {
     let offloaded_bytes =
         claim.offloaded.iter().fold(0_u64, |sum, on| sum.saturating_add(on.bytes));

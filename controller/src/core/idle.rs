@@ -1,6 +1,6 @@
-//! When a container was last in use. Three things are use: a call counter that moved, a call in
-//! progress, and work that was launched earlier and still runs, by NVML's utilisation per process.
-//! Poll calls alone are no use: an idle framework polls.
+//! Determines when a container was last in use. Use is a CUDA call, a call in progress, or work on
+//! the GPU that was launched earlier and still runs, as NVML's utilisation per process shows it.
+//! Poll calls alone do not count, because an idle framework polls.
 //!
 //! ```text
 //! NVML utilisation ──shows the process, on a GPU where it holds VRAM──> in use until the next sample
@@ -19,7 +19,7 @@ use super::{
     process::{DeviceWork, Process},
 };
 
-/// A utilisation sample is valid for this time if no other follows.
+/// Time for which a utilisation sample is valid if no other follows.
 const TRUST_MS: Millis = 5_000;
 
 /// Whether the newer of two readings shows use since the older one.
@@ -29,8 +29,9 @@ pub fn moved(older: Option<&CounterSnapshot>, newer: &CounterSnapshot) -> bool {
 }
 
 impl Node {
-    /// Handles a sample of NVML utilisation: a process that is not in it does not work. Work from
-    /// before the process registered belongs to an earlier process with its pid.
+    /// Handles a sample of NVML utilisation. A process that is not in the sample has no work on the
+    /// GPU. Work from before the process registered belongs to an earlier process with the same
+    /// pid.
     pub(super) fn worked(&mut self, work: &[Work]) {
         let now = self.now;
         self.utilization_sampled_at = Some(now);
@@ -57,15 +58,15 @@ impl Node {
         }
     }
 
-    /// The pid of a process whose work runs on a GPU without a call in progress, and its share in
-    /// percent.
+    /// The pid of a process that has work on a GPU without a call in progress, and the work's share
+    /// in percent.
     pub(super) fn working(&self, key: &Key) -> Option<(u32, u32)> {
         let working = |p: &Process| Some((p.identity.pid, self.share_of(p)?));
         self.processes.of(key).find_map(|(_, p)| working(p))
     }
 
-    /// The share of the last sample in which the process's work ran, in percent. 0: not in the
-    /// sample. `None`: no valid sample.
+    /// Share of the last sample in which work of the process ran, in percent. 0: the process is not
+    /// in the sample. `None`: there is no valid sample.
     pub(super) fn utilization_percent(&self, process: &Process) -> Option<u32> {
         let spoke =
             self.utilization_sampled_at.filter(|at| self.now.saturating_sub(*at) < TRUST_MS);

@@ -7,14 +7,14 @@
 //!        └──not even so──> no container is touched, the waiter waits like any other
 //! ```
 //!
-//! The policy shortens the wait for VRAM, not the proof: the restore begins under a grant, once
-//! NVML shows the VRAM free. No process is ended that could be offloaded, that stands above the
-//! waiter's priority, or whose end would not suffice. None is ended for a restore without a
-//! waiting call.
+//! The policy shortens the wait for VRAM, but the proof stays the same: the restore begins under a
+//! grant, after NVML has shown that the VRAM is free. A process is ended only if it cannot be
+//! offloaded, its priority is not above the waiter's, its end suffices, and a call of the waiter
+//! waits.
 //!
-//! Containers that an operator or their mode keeps resident (pinned, `manual`, `off`) are left
-//! alone. A container stays resident for its minimum residency after a restore, so two containers
-//! of this policy take turns.
+//! Containers that an operator or their mode keeps resident (pinned, `manual`, `off`) are not
+//! affected. A container stays resident for its minimum residency after a restore, so two
+//! containers of this policy take turns.
 
 use std::cmp::Reverse;
 
@@ -32,15 +32,16 @@ use super::{
 
 /// Time between SIGTERM and SIGKILL.
 const GRACE_MS: Millis = 5_000;
-/// After this, the VRAM of a process that was asked to end and did not no longer counts as free
-/// soon.
+/// Time after which the VRAM of a process that was ordered to end, and did not, no longer counts as
+/// about to be free.
 const EXIT_TIMEOUT_MS: Millis = 30_000;
 
-/// Deadlines of a forced offload. They are longer because the next resort is to end the process.
+/// Deadlines of a forced offload. They are longer because otherwise the process would be ended.
 /// Others that wait for a hold give up after 2.5 s.
 const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000 };
 
-/// When VRAM was taken, and the start time of the process: the greater value is the later one.
+/// Order of arrival: when VRAM was taken, and the start time of the process. The greater value
+/// arrived later.
 type Came = (Millis, u64);
 
 impl Node {
@@ -51,8 +52,8 @@ impl Node {
         self.containers.get(key).is_some_and(urgent) && !self.container_needs(key).is_empty()
     }
 
-    /// Appends the waiters in queue order. An urgent one goes before the others of its priority
-    /// and below, however long they have waited.
+    /// Appends the waiters in queue order. An urgent waiter comes before all others of the same or
+    /// lower priority, however long they have waited.
     pub(super) fn escalates_to_termination(&self, turns: &mut Vec<Key>) {
         self.queue.order_into(self.now, turns);
         let possible = self.settings.policies.may_be_immediate();
@@ -68,8 +69,9 @@ impl Node {
         }
     }
 
-    /// Frees what is missing for an urgent container from neighbours in use, beside the `idle`
-    /// ones. Returns false if that cannot suffice or is not allowed; no container is touched then.
+    /// Frees VRAM for an urgent container. Evicts the containers in `idle` and neighbours in use,
+    /// and ends processes that cannot be offloaded. If this is not allowed or would not free
+    /// enough, it changes nothing and returns false.
     pub(super) fn terminate_for_vram(
         &mut self,
         key: &Key,
@@ -139,8 +141,8 @@ impl Node {
         self.containers.iter().filter(concerned).map(|(key, _)| key)
     }
 
-    /// Whether a container in use can be offloaded without loss. False if a forced offload of it
-    /// has failed since `since`.
+    /// Whether a container in use can be offloaded without loss. It cannot if a forced offload has
+    /// failed since `since`.
     fn can_be_moved(&self, key: &Key, since: Millis) -> bool {
         let movable =
             matches!(self.check_offload(key, true), Ok(()) | Err((Reason::CallInProgress, _)));
@@ -152,7 +154,7 @@ impl Node {
             && self.processes.of(key).all(|(_, p)| p.termination.is_none())
     }
 
-    /// Whether only the end of its processes frees the VRAM of a container.
+    /// Whether the VRAM of a container can only be freed by ending its processes.
     fn can_only_end(&self, key: &Key, since: Millis) -> bool {
         match self.check_offload(key, true) {
             Ok(()) | Err((Reason::CallInProgress, _)) => self.failed_forced_offload(key, since),
@@ -160,7 +162,7 @@ impl Node {
         }
     }
 
-    /// Deadlines for calls in progress and running kernels of a container that is offloaded.
+    /// Deadlines of a container's offload, for calls in progress and running kernels.
     pub(super) fn deadlines(&self, key: &Key) -> OrderDeadlines {
         let usual = self.settings.deadlines;
         match self.containers.get(key).is_some_and(|c| c.forced) {
@@ -197,8 +199,9 @@ impl Node {
         self.effects.push(Effect::End { identity, by_force: false });
     }
 
-    /// Kills processes that were asked to end and still hold VRAM that an urgent waiter needs. A
-    /// process that was offloaded after all, or whose VRAM is no longer needed, lives on.
+    /// Kills processes that were ordered to end and still hold VRAM that an urgent waiter needs.
+    /// Withdraws the order for a process that was offloaded meanwhile, or whose VRAM is no longer
+    /// needed.
     pub(super) fn check_terminations(&mut self) {
         if self.processes.values().all(|p| p.termination.is_none()) {
             return;
@@ -222,7 +225,7 @@ impl Node {
         }
     }
 
-    /// VRAM of the processes that are about to end.
+    /// VRAM of the processes that were ordered to end and have not ended.
     pub(super) fn termination_of(&self) -> impl Iterator<Item = &DeviceBytes> {
         let hoped = |ending: &Termination| self.now.saturating_sub(ending.since) < EXIT_TIMEOUT_MS;
         let ending =
@@ -235,7 +238,7 @@ fn came_of(process: &Process) -> Came {
     (process.resident_since, process.identity.start_ticks)
 }
 
-/// Missing VRAM per GPU; negative: more was taken than is needed.
+/// Missing VRAM per GPU. A negative value means that more was taken than is needed.
 struct VramShortfall {
     missing: Vec<(String, i128)>,
 }
@@ -250,7 +253,7 @@ impl VramShortfall {
         self.missing.iter().all(|(_, bytes)| *bytes <= 0)
     }
 
-    /// Subtracts `holds` if that reduces what is missing.
+    /// Subtracts `holds` if this reduces the missing VRAM. Returns whether it does.
     fn take(&mut self, holds: &[DeviceBytes]) -> bool {
         let helps = self.missing.iter().any(|(uuid, bytes)| *bytes > 0 && on(holds, uuid) > 0);
         if helps {
@@ -259,7 +262,7 @@ impl VramShortfall {
         helps
     }
 
-    /// Adds `holds` back if enough is freed without it.
+    /// Adds `holds` again if enough VRAM is freed without it. Returns whether it is.
     fn spare(&mut self, holds: &[DeviceBytes]) -> bool {
         let enough = self.missing.iter().all(|(uuid, bytes)| *bytes + on(holds, uuid) <= 0);
         if enough {

@@ -1,4 +1,4 @@
-//! Inputs of the node: all events that decisions depend on.
+//! Inputs of the node: all events on which its decisions depend.
 
 use affinode_proto::{
     reason::Reason,
@@ -23,7 +23,7 @@ pub struct CommandId(pub u64);
 pub struct ActionResult {
     /// Whether the request was carried out.
     pub done: bool,
-    /// State of the container; `None`: there is no such container.
+    /// State of the container. `None`: the container does not exist.
     pub state: Option<State>,
     /// Why the container is in that state.
     pub reason: Option<Reason>,
@@ -44,7 +44,7 @@ pub enum Request {
     Restore,
 }
 
-/// One GPU as NVML shows it.
+/// NVML's reading of one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuSample {
     /// Index of the GPU in NVML.
@@ -69,14 +69,14 @@ pub struct GpuSample {
     pub figures: GpuFigures,
 }
 
-/// Figures of a GPU that no decision depends on. `None`: the driver does not report it.
+/// Figures of a GPU on which no decision depends. `None`: the driver does not report the value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuFigures {
-    /// VRAM that the driver keeps for itself, in bytes.
+    /// VRAM that the driver reserves for itself, in bytes.
     pub reserved_bytes: u64,
     /// Share of the last sample period in which a kernel ran, in percent.
     pub gpu_percent: Option<u32>,
-    /// Share in which VRAM was read or written, in percent.
+    /// Share of the last sample period in which VRAM was read or written, in percent.
     pub memory_percent: Option<u32>,
     /// Temperature in degrees Celsius.
     pub temperature_c: Option<u32>,
@@ -84,14 +84,14 @@ pub struct GpuFigures {
     pub power_mw: Option<u32>,
 }
 
-/// Recent work of a process on a GPU, by NVML utilisation.
+/// Recent work of a process on a GPU, from NVML's utilisation samples.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Work {
     /// UUID of the GPU.
     pub uuid: String,
     /// Pid on the host.
     pub pid: u32,
-    /// Share of the sample, in percent.
+    /// Share of the sample period in which the work ran, in percent.
     pub percent: u32,
     /// Age of the sample, in milliseconds.
     pub age_ms: Millis,
@@ -102,7 +102,7 @@ pub struct Work {
 pub struct Identity {
     /// Pid in the controller's namespace.
     pub pid: u32,
-    /// Start time in clock ticks. With the pid it identifies the process for ever.
+    /// Start time in clock ticks. Together, pid and start time identify the process uniquely.
     pub start_ticks: u64,
     /// `comm` of the process, for display.
     pub command: String,
@@ -113,37 +113,39 @@ pub struct Identity {
 pub struct SwapStatus {
     /// Memory that the agent can copy, in bytes.
     pub swappable_bytes: u64,
-    /// Part of it that is in host memory, in bytes.
+    /// The part of it that is in host memory, in bytes.
     pub copied_out_bytes: u64,
-    /// Part that the last offload did not have to copy because it was unchanged, in bytes.
+    /// The part that the last offload did not copy because it was unchanged, in bytes.
     pub unchanged_bytes: u64,
-    /// Part that was not stored because it is all zero, in bytes.
+    /// The part that was not stored because it is all zero, in bytes.
     pub zero_bytes: u64,
 }
 
 /// Result of a survey before a step of an offload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Survey {
-    /// Samples of the GPUs. `Err`: why they cannot be read.
+    /// Samples of the GPUs. `Err`: the reason why they cannot be read.
     pub gpus: Result<Vec<GpuSample>, String>,
-    /// Pools of host memory that the offload draws on. `Err`: the reason against an offload, or
-    /// why the pools cannot be read.
+    /// Pools of host memory from which the offload takes memory. `Err`: the reason against an
+    /// offload, or the reason why the pools cannot be read.
     pub host: Result<Vec<MemoryPool>, (Reason, String)>,
 }
 
-/// An input of the node.
+/// Everything that the node's state machine learns from outside: reports of shims and agents,
+/// readings, settings, commands and the time.
 #[derive(Clone, Debug)]
 pub enum Input {
-    /// This controller started at this time, in clock ticks. No earlier controller can have moved a
-    /// process that started later.
+    /// This controller started at this time, in clock ticks. A process that started later was never
+    /// moved by an earlier controller.
     Started(u64),
-    /// The wall clock now, in milliseconds since 1970: offload windows are times of the week.
+    /// The wall clock changed to this time, in milliseconds since 1970. Offload windows are times
+    /// of the week.
     Clock(i64),
     /// The settings changed. Policies of known containers are resolved again.
     Reconfigured(Box<Settings>),
-    /// The overrides of operators that hold from now on.
+    /// Operators' overrides that apply from now on.
     Overridden(OperatorOverrides),
-    /// When a container is used next. Only a simulation knows this time.
+    /// Time of a container's next use. Only a simulation knows it.
     Foreseen(Key, Option<Millis>),
     /// A shim announced a container, perhaps again.
     Announced(Box<ContainerSpec>, Key),
@@ -161,14 +163,14 @@ pub enum Input {
         phase: Phase,
         /// Number of times its gate has closed.
         generation: u64,
-        /// Hazards: what makes a checkpoint unsafe.
+        /// Properties of the process that make a checkpoint unsafe.
         hazards: Hazards,
-        /// What its library can do; nothing else is ordered.
+        /// Capabilities of its library. Orders that need others are not sent.
         capabilities: Capabilities,
-        /// What its agent can copy, and has copied.
+        /// Memory that its agent can copy, and has copied.
         swap: SwapStatus,
     },
-    /// The connection ended; the process may still live.
+    /// The connection of a process ended. The process may still run.
     Detached(ProcessId),
     /// The process has ended.
     Exited(ProcessId),
@@ -184,16 +186,16 @@ pub enum Input {
     Worked(Vec<Work>),
     /// A copier reported.
     CopierReport(CopierId, CopierReport),
-    /// The connection of a copier ended, or it could not be started.
+    /// The connection of a copier ended, or the copier could not be started.
     CopierEnded(CopierId),
-    /// The process of a copier has exited, or was never started: it holds no memory.
+    /// The process of a copier has exited, or was never started. It holds no memory.
     CopierExited(CopierId),
     /// A process of [`super::Effect::AttachCopier`] has no connection to its copier.
     NotAttached(ProcessId),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
-    /// Free host memory for copies out in progress, by level. The counters of their processes were
-    /// read after it.
+    /// Free host memory at each level, for copy outs in progress. The counters of their processes
+    /// were read after it.
     HostLevels(Vec<Levels>),
     /// The result of [`super::Effect::Prove`] with this number.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
@@ -205,21 +207,23 @@ pub enum Input {
         identity: (u32, u64),
         /// VRAM that the process needs for its restore.
         offloaded: Vec<DeviceBytes>,
-        /// UUID of the GPU of a migration in progress; `None`: it returns to its own GPU.
+        /// UUID of the target GPU of a migration in progress. `None`: the process is restored on
+        /// its own GPU.
         to: Option<String>,
-        /// Whether a restore was ordered, so that it may be running now.
+        /// Whether a restore was ordered and may be running now.
         restoring: bool,
-        /// The pools of host memory that its offload takes from, in full: it may be in progress.
+        /// The pools of host memory from which the process's offload takes memory, in full, because
+        /// the offload may be in progress.
         host: Vec<MemoryPool>,
     },
     /// An operator or a program requests something.
     Command(CommandId, Key, Request),
     /// A hint, with its source for the event.
     Hinted(Key, Hint, String),
-    /// Number of connections accepted so far in the network of an offloaded container. `None`: the
+    /// Number of connections accepted so far on the network of an offloaded container. `None`: the
     /// container has no network of its own.
     Connections(Key, Option<u64>),
-    /// Time passed for one container: an [`Input::Tick`] without the other containers.
+    /// Time passed for one container. Like [`Input::Tick`], but without the other containers.
     Due(Key),
     /// Time passed for all containers.
     Tick,

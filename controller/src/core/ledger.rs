@@ -1,21 +1,21 @@
-//! The ledger of promised VRAM. A restore without enough VRAM loses its process (the driver cannot
-//! go back). So VRAM is promised before a restore, each byte to one container at a time, and NVML
-//! proves it free at the moment of the restore.
+//! The ledger of promised VRAM. A restore without enough VRAM loses its process, because the driver
+//! cannot undo it. So VRAM is promised before a restore, each byte to one container at a time. NVML
+//! proves that it is free at the moment of the restore.
 
 use std::collections::BTreeMap;
 
 use super::{DeviceBytes, Key, input::GpuSample};
 
-/// VRAM promises that have not become allocations yet.
+/// Promises of VRAM that has not been allocated yet.
 #[derive(Debug, Default)]
 pub struct Ledger {
     promised: BTreeMap<Key, Vec<DeviceBytes>>,
 }
 
 impl Ledger {
-    /// Whether `needs` fit beside the promises to others, with `margin(total)` bytes left free on
-    /// each GPU. An unknown GPU has no free VRAM. `held(uuid)`: VRAM that the container has there
-    /// already, in bytes.
+    /// Whether `needs` fit in addition to the promises to others, with `margin(total)` bytes left
+    /// free on each GPU. An unknown GPU has no free VRAM. `held(uuid)`: VRAM that the container has
+    /// on that GPU already, in bytes.
     #[must_use]
     pub fn fits(
         &self,
@@ -51,7 +51,7 @@ impl Ledger {
         self.promised.insert(key.clone(), needs);
     }
 
-    /// Removes a promise that was kept or given up.
+    /// Removes a promise that was used or given up.
     pub fn release(&mut self, key: &Key) {
         self.promised.remove(key);
     }
@@ -69,8 +69,8 @@ impl Ledger {
     }
 }
 
-/// VRAM that every GPU keeps free beside promises: 2 %, at most 512 MiB, for what the driver takes
-/// beyond a process's own VRAM.
+/// VRAM that stays free on every GPU in addition to promises: 2 %, at most 512 MiB. The driver
+/// takes some VRAM beyond a process's own.
 #[must_use]
 pub fn margin_bytes(total_bytes: u64) -> u64 {
     (total_bytes / 50).min(512 << 20)
@@ -122,7 +122,7 @@ mod tests {
     }
 
     proptest! {
-        /// In any order of requests, promises never exceed the free VRAM.
+        /// Promises never exceed the free VRAM, whatever the order of requests.
         #[test]
         fn promises_never_exceed_free_vram(total in 1_u64..1_000_000, asks in proptest::collection::vec((0_u8..8, 0_u64..500_000, any::<bool>()), 0..64)) {
             let mut ledger = Ledger::default();
