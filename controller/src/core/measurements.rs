@@ -1,4 +1,4 @@
-//! Periodic readings: counters of processes, memory of GPUs.
+//! Handles periodic readings: the counters of processes, and the memory and utilisation of GPUs.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ use super::{
 };
 
 impl Node {
-    /// Records hazards of a process, for as long as it lives.
+    /// Records hazards of a process. A hazard stays recorded until the process ends.
     pub(super) fn learn_hazards(&mut self, id: ProcessId, hazards: Hazards) {
         let Some(process) = self.processes.get_mut_uncounted(&id) else { return };
         let is_damaged = |hazards: Hazards| hazards.intersects(Hazards::DAMAGED_MEMORY);
@@ -94,8 +94,8 @@ impl Node {
         }
     }
 
-    /// Stops using the counters of a process. Without them its idleness is unknown, so it stays
-    /// resident. If it is offloaded, it is still restored.
+    /// Ignores the counters of a process from now on, because they are invalid. Its idleness is
+    /// then unknown, so it stays resident. If it is offloaded, it is still restored.
     pub(super) fn bad_page(&mut self, id: ProcessId, why: String) {
         let Some(process) = self.processes.get_mut(&id) else {
             return;
@@ -119,7 +119,7 @@ impl Node {
         }
     }
 
-    /// Records the memory of GPUs. The VRAM of processes stays as it was read before.
+    /// Records the memory of GPUs. The recorded VRAM of processes does not change.
     pub(super) fn take_memory(&mut self, gpus: &[GpuSample]) {
         self.freed_since_sample.retain(|left| gpus.iter().all(|gpu| gpu.uuid != left.uuid));
         for gpu in gpus {
@@ -149,7 +149,7 @@ impl Node {
         }
     }
 
-    /// Records the memory of GPUs and the VRAM of all processes. An offloaded process holds none.
+    /// Records the memory of GPUs and the VRAM of all processes. An offloaded process has no VRAM.
     pub(super) fn take_gpus(&mut self, gpus: Vec<GpuSample>) {
         let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
         for gpu in &gpus {

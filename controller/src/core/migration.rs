@@ -1,4 +1,4 @@
-//! Restores on another GPU of the same model, if the own GPU is full.
+//! Restores a container on another GPU of the same model if its own GPU is full.
 //!
 //! ```text
 //! waiter ──does not fit on its GPU──> fits on another ──> promised and proven there
@@ -7,8 +7,9 @@
 //!            the agent refuses or the driver fails: waits for its own GPU, no second attempt
 //! ```
 //!
-//! Only containers whose processes are all checkpointed from one GPU can migrate. A copied-out
-//! process still has its context there. A process with memory on several GPUs may tell them apart.
+//! Only containers whose processes were all checkpointed from one GPU can migrate. A copied-out
+//! process still has its context on its own GPU. A process with memory on several GPUs may depend
+//! on which GPU is which.
 
 use affinode_proto::{
     event::EventKind,
@@ -25,7 +26,8 @@ use super::{
 
 impl Node {
     /// Chooses another GPU for a container that does not fit on its own. `is_others` excludes GPUs
-    /// of other waiters. Returns true if a GPU was found; it is the target of all processes then.
+    /// of other waiters. If a GPU is found, it becomes the target of all processes, and the result
+    /// is true.
     pub(super) fn choose_other_gpu(
         &mut self,
         key: &Key,
@@ -62,7 +64,7 @@ impl Node {
             .map(|gpu| gpu.uuid.clone())
     }
 
-    /// The GPU that all processes of a container were offloaded from, if the container may
+    /// The GPU from which all processes of a container were offloaded, if the container may
     /// migrate.
     fn single_gpu(&self, key: &Key) -> Option<String> {
         let container = self.containers.get(key)?;
@@ -75,8 +77,9 @@ impl Node {
         seats.all(|seat| seat == Some(first.as_str())).then_some(first)
     }
 
-    /// Sends the restore order, to the own GPU or the promised one. If the promised GPU is no
-    /// longer possible, the own one is full: promise and prove again.
+    /// Sends the order to restore on the process's own GPU, or on the target GPU of a migration. If
+    /// the target is no longer possible, it ends the grant, so that VRAM is promised and proven
+    /// again.
     pub(super) fn send_restore(&mut self, key: &Key, id: ProcessId) {
         if self.processes.get(&id).is_none_or(|process| process.target_gpu.is_none()) {
             self.order(id, Action::Restore);
@@ -114,8 +117,9 @@ impl Node {
         self.publish(key, NodeEvent::new(EventKind::Process, text));
     }
 
-    /// Forgets the promised GPU, except for a process whose migration is in progress. A process
-    /// that lost its connection meanwhile reports at its registration where it is.
+    /// Clears the target GPU of the container's processes, except of those whose migration is in
+    /// progress. Such a process may lose its connection. It reports at its registration on which
+    /// GPU it is.
     pub(super) fn stays_where_it_was(&mut self, key: &Key) {
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id)
@@ -128,7 +132,7 @@ impl Node {
     }
 }
 
-/// The one GPU that a process was offloaded from, if it can be restored on another.
+/// The only GPU from which a process was offloaded, if the process can be restored on another.
 fn single_gpu_of(process: &Process) -> Option<&str> {
     let able =
         process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::MOVABLE));
@@ -145,8 +149,8 @@ fn is_like(own: &GpuSample, other: &GpuSample) -> bool {
     other.uuid != own.uuid && !own.name.is_empty() && kind(own) == kind(other)
 }
 
-/// Whether the driver's list can name the GPU: MIG instances have no place there, and a GPU
-/// without a device file cannot be found.
+/// Whether the GPU can be in the list of GPUs that the driver receives. A MIG instance cannot, and
+/// a GPU without a device file cannot be found.
 fn can_be_named(gpu: &GpuSample) -> bool {
     !gpu.mig && named(gpu).is_some()
 }

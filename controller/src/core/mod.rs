@@ -1,4 +1,4 @@
-//! The decisions of a node, without I/O: inputs with a time go in, effects come out.
+//! Makes the decisions of a node, without I/O. Inputs with a time go in, effects come out.
 //!
 //! ```text
 //!  shim, agents, NVML, operators ──Input──> Node::handle ──Effect──> agents, journal, NVML,
@@ -6,8 +6,8 @@
 //! ```
 //!
 //! [`node::Node`] owns every container and process. One task drives it, so there is one writer and
-//! no lock. The same code runs live, in tests and in simulation: the caller passes the time as a
-//! number.
+//! no lock. The same code runs on a real node, in tests and in simulation, because the caller
+//! passes the time as a number.
 
 mod completions;
 mod connection_prewake;
@@ -68,14 +68,14 @@ pub use effect::{Change, Effect, JournalStep, Record, RecordedProcess};
 pub use input::{ActionResult, CommandId, GpuSample, Input, Request, Survey};
 pub use node::{Node, Settings};
 
-/// Milliseconds on a monotonic clock. Only differences have a meaning, not the zero.
+/// Milliseconds on a monotonic clock. Its zero is arbitrary, so only differences have a meaning.
 pub type Millis = u64;
 
 /// A container's key: 32 lower-case hex digits, made by the shim and unique on the node.
 #[derive(Clone)]
 pub struct Key {
-    /// The digits as a number. Keys are compared at every input, and a number compares faster than
-    /// the text.
+    /// The digits as a number. Keys are compared at every input, and numbers compare faster than
+    /// text.
     number: u128,
     text: [u8; 32],
 }
@@ -84,7 +84,7 @@ impl Key {
     /// Parses a key that a shim announced.
     ///
     /// # Errors
-    /// Returns the text itself if it is not 32 lower-case hex digits: keys become file names.
+    /// Returns the text itself if it is not 32 lower-case hex digits. Keys become file names.
     pub fn parse(text: &str) -> Result<Key, String> {
         let hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
         match (text.as_bytes().try_into(), u128::from_str_radix(text, 16)) {
@@ -151,7 +151,7 @@ pub struct DeviceBytes {
     pub bytes: u64,
 }
 
-/// Adds up VRAM per GPU. The result is ordered by UUID.
+/// Adds VRAM per GPU. The result is ordered by UUID.
 #[must_use]
 pub fn merge_needs<'a>(needs: impl IntoIterator<Item = &'a DeviceBytes>) -> Vec<DeviceBytes> {
     let mut sums: Vec<DeviceBytes> = Vec::new();

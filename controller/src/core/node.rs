@@ -43,13 +43,14 @@ pub struct Settings {
     pub deadlines: OrderDeadlines,
     /// Deadline for a process to hold its allocations, in milliseconds.
     pub hold_ms: u32,
-    /// Maximum number of CUDA processes in one container.
+    /// Maximum number of managed CUDA processes in one container.
     pub max_processes: usize,
-    /// Whether GPUs may have copiers.
+    /// Whether copiers are used on this node.
     pub copiers: bool,
-    /// A process whose agent can copy fewer bytes than this is not prefaulted.
+    /// Minimum number of bytes that the agent of a process can copy for the process to be
+    /// prefaulted.
     pub prefault_min_bytes: u64,
-    /// Which containers are evicted for a waiter.
+    /// The rule that chooses containers to evict for a waiter.
     pub victims: VictimRule,
     /// Whether processes hold their allocations while another container is restored. A simulation
     /// whose processes never allocate sets it to false.
@@ -71,16 +72,17 @@ impl Default for Settings {
     }
 }
 
-/// The journal's record of a process that has not registered with this controller yet.
+/// The journal's record of a process that has not registered with this controller.
 #[derive(Debug, Default)]
 pub(super) struct JournalClaim {
     pub(super) offloaded: Vec<DeviceBytes>,
-    /// UUID of the GPU of a migration in progress. `None`: the process returns to its own GPU.
+    /// UUID of the target GPU of a migration in progress. `None`: the process is restored on its
+    /// own GPU.
     pub(super) to: Option<String>,
     pub(super) restoring: bool,
-    /// The pools of host memory that its offload takes from, in full.
+    /// The pools of host memory from which the process's offload takes memory, in full.
     pub(super) host: Vec<MemoryPool>,
-    /// Its VRAM in the last NVML sample, in bytes; `None` before the first sample.
+    /// The process's VRAM in the last NVML sample, in bytes. `None` before the first sample.
     pub(super) held_bytes: Option<u64>,
 }
 
@@ -94,27 +96,31 @@ pub struct Node {
     pub(super) now: Millis,
     /// Wall clock when `now` was 0, in milliseconds since 1970.
     clock_ms: i64,
-    /// Ordered by key and found by hash: every input looks up several containers, many times.
+    /// The containers, ordered by key and found by hash, because every input looks up several
+    /// containers.
     pub(super) containers: IndexMap<Key, Container, FixedState>,
     pub(super) processes: Processes,
     pub(super) gpus: Vec<GpuSample>,
     pub(super) gpu_error: Option<String>,
     /// Time of the last sample of all GPUs.
     pub(super) gpus_read: Millis,
-    /// Time of the last NVML utilisation sample. `None`: no sample yet, utilisation is unknown.
+    /// Time of the last NVML utilisation sample. `None`: there was no sample, so utilisation is
+    /// unknown.
     pub(super) utilization_sampled_at: Option<Millis>,
     /// VRAM freed since the last sample of memory, per GPU.
     pub(super) freed_since_sample: Vec<DeviceBytes>,
     pub(super) ledger: Ledger,
     pub(super) host_ledger: HostLedger,
     pub(super) queue: Queue,
-    /// Empty between calls: only its capacity is reused, for the waiters in queue order.
+    /// Buffer for the waiters in queue order. It is empty between calls; only its capacity is
+    /// reused.
     pub(super) queue_scratch: Vec<Key>,
     pub(super) grants: BTreeMap<Key, Grant>,
     pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
     pub(super) copiers: CopierRegistry,
     pub(super) unclaimed_journal: BTreeMap<(Key, u32, u64), JournalClaim>,
-    /// Pauses of all containers: the expectation for a container without a history of its own.
+    /// Counts of the pauses of all containers. They are the expectation for a container without a
+    /// history of its own.
     pub(super) pauses: Pauses,
     pub(super) oversubscription: super::oversubscription::Oversubscription,
     pub(super) gpus_under_pressure: BTreeSet<String>,
@@ -129,7 +135,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// A node without containers.
+    /// Creates a node without containers.
     #[must_use]
     pub fn new(settings: Settings) -> Node {
         Node { settings, ..Node::default() }
@@ -142,8 +148,8 @@ impl Node {
         std::mem::take(&mut self.effects)
     }
 
-    /// Like [`handle`](Node::handle), but appends to a buffer of the caller. This saves the
-    /// simulator an allocation per input.
+    /// Like [`handle`](Node::handle), but appends the effects to a buffer of the caller. This saves
+    /// the simulator one allocation per input.
     pub fn handle_into(&mut self, now: Millis, input: Input, effects: &mut Vec<Effect>) {
         self.decide(now, input);
         effects.append(&mut self.effects);
@@ -236,7 +242,7 @@ impl Node {
         }
     }
 
-    /// Time until the next [`Input::Tick`] is due, at most `usual_ms`.
+    /// Time until the next [`Input::Tick`] is due, at most `usual_ms`, in milliseconds.
     #[must_use]
     pub fn tick_ms(&self, usual_ms: Millis) -> Millis {
         let busy = !self.queue.is_empty()
@@ -271,7 +277,7 @@ impl Node {
         (self.prewakes, self.prewake_hits)
     }
 
-    /// Connected processes: their counters are to be read.
+    /// Connected processes, whose counters are to be read.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
         let all = self.processes.ids().into_iter();
         all.filter(|id| self.processes.get(id).is_some_and(|p| p.connected))
@@ -282,8 +288,8 @@ impl Node {
         self.processes.values().map(|process| process.identity.pid)
     }
 
-    /// Containers without a process, with their bundles. `lives` says whether a process with this
-    /// pid and start time exists.
+    /// Containers without a process, with the paths of their bundles. `lives` returns whether a
+    /// process with this pid and start time exists.
     pub fn deserted(&self, lives: impl Fn(u32, u64) -> bool) -> impl Iterator<Item = (&Key, &str)> {
         let mut used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
         // An offloaded process that has not registered yet (stopped, frozen) needs its container's
@@ -412,7 +418,7 @@ impl Node {
     }
 }
 
-/// The reason's sentence, followed by the detail if there is one.
+/// The text of a reason, followed by the detail if there is one.
 #[must_use]
 pub fn text_of(reason: Reason, detail: &str) -> String {
     if detail.is_empty() {

@@ -1,15 +1,16 @@
-//! NVML readings for offloaded processes, whose own NVML calls are not answered.
+//! NVML readings that are sent to offloaded processes, so that their NVML queries need no restore.
 
 use affinode_proto::wire::message::{ControllerMessage, GpuReading, MAX_GPUS, UNKNOWN_UTILIZATION};
 
 use super::{Effect, Millis, Node, ProcessId, input::GpuSample, migration::uuid_bytes};
 
-/// Older readings are not sent: NVML does not answer the controller either.
+/// Maximum age of a reading that is sent. Without a newer one, NVML does not answer the controller,
+/// so the process is restored and asks NVML itself.
 const STALE_AFTER_MS: Millis = 5_000;
 
 impl Node {
-    /// Sends a reading of each GPU, unless the readings are stale: the process is restored then
-    /// and asks NVML itself.
+    /// Sends a reading of each GPU, unless the readings are stale. Without readings the process is
+    /// restored and asks NVML itself.
     pub(super) fn send_readings(&mut self, id: ProcessId) {
         let is_stale = self.now.saturating_sub(self.gpus_read) > STALE_AFTER_MS;
         let connected = self.processes.get(&id).is_some_and(|process| process.connected);

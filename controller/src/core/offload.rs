@@ -1,5 +1,5 @@
-//! An offload: survey, close, lock, second survey, copy out or checkpoint; or the way back after a
-//! failure.
+//! The steps of an offload: survey, close, lock, second survey, and copy out or checkpoint. After a
+//! failure they are undone.
 
 use affinode_proto::{
     reason::Reason,
@@ -20,8 +20,8 @@ use super::{
 };
 
 impl Node {
-    /// Begins an offload with a survey of host memory and GPUs. No process is touched before the
-    /// survey says that the offload can succeed.
+    /// Begins an offload with a survey of host memory and GPUs. No process is changed before the
+    /// survey shows that the offload can succeed.
     pub(super) fn begin_offload(&mut self, key: &Key, why: Reason) {
         let Some(container) = self.containers.get_mut(key) else {
             return;
@@ -121,8 +121,8 @@ impl Node {
         }
     }
 
-    /// Runs one step for a process after every process is locked and host memory is promised.
-    /// Records first how much VRAM the restore will need.
+    /// Runs one step of the offload for a process, after every process is locked and host memory is
+    /// promised. First records the VRAM that the restore will need.
     pub(super) fn run_offload_step(&mut self, key: &Key, id: ProcessId, step: OffloadStep) {
         self.set_state(key, State::Offloading, self.cause(key), "", 0, 0);
         let Some(process) = self.processes.get_mut(&id) else {
@@ -157,7 +157,7 @@ impl Node {
         );
     }
 
-    /// The options of a copy out: what the policy asks for, and the library can do.
+    /// The options of a copy out that the policy requests and the library supports.
     fn copy_options(&self, key: &Key, id: ProcessId) -> CopyOptions {
         let (Some(container), Some(process)) = (self.containers.get(key), self.processes.get(&id))
         else {
@@ -247,7 +247,7 @@ impl Node {
         self.answer(key, Request::Offload, false, 0, 0);
     }
 
-    /// Gives up an offload. What was done so far is undone.
+    /// Gives up an offload, counts the failure, and undoes the completed steps.
     pub(super) fn fail_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else {

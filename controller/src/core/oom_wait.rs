@@ -6,10 +6,10 @@
 //!   └── else: AllocGrant(no), it fails    └──────── failed again: AllocWait ────────┘ at most 3 times
 //! ```
 //!
-//! They wait in the same queue as restores, with the same grants, so for each GPU one of them is
-//! served at a time. A process that waits for an allocation is outside the driver and can be
-//! evicted for earlier waiters as if it were idle: two that need each other's VRAM take turns. If
-//! a container is offloaded while its allocation waits, one grant serves its restore and the
+//! They wait in the same queue as restores and get the same grants, so for each GPU one waiter is
+//! served at a time. A process that waits for an allocation is outside the driver, so it can be
+//! evicted for earlier waiters as if it were idle: two that need each other's VRAM take turns. If a
+//! container is offloaded while its allocation waits, one grant serves its restore and the
 //! allocation.
 
 use affinode_proto::{
@@ -29,18 +29,19 @@ use super::{
     process::PendingAlloc,
 };
 
-/// Assumed size where only the driver knows the size: a context with its first module.
+/// Assumed size of an allocation whose size only the driver knows: a context with its first module.
 const UNKNOWN_BYTES: u64 = 1 << 30;
-/// Number of grants after which an allocation that still fails is refused.
+/// Number of failed attempts after which an allocation is refused, each made with a grant.
 const MAX_ATTEMPTS: u32 = 3;
-/// Time for a process to allocate after it was told to go ahead.
+/// Time limit for a process to allocate after it was told to try again.
 const TRY_MS: Millis = 10_000;
-/// Other processes hold their allocations meanwhile: a slower allocation counts as failed.
+/// Time after which a successful allocation still counts as a failed grant, because other processes
+/// hold their allocations meanwhile.
 const QUICK_MS: Millis = 1_000;
 
 impl Node {
-    /// How long allocations of a container may wait for VRAM, in milliseconds. 0: they fail at
-    /// once.
+    /// Maximum time for which allocations of a container wait for VRAM, in milliseconds. 0: they
+    /// fail at once.
     pub(super) fn wait_for_room_ms(policy: &Policy) -> u32 {
         match policy.on_oom {
             OnOom::Wait => u32::try_from(policy.on_oom_timeout_ms).unwrap_or(u32::MAX),
@@ -48,7 +49,7 @@ impl Node {
         }
     }
 
-    /// The waiting allocation of a container that is served first.
+    /// The container's waiting allocation that is served first.
     pub(super) fn alloc_wait_of(&self, key: &Key) -> Option<(ProcessId, &PendingAlloc)> {
         self.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
     }
@@ -128,7 +129,7 @@ impl Node {
         Ok(DeviceBytes { uuid: uuid.to_owned(), bytes })
     }
 
-    /// VRAM that a container has on a GPU, or had and needs again.
+    /// VRAM that a container has on a GPU, or had there and needs again.
     fn has(&self, key: &Key, uuid: &str) -> u64 {
         // A sample may be older than the process's offload.
         let all = self.processes.of(key).flat_map(|(_, p)| match p.phase.is_offloaded() {
@@ -149,7 +150,7 @@ impl Node {
     }
 
     /// The allocation that is served together with the container's restore. If calls wait at the
-    /// gate, they are not delayed for an allocation that does not fit with the restore.
+    /// gate, an allocation that does not fit together with the restore does not delay them.
     pub(super) fn alloc_wait_beside_restore(&self, key: &Key) -> Option<(ProcessId, u64)> {
         let (id, want) = self.alloc_wait_of(key)?;
         let offloaded = self.container_needs(key);
@@ -180,14 +181,15 @@ impl Node {
         if want.is_some() { merge_needs(offloaded.iter().chain(want)) } else { offloaded }
     }
 
-    /// VRAM that a GPU keeps free beside a grant. A restore must not fail, so it has a margin. An
-    /// allocation may fail, and may need all VRAM there is.
+    /// VRAM that a GPU keeps free in addition to a grant. A restore has a margin because it must
+    /// not fail. An allocation has none, because it may fail and may need all VRAM.
     pub(super) fn margin_for(&self, key: &Key) -> fn(u64) -> u64 {
         if self.container_needs(key).is_empty() { |_| 0 } else { margin_bytes }
     }
 
-    /// Whether an allocation of a resident container is served before `head`. `head` stands before
-    /// it but may not evict it, so both would wait for each other.
+    /// Whether an allocation of a resident container is served before `head`, which waits before it.
+    /// This is so if `head` must not evict the container, because both would otherwise wait for each
+    /// other.
     pub(super) fn may_pass(&self, key: &Key, head: &Key) -> bool {
         let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
         let resident = self.container_needs(key).is_empty();
@@ -206,7 +208,7 @@ impl Node {
         }
     }
 
-    /// Tells the process to try its allocation again, if its resident container has the grant.
+    /// Orders the process to try its allocation again, if its resident container has the grant.
     /// Returns false if there is no such grant.
     pub(super) fn serve_alloc_wait(&mut self, key: &Key) -> bool {
         let granted = self.grants.get(key).is_some_and(super::grant::Grant::is_granted);
@@ -251,14 +253,14 @@ impl Node {
         self.queue_alloc_wait(&key);
     }
 
-    /// Ends the wait of a process's allocation. Its grant is given back; other waiting processes
-    /// of the container stay in the queue.
+    /// Ends the wait of a process's allocation and its grant. Other waiting processes of the
+    /// container stay in the queue.
     pub(super) fn end_alloc_wait(&mut self, id: ProcessId) {
         self.finish_alloc_wait(id, false);
     }
 
-    /// Ends the wait. `quick`: the allocation was made soon after the process was told to go
-    /// ahead.
+    /// Ends the wait of a process's allocation. `quick`: the allocation was made soon after the
+    /// process was told to try again.
     fn finish_alloc_wait(&mut self, id: ProcessId, quick: bool) {
         let Some(process) = self.processes.get_mut(&id) else { return };
         let Some(want) = process.alloc_wait.take() else { return };
@@ -281,14 +283,16 @@ impl Node {
         }
     }
 
-    /// Gives back a grant for an allocation. A grant taken over from the journal is not for one.
+    /// Ends the container's grant if it is for an allocation. A grant taken over from the journal
+    /// is not.
     pub(super) fn end_alloc_grant(&mut self, key: &Key) {
         if self.grants.get(key).is_some_and(|grant| grant.want.is_some()) {
             self.close_grant(key);
         }
     }
 
-    /// Ends the wait of allocations that were told to go ahead and did not, or that can never fit.
+    /// Ends the wait of allocations that can never fit, or that were not made after the process was
+    /// told to try again.
     pub(super) fn check_alloc_wait(&mut self, key: &Key) {
         let now = self.now;
         if self.alloc_wait_of(key).is_none() {

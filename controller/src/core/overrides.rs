@@ -1,6 +1,6 @@
-//! What operators have chosen for this node, beside its configuration: whether anything is
-//! offloaded without being asked for, and which containers stay where they are. It outlives
-//! the controller: see [`crate::overrides`].
+//! Choices of operators for this node, in addition to its configuration: whether containers are
+//! offloaded without a request, and which containers are pinned. They outlive the controller; see
+//! [`crate::overrides`].
 
 use std::collections::BTreeSet;
 
@@ -8,12 +8,12 @@ use affinode_proto::reason::Reason;
 
 use super::{Key, Node};
 
-/// The choices of operators that outlive the controller.
+/// The choices of operators, which outlive the controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OperatorOverrides {
     /// Whether containers are offloaded without a request.
     pub auto_offload: bool,
-    /// Pinned containers: never offloaded.
+    /// Keys of pinned containers, which are never offloaded.
     pub pinned: BTreeSet<Key>,
 }
 
@@ -24,14 +24,14 @@ impl Default for OperatorOverrides {
 }
 
 impl OperatorOverrides {
-    /// The same overrides with offloads without a request, evictions included, turned on or off.
+    /// Returns the overrides with automatic offloads (evictions included) turned on or off.
     /// Offloaded containers stay offloaded until they are called.
     #[must_use]
     pub fn with_auto_offload(&self, on: bool) -> OperatorOverrides {
         OperatorOverrides { auto_offload: on, ..self.clone() }
     }
 
-    /// The same overrides with a container pinned or unpinned.
+    /// Returns the overrides with a container pinned or unpinned.
     #[must_use]
     pub fn with_pin(&self, key: &Key, pinned: bool) -> OperatorOverrides {
         let mut changed = self.clone();
@@ -45,14 +45,14 @@ impl OperatorOverrides {
 }
 
 impl Node {
-    /// The overrides that hold now. [`super::Input::Overridden`] replaces them.
+    /// The overrides that apply now. [`super::Input::Overridden`] replaces them.
     #[must_use]
     pub fn overrides(&self) -> &OperatorOverrides {
         &self.overrides
     }
 
-    /// Whether the overrides allow an offload, otherwise the reason. `asked`: an operator
-    /// requested it.
+    /// Whether the overrides allow an offload, otherwise the reason. `asked`: an operator requests
+    /// the offload.
     pub(super) fn wished(&self, key: &Key, asked: bool) -> Result<(), Reason> {
         if self.overrides.pinned.contains(key) {
             return Err(Reason::Pinned);

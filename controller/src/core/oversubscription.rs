@@ -1,4 +1,4 @@
-//! Mode `auto`: whether idle containers are offloaded without a waiter.
+//! Decides in the mode `auto` whether idle containers are offloaded without a waiter.
 //!
 //! ```text
 //! wanted(GPU) = VRAM of its containers + VRAM that its offloaded containers need again
@@ -6,19 +6,19 @@
 //! wanted does not fit                          ──> pressure: an early offload saves nothing
 //! ```
 //!
-//! On an oversubscribed GPU an early offload saves no VRAM, it only moves data, and each move
-//! makes calls wait. Waiters evict idle containers anyway.
+//! On an oversubscribed GPU an early offload saves no VRAM. It only moves data, and each move makes
+//! calls wait. Waiters evict idle containers anyway.
 
 use std::collections::BTreeSet;
 
 use super::{Key, Millis, Node, ledger::margin_bytes, policy::Mode, processes::wants};
 
-/// Interval of the check.
+/// Interval between two updates of the oversubscribed GPUs.
 const LOOK_MS: Millis = 10_000;
-/// For this long after its announcement a container may still be about to take its VRAM.
+/// Time after a container's announcement in which it may still be about to allocate its VRAM.
 const NEWCOMER_MS: Millis = 300_000;
 
-/// The GPUs whose containers want more VRAM than fits.
+/// The GPUs whose containers want more VRAM than the GPU has.
 #[derive(Debug, Default)]
 pub struct Oversubscription {
     looked: Option<Millis>,
@@ -26,7 +26,7 @@ pub struct Oversubscription {
 }
 
 impl Node {
-    /// Whether a container is offloaded when it is idle, without a waiter.
+    /// Whether a container is offloaded as soon as it is idle, without a waiter.
     pub(super) fn leaves_when_idle(&self, key: &Key) -> bool {
         let Some(c) = self.containers.get(key) else { return false };
         if !c.policy.offload_window.is_open(self.week_minute()) {
@@ -48,7 +48,7 @@ impl Node {
                 .any(|(_, p)| wants(p).iter().any(|w| oversubscribed.contains(&w.uuid)))
     }
 
-    /// Checks again if the last check is older than the interval.
+    /// Updates the oversubscribed GPUs if the last update is older than the interval.
     pub(super) fn update_oversubscription(&mut self) {
         if self.oversubscription.looked.is_some_and(|t| self.now.saturating_sub(t) < LOOK_MS) {
             return;

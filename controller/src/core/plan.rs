@@ -1,6 +1,6 @@
-//! The next orders for the processes of a container, from their phases and the goal. The plan
-//! needs no memory of earlier steps, so a controller that restarts in the middle continues from
-//! the phases that it observes.
+//! Plans the next orders for the processes of a container, from their phases and the goal. The plan
+//! uses no record of earlier steps, so a controller that restarts during a move continues from the
+//! phases that it observes.
 //!
 //! ```text
 //! offload: close all ──> lock all ──> one by one: copy out, then checkpoint (one of them, or both)
@@ -11,20 +11,21 @@ use affinode_proto::wire::{Phase, message::Action};
 
 use super::ProcessId;
 
-/// One process as the plan sees it.
+/// Phase and offload method of one process, from which the plan is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessPosition {
     /// The process that the plan is about.
     pub process: ProcessId,
-    /// Phase as its agent reported it.
+    /// The phase that the agent reported last.
     pub phase: Phase,
-    /// Whether an order is in progress, or the agent is not connected.
+    /// Whether the process gets no order now: an order is in progress, or its agent is not
+    /// connected.
     pub occupied: bool,
-    /// How its memory leaves the GPU.
+    /// The method by which its memory leaves the GPU.
     pub moves: OffloadMethod,
 }
 
-/// How the memory of a process leaves the GPU.
+/// Method by which the memory of a process leaves the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadMethod {
     /// The driver's checkpoint takes everything.
@@ -38,7 +39,7 @@ pub enum OffloadMethod {
 /// A step of an offload that frees VRAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadStep {
-    /// The agent copies the allocations out.
+    /// The agent copies the process's allocations to host memory.
     CopyOut,
     /// The driver checkpoints the process.
     Checkpoint,
@@ -49,7 +50,8 @@ pub enum OffloadStep {
 pub enum OffloadPlan {
     /// Orders to send, all at once.
     Send(Vec<(ProcessId, Action)>),
-    /// Every process is locked or offloaded: survey, then run this step with this process.
+    /// Every process is locked or offloaded. Repeat the survey, then run this step for this
+    /// process.
     Run(ProcessId, OffloadStep),
     /// An order is in progress, or a process is between two phases.
     Wait,
@@ -57,23 +59,23 @@ pub enum OffloadPlan {
     Done,
 }
 
-/// The next steps of a restore.
+/// The next orders of a restore.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct RestorePlan {
     /// Orders to send now.
     pub send: Vec<(ProcessId, Action)>,
-    /// The process to restore next, once the container has a grant.
+    /// The process to restore next, when the container has a grant.
     pub restore: Option<ProcessId>,
-    /// Every process is open, and no order is in progress.
+    /// Whether every process is open and no order is in progress.
     pub done: bool,
 }
 
-/// Deadlines that the orders carry.
+/// Deadlines that close and lock orders carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OrderDeadlines {
-    /// For calls in progress when the gate closes, in milliseconds.
+    /// Time for calls in progress to end when the gate closes, in milliseconds.
     pub close_ms: u32,
-    /// For the driver's lock, in milliseconds.
+    /// Time limit of the driver's lock, in milliseconds.
     pub lock_ms: u32,
 }
 
@@ -110,9 +112,9 @@ pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) ->
     }
 }
 
-/// Plans the next steps of a restore. No process is opened while another is still offloaded: its
-/// calls could take the VRAM that was promised to the other. `lost`: the driver cannot restore
-/// some of them, so the others are opened all the same.
+/// Plans the next steps of a restore. No process is opened while another is still offloaded,
+/// because its calls could take the VRAM that was promised to the other. `lost`: the driver cannot
+/// restore some of them, so the others are opened anyway.
 #[must_use]
 pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
     let mut plan = RestorePlan::default();

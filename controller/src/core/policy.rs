@@ -1,6 +1,6 @@
-//! The effective policy of a container. Its annotations come before the rule of its namespace, the
-//! rule before the node's values. An invalid annotation is ignored with a warning that names the
-//! accepted values; the next source applies.
+//! The effective policy of a container. An annotation of the container precedes the rule of its
+//! namespace, and the rule precedes the node's value. An invalid annotation is ignored with a
+//! warning that names the accepted values, and the next source applies.
 
 use std::collections::BTreeMap;
 
@@ -12,27 +12,28 @@ use super::{Millis, history::KeepAliveTarget, window::Window};
 pub struct Policy {
     /// When the container is offloaded.
     pub mode: Mode,
-    /// Time without use that makes it idle, in milliseconds; the maximum if it is learned.
+    /// Time without use after which it is idle, in milliseconds. If the keep-alive is learned, the
+    /// maximum.
     pub idle_timeout_ms: Millis,
     /// Time that it stays resident after a restore, in milliseconds.
     pub minimum_residency_ms: Millis,
-    /// Place in the queue: the higher priority is served first. -1000 to 1000.
+    /// Priority in the queue, -1000 to 1000. The highest is served first.
     pub priority: i32,
     /// Whether its keep-alive is learned or fixed.
     pub keep_alive: KeepAlive,
     /// Cost of a wake, in milliseconds of VRAM held idle.
     pub wake_cost_ms: Millis,
-    /// Whether it is prewoken ahead of a call that its history makes likely.
+    /// Whether it is prewoken before a call that its history makes likely.
     pub prewake: bool,
-    /// The event that restores it: a call, or a connection too.
+    /// The event that restores it: only a call, or a connection as well.
     pub wake_on: WakeOn,
-    /// How it is restored when its VRAM is taken.
+    /// How its restore gets VRAM that other containers hold.
     pub restore: Restore,
     /// Whether an allocation that finds no VRAM fails or waits.
     pub on_oom: OnOom,
     /// Maximum wait of such an allocation, in milliseconds.
     pub on_oom_timeout_ms: Millis,
-    /// How its memory leaves the GPU.
+    /// The way its memory leaves the GPU.
     pub engine: Engine,
     /// Whether its host copy is retained after a restore.
     pub retain_host_copy: bool,
@@ -45,14 +46,14 @@ pub struct Policy {
     pub prefault: bool,
     /// Whether it may be restored on another GPU if its own is full.
     pub allow_gpu_migration: bool,
-    /// With less VRAM than this, in bytes, it is not worth an offload.
+    /// VRAM below which an offload does not pay, in bytes.
     pub minimum_vram_bytes: u64,
     /// Times of the week in which it is offloaded when idle.
     pub offload_window: Window,
 }
 
 impl Policy {
-    /// The objective of its learned keep-alive; `None` if the keep-alive is fixed.
+    /// The objective of the learned keep-alive. `None`: the keep-alive is fixed.
     #[must_use]
     pub fn keep_alive_target(&self) -> Option<KeepAliveTarget> {
         (self.keep_alive == KeepAlive::Learned).then_some(KeepAliveTarget {
@@ -88,7 +89,7 @@ impl Default for Policy {
     }
 }
 
-/// The rule of a namespace: `None` keeps the node's value.
+/// The rule of a namespace. A field that is `None` keeps the node's value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rule {
     /// The Kubernetes namespace (or containerd's, outside Kubernetes).
@@ -136,12 +137,12 @@ pub struct Rule {
 /// Values of the node, and rules of namespaces.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
-    /// Policy of a container without a rule and annotations.
+    /// Policy of a container that has neither a rule nor annotations.
     pub node: Policy,
-    /// Source (file or variable) of each value of the node, by name. A value without a source is a
-    /// default.
+    /// Source (file or variable) of each of the node's values, by name. A value without a source is
+    /// the default.
     pub origins: BTreeMap<String, String>,
-    /// Rules; the first one that names the container's namespace applies.
+    /// Rules of namespaces. The first rule that names the container's namespace applies.
     pub rules: Vec<Rule>,
 }
 
@@ -175,7 +176,7 @@ impl Policies {
         (policy, warnings)
     }
 
-    /// The policy by node and namespace, without annotations.
+    /// The policy from node and namespace, without annotations.
     #[must_use]
     pub fn before_annotations(&self, namespace: &str) -> Policy {
         let mut policy = self.node.clone();
@@ -206,7 +207,7 @@ impl Policies {
         policy
     }
 
-    /// Whether any container may be restored with the policy `immediate`.
+    /// Whether the node or any namespace allows the restore policy `immediate`.
     #[must_use]
     pub fn may_be_immediate(&self) -> bool {
         let rules = self.rules.iter().filter_map(|rule| rule.restore);
@@ -220,7 +221,7 @@ impl Policies {
     }
 }
 
-/// Turns offloads off for a container whose callers cannot wait.
+/// Annotation that turns offloads off, for a container whose clients cannot wait for a restore.
 pub(super) const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
 
 /// Applies one annotation to a policy.
@@ -268,7 +269,8 @@ pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
     Ok(())
 }
 
-/// `immediate` may end processes of others: only an operator can let containers choose it.
+/// The restore policy that an annotation chooses. `immediate` may end processes of other
+/// containers, so it applies only if an operator lets containers choose it.
 fn restore(operators: Restore, value: &str) -> Result<Restore, String> {
     match word(value, &Restore::WORDS)? {
         Restore::Immediate if operators == Restore::Queue => Err(
@@ -278,7 +280,8 @@ fn restore(operators: Restore, value: &str) -> Result<Restore, String> {
     }
 }
 
-/// Deduplication costs the node, so only its operator can turn it on.
+/// Whether memory is deduplicated. Deduplication costs the node work, so an annotation can only
+/// turn it off.
 fn dedup(operators: bool, value: &str) -> Result<bool, String> {
     match word(value, &BOOLS)? {
         true if !operators => {

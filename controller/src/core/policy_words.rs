@@ -1,4 +1,4 @@
-//! Words of configuration and annotations that choose between a few values.
+//! Settings with a few values, and the word for each value in configuration and annotations.
 
 use affinode_proto::wire;
 use serde::Deserialize;
@@ -7,8 +7,8 @@ use serde::Deserialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// When it is idle, if its GPUs are not oversubscribed or a container has just started;
-    /// otherwise when a waiter needs its VRAM.
+    /// When it is idle and its GPUs are not oversubscribed, or a container has just started.
+    /// Otherwise when a waiter needs its VRAM.
     Auto,
     /// As soon as it is idle.
     Eager,
@@ -16,7 +16,7 @@ pub enum Mode {
     Pressure,
     /// When an operator or a program requests it.
     Manual,
-    /// Never, and not by request either.
+    /// Never, not even by request.
     Off,
 }
 
@@ -42,13 +42,13 @@ impl Mode {
     }
 }
 
-/// How the keep-alive is found: the time without use that makes a container idle.
+/// Source of the keep-alive, which is the time without use after which a container is idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KeepAlive {
-    /// From its pauses so far; the idle timeout is the maximum.
+    /// Learned from the container's pauses. The idle timeout is the maximum.
     Learned,
-    /// It is the idle timeout.
+    /// Fixed: it is the idle timeout.
     Fixed,
 }
 
@@ -66,13 +66,13 @@ impl KeepAlive {
     }
 }
 
-/// What an allocation does that finds no VRAM.
+/// Behaviour of an allocation that finds no VRAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnOom {
     /// It fails, as it would without Affinode.
     Fail,
-    /// It waits until neighbours are evicted, or its timeout is over.
+    /// It waits until neighbours are evicted or its timeout expires.
     Wait,
 }
 
@@ -114,16 +114,17 @@ impl WakeOn {
     }
 }
 
-/// How a container is restored when its VRAM is taken.
+/// How a restore gets VRAM that other containers hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Restore {
     /// It waits until neighbours that are not in use are evicted.
     Queue,
-    /// It is served before others of its priority and frees VRAM from neighbours in use: movable
-    /// ones are offloaded, processes of the others are ended.
+    /// The container is served before others of its priority and frees VRAM from neighbours in use.
+    /// Those that can be moved are offloaded; processes of the others are ended.
     Immediate,
-    /// Of a node or namespace: `queue`, and `immediate` for containers whose annotation says so.
+    /// Only for a node or namespace: `immediate` for containers whose annotation requests it,
+    /// `queue` for all others.
     ByAnnotation,
 }
 
@@ -142,17 +143,17 @@ impl Restore {
     }
 }
 
-/// How a container's memory leaves the GPU.
+/// The way a container's memory leaves the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
     /// The driver's checkpoint takes everything.
     Checkpoint,
-    /// The library copies big allocations at bus speed; the context stays on the GPU.
+    /// The library copies large allocations at bus speed. The context stays on the GPU.
     Copy,
-    /// The library copies big allocations; the driver's checkpoint takes the rest.
+    /// The library copies large allocations. The driver's checkpoint takes the rest.
     Full,
-    /// Like `full`, but the context stays on the GPU where its measured cost says so.
+    /// Like `full`, but the context stays on the GPU if its measured costs favour this.
     Auto,
 }
 
@@ -175,7 +176,7 @@ impl Engine {
         }
     }
 
-    /// The engine that the library is told.
+    /// The engine in messages to the library.
     #[must_use]
     pub fn wire(self) -> wire::Engine {
         match self {

@@ -1,4 +1,4 @@
-//! Host memory that is prefaulted before a container is offloaded (`policy.prefault`).
+//! Prefaults host memory before a container is offloaded (`policy.prefault`).
 //!
 //! ```text
 //!                ┌──in use, policy off, may not be offloaded: ordered off─┐
@@ -9,8 +9,8 @@
 //!      └──────────────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! Prefaulting takes memory of the container and the node, so it happens once per idle period,
-//! whatever its result. No offload waits for it.
+//! Prefaulting takes memory of the container and the node, so each process gets one order per idle
+//! period, whatever its result. No offload waits for it.
 
 use affinode_proto::{
     reason::Reason,
@@ -26,20 +26,21 @@ use super::{
     process::Process,
 };
 
-/// An offload that began longer ago than this does not count as about to free VRAM.
+/// Time after the begin of an offload in which it counts as about to free VRAM.
 const LEAVES_MS: Millis = 20_000;
-/// After this many offloads in a row without a copier's copy, a process is not prefaulted again.
+/// Number of offloads in a row without a copy by the copier, after which a process is not
+/// prefaulted again.
 const MAX_UNCOPIED: u32 = 3;
 
 impl Container {
-    /// When the idle period began. No two periods have the same value.
+    /// Time at which the idle period began. It differs between periods.
     fn quiet_since(&self) -> Millis {
         self.last_use.max(self.restored_at.unwrap_or(0))
     }
 }
 
 impl Node {
-    /// Orders processes of a container to prefault host memory, or to give it back.
+    /// Orders the processes of a container to prefault host memory, or to release it.
     pub(super) fn update_prefault(&mut self, key: &Key) {
         let Some(c) = self.containers.get(key) else { return };
         let prepared = |(_, p): (ProcessId, &Process)| p.prefault_ordered;
@@ -70,8 +71,8 @@ impl Node {
         }
     }
 
-    /// Whether no permanent reason forbids it. A reason that may pass soon (GPUs that cannot be
-    /// read) revokes nothing.
+    /// Whether prefaulted memory is kept. A reason that may end soon, such as GPUs that cannot be
+    /// read, does not revoke it.
     fn stays_prefaulted(&self, key: &Key, c: &Container) -> bool {
         let copies = matches!(c.policy.engine, Engine::Full | Engine::Auto);
         let verdict = self.check_offload(key, true);
@@ -81,8 +82,8 @@ impl Node {
         c.policy.prefault && copies && verdict.map_or_else(|(reason, _)| passing(reason), |()| true)
     }
 
-    /// Whether the container is resident, quiet and worth an offload. (A container whose
-    /// allocation waits is not idle.)
+    /// Whether prefaulting may begin: the container is resident, not in use, and large enough for
+    /// an offload. A container whose allocation waits is in use.
     fn may_begin(&self, key: &Key) -> bool {
         let still = |p: &Process| p.connected && p.phase == Phase::Open && p.pending.is_none();
         self.check_offload(key, true).is_ok()
@@ -90,8 +91,8 @@ impl Node {
             && !self.is_too_small(key)
     }
 
-    /// Orders a process to prefault, if there is a copier for its memory: without one it would have
-    /// no use. It is tried again in the next idle period.
+    /// Orders a process to prefault if there is a copier for its memory, because only a copier uses
+    /// it. If there is none, the next attempt is in the next idle period.
     fn begin_prefault(&mut self, id: ProcessId) {
         if self.attach_ahead(id)
             && let Some(process) = self.processes.get_mut_uncounted(&id)
@@ -101,7 +102,7 @@ impl Node {
         }
     }
 
-    /// Ends the prefaulting of a process and tells it.
+    /// Ends the prefaulting of a process, and orders the process to release the memory.
     pub(super) fn end_prefault(&mut self, id: ProcessId) {
         let process = self.processes.get_mut_uncounted(&id).filter(|p| p.prefault_ordered);
         if let Some(process) = process {
@@ -112,7 +113,7 @@ impl Node {
     }
 
     /// Ends the prefaulting after a failed offload. A process that is offloaded has used its
-    /// prefaulted memory and is told nothing.
+    /// prefaulted memory and gets no order.
     pub(super) fn prefault_failed(&mut self, key: &Key) {
         let here = |(_, p): &(ProcessId, &Process)| p.offloaded_vram.is_none();
         let here: Vec<ProcessId> = self.processes.of(key).filter(here).map(|(id, _)| id).collect();
@@ -120,9 +121,9 @@ impl Node {
     }
 
     /// The GPU of a process whose memory a copier can copy out, and the swappable bytes. `None` if
-    /// its library cannot do it, the process is offloaded by another method, has memory on several GPUs, or has too little.
-    /// Also `None` if its last offload showed that no copier can restore it, or if no copier
-    /// copied it several times in a row: each of these offloads would be undone.
+    /// the process cannot use a copier: its library does not support it, another method is used, or
+    /// it has memory on several GPUs. Also `None` if it has too little memory, if its last offload
+    /// showed that no copier can restore it, or if no copier copied it several times in a row.
     pub(super) fn may_prefault(&self, id: ProcessId) -> Option<(String, u64)> {
         let able = |p: &Process| p.can(Capabilities::PREFAULTS) && p.can(Capabilities::USES_COPIER);
         let may =
@@ -135,7 +136,7 @@ impl Node {
         (bytes >= self.settings.prefault_min_bytes).then_some((uuid, bytes))
     }
 
-    /// Whether a process is about to free VRAM and has not done so yet.
+    /// Whether an offload of the process is about to free VRAM and has not done so yet.
     pub(super) fn is_leaving(&self, id: ProcessId) -> bool {
         let leaves = |p: &Process| {
             let container = self.containers.get(&p.key).filter(|c| c.goal != Goal::Resident);

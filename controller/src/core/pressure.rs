@@ -1,11 +1,11 @@
-//! VRAM pressure: the GPUs on which a container waits for VRAM that others hold.
+//! VRAM pressure: determines the GPUs on which a container waits for VRAM that others hold.
 //!
 //! ```text
 //! no pressure ──a restore or an allocation waits for 1 s──> pressure ──none waits──> no pressure
 //! ```
 //!
-//! Programs that can free memory themselves read it in their container; operators see it in the
-//! events.
+//! Programs that can free memory themselves read the pressure in their container. Operators see it
+//! in the events.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use affinode_proto::{event::EventKind, reason::Reason};
 
 use super::{Key, Millis, Node, event::NodeEvent};
 
-/// A shorter wait is no pressure.
+/// Minimum wait that counts as pressure.
 const WAITED_MS: Millis = 1_000;
 
 impl Node {
@@ -23,7 +23,7 @@ impl Node {
         &self.gpus_under_pressure
     }
 
-    /// Updates the pressure and publishes its changes.
+    /// Updates the GPUs with pressure and publishes changes.
     pub(super) fn look_at_pressure(&mut self) {
         let waiting = self.queue.in_order(self.now).into_iter().filter(|key| self.has_waited(key));
         let needs = waiting.flat_map(|key| {

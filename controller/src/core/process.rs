@@ -1,4 +1,4 @@
-//! One CUDA process under management.
+//! State of one CUDA process that Affinode manages.
 
 use affinode_proto::wire::{
     Capabilities, Hazards, Phase, counters::CounterSnapshot, message::Action,
@@ -16,7 +16,7 @@ use super::{
 pub struct PendingOrder {
     /// Number of the order; the report repeats it.
     pub order: u64,
-    /// What the process was ordered to do.
+    /// The action that was ordered.
     pub action: Action,
     /// When the order was sent.
     pub since: Millis,
@@ -25,7 +25,7 @@ pub struct PendingOrder {
 /// An allocation that found no VRAM and waits for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingAlloc {
-    /// Number of the allocation, given by the process.
+    /// Number of the allocation, chosen by the process.
     pub ticket: u64,
     /// GPU and bytes that the allocation needs.
     pub need: DeviceBytes,
@@ -37,12 +37,12 @@ pub struct PendingAlloc {
     pub resumed_at: Option<Millis>,
 }
 
-/// Work on a GPU, as NVML's utilisation samples show it.
+/// Work on a GPU, from NVML's utilisation samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceWork {
     /// When the work was seen last.
     pub at: Millis,
-    /// Share of the sample, in percent.
+    /// Share of the sample period in which the work ran, in percent.
     pub percent: u32,
 }
 
@@ -51,7 +51,7 @@ pub struct DeviceWork {
 pub struct Termination {
     /// When the process was asked to end.
     pub since: Millis,
-    /// The process did not end in time and is killed.
+    /// Whether the process did not end in time and is killed.
     pub by_force: bool,
 }
 
@@ -68,45 +68,48 @@ pub struct Process {
     pub phase: Phase,
     /// Number of times that its gate has closed.
     pub generation: u64,
-    /// Hazards: what makes a checkpoint unsafe.
+    /// Properties of the process that make a checkpoint unsafe.
     pub hazards: Hazards,
-    /// What its library can do.
+    /// Capabilities of the process's library.
     pub capabilities: Capabilities,
-    /// The order in progress, at most one.
+    /// The order in progress. A process has at most one.
     pub pending: Option<PendingOrder>,
     /// Number of grants for which it holds its allocations.
     pub holds: u32,
-    /// Its VRAM now, by NVML.
+    /// VRAM of the process now, as NVML reports it.
     pub vram: Vec<DeviceBytes>,
-    /// Its VRAM when the offload began; `None`: not offloaded, or unknown.
+    /// VRAM of the process when the offload began. `None`: not offloaded, or unknown.
     pub offloaded_vram: Option<Vec<DeviceBytes>>,
-    /// UUID of the GPU promised to it in a migration.
+    /// UUID of the GPU on which VRAM was promised for a migration.
     pub target_gpu: Option<String>,
-    /// A restore on another GPU failed: this controller does not try again.
+    /// Whether a restore on another GPU failed. This controller does not try it again.
     pub migration_refused: bool,
-    /// What its agent can copy, and has copied.
+    /// Memory that its agent can copy, and has copied.
     pub swap: SwapStatus,
-    /// It is checkpointed, but no copier copied its swappable memory, which is still on the GPU.
+    /// Whether the process is checkpointed and no copier has copied its swappable memory. That
+    /// memory is still on the GPU.
     pub copy_out_incomplete: bool,
-    /// Its agent's copy failed: from then on its offloads use the driver's checkpoint.
+    /// Whether its agent's copy failed. Later offloads use the driver's checkpoint.
     pub copy_failed: bool,
-    /// It was ordered to prefault host memory for its next offload.
+    /// Whether the process was ordered to prefault host memory for its next offload.
     pub prefault_ordered: bool,
     /// Start of the idle period of the last prefault order: one order per idle period.
     pub prefault_ordered_for_idle: Option<Millis>,
-    /// Offloads in a row in which no copier copied the memory that the process had exported.
+    /// Number of offloads in a row in which no copier copied the memory that the process had
+    /// exported.
     pub failed_copy_outs: u32,
-    /// It holds its allocations until the rest of its container is restored.
+    /// Whether the process holds its allocations until the other processes of its container are
+    /// restored.
     pub waits_for_siblings: bool,
-    /// Why its counters are not used; `None`: they are valid. Permanent.
+    /// Permanent reason why its counters are ignored. `None`: they are valid.
     pub counter_error: Option<String>,
-    /// Refused and kept orders to hold allocations.
+    /// Counts of refused and completed orders to hold allocations.
     pub hold_record: HoldRecord,
     /// The last work on a GPU, possibly without a CUDA call in progress.
     pub working: Option<DeviceWork>,
     /// The order to end, if there is one.
     pub termination: Option<Termination>,
-    /// When it registered, or was restored last. 0: before this controller started.
+    /// When the process registered, or was restored last. 0: before this controller started.
     pub resident_since: Millis,
     /// Its allocation that waits for VRAM.
     pub alloc_wait: Option<PendingAlloc>,
@@ -115,7 +118,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Whether its library can do all of this.
+    /// Whether its library has all of these capabilities.
     #[must_use]
     pub fn can(&self, capabilities: Capabilities) -> bool {
         self.capabilities.contains(capabilities)
@@ -133,8 +136,8 @@ impl Process {
         self.vram.iter().map(|d| d.bytes).sum()
     }
 
-    /// Host memory that an offload by `moves` takes, in bytes, without the driver's own. A host
-    /// copy that was retained from the last offload already counts for its container.
+    /// Host memory that an offload by `moves` takes, in bytes, in addition to the driver's own. A
+    /// retained host copy is not included, because its container is already charged for it.
     #[must_use]
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.counters.as_ref().map_or(0, |page| page.kept_bytes);
@@ -143,8 +146,8 @@ impl Process {
         self.vram_bytes().saturating_sub(kept)
     }
 
-    /// VRAM that it freed and needs for its restore; `None`: unknown. A process that is copied out
-    /// needs what was copied: the rest never left the GPU.
+    /// VRAM that the process freed and needs for its restore. `None`: unknown. A process that is
+    /// copied out needs only the copied part; the rest never left the GPU.
     #[must_use]
     pub fn vram_to_restore(&self) -> Option<Vec<DeviceBytes>> {
         let offloaded = self.offloaded_vram.as_ref()?;
@@ -160,8 +163,9 @@ impl Process {
         Some(proportional_part(offloaded, self.swap.copied_out_bytes))
     }
 
-    /// Records a checkpoint without the copier's copy. The swappable memory is still on the GPU,
-    /// so the restore needs only the rest, and only on the same GPU.
+    /// Records that the process was checkpointed without a copy by its copier. The swappable memory
+    /// is still on the GPU, so the restore needs only the rest, and is possible only on the same
+    /// GPU.
     pub fn record_copy_out_failure(&mut self) {
         self.vram =
             subtract_vram(&self.vram, &proportional_part(&self.vram, self.swap.swappable_bytes));
@@ -174,8 +178,8 @@ impl Process {
         self.pending.is_some_and(|pending| matches!(pending.action, Action::RestoreOnGpu { .. }))
     }
 
-    /// Ends a migration: its VRAM now counts on the GPU `to`. `None`: the process stays on its own
-    /// GPU.
+    /// Ends a migration. From now on the process's VRAM counts on the GPU `to`, or on its own GPU
+    /// if `to` is `None`.
     pub fn finish_migration(&mut self, to: Option<String>) {
         self.offloaded_vram =
             self.offloaded_vram.take().map(|offloaded| on_gpu(&offloaded, to.as_deref()));
@@ -188,14 +192,14 @@ impl Process {
         proportional_part(&self.vram, self.swap.swappable_bytes)
     }
 
-    /// VRAM that it freed and needs for its restore, in bytes over all GPUs.
+    /// VRAM that the process freed and needs for its restore, in bytes over all GPUs.
     #[must_use]
     pub fn offloaded_vram_bytes(&self) -> u64 {
         self.vram_to_restore().iter().flatten().map(|d| d.bytes).sum()
     }
 }
 
-/// The same VRAM, on the GPU `to` if there is one.
+/// Returns `all` with the GPU replaced by `to`, if there is one.
 pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
     let mut all = all.to_vec();
     if let Some(to) = to {
@@ -212,8 +216,8 @@ pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<De
         .collect()
 }
 
-/// The part of `all` that amounts to `bytes`. The agent reports no bytes per GPU, so each GPU has
-/// a proportional share.
+/// A part of `all` with this number of bytes in total. The agent reports no bytes per GPU, so each
+/// GPU has a proportional share.
 fn proportional_part(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
     let sum: u64 = all.iter().map(|d| d.bytes).sum();
     let part = bytes.min(sum);

@@ -1,8 +1,8 @@
-//! The processes of the node, found by number and by container.
+//! All processes of the node. They can be found by number and by container.
 //!
-//! Two sums over all of them are needed at most inputs, so they are cached: the VRAM that they
-//! want per GPU, and the partly restored containers. A process that was borrowed for a change is
-//! counted again before the next answer.
+//! Two results over all processes are needed at most inputs, so they are cached: the VRAM that the
+//! processes want per GPU, and the partly restored containers. Containers whose processes may have
+//! changed are counted again before the next result is returned.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -12,7 +12,7 @@ use indexmap::{IndexMap, map};
 
 use super::{DeviceBytes, Key, ProcessId, process::Process};
 
-/// All processes, grouped by container: on a node of a thousand containers, each input needs the
+/// All processes, grouped by container. On a node with a thousand containers, each input needs the
 /// few processes of one container many times.
 #[derive(Debug, Default)]
 pub struct Processes {
@@ -31,7 +31,7 @@ struct Siblings {
     /// The processes, ordered by number.
     list: Vec<(ProcessId, Process)>,
     touched: bool,
-    /// VRAM of these processes in the cached sum.
+    /// VRAM of these processes that the cached sum includes.
     wants: Vec<DeviceBytes>,
 }
 
@@ -46,7 +46,8 @@ impl Siblings {
         self.list.iter().flat_map(|(_, process)| wants(process))
     }
 
-    /// Whether a process is locked, or holds VRAM behind a closed gate. False if all are open.
+    /// Whether the container is partly restored: a process is locked, or has VRAM behind a closed
+    /// gate.
     fn is_half_way(&self) -> bool {
         let (mut half_way, mut resident) = (false, true);
         for (_, p) in &self.list {
@@ -59,7 +60,7 @@ impl Siblings {
     }
 }
 
-/// VRAM that a process has, or had and needs again.
+/// VRAM that a process has, or had before its offload and needs again.
 pub(super) fn wants(p: &Process) -> &[DeviceBytes] {
     match p.phase {
         Phase::Checkpointed => p.offloaded_vram.as_deref().unwrap_or_default(),
@@ -68,7 +69,7 @@ pub(super) fn wants(p: &Process) -> &[DeviceBytes] {
 }
 
 impl Processes {
-    /// Inserts a process; replaces one of the same number.
+    /// Inserts a process. A process with the same number is replaced.
     pub fn insert(&mut self, id: ProcessId, process: Process) {
         self.remove(&id);
         let key = process.key.clone();
@@ -95,15 +96,15 @@ impl Processes {
         siblings.list.iter().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
-    /// The process with this number, for a change. Its key must not change.
+    /// The process with this number, to be changed. Its key must not change.
     pub fn get_mut(&mut self, id: &ProcessId) -> Option<&mut Process> {
         let (key, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.touch(key, &mut self.touched);
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
-    /// The process with this number, for a change of neither phase nor VRAM, which needs no new
-    /// count. Counter readings are most of the inputs.
+    /// The process with this number, for a change that affects neither phase nor VRAM. It needs no
+    /// new count, which matters because most inputs are counter readings.
     pub fn get_mut_uncounted(&mut self, id: &ProcessId) -> Option<&mut Process> {
         let (_, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
@@ -122,7 +123,7 @@ impl Processes {
         self.by_key.values().flat_map(|siblings| &siblings.list).map(|(_, process)| process)
     }
 
-    /// All processes for a change, grouped by container. Their keys must not change.
+    /// All processes, to be changed, grouped by container. Their keys must not change.
     pub fn values_mut(&mut self) -> impl Iterator<Item = &mut Process> {
         for (key, siblings) in &mut self.by_key {
             siblings.touch(key, &mut self.touched);
@@ -242,8 +243,7 @@ mod tests {
     }
 
     proptest! {
-        /// After any changes, and however rarely they are queried, the cached sums equal a new
-        /// count.
+        /// The cached sums equal a new count after any changes, however rarely they are queried.
         #[test]
         fn cached_sums_equal_a_new_count(
             steps in proptest::collection::vec((0_u8..6, 0_u64..6, 0_u64..3, 0_usize..4, 0_u64..9), 1..80),

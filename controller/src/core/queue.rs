@@ -1,5 +1,6 @@
-//! Containers that wait for VRAM: first come, first served within a priority. Waiting raises the
-//! priority by one for each [`AGING_MS`], so no container waits forever.
+//! The queue of containers that wait for VRAM. Within a priority they are served in order of
+//! arrival. Waiting raises the priority by one for each [`AGING_MS`], so no container waits
+//! forever.
 
 use std::{
     cmp::Reverse,
@@ -13,8 +14,8 @@ use super::{Key, Millis};
 /// Waiting time that raises the priority by one, in milliseconds.
 pub const AGING_MS: Millis = 10_000;
 
-/// Priority (highest first), start of the wait, number of arrival: the order of the queue as long
-/// as no waiter has aged past one of a higher priority. No two places are equal.
+/// Priority (highest first), start of the wait, number of arrival. This is the order of the queue
+/// until a waiter has aged past one of a higher priority. No two places are equal.
 type Place = (Reverse<i32>, Millis, u64);
 
 #[derive(Clone, Debug)]
@@ -24,7 +25,7 @@ struct Waiter {
 }
 
 impl Waiter {
-    /// The least turn is served first: the highest aged priority, then the longest wait.
+    /// Sort key of the waiter: the highest aged priority is served first, then the longest wait.
     fn turn(&self, now: Millis) -> (Reverse<i64>, Millis) {
         let (Reverse(priority), since, _) = self.place;
         let aged = i64::try_from(now.saturating_sub(since) / AGING_MS).unwrap_or(i64::MAX);
@@ -53,7 +54,7 @@ impl Queue {
         }
     }
 
-    /// Removes a container; does nothing if it does not wait.
+    /// Removes a container. Does nothing if it does not wait.
     pub fn leave(&mut self, key: &Key) {
         if let Some(at) = self.find(key) {
             self.waiters.remove(at);
@@ -103,12 +104,12 @@ impl Queue {
         order.extend(sorted.into_iter().map(|w| w.key.clone()));
     }
 
-    /// Whether all waiters have the same priority, and so age alike.
+    /// Whether all waiters have the same priority, so that waiting does not change their order.
     fn are_alike(&self) -> bool {
         self.waiters.front().map(|w| w.place.0) == self.waiters.back().map(|w| w.place.0)
     }
 
-    /// Place in the queue, 0 for the next; `None`: the container does not wait.
+    /// Position in the queue, 0 for the next. `None`: the container does not wait.
     #[must_use]
     pub fn position(&self, key: &Key, now: Millis) -> Option<usize> {
         let at = self.find(key)?;
@@ -144,9 +145,9 @@ mod tests {
 
     proptest! {
         /// One container at a time is served, and others of any priority arrive at any time. A
-        /// served container arrived before every container that still waits, plus at most the time
-        /// that its priority is worth. So a waiter is passed only by containers that arrive soon
-        /// after it.
+        /// container may be served before one that still waits only if it arrived earlier, or at
+        /// most the time later that its priority is worth. So only a limited number of later
+        /// arrivals pass a waiter.
         #[test]
         fn queue_with_any_arrivals_starves_none(
             steps in proptest::collection::vec((0_i32..10, 0_u64..20_000, any::<bool>()), 1..200),

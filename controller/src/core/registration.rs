@@ -1,5 +1,5 @@
-//! Containers and processes that come and go: announcements, registrations, lost connections,
-//! exits.
+//! Handles announcements and withdrawals of containers, and registrations, lost connections and
+//! exits of processes.
 
 use affinode_proto::{
     event::EventKind,
@@ -18,7 +18,8 @@ use super::{
     process::{Process, on_gpu},
 };
 
-/// The counter error of a process that reports an offloaded phase without an offload.
+/// The counter error of a process that reports an offloaded phase although no controller offloaded
+/// it.
 pub(super) const NEVER_MOVED: &str = "reports that it is offloaded, but no controller offloaded it";
 
 /// Phase, hazards, capabilities and memory of a process at its registration.
@@ -46,8 +47,8 @@ impl Node {
         }
     }
 
-    /// Whether `generation` names another container than the known one: container ids are reused.
-    /// 0 matches any generation.
+    /// Whether `generation` is that of another container than the known one, because ids of
+    /// containers are reused. 0 matches any generation.
     #[must_use]
     pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
         let known = self.containers.get(key).map_or(0, |known| known.spec.generation);

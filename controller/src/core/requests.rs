@@ -1,4 +1,4 @@
-//! Requests of operators and programs, and their answers.
+//! Handles requests of operators and programs, and answers them.
 
 use affinode_proto::{reason::Reason, state::State};
 
@@ -87,7 +87,7 @@ impl Node {
         );
     }
 
-    /// Begins an offload that was requested during the restore.
+    /// Begins an offload that was requested during a restore.
     pub(super) fn resume_offload_request(&mut self, key: &Key) {
         let asked = |c: &Container| c.commands.iter().any(|(_, r)| *r == Request::Offload);
         if !self.containers.get(key).is_some_and(asked) {
@@ -104,8 +104,8 @@ impl Node {
         }
     }
 
-    /// Answers requests that no end of a move will answer: the container is resident and not about
-    /// to be offloaded, because it was called or a process started meanwhile.
+    /// Answers requests that are not answered by the end of a move: the container is resident and
+    /// not about to be offloaded, because it was called or a process started meanwhile.
     pub(super) fn settle_requests(&mut self, key: &Key) {
         let Some(c) = self.containers.get_mut(key) else { return };
         let resident = c.goal == Goal::Resident && matches!(c.state, State::Active | State::Idle);

@@ -1,5 +1,5 @@
-//! A restore: a wake, a place in the queue, restores under a grant, then every process is unlocked
-//! and opened.
+//! The steps of a restore: a wake, a place in the queue, and restores under a grant. Then every
+//! process is unlocked and opened.
 
 use affinode_proto::{
     reason::Reason,
@@ -65,8 +65,8 @@ impl Node {
         self.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
     }
 
-    /// VRAM that an offloaded process needs for its restore. Without a record (the journal was
-    /// lost) this is a context and all that its counters show, on every GPU.
+    /// VRAM that an offloaded process needs for its restore. If this was not recorded because the
+    /// journal was lost, it is a context and all memory that the counters show, on every GPU.
     pub(super) fn needs(&self, process: &Process) -> Vec<DeviceBytes> {
         const CONTEXT_BYTES: u64 = 1 << 30;
         if let Some(gone) = process.vram_to_restore() {
@@ -83,7 +83,7 @@ impl Node {
             .collect()
     }
 
-    /// VRAM that the offloaded processes of a container need together.
+    /// VRAM that the offloaded processes of a container need in total.
     pub(super) fn container_needs(&self, key: &Key) -> Vec<DeviceBytes> {
         let needs: Vec<DeviceBytes> = self
             .processes
@@ -162,7 +162,7 @@ impl Node {
         }
     }
 
-    /// Ends a restore: every process is open.
+    /// Ends a restore after every process is open.
     pub(super) fn finish_restore(&mut self, key: &Key) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else {
@@ -223,8 +223,8 @@ impl Node {
         self.resume_offload_request(key);
     }
 
-    /// Handles a copy in that found no VRAM. The host copy is complete, so the container is queued
-    /// again.
+    /// Handles a copy in that found no VRAM. The host copy is still complete, so the container is
+    /// queued again.
     pub(super) fn copy_in_failed(&mut self, key: &Key, detail: &str) {
         const AGAIN_MS: Millis = 500;
         self.end_grant(key);
@@ -236,8 +236,8 @@ impl Node {
         self.set_state(key, State::Queued, Reason::WaitingForVram, detail, 0, 0);
     }
 
-    /// Handles a restore that the driver refused. The container is tried again every 10 s: the
-    /// driver may never succeed, but an attempt loses nothing.
+    /// Handles a restore that the driver refused. The restore is tried again every 10 s. It may
+    /// never succeed, but an attempt loses nothing.
     pub(super) fn restore_failed(&mut self, key: &Key, detail: &str) {
         const AGAIN_MS: Millis = 10_000;
         self.end_grant(key);
@@ -253,7 +253,7 @@ impl Node {
     }
 }
 
-/// VRAM of an otherwise empty GPU: all but the margin and the driver's own share.
+/// VRAM of an otherwise empty GPU, without the margin and the driver's own share.
 fn most_of(total_bytes: u64) -> u64 {
     total_bytes.saturating_sub(margin_bytes(total_bytes)).saturating_sub(total_bytes / 64)
 }

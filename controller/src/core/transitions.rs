@@ -1,4 +1,4 @@
-//! Offload and restore of a container, step by step. The goals are those of [`Goal`].
+//! Moves a container step by step between the goals of [`Goal`]: offload and restore.
 //!
 //! ```text
 //! Resident ──idle, policy──> OffloadRequested ──survey: fits──> Offloaded: close, lock, survey, journal, copy out, checkpoint
@@ -7,7 +7,7 @@
 //! ```
 //!
 //! `eligibility.rs` decides whether a container is offloaded. The steps are in `offload.rs` and
-//! `restore.rs`, the reports on orders in `completions.rs`.
+//! `restore.rs`. Reports on orders are handled in `completions.rs`.
 
 use affinode_proto::{reason::Reason, state::State, wire::ProcessFlags};
 
@@ -20,9 +20,9 @@ use super::{
 };
 
 impl Node {
-    /// Records every process of the container that is offloaded or about to be. A process that an
-    /// earlier controller offloaded and that has not registered yet stays in the record: the next
-    /// controller must know its needs as well.
+    /// Writes a journal record with every process of the container that is offloaded or about to
+    /// be. A process that an earlier controller offloaded and that has not registered yet stays in
+    /// the record, because the next controller must know its needs as well.
     pub(super) fn journal(&mut self, key: &Key, step: JournalStep) {
         let known = self.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
@@ -39,7 +39,7 @@ impl Node {
         self.effects.push(Effect::Journal(key.clone(), Some(Record { step, processes })));
     }
 
-    /// Deletes the record when no registered process is offloaded. Keeps it while processes of the
+    /// Removes the record if no registered process is offloaded. Keeps it while processes of the
     /// journal have not registered.
     pub(super) fn clear_journal(&mut self, key: &Key) {
         if self.recalled_of(key).next().is_some() {
@@ -78,8 +78,8 @@ impl Node {
             .collect()
     }
 
-    /// How the memory of the container's processes leaves the GPU, with the overrides of this
-    /// offload.
+    /// Returns the function that gives the offload method of a process of this container. It
+    /// includes the choices for this offload: to evict the context, or to retain it.
     pub(super) fn moves(&self, key: &Key) -> impl Fn(&Process) -> OffloadMethod + use<> {
         let container = self.containers.get(key);
         let engine = match container {
@@ -120,8 +120,8 @@ impl Node {
     }
 }
 
-/// How a process's memory leaves the GPU. With the engine `copy`, a process that holds clearly
-/// more than its swappable memory and a context is checkpointed as well: only the checkpoint frees
+/// The offload method of a process. With the engine `copy`, a process that holds clearly more than
+/// its swappable memory and a context is checkpointed as well, because only the checkpoint frees
 /// the rest.
 pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     const CONTEXT_BYTES: u64 = 1 << 30;
@@ -155,8 +155,8 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     }
 }
 
-/// Whether a process may have memory imported from a copier. Its counters say so. Before the first
-/// reading a process that is not offloaded is assumed to have some.
+/// Whether a process may have memory imported from a copier, as its counters show. Before the first
+/// reading, a process that is not offloaded is assumed to have some.
 fn may_be_imported(process: &Process) -> bool {
     match &process.counters {
         Some(page) => page.notes.intersects(ProcessFlags::IMPORTED),

@@ -1,5 +1,6 @@
-//! Choice of victims. A waiter that does not fit evicts neighbours that are not in use: of the
-//! lowest priority first, never above its own priority, within a priority by the rule.
+//! Chooses the victims of a waiter that does not fit: neighbours that are not in use. Those of the
+//! lowest priority come first, none has a priority above the waiter's, and within a priority the
+//! rule decides.
 
 use super::{DeviceBytes, Key, Millis};
 
@@ -7,7 +8,8 @@ use super::{DeviceBytes, Key, Millis};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VictimRule {
-    /// Latest expected next use first, weighted by the VRAM it frees and the cost of its restore.
+    /// Latest expected next use first, weighted by the VRAM that the offload frees and the cost of
+    /// the restore.
     #[default]
     Expected,
     /// Least recently used first.
@@ -34,7 +36,7 @@ pub struct Candidate {
     pub holds: Vec<DeviceBytes>,
 }
 
-/// Measured speed of a restore: a fixed part, and bytes per millisecond.
+/// Measured duration of a restore: a fixed part, and a number of bytes per millisecond.
 const RETURN_FIXED_MS: u64 = 200;
 const RETURN_BYTES_PER_MS: u64 = 5_800_000;
 
@@ -43,7 +45,7 @@ impl Candidate {
         self.holds.iter().map(|held| held.bytes).fold(0, u64::saturating_add)
     }
 
-    /// The higher score is evicted first.
+    /// Score by the rule. The candidate with the higher score is evicted first.
     fn score(&self, rule: VictimRule, now: Millis) -> u128 {
         let bytes = self.bytes();
         match rule {
@@ -65,8 +67,8 @@ impl Candidate {
     }
 }
 
-/// Chooses neighbours that together free what is missing. If they cannot: none, or with `partly`
-/// all that help, so that VRAM is freed for a waiter that has waited long.
+/// Chooses neighbours that together free the missing VRAM. If they cannot free enough, it chooses
+/// none. With `partly` it then chooses all that help, for a waiter that has waited long.
 #[must_use]
 pub fn choose(
     mut candidates: Vec<Candidate>,
@@ -145,8 +147,8 @@ mod tests {
     }
 
     proptest! {
-        /// No victim stands above the waiter's priority, no spared container below a victim's, and
-        /// all victims together free enough.
+        /// No victim has a priority above the waiter's, no spared container has a lower priority
+        /// than a victim, and all victims together free enough.
         #[test]
         fn victims_respect_priority_and_suffice(
             all in proptest::collection::vec((-3_i32..4, 0_u64..1000, 0_u64..1000, 0_u64..100), 0..20),

@@ -13,16 +13,16 @@ use super::{
 };
 use crate::conversion::announcement_of;
 
-/// State of a container as its own programs see it.
+/// State of a container as its own programs can read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ContainerStatus {
     /// State of the GPU memory.
     pub state: State,
-    /// When it began, on the controller's monotonic clock.
+    /// When the state began, on the controller's monotonic clock.
     pub since: Millis,
     /// Why the container is in this state.
     pub reason: Reason,
-    /// Number of waiters that are served before it; `None`: it does not wait for VRAM.
+    /// Number of waiters that are served before it. `None`: it does not wait for VRAM.
     pub waiters_before: Option<usize>,
 }
 
@@ -40,7 +40,7 @@ impl Node {
         })
     }
 
-    /// GPUs and containers now. `unix_ms`: the wall clock at this moment.
+    /// The current GPUs and containers. `unix_ms`: the wall clock now.
     #[must_use]
     pub fn list(&self, now: Millis, unix_ms: i64) -> control::ListResponse {
         control::ListResponse {
@@ -56,7 +56,7 @@ impl Node {
         }
     }
 
-    /// Finds a container by key, id or name, in full or by a prefix that only one container has.
+    /// Finds a container by key, id or name. A prefix suffices if only one container has it.
     ///
     /// # Errors
     /// Returns a message for the operator if no container or several match.
@@ -96,7 +96,8 @@ impl Node {
         self.containers.get(key).map(|container| container.state)
     }
 
-    /// Connected processes of the wanted containers: number, key, identity, the container's name.
+    /// Connected processes of the selected containers: number, key, identity and the container's
+    /// name.
     pub fn callers(
         &self,
         wanted: impl Fn(&Key) -> bool,

@@ -12,7 +12,7 @@ const REMEMBERED: usize = 100;
 pub struct Wakes(VecDeque<Millis>);
 
 impl Wakes {
-    /// Adds the duration of a wake.
+    /// Adds the duration of a wake, and drops the oldest if there are too many.
     pub fn add(&mut self, took_ms: Millis) {
         if self.0.len() == REMEMBERED {
             self.0.pop_front();
@@ -20,7 +20,7 @@ impl Wakes {
         self.0.push_back(took_ms);
     }
 
-    /// The 99th percentile of the durations, in milliseconds; 0 if there was no wake.
+    /// The 99th percentile of the durations, in milliseconds. 0: there was no wake.
     #[must_use]
     pub fn p99_ms(&self) -> Millis {
         let mut sorted: Vec<Millis> = self.0.iter().copied().collect();

@@ -4,28 +4,28 @@
 //! window = "mon-fri 20:00-07:00, sat-sun 00:00-24:00"
 //! ```
 //!
-//! A span whose end is not after its begin continues into the next day. Outside its window a
+//! A span whose end is not after its begin continues on the next day. Outside its window a
 //! container stays resident until a waiter needs its VRAM.
 
 use std::{fmt, str::FromStr};
 
 const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
 const DAY: u32 = 24 * 60;
-/// Maximum number of spans: an annotation is not trusted.
+/// Maximum number of spans, because annotations are not trusted.
 const MAX_SPANS: usize = 16;
 
 /// An offload window: times of the week.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Window {
-    /// Empty: the window is always open.
+    /// The spans of the window. If there is none, the window is always open.
     spans: Vec<Span>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Span {
-    /// First and last day; Monday is 0.
+    /// First and last day. 0 is Monday.
     days: (u32, u32),
-    /// Minutes of the day. An end that is not after the begin is on the next day.
+    /// Begin in minutes of the day. An end that is not after the begin is on the next day.
     from: u32,
     to: u32,
 }
@@ -154,7 +154,7 @@ mod tests {
     }
 
     proptest! {
-        /// Parsing the shown text gives the same window.
+        /// Text that is shown for a window parses to the same window.
         #[test]
         fn shown_window_parses_back(
             spans in proptest::collection::vec((0_u32..7, 0_u32..7, 0_u32..1440, 0_u32..1441), 1..5),
