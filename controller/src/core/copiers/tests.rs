@@ -1,4 +1,4 @@
-//! Copiers alone: attachments, reports, ends.
+//! Tests of the copiers without a node: attachments, reports, ends.
 
 use affinode_proto::wire::copier::CopierReport;
 
@@ -6,7 +6,7 @@ use super::*;
 
 const GPU: &str = "GPU-1";
 
-/// Copiers with one that is ready.
+/// A registry with one copier that is ready, and that copier's id.
 fn with_copier() -> (CopierRegistry, CopierId) {
     let mut copiers = CopierRegistry::default();
     let id = next_copier(&mut copiers);
@@ -34,7 +34,8 @@ impl CopierRegistry {
         effects
     }
 
-    /// Whether the copier ends when a container waits for its VRAM.
+    /// Whether the copier ends when a container waits for its VRAM. `leaves`: the result of the
+    /// callback that tells whether a process is about to free VRAM.
     fn ends_for_room(&mut self, leaves: bool) -> bool {
         let mut effects = Vec::new();
         self.make_room(0, &[GPU.to_owned()].into(), |_| leaves, &mut effects);
@@ -62,7 +63,7 @@ fn copied(process: u64) -> CopierReport {
     CopierReport::Copied { process, bytes: 100, elapsed_us: 1 }
 }
 
-/// A copier that is not there.
+/// A copier that does not exist.
 const OTHER: CopierId = CopierId(99);
 
 #[test]
@@ -149,7 +150,7 @@ fn starting_and_ending_copiers_move_memory() {
     assert!(!copiers.is_moving(1));
 }
 
-/// The exit may be seen before the end of the connection.
+/// The exit of a copier may be seen before the end of its connection.
 #[test]
 fn copier_that_exits_first_is_gone_at_once() {
     let (mut copiers, id) = with_copier();

@@ -91,18 +91,18 @@ fn promise_that_never_ends_lapses() {
     assert_eq!(judged(MAX_PROMISE_MS + 1), Ok(()));
 }
 
-/// A node of one pool, whose containers take what they were promised at their own pace.
+/// Model of a node with one memory pool. Each container uses its promised memory step by step.
 #[derive(Default)]
 struct MemoryModel {
     taken: u64,
-    /// Container, what it was promised, what it has touched.
+    /// Container, bytes promised to it, bytes that it uses already.
     moving: Vec<(u8, u64, u64)>,
-    /// Container, when the reading was asked for, what it showed.
+    /// Container, when the reading was requested, free bytes that it showed.
     readings: Vec<(u8, Millis, u64)>,
 }
 
 proptest! {
-    /// Whatever is asked, read, touched and delivered in whatever order: what was promised fits.
+    /// Promised memory fits, whatever the order of requests, readings, uses and reports.
     #[test]
     fn promised_memory_always_fits(steps in proptest::collection::vec((0_u8..6, 0_u8..5, 1_u64..500), 1..200)) {
         const TOTAL: u64 = 1_000;

@@ -1,4 +1,4 @@
-//! A process of the tests: where its agent is, what it holds, what it waits for.
+//! A simulated process of the tests: its phase, its memory and what it waits for.
 
 use std::collections::VecDeque;
 
@@ -9,57 +9,57 @@ use affinode_proto::wire::{
 
 use super::{super::ProcessId, world::ENGINES};
 
-/// A process with its agent and its share of the device.
+/// A simulated process with its agent and its VRAM.
 pub(super) struct Agent {
     pub(super) container: usize,
     pub(super) pid: u32,
-    /// The device that it has its memory on, or left.
+    /// Index of the GPU on which its memory is, or was before its offload.
     pub(super) gpu: usize,
     pub(super) phase: Phase,
-    /// VRAM that it holds when it is on the device.
+    /// VRAM of the process when it is on the GPU, in bytes.
     pub(super) size: u64,
-    /// The part of it that the agent can copy.
+    /// The part of it that the agent can copy, in bytes.
     pub(super) swappable: u64,
-    /// What its library can do.
+    /// Capabilities of the process's library.
     pub(super) capabilities: Capabilities,
-    /// That part is in host memory.
+    /// Whether the part that the agent can copy is in host memory.
     pub(super) copied_out: bool,
-    /// What came on its connection and was not looked at yet.
+    /// Messages that arrived on its connection and were not handled yet.
     pub(super) inbox: VecDeque<ControllerMessage>,
-    /// Lost its controller in the middle of something: says Hello when that is done.
+    /// Whether it lost its controller during an order. It registers again when the order is done.
     pub(super) orphaned: bool,
     pub(super) welcomed: bool,
     pub(super) generation: u64,
     pub(super) calls: u64,
     pub(super) wants: bool,
     pub(super) held: bool,
-    /// It uses managed memory: it cannot be moved.
+    /// Whether it uses managed memory, so that it cannot be moved.
     pub(super) fixed: bool,
-    /// A tool is in the process: the driver must not checkpoint it.
+    /// Whether a tool is in the process, so that the driver must not checkpoint it.
     pub(super) tools: bool,
-    /// It was told to make host memory ready, and has not used that.
+    /// Whether it was ordered to prefault host memory and has not used that memory.
     pub(super) prepared: bool,
-    /// What of host memory it has ready or has kept, in bytes.
+    /// Prefaulted or retained host memory, in bytes.
     pub(super) kept: u64,
-    /// What its copy out has still to touch of host memory, in bytes.
+    /// Host memory that its copy out still needs, in bytes.
     pub(super) filling: u64,
-    /// What its page says beside.
+    /// Further flags that its counters report.
     pub(super) notes: ProcessFlags,
-    /// The allocation that waits for room, outside the driver.
+    /// The allocation that waits for VRAM, outside the driver.
     pub(super) asking: Option<Asking>,
     pub(super) tickets: u64,
-    /// Told to hold on this connection.
+    /// Whether it was ordered to hold its allocations on this connection.
     pub(super) held_here: bool,
-    /// The number under which the controller watches it.
+    /// The number by which the controller knows it.
     pub(super) known_as: ProcessId,
-    /// It never says that it holds its allocations.
+    /// How it refuses to hold its allocations. `None`: it holds them.
     pub(super) refuses: Option<Refusal>,
 }
 
-/// What a process says in place of "done" when it holds its allocations.
+/// Reaction of a process that does not report `Done` to an order to hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// That a call is inside the driver.
+    /// It reports Busy: a call is inside the driver.
     Busy,
     /// It sends no report.
     Silent,
@@ -92,12 +92,12 @@ impl Agent {
     }
 }
 
-/// An allocation that found no memory.
+/// An allocation that found no VRAM.
 #[derive(Clone, Copy)]
 pub(super) struct Asking {
     pub(super) bytes: u64,
     pub(super) attempts: u32,
-    /// Told that there is room.
+    /// Whether the process was told to try the allocation again.
     pub(super) goes_ahead: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Libraries that cannot do everything: they get only orders that they can follow.
+//! Libraries that lack capabilities: they get only orders that they can follow.
 
 use affinode_proto::wire::{
     Capabilities, Phase,
@@ -17,8 +17,8 @@ use super::{
 /// The container whose engine is `full`.
 const FULL: usize = 1;
 
-/// Offloads a process of a library with these capabilities, under every policy that needs one;
-/// returns the options of its copy out.
+/// Offloads a process whose library has these capabilities, under every policy that needs one.
+/// Returns the options of its copy out.
 fn copy_options_of(capabilities: Capabilities) -> CopyOptions {
     let mut world = World::new(3);
     (world.libraries, world.all_options, world.prepare) = (vec![capabilities], true, true);
@@ -30,7 +30,7 @@ fn copy_options_of(capabilities: Capabilities) -> CopyOptions {
     options
 }
 
-/// Goes on until the process is ordered to copy out.
+/// Advances the world until the process is ordered to copy out. Returns the options of the copy.
 fn until_copy_out(world: &mut World, id: ProcessId) -> CopyOptions {
     for _ in 0..100 {
         if let Some(options) = ordered_copy(world, id) {
@@ -41,7 +41,7 @@ fn until_copy_out(world: &mut World, id: ProcessId) -> CopyOptions {
     panic!("it gets no order to copy out");
 }
 
-/// A process whose host memory counts as prefaulted, and whose container is told to leave.
+/// A process whose host memory counts as prefaulted, and whose container is ordered to offload.
 fn leaves_prefaulted(world: &mut World) -> ProcessId {
     let id = world.running(FULL, 600);
     world.node.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
@@ -75,7 +75,8 @@ fn copy_options_are_within_capabilities() {
     }
 }
 
-/// A grant for another container does not wait for a copy on the GPU that the library cannot do.
+/// A grant for another container does not wait for a copy on the GPU that the process's library
+/// does not support.
 #[test]
 fn incapable_library_keeps_no_gpu_from_the_queue() {
     let mut world = World::new(3);

@@ -1,4 +1,4 @@
-//! Prewakes because of connections.
+//! Prewakes that connections cause.
 
 use affinode_proto::{reason::Reason, state::State, wire::Phase};
 
@@ -24,7 +24,7 @@ fn count(world: &mut World, count: u64) {
     world.feed(Input::Connections(key(0), Some(count)));
 }
 
-/// Delivers a few events, without time to become idle again.
+/// Delivers a few events. So little time passes that no container becomes idle.
 fn arrive(world: &mut World) {
     for _ in 0..40 {
         while !world.questions.is_empty() {
@@ -36,7 +36,7 @@ fn arrive(world: &mut World) {
     }
 }
 
-/// A connection without a call after it. Returns whether it caused a restore.
+/// Reports a connection that no call follows. Returns whether it caused a restore.
 fn knocks_in_vain(world: &mut World, id: ProcessId) -> bool {
     let before = world.node.containers[&key(0)].connections.unwrap_or(0);
     count(world, before);

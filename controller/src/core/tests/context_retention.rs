@@ -15,11 +15,11 @@ use super::{
     world::{World, key},
 };
 
-/// Of engine `auto` in the worlds here.
+/// Number of the container whose engine is `auto` here.
 const AUTO: usize = 1;
 
 impl World {
-    /// The same world, where that is so.
+    /// Sets whether that container has the engine `auto`.
     pub(super) fn with_auto(mut self, auto: bool) -> World {
         self.auto = auto;
         (0..self.containers).for_each(|n| self.announce(n));
@@ -27,7 +27,7 @@ impl World {
     }
 }
 
-/// A process of it that leaves when it is told to, or for others.
+/// A world whose container `AUTO` is offloaded only by request or for a waiter.
 fn auto() -> World {
     let mut world = World::new(3).with_auto(true);
     let policy = &mut world.node.containers.get_mut(&key(AUTO)).unwrap().policy;
@@ -54,14 +54,14 @@ fn wait_resident(world: &mut World, id: ProcessId) {
     assert!(!world.node.containers[&key(AUTO)].retain_context, "it is all here");
 }
 
-/// Sets the measured costs of both ways.
+/// Sets the measured costs of offloads with and without the context.
 fn costs(world: &mut World, deep_ms: u64, shallow_ms: u64) {
     let cost = |restore_ms| Some(Cost { out_ms: restore_ms, restore_ms });
     let costs = &mut world.node.containers.get_mut(&key(AUTO)).unwrap().costs;
     (costs.deep, costs.shallow) = (cost(deep_ms), cost(shallow_ms));
 }
 
-/// It has left, and its context has stayed.
+/// A world in which the container is offloaded and its context stayed on the GPU.
 fn copied_out() -> (World, ProcessId) {
     let mut world = auto();
     let id = world.running(AUTO, 400);

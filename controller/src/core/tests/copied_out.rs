@@ -1,4 +1,4 @@
-//! Containers whose engine copies.
+//! Containers whose memory the library copies.
 
 use affinode_proto::{
     state::State,
@@ -69,8 +69,8 @@ fn uncopyable_memory_is_checkpointed() {
     }
 }
 
-/// The process may have memory imported from a copier, after whose checkpoint no restore is
-/// possible.
+/// The process may have memory imported from a copier. After a checkpoint of such memory no restore
+/// is possible.
 #[test]
 fn memory_is_copied_before_counters_are_read() {
     let mut world = World::new(3);
@@ -95,7 +95,7 @@ fn memory_is_copied_before_counters_are_read() {
     assert_eq!(world.node.moves(&key(2))(process), OffloadMethod::Copy, "it is copied already");
 }
 
-/// It is its container's already; of a claim on more than can be copied nothing is believed.
+/// Its container is charged for it already. A report of more than can be copied is not believed.
 #[test]
 fn retained_copy_needs_no_more_host_memory() {
     let mut world = World::new(3);
@@ -136,7 +136,7 @@ fn process_without_usable_copier_gets_none() {
     }
 }
 
-/// A controller that died while the driver's half was done and the copy was not.
+/// A controller ended when the driver had restored the context and the copy in was not done.
 #[test]
 fn locked_copied_out_process_restores_unrecorded() {
     let mut world = World::new(3);

@@ -1,5 +1,5 @@
-//! Copiers in the world of the tests: they take VRAM, register memory, fill it, end. No proof of
-//! free VRAM may be taken while one starts or ends, and none registers beside a proof.
+//! Copiers in the simulated world: they take VRAM, register memory, fill it and end. No proof of
+//! free VRAM may be made while one starts or ends, and none may register memory during a proof.
 
 use std::collections::BTreeSet;
 
@@ -24,37 +24,37 @@ const FULL: usize = 1;
 /// VRAM of a copier's context.
 const CONTEXT_BYTES: u64 = 20;
 
-/// Where a copier is.
+/// Stage of a simulated copier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CopierState {
     Starting,
     Ready,
-    /// It was ended at this time, and has not exited.
+    /// It was ended at this time, and has not exited yet.
     Ending(Millis),
 }
 
-/// A copier on a device.
+/// A simulated copier of a GPU.
 #[derive(Debug)]
 pub(super) struct WorldCopier {
     gpu: usize,
     state: CopierState,
     bytes: u64,
-    /// It was told to register nothing.
+    /// Whether it was ordered to register no memory.
     held: bool,
     /// Its processes, and whether their memory is registered.
     attached: Vec<(ProcessId, bool)>,
-    /// The process that it fills.
+    /// The process whose memory it fills.
     filling: Option<ProcessId>,
 }
 
 impl World {
-    /// VRAM of the copiers on a device.
+    /// VRAM of the copiers on a GPU.
     pub(super) fn copier_bytes_on(&self, gpu: usize) -> u64 {
         self.copiers.values().filter(|copier| copier.gpu == gpu).map(|copier| copier.bytes).sum()
     }
 
-    /// What the core wants of a copier. Without `slow_copiers` it starts and ends at once; the
-    /// input that comes of it is returned.
+    /// Executes an effect on a copier. Without `slow_copiers`, a start or end completes at once,
+    /// and the input that reports it is returned.
     pub(super) fn told_copier(&mut self, effect: Effect) -> Option<Input> {
         let slow = self.slow_copiers;
         match effect {
@@ -120,7 +120,7 @@ impl World {
         self.node.grants.values().all(|grant| waits(&grant.stage))
     }
 
-    /// What is free now must stay free.
+    /// Asserts that no copier can change the free VRAM during a proof.
     pub(super) fn assert_no_copier_moves(&self) {
         for (id, copier) in &self.copiers {
             match copier.state {
@@ -133,7 +133,7 @@ impl World {
         }
     }
 
-    /// A copier goes on with what it has to do.
+    /// Lets a copier do its next step.
     pub(super) fn copier_step(&mut self, id: CopierId) {
         let Some(copier) = self.copiers.get(&id) else { return };
         let (gpu, room) = (copier.gpu, TOTAL.saturating_sub(self.used_on(copier.gpu)));
@@ -200,15 +200,15 @@ impl World {
         self.feed(Input::CopierReport(id, report));
     }
 
-    /// Every copier takes a step.
+    /// Lets every copier do its next step.
     pub(super) fn copiers_step(&mut self) {
         let all: Vec<CopierId> = self.copiers.keys().copied().collect();
         all.into_iter().for_each(|id| self.copier_step(id));
     }
 }
 
-/// A world with slow copiers, a process of the engine `full` that is out, and its copier, which has
-/// done nothing yet.
+/// A world with slow copiers, an offloaded process of the engine `full`, and its copier, which has
+/// done no step yet.
 fn with_starting_copier() -> (World, ProcessId, CopierId) {
     let mut world = World::new(3);
     world.slow_copiers = true;
@@ -223,7 +223,7 @@ fn with_starting_copier() -> (World, ProcessId, CopierId) {
     (world, id, copier)
 }
 
-/// The same with a copier that has the memory registered.
+/// Like `with_starting_copier`, but the copier has registered the memory.
 fn with_registered() -> (World, ProcessId, CopierId) {
     let (mut world, id, copier) = with_starting_copier();
     (0..3).for_each(|_| world.copier_step(copier));
@@ -263,7 +263,7 @@ fn proof_waits_for_an_ending_copier() {
     assert!(is_proving(&world), "it has exited");
 }
 
-/// The process of an ended copier hangs in the driver.
+/// The process of an ended copier hangs in the driver and does not exit.
 #[test]
 fn proof_waits_for_an_end_in_vain_only_once() {
     let (mut world, id, copier) = with_registered();
@@ -331,7 +331,7 @@ fn no_copier_without_setting() {
     assert!(world.copiers.is_empty());
 }
 
-/// A waiter would miss the VRAM of the copier's context.
+/// A new copier's context would take VRAM that the waiter needs.
 #[test]
 fn no_copier_starts_while_a_container_waits() {
     let mut world = World::new(3);

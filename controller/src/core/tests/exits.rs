@@ -1,4 +1,4 @@
-//! Processes that end while they are moved: their drivers end before them.
+//! Processes that exit during a move: their drivers end first.
 
 use affinode_proto::{
     state::State,
@@ -14,7 +14,7 @@ use super::world::World;
 /// The driver's error `CUDA_ERROR_DEINITIALIZED` after `exit`.
 const ENDED: u32 = 4;
 
-/// Goes on until the process finds this order, whose driver has ended then.
+/// Advances the world until the process gets this order. Its driver has ended by then.
 fn ends_at(world: &mut World, id: ProcessId, wanted: fn(&Action) -> bool) {
     for _ in 0..1_000 {
         if let Some(ControllerMessage::Order { order, action, .. }) =
@@ -75,7 +75,7 @@ fn driver_end_during_restore_is_no_refusal() {
     assert_eq!((world.state(0), world.journal.len()), (State::Unregistered, 0));
 }
 
-/// The other process of the container goes on, wherever it was.
+/// The other process of the container is resident at the end, whatever its phase was.
 #[test]
 fn driver_ended_turns_its_siblings_round() {
     let mut world = World::new(1);

@@ -1,4 +1,4 @@
-//! Processes that were found to reach the driver past the hooks.
+//! Processes that were found to call the driver past the hooks.
 
 use affinode_proto::{
     event::EventKind,

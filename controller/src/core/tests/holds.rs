@@ -1,4 +1,4 @@
-//! Processes that do not hold their allocations, and what others wait for them.
+//! Processes that do not hold their allocations, and the time that others wait for them.
 
 use affinode_proto::{
     state::State,
@@ -13,32 +13,32 @@ use super::{
     world::World,
 };
 
-/// What a process does when it is told to hold its allocations.
+/// Reaction of a process to an order to hold its allocations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Manner {
     /// It holds its allocations.
     Done,
-    /// It says Busy at once.
+    /// It reports Busy at once.
     Busy,
-    /// It says Busy after this time, in milliseconds.
+    /// It reports Busy after this time, in milliseconds.
     BusyAfter(Millis),
     /// It sends no report.
     Silent,
-    /// It does another of these each time.
+    /// It reacts differently each time.
     Alternates,
-    /// It says Busy to all that comes in the first minute, and holds from then on.
+    /// It reports Busy to every order of the first minute, and holds from then on.
     BusyForAMinute,
-    /// Another process of its container says Busy each time.
+    /// Each time another process of its container reports Busy.
     NewEachTime,
 }
 
-/// A process that answers by hand.
+/// A process whose test chooses its reports.
 struct Liar {
     id: ProcessId,
     manner: Manner,
     holds: usize,
     messages: usize,
-    /// Orders that it says Busy to, and when.
+    /// Orders that it will report Busy to, and when.
     later: Vec<(Millis, u64)>,
 }
 
@@ -49,7 +49,7 @@ impl Liar {
         Liar { id, manner, holds: 0, messages: 0, later: Vec::new() }
     }
 
-    /// Takes what has come, and what comes of its answers, until nothing comes any more.
+    /// Handles messages, and those that follow from its reports, until no message is left.
     fn act(&mut self, world: &mut World) {
         const MAX_ROUNDS: usize = 1_000;
         let mut taken = 0;
@@ -107,7 +107,7 @@ fn report(world: &mut World, id: ProcessId, order: u64, outcome: Outcome) {
     world.feed(Input::Message(id, report));
 }
 
-/// What of the victim and of NVML takes no time.
+/// Does the steps of the victim and of NVML that take no time.
 fn serve(world: &mut World, victim: ProcessId) {
     for _ in 0..20 {
         world.answer_question();
@@ -115,8 +115,8 @@ fn serve(world: &mut World, victim: ProcessId) {
     }
 }
 
-/// Ten minutes in which a container is idle, leaves and is called, again and again: how long each
-/// wake takes beside such a neighbour, in milliseconds.
+/// Durations of wakes next to a neighbour of this manner, in milliseconds. For ten minutes a
+/// container is repeatedly offloaded when idle, then called.
 fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
     const STEP_MS: Millis = 20;
     const TEN_MINUTES_MS: Millis = 600_000;
@@ -157,13 +157,13 @@ fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
     waits_ms
 }
 
-/// The longest wake, all other wakes together, and how many there were.
+/// The longest wake, the sum of all other wakes, and the number of wakes.
 fn longest_and_rest(waits_ms: &[Millis]) -> (Millis, Millis, usize) {
     let longest = waits_ms.iter().copied().max().unwrap();
     (longest, waits_ms.iter().sum::<Millis>() - longest, waits_ms.len())
 }
 
-/// A neighbour that answers every hold with Busy, however soon, delays others by 1 s at most, once.
+/// A neighbour that reports Busy for every hold, however soon, delays others once, by 1 s at most.
 #[test]
 fn busy_for_ten_minutes_delays_wakes_once() {
     let undelayed = longest_and_rest(&wakes_beside(World::new(2), Manner::Done));
@@ -188,7 +188,7 @@ fn busy_for_ten_minutes_delays_wakes_once() {
     }
 }
 
-/// A neighbour that sometimes holds, or sends another process each time, delays others briefly.
+/// A neighbour that holds only sometimes, or uses a new process each time, delays others briefly.
 #[test]
 fn changing_refusals_delay_wakes_briefly() {
     for manner in [Manner::Alternates, Manner::NewEachTime] {
@@ -206,7 +206,7 @@ fn changing_refusals_delay_wakes_briefly() {
     }
 }
 
-/// On another GPU, and seeing several: it may make a context here at any time.
+/// The process is on another GPU but sees several, so it may create a context on this one.
 #[test]
 fn busy_on_another_gpu_delays_wakes_once() {
     let mut world = World::new(2);
@@ -216,7 +216,7 @@ fn busy_on_another_gpu_delays_wakes_once() {
     assert!(longest <= 1_000 && rest <= 300, "{longest} ms, then {rest} ms");
 }
 
-/// A container whose processes join one after the other, each while NVML is being read.
+/// The processes of a container join one after the other, each while NVML is being read.
 #[test]
 fn joins_during_proofs_delay_a_wake_briefly() {
     const NVML_MS: Millis = 40;
@@ -253,7 +253,7 @@ fn joins_during_proofs_delay_a_wake_briefly() {
     assert!(waits_ms[5..].iter().all(|wait| *wait <= NVML_MS), "{waits_ms:?}");
 }
 
-/// What NVML was asked before a process joined may be older than its allocations.
+/// A reading of NVML that was requested before a process joined may miss its allocations.
 #[test]
 fn newcomer_during_a_proof_is_proven_anew() {
     let mut world = World::new(2);
@@ -281,7 +281,7 @@ fn newcomer_during_a_proof_is_proven_anew() {
     assert!(!world.agents[&victim].wants, "it still waits");
 }
 
-/// Holds are asked of processes that can take memory of the device, and of no others.
+/// Only processes that can take VRAM of the GPU are ordered to hold.
 #[test]
 fn holds_are_asked_on_the_device_concerned() {
     for (notes, read, asked) in [
@@ -312,7 +312,7 @@ fn holds_are_asked_on_the_device_concerned() {
     }
 }
 
-/// A controller that was starved finds answers and the time that they took at once.
+/// A starved controller handles the reports and the time that has passed at once.
 #[test]
 fn stalled_controller_blames_no_process() {
     let mut world = World::new(2);
@@ -338,8 +338,8 @@ fn stalled_controller_blames_no_process() {
     assert_eq!(world.node.processes.get(&other.id).unwrap().hold_record, HoldRecord::default());
 }
 
-/// A neighbour that asks for room, is told to go ahead, and does not: over and over, with the same
-/// ticket, with another, or after a time.
+/// A neighbour waits for VRAM, is told to try again, and does not allocate: repeatedly, with the
+/// same ticket, with another, or after a pause.
 #[test]
 fn vain_allocations_delay_wakes_less_and_less() {
     for (same_ticket, idles_ms) in [(true, 0), (true, 300), (false, 300), (false, 9_000)] {
@@ -399,7 +399,7 @@ fn vain_allocations_delay_wakes_less_and_less() {
     }
 }
 
-/// How long the victim waits for a neighbour that says nothing from now on, in milliseconds.
+/// Time that the victim waits for a neighbour that sends no more reports, in milliseconds.
 fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
     while world.agents[&victim].phase != Phase::Checkpointed {
         world.tick();
@@ -418,7 +418,7 @@ fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
     world.now - called
 }
 
-/// Other processes of a container are waited for briefly for a minute, then for two.
+/// Other processes of the container are waited for only briefly, for one minute and then for two.
 #[test]
 fn silence_of_one_is_held_against_its_container() {
     let mut world = World::new(2);
@@ -432,7 +432,7 @@ fn silence_of_one_is_held_against_its_container() {
     assert_eq!(long, [true, false, true, false, true], "{waits_ms:?}");
 }
 
-/// A process that ends while it is waited for, and one with invalid counters, cost no time.
+/// A process that exits while it is waited for, and one with invalid counters, cause no delay.
 #[test]
 fn gone_or_distrusted_process_is_not_awaited() {
     for scribbles in [true, false] {

@@ -1,4 +1,4 @@
-//! More wants to leave at once than host memory holds.
+//! Tests of offloads that together need more host memory than there is.
 
 use affinode_proto::{
     reason::Reason,
@@ -12,12 +12,12 @@ use super::{
 };
 
 impl World {
-    /// What containers have in host memory, in bytes.
+    /// Host memory that the containers use, in bytes.
     fn host_used(&self) -> u64 {
         self.agents.values().map(|agent| agent.size - agent.on_device()).sum()
     }
 
-    /// The node as a survey shows it now, of an offload of these processes.
+    /// The memory pools that a survey for an offload of these processes shows now.
     pub(super) fn host_pools(&self, processes: &[(u32, u64)]) -> Vec<MemoryPool> {
         let Some(total) = self.host_total else { return Vec::new() };
         let need_bytes = processes.iter().map(|(_, bytes)| bytes).sum();
@@ -39,7 +39,7 @@ impl World {
         self.feed(Input::Command(CommandId(n as u64), key(n), Request::Offload));
     }
 
-    /// Lets every agent carry out what it was ordered.
+    /// Lets every agent execute its orders.
     fn work_all(&mut self) {
         let ids: Vec<_> = self.agents.keys().copied().collect();
         for id in ids {
@@ -72,7 +72,7 @@ fn idle_at_once_leave_as_host_memory_allows() {
     }
 }
 
-/// Two are asked for at the same moment, and both readings are delivered before either moves.
+/// Two offloads are requested at the same moment, and both readings are delivered before a copy.
 #[test]
 fn readings_of_one_moment_promise_memory_once() {
     let mut world = World::new(3);
@@ -97,7 +97,7 @@ fn readings_of_one_moment_promise_memory_once() {
     assert_eq!(done, [false, true], "and is answered when that is decided");
 }
 
-/// A reading that was taken before another container's copy ended does not show all of it.
+/// A reading made before the end of another container's copy does not show all of its memory.
 #[test]
 fn old_reading_is_judged_with_what_it_missed() {
     let mut world = World::new(3);
@@ -127,7 +127,7 @@ fn old_reading_is_judged_with_what_it_missed() {
     assert_eq!(count_off(&world), 1);
 }
 
-/// What is taken by others between the first look and the copy turns an offload back.
+/// Memory that others take between the first survey and the copy cancels the offload.
 #[test]
 fn memory_taken_before_the_copy_turns_it_back() {
     let mut world = World::new(3);
@@ -141,7 +141,7 @@ fn memory_taken_before_the_copy_turns_it_back() {
     assert!(world.refused.contains(&Reason::HostMemory.to_string()), "{:?}", world.refused);
 }
 
-/// The copy turned back by itself: it is copied the next time, not checkpointed.
+/// The copy was cancelled by the library. The next offload copies again and is no checkpoint.
 #[test]
 fn copy_that_turned_back_is_tried_again() {
     let mut world = World::new(3);
@@ -165,7 +165,7 @@ fn copy_that_turned_back_is_tried_again() {
     assert_eq!((world.state(2), world.agents[&id].copied_out), (State::Offloaded, true));
 }
 
-/// A promise ends with the container, with its processes, and when the offload turns back.
+/// A promise ends with the container, with its processes, and when the offload is cancelled.
 #[test]
 fn promise_ends_however_the_offload_ends() {
     type Ending = fn(&mut World, ProcessId);
@@ -189,7 +189,7 @@ fn promise_ends_however_the_offload_ends() {
 }
 
 impl World {
-    /// Lets the process of a container get as far as its order to copy out, which lies in its inbox.
+    /// Advances a container's process until its order to copy out is next in its inbox.
     fn begin_copy(&mut self, n: usize, id: ProcessId) {
         self.ask_offload(n, id);
         self.answer_question();
@@ -204,7 +204,7 @@ impl World {
         }
     }
 
-    /// The levels above a container are read, and then the counters of its process.
+    /// Reports the counters of a process, and free host memory of its pod and the node.
     fn read_levels(&mut self, n: usize, id: ProcessId, pod_free_bytes: u64, filling: u64) {
         self.agents.get_mut(&id).unwrap().filling = filling;
         let page = super::agent::page(&self.agents[&id]);
@@ -219,7 +219,7 @@ impl World {
     }
 }
 
-/// A neighbour in the pod takes what was promised to a copy: only the controller sees that.
+/// A neighbour in the pod takes memory promised to a copy, which only the controller can see.
 #[test]
 fn copy_without_room_in_the_pod_is_turned_back() {
     let mut world = World::new(3);
@@ -251,7 +251,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     );
 }
 
-/// The reason of one copy is not that of the next.
+/// Each copy out fails for its own reason.
 #[test]
 fn later_copy_fails_for_its_own_reason() {
     let mut world = World::new(3);
@@ -269,8 +269,8 @@ fn later_copy_fails_for_its_own_reason() {
     assert_eq!(world.refused, [Reason::HostMemory.to_string()]);
 }
 
-/// kill -9 of the controller while a process copies: the next one has heard nothing of that process,
-/// but what the journal says.
+/// The controller is killed while a process copies. The next controller knows of that process only
+/// from the journal.
 #[test]
 fn new_controller_repeats_promises_in_progress() {
     let mut world = World::new(3);
@@ -290,7 +290,7 @@ fn new_controller_repeats_promises_in_progress() {
     assert!(world.node.host_ledger.is_empty());
 }
 
-/// What has left before is no promise: NVML shows that it holds nothing.
+/// An offload before the restart needs no promise: NVML shows that the process holds no VRAM.
 #[test]
 fn offloaded_before_restart_promises_nothing() {
     let mut world = World::new(3);
@@ -310,7 +310,7 @@ fn offloaded_before_restart_promises_nothing() {
     assert_eq!(world.node.host_ledger.promised_node_bytes(), 0);
 }
 
-/// The promise ends with the process that it was made to, even if that never comes forward.
+/// The promise ends with the process that it was made to, even if the process never registers.
 #[test]
 fn recalled_promise_ends_with_its_process() {
     let mut world = World::new(3);

@@ -7,7 +7,7 @@ use super::{
     world::{World, key},
 };
 
-/// An offloaded container of policy `immediate` and priority 0, and neighbours.
+/// A world with an offloaded container of policy `immediate` and priority 0.
 fn asker(size: u64) -> (World, ProcessId) {
     let mut world = World::new(3);
     world.immediate = vec![0];
@@ -18,7 +18,7 @@ fn asker(size: u64) -> (World, ProcessId) {
     (world, id)
 }
 
-/// Lets time pass while these containers are in use. Returns whether the waiter was restored.
+/// Lets time pass while the containers `busy` are in use. Returns whether the waiter was restored.
 fn while_in_use(world: &mut World, busy: &[ProcessId], asker: ProcessId, ticks: usize) -> bool {
     for _ in 0..ticks {
         busy.iter().for_each(|id| world.call(*id));
@@ -79,7 +79,7 @@ fn latest_immovable_processes_end_as_needed() {
     assert_eq!(asked, [pids[2]]);
 }
 
-/// The pid of a process that cannot be offloaded and does not end when asked.
+/// The pid of a process that cannot be offloaded and ignores SIGTERM.
 fn stubborn(world: &mut World) -> u32 {
     let mut id = world.running(2, 700);
     while world.agents[&id].pid % 2 == 1 {
@@ -90,7 +90,7 @@ fn stubborn(world: &mut World) -> u32 {
     world.agents[&id].pid
 }
 
-/// The asker is gone, or only one of lower priority waits by now.
+/// The waiter has exited, or its priority is now lower than the process's.
 #[test]
 fn ended_process_survives_without_urgent_waiter() {
     for gone in [true, false] {
@@ -121,8 +121,8 @@ fn process_that_ignores_end_is_killed() {
     assert!(world.now - asked >= 5_000);
 }
 
-/// No process is ended without effect: not where its end does not suffice, not above the waiter's
-/// priority, not without a waiting call, and not in a pinned container.
+/// No process is ended if its end does not suffice, its priority is above the waiter's, no call
+/// waits, or its container is pinned.
 #[test]
 fn protected_processes_are_not_ended() {
     let fixed = |world: &mut World, container, size| {
@@ -156,7 +156,7 @@ fn protected_processes_are_not_ended() {
     assert_eq!((world.state(0), world.ended.len()), (State::Queued, 0), "no call waits");
 }
 
-/// Longer waiters are passed, except those of higher priority.
+/// It is served before longer waiters, except those of higher priority.
 #[test]
 fn it_goes_before_others_of_its_priority() {
     let mut world = World::new(3);
@@ -181,7 +181,7 @@ fn it_goes_before_others_of_its_priority() {
     assert_eq!(turns(&world), [key(1), key(0)]);
 }
 
-/// Calls that do not end in time now and then are no reason to end it; if they never do, they are.
+/// Calls that sometimes end too late do not end the process. Calls that never end do.
 #[test]
 fn busy_process_is_forced_thrice_before_its_end() {
     let busy = affinode_proto::wire::message::Outcome::Busy;

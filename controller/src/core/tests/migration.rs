@@ -1,4 +1,4 @@
-//! Restores on another GPU, if the own one is full.
+//! Restores on another GPU if the own GPU is full.
 
 use affinode_proto::{
     state::State,
@@ -13,7 +13,7 @@ use super::{
     world::{GPU, World, key},
 };
 
-/// Two GPUs. A process of 600 bytes is offloaded from the first one, where others use 600.
+/// Two GPUs. A process of 600 bytes is offloaded from the first one, where others use 600 bytes.
 fn oversubscribed(container: usize) -> (World, ProcessId) {
     let mut world = World::new(3);
     world.two_gpus = true;
@@ -116,9 +116,8 @@ fn failed_migration_waits_for_own_gpu() {
     }
 }
 
-/// The controller dies after the order, before and after the agent has executed it, and where the
-/// copy in found no VRAM. The next one proves VRAM on the GPU where the process is, not where it
-/// was.
+/// The controller ends after the order: before and after the agent has executed it, and when the
+/// copy in found no VRAM. The next controller proves VRAM on the GPU where the process is now.
 #[test]
 fn next_controller_knows_target_gpu() {
     for (container, carried_out, fails) in [(0, false, false), (0, true, false), (1, false, true)] {
@@ -154,7 +153,7 @@ fn next_controller_knows_target_gpu() {
     }
 }
 
-/// Between promise and order the migration becomes impossible. VRAM was proven on the other GPU
+/// The migration becomes impossible between promise and order. VRAM was proven on the other GPU
 /// only, so no restore on the own GPU is ordered.
 #[test]
 fn impossible_migration_needs_a_new_proof() {
@@ -173,7 +172,8 @@ fn impossible_migration_needs_a_new_proof() {
     assert_eq!(world.agents[&id].gpu, 0);
 }
 
-/// Two GPUs; a process of container 1 has its order to come back on the other one. Its number.
+/// Two GPUs. A process of container 1 has the order to restore on the other one. Returns the world,
+/// the process and the order's number.
 fn sent() -> (World, ProcessId, u64) {
     let (mut world, id) = oversubscribed(1);
     world.call(id);
@@ -192,7 +192,7 @@ fn needs_room_on(world: &World, id: ProcessId) -> String {
     world.node.processes.get(&id).unwrap().vram_to_restore().unwrap().remove(0).uuid
 }
 
-/// The process had restored itself, except for its context, when it read the order.
+/// When the process read the order, it had restored everything except its context by itself.
 #[test]
 fn late_order_moves_no_process() {
     for outcome in [Outcome::Late, Outcome::WrongPhase] {

@@ -1,5 +1,4 @@
-//! The core against a world of agents and one device: cases that were thought of, and random
-//! ones.
+//! Tests of the core with simulated agents and GPUs: chosen cases, and random ones.
 
 mod agent;
 mod capabilities;

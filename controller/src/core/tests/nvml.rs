@@ -1,5 +1,5 @@
-//! NVML and the look at host memory, as a controller asks them: one question after the other. What
-//! is read may be delivered later, when it is not true any more.
+//! Simulates NVML and the survey of host memory. The questions of a controller are answered one
+//! after the other. A result may be delivered later, when it is no longer true.
 
 use affinode_proto::reason::Reason;
 
@@ -11,14 +11,14 @@ use super::{
 type Reading = Result<Vec<GpuSample>, String>;
 type HostReading = Result<Vec<MemoryPool>, (Reason, String)>;
 
-/// What NVML and the node answer.
+/// Results of NVML and of surveys.
 #[derive(Default)]
 pub(super) struct Nvml {
-    /// It answers with an error.
+    /// Whether every reading fails with an error.
     pub(super) fails: bool,
-    /// No container finds the host memory to leave.
+    /// Whether every survey reports too little host memory for an offload.
     pub(super) no_host_memory: bool,
-    /// Read and not delivered yet: for which question, `None` for the reading of each tick.
+    /// The result that is not delivered yet, and its question. `None`: the reading of a tick.
     in_flight: Option<(Option<Effect>, Reading, HostReading)>,
 }
 
@@ -30,7 +30,8 @@ impl World {
         }
     }
 
-    /// NVML is read for the question that was asked first, or for a tick. The answer comes later.
+    /// Reads NVML for the oldest open question, or for a tick if there is no question. The result
+    /// is stored and delivered later. Does nothing while an earlier result is not delivered.
     pub(super) fn read_nvml(&mut self) {
         if self.nvml.in_flight.is_none() {
             let question = self.questions.pop_front();
@@ -47,12 +48,12 @@ impl World {
         }
     }
 
-    /// Whether a question was asked and not answered.
+    /// Whether a question is not answered yet.
     pub(super) fn is_asked(&self) -> bool {
         self.nvml.in_flight.is_some() || !self.questions.is_empty()
     }
 
-    /// What was read is delivered; or a question is answered at once.
+    /// Delivers the stored result. If there is none, first reads NVML.
     pub(super) fn answer_question(&mut self) {
         self.read_nvml();
         let Some((question, reading, host)) = self.nvml.in_flight.take() else { return };
@@ -65,7 +66,7 @@ impl World {
         }
     }
 
-    /// The reading of a tick, unless the one before is on its way.
+    /// Delivers a reading for a tick, unless an earlier result is not delivered yet.
     pub(super) fn answer_tick(&mut self) {
         if self.nvml.in_flight.is_none() {
             let reading = self.reading();
@@ -73,7 +74,7 @@ impl World {
         }
     }
 
-    /// Of a controller that has died no question is answered.
+    /// Drops the questions of a controller that has ended.
     pub(super) fn forget_questions(&mut self) {
         self.questions.clear();
         self.nvml.in_flight = None;

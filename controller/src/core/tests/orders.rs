@@ -1,4 +1,4 @@
-//! What the world does with what the core asks of it: orders to agents, questions about devices.
+//! Executes the core's effects in the simulated world: orders to agents, and questions about GPUs.
 
 use affinode_proto::wire::{
     Phase,
@@ -10,7 +10,7 @@ use super::agent::Refusal;
 use super::world::{TOTAL, World};
 
 impl World {
-    /// The agent looks at its oldest message.
+    /// The agent handles its oldest message.
     pub(super) fn work(&mut self, id: ProcessId) {
         let used = [0, 1].map(|gpu| self.used_on(gpu));
         let Some(agent) = self.agents.get_mut(&id) else { return };

@@ -27,8 +27,8 @@ const FAST: usize = 1;
 const TIMEOUT_MS: Millis = 1_200;
 
 impl World {
-    /// Only a resident process that is not prefaulted gets the order; only a prefaulted one gets
-    /// its end.
+    /// Records a prefault order. It must be for a resident process that is not prefaulted, or, to
+    /// end prefaulting, for one that is.
     pub(super) fn told_to_prepare(&mut self, id: ProcessId, on: bool) {
         let agent = self.agents.get_mut(&id).expect("it lives");
         assert_eq!(ENGINES[agent.container], "full");
@@ -66,12 +66,12 @@ fn prepared(world: &mut World) -> ProcessId {
     id
 }
 
-/// Several times the idle timeout passes.
+/// Lets several times the idle timeout pass.
 fn rest(world: &mut World) {
     (0..60).for_each(|_| world.tick());
 }
 
-/// NVML may not know yet what was allocated last, or count it to a copier.
+/// NVML may not show the last allocation yet, or may count it for a copier.
 #[test]
 fn swappable_bytes_count_beyond_nvml_sample() {
     let mut world = World::new(3);
@@ -86,8 +86,8 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     assert_eq!(world.node.may_prefault(id), Some((GPU.into(), total)), "whatever it claims");
 }
 
-/// The order to prefault was never sent. Until its offload the process is like any other: work on
-/// the GPU counts as use, and its copy out keeps no GPU from the queue.
+/// The order to prefault was not sent. Until its offload the process is like any other: its work on
+/// the GPU counts as use, and its copy out blocks no waiter.
 #[test]
 fn refused_prefault_has_no_effect() {
     let mut world = World::new(3);
@@ -114,7 +114,7 @@ fn refused_prefault_has_no_effect() {
     assert_eq!(world.prepared, [(id, true)], "the next idle period");
 }
 
-/// The edge of the controller found no way to attach the process.
+/// The controller could not attach the process to its copier.
 #[test]
 fn unattached_process_is_not_prefaulted() {
     let mut world = World::new(3);
@@ -131,7 +131,7 @@ fn unattached_process_is_not_prefaulted() {
     assert_eq!(world.prepared, [], "it is using that memory");
 }
 
-/// A copier that registers its memory looks like work of its own.
+/// While a copier registers its memory, NVML shows work of the process.
 #[test]
 fn nvml_work_of_prefaulting_is_no_use() {
     let mut world = World::new(3);
@@ -145,7 +145,7 @@ fn nvml_work_of_prefaulting_is_no_use() {
     assert_eq!((world.prepared.len(), world.state(FAST)), (0, State::Idle));
 }
 
-/// Until it has the order to copy: whether a copier may do so beside the checkpoint.
+/// Advances the world to the copy order. Returns whether a copier may copy during the checkpoint.
 fn until_park(world: &mut World, id: ProcessId) -> bool {
     for _ in 0..100 {
         let pending = world.node.processes.get(&id).and_then(|p| p.pending);
@@ -157,7 +157,7 @@ fn until_park(world: &mut World, id: ProcessId) -> bool {
     panic!("it does not leave");
 }
 
-/// It copies on the device, piece by piece, what cannot be exported.
+/// Memory that cannot be exported is copied within the GPU, part by part, and may need VRAM.
 #[test]
 fn no_vram_is_promised_during_memory_export() {
     let mut world = World::new(3);
@@ -227,7 +227,7 @@ fn prefault_is_ordered_once_at_half_idle_timeout() {
     }
 }
 
-/// What is learned to be its time counts, and a hint that there is nothing to wait for.
+/// A shorter learned keep-alive counts, and so does a hint that the container is idle.
 #[test]
 fn shorter_keep_alive_is_prefaulted_sooner() {
     let mut world = World::new(3);
@@ -237,7 +237,7 @@ fn shorter_keep_alive_is_prefaulted_sooner() {
     assert_eq!(world.prepared, [(id, true)]);
 }
 
-/// The library of the process lacks this capability.
+/// Removes this capability from the library of the process.
 fn lacks(world: &mut World, id: ProcessId, capability: Capabilities) {
     let agent = world.agents.get_mut(&id).unwrap();
     agent.capabilities = Capabilities(agent.capabilities.0 & !capability.0);
@@ -439,7 +439,7 @@ fn failed_or_undone_offload_ends_prefault() {
     }
 }
 
-/// Each offload would be undone.
+/// Each further offload would have to be undone.
 #[test]
 fn repeatedly_uncopied_process_is_not_prefaulted() {
     let mut world = World::new(3);
@@ -502,7 +502,7 @@ fn it_ends_with_the_connection() {
     assert_eq!(world.prepared, [(id, true)]);
 }
 
-/// Whether the copy is kept after a return has nothing to do with it.
+/// This does not depend on whether the copy is retained after a restore.
 #[test]
 fn prefaulted_memory_is_not_needed_twice() {
     for (kept, need) in [(0, 600), (450, 150)] {

@@ -1,4 +1,4 @@
-//! Random calls, wakes, failures, deaths and controller restarts in random order.
+//! Random calls, wakes, failures, exits and controller restarts, in random order.
 
 use std::collections::BTreeSet;
 
@@ -33,25 +33,25 @@ enum Step {
     Stopped(u64),
     Fail(bool),
     Ask(usize, bool),
-    /// The process uses managed memory from now on: it cannot be moved.
+    /// The process uses managed memory from now on, so it cannot be moved.
     Fix(usize),
-    /// A tool is in the process from now on: its context stays where it is.
+    /// A tool is in the process from now on, so its context stays on the GPU.
     Tool(usize),
-    /// The number of connections at the container's network.
+    /// Number of connections on the container's network.
     Connections(usize, u64),
     /// NVML shows work of the process.
     Worked(usize),
-    /// NVML is read now, and answers later.
+    /// NVML is read now, and the result is delivered later.
     Read,
     /// NVML fails from now on, or works again.
     Nvml(bool),
-    /// There is no host memory from now on, or there is again.
+    /// Host memory suffices for no offload from now on, or suffices again.
     HostMemory(bool),
-    /// A copier goes on: it is ready, registers, fills, exits.
+    /// A copier does its next step: it is ready, registers, fills, exits.
     Copier(usize),
-    /// The connection of a copier ends; or first its process is seen to have exited.
+    /// The connection of a copier ends. `true`: its process is seen to have exited before.
     CopierEnds(usize, bool),
-    /// The process holds its allocations from now on without saying so, or says it again.
+    /// How the process refuses to hold its allocations from now on. `None`: it holds them.
     Refuse(usize, Option<Refusal>),
 }
 
@@ -103,19 +103,19 @@ fn refusal() -> impl Strategy<Value = Option<Refusal>> {
     prop_oneof![Just(None), Just(Some(Refusal::Busy)), Just(Some(Refusal::Silent))]
 }
 
-/// More cases than usual, unless PROPTEST_CASES says how many.
+/// Uses more cases than usual, unless PROPTEST_CASES sets the number.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(512);
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
-/// Takes the steps, lets everything settle, and looks at what is left.
+/// Runs the steps, settles the world, and checks the final state.
 fn run(steps: Vec<Step>) -> Result<(), TestCaseError> {
     run_with(&[], steps)
 }
 
-/// With some containers of restore policy `immediate`.
+/// Like `run`, with these containers of restore policy `immediate`.
 fn run_with(immediate: &[usize], steps: Vec<Step>) -> Result<(), TestCaseError> {
     run_in(World::new(3), immediate, steps)
 }
@@ -271,9 +271,9 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
 proptest! {
     #![proptest_config(config())]
 
-    /// Whatever happens in whatever order: no restore without VRAM (asserted in `work`) and no
-    /// order that does not fit. At the end no call waits, no container is partly restored, and no
-    /// allocations are held.
+    /// No restore runs without VRAM (asserted in `work`) and no order has a wrong phase, in any
+    /// order of steps. At the end no call waits, no container is partly restored, and no process
+    /// holds its allocations.
     #[test]
     fn random_steps_lose_no_container(
         prepare in any::<bool>(),
@@ -285,8 +285,8 @@ proptest! {
         run_in(world, &[], steps)?;
     }
 
-    /// The same where returns need not wait for neighbours to become idle, and where the end
-    /// of a process is the last resort (`told_to_end` asserts which processes may be ended).
+    /// The same when restores need not wait until neighbours are idle, and processes may be ended
+    /// (`told_to_end` asserts which ones).
     #[test]
     fn random_immediate_steps_lose_no_container(
         immediate in proptest::sample::subsequence(vec![0, 1, 2], 1..4),
@@ -299,8 +299,8 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// The same with libraries of any age, and with every policy that needs a capability: no
-    /// process is ordered what its library cannot do (asserted in `feed`).
+    /// The same with libraries of any version, and with every policy that needs a capability. No
+    /// process gets an order that its library does not support (asserted in `feed`).
     #[test]
     fn random_libraries_follow_their_orders(
         libraries in proptest::collection::vec((0_u32..64).prop_map(Capabilities), 1..4),
@@ -316,8 +316,8 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// The same with copiers that take VRAM and time: no proof of free VRAM while a copier starts,
-    /// ends or may register (asserted in `feed`), and no memory is filled without a grant.
+    /// The same with copiers that take VRAM and time. No proof of free VRAM is made while a copier
+    /// starts, ends or may register (asserted in `feed`), and no memory is filled without a grant.
     #[test]
     fn random_copiers_move_nothing_beside_a_proof(
         prepare in any::<bool>(),
@@ -495,7 +495,7 @@ fn waiting_allocation_restores_after_crash() {
     run(steps).unwrap();
 }
 
-/// A part of what it had never left: with the margin beside the rest, it would wait for ever.
+/// A part of its memory stayed on the GPU. If the rest needed a margin too, it would wait forever.
 #[test]
 fn gpu_filling_copied_out_process_is_restored() {
     let mut steps = vec![Step::Join(0), Step::Join(2), Step::Join(2), Step::Work(2)];

@@ -51,8 +51,8 @@ fn two_that_do_not_fit_together_take_turns() {
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
-/// A controller dies between the restores of a container's two processes. A container that needs
-/// the VRAM of the first was called before: it must not block the second.
+/// A controller ends between the restores of a container's two processes. Another container that
+/// needs the VRAM of the first was called before. It must not block the second.
 #[test]
 fn partly_restored_container_goes_first() {
     let mut world = World::new(2);
@@ -73,8 +73,8 @@ fn partly_restored_container_goes_first() {
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
-/// Two controllers die one after the other while a process is being moved out: the second
-/// never heard of it but from the journal, and must not leave it out of its own records.
+/// Two controllers end one after the other during a process's offload. The second knows the process
+/// only from the journal, and must keep it in its own records.
 #[test]
 fn journal_survives_two_controllers() {
     let mut world = World::new(1);
@@ -143,8 +143,8 @@ fn promise_to_unregistered_process_is_kept() {
     assert_eq!(world.node.ledger.promised_bytes(GPU), 400);
 }
 
-/// After a controller's death one process of a container comes forward late, when the other's
-/// VRAM is promised and proven already: that promise is not for it.
+/// After the controller's end, one process of a container registers late. By then the VRAM of the
+/// other is promised and proven. That promise does not cover it.
 #[test]
 fn late_registration_waits_for_own_proof() {
     let mut world = World::new(1);
@@ -170,7 +170,7 @@ fn late_registration_waits_for_own_proof() {
     assert_eq!(world.state(0), State::Offloaded);
 }
 
-/// What is in the process itself is told once, however often the container is looked at.
+/// A reason that lies in the process itself is published once, however often it is checked.
 #[test]
 fn unsafe_process_is_refused_once() {
     let mut world = World::new(1);
@@ -185,7 +185,7 @@ fn unsafe_process_is_refused_once() {
     assert_eq!(world.state(0), State::Idle);
 }
 
-/// Its agent refuses the lock, and has told before why.
+/// The agent refuses the lock, and has reported the reason before.
 #[test]
 fn hazard_during_offload_is_the_reason() {
     let known = [Hazards::MANAGED_MEMORY, Hazards::default()].map(|hazards| {
@@ -214,7 +214,7 @@ fn process_on_mig_gpu_stays() {
     assert_eq!((world.state(0), world.refused), (State::Idle, vec!["mig".to_owned()]));
 }
 
-/// No reading has shown its memory yet; the survey before the move does.
+/// No reading has shown its memory yet. The survey before the offload does.
 #[test]
 fn new_process_on_mig_gpu_stays() {
     let mut world = World::new(1);
@@ -332,8 +332,8 @@ fn pin_and_auto_offload_off_keep_containers() {
     assert!(!world.agents[&first].wants, "it still waits");
 }
 
-/// The controller is stopped during the first of a container's two restores. Its neighbours
-/// hear nothing of it, end their holds, and one takes what was proven free for the second.
+/// The controller is stopped during the first of a container's two restores. Its neighbours hear
+/// nothing, end their holds, and one takes VRAM that was proven free for the second.
 #[test]
 fn stopped_controller_distrusts_its_proofs() {
     let mut world = World::new(1);
@@ -377,7 +377,7 @@ fn stopped_controller_distrusts_its_proofs() {
     assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// A process is stopped with the restore order in its inbox until the others' holds have ended.
+/// A process is stopped with the restore order in its inbox until the holds of others have ended.
 /// When it continues, it must not execute the order.
 #[test]
 fn stopped_process_restores_by_second_order() {
@@ -405,7 +405,7 @@ fn stopped_process_restores_by_second_order() {
     assert!(!world.agents[&id].wants, "it still waits");
 }
 
-/// A container starts process after process that registers and then ignores all orders.
+/// The processes of a container register one after the other, and each ignores all orders.
 #[test]
 fn container_that_never_holds_delays_once() {
     let mut world = World::new(2);
@@ -435,7 +435,7 @@ fn container_that_never_holds_delays_once() {
     assert!(waits_ms[1..].iter().all(|wait| *wait < 500), "{waits_ms:?}");
 }
 
-/// A container gets its grants, makes all others hold, is never restored, and waits again.
+/// A container gets grants, so that all others hold, but is never restored and waits again.
 #[test]
 fn wasted_grants_delay_others_less_each_time() {
     let mut world = World::new(2);

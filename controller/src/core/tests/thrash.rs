@@ -1,4 +1,4 @@
-//! However calls come, moves are bounded.
+//! The number of moves is limited, whatever calls come.
 
 use affinode_proto::wire::message::Outcome;
 use proptest::prelude::*;
@@ -14,14 +14,14 @@ use super::{
 
 const RESIDENCY_MS: Millis = 5_000;
 
-/// Fewer cases than usual, each is slow, unless PROPTEST_CASES says how many.
+/// Uses fewer cases than usual, because each is slow, unless PROPTEST_CASES sets the number.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(64);
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
-/// Three containers, each of which needs the room of the others, all out.
+/// Three offloaded containers, each of which needs the VRAM of the others.
 fn oversubscribed() -> (World, Vec<ProcessId>) {
     let mut world = World::new(3);
     let running = |n| {
@@ -37,7 +37,7 @@ fn oversubscribed() -> (World, Vec<ProcessId>) {
     (world, ids)
 }
 
-/// A tick, and all that comes of it at once.
+/// Runs a tick, and delivers everything that follows from it.
 fn pass(world: &mut World) {
     world.tick();
     loop {

@@ -1,4 +1,4 @@
-//! Agents and one device, kept by the test, around a core that is the real one.
+//! Simulated agents and GPUs around a real core.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -28,11 +28,11 @@ use super::nvml::Nvml;
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
 pub(super) const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
-/// A process whose agent can copy less is not prefaulted.
+/// Minimum number of bytes that the agent of a process can copy for it to be prefaulted.
 pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
-/// Slow copiers take a step once in this number of passes.
+/// Number of passes for each step of a slow copier.
 const COPIER_PASSES: Millis = 5;
-/// What this version's library can do.
+/// Capabilities of this version's library.
 pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b11_1111);
 /// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
@@ -42,7 +42,7 @@ pub(super) struct World {
     pub(super) containers: usize,
     pub(super) now: Millis,
     pub(super) agents: BTreeMap<ProcessId, Agent>,
-    /// There is a second device of the same kind; processes are on the one and the other.
+    /// Whether there is a second GPU of the same model. Both have processes.
     pub(super) two_gpus: bool,
     /// VRAM of unmanaged processes on the first GPU, in bytes.
     pub(super) others: u64,
@@ -51,32 +51,31 @@ pub(super) struct World {
     pub(super) journal: BTreeMap<Key, Record>,
     pub(super) next: u64,
     pub(super) answers: Vec<(CommandId, bool)>,
-    /// Reasons of refusals, as they were told.
+    /// Reasons of refusals, in the order of their events.
     pub(super) refused: Vec<String>,
-    /// The device is cut into MIG instances.
+    /// Whether the GPU is in MIG mode.
     pub(super) mig: bool,
-    /// Containers of restore policy `immediate`.
+    /// Numbers of the containers with restore policy `immediate`.
     pub(super) immediate: Vec<usize>,
-    /// Containers have the policy `prefault`.
+    /// Whether containers have the policy `prefault`.
     pub(super) prepare: bool,
-    /// What the libraries of processes can do: the first process has the first of these, and so on
-    /// in turn.
+    /// Capabilities of the libraries. The first process has the first of these, and so on in turn.
     pub(super) libraries: Vec<Capabilities>,
-    /// Containers have every policy that needs a capability of the library.
+    /// Whether containers have every policy that needs a capability of the library.
     pub(super) all_options: bool,
-    /// Containers with the engine `full` have `auto` instead.
+    /// Whether containers with the engine `full` have `auto` instead.
     pub(super) auto: bool,
     /// The copiers that the core has started, and that have not exited.
     pub(super) copiers: BTreeMap<CopierId, WorldCopier>,
     /// Copiers take a while and VRAM; otherwise they start and end at once.
     pub(super) slow_copiers: bool,
-    /// Prefault orders that were sent, on or off.
+    /// Prefault orders that were sent: process, and whether to begin or end.
     pub(super) prepared: Vec<(ProcessId, bool)>,
-    /// Processes that were told to end, and whether by force.
+    /// Processes that were ordered to end, and whether by force.
     pub(super) ended: Vec<(u32, bool)>,
-    /// The next checkpoint or close fails.
+    /// If set, the next checkpoint or close fails with this outcome.
     pub(super) fail: Option<Outcome>,
-    /// Host memory of the node in bytes, if it is bounded.
+    /// Host memory of the node in bytes. `None`: unlimited.
     pub(super) host_total: Option<u64>,
     /// Processes that were ordered to stop their copy out.
     pub(super) turned_back: Vec<ProcessId>,
@@ -179,7 +178,7 @@ impl World {
         self.feed(Input::Overridden(overrides));
     }
 
-    /// Of the first device.
+    /// VRAM in use on the first GPU, in bytes.
     pub(super) fn used(&self) -> u64 {
         self.used_on(0)
     }
@@ -282,8 +281,8 @@ impl World {
         }
     }
 
-    /// No process is ended that could be offloaded, is offloaded, or stands above every waiter
-    /// that may ask for its end.
+    /// Records an order to end a process. Asserts that it can neither be offloaded nor is
+    /// offloaded, and that its priority is not above every waiter that may request its end.
     fn told_to_end(&mut self, pid: u32, by_force: bool) {
         let agent = self.agents.values().find(|agent| agent.pid == pid).expect("it lives");
         assert!(!agent.phase.is_offloaded(), "{pid} is offloaded: its end frees no VRAM");
@@ -294,7 +293,8 @@ impl World {
         self.ended.push((pid, by_force));
     }
 
-    /// Processes that were asked to end do so; every second one only when it is killed.
+    /// Lets processes that were ordered to end do so. Every second one exits only when it is
+    /// killed.
     fn end_them(&mut self) {
         let ends = |agent: &Agent| {
             let told = |by_force| self.ended.contains(&(agent.pid, by_force));
@@ -346,7 +346,7 @@ impl World {
         self.agents.get(&id).map_or(0, |agent| TOTAL.saturating_sub(self.used_on(agent.gpu)))
     }
 
-    /// A process allocates, where it may. Without room it waits for it.
+    /// A process allocates if it may. If VRAM is missing, the allocation waits.
     pub(super) fn allocate(&mut self, id: ProcessId, bytes: u64) {
         let room = self.room_of(id);
         let Some(agent) = self.agents.get_mut(&id) else { return };
@@ -370,7 +370,7 @@ impl World {
         self.feed(Input::Message(id, AgentMessage::AllocWait { ticket, bytes, uuid, attempts }));
     }
 
-    /// An allocation that was told to go ahead does, through the gate.
+    /// Repeats an allocation that was told to try again.
     pub(super) fn try_again(&mut self, id: ProcessId) {
         let room = self.room_of(id);
         let Some(agent) = self.agents.get_mut(&id) else { return };
@@ -399,7 +399,7 @@ impl World {
         self.feed(Input::Message(id, AgentMessage::AllocWaitDone { ticket, served }));
     }
 
-    /// A process that is welcome and holds VRAM: for tests that need no more.
+    /// A registered process that holds VRAM, for tests that need no details.
     pub(super) fn running(&mut self, container: usize, bytes: u64) -> ProcessId {
         self.join(container);
         let id = ProcessId(self.next);
@@ -434,7 +434,7 @@ impl World {
         self.feed(input);
     }
 
-    /// A CUDA call: goes through, or waits at the gate and wakes.
+    /// Makes a CUDA call. It passes, or waits at the gate and wakes the container.
     pub(super) fn call(&mut self, id: ProcessId) {
         let Some(agent) = self.agents.get_mut(&id) else { return };
         if agent.phase == Phase::Open {
@@ -472,7 +472,7 @@ impl World {
         }
     }
 
-    /// The controller handles nothing for six seconds: processes end their holds, and unmanaged
+    /// The controller handles nothing for six seconds. Processes end their holds, and unmanaged
     /// processes take the free VRAM.
     pub(super) fn stop_controller(&mut self, bytes: u64) {
         self.now += 6_000;
@@ -491,7 +491,7 @@ impl World {
         (agent.orphaned, agent.prepared) = (true, false);
     }
 
-    /// The connection breaks, and the agent makes another when it is not busy.
+    /// The connection breaks, and the agent connects again when it is not busy.
     pub(super) fn reconnect(&mut self, id: ProcessId, busy: bool) -> ProcessId {
         self.feed(Input::Detached(id));
         self.cut(id, busy);
@@ -505,7 +505,7 @@ impl World {
         id
     }
 
-    /// kill -9 of the controller, and the next one: shims announce, agents come back.
+    /// Kills the controller and starts the next one. Shims announce again, and agents reconnect.
     pub(super) fn restart(&mut self, busy: bool) {
         self.forget_questions();
         self.answers.clear();
@@ -548,7 +548,7 @@ impl World {
         (0..400).for_each(|_| self.pass());
     }
 
-    /// Settles until no container waits: failed offloads and restores are retried a minute later.
+    /// Settles until no container waits. Failed offloads and restores are retried a minute later.
     /// Ends before an allocation's timeout.
     pub(super) fn settle_all(&mut self) {
         self.settle();
@@ -562,7 +562,7 @@ impl World {
         self.settle();
     }
 
-    /// Lets what is on its way now arrive.
+    /// Delivers the messages that are pending now.
     pub(super) fn pass(&mut self) {
         let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
         for id in ids {
