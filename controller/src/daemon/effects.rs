@@ -64,7 +64,7 @@ impl NodeActor {
             Effect::TurnBack(id) => {
                 let told = self.agents.get(&id).map(AgentHandle::turn_back);
                 if let Some(Err(error)) = told {
-                    tracing::warn!(process = id.0, %error, "a copy cannot be turned back");
+                    tracing::warn!(process = id.0, %error, "process {}: cannot cancel the copy out", id.0);
                 }
             }
             Effect::End { identity, by_force } => {

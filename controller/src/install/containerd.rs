@@ -90,7 +90,9 @@ pub enum NodeError {
         name: String,
     },
     /// The configuration that was rendered at the start changes more than the handler.
-    #[error("containerd's start also changed {0}: its configuration was restored")]
+    #[error(
+        "after the restart, containerd's configuration differs in {0}, not only in Affinode's handler; the old configuration was restored"
+    )]
     Rendered(String),
     /// systemctl cannot be run, or failed.
     #[error(

@@ -155,8 +155,8 @@ pub enum InstallError {
     InUse(usize),
     /// Running jobs would lose their controller.
     #[error(
-        "{} of `affinode run`: end the jobs first, an offloaded job may not be restored without Affinode; --drain waits for their end",
-        if *.0 == 1 { "1 job runs".to_owned() } else { format!("{} jobs run", .0) }
+        "{} still running: end the jobs first, because an offloaded job may not be restored without Affinode; --drain 10m waits for their end",
+        if *.0 == 1 { "1 job of `affinode run` is".to_owned() } else { format!("{} jobs of `affinode run` are", .0) }
     )]
     Jobs(usize),
     /// There is no record.

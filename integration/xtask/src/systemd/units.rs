@@ -58,8 +58,9 @@ fn uninstall_is_refused(units: &mut Units<'_>) -> Result<String> {
     let output = units.node.output("affinode uninstall")?;
     let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
     ensure!(
-        output.status.code() == Some(1) && said.contains("1 job runs"),
-        "expected `1 job runs` in: {said}"
+        output.status.code() == Some(1)
+            && said.contains("1 job of `affinode run` is still running"),
+        "expected 1 job of `affinode run` in: {said}"
     );
     Ok(said)
 }
