@@ -1,4 +1,4 @@
-//! Executes the effects of the core's decisions, in their order.
+//! Executes the effects of the core's decisions, in the order of the decisions.
 
 use affinode_proto::{
     api::control::Event,

@@ -1,5 +1,5 @@
-//! Whether GPUs come into containers by the Container Device Interface, in which case the runtime
-//! needs no program of NVIDIA's.
+//! Determines whether containers get their GPUs through the Container Device Interface (CDI). The
+//! runtime then needs no program of NVIDIA.
 
 use std::{
     fs,
@@ -11,18 +11,19 @@ use toml::{Table, Value};
 
 use super::handler::PLUGINS;
 
-/// Switch of the CRI plugin.
+/// Setting of the CRI plugin that turns CDI on.
 const ENABLE: &str = "enable_cdi";
-/// containerd's default folders of CDI.
+/// Folders of CDI specifications that containerd reads by default.
 const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
-/// Vendors of the specifications by which NVIDIA's device plugin, and its operator, pass GPUs.
+/// Vendors in the CDI specifications of NVIDIA's device plugin and of NVIDIA's GPU operator.
 const VENDORS: [&str; 2] = ["k8s.device-plugin.nvidia.com", "management.nvidia.com"];
-/// A larger file is not read for its kind.
+/// Maximum size of a specification file that is read to find its kind.
 const MAX_SPEC_BYTES: u64 = 16 << 20;
 
-/// Whether devices come from CDI, by containerd's whole configuration and the files of which it is
-/// made. containerd 2 enables CDI by itself, so that alone shows nothing: either a file says it, as
-/// those of NVIDIA's toolkit do, or there are specifications for Kubernetes.
+/// Whether containers get devices from CDI, judged by containerd's whole configuration and the
+/// files from which it is made. containerd 2 enables CDI by default, so the setting alone shows
+/// nothing. Either a file must turn it on, as those of NVIDIA's toolkit do, or there must be
+/// specifications for Kubernetes.
 #[must_use]
 pub fn injects(config: &Table, files: &[PathBuf]) -> bool {
     is_enabled(config)
@@ -39,8 +40,8 @@ fn plugin_value<'a>(config: &'a Table, key: &str) -> Option<&'a Value> {
     PLUGINS.iter().find_map(|plugin| config.get("plugins")?.get(*plugin)?.get(key))
 }
 
-/// Whether this file itself turns CDI on. The file that k3s or rke2 generates does not count, because
-/// no operator wrote it.
+/// Whether this file itself turns CDI on. The file that k3s or rke2 generates does not count,
+/// because no operator wrote it.
 fn says(file: &Path) -> bool {
     let text = fs::read_to_string(file).unwrap_or_default();
     let own = text.parse::<Table>().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! The containerd that serves a socket. The kernel identifies the process behind the socket, so the
-//! checks read that process's own program, configuration and PATH.
+//! Finds the containerd that serves a socket. The kernel identifies the process behind the socket,
+//! so the checks read that process's own program, configuration and PATH.
 
 use std::{
     ffi::OsString,
@@ -17,16 +17,16 @@ use super::{CheckGroup, DoctorCheck};
 use crate::error_chain;
 
 /// Sockets of distributions, in the order of the search. Those of Kubernetes distributions come
-/// first. On such a node, the machine's own containerd serves Docker, which needs no handler.
+/// first: on such a node, a second containerd serves Docker, which needs no handler.
 const SOCKETS: [&str; 4] = [
     "/run/k3s/containerd/containerd.sock",
     "/run/k0s/containerd.sock",
     "/var/snap/microk8s/common/run/containerd.sock",
     "/run/containerd/containerd.sock",
 ];
-/// The default of containerd's `--config`.
+/// Default value of containerd's option `--config`.
 const CONFIG_FILE: &str = "/etc/containerd/config.toml";
-/// The first release with all the calls that the shim serves.
+/// First containerd release that has all the calls that the shim serves.
 const MIN_VERSION: (u32, u32) = (1, 6);
 
 /// A containerd that serves a socket.
@@ -63,7 +63,7 @@ pub enum ContainerdAbsent {
         #[source]
         source: std::io::Error,
     },
-    /// /proc of its process cannot be read.
+    /// The folder in /proc of its process cannot be read.
     #[error("cannot examine the process behind {}", socket.display())]
     Hidden {
         /// Path of the socket.
@@ -75,24 +75,24 @@ pub enum ContainerdAbsent {
 }
 
 impl ContainerdProcess {
-    /// The configuration as containerd's program reads it now.
+    /// Returns the configuration as containerd's program reads it now.
     ///
     /// # Errors
-    /// The program failed; the text is its output.
+    /// The program failed. The error is its output.
     pub fn dump(&self) -> Result<toml::Table, String> {
         dump(self.pid, &self.argv)
     }
 
-    /// The configuration as containerd's program reads it from another file.
+    /// Returns the configuration as containerd's program reads it from another file.
     ///
     /// # Errors
-    /// The program failed; the text is its output.
+    /// The program failed. The error is its output.
     pub fn dump_of(&self, file: &Path) -> Result<toml::Table, String> {
         let name = self.argv.first().cloned().unwrap_or_default();
         dump(self.pid, &[name, "--config".into(), file.into()])
     }
 
-    /// A variable of its environment; `None` if it is empty.
+    /// A variable of containerd's environment. `None`: it is not set or empty.
     #[must_use]
     pub fn variable(&self, name: &str) -> Option<OsString> {
         self.environment.split(|byte| *byte == 0).find_map(|entry| {
@@ -101,7 +101,7 @@ impl ContainerdProcess {
         })
     }
 
-    /// The folders of its PATH variable.
+    /// The folders of containerd's PATH variable.
     #[must_use]
     pub fn path(&self) -> Vec<PathBuf> {
         std::env::split_paths(&self.variable("PATH").unwrap_or_default()).collect()
@@ -168,7 +168,8 @@ fn dump(pid: u32, argv: &[OsString]) -> Result<toml::Table, String> {
     text.parse().map_err(|error| format!("its configuration: {error}"))
 }
 
-/// Runs containerd's program under its own name, because some files contain several programs.
+/// Runs containerd's program with the name (`argv[0]`) under which it runs, because some files
+/// contain several programs.
 fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, String> {
     // Through /proc: the file of the running process, even if an update has replaced it since.
     let mut command = Command::new(format!("/proc/{pid}/exe"));
@@ -180,7 +181,7 @@ fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, St
     Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
 }
 
-/// The arguments of its `--config FILE` flag, in any form.
+/// The arguments that make up containerd's `--config FILE` flag, in any of its forms.
 fn config_flag(argv: &[OsString]) -> Vec<OsString> {
     let names: [&[u8]; 4] = [b"--config", b"-config", b"-c", b"--c"];
     for (index, word) in argv.iter().enumerate().skip(1) {
@@ -195,13 +196,13 @@ fn config_flag(argv: &[OsString]) -> Vec<OsString> {
     Vec::new()
 }
 
-/// Whether the kubelet, or a Kubernetes in one program, runs on this machine.
+/// Whether this machine runs the kubelet, or a Kubernetes distribution in one program.
 #[must_use]
 pub fn kubelet_runs() -> bool {
     process_runs(&["kubelet", "k3s-server", "k3s-agent", "k0s", "kubelite"])
 }
 
-/// Whether a process has one of these names, which the kernel cuts to 15 bytes.
+/// Whether a process has one of these names. The kernel cuts names to 15 bytes.
 #[must_use]
 pub fn process_runs(names: &[&str]) -> bool {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -211,7 +212,7 @@ pub fn process_runs(names: &[&str]) -> bool {
         .any(|comm| names.contains(&comm.trim_end()))
 }
 
-/// The checks of the daemon and its version.
+/// The checks of containerd's process and its version.
 #[must_use]
 pub fn judge(found: &Result<ContainerdProcess, ContainerdAbsent>) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("containerd");
@@ -249,8 +250,8 @@ fn judge_version(group: &mut CheckGroup, version: &Result<String, String>) {
     }
 }
 
-/// The version number and its first two parts, from `containerd github.com/containerd/containerd
-/// v1.7.24 4ee…`.
+/// The version number, and its first two parts, from output such as `containerd
+/// github.com/containerd/containerd v1.7.24 4ee…`.
 fn parse_version(said: &str) -> Option<(String, (u32, u32))> {
     let number = said.split_whitespace().nth(2)?.trim_start_matches('v');
     let mut parts = number.split(|c: char| !c.is_ascii_digit());
@@ -311,7 +312,7 @@ mod tests {
         assert_eq!(first(&all), Some(k3s));
     }
 
-    /// k3s is kubectl, containerd and more in one file, and selects the program by its name.
+    /// k3s has kubectl, containerd and more in one file, and selects the program by `argv[0]`.
     #[test]
     fn a_program_runs_under_its_own_name() {
         let mut bash = Command::new("bash").arg("-c").arg("read").stdin(Stdio::piped()).spawn();

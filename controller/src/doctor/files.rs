@@ -11,7 +11,7 @@ use rustix::fs::StatVfsMountFlags;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// The facts about run directory and configuration.
+/// What the checks of the run directory and the configuration examine.
 #[derive(Clone, Debug)]
 pub struct PathFacts {
     /// The run directory of this command.
@@ -22,8 +22,8 @@ pub struct PathFacts {
     pub owner_mode: Option<(u32, u32)>,
     /// Mode of the control socket, if it exists.
     pub socket_mode: Option<u32>,
-    /// Whether the run directory's file system is read-only. If the run directory does not exist:
-    /// that of the folder in which it will be created.
+    /// Whether the file system of the run directory is read-only. If the run directory does not
+    /// exist: whether that of the folder in which it will be created is.
     pub read_only: bool,
     /// Path of the configuration file.
     pub config_file: PathBuf,
@@ -32,7 +32,7 @@ pub struct PathFacts {
 }
 
 impl PathFacts {
-    /// Reads the facts from this machine.
+    /// Reads these values from this machine.
     #[must_use]
     pub fn gather(
         run_dir: &Path,
@@ -106,7 +106,7 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
     group.checks
 }
 
-/// The check of the controller: its pid and version, `None` if none listens.
+/// The check of the controller: its pid and version, or `None` if no controller listens.
 #[must_use]
 pub fn controller(said: &Result<Option<(u32, String)>, String>) -> DoctorCheck {
     let own = env!("CARGO_PKG_VERSION");

@@ -6,17 +6,17 @@ use nvml_wrapper::{Device, Nvml, error::NvmlError};
 
 use super::{CheckGroup, DoctorCheck, containerd};
 
-/// The first driver release with the checkpoint functions.
+/// First driver release that has the checkpoint functions.
 const MIN_DRIVER: u32 = 570;
 
-/// The facts from NVML.
+/// What the checks of NVML, driver and GPUs examine.
 #[derive(Clone, Debug)]
 pub struct GpuFacts {
     /// Name or path of the NVML library.
     pub library: PathBuf,
-    /// Driver version and GPUs, or why they cannot be read.
+    /// Driver version and GPUs, or the reason why they cannot be read.
     pub seen: Result<SeenGpus, String>,
-    /// Whether the daemon of CUDA's Multi-Process Service runs.
+    /// Whether the daemon of CUDA's Multi-Process Service (MPS) is running.
     pub mps: bool,
 }
 
@@ -32,20 +32,20 @@ pub struct SeenGpus {
 /// One GPU as NVML reports it.
 #[derive(Clone, Debug, Default)]
 pub struct GpuCheck {
-    /// Product name of NVML.
+    /// Product name of the GPU.
     pub name: String,
     /// Total VRAM in bytes.
     pub vram_bytes: u64,
     /// VRAM in use, in bytes.
     pub vram_used_bytes: u64,
-    /// Whether the driver stays loaded without a client; `None`: unknown.
+    /// Whether persistence mode is on: the driver stays loaded without a client. `None`: unknown.
     pub persistent: Option<bool>,
-    /// Whether MIG is on.
+    /// Whether the GPU is in MIG mode.
     pub mig: bool,
 }
 
 impl GpuFacts {
-    /// Reads the facts from NVML.
+    /// Reads these values from NVML.
     #[must_use]
     pub fn gather(library: &Path) -> GpuFacts {
         let seen = look(library).map_err(|error| error.to_string());

@@ -1,4 +1,4 @@
-//! Checks of the handler for the runtime in containerd's CRI plugin; a RuntimeClass refers to it.
+//! Checks of Affinode's handler in containerd's CRI plugin. A RuntimeClass refers to the handler.
 
 use std::path::Path;
 
@@ -8,18 +8,18 @@ use super::{CheckGroup, DoctorCheck, is_program, programs::SHIM};
 
 /// The runtime type from which containerd derives the name of the shim.
 pub const RUNTIME_TYPE: &str = "io.containerd.affinode.v1";
-/// Names of the CRI plugin in configuration files of version 2 and 3.
+/// Names of the CRI plugin in configuration files of version 2 and of version 3.
 pub const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
-/// Annotations that must be passed to the shim.
+/// Pattern of the annotations that containerd must pass to the shim.
 pub const ANNOTATIONS: &str = "affinode.io/*";
-/// Names of the stock handler, and of the one that NVIDIA's toolkit adds.
+/// Names of the stock handler, and of the handler that NVIDIA's toolkit adds.
 const STOCK: &str = "runc";
 const NVIDIA: &str = "nvidia";
-/// Options that must be the same as those of the default handler.
+/// Options whose values must equal those of the default handler.
 const OPTIONS: [&str; 2] = ["SystemdCgroup", "BinaryName"];
 
-/// Judges the configuration. `kubernetes`: whether pods run on this machine; `cdi`: whether their
-/// devices come from CDI.
+/// Checks the configuration. `kubernetes`: whether pods run on this machine. `cdi`: whether
+/// containers get their devices from CDI.
 #[must_use]
 pub fn judge(config: &Result<Table, String>, kubernetes: bool, cdi: bool) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("containerd");
@@ -64,8 +64,9 @@ fn table<'a>(from: &'a Table, path: &[&str]) -> Option<&'a Table> {
     path.iter().try_fold(from, |table, key| table.get(*key)?.as_table())
 }
 
-/// The handler of which Affinode's is a copy, with its name: the one that pods had before. `ours` is
-/// the name of Affinode's handler, `cdi`: whether devices come from CDI.
+/// Returns the name and the table of the model handler: the handler that pods had before, which
+/// Affinode's handler copies. `ours` is the name of Affinode's handler. `cdi`: whether containers
+/// get their devices from CDI.
 ///
 /// | handlers | copied |
 /// | --- | --- |
@@ -180,7 +181,7 @@ runtime_type = "io.containerd.runc.v2"
         (folder, here)
     }
 
-    /// The provided snippets pass. Without one of them there is no handler.
+    /// The provided snippets pass the checks. If one of them is missing, there is no handler.
     #[test]
     fn the_snippets_register_the_handler() {
         let (_folder, v3) = snippet();

@@ -9,23 +9,26 @@ use rustix::{
 use super::{CheckGroup, DoctorCheck};
 use crate::sys;
 
-/// The facts about user and kernel.
+/// What the checks of the user and the kernel examine.
 #[derive(Clone, Debug)]
 #[allow(clippy::struct_excessive_bools)] // A list of independent answers.
 pub struct KernelFacts {
     /// Effective user id of this process.
     pub uid: u32,
-    /// Whether root here is root of the machine, not of a user namespace.
+    /// Whether the user is root of the machine, not only of a user namespace.
     pub whole_machine: bool,
     /// Release of the kernel, as in `uname -r`.
     pub release: String,
-    /// membarrier(PRIVATE_EXPEDITED): gates close without a lock in every call.
+    /// Whether membarrier(PRIVATE_EXPEDITED) works. With it, gates close without a lock in every
+    /// call.
     pub membarrier: bool,
-    /// pidfd_open: the controller sees the end of processes, and cannot confuse reused pids.
+    /// Whether pidfd_open works. With it, the controller sees the end of processes and detects
+    /// reused pids.
     pub pidfd: bool,
-    /// Sealed memfds: counter files cannot shrink while they are read.
+    /// Whether memfds can be sealed. Sealed counter files cannot shrink while they are read.
     pub seals: bool,
-    /// MADV_WIPEONFORK: the library in a forked child detects that the child is not registered.
+    /// Whether MADV_WIPEONFORK works. With it, the library in a forked child detects that the child
+    /// is not registered.
     pub wipe_on_fork: bool,
 }
 
@@ -127,7 +130,8 @@ mod tests {
         assert_eq!(verdicts(&KernelFacts { membarrier: false, ..good() }), [Good, Good, Warning]);
     }
 
-    /// Other tests start agents, which need all of these features.
+    /// `gather` finds all features on the kernel that runs the tests. Other tests start agents,
+    /// which need these features, so they are always present.
     #[test]
     fn this_kernel_is_seen_as_it_is() {
         let facts = KernelFacts::gather();

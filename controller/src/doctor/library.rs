@@ -1,5 +1,5 @@
-//! Checks of the preload library as the dynamic loader of any container sees it. A file that does
-//! not load ends every process of the container.
+//! Checks whether the preload library can be loaded in any container. If the dynamic loader cannot
+//! load it, every process of the container ends.
 
 use std::{
     fs,
@@ -17,12 +17,12 @@ use rustix::fs::StatVfsMountFlags;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// The facts about the library.
+/// What the check of the library examines.
 #[derive(Clone, Debug)]
 pub struct LibraryFacts {
     /// Path of the library.
     pub path: PathBuf,
-    /// Reason why a loader could not load it.
+    /// `Err`: the reason why a loader could not load the library.
     pub fault: Result<(), String>,
     /// Whether every user can read it.
     pub readable: bool,
@@ -31,7 +31,7 @@ pub struct LibraryFacts {
 }
 
 impl LibraryFacts {
-    /// Reads the library and the mode of its folder.
+    /// Reads the library, its mode and its folder's, and the mount options of its file system.
     #[must_use]
     pub fn gather(lib_dir: &Path) -> LibraryFacts {
         let path = lib_dir.join(paths::LIB_FILE);
@@ -50,8 +50,8 @@ impl LibraryFacts {
     }
 }
 
-/// Whether these bytes load in every image: a shared object for x86-64 that requires no other
-/// library, no symbol version, and no symbol that is not weak.
+/// Checks whether these bytes can be loaded in every image: a shared object for x86-64 that
+/// requires no other library, no symbol version, and no symbol that is not weak.
 ///
 /// # Errors
 /// The rule that the file violates.

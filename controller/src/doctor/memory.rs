@@ -1,4 +1,5 @@
-//! Checks of host memory for offloaded VRAM: readable limits of containers, and available RAM.
+//! Checks of host memory for offloaded VRAM: whether memory limits of containers can be read, and
+//! whether enough RAM is available.
 
 use std::path::Path;
 
@@ -8,34 +9,35 @@ use crate::{
     inventory::memory::{available_bytes, reserve_in_force},
 };
 
-/// Version of the cgroup hierarchy from which limits of containers are read.
+/// Version of the cgroup hierarchy from which memory limits of containers are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CgroupVersion {
-    /// One hierarchy that has the memory controller.
+    /// Version 2: one hierarchy, which has the memory controller.
     V2,
-    /// A hierarchy of its own for the memory controller.
+    /// Version 1: the memory controller has a hierarchy of its own.
     V1,
-    /// A hierarchy without the memory controller.
+    /// There is a hierarchy, but it has no memory controller.
     NoMemory,
-    /// Nothing is mounted at /sys/fs/cgroup.
+    /// No hierarchy is mounted at /sys/fs/cgroup.
     Nothing,
 }
 
-/// The facts about memory.
+/// What the checks of host memory examine: the cgroup version, available and reserved RAM, and VRAM
+/// in use.
 #[derive(Clone, Debug)]
 pub struct MemoryFacts {
-    /// Version from which memory limits are read.
+    /// Version of the cgroup hierarchy from which memory limits are read.
     pub cgroups: CgroupVersion,
     /// Available RAM in bytes, or the reason why it is unknown.
     pub available_bytes: Result<u64, String>,
-    /// The node's reserve plus the driver's overhead for a process, in bytes.
+    /// Reserved RAM in bytes: the node's reserve and the driver's overhead for a process.
     pub kept_bytes: u64,
     /// VRAM in use on all GPUs, in bytes.
     pub vram_used_bytes: u64,
 }
 
 impl MemoryFacts {
-    /// Reads the facts from /proc and /sys.
+    /// Reads these values from /proc and /sys.
     #[must_use]
     pub fn gather(rules: &MemorySection, vram_used_bytes: u64) -> MemoryFacts {
         MemoryFacts {

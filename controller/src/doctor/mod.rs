@@ -1,4 +1,5 @@
-//! `affinode doctor`: checks whether this machine is ready, and prints how to fix each problem.
+//! The command `affinode doctor` checks whether this machine is ready, and prints how to fix each
+//! problem.
 //!
 //! | module | what it checks |
 //! | --- | --- |
@@ -14,8 +15,8 @@
 //! | [`files`] | run directory, configuration, controller |
 //! | [`remedies`] | meaning, cause and remedy of each check |
 //!
-//! Each module gathers facts, and derives its checks from them in a pure function, which tests can
-//! call without such a machine.
+//! Each module reads the values that its checks need (`gather`), and derives the checks from them
+//! in a pure function (`judge`). Tests can call that function on any machine.
 
 pub mod cdi;
 pub mod containerd;
@@ -65,7 +66,7 @@ impl CheckVerdict {
 pub struct DoctorCheck {
     /// The group in the output: `GPU`, `containerd`, …
     pub group: &'static str,
-    /// The stable name of the check in its group.
+    /// Name of the check, stable and unique in its group.
     pub name: &'static str,
     /// The result of the check.
     pub verdict: CheckVerdict,
@@ -75,7 +76,7 @@ pub struct DoctorCheck {
     pub hint: String,
 }
 
-/// A group of checks that is being filled.
+/// A group of checks while they are added.
 #[derive(Debug)]
 pub struct CheckGroup {
     name: &'static str,
@@ -84,7 +85,7 @@ pub struct CheckGroup {
 }
 
 impl CheckGroup {
-    /// A group without checks.
+    /// Creates a group without checks.
     #[must_use]
     pub fn new(name: &'static str) -> CheckGroup {
         CheckGroup { name, checks: Vec::new() }
@@ -95,7 +96,7 @@ impl CheckGroup {
         self.add(name, CheckVerdict::Good, found.into(), String::new());
     }
 
-    /// Adds a warning and how to resolve it.
+    /// Adds a warning, with a hint how to resolve it.
     pub fn warning(
         &mut self,
         name: &'static str,
@@ -105,7 +106,7 @@ impl CheckGroup {
         self.add(name, CheckVerdict::Warning, found.into(), hint.into());
     }
 
-    /// Adds a failure and how to fix it.
+    /// Adds a failed check, with a hint how to fix it.
     pub fn bad(&mut self, name: &'static str, found: impl Into<String>, hint: impl Into<String>) {
         self.add(name, CheckVerdict::Bad, found.into(), hint.into());
     }
@@ -121,11 +122,11 @@ impl CheckGroup {
 pub struct DoctorPaths {
     /// Run directory of the controller.
     pub run_dir: PathBuf,
-    /// containerd's socket; `None`: the usual places of distributions.
+    /// Path of containerd's socket. `None`: the default paths of distributions are searched.
     pub containerd: Option<PathBuf>,
 }
 
-/// Runs all checks except that of the controller ([`files::controller`]).
+/// Runs all checks except the one of the controller ([`files::controller`]).
 #[must_use]
 pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     let daemon = containerd::find(asked.containerd.as_deref());
@@ -164,7 +165,7 @@ pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     checks
 }
 
-/// The program's path in the first of these folders that has it.
+/// Path of the program in the first of these folders that contains it.
 fn on_path(folders: impl Iterator<Item = PathBuf>, program: &str) -> Option<PathBuf> {
     folders.map(|folder| folder.join(program)).find(|path| is_program(path))
 }

@@ -1,4 +1,5 @@
-//! Checks of the programs that containerd starts: Affinode's shim, the stock shim behind it, runc.
+//! Checks of the programs that containerd starts: Affinode's shim, the stock shim that it runs, and
+//! runc.
 
 use std::{
     path::{Path, PathBuf},
@@ -11,10 +12,10 @@ use super::{CheckGroup, DoctorCheck, containerd::ContainerdProcess, on_path};
 pub const SHIM: &str = "containerd-shim-affinode-v1";
 /// File name of the stock shim.
 const STOCK: &str = "containerd-shim-runc-v2";
-/// The variable with another path of the stock shim.
+/// Environment variable that sets another path of the stock shim.
 const STOCK_ENV: &str = "AFFINODE_STOCK_SHIM";
 
-/// The programs that were found.
+/// What the checks of the programs examine.
 #[derive(Clone, Debug, Default)]
 pub struct ProgramFacts {
     /// Path of Affinode's shim, and the version that it prints.
@@ -26,7 +27,7 @@ pub struct ProgramFacts {
 }
 
 impl ProgramFacts {
-    /// Searches in the same folders as containerd.
+    /// Searches the programs in the same folders as containerd.
     #[must_use]
     pub fn gather(daemon: &ContainerdProcess) -> ProgramFacts {
         let path = daemon.path();

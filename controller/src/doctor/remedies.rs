@@ -1,5 +1,5 @@
-//! Meaning, cause and remedy of each check of the doctor: the text of the troubleshooting page.
-//! [`CheckGroup`](super::CheckGroup) refuses checks that have no entry here.
+//! Meaning, cause and remedy of each check of `affinode doctor`: the text of the troubleshooting
+//! page. [`CheckGroup`](super::CheckGroup) rejects checks that have no entry here.
 
 use serde::Serialize;
 
@@ -10,7 +10,7 @@ pub struct CheckHelp {
     pub group: &'static str,
     /// Name of the check, unique in its group.
     pub name: &'static str,
-    /// Subject of the check.
+    /// Meaning of the check: what it examines.
     pub meaning: &'static str,
     /// Cause of a warning or a failure.
     pub cause: &'static str,
@@ -20,7 +20,7 @@ pub struct CheckHelp {
 
 macro_rules! checks {
     ($($group:literal, $name:literal: $meaning:literal, $cause:literal, $remedy:literal;)*) => {
-        /// Every check, in the order of `affinode doctor`.
+        /// The entries of all checks, in the order of `affinode doctor`.
         pub const CHECKS: &[CheckHelp] = &[$(CheckHelp {
             group: $group,
             name: $name,
@@ -168,8 +168,8 @@ pub fn is_explained(group: &str, name: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// Each check with an entry must still be made: this finds the calls that make checks in the
-    /// text of the modules.
+    /// Every entry belongs to a check that is still made. The test searches the text of the modules
+    /// for the calls that add checks.
     #[test]
     fn explained_checks_are_made() {
         let sources = [

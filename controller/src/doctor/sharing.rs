@@ -1,5 +1,5 @@
-//! Checks whether other pods can use the VRAM that an offloaded container frees: how Kubernetes
-//! assigns the GPUs of this node.
+//! Checks of how Kubernetes assigns the GPUs of this node: whether other pods can use the VRAM that
+//! an offloaded container frees.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,29 +12,29 @@ use serde::Deserialize;
 
 use super::{CheckGroup, DoctorCheck};
 
-/// The kubelet's record of device plugins, relative to the root.
+/// Path of the kubelet's record of device plugins, relative to the root directory.
 const CHECKPOINT: &str = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint";
-/// Maximum size that is read: on a large node the file has a few hundred KiB.
+/// Maximum number of bytes read of that file. On a large node it has a few hundred KiB.
 const CHECKPOINT_BYTES: u64 = 16 << 20;
 /// Folder of NVIDIA's DRA driver.
 const DRA: &str = "var/lib/kubelet/plugins/gpu.nvidia.com";
 /// The file that HAMi mounts over `/etc/ld.so.preload` of containers.
 const HAMI: &str = "usr/local/vgpu/ld.so.preload";
-/// Folder with one subfolder for each pod, named after namespace, pod and uid.
+/// Folder with one subfolder for each pod, whose name consists of namespace, pod and uid.
 const PODS: &str = "var/log/pods";
-/// Prefix of the pods with which KAI reserves the GPUs that it shares.
+/// Beginning of the names of the pods with which KAI reserves the GPUs that it shares.
 const KAI: &str = "kai-resource-reservation_";
-/// The resource name of whole GPUs.
+/// Resource name of whole GPUs in Kubernetes.
 const GPU: &str = "nvidia.com/gpu";
-/// The prefix of the resource names of MIG instances.
+/// Beginning of the resource names of MIG instances in Kubernetes.
 const MIG: &str = "nvidia.com/mig-";
-/// The folder with examples of sharing.
+/// Folder of this project with examples of sharing.
 const EXAMPLES: &str = "config/kubernetes/sharing";
 
-/// The facts about sharing on the node.
+/// What the checks of sharing examine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SharingFacts {
-    /// Devices by resource, as plugins registered them; `None` without a kubelet.
+    /// Devices by resource, as device plugins registered them. `None`: there is no kubelet.
     pub devices: Option<Result<BTreeMap<String, Vec<String>>, String>>,
     /// Number of GPUs that KAI shares.
     pub kai: usize,
@@ -57,7 +57,7 @@ struct CheckpointData {
 }
 
 impl SharingFacts {
-    /// Reads the facts below a root directory.
+    /// Reads these values below a root directory.
     #[must_use]
     pub fn gather(root: &Path) -> SharingFacts {
         let pods = fs::read_dir(root.join(PODS)).into_iter().flatten().flatten();
@@ -85,7 +85,7 @@ fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>>
     )
 }
 
-/// The checks of sharing; none without Kubernetes.
+/// The checks of sharing. There are none without Kubernetes.
 #[must_use]
 pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("Kubernetes");

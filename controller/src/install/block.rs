@@ -1,4 +1,4 @@
-//! The block that is added to containerd's configuration, as text.
+//! Creates the block of text that is added to containerd's configuration.
 
 use std::fmt::Write;
 
@@ -16,18 +16,18 @@ pub const END: &str = "# <<< affinode\n";
 /// Why the block cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
-    /// Files of version 1 use other names for plugins.
+    /// The configuration is of version 1, which has other names for plugins.
     #[error(
         "containerd's configuration is of version {0}: convert it with `containerd config migrate` first"
     )]
     Version(i64),
-    /// Without CRI no pod can use a handler.
+    /// CRI is not configured, so no pod could use a handler.
     #[error(
         "CRI is not configured in this containerd (disabled_plugins?), so there is no place for a handler, and nothing was changed. ctr, nerdctl and affinode run need none: {}",
         super::NO_HANDLER
     )]
     NoCri,
-    /// A handler with this name exists already.
+    /// A handler of this name exists and runs another program.
     #[error(
         "handler {0:?} exists already and runs another program: choose another name with --runtime-name, or remove it"
     )]
@@ -42,7 +42,7 @@ pub enum BlockError {
     },
 }
 
-/// The block for a file of this version. `own` is the content of the file itself.
+/// Returns the block for a file of this version. `own` is the present content of the file.
 pub fn text(
     dump: &Table,
     own: &Table,
@@ -81,7 +81,7 @@ pub fn text(
     Ok(text)
 }
 
-/// The block within the added text.
+/// The part of an added text that is the block.
 pub fn in_text(text: &str) -> &str {
     text.find(BEGIN).map_or(text, |begin| &text[begin..])
 }

@@ -1,4 +1,4 @@
-//! The containerd of this node: its configuration, and its restart.
+//! The containerd of this node: reads its configuration, and restarts it.
 
 use std::{
     fmt, fs, io,
@@ -30,30 +30,32 @@ use crate::{
     jobs,
 };
 
-/// How long to wait for containerd after a restart.
+/// Time limit for containerd to serve its socket again after a restart.
 const BACK_WITHIN: Duration = Duration::from_secs(60);
-/// Default name of containerd's unit.
+/// Default name of containerd's systemd unit.
 const UNIT: &str = "containerd";
-/// Names of units with a containerd of their own, alone or followed by a dash: the installer of k3s
-/// can name its unit `k3s-NAME`.
+/// Names of systemd units whose service includes a containerd. The name may be followed by a dash,
+/// because the installer of k3s can name its unit `k3s-NAME`.
 const RANCHER: [&str; 2] = ["k3s", "rke2"];
-/// Unit of start times in /proc on this architecture, in milliseconds.
+/// Length of a clock tick, the unit of start times in /proc on this architecture, in milliseconds.
 const TICK_MS: u64 = 10;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// How containerd loads a new configuration, which it reads only at its start.
+/// The way in which containerd is restarted, because it reads a new configuration only at its
+/// start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RestartRequest {
-    /// By systemd, which leaves running shims alone.
+    /// Through systemd, which does not stop running shims.
     Systemd {
-        /// The unit; default: that of k3s or rke2 if containerd belongs to one, else `containerd`.
+        /// Name of the unit. The default is the unit of k3s or rke2 if containerd belongs to one,
+        /// else `containerd`.
         unit: Option<String>,
     },
-    /// The operator restarts it.
+    /// Not at all: the operator restarts it.
     None,
 }
 
-/// Why containerd's configuration was not changed.
+/// Reason why containerd's configuration was not changed, or was restored.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     /// No containerd was found.
@@ -67,10 +69,10 @@ pub enum NodeError {
         "containerd cannot read its configuration, and nothing was changed: correct the error, containerd would not start with it either: {0}"
     )]
     Config(String),
-    /// The new configuration changes more than the handler.
+    /// The new configuration would change more than the handler.
     #[error("the handler would also change {0}: nothing was changed")]
     Differs(String),
-    /// The new configuration does not contain the handler.
+    /// The new configuration as containerd reads it does not contain the handler.
     #[error(
         "handler {name} in {} does not reach containerd: an imported file replaces the section. Nothing was changed: add the handler into that file by hand (config/containerd)",
         path.display()
@@ -81,7 +83,7 @@ pub enum NodeError {
         /// Path of the edited file.
         path: PathBuf,
     },
-    /// The new configuration still contains the handler.
+    /// The new configuration still contains a handler that was removed.
     #[error(
         "handler {name} would still be in containerd's configuration, which `containerd config dump` prints: remove it there by hand first. Nothing was changed"
     )]
@@ -89,12 +91,12 @@ pub enum NodeError {
         /// Name of the handler.
         name: String,
     },
-    /// The configuration that was rendered at the start changes more than the handler.
+    /// The configuration that k3s or rke2 rendered at the restart differs in more than the handler.
     #[error(
         "after the restart, containerd's configuration differs in {0}, not only in Affinode's handler; the old configuration was restored"
     )]
     Rendered(String),
-    /// systemctl cannot be run, or failed.
+    /// systemctl cannot be run, or it failed.
     #[error(
         "systemctl restart {unit} failed, and containerd's configuration was restored; see journalctl --unit {unit}: {why}"
     )]
@@ -136,33 +138,33 @@ impl ContainerdNode {
         Ok(ContainerdNode { daemon: containerd::find(socket)? })
     }
 
-    /// The containerd that serves the same socket now.
+    /// Finds the containerd that serves the same socket now.
     pub fn again(&self) -> Result<ContainerdNode, NodeError> {
         ContainerdNode::find(Some(&self.daemon.socket))
     }
 
-    /// Path of its socket.
+    /// Path of containerd's socket.
     pub fn socket(&self) -> &Path {
         &self.daemon.socket
     }
 
-    /// The configuration file that it reads first.
+    /// Path of the configuration file that containerd reads first.
     pub fn config_file(&self) -> PathBuf {
         self.daemon.config_file.clone()
     }
 
-    /// The file into which the handler is written, by the whole configuration.
+    /// The file into which the handler is written. `dump` is containerd's whole configuration.
     pub fn target(&self, dump: &Table) -> InstallTarget {
         let merges = handler::version(dump) > 2;
         InstallTarget::of(&self.config_file(), &self.root(), &self.files(), merges)
     }
 
-    /// The files that it reads, in order.
+    /// The configuration files that containerd reads, in order.
     pub fn files(&self) -> Vec<PathBuf> {
         imports::of(&self.config_file()).files
     }
 
-    /// Those of them that have a handler of this name.
+    /// The configuration files that contain a handler of this name.
     pub fn naming(&self, name: &str) -> Vec<PathBuf> {
         let names = |path: &PathBuf| {
             let own = fs::read_to_string(path).unwrap_or_default().parse::<Table>();
@@ -171,14 +173,14 @@ impl ContainerdNode {
         self.files().into_iter().filter(names).collect()
     }
 
-    /// Whether its file is rendered from a template with this text.
+    /// Whether containerd's file is rendered from a template with this text.
     pub fn renders(&self, added: &AddedBlock) -> bool {
         let template = InstallTarget::renders(&added.path, &self.config_file(), &self.root());
         template && fs::read_to_string(&added.path).is_ok_and(|text| text.contains(&added.text))
     }
 
-    /// The content of the file that it reads first. An unreadable file counts as empty: `containerd
-    /// config dump` reports the error.
+    /// The content of the configuration file that containerd reads first. An unreadable file counts
+    /// as empty, because `containerd config dump` reports the error.
     pub fn root(&self) -> Table {
         self.root_text().parse().unwrap_or_default()
     }
@@ -187,8 +189,8 @@ impl ContainerdNode {
         fs::read_to_string(self.config_file()).unwrap_or_default()
     }
 
-    /// The whole configuration after an edit. A configuration that is rendered only at the next
-    /// start is tried in the file `scratch`, which is removed again.
+    /// Returns the whole configuration after an edit. A configuration that is rendered only at the
+    /// next restart is tested in the file `scratch`, which is then removed.
     pub fn dump_after(&self, edit: &ConfigEdit, scratch: &Path) -> Result<Table, NodeError> {
         if !edit.paths().any(target::is_template) {
             return self.dump();
@@ -211,7 +213,7 @@ impl ContainerdNode {
         Ok(dumped)
     }
 
-    /// How to restart it, with the name of its unit.
+    /// The restart to use, with the name of containerd's unit.
     pub fn way(&self, how: &RestartRequest) -> RestartRequest {
         match how {
             RestartRequest::Systemd { unit: None } => {
@@ -223,13 +225,13 @@ impl ContainerdNode {
         }
     }
 
-    /// The whole configuration as its files were when it was found.
+    /// The whole configuration as it was when this containerd was found.
     pub fn config(&self) -> Result<Table, NodeError> {
         self.imports_exist()?;
         self.daemon.config.clone().map_err(NodeError::Config)
     }
 
-    /// The whole configuration as its files are now.
+    /// The whole configuration as the files are now.
     pub fn dump(&self) -> Result<Table, NodeError> {
         self.imports_exist()?;
         self.daemon.dump().map_err(NodeError::Config)
@@ -243,7 +245,8 @@ impl ContainerdNode {
         Ok(())
     }
 
-    /// Whether its process started after that time, and so has read what was written before.
+    /// Whether containerd's process started after that time, and so has read what was written
+    /// before it.
     pub fn runs_since(&self, moment: SystemTime) -> bool {
         let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
         let up_ms = u64::try_from(up.tv_sec * 1_000 + up.tv_nsec / 1_000_000).unwrap_or(0);
@@ -253,7 +256,8 @@ impl ContainerdNode {
         SystemTime::now() + Duration::from_millis(TICK_MS) >= moment + Duration::from_millis(age_ms)
     }
 
-    /// Restarts it, and waits until it serves its socket, with the handler if one is given.
+    /// Restarts containerd and waits until it serves its socket. If a handler is given, also waits
+    /// until containerd serves that handler.
     pub fn restart(
         &self,
         how: &RestartRequest,
@@ -296,7 +300,8 @@ impl ContainerdNode {
         }
     }
 
-    /// Called after the old file was restored: containerd must run with it.
+    /// Restarts containerd with the restored file, if it was restarted with the failed change.
+    /// Returns the error to report.
     pub fn recovered(&self, how: &RestartRequest, failed: NodeError) -> NodeError {
         let ran = matches!(
             failed,
@@ -335,8 +340,8 @@ fn unit_of(cgroups: &str) -> Option<&str> {
     segments.filter_map(|segment| segment.strip_suffix(".service")).find(theirs)
 }
 
-/// Waits until no shim of the installation and no job runs; returns the numbers that still run
-/// after `within`.
+/// Waits until no shim of the installation and no job runs. Returns the numbers of shims and jobs
+/// that still run after `within`.
 pub fn drain(prefix: &Path, within: Duration) -> (usize, usize) {
     let began = Instant::now();
     loop {
@@ -347,24 +352,25 @@ pub fn drain(prefix: &Path, within: Duration) -> (usize, usize) {
     }
 }
 
-/// Number of running shims of the installation. The controller is the same program, but ends by
-/// itself without shims.
+/// Number of running shims of the installation. Controllers are not counted: they run the same
+/// program, but end by themselves when there are no shims.
 pub fn running_shims(prefix: &Path) -> usize {
     programs(prefix).iter().filter(|program| !program.is_controller).count()
 }
 
-/// Controllers that run another file than the installed one, or will do so once it is `replaced`.
+/// Controllers that run an older file than the installed one. With `replaced`, the installed file
+/// is about to be replaced, so all controllers count.
 pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
     let old = |program: &ContainerdProgram| program.is_controller && (replaced || program.replaced);
     let found = programs(prefix).into_iter().filter(old);
     found.filter_map(|program| process::identity(program.pid).ok()).collect()
 }
 
-/// A process of the installed shim, or of a file that it replaced.
+/// A running process of the installed shim's file, or of a file that it replaced.
 struct ContainerdProgram {
     pid: u32,
     is_controller: bool,
-    /// The kernel appends ` (deleted)` to the name of a replaced file.
+    /// Whether its file was replaced: the kernel then appends ` (deleted)` to the name.
     replaced: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Docker: registers the runtime in dockerd's configuration, and makes dockerd read it.
+//! Registers the runtime in dockerd's configuration, and makes dockerd read the configuration.
 //!
 //! ```text
 //! register: record ──> dockerd examines the new file ──> file ──> SIGHUP ──> does dockerd serve it?
@@ -6,7 +6,7 @@
 //!                        └─> nothing has changed           └─ the old file <───┘
 //! ```
 //!
-//! dockerd reads `runtimes` again on SIGHUP, so no container is restarted. CRI plays no part in it.
+//! dockerd reads `runtimes` again on SIGHUP, so no container is restarted. CRI is not involved.
 
 mod alone;
 mod change;
@@ -30,17 +30,17 @@ use serde::Serialize;
 use super::{FileError, InstallOptions, Steps, files, record::InstallRecord};
 use crate::doctor::containerd::process_runs;
 
-/// The socket of Docker's packages.
+/// Path of the socket that Docker's packages use.
 pub const SOCKET: &str = "/run/docker.sock";
 
-/// Whether an installation concerns Docker.
+/// Whether an installation includes Docker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DockerRequest {
-    /// If a dockerd that takes shims runs on this machine.
+    /// If this machine runs a dockerd that supports shims as runtimes.
     Detected,
-    /// Only with the dockerd behind this socket.
+    /// Required, with the dockerd that serves this socket.
     Required(PathBuf),
-    /// Docker stays as it is.
+    /// Docker's configuration is not changed.
     Never,
 }
 
@@ -59,13 +59,13 @@ pub enum DockerError {
         #[source]
         source: io::Error,
     },
-    /// Another program than dockerd answers there.
+    /// Another program than dockerd answers at the socket.
     #[error(
         "the program behind {} is not a dockerd of this machine (Podman or Docker Desktop?): --no-docker leaves it out",
         .0.display()
     )]
     Foreign(PathBuf),
-    /// This dockerd knows no shims.
+    /// This dockerd does not support shims as runtimes.
     #[error(
         "this Docker has API version {0:?}, which cannot use a shim as a runtime: install Docker 23 (API 1.42) or newer"
     )]
@@ -77,14 +77,14 @@ pub enum DockerError {
         super::advice(source, "register the runtime by hand: docs/quickstart.md")
     )]
     Io {
-        /// What the failed operation was.
+        /// The operation that failed, as a verb.
         action: &'static str,
         /// Path of the file.
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    /// dockerd would not start with the file as it is.
+    /// dockerd would not start with the file as it is now.
     #[error(
         "dockerd would not start with {} as it is, and nothing was changed: correct it, or leave Docker out with --no-docker: {why}",
         path.display()
@@ -104,7 +104,7 @@ pub enum DockerError {
         path: PathBuf,
         why: String,
     },
-    /// The name belongs to another runtime.
+    /// A runtime of this name exists and is not Affinode's shim.
     #[error(
         "runtime {name:?} in {} is another one: choose another name with --runtime-name, remove it, or leave Docker out with --no-docker",
         path.display()
@@ -115,7 +115,7 @@ pub enum DockerError {
         /// Name of the runtime.
         name: String,
     },
-    /// Containers would have no runtime.
+    /// The runtime is Docker's default runtime, so it cannot be removed.
     #[error(
         "runtime {name:?} is Docker's default runtime, without which dockerd does not start: set another default-runtime in {} or in dockerd's flags, and restart dockerd",
         path.display()
@@ -126,7 +126,7 @@ pub enum DockerError {
         /// Name of the runtime.
         name: String,
     },
-    /// dockerd reads another file than at the installation.
+    /// dockerd now reads another file than the one in the record.
     #[error(
         "dockerd reads {} now, and the runtime was registered in {}: run affinode uninstall first",
         now.display(),
@@ -138,7 +138,7 @@ pub enum DockerError {
         /// Path of the recorded file.
         then: PathBuf,
     },
-    /// The reload did not have the wanted effect.
+    /// After the reload, dockerd does not serve the new configuration.
     #[error(
         "dockerd did not take over its new configuration, and {} is as before; see journalctl --unit docker: {why}",
         path.display()
@@ -148,7 +148,7 @@ pub enum DockerError {
         path: PathBuf,
         why: String,
     },
-    /// dockerd does not answer after the old file was put back either.
+    /// dockerd does not answer, even after the old file was restored.
     #[error(
         "{} is as before, but dockerd does not answer with it: {after}; first error: {before}",
         path.display()
@@ -156,29 +156,29 @@ pub enum DockerError {
     Lost {
         /// Path of the file.
         path: PathBuf,
-        /// The error that led to it.
+        /// The error that led to the restore of the old file.
         before: String,
-        /// The error with the old file.
+        /// The error after the old file was restored.
         after: String,
     },
 }
 
-/// What has to be done in Docker.
+/// What has to be changed in Docker.
 #[derive(Debug)]
 pub enum DockerPlan {
-    /// There is no Docker, or it stays as it is.
+    /// Nothing: there is no Docker, or its configuration is not to be changed.
     LeftOut,
-    /// dockerd serves the runtime.
+    /// Nothing: dockerd serves the runtime.
     Served,
-    /// The file is changed, or dockerd reads it again.
+    /// The file is changed, or dockerd has to read it again.
     Change(Box<DockerChange>),
 }
 
 impl DockerPlan {
-    /// Plans an installation.
+    /// Plans the change for an installation.
     ///
     /// # Errors
-    /// [`DockerError`]: it would fail.
+    /// [`DockerError`]: the change would fail.
     pub fn of(
         options: &InstallOptions,
         older: Option<&InstallRecord>,
@@ -205,10 +205,10 @@ impl DockerPlan {
         DockerChange::to_register(daemon, record.as_ref(), name)
     }
 
-    /// Plans the removal of what the record of this folder names.
+    /// Plans the removal of the runtime in the record of this folder.
     ///
     /// # Errors
-    /// [`DockerError`]: it would fail.
+    /// [`DockerError`]: the removal would fail.
     pub fn of_removal(state_dir: &Path) -> Result<DockerPlan, DockerError> {
         match DockerRecord::read(state_dir)? {
             Some(record) => DockerChange::to_remove(&record),
@@ -216,7 +216,7 @@ impl DockerPlan {
         }
     }
 
-    /// The steps, one per line.
+    /// Descriptions of the steps, one per line.
     pub fn steps(&self) -> Steps {
         match self {
             DockerPlan::LeftOut | DockerPlan::Served => Vec::new(),
@@ -224,10 +224,10 @@ impl DockerPlan {
         }
     }
 
-    /// Carries the steps out. `state_dir` has the record.
+    /// Executes the plan. `state_dir` is the folder of the record.
     ///
     /// # Errors
-    /// [`DockerError`]: Docker's configuration is as before.
+    /// [`DockerError`]: Docker's configuration is as before, unless the error says otherwise.
     pub fn make(&self, state_dir: &Path) -> Result<(), DockerError> {
         match self {
             DockerPlan::LeftOut | DockerPlan::Served => Ok(()),
@@ -247,10 +247,11 @@ impl DockerPlan {
     }
 }
 
-/// Removes what a killed installer left: partly written files, and the file for dockerd's judgement.
+/// Removes files that a killed installer left: partly written files, and the file that dockerd
+/// examines.
 ///
 /// # Errors
-/// [`FileError`]: one cannot be removed.
+/// [`FileError`]: one of the files cannot be removed.
 pub fn remove_left(state_dir: &Path) -> Result<(), FileError> {
     files::remove_left(&state_dir.join(change::SCRATCH))?;
     files::tidy(&DockerRecord::file(state_dir))?;
@@ -261,7 +262,7 @@ pub fn remove_left(state_dir: &Path) -> Result<(), FileError> {
     }
 }
 
-/// The runtime in Docker's configuration.
+/// The status of the runtime in Docker's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DockerStatus {
     /// Name of the runtime.
@@ -277,15 +278,15 @@ pub struct DockerStatus {
 pub enum DockerState {
     /// dockerd serves the runtime.
     Served,
-    /// The runtime is in the file, and dockerd has not read it.
+    /// The runtime is in the file, but dockerd has not read it.
     ReloadNeeded,
-    /// The runtime is in the file, and no dockerd answers.
+    /// The runtime is in the file, but no dockerd answers.
     NoDocker,
-    /// The runtime was removed from the file, or was changed.
+    /// The runtime in the file was removed or changed.
     Changed,
 }
 
-/// The status of the recorded runtime; `None`: none was registered.
+/// The status of the recorded runtime. `None`: no runtime was registered.
 ///
 /// # Errors
 /// [`DockerError`]: the record or the file cannot be read.

@@ -46,7 +46,8 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
     assert_eq!(spec("affinode").judge(&after), HandlerVerdict::Same);
 }
 
-/// Affinode's shim reports the features of the stock shim.
+/// containerd 2 queries the stock runtime type, and Affinode's shim reports the stock shim's
+/// features.
 #[test]
 fn containerd_2_asks_our_shim_what_it_can_do() {
     let dump = V2.replace("version = 2", "version = 3").replace(PLUGINS[0], PLUGINS[1]);
@@ -73,7 +74,7 @@ fn a_file_without_handlers_keeps_the_built_in() {
     assert_eq!(handlers["affinode"]["options"]["SystemdCgroup"].as_bool(), Some(true));
 }
 
-/// Debian's file names no handler, and its containerd prints all options of runc, each empty.
+/// Debian's file names no handler. Its containerd prints all options of runc, each of them empty.
 #[test]
 fn a_built_in_handler_keeps_empty_options() {
     let dump = table(&V2.replace("= true", "= false"));

@@ -1,4 +1,4 @@
-//! The installation on a machine where Docker alone runs containers: CRI is disabled in its
+//! The installation on a machine where only Docker runs containers: CRI is disabled in its
 //! containerd, or that containerd belongs to dockerd. There is no handler to add.
 
 use std::path::Path;
@@ -21,10 +21,10 @@ use crate::{
     inventory::process,
 };
 
-/// Names under which CRI is disabled, the first in the files of Docker's packages.
+/// Names under which CRI can be disabled. The first is in the files of Docker's packages.
 const CRI: [&str; 3] = ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
-/// Whether Docker is there, and no containerd in which a handler could be.
+/// Whether there is a Docker, but no containerd that can have a handler.
 pub fn is_alone(
     docker: &DockerPlan,
     options: &InstallOptions,
@@ -42,8 +42,8 @@ pub fn is_alone(
     }
 }
 
-/// Whether a containerd of this configuration has CRI. The dump of containerd 2 has the settings of a
-/// disabled plugin too.
+/// Whether a containerd with this configuration has CRI enabled. The dump of containerd 2 contains
+/// the settings of a disabled plugin too.
 fn serves_pods(config: &Table) -> bool {
     let disabled = config.get("disabled_plugins").and_then(Value::as_array);
     let is_cri = |name: &Value| name.as_str().is_some_and(|name| CRI.contains(&name));
@@ -53,7 +53,7 @@ fn serves_pods(config: &Table) -> bool {
 /// Installs the files, and registers the runtime in Docker.
 ///
 /// # Errors
-/// [`InstallError`]: after a first installation no file is left.
+/// [`InstallError`]: if it was a first installation, no file is left.
 pub fn install(
     docker: &DockerPlan,
     options: &InstallOptions,

@@ -1,4 +1,4 @@
-//! A change of dockerd's file, with what it needs to be reverted.
+//! A change of dockerd's file, with the values that are needed to revert it.
 
 use std::{
     fs, io,
@@ -16,13 +16,14 @@ use crate::{
     install::{Steps, files},
 };
 
-/// In the folder of the record: dockerd's future file, for `dockerd --validate`.
+/// Name of the file for `dockerd --validate` in the folder of the record: dockerd's file after the
+/// change.
 pub const SCRATCH: &str = "docker-check.json";
 
-/// The file before and after, and who reads it.
+/// A change of dockerd's file: its content before and after, and the dockerd that reads it.
 #[derive(Debug)]
 pub struct DockerChange {
-    /// `None`: it does not run, and reads the file at its start.
+    /// The running dockerd. `None`: no dockerd runs, and it will read the file at its start.
     daemon: Option<DockerDaemon>,
     file: PathBuf,
     name: String,
@@ -33,16 +34,16 @@ pub struct DockerChange {
 
 #[derive(Debug)]
 enum ChangeKind {
-    /// Written before the file is.
+    /// Adds the runtime. The record is written before the file.
     Register(DockerRecord),
-    /// The file has the runtime, and dockerd has not read it.
+    /// Reloads only: the file has the runtime, but dockerd has not read it.
     Reload,
-    /// The folders of the installation go with the runtime.
+    /// Removes the runtime, and the folders that the installation created.
     Remove { folders: Vec<PathBuf> },
 }
 
 impl DockerChange {
-    /// Plans to make a dockerd serve the runtime.
+    /// Plans the change after which dockerd serves the runtime.
     pub fn to_register(
         daemon: DockerDaemon,
         record: Option<&DockerRecord>,
@@ -107,7 +108,7 @@ impl DockerChange {
         Ok(DockerPlan::Change(Box::new(DockerChange { daemon, file, name, before, after, kind })))
     }
 
-    /// The steps, one per line.
+    /// Descriptions of the steps, one per line.
     pub fn steps(&self) -> Steps {
         let (file, name) = (self.file.display(), &self.name);
         let mut steps = Vec::new();
@@ -130,7 +131,7 @@ impl DockerChange {
         steps
     }
 
-    /// Makes the change, or leaves everything as it was.
+    /// Makes the change. If it fails, everything is restored.
     pub fn make(&self, state_dir: &Path) -> Result<(), DockerError> {
         self.examine(state_dir)?;
         if let ChangeKind::Register(record) = &self.kind {
@@ -153,7 +154,7 @@ impl DockerChange {
         }
     }
 
-    /// Puts the old file back.
+    /// Restores the file as it was before the change.
     pub fn undo(&self, state_dir: &Path) -> Result<(), DockerError> {
         self.back(state_dir)
     }
@@ -179,7 +180,8 @@ impl DockerChange {
         }
     }
 
-    /// Makes dockerd drop the runtime of the text `with` it, and then writes the text `without`.
+    /// Makes dockerd drop the runtime, and then writes the text `without`. `with` is the text that
+    /// has the runtime.
     fn unload(&self, with: &Option<String>, without: &Option<String>) -> Result<(), DockerError> {
         let serves = |daemon: &DockerDaemon| daemon.serves(&self.name).unwrap_or(true);
         let mut unloaded = Ok(());
@@ -203,7 +205,7 @@ impl DockerChange {
         daemon.reload(&self.name, served).map_err(failed)
     }
 
-    /// Asks dockerd's own program about the new file.
+    /// Checks the new file with dockerd's own program.
     fn examine(&self, state_dir: &Path) -> Result<(), DockerError> {
         let (Some(daemon), Some(after)) = (&self.daemon, &self.after) else { return Ok(()) };
         let scratch = state_dir.join(SCRATCH);
@@ -242,7 +244,7 @@ impl DockerChange {
     }
 }
 
-/// The text of a file; `None`: it does not exist.
+/// The text of a file. `None`: it does not exist.
 pub fn read(path: &Path) -> Result<Option<String>, DockerError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),

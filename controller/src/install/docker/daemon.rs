@@ -1,4 +1,5 @@
-//! The dockerd of this machine: its process, its configuration file, and what it serves.
+//! The dockerd of this machine: its process, its configuration file, and the runtimes that it
+//! serves.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -18,24 +19,24 @@ use serde_json::Value;
 use super::{DockerError, engine_api};
 use crate::{core::input::Identity, inventory::process};
 
-/// Name of the process, as the kernel has it.
+/// Name of the process in the kernel.
 pub const PROGRAM: &str = "dockerd";
-/// The default of dockerd's `--config-file`.
+/// Default value of dockerd's option `--config-file`.
 const CONFIG_FILE: &str = "/etc/docker/daemon.json";
 const CONFIG_FLAG: &str = "--config-file";
-/// Version of the API of Docker 23, the first that takes shims as runtimes.
+/// API version of Docker 23, the first release that supports shims as runtimes.
 const MIN_API: (u32, u32) = (1, 42);
-/// dockerd reads its file within a second of the signal. If it rejects the file, it says so in its
-/// log alone.
+/// Time limit for a reload. dockerd reads its file within a second of the signal. If it rejects the
+/// file, it reports this only in its log.
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// A running dockerd, as it was started.
+/// A running dockerd, with the paths that it uses.
 #[derive(Debug)]
 pub struct DockerDaemon {
-    /// Path of its socket.
+    /// Path of dockerd's socket.
     pub socket: PathBuf,
-    /// Path of its configuration file, which may not exist.
+    /// Path of dockerd's configuration file, which may not exist.
     pub config_file: PathBuf,
     process: Identity,
     argv: Vec<OsString>,
@@ -46,7 +47,7 @@ impl DockerDaemon {
     /// Finds the dockerd behind a socket.
     ///
     /// # Errors
-    /// [`DockerError`]: no dockerd, or one that takes no shims.
+    /// [`DockerError`]: there is no dockerd, or it does not support shims as runtimes.
     pub fn find(socket: &Path) -> Result<DockerDaemon, DockerError> {
         let absent = |source| DockerError::Absent { socket: socket.to_owned(), source };
         let pid = behind(socket).map_err(absent)?;
@@ -74,25 +75,26 @@ impl DockerDaemon {
         }
     }
 
-    /// Whether it serves a runtime of this name now.
+    /// Whether dockerd serves a runtime of this name now.
     ///
     /// # Errors
-    /// It does not answer.
+    /// dockerd does not answer.
     pub fn serves(&self, name: &str) -> io::Result<bool> {
         let info = engine_api::get(&self.socket, "/info")?;
         Ok(info.get("Runtimes").is_some_and(|runtimes| runtimes.get(name).is_some()))
     }
 
-    /// Whether this is its default runtime now: by a flag, or by its file as it was read last.
+    /// Whether this is dockerd's default runtime now, by a flag or by the file as dockerd last read
+    /// it.
     pub fn is_default(&self, name: &str) -> bool {
         let info = engine_api::get(&self.socket, "/info").unwrap_or_default();
         info.get("DefaultRuntime").and_then(Value::as_str) == Some(name)
     }
 
-    /// Lets its own program examine a configuration, with its flags and its PATH.
+    /// Checks a configuration with dockerd's own program, with dockerd's flags and PATH.
     ///
     /// # Errors
-    /// It would not start with it; the text is the program's.
+    /// dockerd would not start with it. The error is the program's output.
     pub fn validate(&self, config: &Path) -> Result<(), String> {
         // Through /proc: the file of the running process, even if an update has replaced it since.
         let mut command = Command::new(format!("/proc/{}/exe", self.process.pid));
@@ -105,10 +107,11 @@ impl DockerDaemon {
         }
     }
 
-    /// Makes it read its file again, and waits until it serves the runtime, or no longer does.
+    /// Makes dockerd read its file again. Waits until dockerd serves the runtime, or (`served` is
+    /// false) no longer serves it.
     ///
     /// # Errors
-    /// The reason why it did not get there.
+    /// The reason why dockerd did not reach that state.
     pub fn reload(&self, name: &str, served: bool) -> Result<(), String> {
         process::reload(&self.process).map_err(|error| error.to_string())?;
         let began = Instant::now();
@@ -127,7 +130,7 @@ impl DockerDaemon {
     }
 }
 
-/// The process of dockerd behind a socket; `None` if another program answers there.
+/// Pid of the dockerd behind a socket. `None`: another program answers there.
 fn behind(socket: &Path) -> io::Result<Option<u32>> {
     let stream = UnixStream::connect(socket)?;
     let peer = rustix::net::sockopt::socket_peercred(&stream)?.pid.as_raw_nonzero().get();
@@ -171,7 +174,7 @@ fn words(bytes: &[u8]) -> Vec<OsString> {
     words.map(|word| OsString::from_vec(word.to_vec())).collect()
 }
 
-/// The value of a flag, in either of its forms; the last one applies.
+/// The value of a flag in either of its forms. If it is repeated, the last one applies.
 fn flag(argv: &[OsString], name: &str) -> Option<OsString> {
     let mut found = None;
     for (index, word) in argv.iter().enumerate().skip(1) {
@@ -184,7 +187,7 @@ fn flag(argv: &[OsString], name: &str) -> Option<OsString> {
     found
 }
 
-/// The arguments without the program's name and that flag.
+/// The arguments without the name of the program and without that flag.
 fn without_flag(argv: &[OsString], name: &str) -> Vec<OsString> {
     let mut rest = Vec::new();
     let mut words = argv.iter().skip(1);
@@ -203,7 +206,7 @@ fn value_of<'a>(word: &'a OsStr, name: &str) -> Option<&'a OsStr> {
     Some(OsStr::from_bytes(value))
 }
 
-/// Both numbers of a version such as `1.45`.
+/// The two numbers of a version such as `1.45`.
 fn api_version(said: &str) -> Option<(u32, u32)> {
     let (major, minor) = said.split_once('.')?;
     Some((major.parse().ok()?, minor.parse().ok()?))

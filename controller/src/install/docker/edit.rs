@@ -1,5 +1,5 @@
-//! Edits of dockerd's `daemon.json` as text: the runtime is added or removed, and every other byte
-//! stays where it is.
+//! Edits of dockerd's `daemon.json` as text. They add or remove the runtime, and leave every other
+//! byte unchanged.
 
 use jsonc_parser::{
     ParseOptions,
@@ -11,10 +11,10 @@ use crate::doctor::handler::RUNTIME_TYPE;
 
 const RUNTIMES: &str = "runtimes";
 const TYPE_KEY: &str = "runtimeType";
-/// dockerd accepts this mark at the beginning of the file.
+/// Byte order mark, which dockerd accepts at the beginning of the file.
 const BYTE_ORDER_MARK: &str = "\u{feff}";
 
-/// What a file says about a runtime of a given name.
+/// Result of a search for a runtime of a given name in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RuntimeEntry {
     /// There is no runtime of this name.
@@ -25,10 +25,10 @@ pub enum RuntimeEntry {
     Other,
 }
 
-/// The entry of this name; an empty file has none.
+/// Searches for the runtime of this name. An empty file has none.
 ///
 /// # Errors
-/// The text is not a JSON object; the value says why.
+/// The text is not a JSON object. The error is the reason.
 pub fn entry(text: &str, name: &str) -> Result<RuntimeEntry, String> {
     let file = read(text)?;
     let Some(entry) = file.get(RUNTIMES).and_then(|runtimes| runtimes.get(name)) else {
@@ -38,14 +38,14 @@ pub fn entry(text: &str, name: &str) -> Result<RuntimeEntry, String> {
     Ok(if is_ours { RuntimeEntry::Affinode } else { RuntimeEntry::Other })
 }
 
-/// Whether containers without a runtime of their own get this one.
+/// Whether this is the default runtime, for containers without a runtime of their own.
 pub fn is_default(text: &str, name: &str) -> bool {
     read(text).is_ok_and(|file| {
         file.get("default-runtime").and_then(Value::as_str).is_some_and(|said| said == name)
     })
 }
 
-/// The text with the runtime.
+/// Returns the text with the runtime added.
 ///
 /// # Errors
 /// As [`entry`]; also when `runtimes` is not an object.
@@ -64,7 +64,7 @@ pub fn with_runtime(text: &str, name: &str) -> Result<String, String> {
     Ok(edited)
 }
 
-/// The text with a list of runtimes from which this one is removed. A dockerd that finds no list
+/// Returns the text without the runtime but with a list `runtimes`. A dockerd that finds no list
 /// keeps the runtimes that it has.
 ///
 /// # Errors
@@ -81,7 +81,7 @@ pub fn with_list_only(text: &str, name: &str) -> Result<String, String> {
     Ok(format!("{mark}{root}"))
 }
 
-/// The text without the runtime, and without `runtimes` if nothing else is in it.
+/// Returns the text without the runtime, and without `runtimes` if it is then empty.
 ///
 /// # Errors
 /// As [`with_runtime`].
@@ -98,12 +98,12 @@ pub fn without_runtime(text: &str, name: &str) -> Result<String, String> {
     Ok(format!("{mark}{root}"))
 }
 
-/// Whether the text says nothing.
+/// Whether the text is an empty JSON object.
 pub fn is_empty(text: &str) -> bool {
     read(text).is_ok_and(|file| file.as_object().is_some_and(serde_json::Map::is_empty))
 }
 
-/// The content as dockerd reads it.
+/// Parses the text as dockerd does.
 fn read(text: &str) -> Result<Value, String> {
     let text = text.strip_prefix(BYTE_ORDER_MARK).unwrap_or(text);
     if text.trim().is_empty() {

@@ -9,15 +9,15 @@ use std::{
 
 use serde_json::Value;
 
-/// dockerd counts containers and asks its plugins for `/info`.
+/// Time limit for a response. For `/info`, dockerd counts containers and queries its plugins.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Far more than any of the answers has.
+/// Maximum size of a response, far more than any has.
 const REPLY_MAX_BYTES: u64 = 8 << 20;
 
-/// Sends a GET to dockerd and returns the JSON of its reply.
+/// Sends a GET request to dockerd and returns the JSON of its response.
 ///
 /// # Errors
-/// If dockerd does not reply, the status is not 200, or the body is not JSON.
+/// dockerd does not respond, the status is not 200, or the body is not JSON.
 pub fn get(socket: &Path, path: &str) -> io::Result<Value> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(PATIENCE))?;

@@ -1,4 +1,5 @@
-//! The record of the runtime in Docker's configuration, beside that of the installation.
+//! The record of the runtime in Docker's configuration. It is stored next to the record of the
+//! installation.
 
 use std::{
     fs, io,
@@ -13,27 +14,27 @@ use crate::install::files;
 const FILE: &str = "docker.json";
 const VERSION: u32 = 1;
 
-/// What was changed in Docker's configuration.
+/// The change that was made in Docker's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DockerRecord {
     version: u32,
     /// Path of dockerd's socket.
     pub socket: PathBuf,
-    /// Path of its configuration file.
+    /// Path of dockerd's configuration file.
     pub config_file: PathBuf,
     /// Name of the runtime.
     pub runtime_name: String,
-    /// The file before the installation; `None`: it did not exist.
+    /// Content of the file before the installation. `None`: it did not exist.
     pub original: Option<String>,
-    /// The file after the installation.
+    /// Content of the file after the installation.
     pub written: String,
-    /// Folders that were created for it, each after its parent.
+    /// Folders that were created for the file, each after its parent.
     pub folders: Vec<PathBuf>,
 }
 
 impl DockerRecord {
-    /// The record of a change that is about to be made.
+    /// Creates the record of a change that is about to be made.
     pub fn new(
         socket: &Path,
         config_file: &Path,
@@ -53,7 +54,7 @@ impl DockerRecord {
         }
     }
 
-    /// Reads the record of a folder; `None`: no runtime was registered.
+    /// Reads the record in a folder. `None`: no runtime was registered.
     pub fn read(folder: &Path) -> Result<Option<DockerRecord>, DockerError> {
         let path = folder.join(FILE);
         let failed = |source| DockerError::Io { action: "read", path: path.clone(), source };
@@ -64,7 +65,8 @@ impl DockerRecord {
         }
     }
 
-    /// Writes it into a folder. Docker's configuration may hold secrets.
+    /// Writes the record into a folder. Only its owner can read it, because Docker's configuration
+    /// may contain secrets.
     pub fn write(&self, folder: &Path) -> Result<(), DockerError> {
         let path = folder.join(FILE);
         let failed = |source| DockerError::Io { action: "write", path: path.clone(), source };
@@ -72,7 +74,7 @@ impl DockerRecord {
         files::replace(&path, &text, Some(0o600)).map_err(failed)
     }
 
-    /// Removes the record of a folder.
+    /// Removes the record in a folder.
     pub fn remove(folder: &Path) -> Result<(), DockerError> {
         let path = folder.join(FILE);
         match fs::remove_file(&path) {

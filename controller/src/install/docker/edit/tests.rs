@@ -7,8 +7,8 @@ fn keys(text: &str) -> Vec<String> {
     file.as_object().unwrap().keys().cloned().collect()
 }
 
-/// Forms in which operators and tools write the file; the last value says whether the removal gives
-/// back every byte.
+/// Forms in which operators and tools write the file. The last value tells whether the removal
+/// restores every byte.
 const FILES: [(&str, bool); 7] = [
     ("{}", true),
     ("{\n    \"debug\": true,\n    \"log-opts\": {\"max-size\": \"10m\"}\n}\n", true),
