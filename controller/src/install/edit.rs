@@ -1,6 +1,6 @@
-//! The edit of containerd's files, or of the template that its file is made from. A block is added
-//! at the end of a file and removed as it is, so that everything else stays, byte for byte. From a
-//! file that another program wrote anew, the handler is removed by its place in the TOML tree.
+//! Edits containerd's files, or the template from which its file is made. A block is added at the
+//! end of a file and removed unchanged, so that every other byte stays. If another program has
+//! written a file anew, the handler is removed by its place in the TOML tree.
 
 use std::{
     fmt, fs, io,
@@ -28,7 +28,7 @@ pub struct AddedText {
     pub created: bool,
 }
 
-/// Why a file cannot be edited.
+/// Reason why a file cannot be edited.
 #[derive(Debug, thiserror::Error)]
 pub enum EditError {
     /// The file cannot be read or written.
@@ -44,7 +44,7 @@ pub enum EditError {
     /// The block cannot be created.
     #[error(transparent)]
     Block(#[from] block::BlockError),
-    /// The handler cannot be taken out of the file.
+    /// The handler cannot be removed from the file.
     #[error("the block in {} was changed since the installation: remove handler {name:?} by hand", path.display())]
     Changed {
         /// Path of the file.
@@ -54,13 +54,13 @@ pub enum EditError {
     },
 }
 
-/// A file before and after the edit; `None`: the file does not exist.
+/// The content of a file before and after the edit. `None`: the file does not exist.
 #[derive(Clone, Debug)]
 struct FileEdit {
     path: PathBuf,
     before: Option<String>,
     after: Option<String>,
-    /// Lines to show: added ones with a plus, removed ones with a minus.
+    /// Changed lines for the output: added ones with a plus, removed ones with a minus.
     shown: Vec<String>,
 }
 
@@ -68,12 +68,12 @@ struct FileEdit {
 #[derive(Debug, Default)]
 pub struct ConfigEdit {
     files: Vec<FileEdit>,
-    /// Blocks that are removed and added, for the preview of a rendered file.
+    /// Blocks that are removed, and blocks that are added, for the preview of a rendered file.
     blocks: (Vec<String>, Vec<String>),
 }
 
 impl ConfigEdit {
-    /// An edit of these files that changes nothing yet.
+    /// Creates an edit of these files that does not change anything yet.
     pub fn of(paths: impl IntoIterator<Item = PathBuf>) -> Result<ConfigEdit, EditError> {
         let mut edit = ConfigEdit::default();
         for path in paths {
@@ -86,13 +86,13 @@ impl ConfigEdit {
         Ok(edit)
     }
 
-    /// The content of one of its files as it will be.
+    /// The content of one of the files after the edit.
     pub fn text(&self, path: &Path) -> Option<&str> {
         self.files.iter().find(|file| file.path == path)?.after.as_deref()
     }
 
-    /// The same as a table; unreadable content counts as empty: `containerd config dump` reports
-    /// the error.
+    /// The content of one of the files after the edit, as a table. Invalid content counts as empty,
+    /// because `containerd config dump` reports the error.
     pub fn table(&self, path: &Path) -> Table {
         self.text(path).unwrap_or_default().parse().unwrap_or_default()
     }
@@ -105,7 +105,7 @@ impl ConfigEdit {
         self.blocks.1.push(block::in_text(added).to_owned());
     }
 
-    /// Removes a recorded text, where it is still as it was added.
+    /// Removes a recorded text if the file still contains it unchanged.
     pub fn remove_text(&mut self, added: &AddedText) {
         let Some(file) = self.files.iter_mut().find(|file| file.path == added.path) else { return };
         let Some((head, tail)) =
@@ -120,8 +120,9 @@ impl ConfigEdit {
         self.blocks.0.push(block::in_text(&added.text).to_owned());
     }
 
-    /// Removes the handlers of these specifications from every file. `merged`: the names that belong
-    /// to this installation in containerd's whole configuration, whose parts in any file do too.
+    /// Removes the handlers of these specifications from every file. `merged`: names of handlers
+    /// that belong to this installation in containerd's whole configuration. Their parts are
+    /// removed from every file.
     pub fn remove_handlers(
         &mut self,
         specs: &[HandlerSpec],
@@ -154,7 +155,7 @@ impl ConfigEdit {
         Ok(())
     }
 
-    /// Whether it changes nothing.
+    /// Whether the edit changes no file.
     pub fn is_empty(&self) -> bool {
         self.changed().next().is_none()
     }
@@ -163,19 +164,19 @@ impl ConfigEdit {
         self.files.iter().filter(|file| file.before != file.after)
     }
 
-    /// Paths of the files that it changes.
+    /// Paths of the files that the edit changes.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.changed().map(|file| file.path.as_path())
     }
 
-    /// The content of containerd's own file after the edit; it is `root` now and is rendered from
-    /// an edited template.
+    /// Returns the content of containerd's own file after the edit, for a file that is rendered
+    /// from an edited template. `root` is its present content.
     pub fn preview(&self, root: &str) -> String {
         let without = self.blocks.0.iter().fold(root.to_owned(), |all, one| all.replace(one, ""));
         self.blocks.1.iter().fold(without, |all, one| format!("{all}\n{one}"))
     }
 
-    /// Writes the edited files, all or none of them.
+    /// Writes the edited files. If one cannot be written, all are restored.
     pub fn make(&self) -> Result<(), EditError> {
         for (at, file) in self.changed().enumerate() {
             if let Err(error) = put(&file.path, file.after.as_deref()) {
@@ -187,7 +188,7 @@ impl ConfigEdit {
         Ok(())
     }
 
-    /// Writes the original files.
+    /// Writes the original content of the files.
     pub fn undo(&self) -> Result<(), EditError> {
         // One file that cannot be written must not keep the others from it.
         let undone: Vec<_> =
@@ -196,7 +197,7 @@ impl ConfigEdit {
     }
 }
 
-/// Whether a file of our own has nothing but its version.
+/// Whether a file of Affinode has no settings except its version.
 fn is_bare(text: &str) -> bool {
     text.parse::<Table>().is_ok_and(|rest| {
         rest.iter().all(|(key, value)| key == "version" || handler::is_empty(value))

@@ -1,4 +1,4 @@
-//! Affinode's own files: what is installed, and from where.
+//! Affinode's own files: finds, installs and removes them.
 
 use std::{
     fmt, fs,
@@ -13,10 +13,11 @@ use sha2::{Digest, Sha256};
 
 use crate::doctor::{library, programs::SHIM};
 
-/// File name of the command.
+/// File name of the command-line program.
 const COMMAND: &str = "affinode";
 
-/// The files to install, in memory: their folder may not be visible after entering the node's root.
+/// The files to install, held in memory. Their folder may not be visible after this process has
+/// entered the node's root.
 #[derive(Clone)]
 pub struct SourceFile {
     command: Arc<[u8]>,
@@ -24,10 +25,10 @@ pub struct SourceFile {
     library: Arc<[u8]>,
 }
 
-/// Why a file was not installed or removed.
+/// Reason why a file was not installed or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// A file is missing in the source folder.
+    /// A file is not in the source folder.
     #[error("{file} is not in {}: pass with --from the folder that `cargo xtask build` created, or that of a package", folder.display())]
     Missing {
         /// Name of the file.
@@ -45,7 +46,7 @@ pub enum FileError {
     /// A file operation failed.
     #[error("cannot {action} {}{}", path.display(), super::advice(source, super::ANOTHER_PLACE))]
     Io {
-        /// What the failed operation was.
+        /// The operation that failed, as a verb.
         action: &'static str,
         /// Path of the file.
         path: PathBuf,
@@ -55,7 +56,7 @@ pub enum FileError {
 }
 
 impl SourceFile {
-    /// Reads the files from `folder`, or from its `bin` and `lib`.
+    /// Reads the files from `folder`, or from its subfolders `bin` and `lib`.
     ///
     /// # Errors
     /// [`FileError`]: a file is missing, or the library would not load.
@@ -80,7 +81,7 @@ impl SourceFile {
         })
     }
 
-    /// Each file with its target path and its mode.
+    /// The content of each file, its target path and its mode.
     pub(super) fn places(&self, prefix: &Path) -> [(Arc<[u8]>, PathBuf, u32); 3] {
         let bin =
             |bytes: &Arc<[u8]>, name| (Arc::clone(bytes), prefix.join("bin").join(name), 0o755);
@@ -93,7 +94,7 @@ impl SourceFile {
     }
 }
 
-/// A file that is missing or different at its target.
+/// A file that is to be written, because it is missing or different at its target.
 pub struct FileChange {
     content: Arc<[u8]>,
     to: PathBuf,
@@ -107,12 +108,12 @@ impl FileChange {
         &self.to
     }
 
-    /// Whether another file is there.
+    /// Whether the target is an existing file with other content.
     pub fn replaces(&self) -> bool {
         self.replaces
     }
 
-    /// Writes the file with a rename: processes that run or map the old file keep it.
+    /// Writes the file with a rename, so that processes that run or map the old file keep it.
     pub fn make(&self) -> Result<(), FileError> {
         let failed = |source| FileError::Io { action: "write", path: self.to.clone(), source };
         if let Some(folder) = self.to.parent() {
@@ -129,7 +130,7 @@ impl fmt::Display for FileChange {
     }
 }
 
-/// The files that are missing or different.
+/// The files that are missing or different at their targets.
 pub fn plan(source: &SourceFile, prefix: &Path) -> Vec<FileChange> {
     let mut changes = Vec::new();
     for (content, to, mode) in source.places(prefix) {
@@ -141,7 +142,7 @@ pub fn plan(source: &SourceFile, prefix: &Path) -> Vec<FileChange> {
     changes
 }
 
-/// The real path of a file, and the temporary path beside it.
+/// The real path of a file, and the path of the temporary file next to it.
 fn places_of(path: &Path) -> (PathBuf, PathBuf) {
     // A symbolic link stays: its target is replaced.
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
@@ -151,17 +152,17 @@ fn places_of(path: &Path) -> (PathBuf, PathBuf) {
     (path, fresh)
 }
 
-/// Removes what a killed installer left of this file.
+/// Removes the temporary file that a killed installer left next to this file.
 pub fn tidy(path: &Path) -> Result<(), FileError> {
     remove_left(&places_of(path).1)
 }
 
-/// Removes a leftover file; if there is none, a read-only file system is no error.
+/// Removes a leftover file if it exists. Without one, a read-only file system causes no error.
 pub fn remove_left(path: &Path) -> Result<(), FileError> {
     if fs::symlink_metadata(path).is_ok() { remove(path) } else { Ok(()) }
 }
 
-/// Writes a file completely or not at all; without `mode` its mode is kept.
+/// Writes a file completely or not at all. Without `mode` an existing file keeps its mode.
 pub fn replace(path: &Path, bytes: &[u8], mode: Option<u32>) -> io::Result<()> {
     let (path, fresh) = places_of(path);
     let there = fs::metadata(&path).map(|file| file.permissions().mode() & 0o7777);
@@ -189,7 +190,7 @@ pub fn remove(path: &Path) -> Result<(), FileError> {
     }
 }
 
-/// The missing folders on the way to this one, the outermost first.
+/// The folders of this path that do not exist, the outermost first.
 pub fn missing_folders(folder: &Path) -> Vec<PathBuf> {
     let there = |folder: &&Path| folder.as_os_str().is_empty() || folder.exists();
     let mut missing: Vec<_> =
@@ -198,7 +199,7 @@ pub fn missing_folders(folder: &Path) -> Vec<PathBuf> {
     missing
 }
 
-/// Removes the created folders, unless they contain other files.
+/// Removes the folders that were created, unless they contain other files.
 pub fn remove_folders(made: &[PathBuf]) {
     for folder in made.iter().rev() {
         let _ = fs::remove_dir(folder);

@@ -1,6 +1,5 @@
-//! Affinode's handler: what it should be on this node, and what a configuration has under its name.
-//! Other programs write containerd's files anew, so a handler is judged by its keys, never by its
-//! text.
+//! Affinode's handler: how it should be on this node, and how it is in a configuration. Other
+//! programs write containerd's files anew, so a handler is compared by its keys, never by its text.
 
 use std::path::{Path, PathBuf};
 
@@ -12,43 +11,44 @@ use crate::doctor::{
     programs::SHIM,
 };
 
-/// Type of the stock runtime. containerd 2.0 to 2.3 query only this type for its features; pods of
+/// Type of the stock runtime. containerd 2.0 to 2.3 query only this type for its features. Pods of
 /// other types have neither user namespaces nor recursive read-only mounts.
 const STOCK_TYPE: &str = "io.containerd.runc.v2";
 /// Keys of the handler that are not copied from the model.
 const OWN: [&str; 4] = ["runtime_type", "runtime_path", "pod_annotations", "container_annotations"];
 
-/// Keys with the name of the sandboxer, in containerd 2 and 1.7.
+/// Keys with the name of the sandboxer, in containerd 2 and in containerd 1.7.
 const SANDBOXER: [&str; 2] = ["sandboxer", "sandbox_mode"];
 
-/// The handler that this installation wants.
+/// Specification of the handler that this installation adds.
 #[derive(Clone, Debug)]
 pub struct HandlerSpec {
     /// Name of the handler.
     pub name: String,
     /// Path of the shim.
     shim: PathBuf,
-    /// The shim as an earlier installation with the same record placed it.
+    /// Path of the shim in an earlier installation with the same record.
     earlier: Option<PathBuf>,
-    /// Whether devices come from CDI.
+    /// Whether containers get their devices from CDI.
     cdi: bool,
 }
 
-/// What a configuration has under the handler's name.
+/// Result of the search for the handler in a configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HandlerVerdict {
-    /// No handler of this name.
+    /// There is no handler of this name.
     Absent,
-    /// The handler is as wanted.
+    /// The handler equals the wanted one.
     Same,
-    /// A handler of this installation that differs from the wanted one.
+    /// The handler runs this installation's shim, but differs from the wanted one.
     Differs,
-    /// A handler with another program.
+    /// The handler runs another program.
     Foreign,
 }
 
 impl HandlerSpec {
-    /// The handler `name` with the shim below `prefix`. `cdi`: whether devices come from CDI.
+    /// Creates the specification of the handler `name` with the shim below `prefix`. `cdi`: whether
+    /// containers get their devices from CDI.
     pub fn new(
         name: &str,
         prefix: &Path,
@@ -59,12 +59,13 @@ impl HandlerSpec {
         HandlerSpec { name: name.to_owned(), shim: prefix.join("bin").join(SHIM), earlier, cdi }
     }
 
-    /// The same under another name.
+    /// Returns the specification with another name.
     pub fn named(&self, name: &str) -> HandlerSpec {
         HandlerSpec { name: name.to_owned(), ..self.clone() }
     }
 
-    /// The same with the shim where it is installed.
+    /// Returns the specification with the path at which an earlier installation placed the shim, if
+    /// there is one.
     pub fn installed(mut self) -> HandlerSpec {
         if let Some(shim) = self.earlier.take() {
             self.shim = shim;
@@ -72,8 +73,9 @@ impl HandlerSpec {
         self
     }
 
-    /// The wanted handler for a containerd with this whole configuration: a copy of the model except
-    /// for the program. `None`: CRI is not configured.
+    /// Returns the handler that containerd should have. It is a copy of the model handler (see
+    /// [`model`]) with Affinode's program, to which containerd also passes Affinode's annotations.
+    /// `dump` is containerd's whole configuration. `None`: CRI is not configured.
     pub fn wanted(&self, dump: &Table) -> Option<Table> {
         let mut handler = like(model(cri(dump)?, &self.name, self.cdi).map(|(_, model)| model));
         // containerd 2 prints its configuration in version 3 or later, whatever the version of its
@@ -89,7 +91,7 @@ impl HandlerSpec {
         Some(handler)
     }
 
-    /// Compares what a whole configuration has under this name with the wanted handler.
+    /// Compares the handler of this name in a whole configuration with the wanted one.
     pub fn judge(&self, dump: &Table) -> HandlerVerdict {
         let Some(handler) = handler_of(dump, &self.name) else { return HandlerVerdict::Absent };
         match self.is_ours(handler) {
@@ -99,8 +101,8 @@ impl HandlerSpec {
         }
     }
 
-    /// Whether a handler runs the shim of this installation. One of the runtime type alone does,
-    /// because containerd searches that shim in its PATH.
+    /// Whether a handler runs the shim of this installation. A handler that has only the runtime
+    /// type does, because containerd then searches the shim in its PATH.
     pub fn is_ours(&self, handler: &Table) -> bool {
         let text = |key: &str| handler.get(key).and_then(Value::as_str).unwrap_or_default();
         match text("runtime_path") {
@@ -121,28 +123,29 @@ impl HandlerSpec {
     }
 }
 
-/// Version of a configuration; one without has version 1.
+/// Version of a configuration. A configuration that does not state one has version 1.
 pub fn version(config: &Table) -> i64 {
     config.get("version").and_then(Value::as_integer).unwrap_or(1)
 }
 
-/// The table of CRI's handlers in a configuration.
+/// The configuration of CRI's containerd section, which contains the handlers.
 pub fn cri(config: &Table) -> Option<&Table> {
     PLUGINS.iter().find_map(|plugin| cri_of(config, plugin))
 }
 
-/// The same, of one version of configuration.
+/// Like [`cri`], for the plugin name of one version of the configuration.
 pub fn cri_of<'a>(config: &'a Table, plugin: &str) -> Option<&'a Table> {
     config.get("plugins")?.get(plugin)?.get("containerd")?.as_table()
 }
 
-/// The handler of this name, of whichever version of configuration.
+/// The handler of this name, in any version of the configuration.
 pub fn handler_of<'a>(config: &'a Table, name: &str) -> Option<&'a Table> {
     let of = |plugin: &&str| cri_of(config, plugin)?.get("runtimes")?.get(name)?.as_table();
     PLUGINS.iter().find_map(of)
 }
 
-/// Affinode's handler: a copy of the model except for the program.
+/// A copy of the model handler that passes Affinode's annotations. It has no program: the caller
+/// sets it.
 fn like(model: Option<&Table>) -> Table {
     let mut handler = model.map(copied).unwrap_or_default();
     for key in ["pod_annotations", "container_annotations"] {
@@ -156,14 +159,15 @@ fn like(model: Option<&Table>) -> Table {
     handler
 }
 
-/// What is copied from a handler to another one.
+/// The keys and values that are copied from one handler to another.
 fn copied(handler: &Table) -> Table {
     let set =
         handler.iter().filter(|(key, value)| !OWN.contains(&key.as_str()) && !is_default(value));
     set.map(|(key, value)| (key.clone(), without_defaults(value))).collect()
 }
 
-/// The same for a comparison: containerd's sandboxer has a name also where none is set.
+/// The keys and values that are compared. containerd prints a name of the sandboxer even if none is
+/// set, so the default name is left out.
 fn normal(handler: &Table) -> Table {
     let mut handler = copied(handler);
     handler
@@ -177,7 +181,7 @@ fn without_defaults(value: &Value) -> Value {
     Value::Table(set.map(|(key, value)| (key.clone(), value.clone())).collect())
 }
 
-/// Whether a value is the same as containerd's default.
+/// Whether a value equals containerd's default for its type.
 fn is_default(value: &Value) -> bool {
     match value {
         Value::Boolean(set) => !set,
@@ -189,7 +193,7 @@ fn is_default(value: &Value) -> bool {
     }
 }
 
-/// Whether a value is a table without a value in it.
+/// Whether a value is a table that contains no values.
 pub fn is_empty(value: &Value) -> bool {
     value.as_table().is_some_and(|table| table.values().all(is_empty))
 }
@@ -197,7 +201,7 @@ pub fn is_empty(value: &Value) -> bool {
 /// Compares two whole configurations.
 ///
 /// # Errors
-/// The path of the first difference, besides the handlers of these names.
+/// The path of the first difference outside the handlers with these names.
 pub fn only_handlers_differ(before: &Table, after: &Table, names: &[String]) -> Result<(), String> {
     let without = |config: &Table| {
         let mut config = config.clone();

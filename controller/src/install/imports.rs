@@ -1,5 +1,5 @@
-//! The files that containerd's file imports. containerd 2 does not start if an imported file is
-//! missing, and its `config dump` does not report that.
+//! Finds the files that containerd's file imports. containerd 2 does not start if an imported file
+//! is missing, and its `config dump` does not report that.
 
 use std::{
     collections::VecDeque,
@@ -9,13 +9,13 @@ use std::{
 
 use toml::{Table, Value};
 
-/// Maximum number of files; it also ends a cycle.
+/// Maximum number of files. The limit also ends a cycle of imports.
 const MAX_FILES: usize = 1_000;
 
 /// The imported files, and the first missing one.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ConfigImports {
-    /// Each file after those that it overrides; the first is containerd's own.
+    /// Imported files, each after those that it overrides. The first is containerd's own file.
     pub files: Vec<PathBuf>,
     /// The first missing file, and the file that imports it.
     pub missing: Option<(PathBuf, PathBuf)>,
@@ -41,7 +41,7 @@ pub fn of(root: &Path) -> ConfigImports {
     found
 }
 
-/// The imports of one file; relative paths start at its folder.
+/// The imports of one file. Relative paths begin at its folder.
 fn imports(file: &Path) -> Vec<PathBuf> {
     let text = fs::read_to_string(file).unwrap_or_default();
     let said = text.parse::<Table>().unwrap_or_default();
@@ -50,7 +50,7 @@ fn imports(file: &Path) -> Vec<PathBuf> {
     imports.filter_map(Value::as_str).map(|import| folder.join(import)).collect()
 }
 
-/// The files of a pattern with one star in its last part; other patterns are not followed.
+/// The files that match a pattern with one star in its last part. Other patterns are ignored.
 fn matching(pattern: &Path) -> Vec<PathBuf> {
     let name = pattern.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let (Some(folder), Some((head, tail))) = (pattern.parent(), name.split_once('*')) else {

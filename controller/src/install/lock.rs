@@ -1,4 +1,5 @@
-//! The lock of the only installer on a node. It is removed at the end if nothing is installed.
+//! A lock that ensures that only one installer runs on a node. Its file is removed at the end if
+//! nothing is installed.
 
 use std::{
     fs::{self, File},
@@ -20,16 +21,16 @@ use super::{
 
 const FILE: &str = "install.lock";
 
-/// The lock of a folder with the record.
+/// The lock on the folder of the record.
 pub struct InstallLock {
     folder: PathBuf,
-    /// Folders that were created for it, the outermost first.
+    /// Folders that were created for the lock, the outermost first.
     pub made: Vec<PathBuf>,
     _held: Flock<File>,
 }
 
 impl InstallLock {
-    /// Takes the lock; fails if another installer has it.
+    /// Takes the lock. Fails if another installer has it.
     pub fn take(folder: &Path) -> Result<InstallLock, InstallError> {
         let made = files::missing_folders(folder);
         let path = folder.join(FILE);

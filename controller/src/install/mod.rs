@@ -7,12 +7,12 @@
 //! uninstall:  shims or jobs? ──> handler out of every file ──> dump again ──> restart ──> files ──> record
 //! ```
 //!
-//! The handler is judged by what containerd reads, in whichever file it is: NVIDIA's toolkit writes
-//! containerd's files anew and copies handlers between them.
+//! The handler is judged by what containerd reads, whatever file contains it, because NVIDIA's
+//! toolkit writes containerd's files anew and copies handlers between them.
 //!
 //! Nothing is changed before everything has been examined. The record lists every file before it is
-//! written, so that an installation that was killed can be uninstalled. A first installation that
-//! fails leaves no files.
+//! written, so that a killed installation can be uninstalled. A first installation that fails
+//! leaves no files.
 
 mod block;
 mod containerd;
@@ -54,14 +54,15 @@ use self::{
 };
 use crate::{doctor::programs::SHIM, inventory::process};
 
-/// In the folder of the record: containerd's future file, for `containerd config dump`.
+/// Name of the file for `containerd config dump` in the folder of the record: containerd's file
+/// after the change.
 const SCRATCH: &str = "containerd-check.toml";
 
 /// What to install, and where.
 #[derive(Clone, Debug)]
 pub struct InstallOptions {
-    /// containerd's socket; `None`: the one of the installation, or the usual places of
-    /// distributions.
+    /// Path of containerd's socket. `None`: that of the present installation, or else the default
+    /// paths of distributions are searched.
     pub containerd: Option<PathBuf>,
     /// Folder above `bin` and `lib/affinode`.
     pub prefix: PathBuf,
@@ -69,25 +70,25 @@ pub struct InstallOptions {
     pub state_dir: PathBuf,
     /// Name of the handler.
     pub runtime_name: String,
-    /// How containerd loads its new configuration.
+    /// The way in which containerd loads its new configuration.
     pub restart: RestartRequest,
     /// Whether the runtime is registered in Docker.
     pub docker: DockerRequest,
-    /// How long an uninstallation waits for running containers and jobs.
+    /// Maximum time for which an uninstallation waits for running containers and jobs.
     pub drain: Duration,
-    /// Only report what would be done.
+    /// Whether to report the steps without doing them.
     pub dry_run: bool,
 }
 
 impl InstallOptions {
-    /// The given socket, or that of the containerd of the installation: while that one does not
-    /// run, no other containerd of the machine is used.
+    /// The given socket, or that of the containerd of the installation. While that containerd does
+    /// not run, no other containerd of the machine is used.
     fn socket<'a>(&'a self, record: Option<&'a InstallRecord>) -> Option<&'a Path> {
         self.containerd.as_deref().or_else(|| record?.containerd.as_deref())
     }
 }
 
-/// What to do about a file that cannot be written; follows its name in a message.
+/// Advice about a file that cannot be written. The text follows the name of the file in a message.
 fn advice(error: &std::io::Error, elsewhere: &str) -> String {
     match error.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
@@ -108,16 +109,17 @@ const BY_HAND: &str = "add the handler by hand: config/containerd";
 /// The advice for programs that need no handler.
 const NO_HANDLER: &str = "copy affinode and containerd-shim-affinode-v1 to /usr/local/bin, libaffinode_preload.so to /usr/local/lib/affinode";
 
-/// Why nothing was installed or uninstalled. Unless it says otherwise, nothing has changed.
+/// Reason why nothing was installed or uninstalled. Unless the error says otherwise, nothing has
+/// changed.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
-    /// The name is not a plain TOML key.
+    /// The name of the handler is not a plain TOML key.
     #[error("invalid runtime name {0:?}: accepted: letters, digits, - and _")]
     Name(String),
     /// Another installer holds the lock.
     #[error("another affinode install or uninstall is running: try again when it has ended")]
     Busy,
-    /// A file of Affinode failed.
+    /// An operation on one of Affinode's files failed.
     #[error(transparent)]
     File(#[from] FileError),
     /// containerd is missing or rejected the change.
@@ -135,7 +137,7 @@ pub enum InstallError {
     /// The record cannot be read or written.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// The node's root cannot be entered.
+    /// The root file system of the node cannot be entered.
     #[error(
         "cannot enter {}, the node's root: run as root with CAP_SYS_CHROOT; for /proc/1/root also with the node's pid namespace and CAP_SYS_PTRACE",
         root.display()
@@ -159,19 +161,19 @@ pub enum InstallError {
         if *.0 == 1 { "1 job of `affinode run` is".to_owned() } else { format!("{} jobs of `affinode run` are", .0) }
     )]
     Jobs(usize),
-    /// There is no record.
+    /// The folder contains no record of an installation.
     #[error("no record of an installation in {}: nothing is installed, or it was installed with another --state-dir", .0.display())]
     NotInstalled(PathBuf),
 }
 
-/// The steps that were or would be done, one per line; empty: everything is in place.
+/// Descriptions of the steps that were or would be done, one per line. Without steps, everything is
+/// in place.
 pub type Steps = Vec<String>;
 
-/// Enters the root file system of the node from a container: all paths and programs of this process
-/// are then the node's.
+/// Enters the root file system of the node from a container. All paths and programs of this process
+/// are then those of the node.
 ///
-/// # Errors
-/// [`InstallError::HostRoot`]: a right is missing.
+/// [`InstallError::HostRoot`]: this process lacks a right that is needed.
 pub fn enter(root: &Path) -> Result<(), InstallError> {
     let failed = |source| InstallError::HostRoot { root: root.to_owned(), source };
     std::os::unix::fs::chroot(root).map_err(failed)?;
@@ -180,8 +182,7 @@ pub fn enter(root: &Path) -> Result<(), InstallError> {
 
 /// Installs Affinode.
 ///
-/// # Errors
-/// [`InstallError`]: containerd's configuration was restored.
+/// [`InstallError`]: containerd's configuration is as before, unless the error says otherwise.
 pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, InstallError> {
     let name = &options.runtime_name;
     if name.is_empty() || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b)) {
@@ -252,8 +253,8 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     Ok(steps)
 }
 
-/// Removes what a killed installer left: partly written files, and a handler that was not compared
-/// and that containerd may not have loaded.
+/// Removes files and text that a killed installer left: partly written files, and a handler that
+/// was not verified and that containerd may not have loaded.
 fn heal(
     options: &InstallOptions,
     older: Option<&InstallRecord>,
@@ -281,7 +282,7 @@ fn tidy(options: &InstallOptions, record: Option<&InstallRecord>) -> Result<(), 
     listed.chain(added).chain([own]).try_for_each(|path| files::tidy(&path))
 }
 
-/// What a change of the configuration needs.
+/// Values that a change of the configuration needs.
 struct InstallEffect<'a> {
     node: &'a ContainerdNode,
     before: &'a toml::Table,
@@ -353,7 +354,7 @@ impl InstallEffect<'_> {
     }
 }
 
-/// Whether the handlers that were to be removed are in no file any more.
+/// Checks that containerd's configuration no longer contains a handler that was to be removed.
 fn gone(plan: &HandlerPlan, dump: &toml::Table) -> Result<(), NodeError> {
     let ours = |verdict| matches!(verdict, HandlerVerdict::Same | HandlerVerdict::Differs);
     match plan.gone.iter().find(|spec| ours(spec.judge(dump))) {
@@ -365,7 +366,7 @@ fn gone(plan: &HandlerPlan, dump: &toml::Table) -> Result<(), NodeError> {
 /// Removes what [`install`] installed.
 ///
 /// # Errors
-/// [`InstallError`]: nothing is installed, or it is in use, or a file cannot be changed.
+/// [`InstallError`]: nothing is installed, it is in use, or a file cannot be changed.
 pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     let mut lock = lock(options)?;
     let Some(record) = InstallRecord::read(&options.state_dir)? else {
@@ -413,7 +414,7 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     Ok(steps)
 }
 
-/// A dry run takes no lock.
+/// Takes the lock, unless this is a dry run.
 fn lock(options: &InstallOptions) -> Result<Option<InstallLock>, InstallError> {
     if options.dry_run { Ok(None) } else { InstallLock::take(&options.state_dir).map(Some) }
 }

@@ -1,4 +1,4 @@
-//! What an installation or an uninstallation does to the handler.
+//! Plans how an installation or an uninstallation changes the handler.
 //!
 //! | containerd's whole configuration has | installation |
 //! | --- | --- |
@@ -7,8 +7,8 @@
 //! | another handler with Affinode's program | removes it from every file and adds the wanted one |
 //! | a handler with another program | is refused |
 //!
-//! A handler of an earlier `--runtime-name` stays until no shim runs: containerd needs it to restart
-//! a container of a running pod.
+//! A handler with an earlier `--runtime-name` stays while a shim runs, because containerd needs it
+//! to restart a container of a running pod.
 
 use std::{
     fs,
@@ -30,38 +30,38 @@ use super::{
 };
 use crate::doctor::{cdi, handler::PLUGINS};
 
-/// First line of a template of k3s and rke2 that extends the built-in one.
+/// First line of a template that extends the built-in template of k3s and rke2.
 const BASE: &str = "{{ template \"base\" . }}";
 
-/// The changes of the handler, and what is recorded of it.
+/// Planned changes of the handler, and the data for the record.
 #[derive(Default)]
 pub struct HandlerPlan {
-    /// The edit of containerd's files; `None`: nothing is to be changed.
+    /// The edit of containerd's files. `None`: no file is changed.
     pub edit: Option<ConfigEdit>,
-    /// The handler that this installation wants; `None`: none.
+    /// The handler that this installation adds. `None`: it adds none.
     pub wanted: Option<HandlerSpec>,
-    /// Whether a handler of this installation is replaced, and so no new one.
+    /// Whether a handler of this installation is replaced. Otherwise a new one is added.
     pub replaces: bool,
-    /// Handlers that must not be there afterwards.
+    /// Handlers that containerd's configuration must not contain afterwards.
     pub gone: Vec<HandlerSpec>,
     /// Whether containerd must be restarted.
     pub restarts: bool,
     /// The handler for the record.
     pub block: Option<AddedBlock>,
-    /// Handlers of earlier names that stay.
+    /// Handlers with earlier names that stay.
     pub former: Vec<AddedBlock>,
-    /// A handler that is there already and is recorded now: its file.
+    /// The file of a handler that exists already and is recorded now.
     pub adopted: Option<PathBuf>,
 }
 
 impl HandlerPlan {
-    /// Names of the handlers that may differ afterwards.
+    /// Names of the handlers that may differ after the change.
     pub fn names(&self) -> Vec<String> {
         self.wanted.iter().chain(&self.gone).map(|spec| spec.name.clone()).collect()
     }
 }
 
-/// Plans an installation for a containerd with this whole configuration.
+/// Plans an installation for a containerd whose whole configuration is `dump`.
 pub fn install(
     options: &InstallOptions,
     older: Option<&InstallRecord>,
@@ -126,7 +126,7 @@ pub fn install(
     Ok(plan)
 }
 
-/// Plans to remove every handler of a record. Without a containerd its files are those that were
+/// Plans to remove every handler of a record. If no containerd runs, it edits the files that were
 /// known at the installation.
 pub fn uninstall(
     options: &InstallOptions,
@@ -154,14 +154,14 @@ pub fn uninstall(
     })
 }
 
-/// Whether devices come from CDI. Its specifications are absent for some time after a start of the
-/// machine, so what was known stays known as long as containerd's CDI is on.
+/// Whether containers get their devices from CDI. CDI specifications do not exist for some time
+/// after a start of the machine, so a recorded use counts as long as containerd has CDI turned on.
 pub fn uses_cdi(record: Option<&InstallRecord>, node: &ContainerdNode, dump: &Table) -> bool {
     let known = record.and_then(|record| record.block.as_ref()).is_some_and(|block| block.cdi);
     cdi::injects(dump, &node.files()) || known && cdi::is_enabled(dump)
 }
 
-/// The names that belong to this installation in a whole configuration.
+/// The names of handlers that belong to this installation in a whole configuration.
 fn merged<'a>(specs: &'a [HandlerSpec], dump: &Table) -> Vec<&'a str> {
     let ours = |spec: &&HandlerSpec| {
         matches!(spec.judge(dump), HandlerVerdict::Same | HandlerVerdict::Differs)
@@ -169,8 +169,8 @@ fn merged<'a>(specs: &'a [HandlerSpec], dump: &Table) -> Vec<&'a str> {
     specs.iter().filter(ours).map(|spec| spec.name.as_str()).collect()
 }
 
-/// The files in which a handler may be: the target, what containerd reads, and what was recorded.
-/// k3s and rke2 write their own file anew, so it is none of them.
+/// The files that may contain a handler: the target, the files that containerd reads, and those in
+/// the record. The file that k3s and rke2 write anew is not one of them.
 fn files(
     target: Option<&InstallTarget>,
     node: Option<&ContainerdNode>,
@@ -189,8 +189,8 @@ fn files(
     all.filter(|path| !path.ends_with(target::RENDERED)).collect()
 }
 
-/// Adds the wanted handler to the target. With containerd 1.x NVIDIA's toolkit makes the file that
-/// covers containerd's own from that one, so the handler is added to both.
+/// Adds the wanted handler to the target. With containerd 1.x, NVIDIA's toolkit derives its file
+/// from containerd's own and replaces sections of it. The handler is then added to both.
 fn add(
     edit: &mut ConfigEdit,
     target: &InstallTarget,
@@ -234,12 +234,12 @@ fn add(
     Ok(added)
 }
 
-/// The block with an empty line before it.
+/// The block, after an empty line that separates it from the text `before`.
 fn apart(before: &str, block: &str) -> String {
     if before.ends_with('\n') { format!("\n{block}") } else { format!("\n\n{block}") }
 }
 
-/// When a file was written; if it does not exist, long ago.
+/// Time at which a file was last written. If the file does not exist, 1970.
 pub fn written(path: &Path) -> SystemTime {
     let written = fs::metadata(path).and_then(|file| file.modified());
     written.unwrap_or(UNIX_EPOCH)

@@ -1,4 +1,4 @@
-//! The record of what was installed, for the uninstallation.
+//! The record of the installed files and handlers, from which they can be uninstalled.
 
 use std::{
     fs, io,
@@ -20,34 +20,34 @@ use crate::doctor::programs::SHIM;
 const FILE: &str = "install.json";
 const VERSION: u32 = 1;
 
-/// Whether a folder has a record.
+/// Whether a folder contains a record.
 pub fn exists(folder: &Path) -> bool {
     folder.join(FILE).exists()
 }
 
-/// The installed files, and the block in containerd's file.
+/// The installed files, and the handlers in containerd's configuration.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InstallRecord {
     version: u32,
     files: Vec<InstalledFile>,
-    /// Folders that were created, each after its parent.
+    /// Folders that the installation created, each after its parent.
     #[serde(default)]
     pub folders: Vec<PathBuf>,
     /// Whether containerd has loaded the handler.
     pub settled: bool,
-    /// Socket of that containerd.
+    /// Path of the socket of the containerd that was configured.
     #[serde(default)]
     pub containerd: Option<PathBuf>,
     /// The handler in containerd's configuration.
     pub block: Option<AddedBlock>,
-    /// Handlers of earlier names, which running pods may need.
+    /// Handlers with earlier names, which running pods may need.
     #[serde(default)]
     pub former: Vec<AddedBlock>,
 }
 
-/// A handler in containerd's configuration, and the text that was added for it. An adopted handler
-/// has none.
+/// A handler in containerd's configuration, and the texts that were added for it. A handler that
+/// existed already has no text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AddedBlock {
@@ -55,29 +55,30 @@ pub struct AddedBlock {
     pub path: PathBuf,
     /// Name of the handler.
     pub runtime_name: String,
-    /// The text exactly as in the file.
+    /// The text exactly as it is in the file.
     pub text: String,
-    /// Whether the file was created.
+    /// Whether the installation created the file.
     pub created: bool,
-    /// What was added to other files, and what was added before.
+    /// Texts that were added to other files, or by an earlier installation.
     #[serde(default)]
     pub also: Vec<AddedText>,
-    /// The file that containerd read first.
+    /// Path of the configuration file that containerd read first.
     #[serde(default)]
     pub root: Option<PathBuf>,
-    /// When the file was written, in milliseconds since 1970. Other programs write it too.
+    /// Time at which the file was written for this handler, in milliseconds since 1970. Other
+    /// programs write the file later.
     #[serde(default)]
     written_ms: Option<u64>,
-    /// The same of a handler that was replaced.
+    /// Time at which a handler was written that this one replaced, in milliseconds since 1970.
     #[serde(default)]
     replaced_ms: Option<u64>,
-    /// Whether devices came from CDI.
+    /// Whether containers got their devices from CDI.
     #[serde(default)]
     pub cdi: bool,
 }
 
 impl AddedBlock {
-    /// A handler that another program or a person wrote into this file.
+    /// Creates the entry of a handler that another program or a person wrote into this file.
     pub fn of(name: &str, path: PathBuf, node: &ContainerdNode, cdi: bool) -> AddedBlock {
         let none = AddedText { path, text: String::new(), created: false };
         let mut block = AddedBlock::added(name, vec![none], node, cdi);
@@ -85,7 +86,8 @@ impl AddedBlock {
         block
     }
 
-    /// A handler with the texts that are added for it, the first of them in its own file.
+    /// Creates the entry of a handler with the texts that are added for it. The first text belongs
+    /// to the handler's own file.
     pub fn added(
         name: &str,
         texts: Vec<AddedText>,
@@ -112,31 +114,33 @@ impl AddedBlock {
         }
     }
 
-    /// Every text that was added.
+    /// All texts that were added for the handler.
     pub fn texts(&self) -> impl Iterator<Item = AddedText> {
         let (path, text) = (self.path.clone(), self.text.clone());
         let first = AddedText { path, text, created: self.created };
         std::iter::once(first).chain(self.also.iter().cloned()).filter(|one| !one.text.is_empty())
     }
 
-    /// When the handler was written.
+    /// Time at which the handler was written.
     pub fn written(&self) -> SystemTime {
         self.written_ms.map_or_else(|| plan::written(&self.path), at)
     }
 
-    /// When a handler was written that this one replaced and that containerd may still serve.
+    /// Time at which a handler was written that this one replaced. containerd may still serve that
+    /// one.
     pub fn replaced(&self) -> Option<SystemTime> {
         self.replaced_ms.map(at)
     }
 
-    /// Notes that this handler replaces another one, which containerd may have loaded.
+    /// Records that this handler replaces another one, which containerd may have loaded.
     pub fn replaces(&mut self, old: &AddedBlock, node: &ContainerdNode) {
         let known = [Some(old.written()), old.replaced()];
         self.replaced_ms =
             known.into_iter().flatten().find(|time| node.runs_since(*time)).and_then(ms);
     }
 
-    /// Notes the time of the write, and forgets texts that were replaced.
+    /// Records the time of the write, and removes the entries of texts that are in no file any
+    /// more.
     fn settle(&mut self) {
         self.written_ms = ms(plan::written(&self.path));
         let there = |added: &AddedText| {
@@ -161,13 +165,13 @@ struct InstalledFile {
     sha256: String,
 }
 
-/// Why the record cannot be read or written.
+/// Reason why the record cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
     /// The file cannot be read or written.
     #[error("cannot {action} {}{}", path.display(), super::advice(source, super::ANOTHER_PLACE))]
     Io {
-        /// What the failed operation was.
+        /// The operation that failed, as a verb.
         action: &'static str,
         /// Path of the file.
         path: PathBuf,
@@ -185,7 +189,7 @@ pub enum RecordError {
 }
 
 impl InstallRecord {
-    /// The record of an installation that begins.
+    /// Creates the record of an installation that begins.
     pub fn of(
         prefix: &Path,
         source: &SourceFile,
@@ -216,7 +220,7 @@ impl InstallRecord {
         InstallRecord { version: VERSION, files, folders, settled, containerd, block, former }
     }
 
-    /// Records that the plan was carried out.
+    /// Records that the plan was executed.
     pub fn settle(&mut self, plan: &HandlerPlan) {
         self.settled = true;
         self.former.clone_from(&plan.former);
@@ -235,7 +239,7 @@ impl InstallRecord {
         self.listed().map(|(path, _)| path).find(|path| path.ends_with(SHIM))
     }
 
-    /// Reads the record; `None` if nothing is installed.
+    /// Reads the record in a folder. `None`: nothing is installed.
     pub fn read(folder: &Path) -> Result<Option<InstallRecord>, RecordError> {
         let path = folder.join(FILE);
         let text = match fs::read(&path) {
@@ -261,7 +265,7 @@ impl InstallRecord {
         })
     }
 
-    /// Removes the record: nothing is installed then.
+    /// Removes the record, because nothing is installed any more.
     pub fn remove(&self, folder: &Path) -> Result<(), RecordError> {
         let path = folder.join(FILE);
         fs::remove_file(&path).map_err(|source| RecordError::Io { action: "remove", path, source })
@@ -272,12 +276,12 @@ impl InstallRecord {
         folder.join(FILE)
     }
 
-    /// Every installed file with its SHA-256.
+    /// The path of every installed file with its SHA-256.
     pub fn listed(&self) -> impl Iterator<Item = (&Path, &str)> {
         self.files.iter().map(|file| (file.path.as_path(), file.sha256.as_str()))
     }
 
-    /// The files that are unchanged, and those that were changed since.
+    /// The installed files that exist: those that are unchanged, and those that were changed.
     pub fn files(&self) -> Result<(Vec<PathBuf>, Vec<PathBuf>), FileError> {
         let there = self.files.iter().filter(|file| file.path.exists());
         let mut known = Vec::new();

@@ -1,5 +1,5 @@
-//! Takes a handler out of a file by its place in the TOML tree. Everything else stays, byte for byte
-//! where the tree allows.
+//! Removes a handler from a file by its place in the TOML tree. The rest of the file stays
+//! unchanged, if possible byte for byte.
 
 use std::ops::Range;
 
@@ -9,7 +9,8 @@ use toml_edit::{DocumentMut, ImDocument, Item, TableLike};
 use super::{block, handler};
 use crate::doctor::handler::PLUGINS;
 
-/// The text without the handler. `None`: it cannot be taken out without another change.
+/// Returns the text without the handler. `None`: the handler cannot be removed without another
+/// change.
 pub fn without(text: &str, name: &str) -> Option<String> {
     let expected = pruned(text.parse::<Table>().ok()?, name);
     let right = |text: &String| {
@@ -20,7 +21,7 @@ pub fn without(text: &str, name: &str) -> Option<String> {
     cut(text, name).filter(right).or_else(|| rewritten(text, name).filter(right))
 }
 
-/// By the lines of its tables.
+/// Removes the lines of the handler's tables.
 fn cut(text: &str, name: &str) -> Option<String> {
     let document = ImDocument::parse(text).ok()?;
     let mut spans = Vec::new();
@@ -48,7 +49,7 @@ fn cut(text: &str, name: &str) -> Option<String> {
     Some(kept)
 }
 
-/// The spans of a table's header with its values, and of the tables below it.
+/// Collects the spans of a table's header and values, and of the tables below it.
 fn collect(table: &toml_edit::Table, spans: &mut Vec<Range<usize>>) {
     spans.extend(table.span());
     for (name, item) in table.iter() {
@@ -62,14 +63,15 @@ fn collect(table: &toml_edit::Table, spans: &mut Vec<Range<usize>>) {
     }
 }
 
-/// The whole lines of a span.
+/// Extends a span to whole lines.
 fn lines_of(text: &str, span: Range<usize>) -> Range<usize> {
     let start = text[..span.start].rfind('\n').map_or(0, |end| end + 1);
     let end = text[span.end..].find('\n').map_or(text.len(), |end| span.end + end + 1);
     start..end
 }
 
-/// The lines with the marks of the block, if they stand directly around these lines.
+/// Extends the lines by the first and last line of Affinode's block, if these are directly next to
+/// them.
 fn with_marks(text: &str, lines: Range<usize>) -> Range<usize> {
     let mark = |mark: &str, line: &str| line.trim() == mark.trim();
     let before = text[..lines.start].trim_end_matches(['\r', '\n']);
@@ -80,7 +82,7 @@ fn with_marks(text: &str, lines: Range<usize>) -> Range<usize> {
     start..end
 }
 
-/// By the tree, which keeps comments and order.
+/// Removes the handler from the parsed tree, which keeps comments and order.
 fn rewritten(text: &str, name: &str) -> Option<String> {
     let mut document: DocumentMut = text.parse().ok()?;
     for plugin in PLUGINS {
@@ -94,7 +96,7 @@ fn rewritten(text: &str, name: &str) -> Option<String> {
     Some(document.to_string())
 }
 
-/// The tree without the handler, and without tables on the way to it that are then empty.
+/// Returns the tree without the handler, and without tables above it that are then empty.
 fn pruned(config: Table, name: &str) -> Table {
     fn prune(table: &mut Table, way: &[&str], name: &str) {
         let [key, deeper @ ..] = way else {

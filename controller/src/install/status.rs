@@ -1,4 +1,4 @@
-//! The status of an installation.
+//! Determines the status of an installation.
 
 use std::{fs, path::PathBuf};
 
@@ -20,7 +20,7 @@ pub struct InstallStatus {
     pub files: Vec<FileStatus>,
     /// The handler in containerd's configuration.
     pub handler: Option<HandlerStatus>,
-    /// Names of earlier handlers that stay for running pods.
+    /// Names of earlier handlers that were kept for running pods.
     pub former: Vec<String>,
     /// The runtime in Docker's configuration.
     pub docker: Option<DockerStatus>,
@@ -64,16 +64,16 @@ pub struct HandlerStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HandlerState {
-    /// containerd serves the handler.
+    /// containerd serves the handler as it is in the file.
     Served,
-    /// containerd serves the handler, and an installation would change it: the handler that it
-    /// copies differs now, or one of an earlier name is no longer in use.
+    /// containerd serves the handler, but an installation would change it: the handler from which
+    /// it was copied differs now, or a handler with an earlier name is no longer in use.
     Outdated,
-    /// containerd serves the handler as it was before it was last written.
+    /// The handler was written again, and containerd still serves the previous one.
     RestartDue,
     /// containerd has not been restarted since the handler was written.
     RestartNeeded,
-    /// The handler is in the file, and containerd does not read that file any longer.
+    /// The handler is in the file, but containerd no longer reads that file.
     NotRead,
     /// No file has the handler.
     Missing,
@@ -85,7 +85,7 @@ pub enum HandlerState {
     NoContainerd,
 }
 
-/// Compares the node with the record; `None`: nothing is installed.
+/// Compares the node with the record. `None`: nothing is installed.
 ///
 /// # Errors
 /// [`InstallError`]: the record or a file cannot be read.

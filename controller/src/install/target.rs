@@ -1,4 +1,4 @@
-//! The file into which the handler is written.
+//! Chooses the file into which the handler is written.
 //!
 //! | containerd is started by | file |
 //! | --- | --- |
@@ -6,12 +6,12 @@
 //! | the same, containerd 1.x | the last file that configures CRI, and containerd's file too if it names handlers |
 //! | k3s, rke2, which render that file at each start | a file in the folder `config-v3.toml.d` if containerd imports it (newer releases), else the template |
 //!
-//! Up to containerd 1.7 an imported file replaces the whole section of which it sets a key
-//! (NVIDIA's toolkit adds such files): the same section in other files is ignored, and a drop-in of
-//! Affinode would replace all of it. containerd 2 merges the sections of all files, and a later name
-//! wins: the drop-in sorts behind the one of NVIDIA's toolkit, which copies handlers of other files
-//! into its own. With containerd 1.x the toolkit makes its file from containerd's, so the handler is
-//! added to both.
+//! Up to containerd 1.7, an imported file replaces the whole section of which it sets a key.
+//! NVIDIA's toolkit adds such files. The same section in other files is ignored, and a drop-in of
+//! Affinode would replace all of it. containerd 2 merges the sections of all files, and the file
+//! with the later name wins. The toolkit's drop-in contains copies of handlers of other files, so
+//! the name of Affinode's drop-in sorts after it. With containerd 1.x the toolkit makes its file
+//! from containerd's, so the handler is added to both.
 
 use std::{
     fs,
@@ -22,17 +22,17 @@ use toml::{Table, Value};
 
 use crate::doctor::handler::PLUGINS;
 
-/// Path of containerd's file of k3s and rke2, below their data folder.
+/// Path of containerd's file in k3s and rke2, relative to their data folder.
 pub const RENDERED: &str = "agent/etc/containerd/config.toml";
 const FOLDER_V3: &str = "config-v3.toml.d";
 const TEMPLATE_V3: &str = "config-v3.toml.tmpl";
 const TEMPLATE: &str = "config.toml.tmpl";
-/// Name of Affinode's file in that folder.
+/// Name of Affinode's file in the folder that k3s and rke2 import.
 const RANCHER_DROP_IN: &str = "affinode.toml";
-/// The same in another imported folder: it sorts behind `99-nvidia.toml`.
+/// Name of Affinode's file in any other imported folder. It sorts after `99-nvidia.toml`.
 const DROP_IN: &str = "99-zz-affinode.toml";
 
-/// Whether a path is that of Affinode's own file.
+/// Whether a path is that of Affinode's own configuration file.
 pub fn is_drop_in(path: impl AsRef<Path>) -> bool {
     let path = path.as_ref();
     path.ends_with(DROP_IN) || path.ends_with(Path::new(FOLDER_V3).join(RANCHER_DROP_IN))
@@ -46,17 +46,18 @@ pub fn is_template(path: &Path) -> bool {
 /// A file from which containerd's configuration is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InstallTarget {
-    /// The file that containerd was started with, or an imported one that replaces it.
+    /// The file with which containerd was started, or an imported file that replaces it.
     Root(PathBuf),
-    /// A file that it imports.
+    /// A file of Affinode in a folder that containerd's file imports.
     DropIn(PathBuf),
-    /// The template from which its file is rendered at the start.
+    /// The template from which k3s or rke2 render containerd's file at the start.
     Template(PathBuf),
 }
 
 impl InstallTarget {
-    /// The target for a containerd with this file, whose content is `own`, and which imports these
-    /// files. `merges`: whether containerd merges sections of several files, as 2.x does.
+    /// Returns the target for a containerd. `file` is its configuration file, `own` the content of
+    /// that file, and `imported` the files that it imports. `merges`: whether containerd merges
+    /// sections of several files, as 2.x does.
     pub fn of(file: &Path, own: &Table, imported: &[PathBuf], merges: bool) -> InstallTarget {
         let folder = file.parent().unwrap_or(Path::new("/"));
         let version = own.get("version").and_then(Value::as_integer).unwrap_or(1);
@@ -86,7 +87,7 @@ impl InstallTarget {
         InstallTarget::Template(if newest { newer } else { older })
     }
 
-    /// Whether k3s and rke2 render `file`, with this content, from the template `path`.
+    /// Whether k3s and rke2 render `file` from the template `path`. `own` is the content of `file`.
     pub fn renders(path: &Path, file: &Path, own: &Table) -> bool {
         let folder = file.parent().unwrap_or(Path::new("/"));
         let newer = folder.join(TEMPLATE_V3);
@@ -140,7 +141,8 @@ mod tests {
         assert_eq!(of(3), InstallTarget::Root(root.clone()));
     }
 
-    /// Behind the file of NVIDIA's toolkit, whose copies would win.
+    /// The name sorts after the file of NVIDIA's toolkit, whose copies of handlers would otherwise
+    /// win.
     #[test]
     fn an_imported_folder_gets_a_file() {
         let root = Path::new("/etc/containerd/config.toml");

@@ -20,8 +20,8 @@ fn removed(path: &Path, created: bool) -> Result<ConfigEdit, EditError> {
     edit.remove_handlers(&[spec()], &[]).map(|()| edit)
 }
 
-/// Whatever the file contains, and whatever is added after the block later, everything else
-/// stays.
+/// The rest of the file stays unchanged, whatever it contains and whatever is added after the
+/// block.
 #[test]
 fn removal_restores_the_file_exactly() {
     let folder = tempfile::tempdir().unwrap();
@@ -42,7 +42,7 @@ fn removal_restores_the_file_exactly() {
     }
 }
 
-/// NVIDIA's toolkit writes files anew.
+/// NVIDIA's toolkit writes a file anew, so the added text is no longer in it unchanged.
 #[test]
 fn a_rewritten_handler_is_removed_by_its_place() {
     let folder = tempfile::tempdir().unwrap();
@@ -77,7 +77,7 @@ fn our_own_file_is_removed_without_the_handler() {
     assert!(!path.exists());
 }
 
-/// For k3s and rke2, whose template may have content of its own.
+/// k3s and rke2 have a template, which may have other content.
 #[test]
 fn a_template_is_added_to_and_comes_back() {
     let folder = tempfile::tempdir().unwrap();
@@ -99,7 +99,7 @@ fn a_template_is_added_to_and_comes_back() {
     assert!(matches!(removed(&path, false), Err(EditError::Changed { .. })));
 }
 
-/// The second file cannot be written: the first one is as before.
+/// If the second file cannot be written, the first one is restored.
 #[test]
 fn all_files_are_written_or_none() {
     let folder = tempfile::tempdir().unwrap();

@@ -8,8 +8,8 @@ runtime_type = "io.containerd.runc.v2"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
 SystemdCgroup = true
 "#;
-/// What NVIDIA's toolkit 1.20.1 wrote beside our file, from `containerd config dump` of 2.1.9, and
-/// from a file of version 2.
+/// Files that NVIDIA's toolkit 1.20.1 wrote next to Affinode's: one made from `containerd config
+/// dump` of 2.1.9, and one from a file of version 2.
 const V3_COPY: &str = include_str!("../testdata/99-nvidia-v3.toml");
 const V2_COPY: &str = include_str!("../testdata/99-nvidia-v2.toml");
 
@@ -25,7 +25,7 @@ fn judged(config: &str, cdi: bool) -> HandlerVerdict {
     spec("affinode", "/usr/local", cdi).judge(&table(config))
 }
 
-/// The toolkit sorts keys, and drops quotes and comments.
+/// The toolkit sorts keys, and drops quotes and comments. The handler still counts as the same.
 #[test]
 fn a_copied_handler_is_the_same() {
     for config in [V3_COPY, V2_COPY] {
@@ -56,7 +56,7 @@ fn another_program_is_foreign() {
     assert_eq!(other(V2), HandlerVerdict::Absent);
 }
 
-/// The default handler with CDI, else NVIDIA's.
+/// With CDI the model is the default handler, otherwise NVIDIA's.
 #[test]
 fn the_model_is_what_pods_had_before() {
     let named = |config: &str, cdi| {
@@ -71,7 +71,8 @@ fn the_model_is_what_pods_had_before() {
     assert_eq!(named(&ours, true).as_deref(), Some("runc"), "it is no copy of itself");
 }
 
-/// As the handler looks before NVIDIA's toolkit: later options of runc are taken over.
+/// Without NVIDIA's toolkit, runc is the model. A later change of runc's options makes the handler
+/// differ.
 #[test]
 fn a_later_change_of_the_model_is_seen() {
     let block = block::text(&table(V2), &table(V2), 2, &spec("affinode", "/opt", false)).unwrap();
