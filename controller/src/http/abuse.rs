@@ -49,7 +49,8 @@ async fn an_oversized_request_is_refused() {
     assert!(site.events.now(0).is_empty());
 }
 
-/// Opens streams until the limit, closes them, and waits until a stream can be opened again.
+/// Opens as many streams as the limit allows, closes them, and waits until a stream can be opened
+/// again.
 async fn hoard(path: &str, most: usize, other: &str) {
     let site = run(true, None);
     let mut held = Vec::new();

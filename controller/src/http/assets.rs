@@ -40,7 +40,7 @@ files! {
     "/theme.js": SCRIPT, "theme.js";
 }
 
-/// Entity tag of all files. It changes with each version of the page.
+/// Entity tag of all files. It changes with each version of the dashboard.
 static TAG: LazyLock<String> = LazyLock::new(|| {
     let mut hash = Sha256::new();
     for (_, _, text) in FILES {
@@ -50,7 +50,7 @@ static TAG: LazyLock<String> = LazyLock::new(|| {
     format!("\"{digest}\"")
 });
 
-/// The file with this path, if there is one.
+/// The file with this path. `None`: there is none.
 #[must_use]
 pub fn find(path: &str, headers: &HeaderMap) -> Option<Reply> {
     let (_, kind, text) = FILES.iter().find(|(known, ..)| *known == path)?;

@@ -1,5 +1,5 @@
-//! Server-sent events of the calls that processes make: `event: calls` with a
-//! [`CallTraceBatch`](crate::call_trace::CallTraceBatch), five a second while calls are made.
+//! The stream of calls that processes make, as server-sent events: `event: calls` with a
+//! [`CallTraceBatch`](crate::call_trace::CallTraceBatch), five per second while calls are made.
 
 use std::{sync::Arc, time::Duration};
 
@@ -9,10 +9,11 @@ use super::{
 };
 use crate::call_trace::Scope;
 
-/// Time without a batch after which a comment is sent, so that a closed connection is noticed.
+/// Time without a batch after which a comment is sent. A failed write shows that the connection is
+/// closed.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// Begins a stream. The calls are watched as long as the stream is open.
+/// Begins a stream. Calls are recorded while the stream is open.
 pub fn begin(site: &Arc<AppState>, scope: Scope, hold: StreamGuard) -> StreamBody {
     let (out, body) = pipe();
     let watched = Arc::clone(site);

@@ -1,4 +1,4 @@
-//! Checks whether a request is admitted.
+//! Checks whether a request is admitted. It must meet three conditions:
 //!
 //! - Its Host header must have one of the node's own names. A name of another site that resolves to
 //!   this node is refused (DNS rebinding).
@@ -17,7 +17,7 @@ use crate::config::{HttpAuth, HttpSection};
 /// Minimum length of a token, so that it cannot be guessed.
 const TOKEN_CHARS: usize = 16;
 
-/// Reason why there is no guard. The site is then not served.
+/// Reason why the guard cannot be created. The site is then not served.
 #[derive(Debug, thiserror::Error)]
 pub enum GuardError {
     /// The token file cannot be read.
@@ -47,7 +47,7 @@ pub enum DenyReason {
     Host,
     /// The request comes from a page of another site.
     Origin,
-    /// No token, or a wrong one.
+    /// The request has no token, or a wrong one.
     Token,
     /// The user of the token does not have the right.
     Forbidden,
@@ -87,14 +87,14 @@ pub struct Denied {
 }
 
 impl Denied {
-    /// A refusal with the same text for sender and log.
+    /// Creates a refusal with the same text for the sender and the log.
     #[must_use]
     pub fn new(kind: DenyReason, why: impl Into<String>) -> Denied {
         Denied { kind, why: why.into(), detail: String::new() }
     }
 }
 
-/// A right: `get` or `post`, and one of a few paths.
+/// A right: the method `get` or `post`, and one of a few fixed paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AccessRule {
     /// The HTTP method in lower case.
@@ -122,7 +122,7 @@ enum AuthMode {
     Review(Arc<TokenReviewer>),
 }
 
-/// An admitted request, whose right can be checked again while its stream is open.
+/// The sender of an admitted request. Its right can be checked again while a stream is open.
 #[derive(Clone, Debug)]
 pub struct Principal {
     /// The name of the user, if it is known.
@@ -131,8 +131,8 @@ pub struct Principal {
 }
 
 impl Principal {
-    /// Returns when the user's right has ended, which is checked once per `ALLOW_TTL`. Without a
-    /// reviewer it never returns.
+    /// Returns when the user's right has ended. The right is checked once per `ALLOW_TTL`. Without
+    /// a reviewer, it never returns.
     pub async fn ended(&self) -> Denied {
         let Some((reviewer, token, access)) = &self.again else {
             return std::future::pending().await;
@@ -147,7 +147,7 @@ impl Principal {
 }
 
 impl HttpGuard {
-    /// The guard of a configuration.
+    /// Creates the guard that a configuration describes.
     ///
     /// # Errors
     /// [`GuardError`]: the token or the API server cannot be used.
@@ -168,7 +168,7 @@ impl HttpGuard {
     /// Checks the Host and Origin headers of a request.
     ///
     /// # Errors
-    /// [`Denied`]: the name or the origin is not the node's.
+    /// [`Denied`]: the host or the origin is not a name of the node.
     pub fn place(&self, headers: &HeaderMap) -> Result<(), Denied> {
         self.stands(headers).map_err(|kind| match kind {
             DenyReason::Host => Denied::new(
@@ -238,7 +238,7 @@ impl HttpGuard {
     }
 }
 
-/// Reads the token from a file.
+/// Reads the token from its file.
 fn secret(file: &str) -> Result<Vec<u8>, GuardError> {
     let path = PathBuf::from(file);
     let text = std::fs::read_to_string(&path)

@@ -1,13 +1,13 @@
-//! Dashboard, HTTP API and metrics of the node, for browsers and tools.
+//! Serves the node's dashboard, HTTP API and metrics, for browsers and tools.
 //!
 //! ```text
 //!  connection ──bounded in number, bytes and time──> guard ──> route ──> handle of the actor
 //!    [`socket`]  [`timed`]                          [`guard`]  [`routes`]
 //! ```
 //!
-//! The HTTP server runs on a thread of its own and only queries the actor. If it cannot listen, or
-//! is flooded, the node's containers are not affected. `config/openapi.yaml` describes what it
-//! serves.
+//! The HTTP server runs on its own thread and only sends queries and requests to the actor. If it
+//! cannot listen, or receives too many requests, the node's containers are not affected.
+//! `config/openapi.yaml` describes what it serves.
 
 #[cfg(test)]
 mod abuse;
@@ -54,16 +54,16 @@ const STREAMS: usize = 40;
 /// Maximum number of call streams. They have a limit of their own, so that they do not displace
 /// event streams.
 const CALL_STREAMS: usize = 16;
-/// Maximum number of moves in progress.
+/// Maximum number of moves in progress that requests have started.
 const ACTIONS: usize = 16;
-/// Maximum number of history responses in memory, each of which may be as large as the whole
+/// Maximum number of history responses in memory, because each may be as large as the whole
 /// history.
 const READS: usize = 2;
 /// Maximum size of a request's head.
 const HEAD_BYTES: usize = 16 << 10;
 /// Time limit for a request's head, and for an idle connection between requests.
 const HEAD_TIME: Duration = Duration::from_secs(20);
-/// Time after which a connection is closed whose client reads nothing.
+/// Time without progress after which a connection is closed whose client does not read.
 const STALL: Duration = Duration::from_secs(20);
 
 /// The state that request handlers share.
@@ -170,7 +170,7 @@ pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
     }
 }
 
-/// Serves the requests of one connection.
+/// Serves the requests of one connection, one after the other.
 async fn converse<S>(site: &Arc<AppState>, peer: HttpPeer, stream: S)
 where
     S: AsyncRead + AsyncWrite + Unpin,

@@ -1,16 +1,16 @@
 //! Query parameters: `name=value&…`, plain words and numbers.
 
-/// The value of a parameter, if the query has it. It is not decoded, because no valid value needs
-/// escapes.
+/// The value of a parameter, or `None` if the query does not have it. It is not decoded, because no
+/// valid value needs escapes.
 #[must_use]
 pub fn value<'a>(query: Option<&'a str>, name: &str) -> Option<&'a str> {
     query?.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
 }
 
-/// A whole number from 0, if the query has the parameter.
+/// The value of a parameter as a whole number from 0, or `None` if the query does not have it.
 ///
 /// # Errors
-/// The value is not such a number.
+/// The value is not a whole number from 0.
 pub fn number(query: Option<&str>, name: &str) -> Result<Option<i64>, String> {
     let Some(given) = value(query, name) else { return Ok(None) };
     match given.parse() {

@@ -1,4 +1,4 @@
-//! Responses, with the headers that all of them have.
+//! Creates responses, with the headers that all of them have.
 
 use std::{
     convert::Infallible,
@@ -18,7 +18,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 /// The body of a response.
 pub type ReplyBody = UnsyncBoxBody<Bytes, Infallible>;
-/// An HTTP response with such a body.
+/// An HTTP response with a [`ReplyBody`].
 pub type Reply = Response<ReplyBody>;
 
 /// Content security policy: the page may load files of this server and connect to it, and no other
@@ -34,7 +34,7 @@ const COMMON: [(HeaderName, &str); 5] = [
     (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
 ];
 
-/// A response with any body.
+/// Creates a response with any body.
 pub fn with<B>(status: StatusCode, kind: &'static str, body: B) -> Reply
 where
     B: Body<Data = Bytes, Error = Infallible> + Send + 'static,
@@ -50,12 +50,12 @@ where
     reply
 }
 
-/// A plain-text response without a cache.
+/// Creates a plain-text response that is not cached.
 pub fn text(status: StatusCode, text: impl Into<Bytes>) -> Reply {
     with(status, "text/plain; charset=utf-8", Full::new(text.into()))
 }
 
-/// A response with one JSON value.
+/// Creates a response with one JSON value.
 pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
     match serde_json::to_vec(value) {
         Ok(bytes) => with(status, "application/json", Full::new(bytes.into())),
@@ -65,8 +65,8 @@ pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
     }
 }
 
-/// The same response, which holds a permit until the client has read the response or has closed the
-/// connection.
+/// Returns the response with a permit, which it holds until the client has read the response or
+/// closed the connection.
 pub fn until_taken(reply: Reply, permit: OwnedSemaphorePermit) -> Reply {
     reply.map(|body| StreamPermit { body, _permit: permit }.boxed_unsync())
 }
@@ -96,7 +96,7 @@ impl Body for StreamPermit {
     }
 }
 
-/// An error response with its reason, as text and as JSON.
+/// Creates an error response with its reason, as text and as JSON.
 pub fn error(status: StatusCode, why: &str) -> Reply {
     #[derive(Serialize)]
     struct ErrorBody<'a> {

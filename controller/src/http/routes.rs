@@ -30,13 +30,13 @@ use crate::{
 const CONTAINERS: &str = "/api/v1/containers/";
 /// Prefix of the paths that turn automatic offloads on or off.
 const AUTO_OFFLOAD: &str = "/api/v1/auto-offload/";
-/// Maximum size of an action's body; none is needed.
+/// Maximum size of the body of an action, which needs none.
 const BODY_BYTES: usize = 4 << 10;
 /// Time limit for reading a body.
 const BODY_TIME: Duration = Duration::from_secs(5);
 /// Time limit for a response, except for moves.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
-/// Time range of a report without `since_ms`.
+/// Time range of a report if the query has no `since_ms`.
 const DAY_MS: i64 = 24 * 3600 * 1000;
 
 /// Checks a request and runs its handler.
@@ -72,14 +72,14 @@ pub async fn answer(site: &Arc<AppState>, peer: &HttpPeer, request: Request<Inco
 
 /// The sender of an admitted request.
 struct HttpCaller {
-    /// User and address for the events, as far as they are known.
+    /// User and address for events and the log, as far as they are known.
     who: String,
     admitted: Option<Principal>,
 }
 
-/// The right that a request needs. Its path has no variable part, and begins with /affinode instead
-/// of /api, because every user of a cluster may get /api/* (ClusterRole system:discovery). A path
-/// that is not in the list needs a right that no role grants by name.
+/// Returns the right that a request needs. Its path has no variable part. It begins with /affinode
+/// instead of /api, because every user of a cluster may get /api/* (ClusterRole system:discovery).
+/// A path that is not in the list needs a right that no role grants by name.
 #[must_use]
 pub fn access(method: &Method, path: &str) -> AccessRule {
     const RIGHTS: [&str; 7] = [
@@ -109,8 +109,8 @@ pub fn access(method: &Method, path: &str) -> AccessRule {
     AccessRule { verb, path }
 }
 
-/// Whether a path requires a right. The page itself does not: it contains no secret, and requests
-/// the token from its user.
+/// Whether a path requires a right. The page itself does not, because it contains no secret. It
+/// asks its user for the token.
 #[must_use]
 pub fn needs_right(path: &str) -> bool {
     path.starts_with("/api/") || path == "/metrics"
@@ -161,7 +161,7 @@ fn only(method: &'static str) -> Reply {
     reply
 }
 
-/// A path as it can be logged: printable and short.
+/// The path in a form that can be logged: printable and short.
 fn shown(path: &str) -> String {
     path.chars().filter(|c| c.is_ascii_graphic()).take(80).collect()
 }
@@ -253,7 +253,7 @@ struct SpanQuery {
     spans: Vec<crate::history::StateSpan>,
 }
 
-/// Takes a permit for a stream, if one is free.
+/// Takes a permit for a stream. `None`: all permits are in use, which is recorded as a refusal.
 fn place_among(
     streams: &Arc<Semaphore>,
     site: &AppState,
@@ -340,7 +340,8 @@ async fn auto_offload(
     }
 }
 
-/// Whether a request may change something. Reads its body, which is not used.
+/// Checks that a request may change something, and reads its body, which is not used. `Err`: the
+/// response to send.
 async fn may_act(
     site: &AppState,
     caller: &HttpCaller,

@@ -1,4 +1,4 @@
-//! The socket that the site listens on: a TCP address, or a Unix socket that only root may use.
+//! The socket on which the site listens: a TCP address, or a Unix socket that only root may use.
 
 use std::{
     fmt, fs, io,
@@ -27,7 +27,7 @@ pub struct ListenError {
     source: io::Error,
 }
 
-/// A bound socket, and the TLS identity to use on it.
+/// A bound socket, and the TLS identity for its connections, if there is one.
 #[derive(Debug)]
 pub struct HttpListener {
     socket: HttpSocket,
@@ -40,7 +40,7 @@ enum HttpSocket {
     Unix(UnixListener),
 }
 
-/// A bound socket that is not served yet, so that it can be moved to another thread's runtime.
+/// A bound socket that no runtime watches yet, so that it can be moved to another thread.
 #[derive(Debug)]
 pub enum BoundSocket {
     /// Listener on a TCP address.
@@ -78,7 +78,7 @@ pub enum HttpStream {
 }
 
 impl HttpListener {
-    /// Binds the socket. Returns it with the address for clients; `None` if `listen` is `Off`.
+    /// Binds the socket. Returns it with the address for clients, or `None` if `listen` is `Off`.
     ///
     /// # Errors
     /// [`ListenError`]: the socket cannot be bound, for example because the port is in use.
@@ -103,7 +103,8 @@ impl HttpListener {
         }
     }
 
-    /// Registers a bound socket with the current runtime. With an identity it uses TLS, on TCP.
+    /// Registers a bound socket with the current runtime. With an identity, TCP connections use
+    /// TLS.
     ///
     /// # Errors
     /// The runtime cannot watch the socket.

@@ -1,4 +1,4 @@
-//! The site on a Unix socket, for tests, with a scripted actor.
+//! Serves the site on a Unix socket for tests, with an actor whose answers are fixed.
 
 use std::{sync::Arc, time::Duration};
 
@@ -31,7 +31,7 @@ pub struct Running {
     pub site: Arc<AppState>,
 }
 
-/// Serves a site whose node has one container, which can be offloaded but not restored.
+/// Serves a site whose node has one container. It can be offloaded but not restored.
 pub fn run(may_act: bool, token: Option<&str>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let token_file = folder.path().join("token");
@@ -113,7 +113,7 @@ impl Running {
         self.folder.path().join("s")
     }
 
-    /// Sends a request unchanged, and reads the response to its end.
+    /// Sends a request unchanged, and returns the whole response.
     pub async fn raw(&self, request: &str) -> String {
         let mut stream = UnixStream::connect(self.socket()).await.unwrap();
         stream.write_all(request.as_bytes()).await.unwrap();
@@ -153,7 +153,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Reads until the text was received; `false` if the stream ended before.
+    /// Reads until the text was received. Returns `false` if the stream ended before.
     pub async fn until(&mut self, wanted: &str) -> bool {
         let reading = async {
             while !self.seen.contains(wanted) {

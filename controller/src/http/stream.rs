@@ -1,4 +1,5 @@
-//! Server-sent events: the events, and with `watch=node` the changes of the node.
+//! The stream of events as server-sent events. With `watch=node` it also has the changes of the
+//! node.
 //!
 //! ```text
 //!  event: node     the whole node, at the start, and each time that this stream fell behind
@@ -6,8 +7,9 @@
 //!  event: event    an event; its id lets a client continue after it
 //! ```
 //!
-//! An id is `<start of the controller>-<number>`. A controller that restarts begins its numbers
-//! again, and a client with an old id receives all events that the new controller has.
+//! An id is `<start of the controller>-<number>`. A restarted controller begins with the first
+//! number again. A client with an id of an earlier controller receives all events that the new
+//! controller has.
 
 use std::{
     convert::Infallible,
@@ -33,12 +35,12 @@ use crate::{
 /// Time without a message after which a comment is sent, so that proxies and clients keep the
 /// connection.
 const QUIET: Duration = Duration::from_secs(15);
-/// Maximum number of messages that wait between this task and the connection.
+/// Maximum number of messages that wait to be written to the connection.
 const PIPE: usize = 8;
 /// Time after which a stream is closed whose client accepts no message.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Permit of a stream, and its user's right.
+/// The permit of a stream, and the right of its user.
 #[derive(Debug)]
 pub struct StreamGuard {
     /// The permit among the limited number of streams.
@@ -48,7 +50,7 @@ pub struct StreamGuard {
 }
 
 impl StreamGuard {
-    /// Spawns the writer of a stream. The stream ends when its client closes it or reads nothing,
+    /// Spawns the writer of a stream. The stream ends when its client closes it or does not read,
     /// or when the right ends.
     pub fn spawn(
         self,
@@ -79,7 +81,7 @@ impl StreamGuard {
 #[derive(Debug)]
 pub struct StreamBody(mpsc::Receiver<Bytes>);
 
-/// The end of a stream into which messages are written.
+/// The end of a stream to which messages are written.
 #[derive(Debug)]
 pub struct EventPipe(mpsc::Sender<Bytes>);
 
@@ -90,7 +92,7 @@ pub fn pipe() -> (EventPipe, StreamBody) {
 }
 
 impl EventPipe {
-    /// Sends text. `None`: the client has closed the stream, or reads nothing.
+    /// Sends text to the client. `None`: the client has closed the stream, or does not read.
     pub async fn send(&self, text: String) -> Option<()> {
         tokio::time::timeout(WRITE_TIMEOUT, self.0.send(text.into())).await.ok()?.ok()
     }
@@ -111,15 +113,15 @@ impl Body for StreamBody {
 /// The parameters of a stream.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamQuery {
-    /// The last event that the client has.
+    /// Number of the last event that the client has.
     pub after: u64,
     /// Whether the stream includes the node and its changes.
     pub node: bool,
 }
 
 impl StreamQuery {
-    /// Creates the parameters from the query and the header `Last-Event-ID`, for a controller that
-    /// started at `started_unix_ms`.
+    /// Creates the parameters from the query and the value of `Last-Event-ID`, for a controller
+    /// that started at `started_unix_ms`. `newest`: number of the newest event.
     #[must_use]
     pub fn new(
         last_id: Option<&str>,
@@ -201,7 +203,7 @@ impl EventWriter {
         }
     }
 
-    /// Sends the current node, then every event that the client does not have.
+    /// Sends the current node, then every event that the client does not have yet.
     async fn catch_up(&mut self, watch: &ViewWatch) -> Option<()> {
         if self.node {
             let json = serde_json::to_string(&*watch.present).ok()?;

@@ -1,4 +1,4 @@
-//! Tests of the paths that the site serves, and of the conditions.
+//! Tests of the paths that the site serves, and of the conditions for requests.
 
 use affinode_proto::api::control::Event;
 

@@ -1,4 +1,4 @@
-//! HTTPS, if the configuration has a certificate. The files are read at each connection, because
+//! HTTPS, if the configuration names a certificate. The files are read for each connection, because
 //! they may be renewed at any time.
 
 use std::{io, path::PathBuf, sync::Arc};
@@ -13,7 +13,7 @@ use tokio_rustls::{
     server::TlsStream,
 };
 
-/// Reason why there is no HTTPS.
+/// Reason why HTTPS cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A file cannot be read, or has no certificate or key.
@@ -43,10 +43,10 @@ pub struct TlsIdentity {
 }
 
 impl TlsIdentity {
-    /// An identity whose files are valid now.
+    /// Creates an identity from files that are valid now.
     ///
     /// # Errors
-    /// [`TlsError`]: a file is invalid, or they do not match.
+    /// [`TlsError`]: a file is invalid, or certificate and key do not match.
     pub fn new(cert_file: &str, key_file: &str) -> Result<TlsIdentity, TlsError> {
         let papers = TlsIdentity { cert_file: cert_file.into(), key_file: key_file.into() };
         papers.read()?;

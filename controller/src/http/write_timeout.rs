@@ -1,5 +1,5 @@
-//! A connection with a write timeout. A client that does not read occupies memory of the
-//! controller, so its connection is closed after the timeout.
+//! A connection with a write timeout. A client that does not read uses memory of the controller, so
+//! its connection is closed after the timeout.
 
 use std::{
     future::Future,
@@ -14,7 +14,7 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 
-/// A connection, and the maximum time for which a write may be pending.
+/// A connection whose writes may be pending only for a limited time.
 #[derive(Debug)]
 pub struct WriteTimeout<T> {
     inner: T,
@@ -24,7 +24,7 @@ pub struct WriteTimeout<T> {
 }
 
 impl<T> WriteTimeout<T> {
-    /// A connection whose writes may be pending for `patience`.
+    /// Creates a connection whose writes may be pending for at most `patience`.
     pub fn new(inner: T, patience: Duration) -> WriteTimeout<T> {
         WriteTimeout { inner, patience, stall: Box::pin(sleep(patience)), stalled: false }
     }

@@ -1,6 +1,7 @@
-//! The two requests to the Kubernetes API server: HTTPS with its own certificate authority, one
-//! connection per request, with limits of number, size and time. Token and authority are read from
-//! their files for each request, because they may be renewed at any time.
+//! Sends the two kinds of requests to the Kubernetes API server. They use HTTPS with the configured
+//! certificate authority and one connection per request, with limits on number, size and time. Token
+//! and certificate authority are read from their files for each request, because they may be renewed
+//! at any time.
 
 use std::{io, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -24,7 +25,7 @@ use crate::config::KubernetesSection;
 
 /// Maximum number of concurrent requests. Further requests wait, within their own timeout.
 const MAX_CONCURRENT_REVIEWS: usize = 8;
-/// Timeout of a request, including its wait.
+/// Time limit for a request, which includes its wait for others.
 const TIME: Duration = Duration::from_secs(5);
 /// Maximum size of a response in bytes.
 const ANSWER_BYTES: usize = 64 << 10;
@@ -45,7 +46,7 @@ pub enum ReviewError {
         #[source]
         source: io::Error,
     },
-    /// The file of the authority has no usable certificate.
+    /// The file of the certificate authority has no usable certificate.
     #[error("{path} (http.kubernetes.ca_file) has no usable certificate")]
     Authority {
         /// Path of the file.
@@ -79,7 +80,7 @@ pub enum ReviewError {
         /// Kind of the review.
         kind: &'static str,
     },
-    /// The server refused the request itself.
+    /// The server refused the controller's own request.
     #[error(
         "{server} refused a {kind} with status {status}: the token in http.kubernetes.token_file needs the ClusterRole system:auth-delegator"
     )]
@@ -91,7 +92,7 @@ pub enum ReviewError {
         /// HTTP status of the response.
         status: StatusCode,
     },
-    /// The response is not a review.
+    /// The response is not a valid review.
     #[error("the response of {server} to a {kind} is invalid")]
     Answer {
         /// Host and port of the server.
@@ -136,7 +137,7 @@ struct AccessStatus {
     denied: bool,
 }
 
-/// The API server, and the credentials for it.
+/// The API server and the files with the credentials for it.
 #[derive(Debug)]
 pub struct ApiServer {
     host: String,
@@ -149,7 +150,7 @@ pub struct ApiServer {
 }
 
 impl ApiServer {
-    /// The API server of a configuration.
+    /// Creates the client for the API server of a configuration.
     ///
     /// # Errors
     /// The address is invalid; the text names the accepted form.
@@ -171,7 +172,7 @@ impl ApiServer {
         })
     }
 
-    /// The user of a token; `None` if the token is invalid or for another audience.
+    /// The user of a token. `None`: the token is invalid or for another audience.
     pub async fn whose(&self, token: &str) -> Result<Option<User>, ReviewError> {
         let question = json!({
             "apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview",

@@ -1,10 +1,10 @@
-//! Results with an expiry, in limited number. Pure: the time is an argument.
+//! A cache of results with an expiry and a limited size. It has no clock: the time is an argument.
 
 use std::{collections::HashMap, hash::Hash, time::Duration};
 
 use tokio::time::Instant;
 
-/// Results by their key.
+/// Results by their key, each with an expiry.
 #[derive(Debug)]
 pub struct ReviewCache<K, V> {
     most: usize,
@@ -12,7 +12,7 @@ pub struct ReviewCache<K, V> {
 }
 
 impl<K: Clone + Eq + Hash, V: Clone> ReviewCache<K, V> {
-    /// A cache of at most `most` results.
+    /// Creates a cache of at most `most` results.
     pub fn new(most: usize) -> ReviewCache<K, V> {
         ReviewCache { most, answers: HashMap::new() }
     }
@@ -23,8 +23,9 @@ impl<K: Clone + Eq + Hash, V: Clone> ReviewCache<K, V> {
         (*until > now).then(|| answer.clone())
     }
 
-    /// Stores a result for the time `holds`. A full cache drops the result that expires first.
-    /// Invalid tokens have the shortest time, so they do not displace valid ones.
+    /// Stores a result for the time `holds`. If the cache is full, the result that expires first is
+    /// dropped. Results for invalid tokens have the shortest time, so they do not displace those
+    /// for valid ones.
     pub fn keep(&mut self, question: K, answer: V, now: Instant, holds: Duration) {
         if self.answers.len() >= self.most && !self.answers.contains_key(&question) {
             self.answers.retain(|_, (_, until)| *until > now);

@@ -41,13 +41,14 @@ pub enum ApiBehavior {
 /// A right: user, verb and path.
 pub type Right = (&'static str, &'static str, &'static str);
 
-/// The running server; it ends with the runtime.
+/// The running server. It ends with the runtime of the test.
 pub struct Fake {
     pub section: KubernetesSection,
     pub desk: Arc<Desk>,
 }
 
-/// The table of the server, and counters of requests.
+/// State of the fake API server: its behaviour, the known tokens and rights, and counts of
+/// requests.
 pub struct Desk {
     behavior: Mutex<ApiBehavior>,
     pub users: Mutex<Vec<(&'static str, &'static str)>>,
@@ -58,8 +59,8 @@ pub struct Desk {
     pub most_at_once: AtomicUsize,
 }
 
-/// Creates a new certificate authority in `ca.crt`, and a TLS identity for 127.0.0.1 that is signed
-/// by it.
+/// Creates a new certificate authority in `ca.crt`, and a TLS identity for 127.0.0.1 that it has
+/// signed.
 pub fn papers(folder: &Path) -> TlsIdentity {
     let write = |name: &str, text: String| {
         let file = folder.join(name);
@@ -78,7 +79,7 @@ pub fn papers(folder: &Path) -> TlsIdentity {
 }
 
 impl Fake {
-    /// Starts a server whose files are in the folder.
+    /// Starts a server. Its certificates and the controller's token are written into the folder.
     pub async fn start(folder: &Path) -> Fake {
         let (ca_file, token_file) = (folder.join("ca.crt"), folder.join("api-token"));
         std::fs::write(&token_file, format!("{OWN_TOKEN}\n")).unwrap();
@@ -126,7 +127,7 @@ impl Fake {
         *self.desk.behavior.lock().unwrap() = behavior;
     }
 
-    /// Number of requests of each kind so far.
+    /// Numbers of token reviews and of access reviews so far.
     pub fn asked(&self) -> (usize, usize) {
         let desk = &self.desk;
         (desk.token_reviews.load(Ordering::SeqCst), desk.access_reviews.load(Ordering::SeqCst))

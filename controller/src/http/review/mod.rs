@@ -9,8 +9,8 @@
 //!                                                                admitted
 //! ```
 //!
-//! Results are cached for a short time, a positive one longer than a negative one. If the API
-//! server cannot be reached, only requests with a cached result are admitted.
+//! Results are cached for a short time, positive ones longer than negative ones. If the API server
+//! cannot be reached, only requests with a cached result are admitted.
 
 mod api;
 mod cache;
@@ -59,10 +59,11 @@ struct ReviewedToken {
 type TokenHash = [u8; 32];
 
 impl TokenReviewer {
-    /// A reviewer for the API server of this configuration. Its files are read for each request.
+    /// Creates a reviewer for the API server of this configuration. Its files are read for each
+    /// request.
     ///
     /// # Errors
-    /// The configuration is invalid; the text names the accepted values.
+    /// The configuration is invalid. The error names the accepted values.
     pub fn new(section: &KubernetesSection) -> Result<TokenReviewer, String> {
         let known = ReviewedToken {
             users: ReviewCache::new(REMEMBERED),
@@ -71,7 +72,7 @@ impl TokenReviewer {
         Ok(TokenReviewer { server: ApiServer::new(section)?, known: Mutex::new(known) })
     }
 
-    /// The name of the token's user, if that user has the right.
+    /// Returns the name of the token's user, if that user has the right.
     ///
     /// # Errors
     /// [`Denied`]: no valid token, no right, or no response of the API server.
@@ -123,15 +124,16 @@ impl TokenReviewer {
     }
 }
 
-/// Returns a token of the form of RFC 6750 with a plausible length. `None`: the token is refused
-/// without a request.
+/// Returns the token if it has the form of RFC 6750 and a plausible length. `None`: the request is
+/// refused without a query to the API server.
 fn well_formed(token: &[u8]) -> Option<&str> {
     let plain = |b: &u8| b.is_ascii_alphanumeric() || b"-._~+/=".contains(b);
     let fine = (1..=TOKEN_BYTES).contains(&token.len()) && token.iter().all(plain);
     std::str::from_utf8(token).ok().filter(|_| fine)
 }
 
-/// The refusal if tokens cannot be checked. Only the log has the reason; the client does not.
+/// The refusal of a request whose token cannot be checked. The reason is in the log only, not in
+/// the response.
 fn cannot_ask(error: &ReviewError) -> Denied {
     let why = "tokens cannot be checked now; try again (the controller's log has the reason)";
     Denied { detail: crate::error_chain::chain(error), ..Denied::new(DenyReason::Review, why) }
