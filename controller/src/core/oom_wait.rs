@@ -33,7 +33,7 @@ use super::{
 const UNKNOWN_BYTES: u64 = 1 << 30;
 /// Number of failed attempts after which an allocation is refused, each made with a grant.
 const MAX_ATTEMPTS: u32 = 3;
-/// Time limit for a process to allocate after it was told to try again.
+/// Time limit for a process to allocate after it was ordered to try again.
 const TRY_MS: Millis = 10_000;
 /// Time after which a successful allocation still counts as a failed grant, because other processes
 /// hold their allocations meanwhile.
@@ -187,9 +187,9 @@ impl Node {
         if self.container_needs(key).is_empty() { |_| 0 } else { margin_bytes }
     }
 
-    /// Whether an allocation of a resident container is served before `head`, which waits before it.
-    /// This is so if `head` must not evict the container, because both would otherwise wait for each
-    /// other.
+    /// Whether an allocation of a resident container is served before `head`, which waits before
+    /// it. This is so if `head` must not evict the container, because both would otherwise wait for
+    /// each other.
     pub(super) fn may_pass(&self, key: &Key, head: &Key) -> bool {
         let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
         let resident = self.container_needs(key).is_empty();
@@ -260,7 +260,7 @@ impl Node {
     }
 
     /// Ends the wait of a process's allocation. `quick`: the allocation was made soon after the
-    /// process was told to try again.
+    /// process was ordered to try again.
     fn finish_alloc_wait(&mut self, id: ProcessId, quick: bool) {
         let Some(process) = self.processes.get_mut(&id) else { return };
         let Some(want) = process.alloc_wait.take() else { return };
@@ -292,7 +292,7 @@ impl Node {
     }
 
     /// Ends the wait of allocations that can never fit, or that were not made after the process was
-    /// told to try again.
+    /// ordered to try again.
     pub(super) fn check_alloc_wait(&mut self, key: &Key) {
         let now = self.now;
         if self.alloc_wait_of(key).is_none() {

@@ -33,7 +33,7 @@ pub struct PendingAlloc {
     pub attempts: u32,
     /// When the wait began.
     pub since: Millis,
-    /// When the process was told to try again; `None`: not yet.
+    /// When the process was ordered to try again; `None`: not yet.
     pub resumed_at: Option<Millis>,
 }
 

@@ -97,7 +97,7 @@ impl Agent {
 pub(super) struct Asking {
     pub(super) bytes: u64,
     pub(super) attempts: u32,
-    /// Whether the process was told to try the allocation again.
+    /// Whether the process was ordered to try the allocation again.
     pub(super) goes_ahead: bool,
 }
 

@@ -338,7 +338,7 @@ fn stalled_controller_blames_no_process() {
     assert_eq!(world.node.processes.get(&other.id).unwrap().hold_record, HoldRecord::default());
 }
 
-/// A neighbour waits for VRAM, is told to try again, and does not allocate: repeatedly, with the
+/// A neighbour waits for VRAM, is ordered to try again, and does not allocate: repeatedly, with the
 /// same ticket, with another, or after a pause.
 #[test]
 fn vain_allocations_delay_wakes_less_and_less() {

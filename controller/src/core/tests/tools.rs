@@ -11,8 +11,8 @@ use super::{
     world::{World, key},
 };
 
-/// A process with 600 bytes and a tool in container `n`. The agent can copy 450 of them, or none with
-/// the engine `checkpoint`.
+/// A process with 600 bytes and a tool in container `n`. The agent can copy 450 of them, or none
+/// with the engine `checkpoint`.
 fn with_tool(world: &mut World, n: usize) -> ProcessId {
     let id = world.running(n, 600);
     world.agents.get_mut(&id).unwrap().tools = true;

@@ -370,7 +370,7 @@ impl World {
         self.feed(Input::Message(id, AgentMessage::AllocWait { ticket, bytes, uuid, attempts }));
     }
 
-    /// Repeats an allocation that was told to try again.
+    /// Repeats an allocation that was ordered to try again.
     pub(super) fn try_again(&mut self, id: ProcessId) {
         let room = self.room_of(id);
         let Some(agent) = self.agents.get_mut(&id) else { return };
