@@ -21,7 +21,7 @@ pub fn without(text: &str, name: &str) -> Option<String> {
     cut(text, name).filter(right).or_else(|| rewritten(text, name).filter(right))
 }
 
-/// Removes the lines of the handler's tables.
+/// Returns the text without the lines of the handler's tables.
 fn cut(text: &str, name: &str) -> Option<String> {
     let document = ImDocument::parse(text).ok()?;
     let mut spans = Vec::new();
@@ -82,7 +82,7 @@ fn with_marks(text: &str, lines: Range<usize>) -> Range<usize> {
     start..end
 }
 
-/// Removes the handler from the parsed tree, which keeps comments and order.
+/// Returns the text of the parsed tree without the handler. The tree keeps comments and order.
 fn rewritten(text: &str, name: &str) -> Option<String> {
     let mut document: DocumentMut = text.parse().ok()?;
     for plugin in PLUGINS {
