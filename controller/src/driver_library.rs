@@ -24,7 +24,7 @@ const LOADER_DIRS: [&str; 6] = [
 /// Root of the driver container of NVIDIA's GPU Operator.
 const OPERATOR_ROOT: &str = "run/nvidia/driver";
 /// Folders of node images: Container-Optimized OS of GKE, and images that imitate it.
-const IMAGE_DIRS: [&str; 2] = ["home/kubernetes/bin/nvidia/lib64", "usr/local/nvidia/lib64"];
+const IMAGE_DIRS: [&str; 2] = ["/home/kubernetes/bin/nvidia/lib64", "/usr/local/nvidia/lib64"];
 
 /// A library of the driver, by its name or path in the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,7 +72,7 @@ impl DriverLibrary {
             return None;
         }
         let below = |root: &Path, folders: &[&str]| {
-            let folders = folders.iter().map(|folder| root.join(folder));
+            let folders = folders.iter().map(|folder| root.join(folder.trim_start_matches('/')));
             folders.into_iter().find(|folder| folder.join(MARKER).exists())
         };
         if !self.driver_root.as_os_str().is_empty() {
@@ -121,7 +121,7 @@ mod tests {
     fn operator_folder_is_found_once_it_appears() {
         let host = tempfile::tempdir().unwrap();
         let cuda = library("libcuda.so.1", host.path(), Path::new(""));
-        let image = host.path().join(IMAGE_DIRS[0]);
+        let image = host.path().join(IMAGE_DIRS[0].trim_start_matches('/'));
         install(&image);
         assert_eq!(cuda.path(), image.join("libcuda.so.1"));
         let operator = host.path().join(OPERATOR_ROOT).join(LIB_DIRS[1]);
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn configured_path_is_opened_as_it_is() {
         let host = tempfile::tempdir().unwrap();
-        install(&host.path().join(IMAGE_DIRS[1]));
+        install(&host.path().join(IMAGE_DIRS[1].trim_start_matches('/')));
         let nvml = library("/opt/nvml.so", host.path(), Path::new(""));
         assert_eq!((nvml.path(), nvml.folder()), (PathBuf::from("/opt/nvml.so"), None));
     }

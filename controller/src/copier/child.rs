@@ -129,7 +129,7 @@ impl CopierProcess {
         }
     }
 
-    /// Its pid.
+    /// Process id of the copier.
     pub fn pid(&self) -> u32 {
         self.pid
     }

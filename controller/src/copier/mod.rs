@@ -29,7 +29,7 @@ use crate::{
 /// News of a copier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CopierMessage {
-    /// It reported.
+    /// The copier sent a report.
     Report(CopierId, CopierReport),
     /// Its socket closed, or it sent what no copier sends. Its process may still live.
     Closed(CopierId),

@@ -27,7 +27,7 @@ const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
 /// Number of connections at which the counts are halved, so that old outcomes lose weight.
 const FADE_AT: u32 = 32;
 
-/// Counts of connections, and of those that a call followed.
+/// Counts of connections, and how often a call followed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ConnectionOutcomes {
     last: Option<Millis>,

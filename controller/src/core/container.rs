@@ -121,8 +121,8 @@ pub struct Container {
     /// Number of connections accepted on the container's network. Counted while the container is
     /// offloaded.
     pub connections: Option<u64>,
-    /// Counts of connections that arrived while the container was offloaded, and of those that a
-    /// call followed.
+    /// Counts of connections that arrived while the container was offloaded, and how often a call
+    /// followed.
     pub connection_outcomes: ConnectionOutcomes,
     /// Whether the last prewake was not followed by a call.
     pub prewake_missed: bool,

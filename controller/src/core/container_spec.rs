@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 /// announced again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ContainerSpec {
-    /// Namespace in containerd.
+    /// containerd's namespace of the container.
     pub namespace: String,
-    /// Id in containerd.
+    /// containerd's id of the container.
     pub id: String,
     /// Id of the CRI sandbox; empty outside CRI.
     pub sandbox_id: String,

@@ -85,7 +85,7 @@ pub enum Effect {
     Prove(Key, u64),
     /// Start a copier on a GPU.
     StartCopier {
-        /// The new copier.
+        /// Number of the new copier.
         copier: CopierId,
         /// UUID of its GPU.
         gpu: String,
@@ -93,9 +93,9 @@ pub enum Effect {
     /// Give a process a connection to a copier. If that fails, report
     /// [`super::Input::NotAttached`].
     AttachCopier {
-        /// The copier.
+        /// Number of the copier.
         copier: CopierId,
-        /// The process.
+        /// Number of the process.
         process: ProcessId,
         /// Maximum that the process may copy out, in bytes.
         most_bytes: u64,
@@ -104,7 +104,7 @@ pub enum Effect {
     },
     /// Order a copier to fill the memory of a process whose VRAM is granted and proven free.
     FillMemory {
-        /// The copier.
+        /// Number of the copier.
         copier: CopierId,
         /// The process that was ordered to restore.
         process: ProcessId,
@@ -113,14 +113,14 @@ pub enum Effect {
     },
     /// Order a copier to take no VRAM except for [`Effect::FillMemory`], or to continue as usual.
     HoldCopier {
-        /// The copier.
+        /// Number of the copier.
         copier: CopierId,
         /// True: VRAM is being proven or taken. False: the copier continues as usual.
         on: bool,
     },
     /// End a copier. When its process has exited, report [`super::Input::CopierExited`].
     EndCopier {
-        /// The copier.
+        /// Number of the copier.
         copier: CopierId,
         /// Why it ends, for the log.
         why: CopierEnd,

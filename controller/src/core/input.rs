@@ -184,7 +184,7 @@ pub enum Input {
     Gpus(Result<Vec<GpuSample>, String>),
     /// NVML utilisation of all processes.
     Worked(Vec<Work>),
-    /// A copier reported.
+    /// A copier sent a report.
     CopierReport(CopierId, CopierReport),
     /// The connection of a copier ended, or the copier could not be started.
     CopierEnded(CopierId),

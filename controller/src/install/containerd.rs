@@ -352,16 +352,18 @@ pub fn drain(prefix: &Path, within: Duration) -> (usize, usize) {
     }
 }
 
-/// Number of running shims of the installation. Controllers are not counted: they run the same
-/// program, but end by themselves when there are no shims.
+/// Number of running shims of the installation. Controllers, copiers and launchers run the same
+/// program, but end by themselves when there are no shims. They are not counted.
 pub fn running_shims(prefix: &Path) -> usize {
-    programs(prefix).iter().filter(|program| !program.is_controller).count()
+    programs(prefix).iter().filter(|program| program.role == ProgramRole::Shim).count()
 }
 
 /// Controllers that run an older file than the installed one. With `replaced`, the installed file
 /// is about to be replaced, so all controllers count.
 pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
-    let old = |program: &ContainerdProgram| program.is_controller && (replaced || program.replaced);
+    let old = |program: &ContainerdProgram| {
+        program.role == ProgramRole::Controller && (replaced || program.replaced)
+    };
     let found = programs(prefix).into_iter().filter(old);
     found.filter_map(|program| process::identity(program.pid).ok()).collect()
 }
@@ -369,9 +371,29 @@ pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
 /// A running process of the installed shim's file, or of a file that it replaced.
 struct ContainerdProgram {
     pid: u32,
-    is_controller: bool,
+    role: ProgramRole,
     /// Whether its file was replaced: the kernel then appends ` (deleted)` to the name.
     replaced: bool,
+}
+
+/// What a process of the shim's program does, by the first argument of its command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ProgramRole {
+    /// It serves containers. They would be lost without it.
+    Shim,
+    Controller,
+    /// A copier of the controller, or the start of a controller.
+    Helper,
+}
+
+impl ProgramRole {
+    fn of(command_line: &[u8]) -> ProgramRole {
+        match command_line.split(|byte| *byte == 0).nth(1) {
+            Some(b"controller") => ProgramRole::Controller,
+            Some(b"copier" | b"launch") => ProgramRole::Helper,
+            _ => ProgramRole::Shim,
+        }
+    }
 }
 
 fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
@@ -382,8 +404,8 @@ fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
         let exe = fs::read_link(entry.path().join("exe")).ok()?;
         let behind = exe.as_os_str().as_bytes().strip_prefix(shim.as_os_str().as_bytes())?;
         let argv = fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        let is_controller = argv.split(|byte| *byte == 0).nth(1) == Some(b"controller");
-        Some(ContainerdProgram { pid, is_controller, replaced: !behind.is_empty() })
+        let role = ProgramRole::of(&argv);
+        Some(ContainerdProgram { pid, role, replaced: !behind.is_empty() })
     };
     fs::read_dir("/proc").into_iter().flatten().filter_map(look).collect()
 }
@@ -391,6 +413,16 @@ fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_serving_processes_are_shims() {
+        let role = |arguments: &str| ProgramRole::of(arguments.replace(' ', "\0").as_bytes());
+        assert_eq!(role("containerd-shim-affinode-v1 -namespace k8s.io -id a"), ProgramRole::Shim);
+        assert_eq!(role("containerd-shim-affinode-v1"), ProgramRole::Shim);
+        assert_eq!(role("containerd-shim-affinode-v1 controller"), ProgramRole::Controller);
+        assert_eq!(role("affinode-copier copier GPU-1"), ProgramRole::Helper);
+        assert_eq!(role("containerd-shim-affinode-v1 launch"), ProgramRole::Helper);
+    }
 
     #[test]
     fn the_unit_of_k3s_and_rke2_is_found() {

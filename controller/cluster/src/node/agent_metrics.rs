@@ -34,7 +34,7 @@ pub enum InstallState {
     Served,
     /// Installed; containerd serves the runtime after its next start.
     RestartNeeded,
-    /// The installation failed.
+    /// The last installation on this node failed.
     Failed,
     /// Removed, or about to be removed, on request.
     Retired,

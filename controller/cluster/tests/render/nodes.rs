@@ -12,7 +12,7 @@ fn agents(rendered: &Rendered) -> &Value {
 
 #[test]
 fn pods_run_where_the_image_runs() {
-    // What users overwrite does not take the architecture away.
+    // A node selector of the user does not remove the architecture.
     let values = "
 node: {nodeSelector: {kubernetes.io/arch: arm64, pool: a}, affinity: {}}
 fleet: {enabled: true, nodeSelector: {pool: b}}
