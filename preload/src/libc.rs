@@ -141,7 +141,8 @@ pub struct LinkMap {
     /// Offset that the loader adds to the addresses in the file.
     pub base: usize,
     name: *const c_char,
-    /// Its table of tags, which names its symbols and their strings.
+    /// The object's dynamic section: pairs of tag and value. It has the addresses of the symbol table
+    /// and the string table.
     pub dynamic: *const [usize; 2],
 }
 

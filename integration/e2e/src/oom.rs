@@ -45,7 +45,8 @@ pub fn spent_bytes(folder: &Path) -> Result<u64> {
         + shared.context("memory.stat has no shared memory")?)
 }
 
-/// Polls the kills in cgroups, because a runtime removes a cgroup with its container.
+/// Polls the OOM kill counters of cgroups and keeps the highest count. They cannot be read at the
+/// end, because a runtime removes a cgroup with its container.
 pub struct OomWatch {
     seen: Arc<AtomicU64>,
     over: Arc<AtomicBool>,

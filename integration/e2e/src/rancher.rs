@@ -1,9 +1,9 @@
-//! Simulates k3s and rke2 around their containerd, as far as it concerns an installation. It
-//! follows their source code; they themselves do not run here.
+//! Simulates the parts of k3s and rke2 that matter to an installation: how they configure, start and
+//! stop containerd. The simulation follows their source code. k3s and rke2 do not run here.
 //!
 //! ```text
-//! start: a template of the user's, or theirs ──> config.toml ──> containerd -c config.toml …, in their unit's cgroup
-//! stop:  they end, and the kernel kills containerd ──> rke2 ends what its unit still runs by the name of containerd
+//! start: the user's template, or the built-in one ──> config.toml ──> containerd -c config.toml …, in the unit's cgroup
+//! stop:  k3s or rke2 ends, and the kernel kills containerd ──> rke2 kills what is left of containerd in the unit's cgroup
 //! ```
 
 use std::{

@@ -263,7 +263,7 @@ impl OrderMachine {
         }
     }
 
-    /// Ends the hold of allocations, so that calls that wait only for its end pass.
+    /// Ends the hold of allocations. Calls that wait for nothing else then continue.
     pub fn release_allocations(&mut self, host: &mut impl Host) {
         if self.allocations_held && self.phase == Phase::Open {
             host.set_gate(Gate::Open);

@@ -200,7 +200,8 @@ pub unsafe extern "C" fn mem_get_address_range(
     result::SUCCESS
 }
 
-/// Changes the driver's attributes of mapped memory to those of its own allocations.
+/// Replaces an attribute that the driver returned for memory which this library mapped. The new
+/// value is what memory of the driver's own allocator would have.
 ///
 /// # Safety
 /// The driver must have written the attribute's value to `data` with success.

@@ -75,9 +75,10 @@ fn driver_end_during_restore_is_no_refusal() {
     assert_eq!((world.state(0), world.journal.len()), (State::Unregistered, 0));
 }
 
-/// The other process of the container is resident at the end, whatever its phase was.
+/// During a checkpoint the driver reports that it has ended in one process, which then exits. The
+/// other process of the container is restored, whatever its phase was.
 #[test]
-fn driver_ended_turns_its_siblings_round() {
+fn driver_end_restores_sibling_process() {
     let mut world = World::new(1);
     let ids = [world.running(0, 200), world.running(0, 200)];
     for _ in 0..200 {

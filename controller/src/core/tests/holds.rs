@@ -312,7 +312,8 @@ fn holds_are_asked_on_the_device_concerned() {
     }
 }
 
-/// A starved controller handles the reports and the time that has passed at once.
+/// The controller gets no CPU time for a while. It then sees a process's answer and the missed
+/// deadline in the same step, and does not blame the process.
 #[test]
 fn stalled_controller_blames_no_process() {
     let mut world = World::new(2);

@@ -15,9 +15,9 @@ use crate::{
     worker::Worker,
 };
 
-/// Number of the system call `futex`, in which the program hangs. The next constant is that of the
-/// sleeping program.
+/// Number of the system call `futex`. The program is in it while it hangs.
 const FUTEX: u32 = 202;
+/// Number of the system call `clock_nanosleep`. The program is in it while it sleeps.
 const CLOCK_NANOSLEEP: u32 = 230;
 
 pub fn cases() -> Vec<Case> {

@@ -16,8 +16,8 @@ enum Bound {
     AtLeast(f64),
 }
 
-/// Adds the goals for which the run has figures. `value` returns a figure for its part, name and
-/// unit.
+/// Adds a row for each goal for which this run has figures. `value` looks up a figure by the part of
+/// the suite, its name and its unit.
 pub fn judge(value: impl Fn(&str, &str, &str) -> Option<f64>, rows: &mut Rows) {
     use Bound::{AtLeast, AtMost};
     let mut want = |what: &str, value: Option<f64>, unit: &'static str, bound: Bound| {

@@ -1,5 +1,5 @@
-//! Steps with NVIDIA's toolkit on the same node. It starts before, between and after all other
-//! steps.
+//! Steps on a node that also has NVIDIA's Container Toolkit. The toolkit is started again before,
+//! between and after the steps of Affinode.
 
 use std::{fmt, fs, path::Path, process::Command};
 

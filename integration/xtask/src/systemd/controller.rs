@@ -265,7 +265,10 @@ fn uninstalled(controller: &mut Controller<'_>) -> Result<String> {
         Ok((node.property(UNIT, "ActiveState")? == "inactive").then_some(()))
     })?;
     let met = node.property(UNIT, "ConditionResult")?;
-    ensure!(met == "no", "the unit is inactive for another reason");
+    ensure!(
+        met == "no",
+        "the unit is inactive, but not because its condition failed: ConditionResult is {met}"
+    );
     node.sh(INSTALL)?;
     node.sh(&format!("systemctl start {UNIT}"))?;
     unit_serves(node)?;

@@ -225,7 +225,7 @@ impl CertificateRotation {
         Ok(())
     }
 
-    /// Writes the authorities into each webhook of the configuration, unless another write came
+    /// Writes the CA certificates into each webhook of the configuration, unless another write came
     /// first.
     async fn publish(
         &self,
@@ -238,7 +238,9 @@ impl CertificateRotation {
         let (name, params) = (&self.places.webhook_configuration, PostParams::default());
         let written = self.configurations.replace(name, &params, &configuration);
         if taken(written).await.map_err(|e| self.configuration("update", e))? {
-            tracing::info!("MutatingWebhookConfiguration {name}: authority published");
+            tracing::info!(
+                "MutatingWebhookConfiguration {name}: CA certificates written to caBundle"
+            );
         }
         Ok(())
     }
