@@ -81,6 +81,7 @@ fn fuzzer(binary: &Path, name: &str) -> Command {
         "-max_len=4096".into(),
         "-print_final_stats=1".into(),
         "-verbosity=0".into(),
+        "-print_funcs=0".into(),
     ]);
     command
 }
