@@ -175,6 +175,11 @@ impl Connection {
         }
     }
 
+    /// Discards the wakes that have arrived, such as a repeated one of an earlier wait.
+    pub fn forget_wakes(&mut self) {
+        self.wakes.clear();
+    }
+
     /// Waits until the agent requests readings.
     pub fn ask(&mut self) {
         while self.asks == 0 {
