@@ -42,6 +42,8 @@ pub struct AgentListener {
     folder: PathBuf,
     /// The status in the state file; `None`: there is no file yet.
     written: Option<ContainerStatus>,
+    /// Whether the last write of the state file failed.
+    state_failed: bool,
 }
 
 impl AgentListener {
@@ -82,7 +84,7 @@ impl AgentListener {
         }
         let runtime = Handle::current();
         ward.spawn(accept(listener, key.clone(), owner, numbers, runtime, mail));
-        Ok(AgentListener { _ward: ward, hints, folder, written: None })
+        Ok(AgentListener { _ward: ward, hints, folder, written: None, state_failed: false })
     }
 }
 
@@ -108,7 +110,7 @@ impl AgentListener {
     /// has it. `since_unix_ms`: when the state began.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// The file cannot be written. A failure that follows another is not returned.
     pub fn write_state(&mut self, status: ContainerStatus, since_unix_ms: i64) -> io::Result<()> {
         if self.written == Some(status) {
             return Ok(());
@@ -119,9 +121,11 @@ impl AgentListener {
             "reason": status.reason.as_str(),
             "waiters_before": status.waiters_before,
         });
-        self.replace(paths::STATE_FILE, &format!("{text}\n"))?;
-        self.written = Some(status);
-        Ok(())
+        let replaced = self.replace(paths::STATE_FILE, &format!("{text}\n"));
+        self.written = replaced.is_ok().then_some(status);
+        // It is tried again at each sample; the log has the first failure.
+        let is_new = !std::mem::replace(&mut self.state_failed, replaced.is_err());
+        if is_new { replaced } else { Ok(()) }
     }
 
     /// Renames a new file over the old one: the container reads a complete text at any time.
