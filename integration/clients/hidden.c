@@ -16,6 +16,7 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -37,8 +38,10 @@ static CUresult open_nvml(void)
     void *libc = dlopen("libc.so.6", RTLD_NOW);
     void *nvml = dlmopen(LM_ID_NEWLM, "libnvidia-ml.so.1", RTLD_NOW);
     void *(*find)(void *, const char *) = libc ? dlsym(libc, "dlsym") : NULL;
-    if (nvml == NULL || find == NULL)
+    if (nvml == NULL || find == NULL) {
+        fprintf(stderr, "hidden: no second copy of NVML: %s\n", dlerror());
         return 500;
+    }
     int (*init)(void) = find(nvml, "nvmlInit_v2");
     int (*by_index)(unsigned, void **) = find(nvml, "nvmlDeviceGetHandleByIndex_v2");
     memory_info = find(nvml, "nvmlDeviceGetMemoryInfo");
