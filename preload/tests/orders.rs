@@ -36,7 +36,8 @@ fn the_hello_says_who_and_where() {
                     | Capabilities::RETAINS_HOST_COPY.0
                     | Capabilities::PREFAULTS.0
                     | Capabilities::CHECKS.0
-                    | Capabilities::DEDUPS.0,
+                    | Capabilities::DEDUPS.0
+                    | Capabilities::AWAITS_WORK.0,
             ),
             swappable_bytes: 0,
             copied_out_bytes: 0,

@@ -22,8 +22,8 @@ pub enum Class {
     /// Success means that memory is shared with another process or API, or may be shared later. The
     /// driver would restore a separate copy for an exporter, apart from the importer's memory.
     Import = 7,
-    /// Held and counted like [`Class::Work`]. Its effect depends on whether the memory is the
-    /// driver's or swappable by the library.
+    /// Held and counted like [`Class::Work`]. The library has a wrapper for it, because it concerns
+    /// swappable memory, contexts or captures.
     Memory = 8,
     /// Passes, because it returns at once even while the process is checkpointed. If the library
     /// has swappable memory, it is handled like [`Class::Poll`], because such memory has no

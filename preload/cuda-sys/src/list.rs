@@ -20,32 +20,30 @@ macro_rules! hooked_functions {
                 cuCtxGetCacheConfig cuCtxGetDevResource cuCtxGetExecAffinity cuCtxGetFlags
                 cuCtxGetId cuCtxGetLimit cuCtxGetSharedMemConfig cuCtxGetStreamPriorityRange
                 cuCtxRecordEvent cuCtxResetPersistingL2Cache cuCtxSetCacheConfig cuCtxSetFlags
-                cuCtxSetSharedMemConfig cuCtxWaitEvent
-                cuDestroyExternalMemory cuDestroyExternalSemaphore cuDevResourceGenerateDesc
-                cuDevSmResourceSplit cuDevSmResourceSplitByCount cuDeviceCanAccessPeer
-                cuDeviceGetByPCIBusId cuDeviceGetCliqueCount cuDeviceGetCliqueInfo
-                cuDeviceGetDefaultMemPool cuDeviceGetDevResource cuDeviceGetExecAffinitySupport
-                cuDeviceGetFabricClusterUuid cuDeviceGetGraphMemAttribute
-                cuDeviceGetHostAtomicCapabilities cuDeviceGetLuid cuDeviceGetMemPool
-                cuDeviceGetNvSciSyncAttributes cuDeviceGetP2PAtomicCapabilities
+                cuCtxSetSharedMemConfig cuCtxWaitEvent cuDestroyExternalMemory
+                cuDestroyExternalSemaphore cuDevResourceGenerateDesc cuDevSmResourceSplit
+                cuDevSmResourceSplitByCount cuDeviceCanAccessPeer cuDeviceGetByPCIBusId
+                cuDeviceGetCliqueCount cuDeviceGetCliqueInfo cuDeviceGetDefaultMemPool
+                cuDeviceGetDevResource cuDeviceGetExecAffinitySupport cuDeviceGetFabricClusterUuid
+                cuDeviceGetGraphMemAttribute cuDeviceGetHostAtomicCapabilities cuDeviceGetLuid
+                cuDeviceGetMemPool cuDeviceGetNvSciSyncAttributes cuDeviceGetP2PAtomicCapabilities
                 cuDeviceGetP2PAttribute cuDeviceGetProperties cuDeviceGetTexture1DLinearMaxWidth
                 cuDeviceGraphMemTrim cuDevicePrimaryCtxGetState cuDevicePrimaryCtxSetFlags
                 cuDevicePrimaryCtxSetFlags_v2 cuDeviceRegisterAsyncNotification
                 cuDeviceSetGraphMemAttribute cuDeviceSetMemPool cuDeviceUnregisterAsyncNotification
                 cuEventCreate cuEventDestroy cuEventDestroy_v2 cuEventElapsedTime
                 cuEventElapsedTime_v2 cuEventRecord cuEventRecordWithFlags
-                cuEventRecordWithFlags_ptsz cuEventRecord_ptsz
-                cuExternalMemoryGetMappedBuffer cuExternalMemoryGetMappedMipmappedArray
-                cuFlushGPUDirectRDMAWrites cuFuncGetAttribute cuFuncGetModule cuFuncGetName
-                cuFuncGetParamCount cuFuncGetParamInfo cuFuncIsLoaded cuFuncSetAttribute
-                cuFuncSetBlockShape cuFuncSetCacheConfig cuFuncSetSharedMemConfig
-                cuFuncSetSharedSize cuGLGetDevices cuGLGetDevices_v2 cuGLMapBufferObject
-                cuGLMapBufferObjectAsync cuGLMapBufferObjectAsync_v2
-                cuGLMapBufferObjectAsync_v2_ptsz cuGLMapBufferObject_v2 cuGLMapBufferObject_v2_ptds
-                cuGLSetBufferObjectMapFlags cuGLUnmapBufferObject cuGLUnmapBufferObjectAsync
-                cuGLUnregisterBufferObject cuGraphAddBatchMemOpNode cuGraphAddChildGraphNode
-                cuGraphAddDependencies cuGraphAddDependencies_v2 cuGraphAddEmptyNode
-                cuGraphAddEventRecordNode cuGraphAddEventWaitNode
+                cuEventRecordWithFlags_ptsz cuEventRecord_ptsz cuExternalMemoryGetMappedBuffer
+                cuExternalMemoryGetMappedMipmappedArray cuFlushGPUDirectRDMAWrites
+                cuFuncGetAttribute cuFuncGetModule cuFuncGetName cuFuncGetParamCount
+                cuFuncGetParamInfo cuFuncIsLoaded cuFuncSetAttribute cuFuncSetBlockShape
+                cuFuncSetCacheConfig cuFuncSetSharedMemConfig cuFuncSetSharedSize cuGLGetDevices
+                cuGLGetDevices_v2 cuGLMapBufferObject cuGLMapBufferObjectAsync
+                cuGLMapBufferObjectAsync_v2 cuGLMapBufferObjectAsync_v2_ptsz cuGLMapBufferObject_v2
+                cuGLMapBufferObject_v2_ptds cuGLSetBufferObjectMapFlags cuGLUnmapBufferObject
+                cuGLUnmapBufferObjectAsync cuGLUnregisterBufferObject cuGraphAddBatchMemOpNode
+                cuGraphAddChildGraphNode cuGraphAddDependencies cuGraphAddDependencies_v2
+                cuGraphAddEmptyNode cuGraphAddEventRecordNode cuGraphAddEventWaitNode
                 cuGraphAddExternalSemaphoresSignalNode cuGraphAddExternalSemaphoresWaitNode
                 cuGraphAddHostNode cuGraphAddKernelNode cuGraphAddKernelNode_v2
                 cuGraphAddMemAllocNode cuGraphAddMemFreeNode cuGraphAddMemcpyNode
@@ -86,52 +84,51 @@ macro_rules! hooked_functions {
                 cuGraphicsSubResourceGetMappedArray cuGraphicsUnmapResources
                 cuGraphicsUnmapResources_ptsz cuGraphicsUnregisterResource cuGreenCtxDestroy
                 cuGreenCtxGetDevResource cuGreenCtxGetId cuGreenCtxRecordEvent
-                cuGreenCtxStreamCreate cuGreenCtxWaitEvent cuInit
-                cuKernelGetAttribute cuKernelGetLibrary cuKernelGetName cuKernelGetParamCount
-                cuKernelGetParamInfo cuKernelSetAttribute cuKernelSetCacheConfig cuLaunch
-                cuLaunchCooperativeKernel cuLaunchCooperativeKernelMultiDevice
-                cuLaunchCooperativeKernel_ptsz cuLaunchGrid cuLaunchGridAsync cuLaunchHostFunc
-                cuLaunchHostFunc_ptsz cuLaunchHostFunc_v2 cuLaunchHostFunc_v2_ptsz cuLaunchKernel
-                cuLaunchKernelEx cuLaunchKernelEx_ptsz cuLaunchKernel_ptsz cuLibraryEnumerateKernels
-                cuLibraryGetGlobal cuLibraryGetKernel cuLibraryGetKernelCount
-                cuLibraryGetUnifiedFunction cuLibraryUnload cuLinkAddData cuLinkAddData_v2
-                cuLinkAddFile cuLinkAddFile_v2 cuLinkCreate cuLinkCreate_v2 cuLogicalEndpointDestroy
-                cuLogicalEndpointExport cuLogicalEndpointGetLimits cuLogicalEndpointIdRelease
-                cuLogicalEndpointIdReserve cuLogicalEndpointQuery cuLogicalEndpointUnbind
-                cuLogsCurrent cuLogsDumpToFile cuLogsDumpToMemory cuLogsRegisterCallback
-                cuLogsUnregisterCallback cuMemAddressFree cuMemAddressReserve cuMemAdvise
-                cuMemAdvise_v2 cuMemAllocHost cuMemAllocHost_v2 cuMemBatchDecompressAsync
-                cuMemBatchDecompressAsync_ptsz cuMemDiscardAndPrefetchBatchAsync
-                cuMemDiscardAndPrefetchBatchAsync_ptsz cuMemDiscardBatchAsync
-                cuMemDiscardBatchAsync_ptsz cuMemFreeHost
-                cuMemGetAccess cuMemGetAllocationGranularity cuMemGetDefaultMemPool cuMemGetInfo
-                cuMemGetInfo_v2 cuMemGetMemPool cuMemHostAlloc cuMemHostGetDevicePointer
+                cuGreenCtxStreamCreate cuGreenCtxWaitEvent cuInit cuKernelGetAttribute
+                cuKernelGetLibrary cuKernelGetName cuKernelGetParamCount cuKernelGetParamInfo
+                cuKernelSetAttribute cuKernelSetCacheConfig cuLaunch cuLaunchCooperativeKernel
+                cuLaunchCooperativeKernelMultiDevice cuLaunchCooperativeKernel_ptsz cuLaunchGrid
+                cuLaunchGridAsync cuLaunchHostFunc cuLaunchHostFunc_ptsz cuLaunchHostFunc_v2
+                cuLaunchHostFunc_v2_ptsz cuLaunchKernel cuLaunchKernelEx cuLaunchKernelEx_ptsz
+                cuLaunchKernel_ptsz cuLibraryEnumerateKernels cuLibraryGetGlobal cuLibraryGetKernel
+                cuLibraryGetKernelCount cuLibraryGetUnifiedFunction cuLibraryUnload cuLinkAddData
+                cuLinkAddData_v2 cuLinkAddFile cuLinkAddFile_v2 cuLinkCreate cuLinkCreate_v2
+                cuLogicalEndpointDestroy cuLogicalEndpointExport cuLogicalEndpointGetLimits
+                cuLogicalEndpointIdRelease cuLogicalEndpointIdReserve cuLogicalEndpointQuery
+                cuLogicalEndpointUnbind cuLogsCurrent cuLogsDumpToFile cuLogsDumpToMemory
+                cuLogsRegisterCallback cuLogsUnregisterCallback cuMemAddressFree cuMemAddressReserve
+                cuMemAdvise cuMemAdvise_v2 cuMemAllocHost cuMemAllocHost_v2
+                cuMemBatchDecompressAsync cuMemBatchDecompressAsync_ptsz
+                cuMemDiscardAndPrefetchBatchAsync cuMemDiscardAndPrefetchBatchAsync_ptsz
+                cuMemDiscardBatchAsync cuMemDiscardBatchAsync_ptsz cuMemFreeHost cuMemGetAccess
+                cuMemGetAllocationGranularity cuMemGetDefaultMemPool cuMemGetInfo cuMemGetInfo_v2
+                cuMemGetMemPool cuMemHostAlloc cuMemHostGetDevicePointer
                 cuMemHostGetDevicePointer_v2 cuMemHostGetFlags cuMemHostRegister
-                cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolGetAccess
-                cuMemPrefetchAsync cuMemPrefetchAsync_ptsz
-                cuMemPrefetchAsync_v2 cuMemPrefetchAsync_v2_ptsz cuMemPrefetchBatchAsync
-                cuMemPrefetchBatchAsync_ptsz cuMemRangeGetAttribute cuMemRangeGetAttributes
-                cuMemSetMemPool cuMemcpy cuMemcpy2D cuMemcpy2DAsync cuMemcpy2DAsync_v2
-                cuMemcpy2DAsync_v2_ptsz cuMemcpy2DUnaligned cuMemcpy2DUnaligned_v2
-                cuMemcpy2DUnaligned_v2_ptds cuMemcpy2D_v2 cuMemcpy2D_v2_ptds cuMemcpy3D
-                cuMemcpy3DAsync cuMemcpy3DAsync_v2 cuMemcpy3DAsync_v2_ptsz cuMemcpy3DBatchAsync
-                cuMemcpy3DBatchAsync_ptsz cuMemcpy3DBatchAsync_v2 cuMemcpy3DBatchAsync_v2_ptsz
-                cuMemcpy3DPeer cuMemcpy3DPeerAsync cuMemcpy3DPeerAsync_ptsz cuMemcpy3DPeer_ptds
-                cuMemcpy3DWithAttributesAsync cuMemcpy3DWithAttributesAsync_ptsz cuMemcpy3D_v2
-                cuMemcpy3D_v2_ptds cuMemcpyAsync cuMemcpyAsync_ptsz cuMemcpyAtoA cuMemcpyAtoA_v2
-                cuMemcpyAtoA_v2_ptds cuMemcpyAtoD cuMemcpyAtoD_v2 cuMemcpyAtoD_v2_ptds cuMemcpyAtoH
-                cuMemcpyAtoHAsync cuMemcpyAtoHAsync_v2 cuMemcpyAtoHAsync_v2_ptsz cuMemcpyAtoH_v2
-                cuMemcpyAtoH_v2_ptds cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz
-                cuMemcpyBatchAsync_v2 cuMemcpyBatchAsync_v2_ptsz cuMemcpyDtoA cuMemcpyDtoA_v2
-                cuMemcpyDtoA_v2_ptds cuMemcpyDtoD cuMemcpyDtoDAsync cuMemcpyDtoDAsync_v2
-                cuMemcpyDtoDAsync_v2_ptsz cuMemcpyDtoD_v2 cuMemcpyDtoD_v2_ptds cuMemcpyDtoH
-                cuMemcpyDtoHAsync cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz cuMemcpyDtoH_v2
-                cuMemcpyDtoH_v2_ptds cuMemcpyHtoA cuMemcpyHtoAAsync cuMemcpyHtoAAsync_v2
-                cuMemcpyHtoAAsync_v2_ptsz cuMemcpyHtoA_v2 cuMemcpyHtoA_v2_ptds cuMemcpyHtoD
-                cuMemcpyHtoDAsync cuMemcpyHtoDAsync_v2 cuMemcpyHtoDAsync_v2_ptsz cuMemcpyHtoD_v2
-                cuMemcpyHtoD_v2_ptds cuMemcpyPeer cuMemcpyPeerAsync cuMemcpyPeerAsync_ptsz
-                cuMemcpyPeer_ptds cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz
-                cuMemcpy_ptds cuMemsetD16 cuMemsetD16Async cuMemsetD16Async_ptsz cuMemsetD16_v2
+                cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolGetAccess cuMemPrefetchAsync
+                cuMemPrefetchAsync_ptsz cuMemPrefetchAsync_v2 cuMemPrefetchAsync_v2_ptsz
+                cuMemPrefetchBatchAsync cuMemPrefetchBatchAsync_ptsz cuMemRangeGetAttribute
+                cuMemRangeGetAttributes cuMemSetMemPool cuMemcpy cuMemcpy2D cuMemcpy2DAsync
+                cuMemcpy2DAsync_v2 cuMemcpy2DAsync_v2_ptsz cuMemcpy2DUnaligned
+                cuMemcpy2DUnaligned_v2 cuMemcpy2DUnaligned_v2_ptds cuMemcpy2D_v2 cuMemcpy2D_v2_ptds
+                cuMemcpy3D cuMemcpy3DAsync cuMemcpy3DAsync_v2 cuMemcpy3DAsync_v2_ptsz
+                cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz cuMemcpy3DBatchAsync_v2
+                cuMemcpy3DBatchAsync_v2_ptsz cuMemcpy3DPeer cuMemcpy3DPeerAsync
+                cuMemcpy3DPeerAsync_ptsz cuMemcpy3DPeer_ptds cuMemcpy3DWithAttributesAsync
+                cuMemcpy3DWithAttributesAsync_ptsz cuMemcpy3D_v2 cuMemcpy3D_v2_ptds cuMemcpyAsync
+                cuMemcpyAsync_ptsz cuMemcpyAtoA cuMemcpyAtoA_v2 cuMemcpyAtoA_v2_ptds cuMemcpyAtoD
+                cuMemcpyAtoD_v2 cuMemcpyAtoD_v2_ptds cuMemcpyAtoH cuMemcpyAtoHAsync
+                cuMemcpyAtoHAsync_v2 cuMemcpyAtoHAsync_v2_ptsz cuMemcpyAtoH_v2 cuMemcpyAtoH_v2_ptds
+                cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz cuMemcpyBatchAsync_v2
+                cuMemcpyBatchAsync_v2_ptsz cuMemcpyDtoA cuMemcpyDtoA_v2 cuMemcpyDtoA_v2_ptds
+                cuMemcpyDtoD cuMemcpyDtoDAsync cuMemcpyDtoDAsync_v2 cuMemcpyDtoDAsync_v2_ptsz
+                cuMemcpyDtoD_v2 cuMemcpyDtoD_v2_ptds cuMemcpyDtoH cuMemcpyDtoHAsync
+                cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz cuMemcpyDtoH_v2 cuMemcpyDtoH_v2_ptds
+                cuMemcpyHtoA cuMemcpyHtoAAsync cuMemcpyHtoAAsync_v2 cuMemcpyHtoAAsync_v2_ptsz
+                cuMemcpyHtoA_v2 cuMemcpyHtoA_v2_ptds cuMemcpyHtoD cuMemcpyHtoDAsync
+                cuMemcpyHtoDAsync_v2 cuMemcpyHtoDAsync_v2_ptsz cuMemcpyHtoD_v2 cuMemcpyHtoD_v2_ptds
+                cuMemcpyPeer cuMemcpyPeerAsync cuMemcpyPeerAsync_ptsz cuMemcpyPeer_ptds
+                cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz cuMemcpy_ptds
+                cuMemsetD16 cuMemsetD16Async cuMemsetD16Async_ptsz cuMemsetD16_v2
                 cuMemsetD16_v2_ptds cuMemsetD2D16 cuMemsetD2D16Async cuMemsetD2D16Async_ptsz
                 cuMemsetD2D16_v2 cuMemsetD2D16_v2_ptds cuMemsetD2D32 cuMemsetD2D32Async
                 cuMemsetD2D32Async_ptsz cuMemsetD2D32_v2 cuMemsetD2D32_v2_ptds cuMemsetD2D8
@@ -151,46 +148,40 @@ macro_rules! hooked_functions {
                 cuSignalExternalSemaphoresAsync cuSignalExternalSemaphoresAsync_ptsz
                 cuStreamAddCallback cuStreamAddCallback_ptsz cuStreamBatchMemOp
                 cuStreamBatchMemOp_ptsz cuStreamBatchMemOp_v2 cuStreamBatchMemOp_v2_ptsz
-                cuStreamBeginCapture cuStreamBeginCaptureToCig cuStreamBeginCaptureToCig_ptsz
-                cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz
-                cuStreamBeginCapture_ptsz cuStreamBeginCapture_v2 cuStreamBeginCapture_v2_ptsz
-                cuStreamBeginRecaptureToGraph cuStreamBeginRecaptureToGraph_ptsz
                 cuStreamCopyAttributes cuStreamCopyAttributes_ptsz cuStreamCreate
-                cuStreamCreateWithPriority cuStreamDestroy cuStreamDestroy_v2 cuStreamEndCapture
-                cuStreamEndCaptureToCig cuStreamEndCaptureToCig_ptsz cuStreamEndCapture_ptsz
-                cuStreamGetAttribute cuStreamGetAttribute_ptsz cuStreamGetCaptureInfo
-                cuStreamGetCaptureInfo_ptsz cuStreamGetCaptureInfo_v2 cuStreamGetCaptureInfo_v2_ptsz
-                cuStreamGetCaptureInfo_v3 cuStreamGetCaptureInfo_v3_ptsz cuStreamGetCtx
-                cuStreamGetCtx_ptsz cuStreamGetCtx_v2 cuStreamGetCtx_v2_ptsz cuStreamGetDevResource
-                cuStreamGetDevResource_ptsz cuStreamGetDevice cuStreamGetDevice_ptsz
-                cuStreamGetFlags cuStreamGetFlags_ptsz cuStreamGetGreenCtx cuStreamGetId
-                cuStreamGetId_ptsz cuStreamGetPriority cuStreamGetPriority_ptsz
-                cuStreamSetAttribute cuStreamSetAttribute_ptsz
-                cuStreamUpdateCaptureDependencies
-                cuStreamUpdateCaptureDependencies_ptsz cuStreamUpdateCaptureDependencies_v2
-                cuStreamUpdateCaptureDependencies_v2_ptsz cuStreamWaitEvent cuStreamWaitEvent_ptsz
-                cuStreamWaitValue32 cuStreamWaitValue32_ptsz cuStreamWaitValue32_v2
-                cuStreamWaitValue32_v2_ptsz cuStreamWaitValue64 cuStreamWaitValue64_ptsz
-                cuStreamWaitValue64_v2 cuStreamWaitValue64_v2_ptsz cuStreamWriteValue32
-                cuStreamWriteValue32_ptsz cuStreamWriteValue32_v2 cuStreamWriteValue32_v2_ptsz
-                cuStreamWriteValue64 cuStreamWriteValue64_ptsz cuStreamWriteValue64_v2
-                cuStreamWriteValue64_v2_ptsz cuSurfObjectCreate cuSurfObjectDestroy
-                cuSurfObjectGetResourceDesc cuSurfRefGetArray cuSurfRefSetArray
-                cuTensorMapEncodeIm2col cuTensorMapEncodeIm2colWide cuTensorMapEncodeTiled
-                cuTensorMapReplaceAddress cuTensorMapSetAllocationClass cuTexObjectCreate
-                cuTexObjectDestroy cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc
-                cuTexObjectGetTextureDesc cuTexRefCreate cuTexRefDestroy cuTexRefGetAddress
-                cuTexRefGetAddressMode cuTexRefGetAddress_v2 cuTexRefGetArray cuTexRefGetBorderColor
-                cuTexRefGetFilterMode cuTexRefGetFlags cuTexRefGetFormat cuTexRefGetMaxAnisotropy
-                cuTexRefGetMipmapFilterMode cuTexRefGetMipmapLevelBias cuTexRefGetMipmapLevelClamp
-                cuTexRefGetMipmappedArray cuTexRefSetAddress cuTexRefSetAddress2D
-                cuTexRefSetAddress2D_v2 cuTexRefSetAddress2D_v3 cuTexRefSetAddressMode
-                cuTexRefSetAddress_v2 cuTexRefSetArray cuTexRefSetBorderColor cuTexRefSetFilterMode
-                cuTexRefSetFlags cuTexRefSetFormat cuTexRefSetMaxAnisotropy
-                cuTexRefSetMipmapFilterMode cuTexRefSetMipmapLevelBias cuTexRefSetMipmapLevelClamp
-                cuTexRefSetMipmappedArray cuThreadExchangeStreamCaptureMode cuUserObjectCreate
-                cuUserObjectRelease cuUserObjectRetain cuVDPAUGetDevice cuWGLGetDevice
-                cuWaitExternalSemaphoresAsync cuWaitExternalSemaphoresAsync_ptsz
+                cuStreamCreateWithPriority cuStreamGetAttribute cuStreamGetAttribute_ptsz
+                cuStreamGetCaptureInfo cuStreamGetCaptureInfo_ptsz cuStreamGetCaptureInfo_v2
+                cuStreamGetCaptureInfo_v2_ptsz cuStreamGetCaptureInfo_v3
+                cuStreamGetCaptureInfo_v3_ptsz cuStreamGetCtx cuStreamGetCtx_ptsz cuStreamGetCtx_v2
+                cuStreamGetCtx_v2_ptsz cuStreamGetDevResource cuStreamGetDevResource_ptsz
+                cuStreamGetDevice cuStreamGetDevice_ptsz cuStreamGetFlags cuStreamGetFlags_ptsz
+                cuStreamGetGreenCtx cuStreamGetId cuStreamGetId_ptsz cuStreamGetPriority
+                cuStreamGetPriority_ptsz cuStreamSetAttribute cuStreamSetAttribute_ptsz
+                cuStreamUpdateCaptureDependencies cuStreamUpdateCaptureDependencies_ptsz
+                cuStreamUpdateCaptureDependencies_v2 cuStreamUpdateCaptureDependencies_v2_ptsz
+                cuStreamWaitEvent cuStreamWaitEvent_ptsz cuStreamWaitValue32
+                cuStreamWaitValue32_ptsz cuStreamWaitValue32_v2 cuStreamWaitValue32_v2_ptsz
+                cuStreamWaitValue64 cuStreamWaitValue64_ptsz cuStreamWaitValue64_v2
+                cuStreamWaitValue64_v2_ptsz cuStreamWriteValue32 cuStreamWriteValue32_ptsz
+                cuStreamWriteValue32_v2 cuStreamWriteValue32_v2_ptsz cuStreamWriteValue64
+                cuStreamWriteValue64_ptsz cuStreamWriteValue64_v2 cuStreamWriteValue64_v2_ptsz
+                cuSurfObjectCreate cuSurfObjectDestroy cuSurfObjectGetResourceDesc cuSurfRefGetArray
+                cuSurfRefSetArray cuTensorMapEncodeIm2col cuTensorMapEncodeIm2colWide
+                cuTensorMapEncodeTiled cuTensorMapReplaceAddress cuTensorMapSetAllocationClass
+                cuTexObjectCreate cuTexObjectDestroy cuTexObjectGetResourceDesc
+                cuTexObjectGetResourceViewDesc cuTexObjectGetTextureDesc cuTexRefCreate
+                cuTexRefDestroy cuTexRefGetAddress cuTexRefGetAddressMode cuTexRefGetAddress_v2
+                cuTexRefGetArray cuTexRefGetBorderColor cuTexRefGetFilterMode cuTexRefGetFlags
+                cuTexRefGetFormat cuTexRefGetMaxAnisotropy cuTexRefGetMipmapFilterMode
+                cuTexRefGetMipmapLevelBias cuTexRefGetMipmapLevelClamp cuTexRefGetMipmappedArray
+                cuTexRefSetAddress cuTexRefSetAddress2D cuTexRefSetAddress2D_v2
+                cuTexRefSetAddress2D_v3 cuTexRefSetAddressMode cuTexRefSetAddress_v2
+                cuTexRefSetArray cuTexRefSetBorderColor cuTexRefSetFilterMode cuTexRefSetFlags
+                cuTexRefSetFormat cuTexRefSetMaxAnisotropy cuTexRefSetMipmapFilterMode
+                cuTexRefSetMipmapLevelBias cuTexRefSetMipmapLevelClamp cuTexRefSetMipmappedArray
+                cuThreadExchangeStreamCaptureMode cuUserObjectCreate cuUserObjectRelease
+                cuUserObjectRetain cuVDPAUGetDevice cuWGLGetDevice cuWaitExternalSemaphoresAsync
+                cuWaitExternalSemaphoresAsync_ptsz
             }
             Poll {
                 cuEventQuery cuStreamQuery cuStreamQuery_ptsz
@@ -232,10 +223,15 @@ macro_rules! hooked_functions {
                 cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2
                 cuIpcCloseMemHandle cuMemFree cuMemFreeAsync cuMemFreeAsync_ptsz cuMemFree_v2
                 cuMemGetAddressRange cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle
-                cuMemMap
-                cuMemMapArrayAsync cuMemMapArrayAsync_ptsz cuMemPoolDestroy cuMemPoolGetAttribute
-                cuMemPoolSetAttribute cuMemPoolTrimTo cuMemRelease cuMemRetainAllocationHandle
-                cuMemUnmap cuPointerSetAttribute
+                cuMemMap cuMemMapArrayAsync cuMemMapArrayAsync_ptsz cuMemPoolDestroy
+                cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolTrimTo cuMemRelease
+                cuMemRetainAllocationHandle cuMemUnmap cuPointerSetAttribute cuStreamBeginCapture
+                cuStreamBeginCaptureToCig cuStreamBeginCaptureToCig_ptsz cuStreamBeginCaptureToGraph
+                cuStreamBeginCaptureToGraph_ptsz cuStreamBeginCapture_ptsz cuStreamBeginCapture_v2
+                cuStreamBeginCapture_v2_ptsz cuStreamBeginRecaptureToGraph
+                cuStreamBeginRecaptureToGraph_ptsz cuStreamDestroy cuStreamDestroy_v2
+                cuStreamEndCapture cuStreamEndCaptureToCig cuStreamEndCaptureToCig_ptsz
+                cuStreamEndCapture_ptsz
             }
             Pointer {
                 cuPointerGetAttribute cuPointerGetAttributes

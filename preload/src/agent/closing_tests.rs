@@ -20,6 +20,7 @@ use crate::agent::machine::{CallAdmission, DriverCall, Host, OrderMachine};
 use crate::counters::tests::page;
 use crate::counters::{CounterPage, ThreadSlot};
 use crate::gate::{GateCheck, look};
+use crate::swap::pending_work::GpuWork;
 
 /// The decisions of one run at each of its forks. All runs together take every decision.
 #[derive(Default)]
@@ -252,6 +253,9 @@ impl Host for World<'_> {
     }
     fn state(&mut self) -> Option<u32> {
         Some(self.driver_state)
+    }
+    fn await_work(&mut self, _: u64) -> GpuWork {
+        GpuWork::Done
     }
     fn copy_out(&mut self, _: CopyOptions, _: u64) -> Result<(), u32> {
         Err(0)

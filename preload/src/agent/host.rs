@@ -16,6 +16,7 @@ use super::gpus::{self, GpuMap};
 use super::machine::{CallAdmission, DriverCall, Host};
 use super::vram;
 use crate::counters::CounterPage;
+use crate::swap::pending_work::GpuWork;
 use crate::{constants, libcuda, lookup, nvml, process, swap, sys, tools};
 
 /// The process that this library is loaded into.
@@ -224,6 +225,20 @@ impl Host for DriverHost {
 
     fn has_driver_ended(&mut self) -> bool {
         libcuda::checkpoint_state().is_some_and(|(code, _)| code == result::DEINITIALIZED)
+    }
+
+    fn await_work(&mut self, end_us: u64) -> GpuWork {
+        if !swap::is_in_use() {
+            // Nothing is copied, so no work can change it.
+            return GpuWork::Done;
+        }
+        let page = self.page;
+        let mut pause_us = 20;
+        swap::pending_work::wait(|| {
+            sys::sleep_us(pause_us);
+            pause_us = (2 * pause_us).min(2_000);
+            sys::now_us() >= end_us || page.has_waiters()
+        })
     }
 
     fn copy_out(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32> {

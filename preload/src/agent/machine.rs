@@ -33,6 +33,7 @@ use affinode_proto::wire::Phase;
 use affinode_proto::wire::counters::Gate;
 use affinode_proto::wire::message::{Action, BUSY_NVML, CopyOptions, Outcome, PROOF_TTL_MS};
 
+use crate::swap::pending_work::GpuWork;
 use crate::swap::{LOADER_HELD, NO_HOST_MEMORY};
 
 /// The set of calls whose counts must be zero.
@@ -93,6 +94,9 @@ pub trait Host {
     fn call(&mut self, call: DriverCall) -> Option<u32>;
     /// The process state that the driver reports; `None`: it reports none.
     fn state(&mut self) -> Option<u32>;
+    /// Waits for the GPU's work in every context, without the driver's checkpoint, until `end_us` or
+    /// until a caller arrives at the gate.
+    fn await_work(&mut self, end_us: u64) -> GpuWork;
     /// Copies swappable memory to host memory and frees the device memory. `vram_bytes`: VRAM that
     /// the process holds on its device. If a checkpoint follows, a copier may copy during it. The
     /// error is the driver's code, and all is then as before.
@@ -147,6 +151,9 @@ pub struct OrderMachine {
     /// The code that the driver returns for every call, once the context is lost.
     broken: Option<u32>,
 }
+
+/// Maximum wait for the GPU's work in a process that made no call for its idle timeout.
+const MAX_WORK_MS: u32 = 5_000;
 
 /// Number of failed restores after which calls return an error. The restore is repeated because the
 /// driver may use other memory the next time.
@@ -363,12 +370,16 @@ impl OrderMachine {
         self.step(host, DriverCall::Unlock, Phase::Unlocking, after)
     }
 
-    /// Copies out after an unlock, because copies need the driver. The earlier lock has waited for
-    /// work on the GPU, and the gate admits no new work. So nothing changes the memory.
+    /// Copies out after the GPU's work has ended. The gate admits no new work, so nothing changes the
+    /// memory. A locked process is unlocked first, because copies need the driver: its lock has
+    /// waited for the work.
     fn copy_out(&mut self, host: &mut impl Host, how: CopyOptions) -> Ended {
-        match self.unlock(host) {
-            (Outcome::Done, _) => {}
-            ended => return ended,
+        let quiet = match self.phase {
+            Phase::Locked => self.unlock(host),
+            _ => self.await_work(host),
+        };
+        if quiet.0 != Outcome::Done {
+            return quiet;
         }
         self.enter(host, Phase::CopyingOut);
         match host.copy_out(how, self.vram_bytes) {
@@ -377,6 +388,29 @@ impl OrderMachine {
                 (Outcome::Done, 0)
             }
             Err(code) => self.moved(host, code),
+        }
+    }
+
+    /// Waits for the GPU's work. The driver's lock is used only where the work cannot be seen
+    /// otherwise.
+    fn await_work(&mut self, host: &mut impl Host) -> Ended {
+        let end_us = host.now_us() + u64::from(MAX_WORK_MS) * 1_000;
+        match host.await_work(end_us) {
+            GpuWork::Done => (Outcome::Done, 0),
+            GpuWork::Running => (Outcome::Busy, result::NOT_READY),
+            GpuWork::Failed(result::DEINITIALIZED) => {
+                self.open(host);
+                (Outcome::DriverError, result::DEINITIALIZED)
+            }
+            GpuWork::Failed(code) => (Outcome::DriverError, code),
+            GpuWork::Unseen => {
+                host.note_threads();
+                let call = DriverCall::Lock(MAX_WORK_MS);
+                match self.step(host, call, Phase::Locking, Phase::Locked) {
+                    (Outcome::Done, _) => self.unlock(host),
+                    ended => ended,
+                }
+            }
         }
     }
 
@@ -397,10 +431,9 @@ impl OrderMachine {
 
     fn checkpoint(&mut self, host: &mut impl Host) -> Ended {
         if self.phase == Phase::CopiedOut {
-            // Nothing runs on the GPU: the first lock has waited for it, and the gate is closed.
-            const LOCK_MS: u32 = 5_000;
+            // Nothing runs on the GPU: the copy out has waited for it, and the gate is closed.
             host.release_copied(self.vram_bytes);
-            let call = DriverCall::Lock(LOCK_MS);
+            let call = DriverCall::Lock(MAX_WORK_MS);
             match self.step(host, call, Phase::Locking, Phase::Locked) {
                 (Outcome::Done, _) => {}
                 ended => return ended,
@@ -529,7 +562,8 @@ fn admits(phase: Phase, action: Action) -> bool {
         Action::HoldAllocations { .. } | Action::ReleaseAllocations => true,
         Action::Close { .. } => phase == Phase::Open,
         Action::Open | Action::Lock { .. } => phase == Phase::Closed,
-        Action::Unlock | Action::CopyOut { .. } => phase == Phase::Locked,
+        Action::Unlock => phase == Phase::Locked,
+        Action::CopyOut { .. } => matches!(phase, Phase::Closed | Phase::Locked),
         Action::Checkpoint { .. } => matches!(phase, Phase::Locked | Phase::CopiedOut),
         Action::Restore => phase.is_offloaded(),
         Action::RestoreOnGpu { .. } => phase == Phase::Checkpointed,

@@ -45,7 +45,8 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::RETAINS_HOST_COPY.0
         | Capabilities::PREFAULTS.0
         | Capabilities::CHECKS.0
-        | Capabilities::DEDUPS.0,
+        | Capabilities::DEDUPS.0
+        | Capabilities::AWAITS_WORK.0,
 );
 
 /// Signal set with the only signal that wakes the agent.

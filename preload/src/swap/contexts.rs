@@ -8,7 +8,8 @@ use super::alloc_wrappers::release;
 use super::allocations::{AllocationPiece, AllocationTables, Allocations};
 use super::vmm::blocks;
 use super::{
-    SWAP, addresses, count, driver::call, loader_lock, locked, stream_pools, tables, with_pool,
+    DEVICES, SWAP, addresses, count, driver::call, loader_lock, locked, pending_work, stream_pools,
+    tables, with_pool,
 };
 
 pub(super) fn current_context() -> Option<usize> {
@@ -85,6 +86,7 @@ fn ends(
             let code = end();
             ended = code == result::SUCCESS && has_ended();
             if ended {
+                pending_work::context_ends(context);
                 pool.context_ends(context);
                 stream_pools::context_ends(context, before);
                 let order = Ordering::Relaxed;
@@ -150,6 +152,11 @@ fn primary_context(device: i32) -> Option<usize> {
     }
     call!(primary_release(device));
     Some(context)
+}
+
+/// The primary contexts that exist now. No context may end during the call.
+pub(super) fn primary_contexts() -> impl Iterator<Item = usize> {
+    (0..DEVICES as i32).filter_map(primary_context)
 }
 
 pub(super) unsafe extern "C" fn primary_reset(device: i32) -> u32 {

@@ -138,7 +138,7 @@ fn is_new(pool: &StagingPool, found: Option<&DigestTable>, bytes: u64) -> bool {
 
 /// Allows the agent's thread to make calls that would otherwise invalidate another thread's capture
 /// of a stream.
-fn relax_captures() {
+pub(super) fn relax_captures() {
     const RELAXED: u32 = 2;
     let mut mode = RELAXED;
     driver::exchange_capture_mode(&mut mode);

@@ -84,6 +84,10 @@ struct Device {
     pools: BTreeSet<usize>,
     /// Other contexts that were made current.
     pushed: Vec<usize>,
+    /// Contexts for which an event was recorded, in order.
+    awaited: Vec<usize>,
+    /// Number of queries that find the event's work running.
+    runs: usize,
     /// Number of allocations in the driver's own pools.
     pooled: usize,
     /// Number of references to the primary context, which is [`CONTEXT`].
@@ -108,6 +112,26 @@ impl Fake {
     /// Lets a function fail once, after this number of successful calls.
     pub fn fail(&self, name: &'static str, after: usize) {
         device(|device| device.fails.push((name, after)));
+    }
+
+    /// Makes the primary context active.
+    pub fn hold_primary(&self) {
+        device(|device| device.primary_holds = 1);
+    }
+
+    /// Lets this many queries of an event find its work running.
+    pub fn run_for(&self, queries: usize) {
+        device(|device| device.runs = queries);
+    }
+
+    /// Contexts for which an event was recorded, in order.
+    pub fn awaited(&self) -> Vec<usize> {
+        device(|device| device.awaited.clone())
+    }
+
+    /// Number of events that exist.
+    pub fn events(&self) -> usize {
+        device(|device| device.events.len())
     }
 
     /// Cancels all failures that were set.
@@ -225,6 +249,10 @@ impl Device {
     }
 
     fn may(&mut self, name: &'static str) -> Result<(), u32> {
+        if name == "cuEventQuery" && self.runs > 0 {
+            self.runs -= 1;
+            return Err(result::NOT_READY);
+        }
         let Some(place) = self.fails.iter().position(|(which, _)| *which == name) else {
             return Ok(());
         };
@@ -473,6 +501,11 @@ functions! {
         set(event, name)
     };
     "cuEventDestroy_v2" event_destroy(event: usize) |device, event| device.events.remove(&event).then_some(());
+    "cuCtxRecordEvent" ctx_record_event(context: usize, event: usize) |device, context, event| {
+        device.events.contains(&event).then_some(())?;
+        device.awaited.push(context);
+        Some(())
+    };
     "cuEventRecord" event_record(event: usize, _stream: *mut core::ffi::c_void) |device, event, _| device.events.contains(&event).then_some(());
     "cuEventQuery" event_query(event: usize) |device, event| device.events.contains(&event).then_some(());
     "cuEventSynchronize" event_synchronize(event: usize) |device, event| device.events.contains(&event).then_some(());

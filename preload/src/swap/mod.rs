@@ -21,6 +21,7 @@
 //! | `backing`, `contexts` | physical memory for addresses; contexts and their end |
 //! | `addresses` | reserved addresses of freed allocations |
 //! | `peer_devices` | whether other devices can reach the process's device memory |
+//! | `pending_work` | the wait for the GPU's work before a copy |
 //! | `allocations`, `chunked_map`, `mmap_vec`, `layout` | swappable memory by key; its order in the pool |
 //! | `copy`, `staging`, `prefault` | copy out and copy in; the host memory for it, and its pages |
 //! | `scrub` | the driver's stall after much device memory was freed |
@@ -54,6 +55,7 @@ pub mod loader_lock;
 mod mmap_vec;
 mod numa;
 mod peer_devices;
+pub mod pending_work;
 mod prefault;
 mod prefault_ahead;
 mod scrub;
@@ -79,6 +81,7 @@ pub use self::copy::{
 };
 pub use self::ipc::answer;
 pub use self::peer_devices::is_reached;
+use self::pending_work::ValueList;
 use self::prefault_ahead::PrefaultJob;
 pub use self::prefault_ahead::{
     end_preparation, go_on as go_on_preparing, is_told as is_prepared, prepare,
@@ -134,6 +137,10 @@ struct SwapState {
     ahead: PrefaultJob,
     /// Contexts in which a small allocation stays permanently.
     anchored: [AtomicUsize; 16],
+    /// Contexts that the application has created; primary contexts are not in it.
+    contexts: ValueList,
+    /// Streams whose calls are captured in a graph now.
+    captures: ValueList,
 }
 
 // SAFETY: the cells are reached through `tables` and `with_pool` alone.
@@ -158,6 +165,8 @@ static SWAP: SwapState = SwapState {
     checks: AtomicU32::new(0),
     ahead: PrefaultJob::none(),
     anchored: [const { AtomicUsize::new(0) }; 16],
+    contexts: ValueList::new(),
+    captures: ValueList::new(),
 };
 
 /// A lock for which threads sleep. Its holder has signals blocked, so no signal handler can wait for

@@ -4,7 +4,7 @@
 
 use affinode_cuda_sys::hook::Function;
 
-use super::{alloc_wrappers, contexts, ipc, stream_pools, vmm};
+use super::{alloc_wrappers, contexts, ipc, pending_work, stream_pools, vmm};
 
 macro_rules! stand_ins {
     ($($function:ident $stand_in:path;)*) => {
@@ -71,4 +71,24 @@ stand_ins! {
     cuEventSynchronize stream_pools::event_synchronize;
     cuCtxSynchronize stream_pools::ctx_synchronize;
     cuCtxSynchronize_v2 stream_pools::ctx_synchronize_v2;
+    cuCtxCreate pending_work::ctx_create;
+    cuCtxCreate_v2 pending_work::ctx_create_v2;
+    cuCtxCreate_v3 pending_work::ctx_create_v3;
+    cuCtxCreate_v4 pending_work::ctx_create_v4;
+    cuStreamBeginCapture pending_work::begin_capture;
+    cuStreamBeginCapture_ptsz pending_work::begin_capture_ptsz;
+    cuStreamBeginCapture_v2 pending_work::begin_capture_v2;
+    cuStreamBeginCapture_v2_ptsz pending_work::begin_capture_v2_ptsz;
+    cuStreamBeginCaptureToGraph pending_work::begin_capture_to_graph;
+    cuStreamBeginCaptureToGraph_ptsz pending_work::begin_capture_to_graph_ptsz;
+    cuStreamBeginCaptureToCig pending_work::begin_capture_to_cig;
+    cuStreamBeginCaptureToCig_ptsz pending_work::begin_capture_to_cig_ptsz;
+    cuStreamBeginRecaptureToGraph pending_work::begin_recapture;
+    cuStreamBeginRecaptureToGraph_ptsz pending_work::begin_recapture_ptsz;
+    cuStreamEndCapture pending_work::end_capture;
+    cuStreamEndCapture_ptsz pending_work::end_capture_ptsz;
+    cuStreamEndCaptureToCig pending_work::end_capture_to_cig;
+    cuStreamEndCaptureToCig_ptsz pending_work::end_capture_to_cig_ptsz;
+    cuStreamDestroy pending_work::stream_destroy;
+    cuStreamDestroy_v2 pending_work::stream_destroy_v2;
 }

@@ -56,8 +56,9 @@ pub enum Action {
         /// Timeout of the driver's lock, in milliseconds.
         timeout_ms: u32,
     },
-    /// Locked → CopiedOut: unlock, copy swappable memory to host memory and free it on the GPU. On
-    /// an error nothing was freed, and the phase is Closed.
+    /// Closed → CopiedOut: wait for the GPU's work, copy swappable memory to host memory and free it
+    /// on the GPU. Requires [`Capabilities::AWAITS_WORK`]. Locked → CopiedOut: unlock in place of the
+    /// wait. On an error nothing was freed, and the phase is Closed.
     CopyOut {
         /// Largest VRAM that the process holds on one GPU, in bytes. The agent uses it for a
         /// restore without a controller.

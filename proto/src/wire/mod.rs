@@ -91,6 +91,8 @@ impl Capabilities {
     /// The library can share identical content with other processes, so that it is stored once,
     /// while it is offloaded ([`copier::FromCopier::Same`]).
     pub const DEDUPS: Capabilities = Capabilities(1 << 5);
+    /// The library waits for the GPU's work by itself, so a copy out needs no lock of the driver.
+    pub const AWAITS_WORK: Capabilities = Capabilities(1 << 6);
 
     /// Whether any bit of `other` is set.
     #[must_use]

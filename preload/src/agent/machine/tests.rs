@@ -48,6 +48,8 @@ struct Fake {
     damaged: bool,
     /// State that the driver reports, if it differs from the real one.
     says: Option<Option<u32>>,
+    /// What a wait for the GPU's work finds.
+    work: GpuWork,
 }
 
 impl Fake {
@@ -83,6 +85,7 @@ impl Fake {
             broken: None,
             damaged: false,
             says: None,
+            work: GpuWork::Done,
         }
     }
 }
@@ -150,6 +153,10 @@ impl Host for Fake {
     }
     fn has_driver_ended(&mut self) -> bool {
         self.fails.is_some_and(|(_, code)| code == result::DEINITIALIZED)
+    }
+    fn await_work(&mut self, _: u64) -> GpuWork {
+        assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));
+        self.work
     }
     fn copy_out(&mut self, how: CopyOptions, _vram_bytes: u64) -> Result<(), u32> {
         assert_eq!((self.gate, self.state), (Gate::Closed, process_state::RUNNING));

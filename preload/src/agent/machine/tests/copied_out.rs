@@ -35,6 +35,46 @@ fn copied_memory_is_restored_from_both_levels() {
 }
 
 #[test]
+fn copy_out_from_closed_calls_no_checkpoint() {
+    let (mut host, mut machine) = copying(&[CLOSE, COPY_OUT]);
+    assert_eq!((machine.phase(), host.copied_out), (Phase::CopiedOut, true));
+    for action in [Action::Restore, Action::Open] {
+        assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
+    }
+    assert_eq!((machine.phase(), host.copied_out, host.gate), (Phase::Open, false, Gate::Open));
+    assert_eq!(host.calls, []);
+}
+
+#[test]
+fn copy_out_with_running_work_is_busy() {
+    let (mut host, mut machine) = copying(&[CLOSE]);
+    host.work = GpuWork::Running;
+    let busy = (Outcome::Busy, result::NOT_READY);
+    assert_eq!(machine.execute_order(&mut host, COPY_OUT), busy);
+    host.work = GpuWork::Failed(700);
+    assert_eq!(machine.execute_order(&mut host, COPY_OUT), (Outcome::DriverError, 700));
+    assert_eq!((machine.phase(), host.copied_out), (Phase::Closed, false));
+    assert_eq!(host.calls, []);
+    host.work = GpuWork::Failed(result::DEINITIALIZED);
+    let ended = (Outcome::DriverError, result::DEINITIALIZED);
+    assert_eq!(machine.execute_order(&mut host, COPY_OUT), ended);
+    assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open), "the process ends");
+}
+
+#[test]
+fn unseen_work_is_awaited_by_the_driver_lock() {
+    let (mut host, mut machine) = copying(&[CLOSE]);
+    host.work = GpuWork::Unseen;
+    host.fails = Some((DriverCall::Lock(5_000), result::NOT_READY));
+    let busy = (Outcome::Busy, result::NOT_READY);
+    assert_eq!(machine.execute_order(&mut host, COPY_OUT), busy);
+    assert_eq!((machine.phase(), host.copied_out), (Phase::Closed, false));
+    host.fails = None;
+    assert_eq!(machine.execute_order(&mut host, COPY_OUT), (Outcome::Done, 0));
+    assert_eq!((machine.phase(), host.copied_out), (Phase::CopiedOut, true));
+}
+
+#[test]
 fn failed_copy_out_leaves_process_closed() {
     let (mut host, mut machine) = copying(&[CLOSE, LOCK]);
     host.copy_fails = Some(999);

@@ -1,0 +1,254 @@
+//! Waits for the GPU's work in all contexts of the process, without the driver's checkpoint.
+//!
+//! ```text
+//! each context: an event that captures all of its work ──> queried until all have occurred
+//!                  │ none can be recorded: a stream is captured, or a context may be unknown
+//!                  └─> Unseen: the caller takes the driver's lock, which waits too
+//! ```
+//!
+//! An event of a context would invalidate the capture of a stream in it (measured, H200, driver
+//! 580.159: `cuCtxRecordEvent` and `cuCtxSynchronize` do, in each capture mode). So wrappers record
+//! which streams are captured, and which contexts the application has created.
+
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+use affinode_cuda_sys::{hook::Function, result};
+
+use super::contexts::{in_context, primary_contexts};
+use super::driver::{self, call};
+use super::{REAL, SWAP, with_pool, wrappers};
+
+/// Maximum number of contexts that are waited for, and of streams that are captured at a time.
+const SLOTS: usize = 16;
+/// `CU_EVENT_DISABLE_TIMING`.
+const WITHOUT_TIMING: u32 = 2;
+
+/// What is known of the GPU's work after a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GpuWork {
+    /// All of it is done.
+    Done,
+    /// Some of it ran until the end of the wait.
+    Running,
+    /// It cannot be seen by events.
+    Unseen,
+    /// The driver returned this code.
+    Failed(u32),
+}
+
+/// Values other than 0, in no order. A value may be in it several times.
+pub(super) struct ValueList {
+    slots: [AtomicUsize; SLOTS],
+    /// Number of values that found no slot.
+    missed: AtomicUsize,
+}
+
+impl ValueList {
+    pub(super) const fn new() -> ValueList {
+        ValueList {
+            slots: [const { AtomicUsize::new(0) }; SLOTS],
+            missed: AtomicUsize::new(0),
+        }
+    }
+
+    fn add(&self, value: usize) {
+        let take = |slot: &AtomicUsize| {
+            slot.compare_exchange(0, value, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        if !self.slots.iter().any(take) {
+            self.missed.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Removes the value once, if it is in the list.
+    fn remove(&self, value: usize) {
+        let free = |slot: &AtomicUsize| {
+            slot.compare_exchange(value, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        let _ = self.slots.iter().any(free);
+    }
+
+    fn values(&self) -> impl Iterator<Item = usize> {
+        self.slots.iter().map(|slot| slot.load(Ordering::Acquire)).filter(|value| *value != 0)
+    }
+
+    /// Whether every value that was added had a slot.
+    fn is_complete(&self) -> bool {
+        self.missed.load(Ordering::Acquire) == 0
+    }
+}
+
+/// Waits until the work in every context is done, and ends earlier if `gives_up` returns true, which
+/// is called between two looks. The gate is closed, so that no work is added.
+pub fn wait(mut gives_up: impl FnMut() -> bool) -> GpuWork {
+    let captured = SWAP.captures.values().next().is_some() || !SWAP.captures.is_complete();
+    let is_green = SWAP.green.load(Ordering::Acquire) == 1;
+    if captured || is_green || !SWAP.contexts.is_complete() || driver::ctx_record_event().is_none()
+    {
+        return GpuWork::Unseen;
+    }
+    super::copy::relax_captures();
+    with_pool(|_| {
+        let mut events = ContextEvents { known: [(0, 0); 2 * SLOTS], count: 0 };
+        let recorded = primary_contexts()
+            .chain(SWAP.contexts.values())
+            .try_for_each(|context| events.record(context));
+        let found = match recorded {
+            Ok(()) => events.wait(&mut gives_up),
+            Err(work) => work,
+        };
+        events.destroy();
+        found
+    })
+}
+
+/// Forgets a context that has ended.
+pub(super) fn context_ends(context: usize) {
+    SWAP.contexts.remove(context);
+}
+
+/// Events, each with its context.
+struct ContextEvents {
+    known: [(usize, usize); 2 * SLOTS],
+    count: usize,
+}
+
+impl ContextEvents {
+    fn record(&mut self, context: usize) -> Result<(), GpuWork> {
+        if self.recorded().any(|(known, _)| known == context) {
+            return Ok(());
+        }
+        let mut event = 0;
+        let code = in_context(context, || call!(event_create(&raw mut event, WITHOUT_TIMING)));
+        if code != result::SUCCESS {
+            return Err(GpuWork::Failed(code));
+        }
+        let Some(slot) = self.known.get_mut(self.count) else {
+            in_context(context, || call!(event_destroy(event)));
+            return Err(GpuWork::Unseen);
+        };
+        *slot = (context, event);
+        self.count += 1;
+        match in_context(context, || call!(ctx_record_event(context, event))) {
+            result::SUCCESS => Ok(()),
+            code => Err(GpuWork::Failed(code)),
+        }
+    }
+
+    fn recorded(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.known.iter().take(self.count).copied()
+    }
+
+    fn wait(&self, gives_up: &mut impl FnMut() -> bool) -> GpuWork {
+        for (context, event) in self.recorded() {
+            loop {
+                match in_context(context, || call!(event_query(event))) {
+                    result::SUCCESS => break,
+                    result::NOT_READY if gives_up() => return GpuWork::Running,
+                    result::NOT_READY => {}
+                    code => return GpuWork::Failed(code),
+                }
+            }
+        }
+        GpuWork::Done
+    }
+
+    fn destroy(&self) {
+        for (context, event) in self.recorded() {
+            in_context(context, || call!(event_destroy(event)));
+        }
+    }
+}
+
+/// A function of the driver with at most six arguments, all of them integers or pointers. More
+/// registers than it has arguments do no harm.
+type SixArguments = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> u32;
+
+fn real(function: Function) -> Option<SixArguments> {
+    let index = wrappers::FUNCTIONS.iter().position(|known| *known == function)?;
+    let address = REAL.get(index).map(|known| known.load(Ordering::Relaxed))?;
+    // SAFETY: the wrapper of a function is called only if the driver has the function, and the
+    // functions below have at most six arguments, which are passed in registers.
+    (address != 0)
+        .then(|| unsafe { core::mem::transmute::<usize, SixArguments>(address) })
+}
+
+macro_rules! forwards {
+    ($($name:ident $function:ident $then:expr;)*) => {$(
+        #[doc = concat!("Wrapper of `", stringify!($function), "`.")]
+        pub(super) unsafe extern "C" fn $name(
+            a: usize, b: usize, c: usize, d: usize, e: usize, f: usize,
+        ) -> u32 {
+            let Some(function) = real(Function::$function) else { return result::NOT_INITIALIZED };
+            // SAFETY: the arguments are the application's own.
+            let code = unsafe { function(a, b, c, d, e, f) };
+            let then: fn(usize, u32) = $then;
+            then(a, code);
+            code
+        }
+    )*};
+}
+
+forwards! {
+    ctx_create cuCtxCreate created;
+    ctx_create_v2 cuCtxCreate_v2 created;
+    ctx_create_v3 cuCtxCreate_v3 created;
+    ctx_create_v4 cuCtxCreate_v4 created;
+    begin_capture cuStreamBeginCapture begun;
+    begin_capture_ptsz cuStreamBeginCapture_ptsz begun_ptsz;
+    begin_capture_v2 cuStreamBeginCapture_v2 begun;
+    begin_capture_v2_ptsz cuStreamBeginCapture_v2_ptsz begun_ptsz;
+    begin_capture_to_graph cuStreamBeginCaptureToGraph begun;
+    begin_capture_to_graph_ptsz cuStreamBeginCaptureToGraph_ptsz begun_ptsz;
+    begin_capture_to_cig cuStreamBeginCaptureToCig begun;
+    begin_capture_to_cig_ptsz cuStreamBeginCaptureToCig_ptsz begun_ptsz;
+    begin_recapture cuStreamBeginRecaptureToGraph begun;
+    begin_recapture_ptsz cuStreamBeginRecaptureToGraph_ptsz begun_ptsz;
+    end_capture cuStreamEndCapture ended;
+    end_capture_ptsz cuStreamEndCapture_ptsz ended_ptsz;
+    end_capture_to_cig cuStreamEndCaptureToCig ended;
+    end_capture_to_cig_ptsz cuStreamEndCaptureToCig_ptsz ended_ptsz;
+    stream_destroy cuStreamDestroy destroyed;
+    stream_destroy_v2 cuStreamDestroy_v2 destroyed;
+}
+
+/// Handle of the calling thread's own default stream, which 0 means in a `_ptsz` function.
+const PER_THREAD: usize = 2;
+
+fn created(context: usize, code: u32) {
+    if code == result::SUCCESS {
+        // SAFETY: the driver has just written the context there.
+        SWAP.contexts.add(unsafe { *(context as *const usize) });
+    }
+}
+
+fn begun(stream: usize, code: u32) {
+    if code == result::SUCCESS {
+        SWAP.captures.add(stream);
+    }
+}
+
+fn begun_ptsz(stream: usize, code: u32) {
+    begun(if stream == 0 { PER_THREAD } else { stream }, code);
+}
+
+/// A capture has ended also if it was invalid, which is an error too.
+fn ended(stream: usize, code: u32) {
+    const STREAM_CAPTURE_WRONG_THREAD: u32 = 908;
+    if code != STREAM_CAPTURE_WRONG_THREAD {
+        SWAP.captures.remove(stream);
+    }
+}
+
+fn ended_ptsz(stream: usize, code: u32) {
+    ended(if stream == 0 { PER_THREAD } else { stream }, code);
+}
+
+fn destroyed(stream: usize, code: u32) {
+    if code == result::SUCCESS {
+        SWAP.captures.remove(stream);
+    }
+}
+
+#[cfg(test)]
+mod tests;

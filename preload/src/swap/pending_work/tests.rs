@@ -1,0 +1,106 @@
+use std::sync::MutexGuard;
+
+use super::super::fake_driver::{CONTEXT, Fake};
+use super::super::prefault::tests::SHARED;
+use super::*;
+
+const OTHER: usize = 0x88;
+const STREAM: usize = 0x50;
+
+/// A driver with an active primary context, and no other context and no capture.
+struct Process {
+    fake: Fake,
+    _own: MutexGuard<'static, ()>,
+}
+
+impl Process {
+    fn new() -> Process {
+        let own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let fake = Fake::new();
+        fake.hold_primary();
+        Process { fake, _own: own }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        for list in [&SWAP.contexts, &SWAP.captures] {
+            list.values().for_each(|value| list.remove(value));
+            list.missed.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+fn never() -> bool {
+    panic!("the work is done at the first look")
+}
+
+#[test]
+fn work_of_every_context_is_awaited() {
+    let process = Process::new();
+    SWAP.contexts.add(OTHER);
+    assert_eq!(wait(never), GpuWork::Done);
+    assert_eq!(process.fake.awaited(), [CONTEXT, OTHER]);
+    context_ends(OTHER);
+    assert_eq!(wait(never), GpuWork::Done);
+    assert_eq!(process.fake.awaited(), [CONTEXT, OTHER, CONTEXT]);
+    assert_eq!(process.fake.events(), 0, "no event is left");
+}
+
+#[test]
+fn wait_ends_with_the_work_or_the_patience() {
+    let process = Process::new();
+    process.fake.run_for(3);
+    let mut looks = 0;
+    let mut count = || {
+        looks += 1;
+        false
+    };
+    assert_eq!(wait(&mut count), GpuWork::Done);
+    assert_eq!(looks, 3);
+    process.fake.run_for(usize::MAX);
+    assert_eq!(wait(|| true), GpuWork::Running);
+    assert_eq!(process.fake.events(), 0);
+}
+
+#[test]
+fn error_of_a_context_is_returned() {
+    for step in ["cuEventCreate", "cuCtxRecordEvent", "cuEventQuery", "cuCtxPushCurrent_v2"] {
+        let process = Process::new();
+        SWAP.contexts.add(OTHER);
+        process.fake.fail(step, usize::from(step != "cuCtxPushCurrent_v2"));
+        assert!(matches!(wait(never), GpuWork::Failed(_)), "{step}");
+        assert_eq!(process.fake.events(), 0, "{step}");
+    }
+}
+
+/// An event would invalidate a capture, in each way that a stream can be captured.
+#[test]
+fn captured_stream_is_not_disturbed() {
+    let process = Process::new();
+    for (stream, name) in [(STREAM, STREAM), (0, PER_THREAD)] {
+        let begin = if stream == 0 { begun_ptsz } else { begun };
+        begin(stream, 1);
+        assert_eq!(wait(never), GpuWork::Done, "it did not begin");
+        begin(stream, result::SUCCESS);
+        assert_eq!(wait(never), GpuWork::Unseen);
+        ended(name, 908);
+        assert_eq!(wait(never), GpuWork::Unseen, "another thread may not end it");
+        ended(name, 901);
+        assert_eq!(wait(never), GpuWork::Done);
+    }
+    begun(STREAM, result::SUCCESS);
+    destroyed(STREAM, result::SUCCESS);
+    assert_eq!(wait(never), GpuWork::Done);
+    drop(process);
+}
+
+#[test]
+fn work_is_unseen_if_a_list_is_full() {
+    let process = Process::new();
+    (1..=SLOTS).for_each(|n| SWAP.contexts.add(n));
+    assert_eq!(wait(never), GpuWork::Done);
+    SWAP.contexts.add(SLOTS + 1);
+    assert_eq!(wait(never), GpuWork::Unseen);
+    drop(process);
+}
