@@ -48,6 +48,8 @@ reasons! {
     OutsideWindow = "outside-window", "the time is outside its offload window: it stays resident until another container needs its VRAM";
     /// The container holds too little VRAM for an offload.
     TooSmall = "too-small", "holds less VRAM than minimum_vram_mib";
+    /// The first level of an offload would free nothing, and nothing requires the second.
+    NothingToCopy = "nothing-to-copy", "holds no memory that the library can copy: its context stays until another container needs the VRAM";
     /// A hint says that the container is busy.
     HintedBusy = "hinted-busy", "a hint reports it as busy (its hint file or `affinode hint`)";
     /// A hint says that the container is idle.

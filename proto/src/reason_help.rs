@@ -57,6 +57,10 @@ impl Reason {
                 "The container holds less VRAM than `policy.minimum_vram_mib`.",
                 "No action is needed. To offload it as well, lower `policy.minimum_vram_mib` or its annotation.",
             ),
+            Reason::NothingToCopy => (
+                "The library can copy none of the container's GPU memory, for example because it holds only a CUDA context. With the engine `auto` its context is checkpointed when another container needs the VRAM, with `copy` never.",
+                "No action is needed. To checkpoint it as soon as it is idle, use the engine `full`.",
+            ),
             Reason::HintedBusy => (
                 "A program of the container wrote `busy` into `/.affinode/run/hint`, or an operator ran `affinode hint NAME busy`.",
                 "No action is needed while the hint is right: it ends after an hour. Otherwise run `affinode hint NAME idle`, or correct the program that writes the hint.",

@@ -34,7 +34,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.toml");
         let mut container = Announcement { namespace: "ns".into(), ..Announcement::default() };
-        assert_eq!(engine_of(&file, &container), "checkpoint", "there is no file");
+        assert_eq!(engine_of(&file, &container), "auto", "there is no file");
         std::fs::write(&file, "[policy]\nengine = \"auto\"\n").unwrap();
         assert_eq!(engine_of(&file, &container), "auto");
         let namespace = "[[policy.namespace]]\nname = \"ns\"\nengine = \"copy\"\n";
@@ -46,6 +46,6 @@ mod tests {
         container.annotations = annotation(&"f".repeat(400));
         assert_eq!(engine_of(&file, &container), "copy", "that means nothing");
         std::fs::write(&file, "engine = 7").unwrap();
-        assert_eq!(engine_of(&file, &container), "checkpoint", "it is managed all the same");
+        assert_eq!(engine_of(&file, &container), "auto", "it is managed all the same");
     }
 }

@@ -15,7 +15,7 @@ use affinode_proto::{
 
 use super::{
     JournalStep, Key, Millis, Node, ProcessId,
-    container::{Container, Goal},
+    container::{Container, Goal, IncompleteRestore},
     eligibility,
     event::NodeEvent,
     input::SwapStatus,
@@ -117,9 +117,9 @@ impl Node {
             }
         }
         match (pending.action, outcome) {
-            (_, Outcome::Done | Outcome::WrongPhase) => {}
+            (_, Outcome::Done | Outcome::WrongPhase) => self.end_incomplete_restore(&key),
             // The process or this controller was stopped for a while: prove the VRAM again.
-            (_, Outcome::Late) => self.abort_grant(&key),
+            (_, Outcome::Late) => self.restore_incomplete(&key, IncompleteRestore::Late),
             // The process is about to exit and its driver has shut down. This is no failure: the
             // rest of the container is restored, or stays resident.
             (_, Outcome::DriverError) if cuda_error == CUDA_ERROR_DEINITIALIZED => {
@@ -196,7 +196,8 @@ impl Node {
                 );
             }
             (action, _) if action.is_restore() && phase == Phase::CopiedOut => {
-                self.copy_in_failed(&key, &failed("mapping the memory"));
+                let why = IncompleteRestore::NoVram(failed("mapping the memory"));
+                self.restore_incomplete(&key, why);
             }
             (Action::Restore, _) if phase == Phase::Checkpointed => {
                 self.restore_failed(&key, &failed("cuCheckpointProcessRestore"))

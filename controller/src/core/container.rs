@@ -5,7 +5,6 @@ use affinode_proto::{reason::Reason, state::State};
 use super::{
     CommandId, ContainerSpec, Millis,
     connection_prewake::ConnectionOutcomes,
-    context_retention::Costs,
     hints::Hint,
     history::{History, PAUSE_MS, Pauses},
     holds::HoldRecord,
@@ -36,6 +35,15 @@ pub enum Goal {
     Offloaded,
 }
 
+/// Why a process was not restored although VRAM was granted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum IncompleteRestore {
+    /// The order was too old when the process received it.
+    Late,
+    /// The copy in found no VRAM, with the driver's answer.
+    NoVram(String),
+}
+
 /// The state of one container. Only [`super::Node`] changes it.
 #[derive(Clone, Debug)]
 pub struct Container {
@@ -56,10 +64,8 @@ pub struct Container {
     /// Whether this offload also checkpoints the CUDA context, because another container needs its
     /// VRAM.
     pub evict_context: bool,
-    /// Whether this offload leaves the context on the GPU. Only with the engine `auto`.
-    pub retain_context: bool,
-    /// Measured costs of the container's offloads and restores, with and without its context.
-    pub costs: Costs,
+    /// Why a process was not restored, while other processes of the container still are.
+    pub incomplete_restore: Option<IncompleteRestore>,
     /// Whether the offload is forced: a call does not end it.
     pub forced: bool,
     /// Number of forced offloads in a row that were given up because calls did not end.
@@ -164,8 +170,7 @@ impl Container {
             announced_at: now,
             goal: Goal::Resident,
             evict_context: false,
-            retain_context: false,
-            costs: Costs::default(),
+            incomplete_restore: None,
             forced: false,
             failed_forced_offloads: 0,
             forced_offload_failed_at: None,

@@ -64,6 +64,10 @@ impl Node {
         if c.policy.mode == Mode::Off {
             return refuse(Reason::ModeOff);
         }
+        let is_void = self.has_nothing_to_copy(key);
+        if is_void && !self.has_second_level(key) {
+            return refuse(Reason::NothingToCopy);
+        }
         self.wished(key, asked).or_else(refuse)?;
         if self.gpu_error.is_some() {
             return Err((Reason::VramUnknown, self.gpu_error.clone().unwrap_or_default()));
@@ -92,6 +96,9 @@ impl Node {
         }
         if self.is_too_small(key) {
             return refuse(Reason::TooSmall);
+        }
+        if is_void {
+            return refuse(Reason::NothingToCopy);
         }
         if c.prewake_hold_until.is_some_and(|until| self.now < until) {
             return refuse(c.prewake_reason);

@@ -21,6 +21,7 @@ use super::{
     merge_needs,
     plan::OffloadMethod,
     policy::Mode,
+    process::Process,
     victims::{self, Candidate},
 };
 
@@ -77,15 +78,14 @@ impl Node {
     /// GPU.
     pub(super) fn evict(&mut self, victim: &Key, deep: bool) {
         let deeper = self.may_evict_context(victim);
-        let was_shallow = self.containers.get(victim).is_some_and(|c| c.retain_context);
+        if let Some(container) = self.containers.get_mut(victim) {
+            container.evict_context = deep || deeper;
+        }
         self.begin_offload(victim, Reason::Pressure);
         let Some(container) = self.containers.get_mut(victim) else { return };
-        container.evict_context = deep || deeper;
         if deeper {
             // The same offload continues: the container is copied out already, and now its context
-            // goes.
-            container.retain_context = was_shallow;
-            // The offload was counted and timed when the container was copied out.
+            // goes. The offload was counted and timed when the container was copied out.
             container.offload_began = None;
             self.queue.leave(victim);
         }
@@ -128,9 +128,11 @@ impl Node {
     /// container that is copied out already can only free what it still has in VRAM.
     pub(super) fn vram_freed_by(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
         let moves = self.moves(key);
+        let has_second_level = self.has_second_level(key);
+        let stays = |p: &Process| p.keeps_context() || !has_second_level;
         let of_each = self.processes.of(key).map(|(_, p)| match moves(p) {
-            OffloadMethod::Copy if p.keeps_context() && p.phase == Phase::CopiedOut => Vec::new(),
-            OffloadMethod::Copy if p.keeps_context() => p.vram_freed_by_copy(),
+            OffloadMethod::Copy if stays(p) && p.phase == Phase::CopiedOut => Vec::new(),
+            OffloadMethod::Copy if stays(p) => p.vram_freed_by_copy(),
             OffloadMethod::Copy if p.phase != Phase::CopiedOut && !deep => p.vram_freed_by_copy(),
             _ => p.vram.clone(),
         });
@@ -147,7 +149,8 @@ impl Node {
         };
         let copied_out = |c: &Container| {
             waits(c)
-                && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
+                && c.policy.mode != Mode::Off
+                && self.has_second_level(key)
                 && self.now >= c.offload_not_before
                 && self.processes.of(key).all(|(_, p)| p.phase.is_offloaded())
                 && self.processes.of(key).any(|(_, p)| p.phase == Phase::CopiedOut)
@@ -196,6 +199,7 @@ impl Node {
                     priority: c.policy.priority,
                     idle_ms,
                     return_ms,
+                    restore_ms: self.expected_restore_ms(key, deep),
                     holds,
                 }
             })

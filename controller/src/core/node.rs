@@ -124,9 +124,6 @@ pub struct Node {
     pub(super) pauses: Pauses,
     pub(super) oversubscription: super::oversubscription::Oversubscription,
     pub(super) gpus_under_pressure: BTreeSet<String>,
-    /// Fraction (in 1/1024) of context-retaining offloads whose context had to be checkpointed
-    /// later.
-    pub(super) context_evicted_share: u32,
     pub(super) prewakes: u64,
     pub(super) prewake_hits: u64,
     next_order: u64,

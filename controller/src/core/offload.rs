@@ -39,7 +39,11 @@ impl Node {
         // An offloaded container needs VRAM for its restore as well as for the waiting allocation.
         self.end_alloc_grant(key);
         self.queue.leave(key);
-        self.choose_context_retention(key);
+        // By request, a container without memory to copy gives up its context.
+        let is_void = self.has_second_level(key) && self.has_nothing_to_copy(key);
+        if let Some(container) = self.containers.get_mut(key) {
+            container.evict_context |= is_void;
+        }
         self.survey(key);
     }
 
@@ -111,17 +115,19 @@ impl Node {
                 self.advance(key);
             }
             (Goal::Offloaded, HostVerdict::Promised) => {
-                if let OffloadPlan::Run(process, step) =
+                if let OffloadPlan::Run(step, processes) =
                     plan::plan_offload(&self.positions(key), self.deadlines(key))
                 {
-                    self.run_offload_step(key, process, step);
+                    for process in processes {
+                        self.run_offload_step(key, process, step);
+                    }
                 }
                 self.advance(key);
             }
         }
     }
 
-    /// Runs one step of the offload for a process, after every process is locked and host memory is
+    /// Runs one step of the offload for a process, after every process is closed and host memory is
     /// promised. First records the VRAM that the restore will need.
     pub(super) fn run_offload_step(&mut self, key: &Key, id: ProcessId, step: OffloadStep) {
         self.set_state(key, State::Offloading, self.cause(key), "", 0, 0);

@@ -3,8 +3,8 @@
 //! phases that it observes.
 //!
 //! ```text
-//! offload: close all ──> lock all ──> one by one: copy out, then checkpoint (one of them, or both)
-//! restore: restore one by one (with a grant) ──> unlock, open each as soon as it can
+//! offload: close all ──> lock those that need it ──> copy out, all at once ──> checkpoint, one by one
+//! restore: copy in, all at once; restore one by one (with a grant) ──> unlock, open each
 //! ```
 
 use affinode_proto::wire::{Phase, message::Action};
@@ -23,6 +23,24 @@ pub struct ProcessPosition {
     pub occupied: bool,
     /// The method by which its memory leaves the GPU.
     pub moves: OffloadMethod,
+    /// Whether its library waits for the GPU's work by itself before it copies. Otherwise the
+    /// driver's lock does.
+    pub awaits_work: bool,
+    /// Whether a copier copies its memory, so that no other process is copied at the same time.
+    pub is_prefaulted: bool,
+}
+
+impl ProcessPosition {
+    /// Whether the driver must lock the process before its memory leaves the GPU.
+    fn needs_lock(&self) -> bool {
+        self.moves == OffloadMethod::DriverCheckpoint || !self.awaits_work
+    }
+
+    /// Whether the next step of the process is a copy out.
+    fn is_ready_to_copy(&self) -> bool {
+        let copies = self.moves != OffloadMethod::DriverCheckpoint;
+        copies && (self.phase == Phase::Locked || self.phase == Phase::Closed && self.awaits_work)
+    }
 }
 
 /// Method by which the memory of a process leaves the GPU.
@@ -50,9 +68,8 @@ pub enum OffloadStep {
 pub enum OffloadPlan {
     /// Orders to send, all at once.
     Send(Vec<(ProcessId, Action)>),
-    /// Every process is locked or offloaded. Repeat the survey, then run this step for this
-    /// process.
-    Run(ProcessId, OffloadStep),
+    /// No process is open. Repeat the survey, then run this step for these processes at once.
+    Run(OffloadStep, Vec<ProcessId>),
     /// An order is in progress, or a process is between two phases.
     Wait,
     /// Every process is offloaded.
@@ -64,8 +81,8 @@ pub enum OffloadPlan {
 pub struct RestorePlan {
     /// Orders to send now.
     pub send: Vec<(ProcessId, Action)>,
-    /// The process to restore next, when the container has a grant.
-    pub restore: Option<ProcessId>,
+    /// The processes to restore next, at once, when the container has a grant.
+    pub restore: Vec<ProcessId>,
     /// Whether every process is open and no order is in progress.
     pub done: bool,
 }
@@ -85,16 +102,25 @@ pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) ->
     if positions.iter().any(|p| p.occupied) {
         return OffloadPlan::Wait;
     }
-    let at = |phase: Phase| positions.iter().filter(move |p| p.phase == phase).map(|p| p.process);
-    let close: Vec<_> =
-        at(Phase::Open).map(|p| (p, Action::Close { deadline_ms: deadlines.close_ms })).collect();
+    let at = |phase: Phase| positions.iter().filter(move |p| p.phase == phase);
+    let close = Action::Close { deadline_ms: deadlines.close_ms };
+    let close: Vec<_> = at(Phase::Open).map(|p| (p.process, close)).collect();
     if !close.is_empty() {
         return OffloadPlan::Send(close);
     }
+    let lock = Action::Lock { timeout_ms: deadlines.lock_ms };
     let lock: Vec<_> =
-        at(Phase::Closed).map(|p| (p, Action::Lock { timeout_ms: deadlines.lock_ms })).collect();
+        at(Phase::Closed).filter(|p| p.needs_lock()).map(|p| (p.process, lock)).collect();
     if !lock.is_empty() {
         return OffloadPlan::Send(lock);
+    }
+    let mut copy: Vec<_> = positions.iter().filter(|p| p.is_ready_to_copy()).collect();
+    if copy.iter().any(|p| p.is_prefaulted) {
+        copy.truncate(1);
+    }
+    if !copy.is_empty() {
+        let copy = copy.iter().map(|p| p.process).collect();
+        return OffloadPlan::Run(OffloadStep::CopyOut, copy);
     }
     let is_out = |p: &ProcessPosition| {
         p.phase == Phase::Checkpointed
@@ -102,11 +128,8 @@ pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) ->
     };
     match positions.iter().find(|p| !is_out(p)) {
         None => OffloadPlan::Done,
-        Some(p) if p.phase == Phase::Locked && p.moves != OffloadMethod::DriverCheckpoint => {
-            OffloadPlan::Run(p.process, OffloadStep::CopyOut)
-        }
         Some(p) if matches!(p.phase, Phase::Locked | Phase::CopiedOut) => {
-            OffloadPlan::Run(p.process, OffloadStep::Checkpoint)
+            OffloadPlan::Run(OffloadStep::Checkpoint, vec![p.process])
         }
         Some(_) => OffloadPlan::Wait,
     }
@@ -126,14 +149,21 @@ pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
             _ => {}
         }
     }
-    // One restore at a time, in reverse order of the offload, as NVIDIA's own tools do it.
+    // Copies run at once. The driver's restores run one at a time, in reverse order of the offload,
+    // as NVIDIA's own tools do it.
     let restoring = positions.iter().any(|p| p.occupied && p.phase.is_offloaded());
     if !restoring {
-        plan.restore = positions
-            .iter()
-            .rev()
-            .find(|p| p.phase.is_offloaded() && !p.occupied)
-            .map(|p| p.process);
+        let free = |phase| {
+            positions
+                .iter()
+                .rev()
+                .filter(move |p| p.phase == phase && !p.occupied)
+                .map(|p| p.process)
+        };
+        plan.restore = free(Phase::CopiedOut).collect();
+        if plan.restore.is_empty() {
+            plan.restore = free(Phase::Checkpointed).take(1).collect();
+        }
     }
     plan.done = positions.iter().all(|p| p.phase == Phase::Open && !p.occupied);
     plan
@@ -153,6 +183,8 @@ mod tests {
                 phase: *phase,
                 occupied: false,
                 moves: OffloadMethod::DriverCheckpoint,
+                awaits_work: false,
+                is_prefaulted: false,
             })
             .collect()
     }
@@ -171,7 +203,7 @@ mod tests {
         );
         assert_eq!(
             plan_offload(&at(&[Phase::Checkpointed, Phase::Locked, Phase::Locked]), D),
-            OffloadPlan::Run(ProcessId(1), OffloadStep::Checkpoint)
+            OffloadPlan::Run(OffloadStep::Checkpoint, vec![ProcessId(1)])
         );
         assert_eq!(
             plan_offload(&at(&[Phase::Checkpointed, Phase::Checkpointed]), D),
@@ -186,7 +218,7 @@ mod tests {
             positions[1].moves = moves;
             plan_offload(&positions, D)
         };
-        let take = |step| OffloadPlan::Run(ProcessId(1), step);
+        let take = |step| OffloadPlan::Run(step, vec![ProcessId(1)]);
         assert_eq!(
             moving(OffloadMethod::DriverCheckpoint, Phase::Locked),
             take(OffloadStep::Checkpoint)
@@ -215,7 +247,7 @@ mod tests {
     #[test]
     fn restore_includes_copied_out_process() {
         let plan = plan_restore(&at(&[Phase::CopiedOut, Phase::Closed]), false);
-        assert_eq!((plan.send.len(), plan.restore, plan.done), (0, Some(ProcessId(0)), false));
+        assert_eq!((plan.send.len(), plan.restore, plan.done), (0, vec![ProcessId(0)], false));
     }
 
     #[test]
@@ -235,7 +267,7 @@ mod tests {
             Phase::Open,
         ]);
         let plan = plan_restore(&positions, false);
-        assert_eq!((plan.send.len(), plan.restore, plan.done), (0, Some(ProcessId(1)), false));
+        assert_eq!((plan.send.len(), plan.restore, plan.done), (0, vec![ProcessId(1)], false));
         assert_eq!(plan_restore(&positions, true).send.len(), 2);
     }
 
@@ -248,9 +280,44 @@ mod tests {
     }
 
     #[test]
-    fn restore_is_one_process_at_a_time() {
+    fn driver_restores_one_process_at_a_time() {
         let mut positions = at(&[Phase::Checkpointed, Phase::Checkpointed]);
+        assert_eq!(plan_restore(&positions, false).restore, [ProcessId(1)]);
         positions[1].occupied = true;
-        assert_eq!(plan_restore(&positions, false).restore, None);
+        assert_eq!(plan_restore(&positions, false).restore, []);
+    }
+
+    #[test]
+    fn copies_of_a_container_run_at_once() {
+        let copying = |phases: &[Phase]| {
+            let mut positions = at(phases);
+            for position in &mut positions {
+                (position.moves, position.awaits_work) = (OffloadMethod::Copy, true);
+            }
+            positions
+        };
+        let out = |ids: &[u64]| {
+            OffloadPlan::Run(OffloadStep::CopyOut, ids.iter().map(|n| ProcessId(*n)).collect())
+        };
+        let mut positions = copying(&[Phase::Closed, Phase::CopiedOut, Phase::Closed]);
+        assert_eq!(plan_offload(&positions, D), out(&[0, 2]));
+        positions[0].is_prefaulted = true;
+        assert_eq!(plan_offload(&positions, D), out(&[0]), "the copier has one at a time");
+        let away = copying(&[Phase::CopiedOut, Phase::Checkpointed, Phase::CopiedOut]);
+        assert_eq!(plan_restore(&away, false).restore, [ProcessId(2), ProcessId(0)]);
+        let mut half = copying(&[Phase::CopiedOut, Phase::CopiedOut]);
+        half[1].occupied = true;
+        assert_eq!(plan_restore(&half, false).restore, [], "those under way come first");
+    }
+
+    /// A library of an earlier release copies only when the driver has locked its process.
+    #[test]
+    fn lock_is_ordered_only_where_it_is_needed() {
+        let mut positions = at(&[Phase::Closed, Phase::Closed]);
+        positions[0].moves = OffloadMethod::Copy;
+        positions[1].moves = OffloadMethod::CopyAndCheckpoint;
+        positions[1].awaits_work = true;
+        let lock = Action::Lock { timeout_ms: 2 };
+        assert_eq!(plan_offload(&positions, D), OffloadPlan::Send(vec![(ProcessId(0), lock)]));
     }
 }

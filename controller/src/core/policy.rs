@@ -77,7 +77,7 @@ impl Default for Policy {
             restore: Restore::Queue,
             on_oom: OnOom::Fail,
             on_oom_timeout_ms: 120_000,
-            engine: Engine::Checkpoint,
+            engine: Engine::Auto,
             retain_host_copy: false,
             checksum: false,
             dedup: false,

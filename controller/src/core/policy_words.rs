@@ -147,14 +147,15 @@ impl Restore {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
+    /// The library copies large allocations. The driver's checkpoint takes the rest when a waiter
+    /// needs it.
+    Auto,
+    /// The library copies large allocations at bus speed. The rest stays on the GPU.
+    Copy,
+    /// The library copies large allocations. The driver's checkpoint takes the rest at once.
+    Full,
     /// The driver's checkpoint takes everything.
     Checkpoint,
-    /// The library copies large allocations at bus speed. The context stays on the GPU.
-    Copy,
-    /// The library copies large allocations. The driver's checkpoint takes the rest.
-    Full,
-    /// Like `full`, but the context stays on the GPU if its measured costs favour this.
-    Auto,
 }
 
 impl Engine {

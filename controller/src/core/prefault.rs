@@ -74,7 +74,7 @@ impl Node {
     /// Whether prefaulted memory is kept. A reason that may end soon, such as GPUs that cannot be
     /// read, does not revoke it.
     fn stays_prefaulted(&self, key: &Key, c: &Container) -> bool {
-        let copies = matches!(c.policy.engine, Engine::Full | Engine::Auto);
+        let copies = self.engine_of(key) == Engine::Full;
         let verdict = self.check_offload(key, true);
         let passing = |reason| {
             matches!(reason, Reason::VramUnknown | Reason::AgentSilent | Reason::CallInProgress)

@@ -141,9 +141,14 @@ impl Process {
     #[must_use]
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.counters.as_ref().map_or(0, |page| page.kept_bytes);
+        let vram_bytes = match moves {
+            // The rest stays on the GPU.
+            OffloadMethod::Copy => self.vram_bytes().min(self.swap.swappable_bytes),
+            OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => self.vram_bytes(),
+        };
         let copied = moves != OffloadMethod::DriverCheckpoint && !self.phase.is_offloaded();
         let kept = if copied { kept.min(self.swap.swappable_bytes) } else { 0 };
-        self.vram_bytes().saturating_sub(kept)
+        vram_bytes.saturating_sub(kept)
     }
 
     /// VRAM that the process freed and needs for its restore. `None`: unknown. A process that is

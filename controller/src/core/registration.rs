@@ -14,7 +14,6 @@ use super::{
     event::NodeEvent,
     input::{Identity, Request, SwapStatus},
     node::policy_of,
-    policy::Engine,
     process::{Process, on_gpu},
 };
 
@@ -129,9 +128,6 @@ impl Node {
             // The first process; after a controller crash the first one to register again.
             container.last_use = self.now;
             container.goal = if phase.is_offloaded() { Goal::Offloaded } else { Goal::Resident };
-            // The context is on the GPU because an earlier controller retained it.
-            container.retain_context =
-                phase == Phase::CopiedOut && container.policy.engine == Engine::Auto;
         } else if phase == Phase::Open && container.goal != Goal::Resident {
             // A process that opens CUDA now: the container is in use.
             container.goal = Goal::Resident;

@@ -9,7 +9,7 @@ use affinode_proto::{
 
 use super::{
     DeviceBytes, Effect, JournalStep, Key, Millis, Node, ProcessId,
-    container::Goal,
+    container::{Goal, IncompleteRestore},
     grant::Grant,
     input::Request,
     ledger::margin_bytes,
@@ -125,13 +125,14 @@ impl Node {
         }
         if plan.done {
             self.finish_restore(key);
-        } else if let Some(process) = plan.restore {
+        } else if !plan.restore.is_empty() {
             let grant = self.grants.get(key);
             let granted = grant.is_some_and(Grant::is_granted);
-            let proven = grant.is_some_and(|g| g.covers.contains(&process) && !g.doubted);
+            let covered = |g: &Grant| plan.restore.iter().all(|id| g.covers.contains(id));
+            let proven = grant.is_some_and(|g| covered(g) && !g.doubted);
             if granted && !proven {
-                // The process registered after the proof, so none of the proven VRAM is its own,
-                // or the proof is in doubt.
+                // A process registered after the proof, so none of the proven VRAM is its own, or
+                // the proof is in doubt.
                 self.abort_grant(key);
                 self.enqueue(key);
             } else if granted {
@@ -140,7 +141,9 @@ impl Node {
                 }
                 self.set_state(key, State::Restoring, self.cause(key), "", 0, 0);
                 self.journal(key, JournalStep::Restore);
-                self.send_restore(key, process);
+                for process in plan.restore {
+                    self.send_restore(key, process);
+                }
             } else if !self.grants.contains_key(key) {
                 self.enqueue(key);
             }
@@ -169,10 +172,10 @@ impl Node {
             return;
         };
         if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
-            container.retain_context = false;
             self.serve_alloc_wait(key);
             return;
         }
+        container.incomplete_restore = None;
         let mut became_resident = false;
         let was_offloaded = self.processes.of(key).any(|(_, p)| p.offloaded_vram.is_some());
         let bytes: u64 = self.processes.of(key).map(|(_, p)| p.offloaded_vram_bytes()).sum();
@@ -198,11 +201,7 @@ impl Node {
             container.last_restore_ms = restore_ms;
             container.reason = (container.cause, String::new());
         }
-        if became_resident {
-            self.learn_cost(key);
-        }
-        let Some(container) = self.containers.get_mut(key) else { return };
-        (container.evict_context, container.retain_context) = (false, false);
+        container.evict_context = false;
         let (reason, detail) = container.reason.clone();
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id) {
@@ -223,9 +222,32 @@ impl Node {
         self.resume_offload_request(key);
     }
 
+    /// Handles a restore that did not happen. While other processes of the container are restored, the
+    /// grant stays, because their copies take the VRAM that was promised.
+    pub(super) fn restore_incomplete(&mut self, key: &Key, why: IncompleteRestore) {
+        if let Some(container) = self.containers.get_mut(key) {
+            container.incomplete_restore = Some(why);
+        }
+        self.end_incomplete_restore(key);
+    }
+
+    /// Gives up the grant of an incomplete restore after the last restore in progress has ended.
+    pub(super) fn end_incomplete_restore(&mut self, key: &Key) {
+        let restores = |p: &Process| p.pending.is_some_and(|order| order.action.is_restore());
+        if self.processes.of(key).any(|(_, p)| p.connected && restores(p)) {
+            return;
+        }
+        let why = self.containers.get_mut(key).and_then(|c| c.incomplete_restore.take());
+        match why {
+            None => {}
+            Some(IncompleteRestore::Late) => self.abort_grant(key),
+            Some(IncompleteRestore::NoVram(detail)) => self.copy_in_failed(key, &detail),
+        }
+    }
+
     /// Handles a copy in that found no VRAM. The host copy is still complete, so the container is
     /// queued again.
-    pub(super) fn copy_in_failed(&mut self, key: &Key, detail: &str) {
+    fn copy_in_failed(&mut self, key: &Key, detail: &str) {
         const AGAIN_MS: Millis = 500;
         self.end_grant(key);
         self.ledger.release(key);

@@ -9,14 +9,12 @@
 //! `eligibility.rs` decides whether a container is offloaded. The steps are in `offload.rs` and
 //! `restore.rs`. Reports on orders are handled in `completions.rs`.
 
-use affinode_proto::{reason::Reason, state::State, wire::ProcessFlags};
+use affinode_proto::{reason::Reason, state::State, wire::Capabilities};
 
 use super::{
     Effect, JournalStep, Key, Node, Record, RecordedProcess,
     container::Goal,
     plan::{OffloadMethod, ProcessPosition},
-    policy::Engine,
-    process::Process,
 };
 
 impl Node {
@@ -74,25 +72,10 @@ impl Node {
                 phase: p.phase,
                 occupied: !p.connected || p.pending.is_some() || (out && p.holds > 0),
                 moves: moves(p),
+                awaits_work: p.can(Capabilities::AWAITS_WORK),
+                is_prefaulted: p.prefault_ordered && moves(p) == OffloadMethod::CopyAndCheckpoint,
             })
             .collect()
-    }
-
-    /// Returns the function that gives the offload method of a process of this container. It
-    /// includes the choices for this offload: to evict the context, or to retain it.
-    pub(super) fn moves(&self, key: &Key) -> impl Fn(&Process) -> OffloadMethod + use<> {
-        let container = self.containers.get(key);
-        let engine = match container {
-            Some(container) if container.retain_context => Engine::Copy,
-            container => container.map_or(Engine::Checkpoint, |c| c.policy.engine),
-        };
-        let deep = container.is_some_and(|c| c.evict_context);
-        move |process| match method_of(process, engine) {
-            OffloadMethod::Copy if deep && !process.keeps_context() => {
-                OffloadMethod::CopyAndCheckpoint
-            }
-            moves => moves,
-        }
     }
 
     /// Whether no container waits for VRAM and no grant exists.
@@ -108,58 +91,16 @@ impl Node {
         if container.state == State::Unregistered {
             return;
         }
+        self.end_incomplete_restore(key);
         let positions = self.positions(key);
         if positions.is_empty() {
             return;
         }
+        let Some(container) = self.containers.get(key) else { return };
         match container.goal {
             Goal::OffloadRequested => {}
             Goal::Offloaded => self.advance_offload(key, &positions),
             Goal::Resident => self.advance_restore(key, &positions),
         }
-    }
-}
-
-/// The offload method of a process. With the engine `copy`, a process that holds clearly more than
-/// its swappable memory and a context is checkpointed as well, because only the checkpoint frees
-/// the rest.
-pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
-    const CONTEXT_BYTES: u64 = 1 << 30;
-    let swappable = process.swap.swappable_bytes;
-    let all = process
-        .offloaded_vram
-        .as_ref()
-        .unwrap_or(&process.vram)
-        .iter()
-        .map(|d| d.bytes)
-        .sum::<u64>();
-    let left = all.saturating_sub(swappable);
-    match engine {
-        _ if swappable == 0 => OffloadMethod::DriverCheckpoint,
-        // Memory that cannot be copied stays with the context. `eligibility.rs` refuses a process
-        // with too much of it.
-        Engine::Copy | Engine::Full | Engine::Auto
-            if process.keeps_context() && !process.copy_failed =>
-        {
-            OffloadMethod::Copy
-        }
-        Engine::Copy if !process.copy_failed && left <= swappable.saturating_add(CONTEXT_BYTES) => {
-            OffloadMethod::Copy
-        }
-        // Memory imported from a copier is always copied out: a checkpoint with it could not be
-        // restored.
-        _ if may_be_imported(process) => OffloadMethod::CopyAndCheckpoint,
-        _ if process.copy_failed => OffloadMethod::DriverCheckpoint,
-        Engine::Checkpoint => OffloadMethod::DriverCheckpoint,
-        Engine::Copy | Engine::Full | Engine::Auto => OffloadMethod::CopyAndCheckpoint,
-    }
-}
-
-/// Whether a process may have memory imported from a copier, as its counters show. Before the first
-/// reading, a process that is not offloaded is assumed to have some.
-fn may_be_imported(process: &Process) -> bool {
-    match &process.counters {
-        Some(page) => page.notes.intersects(ProcessFlags::IMPORTED),
-        None => !process.phase.is_offloaded(),
     }
 }

@@ -32,13 +32,11 @@ pub struct Candidate {
     pub idle_ms: Millis,
     /// Expected time until its next use, in milliseconds.
     pub return_ms: Millis,
+    /// Expected duration of its restore, in milliseconds.
+    pub restore_ms: Millis,
     /// VRAM that its offload frees.
     pub holds: Vec<DeviceBytes>,
 }
-
-/// Measured duration of a restore: a fixed part, and a number of bytes per millisecond.
-const RETURN_FIXED_MS: u64 = 200;
-const RETURN_BYTES_PER_MS: u64 = 5_800_000;
 
 impl Candidate {
     fn bytes(&self) -> u64 {
@@ -50,10 +48,9 @@ impl Candidate {
         let bytes = self.bytes();
         match rule {
             VictimRule::Expected => {
-                // VRAM per cost: because of the fixed part, many small restores cost more than one
-                // big one.
-                let cost_ms = RETURN_FIXED_MS + bytes / RETURN_BYTES_PER_MS;
-                u128::from(self.return_ms) * u128::from(bytes) / u128::from(cost_ms)
+                // VRAM per cost: because of its fixed part, many small restores cost more than one
+                // big one. A restore without the context costs least.
+                u128::from(self.return_ms) * u128::from(bytes) / u128::from(self.restore_ms.max(1))
             }
             VictimRule::Lru => self.idle_ms.into(),
             VictimRule::SizeIdle => u128::from(bytes) * u128::from(self.idle_ms),
@@ -118,7 +115,8 @@ mod tests {
         size: u64,
     ) -> Candidate {
         let key = Key::parse(&format!("{n:032x}")).unwrap();
-        Candidate { key, priority, idle_ms, return_ms, holds: bytes(size) }
+        let restore_ms = 200 + size / 5_800_000;
+        Candidate { key, priority, idle_ms, return_ms, restore_ms, holds: bytes(size) }
     }
 
     fn first(rule: VictimRule, candidates: &[Candidate]) -> String {

@@ -45,10 +45,7 @@ pub(super) struct ValueList {
 
 impl ValueList {
     pub(super) const fn new() -> ValueList {
-        ValueList {
-            slots: [const { AtomicUsize::new(0) }; SLOTS],
-            missed: AtomicUsize::new(0),
-        }
+        ValueList { slots: [const { AtomicUsize::new(0) }; SLOTS], missed: AtomicUsize::new(0) }
     }
 
     fn add(&self, value: usize) {
@@ -169,8 +166,7 @@ fn real(function: Function) -> Option<SixArguments> {
     let address = REAL.get(index).map(|known| known.load(Ordering::Relaxed))?;
     // SAFETY: the wrapper of a function is called only if the driver has the function, and the
     // functions below have at most six arguments, which are passed in registers.
-    (address != 0)
-        .then(|| unsafe { core::mem::transmute::<usize, SixArguments>(address) })
+    (address != 0).then(|| unsafe { core::mem::transmute::<usize, SixArguments>(address) })
 }
 
 macro_rules! forwards {

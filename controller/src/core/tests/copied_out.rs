@@ -48,10 +48,11 @@ fn copy_in_without_vram_waits_and_loses_nothing() {
 
 #[test]
 fn uncopyable_memory_is_checkpointed() {
-    for n in [1, 2] {
-        let mut world = World::new(3);
+    for auto in [false, true] {
+        let n = 1;
+        let mut world = World::new(3).with_auto(auto);
         let id = world.running(n, 600);
-        while world.agents[&id].phase != Phase::Locked {
+        while world.agents[&id].phase != Phase::Closed {
             world.tick();
             world.answer_question();
             world.work(id);
@@ -108,9 +109,9 @@ fn retained_copy_needs_no_more_host_memory() {
         process.phase = phase;
         process.host_need_bytes(moves)
     };
-    assert_eq!(need(0, Phase::Open, OffloadMethod::Copy), 600);
+    assert_eq!(need(0, Phase::Open, OffloadMethod::Copy), 450, "the rest stays on the GPU");
     assert_eq!(need(100, Phase::Open, OffloadMethod::CopyAndCheckpoint), 500);
-    assert_eq!(need(u64::MAX, Phase::Locked, OffloadMethod::Copy), 150);
+    assert_eq!(need(u64::MAX, Phase::Locked, OffloadMethod::Copy), 0);
     assert_eq!(
         need(100, Phase::CopiedOut, OffloadMethod::CopyAndCheckpoint),
         600,
@@ -160,8 +161,9 @@ fn locked_copied_out_process_restores_unrecorded() {
 
 #[test]
 fn retained_context_is_evicted_for_waiter() {
-    let mut world = World::new(3);
-    let copied_out = world.running(2, 100);
+    let mut world = World::new(3).with_auto(true);
+    world.node.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
+    let copied_out = world.running(1, 100);
     world.settle();
     assert_eq!((world.agents[&copied_out].phase, world.used()), (Phase::CopiedOut, 25));
     let big = world.running(0, 500);
@@ -171,16 +173,17 @@ fn retained_context_is_evicted_for_waiter() {
         (world.agents[&big].size, world.agents[&copied_out].phase),
         (990, Phase::Checkpointed)
     );
-    assert_eq!(world.node.containers[&key(2)].offloads, 1);
+    assert_eq!(world.node.containers[&key(1)].offloads, 1);
     world.call(copied_out);
     world.settle();
-    assert_eq!(world.node.containers[&key(2)].restores, 1);
+    assert_eq!(world.node.containers[&key(1)].restores, 1);
 }
 
 #[test]
 fn context_is_evicted_if_copy_frees_too_little() {
-    let mut world = World::new(3);
-    let copies_out = world.running(2, 400);
+    let mut world = World::new(3).with_auto(true);
+    world.node.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
+    let copies_out = world.running(1, 400);
     let big = world.running(0, 500);
     world.allocate(big, 450);
     world.settle();
@@ -188,5 +191,5 @@ fn context_is_evicted_if_copy_frees_too_little() {
         (world.agents[&big].size, world.agents[&copies_out].phase),
         (950, Phase::Checkpointed)
     );
-    assert_eq!(world.node.containers[&key(2)].offloads, 1);
+    assert_eq!(world.node.containers[&key(1)].offloads, 1);
 }

@@ -56,7 +56,7 @@ fn count_off(world: &World) -> usize {
 
 #[test]
 fn idle_at_once_leave_as_host_memory_allows() {
-    for (total, leave) in [(900, 3), (650, 2), (350, 1), (299, 0)] {
+    for (total, leave) in [(900, 3), (650, 2), (350, 1), (224, 0)] {
         let mut world = World::new(3);
         world.host_total = Some(total);
         for n in 0..3 {
@@ -180,7 +180,7 @@ fn promise_ends_however_the_offload_ends() {
         world.host_total = Some(400);
         world.ask_offload(2, id);
         world.answer_question();
-        assert_eq!(world.node.host_ledger.promised_node_bytes(), 300, "{what}");
+        assert_eq!(world.node.host_ledger.promised_node_bytes(), 225, "{what}");
         end(&mut world, id);
         world.settle();
         world.feed(Input::Tick);

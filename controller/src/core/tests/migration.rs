@@ -9,14 +9,21 @@ use affinode_proto::{
 };
 
 use super::{
-    super::{Input, ProcessId, Request, input::CommandId},
+    super::{Input, ProcessId, Request, input::CommandId, policy::Engine},
     world::{GPU, World, key},
 };
+
+/// Number of the container whose engine is `copy` here.
+const COPY: usize = 2;
 
 /// Two GPUs. A process of 600 bytes is offloaded from the first one, where others use 600 bytes.
 fn oversubscribed(container: usize) -> (World, ProcessId) {
     let mut world = World::new(3);
     world.two_gpus = true;
+    if container == COPY {
+        let container = world.node.containers.get_mut(&key(COPY)).unwrap();
+        container.policy.engine = Engine::Copy;
+    }
     // The first number is odd: on the first one.
     let id = world.running(container, 600);
     assert_eq!(world.agents[&id].gpu, 0);
@@ -68,7 +75,7 @@ fn restore_prefers_own_gpu() {
 #[test]
 fn immovable_process_waits_for_own_gpu() {
     for reason in ["policy", "library", "mig", "room", "copied_out"] {
-        let (mut world, id) = oversubscribed(if reason == "copied_out" { 2 } else { 0 });
+        let (mut world, id) = oversubscribed(if reason == "copied_out" { COPY } else { 0 });
         match reason {
             "policy" => {
                 world.node.containers[&key(0)].policy.allow_gpu_migration = false;

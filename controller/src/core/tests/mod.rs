@@ -3,7 +3,6 @@
 mod agent;
 mod capabilities;
 mod connections;
-mod context_retention;
 mod copied_out;
 mod copiers;
 mod domain;
@@ -15,6 +14,7 @@ mod host_memory;
 mod immediate;
 mod migration;
 mod nvml;
+mod offload_level;
 mod orders;
 mod prefault;
 mod random;

@@ -1,7 +1,7 @@
 //! Executes the core's effects in the simulated world: orders to agents, and questions about GPUs.
 
 use affinode_proto::wire::{
-    Phase,
+    Capabilities, Phase,
     message::{Action, AgentMessage, ControllerMessage, Outcome, PROOF_TTL_MS},
 };
 
@@ -45,7 +45,10 @@ impl World {
             Action::Close { .. } => (was == Phase::Open, Phase::Closed),
             Action::Open => (was == Phase::Closed, Phase::Open),
             Action::Lock { .. } => (was == Phase::Closed, Phase::Locked),
-            Action::CopyOut { .. } => (was == Phase::Locked, Phase::CopiedOut),
+            Action::CopyOut { .. } => {
+                let awaits = agent.capabilities.contains(Capabilities::AWAITS_WORK);
+                (was == Phase::Locked || (awaits && was == Phase::Closed), Phase::CopiedOut)
+            }
             Action::Checkpoint { .. } => {
                 (matches!(was, Phase::Locked | Phase::CopiedOut), Phase::Checkpointed)
             }
@@ -61,6 +64,7 @@ impl World {
             Action::HoldAllocations { .. } | Action::ReleaseAllocations => (true, was),
         };
         assert!(fits, "{action:?} does not fit {was:?}");
+        self.ordered.push(action);
         let failing = matches!(
             action,
             Action::Close { .. }

@@ -12,9 +12,10 @@ use super::{
     super::{
         Input, Request,
         input::{CommandId, Work},
+        policy::Engine,
     },
     agent::{Agent, Refusal},
-    world::{ENGINES, GPU, World, key},
+    world::{GPU, World, key},
 };
 
 #[derive(Clone, Debug)]
@@ -235,9 +236,11 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
     world.settle_all();
     for (id, agent) in &world.agents {
-        let shallow = world.node.containers[&key(agent.container)].retain_context;
-        let copies_out = ENGINES[agent.container] == "copy" || shallow;
-        let copies_out = copies_out && agent.phase == Phase::CopiedOut;
+        let keeps = matches!(
+            world.node.containers[&key(agent.container)].policy.engine,
+            Engine::Copy | Engine::Auto
+        );
+        let copies_out = keeps && agent.phase == Phase::CopiedOut;
         prop_assert!(
             copies_out || matches!(agent.phase, Phase::Open | Phase::Checkpointed),
             "{id:?} is left in {:?}",

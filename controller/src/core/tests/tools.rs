@@ -66,7 +66,7 @@ fn tool_in_mid_offload_turns_the_process_back() {
     for (n, after) in [(0, State::Idle), (1, State::Offloaded)] {
         let mut world = World::new(3);
         let id = world.running(n, 600);
-        while world.agents[&id].phase != Phase::Locked {
+        while world.agents[&id].phase != Phase::Closed {
             world.tick();
             world.answer_question();
             world.work(id);
@@ -102,7 +102,7 @@ fn context_of_a_tool_is_no_room_for_waiters() {
 fn copy_that_failed_leaves_a_process_with_tool() {
     let mut world = World::new(3);
     let id = with_tool(&mut world, 1);
-    while world.agents[&id].phase != Phase::Locked {
+    while world.agents[&id].phase != Phase::Closed {
         world.tick();
         world.answer_question();
         world.work(id);

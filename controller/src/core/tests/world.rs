@@ -9,7 +9,7 @@ use affinode_proto::{
     wire::{
         Capabilities, Hazards, Phase, ProcessFlags,
         counters::CounterSnapshot,
-        message::{AgentMessage, ControllerMessage, Outcome},
+        message::{Action, AgentMessage, ControllerMessage, Outcome},
     },
 };
 
@@ -33,9 +33,9 @@ pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// Number of passes for each step of a slow copier.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
-pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b11_1111);
+pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b111_1111);
 /// Engines of the containers, by number.
-pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
+pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "auto"];
 
 pub(super) struct World {
     pub(super) node: Node,
@@ -77,6 +77,8 @@ pub(super) struct World {
     pub(super) fail: Option<Outcome>,
     /// Host memory of the node in bytes. `None`: unlimited.
     pub(super) host_total: Option<u64>,
+    /// Orders that the agents carried out, the oldest first.
+    pub(super) ordered: Vec<Action>,
     /// Processes that were ordered to stop their copy out.
     pub(super) turned_back: Vec<ProcessId>,
 }
@@ -138,6 +140,7 @@ impl World {
             ended: Vec::new(),
             fail: None,
             host_total: None,
+            ordered: Vec::new(),
             turned_back: Vec::new(),
         };
         (0..containers).for_each(|n| world.announce(n));

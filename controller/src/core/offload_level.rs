@@ -1,0 +1,165 @@
+//! The two levels of an offload, and which of them a process is taken to.
+//!
+//! ```text
+//!              idle                         a waiter needs the VRAM of contexts
+//! resident ──────────> context kept ────────────────────────────────────────> context gone
+//!            copy out                       the driver's checkpoint
+//! ```
+//!
+//! | engine | idle | a waiter needs more |
+//! | --- | --- | --- |
+//! | `auto` | context kept | context gone |
+//! | `copy` | context kept | - |
+//! | `full` | context gone | - |
+//! | `checkpoint` | context gone, by the driver alone | - |
+//!
+//! The context of a process stays with every engine if a checkpoint of it would be unsafe
+//! ([`Process::keeps_context`]). A restore from the first level calls the driver's checkpoint at no
+//! time, and neither does an offload to it.
+
+use affinode_proto::wire::ProcessFlags;
+
+use super::{Key, Millis, Node, plan::OffloadMethod, policy::Engine, process::Process};
+
+impl Node {
+    /// Returns the function that gives the offload method of a process of this container.
+    pub(super) fn moves(&self, key: &Key) -> impl Fn(&Process) -> OffloadMethod + use<> {
+        let container = self.containers.get(key);
+        let engine = self.engine_of(key);
+        let deep = container.is_some_and(|c| c.evict_context);
+        move |process| {
+            let method = method_of(process, engine);
+            let goes = deep && engine == Engine::Auto && !process.keeps_context();
+            match method {
+                OffloadMethod::Copy if goes && has_copyable_memory(process) => {
+                    OffloadMethod::CopyAndCheckpoint
+                }
+                OffloadMethod::Copy if goes => OffloadMethod::DriverCheckpoint,
+                method => method,
+            }
+        }
+    }
+
+    /// The engine of a container. A process can be restored on another GPU only without its
+    /// context, so `auto` then means `full`.
+    pub(super) fn engine_of(&self, key: &Key) -> Engine {
+        let Some(container) = self.containers.get(key) else { return Engine::Checkpoint };
+        match container.policy.engine {
+            Engine::Auto if container.policy.allow_gpu_migration && self.gpus.len() > 1 => {
+                Engine::Full
+            }
+            engine => engine,
+        }
+    }
+
+    /// Whether a waiter may have the contexts of the container's processes.
+    pub(super) fn has_second_level(&self, key: &Key) -> bool {
+        self.engine_of(key) != Engine::Copy
+    }
+
+    /// Whether the first level frees nothing, because no process has memory that the library can
+    /// copy.
+    pub(super) fn has_nothing_to_copy(&self, key: &Key) -> bool {
+        let moves = self.moves(key);
+        let is_void = |p: &Process| moves(p) == OffloadMethod::Copy && !has_copyable_memory(p);
+        self.processes.of(key).all(|(_, p)| is_void(p))
+    }
+
+    /// Expected duration of the container's restore after an offload, in milliseconds. `deep`: its
+    /// contexts are checkpointed too.
+    pub(super) fn expected_restore_ms(&self, key: &Key, deep: bool) -> Millis {
+        let moves = self.moves(key);
+        let deep = deep && self.has_second_level(key);
+        let of_one = |p: &Process| {
+            let copied = p.swap.swappable_bytes.min(p.vram_bytes());
+            let method = match moves(p) {
+                OffloadMethod::Copy if deep && !p.keeps_context() => {
+                    OffloadMethod::CopyAndCheckpoint
+                }
+                method => method,
+            };
+            restore_ms(method, p.vram_bytes(), copied)
+        };
+        self.processes.of(key).map(|(_, p)| of_one(p)).sum()
+    }
+}
+
+/// Whether a process holds memory that the library can copy.
+fn has_copyable_memory(process: &Process) -> bool {
+    process.swap.swappable_bytes > 0
+}
+
+/// The offload method of a process with this engine, before any waiter needs its context.
+pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
+    // Memory imported from a copier is always copied out: a checkpoint with it could not be
+    // restored.
+    let by_driver = match may_be_imported(process) {
+        true => OffloadMethod::CopyAndCheckpoint,
+        false => OffloadMethod::DriverCheckpoint,
+    };
+    match engine {
+        Engine::Copy => OffloadMethod::Copy,
+        // Memory that cannot be copied stays with the context.
+        Engine::Auto | Engine::Full if process.keeps_context() && !process.copy_failed => {
+            OffloadMethod::Copy
+        }
+        Engine::Auto if process.copy_failed => by_driver,
+        Engine::Auto => OffloadMethod::Copy,
+        Engine::Full if has_copyable_memory(process) && !process.copy_failed => {
+            OffloadMethod::CopyAndCheckpoint
+        }
+        Engine::Full | Engine::Checkpoint if !has_copyable_memory(process) => {
+            OffloadMethod::DriverCheckpoint
+        }
+        Engine::Full | Engine::Checkpoint => by_driver,
+    }
+}
+
+/// Whether a process may have memory imported from a copier, as its counters show. Before the first
+/// reading, a process that is not offloaded is assumed to have some.
+fn may_be_imported(process: &Process) -> bool {
+    match &process.counters {
+        Some(page) => page.notes.intersects(ProcessFlags::IMPORTED),
+        None => !process.phase.is_offloaded(),
+    }
+}
+
+/// Expected duration of a process's restore, in milliseconds, from measurements on an H200 (driver
+/// 580.159): copies run at 52 GB/s, the driver restores at 5.8 GB/s, and each has a fixed part. A
+/// copier copies while the driver restores the context.
+fn restore_ms(method: OffloadMethod, vram_bytes: u64, copied_bytes: u64) -> Millis {
+    const COPY_FIXED_MS: u64 = 4;
+    const COPY_BYTES_PER_MS: u64 = 52_000_000;
+    const DRIVER_FIXED_MS: u64 = 200;
+    const DRIVER_BYTES_PER_MS: u64 = 5_800_000;
+    let copy_ms = COPY_FIXED_MS + copied_bytes / COPY_BYTES_PER_MS;
+    match method {
+        OffloadMethod::Copy => copy_ms,
+        OffloadMethod::CopyAndCheckpoint => DRIVER_FIXED_MS.max(copy_ms),
+        OffloadMethod::DriverCheckpoint => DRIVER_FIXED_MS + vram_bytes / DRIVER_BYTES_PER_MS,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Medians of an H200 (driver 580.159), within a third.
+    #[test]
+    fn expected_restores_are_near_measured_ones() {
+        let gib = |gib: f64| (gib * f64::from(1 << 30)) as u64;
+        for (method, size, measured_ms) in [
+            (OffloadMethod::Copy, 1.0, 22),
+            (OffloadMethod::Copy, 24.2, 470),
+            (OffloadMethod::Copy, 60.0, 1_180),
+            (OffloadMethod::CopyAndCheckpoint, 1.0, 197),
+            (OffloadMethod::CopyAndCheckpoint, 32.0, 636),
+            (OffloadMethod::DriverCheckpoint, 10.0, 2_200),
+            (OffloadMethod::DriverCheckpoint, 40.0, 7_450),
+        ] {
+            let expected = restore_ms(method, gib(size), gib(size));
+            let off = expected.abs_diff(measured_ms);
+            assert!(off <= measured_ms / 3, "{method:?} of {size} GiB: {expected}, {measured_ms}");
+        }
+    }
+}

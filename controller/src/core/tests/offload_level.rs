@@ -1,0 +1,241 @@
+//! The two levels of the engine `auto`: the context stays, and goes when a waiter needs its VRAM.
+
+use affinode_proto::{
+    reason::Reason,
+    state::State,
+    wire::{Phase, message::Action},
+};
+
+use super::{
+    super::{
+        Input, ProcessId, Request,
+        input::CommandId,
+        plan::OffloadMethod,
+        policy::{Engine, Mode},
+    },
+    world::{World, key},
+};
+
+/// Number of the container whose engine is `auto` here.
+const AUTO: usize = 1;
+/// Number of a container whose engine is `copy`.
+const COPY: usize = 2;
+
+impl World {
+    /// Sets whether that container has the engine `auto`.
+    pub(super) fn with_auto(mut self, auto: bool) -> World {
+        self.auto = auto;
+        (0..self.containers).for_each(|n| self.announce(n));
+        self
+    }
+}
+
+/// A world in which every container may be evicted for every other.
+fn auto() -> World {
+    let mut world = World::new(3).with_auto(true);
+    for container in world.node.containers.values_mut() {
+        container.policy.priority = 0;
+    }
+    world.node.containers.get_mut(&key(COPY)).unwrap().policy.engine = Engine::Copy;
+    world
+}
+
+/// A world whose container `AUTO` is offloaded to the first level, with 400 bytes: 300 in host
+/// memory, and 100 that stay on the GPU.
+fn copied_out() -> (World, ProcessId) {
+    let mut world = auto();
+    let id = world.running(AUTO, 400);
+    world.settle();
+    assert_eq!((world.state(AUTO), world.used()), (State::Offloaded, 100));
+    assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
+    (world, id)
+}
+
+fn is_checkpoint(action: &Action) -> bool {
+    matches!(
+        action,
+        Action::Lock { .. }
+            | Action::Unlock
+            | Action::Checkpoint { .. }
+            | Action::RestoreOnGpu { .. }
+    )
+}
+
+#[test]
+fn first_level_orders_no_checkpoint() {
+    for engine in [AUTO, COPY] {
+        let mut world = auto();
+        let id = world.running(engine, 400);
+        for _ in 0..3 {
+            world.settle();
+            assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
+            world.call(id);
+            world.settle_all();
+        }
+        let of_driver: Vec<_> = world.ordered.iter().filter(|a| is_checkpoint(a)).collect();
+        assert!(of_driver.is_empty(), "{of_driver:?}");
+        assert!(world.ordered.iter().any(|action| matches!(action, Action::CopyOut { .. })));
+    }
+}
+
+#[test]
+fn waiter_gets_contexts_that_it_needs() {
+    for (wanted, phase) in [(100, Phase::CopiedOut), (450, Phase::Checkpointed)] {
+        let (mut world, id) = copied_out();
+        let big = world.running(0, 500);
+        world.allocate(big, wanted);
+        world.settle();
+        assert_eq!((world.agents[&big].size, world.agents[&id].phase), (500 + wanted, phase));
+        assert_eq!(world.node.containers[&key(AUTO)].offloads, 1, "it is one absence");
+        world.exit(big);
+        world.call(id);
+        world.settle_all();
+        world.settle();
+        assert_eq!(world.agents[&id].phase, Phase::CopiedOut, "the next one begins anew");
+    }
+}
+
+#[test]
+fn engine_copy_never_gives_up_its_context() {
+    let mut world = auto();
+    let id = world.running(COPY, 400);
+    let void = world.running(COPY, 0);
+    world.settle();
+    let big = world.running(0, 500);
+    world.allocate(big, 450);
+    world.settle();
+    assert_eq!((world.agents[&big].size, world.agents[&id].phase), (500, Phase::CopiedOut));
+    assert_eq!(world.agents[&void].phase, Phase::CopiedOut, "they leave together");
+}
+
+/// A resident neighbour whose context is needed too gives up both in one offload.
+#[test]
+fn resident_victim_gives_up_both_levels_at_once() {
+    let mut world = auto();
+    let id = world.running(AUTO, 400);
+    let big = world.running(0, 500);
+    world.allocate(big, 450);
+    world.settle();
+    assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Checkpointed));
+}
+
+#[test]
+fn context_without_copyable_memory_stays_until_needed() {
+    let mut world = auto();
+    let id = world.running(AUTO, 100);
+    world.agents.get_mut(&id).unwrap().swappable = 0;
+    world.settle();
+    assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Idle, Phase::Open));
+    assert_eq!(world.node.containers[&key(AUTO)].reason.0, Reason::NothingToCopy);
+    let big = world.running(0, 500);
+    world.allocate(big, 450);
+    world.settle();
+    assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Checkpointed));
+}
+
+#[test]
+fn request_checkpoints_what_cannot_be_copied() {
+    for (n, state) in [(AUTO, State::Offloaded), (COPY, State::Idle)] {
+        let mut world = auto();
+        let id = world.running(n, 100);
+        world.agents.get_mut(&id).unwrap().swappable = 0;
+        world.settle();
+        world.feed(Input::Command(CommandId(1), key(n), Request::Offload));
+        world.settle();
+        assert_eq!(world.state(n), state);
+    }
+}
+
+/// A context stays on its GPU, so a process that may be restored elsewhere keeps none.
+#[test]
+fn process_that_may_migrate_leaves_whole() {
+    let mut world = auto();
+    world.two_gpus = true;
+    let id = world.running(AUTO, 400);
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
+}
+
+#[test]
+fn failed_copy_falls_back_to_the_checkpoint() {
+    for (n, method) in [(AUTO, OffloadMethod::DriverCheckpoint), (COPY, OffloadMethod::Copy)] {
+        let mut world = auto();
+        let id = world.running(n, 400);
+        world.tick();
+        world.node.processes.get_mut(&id).unwrap().copy_failed = true;
+        let process = world.node.processes.get(&id).unwrap();
+        assert_eq!(world.node.moves(&key(n))(process), method);
+    }
+}
+
+/// A container that was offloaded by request is no exception: its context is not in use.
+#[test]
+fn context_of_a_manual_container_is_evicted() {
+    let mut world = auto();
+    let policy = &mut world.node.containers.get_mut(&key(AUTO)).unwrap().policy;
+    policy.mode = Mode::Manual;
+    let id = world.running(AUTO, 400);
+    world.tick();
+    world.feed(Input::Command(CommandId(1), key(AUTO), Request::Offload));
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
+    let big = world.running(0, 500);
+    world.allocate(big, 450);
+    world.settle();
+    assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Checkpointed));
+}
+
+#[test]
+fn next_controller_keeps_first_level() {
+    let (mut world, _) = copied_out();
+    world.restart(false);
+    world.settle();
+    let id = *world.agents.keys().next().unwrap();
+    assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Offloaded, Phase::CopiedOut));
+    world.call(id);
+    world.settle_all();
+    assert_eq!(world.node.containers[&key(AUTO)].restores, 1);
+}
+
+/// Of two neighbours that are alike, the one whose restore is a copy is evicted first.
+#[test]
+fn cheap_restore_is_evicted_before_a_slow_one() {
+    let mut world = auto();
+    let slow = world.running(0, 300);
+    let fast = world.running(AUTO, 300);
+    for n in [0, AUTO] {
+        let policy = &mut world.node.containers.get_mut(&key(n)).unwrap().policy;
+        policy.mode = Mode::Pressure;
+    }
+    world.node.containers.get_mut(&key(0)).unwrap().policy.engine = Engine::Checkpoint;
+    let waiter = world.running(COPY, 300);
+    world.allocate(waiter, 200);
+    world.settle();
+    assert_eq!(world.agents[&slow].phase, Phase::Open);
+    assert!(world.agents[&fast].phase.is_offloaded());
+}
+
+/// The processes of a container move at the same time, and each is complete before any is open.
+#[test]
+fn processes_of_a_container_are_copied_at_once() {
+    let mut world = auto();
+    let ids = [world.running(AUTO, 200), world.running(AUTO, 200), world.running(AUTO, 200)];
+    let is_ordered = |world: &World, wanted: fn(&Action) -> bool| {
+        let pending = |id| world.node.processes.get(id).unwrap().pending;
+        ids.iter().filter(|id| pending(id).is_some_and(|p| wanted(&p.action))).count()
+    };
+    let mut most = 0;
+    for _ in 0..200 {
+        world.pass();
+        most = most.max(is_ordered(&world, |action| matches!(action, Action::CopyOut { .. })));
+    }
+    assert_eq!((most, world.state(AUTO)), (3, State::Offloaded));
+    world.call(ids[1]);
+    let mut most = 0;
+    while world.state(AUTO) != State::Active {
+        world.answer_question();
+        most = most.max(is_ordered(&world, |action| action.is_restore()));
+        ids.iter().for_each(|id| world.work(*id));
+    }
+    assert_eq!(most, 3);
+}
