@@ -411,7 +411,9 @@ impl Honest {
             Action::Close { .. } => (was == Phase::Open, Phase::Closed),
             Action::Open => (was == Phase::Closed, Phase::Open),
             Action::Lock { .. } => (was == Phase::Closed, Phase::Locked),
-            Action::CopyOut { .. } => (was == Phase::Locked, Phase::CopiedOut),
+            Action::CopyOut { .. } => {
+                (matches!(was, Phase::Closed | Phase::Locked), Phase::CopiedOut)
+            }
             Action::Checkpoint { .. } => {
                 (matches!(was, Phase::Locked | Phase::CopiedOut), Phase::Checkpointed)
             }
