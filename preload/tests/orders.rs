@@ -37,7 +37,8 @@ fn the_hello_says_who_and_where() {
                     | Capabilities::PREFAULTS.0
                     | Capabilities::CHECKS.0
                     | Capabilities::DEDUPS.0
-                    | Capabilities::AWAITS_WORK.0,
+                    | Capabilities::AWAITS_WORK.0
+                    | Capabilities::LEAVES_IN_PART.0,
             ),
             swappable_bytes: 0,
             copied_out_bytes: 0,
@@ -243,19 +244,29 @@ fn hold_outlives_connection_until_welcome() {
 #[test]
 fn hazards_are_reported_and_forbid_a_lock() {
     let controller = Controller::new();
-    for (call, hazard) in [
-        ("cuMemAllocManaged", Hazards::MANAGED_MEMORY),
-        ("cuCtxEnablePeerAccess", Hazards::PEER_ACCESS),
-    ] {
-        let mut client = registered(&controller, "dlopen");
-        let mut agent = controller.welcome();
-        assert_eq!(client.ask(call), 0);
-        assert_eq!(agent.page().hazards, hazard, "at the call's return");
-        assert_eq!(agent.notice(), hazard);
-        agent.done(&[CLOSE]);
-        assert_eq!(agent.order(LOCK).0, Outcome::Unsupported);
-        agent.done(&[Action::Open]);
-    }
+    let mut client = registered(&controller, "dlopen");
+    let mut agent = controller.welcome();
+    assert_eq!(client.ask("cuCtxEnablePeerAccess"), 0);
+    assert_eq!(agent.page().hazards, Hazards::PEER_ACCESS, "at the call's return");
+    assert_eq!(agent.notice(), Hazards::PEER_ACCESS);
+    agent.done(&[CLOSE]);
+    assert_eq!(agent.order(LOCK).0, Outcome::Unsupported);
+    agent.done(&[Action::Open]);
+}
+
+/// The library can copy the rest of the memory, which needs the lock.
+#[test]
+fn hazard_of_allocations_forbids_a_checkpoint() {
+    let controller = Controller::new();
+    let mut client = registered(&controller, "dlopen");
+    let mut agent = controller.welcome();
+    assert_eq!(client.ask("cuMemAllocManaged"), 0);
+    assert_eq!(agent.page().hazards, Hazards::MANAGED_MEMORY, "at the call's return");
+    assert_eq!(agent.notice(), Hazards::MANAGED_MEMORY);
+    agent.done(&[CLOSE, LOCK]);
+    assert_eq!(agent.order(CHECKPOINT).0, Outcome::Unsupported);
+    agent.done(&[Action::Unlock, Action::Open]);
+    assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
 #[test]

@@ -70,8 +70,9 @@ reasons! {
     NoVram = "no-vram", "NVML reports no VRAM of the container, so there is nothing to offload";
     /// Some CUDA process of the container is not under management.
     UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, or AFFINODE_DISABLE)";
-    /// A process uses managed memory (`cuMemAllocManaged`).
-    ManagedMemory = "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint";
+    /// A process uses managed memory (`cuMemAllocManaged`), so it must not be checkpointed. With the
+    /// current engine the offload needs a checkpoint, or no other memory can be copied.
+    ManagedMemory = "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint; the engines auto, full and copy leave it on the GPU and can copy the rest";
     /// Peer access was enabled.
     PeerAccess = "peer-access", "uses peer access between GPUs, which does not survive a checkpoint";
     /// Memory was exported to another process or imported from one, by legacy IPC or a shareable

@@ -102,8 +102,8 @@ impl Reason {
                 "`affinode ps` names the process. Use a dynamically linked program and a glibc image, or accept that the container keeps its VRAM.",
             ),
             Reason::ManagedMemory => (
-                "A process called `cuMemAllocManaged`. The driver's checkpoint refuses such a process.",
-                "Use device memory instead of unified memory, or accept that the container keeps its VRAM.",
+                "A process called `cuMemAllocManaged`. The driver's checkpoint refuses such a process. With the current engine the offload needs a checkpoint, or the process has no memory that can be copied.",
+                "Use the engine `auto`, `copy` or `full` for programs that also hold ordinary device memory: that memory leaves, and managed memory and the context stay on the GPU. Otherwise the container keeps its VRAM.",
             ),
             Reason::PeerAccess => (
                 "A process enabled peer access between GPUs. After a checkpoint the driver may fail to restore such a process.",

@@ -43,7 +43,7 @@ impl Node {
         for process in processes() {
             // A copy out leaves the context on the GPU, so hazards of a checkpoint do not matter.
             let harmless = match moves(process) {
-                OffloadMethod::Copy => Hazards::KEEPS_CONTEXT,
+                OffloadMethod::Copy => process.copyable_hazards(),
                 OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => {
                     Hazards::default()
                 }

@@ -124,6 +124,14 @@ impl Process {
         self.capabilities.contains(capabilities)
     }
 
+    /// Its hazards that a copy out allows. An older library does not know which allocations stay.
+    #[must_use]
+    pub fn copyable_hazards(&self) -> Hazards {
+        let known = self.can(Capabilities::LEAVES_IN_PART);
+        let refused = if known { Hazards::default() } else { Hazards::KEEPS_MEMORY };
+        Hazards::KEEPS_CONTEXT.without(refused)
+    }
+
     /// Whether its context stays on the GPU because a checkpoint of it would be unsafe.
     #[must_use]
     pub fn keeps_context(&self) -> bool {

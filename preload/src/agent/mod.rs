@@ -46,7 +46,8 @@ const ABILITIES: Capabilities = Capabilities(
         | Capabilities::PREFAULTS.0
         | Capabilities::CHECKS.0
         | Capabilities::DEDUPS.0
-        | Capabilities::AWAITS_WORK.0,
+        | Capabilities::AWAITS_WORK.0
+        | Capabilities::LEAVES_IN_PART.0,
 );
 
 /// Signal set with the only signal that wakes the agent.

@@ -71,7 +71,7 @@ use core::ffi::CStr;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use affinode_cuda_sys::hook;
-use affinode_proto::wire::Engine;
+use affinode_proto::wire::{Engine, Hazards};
 
 use self::allocations::{AllocationTables, Allocations};
 pub use self::copier_offload::{bytes as exported_bytes, settle};
@@ -261,8 +261,10 @@ pub fn set_engine_by_file(file: &CStr) {
 
 /// Sets the engine for new allocations. Existing allocations stay as they are.
 pub fn set_engine(engine: Engine) {
+    // A process with a tool from its start gets the driver's own memory: the tool examines that.
+    let harmless = if is_in_use() { Hazards::KEEPS_CONTEXT } else { Hazards::KEEPS_MEMORY };
     let wanted = engine != Engine::Checkpoint
-        && process::page().is_some_and(|page| page.hazards().is_empty())
+        && process::page().is_some_and(|page| page.hazards().without(harmless).is_empty())
         && find_all()
         && SWAP.green.load(Ordering::Acquire) == 0;
     SWAP.wanted.store(u32::from(wanted), Ordering::Release);

@@ -48,10 +48,14 @@ impl Hazards {
     /// A thread blocked inside the driver while the process was offloaded, on a path that no hook
     /// sees.
     pub const HIDDEN_WAY: Hazards = Hazards(1 << 8);
+    /// Hazards of single allocations. The library leaves these allocations on the GPU, and can
+    /// copy all others.
+    pub const KEEPS_MEMORY: Hazards = Hazards::MANAGED_MEMORY;
     /// Hazards with which the driver must not checkpoint the process. Its memory can be copied;
     /// the context stays on the GPU.
-    pub const KEEPS_CONTEXT: Hazards =
-        Hazards(Hazards::TOOLS.0 | Hazards::VIDEO.0 | Hazards::HIDDEN_WAY.0);
+    pub const KEEPS_CONTEXT: Hazards = Hazards(
+        Hazards::TOOLS.0 | Hazards::VIDEO.0 | Hazards::HIDDEN_WAY.0 | Hazards::KEEPS_MEMORY.0,
+    );
 
     /// Whether any bit of `other` is set.
     #[must_use]
@@ -93,6 +97,8 @@ impl Capabilities {
     pub const DEDUPS: Capabilities = Capabilities(1 << 5);
     /// The library waits for the GPU's work by itself, so a copy out needs no lock of the driver.
     pub const AWAITS_WORK: Capabilities = Capabilities(1 << 6);
+    /// The library can copy the memory of a process with [`Hazards::KEEPS_MEMORY`].
+    pub const LEAVES_IN_PART: Capabilities = Capabilities(1 << 7);
 
     /// Whether any bit of `other` is set.
     #[must_use]

@@ -33,8 +33,10 @@ pub(super) struct Agent {
     pub(super) calls: u64,
     pub(super) wants: bool,
     pub(super) held: bool,
-    /// Whether it uses managed memory, so that it cannot be moved.
+    /// Whether it uses peer access, so that it cannot be moved.
     pub(super) fixed: bool,
+    /// Whether it uses managed memory, so that only the part that the agent can copy leaves.
+    pub(super) managed: bool,
     /// Whether a tool is in the process, so that the driver must not checkpoint it.
     pub(super) tools: bool,
     /// Whether it was ordered to prefault host memory and has not used that memory.
@@ -75,9 +77,10 @@ impl Agent {
     }
 
     pub(super) fn hazards(&self) -> Hazards {
-        let fixed = if self.fixed { Hazards::MANAGED_MEMORY.0 } else { 0 };
+        let fixed = if self.fixed { Hazards::PEER_ACCESS.0 } else { 0 };
+        let managed = if self.managed { Hazards::MANAGED_MEMORY.0 } else { 0 };
         let tools = if self.tools { Hazards::TOOLS.0 } else { 0 };
-        Hazards(fixed | tools)
+        Hazards(fixed | managed | tools)
     }
 
     pub(super) fn copied_out_bytes(&self) -> u64 {

@@ -12,6 +12,7 @@ mod hidden;
 mod holds;
 mod host_memory;
 mod immediate;
+mod in_part;
 mod migration;
 mod nvml;
 mod offload_level;

@@ -78,7 +78,8 @@ impl World {
             let there = used[if moves { 1 - agent.gpu } else { agent.gpu }];
             assert!(there + agent.size <= TOTAL, "restored without room: it would be lost");
         }
-        let barred = agent.tools && matches!(action, Action::Checkpoint { .. });
+        let keeps = agent.tools || agent.managed;
+        let barred = keeps && matches!(action, Action::Checkpoint { .. });
         if late {
             outcome = Outcome::Late;
         } else if barred {

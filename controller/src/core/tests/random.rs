@@ -202,7 +202,9 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
             Step::Tool(n) => {
                 let id = nth(n, &world);
                 if let Some(agent) = id.and_then(|id| world.agents.get_mut(&id)) {
-                    agent.tools = true;
+                    // Managed memory only comes while it is on the GPU.
+                    let managed = n % 2 == 0 && agent.phase == Phase::Open;
+                    (agent.managed, agent.tools) = (agent.managed || managed, n % 2 == 1);
                 }
             }
             Step::Connections(n, count) => {
@@ -231,7 +233,7 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     (world.nvml.fails, world.nvml.no_host_memory) = (false, false);
     // A process that cannot be offloaded, or retains its context, may block others as long as it
     // lives.
-    let stays = |agent: &Agent| agent.fixed || agent.tools;
+    let stays = |agent: &Agent| agent.fixed || agent.tools || agent.managed;
     let fixed = world.agents.iter().filter(|(_, agent)| stays(agent)).map(|(id, _)| *id);
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
     world.settle_all();

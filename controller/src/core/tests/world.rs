@@ -33,7 +33,7 @@ pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// Number of passes for each step of a slow copier.
 const COPIER_PASSES: Millis = 5;
 /// Capabilities of this version's library.
-pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b111_1111);
+pub(super) const ALL_CAPABILITIES: Capabilities = Capabilities(0b1111_1111);
 /// Engines of the containers, by number.
 pub(super) const ENGINES: [&str; 3] = ["checkpoint", "full", "auto"];
 
@@ -329,6 +329,7 @@ impl World {
             wants: false,
             held: false,
             fixed: false,
+            managed: false,
             tools: false,
             prepared: false,
             kept: 0,
@@ -425,7 +426,11 @@ impl World {
             identity: Identity { pid: agent.pid, start_ticks: 1, command: "test".into() },
             phase: agent.phase,
             generation: agent.generation,
-            hazards: if agent.tools { agent.hazards() } else { Hazards::default() },
+            hazards: if agent.tools || agent.managed {
+                agent.hazards()
+            } else {
+                Hazards::default()
+            },
             capabilities: agent.capabilities,
             swap: SwapStatus {
                 swappable_bytes: agent.swappable,

@@ -37,7 +37,9 @@ fn play(world: &Testbed, what: &str, reason: Option<&str>) -> Result<Found> {
     let without = bare.cycle(world)?;
     bare.kill(world)?;
 
-    let mut worker = Worker::start_as(world, kind(what, what))?;
+    // The hazards are those of the driver's checkpoint.
+    let spec = kind(what, what).annotation("affinode.io/engine", "checkpoint");
+    let mut worker = Worker::start_as(world, spec)?;
     worker.expect("ready")?;
     let with = match reason {
         Some(reason) => refused(world, what, reason)?,

@@ -20,6 +20,7 @@ mod hazards;
 mod hints;
 mod host_memory;
 mod hostile;
+mod in_part;
 mod install;
 mod interception;
 mod ipc;

@@ -64,13 +64,16 @@ fn invalid_annotation_uses_default() -> Result<()> {
     Ok(())
 }
 
-/// The driver cannot checkpoint managed memory, so the offload is refused before any change.
+/// The driver cannot checkpoint managed memory. With the engine `checkpoint` the offload is
+/// therefore refused before any change.
 #[test]
-fn managed_memory_is_never_offloaded() -> Result<()> {
+fn managed_memory_is_never_checkpointed() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
     let mut worker = Worker::start_as(
         &world,
-        Worker::spec("uvm", USUAL, 32).annotation("affinode.io/offload", "manual"),
+        Worker::spec("uvm", USUAL, 32)
+            .annotation("affinode.io/offload", "manual")
+            .annotation("affinode.io/engine", "checkpoint"),
     )?;
     worker.wait_filled()?;
     worker.call("managed")?;

@@ -1,0 +1,38 @@
+//! Processes of which only a part can be offloaded: some of their memory stays on the GPU.
+
+use affinode_e2e::{
+    container::{CLIENTS, Spec},
+    testbed::{MIB, TestbedConfig},
+    worker::Worker,
+};
+use anyhow::Result;
+
+use crate::offload::MANUAL;
+
+/// The program's own memory, without that of the hazard.
+const PLAIN_MIB: u64 = 64;
+
+/// Managed memory stays with the context, and all other memory leaves. `hazards` checks the
+/// contents of both.
+#[test]
+fn managed_memory_stays_and_the_rest_leaves() -> Result<()> {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    for engine in ["copy", "full", "auto"] {
+        let (program, mib) = (format!("{CLIENTS}/hazards"), PLAIN_MIB.to_string());
+        let spec = Spec::gpu(engine, &[&program, "managed", &mib]);
+        let spec = spec.annotation("affinode.io/engine", engine);
+        let mut worker = Worker::start_as(&world, spec)?;
+        worker.expect("ready")?;
+        for round in 0..2 {
+            world.cli().move_out(engine)?;
+            let offloaded = world.cli().known(engine)?;
+            let process = offloaded.process()?;
+            assert_eq!(process.phase, "CopiedOut", "{engine}, {round}: {offloaded:?}");
+            assert_eq!(process.copied_out_bytes, PLAIN_MIB * MIB, "{engine}: {offloaded:?}");
+            assert_eq!(process.hazards, ["managed-memory"], "{engine}: {offloaded:?}");
+            assert_eq!(worker.call("verify")?.ok, Some(true), "{engine}, {round}");
+        }
+        worker.running.kill(&world)?;
+    }
+    Ok(())
+}
