@@ -24,6 +24,8 @@
  *   attack HEX           requests forbidden memory from the socket that the handle names, and floods it; "ok": it gave
  *                        only the memory of the handle
  *   reached              "ok": other devices on the bus may reach the memory (GPUDirect RDMA)
+ *   more MIB             allocates and fills memory that is never shared
+ *   verifymore           as verify, on that memory
  *   meminfo              "free_bytes"
  *   quit
  */
@@ -248,6 +250,15 @@ static int attack(const char *hex)
     return ok;
 }
 
+/* Memory that is never shared. */
+static struct client more;
+
+static CUresult allocate_more(const char *mib)
+{
+    more = client;
+    return client_fill(&more, strtoul(mib, NULL, 10), 5);
+}
+
 /* 0: the program is to end. */
 static int obey(char *command)
 {
@@ -296,6 +307,10 @@ static int obey(char *command)
         result = in_child();
     else if (strcmp(command, "attack") == 0)
         result = 0, ok = attack(arguments);
+    else if (strcmp(command, "more") == 0)
+        result = allocate_more(arguments);
+    else if (strcmp(command, "verifymore") == 0)
+        result = client_verify(&more, &wrong, &checksum);
     else if (strcmp(command, "meminfo") == 0)
         result = client.cuda.mem_info(&free_bytes, &total);
     answer(command, result, 0, "\"ok\":%s,\"free_bytes\":%zu", ok && wrong == 0 ? "true" : "false", free_bytes);

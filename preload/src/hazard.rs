@@ -48,6 +48,7 @@ pub unsafe fn of_call(class: Class, arguments: &[u64; 6]) -> Hazards {
         Class::Managed => Hazards::MANAGED_MEMORY,
         Class::Peer => Hazards::PEER_ACCESS,
         Class::Import => Hazards::SHARED_MEMORY,
+        Class::Interop => Hazards::DIRECT_ACCESS,
         // (address, size, descriptors, count)
         // SAFETY: the driver has read this array of descriptors without an error.
         Class::Access => unsafe { peer_access(c as *const MemAccessDesc, d, device_of(a)) },
@@ -125,6 +126,7 @@ mod tests {
             (Class::Managed, Hazards::MANAGED_MEMORY),
             (Class::Peer, Hazards::PEER_ACCESS),
             (Class::Import, Hazards::SHARED_MEMORY),
+            (Class::Interop, Hazards::DIRECT_ACCESS),
             (Class::Alloc, NONE),
         ] {
             // SAFETY: none of these looks at arguments.

@@ -76,8 +76,11 @@ reasons! {
     /// Peer access was enabled.
     PeerAccess = "peer-access", "uses peer access between GPUs, which does not survive a checkpoint";
     /// Memory was exported to another process or imported from one, by legacy IPC or a shareable
-    /// handle; or another device may access it by itself.
-    SharedMemory = "shared-memory", "shares GPU memory with another process or device (IPC, exported or imported handles, GPUDirect)";
+    /// handle, so the process must not be checkpointed. With the current engine the offload needs a
+    /// checkpoint, or no other memory can be copied.
+    SharedMemory = "shared-memory", "shares GPU memory with another process (IPC, exported or imported handles); the engines auto, full and copy leave that memory on the GPU and can copy the rest";
+    /// Another device or another API may access memory without a call that the library sees.
+    DirectAccess = "direct-access", "another device or API can reach its GPU memory past the CUDA driver (GPUDirect RDMA, GDRCopy, EGL, OpenGL)";
     /// A process is a client of MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
     /// A profiler, sanitizer or debugger is or was in a process, so its context must not be

@@ -110,7 +110,11 @@ impl Reason {
                 "Run the program on one GPU, or disable peer-to-peer transfers (for NCCL: `NCCL_P2P_DISABLE=1`). Otherwise the container keeps its VRAM.",
             ),
             Reason::SharedMemory => (
-                "Another process or device can reach GPU memory of the container. It does so through CUDA IPC, exported or imported handles, GPUDirect RDMA, GDRCopy or GPUDirect Storage.",
+                "A process has exported GPU memory to another process, or imported some from one, through CUDA IPC or a shareable handle. The driver's checkpoint would separate the two. With the current engine the offload needs a checkpoint, or the process has no memory that can be copied and is not shared.",
+                "Use the engine `auto`, `copy` or `full`: shared memory and the context stay on the GPU, and the rest leaves. Otherwise turn the sharing off in the program, or accept that the container keeps its VRAM.",
+            ),
+            Reason::DirectAccess => (
+                "Another device can read and write GPU memory of the container without a CUDA call: a process has a device of GPUDirect RDMA, GDRCopy or GPUDirect Storage open. Or a graphics API (EGL, OpenGL, VDPAU) shares memory with CUDA.",
                 "Turn the sharing off in the program, or accept that the container keeps its VRAM.",
             ),
             Reason::Mps => (

@@ -7,8 +7,9 @@ use super::{
     policy::Mode, process::Process,
 };
 
-const HAZARDS: [(Hazards, Reason); 9] = [
+const HAZARDS: [(Hazards, Reason); 10] = [
     (Hazards::DAMAGED_MEMORY, Reason::DamagedMemory),
+    (Hazards::DIRECT_ACCESS, Reason::DirectAccess),
     (Hazards::MANAGED_MEMORY, Reason::ManagedMemory),
     (Hazards::PEER_ACCESS, Reason::PeerAccess),
     (Hazards::SHARED_MEMORY, Reason::SharedMemory),

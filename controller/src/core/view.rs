@@ -269,6 +269,7 @@ fn hazard_words(hazards: Hazards) -> Vec<String> {
         (Hazards::MANAGED_MEMORY, "managed-memory"),
         (Hazards::PEER_ACCESS, "peer-access"),
         (Hazards::SHARED_MEMORY, "shared-memory"),
+        (Hazards::DIRECT_ACCESS, "direct-access"),
         (Hazards::MPS, "mps"),
         (Hazards::NO_CHECKPOINT_API, "driver-too-old"),
         (Hazards::DAMAGED_MEMORY, "damaged-memory"),

@@ -19,8 +19,8 @@ pub enum Class {
     Access = 5,
     /// `cuMemPoolSetAccess`. Like [`Class::Access`], for a memory pool.
     PoolAccess = 6,
-    /// Success means that memory is shared with another process or API, or may be shared later. The
-    /// driver would restore a separate copy for an exporter, apart from the importer's memory.
+    /// Success means that memory is shared with another process, or may be shared later. The driver
+    /// would restore a separate copy for an exporter, apart from the importer's memory.
     Import = 7,
     /// Held and counted like [`Class::Work`]. The library has a wrapper for it, because it concerns
     /// swappable memory, contexts or captures.
@@ -38,6 +38,9 @@ pub enum Class {
     /// Requests a value that is constant for the life of the process. Answered with an earlier
     /// result if one is cached, else held. Counted like [`Class::Poll`].
     Constant = 12,
+    /// Success means that a graphics API, or another one, may access memory of the process later.
+    /// The calls do not show which memory.
+    Interop = 13,
 }
 
 impl Class {
@@ -57,6 +60,7 @@ impl Class {
             10 => Class::Sync,
             11 => Class::Table,
             12 => Class::Constant,
+            13 => Class::Interop,
             _ => Class::Work,
         }
     }
@@ -254,6 +258,7 @@ mod tests {
             ("cuMemGetHandleForAddressRange", Class::Import),
             ("cuMemPoolExportPointer", Class::Import),
             ("cuMemPoolExportToShareableHandle", Class::Import),
+            ("cuEGLStreamProducerPresentFrame", Class::Interop),
             ("cuIpcCloseMemHandle", Class::Memory),
             ("cuMemMap", Class::Memory),
             ("cuMulticastBindMem", Class::Peer),

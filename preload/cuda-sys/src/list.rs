@@ -245,6 +245,14 @@ macro_rules! hooked_functions {
                 cuDeviceTotalMem_v2
             }
             Import {
+                cuImportExternalMemory cuImportExternalSemaphore cuIpcGetEventHandle
+                cuIpcGetMemHandle cuIpcOpenEventHandle cuIpcOpenMemHandle cuIpcOpenMemHandle_v2
+                cuMemExportToShareableHandle cuMemGetHandleForAddressRange
+                cuMemImportFromShareableHandle cuMemPoolExportPointer
+                cuMemPoolExportToShareableHandle cuMemPoolImportFromShareableHandle
+                cuMemPoolImportPointer
+            }
+            Interop {
                 cuEGLStreamConsumerAcquireFrame cuEGLStreamConsumerConnect
                 cuEGLStreamConsumerConnectWithFlags cuEGLStreamConsumerDisconnect
                 cuEGLStreamConsumerReleaseFrame cuEGLStreamProducerConnect
@@ -253,13 +261,7 @@ macro_rules! hooked_functions {
                 cuGLCtxCreate_v2 cuGLInit cuGLRegisterBufferObject cuGraphicsEGLRegisterImage
                 cuGraphicsGLRegisterBuffer cuGraphicsGLRegisterImage
                 cuGraphicsVDPAURegisterOutputSurface cuGraphicsVDPAURegisterVideoSurface
-                cuImportExternalMemory cuImportExternalSemaphore cuIpcGetEventHandle
-                cuIpcGetMemHandle cuIpcOpenEventHandle cuIpcOpenMemHandle cuIpcOpenMemHandle_v2
-                cuLogicalEndpointImport cuMemExportToShareableHandle
-                cuMemGetHandleForAddressRange cuMemImportFromShareableHandle
-                cuMemPoolExportPointer cuMemPoolExportToShareableHandle
-                cuMemPoolImportFromShareableHandle cuMemPoolImportPointer cuVDPAUCtxCreate
-                cuVDPAUCtxCreate_v2
+                cuLogicalEndpointImport cuVDPAUCtxCreate cuVDPAUCtxCreate_v2
             }
         }
     };

@@ -144,7 +144,7 @@ impl Host for DriverHost {
 
     fn is_eligible(&mut self) -> bool {
         if swap::is_reached() {
-            self.page.add_hazards(Hazards::SHARED_MEMORY);
+            self.page.add_hazards(Hazards::DIRECT_ACCESS);
         }
         // Added before the report of this order: the controller's plan depends on it.
         self.page.add_hazards(tools::found());

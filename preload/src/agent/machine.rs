@@ -83,9 +83,9 @@ pub trait Host {
     fn now_us(&mut self) -> u64;
     /// Whether no hazard keeps all of this process on its device.
     fn is_eligible(&mut self) -> bool;
-    /// Whether the driver must not checkpoint the process: it has managed memory, or has loaded a
-    /// tool or a video library. Only called with the gate closed, so that none comes before the
-    /// checkpoint.
+    /// Whether the driver must not checkpoint the process: it has managed or shared
+    /// memory, or has loaded a tool or a video library. Only called with the gate closed, so that
+    /// none comes before the checkpoint.
     fn keeps_context(&mut self) -> bool;
     /// Records where the threads are, before the driver locks the process.
     fn note_threads(&mut self);

@@ -177,15 +177,18 @@ impl Agent {
             self.look_after();
             self.tidy();
             self.take_note();
-            // The agent calls the driver only while an application's call would pass, too.
+            // The driver is called only while it runs. Memory that is shared stays on the GPU.
             self.more_asked = match self.machine.phase() {
-                Phase::Open => swap::answer(),
+                Phase::Open | Phase::CopiedOut => swap::answer(),
                 Phase::Checkpointed => swap::copier_restore::recv(),
                 _ => false,
             };
             sys::wait_signal(LOOK, self.patience_ms());
         }
         while !self.machine.restore_self(&mut self.own) {
+            if self.machine.phase() == Phase::CopiedOut {
+                while swap::answer() {}
+            }
             sys::wait_signal(LOOK, WAKE_REPEAT_MS);
         }
     }

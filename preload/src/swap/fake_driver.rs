@@ -379,6 +379,9 @@ functions! {
         device.exports.push(Export { object: handle.object, inode, other });
         set(shareable.cast(), shared.into_raw_fd())
     };
+    "cuMemGetHandleForAddressRange" mem_get_handle_for_range(
+        _handle: *mut core::ffi::c_void, address: u64, _bytes: usize, _kind: u32, _flags: u64
+    ) |device, _, address, _, _, _| device.slot(address).map(drop);
     "cuMemImportFromShareableHandle" mem_import(handle: *mut u64, shareable: usize, _kind: u32) |device, handle, shareable, _| {
         // SAFETY: what is tested lends it; a number that is none is of no file.
         let object = device.exported(unsafe { BorrowedFd::borrow_raw(shareable as i32) })?;

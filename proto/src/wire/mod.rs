@@ -32,7 +32,8 @@ impl Hazards {
     /// `cuCtxEnablePeerAccess` succeeded, or access to memory was given to another device.
     pub const PEER_ACCESS: Hazards = Hazards(1 << 1);
     /// Memory was exported to another process or imported from one, by legacy IPC or a shareable
-    /// handle. Or another device on the bus may access it by itself.
+    /// handle. A library without [`Capabilities::LEAVES_IN_PART`] reports [`Self::DIRECT_ACCESS`]
+    /// with this bit.
     pub const SHARED_MEMORY: Hazards = Hazards(1 << 2);
     /// The process is connected to an MPS server.
     pub const MPS: Hazards = Hazards(1 << 3);
@@ -48,9 +49,12 @@ impl Hazards {
     /// A thread blocked inside the driver while the process was offloaded, on a path that no hook
     /// sees.
     pub const HIDDEN_WAY: Hazards = Hazards(1 << 8);
+    /// Another device on the bus or another API may access memory of the process, without a call
+    /// that the library sees.
+    pub const DIRECT_ACCESS: Hazards = Hazards(1 << 9);
     /// Hazards of single allocations. The library leaves these allocations on the GPU, and can
     /// copy all others.
-    pub const KEEPS_MEMORY: Hazards = Hazards::MANAGED_MEMORY;
+    pub const KEEPS_MEMORY: Hazards = Hazards(Hazards::MANAGED_MEMORY.0 | Hazards::SHARED_MEMORY.0);
     /// Hazards with which the driver must not checkpoint the process. Its memory can be copied;
     /// the context stays on the GPU.
     pub const KEEPS_CONTEXT: Hazards = Hazards(

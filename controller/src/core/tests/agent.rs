@@ -35,8 +35,8 @@ pub(super) struct Agent {
     pub(super) held: bool,
     /// Whether it uses peer access, so that it cannot be moved.
     pub(super) fixed: bool,
-    /// Whether it uses managed memory, so that only the part that the agent can copy leaves.
-    pub(super) managed: bool,
+    /// Hazards of allocations that stay, so that only the part that the agent can copy leaves.
+    pub(super) in_part: Hazards,
     /// Whether a tool is in the process, so that the driver must not checkpoint it.
     pub(super) tools: bool,
     /// Whether it was ordered to prefault host memory and has not used that memory.
@@ -78,9 +78,13 @@ impl Agent {
 
     pub(super) fn hazards(&self) -> Hazards {
         let fixed = if self.fixed { Hazards::PEER_ACCESS.0 } else { 0 };
-        let managed = if self.managed { Hazards::MANAGED_MEMORY.0 } else { 0 };
         let tools = if self.tools { Hazards::TOOLS.0 } else { 0 };
-        Hazards(fixed | managed | tools)
+        Hazards(fixed | self.in_part.0 | tools)
+    }
+
+    /// Whether the driver must not checkpoint it, but its memory can be copied.
+    pub(super) fn keeps_context(&self) -> bool {
+        self.hazards().intersects(Hazards::KEEPS_CONTEXT)
     }
 
     pub(super) fn copied_out_bytes(&self) -> u64 {

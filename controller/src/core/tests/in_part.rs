@@ -3,7 +3,7 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{Capabilities, Phase},
+    wire::{Capabilities, Hazards, Phase},
 };
 
 use super::{
@@ -11,23 +11,37 @@ use super::{
     world::{ALL_CAPABILITIES, World, key},
 };
 
-/// A process with 600 bytes and managed memory in container `n`. The agent can copy 450 of them,
-/// or none with the engine `checkpoint`.
-fn with_managed(world: &mut World, n: usize) -> ProcessId {
+/// Hazards of allocations, and the reasons that name them.
+const KINDS: [(Hazards, Reason); 2] = [
+    (Hazards::MANAGED_MEMORY, Reason::ManagedMemory),
+    (Hazards::SHARED_MEMORY, Reason::SharedMemory),
+];
+
+/// A process with 600 bytes and such a hazard in container `n`. The agent can copy 450 of them, or
+/// none with the engine `checkpoint`.
+fn with_rest(world: &mut World, n: usize, hazards: Hazards) -> ProcessId {
     let id = world.running(n, 600);
-    world.agents.get_mut(&id).unwrap().managed = true;
+    world.agents.get_mut(&id).unwrap().in_part = hazards;
     world.tick();
     id
 }
 
+/// Requires that the process stays resident as a whole, and that its gate was never closed.
+fn stays_whole(mut world: World, n: usize, id: ProcessId, reason: Reason) {
+    world.settle();
+    assert_eq!((world.state(n), world.agents[&id].phase), (State::Idle, Phase::Open));
+    assert_eq!(world.refused, [reason.to_string()]);
+    assert_eq!(world.agents[&id].generation, 0);
+}
+
 #[test]
-fn managed_memory_stays_and_the_rest_leaves() {
-    for auto in [false, true] {
-        for n in [1, 2] {
+fn memory_that_stays_lets_the_rest_leave() {
+    for (hazards, _) in KINDS {
+        for (auto, n) in [(false, 1), (false, 2), (true, 1), (true, 2)] {
             let mut world = World::new(3);
             world.auto = auto;
             world.announce(1);
-            let id = with_managed(&mut world, n);
+            let id = with_rest(&mut world, n, hazards);
             for _ in 0..2 {
                 world.settle();
                 assert_eq!(world.state(n), State::Offloaded);
@@ -41,44 +55,70 @@ fn managed_memory_stays_and_the_rest_leaves() {
 }
 
 #[test]
-fn managed_memory_under_driver_engine_stays() {
-    let mut world = World::new(3);
-    let id = with_managed(&mut world, 0);
-    world.settle();
-    assert_eq!((world.state(0), world.agents[&id].phase), (State::Idle, Phase::Open));
-    assert_eq!(world.refused, [Reason::ManagedMemory.to_string()]);
-    assert_eq!(world.agents[&id].generation, 0, "its gate was never closed");
+fn driver_engine_keeps_all_of_such_a_process() {
+    for (hazards, reason) in KINDS {
+        let mut world = World::new(3);
+        let id = with_rest(&mut world, 0, hazards);
+        stays_whole(world, 0, id, reason);
+    }
 }
 
-/// An older library would copy out, but refuses the lock of such a process.
+/// An older library refuses the lock of such a process.
 #[test]
 fn older_library_keeps_all_of_such_a_process() {
-    let mut world = World::new(3);
-    world.libraries = vec![Capabilities(ALL_CAPABILITIES.0 & !Capabilities::LEAVES_IN_PART.0)];
-    let id = with_managed(&mut world, 2);
-    world.settle();
-    assert_eq!((world.state(2), world.agents[&id].phase), (State::Idle, Phase::Open));
-    assert_eq!(world.refused, [Reason::ManagedMemory.to_string()]);
-    assert_eq!(world.agents[&id].generation, 0, "its gate was never closed");
+    for (hazards, reason) in KINDS {
+        let mut world = World::new(3);
+        world.libraries = vec![Capabilities(ALL_CAPABILITIES.0 & !Capabilities::LEAVES_IN_PART.0)];
+        let id = with_rest(&mut world, 2, hazards);
+        stays_whole(world, 2, id, reason);
+    }
 }
 
-/// Nothing can be copied, so nothing leaves.
 #[test]
-fn process_with_managed_memory_alone_stays() {
+fn process_with_nothing_to_copy_stays() {
+    for (hazards, reason) in KINDS {
+        let mut world = World::new(3);
+        let id = with_rest(&mut world, 2, hazards);
+        world.agents.get_mut(&id).unwrap().swappable = 0;
+        world.tick();
+        stays_whole(world, 2, id, reason);
+    }
+}
+
+/// No allocation is known to be out of reach of the other device.
+#[test]
+fn process_that_another_device_reaches_stays() {
     let mut world = World::new(3);
-    let id = with_managed(&mut world, 2);
-    world.agents.get_mut(&id).unwrap().swappable = 0;
-    world.tick();
-    world.settle();
-    assert_eq!((world.state(2), world.agents[&id].phase), (State::Idle, Phase::Open));
-    assert_eq!(world.refused, [Reason::ManagedMemory.to_string()]);
+    let id = with_rest(&mut world, 2, Hazards(Hazards::DIRECT_ACCESS.0 | Hazards::SHARED_MEMORY.0));
+    stays_whole(world, 2, id, Reason::DirectAccess);
+}
+
+/// The process shares memory for the first time when the offload has begun. The agent refuses the
+/// checkpoint, and the next offload only copies.
+#[test]
+fn sharing_before_the_gate_closes_is_respected() {
+    for (n, after) in [(0, State::Idle), (1, State::Offloaded)] {
+        let mut world = World::new(3);
+        let id = world.running(n, 600);
+        while world.agents[&id].phase != Phase::Closed {
+            world.tick();
+            world.answer_question();
+            world.work(id);
+        }
+        world.agents.get_mut(&id).unwrap().in_part = Hazards::SHARED_MEMORY;
+        world.settle_all();
+        assert_eq!(world.state(n), after);
+        let copied_out = after == State::Offloaded;
+        let phase = if copied_out { Phase::CopiedOut } else { Phase::Open };
+        assert_eq!(world.agents[&id].phase, phase);
+    }
 }
 
 /// The rest cannot be freed, so it is promised to no waiter.
 #[test]
 fn rest_that_stays_is_no_room_for_waiters() {
     let mut world = World::new(3);
-    let id = with_managed(&mut world, 2);
+    let id = with_rest(&mut world, 2, Hazards::SHARED_MEMORY);
     let before = world.node.vram_freed_by(&key(2), true);
     assert_eq!(before.iter().map(|held| held.bytes).sum::<u64>(), 450);
     world.settle();

@@ -78,8 +78,7 @@ impl World {
             let there = used[if moves { 1 - agent.gpu } else { agent.gpu }];
             assert!(there + agent.size <= TOTAL, "restored without room: it would be lost");
         }
-        let keeps = agent.tools || agent.managed;
-        let barred = keeps && matches!(action, Action::Checkpoint { .. });
+        let barred = agent.keeps_context() && matches!(action, Action::Checkpoint { .. });
         if late {
             outcome = Outcome::Late;
         } else if barred {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use affinode_proto::{
     state::State,
-    wire::{Capabilities, Phase, message::Outcome},
+    wire::{Capabilities, Hazards, Phase, message::Outcome},
 };
 use proptest::prelude::*;
 
@@ -202,9 +202,12 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
             Step::Tool(n) => {
                 let id = nth(n, &world);
                 if let Some(agent) = id.and_then(|id| world.agents.get_mut(&id)) {
-                    // Managed memory only comes while it is on the GPU.
-                    let managed = n % 2 == 0 && agent.phase == Phase::Open;
-                    (agent.managed, agent.tools) = (agent.managed || managed, n % 2 == 1);
+                    // Memory that stays only comes while the process is on the GPU.
+                    match n % 4 {
+                        0 if agent.phase == Phase::Open => agent.in_part = Hazards::MANAGED_MEMORY,
+                        1 if agent.phase == Phase::Open => agent.in_part = Hazards::SHARED_MEMORY,
+                        _ => agent.tools = true,
+                    }
                 }
             }
             Step::Connections(n, count) => {
@@ -233,7 +236,7 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     (world.nvml.fails, world.nvml.no_host_memory) = (false, false);
     // A process that cannot be offloaded, or retains its context, may block others as long as it
     // lives.
-    let stays = |agent: &Agent| agent.fixed || agent.tools || agent.managed;
+    let stays = |agent: &Agent| agent.fixed || agent.keeps_context();
     let fixed = world.agents.iter().filter(|(_, agent)| stays(agent)).map(|(id, _)| *id);
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
     world.settle_all();

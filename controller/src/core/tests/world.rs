@@ -329,7 +329,7 @@ impl World {
             wants: false,
             held: false,
             fixed: false,
-            managed: false,
+            in_part: Hazards::default(),
             tools: false,
             prepared: false,
             kept: 0,
@@ -426,11 +426,7 @@ impl World {
             identity: Identity { pid: agent.pid, start_ticks: 1, command: "test".into() },
             phase: agent.phase,
             generation: agent.generation,
-            hazards: if agent.tools || agent.managed {
-                agent.hazards()
-            } else {
-                Hazards::default()
-            },
+            hazards: if agent.keeps_context() { agent.hazards() } else { Hazards::default() },
             capabilities: agent.capabilities,
             swap: SwapStatus {
                 swappable_bytes: agent.swappable,

@@ -124,10 +124,16 @@ fn application_mapped_memory_is_copied() -> Result<()> {
             assert_eq!(worker.call(undo)?.ok, Some(true), "{engine}, {undo}");
             assert!(worker.verify()?, "{engine}, {change}");
         }
+        // An exported piece stays for good, and the context with it.
         assert_eq!(worker.call("export")?.ok, Some(true), "{engine}");
-        let said = world.cli().offload(engine)?;
-        assert_eq!((said.done, said.reason.as_str()), (false, "shared-memory"), "{said:?}");
-        assert!(worker.verify()?, "{engine}, exported");
+        for _ in 0..2 {
+            world.cli().move_out(engine)?;
+            let offloaded = row(&world, engine)?;
+            let process = offloaded.process()?;
+            assert_eq!(process.phase, "CopiedOut", "{engine}: {offloaded:?}");
+            assert_eq!(process.copied_out_bytes, (64 - PIECE_MIB) * MIB, "{engine}: {offloaded:?}");
+            assert!(worker.verify()?, "{engine}, exported");
+        }
         ends_clean(&world, worker)?;
     }
     Ok(())

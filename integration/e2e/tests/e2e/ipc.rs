@@ -1,5 +1,5 @@
-//! Legacy IPC of swappable memory: with every engine, processes can open each other's memory, and
-//! all of them stay resident.
+//! Legacy IPC of swappable memory: with every engine, processes can open each other's memory. That
+//! memory stays resident, and so does a process that holds no other.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -68,6 +68,56 @@ fn stays(world: &Testbed, id: &str) -> Result<()> {
     })?;
     let said = world.cli().offload(id)?;
     assert_eq!((said.done, said.reason.as_str()), (false, "shared-memory"), "{id}: {said:?}");
+    Ok(())
+}
+
+const OWN_MIB: u64 = 32;
+
+/// Offloads the container. Requires that all memory that is not shared leaves, and no other.
+fn leaves_in_part(world: &Testbed, id: &str) -> Result<()> {
+    world.cli().move_out(id)?;
+    let row = world.cli().known(id)?;
+    let process = row.process()?;
+    assert_eq!((&*row.state, &*process.phase), ("Offloaded", "CopiedOut"), "{row:?}");
+    assert_eq!(process.copied_out_bytes, OWN_MIB * MIB, "{row:?}");
+    assert_eq!(process.hazards, ["shared-memory"], "{row:?}");
+    Ok(())
+}
+
+/// The importer reads, writes, closes and opens the memory while the exporter is offloaded. A call
+/// of the exporter for another handle restores it.
+#[test]
+fn sharing_processes_leave_in_part() -> Result<()> {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    for (out, back) in [("copy", "copy"), ("full", "auto")] {
+        let mut giver = exporter(&world, "giver", out)?;
+        let mut taker = importer(&world, "taker", back, &giver)?;
+        for worker in [&mut giver, &mut taker] {
+            assert_eq!(result(worker, &format!("more {OWN_MIB}"))?, 0);
+        }
+        let shared = handle(&mut giver)?;
+        assert_eq!(open(&mut taker, &shared)?, (0, true), "{out}, {back}");
+        for round in 0..2 {
+            leaves_in_part(&world, "giver")?;
+            taker.call("touch")?;
+            taker.call("sync")?;
+            assert!(taker.verify()?, "{out}, {back}, {round}");
+            assert_eq!(result(&mut taker, "close")?, 0);
+            assert_eq!(open(&mut taker, &shared)?.0, 0, "{out}, {back}: of an offloaded exporter");
+            assert!(taker.verify()?, "{out}, {back}, {round}");
+            leaves_in_part(&world, "taker")?;
+            assert_eq!(world.cli().known("giver")?.state, "Offloaded", "it was not woken");
+            assert_eq!(handle(&mut giver)?, shared, "{out}: its own call restores it");
+            giver.call("touched")?;
+            assert!(giver.verify()?, "{out}, {back}: what the importer wrote");
+            for worker in [&mut giver, &mut taker] {
+                assert_eq!(worker.call("verifymore")?.ok, Some(true), "{out}, {back}, {round}");
+            }
+            assert!(taker.verify()?, "{out}, {back}, {round}");
+        }
+        remove(&world, &taker)?;
+        remove(&world, &giver)?;
+    }
     Ok(())
 }
 

@@ -83,6 +83,98 @@ fn copied_out_content_is_restored() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
+/// Each of these calls creates another reference to the physical memory of one allocation.
+#[test]
+fn allocation_with_other_holders_stays() {
+    use super::super::alloc_wrappers::mem_get_handle_for_range;
+    use super::super::vmm::mem_retain_handle;
+    type CreateReference = fn(u64) -> u32;
+    let ways: [CreateReference; 2] = [
+        |address| {
+            let mut handle = 0;
+            // SAFETY: a local of the test.
+            unsafe { mem_retain_handle(&raw mut handle, address) }
+        },
+        |address| {
+            let mut handle = 0_u64;
+            let at = (&raw mut handle).cast();
+            // SAFETY: as above.
+            unsafe { mem_get_handle_for_range(at, address, PIECE_BYTES as usize, 1, 0) }
+        },
+    ];
+    for way in ways {
+        let world = World::new();
+        let [first, shared, last] = world.pieces()[..] else { panic!("three pieces") };
+        assert_eq!(way(shared.address), result::SUCCESS);
+        for _ in 0..2 {
+            assert_eq!(copy_out(true, false, None), Ok(()));
+            let places = world.pieces().iter().map(|piece| piece.place).collect::<Vec<_>>();
+            let (device, pool) = (MemoryPlace::Device, MemoryPlace::Pool);
+            assert_eq!(places, [pool, device, pool]);
+            assert_eq!(world.fake.read(shared.address), Some(2), "the content of the holder");
+            assert_eq!(world.fake.held().mappings, 1);
+            assert_eq!(copy_in(), Ok(()));
+            let contents = [first, shared, last].map(|piece| world.fake.read(piece.address));
+            assert_eq!(contents, [Some(1), Some(2), Some(3)]);
+        }
+    }
+}
+
+/// An exported block of the application's own stays where the importer has it.
+#[test]
+fn exported_block_stays() {
+    use affinode_cuda_sys::{ACCESS_READ_WRITE, LOCATION_DEVICE, MemAccessDesc, POSIX_DESCRIPTOR};
+
+    use super::super::driver::call;
+    use super::super::vmm;
+    let world = World::new();
+    SWAP.wanted.store(1, Ordering::Release);
+    let mut property = property_on(DEVICE);
+    (property.handle_types, property.gpu_direct_rdma) = (POSIX_DESCRIPTOR, 0);
+    let bytes = PIECE_BYTES as usize;
+    let make = || {
+        let (mut handle, mut address) = (0, 0);
+        let access = MemAccessDesc {
+            location_type: LOCATION_DEVICE,
+            location_id: DEVICE,
+            flags: ACCESS_READ_WRITE,
+        };
+        call!(mem_address_reserve(&raw mut address, bytes, 0, 0, 0));
+        // SAFETY: locals of the test.
+        let codes = unsafe {
+            [
+                vmm::mem_create(&raw mut handle, bytes, &raw const property, 0),
+                vmm::mem_map(address, bytes, 0, handle, 0),
+                vmm::mem_set_access(address, bytes, &raw const access, 1),
+            ]
+        };
+        assert_eq!(codes, [result::SUCCESS; 3]);
+        world.fake.write(address, address);
+        (handle, address)
+    };
+    let blocks = [make(), make()];
+    let [(shared, kept), (_, other)] = blocks;
+    let mut descriptor = -1_i32;
+    // SAFETY: a local of the test.
+    let code =
+        unsafe { vmm::mem_export((&raw mut descriptor).cast(), shared, POSIX_DESCRIPTOR, 0) };
+    assert_eq!(code, result::SUCCESS);
+    for _ in 0..2 {
+        assert_eq!(copy_out(true, false, None), Ok(()));
+        assert_eq!(world.fake.read(kept), Some(kept), "it never left");
+        assert_eq!((world.fake.read(other), world.fake.held().mappings), (None, 1));
+        assert_eq!(copy_in(), Ok(()));
+        assert_eq!((world.fake.read(kept), world.fake.read(other)), (Some(kept), Some(other)));
+    }
+    crate::sys::close(descriptor);
+    SWAP.wanted.store(0, Ordering::Release);
+    for (handle, address) in blocks {
+        // SAFETY: each was made above.
+        let codes = unsafe { [vmm::mem_unmap(address, bytes), vmm::mem_release(handle)] };
+        assert_eq!(codes, [result::SUCCESS; 2]);
+    }
+}
+
 /// Only the context of the copied-out memory is queried.
 #[test]
 fn context_is_broken_where_driver_confirms_code() {

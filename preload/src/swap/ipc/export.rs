@@ -96,7 +96,7 @@ fn be_reachable() -> Option<ExportIdentity> {
     })
 }
 
-/// Replies to requests. Only the agent calls it, while calls pass. True: there may be more
+/// Replies to requests. Only the agent calls it, while the driver runs. True: there may be more
 /// requests.
 pub fn answer() -> bool {
     /// Maximum number of requests per call. The agent then reads the controller's messages, even if

@@ -15,8 +15,9 @@ use super::super::{GRANULE_BYTES, addresses, find_all, locked, tables};
 use crate::libcuda;
 use crate::sys::{self, Descriptor, datagram, task};
 
-/// Time limit for an exporter's reply. The end of an exporter is noticed at once.
-const WITHIN_US: u64 = 5_000_000;
+/// Time limit for an exporter's reply. The end of an exporter is noticed at once. An exporter whose
+/// other memory is copied out or in replies after the copy.
+const WITHIN_US: u64 = 60_000_000;
 
 /// One opened allocation of another process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -9,10 +9,9 @@
 //!   exists: exports it ──── IpcReply + descriptor ──────> imports, reserves, maps: an address
 //! ```
 //!
-//! After the first handle, an exporter has a hazard and stays on the device, so that its agent can
-//! always reply.
-//! Any engine may offload the importer, also the driver's checkpoint: imported memory is not
-//! the importer's own, and stays on the device.
+//! The first handle marks the allocation to stay on the device. Exporter and importer then have a
+//! hazard, so the driver checkpoints neither. Their other memory can be copied out. The agent of an
+//! exporter that is copied out replies, because the driver runs.
 
 mod export;
 mod import;

@@ -4,8 +4,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
 
-use super::super::super::allocations::AllocationPiece;
+use super::super::super::allocations::{AllocationPiece, MemoryPlace};
 use super::super::super::backing::{back, property_on};
+use super::super::super::copy::{copy_in, copy_out};
 use super::super::super::fake_driver::{CONTEXT, DEVICE, Fake};
 use super::super::super::prefault::tests::{SHARED, forget_all};
 use super::*;
@@ -27,6 +28,21 @@ impl Exporter {
         let own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let fake = Fake::new();
         SWAP.in_use.store(1, Ordering::Release);
+        let allocation = Exporter::allocate();
+        let piece = allocation.piece;
+        let identity = ExportIdentity::random().unwrap();
+        tables(|tables| tables.identity = identity);
+        let name = identity.handle(&allocation).socket_name();
+        // All that is sent comes: what the kernel drops where it has filters is not counted on.
+        let socket = datagram::bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
+        fds::SHARING.set(TrackedFd::note(socket.number()).unwrap());
+        socket.take();
+        let since = locked(|table| table.at(piece.address).unwrap().piece.since);
+        Exporter { fake, identity, address: piece.address, since, _own: own }
+    }
+
+    /// Adds one piece of memory to the process.
+    fn allocate() -> Allocation {
         let mut property = property_on(DEVICE);
         property.handle_types |= POSIX_DESCRIPTOR;
         let mut piece = AllocationPiece {
@@ -41,15 +57,12 @@ impl Exporter {
         piece.handle = back(&piece).unwrap();
         let allocation = Allocation { piece, asked_bytes: ASKED_BYTES, ..Allocation::default() };
         assert!(tables(|tables| tables.insert(allocation)));
-        let identity = ExportIdentity::random().unwrap();
-        tables(|tables| tables.identity = identity);
-        let name = identity.handle(&allocation).socket_name();
-        // All that is sent comes: what the kernel drops where it has filters is not counted on.
-        let socket = datagram::bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
-        fds::SHARING.set(TrackedFd::note(socket.number()).unwrap());
-        socket.take();
-        let since = locked(|table| table.at(piece.address).unwrap().piece.since);
-        Exporter { fake, identity, address: piece.address, since, _own: own }
+        allocation
+    }
+
+    /// Adds memory that is not shared, and returns its address.
+    fn add_piece(&self) -> u64 {
+        Exporter::allocate().piece.address
     }
 
     fn good(&self) -> IpcRequest {
@@ -175,4 +188,33 @@ fn flood_of_requests_is_answered_in_portions() {
     }
     assert_eq!(portions, sent / 16, "of {sent} requests");
     assert!(exporter.is_quiet());
+}
+
+/// The first handle marks the allocation before the program has it. A copy out then takes only the
+/// rest, and the memory of the handle can be opened meanwhile.
+#[test]
+fn copied_out_exporter_still_serves_its_handle() {
+    let exporter = Exporter::new();
+    let other = exporter.add_piece();
+    [exporter.address, other].iter().for_each(|at| exporter.fake.write(*at, *at));
+    let mut handle = [0; HANDLE_BYTES];
+    // SAFETY: a local of the test.
+    let code = unsafe { ipc_get_mem_handle(&raw mut handle, exporter.address) };
+    let handle = IpcHandle::decode(&handle).unwrap();
+    assert_eq!((code, handle.address), (result::SUCCESS, exporter.address));
+    for _ in 0..2 {
+        assert_eq!(copy_out(false, false, None), Ok(()));
+        let place = |at| locked(|table| table.at(at).unwrap().piece.place);
+        assert_eq!(place(exporter.address), MemoryPlace::Device);
+        assert_eq!(place(other), MemoryPlace::Pool);
+        assert_eq!(exporter.fake.read(exporter.address), Some(exporter.address));
+        assert!(
+            exporter.ask(&exporter.good().encode(), None).0.is_some(),
+            "while it is copied out"
+        );
+        let unmarked = IpcRequest { address: other, since: handle.since + 1, ..exporter.good() };
+        assert_eq!(exporter.ask(&unmarked.encode(), None), (None, true), "it was never marked");
+        assert_eq!(copy_in(), Ok(()));
+        assert_eq!(exporter.fake.read(other), Some(other));
+    }
 }
