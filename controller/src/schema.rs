@@ -95,6 +95,8 @@ pub struct Container {
     /// The fraction of its VRAM, resident or offloaded, that Affinode's library can copy; `None`
     /// with the engine checkpoint.
     pub copyable_share: Option<f64>,
+    pub staying_bytes: u64,
+    pub staying_reasons: Vec<String>,
     pub warnings: Vec<String>,
     pub processes: Vec<Process>,
 }
@@ -282,6 +284,8 @@ impl From<control::Container> for Container {
             pinned: c.pinned,
             copyable_share: copyable_share(&c.engine, &c.processes),
             engine: c.engine,
+            staying_bytes: c.staying_bytes,
+            staying_reasons: c.staying_reasons,
             warnings: c.warnings,
             processes: c.processes.into_iter().map(Process::from).collect(),
         }

@@ -6,7 +6,7 @@ use super::{CliError, OutputFormat, client::ControlClient, events, format, table
 use crate::schema;
 
 const TABLE: [&str; 7] = ["CONTAINER", "STATE", "FOR", "VRAM", "IN HOST RAM", "MODE", "REASON"];
-const WIDE: [&str; 17] = [
+const WIDE: [&str; 18] = [
     "CONTAINER",
     "ID",
     "STATE",
@@ -14,6 +14,7 @@ const WIDE: [&str; 17] = [
     "IDLE",
     "VRAM",
     "IN HOST RAM",
+    "STAYS ON GPU",
     "OFFLOADS",
     "LAST OFFLOAD",
     "LAST WAKE",
@@ -112,6 +113,18 @@ fn mode(c: &schema::Container) -> String {
     if c.pinned { "pinned".into() } else { c.mode.clone() }
 }
 
+/// The VRAM that an offloaded container keeps, and why.
+fn stays(c: &schema::Container) -> String {
+    let reasons = match c.staying_reasons.as_slice() {
+        [] => "context".into(),
+        reasons => format::safe(&reasons.join(", ")),
+    };
+    if c.staying_bytes == 0 {
+        return "-".into();
+    }
+    format!("{}: {reasons}", format::bytes(c.staying_bytes))
+}
+
 fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
     let since = u64::try_from(now_ms.saturating_sub(c.since_unix_ms)).unwrap_or(0);
     let moved = |ms: u64, times: u64| {
@@ -139,6 +152,7 @@ fn row(c: &schema::Container, now_ms: i64, wide: bool) -> Vec<String> {
         format::duration(c.idle_ms),
         format::bytes(c.vram_bytes),
         format::bytes(c.offloaded_bytes),
+        stays(c),
         c.offloads.to_string(),
         moved(c.last_offload_ms, c.offloads),
         moved(c.last_wake_ms, c.restores),

@@ -153,6 +153,7 @@ impl Node {
     ) -> control::Container {
         let processes: Vec<(ProcessId, &Process)> = self.processes.of(key).collect();
         let ago = |then: Millis| i64::try_from(now.saturating_sub(then)).unwrap_or(i64::MAX);
+        let (staying_bytes, staying_reasons) = staying(&processes);
         control::Container {
             announcement: Some(announcement_of(key, &c.spec)).into(),
             state: c.state.to_string(),
@@ -180,6 +181,8 @@ impl Node {
             warnings: warnings(c, &processes),
             processes: processes.into_iter().map(|(_, p)| self.list_process(p)).collect(),
             pinned: self.overrides().pinned.contains(key),
+            staying_bytes,
+            staying_reasons,
             ..control::Container::default()
         }
     }
@@ -222,6 +225,13 @@ impl Node {
             ..control::Process::default()
         }
     }
+}
+
+/// VRAM that offloaded processes keep, and the hazards for which their contexts stay.
+fn staying(processes: &[(ProcessId, &Process)]) -> (u64, Vec<String>) {
+    let offloaded = || processes.iter().filter(|(_, p)| p.phase.is_offloaded());
+    let hazards = offloaded().fold(0, |all, (_, p)| all | p.hazards.0 & p.copyable_hazards().0);
+    (offloaded().map(|(_, p)| p.vram_bytes()).sum(), hazard_words(Hazards(hazards)))
 }
 
 fn warnings(c: &Container, processes: &[(ProcessId, &Process)]) -> Vec<String> {

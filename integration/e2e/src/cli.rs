@@ -103,6 +103,10 @@ pub struct ContainerRow {
     pub engine: String,
     /// Share of its VRAM that the library can copy at bus speed.
     pub copyable_share: Option<f64>,
+    /// VRAM that its offloaded processes keep, in bytes.
+    pub staying_bytes: u64,
+    /// Reasons for which it stays on the GPU.
+    pub staying_reasons: Vec<String>,
     /// Number of offloads up to now.
     pub offloads: u64,
     /// Number of restores up to now.

@@ -9,3 +9,15 @@ fn no_containers_without_headers_print_nothing() {
     show(&mut printed, &schema::Node::default(), OutputFormat::Table, true).unwrap();
     assert!(!printed.is_empty());
 }
+
+#[test]
+fn wide_row_says_what_stays_and_why() {
+    let mut container = schema::Container { staying_bytes: 30 << 30, ..Default::default() };
+    let stays = |container: &schema::Container| row(container, 0, true).swap_remove(7);
+    assert_eq!(stays(&container), "30.0 GiB: context");
+    container.staying_reasons = vec!["managed-memory".into(), "shared-memory".into()];
+    assert_eq!(stays(&container), "30.0 GiB: managed-memory, shared-memory");
+    container.staying_bytes = 0;
+    assert_eq!(stays(&container), "-");
+    assert_eq!(row(&container, 0, true).len(), WIDE.len());
+}

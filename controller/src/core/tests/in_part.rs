@@ -34,9 +34,17 @@ fn stays_whole(mut world: World, n: usize, id: ProcessId, reason: Reason) {
     assert_eq!(world.agents[&id].generation, 0);
 }
 
+/// What the API shows to stay on the GPU, in bytes, and why.
+fn shown(world: &World, n: usize) -> (u64, Vec<String>) {
+    let containers = world.node.list(world.now, 0).containers;
+    let key = key(n).to_string();
+    let one = containers.into_iter().find(|one| one.announcement.key == key).unwrap();
+    (one.staying_bytes, one.staying_reasons)
+}
+
 #[test]
 fn memory_that_stays_lets_the_rest_leave() {
-    for (hazards, _) in KINDS {
+    for (hazards, reason) in KINDS {
         for (auto, n) in [(false, 1), (false, 2), (true, 1), (true, 2)] {
             let mut world = World::new(3);
             world.auto = auto;
@@ -46,7 +54,13 @@ fn memory_that_stays_lets_the_rest_leave() {
                 world.settle();
                 assert_eq!(world.state(n), State::Offloaded);
                 assert_eq!((world.agents[&id].phase, world.used()), (Phase::CopiedOut, 150));
+                assert_eq!(shown(&world, n), (150, vec![reason.to_string()]));
                 world.call(id);
+                while world.state(n) != State::Active {
+                    world.answer_question();
+                    world.work(id);
+                }
+                assert_eq!(shown(&world, n), (0, vec![]), "it is resident");
                 world.settle_all();
             }
             assert_eq!(world.refused, Vec::<String>::new(), "the driver was asked for nothing");

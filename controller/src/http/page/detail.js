@@ -33,6 +33,12 @@ function kept(container) {
   return now ? [fact("Retained in host RAM", bytes(now))] : [];
 }
 
+// VRAM that stays on the GPU while the container is offloaded, and why.
+function stays(container) {
+  const reasons = (container.staying_reasons || []).join(", ") || "context";
+  return container.staying_bytes ? [fact("Stays on the GPU", `${bytes(container.staying_bytes)}: ${reasons}`)] : [];
+}
+
 function fact(name, value) {
   return el("div", {}, el("dt", {}, name), el("dd", {}, value));
 }
@@ -54,7 +60,7 @@ export function drawDetail(node, container) {
     fact("Offloads", String(container.offloads)), fact("Returns", String(container.restores)),
     fact("Last offload", container.offloads ? `${took(container.last_offload_ms)}${spared(container)}` : "–"),
     fact("Last wake", container.restores ? `${took(container.last_wake_ms)}, of which ${took(container.last_restore_ms)} moving; 99 of 100 within ${took(container.wake_p99_ms)}` : "–"),
-    ...kept(container),
+    ...stays(container), ...kept(container),
     fact("CUDA calls", `${count(calls(container))}${hook(container)}`), fact("Last call", el("span", { class: "last" })));
   tickDetail(node, container);
   const rows = container.processes.map((p) => el("tr", {},

@@ -30,6 +30,8 @@ fn managed_memory_stays_and_the_rest_leaves() -> Result<()> {
             assert_eq!(process.phase, "CopiedOut", "{engine}, {round}: {offloaded:?}");
             assert_eq!(process.copied_out_bytes, PLAIN_MIB * MIB, "{engine}: {offloaded:?}");
             assert_eq!(process.hazards, ["managed-memory"], "{engine}: {offloaded:?}");
+            assert_eq!(offloaded.staying_reasons, ["managed-memory"], "{engine}: {offloaded:?}");
+            assert_eq!(offloaded.staying_bytes, process.vram_bytes, "{engine}: {offloaded:?}");
             assert_eq!(worker.call("verify")?.ok, Some(true), "{engine}, {round}");
         }
         worker.running.kill(&world)?;
