@@ -28,9 +28,11 @@ use crate::{
 FREED: freed share of the VRAM-time between the first and the last call of each process. OF IDLE:
 the same, of the time without a call in progress. RESIDENT, PEAK: mean and maximum of the VRAM in
 use. WOKE: share of the requests whose process was offloaded. DELAYED: share of the requests that
-waited, also during a move. P99 WAIT: 99th percentile of their waiting time. REFUSED: number of
-refused offloads and of requests without enough VRAM. The policy `configured` is that of --config.
-The last two policies know the future.")]
+waited, also during a move and at the start of a process. P99 WAIT: 99th percentile of their waiting
+time. COPIED, GONE: share of the requests that waited longer than --slo, where only memory had left
+the GPU, and where the CUDA context had left it too. REFUSED: number of refused offloads and of
+requests without enough VRAM. The policy `configured` is that of --config. The engine is that of
+--config in every policy. The last two policies know the future.")]
 pub struct SimulateArgs {
     /// Trace file: CSV, optionally gzipped. The header determines the format: ServeGen windows,
     /// Azure LLM requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).
@@ -66,9 +68,13 @@ pub struct SimulateArgs {
     /// How long a call keeps the GPU busy.
     #[arg(long, default_value = "1s", value_name = "TIME")]
     service: humantime::Duration,
-    /// Costs of moves on this machine (TOML or JSON); default: those of an H200.
+    /// Costs of moves with one engine on this machine (TOML or JSON), as the GPU kit writes them;
+    /// default: those of an H200. Can be repeated, once per engine.
     #[arg(long, value_name = "FILE")]
-    calibration: Option<PathBuf>,
+    calibration: Vec<PathBuf>,
+    /// Objective for the wait of a call. Calls that wait longer are counted by level.
+    #[arg(long, default_value = "1s", value_name = "TIME")]
+    slo: humantime::Duration,
     /// Configuration whose policy is simulated; default: the built-in defaults.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -147,6 +153,12 @@ impl SimulateArgs {
     }
 }
 
+impl SimulateArgs {
+    fn slo_ms(&self) -> u64 {
+        u64::try_from(self.slo.as_millis()).unwrap_or(u64::MAX)
+    }
+}
+
 fn gib(value: f64, name: &str) -> Result<u64, SimulateError> {
     if value > 0.0 && value < 1e6 {
         Ok((value * f64::from(1 << 30)) as u64)
@@ -198,10 +210,8 @@ pub fn run(
             largest.saturating_mul(trace.loads.len().div_ceil(gpus) as u64) + (512 << 20)
         }
     };
-    let calibration = match &args.calibration {
-        Some(path) => Calibration::read(path)?,
-        None => Calibration::default(),
-    };
+    let calibration =
+        args.calibration.iter().try_fold(Calibration::default(), |known, path| known.read(path))?;
     let config = match &args.config {
         Some(path) if !path.exists() => {
             return Err(SimulateError::Argument(format!("no such file: {}", path.display())));
@@ -211,7 +221,7 @@ pub fn run(
     };
     let mut baselines = baselines::all(&config.settings(), args.seed);
     chosen(&mut baselines, &args.policy)?;
-    let machine = SimulatedMachine { gpus, vram_bytes, calibration };
+    let machine = SimulatedMachine { gpus, vram_bytes, calibration, slo_ms: args.slo_ms() };
     let figures = compare(&trace, machine, &baselines)?;
     if let Some(path) = &args.plot {
         write(path, &plot::svg(&figures, trace.end_ms()))?;
@@ -238,32 +248,38 @@ fn write(path: &Path, text: &str) -> Result<(), SimulateError> {
         .map_err(|source| SimulateError::Write { path: path.display().to_string(), source })
 }
 
-const TABLE: [&str; 10] = [
-    "POLICY", "FREED", "OF IDLE", "RESIDENT", "PEAK", "WOKE", "DELAYED", "P99 WAIT", "RESTORES",
-    "REFUSED",
-];
-const WIDE: [&str; 20] = [
-    "POLICY",
-    "FREED",
-    "OF IDLE",
-    "OF TRACE",
-    "RESIDENT",
-    "P95",
-    "PEAK",
-    "HOST PEAK",
-    "WOKE",
-    "DELAYED",
-    "P50 ADDED",
-    "P99 ADDED",
-    "P50 WAIT",
-    "P99 WAIT",
-    "RESTORES/H",
-    "THRASH",
-    "QUEUE",
-    "PREWAKES",
-    "FAIRNESS",
-    "REFUSED",
-];
+/// The titles of the columns. Two of them name the objective.
+fn titles(wide: bool, slo: humantime::Duration) -> Vec<String> {
+    let slow = [format!("COPIED >{slo}"), format!("GONE >{slo}")];
+    let (before, after): (&[&str], &[&str]) = if wide {
+        (
+            &[
+                "POLICY",
+                "FREED",
+                "OF IDLE",
+                "OF TRACE",
+                "RESIDENT",
+                "P95",
+                "PEAK",
+                "HOST PEAK",
+                "WOKE",
+                "DELAYED",
+                "P50 ADDED",
+                "P99 ADDED",
+                "P50 WAIT",
+                "P99 WAIT",
+            ],
+            &["RESTORES/H", "COPIED", "THRASH", "QUEUE", "PREWAKES", "FAIRNESS", "REFUSED"],
+        )
+    } else {
+        (
+            &["POLICY", "FREED", "OF IDLE", "RESIDENT", "PEAK", "WOKE", "DELAYED", "P99 WAIT"],
+            &["RESTORES", "REFUSED"],
+        )
+    };
+    let text = |titles: &[&str]| titles.iter().map(|title| (*title).to_owned()).collect::<Vec<_>>();
+    [text(before), slow.to_vec(), text(after)].concat()
+}
 
 fn print(
     args: &SimulateArgs,
@@ -285,6 +301,7 @@ fn print(
             "vram_bytes": machine.vram_bytes,
             "wanted_bytes": trace.vram_bytes(),
             "calibration": machine.calibration,
+            "slo_ms": machine.slo_ms,
             "recorded": happened.map(|h| serde_json::json!({"freed": h.freed, "wakes": h.wakes})),
             "policies": figures,
         });
@@ -295,7 +312,8 @@ fn print(
         return writeln!(out).map_err(failed);
     }
     let wide = args.output == SimulateOutput::Wide;
-    let titles: &[&str] = if wide { &WIDE } else { &TABLE };
+    let titles = titles(wide, args.slo);
+    let titles: Vec<&str> = titles.iter().map(String::as_str).collect();
     let rows: Vec<Vec<String>> = figures.iter().map(|f| row(f, wide)).collect();
     if args.no_headers {
         return table::print(out, None, &rows).map_err(failed);
@@ -315,7 +333,7 @@ fn print(
         writeln!(out, "recorded: {freed:.2}% freed, {wakes} wakes; with these policies:\n")
             .map_err(failed)?;
     }
-    table::print(out, Some(titles), &rows).map_err(failed)
+    table::print(out, Some(&titles), &rows).map_err(failed)
 }
 
 fn row(f: &SimulationSummary, wide: bool) -> Vec<String> {
@@ -323,6 +341,8 @@ fn row(f: &SimulationSummary, wide: bool) -> Vec<String> {
     let seconds = |ms: u64| format!("{:.1}s", ms as f64 / 1000.0);
     let woke = format!("{:.3}%", f.wake_share * 100.0);
     let delayed = format!("{:.3}%", f.delayed_share * 100.0);
+    let slow_copied = format!("{:.3}%", f.slow_copied_share * 100.0);
+    let slow_gone = format!("{:.3}%", f.slow_context_gone_share * 100.0);
     if !wide {
         return vec![
             f.policy.clone(),
@@ -333,6 +353,8 @@ fn row(f: &SimulationSummary, wide: bool) -> Vec<String> {
             woke,
             delayed,
             seconds(f.delay_p99_ms),
+            slow_copied,
+            slow_gone,
             f.restores.to_string(),
             f.refused.to_string(),
         ];
@@ -352,7 +374,10 @@ fn row(f: &SimulationSummary, wide: bool) -> Vec<String> {
         seconds(f.latency_p99_ms),
         seconds(f.delay_p50_ms),
         seconds(f.delay_p99_ms),
+        slow_copied,
+        slow_gone,
         format!("{:.3}", f.restores_per_process_hour),
+        f.restores_copied.to_string(),
         f.thrash.to_string(),
         format!("{} ({:.2})", f.queue_peak, f.queue_mean),
         format!("{}/{}", f.prewake_hits, f.prewakes),

@@ -2,7 +2,7 @@
 
 use crate::core::{
     Millis, Settings,
-    policy::{KeepAlive, Mode, Policies, Policy},
+    policy::{Engine, KeepAlive, Mode, Policies, Policy, Rule},
     victims::VictimRule,
 };
 
@@ -38,8 +38,23 @@ fn plain(settings: &Settings, change: impl FnOnce(&mut Policy), victims: VictimR
     let mut node = settings.policies.node.clone();
     (node.keep_alive, node.prewake) = (KeepAlive::Fixed, false);
     change(&mut node);
-    let policies = Policies { node, ..Policies::default() };
+    // Each container keeps its engine, so that only the compared policy differs.
+    let engine_of = |rule: &Rule| Rule {
+        namespace: rule.namespace.clone(),
+        engine: rule.engine,
+        ..Rule::default()
+    };
+    let rules = settings.policies.rules.iter().map(engine_of).collect();
+    let policies = Policies { node, rules, ..Policies::default() };
     simulated(Settings { policies, victims, ..settings.clone() })
+}
+
+/// The same settings for processes that are ended: all of their VRAM leaves at once, as with the
+/// driver's checkpoint.
+fn ends_whole(mut settings: Settings) -> Settings {
+    settings.policies.node.engine = Engine::Checkpoint;
+    settings.policies.rules.clear();
+    settings
 }
 
 /// All baselines; the configuration is the first one.
@@ -73,7 +88,10 @@ pub fn all(settings: &Settings, seed: u64) -> Vec<Baseline> {
     all.push(contender("random".into(), Some(pressed(VictimRule::Random(seed)))));
     all.push(contender("size-idle".into(), Some(pressed(VictimRule::SizeIdle))));
     all.push(contender("learned-pressure".into(), Some(pressed(VictimRule::Expected))));
-    all.push(Baseline { reloads: true, ..contender("kill-reload-5m".into(), Some(timeout(300))) });
+    all.push(Baseline {
+        reloads: true,
+        ..contender("kill-reload-5m".into(), Some(ends_whole(timeout(300))))
+    });
     let oracle = |name: &str, foresight| Baseline {
         foresight,
         ..contender(name.into(), Some(pressed(VictimRule::Expected)))

@@ -1,17 +1,29 @@
-//! The costs of moves on a machine. The GPU bench writes them to a file; the defaults were measured
-//! on an H200.
+//! The costs of moves on a machine. The defaults were measured on an H200 (`docs/figures.md`). The
+//! part `calibration` of the GPU kit writes a file for each engine, which replaces that engine's
+//! defaults.
+//!
+//! Every order of the core has its own cost, so that an offload costs what its steps cost,
+//! whatever the engine decides:
+//!
+//! ```text
+//! copy out                              copy.offload
+//! checkpoint of a copied-out process    full.offload - copy.offload
+//! checkpoint of all memory              checkpoint.offload
+//! restore, context on the GPU           copy.restore
+//! restore, copied and checkpointed      full.restore, at least copy.restore
+//! restore, checkpointed                 checkpoint.restore
+//! ```
 
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::SimulationError;
-use crate::core::Millis;
+use crate::core::{Millis, policy::Engine};
 
-/// Fixed time and speed of each kind of move.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Calibration {
+/// Fixed time and speed of the moves of one engine.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct EngineCosts {
     /// Fixed time of an offload, in milliseconds.
     pub offload_fixed_ms: u64,
     /// Speed of an offload.
@@ -20,52 +32,9 @@ pub struct Calibration {
     pub restore_fixed_ms: u64,
     /// Speed of a restore.
     pub restore_bytes_per_second: f64,
-    /// Fixed time of starting a program again, for the comparison with kill and reload.
-    pub reload_fixed_ms: u64,
-    /// Speed at which a program loads its weights again.
-    pub reload_bytes_per_second: f64,
 }
 
-impl Default for Calibration {
-    fn default() -> Calibration {
-        Calibration {
-            offload_fixed_ms: 400,
-            offload_bytes_per_second: 1.9e9,
-            restore_fixed_ms: 200,
-            restore_bytes_per_second: 5.8e9,
-            reload_fixed_ms: 15_000,
-            reload_bytes_per_second: 2.0e9,
-        }
-    }
-}
-
-impl Calibration {
-    /// Reads a file: TOML, or JSON if its name ends with `.json`.
-    ///
-    /// # Errors
-    /// The file cannot be read or parsed.
-    pub fn read(path: &Path) -> Result<Calibration, SimulationError> {
-        let shown = path.display().to_string();
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| SimulationError::Read { path: shown.clone(), source })?;
-        let bad = |what: String| SimulationError::Calibration { path: shown.clone(), what };
-        let read: Calibration = if path.extension().is_some_and(|ending| ending == "json") {
-            serde_json::from_str(&text).map_err(|e| bad(e.to_string()))?
-        } else {
-            use figment::providers::{Format, Toml};
-            figment::Figment::from(Toml::string(&text)).extract().map_err(|e| bad(e.to_string()))?
-        };
-        let speeds = [
-            read.offload_bytes_per_second,
-            read.restore_bytes_per_second,
-            read.reload_bytes_per_second,
-        ];
-        if speeds.iter().any(|speed| !(speed.is_finite() && *speed >= 1e6)) {
-            return Err(bad("speeds are in bytes per second, 1e6 and more".into()));
-        }
-        Ok(read)
-    }
-
+impl EngineCosts {
     /// Duration of an offload of this many bytes.
     #[must_use]
     pub fn offload_ms(&self, bytes: u64) -> Millis {
@@ -77,16 +46,190 @@ impl Calibration {
     pub fn restore_ms(&self, bytes: u64) -> Millis {
         self.restore_fixed_ms + (bytes as f64 / self.restore_bytes_per_second * 1000.0) as u64
     }
+}
 
-    /// The costs on the same machine if a process is ended and started again instead of moved.
+/// The costs of moves with each engine, and of starting a program again.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Calibration {
+    /// The driver's checkpoint alone.
+    pub checkpoint: EngineCosts,
+    /// The library's copy. The context stays on the GPU.
+    pub copy: EngineCosts,
+    /// The library's copy and then the driver's checkpoint of the context.
+    pub full: EngineCosts,
+    /// VRAM of the CUDA context of a process, in bytes. It is a part of the process's VRAM and
+    /// cannot be copied.
+    pub context_bytes: u64,
+    /// Fixed time of starting a program again, for the comparison with kill and reload.
+    pub reload_fixed_ms: u64,
+    /// Speed at which a program loads its weights again.
+    pub reload_bytes_per_second: f64,
+}
+
+impl Default for Calibration {
+    /// Straight lines through the medians of 1 GiB and of torch with 24.2 GiB, H200, driver
+    /// 580.159. The starts of programs were not measured.
+    fn default() -> Calibration {
+        Calibration {
+            checkpoint: EngineCosts {
+                offload_fixed_ms: 430,
+                offload_bytes_per_second: 2.65e9,
+                restore_fixed_ms: 320,
+                restore_bytes_per_second: 7.73e9,
+            },
+            copy: EngineCosts {
+                offload_fixed_ms: 4,
+                offload_bytes_per_second: 5.45e10,
+                restore_fixed_ms: 2,
+                restore_bytes_per_second: 5.53e10,
+            },
+            full: EngineCosts {
+                offload_fixed_ms: 336,
+                offload_bytes_per_second: 2.81e10,
+                restore_fixed_ms: 210,
+                restore_bytes_per_second: 8.65e10,
+            },
+            context_bytes: 563 << 20,
+            reload_fixed_ms: 15_000,
+            reload_bytes_per_second: 2.0e9,
+        }
+    }
+}
+
+/// An engine that a calibration can be measured with.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum CalibratedEngine {
+    Checkpoint,
+    Copy,
+    Full,
+}
+
+/// The content of a file. A value that is missing keeps its default.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CalibrationFile {
+    engine: Option<CalibratedEngine>,
+    offload_fixed_ms: Option<u64>,
+    offload_bytes_per_second: Option<f64>,
+    restore_fixed_ms: Option<u64>,
+    restore_bytes_per_second: Option<f64>,
+    context_bytes: Option<u64>,
+    reload_fixed_ms: Option<u64>,
+    reload_bytes_per_second: Option<f64>,
+}
+
+impl CalibrationFile {
+    fn read(path: &Path, shown: &str) -> Result<CalibrationFile, SimulationError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| SimulationError::Read { path: shown.to_owned(), source })?;
+        let bad = |what: String| SimulationError::Calibration { path: shown.to_owned(), what };
+        if path.extension().is_some_and(|ending| ending == "json") {
+            return serde_json::from_str(&text).map_err(|e| bad(e.to_string()));
+        }
+        use figment::providers::{Format, Toml};
+        figment::Figment::from(Toml::string(&text)).extract().map_err(|e| bad(e.to_string()))
+    }
+
+    /// The file's values for its engine, on top of `costs`.
+    fn apply(&self, costs: &mut EngineCosts) {
+        fn set<T>(value: Option<T>, place: &mut T) {
+            if let Some(value) = value {
+                *place = value;
+            }
+        }
+        set(self.offload_fixed_ms, &mut costs.offload_fixed_ms);
+        set(self.offload_bytes_per_second, &mut costs.offload_bytes_per_second);
+        set(self.restore_fixed_ms, &mut costs.restore_fixed_ms);
+        set(self.restore_bytes_per_second, &mut costs.restore_bytes_per_second);
+    }
+
+    /// Whether the file has a value that belongs to an engine.
+    fn has_engine_costs(&self) -> bool {
+        self.offload_fixed_ms.or(self.restore_fixed_ms).is_some()
+            || self.offload_bytes_per_second.or(self.restore_bytes_per_second).is_some()
+    }
+}
+
+impl Calibration {
+    /// Replaces the costs that a file has: TOML, or JSON if its name ends with `.json`.
+    ///
+    /// # Errors
+    /// The file cannot be read or parsed, or does not say which engine it is for.
+    pub fn read(mut self, path: &Path) -> Result<Calibration, SimulationError> {
+        let shown = path.display().to_string();
+        let file = CalibrationFile::read(path, &shown)?;
+        let bad = |what: &str| {
+            Err(SimulationError::Calibration { path: shown.clone(), what: what.into() })
+        };
+        match file.engine {
+            Some(CalibratedEngine::Checkpoint) => file.apply(&mut self.checkpoint),
+            Some(CalibratedEngine::Copy) => file.apply(&mut self.copy),
+            Some(CalibratedEngine::Full) => file.apply(&mut self.full),
+            None if file.has_engine_costs() => {
+                return bad(
+                    "says not which engine was measured: add engine = \"checkpoint\", \"copy\" or \"full\"",
+                );
+            }
+            None => {}
+        }
+        self.context_bytes = file.context_bytes.unwrap_or(self.context_bytes);
+        self.reload_fixed_ms = file.reload_fixed_ms.unwrap_or(self.reload_fixed_ms);
+        self.reload_bytes_per_second =
+            file.reload_bytes_per_second.unwrap_or(self.reload_bytes_per_second);
+        let engines = [self.checkpoint, self.copy, self.full];
+        let speeds = engines
+            .iter()
+            .flat_map(|costs| [costs.offload_bytes_per_second, costs.restore_bytes_per_second]);
+        let valid = |speed: f64| speed.is_finite() && speed >= 1e6;
+        if !speeds.chain([self.reload_bytes_per_second]).all(valid) {
+            return bad("speeds are in bytes per second, 1e6 and more");
+        }
+        Ok(self)
+    }
+
+    /// Duration of the driver's checkpoint of a process that is copied out already. `bytes` is its
+    /// copied memory, which stays registered and makes the checkpoint slower.
+    #[must_use]
+    pub fn context_checkpoint_ms(&self, bytes: u64) -> Millis {
+        self.full.offload_ms(bytes).saturating_sub(self.copy.offload_ms(bytes))
+    }
+
+    /// Duration of the restore of a context and of this many copied bytes. Both run at the same
+    /// time, and it is never faster than the copy.
+    #[must_use]
+    pub fn full_restore_ms(&self, bytes: u64) -> Millis {
+        self.full.restore_ms(bytes).max(self.copy.restore_ms(bytes))
+    }
+
+    /// Duration of an idle offload with this engine and its restore, if no waiter needs the
+    /// context's room.
+    #[must_use]
+    pub fn cycle_ms(&self, engine: Engine, bytes: u64) -> Millis {
+        match engine {
+            Engine::Checkpoint => {
+                self.checkpoint.offload_ms(bytes) + self.checkpoint.restore_ms(bytes)
+            }
+            Engine::Full => self.full.offload_ms(bytes) + self.full_restore_ms(bytes),
+            Engine::Copy | Engine::Auto => {
+                self.copy.offload_ms(bytes) + self.copy.restore_ms(bytes)
+            }
+        }
+    }
+
+    /// The costs on the same machine if a process is ended and started again in place of the
+    /// driver's checkpoint and restore.
     #[must_use]
     pub fn kill_and_reload(self) -> Calibration {
-        Calibration {
+        let checkpoint = EngineCosts {
             offload_fixed_ms: 100,
             offload_bytes_per_second: 1e15,
             restore_fixed_ms: self.reload_fixed_ms,
             restore_bytes_per_second: self.reload_bytes_per_second,
-            ..self
-        }
+        };
+        Calibration { checkpoint, ..self }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,7 +9,12 @@ const ASSUMED: TraceDefaults = TraceDefaults { vram_bytes: 16 * GIB, service_ms:
 
 fn run(trace: &WorkloadTrace, fits: u64, names: &[&str]) -> Vec<SimulationSummary> {
     let vram_bytes = fits * ASSUMED.vram_bytes + (512 << 20);
-    let machine = SimulatedMachine { gpus: 1, vram_bytes, calibration: Calibration::default() };
+    let machine = SimulatedMachine {
+        gpus: 1,
+        vram_bytes,
+        calibration: Calibration::default(),
+        slo_ms: 1_000,
+    };
     let all = baselines::all(&Settings::default(), 1);
     let named = |name: &&str| all.iter().find(|c| c.name == **name).unwrap().clone();
     let chosen: Vec<Baseline> = names.iter().map(named).collect();
@@ -59,17 +64,15 @@ fn the_default_costs_less_than_fixed_timeouts() {
     assert!(costs[1..].iter().all(|fixed| costs[0] < *fixed), "{costs:?}");
 }
 
-/// The default is better on ServeGen's trace and on this one. On other traces the policy trades
-/// wakes for VRAM by the cost of a wake, as the test above shows.
+/// Over weeks the default frees more than a fixed minute. It has a few more wakes for that, which
+/// cost less than the VRAM is worth.
 #[test]
-fn the_default_beats_a_fixed_minute() {
+fn the_default_frees_more_than_a_fixed_minute() {
     let trace = low_rate_clients(12, 14);
     let all = run(&trace, 12, &["configured", "fixed-60s"]);
     let [default, fixed] = all.as_slice() else { panic!("two ran") };
-    let shares = |f: &SimulationSummary| (f.freed_of_all, f.wake_share, f.delayed_share);
-    let (default, fixed) = (shares(default), shares(fixed));
-    assert!(default.0 > fixed.0, "{default:?} {fixed:?}");
-    assert!(default.1 < fixed.1 && default.2 < fixed.2, "{default:?} {fixed:?}");
+    assert!(default.freed_of_all > fixed.freed_of_all, "{default:?} {fixed:?}");
+    assert!(cost_s(&trace, default) < cost_s(&trace, fixed), "{default:?} {fixed:?}");
 }
 
 #[test]

@@ -34,21 +34,20 @@ use affinode_proto::{
 
 use super::{
     engine::{self, PolicyDecision, names},
+    memory::ProcessMemory,
     random::RandomSource,
     *,
 };
 use crate::core::{
     ContainerSpec, DeviceBytes, Effect, GpuSample, Input, Millis, Node, Settings, Survey,
-    input::{Identity, SwapStatus},
-    policy::{KeepAlive, Policies, Policy},
+    input::Identity,
+    policy::{Engine, KeepAlive, Mode, Policies, Policy},
     victims::VictimRule,
 };
 
 const GIB: u64 = 1 << 30;
 /// The default of `timing.sample_interval`.
 const SAMPLE_MS: Millis = 500;
-/// Duration of a step that moves no memory.
-const STEP_MS: Millis = 1;
 /// Maximum difference between the times of one decision. Each victim is seen idle and then seen
 /// offloaded within two readings; the waiter, and the next waiter, take as long.
 const APART_MS: Millis = 6 * SAMPLE_MS;
@@ -56,7 +55,7 @@ const APART_MS: Millis = 6 * SAMPLE_MS;
 #[derive(Clone, Debug)]
 struct Agent {
     phase: Phase,
-    bytes: u64,
+    memory: ProcessMemory,
     calls: u64,
     inflight: u64,
     waiting: usize,
@@ -91,9 +90,11 @@ impl Live {
         machine: SimulatedMachine,
         settings: &Settings,
     ) -> Vec<PolicyDecision> {
+        let costs = machine.calibration;
+        let engine = settings.policies.node.engine;
         let agent = |load: &TraceLoad| Agent {
             phase: Phase::Checkpointed,
-            bytes: load.vram_bytes,
+            memory: ProcessMemory::new(load.vram_bytes, &costs).offloaded(engine),
             calls: 1,
             inflight: 0,
             waiting: 0,
@@ -161,7 +162,7 @@ impl Live {
                     generation: 1,
                     hazards: Hazards::default(),
                     capabilities: Capabilities::default(),
-                    swap: SwapStatus::default(),
+                    swap: self.agents[n].memory.swap(),
                 },
                 Input::Page(names::id(n), page(&self.agents[n])),
             ]);
@@ -180,13 +181,12 @@ impl Live {
     }
 
     fn gpus(&self) -> Vec<GpuSample> {
-        let on_device = |a: &&Agent| a.phase != Phase::Checkpointed;
-        let held = self.agents.iter().enumerate().filter(|(_, a)| on_device(a));
+        let held = (0..).zip(&self.agents).map(|(n, a)| (names::pid(n), a.memory.held_bytes()));
         vec![GpuSample {
             uuid: names::uuid(0),
             total_bytes: self.machine.vram_bytes,
-            used_bytes: self.agents.iter().filter(on_device).map(|a| a.bytes).sum(),
-            processes: held.map(|(n, a)| (names::pid(n), a.bytes)).collect(),
+            used_bytes: self.agents.iter().map(|a| a.memory.held_bytes()).sum(),
+            processes: held.filter(|(_, bytes)| *bytes > 0).collect(),
             ..GpuSample::default()
         }]
     }
@@ -260,22 +260,21 @@ impl Live {
     }
 
     fn order(&mut self, n: usize, order: u64, action: Action) {
-        let (costs, bytes) = (self.machine.calibration, self.agents[n].bytes);
-        let others: u64 = self.gpus()[0].used_bytes;
+        let used_bytes = self.gpus()[0].used_bytes;
         let agent = &mut self.agents[n];
-        let takes_ms = match action {
-            Action::Close { .. } if agent.inflight == 0 => {
-                agent.phase = Phase::Closed;
-                STEP_MS
-            }
-            Action::Checkpoint { .. } => costs.offload_ms(bytes),
+        let takes_ms = agent.memory.order_ms(action, &self.machine.calibration);
+        match action {
+            Action::Close { .. } if agent.inflight == 0 => agent.phase = Phase::Closed,
             Action::Restore => {
-                assert!(others + bytes <= self.machine.vram_bytes, "restored without room");
-                agent.phase = Phase::Locked;
-                costs.restore_ms(bytes)
+                let bytes = agent.memory.gone_bytes();
+                assert!(used_bytes + bytes <= self.machine.vram_bytes, "restored without room");
+                agent.phase = agent.memory.execute_order(action);
             }
+            _ => {}
+        }
+        let takes_ms = match action {
             Action::HoldAllocations { .. } | Action::ReleaseAllocations => 0,
-            _ => STEP_MS,
+            _ => takes_ms,
         };
         self.orders.push((n, order, action));
         self.at(self.now + takes_ms, Next::Done(self.orders.len() - 1));
@@ -289,18 +288,21 @@ impl Live {
             Action::Close { .. } if agent.phase == Phase::Open => outcome = Outcome::Busy,
             Action::Unlock => agent.phase = Phase::Closed,
             Action::Lock { .. } => agent.phase = Phase::Locked,
-            Action::Checkpoint { .. } => agent.phase = Phase::Checkpointed,
+            Action::CopyOut { .. } | Action::Checkpoint { .. } => {
+                agent.phase = agent.memory.execute_order(action);
+            }
             Action::Open => agent.phase = Phase::Open,
             _ => {}
         }
+        let swap = agent.memory.swap();
         let report = AgentMessage::Report {
             order,
             outcome,
             phase: agent.phase,
             cuda_error: 0,
             elapsed_us: 0,
-            swappable_bytes: 0,
-            copied_out_bytes: 0,
+            swappable_bytes: swap.swappable_bytes,
+            copied_out_bytes: swap.copied_out_bytes,
             unchanged_bytes: 0,
             zero_bytes: 0,
         };
@@ -312,15 +314,16 @@ impl Live {
 }
 
 fn page(agent: &Agent) -> CounterSnapshot {
+    let swap = agent.memory.swap();
     CounterSnapshot {
         phase: agent.phase,
         waiters: u32::try_from(agent.waiting).unwrap(),
         hazards: Hazards::default(),
         generation: 1,
-        allocated_bytes: agent.bytes,
+        allocated_bytes: agent.memory.copyable_bytes(),
         allocations: 1,
-        swappable_bytes: 0,
-        copied_out_bytes: 0,
+        swappable_bytes: swap.swappable_bytes,
+        copied_out_bytes: swap.copied_out_bytes,
         notes: ProcessFlags::default(),
         call_cost_ps: 0,
         held_us: 0,
@@ -367,7 +370,12 @@ fn by_container(decisions: &[PolicyDecision]) -> BTreeMap<&str, Vec<&PolicyDecis
 /// Plays the trace in both ways. Returns the decisions: first simulated, then live.
 fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<PolicyDecision>; 2] {
     let vram_bytes = gib * GIB + (512 << 20);
-    let machine = SimulatedMachine { gpus: 1, vram_bytes, calibration: Calibration::default() };
+    let machine = SimulatedMachine {
+        gpus: 1,
+        vram_bytes,
+        calibration: Calibration::default(),
+        slo_ms: 1_000,
+    };
     let contender = baselines::all(settings, 1).swap_remove(0);
     let simulated = engine::decisions(trace, machine, &contender).unwrap();
     [simulated, Live::play(trace, machine, settings)]
@@ -416,6 +424,16 @@ fn with_room_for_some_victims_are_equal() {
     assert_same(&both);
     assert!(count(&both[0], State::Closing, "pressure") > 50, "{}", both[0].len());
     assert!(count(&both[0], State::Queued, "called") > 50, "{}", both[0].len());
+}
+
+/// Contexts leave only when a waiter needs their room, at the same times in both.
+#[test]
+fn with_a_copying_engine_victims_are_equal() {
+    let mut settings = settings();
+    (settings.policies.node.engine, settings.policies.node.mode) = (Engine::Copy, Mode::Pressure);
+    let both = both_ways(&trace(6), 40, &settings);
+    assert_same(&both);
+    assert!(count(&both[0], State::Closing, "pressure") > 50, "{}", both[0].len());
 }
 
 /// The numbers of decisions differ by at most 5 %. Live pauses differ by up to half a second, so

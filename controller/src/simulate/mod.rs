@@ -8,9 +8,10 @@
 //! execute orders in the time given by [`calibration`], and GPUs. The node makes every decision.
 //! The clock jumps from event to event, so two weeks take seconds.
 //!
-//! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes. Not simulated:
-//! failures, growth of a process, holds (a simulated process never allocates), processes on several
-//! GPUs.
+//! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes, the copy and the
+//! checkpoint of each engine, contexts. Not simulated: failures, growth of a process, holds (a
+//! simulated process never allocates), processes on several GPUs, short host memory, copiers as
+//! processes, and options of a copy.
 
 pub mod baselines;
 pub mod calibration;
@@ -19,6 +20,7 @@ mod claims;
 pub mod engine;
 #[cfg(test)]
 mod live;
+mod memory;
 mod no_offload;
 pub mod plot;
 pub mod random;
@@ -100,6 +102,8 @@ pub struct SimulatedMachine {
     pub vram_bytes: u64,
     /// Costs of moves on this machine.
     pub calibration: Calibration,
+    /// The objective for the wait of a call, in milliseconds.
+    pub slo_ms: crate::core::Millis,
 }
 
 /// Runs every baseline over the trace, on as many threads as there are processors.

@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::memory::OffloadLevel;
 use crate::core::Millis;
 
 /// The results of one run.
@@ -39,8 +40,16 @@ pub struct SimulationSummary {
     pub delay_p50_ms: u64,
     /// 99th percentile of the added latency of requests that waited.
     pub delay_p99_ms: u64,
+    /// Fraction of requests that waited longer than the objective.
+    pub slow_share: f64,
+    /// The part of `slow_share` whose process had its context on the GPU: only memory was copied.
+    pub slow_copied_share: f64,
+    /// The part of `slow_share` whose process had left the GPU with its context.
+    pub slow_context_gone_share: f64,
     /// Number of restores in the trace.
     pub restores: u64,
+    /// The restores for which the context was still on the GPU.
+    pub restores_copied: u64,
     /// Restores for each hour of a process.
     pub restores_per_process_hour: f64,
     /// Restores within a minute of the offload.
@@ -172,12 +181,33 @@ pub struct ContainerTotals {
     pub delayed: u64,
 }
 
-/// Computes added latency and fairness from the delays and the processes.
-pub fn latency(
+/// The waiting time of one request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CallDelay {
+    pub(super) ms: u32,
+    /// The level from which its process was restored. `Resident`: the offload was turned back.
+    pub(super) from: OffloadLevel,
+}
+
+/// Computes added latency and fairness from the delays and the processes, and the share of requests
+/// that waited longer than `slo_ms`.
+pub(super) fn latency(
     figures: &mut SimulationSummary,
-    mut delays_ms: Vec<u32>,
+    delays: Vec<CallDelay>,
     lived: &[ContainerTotals],
+    slo_ms: Millis,
 ) {
+    let share = |accepts: fn(OffloadLevel) -> bool| {
+        let slow = delays.iter().filter(|d| Millis::from(d.ms) > slo_ms && accepts(d.from));
+        slow.count() as f64 / figures.requests.max(1) as f64
+    };
+    let shares = [
+        share(|_| true),
+        share(|from| from == OffloadLevel::Copied),
+        share(|from| !matches!(from, OffloadLevel::Copied | OffloadLevel::Resident)),
+    ];
+    [figures.slow_share, figures.slow_copied_share, figures.slow_context_gone_share] = shares;
+    let mut delays_ms: Vec<u32> = delays.iter().map(|delay| delay.ms).collect();
     delays_ms.sort_unstable();
     let delayed = delays_ms.len() as u64;
     let prompt = figures.requests.saturating_sub(delayed);

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::{trace::TraceDefaults, *};
 use crate::core::{
     Settings,
-    policy::{Mode, Policies, Policy},
+    policy::{Engine, Mode, Policies, Policy, Rule},
 };
 
 const GIB: u64 = 1 << 30;
@@ -26,11 +26,18 @@ fn machine(gib: u64) -> SimulatedMachine {
         gpus: 1,
         vram_bytes: gib * GIB + MARGIN,
         calibration: Calibration::default(),
+        slo_ms: 1_000,
     }
 }
 
 fn contender(name: &str) -> Baseline {
-    let settings = Settings::default();
+    contender_with(name, Engine::Checkpoint)
+}
+
+fn contender_with(name: &str, engine: Engine) -> Baseline {
+    let node = Policy { engine, ..Policy::default() };
+    let policies = Policies { node, ..Policies::default() };
+    let settings = Settings { policies, ..Settings::default() };
     baselines::all(&settings, 1).into_iter().find(|c| c.name == name).unwrap()
 }
 
@@ -40,12 +47,82 @@ fn a_long_pause_frees_vram() {
     let summary = engine::run(&trace, machine(16), &contender("fixed-60s")).unwrap();
     let costs = Calibration::default();
     // Offloaded from 60 s plus the offload on, until the last call.
-    let offloaded_ms = 999_000 - 60_000 - costs.offload_ms(16 * GIB);
+    let bytes = 16 * GIB - costs.context_bytes;
+    let offloaded_ms = 999_000 - 60_000 - costs.checkpoint.offload_ms(bytes);
     let freed = summary.freed_of_all * 1_010_000.0;
     assert!((freed - offloaded_ms as f64).abs() < 50.0, "{freed} and {offloaded_ms}");
     assert_eq!(summary.restores, 2);
-    let restore_ms = costs.restore_ms(16 * GIB);
+    let restore_ms = costs.checkpoint.restore_ms(bytes);
     assert!((restore_ms..restore_ms + 10).contains(&summary.delay_p99_ms), "{summary:?}");
+}
+
+/// One process of 24 GiB that is called after a pause. The waits are those of the engines.
+#[test]
+fn engine_decides_what_a_wake_costs() {
+    let trace = WorkloadTrace { loads: vec![load("a", 24, &[0, 1_000, 2_000])] };
+    let run = |engine| {
+        let contender = contender_with("fixed-60s", engine);
+        engine::run(&trace, machine(24), &contender).unwrap()
+    };
+    let [checkpoint, copy, full] = [Engine::Checkpoint, Engine::Copy, Engine::Full].map(run);
+    assert!((3_400..3_800).contains(&checkpoint.delay_p50_ms), "{checkpoint:?}");
+    assert!((450..480).contains(&copy.delay_p50_ms), "{copy:?}");
+    assert!((490..530).contains(&full.delay_p50_ms), "{full:?}");
+    // The first restore is the start of the process.
+    assert_eq!((copy.restores, copy.restores_copied), (3, 2));
+    assert_eq!((full.restores, full.restores_copied), (3, 0));
+    // The context stays on the GPU.
+    assert!(copy.freed_of_all < full.freed_of_all, "{copy:?} {full:?}");
+}
+
+#[test]
+fn namespace_rule_decides_the_engine() {
+    let mut loads = vec![load("a", 8, &[0, 1_000]), load("b", 8, &[0, 1_000])];
+    loads[1].namespace = "ml".into();
+    let trace = WorkloadTrace { loads };
+    let rule = Rule { namespace: "ml".into(), engine: Some(Engine::Copy), ..Rule::default() };
+    let node = Policy { engine: Engine::Full, ..Policy::default() };
+    let policies = Policies { node, rules: vec![rule], ..Policies::default() };
+    let settings = Settings { policies, ..Settings::default() };
+    for contender in baselines::all(&settings, 1) {
+        let summary = engine::run(&trace, machine(16), &contender).unwrap();
+        let expected = u64::from(["configured", "fixed-60s"].contains(&contender.name.as_str()));
+        if expected > 0 || contender.reloads {
+            assert_eq!(summary.restores_copied, expected, "{}", contender.name);
+        }
+    }
+}
+
+/// Two processes of 16 GiB take turns. With room for a context beside one of them only memory is
+/// copied, otherwise the context leaves as well.
+#[test]
+fn contexts_leave_when_a_waiter_needs_room() {
+    let calls: Vec<u32> = (0..40).map(|n| n * 60).collect();
+    let trace = WorkloadTrace { loads: vec![load("a", 16, &calls), load("b", 16, &calls)] };
+    let run = |engine, gib| {
+        let contender = contender_with("lru", engine);
+        engine::run(&trace, machine(gib), &contender).unwrap()
+    };
+    let [tight, roomy] = [run(Engine::Auto, 16), run(Engine::Copy, 17)];
+    assert!(tight.restores > 20 && tight.restores_copied == 0, "{tight:?}");
+    assert!(roomy.restores_copied > 20, "{roomy:?}");
+}
+
+#[test]
+fn slow_calls_count_by_level() {
+    let trace = WorkloadTrace { loads: vec![load("a", 24, &[0, 1_000, 2_000])] };
+    let slow = |engine, slo_ms| {
+        let machine = SimulatedMachine { slo_ms, ..machine(24) };
+        let contender = contender_with("fixed-60s", engine);
+        let summary = engine::run(&trace, machine, &contender).unwrap();
+        let shares =
+            [summary.slow_share, summary.slow_copied_share, summary.slow_context_gone_share];
+        shares.map(|share| (share * 3.0).round() as u64)
+    };
+    assert_eq!(slow(Engine::Checkpoint, 1_000), [3, 0, 3]);
+    assert_eq!(slow(Engine::Copy, 1_000), [0, 0, 0]);
+    assert_eq!(slow(Engine::Copy, 400), [3, 2, 1], "the first call starts the process");
+    assert_eq!(slow(Engine::Full, 400), [3, 0, 3]);
 }
 
 #[test]

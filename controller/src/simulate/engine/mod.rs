@@ -18,30 +18,27 @@ mod process;
 
 use std::collections::VecDeque;
 
-use affinode_proto::wire::{Capabilities, Hazards, Phase};
+use affinode_proto::wire::{Capabilities, Hazards, Phase, message::Action};
 
 pub use self::decision::PolicyDecision;
 use self::{
     event_queue::EventQueue,
     names::{id, key, pid, uuid},
-    orders::OrderStep,
     process::SimulatedProcess,
 };
 use super::{
-    Baseline, SimulatedMachine, SimulationError, SimulationSummary, WorkloadTrace,
+    Baseline, SimulatedMachine, SimulationError, SimulationSummary, TraceLoad, WorkloadTrace,
     baselines::CallForesight,
     calibration::Calibration,
+    memory::{OffloadLevel, ProcessMemory, STEP_MS},
     no_offload,
-    summary::{ContainerTotals, SummaryMeter},
+    summary::{CallDelay, ContainerTotals, SummaryMeter},
 };
 use crate::core::{
-    ContainerSpec, DeviceBytes, Effect, Input, Millis, Node, Settings,
-    input::{Identity, SwapStatus},
-    ledger::margin_bytes,
+    ContainerSpec, DeviceBytes, Effect, Input, Millis, Node, Settings, input::Identity,
+    ledger::margin_bytes, policy::Policies,
 };
 
-/// Duration of closing, locking, unlocking and opening.
-const STEP_MS: Millis = 1;
 /// Time between two queries of the node while a container waits.
 const POLL_MS: Millis = 500;
 /// Time after which a waiting container counts as stuck, if no other event happens.
@@ -53,7 +50,7 @@ const AGAIN_MS: Millis = 5_000;
 enum SimulationEvent {
     Arrival(u32),
     UseEnds(u32),
-    Done(u32, OrderStep),
+    Done(u32, Action),
     Due(u32),
     Poll,
 }
@@ -82,7 +79,7 @@ struct SimulatedNode<'a> {
     quiet_since: Option<Millis>,
     wakes: u64,
     meter: SummaryMeter,
-    delays_ms: Vec<u32>,
+    delays: Vec<CallDelay>,
     figures: SimulationSummary,
     /// The decisions, if they are recorded.
     decisions: Option<Vec<PolicyDecision>>,
@@ -102,7 +99,7 @@ pub fn run(
         return Ok(no_offload::run(trace, machine, &contender.name));
     };
     let mut world = SimulatedNode::new(trace, machine, contender, settings);
-    world.play(trace)?;
+    world.play(trace, &settings.policies)?;
     Ok(world.finish(contender.reloads))
 }
 
@@ -119,7 +116,7 @@ pub fn decisions(
     let Some(settings) = &contender.settings else { return Ok(Vec::new()) };
     let mut world = SimulatedNode::new(trace, machine, contender, settings);
     world.decisions = Some(Vec::new());
-    world.play(trace)?;
+    world.play(trace, &settings.policies)?;
     Ok(world.decisions.unwrap_or_default())
 }
 
@@ -166,7 +163,7 @@ impl<'a> SimulatedNode<'a> {
             quiet_since: None,
             wakes: 0,
             meter: SummaryMeter::new(trace.end_ms(), machine.vram_bytes * machine.gpus as u64),
-            delays_ms: Vec::new(),
+            delays: Vec::new(),
             figures: SimulationSummary {
                 policy: contender.name.clone(),
                 requests: trace.requests(),
@@ -176,10 +173,14 @@ impl<'a> SimulatedNode<'a> {
         }
     }
 
-    fn play(&mut self, trace: &'a WorkloadTrace) -> Result<(), SimulationError> {
+    fn play(
+        &mut self,
+        trace: &'a WorkloadTrace,
+        policies: &Policies,
+    ) -> Result<(), SimulationError> {
         // A trace begins on a Monday at midnight.
         self.tell(Input::Clock(4 * 86_400_000))?;
-        self.begin(trace)?;
+        self.begin(trace, policies)?;
         while let Some((at, event)) = self.agenda.next() {
             self.now = at;
             let quiet = matches!(event, SimulationEvent::Poll) && self.agenda.is_empty();
@@ -194,57 +195,15 @@ impl<'a> SimulatedNode<'a> {
     }
 
     /// Registers every process as offloaded, until its first call.
-    fn begin(&mut self, trace: &'a WorkloadTrace) -> Result<(), SimulationError> {
+    fn begin(
+        &mut self,
+        trace: &'a WorkloadTrace,
+        policies: &Policies,
+    ) -> Result<(), SimulationError> {
         let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
         self.inputs.push_back(Input::Gpus(Ok(gpus)));
         for (n, load) in trace.loads.iter().enumerate() {
-            let key = key(n);
-            let spec = ContainerSpec {
-                id: load.name.clone(),
-                namespace: load.namespace.clone(),
-                ..ContainerSpec::default()
-            };
-            self.inputs.push_back(Input::Announced(Box::new(spec), key.clone()));
-            let offloaded =
-                vec![DeviceBytes { uuid: uuid(n % self.machine.gpus), bytes: load.vram_bytes }];
-            let identity = (pid(n), 1);
-            self.inputs.push_back(Input::Recalled {
-                key: key.clone(),
-                identity,
-                offloaded,
-                to: None,
-                restoring: false,
-                host: Vec::new(),
-            });
-            let identity = Identity { pid: pid(n), start_ticks: 1, command: load.name.clone() };
-            let (phase, hazards) = (Phase::Checkpointed, Hazards::default());
-            self.inputs.push_back(Input::Joined {
-                key: key.clone(),
-                process: id(n),
-                identity,
-                phase,
-                generation: 1,
-                hazards,
-                capabilities: Capabilities::default(),
-                swap: SwapStatus::default(),
-            });
-            self.processes.push(SimulatedProcess {
-                load,
-                key,
-                phase,
-                on_device: false,
-                busy_until: None,
-                next: 0,
-                waiting: Vec::new(),
-                calls: 1,
-                lived: ContainerTotals { requests: load.arrivals_ms.len() as u64, delayed: 0 },
-                due: None,
-                offloaded_since: None,
-                freed_ms: 0,
-                used_ms: 0,
-                went: None,
-                order: 0,
-            });
+            self.register(n, load, policies);
         }
         for n in 0..self.processes.len() {
             let page = Input::Page(id(n), self.page(n));
@@ -252,6 +211,61 @@ impl<'a> SimulatedNode<'a> {
             self.arrival(n);
         }
         self.drain()
+    }
+
+    fn register(&mut self, n: usize, load: &'a TraceLoad, policies: &Policies) {
+        let (key, phase) = (key(n), Phase::Checkpointed);
+        let spec = ContainerSpec {
+            id: load.name.clone(),
+            namespace: load.namespace.clone(),
+            ..ContainerSpec::default()
+        };
+        let engine = policies.before_annotations(&load.namespace).engine;
+        let memory = ProcessMemory::new(load.vram_bytes, &self.costs).offloaded(engine);
+        let offloaded =
+            vec![DeviceBytes { uuid: uuid(n % self.machine.gpus), bytes: load.vram_bytes }];
+        self.inputs.extend([
+            Input::Announced(Box::new(spec), key.clone()),
+            Input::Recalled {
+                key: key.clone(),
+                identity: (pid(n), 1),
+                offloaded,
+                to: None,
+                restoring: false,
+                host: Vec::new(),
+            },
+            Input::Joined {
+                key: key.clone(),
+                process: id(n),
+                identity: Identity { pid: pid(n), start_ticks: 1, command: load.name.clone() },
+                phase,
+                generation: 1,
+                hazards: Hazards::default(),
+                capabilities: Capabilities::default(),
+                swap: memory.swap(),
+            },
+        ]);
+        self.processes.push(SimulatedProcess {
+            load,
+            key,
+            phase,
+            memory,
+            engine,
+            restored_from: OffloadLevel::Resident,
+            phase_after_restore: phase,
+            host_bytes: 0,
+            busy_until: None,
+            next: 0,
+            waiting: Vec::new(),
+            calls: 1,
+            lived: ContainerTotals { requests: load.arrivals_ms.len() as u64, delayed: 0 },
+            due: None,
+            freed_byte_ms: 0,
+            freed_until: 0,
+            used_ms: 0,
+            went: None,
+            order: 0,
+        });
     }
 
     fn at(&mut self, when: Millis, event: SimulationEvent) {
@@ -262,7 +276,7 @@ impl<'a> SimulatedNode<'a> {
         match event {
             SimulationEvent::Arrival(n) => self.called(n as usize)?,
             SimulationEvent::UseEnds(n) => self.use_ends(n as usize)?,
-            SimulationEvent::Done(n, step) => self.done(n as usize, step)?,
+            SimulationEvent::Done(n, action) => self.done(n as usize, action)?,
             SimulationEvent::Due(n) => {
                 let n = n as usize;
                 if self.processes[n].due == Some(self.now) {
@@ -300,7 +314,7 @@ impl<'a> SimulatedNode<'a> {
         let Some(due) = self.node.due_at(&p.key) else { return };
         let due = due.max(self.now + not_before);
         let called_before = p.next_call().is_some_and(|at| at <= due);
-        let over = p.next_call().is_none() && p.phase == Phase::Checkpointed;
+        let over = p.next_call().is_none() && p.phase.is_offloaded();
         if called_before || over || p.due.is_some_and(|planned| (self.now..=due).contains(&planned))
         {
             return;

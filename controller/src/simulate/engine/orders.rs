@@ -16,30 +16,21 @@ use super::{
 };
 use crate::{
     core::{Effect, GpuSample, Input, Millis, Survey},
-    simulate::SimulationError,
+    simulate::{SimulationError, memory::OffloadLevel, summary::CallDelay},
 };
 
 /// Maximum time between offload and restore that counts as thrash.
 const THRASH_MS: Millis = 60_000;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum OrderStep {
-    Close,
-    Lock,
-    Checkpoint,
-    Restore,
-    Unlock,
-    Open,
-}
-
 impl SimulatedNode<'_> {
     pub(super) fn gpu(&self, gpu: usize, process: Option<usize>) -> GpuSample {
-        let held = |n: &usize| (pid(*n), self.processes[*n].load.vram_bytes);
+        let held = |n: &usize| (pid(*n), self.processes[*n].memory.held_bytes());
+        let is_seen = |(_, bytes): &(u32, u64)| *bytes > 0;
         GpuSample {
             uuid: self.uuids[gpu].clone(),
             total_bytes: self.machine.vram_bytes,
             used_bytes: self.used_bytes[gpu],
-            processes: process.iter().filter(|n| self.processes[**n].on_device).map(held).collect(),
+            processes: process.iter().map(held).filter(is_seen).collect(),
             ..GpuSample::default()
         }
     }
@@ -96,99 +87,114 @@ impl SimulatedNode<'_> {
         order: u64,
         action: Action,
     ) -> Result<(), SimulationError> {
-        let bytes = self.processes[n].load.vram_bytes;
-        let (step, takes) = match action {
-            Action::Close { .. } => {
-                // From now on calls wait at the gate.
-                if self.processes[n].busy_until.is_none() {
-                    self.processes[n].phase = Phase::Closed;
-                }
-                (OrderStep::Close, STEP_MS)
+        let takes_ms = self.processes[n].memory.order_ms(action, &self.costs);
+        match action {
+            // From now on calls wait at the gate.
+            Action::Close { .. } if self.processes[n].busy_until.is_none() => {
+                self.processes[n].phase = Phase::Closed;
             }
-            Action::Lock { .. } => (OrderStep::Lock, STEP_MS),
-            Action::Checkpoint { .. } => (OrderStep::Checkpoint, self.costs.offload_ms(bytes)),
-            Action::Restore => {
-                let used_bytes = &mut self.used_bytes[n % self.machine.gpus];
-                if *used_bytes + bytes > self.machine.vram_bytes {
-                    return Err(SimulationError::Overcommitted);
-                }
-                *used_bytes += bytes;
-                self.resident_bytes += bytes;
-                self.returns(n);
-                (OrderStep::Restore, self.costs.restore_ms(bytes))
-            }
-            Action::Unlock => (OrderStep::Unlock, STEP_MS),
-            Action::Open => (OrderStep::Open, STEP_MS),
-            // Simulated processes copy nothing, and stay on their GPUs.
-            Action::CopyOut { .. }
-            | Action::RestoreOnGpu { .. }
+            Action::Restore => self.restore_begins(n)?,
+            // Simulated processes do not allocate, and stay on their GPUs.
+            Action::RestoreOnGpu { .. }
             | Action::HoldAllocations { .. }
-            | Action::ReleaseAllocations => {
-                return Ok(());
-            }
-        };
+            | Action::ReleaseAllocations => return Ok(()),
+            _ => {}
+        }
         self.processes[n].order = order;
-        self.at(self.now + takes, SimulationEvent::Done(n as u32, step));
+        self.at(self.now + takes_ms, SimulationEvent::Done(n as u32, action));
         Ok(())
     }
 
-    pub(super) fn returns(&mut self, n: usize) {
-        let (now, p) = (self.now, &mut self.processes[n]);
-        p.on_device = true;
+    /// Takes the VRAM of a restore when it begins: the driver allocates before it copies.
+    fn restore_begins(&mut self, n: usize) -> Result<(), SimulationError> {
+        let (now, gpu) = (self.now, n % self.machine.gpus);
+        let p = &mut self.processes[n];
+        let bytes = p.memory.gone_bytes();
+        if self.used_bytes[gpu] + bytes > self.machine.vram_bytes {
+            return Err(SimulationError::Overcommitted);
+        }
+        p.count_freed(now);
+        p.restored_from = p.memory.level;
+        p.phase_after_restore = p.memory.execute_order(Action::Restore);
+        self.used_bytes[gpu] += bytes;
+        self.resident_bytes += bytes;
+        self.offloaded_bytes -= std::mem::take(&mut p.host_bytes);
         self.figures.restores += 1;
-        if let Some(since) = p.offloaded_since.take() {
-            let (from, to) = (since.max(p.first()), now.min(p.last()));
-            p.freed_ms += to.saturating_sub(from);
-            self.offloaded_bytes -= p.load.vram_bytes;
+        if p.restored_from == OffloadLevel::Copied {
+            self.figures.restores_copied += 1;
         }
         if p.went.is_some_and(|went| now - went < THRASH_MS) {
             self.figures.thrash += 1;
         }
+        Ok(())
     }
 
-    pub(super) fn done(&mut self, n: usize, step: OrderStep) -> Result<(), SimulationError> {
-        let (now, p) = (self.now, &mut self.processes[n]);
-        let mut outcome = Outcome::Done;
-        match step {
-            OrderStep::Close if p.phase == Phase::Open => outcome = Outcome::Busy,
-            OrderStep::Close | OrderStep::Unlock => p.phase = Phase::Closed,
-            OrderStep::Lock | OrderStep::Restore => p.phase = Phase::Locked,
-            OrderStep::Checkpoint => {
-                p.phase = Phase::Checkpointed;
-                p.on_device = false;
-                (p.offloaded_since, p.went) = (Some(now), Some(now));
-                self.used_bytes[n % self.machine.gpus] -= p.load.vram_bytes;
-                self.resident_bytes -= p.load.vram_bytes;
-                self.offloaded_bytes += p.load.vram_bytes;
-                self.figures.host_peak_bytes =
-                    self.figures.host_peak_bytes.max(self.offloaded_bytes);
-            }
-            OrderStep::Open => p.phase = Phase::Open,
+    /// Frees VRAM at the end of a copy out or checkpoint.
+    fn vram_is_freed(&mut self, n: usize, action: Action) {
+        let now = self.now;
+        let p = &mut self.processes[n];
+        p.count_freed(now);
+        let (level, before) = (p.memory.level, p.memory.gone_bytes());
+        p.phase = p.memory.execute_order(action);
+        if level == OffloadLevel::Resident {
+            p.went = Some(now);
         }
-        let (order, phase) = (p.order, p.phase);
-        let (swappable_bytes, copied_out_bytes) = (0, 0);
+        let freed_bytes = p.memory.gone_bytes() - before;
+        p.host_bytes += freed_bytes;
+        self.used_bytes[n % self.machine.gpus] -= freed_bytes;
+        self.resident_bytes -= freed_bytes;
+        self.offloaded_bytes += freed_bytes;
+        self.figures.host_peak_bytes = self.figures.host_peak_bytes.max(self.offloaded_bytes);
+    }
+
+    pub(super) fn done(&mut self, n: usize, action: Action) -> Result<(), SimulationError> {
+        let p = &mut self.processes[n];
+        let mut outcome = Outcome::Done;
+        match action {
+            Action::Close { .. } if p.phase == Phase::Open => outcome = Outcome::Busy,
+            Action::Close { .. } | Action::Unlock => p.phase = Phase::Closed,
+            Action::Lock { .. } => p.phase = Phase::Locked,
+            Action::Restore => p.phase = p.phase_after_restore,
+            Action::Open => p.phase = Phase::Open,
+            Action::CopyOut { .. } | Action::Checkpoint { .. } => self.vram_is_freed(n, action),
+            _ => {}
+        }
+        let p = &self.processes[n];
+        let swap = p.memory.swap();
         let report = AgentMessage::Report {
-            order,
+            order: p.order,
             outcome,
-            phase,
+            phase: p.phase,
             cuda_error: 0,
             elapsed_us: 0,
-            swappable_bytes,
-            copied_out_bytes,
+            swappable_bytes: swap.swappable_bytes,
+            copied_out_bytes: swap.copied_out_bytes,
             unchanged_bytes: 0,
             zero_bytes: 0,
         };
         let report = Input::Message(id(n), report);
-        if step != OrderStep::Open || self.processes[n].waiting.is_empty() {
+        if action != Action::Open {
             return self.tell(report);
         }
+        let page = self.calls_continue(n);
+        self.tell(report)?;
+        page.map_or(Ok(()), |page| self.tell(page))
+    }
+
+    /// Releases the waiting calls of a process whose gate is open again. Returns the counters if
+    /// there were any.
+    fn calls_continue(&mut self, n: usize) -> Option<Input> {
+        let now = u32::try_from(self.now).unwrap_or(u32::MAX);
         let p = &mut self.processes[n];
+        let from = std::mem::take(&mut p.restored_from);
+        if p.waiting.is_empty() {
+            return None;
+        }
         p.lived.delayed += p.waiting.len() as u64;
-        let now = u32::try_from(now).unwrap_or(u32::MAX);
-        self.delays_ms.extend(p.waiting.iter().map(|since| now.saturating_sub(*since)));
+        let delays = p.waiting.iter().map(|since| now.saturating_sub(*since));
+        self.delays.extend(delays.map(|ms| CallDelay { ms, from }));
         let page = self.use_begins(n);
         self.processes[n].waiting.clear();
-        self.tell(report)?;
-        self.tell(page)
+        Some(page)
     }
 }

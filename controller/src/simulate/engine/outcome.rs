@@ -12,11 +12,9 @@ impl SimulatedNode<'_> {
         let end = self.meter_end();
         let (mut freed, mut life, mut used, mut span) = (0_u128, 0_u128, 0_u128, 0_u128);
         for p in &mut self.processes {
-            if let Some(since) = p.offloaded_since.take() {
-                p.freed_ms += p.last().saturating_sub(since.max(p.first()));
-            }
+            p.count_freed(p.last());
             let bytes = u128::from(p.load.vram_bytes);
-            freed += bytes * u128::from(p.freed_ms);
+            freed += p.freed_byte_ms;
             life += bytes * u128::from(p.last() - p.first());
             used += bytes * u128::from(p.used_ms.min(p.last() - p.first()));
             span += bytes * u128::from(end);
@@ -33,7 +31,7 @@ impl SimulatedNode<'_> {
             summary.host_peak_bytes = 0;
         }
         let lived: Vec<ContainerTotals> = self.processes.iter().map(|p| p.lived).collect();
-        summary::latency(&mut summary, self.delays_ms, &lived);
+        summary::latency(&mut summary, self.delays, &lived, self.machine.slo_ms);
         self.meter.finish(&mut summary);
         summary
     }

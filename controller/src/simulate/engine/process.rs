@@ -11,9 +11,13 @@ use affinode_proto::wire::{
 
 use super::{SimulatedNode, SimulationEvent, names::id};
 use crate::{
-    core::{CommandId, Input, Key, Millis, Request, history::PAUSE_MS},
+    core::{CommandId, Input, Key, Millis, Request, history::PAUSE_MS, policy::Engine},
     simulate::{
-        SimulationError, baselines::CallForesight, summary::ContainerTotals, trace::TraceLoad,
+        SimulationError,
+        baselines::CallForesight,
+        memory::{OffloadLevel, ProcessMemory},
+        summary::ContainerTotals,
+        trace::TraceLoad,
     },
 };
 
@@ -21,15 +25,24 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) load: &'a TraceLoad,
     pub(super) key: Key,
     pub(super) phase: Phase,
-    pub(super) on_device: bool,
+    pub(super) memory: ProcessMemory,
+    /// The engine of its policy.
+    pub(super) engine: Engine,
+    /// The level from which the last restore began; reset when the calls continue.
+    pub(super) restored_from: OffloadLevel,
+    pub(super) phase_after_restore: Phase,
+    /// Host memory with its offloaded memory, in bytes.
+    pub(super) host_bytes: u64,
     pub(super) busy_until: Option<Millis>,
     pub(super) next: usize,
     pub(super) waiting: Vec<u32>,
     pub(super) calls: u64,
     pub(super) lived: ContainerTotals,
     pub(super) due: Option<Millis>,
-    pub(super) offloaded_since: Option<Millis>,
-    pub(super) freed_ms: Millis,
+    /// VRAM-time freed between its first and last call, in bytes times milliseconds, up to
+    /// `freed_until`.
+    pub(super) freed_byte_ms: u128,
+    pub(super) freed_until: Millis,
     pub(super) used_ms: Millis,
     pub(super) went: Option<Millis>,
     /// Number of the order that it executes. It executes one at a time.
@@ -48,6 +61,14 @@ impl SimulatedProcess<'_> {
     pub(super) fn last(&self) -> Millis {
         self.load.arrivals_ms.last().map_or(0, |at| Millis::from(*at))
     }
+
+    /// Counts the VRAM-time that was freed until now, before the freed VRAM changes.
+    pub(super) fn count_freed(&mut self, now: Millis) {
+        let (from, to) = (self.freed_until.max(self.first()), now.min(self.last()));
+        let bytes = u128::from(self.memory.gone_bytes());
+        self.freed_byte_ms += bytes * u128::from(to.saturating_sub(from));
+        self.freed_until = now;
+    }
 }
 
 impl SimulatedNode<'_> {
@@ -59,15 +80,16 @@ impl SimulatedNode<'_> {
 
     pub(super) fn page(&self, n: usize) -> CounterSnapshot {
         let p = &self.processes[n];
+        let swap = p.memory.swap();
         CounterSnapshot {
             phase: p.phase,
             waiters: 0,
             hazards: Hazards::default(),
             generation: 1,
-            allocated_bytes: p.load.vram_bytes,
+            allocated_bytes: p.memory.copyable_bytes(),
             allocations: 1,
-            swappable_bytes: 0,
-            copied_out_bytes: 0,
+            swappable_bytes: swap.swappable_bytes,
+            copied_out_bytes: swap.copied_out_bytes,
             notes: ProcessFlags::default(),
             call_cost_ps: 0,
             held_us: 0,
@@ -132,8 +154,9 @@ impl SimulatedNode<'_> {
         }
         self.arrival(n);
         self.tell(Input::Page(id(n), self.page(n)))?;
-        let bytes = self.processes[n].load.vram_bytes;
-        let worth = self.wake_cost_ms + self.costs.offload_ms(bytes) + self.costs.restore_ms(bytes);
+        let p = &self.processes[n];
+        let move_ms = self.costs.cycle_ms(p.engine, p.memory.copyable_bytes());
+        let worth = self.wake_cost_ms + move_ms;
         if self.foresight == CallForesight::Pauses && next.is_none_or(|at| at > now + worth) {
             self.tell(Input::Command(CommandId(0), key, Request::Offload))?;
         }

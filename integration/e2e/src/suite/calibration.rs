@@ -67,7 +67,7 @@ impl Calibration {
     pub fn write(&self, file: &Path, engine: &str, gpu: &str) -> Result<()> {
         let text = format!(
             "# What moves cost, engine {engine}, {gpu}. For `affinode simulate --calibration`.\n\
-             offload_fixed_ms = {}\noffload_bytes_per_second = {:e}\n\
+             engine = \"{engine}\"\noffload_fixed_ms = {}\noffload_bytes_per_second = {:e}\n\
              restore_fixed_ms = {}\nrestore_bytes_per_second = {:e}\n",
             self.offload_fixed_ms,
             self.offload_bytes_per_second,

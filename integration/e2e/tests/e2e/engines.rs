@@ -396,7 +396,7 @@ fn simulation_uses_measured_costs() -> Result<()> {
     ])?;
     let answer: serde_json::Value = serde_json::from_slice(&simulated.stdout)
         .with_context(|| String::from_utf8_lossy(&simulated.stderr).into_owned())?;
-    let taken = &answer["calibration"];
+    let taken = &answer["calibration"]["checkpoint"];
     for (name, value) in
         serde_json::to_value(measured)?.as_object().context("the calibration has no fields")?
     {

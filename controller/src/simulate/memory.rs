@@ -1,0 +1,118 @@
+//! The memory of a simulated process: what is on the GPU, and how long each order takes.
+//!
+//! ```text
+//! Resident ──CopyOut──> Copied ──Checkpoint──> CopiedAndCheckpointed
+//!    └────────────────Checkpoint────────────> Checkpointed
+//! ```
+
+use affinode_proto::wire::{Phase, message::Action};
+
+use super::Calibration;
+use crate::core::{Millis, input::SwapStatus, policy::Engine};
+
+/// Duration of closing, locking, unlocking and opening.
+pub(super) const STEP_MS: Millis = 1;
+
+/// What has left the GPU, and by which orders.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum OffloadLevel {
+    /// Nothing.
+    #[default]
+    Resident,
+    /// All but the context, by the library's copy.
+    Copied,
+    /// Everything: the library's copy, then the driver's checkpoint of the context.
+    CopiedAndCheckpointed,
+    /// Everything, by the driver's checkpoint alone.
+    Checkpointed,
+}
+
+/// The memory of one process, and what of it is on the GPU.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ProcessMemory {
+    vram_bytes: u64,
+    copyable_bytes: u64,
+    pub(super) level: OffloadLevel,
+}
+
+impl ProcessMemory {
+    /// A resident process. Its VRAM includes its context, as NVML shows it.
+    pub(super) fn new(vram_bytes: u64, costs: &Calibration) -> ProcessMemory {
+        ProcessMemory {
+            vram_bytes,
+            copyable_bytes: vram_bytes.saturating_sub(costs.context_bytes),
+            level: OffloadLevel::Resident,
+        }
+    }
+
+    /// The same process with everything off the GPU, as this engine leaves it.
+    pub(super) fn offloaded(self, engine: Engine) -> ProcessMemory {
+        let level = match engine {
+            Engine::Copy | Engine::Full | Engine::Auto if self.copyable_bytes > 0 => {
+                OffloadLevel::CopiedAndCheckpointed
+            }
+            _ => OffloadLevel::Checkpointed,
+        };
+        ProcessMemory { level, ..self }
+    }
+
+    /// Memory that the library can copy. The engines' costs depend on it.
+    pub(super) fn copyable_bytes(&self) -> u64 {
+        self.copyable_bytes
+    }
+
+    /// VRAM that has left the GPU.
+    pub(super) fn gone_bytes(&self) -> u64 {
+        match self.level {
+            OffloadLevel::Resident => 0,
+            OffloadLevel::Copied => self.copyable_bytes,
+            OffloadLevel::CopiedAndCheckpointed | OffloadLevel::Checkpointed => self.vram_bytes,
+        }
+    }
+
+    /// VRAM that the process holds.
+    pub(super) fn held_bytes(&self) -> u64 {
+        self.vram_bytes - self.gone_bytes()
+    }
+
+    /// What the process's agent reports.
+    pub(super) fn swap(&self) -> SwapStatus {
+        let is_copied =
+            matches!(self.level, OffloadLevel::Copied | OffloadLevel::CopiedAndCheckpointed);
+        SwapStatus {
+            swappable_bytes: self.copyable_bytes,
+            copied_out_bytes: if is_copied { self.copyable_bytes } else { 0 },
+            ..SwapStatus::default()
+        }
+    }
+
+    /// Duration of an order that begins now.
+    pub(super) fn order_ms(&self, action: Action, costs: &Calibration) -> Millis {
+        let bytes = self.copyable_bytes;
+        match (action, self.level) {
+            (Action::CopyOut { .. }, _) => costs.copy.offload_ms(bytes),
+            (Action::Checkpoint { .. }, OffloadLevel::Copied) => costs.context_checkpoint_ms(bytes),
+            (Action::Checkpoint { .. }, _) => costs.checkpoint.offload_ms(bytes),
+            (Action::Restore, OffloadLevel::Copied) => costs.copy.restore_ms(bytes),
+            (Action::Restore, OffloadLevel::CopiedAndCheckpointed) => costs.full_restore_ms(bytes),
+            (Action::Restore, _) => costs.checkpoint.restore_ms(bytes),
+            _ => STEP_MS,
+        }
+    }
+
+    /// Carries out an order that moves memory, and returns the phase after it.
+    pub(super) fn execute_order(&mut self, action: Action) -> Phase {
+        let (level, phase) = match (action, self.level) {
+            (Action::CopyOut { .. }, _) => (OffloadLevel::Copied, Phase::CopiedOut),
+            (Action::Checkpoint { .. }, OffloadLevel::Copied) => {
+                (OffloadLevel::CopiedAndCheckpointed, Phase::Checkpointed)
+            }
+            (Action::Checkpoint { .. }, _) => (OffloadLevel::Checkpointed, Phase::Checkpointed),
+            // The driver leaves a process locked. After a copy in, the agent has unlocked it.
+            (_, OffloadLevel::Checkpointed) => (OffloadLevel::Resident, Phase::Locked),
+            _ => (OffloadLevel::Resident, Phase::Closed),
+        };
+        self.level = level;
+        phase
+    }
+}
