@@ -13,8 +13,8 @@ use crate::{
     config::{Config, ConfigError},
     history::StateSpan,
     simulate::{
-        Baseline, Calibration, SimulatedMachine, SimulationError, SimulationSummary, WorkloadTrace,
-        baselines, compare, plot,
+        Baseline, Calibration, GpuPlacement, GpuRule, SimulatedMachine, SimulationError,
+        SimulationSummary, WorkloadTrace, baselines, compare, plot,
         recorded::{self, RecordedCall},
         synthetic,
         trace::TraceDefaults,
@@ -56,12 +56,17 @@ pub struct SimulateArgs {
     /// VRAM of a process, in GiB, if the trace does not contain it.
     #[arg(long, default_value_t = 16.0, value_name = "GIB")]
     process_vram: f64,
-    /// Number of GPUs; processes are distributed over them.
-    #[arg(long, default_value_t = 1, value_name = "N")]
-    gpus: usize,
-    /// VRAM of each GPU, in GiB; default: enough for all processes.
-    #[arg(long, value_name = "GIB", conflicts_with = "fits")]
-    vram: Option<f64>,
+    /// Number of GPUs; processes are distributed over them. Default: the GPUs that the trace names,
+    /// otherwise the fewest on which all processes fit that exist at the same time. With --fits: 1.
+    #[arg(long, value_name = "N")]
+    gpus: Option<usize>,
+    /// How much VRAM the processes of a GPU may want at the same time, as a multiple of what it has.
+    /// Used to choose the number of GPUs.
+    #[arg(long, default_value_t = 1.0, value_name = "RATIO")]
+    oversubscription: f64,
+    /// VRAM of each GPU, in GiB; default: that of an H200.
+    #[arg(long, default_value_t = 140.4, value_name = "GIB", conflicts_with = "fits")]
+    vram: f64,
     /// VRAM of each GPU, as the number of largest processes that fit.
     #[arg(long, value_name = "N")]
     fits: Option<u64>,
@@ -154,6 +159,28 @@ impl SimulateArgs {
 }
 
 impl SimulateArgs {
+    fn vram_bytes(&self, trace: &WorkloadTrace) -> Result<u64, SimulateError> {
+        let Some(fits) = self.fits else { return gib(self.vram, "--vram") };
+        let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
+        // The ledger keeps a margin of 512 MiB, which is added.
+        Ok(largest.saturating_mul(fits.max(1)).saturating_add(512 << 20))
+    }
+
+    fn placement(
+        &self,
+        trace: &WorkloadTrace,
+        vram_bytes: u64,
+    ) -> Result<GpuPlacement, SimulateError> {
+        let ratio = self.oversubscription;
+        if !(0.1..=100.0).contains(&ratio) {
+            return Err(SimulateError::Argument(
+                "--oversubscription: expected a number from 0.1 to 100".into(),
+            ));
+        }
+        let gpus = self.gpus.or(self.fits.map(|_| 1));
+        Ok(GpuPlacement::choose(trace, gpus, vram_bytes, ratio)?)
+    }
+
     fn slo_ms(&self) -> u64 {
         u64::try_from(self.slo.as_millis()).unwrap_or(u64::MAX)
     }
@@ -183,7 +210,7 @@ pub fn run(
         service_ms: u32::try_from(args.service.as_millis()).unwrap_or(u32::MAX).min(3_600_000),
         seed: args.seed,
     };
-    let trace = match (&args.trace, &recorded) {
+    let mut trace = match (&args.trace, &recorded) {
         (_, Some(known)) => match recorded::trace(&known.spans, known.since_ms, assumed) {
             Err(SimulationError::Empty) => {
                 return Err(SimulateError::Argument(
@@ -200,16 +227,9 @@ pub fn run(
             assumed,
         })?,
     };
-    let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
-    let gpus = args.gpus.clamp(1, 1024);
-    // The ledger keeps a margin of 512 MiB, which is added.
-    let vram_bytes = match (args.vram, args.fits) {
-        (Some(size), _) => gib(size, "--vram")?,
-        (None, Some(fits)) => largest.saturating_mul(fits.max(1)) + (512 << 20),
-        (None, None) => {
-            largest.saturating_mul(trace.loads.len().div_ceil(gpus) as u64) + (512 << 20)
-        }
-    };
+    let vram_bytes = args.vram_bytes(&trace)?;
+    let placement = args.placement(&trace, vram_bytes)?;
+    placement.apply(&mut trace);
     let calibration =
         args.calibration.iter().try_fold(Calibration::default(), |known, path| known.read(path))?;
     let config = match &args.config {
@@ -221,13 +241,15 @@ pub fn run(
     };
     let mut baselines = baselines::all(&config.settings(), args.seed);
     chosen(&mut baselines, &args.policy)?;
-    let machine = SimulatedMachine { gpus, vram_bytes, calibration, slo_ms: args.slo_ms() };
+    let machine =
+        SimulatedMachine { gpus: placement.gpus, vram_bytes, calibration, slo_ms: args.slo_ms() };
     let figures = compare(&trace, machine, &baselines)?;
     if let Some(path) = &args.plot {
         write(path, &plot::svg(&figures, trace.end_ms()))?;
     }
     let happened = recorded.map(|known| recorded::happened(&known.spans));
-    print(args, out, &trace, machine, &figures, happened)
+    let node = SimulatedHost { machine, placement };
+    print(args, out, &trace, &node, &figures, happened)
 }
 
 /// Keeps the baselines whose names begin with one of these words. Without words, keeps all.
@@ -281,14 +303,37 @@ fn titles(wide: bool, slo: humantime::Duration) -> Vec<String> {
     [text(before), slow.to_vec(), text(after)].concat()
 }
 
+/// The machine, and how its GPUs were chosen.
+struct SimulatedHost {
+    machine: SimulatedMachine,
+    placement: GpuPlacement,
+}
+
+impl SimulatedHost {
+    fn gpu_rule(&self, ratio: f64) -> String {
+        let (gpus, peak) = (self.placement.gpus, format::bytes(self.placement.peak_bytes));
+        let peak = format!("the processes hold at most {peak} at the same time");
+        match self.placement.rule {
+            GpuRule::Given => format!("GPUs: {gpus}, as stated; {peak}"),
+            GpuRule::Named => format!("GPUs: {gpus}, named by the trace; {peak}"),
+            GpuRule::Peak => {
+                format!(
+                    "GPUs: {gpus}, chosen because {peak}, at most {ratio} times the VRAM of a GPU"
+                )
+            }
+        }
+    }
+}
+
 fn print(
     args: &SimulateArgs,
     out: &mut dyn Write,
     trace: &WorkloadTrace,
-    machine: SimulatedMachine,
+    node: &SimulatedHost,
     figures: &[SimulationSummary],
     happened: Option<RecordedCall>,
 ) -> Result<(), SimulateError> {
+    let SimulatedHost { machine, placement } = node;
     let failed = |source| SimulateError::Write { path: "standard output".into(), source };
     let days = trace.end_ms() as f64 / 86_400_000.0;
     if matches!(args.output, SimulateOutput::Json | SimulateOutput::Yaml) {
@@ -298,6 +343,8 @@ fn print(
             "days": days,
             "seed": args.seed,
             "gpus": machine.gpus,
+            "gpus_by": placement.rule,
+            "peak_bytes": placement.peak_bytes,
             "vram_bytes": machine.vram_bytes,
             "wanted_bytes": trace.vram_bytes(),
             "calibration": machine.calibration,
@@ -320,12 +367,13 @@ fn print(
     }
     writeln!(
         out,
-        "{} processes, {} requests, {days:.1} days; {} of VRAM on each of {} GPUs, {} wanted\n",
+        "{} processes, {} requests, {days:.1} days; {} of VRAM on each of {} GPUs, {} wanted\n{}\n",
         trace.loads.len(),
         trace.requests(),
         format::bytes(machine.vram_bytes),
         machine.gpus,
         format::bytes(trace.vram_bytes()),
+        node.gpu_rule(args.oversubscription),
     )
     .map_err(failed)?;
     if let Some(happened) = happened {

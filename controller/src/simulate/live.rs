@@ -351,10 +351,10 @@ fn trace(seed: u64) -> WorkloadTrace {
         }
         TraceLoad {
             name: format!("p{n}"),
-            namespace: String::new(),
             vram_bytes: (4 + 4 * (n as u64 % 3)) * GIB,
             service_ms: 1_000,
             arrivals_ms,
+            ..TraceLoad::default()
         }
     };
     WorkloadTrace { loads: (0..8).map(load).collect() }
@@ -367,7 +367,8 @@ fn by_container(decisions: &[PolicyDecision]) -> BTreeMap<&str, Vec<&PolicyDecis
     by_container
 }
 
-/// Plays the trace in both ways. Returns the decisions: first simulated, then live.
+/// Plays the trace in both ways. Returns the decisions until the first process ends: first
+/// simulated, then live.
 fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<PolicyDecision>; 2] {
     let vram_bytes = gib * GIB + (512 << 20);
     let machine = SimulatedMachine {
@@ -378,7 +379,12 @@ fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<Polic
     };
     let contender = baselines::all(settings, 1).swap_remove(0);
     let simulated = engine::decisions(trace, machine, &contender).unwrap();
-    [simulated, Live::play(trace, machine, settings)]
+    let ends = trace.loads.iter().filter_map(|load| load.arrivals_ms.last());
+    let until = ends.min().copied().map_or(0, Millis::from);
+    [simulated, Live::play(trace, machine, settings)].map(|mut decisions| {
+        decisions.retain(|decision| decision.at_ms < until);
+        decisions
+    })
 }
 
 /// Asserts that each container has the same decisions, for the same reasons, in the same order, and

@@ -22,6 +22,7 @@ pub mod engine;
 mod live;
 mod memory;
 mod no_offload;
+pub mod placement;
 pub mod plot;
 pub mod random;
 pub mod recorded;
@@ -33,6 +34,7 @@ pub mod trace;
 
 pub use baselines::Baseline;
 pub use calibration::Calibration;
+pub use placement::{GpuPlacement, GpuRule};
 pub use summary::SimulationSummary;
 pub use trace::{TraceLoad, WorkloadTrace};
 
@@ -80,6 +82,17 @@ pub enum SimulationError {
         /// VRAM of the GPU, in bytes.
         total_bytes: u64,
     },
+    /// The processes need more GPUs than are simulated.
+    #[error(
+        "the processes hold {peak_bytes} bytes of VRAM at the same time, which needs more than \
+         {limit} GPUs: state --gpus, or increase --vram or --oversubscription"
+    )]
+    TooManyGpus {
+        /// Maximum VRAM at the same time, in bytes.
+        peak_bytes: u64,
+        /// Maximum number of GPUs.
+        limit: usize,
+    },
     /// The node restored a process without enough free VRAM.
     #[error(
         "the policy restored a process without enough free VRAM: this is a bug, please report it"
@@ -87,7 +100,8 @@ pub enum SimulationError {
     Overcommitted,
     /// A container waits without end.
     #[error(
-        "a process never gets its VRAM: does the policy let no container be evicted (mode manual or off)? \
+        "a process never gets its VRAM: does the policy let no container be evicted (mode manual or off), \
+         or do the contexts that the engine copy keeps fill a GPU? \
          If not, this is a bug, please report it"
     )]
     Stuck,
@@ -96,7 +110,7 @@ pub enum SimulationError {
 /// The GPUs and the costs of the simulated machine.
 #[derive(Clone, Copy, Debug)]
 pub struct SimulatedMachine {
-    /// Number of GPUs; process n is on GPU n modulo this number.
+    /// Number of GPUs. The trace has the GPU of each process.
     pub gpus: usize,
     /// VRAM of each GPU for managed processes, in bytes.
     pub vram_bytes: u64,

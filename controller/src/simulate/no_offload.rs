@@ -1,4 +1,6 @@
-//! Computes the result for a node without offloads.
+//! Computes the result for a node without offloads. A process frees its VRAM when it ends.
+
+use std::{cmp::Reverse, collections::BinaryHeap};
 
 use super::{
     SimulatedMachine, SimulationSummary, WorkloadTrace, summary::SummaryMeter, trace::TraceLoad,
@@ -21,16 +23,29 @@ pub(super) fn run(
         ..SimulationSummary::default()
     };
     let mut used = vec![0; machine.gpus];
+    let mut ends: BinaryHeap<Reverse<(u64, usize, u64)>> = BinaryHeap::new();
     for load in loads {
-        // A new process takes the GPU with the most free VRAM.
-        let Some(gpu) = used.iter_mut().min() else { continue };
+        let at = load.arrivals_ms.first().copied().unwrap_or(0);
+        while ends.peek().is_some_and(|Reverse((end, ..))| *end < u64::from(at))
+            && let Some(Reverse((end, gpu, bytes))) = ends.pop()
+        {
+            used[gpu] -= bytes;
+            meter.set(end, used.iter().sum(), 0);
+        }
+        let number = load.gpu_number.min(machine.gpus - 1);
+        let gpu = &mut used[number];
         if *gpu + load.vram_bytes + margin_bytes(machine.vram_bytes) > machine.vram_bytes {
             figures.refused += load.arrivals_ms.len() as u64;
             continue;
         }
         *gpu += load.vram_bytes;
-        let at = load.arrivals_ms.first().copied().unwrap_or(0);
+        let end = load.exit_ms(trace.end_ms());
+        ends.extend(end.map(|end| Reverse((end, number, load.vram_bytes))));
         meter.set(at.into(), used.iter().sum(), 0);
+    }
+    while let Some(Reverse((end, gpu, bytes))) = ends.pop() {
+        used[gpu] -= bytes;
+        meter.set(end, used.iter().sum(), 0);
     }
     meter.finish(&mut figures);
     figures

@@ -56,10 +56,10 @@ pub fn make(plan: SyntheticPlan) -> Result<WorkloadTrace, SimulationError> {
             };
             TraceLoad {
                 name: format!("{kind}-{n}"),
-                namespace: String::new(),
                 vram_bytes: plan.assumed.vram_bytes,
                 service_ms: plan.assumed.service_ms,
                 arrivals_ms: arrivals,
+                ..TraceLoad::default()
             }
         })
         .collect();

@@ -14,10 +14,10 @@ const MARGIN: u64 = 512 << 20;
 fn load(name: &str, gib: u64, arrivals_s: &[u32]) -> TraceLoad {
     TraceLoad {
         name: name.into(),
-        namespace: String::new(),
         vram_bytes: gib * GIB,
         service_ms: 1_000,
         arrivals_ms: arrivals_s.iter().map(|s| s * 1000).collect(),
+        ..TraceLoad::default()
     }
 }
 
@@ -125,6 +125,20 @@ fn slow_calls_count_by_level() {
     assert_eq!(slow(Engine::Full, 400), [3, 0, 3]);
 }
 
+/// No container is evicted here, so the second process gets its VRAM only from the first one's end.
+#[test]
+fn vram_of_an_ended_process_is_free() {
+    let trace =
+        WorkloadTrace { loads: vec![load("a", 16, &[0, 60]), load("b", 16, &[100_000, 200_000])] };
+    let node = Policy { mode: Mode::Manual, ..Policy::default() };
+    let policies = Policies { node, ..Policies::default() };
+    let settings = Settings { policies, ..Settings::default() };
+    let summaries = compare(&trace, machine(16), &baselines::all(&settings, 1)[..2]).unwrap();
+    let [configured, without] = summaries.as_slice() else { panic!("two ran") };
+    assert_eq!(configured.restores, 2);
+    assert_eq!(without.refused, 0, "{without:?}");
+}
+
 #[test]
 fn two_containers_evict_each_other() {
     let calls: Vec<u32> = (0..100).map(|n| n * 30).collect();
@@ -172,8 +186,9 @@ fn the_same_seed_gives_the_same_node() {
 #[test]
 fn a_waiter_on_the_second_gpu_is_served() {
     let assumed = TraceDefaults { vram_bytes: 16 * GIB, service_ms: 1_000, seed: 1 };
-    let trace =
+    let mut trace =
         synthetic::make(synthetic::SyntheticPlan { processes: 8, days: 1, assumed }).unwrap();
+    GpuPlacement::choose(&trace, Some(2), 0, 1.0).unwrap().apply(&mut trace);
     let two = SimulatedMachine { gpus: 2, vram_bytes: 2 * 16 * GIB + (512 << 20), ..machine(0) };
     let summary = engine::run(&trace, two, &contender("lru")).unwrap();
     assert!(summary.restores >= 8 && summary.delay_p99_ms < 300_000, "{summary:?}");
@@ -195,6 +210,12 @@ fn files_are_read_and_bad_lines_are_named() {
     let telemetry = "time,process,busy,vram_bytes\n10,a,0.5,7\n20,a,0,9\n30,b,1,5\n";
     let loads = read(telemetry).unwrap().loads;
     assert_eq!((loads[0].vram_bytes, loads[0].arrivals_ms.as_slice()), (9, [0].as_slice()));
+    let names = |text: &str| {
+        read(text).unwrap().loads.iter().map(|load| load.gpu.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(names("time,process,gpu\n1,a,x/0\n2,b,x/1\n3,a,x/1\n"), ["x/0", "x/1"]);
+    assert_eq!(names("time,process,busy,vram_bytes,gpu\n1,a,1,7,x/0\n"), ["x/0"]);
+    assert_eq!(names(telemetry), ["", ""]);
     let error = read("time,process\n1,a\nsoon,b\n").unwrap_err().to_string();
     assert!(error.contains("line 3") && error.contains("soon"), "{error}");
     assert!(matches!(read("time,process\n"), Err(SimulationError::Empty)));

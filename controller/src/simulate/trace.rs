@@ -7,6 +7,9 @@
 //! | `telemetry` | `time,process,busy,vram_bytes`: seconds, busy share of the time to the next row |
 //! | `requests` | `time,process`: seconds, one request a line |
 //!
+//! The last two may have one more column, `gpu`: a name that is unique in the trace. A process is on
+//! the GPU of its first row.
+//!
 //! A ServeGen window holds exactly rate x 600 requests. Their pauses are drawn from the
 //! distribution fitted to the window; if they take less time than the window, they are a burst at a
 //! random position in it.
@@ -26,12 +29,30 @@ pub struct TraceLoad {
     pub name: String,
     /// Namespace, for rules; empty if the trace has none.
     pub namespace: String,
+    /// Name of its GPU; empty if the trace has none.
+    pub gpu: String,
+    /// Number of the GPU that it was placed on ([`super::placement`]).
+    pub gpu_number: usize,
     /// VRAM of the process, in bytes.
     pub vram_bytes: u64,
     /// Time for which a call keeps the GPU busy, in milliseconds.
     pub service_ms: u32,
     /// Times of its calls, in milliseconds of the trace, in order.
     pub arrivals_ms: Vec<u32>,
+}
+
+/// Time without a call before the end of a trace after which a process counts as ended. A shorter
+/// time could be its night.
+const ENDED_MS: u64 = 86_400_000;
+
+impl TraceLoad {
+    /// Time at which the process ends, in milliseconds: after its last call, if that is more than a
+    /// day before the end of the trace. `None`: it exists until the end of the trace.
+    #[must_use]
+    pub fn exit_ms(&self, end_ms: u64) -> Option<u64> {
+        let last = u64::from(*self.arrivals_ms.last()?) + u64::from(self.service_ms);
+        (last + ENDED_MS < end_ms).then_some(last)
+    }
 }
 
 /// The processes of a node.
@@ -99,9 +120,10 @@ impl WorkloadTrace {
             h if h.starts_with("client,ts,rate") => TraceRows::servegen,
             h if h.starts_with("TIMESTAMP") => TraceRows::azure,
             h if h.starts_with("time,process,busy") => TraceRows::telemetry,
+            h if h.starts_with("time,process,gpu") => TraceRows::request_on_gpu,
             h if h.starts_with("time,process") => TraceRows::request,
             _ => {
-                let what = "unknown header; accepted: client,ts,rate,cv,pat,p1,p2; TIMESTAMP,...; time,process,busy,vram_bytes; time,process".into();
+                let what = "unknown header; accepted: client,ts,rate,cv,pat,p1,p2; TIMESTAMP,...; time,process,busy,vram_bytes[,gpu]; time,process[,gpu]".into();
                 return Err(SimulationError::Line { path: path(), line: 1, what });
             }
         };
@@ -174,10 +196,9 @@ impl TraceRows {
         let TraceDefaults { vram_bytes, service_ms, .. } = self.assumed;
         self.loads.entry(name.to_owned()).or_insert_with(|| TraceLoad {
             name: name.to_owned(),
-            namespace: String::new(),
             vram_bytes,
             service_ms,
-            arrivals_ms: Vec::new(),
+            ..TraceLoad::default()
         })
     }
 
@@ -232,7 +253,7 @@ impl TraceRows {
     }
 
     fn telemetry(&mut self, cells: &[&str]) -> Option<()> {
-        let [time, process, busy, vram] = cells else { return None };
+        let [time, process, busy, vram, gpu @ ..] = cells else { return None };
         let (at, busy, vram) =
             (time.parse::<f64>().ok()?, busy.parse::<f64>().ok()?, vram.parse::<u64>().ok()?);
         let zero = *self.zero.get_or_insert(at);
@@ -243,6 +264,9 @@ impl TraceRows {
         if busy > 0.0 {
             load.arrivals_ms.push(at);
         }
+        if let (true, Some(gpu)) = (first, gpu.first()) {
+            load.gpu = (*gpu).to_owned();
+        }
         Some(())
     }
 
@@ -251,6 +275,16 @@ impl TraceRows {
         let zero = *self.zero.get_or_insert(time);
         let at = ms(time - zero)?;
         self.load(process).arrivals_ms.push(at);
+        Some(())
+    }
+
+    fn request_on_gpu(&mut self, cells: &[&str]) -> Option<()> {
+        self.request(cells)?;
+        let (process, gpu) = (cells.get(1)?, cells.get(2)?);
+        let load = self.load(process);
+        if load.gpu.is_empty() {
+            load.gpu = (*gpu).to_owned();
+        }
         Some(())
     }
 }

@@ -60,6 +60,8 @@ struct SimulatedNode<'a> {
     now: Millis,
     agenda: EventQueue,
     processes: Vec<SimulatedProcess<'a>>,
+    /// The processes of each GPU.
+    by_gpu: Vec<Vec<usize>>,
     /// UUIDs of the GPUs, one entry per GPU.
     uuids: Vec<String>,
     /// Inputs for the node, to be processed after the current effects.
@@ -70,6 +72,7 @@ struct SimulatedNode<'a> {
     costs: Calibration,
     foresight: CallForesight,
     wake_cost_ms: Millis,
+    trace_end_ms: Millis,
     /// VRAM in use in bytes, one entry per GPU.
     used_bytes: Vec<u64>,
     resident_bytes: u64,
@@ -149,6 +152,7 @@ impl<'a> SimulatedNode<'a> {
             now: 0,
             agenda: EventQueue::default(),
             processes: Vec::new(),
+            by_gpu: vec![Vec::new(); machine.gpus],
             uuids: (0..machine.gpus).map(uuid).collect(),
             inputs: VecDeque::new(),
             effects: Vec::new(),
@@ -156,6 +160,7 @@ impl<'a> SimulatedNode<'a> {
             costs,
             foresight: contender.foresight,
             wake_cost_ms: settings.policies.node.wake_cost_ms,
+            trace_end_ms: trace.end_ms(),
             used_bytes: vec![0; machine.gpus],
             resident_bytes: 0,
             offloaded_bytes: 0,
@@ -215,6 +220,8 @@ impl<'a> SimulatedNode<'a> {
 
     fn register(&mut self, n: usize, load: &'a TraceLoad, policies: &Policies) {
         let (key, phase) = (key(n), Phase::Checkpointed);
+        let gpu = load.gpu_number.min(self.machine.gpus - 1);
+        self.by_gpu[gpu].push(n);
         let spec = ContainerSpec {
             id: load.name.clone(),
             namespace: load.namespace.clone(),
@@ -222,8 +229,7 @@ impl<'a> SimulatedNode<'a> {
         };
         let engine = policies.before_annotations(&load.namespace).engine;
         let memory = ProcessMemory::new(load.vram_bytes, &self.costs).offloaded(engine);
-        let offloaded =
-            vec![DeviceBytes { uuid: uuid(n % self.machine.gpus), bytes: load.vram_bytes }];
+        let offloaded = vec![DeviceBytes { uuid: uuid(gpu), bytes: load.vram_bytes }];
         self.inputs.extend([
             Input::Announced(Box::new(spec), key.clone()),
             Input::Recalled {
@@ -248,6 +254,7 @@ impl<'a> SimulatedNode<'a> {
         self.processes.push(SimulatedProcess {
             load,
             key,
+            gpu,
             phase,
             memory,
             engine,
@@ -264,6 +271,7 @@ impl<'a> SimulatedNode<'a> {
             freed_until: 0,
             used_ms: 0,
             went: None,
+            has_exited: false,
             order: 0,
         });
     }

@@ -40,7 +40,7 @@ impl SimulatedNode<'_> {
         Input::Proven(
             self.processes[n].key.clone(),
             u64::MAX,
-            Ok(vec![self.gpu(n % self.machine.gpus, None)]),
+            Ok(vec![self.gpu(self.processes[n].gpu, None)]),
         )
     }
 
@@ -52,14 +52,14 @@ impl SimulatedNode<'_> {
             Effect::Survey { key: asked, .. } => {
                 let n = number(asked.as_str());
                 let survey = Survey {
-                    gpus: Ok(vec![self.gpu(n % self.machine.gpus, Some(n))]),
+                    gpus: Ok(vec![self.gpu(self.processes[n].gpu, Some(n))]),
                     host: Ok(Vec::new()),
                 };
                 self.inputs.push_back(Input::Surveyed(asked, survey));
             }
             Effect::Prove(asked, proof) => {
                 let n = number(asked.as_str());
-                let gpus = Ok(vec![self.gpu(n % self.machine.gpus, None)]);
+                let gpus = Ok(vec![self.gpu(self.processes[n].gpu, None)]);
                 self.inputs.push_back(Input::Proven(asked, proof, gpus));
             }
             Effect::Publish(event) => {
@@ -87,6 +87,9 @@ impl SimulatedNode<'_> {
         order: u64,
         action: Action,
     ) -> Result<(), SimulationError> {
+        if self.processes[n].has_exited {
+            return Ok(());
+        }
         let takes_ms = self.processes[n].memory.order_ms(action, &self.costs);
         match action {
             // From now on calls wait at the gate.
@@ -107,16 +110,15 @@ impl SimulatedNode<'_> {
 
     /// Takes the VRAM of a restore when it begins: the driver allocates before it copies.
     fn restore_begins(&mut self, n: usize) -> Result<(), SimulationError> {
-        let (now, gpu) = (self.now, n % self.machine.gpus);
-        let p = &mut self.processes[n];
+        let (now, p) = (self.now, &mut self.processes[n]);
         let bytes = p.memory.gone_bytes();
-        if self.used_bytes[gpu] + bytes > self.machine.vram_bytes {
+        if self.used_bytes[p.gpu] + bytes > self.machine.vram_bytes {
             return Err(SimulationError::Overcommitted);
         }
         p.count_freed(now);
         p.restored_from = p.memory.level;
         p.phase_after_restore = p.memory.execute_order(Action::Restore);
-        self.used_bytes[gpu] += bytes;
+        self.used_bytes[p.gpu] += bytes;
         self.resident_bytes += bytes;
         self.offloaded_bytes -= std::mem::take(&mut p.host_bytes);
         self.figures.restores += 1;
@@ -141,7 +143,7 @@ impl SimulatedNode<'_> {
         }
         let freed_bytes = p.memory.gone_bytes() - before;
         p.host_bytes += freed_bytes;
-        self.used_bytes[n % self.machine.gpus] -= freed_bytes;
+        self.used_bytes[p.gpu] -= freed_bytes;
         self.resident_bytes -= freed_bytes;
         self.offloaded_bytes += freed_bytes;
         self.figures.host_peak_bytes = self.figures.host_peak_bytes.max(self.offloaded_bytes);
@@ -149,6 +151,9 @@ impl SimulatedNode<'_> {
 
     pub(super) fn done(&mut self, n: usize, action: Action) -> Result<(), SimulationError> {
         let p = &mut self.processes[n];
+        if p.has_exited {
+            return Ok(());
+        }
         let mut outcome = Outcome::Done;
         match action {
             Action::Close { .. } if p.phase == Phase::Open => outcome = Outcome::Busy,

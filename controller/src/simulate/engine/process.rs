@@ -21,9 +21,15 @@ use crate::{
     },
 };
 
+/// Time after a process's end at which its neighbours are queried. The node updates the
+/// oversubscribed GPUs every 10 s.
+const NEIGHBOURS_MS: Millis = 10_000;
+
 pub(super) struct SimulatedProcess<'a> {
     pub(super) load: &'a TraceLoad,
     pub(super) key: Key,
+    /// Number of its GPU.
+    pub(super) gpu: usize,
     pub(super) phase: Phase,
     pub(super) memory: ProcessMemory,
     /// The engine of its policy.
@@ -45,6 +51,7 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) freed_until: Millis,
     pub(super) used_ms: Millis,
     pub(super) went: Option<Millis>,
+    pub(super) has_exited: bool,
     /// Number of the order that it executes. It executes one at a time.
     pub(super) order: u64,
 }
@@ -143,12 +150,46 @@ impl SimulatedNode<'_> {
         Input::Page(id(n), self.page(n))
     }
 
+    /// Ends a process after its last call: its VRAM is free, and its container is deleted.
+    fn exits(&mut self, n: usize) -> Result<(), SimulationError> {
+        let now = self.now;
+        let p = &mut self.processes[n];
+        p.count_freed(now);
+        p.has_exited = true;
+        let bytes = p.memory.held_bytes();
+        self.used_bytes[p.gpu] -= bytes;
+        self.resident_bytes -= bytes;
+        let withdrawn = Input::Withdrawn(p.key.clone());
+        self.tell(withdrawn)?;
+        let reading = self.reading(n);
+        self.tell(reading)?;
+        self.query_neighbours(n);
+        Ok(())
+    }
+
+    /// Plans a query about each idle neighbour of a process that has ended: the GPU may have room
+    /// for all now, and the mode `auto` then offloads without a waiter.
+    fn query_neighbours(&mut self, n: usize) {
+        let at = self.now + NEIGHBOURS_MS;
+        for m in self.by_gpu[self.processes[n].gpu].clone() {
+            let p = &mut self.processes[m];
+            let is_idle = p.phase == Phase::Open && p.busy_until.is_none() && !p.has_exited;
+            if is_idle && p.due.is_none() {
+                p.due = Some(at);
+                self.at(at, SimulationEvent::Due(m as u32));
+            }
+        }
+    }
+
     pub(super) fn use_ends(&mut self, n: usize) -> Result<(), SimulationError> {
         let now = self.now;
         let p = &mut self.processes[n];
         p.busy_until = None;
         p.calls += 1;
         let (next, key) = (p.next_call(), p.key.clone());
+        if next.is_none() && p.load.exit_ms(self.trace_end_ms).is_some() {
+            return self.exits(n);
+        }
         if self.foresight != CallForesight::None {
             self.tell(Input::Foreseen(key.clone(), Some(next.unwrap_or(Millis::MAX))))?;
         }
