@@ -248,7 +248,8 @@ pub fn run(
         write(path, &plot::svg(&figures, trace.end_ms()))?;
     }
     let happened = recorded.map(|known| recorded::happened(&known.spans));
-    let node = SimulatedHost { machine, placement };
+    let warning = step_warning(&trace, &baselines);
+    let node = SimulatedHost { machine, placement, warning };
     print(args, out, &trace, &node, &figures, happened)
 }
 
@@ -303,10 +304,26 @@ fn titles(wide: bool, slo: humantime::Duration) -> Vec<String> {
     [text(before), slow.to_vec(), text(after)].concat()
 }
 
-/// The machine, and how its GPUs were chosen.
+/// The machine, how its GPUs were chosen, and what limits the results.
 struct SimulatedHost {
     machine: SimulatedMachine,
     placement: GpuPlacement,
+    warning: Option<String>,
+}
+
+/// A warning if pauses as short as a compared idle timeout are not visible in the trace.
+fn step_warning(trace: &WorkloadTrace, baselines: &[Baseline]) -> Option<String> {
+    let step_ms = trace.step_ms()?;
+    let is_shorter = |b: &&Baseline| b.shortest_timeout_ms().is_some_and(|ms| ms <= step_ms);
+    let names: Vec<&str> = baselines.iter().filter(is_shorter).map(|b| b.name.as_str()).collect();
+    let step = humantime::format_duration(std::time::Duration::from_millis(step_ms));
+    (!names.is_empty()).then(|| {
+        format!(
+            "warning: the time steps of the trace ({step}) are not shorter than the idle timeouts of {}: \
+             every pause looks idle, so their figures are not reliable",
+            names.join(", ")
+        )
+    })
 }
 
 impl SimulatedHost {
@@ -333,7 +350,7 @@ fn print(
     figures: &[SimulationSummary],
     happened: Option<RecordedCall>,
 ) -> Result<(), SimulateError> {
-    let SimulatedHost { machine, placement } = node;
+    let SimulatedHost { machine, placement, warning } = node;
     let failed = |source| SimulateError::Write { path: "standard output".into(), source };
     let days = trace.end_ms() as f64 / 86_400_000.0;
     if matches!(args.output, SimulateOutput::Json | SimulateOutput::Yaml) {
@@ -349,6 +366,7 @@ fn print(
             "wanted_bytes": trace.vram_bytes(),
             "calibration": machine.calibration,
             "slo_ms": machine.slo_ms,
+            "warning": warning,
             "recorded": happened.map(|h| serde_json::json!({"freed": h.freed, "wakes": h.wakes})),
             "policies": figures,
         });
@@ -376,6 +394,9 @@ fn print(
         node.gpu_rule(args.oversubscription),
     )
     .map_err(failed)?;
+    if let Some(warning) = warning {
+        writeln!(out, "{warning}\n").map_err(failed)?;
+    }
     if let Some(happened) = happened {
         let (freed, wakes) = (happened.freed * 100.0, happened.wakes);
         writeln!(out, "recorded: {freed:.2}% freed, {wakes} wakes; with these policies:\n")
@@ -432,4 +453,25 @@ fn row(f: &SimulationSummary, wide: bool) -> Vec<String> {
         format!("{:.4} ({} worst)", f.fairness_jain, percent(f.worst_decile_delayed)),
         f.refused.to_string(),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{core::Settings, simulate::TraceLoad};
+
+    fn warned(step_s: u32) -> Option<String> {
+        let arrivals_ms = (0..200).map(|n| n * step_s * 1_000).collect();
+        let load = TraceLoad { arrivals_ms, ..TraceLoad::default() };
+        let mut all = baselines::all(&Settings::default(), 1);
+        chosen(&mut all, &["static".into(), "fixed-".into(), "lru".into()]).unwrap();
+        step_warning(&WorkloadTrace { loads: vec![load] }, &all)
+    }
+
+    #[test]
+    fn coarse_trace_names_the_doubtful_policies() {
+        assert_eq!(warned(10), None);
+        let text = warned(60).unwrap();
+        assert!(text.contains("(1m)") && text.contains("fixed-30s, fixed-60s:"), "{text}");
+    }
 }

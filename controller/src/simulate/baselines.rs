@@ -30,6 +30,19 @@ pub struct Baseline {
     pub reloads: bool,
 }
 
+impl Baseline {
+    /// The shortest idle timeout of the node and its namespaces, in milliseconds. `None`: no
+    /// container leaves when it is idle.
+    #[must_use]
+    pub fn shortest_timeout_ms(&self) -> Option<Millis> {
+        let policies = &self.settings.as_ref()?.policies;
+        let rules = policies.rules.iter().map(|rule| policies.before_annotations(&rule.namespace));
+        let leaves = |policy: &Policy| matches!(policy.mode, Mode::Eager | Mode::Auto);
+        let all = rules.chain([policies.node.clone()]).filter(leaves);
+        all.map(|policy| policy.idle_timeout_ms).min()
+    }
+}
+
 fn simulated(settings: Settings) -> Settings {
     Settings { hold: false, ..settings }
 }

@@ -169,6 +169,16 @@ impl WorkloadTrace {
             .into()
     }
 
+    /// The shortest time between two calls of a process, in milliseconds: shorter pauses are not
+    /// visible in the trace. `None` if there are too few calls to tell.
+    #[must_use]
+    pub fn step_ms(&self) -> Option<u64> {
+        const MIN_REQUESTS: u64 = 100;
+        let pauses = self.loads.iter().flat_map(|load| load.arrivals_ms.windows(2));
+        let pauses = pauses.map(|pair| u64::from(pair[1] - pair[0])).filter(|pause| *pause > 0);
+        pauses.min().filter(|_| self.requests() >= MIN_REQUESTS)
+    }
+
     /// Number of calls of all processes.
     #[must_use]
     pub fn requests(&self) -> u64 {
