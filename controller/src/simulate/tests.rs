@@ -139,6 +139,16 @@ fn vram_of_an_ended_process_is_free() {
     assert_eq!(without.refused, 0, "{without:?}");
 }
 
+/// Until the second process starts, the GPU has room for all and the mode `auto` offloads.
+#[test]
+fn late_process_wants_no_vram_before_its_start() {
+    let early = load("a", 16, &[0, 100_000, 150_000, 300_000]);
+    let late = load("b", 16, &[250_000, 300_000]);
+    let trace = WorkloadTrace { loads: vec![early, late] };
+    let summary = engine::run(&trace, machine(16), &contender("configured")).unwrap();
+    assert!(summary.freed_of_all > 0.5, "{}", summary.freed_of_all);
+}
+
 #[test]
 fn two_containers_evict_each_other() {
     let calls: Vec<u32> = (0..100).map(|n| n * 30).collect();

@@ -46,6 +46,13 @@ pub struct TraceLoad {
 const ENDED_MS: u64 = 86_400_000;
 
 impl TraceLoad {
+    /// Whether the process starts only in the course of the trace: its first call is more than a day
+    /// after the begin. Otherwise it exists from the begin on.
+    #[must_use]
+    pub fn starts_late(&self) -> bool {
+        self.arrivals_ms.first().is_some_and(|first| u64::from(*first) > ENDED_MS)
+    }
+
     /// Time at which the process ends, in milliseconds: after its last call, if that is more than a
     /// day before the end of the trace. `None`: it exists until the end of the trace.
     #[must_use]

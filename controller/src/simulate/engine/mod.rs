@@ -35,8 +35,10 @@ use super::{
     summary::{CallDelay, ContainerTotals, SummaryMeter},
 };
 use crate::core::{
-    ContainerSpec, DeviceBytes, Effect, Input, Millis, Node, Settings, input::Identity,
-    ledger::margin_bytes, policy::Policies,
+    ContainerSpec, DeviceBytes, Effect, Input, Millis, Node, Settings,
+    input::Identity,
+    ledger::margin_bytes,
+    policy::{Engine, Policies},
 };
 
 /// Time between two queries of the node while a container waits.
@@ -208,27 +210,25 @@ impl<'a> SimulatedNode<'a> {
         let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
         self.inputs.push_back(Input::Gpus(Ok(gpus)));
         for (n, load) in trace.loads.iter().enumerate() {
-            self.register(n, load, policies);
-        }
-        for n in 0..self.processes.len() {
-            let page = Input::Page(id(n), self.page(n));
-            self.inputs.push_back(page);
+            let engine = policies.before_annotations(&load.namespace).engine;
+            self.create(n, load, engine);
+            if !load.starts_late() {
+                self.register(n);
+            }
             self.arrival(n);
         }
         self.drain()
     }
 
-    fn register(&mut self, n: usize, load: &'a TraceLoad, policies: &Policies) {
-        let (key, phase) = (key(n), Phase::Checkpointed);
-        let gpu = load.gpu_number.min(self.machine.gpus - 1);
-        self.by_gpu[gpu].push(n);
+    /// Announces the container of a process, and registers the process as offloaded.
+    pub(super) fn register(&mut self, n: usize) {
+        let p = &self.processes[n];
+        let (load, key, phase, gpu, memory) = (p.load, p.key.clone(), p.phase, p.gpu, p.memory);
         let spec = ContainerSpec {
             id: load.name.clone(),
             namespace: load.namespace.clone(),
             ..ContainerSpec::default()
         };
-        let engine = policies.before_annotations(&load.namespace).engine;
-        let memory = ProcessMemory::new(load.vram_bytes, &self.costs).offloaded(engine);
         let offloaded = vec![DeviceBytes { uuid: uuid(gpu), bytes: load.vram_bytes }];
         self.inputs.extend([
             Input::Announced(Box::new(spec), key.clone()),
@@ -251,6 +251,15 @@ impl<'a> SimulatedNode<'a> {
                 swap: memory.swap(),
             },
         ]);
+        let page = Input::Page(id(n), self.page(n));
+        self.inputs.push_back(page);
+    }
+
+    fn create(&mut self, n: usize, load: &'a TraceLoad, engine: Engine) {
+        let (key, phase) = (key(n), Phase::Checkpointed);
+        let gpu = load.gpu_number.min(self.machine.gpus - 1);
+        self.by_gpu[gpu].push(n);
+        let memory = ProcessMemory::new(load.vram_bytes, &self.costs).offloaded(engine);
         self.processes.push(SimulatedProcess {
             load,
             key,

@@ -119,9 +119,14 @@ impl SimulatedNode<'_> {
             let page = self.use_begins(n);
             return self.tell(page);
         }
+        let starts_now = p.next == 0 && p.load.starts_late();
         p.next += 1;
         p.waiting.push(u32::try_from(now).unwrap_or(u32::MAX));
         let first = p.waiting.len() == 1;
+        if starts_now {
+            self.register(n);
+            self.drain()?;
+        }
         self.arrival(n);
         if first {
             self.wakes += 1;
