@@ -63,7 +63,7 @@ impl Siblings {
 /// VRAM that a process has, or had before its offload and needs again.
 pub(super) fn wants(p: &Process) -> &[DeviceBytes] {
     match p.phase {
-        Phase::Checkpointed => p.offloaded_vram.as_deref().unwrap_or_default(),
+        Phase::Checkpointed | Phase::CopiedOut => p.offloaded_vram.as_deref().unwrap_or(&p.vram),
         _ => &p.vram,
     }
 }

@@ -34,6 +34,7 @@ pub struct TestbedConfig {
     release: Option<Release>,
     gpu: Gpu,
     config: String,
+    default_engine: bool,
     images: Vec<&'static str>,
     env: BTreeMap<String, String>,
     sim_options: Vec<String>,
@@ -50,6 +51,7 @@ impl Default for TestbedConfig {
             release: None,
             gpu: Gpu::Simulated { vram_bytes: PLENTY_BYTES },
             config: String::new(),
+            default_engine: false,
             images: vec!["default"],
             env: BTreeMap::new(),
             sim_options: Vec::new(),
@@ -88,6 +90,27 @@ impl TestbedConfig {
     pub fn config(mut self, text: &str) -> Self {
         text.clone_into(&mut self.config);
         self
+    }
+
+    /// Leaves the engine at its default. Otherwise a configuration that names none gets the engine
+    /// `checkpoint`: no byte stays on the GPU with it, which most tests expect.
+    #[must_use]
+    pub fn default_engine(mut self) -> Self {
+        self.default_engine = true;
+        self
+    }
+
+    fn config_text(&self) -> String {
+        const TABLE: &str = "[policy]\n";
+        const ENGINE: &str = "engine = \"checkpoint\"\n";
+        let text = &self.config;
+        if self.default_engine || text.contains("engine = ") {
+            text.clone()
+        } else if text.contains(TABLE) {
+            text.replacen(TABLE, &format!("{TABLE}{ENGINE}"), 1)
+        } else {
+            format!("{text}\n{TABLE}{ENGINE}")
+        }
     }
 
     /// Imports the images into CRI's namespace as well.
@@ -155,6 +178,7 @@ impl TestbedConfig {
     /// # Errors
     /// When a part is missing or does not start.
     pub fn world(self) -> Result<Testbed> {
+        let config_text = self.config_text();
         let artifacts = match self.artifacts {
             Some(artifacts) => artifacts,
             None => Artifacts::find()?,
@@ -167,7 +191,7 @@ impl TestbedConfig {
         let keeper = Keeper::start(&artifacts.bin("affinode-keeper")?, &dir, self.scope)?;
         let config = dir.join("affinode/config.toml");
         std::fs::create_dir_all(dir.join("affinode"))?;
-        std::fs::write(&config, &self.config)?;
+        std::fs::write(&config, config_text)?;
         let run_dir = dir.join("run");
 
         let mut env = self.gpu.host_env(&artifacts, &dir);

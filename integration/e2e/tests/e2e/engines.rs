@@ -78,25 +78,54 @@ fn copied_memory_survives_repeated_offloads() -> Result<()> {
     Ok(())
 }
 
-/// An application maps memory itself. After every step that such an allocator may make: memory that
-/// is completely mapped at one address is copied. The driver checkpoints the rest, or it stays with
-/// the context. The engine tries both.
+/// With the configuration as it is shipped, and in a process that does not survive a call of the
+/// driver's checkpoint.
 #[test]
-fn an_engine_that_chooses_tries_both_ways() -> Result<()> {
-    let world = TestbedConfig::default().config(MANUAL).world()?;
-    let mut worker = worker(&world, "auto", WORKER_MIB)?;
-    for phase in ["Checkpointed", "CopiedOut"] {
-        world.cli().move_out("auto")?;
-        assert_eq!(row(&world, "auto")?.process()?.phase, phase);
-        assert!(worker.verify()?, "after it was {phase}");
-    }
-    for _ in 0..2 {
-        world.cli().move_out("auto")?;
-        assert!(worker.verify()?);
+fn default_engine_needs_no_checkpoint() -> Result<()> {
+    let world = TestbedConfig::default().config(EAGER).default_engine().world()?;
+    let spec = Worker::spec("first", USUAL, WORKER_MIB).env("AFFINODE_SIM_NO_CHECKPOINT", "1");
+    let mut worker = Worker::start_as(&world, spec)?;
+    worker.wait_filled()?;
+    for round in 1..=3 {
+        let offloaded = world.cli().wait_for_state("first", "Offloaded")?;
+        assert_eq!((offloaded.engine.as_str(), offloaded.offloads), ("auto", round));
+        assert_eq!(offloaded.process()?.phase, "CopiedOut");
+        wait_gone(&world, "copy")?;
+        worker.call("touch")?;
+        assert!(worker.verify()?, "after round {round}");
     }
     Ok(())
 }
 
+/// The context of an idle container is checkpointed when another container needs its VRAM, and the
+/// memory is as it was.
+#[test]
+fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
+    const VRAM_MIB: u64 = 1024;
+    let gpu = Gpu::Simulated { vram_bytes: VRAM_MIB * MIB };
+    let world = TestbedConfig::default().gpu(gpu).config(MANUAL).default_engine().world()?;
+    let mut first = worker(&world, "auto", 600)?;
+    world.cli().move_out("auto")?;
+    assert_eq!(row(&world, "auto")?.process()?.phase, "CopiedOut");
+    let mut full = worker(&world, "full", 600)?;
+    world.cli().move_out("full")?;
+    let second = Worker::spec("second", USUAL, VRAM_MIB - 56);
+    let second = second.annotation("affinode.io/on-oom", "wait");
+    let mut second = Worker::start_as(&world, second)?;
+    second.wait_filled()?;
+    world.cli().wait_for("auto", "to have given up its context", |row| {
+        row.state == "Offloaded" && row.processes.iter().all(|p| p.phase == "Checkpointed")
+    })?;
+    assert!(second.verify()?);
+    second.running.kill(&world)?;
+    second.running.delete(&world)?;
+    assert!(first.verify()? && full.verify()?);
+    Ok(())
+}
+
+/// An application maps memory itself. After every step that such an allocator may make: memory that
+/// is completely mapped at one address is copied. The driver checkpoints the rest, or it stays with
+/// the context.
 #[test]
 fn application_mapped_memory_is_copied() -> Result<()> {
     const PIECE_MIB: u64 = 4;
@@ -216,7 +245,7 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
 /// setting.
 #[test]
 fn annotation_overrides_configured_engine() -> Result<()> {
-    let eager = EAGER.replace("[policy]", "[policy]\nengine = \"auto\"");
+    let eager = EAGER.replace("[policy]", "[policy]\nengine = \"full\"");
     let world = TestbedConfig::default().config(&eager).world()?;
     let mut small = Worker::start(&world, "small", 1)?;
     let mut big = Worker::start(&world, "big", 64)?;

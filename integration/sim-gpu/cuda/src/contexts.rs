@@ -93,6 +93,11 @@ pub fn set(context: Option<u64>) {
 
 impl Contexts {
     /// The context behind a handle.
+    /// The default stream of a context.
+    pub fn legacy_of(&self, id: u64) -> Outcome<StreamId> {
+        self.contexts.get(&id).map(|context| context.legacy).ok_or(INVALID_CONTEXT)
+    }
+
     pub fn find(&self, context: Handle) -> Outcome<u64> {
         let id = number(Kind::Context, context).map_err(|_| INVALID_CONTEXT)?;
         if self.contexts.contains_key(&id) { Ok(id) } else { Err(INVALID_CONTEXT) }

@@ -13,7 +13,8 @@
 //! - `cuGetProcAddress` of both signatures, per-thread default stream variants (`_ptds`, `_ptsz`).
 //! - The driver's private tables for the runtime and for tools; see [`tables`].
 //! - A faulty bus: of the asynchronous copies of 1 MiB and more to the device, the one with the
-//!   number in `AFFINODE_SIM_SPOIL_COPY` writes other contents, without an error.
+//!   number in `AFFINODE_SIM_SPOIL_COPY` writes other contents, without an error. A process with
+//!   `AFFINODE_SIM_NO_CHECKPOINT` is aborted when it calls the checkpoint.
 //!
 //! # What is not simulated
 //!

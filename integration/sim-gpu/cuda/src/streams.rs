@@ -341,6 +341,30 @@ impl Streams {
         Ok(())
     }
 
+    /// Records an event of a context: it occurs when all of its streams have completed the work queued
+    /// so far. `legacy`: its default stream. It invalidates every capture in the context.
+    pub fn record_context(&'static self, event: u64, context: u64, legacy: StreamId) -> Outcome {
+        let mut state = self.lock();
+        let mut captured = false;
+        let of_context = |stream: &&mut Stream| stream.context == context;
+        for capture in
+            state.streams.values_mut().filter(of_context).filter_map(|s| s.capture.as_mut())
+        {
+            (capture.spoilt, captured) = (true, true);
+        }
+        if captured {
+            return Err(STREAM_CAPTURE_UNSUPPORTED);
+        }
+        let running = |s: &Stream| s.context == context && s.completed < s.submitted;
+        let marks: Vec<Mark> = (state.streams.iter())
+            .filter(|(id, stream)| **id != legacy && running(stream))
+            .map(|(id, stream)| (*id, stream.submitted))
+            .collect();
+        drop(state);
+        self.submit_after(legacy, marks, Box::new(|| Ok(())))?;
+        self.record(event, legacy)
+    }
+
     /// The operation that an event refers to, and the time at which it occurred.
     pub fn event(&self, id: u64) -> Outcome<(Option<Mark>, u64)> {
         let state = self.lock();

@@ -38,8 +38,16 @@ pub struct RestoreArgs {
 
 type PlainArgs = [u64; 8];
 
+/// Ends a process that calls the checkpoint although `AFFINODE_SIM_NO_CHECKPOINT` is set in it.
+fn end_if_barred() {
+    if std::env::var_os("AFFINODE_SIM_NO_CHECKPOINT").is_some() {
+        std::process::abort();
+    }
+}
+
 cuda_api! {
     Always 12080 fn cuCheckpointProcessLock(pid: i32, arguments: In<LockArgs>) |_d, _z| {
+        end_if_barred();
         let timeout_ms = match arguments.get() {
             Some(arguments) if arguments.reserved0 != 0 || arguments.reserved1 != [0; 7] => return Err(INVALID_VALUE),
             Some(arguments) => arguments.timeout_ms,
@@ -48,10 +56,12 @@ cuda_api! {
         done(pid, Operation::Lock { timeout_ms })
     }
     Always 12080 fn cuCheckpointProcessCheckpoint(pid: i32, arguments: In<PlainArgs>) |_d, _z| {
+        end_if_barred();
         check_plain(arguments)?;
         done(pid, Operation::Save)
     }
     Always 12080 fn cuCheckpointProcessRestore(pid: i32, arguments: In<RestoreArgs>) |_d, _z| {
+        end_if_barred();
         let gpu_pairs = match arguments.get() {
             Some(arguments) => pairs(&arguments)?,
             None => Vec::new(),
@@ -59,6 +69,7 @@ cuda_api! {
         done(pid, Operation::Restore { gpu_pairs })
     }
     Always 12080 fn cuCheckpointProcessUnlock(pid: i32, arguments: In<PlainArgs>) |_d, _z| {
+        end_if_barred();
         check_plain(arguments)?;
         done(pid, Operation::Unlock)
     }

@@ -19,6 +19,14 @@ cuda_api! {
     Work 11010 fn [cuEventRecordWithFlags cuEventRecordWithFlags_ptsz] (event: Handle, stream: Handle, _flags: u32) |d, zero| {
         d.streams.record(number(Kind::Event, event)?, d.stream(stream, zero)?)
     }
+    Work 12050 fn cuCtxRecordEvent(context: Handle, event: Handle) |d, _z| {
+        let (context, legacy) = {
+            let contexts = d.contexts();
+            let context = contexts.find(context)?;
+            (context, contexts.legacy_of(context)?)
+        };
+        d.streams.record_context(number(Kind::Event, event)?, context, legacy)
+    }
     Sync 2000 fn cuEventQuery(event: Handle) |d, _z| {
         d.streams.spoils_global(is_relaxed())?;
         let (mark, _) = d.streams.event(number(Kind::Event, event)?)?;
