@@ -120,7 +120,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "engines, pools", engines::pools);
     report.part(&world, "engines, prepared", engines::prepared);
     report.part(&world, "engines, checked", engines::checked);
-    report.part(&world, "engines, chosen", engines::chosen);
+    report.part(&world, "engines, four processes", engines::four_processes);
     report.part(&world, "engines, held once", dedup::held_once);
     report.part(&world, "engines, large", engines::large);
     match python::Python::find(&world) {

@@ -63,6 +63,7 @@ pub fn run(options: &Options) -> Result<()> {
         gpu.as_str()
     ));
     let world = TestbedConfig::default()
+        .default_engine()
         .artifacts(artifacts)
         .release(&release)
         .gpu(gpu)

@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// The engines. The first is the driver's checkpoint.
-pub const ENGINES: [&str; 3] = ["checkpoint", "copy", "full"];
+pub const ENGINES: [&str; 3] = ["checkpoint", "auto", "full"];
 /// The annotation that selects an engine.
 pub const ENGINE: &str = "affinode.io/engine";
 /// Engine `full` of a container that retains its host copy.
@@ -96,7 +96,7 @@ pub fn large(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let size = format!("a bare program, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
     rows.tell(&format!("{size}: pinned copy in"), load.bytes() as f64 * 1e3 / bare.value, "ms");
     rows.tell(&format!("{size}: pinned copy in"), bare.value / 1e9, "GB/s");
-    ["copy", "full", KEPT, PREPARED]
+    ["auto", "full", KEPT, PREPARED]
         .iter()
         .try_for_each(|engine| cycles(world, rows, engine, &load))
 }
@@ -114,54 +114,41 @@ pub fn prepared(world: &Testbed, rows: &mut Rows) -> Result<()> {
     cycles(world, rows, PREPARED, &medium(world))
 }
 
-/// Number of first offloads in which the engine `auto` measures: one for each way.
-const MEASURED: usize = 2;
+/// Number of processes in the container of [`four_processes`].
+const PROCESSES: u64 = 4;
 
-/// Measures the engine that `auto` chooses, and the cost of the restore.
-pub fn chosen(world: &Testbed, rows: &mut Rows) -> Result<()> {
-    let (small_mib, large) = match world.gpu() {
-        Gpu::Real => (1024, Some(Load { filled_mib: 4096, more: 7, rounds: 2 })),
-        // On the simulated GPU, the time of a copy is meaningless.
-        Gpu::Simulated { .. } => (64, None),
+/// Measures a container of four processes with the default engine: their memory is copied at the
+/// same time.
+pub fn four_processes(world: &Testbed, rows: &mut Rows) -> Result<()> {
+    let (mib, rounds) = match world.gpu() {
+        Gpu::Real => (2048, 5),
+        Gpu::Simulated { .. } => (64, 2),
     };
-    let small = Load { filled_mib: small_mib, more: 0, rounds: 3 };
-    for (load, phase) in [(Some(small), "CopiedOut"), (large, "Checkpointed")] {
-        let Some(load) = load else { continue };
-        let size = format!("{:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
-        let spec = Worker::spec("chooses", USUAL, load.filled_mib);
-        let spec = spec.annotation(BY_ORDER.0, BY_ORDER.1).annotation(ENGINE, "auto");
-        let mut worker = Worker::start_as(world, spec)?;
-        worker.wait_filled()?;
-        for _ in 0..load.more {
-            worker.call(&format!("alloc {}", load.filled_mib))?;
+    let one = format!("{CLIENTS}/{USUAL} --mib {mib}");
+    // Each reads its commands from a pipe that stays open.
+    let script = format!("for n in 1 2 3 4; do sleep 600 | {one} --seed $n & done; wait");
+    let id = "four";
+    let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]).annotation(ENGINE, "auto");
+    let running = spec.annotation(BY_ORDER.0, BY_ORDER.1).start(world)?;
+    world.cli().wait_for(id, "to have filled its memory", |row| {
+        let filled: u64 = row.processes.iter().map(|process| process.swappable_bytes).sum();
+        row.processes.len() as u64 == PROCESSES && filled >= PROCESSES * mib * MIB
+    })?;
+    let (mut out, mut back) = (Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        world.cli().move_out(id)?;
+        out.push(world.cli().known(id)?.last_offload_ms as f64);
+        if matches!(world.gpu(), Gpu::Real) {
+            thread::sleep(SCRUBBED_AFTER);
         }
-        let (mut back, mut chosen, mut good) = (Vec::new(), 0, 0);
-        for round in 0..MEASURED + load.rounds {
-            wait_held(world)?;
-            world.cli().move_out("chooses")?;
-            let row = world.cli().known("chooses")?;
-            let is_chosen = row.processes.iter().all(|process| process.phase == phase);
-            wait_held(world)?;
-            back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
-            chosen += usize::from(round >= MEASURED && is_chosen);
-            good += usize::from(worker.check(load.bytes())?);
-        }
-        rows.tell(&format!("{size}: wake, nothing stayed"), back[0], "ms");
-        rows.tell(&format!("{size}: wake, the context stayed"), back[1], "ms");
-        let way = if phase == "CopiedOut" { "it stays" } else { "it goes" };
-        let what = format!("{size}: from then on {way}");
-        match world.gpu() {
-            Gpu::Real => rows.count(&what, chosen, load.rounds),
-            Gpu::Simulated { .. } => rows.tell(&what, chosen as f64, "times"),
-        }
-        rows.tell(&format!("{size}: wake from then on"), median(&back[MEASURED..]), "ms");
-        good += usize::from(worker.verify()?);
-        let rounds = MEASURED + load.rounds + 1;
-        rows.count(&format!("{size}: all contents as before, after each return"), good, rounds);
-        worker.running.kill(world)?;
-        worker.running.delete(world)?;
+        world.cli().run(&["restore", id])?;
+        back.push(world.cli().known(id)?.last_wake_ms as f64);
     }
-    Ok(())
+    let size = format!("4 processes of {:.1} GiB", mib as f64 / 1024.0);
+    rows.tell(&format!("{size}: offload"), median(&out), "ms");
+    rows.tell(&format!("{size}: restore"), median(&back), "ms");
+    running.kill(world)?;
+    running.delete(world)
 }
 
 /// Measures the verification of restored memory, and checks that corruption is detected.
@@ -194,7 +181,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     let copied = copies(world)?;
     // A copier that has hold of host memory has page tables for it.
     let few = EMPTY_BYTES + load.bytes() / 512;
-    let left = if engine == "copy" { load.bytes() / 2 + EMPTY_BYTES } else { few };
+    let left = if engine == "auto" { load.bytes() / 2 + EMPTY_BYTES } else { few };
     for _ in 0..load.rounds {
         wait_held(world)?;
         if engine == PREPARED {
@@ -244,7 +231,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     rows.tell(&format!("{size}: wake"), rate(median(&back)), "GB/s");
     rows.tell(&format!("{size}: wake, called 0.3 s after the offload"), soon, "ms");
     let what = format!("{size}: device in use, offloaded");
-    if engine == "copy" {
+    if engine == "auto" {
         rows.tell(&what, mib(offloaded), "MiB");
     } else {
         rows.want(&what, mib(offloaded), "MiB", "a few MiB", offloaded <= few);

@@ -33,7 +33,7 @@ minimum_residency = "1ms"
 sample_interval = "100ms"
 "#;
 const PROGRAM: [&str; 2] = ["torch_worker.py", "inference"];
-const ENGINES: [&str; 3] = ["copy", "full", "checkpoint"];
+const ENGINES: [&str; 3] = ["auto", "full", "checkpoint"];
 /// Number of containers, and GiB of VRAM of each.
 const CROWDS: [(usize, u64); 2] = [(6, 28), (8, 24)];
 /// Number of rounds. Each is a pause and a burst.

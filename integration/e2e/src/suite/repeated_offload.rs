@@ -51,7 +51,7 @@ impl Flavour {
             name,
             program,
             settings: &[],
-            engines: &["checkpoint", "copy", "full", KEPT, PREPARED],
+            engines: &["checkpoint", "auto", "full", KEPT, PREPARED],
             rounds: 5,
             held_gib: 23,
             processes: 1,

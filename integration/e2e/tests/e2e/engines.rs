@@ -97,29 +97,38 @@ fn default_engine_needs_no_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// The context of an idle container is checkpointed when another container needs its VRAM, and the
+/// The contexts of idle containers are checkpointed when another container needs their VRAM, and the
 /// memory is as it was.
 #[test]
-fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
+fn waiter_gets_contexts_of_idle_containers() -> Result<()> {
+    const IDLE: [&str; 2] = ["one", "two"];
     const VRAM_MIB: u64 = 1024;
+    // It fits only without the contexts of the two others, of 16 MiB each.
+    const SECOND_MIB: u64 = VRAM_MIB - 44;
     let gpu = Gpu::Simulated { vram_bytes: VRAM_MIB * MIB };
     let world = TestbedConfig::default().gpu(gpu).config(MANUAL).default_engine().world()?;
-    let mut first = worker(&world, "auto", 600)?;
-    world.cli().move_out("auto")?;
-    assert_eq!(row(&world, "auto")?.process()?.phase, "CopiedOut");
-    let mut full = worker(&world, "full", 600)?;
-    world.cli().move_out("full")?;
-    let second = Worker::spec("second", USUAL, VRAM_MIB - 56);
-    let second = second.annotation("affinode.io/on-oom", "wait");
-    let mut second = Worker::start_as(&world, second)?;
-    second.wait_filled()?;
-    world.cli().wait_for("auto", "to have given up its context", |row| {
-        row.state == "Offloaded" && row.processes.iter().all(|p| p.phase == "Checkpointed")
-    })?;
-    assert!(second.verify()?);
-    second.running.kill(&world)?;
-    second.running.delete(&world)?;
-    assert!(first.verify()? && full.verify()?);
+    let mut idle = Vec::new();
+    for id in IDLE {
+        let mut worker = Worker::start(&world, id, 300)?;
+        worker.wait_filled()?;
+        world.cli().move_out(id)?;
+        assert_eq!(row(&world, id)?.process()?.phase, "CopiedOut");
+        idle.push(worker);
+    }
+    let large = Worker::spec("large", USUAL, SECOND_MIB);
+    let mut large = Worker::start_as(&world, large.annotation("affinode.io/on-oom", "wait"))?;
+    large.wait_filled()?;
+    for id in IDLE {
+        world.cli().wait_for(id, "to have given up its context", |row| {
+            row.state == "Offloaded" && row.processes.iter().all(|p| p.phase == "Checkpointed")
+        })?;
+    }
+    assert!(large.verify()?);
+    large.running.kill(&world)?;
+    large.running.delete(&world)?;
+    for worker in &mut idle {
+        assert!(worker.verify()?);
+    }
     Ok(())
 }
 
