@@ -1,5 +1,6 @@
 /* A stand-in for CUPTI: libcupti.so.12 of programs that run on the simulated GPU. It gets a tool's
- * private table of the driver, starts slowly, and keeps a thread that calls the driver through it, also after the end.
+ * private table of the driver, starts slowly, and keeps a thread that calls the driver through it and waits for work,
+ * also after the end.
  *
  *   begin(ms)   attaches, the first time for this many milliseconds without a call of a public function
  *   end()       detaches */
@@ -23,12 +24,16 @@ static const unsigned char TABLE[16] = {0x2c, 0x8e, 0x0a, 0xd8, 0x07, 0x10, 0xab
 
 static const struct tool_table *table;
 static pthread_t thread;
+static void *context;
+static CUresult (*set_current)(void *), (*synchronize)(void);
 
 static void *watch(void *unused)
 {
     struct timespec pause = {0, 20 * 1000000};
+    set_current(context);
     for (;;) {
         table->look(0, 0);
+        synchronize();
         nanosleep(&pause, NULL);
     }
     return unused;
@@ -38,6 +43,11 @@ static CUresult find_table(void)
 {
     void *driver = dlopen("libcuda.so.1", RTLD_NOW);
     CUresult (*export)(const void **, const void *) = driver ? dlsym(driver, "cuGetExportTable") : NULL;
+    CUresult (*get_current)(void **) = driver ? dlsym(driver, "cuCtxGetCurrent") : NULL;
+    set_current = driver ? dlsym(driver, "cuCtxSetCurrent") : NULL;
+    synchronize = driver ? dlsym(driver, "cuCtxSynchronize") : NULL;
+    if (!get_current || !set_current || !synchronize || get_current(&context) != 0)
+        return 3;
     return export ? export((const void **)&table, TABLE) : 3;
 }
 

@@ -51,7 +51,7 @@ use affinode_proto::wire::{Hazards, counters::Gate};
 
 use crate::call_recorder::{self, CallTimer};
 use crate::counters::CounterPage;
-use crate::hook_table::HookEntry;
+use crate::hook_table::{self, HookEntry};
 use crate::process::{self, PROCESS, SlotLocation};
 use crate::{constants, elf, exit, hazard, libcuda, oom_wait, swap, sys, tools};
 
@@ -143,6 +143,7 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
         // The hazard is added before the call counts or waits. An agent that has found every call
         // ended sees it; a call that arrives later waits until the process is resident.
         if !tool.is_empty() && page.add_hazards(tool) {
+            hook_table::see_waits();
             process::poke_agent();
         }
         let nested = match try_enter(place, page, entry) {
@@ -173,7 +174,7 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
                 frame.result = result::SUCCESS.into();
                 return ThunkAction::Answered;
             }
-            Some(slot) if entry.class() == Class::Poll => {
+            Some(slot) if is_poll(page, entry.class()) => {
                 if page.is_finished() {
                     slot.polls.fetch_add(1, Ordering::Relaxed);
                     frame.result = result::SUCCESS.into();
@@ -312,12 +313,20 @@ fn try_enter(place: SlotLocation, page: &CounterPage, entry: &HookEntry) -> Ente
         return held;
     }
     match class {
-        Class::Poll | Class::Pointer | Class::Constant => &slot.polls,
+        Class::Pointer | Class::Constant => &slot.polls,
+        class if is_poll(page, class) => &slot.polls,
         _ => &slot.calls,
     }
     .fetch_add(1, Ordering::Relaxed);
     slot.last_hook.store(entry.number(), Ordering::Relaxed);
     EnterResult::Through
+}
+
+/// Whether a call only asks whether work has ended. With a profiler in the process this includes waits
+/// for work: after a profile, a thread of CUPTI's calls `cuCtxSynchronize` several times a second (H200,
+/// driver 580.159), although the program is idle.
+fn is_poll(page: &CounterPage, class: Class) -> bool {
+    class == Class::Poll || (class == Class::Sync && page.hazards().intersects(Hazards::TOOLS))
 }
 
 fn uncount(place: SlotLocation, class: Class) {

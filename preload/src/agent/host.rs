@@ -17,7 +17,7 @@ use super::machine::{CallAdmission, DriverCall, Host};
 use super::vram;
 use crate::counters::CounterPage;
 use crate::swap::pending_work::GpuWork;
-use crate::{constants, libcuda, lookup, nvml, process, swap, sys, tools};
+use crate::{constants, hook_table, libcuda, lookup, nvml, process, swap, sys, tools};
 
 /// The process that this library is loaded into.
 pub struct DriverHost {
@@ -98,6 +98,15 @@ pub fn sees_one_gpu() -> bool {
     code == result::SUCCESS && count == 1
 }
 
+impl DriverHost {
+    /// Records tools in this process. From then on, waits for work do not count as use.
+    fn note_tools(&self) {
+        if self.page.add_hazards(tools::found()) {
+            hook_table::see_waits();
+        }
+    }
+}
+
 impl Host for DriverHost {
     fn set_gate(&mut self, gate: Gate) {
         let damaged = self.page.hazards().intersects(Hazards::DAMAGED_MEMORY);
@@ -147,13 +156,13 @@ impl Host for DriverHost {
             self.page.add_hazards(Hazards::DIRECT_ACCESS);
         }
         // Added before the report of this order: the controller's plan depends on it.
-        self.page.add_hazards(tools::found());
+        self.note_tools();
         let hazards = self.page.hazards().without(Hazards::KEEPS_CONTEXT);
         hazards.is_empty() && lookup::is_tight()
     }
 
     fn keeps_context(&mut self) -> bool {
-        self.page.add_hazards(tools::found());
+        self.note_tools();
         self.page.hazards().intersects(Hazards::KEEPS_CONTEXT)
     }
 
