@@ -25,6 +25,7 @@ static struct client client;
 static CUresult (*hidden_call)(void);
 static int (*memory_info)(void *device, uint64_t *memory);
 static void *device;
+static void *nvml;
 
 static CUresult ask_nvml(void)
 {
@@ -33,15 +34,20 @@ static CUresult ask_nvml(void)
     return result != 0 ? result : memory[0] == 0;
 }
 
+/* Loads it before libcuda, which leaves no static TLS for a second copy of libc. */
+static void load_nvml(void)
+{
+    nvml = dlmopen(LM_ID_NEWLM, "libnvidia-ml.so.1", RTLD_NOW);
+    if (nvml == NULL)
+        fprintf(stderr, "hidden: no second copy of NVML: %s\n", dlerror());
+}
+
 static CUresult open_nvml(void)
 {
     void *libc = dlopen("libc.so.6", RTLD_NOW);
-    void *nvml = dlmopen(LM_ID_NEWLM, "libnvidia-ml.so.1", RTLD_NOW);
     void *(*find)(void *, const char *) = libc ? dlsym(libc, "dlsym") : NULL;
-    if (nvml == NULL || find == NULL) {
-        fprintf(stderr, "hidden: no second copy of NVML: %s\n", dlerror());
+    if (nvml == NULL || find == NULL)
         return 500;
-    }
     int (*init)(void) = find(nvml, "nvmlInit_v2");
     int (*by_index)(unsigned, void **) = find(nvml, "nvmlDeviceGetHandleByIndex_v2");
     memory_info = find(nvml, "nvmlDeviceGetMemoryInfo");
@@ -73,12 +79,15 @@ static int obey(char *command)
 
 int main(int argc, char **argv)
 {
+    int is_nvml = argc > 1 && strcmp(argv[1], "nvml") == 0;
+    if (is_nvml)
+        load_nvml();
     if (cuda_load(&client.cuda) != 0)
         return 3;
     CUresult result = client_open(&client, 0);
     if (result == 0)
         result = client_fill(&client, argc > 2 ? strtoul(argv[2], NULL, 10) : 64, 1);
-    if (result == 0 && argc > 1 && strcmp(argv[1], "nvml") == 0)
+    if (result == 0 && is_nvml)
         result = open_nvml();
     else
         hidden_call = cuda_function("affinode_sim_hidden_call");

@@ -66,6 +66,13 @@ impl Node {
             return refuse(Reason::ModeOff);
         }
         let is_void = self.has_nothing_to_copy(key);
+        if is_void && processes().all(|p| p.keeps_context()) {
+            // What keeps the contexts keeps everything.
+            let kept = processes().next();
+            let reason = kept.and_then(|p| hazard_reason(p.hazards));
+            let detail = kept.map_or(String::new(), |p| format!("process {}", p.identity.pid));
+            return Err((reason.unwrap_or(Reason::NothingToCopy), detail));
+        }
         if is_void && !self.has_second_level(key) {
             return refuse(Reason::NothingToCopy);
         }

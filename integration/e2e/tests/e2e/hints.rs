@@ -44,7 +44,9 @@ fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     let mut worker = Worker::start(&world, "thinker", 32)?;
     says(&world, &worker, "nonsense busy")?;
     world.cli().wait_for_event("the hint", |event| event.reason == "hinted-busy")?;
-    std::fs::write(world.dir().join("affinode/config.toml"), EAGER)?;
+    // The process has begun with this engine, so none of its memory can be copied.
+    let eager = EAGER.replace("[policy]", "[policy]\nengine = \"checkpoint\"");
+    std::fs::write(world.dir().join("affinode/config.toml"), eager)?;
     world.cli().run(&["reload"])?;
     until("the reason busy", || {
         let row = world.cli().container("thinker")?;

@@ -63,7 +63,11 @@ fn device_queries_while_offloaded_wake_nothing() -> Result<()> {
 #[test]
 fn profile_that_ended_leaves_container_idle() -> Result<()> {
     let world = TestbedConfig::default().config(crate::offload::EAGER).world()?;
-    let mut worker = start(&world, "tools", "profiled", "copy")?;
+    // A thread of the profiler waits for work several times a second, before and after its end.
+    let argv = [&format!("{CLIENTS}/tools"), "64"];
+    let spec = Spec::gpu("profiled", &argv).annotation("affinode.io/engine", "copy");
+    let mut worker = Worker::start_as(&world, spec.env("CUPTI_WAITS", "1"))?;
+    worker.expect("ready")?;
     for _ in 0..2 {
         worker.call("begin")?;
         worker.call("end")?;
