@@ -16,7 +16,7 @@ pub(super) const STEP_MS: Millis = 1;
 /// What has left the GPU, and by which orders.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum OffloadLevel {
-    /// Nothing.
+    /// All memory is on the GPU.
     #[default]
     Resident,
     /// All but the context, by the library's copy.

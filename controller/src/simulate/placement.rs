@@ -38,7 +38,7 @@ pub enum GpuRule {
 pub struct GpuPlacement {
     /// The rule that gave the number of GPUs.
     pub rule: GpuRule,
-    /// Number of GPUs.
+    /// Number of GPUs of the simulated node.
     pub gpus: usize,
     /// The GPU of each process, in the order of the trace.
     pub of_process: Vec<usize>,

@@ -20,7 +20,7 @@ use super::{REAL, SWAP, with_pool, wrappers};
 
 /// Maximum number of contexts that are waited for, and of streams that are captured at a time.
 const SLOTS: usize = 16;
-/// `CU_EVENT_DISABLE_TIMING`.
+/// Flag of an event that measures no time, `CU_EVENT_DISABLE_TIMING`.
 const WITHOUT_TIMING: u32 = 2;
 
 /// What is known of the GPU's work after a wait.

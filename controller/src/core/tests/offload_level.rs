@@ -120,7 +120,7 @@ fn resident_victim_gives_up_both_levels_at_once() {
 }
 
 #[test]
-fn context_without_copyable_memory_stays_until_needed() {
+fn context_alone_stays_until_it_is_needed() {
     let mut world = auto();
     let id = world.running(AUTO, 100);
     world.agents.get_mut(&id).unwrap().swappable = 0;

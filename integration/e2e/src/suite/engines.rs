@@ -9,6 +9,7 @@ use serde::Deserialize;
 use super::{
     BY_ORDER,
     cycle::{EMPTY_BYTES, mib},
+    host_memory::meminfo_bytes,
     median,
     report::Rows,
     vram_used, wait_held, wait_prepared,
@@ -18,6 +19,7 @@ use crate::{
     containerd::STOCK,
     gpu::Gpu,
     testbed::{MIB, Testbed},
+    wait::until,
     worker::{USUAL, Worker},
 };
 
@@ -167,6 +169,20 @@ pub fn checked(world: &Testbed, rows: &mut Rows) -> Result<()> {
     worker.running.delete(world)
 }
 
+/// Waits until the process has freed the host memory of its last restore, which takes seconds for
+/// 60 GiB. Until then an offload is refused on a node with little more than that.
+fn wait_host_memory(world: &Testbed, engine: &str, bytes: u64) -> Result<()> {
+    if matches!(world.gpu(), Gpu::Simulated { .. }) || matches!(engine, KEPT | PREPARED) {
+        return Ok(());
+    }
+    until("host memory for the next offload", || {
+        let free = meminfo_bytes("MemAvailable:").context("/proc/meminfo cannot be read")?;
+        let all = meminfo_bytes("MemTotal:").context("/proc/meminfo cannot be read")?;
+        // The node keeps a sixteenth in reserve, and an offload takes a little more than its bytes.
+        Ok((free > bytes + bytes / 16 + all / 16).then_some(()))
+    })
+}
+
 fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result<()> {
     let size = format!("{engine}, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
     let id = format!("engine-{engine}");
@@ -184,6 +200,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     let left = if engine == "auto" { load.bytes() / 2 + EMPTY_BYTES } else { few };
     for _ in 0..load.rounds {
         wait_held(world)?;
+        wait_host_memory(world, engine, load.bytes())?;
         if engine == PREPARED {
             wait_prepared(world, 1)?;
         }

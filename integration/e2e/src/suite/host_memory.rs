@@ -142,14 +142,17 @@ fn offloads(world: &Testbed) -> Result<u64> {
 }
 
 /// Samples the available host memory until `is_over`, and returns the minimum in bytes.
+/// A value of `/proc/meminfo`, in bytes.
+pub(super) fn meminfo_bytes(name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name))?;
+    value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
+}
+
 fn least_available_bytes(is_over: &AtomicBool) -> u64 {
     let mut least = u64::MAX;
     while !is_over.load(Ordering::Acquire) {
-        let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        let kib = text.lines().find_map(|line| {
-            line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse().ok()
-        });
-        least = least.min(kib.map_or(u64::MAX, |kib: u64| kib << 10));
+        least = least.min(meminfo_bytes("MemAvailable:").unwrap_or(u64::MAX));
         thread::sleep(Duration::from_millis(50));
     }
     least
