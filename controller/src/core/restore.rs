@@ -50,7 +50,10 @@ impl Node {
         }
         container.last_use = now;
         let forced = container.forced && container.state != State::Offloaded;
-        if container.goal != Goal::Resident && !forced {
+        // It waits already, and gives up its context for a waiter before it. A repeated wake would end
+        // that each time.
+        let gives_up_context = container.state == State::Queued;
+        if container.goal != Goal::Resident && !forced && !gives_up_context {
             let meanwhile = container.state != State::Offloaded;
             container.goal = Goal::Resident;
             container.cause = if meanwhile { Reason::WokenMeanwhile } else { Reason::Called };

@@ -443,11 +443,14 @@ fn with_a_copying_engine_victims_are_equal() {
 }
 
 /// The numbers of decisions differ by at most 5 %. Live pauses differ by up to half a second, so
-/// the learned times and single decisions can differ.
+/// the learned times and single decisions can differ. With the engine `auto` a context may leave
+/// some polls earlier or later, and further decisions follow from that, so it is not compared here.
 #[test]
 fn the_default_policy_moves_as_many() {
+    let mut settings = Settings::default();
+    settings.policies.node.engine = Engine::Checkpoint;
     for (gib, reason) in [(64, "idle-timeout"), (40, "pressure")] {
-        let [simulated, live] = both_ways(&trace(7), gib, &Settings::default());
+        let [simulated, live] = both_ways(&trace(7), gib, &settings);
         for (to, reason) in [(State::Closing, reason), (State::Restoring, "called")] {
             let (s, l) = (count(&simulated, to, reason), count(&live, to, reason));
             assert!(s > 50 && s.abs_diff(l) * 20 <= s, "{to} {reason}: {s}, and {l} live");

@@ -514,3 +514,19 @@ fn gpu_filling_copied_out_process_is_restored() {
     steps.extend([Step::Exit(0), Step::Call(0)]);
     run_with(&[2], steps).unwrap();
 }
+
+/// Each repeated wake ended the eviction of the waiting container's context.
+#[test]
+fn repeated_wake_does_not_end_an_eviction() {
+    let mut steps = vec![Step::Join(2), Step::Join(1), Step::Work(0), Step::Allocate(0, 140)];
+    steps.extend([Step::Join(1), Step::Tick, Step::Tick, Step::Tick, Step::Question]);
+    steps.extend([Step::Question, Step::Work(1), Step::Allocate(1, 270), Step::Work(0)]);
+    steps.extend([Step::Question, Step::Work(0), Step::Work(2), Step::Allocate(1, 139)]);
+    steps.extend([Step::Others(35), Step::Allocate(1, 274), Step::Allocate(2, 283)]);
+    steps.extend([Step::Work(1), Step::Allocate(0, 1), Step::Allocate(0, 1)]);
+    steps.extend([Step::Allocate(0, 1), Step::Allocate(0, 1), Step::Question, Step::Join(1)]);
+    steps.push(Step::Call(0));
+    let mut world = World::new(3);
+    world.slow_copiers = true;
+    run_in(world, &[], steps).unwrap();
+}
