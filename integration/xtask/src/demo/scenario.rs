@@ -41,7 +41,8 @@ pub struct Seen {
 
 pub fn play(world: &Testbed, quiet: bool) -> Result<Seen> {
     let each_bytes = match world.gpu() {
-        Gpu::Simulated { vram_bytes } => vram_bytes / 10 * 6,
+        // Whole MiB: exactly these bytes leave, and the context stays.
+        Gpu::Simulated { vram_bytes } => vram_bytes / 10 * 6 / MIB * MIB,
         Gpu::Real => REAL_BYTES,
     };
     let mib = each_bytes / MIB;
