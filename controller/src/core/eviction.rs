@@ -181,6 +181,12 @@ impl Node {
     }
 
     fn candidates(&self, asker: &Key, deep: bool) -> Vec<Candidate> {
+        let asker_priority = self.containers.get(asker).map_or(0, |c| c.policy.priority);
+        // An offloaded container is not in use, so its priority does not keep its context on the GPU.
+        let priority_of = |c: &Container| match c.state {
+            State::Offloaded => c.policy.priority.min(asker_priority),
+            _ => c.policy.priority,
+        };
         self.containers
             .iter()
             .filter(|(key, _)| *key != asker)
@@ -196,7 +202,7 @@ impl Node {
                 let holds = self.vram_freed_by(key, deep);
                 Candidate {
                     key: key.clone(),
-                    priority: c.policy.priority,
+                    priority: priority_of(c),
                     idle_ms,
                     return_ms,
                     restore_ms: self.expected_restore_ms(key, deep),

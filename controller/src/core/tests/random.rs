@@ -530,3 +530,14 @@ fn repeated_wake_does_not_end_an_eviction() {
     world.slow_copiers = true;
     run_in(world, &[], steps).unwrap();
 }
+
+/// The context of an offloaded container leaves for a waiter of lower priority, too.
+#[test]
+fn offloaded_context_leaves_for_lower_priority() {
+    let mut steps = vec![Step::Join(0), Step::Others(51), Step::Join(0), Step::Join(0)];
+    steps.extend([Step::Work(1), Step::Allocate(1, 470), Step::Join(0), Step::Allocate(2, 1)]);
+    steps.extend([Step::Allocate(2, 1), Step::Allocate(2, 1), Step::Allocate(2, 1)]);
+    steps.extend([Step::Join(0), Step::Join(1), Step::Allocate(1, 480), Step::Work(5)]);
+    steps.push(Step::Allocate(5, 204));
+    run_in(World::new(3).with_auto(true), &[], steps).unwrap();
+}
