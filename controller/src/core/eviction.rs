@@ -205,7 +205,7 @@ impl Node {
                     priority: priority_of(c),
                     idle_ms,
                     return_ms,
-                    restore_ms: self.expected_restore_ms(key, deep),
+                    delay_ms: self.expected_delay_ms(key, deep),
                     holds,
                 }
             })

@@ -254,12 +254,18 @@ impl Node {
     }
 
     /// Gives up an offload, counts the failure, and undoes the completed steps.
+    ///
+    /// A container whose second level failed stays at the first one: to restore it would take VRAM
+    /// from the waiter that needs more.
     pub(super) fn fail_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
         let now = self.now;
+        let is_out = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        container.goal = Goal::Resident;
+        let stays_out = is_out && container.evict_context && container.wake_began.is_none();
+        container.evict_context = false;
+        container.goal = if stays_out { Goal::Offloaded } else { Goal::Resident };
         container.cause = reason;
         container.reason = (reason, detail.to_owned());
         container.failures += 1;

@@ -17,7 +17,7 @@
 //! ([`Process::keeps_context`]). A restore from the first level calls the driver's checkpoint at no
 //! time, and neither does an offload to it.
 
-use affinode_proto::wire::ProcessFlags;
+use affinode_proto::wire::{Phase, ProcessFlags};
 
 use super::{Key, Millis, Node, plan::OffloadMethod, policy::Engine, process::Process};
 
@@ -65,20 +65,23 @@ impl Node {
         self.processes.of(key).all(|(_, p)| is_void(p))
     }
 
-    /// Expected duration of the container's restore after an offload, in milliseconds. `deep`: its
-    /// contexts are checkpointed too.
-    pub(super) fn expected_restore_ms(&self, key: &Key, deep: bool) -> Millis {
+    /// Time that an eviction is expected to add to the container's next restore, in milliseconds.
+    /// `deep`: its contexts are checkpointed too. Of a container that is copied out already, only
+    /// its contexts are left.
+    pub(super) fn expected_delay_ms(&self, key: &Key, deep: bool) -> Millis {
         let moves = self.moves(key);
         let deep = deep && self.has_second_level(key);
         let of_one = |p: &Process| {
-            let copied = p.swap.swappable_bytes.min(p.vram_bytes());
             let method = match moves(p) {
                 OffloadMethod::Copy if deep && !p.keeps_context() => {
                     OffloadMethod::CopyAndCheckpoint
                 }
                 method => method,
             };
-            restore_ms(method, p.vram_bytes(), copied)
+            match p.phase {
+                Phase::CopiedOut => context_delay_ms(p.swap.copied_out_bytes),
+                _ => restore_ms(method, p.vram_bytes(), p.swap.swappable_bytes.min(p.vram_bytes())),
+            }
         };
         self.processes.of(key).map(|(_, p)| of_one(p)).sum()
     }
@@ -140,9 +143,22 @@ fn restore_ms(method: OffloadMethod, vram_bytes: u64, copied_bytes: u64) -> Mill
     }
 }
 
+/// Time by which a process's restore is expected to be longer without its context. A copier hides
+/// it behind a large copy.
+fn context_delay_ms(copied_bytes: u64) -> Millis {
+    let of = |method| restore_ms(method, 0, copied_bytes);
+    of(OffloadMethod::CopyAndCheckpoint) - of(OffloadMethod::Copy)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn context_behind_a_large_copy_costs_nothing() {
+        assert_eq!(context_delay_ms(60 << 30), 0);
+        assert!(context_delay_ms(1 << 30) > 150);
+    }
 
     /// Medians of an H200 (driver 580.159), within a third.
     #[test]

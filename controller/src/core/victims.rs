@@ -32,8 +32,8 @@ pub struct Candidate {
     pub idle_ms: Millis,
     /// Expected time until its next use, in milliseconds.
     pub return_ms: Millis,
-    /// Expected duration of its restore, in milliseconds.
-    pub restore_ms: Millis,
+    /// Time that its eviction is expected to add to its next restore, in milliseconds.
+    pub delay_ms: Millis,
     /// VRAM that its offload frees.
     pub holds: Vec<DeviceBytes>,
 }
@@ -50,7 +50,7 @@ impl Candidate {
             VictimRule::Expected => {
                 // VRAM per cost: because of its fixed part, many small restores cost more than one
                 // big one. A restore without the context costs least.
-                u128::from(self.return_ms) * u128::from(bytes) / u128::from(self.restore_ms.max(1))
+                u128::from(self.return_ms) * u128::from(bytes) / u128::from(self.delay_ms.max(1))
             }
             VictimRule::Lru => self.idle_ms.into(),
             VictimRule::SizeIdle => u128::from(bytes) * u128::from(self.idle_ms),
@@ -115,8 +115,8 @@ mod tests {
         size: u64,
     ) -> Candidate {
         let key = Key::parse(&format!("{n:032x}")).unwrap();
-        let restore_ms = 200 + size / 5_800_000;
-        Candidate { key, priority, idle_ms, return_ms, restore_ms, holds: bytes(size) }
+        let delay_ms = 200 + size / 5_800_000;
+        Candidate { key, priority, idle_ms, return_ms, delay_ms, holds: bytes(size) }
     }
 
     fn first(rule: VictimRule, candidates: &[Candidate]) -> String {

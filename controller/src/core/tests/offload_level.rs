@@ -3,7 +3,10 @@
 use affinode_proto::{
     reason::Reason,
     state::State,
-    wire::{Phase, message::Action},
+    wire::{
+        Phase,
+        message::{Action, Outcome},
+    },
 };
 
 use super::{
@@ -61,6 +64,14 @@ fn is_checkpoint(action: &Action) -> bool {
     )
 }
 
+/// Adds a container that needs all VRAM but 50 bytes. Returns its process.
+fn crowd(world: &mut World) -> ProcessId {
+    let big = world.running(0, 500);
+    world.allocate(big, 450);
+    world.settle();
+    big
+}
+
 #[test]
 fn first_level_orders_no_checkpoint() {
     for engine in [AUTO, COPY] {
@@ -101,11 +112,28 @@ fn engine_copy_never_gives_up_its_context() {
     let id = world.running(COPY, 400);
     let void = world.running(COPY, 0);
     world.settle();
-    let big = world.running(0, 500);
-    world.allocate(big, 450);
-    world.settle();
+    let big = crowd(&mut world);
     assert_eq!((world.agents[&big].size, world.agents[&id].phase), (500, Phase::CopiedOut));
     assert_eq!(world.agents[&void].phase, Phase::CopiedOut, "they leave together");
+}
+
+/// The driver refuses the second level. The container stays at the first one and is restored from
+/// there, and the waiter gets what the first one freed.
+#[test]
+fn failed_second_level_keeps_the_first() {
+    let (mut world, id) = copied_out();
+    let big = world.running(0, 500);
+    world.fail = Some(Outcome::DriverError);
+    world.allocate(big, 450);
+    for _ in 0..10 {
+        world.pass();
+        assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
+    }
+    assert_eq!((world.fail, world.state(AUTO)), (None, State::Offloaded));
+    assert_eq!(world.node.containers[&key(AUTO)].restores, 0);
+    world.settle();
+    assert_eq!(world.agents[&id].phase, Phase::Checkpointed, "tried again after a while");
+    assert_eq!(world.agents[&big].size, 950);
 }
 
 /// A resident neighbour whose context is needed too gives up both in one offload.
@@ -113,9 +141,7 @@ fn engine_copy_never_gives_up_its_context() {
 fn resident_victim_gives_up_both_levels_at_once() {
     let mut world = auto();
     let id = world.running(AUTO, 400);
-    let big = world.running(0, 500);
-    world.allocate(big, 450);
-    world.settle();
+    let big = crowd(&mut world);
     assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Checkpointed));
 }
 
@@ -127,9 +153,7 @@ fn context_alone_stays_until_it_is_needed() {
     world.settle();
     assert_eq!((world.state(AUTO), world.agents[&id].phase), (State::Idle, Phase::Open));
     assert_eq!(world.node.containers[&key(AUTO)].reason.0, Reason::NothingToCopy);
-    let big = world.running(0, 500);
-    world.allocate(big, 450);
-    world.settle();
+    let big = crowd(&mut world);
     assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Checkpointed));
 }
 
@@ -179,9 +203,7 @@ fn context_of_a_manual_container_is_evicted() {
     world.feed(Input::Command(CommandId(1), key(AUTO), Request::Offload));
     world.settle();
     assert_eq!(world.agents[&id].phase, Phase::CopiedOut);
-    let big = world.running(0, 500);
-    world.allocate(big, 450);
-    world.settle();
+    let big = crowd(&mut world);
     assert_eq!((world.agents[&big].size, world.agents[&id].phase), (950, Phase::Checkpointed));
 }
 
