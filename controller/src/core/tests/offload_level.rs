@@ -15,6 +15,7 @@ use super::{
         input::CommandId,
         plan::OffloadMethod,
         policy::{Engine, Mode},
+        processes::wants,
     },
     world::{World, key},
 };
@@ -260,4 +261,39 @@ fn processes_of_a_container_are_copied_at_once() {
         ids.iter().for_each(|id| world.work(*id));
     }
     assert_eq!(most, 3);
+}
+
+/// One copy in finds no VRAM. The promise lasts until the others, which still take VRAM, have ended.
+#[test]
+fn promise_lasts_while_other_copies_run() {
+    let mut world = auto();
+    let ids = [world.running(AUTO, 200), world.running(AUTO, 200)];
+    world.settle();
+    world.call(ids[0]);
+    let restores = |world: &World, id: &ProcessId| {
+        let pending = world.node.processes.get(id).unwrap().pending;
+        pending.is_some_and(|order| order.action.is_restore())
+    };
+    while !ids.iter().all(|id| restores(&world, id)) {
+        world.answer_question();
+    }
+    world.fail = Some(Outcome::DriverError);
+    for (id, promised) in [(ids[0], 300), (ids[1], 0)] {
+        while restores(&world, &id) {
+            world.work(id);
+        }
+        assert_eq!(world.node.ledger.promised_to(&key(AUTO)), promised);
+        assert_eq!(world.node.grants.contains_key(&key(AUTO)), promised > 0);
+    }
+    assert_eq!((world.state(AUTO), world.agents[&ids[0]].phase), (State::Queued, Phase::CopiedOut));
+    world.settle_all();
+    assert_eq!(world.node.containers[&key(AUTO)].restores, 1);
+}
+
+/// Where oversubscription is decided, a container counts with the memory that it needs again.
+#[test]
+fn copied_out_memory_is_wanted_again() {
+    let (world, id) = copied_out();
+    let wanted = wants(world.node.processes.get(&id).unwrap());
+    assert_eq!(wanted.iter().map(|device| device.bytes).sum::<u64>(), 400);
 }
