@@ -299,12 +299,16 @@ pub fn is_in_use() -> bool {
 /// The wrapper to call instead of a driver's function, if there is one. `number`: the hook's.
 pub fn stand_in(number: u32, real: usize) -> Option<usize> {
     if !is_in_use() {
+        pending_work::note_unseen(number);
         return ipc::opening(number, real);
     }
     if real == 0 {
         return None;
     }
-    let index = REAL.iter().position(|known| known.load(Ordering::Relaxed) == real)?;
+    let Some(index) = REAL.iter().position(|known| known.load(Ordering::Relaxed) == real) else {
+        pending_work::note_unseen(number);
+        return None;
+    };
     FUNCTIONS.get(index).copied().and_then(wrappers::stand_in)
 }
 

@@ -23,6 +23,24 @@ const SLOTS: usize = 16;
 /// Flag of an event that measures no time, `CU_EVENT_DISABLE_TIMING`.
 const WITHOUT_TIMING: u32 = 2;
 
+/// Functions that create a context or begin a capture.
+const BEGINNINGS: [Function; 14] = [
+    Function::cuCtxCreate,
+    Function::cuCtxCreate_v2,
+    Function::cuCtxCreate_v3,
+    Function::cuCtxCreate_v4,
+    Function::cuStreamBeginCapture,
+    Function::cuStreamBeginCapture_ptsz,
+    Function::cuStreamBeginCapture_v2,
+    Function::cuStreamBeginCapture_v2_ptsz,
+    Function::cuStreamBeginCaptureToGraph,
+    Function::cuStreamBeginCaptureToGraph_ptsz,
+    Function::cuStreamBeginCaptureToCig,
+    Function::cuStreamBeginCaptureToCig_ptsz,
+    Function::cuStreamBeginRecaptureToGraph,
+    Function::cuStreamBeginRecaptureToGraph_ptsz,
+];
+
 /// What is known of the GPU's work after a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GpuWork {
@@ -99,6 +117,15 @@ pub fn wait(mut gives_up: impl FnMut() -> bool) -> GpuWork {
     })
 }
 
+/// Records that a call reaches the driver without a wrapper, because memory is not swappable yet or
+/// the driver's function is a later one. If it creates a context or begins a capture, work is unseen
+/// from then on.
+pub(super) fn note_unseen(number: u32) {
+    if BEGINNINGS.iter().any(|function| *function as u32 + 1 == number) {
+        SWAP.contexts.missed.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
 /// Forgets a context that has ended.
 pub(super) fn context_ends(context: usize) {
     SWAP.contexts.remove(context);
@@ -117,8 +144,11 @@ impl ContextEvents {
         }
         let mut event = 0;
         let code = in_context(context, || call!(event_create(&raw mut event, WITHOUT_TIMING)));
-        if code != result::SUCCESS {
-            return Err(GpuWork::Failed(code));
+        match code {
+            result::SUCCESS => {}
+            // The device is full. The driver's lock needs no memory.
+            result::OUT_OF_MEMORY => return Err(GpuWork::Unseen),
+            code => return Err(GpuWork::Failed(code)),
         }
         let Some(slot) = self.known.get_mut(self.count) else {
             in_context(context, || call!(event_destroy(event)));
@@ -170,7 +200,7 @@ fn real(function: Function) -> Option<SixArguments> {
 }
 
 macro_rules! forwards {
-    ($($name:ident $function:ident $then:expr;)*) => {$(
+    ($($name:ident $function:ident $then:ident;)*) => {$(
         #[doc = concat!("Wrapper of `", stringify!($function), "`.")]
         pub(super) unsafe extern "C" fn $name(
             a: usize, b: usize, c: usize, d: usize, e: usize, f: usize,
@@ -178,8 +208,7 @@ macro_rules! forwards {
             let Some(function) = real(Function::$function) else { return result::NOT_INITIALIZED };
             // SAFETY: the arguments are the application's own.
             let code = unsafe { function(a, b, c, d, e, f) };
-            let then: fn(usize, u32) = $then;
-            then(a, code);
+            $then(a, code);
             code
         }
     )*};
