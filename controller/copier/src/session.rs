@@ -217,7 +217,7 @@ impl ProcessSession {
         self.socket.as_fd()
     }
 
-    /// Whether a restore or a checkpoint waits for this session.
+    /// Whether a restore or a checkpoint waits until the copies of this process have ended.
     pub fn is_urgent(&self) -> bool {
         matches!(self.state, SessionState::Filling { .. } | SessionState::CopyingOut(_))
     }

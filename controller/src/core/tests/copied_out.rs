@@ -52,11 +52,7 @@ fn uncopyable_memory_is_checkpointed() {
         let n = 1;
         let mut world = World::new(3).with_auto(auto);
         let id = world.running(n, 600);
-        while world.agents[&id].phase != Phase::Closed {
-            world.tick();
-            world.answer_question();
-            world.work(id);
-        }
+        world.work_until_closed(id);
         world.fail = Some(Outcome::DriverError);
         world.settle();
         assert_eq!(

@@ -114,11 +114,7 @@ fn sharing_before_the_gate_closes_is_respected() {
     for (n, after) in [(0, State::Idle), (1, State::Offloaded)] {
         let mut world = World::new(3);
         let id = world.running(n, 600);
-        while world.agents[&id].phase != Phase::Closed {
-            world.tick();
-            world.answer_question();
-            world.work(id);
-        }
+        world.work_until_closed(id);
         world.agents.get_mut(&id).unwrap().in_part = Hazards::SHARED_MEMORY;
         world.settle_all();
         assert_eq!(world.state(n), after);

@@ -10,6 +10,15 @@ use super::agent::Refusal;
 use super::world::{TOTAL, World};
 
 impl World {
+    /// Advances a process whose offload begins until its gate is closed.
+    pub(super) fn work_until_closed(&mut self, id: ProcessId) {
+        while self.agents[&id].phase != Phase::Closed {
+            self.tick();
+            self.answer_question();
+            self.work(id);
+        }
+    }
+
     /// The agent handles its oldest message.
     pub(super) fn work(&mut self, id: ProcessId) {
         let used = [0, 1].map(|gpu| self.used_on(gpu));

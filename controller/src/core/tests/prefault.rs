@@ -417,11 +417,7 @@ fn failed_or_undone_offload_ends_prefault() {
         let mut world = World::new(3);
         let id = prepared(&mut world);
         ask(&mut world, Request::Offload);
-        while world.agents[&id].phase != Phase::Closed {
-            world.tick();
-            world.answer_question();
-            world.work(id);
-        }
+        world.work_until_closed(id);
         assert_eq!(world.prepared, [], "it leaves");
         if fails {
             world.fail = Some(Outcome::DriverError);

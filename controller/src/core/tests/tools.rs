@@ -66,11 +66,7 @@ fn tool_in_mid_offload_turns_the_process_back() {
     for (n, after) in [(0, State::Idle), (1, State::Offloaded)] {
         let mut world = World::new(3);
         let id = world.running(n, 600);
-        while world.agents[&id].phase != Phase::Closed {
-            world.tick();
-            world.answer_question();
-            world.work(id);
-        }
+        world.work_until_closed(id);
         world.agents.get_mut(&id).unwrap().tools = true;
         let order = |world: &World| world.node.processes.get(&id).unwrap().pending;
         while order(&world).is_none() {
@@ -102,11 +98,7 @@ fn context_of_a_tool_is_no_room_for_waiters() {
 fn copy_that_failed_leaves_a_process_with_tool() {
     let mut world = World::new(3);
     let id = with_tool(&mut world, 1);
-    while world.agents[&id].phase != Phase::Closed {
-        world.tick();
-        world.answer_question();
-        world.work(id);
-    }
+    world.work_until_closed(id);
     world.fail = Some(Outcome::DriverError);
     world.settle_all();
     let process = world.node.processes.get(&id).unwrap();
