@@ -14,8 +14,8 @@
 //! | `checkpoint` | context gone, by the driver alone | - |
 //!
 //! The context of a process stays with every engine if a checkpoint of it would be unsafe
-//! ([`Process::keeps_context`]). A restore from the first level calls the driver's checkpoint at no
-//! time, and neither does an offload to it.
+//! ([`Process::keeps_context`]). No order on the way to the first level and back is one of the
+//! driver's checkpoint. The library takes its lock where it cannot see the GPU's work otherwise.
 
 use affinode_proto::wire::{Phase, ProcessFlags};
 
