@@ -10,7 +10,8 @@
  * The way:
  *
  *   call     a function of the simulated driver's library that has no name of the driver's
- *   nvml     nvmlDeviceGetMemoryInfo, of a copy of NVML in a namespace of its own, found by libc's own dlsym */
+ *   nvml     nvmlDeviceGetMemoryInfo, found by libc's own dlsym. A second copy of NVML, in a namespace of its own, would
+ *            not do: its calls return while the process is checkpointed (H200, driver 580.159) */
 #define _GNU_SOURCE
 #include "client.h"
 
@@ -26,6 +27,16 @@ static CUresult (*hidden_call)(void);
 static int (*memory_info)(void *device, uint64_t *memory);
 static void *device;
 static void *nvml;
+static char why[256];
+
+/* Keeps what failed for the answer, in a form that JSON takes. */
+static void explain(const char *what, const char *error)
+{
+    snprintf(why, sizeof why, "%s: %s", what, error ? error : "no text");
+    for (char *at = why; *at != '\0'; at++)
+        if (*at == '"' || *at == '\\' || (unsigned char)*at < ' ')
+            *at = ' ';
+}
 
 static CUresult ask_nvml(void)
 {
@@ -34,20 +45,27 @@ static CUresult ask_nvml(void)
     return result != 0 ? result : memory[0] == 0;
 }
 
-/* Loads it before libcuda, which leaves no static TLS for a second copy of libc. */
 static void load_nvml(void)
 {
-    nvml = dlmopen(LM_ID_NEWLM, "libnvidia-ml.so.1", RTLD_NOW);
+    nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
     if (nvml == NULL)
-        fprintf(stderr, "hidden: no second copy of NVML: %s\n", dlerror());
+        explain("NVML cannot be loaded", dlerror());
 }
 
 static CUresult open_nvml(void)
 {
-    void *libc = dlopen("libc.so.6", RTLD_NOW);
-    void *(*find)(void *, const char *) = libc ? dlsym(libc, "dlsym") : NULL;
-    if (nvml == NULL || find == NULL)
+    load_nvml();
+    if (nvml == NULL)
         return 500;
+    /* glibc has dlsym in libc since 2.34, and in libdl before. */
+    void *libc = dlopen("libc.so.6", RTLD_NOW), *libdl = dlopen("libdl.so.2", RTLD_NOW);
+    void *(*find)(void *, const char *) = libc ? dlsym(libc, "dlsym") : NULL;
+    if (find == NULL && libdl != NULL)
+        find = dlsym(libdl, "dlsym");
+    if (find == NULL) {
+        explain("no dlsym in libc or libdl", dlerror());
+        return 500;
+    }
     int (*init)(void) = find(nvml, "nvmlInit_v2");
     int (*by_index)(unsigned, void **) = find(nvml, "nvmlDeviceGetHandleByIndex_v2");
     memory_info = find(nvml, "nvmlDeviceGetMemoryInfo");
@@ -80,8 +98,6 @@ static int obey(char *command)
 int main(int argc, char **argv)
 {
     int is_nvml = argc > 1 && strcmp(argv[1], "nvml") == 0;
-    if (is_nvml)
-        load_nvml();
     if (cuda_load(&client.cuda) != 0)
         return 3;
     CUresult result = client_open(&client, 0);
@@ -91,7 +107,7 @@ int main(int argc, char **argv)
         result = open_nvml();
     else
         hidden_call = cuda_function("affinode_sim_hidden_call");
-    answer("ready", result, 0, "\"pid\":%d", (int)getpid());
+    answer("ready", result, 0, "\"pid\":%d,\"why\":\"%s\"", (int)getpid(), why);
     if (result != 0)
         return 4;
     client_listen(obey);

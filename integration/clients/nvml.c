@@ -117,8 +117,9 @@ static int obey(char *command)
         answer(command, (CUresult)result, now_us() - start, "\"free_bytes\":%llu", memory.free);
         return 1;
     } else if (strcmp(command, "utilization") == 0) {
-        struct sample samples[64];
-        unsigned count = 64;
+        /* A real driver requires room for every sample that it may have, else it returns 7. */
+        static struct sample samples[4096];
+        unsigned count = sizeof samples / sizeof *samples;
         result = CALL(nvmlDeviceGetProcessUtilization)(device, samples, &count, 0);
         /* None was busy just now. */
         result = result == 6 ? 0 : result;

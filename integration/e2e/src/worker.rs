@@ -121,6 +121,8 @@ pub struct Answer {
     pub ok: Option<bool>,
     /// Line of the program's source at which a check failed.
     pub line: Option<u32>,
+    /// What failed, in words, from a program that knows it.
+    pub why: String,
     /// Number of bytes compared.
     pub bytes: Option<u64>,
     /// Checksum over all words.

@@ -190,6 +190,11 @@ pub fn kind(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/hazards"), kind])
 }
 
+/// Step by which an allocation becomes smaller until it fits, in MiB.
+const LESS_MIB: u64 = 4;
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+const OUT_OF_MEMORY: i32 = 2;
+
 /// An unmanaged program that holds all VRAM of the first GPU except `leave_bytes`.
 pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
     let spec = usual("ballast", 1).annotation("affinode.io/inject", "false");
@@ -202,8 +207,14 @@ pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
     let Some(more) = free.checked_sub(leave_bytes) else {
         bail!("{} MiB are free, {} are needed", free / MIB, leave_bytes / MIB);
     };
-    if more >= MIB {
-        worker.call(&format!("alloc {} -", more / MIB))?;
+    // A real driver needs a part of what it calls free for itself.
+    let mut mib = more / MIB;
+    while mib > 0 {
+        match worker.ask(&format!("alloc {mib} -"))?.result {
+            0 => break,
+            OUT_OF_MEMORY => mib = mib.saturating_sub(LESS_MIB),
+            code => bail!("the allocation of {mib} MiB returned {code}"),
+        }
     }
     Ok(worker)
 }

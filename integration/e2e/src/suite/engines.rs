@@ -171,8 +171,8 @@ pub fn checked(world: &Testbed, rows: &mut Rows) -> Result<()> {
 
 /// Waits until the process has freed the host memory of its last restore, which takes seconds for
 /// 60 GiB. Until then an offload is refused on a node with little more than that.
-fn wait_host_memory(world: &Testbed, engine: &str, bytes: u64) -> Result<()> {
-    if matches!(world.gpu(), Gpu::Simulated { .. }) || matches!(engine, KEPT | PREPARED) {
+fn wait_host_memory(world: &Testbed, bytes: u64) -> Result<()> {
+    if matches!(world.gpu(), Gpu::Simulated { .. }) {
         return Ok(());
     }
     until("host memory for the next offload", || {
@@ -187,6 +187,8 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     let size = format!("{engine}, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
     let id = format!("engine-{engine}");
     let spec = Worker::spec(&id, USUAL, load.filled_mib).annotation(BY_ORDER.0, BY_ORDER.1);
+    // That of the engine before.
+    wait_host_memory(world, load.bytes())?;
     let mut worker = Worker::start_as(world, moved_by(spec, engine))?;
     worker.wait_filled()?;
     for _ in 0..load.more {
@@ -200,7 +202,9 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     let left = if engine == "auto" { load.bytes() / 2 + EMPTY_BYTES } else { few };
     for _ in 0..load.rounds {
         wait_held(world)?;
-        wait_host_memory(world, engine, load.bytes())?;
+        if !matches!(engine, KEPT | PREPARED) {
+            wait_host_memory(world, load.bytes())?;
+        }
         if engine == PREPARED {
             wait_prepared(world, 1)?;
         }
@@ -217,6 +221,9 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     wait_held(world)?;
     let filled = fills(world)?.saturating_sub(filled) as usize;
     let copied = copies(world)?.saturating_sub(copied) as usize;
+    if !matches!(engine, KEPT | PREPARED) {
+        wait_host_memory(world, load.bytes())?;
+    }
     let soon = called_soon(world, engine, &mut worker)?;
     good += usize::from(worker.check(load.bytes())?);
     let rate = |ms: f64| load.bytes() as f64 / ms.max(0.001) / 1e6;
