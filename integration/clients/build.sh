@@ -32,6 +32,7 @@ build crashers crashers.c client.c load_dlsym.c -ldl
 build hazards hazards.c client.c load_dlsym.c -ldl -lpthread
 build exits exits.c client.c load_dlsym.c -ldl
 build hidden hidden.c client.c load_dlsym.c -ldl -lpthread
+build no_checkpoint no_checkpoint.c client.c load_dlsym.c -ldl -lpthread
 build checkpoint checkpoint.c client.c -ldl
 build nvml nvml.c client.c load_dlsym.c -ldl -lpthread
 build nvml_linked nvml.c client.c load_dlsym.c -DLINKED "$stub/libnvidia-ml.so.1" -ldl -lpthread

@@ -3,6 +3,7 @@
 //! | part | content |
 //! | --- | --- |
 //! | [`cycle`] | a plain CUDA process and a torch process, as root and as uid 1000: idle, offloaded, restored, same results |
+//! | [`no_checkpoint`] | a program that a call of the driver's checkpoint ends: `auto` makes none |
 //! | [`hidden`] | a call on a path without a hook while offloaded: the process is restored, its context is not checkpointed again |
 //! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program ends |
 //! | [`no_controller`] | a process that makes a call without a controller restores itself |
@@ -38,6 +39,7 @@ mod host_memory;
 mod host_root;
 mod immediate;
 mod jax;
+mod no_checkpoint;
 mod no_controller;
 mod nvml;
 mod oversubscription;
@@ -71,6 +73,7 @@ pub use connection::connect;
 pub use cost::wake_ms;
 pub use host_memory::oversubscribed as host_memory;
 pub use immediate::{CONFIG as IMMEDIATE, takes_room as takes_room_at_once};
+pub use no_checkpoint::default_makes_no_call;
 pub use oversubscription::oversubscribed;
 pub use report::{Report, Rows};
 
@@ -104,6 +107,7 @@ pub fn run(release: &Release, gpu: Gpu, wanted: &[&str]) -> Result<Report> {
     report.part(&world, "plain process, uid 1000", |world, rows| cycle::plain(world, "user", rows));
     report.part(&world, "crashing calls", crashers::with_and_without);
     report.part(&world, "hidden way", hidden::hidden_call_restores);
+    report.part(&world, "no call of the checkpoint", no_checkpoint::default_makes_no_call);
     report.part(&world, "no controller", no_controller::comes_back);
     report.part(&world, "more wanted than there is", oversubscription::oversubscribed);
     report.part(&world, "work without calls", witness::work_without_calls);

@@ -1,0 +1,49 @@
+//! A program in which a call of the driver's checkpoint ends the process: the default engine makes
+//! none.
+
+use anyhow::Result;
+
+use super::{BY_ORDER, report::Rows};
+use crate::{
+    container::{CLIENTS, Spec},
+    gpu::Gpu,
+    testbed::Testbed,
+    worker::Worker,
+};
+
+/// Number of the driver's functions that the program overwrites.
+const TRAPPED: i32 = 4;
+
+/// Requires that the program survives offloads by the engine `auto`, and that an offload by the
+/// engine `checkpoint` ends it: without that, the first would show nothing.
+pub fn default_makes_no_call(world: &Testbed, rows: &mut Rows) -> Result<()> {
+    let (mib, rounds) = match world.gpu() {
+        Gpu::Real => ("1024", 5),
+        Gpu::Simulated { .. } => ("64", 2),
+    };
+    let start = |engine: &str| -> Result<Worker> {
+        let (name, value) = BY_ORDER;
+        let spec =
+            Spec::gpu(&format!("trap-{engine}"), &[&format!("{CLIENTS}/no_checkpoint"), mib])
+                .annotation(name, value)
+                .annotation("affinode.io/engine", engine);
+        let mut worker = Worker::start_as(world, spec)?;
+        let ready = worker.expect("ready")?;
+        anyhow::ensure!(ready.value == Some(TRAPPED), "functions not overwritten: {ready:?}");
+        Ok(worker)
+    };
+    let mut worker = start("auto")?;
+    let mut intact = 0;
+    for _ in 0..rounds {
+        world.cli().move_out("trap-auto")?;
+        intact += usize::from(worker.verify()?);
+    }
+    rows.count("auto: offloads and restores without a call of the checkpoint", intact, rounds);
+    worker.running.kill(world)?;
+    worker.running.delete(world)?;
+    let worker = start("checkpoint")?;
+    let _ = world.cli().offload("trap-checkpoint")?;
+    worker.running.wait_stopped(world)?;
+    rows.count("checkpoint: programs that such a call ended", 1, 1);
+    worker.running.delete(world)
+}
