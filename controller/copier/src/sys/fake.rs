@@ -121,6 +121,8 @@ pub struct Fake {
     floor_bytes: u64,
     rdma_capable: bool,
     compute_mode: i32,
+    /// Stack limit of the context. `None`: that of a new context.
+    stack_limit: Option<usize>,
     next: u64,
     memories: BTreeMap<u64, Memory>,
     handles: BTreeMap<u64, u64>,
@@ -262,6 +264,11 @@ impl Fake {
     /// Makes the device's memory inaccessible to other devices on the bus.
     pub fn is_not_rdma_capable(&mut self) {
         self.rdma_capable = false;
+    }
+
+    /// Stack limit of the context. `None`: that of a new context.
+    pub fn stack_limit(&self) -> Option<usize> {
+        self.stack_limit
     }
 
     /// Sets the compute mode of the device.
@@ -509,6 +516,12 @@ fakes! {
     primary_retain(to: *mut usize, device: i32) |_fake| { give(to, device as usize) }
     ctx_set_current(context: usize) |_fake| {
         if context == 11 { Ok(()) } else { Err(result::INVALID_CONTEXT) }
+    }
+    ctx_set_limit(which: u32, value: usize) |fake| {
+        if which == 0 {
+            fake.stack_limit = Some(value);
+        }
+        Ok(())
     }
     mem_get_info(free: *mut usize, total: *mut usize) |fake| {
         give(free, fake.free_bytes() as usize)?;

@@ -35,6 +35,12 @@ fn copied_process_is_filled_with_its_content() {
     testbed.assert_nothing_is_left();
 }
 
+#[test]
+fn context_of_the_copier_has_no_local_memory() {
+    let _testbed = Testbed::new();
+    assert_eq!(fake::with(|fake| fake.stack_limit()), Some(0));
+}
+
 /// A block is exported only after it is filled and while the process reads: before, it has another
 /// tenant's content.
 #[test]
