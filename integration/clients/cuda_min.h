@@ -45,6 +45,8 @@ struct access {
       (CUcontext * context, CUdevice device))                                                                         \
     X(ctx_set, cuCtxSetCurrent, cuCtxSetCurrent, "cuCtxSetCurrent", (CUcontext context))                              \
     X(ctx_sync, cuCtxSynchronize, cuCtxSynchronize, "cuCtxSynchronize", (void))                                       \
+    X(ctx_set_limit, cuCtxSetLimit, cuCtxSetLimit, "cuCtxSetLimit", (unsigned which, size_t value))                     \
+    X(ctx_get_limit, cuCtxGetLimit, cuCtxGetLimit, "cuCtxGetLimit", (size_t * value, unsigned which))                   \
     X(ctx_enable_peer, cuCtxEnablePeerAccess, cuCtxEnablePeerAccess, "cuCtxEnablePeerAccess",                         \
       (CUcontext peer, unsigned flags))                                                                               \
     X(mem_info, cuMemGetInfo_v2, cuMemGetInfo_v2, "cuMemGetInfo", (size_t * free_bytes, size_t *total_bytes))         \

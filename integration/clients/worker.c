@@ -24,6 +24,8 @@
  *                   word; with - as V neither filled nor verified; free: the last
  *   set N V         every word of the Nth of them, counted from 0, is V from now on
  *   poke OFFSET [N] another byte there, in the first allocation or in the Nth of the others; verify does not know
+ *   stack N         N bytes of local memory for each thread of the GPU
+ *   limit           that number: "value"
  *   spin MS         a kernel of MS milliseconds, do not wait
  *   managed         1 MiB of managed memory
  *   stray           flips one bit of host memory with its copied-out contents
@@ -52,6 +54,8 @@
 #include <unistd.h>
 
 #define MAX_ALLOCATIONS 256
+/* CU_LIMIT_STACK_SIZE */
+#define STACK_SIZE 0
 
 static struct client client;
 static CUstream stream;
@@ -262,6 +266,14 @@ static CUresult poke(size_t offset, const char *which)
     return result != 0 ? result : client.cuda.copy_in(at, &byte, 1);
 }
 
+static void limit(const char *command)
+{
+    size_t value = 0;
+    uint64_t start = now_us();
+    CUresult result = client.cuda.ctx_get_limit(&value, STACK_SIZE);
+    answer(command, result, now_us() - start, "\"value\":%zu", value);
+}
+
 /* 0: the program is to end. */
 static int obey(char *line)
 {
@@ -301,6 +313,8 @@ static int obey(char *line)
         TIMED(set_all(number, strtok_r(NULL, " \t\r\n", &save)));
     if (strcmp(command, "free") == 0)
         TIMED(free_last());
+    if (strcmp(command, "stack") == 0)
+        TIMED(cuda->ctx_set_limit(STACK_SIZE, number));
     if (strcmp(command, "spin") == 0)
         TIMED(client_spin(&client, number));
     if (strcmp(command, "poke") == 0)
@@ -327,6 +341,8 @@ static int obey(char *line)
         check(command);
     else if (strcmp(command, "meminfo") == 0)
         meminfo(command);
+    else if (strcmp(command, "limit") == 0)
+        limit(command);
     else if (strcmp(command, "fork") == 0)
         fork_child(command);
     else if (strcmp(command, "orphan") == 0)

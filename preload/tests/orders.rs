@@ -42,6 +42,7 @@ fn the_hello_says_who_and_where() {
             ),
             swappable_bytes: 0,
             copied_out_bytes: 0,
+            local_memory_bytes: 0,
         }
     );
     assert!(client.threads().contains(&"affinode-agent".to_owned()));

@@ -50,6 +50,7 @@ fn hello_with(version: u32, abilities: Capabilities) -> [u8; FRAME_BYTES] {
         abilities,
         swappable_bytes: 0,
         copied_out_bytes: 0,
+        local_memory_bytes: 0,
     }
     .encode()
 }

@@ -78,7 +78,7 @@ impl Node {
             true => swap,
             // No controller offloaded it: the report may claim swappable bytes, but no copied-out
             // ones.
-            false => SwapStatus { copied_out_bytes: 0, ..swap },
+            false => SwapStatus { copied_out_bytes: 0, local_memory_bytes: 0, ..swap },
         };
         let key = process.key.clone();
         let pid = process.identity.pid;

@@ -119,6 +119,8 @@ pub struct SwapStatus {
     pub unchanged_bytes: u64,
     /// The part that was not stored because it is all zero, in bytes.
     pub zero_bytes: u64,
+    /// VRAM of local memory that the process's contexts released and take again, in bytes.
+    pub local_memory_bytes: u64,
 }
 
 /// Result of a survey before a step of an offload.

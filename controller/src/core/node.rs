@@ -371,6 +371,7 @@ impl Node {
                 copied_out_bytes,
                 unchanged_bytes,
                 zero_bytes,
+                local_memory_bytes,
                 ..
             } => {
                 let swap = SwapStatus {
@@ -378,6 +379,7 @@ impl Node {
                     copied_out_bytes,
                     unchanged_bytes,
                     zero_bytes,
+                    local_memory_bytes,
                 };
                 self.report(id, order, outcome, phase, cuda_error, swap);
             }

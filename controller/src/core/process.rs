@@ -160,7 +160,7 @@ impl Process {
     }
 
     /// VRAM that the process freed and needs for its restore. `None`: unknown. A process that is
-    /// copied out needs only the copied part; the rest never left the GPU.
+    /// copied out needs only the copied part and its local memory; the rest never left the GPU.
     #[must_use]
     pub fn vram_to_restore(&self) -> Option<Vec<DeviceBytes>> {
         let offloaded = self.offloaded_vram.as_ref()?;
@@ -173,7 +173,8 @@ impl Process {
         if self.phase != Phase::CopiedOut {
             return Some(on_gpu(offloaded, self.target_gpu.as_deref()));
         }
-        Some(proportional_part(offloaded, self.swap.copied_out_bytes))
+        let left_bytes = self.swap.copied_out_bytes.saturating_add(self.swap.local_memory_bytes);
+        Some(proportional_part(offloaded, left_bytes))
     }
 
     /// Records that the process was checkpointed without a copy by its copier. The swappable memory

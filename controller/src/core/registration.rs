@@ -121,7 +121,9 @@ impl Node {
         let off = phase.is_offloaded() || swap.copied_out_bytes > 0;
         let lies = off && offloaded.is_none() && (known.is_some() || younger);
         let (phase, swap) = match lies {
-            true => (Phase::Open, SwapStatus { copied_out_bytes: 0, ..swap }),
+            true => {
+                (Phase::Open, SwapStatus { copied_out_bytes: 0, local_memory_bytes: 0, ..swap })
+            }
             false => (phase, swap),
         };
         if container.state == State::Unregistered {

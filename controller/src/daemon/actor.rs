@@ -338,6 +338,7 @@ impl NodeActor {
                     abilities,
                     swappable_bytes,
                     copied_out_bytes,
+                    local_memory_bytes,
                     ..
                 } = hello
                 else {
@@ -358,6 +359,7 @@ impl NodeActor {
                         copied_out_bytes,
                         unchanged_bytes: 0,
                         zero_bytes: 0,
+                        local_memory_bytes,
                     },
                 });
             }

@@ -305,6 +305,7 @@ impl Live {
             copied_out_bytes: swap.copied_out_bytes,
             unchanged_bytes: 0,
             zero_bytes: 0,
+            local_memory_bytes: 0,
         };
         self.inputs.push_back(Input::Message(names::id(n), report));
         if action == Action::Open {

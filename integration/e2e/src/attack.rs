@@ -30,6 +30,7 @@ pub fn start(world: &Testbed, id: &str) -> Result<Worker> {
         abilities: Capabilities::default(),
         swappable_bytes: 0,
         copied_out_bytes: 0,
+        local_memory_bytes: 0,
     };
     let wake = AgentMessage::Wake { generation: 7, waiters: u32::MAX, hook: u32::MAX };
     let words = [

@@ -26,6 +26,8 @@ pub mod result {
     pub const ECC_UNCORRECTABLE: u32 = 214;
     /// No context is current, or the current one is not suitable.
     pub const INVALID_CONTEXT: u32 = 201;
+    /// The context has ended.
+    pub const CONTEXT_IS_DESTROYED: u32 = 709;
     /// Result of the lock: work was still running at the end of the timeout.
     pub const NOT_READY: u32 = 600;
     /// Result of the checkpoint: the process uses something that cannot be checkpointed.
@@ -212,6 +214,10 @@ pub const ACCESS_READ_WRITE: u32 = 3;
 
 /// Values of `CUdevice_attribute` that Affinode uses.
 pub mod device_attribute {
+    /// Number of multiprocessors of the device.
+    pub const MULTIPROCESSOR_COUNT: i32 = 16;
+    /// Number of threads that a multiprocessor runs at once.
+    pub const MAX_THREADS_PER_MULTIPROCESSOR: i32 = 39;
     /// Whether physical memory and addresses can be allocated separately.
     pub const VIRTUAL_MEMORY_MANAGEMENT: i32 = 102;
     /// Whether such memory can be exported as a descriptor.

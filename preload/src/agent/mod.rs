@@ -262,6 +262,7 @@ impl Agent {
                         copied_out_bytes: self.page.copied_out_bytes.load(Ordering::Relaxed),
                         unchanged_bytes: swap::unchanged_bytes(),
                         zero_bytes: swap::zero_bytes(),
+                        local_memory_bytes: swap::local_memory::released_bytes(),
                     };
                     self.link.send(now_us, &report);
                     // After the report, for which the controller waits.
@@ -454,5 +455,6 @@ fn hello(page: &CounterPage, phase: Phase) -> AgentMessage {
         abilities: ABILITIES,
         swappable_bytes: page.swappable_bytes.load(Ordering::Relaxed),
         copied_out_bytes: page.copied_out_bytes.load(Ordering::Relaxed),
+        local_memory_bytes: swap::local_memory::released_bytes(),
     }
 }

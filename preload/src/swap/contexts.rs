@@ -8,8 +8,8 @@ use super::alloc_wrappers::release;
 use super::allocations::{AllocationPiece, AllocationTables, Allocations};
 use super::vmm::blocks;
 use super::{
-    DEVICES, SWAP, addresses, count, driver::call, loader_lock, locked, pending_work, stream_pools,
-    tables, with_pool,
+    DEVICES, SWAP, addresses, count, driver::call, loader_lock, local_memory, locked, pending_work,
+    stream_pools, tables, with_pool,
 };
 
 pub(super) fn current_context() -> Option<usize> {
@@ -87,6 +87,7 @@ fn ends(
             ended = code == result::SUCCESS && has_ended();
             if ended {
                 pending_work::context_ends(context);
+                local_memory::context_ends(context);
                 pool.context_ends(context);
                 stream_pools::context_ends(context, before);
                 let order = Ordering::Relaxed;

@@ -25,7 +25,7 @@ use super::layout::AllocationLayout;
 use super::staging::{StagingPool, StoredChunk, TrimResult};
 use super::{
     SWAP, checksum, copier_offload, copier_restore, driver, host_pressure, is_in_use, loader_lock,
-    prefault_ahead, stream_pools, tables, with_pool, with_pool_if_free,
+    local_memory, prefault_ahead, stream_pools, tables, with_pool, with_pool_if_free,
 };
 use crate::process;
 
@@ -40,12 +40,12 @@ pub const NO_HOST_MEMORY: u32 = 0xffff_0001;
 /// gate. Not a code of the driver.
 pub const LOADER_HELD: u32 = affinode_proto::wire::message::BUSY_LOADER;
 
-/// Whether any content is in the staging pool.
+/// Whether any content is in the staging pool, or local memory is released.
 pub fn is_copied_out() -> bool {
+    let in_pool = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
     is_in_use()
-        && tables(|tables| {
-            tables.next(AllocationId::FIRST, |p| p.place != MemoryPlace::Device).is_some()
-        })
+        && (local_memory::is_released()
+            || tables(|tables| tables.next(AllocationId::FIRST, in_pool).is_some()))
 }
 
 /// Copies all swappable memory to host memory and frees it on the device.
@@ -102,6 +102,7 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
             // If the copier does not copy it, the pool is tainted and not used again.
             pool.learn(found.unwrap_or(DigestTable::none()));
             update_kept_counter(0);
+            local_memory::release();
             update_counters();
             return Ok(());
         }
@@ -127,6 +128,7 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
         // What is in use does not count as retained.
         update_kept_counter(0);
         give_back();
+        local_memory::release();
         Ok(())
     })
 }
@@ -303,6 +305,18 @@ pub fn copy_in() -> Result<(), u32> {
         return Ok(());
     }
     relax_captures();
+    let copied = with_pool(|_| local_memory::restore()).and_then(|()| copy_in_content());
+    if copied.is_err() {
+        // The restore is tried again, perhaps much later: nothing stays on the device until then.
+        with_pool(|_| local_memory::release());
+    }
+    copied?;
+    // Only once all content is back: the digests are computed on the device.
+    checksum::look();
+    Ok(())
+}
+
+fn copy_in_content() -> Result<(), u32> {
     // First what is exported: it is still on the device, and is only mapped again.
     copier_offload::restore_from_copier()?;
     let returned = if copier_restore::import_from_copier() {
@@ -312,10 +326,7 @@ pub fn copy_in() -> Result<(), u32> {
         copy_to_device()
     };
     update_kept_counter(with_pool(|pool| pool.kept_bytes()));
-    returned?;
-    // Only once all content is back: the digests are computed on the device.
-    checksum::look();
-    Ok(())
+    returned
 }
 
 fn copy_to_device() -> Result<(), u32> {

@@ -129,6 +129,10 @@ macro_rules! later_functions {
 later_functions! {
     /// As of CUDA 12.5.
     ctx_record_event = b"cuCtxRecordEvent" (usize, usize);
+    /// As of CUDA 3.1.
+    ctx_get_limit = b"cuCtxGetLimit" (*mut usize, u32);
+    /// Same as `ctx_get_limit`.
+    ctx_set_limit = b"cuCtxSetLimit" (u32, usize);
     /// As of CUDA 3.2.
     copy_across = b"cuMemcpyDtoDAsync_v2" (u64, u64, usize, *mut c_void);
     /// As of CUDA 11.7.

@@ -25,6 +25,10 @@ pub const DEFAULT_POOL: usize = 0x900;
 pub const DEVICE: i32 = 61;
 const GRANULE_BYTES: usize = 2 << 20;
 const SLOT_BYTES: u64 = 2 << 20;
+/// Stack limit of a new context, in bytes for each of its threads.
+pub const STACK_LIMIT: usize = 1024;
+/// Number of threads that the device runs at once.
+pub const THREADS: usize = 4 * 2048;
 /// Content of memory that was not written yet.
 const FRESH: u64 = 0xdead;
 
@@ -86,6 +90,10 @@ struct Device {
     pushed: Vec<usize>,
     /// Contexts for which an event was recorded, in order.
     awaited: Vec<usize>,
+    /// Contexts that are current now, above [`CONTEXT`].
+    current: Vec<usize>,
+    /// Stack limits that are not [`STACK_LIMIT`], by context.
+    limits: BTreeMap<usize, usize>,
     /// Number of queries that find the event's work running.
     runs: usize,
     /// Number of allocations in the driver's own pools.
@@ -127,6 +135,11 @@ impl Fake {
     /// Contexts for which an event was recorded, in order.
     pub fn awaited(&self) -> Vec<usize> {
         device(|device| device.awaited.clone())
+    }
+
+    /// The stack limit of a context.
+    pub fn stack_limit(&self, context: usize) -> usize {
+        device(|device| device.limits.get(&context).copied().unwrap_or(STACK_LIMIT))
     }
 
     /// Number of events that exist.
@@ -239,6 +252,10 @@ impl Device {
         last.is_none_or(fits).then_some(())
     }
 
+    fn current_context(&self) -> usize {
+        self.current.last().copied().unwrap_or(CONTEXT)
+    }
+
     fn content(&self, slot: (u64, u64)) -> u64 {
         self.contents.get(&slot).copied().unwrap_or(FRESH)
     }
@@ -324,7 +341,12 @@ functions! {
     "cuDeviceGetUuid" device_get_uuid(uuid: *mut [u8; 16], _device: i32) |_, uuid, _| set(uuid, [7; 16]);
     "cuDeviceGetAttribute" device_get_attribute(value: *mut i32, which: i32, _device: i32) |_, value, which, _| {
         // Its host memory is on the first node; all else it has.
-        set(value, i32::from(which != device_attribute::HOST_NUMA_ID))
+        set(value, match which {
+            device_attribute::HOST_NUMA_ID => 0,
+            device_attribute::MULTIPROCESSOR_COUNT => 4,
+            device_attribute::MAX_THREADS_PER_MULTIPROCESSOR => 2048,
+            _ => 1,
+        })
     };
     "cuMemGetAllocationGranularity" mem_get_granularity(
         bytes: *mut usize, _property: *const MemAllocationProp, _option: u32
@@ -481,9 +503,19 @@ functions! {
     "cuCtxSynchronize" ctx_synchronize() |_| Some(());
     "cuCtxPushCurrent_v2" ctx_push_current(context: usize) |device, context| {
         device.pushed.push(context);
+        device.current.push(context);
         Some(())
     };
-    "cuCtxPopCurrent_v2" ctx_pop_current(context: *mut usize) |_, context| set(context, CONTEXT);
+    "cuCtxPopCurrent_v2" ctx_pop_current(context: *mut usize) |device, context| {
+        set(context, device.current.pop()?)
+    };
+    "cuCtxGetLimit" ctx_get_limit(limit: *mut usize, _which: u32) |device, limit, _| {
+        set(limit, device.limits.get(&device.current_context()).copied().unwrap_or(STACK_LIMIT))
+    };
+    "cuCtxSetLimit" ctx_set_limit(_which: u32, limit: usize) |device, _, limit| {
+        device.limits.insert(device.current_context(), limit);
+        Some(())
+    };
     "cuDevicePrimaryCtxGetState" primary_get_state(_device: i32, flags: *mut u32, active: *mut i32) |device, _, flags, active| {
         set(flags, 0)?;
         set(active, i32::from(device.primary_holds > 0))

@@ -22,6 +22,7 @@
 //! | `addresses` | reserved addresses of freed allocations |
 //! | `peer_devices` | whether other devices can reach the process's device memory |
 //! | `pending_work` | the wait for the GPU's work before a copy |
+//! | `local_memory` | the stacks of the GPU's threads, which leave with the copy |
 //! | `allocations`, `chunked_map`, `mmap_vec`, `layout` | swappable memory by key; its order in the pool |
 //! | `copy`, `staging`, `prefault` | copy out and copy in; the host memory for it, and its pages |
 //! | `scrub` | the driver's stall after much device memory was freed |
@@ -52,6 +53,7 @@ mod host_pressure;
 mod ipc;
 mod layout;
 pub mod loader_lock;
+pub mod local_memory;
 mod mmap_vec;
 mod numa;
 mod peer_devices;
@@ -80,6 +82,7 @@ pub use self::copy::{
     release_copied_out, tidy,
 };
 pub use self::ipc::answer;
+use self::local_memory::ReleasedLimits;
 pub use self::peer_devices::is_reached;
 use self::pending_work::ValueList;
 use self::prefault_ahead::PrefaultJob;
@@ -141,6 +144,8 @@ struct SwapState {
     contexts: ValueList,
     /// Streams whose calls are captured in a graph now.
     captures: ValueList,
+    /// Contexts whose local memory is released.
+    limits: ReleasedLimits,
 }
 
 // SAFETY: the cells are reached through `tables` and `with_pool` alone.
@@ -167,6 +172,7 @@ static SWAP: SwapState = SwapState {
     anchored: [const { AtomicUsize::new(0) }; 16],
     contexts: ValueList::new(),
     captures: ValueList::new(),
+    limits: ReleasedLimits::none(),
 };
 
 /// A lock for which threads sleep. Its holder has signals blocked, so no signal handler can wait for

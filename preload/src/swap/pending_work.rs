@@ -19,7 +19,7 @@ use super::driver::{self, call};
 use super::{REAL, SWAP, with_pool, wrappers};
 
 /// Maximum number of contexts that are waited for, and of streams that are captured at a time.
-const SLOTS: usize = 16;
+pub(super) const SLOTS: usize = 16;
 /// Flag of an event that measures no time, `CU_EVENT_DISABLE_TIMING`.
 const WITHOUT_TIMING: u32 = 2;
 
@@ -96,18 +96,13 @@ impl ValueList {
 /// Waits until the work in every context is done, and ends earlier if `gives_up` returns true, which
 /// is called between two looks. The gate is closed, so that no work is added.
 pub fn wait(mut gives_up: impl FnMut() -> bool) -> GpuWork {
-    let captured = SWAP.captures.values().next().is_some() || !SWAP.captures.is_complete();
-    let is_green = SWAP.green.load(Ordering::Acquire) == 1;
-    if captured || is_green || !SWAP.contexts.is_complete() || driver::ctx_record_event().is_none()
-    {
+    if !are_contexts_known() || driver::ctx_record_event().is_none() {
         return GpuWork::Unseen;
     }
     super::copy::relax_captures();
     with_pool(|_| {
         let mut events = ContextEvents { known: [(0, 0); 2 * SLOTS], count: 0 };
-        let recorded = primary_contexts()
-            .chain(SWAP.contexts.values())
-            .try_for_each(|context| events.record(context));
+        let recorded = contexts().try_for_each(|context| events.record(context));
         let found = match recorded {
             Ok(()) => events.wait(&mut gives_up),
             Err(work) => work,
@@ -115,6 +110,18 @@ pub fn wait(mut gives_up: impl FnMut() -> bool) -> GpuWork {
         events.destroy();
         found
     })
+}
+
+/// Whether all contexts are known, and a call in any of them invalidates no capture of a stream.
+pub(super) fn are_contexts_known() -> bool {
+    let captured = SWAP.captures.values().next().is_some() || !SWAP.captures.is_complete();
+    let is_green = SWAP.green.load(Ordering::Acquire) == 1;
+    !captured && !is_green && SWAP.contexts.is_complete()
+}
+
+/// The contexts that exist now, some of them several times. No context may end during the call.
+pub(super) fn contexts() -> impl Iterator<Item = usize> {
+    primary_contexts().chain(SWAP.contexts.values())
 }
 
 /// Records that a call reaches the driver without a wrapper, because memory is not swappable yet or
@@ -276,4 +283,4 @@ fn destroyed(stream: usize, code: u32) {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -135,6 +135,8 @@ pub enum AgentMessage {
         swappable_bytes: u64,
         /// Bytes of that memory that are copied out to host memory.
         copied_out_bytes: u64,
+        /// VRAM for local memory that the contexts released and take again. 0 for older libraries.
+        local_memory_bytes: u64,
     },
     /// A call waits at the gate: the process is not Open, or its allocations are held. Repeated
     /// every [`WAKE_REPEAT_MS`] while a call waits.
@@ -166,6 +168,8 @@ pub enum AgentMessage {
         unchanged_bytes: u64,
         /// Bytes that were not stored because they are all zero.
         zero_bytes: u64,
+        /// VRAM for local memory that the contexts released and take again. 0 for older libraries.
+        local_memory_bytes: u64,
     },
     /// New hazards were found.
     Notice {
@@ -290,6 +294,7 @@ impl AgentMessage {
                 abilities,
                 swappable_bytes,
                 copied_out_bytes,
+                local_memory_bytes,
             } => Writer::new(1)
                 .u32(version)
                 .u32(pid_in_namespace)
@@ -299,7 +304,8 @@ impl AgentMessage {
                 .u32(hazards.0)
                 .u32(abilities.0)
                 .u64(swappable_bytes)
-                .u64(copied_out_bytes),
+                .u64(copied_out_bytes)
+                .u64(local_memory_bytes),
             AgentMessage::Wake { generation, waiters, hook } => {
                 Writer::new(2).u64(generation).u32(waiters).u32(hook)
             }
@@ -313,6 +319,7 @@ impl AgentMessage {
                 copied_out_bytes,
                 unchanged_bytes,
                 zero_bytes,
+                local_memory_bytes,
             } => Writer::new(3)
                 .u64(order)
                 .u32(outcome as u32)
@@ -322,7 +329,8 @@ impl AgentMessage {
                 .u64(swappable_bytes)
                 .u64(copied_out_bytes)
                 .u64(unchanged_bytes)
-                .u64(zero_bytes),
+                .u64(zero_bytes)
+                .u64(local_memory_bytes),
             AgentMessage::Notice { hazards } => Writer::new(4).u32(hazards.0),
             AgentMessage::AllocWait { ticket, bytes, uuid, attempts } => {
                 Writer::new(8).u64(ticket).u64(bytes).bytes(&uuid).u32(attempts)
@@ -352,6 +360,7 @@ impl AgentMessage {
                 abilities: Capabilities(r.u32()),
                 swappable_bytes: r.u64(),
                 copied_out_bytes: r.u64(),
+                local_memory_bytes: r.u64(),
             }),
             2 => Ok(AgentMessage::Wake { generation: r.u64(), waiters: r.u32(), hook: r.u32() }),
             3 => {
@@ -368,6 +377,7 @@ impl AgentMessage {
                     copied_out_bytes: r.u64(),
                     unchanged_bytes: r.u64(),
                     zero_bytes: r.u64(),
+                    local_memory_bytes: r.u64(),
                 })
             }
             4 => Ok(AgentMessage::Notice { hazards: Hazards(r.u32()) }),

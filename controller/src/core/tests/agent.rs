@@ -20,6 +20,8 @@ pub(super) struct Agent {
     pub(super) size: u64,
     /// The part of it that the agent can copy, in bytes.
     pub(super) swappable: u64,
+    /// Whether its contexts release local memory, which is half of the rest, after a copy out.
+    pub(super) has_local_memory: bool,
     /// Capabilities of the process's library.
     pub(super) capabilities: Capabilities,
     /// Whether the part that the agent can copy is in host memory.
@@ -71,7 +73,7 @@ impl Agent {
     pub(super) fn on_device(&self) -> u64 {
         match self.phase {
             Phase::Checkpointed => 0,
-            Phase::CopiedOut => self.size - self.swappable,
+            Phase::CopiedOut => self.size - self.swappable - self.local_memory_bytes(),
             _ => self.size,
         }
     }
@@ -89,6 +91,12 @@ impl Agent {
 
     pub(super) fn copied_out_bytes(&self) -> u64 {
         if self.copied_out { self.swappable } else { 0 }
+    }
+
+    /// VRAM of local memory that its contexts released, in bytes.
+    pub(super) fn local_memory_bytes(&self) -> u64 {
+        let has_left = self.has_local_memory && self.copied_out;
+        if has_left { (self.size - self.swappable) / 2 } else { 0 }
     }
 
     pub(super) fn takes(&mut self, bytes: u64) {

@@ -7,7 +7,7 @@ use affinode_proto::{
 
 use super::{
     super::plan::OffloadMethod,
-    world::{ENGINES, GPU, World, key},
+    world::{ENGINES, GPU, TOTAL, World, key},
 };
 
 /// A container with the engine `copy` is offloaded and restored; NVML's view stays consistent.
@@ -90,6 +90,32 @@ fn memory_is_copied_before_counters_are_read() {
     let (_, process) = world.node.processes.of(&key(2)).next().unwrap();
     assert!(process.counters.is_none());
     assert_eq!(world.node.moves(&key(2))(process), OffloadMethod::Copy, "it is copied already");
+}
+
+/// The grant of a restore includes what the contexts take again.
+#[test]
+fn restore_needs_room_for_local_memory() {
+    let mut world = World::new(3);
+    world.local_memory = true;
+    let id = world.running(2, 600);
+    world.settle();
+    let agent = &world.agents[&id];
+    let (freed, left) = (agent.size - agent.on_device(), agent.on_device());
+    assert_eq!((agent.phase, freed, left), (Phase::CopiedOut, 525, 75));
+    assert_eq!(world.node.processes.get(&id).unwrap().offloaded_vram_bytes(), freed);
+    // Enough for the copied part, but not for the local memory.
+    world.call(id);
+    let mut returns = |others| {
+        world.others = others;
+        (0..20).any(|_| {
+            world.tick();
+            world.answer_question();
+            world.work(id);
+            world.agents[&id].phase == Phase::Open
+        })
+    };
+    assert!(!returns(TOTAL - left - 500), "restored without room: it would fail");
+    assert!(returns(0));
 }
 
 /// Its container is charged for it already. A report of more than can be copied is not believed.

@@ -35,6 +35,7 @@ fn ends_at(world: &mut World, id: ProcessId, wanted: fn(&Action) -> bool) {
                 copied_out_bytes: 0,
                 unchanged_bytes: 0,
                 zero_bytes: 0,
+                local_memory_bytes: 0,
             };
             return world.feed(Input::Message(id, report));
         }

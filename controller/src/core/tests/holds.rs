@@ -103,6 +103,7 @@ fn report(world: &mut World, id: ProcessId, order: u64, outcome: Outcome) {
         copied_out_bytes: 0,
         unchanged_bytes: 0,
         zero_bytes: 0,
+        local_memory_bytes: 0,
     };
     world.feed(Input::Message(id, report));
 }

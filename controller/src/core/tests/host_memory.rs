@@ -8,13 +8,15 @@ use affinode_proto::{
 
 use super::{
     super::{Effect, Input, ProcessId, Request, Survey, host_memory::MemoryPool, input::CommandId},
+    agent::Agent,
     world::{World, key},
 };
 
 impl World {
     /// Host memory that the containers use, in bytes.
     fn host_used(&self) -> u64 {
-        self.agents.values().map(|agent| agent.size - agent.on_device()).sum()
+        let held = |a: &Agent| a.size - a.on_device() - a.local_memory_bytes();
+        self.agents.values().map(held).sum()
     }
 
     /// The memory pools that a survey for an offload of these processes shows now.

@@ -214,6 +214,7 @@ fn late_order_moves_no_process() {
             copied_out_bytes: 450,
             unchanged_bytes: 0,
             zero_bytes: 0,
+            local_memory_bytes: 0,
         };
         world.feed(Input::Message(id, report));
         assert_eq!(needs_room_on(&world, id), GPU, "{outcome:?}");

@@ -145,6 +145,7 @@ impl World {
         }
         let (phase, swappable_bytes) = (agent.phase, agent.swappable);
         let copied_out_bytes = agent.copied_out_bytes();
+        let local_memory_bytes = agent.local_memory_bytes();
         let cuda_error = if outcome == Outcome::Done { 0 } else { 304 };
         self.feed(Input::Message(
             id,
@@ -158,6 +159,7 @@ impl World {
                 copied_out_bytes,
                 unchanged_bytes: 0,
                 zero_bytes: 0,
+                local_memory_bytes,
             },
         ));
     }

@@ -286,10 +286,11 @@ proptest! {
     fn random_steps_lose_no_container(
         prepare in any::<bool>(),
         auto in any::<bool>(),
+        local_memory in any::<bool>(),
         steps in proptest::collection::vec(step(), 1..200),
     ) {
         let mut world = World::new(3).with_auto(auto);
-        world.prepare = prepare;
+        (world.prepare, world.local_memory) = (prepare, local_memory);
         run_in(world, &[], steps)?;
     }
 

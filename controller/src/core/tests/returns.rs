@@ -368,6 +368,7 @@ fn stopped_controller_distrusts_its_proofs() {
         copied_out_bytes,
         unchanged_bytes: 0,
         zero_bytes: 0,
+        local_memory_bytes: 0,
     };
     world.feed(Input::Message(id, report));
     world.settle();

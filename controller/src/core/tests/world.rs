@@ -59,6 +59,8 @@ pub(super) struct World {
     pub(super) immediate: Vec<usize>,
     /// Whether containers have the policy `prefault`.
     pub(super) prepare: bool,
+    /// Whether contexts release local memory after a copy out.
+    pub(super) local_memory: bool,
     /// Capabilities of the libraries. The first process has the first of these, and so on in turn.
     pub(super) libraries: Vec<Capabilities>,
     /// Whether containers have every policy that needs a capability of the library.
@@ -131,6 +133,7 @@ impl World {
             mig: false,
             immediate: Vec::new(),
             prepare: false,
+            local_memory: false,
             libraries: vec![ALL_CAPABILITIES],
             all_options: false,
             auto: false,
@@ -323,6 +326,7 @@ impl World {
             phase: Phase::Open,
             size: 0,
             swappable: 0,
+            has_local_memory: self.local_memory,
             copied_out: false,
             inbox: VecDeque::new(),
             orphaned: false,
@@ -436,6 +440,7 @@ impl World {
                 copied_out_bytes: agent.copied_out_bytes(),
                 unchanged_bytes: 0,
                 zero_bytes: 0,
+                local_memory_bytes: agent.local_memory_bytes(),
             },
         };
         self.feed(input);

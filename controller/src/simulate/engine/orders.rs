@@ -176,6 +176,7 @@ impl SimulatedNode<'_> {
             copied_out_bytes: swap.copied_out_bytes,
             unchanged_bytes: 0,
             zero_bytes: 0,
+            local_memory_bytes: 0,
         };
         let report = Input::Message(id(n), report);
         if action != Action::Open {

@@ -28,6 +28,7 @@ mod jobs;
 mod libc;
 mod lifecycle;
 mod loader_lock;
+mod local_memory;
 mod matrix;
 mod nvidia_toolkit;
 mod nvml;

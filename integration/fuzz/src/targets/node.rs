@@ -210,6 +210,7 @@ impl World {
                 copied_out_bytes: bytes.arbitrary()?,
                 unchanged_bytes: bytes.arbitrary()?,
                 zero_bytes: bytes.arbitrary()?,
+                local_memory_bytes: bytes.arbitrary()?,
             },
         });
         Ok(())
@@ -247,6 +248,7 @@ impl World {
                 copied_out_bytes: 0,
                 unchanged_bytes: 0,
                 zero_bytes: 0,
+                local_memory_bytes: 0,
             };
             self.feed(Input::Message(ProcessId(self.liar), report));
         }
@@ -339,6 +341,7 @@ impl World {
                 copied_out_bytes,
                 unchanged_bytes: 0,
                 zero_bytes: 0,
+                local_memory_bytes: 0,
             },
         ));
     }
@@ -489,6 +492,7 @@ fn report(bytes: &mut Unstructured<'_>, order: Option<u64>) -> Result<AgentMessa
         copied_out_bytes: bytes.arbitrary()?,
         unchanged_bytes: bytes.arbitrary()?,
         zero_bytes: bytes.arbitrary()?,
+        local_memory_bytes: bytes.arbitrary()?,
     })
 }
 

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::ManuallyDrop;
 
-use affinode_sim_protocol::Request;
+use affinode_sim_protocol::{Request, STACK_LIMIT};
 
 use crate::abi::{
     CUdevice, Handle, INVALID_CONTEXT, INVALID_HANDLE, Kind, Outcome, PEER_ACCESS_ALREADY_ENABLED,
@@ -20,6 +20,8 @@ struct Context {
     retained: Option<u32>,
     legacy: StreamId,
     flags: u32,
+    /// Local memory of each of the GPU's threads, in bytes.
+    stack_limit: u64,
 }
 
 /// All contexts of the process, and the peer access between them.
@@ -120,6 +122,11 @@ impl Contexts {
         Ok((context.device, context.flags))
     }
 
+    /// Local memory of each of the GPU's threads in a context, in bytes.
+    pub fn stack_limit(&self, id: u64) -> Outcome<u64> {
+        self.contexts.get(&id).map(|context| context.stack_limit).ok_or(INVALID_CONTEXT)
+    }
+
     /// Simulates the function `cuCtxEnablePeerAccess`.
     pub fn enable_peer(&mut self, from: u64, to: u64) -> Outcome {
         if self.peers_spoilt {
@@ -150,6 +157,16 @@ impl Driver {
         Ok(Current { context, device: found.device, legacy: found.legacy })
     }
 
+    /// Changes the stack limit of the current context, which frees or takes VRAM at once.
+    pub fn set_stack_limit(&self, bytes: u64) -> Outcome {
+        let current = self.current()?;
+        self.link.tell(&Request::SetStackLimit { gpu: self.gpu(current.device)?, bytes })?;
+        if let Some(context) = self.contexts().contexts.get_mut(&current.context) {
+            context.stack_limit = bytes;
+        }
+        Ok(())
+    }
+
     /// Creates a context, for `cuCtxCreate` or the first `cuDevicePrimaryCtxRetain`.
     pub fn create_context(&self, device: CUdevice, primary: bool, flags: u32) -> Outcome<u64> {
         self.link.tell(&Request::CreateContext { gpu: self.gpu(device)? })?;
@@ -158,7 +175,9 @@ impl Driver {
         let id = contexts.next;
         let legacy = self.streams.create(id, StreamKind::Legacy);
         let retained = primary.then_some(1);
-        contexts.contexts.insert(id, Context { device, retained, legacy, flags });
+        contexts
+            .contexts
+            .insert(id, Context { device, retained, legacy, flags, stack_limit: STACK_LIMIT });
         Ok(id)
     }
 

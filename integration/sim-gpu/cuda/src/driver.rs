@@ -149,6 +149,13 @@ impl Driver {
         guard(&self.ordinals).get(ordinal).copied().ok_or(INVALID_DEVICE)
     }
 
+    /// Number of multiprocessors of a GPU.
+    pub fn multiprocessors(&self, gpu: usize) -> i32 {
+        let count = self.gpus.get(gpu).map_or(0, |gpu| gpu.multiprocessors);
+        // A program may divide by it.
+        i32::try_from(count).unwrap_or(i32::MAX).max(1)
+    }
+
     /// The ordinal of a GPU, or -1 if the process does not see it.
     pub fn ordinal(&self, gpu: usize) -> i32 {
         guard(&self.ordinals)
@@ -204,6 +211,7 @@ mod tests {
             uuid: gpu_uuid(index),
             vram_bytes: 1,
             mig: false,
+            multiprocessors: 1,
         };
         let gpus = [gpu(0), gpu(1), gpu(2)];
         assert_eq!(visible(&gpus, None), [0, 1, 2]);

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use affinode_sim_protocol::{GpuInfo, MAX_GPUS, SOCKET, gpu_uuid};
+use affinode_sim_protocol::{GpuInfo, MAX_GPUS, SOCKET, STACK_LIMIT, THREADS, gpu_uuid};
 use clap::Parser;
 
 const MIB: u64 = 1 << 20;
@@ -26,7 +26,8 @@ pub struct Config {
     /// Product name of the GPUs. It must say that they are simulated.
     #[arg(long, default_value = "NVIDIA Simulated H200", value_parser = simulated_name)]
     pub name: String,
-    /// VRAM that a process's context takes on each GPU.
+    /// VRAM that a process's context takes on each GPU. Half of it is local memory, which depends on
+    /// the context's stack limit.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     pub context_mib: u64,
     /// Host memory that a checkpoint takes from the process, in addition to the contents of its
@@ -55,8 +56,15 @@ impl Config {
             uuid: gpu_uuid(index),
             vram_bytes: self.vram_mib * MIB,
             mig: self.mig_gpu.map(usize::from) == Some(index),
+            multiprocessors: self.multiprocessors(),
         };
         (0..usize::from(self.gpus)).map(gpu).collect()
+    }
+
+    /// Number of multiprocessors with which local memory is about half of a new context.
+    pub fn multiprocessors(&self) -> u32 {
+        let bytes = STACK_LIMIT * u64::from(THREADS);
+        u32::try_from(self.context_bytes() / 2 / bytes).unwrap_or(u32::MAX)
     }
 
     /// VRAM of a context.

@@ -10,7 +10,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use affinode_sim_protocol::{GpuSnapshot, ObjectId, Packet, ProcessUse, Reply, STATS_BYTES, code};
+use affinode_sim_protocol::{
+    GpuSnapshot, ObjectId, Packet, ProcessUse, Reply, STATS_BYTES, THREADS, code,
+};
 
 use crate::checkpoint::Stage;
 use crate::config::Config;
@@ -69,7 +71,11 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Driver {
     pub fn new(config: Config) -> Self {
         let capacities = config.gpu_infos().iter().map(|gpu| gpu.vram_bytes).collect();
-        let ledger = Ledger::new(capacities, config.context_bytes());
+        let ledger = Ledger::new(
+            capacities,
+            config.context_bytes(),
+            u64::from(config.multiprocessors()) * u64::from(THREADS),
+        );
         let state = State {
             ledger,
             memories: HashMap::new(),
@@ -126,6 +132,13 @@ impl Driver {
     pub fn create_context(&self, client: ClientId, gpu: usize) -> Answer {
         self.check_gpu(gpu)?;
         self.state().ledger.create_context(client, gpu).map_err(|_| code::OUT_OF_MEMORY)?;
+        Ok((Reply::Done, None))
+    }
+
+    pub fn set_stack_limit(&self, client: ClientId, gpu: usize, bytes: u64) -> Answer {
+        self.check_gpu(gpu)?;
+        let mut state = self.state();
+        state.ledger.set_stack_limit(client, gpu, bytes).map_err(|_| code::OUT_OF_MEMORY)?;
         Ok((Reply::Done, None))
     }
 

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use affinode_sim_protocol::ObjectId;
+use affinode_sim_protocol::{ObjectId, STACK_LIMIT};
 
 /// Id of one attachment of a process. Unlike a pid, it is not reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -41,6 +41,10 @@ impl Saved {
 pub struct Ledger {
     capacities: Vec<u64>,
     context_bytes: u64,
+    /// Local memory in bytes for each byte of stack limit, which is the number of threads.
+    threads: u64,
+    /// Stack limits that were set, by client and GPU.
+    stack_limits: BTreeMap<(ClientId, usize), u64>,
     contexts: BTreeMap<ClientId, BTreeMap<usize, u32>>,
     objects: BTreeMap<ObjectId, Object>,
     /// Open exported descriptors, by name.
@@ -54,11 +58,13 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    pub fn new(capacities: Vec<u64>, context_bytes: u64) -> Self {
+    pub fn new(capacities: Vec<u64>, context_bytes: u64, threads: u64) -> Self {
         Self {
             unnoted: vec![0; capacities.len()],
             capacities,
             context_bytes,
+            threads,
+            stack_limits: BTreeMap::new(),
             contexts: BTreeMap::new(),
             objects: BTreeMap::new(),
             exports: BTreeMap::new(),
@@ -86,9 +92,34 @@ impl Ledger {
             .filter(|object| object.gpu == gpu)
             .map(|object| object.bytes)
             .sum();
-        let contexts =
-            self.contexts.values().filter(|contexts| contexts.contains_key(&gpu)).count() as u64;
-        objects + contexts * self.context_bytes
+        let here = self.contexts.iter().filter(|(_, contexts)| contexts.contains_key(&gpu));
+        objects + here.map(|(client, _)| self.context_bytes(*client, gpu)).sum::<u64>()
+    }
+
+    /// VRAM that the contexts of a client take on a GPU where it has any.
+    fn context_bytes(&self, client: ClientId, gpu: usize) -> u64 {
+        let limit = self.stack_limits.get(&(client, gpu)).copied().unwrap_or(STACK_LIMIT);
+        let fixed = self.context_bytes.saturating_sub(self.threads * STACK_LIMIT);
+        fixed + self.threads.saturating_mul(limit)
+    }
+
+    /// Changes the local memory of a client's contexts. If there is too little free VRAM, nothing is
+    /// changed.
+    pub fn set_stack_limit(
+        &mut self,
+        client: ClientId,
+        gpu: usize,
+        bytes: u64,
+    ) -> Result<(), NoRoom> {
+        let before = self.context_bytes(client, gpu);
+        let former = self.stack_limits.insert((client, gpu), bytes).unwrap_or(STACK_LIMIT);
+        let more = self.context_bytes(client, gpu).saturating_sub(before);
+        // With the new limit, what is used may be more than there is.
+        if more > 0 && self.used_bytes(gpu) > self.capacities.get(gpu).copied().unwrap_or(0) {
+            self.stack_limits.insert((client, gpu), former);
+            return Err(NoRoom);
+        }
+        Ok(())
     }
 
     /// VRAM of a GPU that is free.
@@ -102,13 +133,13 @@ impl Ledger {
         let objects: u64 = self.objects.values().filter(mine).map(|object| object.bytes).sum();
         let context =
             self.contexts.get(&client).is_some_and(|contexts| contexts.contains_key(&gpu));
-        objects + if context { self.context_bytes } else { 0 }
+        objects + if context { self.context_bytes(client, gpu) } else { 0 }
     }
 
     /// Adds a context of a client on a GPU.
     pub fn create_context(&mut self, client: ClientId, gpu: usize) -> Result<(), NoRoom> {
         let first = !self.contexts.get(&client).is_some_and(|contexts| contexts.contains_key(&gpu));
-        if first && self.free_bytes(gpu) < self.context_bytes {
+        if first && self.free_bytes(gpu) < self.context_bytes(client, gpu) {
             return Err(NoRoom);
         }
         *self.contexts.entry(client).or_default().entry(gpu).or_insert(0) += 1;
@@ -122,6 +153,7 @@ impl Ledger {
             *count -= 1;
             if *count == 0 {
                 contexts.remove(&gpu);
+                self.stack_limits.remove(&(client, gpu));
             }
         }
     }
@@ -255,8 +287,8 @@ impl Ledger {
                 .filter(|(_, old, _)| place(*old) == gpu)
                 .map(|(.., b)| b)
                 .sum();
-            let context = saved.contexts.keys().any(|old| place(*old) == gpu);
-            let needed = objects + if context { self.context_bytes } else { 0 };
+            let here = saved.contexts.keys().filter(|old| place(**old) == gpu);
+            let needed = objects + here.map(|old| self.context_bytes(client, *old)).sum::<u64>();
             if self.free_bytes(gpu) < needed {
                 return Err(NoRoom);
             }
@@ -286,6 +318,7 @@ impl Ledger {
     /// Removes a client that has ended. Returns the freed objects.
     pub fn remove(&mut self, client: ClientId) -> Vec<ObjectId> {
         self.contexts.remove(&client);
+        self.stack_limits.retain(|(of, _), _| *of != client);
         self.copies.retain(|(of, _), _| *of != client);
         for object in self.objects.values_mut() {
             object.holders.remove(&client);
@@ -326,7 +359,7 @@ mod tests {
 
     #[test]
     fn object_counts_once_until_last_holder_ends() {
-        let mut ledger = Ledger::new(vec![100], 10);
+        let mut ledger = Ledger::new(vec![100], 10, 0);
         ledger.create_context(A, 0).unwrap();
         let id = ledger.allocate(A, 0, 50).unwrap();
         ledger.export(7, id);
@@ -344,7 +377,7 @@ mod tests {
 
     #[test]
     fn evicted_process_returns_only_if_all_fits() {
-        let mut ledger = Ledger::new(vec![100, 100], 10);
+        let mut ledger = Ledger::new(vec![100, 100], 10, 0);
         ledger.create_context(A, 0).unwrap();
         ledger.allocate(A, 0, 40).unwrap();
         ledger.allocate(A, 0, 30).unwrap();
@@ -361,7 +394,7 @@ mod tests {
 
     #[test]
     fn sharing_process_is_restored_with_a_copy() {
-        let mut ledger = Ledger::new(vec![100], 10);
+        let mut ledger = Ledger::new(vec![100], 10, 0);
         let id = ledger.allocate(A, 0, 40).unwrap();
         ledger.hold(B, id).unwrap();
         assert!(!ledger.has_of_others(A) && ledger.has_of_others(B));
@@ -382,7 +415,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_gpu_is_never_overcommitted(steps in proptest::collection::vec((0u8..5, 0u64..3, 1u64..60), 1..80)) {
-            let mut ledger = Ledger::new(vec![100], 10);
+            let mut ledger = Ledger::new(vec![100], 10, 0);
             let mut evicted: BTreeMap<ClientId, Saved> = BTreeMap::new();
             for (kind, who, bytes) in steps {
                 let client = ClientId(who);

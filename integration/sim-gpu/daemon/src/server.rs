@@ -162,6 +162,7 @@ fn handle(
             driver.state().ledger.destroy_context(client, gpu);
             Ok((Reply::Done, None))
         }
+        Request::SetStackLimit { gpu, bytes } => driver.set_stack_limit(client, gpu, bytes),
         Request::Allocate { gpu, bytes } => driver.allocate(client, gpu, bytes),
         Request::Free { object } => driver.free(client, object),
         Request::Export { object } => export(driver, process, object),

@@ -64,6 +64,11 @@ pub mod code {
     pub const UNKNOWN: i32 = 999;
 }
 
+/// Stack limit of a new context, in bytes for each thread.
+pub const STACK_LIMIT: u64 = 1024;
+/// Number of threads that a multiprocessor runs at once.
+pub const THREADS: u32 = 2048;
+
 /// Requests of a client to the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
@@ -83,6 +88,13 @@ pub enum Request {
     DestroyContext {
         /// Index of the GPU.
         gpu: usize,
+    },
+    /// Change the local memory of this process's contexts on a GPU.
+    SetStackLimit {
+        /// Index of the GPU.
+        gpu: usize,
+        /// Bytes of local memory for each thread of the GPU.
+        bytes: u64,
     },
     /// Allocate device memory. Reply: [`Reply::Object`] with its memory file.
     Allocate {
@@ -250,6 +262,8 @@ pub struct GpuInfo {
     pub vram_bytes: u64,
     /// Whether the GPU reports MIG mode. It is still used as a whole.
     pub mig: bool,
+    /// Number of multiprocessors, each with [`THREADS`] threads.
+    pub multiprocessors: u32,
 }
 
 /// Data of NVML about one GPU.

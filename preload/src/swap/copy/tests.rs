@@ -2,7 +2,7 @@ use std::sync::MutexGuard;
 
 use super::super::allocations::Allocation;
 use super::super::backing::property_on;
-use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held};
+use super::super::fake_driver::{CONTEXT, DEVICE, Fake, Held, STACK_LIMIT};
 use super::super::prefault::tests::{SHARED, forget_all};
 use super::super::{addresses, locked};
 use super::*;
@@ -248,6 +248,25 @@ fn failed_copy_in_is_repeated_from_the_pool() {
         assert!(!world.fake.is_still_to_fail() && world.is_copied_out(), "{call}, {which}");
         assert_eq!((copy_in(), world.is_resident()), (Ok(()), true), "{call}, {which}");
     }
+}
+
+/// A restore that failed leaves nothing on the device, because it may be tried again much later.
+#[test]
+fn local_memory_leaves_with_the_copy() {
+    let world = World::new();
+    world.fake.hold_primary();
+    assert_eq!(copy_out(false, false, None), Ok(()));
+    assert_eq!(world.fake.stack_limit(CONTEXT), 0);
+    for call in ["cuMemCreate", "cuCtxSetLimit"] {
+        world.fake.fail(call, 0);
+        assert_eq!(copy_in(), Err(result::OUT_OF_MEMORY), "{call}");
+        assert_eq!((world.fake.stack_limit(CONTEXT), world.is_copied_out()), (0, true), "{call}");
+    }
+    assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
+    assert_eq!(
+        (world.fake.stack_limit(CONTEXT), local_memory::is_released()),
+        (STACK_LIMIT, false)
+    );
 }
 
 /// Each call fails at each piece, also in a case where mapped memory cannot be unmapped.

@@ -4,21 +4,31 @@ use super::super::fake_driver::{CONTEXT, Fake};
 use super::super::prefault::tests::SHARED;
 use super::*;
 
-const OTHER: usize = 0x88;
+pub(in crate::swap) const OTHER: usize = 0x88;
 const STREAM: usize = 0x50;
 
 /// A driver with an active primary context, and no other context and no capture.
-struct Process {
-    fake: Fake,
+pub(in crate::swap) struct Process {
+    pub fake: Fake,
     _own: MutexGuard<'static, ()>,
 }
 
 impl Process {
-    fn new() -> Process {
+    pub fn new() -> Process {
         let own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let fake = Fake::new();
         fake.hold_primary();
         Process { fake, _own: own }
+    }
+
+    /// Creates a context beside the primary one.
+    pub fn add_context(&self, context: usize) {
+        SWAP.contexts.add(context);
+    }
+
+    /// Begins the capture of a stream.
+    pub fn capture(&self) {
+        SWAP.captures.add(STREAM);
     }
 }
 

@@ -14,6 +14,7 @@ fn messages_come_back_as_sent() {
             abilities: Capabilities::RECORDS_CALLS,
             swappable_bytes: 1 << 41,
             copied_out_bytes: 1 << 40,
+            local_memory_bytes: 1 << 30,
         },
         AgentMessage::Wake { generation: 9, waiters: 2, hook: 4 },
         AgentMessage::Report {
@@ -26,6 +27,7 @@ fn messages_come_back_as_sent() {
             copied_out_bytes: 13,
             unchanged_bytes: 12,
             zero_bytes: 11,
+            local_memory_bytes: 17,
         },
         AgentMessage::Notice { hazards: Hazards::MANAGED_MEMORY },
         AgentMessage::AllocWait { ticket: 3, bytes: 1 << 40, uuid: [7; 16], attempts: 2 },

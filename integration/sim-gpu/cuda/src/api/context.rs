@@ -5,6 +5,9 @@ use crate::api::cuda_api;
 use crate::contexts::{context_handle, pop, push, set, top};
 use crate::driver::Driver;
 
+/// `CU_LIMIT_STACK_SIZE`: bytes of local memory for each thread.
+const STACK_SIZE: u32 = 0;
+
 cuda_api! {
     Work 7000 fn cuDevicePrimaryCtxRetain(context: Out<Handle>, device: CUdevice) |d, _z| {
         context.set(context_handle(d.retain_primary(device)?))
@@ -69,10 +72,18 @@ cuda_api! {
         greatest.set_if_wanted(-5);
         Ok(())
     }
-    Instant 3010 fn cuCtxSetLimit(_limit: u32, _value: usize) |d, _z| { d.current().map(drop) }
-    Instant 3010 fn cuCtxGetLimit(value: Out<usize>, _limit: u32) |d, _z| {
-        d.current()?;
-        value.set(1024)
+    Work 3010 fn cuCtxSetLimit(limit: u32, value: usize) |d, _z| {
+        match limit {
+            STACK_SIZE => d.set_stack_limit(value as u64),
+            _ => d.current().map(drop),
+        }
+    }
+    Instant 3010 fn cuCtxGetLimit(value: Out<usize>, limit: u32) |d, _z| {
+        let context = d.current()?.context;
+        match limit {
+            STACK_SIZE => value.set(d.contexts().stack_limit(context)? as usize),
+            _ => value.set(1024),
+        }
     }
     Sync 2000 fn cuCtxSynchronize() |d, _z| {
         d.streams.wait_idle(Some(d.current()?.context), None);

@@ -5,7 +5,7 @@ use std::ffi::c_char;
 use crate::abi::{CUdevice, INVALID_VALUE, In, Out, Outcome, Text, Uuid};
 use crate::api::cuda_api;
 use crate::driver::{self, Driver};
-use affinode_sim_protocol::CUDA_VERSION;
+use affinode_sim_protocol::{CUDA_VERSION, THREADS};
 
 use crate::gate::Class;
 use crate::tables::{self, Table};
@@ -73,43 +73,43 @@ fn write_text(to: Out<c_char>, length: i32, text: &str) -> Outcome {
 fn attribute_of(driver: &Driver, attribute: i32, device: CUdevice) -> Outcome<i32> {
     let gpu = driver.gpu(device)?;
     Ok(match attribute {
-        1 => 1024,            // max threads per block
-        2 | 3 => 1024,        // max block dimensions x, y
-        4 => 64,              // z
-        5 => i32::MAX,        // max grid dimensions x
-        6 | 7 => 65535,       // y, z
-        8 => 49152,           // shared memory per block
-        9 => 65536,           // constant memory
-        10 => 32,             // warp size
-        12 => 65536,          // registers per block
-        13 => 1_980_000,      // clock, kHz
-        14 => 512,            // texture alignment
-        15 => 1,              // can overlap copies
-        16 => 132,            // multiprocessors
-        18 => 0,              // not integrated
-        19 => 1,              // can map host memory
-        20 => 0,              // compute mode default
-        31 => 1,              // concurrent kernels
-        33 => gpu as i32 + 1, // PCI bus
-        34 | 50 => 0,         // PCI device, domain
-        36 => 3_201_000,      // memory clock, kHz
-        37 => 6144,           // memory bus width
-        38 => 60 << 20,       // L2 bytes
-        39 => 2048,           // threads per multiprocessor
-        40 => 3,              // copy engines
-        41 => 1,              // unified addressing
-        75 => 9,              // compute capability major
-        76 => 0,              // minor
-        78 => 1,              // stream priorities
-        81 => 233_472,        // shared memory per multiprocessor
-        82 => 65536,          // registers per multiprocessor
-        83 => 1,              // managed memory
-        89 => 1,              // concurrent managed access
-        91 => 1,              // host pointers for registered memory
-        97 => 232_448,        // opt-in shared memory per block
-        102 | 103 => 1,       // VMM, POSIX descriptors
-        110 => 1,             // VMM that others on the bus may reach
-        115 => 1,             // memory pools
+        1 => 1024,                         // max threads per block
+        2 | 3 => 1024,                     // max block dimensions x, y
+        4 => 64,                           // z
+        5 => i32::MAX,                     // max grid dimensions x
+        6 | 7 => 65535,                    // y, z
+        8 => 49152,                        // shared memory per block
+        9 => 65536,                        // constant memory
+        10 => 32,                          // warp size
+        12 => 65536,                       // registers per block
+        13 => 1_980_000,                   // clock, kHz
+        14 => 512,                         // texture alignment
+        15 => 1,                           // can overlap copies
+        16 => driver.multiprocessors(gpu), // multiprocessors
+        18 => 0,                           // not integrated
+        19 => 1,                           // can map host memory
+        20 => 0,                           // compute mode default
+        31 => 1,                           // concurrent kernels
+        33 => gpu as i32 + 1,              // PCI bus
+        34 | 50 => 0,                      // PCI device, domain
+        36 => 3_201_000,                   // memory clock, kHz
+        37 => 6144,                        // memory bus width
+        38 => 60 << 20,                    // L2 bytes
+        39 => THREADS as i32,              // threads per multiprocessor
+        40 => 3,                           // copy engines
+        41 => 1,                           // unified addressing
+        75 => 9,                           // compute capability major
+        76 => 0,                           // minor
+        78 => 1,                           // stream priorities
+        81 => 233_472,                     // shared memory per multiprocessor
+        82 => 65536,                       // registers per multiprocessor
+        83 => 1,                           // managed memory
+        89 => 1,                           // concurrent managed access
+        91 => 1,                           // host pointers for registered memory
+        97 => 232_448,                     // opt-in shared memory per block
+        102 | 103 => 1,                    // VMM, POSIX descriptors
+        110 => 1,                          // VMM that others on the bus may reach
+        115 => 1,                          // memory pools
         _ if (0..=512).contains(&attribute) => 0,
         _ => return Err(INVALID_VALUE),
     })

@@ -1,0 +1,43 @@
+//! Local memory of contexts, which leaves the GPU with the memory that the library copies.
+
+use affinode_e2e::{
+    testbed::{MIB, TestbedConfig},
+    worker::{USUAL, Worker},
+};
+use anyhow::Result;
+
+use crate::offload::MANUAL;
+
+const WORKER_MIB: u64 = 64;
+/// Bytes of local memory for each thread: twice as much as in a new context.
+const STACK_BYTES: i32 = 2048;
+/// A context of the simulated GPU without local memory; with the usual stack limit it takes twice as
+/// much.
+const CONTEXT_MIB: u64 = 8;
+
+/// The stack limit is as the program set it after each restore, and its memory counts as needed for
+/// the restore.
+#[test]
+fn local_memory_leaves_with_the_copy() -> Result<()> {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    for engine in ["auto", "copy"] {
+        let spec = Worker::spec(engine, USUAL, WORKER_MIB).annotation("affinode.io/engine", engine);
+        let mut worker = Worker::start_as(&world, spec)?;
+        worker.wait_filled()?;
+        worker.call(&format!("stack {STACK_BYTES}"))?;
+        let resident = (WORKER_MIB + 3 * CONTEXT_MIB) * MIB;
+        world.cli().wait_for(engine, "to hold its VRAM", |row| row.vram_bytes == resident)?;
+        for round in 0..2 {
+            world.cli().move_out(engine)?;
+            let offloaded = world.cli().known(engine)?;
+            let sizes = (offloaded.vram_bytes, offloaded.offloaded_bytes);
+            let expected = (CONTEXT_MIB * MIB, resident - CONTEXT_MIB * MIB);
+            assert_eq!(sizes, expected, "{engine}, {round}: {offloaded:?}");
+            assert_eq!(worker.call("limit")?.value, Some(STACK_BYTES), "{engine}, {round}");
+            assert!(worker.verify()?, "{engine}, {round}");
+            world.cli().wait_for(engine, "to hold it again", |row| row.vram_bytes == resident)?;
+        }
+        worker.running.kill(&world)?;
+    }
+    Ok(())
+}
