@@ -67,6 +67,8 @@ impl From<Announcement> for ContainerSpec {
             cgroups_path: announcement.cgroups_path,
             bundle: announcement.bundle,
             generation: announcement.generation,
+            init: (announcement.init_pid != 0)
+                .then_some((announcement.init_pid, announcement.init_start_ticks)),
             job_user: None,
         }
     }
@@ -89,6 +91,8 @@ pub fn announcement_of(key: &Key, spec: &ContainerSpec) -> Announcement {
         cgroups_path: spec.cgroups_path.clone(),
         bundle: spec.bundle.clone(),
         generation: spec.generation,
+        init_pid: spec.init.map_or(0, |(pid, _)| pid),
+        init_start_ticks: spec.init.map_or(0, |(_, start_ticks)| start_ticks),
         ..Announcement::default()
     }
 }
@@ -115,6 +119,8 @@ mod tests {
             cgroups_path: "i".into(),
             bundle: "j".into(),
             generation: 7,
+            init_pid: 8,
+            init_start_ticks: 9,
             ..Announcement::default()
         };
         let key = Key::parse(&announcement.key).unwrap();

@@ -1,6 +1,9 @@
 //! The control API, generated from `control.proto`: messages in [`control`],
 //! ttrpc client and service in [`control_ttrpc`].
 
+/// Reads and writes a message as bytes. Containers' announcements are kept in files.
+pub use protobuf::Message;
+
 /// The generated messages of the API.
 #[allow(missing_docs, nonstandard_style, clippy::all, clippy::unwrap_used, unused, rustdoc::all)]
 pub mod control {

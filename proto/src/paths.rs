@@ -37,6 +37,10 @@ pub const HINT_PIPE: &str = "hint";
 pub const PRESSURE_FILE: &str = "pressure";
 /// In the mounted folder: the container's own state, for its programs to read.
 pub const STATE_FILE: &str = "state";
+/// In a container's folder: its announcement, if no shim announces it again to a later controller.
+pub const ANNOUNCEMENT_FILE: &str = "announcement";
+/// In a container's folder: the generation of the container that owns the folder.
+pub const GENERATION_FILE: &str = "generation";
 /// In a container's folder: the merged `/etc/ld.so.preload`.
 pub const PRELOAD_FILE: &str = "ld.so.preload";
 

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 /// announced again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ContainerSpec {
-    /// containerd's namespace of the container.
+    /// containerd's namespace of the container; without containerd the name of its engine.
     pub namespace: String,
     /// containerd's id of the container.
     pub id: String,
@@ -30,6 +30,9 @@ pub struct ContainerSpec {
     pub bundle: String,
     /// Number that differs between containers that use the same id one after another. 0: unknown.
     pub generation: u64,
+    /// Process id and start time of the container's first process, if no shim withdraws the
+    /// container. `None`: a shim does, or it is a job.
+    pub init: Option<(u32, u64)>,
     /// User id of a job's owner, as the kernel reports it. `None` for a container.
     pub job_user: Option<u32>,
 }

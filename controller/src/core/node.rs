@@ -287,7 +287,10 @@ impl Node {
 
     /// Containers without a process, with the paths of their bundles. `lives` returns whether a
     /// process with this pid and start time exists.
-    pub fn deserted(&self, lives: impl Fn(u32, u64) -> bool) -> impl Iterator<Item = (&Key, &str)> {
+    pub fn deserted(
+        &self,
+        lives: impl Fn(u32, u64) -> bool,
+    ) -> impl Iterator<Item = (&Key, &ContainerSpec)> {
         let mut used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
         // An offloaded process that has not registered yet (stopped, frozen) needs its container's
         // socket to be restored.
@@ -296,7 +299,7 @@ impl Node {
         self.containers
             .iter()
             .filter(move |(key, _)| !used.contains(key))
-            .map(|(key, c)| (key, c.spec.bundle.as_str()))
+            .map(|(key, c)| (key, &c.spec))
     }
 
     pub(super) fn members(&self, key: &Key) -> Vec<ProcessId> {

@@ -169,6 +169,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     // its VRAM must not be promised to another container.
     actor.recall().map_err(file("cannot read", folder))?;
     actor.recall_jobs();
+    actor.recall_containers();
     let hub = Arc::new(CallTraceHub::default());
     let door = ControllerHandle::new(calls.clone(), Arc::clone(&events));
     let show = Frontend::start(&run_dir, &actor.config, door, Arc::clone(&hub));

@@ -1,8 +1,11 @@
 //! Handles containers that are announced and withdrawn: their sockets, and the inputs to the core.
 
-use std::sync::Arc;
+use std::{fs::File, io::Read, path::Path, sync::Arc};
 
-use affinode_proto::api::control::Announcement;
+use affinode_proto::{
+    api::{Message, control::Announcement},
+    paths,
+};
 
 use super::actor::NodeActor;
 use crate::{
@@ -47,6 +50,17 @@ impl NodeActor {
         Ok(self.node.warnings(&key))
     }
 
+    /// Announces the containers that no shim announces again: those of Podman and CRI-O, whose
+    /// announcements are in their folders.
+    pub(super) fn recall_containers(&mut self) {
+        for announcement in kept_announcements(&self.run_dir) {
+            let id = announcement.id.clone();
+            if let Err(error) = self.announced(announcement) {
+                tracing::error!(id, "container {id}: runs unmanaged: {error}");
+            }
+        }
+    }
+
     /// Handles the withdrawal of a deleted container of this generation; 0: any generation. A later
     /// container of the same id may have been announced already, and stays.
     pub(super) fn withdrawn(&mut self, key: &str, generation: u64) {
@@ -61,9 +75,9 @@ impl NodeActor {
     /// Does nothing before its interval has passed.
     pub(super) fn withdraw_the_gone(&mut self) {
         if let Some(gone) = self.sweep.gone(self.node.deserted(process::lives)) {
-            for key in gone {
+            for (key, generation) in gone {
                 self.withdraw(key.clone());
-                self.sweep.remove_folder(&key);
+                self.sweep.remove_folder(&key, generation);
             }
             self.sockets.tidy();
         }
@@ -79,5 +93,47 @@ impl NodeActor {
         self.listeners.remove(&key);
         self.sockets.forget(&AgentListener::socket(&key));
         self.feed(Input::Withdrawn(key));
+    }
+}
+
+/// Maximum size of an announcement, about ten times that of a large one.
+const MAX_ANNOUNCEMENT_BYTES: u64 = 256 << 10;
+
+/// Reads the announcements in the folders of containers. A container whose first process is not
+/// known has not been created, and is left out.
+fn kept_announcements(run_dir: &Path) -> Vec<Announcement> {
+    let folders = std::fs::read_dir(run_dir.join(paths::CONTAINERS_DIR));
+    let files = folders.into_iter().flatten().flatten().filter_map(|folder| {
+        let path = folder.path().join(paths::ANNOUNCEMENT_FILE);
+        let mut bytes = Vec::new();
+        // Containers of shims have no such file.
+        File::open(&path).ok()?.take(MAX_ANNOUNCEMENT_BYTES).read_to_end(&mut bytes).ok()?;
+        Announcement::parse_from_bytes(&bytes)
+            .inspect_err(|error| tracing::error!(%error, "cannot read {}", path.display()))
+            .ok()
+    });
+    files.filter(|announcement| announcement.init_pid != 0).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kept_announcements_of_created_containers() {
+        let run_dir = tempfile::tempdir().unwrap();
+        let keep = |key: &str, bytes: &[u8]| {
+            let folder = run_dir.path().join(paths::CONTAINERS_DIR).join(key);
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(folder.join(paths::ANNOUNCEMENT_FILE), bytes).unwrap();
+        };
+        assert!(kept_announcements(run_dir.path()).is_empty());
+        let created = Announcement { id: "a".into(), init_pid: 7, ..Announcement::default() };
+        let preparing = Announcement { id: "b".into(), ..Announcement::default() };
+        keep("0", &created.write_to_bytes().unwrap());
+        keep("1", &preparing.write_to_bytes().unwrap());
+        keep("2", b"\xff\xff");
+        std::fs::create_dir(run_dir.path().join(paths::CONTAINERS_DIR).join("3")).unwrap();
+        assert_eq!(kept_announcements(run_dir.path()), [created]);
     }
 }

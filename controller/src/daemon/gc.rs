@@ -1,20 +1,33 @@
-//! Finds containers that were not withdrawn because their shim was killed. They have ended once
-//! containerd has removed their bundle. Also finds jobs whose last process has ended.
+//! Finds containers that no shim has withdrawn.
+//!
+//! | container | has ended when |
+//! | --- | --- |
+//! | of a shim that was killed | containerd has removed its bundle |
+//! | of Podman or CRI-O, which use no shim | its first process has ended |
+//! | a job | its last process has ended |
 
 use std::{
-    fs,
+    fs::{self, File},
+    io,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 use affinode_proto::paths;
 
-use crate::{core::Key, jobs};
+use crate::{
+    core::{ContainerSpec, Key},
+    inventory::process,
+    jobs,
+};
 
 /// Time between two scans.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// Finds containers whose bundle does not exist any longer.
+/// A container that has ended, with the generation of its announcement.
+pub type EndedContainer = (Key, u64);
+
+/// Finds containers that do not exist any longer.
 #[derive(Debug)]
 pub struct GarbageCollector {
     run_dir: PathBuf,
@@ -28,11 +41,11 @@ impl GarbageCollector {
     }
 
     /// Returns the containers of `deserted` that do not exist any longer. `deserted` lists the
-    /// containers without processes, with their bundles. `None`: the interval has not passed yet.
+    /// containers without processes. `None`: the interval has not passed yet.
     pub fn gone<'a>(
         &mut self,
-        deserted: impl Iterator<Item = (&'a Key, &'a str)>,
-    ) -> Option<Vec<Key>> {
+        deserted: impl Iterator<Item = (&'a Key, &'a ContainerSpec)>,
+    ) -> Option<Vec<EndedContainer>> {
         if self.last.elapsed() < INTERVAL {
             return None;
         }
@@ -40,52 +53,92 @@ impl GarbageCollector {
         Some(gone(deserted))
     }
 
-    /// Removes the folder of a container in the run directory.
-    pub fn remove_folder(&self, key: &Key) {
-        let folder = self.run_dir.join(paths::CONTAINERS_DIR).join(key.as_str());
-        if let Err(error) = fs::remove_dir_all(&folder)
-            && error.kind() != std::io::ErrorKind::NotFound
+    /// Removes the folder of a container in the run directory, unless a later container of the same
+    /// id owns it already. A generation of 0 is that of any container.
+    pub fn remove_folder(&self, key: &Key, generation: u64) {
+        let containers = self.run_dir.join(paths::CONTAINERS_DIR);
+        let folder = containers.join(key.as_str());
+        if let Err(error) = remove_owned(&containers, &folder, generation)
+            && error.kind() != io::ErrorKind::NotFound
         {
             tracing::warn!(%error, "cannot remove {}", folder.display());
         }
     }
 }
 
-/// Returns the containers whose bundle is known to be missing. A container that cannot be examined
-/// may still exist. The bundle of a job is its lock file: a job has ended when no process holds
-/// that lock.
-fn gone<'a>(deserted: impl Iterator<Item = (&'a Key, &'a str)>) -> Vec<Key> {
+fn remove_owned(containers: &Path, folder: &Path, generation: u64) -> io::Result<()> {
+    // A program that prepares a container holds this lock.
+    let lock = File::open(containers)?;
+    lock.lock()?;
+    let text = fs::read_to_string(folder.join(paths::GENERATION_FILE)).unwrap_or_default();
+    let owner = text.parse().unwrap_or(0);
+    let removes = owner == 0 || generation == 0 || owner == generation;
+    if removes { fs::remove_dir_all(folder) } else { Ok(()) }
+}
+
+/// Returns the containers that are known to have ended. A container that cannot be examined may
+/// still exist.
+fn gone<'a>(deserted: impl Iterator<Item = (&'a Key, &'a ContainerSpec)>) -> Vec<EndedContainer> {
     deserted
-        .filter(|(_, bundle)| {
-            let path = Path::new(bundle);
-            let over = path.ends_with(jobs::LOCK_FILE) && jobs::unused(path);
-            !bundle.is_empty() && (over || matches!(path.try_exists(), Ok(false)))
-        })
-        .map(|(key, _)| key.clone())
+        .filter(|(_, spec)| has_ended(spec))
+        .map(|(key, spec)| (key.clone(), spec.generation))
         .collect()
+}
+
+/// Whether the container has ended. The bundle of a job is its lock file: a job has ended when no
+/// process holds that lock.
+fn has_ended(spec: &ContainerSpec) -> bool {
+    if let Some((pid, start_ticks)) = spec.init {
+        return !process::lives(pid, start_ticks);
+    }
+    let path = Path::new(&spec.bundle);
+    let over = path.ends_with(jobs::LOCK_FILE) && jobs::unused(path);
+    !spec.bundle.is_empty() && (over || matches!(path.try_exists(), Ok(false)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn only_a_missing_bundle_counts() {
-        let here = tempfile::tempdir().unwrap();
-        let keys: Vec<Key> = (0..3).map(|n| Key::parse(&format!("{n:032x}")).unwrap()).collect();
-        let bundles = [here.path().to_str().unwrap(), "/nonexistent/bundle", ""];
-        assert_eq!(gone(keys.iter().zip(bundles)), [keys[1].clone()]);
+    fn keys() -> Vec<Key> {
+        (0..3).map(|n| Key::parse(&format!("{n:032x}")).unwrap()).collect()
     }
 
     #[test]
-    fn a_folder_that_is_gone_already_is_fine() {
+    fn only_a_missing_bundle_counts() {
+        let here = tempfile::tempdir().unwrap();
+        let specs = [here.path().to_str().unwrap(), "/nonexistent/bundle", ""]
+            .map(|bundle| ContainerSpec { bundle: bundle.into(), ..ContainerSpec::default() });
+        let keys = keys();
+        assert_eq!(gone(keys.iter().zip(&specs)), [(keys[1].clone(), 0)]);
+    }
+
+    /// The bundle of Podman's container stays until `podman rm`.
+    #[test]
+    fn end_of_the_first_process_is_the_end() {
+        let own = process::identity(std::process::id()).unwrap();
+        let specs = [own.start_ticks, own.start_ticks + 1].map(|start_ticks| ContainerSpec {
+            bundle: "/".into(),
+            generation: 5,
+            init: Some((own.pid, start_ticks)),
+            ..ContainerSpec::default()
+        });
+        let keys = keys();
+        assert_eq!(gone(keys.iter().zip(&specs)), [(keys[1].clone(), 5)]);
+    }
+
+    #[test]
+    fn folder_of_a_later_container_stays() {
         let run_dir = tempfile::tempdir().unwrap();
         let key = Key::parse(&"0".repeat(32)).unwrap();
         let folder = run_dir.path().join(paths::CONTAINERS_DIR).join(key.as_str());
         fs::create_dir_all(folder.join(paths::MOUNT_DIR)).unwrap();
+        fs::write(folder.join(paths::GENERATION_FILE), "6").unwrap();
         let sweep = GarbageCollector::new(run_dir.path());
-        sweep.remove_folder(&key);
-        sweep.remove_folder(&key);
+        sweep.remove_folder(&key, 5);
+        assert!(folder.exists());
+        sweep.remove_folder(&key, 6);
+        sweep.remove_folder(&key, 6);
         assert!(!folder.exists());
     }
 }
