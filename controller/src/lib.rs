@@ -50,5 +50,5 @@ pub mod simulate;
 pub mod socket_activation;
 mod sys;
 
-pub use config::engine_of;
+pub use config::{engine_of, oci_runtime_of};
 pub use daemon::run;

@@ -181,9 +181,8 @@ impl AnnouncerState {
     }
 
     fn back_off(&mut self) {
-        let pause = BACK_OFF.saturating_mul(1 << self.failures.min(10)).min(BACK_OFF_MAX);
+        self.next_attempt = Instant::now() + back_off(self.failures) + spread();
         self.failures += 1;
-        self.next_attempt = Instant::now() + pause + spread();
     }
 
     /// Runs one RPC on a connection of its own. [`RpcCaller`] bounds its time.
@@ -198,8 +197,13 @@ impl AnnouncerState {
     }
 }
 
+/// The pause after this number of failed attempts, without the present one.
+pub(crate) fn back_off(failures: u32) -> Duration {
+    BACK_OFF.saturating_mul(1 << failures.min(10)).min(BACK_OFF_MAX)
+}
+
 /// Returns when the watched connection ends; never returns if there is none.
-async fn ended(watch: &mut Option<UnixStream>) {
+pub(crate) async fn ended(watch: &mut Option<UnixStream>) {
     let Some(stream) = watch else {
         return std::future::pending().await;
     };
@@ -226,7 +230,7 @@ pub fn withdraw(paths: &ShimPaths, key: &str) {
 
 /// A delay below [`SPREAD_MS`] that differs between processes, so that shims do not reconnect at
 /// once.
-fn spread() -> Duration {
+pub(crate) fn spread() -> Duration {
     let nanos = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .map_or(0, |time| time.subsec_nanos());

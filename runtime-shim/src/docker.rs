@@ -149,7 +149,7 @@ fn is_id(text: &str) -> bool {
 }
 
 /// Whether Docker accepts the name for a container, or compose for a project.
-fn is_name(name: &str) -> bool {
+pub(crate) fn is_name(name: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
     (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(inner)
 }

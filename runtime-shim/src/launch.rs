@@ -18,11 +18,11 @@ use crate::cgroup;
 use crate::paths::ShimPaths;
 
 /// The controller's cgroup, a sibling of the pods' cgroup.
-const CGROUP: &str = "affinode";
+pub(crate) const CGROUP: &str = "affinode";
 /// File below the run directory, locked by the shim that starts the controller.
 const LOCK: &str = "launch.lock";
 /// File below the run directory: the controller's output before its own log is open.
-const LOG: &str = "controller.log";
+pub(crate) const LOG: &str = "controller.log";
 /// Time limit for a started controller to accept connections.
 const CONTROLLER_START_TIMEOUT: Duration = Duration::from_secs(3);
 /// Interval between the attempts to connect to a started controller.

@@ -20,6 +20,7 @@
 //! | [`bootstrap`], [`options`] | the wire forms of containerd 1.6 to 2.3 |
 //! | [`spec`], [`rootfs`], [`ld_so_preload`] | the edit: GPU detection, the image's preload list, the added mounts |
 //! | [`announce`], [`launch`] | announcing containers to the controller, and starting it |
+//! | [`oci`] | `affinode-runtime`: the same edit for engines that take no shim |
 //!
 //! A container without a GPU passes through unedited. A container with a GPU runs unedited if the
 //! edit would not be safe.
@@ -42,6 +43,7 @@ pub mod launch;
 pub mod ld_so_preload;
 pub mod log;
 pub mod metadata;
+pub mod oci;
 pub mod options;
 pub mod paths;
 pub mod probe;
@@ -125,8 +127,13 @@ fn finish(result: Result<(), Failure>) -> ExitCode {
 
 /// Prints an error to stderr, which containerd reports.
 pub fn fail(text: &str) -> ExitCode {
+    fail_as(BINARY, text)
+}
+
+/// Like [`fail`], for another program.
+fn fail_as(program: &str, text: &str) -> ExitCode {
     // If stderr is closed too, there is no other place for the error.
-    let _ = writeln!(std::io::stderr(), "{BINARY}: {text}");
+    let _ = writeln!(std::io::stderr(), "{program}: {text}");
     ExitCode::FAILURE
 }
 

@@ -18,10 +18,13 @@ const MAX_ANNOTATION_BYTES: usize = 512;
 /// Returns the announcement of a container that is being created.
 #[must_use]
 pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) -> Announcement {
-    let cri = |name: &str| {
-        spec::annotation(spec, &format!("io.kubernetes.cri.{name}")).unwrap_or_default().to_owned()
+    let cri = |name: &str, in_crio: &str| {
+        let ours = format!("io.kubernetes.cri.{name}");
+        let found = [&*ours, in_crio].into_iter().find_map(|name| spec::annotation(spec, name));
+        found.unwrap_or_default().to_owned()
     };
-    let (mut container, mut image) = (cri("container-name"), cri("image-name"));
+    let mut container = cri("container-name", "io.kubernetes.container.name");
+    let mut image = cri("image-name", "io.kubernetes.cri-o.ImageName");
     if namespace == docker::NAMESPACE {
         match docker::names(&request.id, spec) {
             Ok(names) => (container, image) = (names.container, names.image),
@@ -40,10 +43,10 @@ pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) 
         key: container_key(namespace, &request.id),
         namespace: namespace.to_owned(),
         id: request.id.clone(),
-        sandbox_id: cri("sandbox-id"),
-        pod_namespace: cri("sandbox-namespace"),
-        pod: cri("sandbox-name"),
-        pod_uid: cri("sandbox-uid"),
+        sandbox_id: cri("sandbox-id", "io.kubernetes.cri-o.SandboxID"),
+        pod_namespace: cri("sandbox-namespace", "io.kubernetes.pod.namespace"),
+        pod: cri("sandbox-name", "io.kubernetes.pod.name"),
+        pod_uid: cri("sandbox-uid", "io.kubernetes.pod.uid"),
         container,
         image,
         annotations: own_annotations(spec).take(MAX_ANNOTATIONS).collect(),
@@ -132,6 +135,26 @@ mod tests {
         assert_eq!(got.key, container_key("k8s.io", "abc"));
         let annotations: Vec<_> = got.annotations.into_iter().collect();
         assert_eq!(annotations, [("affinode.io/priority".to_owned(), "5".to_owned())]);
+    }
+
+    #[test]
+    fn pod_of_crio_has_its_names() {
+        let spec = json!({"annotations": {
+            "io.container.manager": "cri-o",
+            "io.kubernetes.cri-o.SandboxID": "s",
+            "io.kubernetes.cri-o.ImageName": "docker.io/a/b:c",
+            "io.kubernetes.container.name": "jupyter",
+            "io.kubernetes.pod.namespace": "ml",
+            "io.kubernetes.pod.name": "notebook-0",
+            "io.kubernetes.pod.uid": "u",
+        }});
+        let got = announcement("cri-o", &request(), &spec);
+        let words = [&got.sandbox_id, &got.image, &got.container, &got.pod_namespace, &got.pod];
+        assert_eq!(
+            words.map(String::as_str),
+            ["s", "docker.io/a/b:c", "jupyter", "ml", "notebook-0"]
+        );
+        assert_eq!(got.pod_uid, "u");
     }
 
     #[test]

@@ -5,13 +5,12 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use affinode_proto::api::Message;
+use affinode_proto::api::control::Announcement;
 use affinode_proto::paths as names;
 use sha2::{Digest, Sha256};
 
 use crate::address::hex;
-
-/// File in a container's folder that holds the container's generation.
-const GENERATION_FILE: &str = "generation";
 
 /// The folders of an installation, from the environment or their defaults.
 #[derive(Clone, Debug)]
@@ -62,6 +61,13 @@ impl ShimPaths {
         ContainerDir(self.run_dir.join(names::CONTAINERS_DIR).join(key))
     }
 
+    /// Whether the announcement of any container is kept.
+    #[must_use]
+    pub fn keeps_any(&self) -> bool {
+        let folders = fs::read_dir(self.run_dir.join(names::CONTAINERS_DIR));
+        folders.into_iter().flatten().flatten().any(|folder| ContainerDir(folder.path()).is_kept())
+    }
+
     /// Creates the run directory, which containers of every user may traverse.
     pub fn make_run_dir(&self) -> io::Result<()> {
         make_dir(&self.run_dir)
@@ -92,7 +98,7 @@ impl ContainerDir {
         // sockets.
         fs::set_permissions(&self.0, Permissions::from_mode(0o700))?;
         make_dir(&self.mount())?;
-        fs::write(self.0.join(GENERATION_FILE), generation.to_string())?;
+        fs::write(self.0.join(names::GENERATION_FILE), generation.to_string())?;
         let (path, fresh) = (self.preload(), self.0.join(".ld.so.preload.new"));
         fs::write(&fresh, preload)?;
         fs::set_permissions(&fresh, Permissions::from_mode(0o644))?;
@@ -104,6 +110,36 @@ impl ContainerDir {
         let path = self.mount().join(names::ENGINE_FILE);
         fs::write(&path, word)?;
         fs::set_permissions(&path, Permissions::from_mode(0o644))
+    }
+
+    /// Keeps the announcement of the container that owns the folder, for a later controller. Returns
+    /// false if the next container of the same id owns it.
+    pub fn keep(&self, announcement: &Announcement) -> io::Result<bool> {
+        let _lock = self.lock()?;
+        if self.generation() != Some(announcement.generation) {
+            return Ok(false);
+        }
+        let bytes = announcement.write_to_bytes().map_err(io::Error::other)?;
+        let (path, fresh) = (self.announcement_file(), self.0.join(".announcement.new"));
+        fs::write(&fresh, bytes)?;
+        fs::rename(&fresh, &path)?;
+        Ok(true)
+    }
+
+    /// The announcement that was kept.
+    pub fn kept(&self) -> io::Result<Announcement> {
+        let bytes = fs::read(self.announcement_file())?;
+        Announcement::parse_from_bytes(&bytes).map_err(io::Error::other)
+    }
+
+    /// Whether an announcement is kept.
+    #[must_use]
+    pub fn is_kept(&self) -> bool {
+        self.announcement_file().exists()
+    }
+
+    fn announcement_file(&self) -> PathBuf {
+        self.0.join(names::ANNOUNCEMENT_FILE)
     }
 
     /// The folder that is mounted into the container.
@@ -127,7 +163,7 @@ impl ContainerDir {
     /// Generation of the container that owns the folder. `None` if there is no folder.
     #[must_use]
     pub fn generation(&self) -> Option<u64> {
-        fs::read_to_string(self.0.join(GENERATION_FILE)).ok()?.parse().ok()
+        fs::read_to_string(self.0.join(names::GENERATION_FILE)).ok()?.parse().ok()
     }
 
     /// Removes the folder if it belongs to this generation: the next container of the same id may

@@ -40,6 +40,18 @@ pub fn kill(pid: i32, began: u64, patience: Duration) -> io::Result<bool> {
     ends(&fd, Instant::now() + patience)
 }
 
+/// Waits for the end of the process with this pid and start time. False if it has not ended before
+/// the deadline.
+pub fn wait_for_end(pid: i32, began: u64, deadline: Instant) -> io::Result<bool> {
+    let Some(pid) = Pid::from_raw(pid) else { return Ok(true) };
+    let fd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(fd) => fd,
+        Err(rustix::io::Errno::SRCH) => return Ok(true),
+        Err(error) => return Err(error.into()),
+    };
+    Ok(start_ticks(pid.as_raw_nonzero().get()) != Some(began) || ends(&fd, deadline)?)
+}
+
 /// Waits for a child's end. True if it exited with success before the deadline.
 pub fn wait(child: &mut Child, deadline: Instant) -> io::Result<bool> {
     // The child has not been waited for, so its pid cannot have been reused.

@@ -75,8 +75,7 @@ impl RuncShim {
     }
 
     fn other_than(own: Option<&Path>, path: PathBuf) -> Result<RuncShim, RuncShimError> {
-        let real = |path: &Path| std::fs::canonicalize(path).ok();
-        if own.is_some_and(|own| real(own).is_some() && real(own) == real(&path)) {
+        if own.is_some_and(|own| is_same_file(own, &path)) {
             return Err(RuncShimError::Ourselves(path));
         }
         Ok(RuncShim(path))
@@ -122,7 +121,14 @@ impl RuncShim {
     }
 }
 
-fn is_program(path: &Path) -> bool {
+/// Whether both paths lead to one file.
+pub fn is_same_file(one: &Path, other: &Path) -> bool {
+    let real = |path: &Path| std::fs::canonicalize(path).ok();
+    real(one).is_some() && real(one) == real(other)
+}
+
+/// Whether the path leads to an executable file.
+pub fn is_program(path: &Path) -> bool {
     use std::os::unix::fs::PermissionsExt;
     std::fs::metadata(path)
         .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)

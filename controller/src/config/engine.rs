@@ -1,6 +1,6 @@
-//! Finds the engine of a container. Used by programs other than the controller.
+//! Values of the configuration for programs other than the controller.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use affinode_proto::api::control::Announcement;
 
@@ -23,6 +23,13 @@ pub fn engine_of(file: &Path, announcement: &Announcement) -> &'static str {
     });
     let spec = ContainerSpec::from(announcement.clone());
     policy_of(&config.settings().policies, &spec).0.engine.as_str()
+}
+
+/// The OCI runtime that the configuration names. Empty: it names none, or cannot be read; the
+/// controller reports that.
+#[must_use]
+pub fn oci_runtime_of(file: &Path) -> PathBuf {
+    Config::load(file).map(|config| config.oci.runtime).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -34,14 +34,14 @@ use crate::core::{
     window::Window,
 };
 
-pub use engine::engine_of;
+pub use engine::{engine_of, oci_runtime_of};
 pub use kubernetes::KubernetesSection;
 pub use reload::ReloadedConfig;
 pub use sections::{
     CopierSection, DriverSection, LogFormat, LogSection, MemorySection, NvmlSection, TimingSection,
 };
 pub use services::{
-    HistorySection, HttpAuth, HttpSection, JobsSection, ListenAddress, ReportSection,
+    HistorySection, HttpAuth, HttpSection, JobsSection, ListenAddress, OciSection, ReportSection,
 };
 pub use set::{SetError, set};
 use whole_numbers::WholeNumbers;
@@ -72,6 +72,8 @@ pub struct Config {
     pub report: ReportSection,
     /// Section `[jobs]`: programs without a container.
     pub jobs: JobsSection,
+    /// Section `[oci]`: the runtime behind `affinode-runtime`.
+    pub oci: OciSection,
     /// The file or variable that set each value of `[policy]`, by key.
     #[serde(skip)]
     pub origins: BTreeMap<String, String>,

@@ -1,4 +1,4 @@
-//! The sections `[http]`, `[history]`, `[report]` and `[jobs]`.
+//! The sections `[http]`, `[history]`, `[report]`, `[jobs]` and `[oci]`.
 
 use std::{
     net::SocketAddr,
@@ -66,6 +66,14 @@ pub struct ReportSection {
     pub price_per_gpu_hour: f64,
     /// Currency of the price, at most 8 letters.
     pub currency: String,
+}
+
+/// Section `[oci]`: the runtime behind `affinode-runtime`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct OciSection {
+    /// Name or path of the OCI runtime; empty: `crun`, else `runc`.
+    pub runtime: PathBuf,
 }
 
 /// Section `[jobs]`: programs that run under the controller without a container.

@@ -16,13 +16,12 @@ use nix::{
 
 use crate::{
     artifacts::Artifacts,
-    container::{CLIENTS, PIPES, make_pipes, piped},
     containerd::{gone, run},
-    image,
+    engine, image,
     supervisor::{Job, STORE},
     testbed::Testbed,
     wait::until,
-    worker::{USUAL, Worker},
+    worker::Worker,
 };
 
 /// What dockerd's package and that of its command install, below a folder of the cache.
@@ -189,18 +188,7 @@ impl<'a> Docker<'a> {
     /// # Errors
     /// When the GPU's parts cannot be found.
     pub fn gpu_flags(&self) -> Result<Vec<String>> {
-        let parts = self.world.gpu().container_parts(self.world.artifacts(), self.world.dir())?;
-        let mut flags = Vec::new();
-        for (name, value) in &parts.env {
-            flags.push(format!("--env={name}={value}"));
-        }
-        for device in &parts.devices {
-            flags.push(format!("--device={}", device.display()));
-        }
-        for (host, inside) in &parts.mounts {
-            flags.push(format!("--volume={}:{}:ro", host.display(), inside.display()));
-        }
-        Ok(flags)
+        engine::gpu_flags(self.world)
     }
 
     /// Starts a CUDA program in the background with these flags of `docker run`, and waits until it
@@ -209,19 +197,6 @@ impl<'a> Docker<'a> {
     /// # Errors
     /// When the container does not start, or CUDA fails.
     pub fn worker(&self, name: &str, mib: u64, flags: &[String]) -> Result<(String, Worker)> {
-        let spec = Worker::spec(name, USUAL, mib);
-        let pipes = make_pipes(self.world.dir(), name)?;
-        let clients = self.world.artifacts().clients_dir();
-        let mut words = vec!["run".into(), "--detach".into(), "--network=none".into()];
-        words.push(format!("--name={name}"));
-        words.push(format!("--volume={}:{CLIENTS}:ro", clients.display()));
-        words.push(format!("--volume={}:{PIPES}", pipes.display()));
-        words.extend_from_slice(flags);
-        words.push(image::PLAIN.into());
-        words.extend(piped(&spec.argv));
-        let id = self.run(&words.iter().map(String::as_str).collect::<Vec<_>>())?;
-        let mut worker = Worker::attach(&spec, &pipes)?;
-        worker.wait_filled()?;
-        Ok((id, worker))
+        engine::worker(self.world, name, mib, flags, |words| self.run(words))
     }
 }

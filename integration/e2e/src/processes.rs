@@ -58,7 +58,7 @@ pub fn is_zombie(pid: i32) -> bool {
 }
 
 /// All descendants of a process whose command line contains `part`.
-pub(crate) fn named(part: &str, of: i32) -> Result<Vec<Process>> {
+pub fn named(part: &str, of: i32) -> Result<Vec<Process>> {
     let found = descendants(of)?.into_iter().filter_map(|pid| {
         let raw = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let command = String::from_utf8_lossy(&raw).replace('\0', " ");

@@ -74,13 +74,14 @@ fn crates_use_only_whom_they_may() -> Result<()> {
 #[test]
 fn shim_names_controller_only_in_main() -> Result<()> {
     let sources = workspace_dir().join("runtime-shim/src");
-    let mut folders = vec![sources.clone()];
+    let mains = ["main.rs", "bin/affinode-runtime.rs"].map(|main| sources.join(main));
+    let mut folders = vec![sources];
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(&folder)? {
             let path = entry?.path();
             if path.is_dir() {
                 folders.push(path);
-            } else if path != sources.join("main.rs") {
+            } else if !mains.contains(&path) {
                 let text = std::fs::read_to_string(&path)?;
                 assert!(!text.contains("affinode_controller"), "{}", path.display());
             }

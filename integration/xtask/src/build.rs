@@ -46,8 +46,9 @@ impl Profile {
 }
 
 /// Cargo packages, and the binaries that they contain.
-const BINARIES: [(&str, &str); 6] = [
+const BINARIES: [(&str, &str); 7] = [
     ("affinode-shim", "containerd-shim-affinode-v1"),
+    ("affinode-shim", "affinode-runtime"),
     ("affinode-controller", "affinode"),
     ("affinode-cluster", "affinode-cluster"),
     ("affinode-sim-gpud", "affinode-sim-gpud"),

@@ -17,7 +17,7 @@ use anyhow::{Context, Result};
 
 use crate::{
     apt::{self, Distribution, Suites},
-    docker, output, packages, runc, sh,
+    docker, output, packages, podman, runc, sh,
 };
 
 /// Debian's suites in which the lines of containerd are searched.
@@ -37,6 +37,7 @@ pub fn all() -> Result<Releases> {
     fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
     runc::prepare(&artifacts);
     docker::prepare(&artifacts);
+    podman::prepare();
     if let Ok(known) = Releases::read(&artifacts)
         && complete(&known)
     {

@@ -24,6 +24,7 @@ mod matrix;
 mod output;
 mod package;
 mod packages;
+mod podman;
 mod runc;
 mod sh;
 mod step;

@@ -9,7 +9,7 @@
 
 use serde_json::Value;
 
-use super::{CONTAINER_TYPE, annotation, annotations, destinations};
+use super::{CONTAINER_TYPE, CRIO_CONTAINER_TYPE, annotation, annotations, destinations};
 
 /// Annotation that overrides the signs.
 const INJECT: &str = "affinode.io/inject";
@@ -27,7 +27,8 @@ pub struct GpuDecision {
 #[must_use]
 pub fn decide(spec: &Value) -> GpuDecision {
     // The sandbox carries the pod's annotations, but runs no CUDA program.
-    if annotation(spec, CONTAINER_TYPE) == Some("sandbox") {
+    let kind = |name| annotation(spec, name) == Some("sandbox");
+    if kind(CONTAINER_TYPE) || kind(CRIO_CONTAINER_TYPE) {
         return GpuDecision::default();
     }
     let mut warning = None;
@@ -176,8 +177,10 @@ mod tests {
 
     #[test]
     fn a_sandbox_is_never_managed() {
-        let spec = json!({"annotations": {CONTAINER_TYPE: "sandbox", INJECT: "true"}});
-        assert!(!decide(&spec).manage);
+        for kind in [CONTAINER_TYPE, CRIO_CONTAINER_TYPE] {
+            let spec = json!({"annotations": {kind: "sandbox", INJECT: "true"}});
+            assert!(!decide(&spec).manage, "{kind}");
+        }
         let spec = json!({"annotations": {CONTAINER_TYPE: "container", INJECT: "true"}});
         assert!(decide(&spec).manage);
     }

@@ -11,8 +11,8 @@ use nix::{
 
 use super::{STORE, Scope};
 
-/// Folders that containerd and runc use with any configuration.
-const SHARED_STATE: [&str; 2] = ["/run/containerd", "/run/runc"];
+/// Folders that containerd, runc and crun use with any configuration.
+const SHARED_STATE: [&str; 3] = ["/run/containerd", "/run/runc", "/run/crun"];
 
 /// Folders that a kubelet uses with any configuration.
 const KUBELET_STATE: [&str; 3] = ["/var/lib/kubelet", "/var/log/pods", "/var/log/containers"];

@@ -34,6 +34,7 @@ mod nvidia_toolkit;
 mod nvml;
 mod offload;
 mod on_oom;
+mod podman;
 mod pods;
 mod policy;
 mod prefault;

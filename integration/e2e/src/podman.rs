@@ -1,0 +1,268 @@
+//! Podman in a testbed, with `affinode-runtime` as one of its runtimes. Its files and images are in
+//! the testbed's folder, and its containers have no network.
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use anyhow::{Result, bail};
+
+use crate::{
+    containerd::run,
+    engine, image,
+    supervisor::{Job, STORE},
+    testbed::Testbed,
+    wait::until,
+    worker::Worker,
+};
+
+/// Name of the runtime in Podman's configuration.
+pub const AFFINODE: &str = "affinode";
+/// Name of Podman's own runtime there.
+pub const OWN: &str = "own";
+/// The file that the documents give users. The tests use it, too.
+const REGISTER: &str = include_str!("../../../config/podman/affinode.conf");
+const INSTALLED: &str = "/usr/local/bin/affinode-runtime";
+/// The program of that runtime.
+const PROGRAM: &str = "affinode-runtime";
+
+/// Mount point of cgroups v2 on a machine with both versions, which crun refuses.
+const UNIFIED: &str = "/sys/fs/cgroup/unified";
+/// Podman passes no environment to its runtime. This script passes the testbed's, and keeps the last
+/// spec that it was given.
+const RUNTIME: &str = r#"#!/bin/sh
+@EXPORTS@last=
+for word; do
+    [ "$last" = --bundle ] && cp "$word/config.json" @GIVEN@
+    last=$word
+done
+exec @PROGRAM@ "$@"
+"#;
+
+/// Runs a command with its outputs in files of a folder. The last file is its exit code.
+const COMMAND: &str = r#"dir=$1; shift; "$@" >"$dir/stdout" 2>"$dir/stderr"
+echo $? >"$dir/code.new"; mv "$dir/code.new" "$dir/code""#;
+
+/// The machine's Podman, and its OCI runtimes.
+#[derive(Clone, Debug)]
+pub struct PodmanPrograms {
+    /// Path of the command `podman`.
+    pub command: PathBuf,
+    /// Path of the runtime `crun`.
+    pub crun: PathBuf,
+    /// Path of the runtime `runc`.
+    pub runc: PathBuf,
+}
+
+impl PodmanPrograms {
+    /// The installed programs. `None`: one is missing.
+    #[must_use]
+    pub fn find() -> Option<Self> {
+        let path = std::env::var_os("PATH")?;
+        let find = |name: &str| {
+            std::env::split_paths(&path).map(|folder| folder.join(name)).find(|file| file.is_file())
+        };
+        // Podman needs it for each container.
+        find("conmon")?;
+        Some(Self { command: find("podman")?, crun: find("crun")?, runc: find("runc")? })
+    }
+}
+
+/// Podman with files of its own.
+pub struct Podman<'a> {
+    world: &'a Testbed,
+    programs: PodmanPrograms,
+    commands: AtomicU32,
+}
+
+/// Result of a command.
+#[derive(Clone, Debug)]
+pub struct PodmanOutput {
+    /// Exit code of the command.
+    pub code: i32,
+    /// Text that it wrote to stdout.
+    pub stdout: String,
+    /// Text that it wrote to stderr.
+    pub stderr: String,
+}
+
+impl<'a> Podman<'a> {
+    /// Writes Podman's configuration, and imports the usual image.
+    ///
+    /// # Errors
+    /// When Podman does not run.
+    pub fn new(world: &'a Testbed, programs: PodmanPrograms) -> Result<Self> {
+        let podman = Self { world, programs, commands: AtomicU32::new(0) };
+        if Path::new(UNIFIED).exists() {
+            run(world.keeper().command(Path::new("umount")).arg(UNIFIED))?;
+        }
+        podman.write_runtime(&podman.programs.crun)?;
+        fs::write(podman.config_file(), podman.config())?;
+        let (store, run) = (world.dir().join(STORE).join("podman"), world.dir().join("podman-run"));
+        let storage =
+            format!("[storage]\ndriver = \"overlay\"\ngraphroot = {store:?}\nrunroot = {run:?}\n");
+        fs::write(podman.storage_file(), storage)?;
+        let archive = world.dir().join("podman-image.tar");
+        fs::write(&archive, image::usual_layer()?.finish()?)?;
+        podman.run(&["import", "--quiet", &archive.display().to_string(), image::PLAIN])?;
+        fs::remove_file(archive)?;
+        Ok(podman)
+    }
+
+    fn config_file(&self) -> PathBuf {
+        self.world.dir().join("containers.conf")
+    }
+
+    fn storage_file(&self) -> PathBuf {
+        self.world.dir().join("storage.conf")
+    }
+
+    /// Path of the runtime that users would name.
+    #[must_use]
+    pub fn runtime(&self) -> PathBuf {
+        self.world.dir().join(PROGRAM)
+    }
+
+    /// Path of the last spec that Podman gave to the runtime.
+    #[must_use]
+    pub fn given_spec(&self) -> PathBuf {
+        self.world.dir().join("given.json")
+    }
+
+    /// Writes the program that users would name. It becomes the runtime `behind`.
+    ///
+    /// # Errors
+    /// When the script cannot be written.
+    pub fn write_runtime(&self, behind: &Path) -> Result<()> {
+        let mut env = self.world.gpu().host_env(self.world.artifacts(), self.world.dir());
+        for (name, path) in [
+            ("RUN_DIR", self.world.cli().run_dir().to_owned()),
+            ("LIB_DIR", self.world.artifacts().lib_dir()),
+            ("CONFIG", self.world.dir().join("affinode/config.toml")),
+            ("OCI__RUNTIME", behind.to_owned()),
+        ] {
+            env.insert(format!("AFFINODE_{name}"), path.display().to_string());
+        }
+        let exports = env.iter().map(|(name, value)| format!("export {name}='{value}'\n"));
+        let program = self.world.artifacts().bin(PROGRAM)?;
+        let script = RUNTIME
+            .replace("@EXPORTS@", &exports.collect::<String>())
+            .replace("@GIVEN@", &self.given_spec().display().to_string())
+            .replace("@PROGRAM@", &program.display().to_string());
+        // A running script keeps its text.
+        let fresh = self.runtime().with_extension("new");
+        fs::write(&fresh, script)?;
+        fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755))?;
+        Ok(fs::rename(fresh, self.runtime())?)
+    }
+
+    fn config(&self) -> String {
+        let own = format!(
+            r#"[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+lock_type = "file"
+runtime = "{OWN}"
+tmp_dir = "{}"
+"#,
+            self.world.dir().join("podman-tmp").display(),
+        );
+        let registered = REGISTER
+            .replace("[engine]\n", &own)
+            .replace(INSTALLED, &self.runtime().display().to_string());
+        let path = self.programs.crun.display();
+        format!("{registered}{OWN} = [\"{path}\"]\n[containers]\ndefault_ulimits = []\n")
+    }
+
+    /// Runs the command `podman` below the testbed's supervisor, to which Podman's processes belong
+    /// afterwards.
+    ///
+    /// # Errors
+    /// When it cannot be run, or does not end.
+    pub fn execute(&self, arguments: &[&str]) -> Result<PodmanOutput> {
+        let number = self.commands.fetch_add(1, Ordering::Relaxed);
+        let folder = self.world.dir().join(format!("podman-command-{number}"));
+        fs::create_dir(&folder)?;
+        let mut argv = ["sh", "-c", COMMAND, "sh"].map(str::to_owned).to_vec();
+        argv.push(folder.display().to_string());
+        argv.push(self.programs.command.display().to_string());
+        argv.extend(arguments.iter().map(|&word| word.to_owned()));
+        let env = [
+            ("CONTAINERS_CONF", self.config_file()),
+            ("CONTAINERS_STORAGE_CONF", self.storage_file()),
+        ];
+        let env = env.map(|(name, path)| (name.to_owned(), path.display().to_string()));
+        let log = folder.join("log");
+        self.world.keeper().spawn(&Job { argv, env: env.into(), log })?;
+        let code = until(&format!("podman {arguments:?} to end"), || {
+            Ok(fs::read_to_string(folder.join("code")).ok())
+        })?;
+        let read = |name: &str| fs::read_to_string(folder.join(name));
+        Ok(PodmanOutput {
+            code: code.trim().parse()?,
+            stdout: read("stdout")?,
+            stderr: read("stderr")?,
+        })
+    }
+
+    /// Runs it, requires success, and returns its output without the line's end.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn run(&self, arguments: &[&str]) -> Result<String> {
+        let ended = self.execute(arguments)?;
+        if ended.code != 0 {
+            bail!("podman {arguments:?}: {ended:?}");
+        }
+        Ok(ended.stdout.trim_end().to_owned())
+    }
+
+    /// A part of a container's description, by a Go template.
+    ///
+    /// # Errors
+    /// When the container is unknown.
+    pub fn inspect(&self, container: &str, template: &str) -> Result<String> {
+        self.run(&["inspect", "--format", template, container])
+    }
+
+    /// The flags that every container of the testbed needs.
+    #[must_use]
+    pub fn flags(&self, runtime: &str) -> [String; 2] {
+        [format!("--runtime={runtime}"), format!("--cgroup-parent=/{}", self.world.cgroup_parent())]
+    }
+
+    /// Runs a program in a new container, and returns its output.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn output(&self, runtime: &str, flags: &[&str], argv: &[&str]) -> Result<String> {
+        let [runtime, cgroup] = self.flags(runtime);
+        let first = ["run", "--rm", "--network=none", &runtime, &cgroup];
+        self.run(&[&first, flags, &[image::PLAIN], argv].concat())
+    }
+
+    /// Starts a CUDA program in the background with these flags of `podman run`, and waits until it
+    /// has filled its VRAM. Returns the container's id too.
+    ///
+    /// # Errors
+    /// When the container does not start, or CUDA fails.
+    pub fn worker(&self, name: &str, mib: u64, flags: &[&str]) -> Result<(String, Worker)> {
+        let mut all = engine::gpu_flags(self.world)?;
+        all.extend(self.flags(AFFINODE));
+        all.extend(flags.iter().map(|&flag| flag.to_owned()));
+        engine::worker(self.world, name, mib, &all, |words| self.run(words))
+    }
+
+    /// The spec of a container as its runtime read it.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn spec(&self, container: &str) -> Result<String> {
+        let path = self.inspect(container, "{{.OCIConfigPath}}")?;
+        // Its folder is mounted for the testbed's processes only.
+        run(self.world.keeper().command(Path::new("cat")).arg(path))
+    }
+}

@@ -1,0 +1,211 @@
+//! Tests with the machine's Podman, which takes no shims. Its containers of the runtime
+//! `affinode-runtime` are offloaded, woken and killed next to those of its own runtime.
+
+use std::{fs, path::Path};
+
+use affinode_e2e::{
+    image,
+    podman::{AFFINODE, OWN, Podman, PodmanPrograms},
+    processes,
+    testbed::{MIB, Testbed, TestbedConfig},
+    wait::until,
+};
+use anyhow::{Context, Result, ensure};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::{
+    offload::{MANUAL, wait_gpu_empty},
+    recovery::shoot_controller,
+};
+
+const WORKER_MIB: u64 = 64;
+
+/// Podman's programs. `None`: this machine can have none; the skip is recorded.
+fn programs() -> Option<PodmanPrograms> {
+    let found = PodmanPrograms::find();
+    if found.is_none() {
+        affinode_test_notes::skip("podman", "no Podman: `cargo xtask deps` installs it with apt");
+    }
+    found
+}
+
+/// Runs a case with a Podman whose runtime Affinode is one.
+fn with_podman(
+    case: impl FnOnce(&Testbed, &Podman<'_>, &PodmanPrograms) -> Result<()>,
+) -> Result<()> {
+    let Some(programs) = programs() else { return Ok(()) };
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let podman = Podman::new(&world, programs.clone());
+    let outcome = podman.and_then(|podman| case(&world, &podman, &programs));
+    outcome.inspect_err(|_| world.show_logs())
+}
+
+fn pids(world: &Testbed, program: &str) -> Result<Vec<Pid>> {
+    let mut found = processes::named(program, world.keeper().pid())?;
+    // conmon's command line names the runtime, too.
+    found.retain(|process| {
+        let first = process.command.split(' ').next().unwrap_or_default();
+        first.rsplit('/').next() == Some(program)
+    });
+    Ok(found.into_iter().map(|process| process.pid).collect())
+}
+
+fn wait_forgotten(world: &Testbed, id: &str) -> Result<()> {
+    until("the container to be forgotten", || {
+        Ok(world.cli().container(id)?.is_none().then_some(()))
+    })
+}
+
+/// Names in the folder of all containers.
+fn folders(world: &Testbed) -> Result<usize> {
+    let folder = world.cli().run_dir().join("containers");
+    Ok(if folder.exists() { fs::read_dir(folder)?.count() } else { 0 })
+}
+
+#[test]
+fn podman_container_is_offloaded_and_woken() -> Result<()> {
+    with_podman(|world, podman, _| {
+        let priority = "--annotation=affinode.io/priority=7";
+        let (id, mut worker) = podman.worker("trainer", WORKER_MIB, &[priority])?;
+        let row = world.cli().move_out(&id).and_then(|_| world.cli().known(&id))?;
+        ensure!(row.name == "podman/trainer", "{row:?}");
+        ensure!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
+        wait_gpu_empty(world)?;
+        world.cli().run(&["pin", "podman/trainer"])?;
+        let said = podman.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/maps"])?;
+        ensure!(said.contains("affinode_preload"), "{said}");
+        let said = podman.run(&["exec", "--tty", "trainer", "tty"])?;
+        ensure!(said.starts_with("/dev/pts/"), "{said}");
+        ensure!(worker.verify()?, "its memory is not as it was");
+        world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
+
+        podman.run(&["restart", "--time=1", "trainer"])?;
+        worker.wait_filled()?;
+        let row = world.cli().wait_for(&id, "to be registered", |row| !row.processes.is_empty())?;
+        ensure!(row.restores == 0, "it is another process now: {row:?}");
+        podman.run(&["kill", "trainer"])?;
+        podman.run(&["wait", "trainer"])?;
+        let state = podman.inspect("trainer", "{{.State.Status}} {{.State.ExitCode}}")?;
+        ensure!(state == "exited 137", "{state}");
+        // It ends, although `podman rm` has not been run.
+        wait_forgotten(world, &id)?;
+        wait_gpu_empty(world)?;
+        ensure!(folders(world)? == 0, "the container's folder is left");
+        // conmon would wait for a controller that it had adopted.
+        until("conmon to end", || Ok(pids(world, "conmon")?.is_empty().then_some(())))?;
+        podman.run(&["start", "trainer"])?;
+        worker.wait_filled()?;
+        world.cli().move_out(&id)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+        podman.run(&["rm", "--force", "--time=0", "trainer"])?;
+        wait_forgotten(world, &id)
+    })
+}
+
+/// Kills the controller, then the keeper as well. The next container brings both back.
+#[test]
+fn podman_container_outlives_the_controller() -> Result<()> {
+    with_podman(|world, podman, _| {
+        let (id, mut worker) = podman.worker("trainer", WORKER_MIB, &[])?;
+        world.cli().move_out(&id)?;
+        shoot_controller(world)?;
+        let row = world.cli().wait_for_state(&id, "Offloaded")?;
+        ensure!(row.name == "podman/trainer", "{row:?}");
+        wait_gpu_empty(world)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+
+        world.cli().move_out(&id)?;
+        let keepers = pids(world, "affinode-runtime")?;
+        ensure!(keepers.len() == 1, "one keeper, not {keepers:?}");
+        kill(keepers[0], Signal::SIGKILL)?;
+        let controller = world.controller()?.context("a controller")?;
+        kill(controller.pid, Signal::SIGKILL)?;
+        let (other, _other) = podman.worker("other", WORKER_MIB, &[])?;
+        world.cli().registered(&other)?;
+        let row = world.cli().wait_for_state(&id, "Offloaded")?;
+        ensure!(row.name == "podman/trainer", "{row:?}");
+        ensure!(worker.verify()?, "its memory is not as it was");
+        shoot_controller(world)?;
+        // A container that ends while no controller runs is gone for the next one.
+        world.cli().registered(&id)?;
+        podman.run(&["rm", "--force", "--time=0", "trainer", "other"])?;
+        wait_forgotten(world, &id)?;
+        wait_forgotten(world, &other)
+    })
+}
+
+/// A container without a GPU, and one that is not managed, are those of the runtime alone.
+#[test]
+fn podman_plain_container_is_untouched() -> Result<()> {
+    with_podman(|world, podman, _| {
+        for runtime in [AFFINODE, OWN] {
+            let said = podman.output(runtime, &["--tty"], &["tty"])?;
+            ensure!(said.starts_with("/dev/pts/"), "{runtime}: {said}");
+            let [runtime, cgroup] = podman.flags(runtime);
+            let program = ["/bin/sh", "-c", "echo said; echo told >&2; exit 7"];
+            let first = ["run", "--rm", "--network=none", &runtime, &cgroup, image::PLAIN];
+            let ended = podman.execute(&[&first[..], &program].concat())?;
+            ensure!(ended.code == 7, "{runtime}: {ended:?}");
+            ensure!(ended.stdout == "said\n" && ended.stderr == "told\n", "{ended:?}");
+        }
+        let created = |name: &str, flags: &[&str]| {
+            let [runtime, cgroup] = podman.flags(AFFINODE);
+            let first = ["create", "--network=none", "--name", name, &runtime, &cgroup];
+            podman.run(&[&first, flags, &[image::PLAIN, "true"]].concat())?;
+            podman.run(&["start", "--attach", name])?;
+            Ok::<bool, anyhow::Error>(
+                podman.spec(name)? == fs::read_to_string(podman.given_spec())?,
+            )
+        };
+        ensure!(created("plain", &[])?, "the spec of a container without a GPU has changed");
+        let gpu = "--env=NVIDIA_VISIBLE_DEVICES=all";
+        ensure!(!created("gpu", &[gpu])?, "the spec of a container with a GPU is as it was");
+        // A volume over /etc: the reason is in the log that Podman reads.
+        let volume = format!("--volume={}:/etc", world.dir().join("affinode").display());
+        ensure!(created("covered", &[gpu, &volume])?, "the spec is not as it was");
+        let pid_file = podman.inspect("covered", "{{.ConmonPidFile}}")?;
+        let log = fs::read_to_string(Path::new(&pid_file).with_file_name("oci-log"))?;
+        ensure!(log.contains("runs unmanaged") && log.contains("a volume is mounted"), "{log}");
+        Ok(())
+    })
+}
+
+/// A container that its runtime cannot create leaves nothing behind.
+#[test]
+fn podman_container_that_fails_leaves_nothing() -> Result<()> {
+    with_podman(|world, podman, _| {
+        let [runtime, cgroup] = podman.flags(AFFINODE);
+        let gpu = "--env=NVIDIA_VISIBLE_DEVICES=all";
+        let first = ["run", "--network=none", gpu, &runtime, &cgroup, image::PLAIN];
+        let failed = podman.execute(&[&first[..], &["/no/such/program"]].concat())?;
+        ensure!(failed.code == 127 && failed.stderr.contains("/no/such/program"), "{failed:?}");
+        until("the container's folder to be removed", || Ok((folders(world)? == 0).then_some(())))
+    })
+}
+
+/// A container stays with the runtime that created it, and is started again after its end.
+#[test]
+fn podman_container_keeps_its_own_runtime() -> Result<()> {
+    with_podman(|world, podman, programs| {
+        podman.write_runtime(&programs.runc)?;
+        let (id, mut worker) = podman.worker("trainer", WORKER_MIB, &["--restart=on-failure"])?;
+        world.cli().move_out(&id)?;
+        podman.write_runtime(&programs.crun)?;
+        ensure!(podman.run(&["exec", "trainer", "/bin/sh", "-c", "echo here"])? == "here");
+        ensure!(worker.verify()?, "its memory is not as it was");
+        // Podman starts it again as it was told, now with crun.
+        let first = podman.inspect("trainer", "{{.State.Pid}}")?.parse()?;
+        kill(Pid::from_raw(first), Signal::SIGKILL)?;
+        worker.wait_filled()?;
+        world.cli().wait_for(&id, "to be another process", |row| {
+            row.restores == 0 && !row.processes.is_empty()
+        })?;
+        world.cli().move_out(&id)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+        podman.run(&["rm", "--force", "--time=0", "trainer"])?;
+        wait_forgotten(world, &id)
+    })
+}

@@ -1,0 +1,156 @@
+//! The OCI runtime of Affinode, for engines that take no shim: Podman and CRI-O.
+//!
+//! ```text
+//! podman ── conmon ── affinode-runtime create ── edits config.json ─── becomes crun or runc
+//!                            └─ follow: waits for the end of `create`, keeps the announcement
+//! podman ──────────── affinode-runtime start ────────────────────────── becomes crun or runc
+//!                            └─ follow: announces, starts the controller, keeps it alive
+//! podman ──────────── affinode-runtime kill, delete, exec, … ────────── becomes crun or runc
+//! ```
+//!
+//! No process of Affinode stays with the container. Its announcement is in its folder, where the
+//! next controller finds it, with the container's first process, whose end is the container's.
+//!
+//! | module | content |
+//! | --- | --- |
+//! | [`cli`] | the command line, as far as it matters here |
+//! | [`runtime`] | the runtime that this process becomes |
+//! | [`follow`], [`keeper`] | the processes that announce a container and keep the controller alive |
+//! | [`names`] | namespace and name of a container |
+//! | [`log`] | messages, where the engine reads those of a runtime |
+//!
+//! If any part of Affinode fails, the container starts as with the runtime alone.
+
+pub mod cli;
+pub mod follow;
+pub mod keeper;
+pub mod log;
+pub mod names;
+pub mod runtime;
+
+use std::ffi::OsString;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use affinode_proto::api::control::Announcement;
+use containerd_shim_protos::api::CreateTaskRequest;
+use tracing::{error, warn};
+
+use crate::bundle::Bundle;
+use crate::create;
+use crate::paths::{ShimPaths, container_key};
+use crate::{EngineOf, report, spec};
+use cli::{NewContainer, OciCommand, OciInvocation};
+use follow::{FollowOrder, FollowedStep};
+use runtime::OciRuntime;
+
+/// The name of the binary.
+pub const BINARY: &str = "affinode-runtime";
+
+/// Returns the runtime that the node's configuration names; empty if it names none.
+pub type RuntimeOf = fn(&Path) -> PathBuf;
+
+/// Runs the command in `args` (the program's name first): edits the container if the command
+/// creates one, then becomes the runtime. Returns only if that fails.
+pub fn run(
+    args: impl Iterator<Item = OsString>,
+    engine_of: EngineOf,
+    runtime_of: RuntimeOf,
+) -> ExitCode {
+    let argv: Vec<OsString> = args.skip(1).collect();
+    if let Some(code) = follow::main(&argv) {
+        return code;
+    }
+    let invocation = OciInvocation::parse(&argv);
+    log::init(&invocation.log);
+    let paths = ShimPaths::from_env();
+    let runtime = match OciRuntime::find(&runtime_of(&paths.config), &invocation) {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            error!("{}", report(&error));
+            return crate::fail_as(BINARY, &report(&error));
+        }
+    };
+    let found = match &invocation.command {
+        OciCommand::Create(container) => prepare(&paths, container, engine_of)
+            .map(|key| (key, container.id.as_str(), FollowedStep::Create)),
+        OciCommand::Run(container) => prepare(&paths, container, engine_of)
+            .map(|key| (key, container.id.as_str(), FollowedStep::Run)),
+        OciCommand::Start { id } => {
+            known(&paths, id).map(|key| (key, id.as_str(), FollowedStep::Start))
+        }
+        OciCommand::Other => None,
+    };
+    if let Some((key, id, step)) = found {
+        let root = invocation.root.clone();
+        let order = FollowOrder { key, id: id.to_owned(), runtime: runtime.clone(), root, step };
+        if let Err(error) = follow::spawn(&paths, &order) {
+            warn!("container {id}: runs unmanaged: cannot announce it: {error}");
+        }
+    }
+    let error = runtime.replace(&argv);
+    error!("cannot run {}: {error}", runtime.path.display());
+    crate::fail_as(BINARY, &format!("cannot run {}: {error}", runtime.path.display()))
+}
+
+/// Edits a container that will be created, and keeps its announcement. Returns the key of a
+/// container that is managed.
+fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> Option<String> {
+    let id = &container.id;
+    let bundle = container.bundle.clone().or_else(|| std::env::current_dir().ok())?;
+    let mut request = CreateTaskRequest::new();
+    request.id.clone_from(id);
+    bundle.to_str()?.clone_into(&mut request.bundle);
+    // The runtime says what is wrong with a spec that cannot be read.
+    let spec = Bundle::new(&bundle).read_spec().ok()?;
+    let namespace = names::namespace(&spec);
+    if is_rootless() {
+        if spec::decide(&spec).manage {
+            warn!(
+                "container {id}: runs unmanaged: its engine is rootless; run it as root to manage it"
+            );
+        }
+        return None;
+    }
+    let preparing = paths.clone();
+    // As in the shim, a fault in the edit is not one of the container.
+    let prepared = std::thread::spawn(move || {
+        create::prepare(&preparing, namespace, &request, engine_of).container
+    });
+    let Ok(announcement) = prepared.join() else {
+        warn!("container {id}: runs unmanaged: the edit of its spec failed");
+        return None;
+    };
+    let mut announcement = announcement?;
+    name(&mut announcement);
+    match paths.container(&announcement.key).keep(&announcement) {
+        Ok(_) => Some(announcement.key),
+        Err(error) => {
+            warn!("container {id}: runs unmanaged: cannot keep its announcement: {error}");
+            None
+        }
+    }
+}
+
+/// Whether the engine runs for a user other than root of the machine. In a user namespace, the root
+/// folder does not belong to that namespace's root.
+fn is_rootless() -> bool {
+    let root = rustix::process::geteuid().is_root();
+    !root || std::fs::metadata("/").is_ok_and(|folder| folder.uid() != 0)
+}
+
+/// Replaces an id by the name that the engine has for the container.
+fn name(announcement: &mut Announcement) {
+    if announcement.container == announcement.id
+        && let Some(name) = names::given(std::os::unix::process::parent_id())
+    {
+        announcement.container = name;
+    }
+}
+
+/// The key of a container that was edited at its Create.
+fn known(paths: &ShimPaths, id: &str) -> Option<String> {
+    let keys = names::NAMESPACES.iter().map(|namespace| container_key(namespace, id));
+    keys.into_iter().find(|key| paths.container(key).is_kept())
+}

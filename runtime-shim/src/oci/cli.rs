@@ -1,0 +1,158 @@
+//! The command line of an OCI runtime. runc and crun accept different options, so only those that
+//! matter here are known, and those with a value of their own. All others are passed on unseen.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Options before the command that take a value: of runc, then of crun.
+const GLOBAL_VALUES: [&str; 7] =
+    ["log", "log-format", "root", "criu", "rootless", "log-level", "cgroup-manager"];
+/// Options of `create` and `run` that take a value.
+const CREATE_VALUES: [&str; 8] =
+    ["bundle", "b", "console-socket", "pid-file", "preserve-fds", "pidfd-socket", "config", "f"];
+
+/// The command of the line, as far as it concerns Affinode.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum OciCommand {
+    /// Create a container, whose program does not run yet.
+    Create(NewContainer),
+    /// Create a container and start its program.
+    Run(NewContainer),
+    /// Start the program of a container that was created.
+    Start {
+        /// Id of the container.
+        id: String,
+    },
+    /// Any other command, or a line that only the runtime can understand.
+    #[default]
+    Other,
+}
+
+/// A container that the command creates.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NewContainer {
+    /// Id of the container.
+    pub id: String,
+    /// Its bundle. `None`: the working folder.
+    pub bundle: Option<PathBuf>,
+}
+
+/// Where the runtime writes its messages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LogTarget {
+    /// Path of the file. `None`: stderr.
+    pub file: Option<PathBuf>,
+    /// Whether each line is a JSON object.
+    pub json: bool,
+}
+
+/// A parsed command line.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OciInvocation {
+    /// Where to write messages.
+    pub log: LogTarget,
+    /// Folder in which the runtime keeps the state of containers. `None`: its default.
+    pub root: Option<PathBuf>,
+    /// The command that the line names.
+    pub command: OciCommand,
+    /// Arguments of the command that are no options. One is the container's id.
+    pub words: Vec<String>,
+}
+
+/// An argument of the line.
+enum OciArgument<'a> {
+    Word(&'a str),
+    Option(&'a str, Option<&'a str>),
+}
+
+impl OciInvocation {
+    /// Parses the arguments after the program's name. Never fails: a line that cannot be
+    /// understood is [`OciCommand::Other`], and the runtime says what is wrong with it.
+    #[must_use]
+    pub fn parse(argv: &[OsString]) -> OciInvocation {
+        let mut invocation = OciInvocation::default();
+        let Some(words) = argv.iter().map(|arg| arg.to_str()).collect::<Option<Vec<_>>>() else {
+            return invocation;
+        };
+        let mut words = words.into_iter();
+        let command = loop {
+            let Some(word) = words.next() else { return invocation };
+            match argument(word, &GLOBAL_VALUES) {
+                OciArgument::Word(command) => break command,
+                OciArgument::Option(name, inline) => {
+                    let takes = GLOBAL_VALUES.contains(&name);
+                    let value = inline.or_else(|| takes.then(|| words.next()).flatten());
+                    invocation.set(name, value);
+                }
+            }
+        };
+        invocation.command(command, words);
+        invocation
+    }
+
+    fn set(&mut self, name: &str, value: Option<&str>) {
+        let Some(value) = value else { return };
+        match name {
+            "log" if !value.is_empty() => self.log.file = Some(value.into()),
+            "log-format" => self.log.json = value == "json",
+            "root" if !value.is_empty() => self.root = Some(value.into()),
+            _ => {}
+        }
+    }
+
+    fn command<'a>(&mut self, command: &str, mut rest: impl Iterator<Item = &'a str>) {
+        let (mut bundle, mut other_spec) = (None, false);
+        while let Some(word) = rest.next() {
+            match argument(word, &CREATE_VALUES) {
+                OciArgument::Word(word) => self.words.push(word.to_owned()),
+                OciArgument::Option(name, inline) => {
+                    let takes = CREATE_VALUES.contains(&name);
+                    let value = inline.or_else(|| takes.then(|| rest.next()).flatten());
+                    match name {
+                        "bundle" | "b" => bundle = value.map(PathBuf::from),
+                        "config" | "f" => other_spec = true,
+                        _ => {}
+                    }
+                }
+            }
+        }
+        let Some(id) = self.words.first().cloned() else { return };
+        self.command = match command {
+            // The spec is another file than the one that would be edited.
+            "create" | "run" if other_spec => OciCommand::Other,
+            "create" => OciCommand::Create(NewContainer { id, bundle }),
+            "run" => OciCommand::Run(NewContainer { id, bundle }),
+            "start" => OciCommand::Start { id },
+            _ => OciCommand::Other,
+        };
+    }
+}
+
+/// Splits an option as both runtimes write them: `--name value`, `--name=value`, one dash in place
+/// of two, and a letter with its value, `-bPATH`.
+fn argument<'a>(word: &'a str, values: &[&str]) -> OciArgument<'a> {
+    let (dashes, text) = match (word.strip_prefix("--"), word.strip_prefix('-')) {
+        (Some(text), _) => (2, text),
+        (None, Some(text)) => (1, text),
+        (None, None) => return OciArgument::Word(word),
+    };
+    if text.is_empty() {
+        // "--" ends the options, and a lone "-" is one of none.
+        return OciArgument::Option("", None);
+    }
+    if let Some((name, value)) = text.split_once('=') {
+        return OciArgument::Option(name, Some(value));
+    }
+    let letter = text.char_indices().nth(1).map(|(end, _)| text.split_at(end));
+    match letter {
+        Some((letter, value))
+            if dashes == 1 && !values.contains(&text) && values.contains(&letter) =>
+        {
+            OciArgument::Option(letter, Some(value))
+        }
+        _ => OciArgument::Option(text, None),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,84 @@
+//! Keeps a controller alive while containers without a shim exist, and announces them to it.
+//!
+//! The keeper is one process per node. A shim does this for its own containers; where systemd runs
+//! the controller, the keeper finds the one that systemd has started.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::time::Duration;
+
+use affinode_proto::api::control::Announcement;
+use tracing::{info, warn};
+
+use crate::announce::{back_off, ended, spread};
+use crate::launch::Launcher;
+use crate::paths::ShimPaths;
+use crate::report;
+use crate::rpc::RpcCaller;
+
+/// File below the run directory, locked by the keeper.
+const LOCK: &str = "keeper.lock";
+
+/// Announces a container to the controller that runs now.
+pub async fn announce(paths: &ShimPaths, announcement: Announcement) {
+    let (socket, id) = (paths.control_socket(), announcement.id.clone());
+    let call = move || RpcCaller::control(&socket)?.announce(announcement);
+    match tokio::task::spawn_blocking(call).await {
+        Ok(Ok(warnings)) => {
+            for warning in warnings {
+                warn!("container {id}: {warning}");
+            }
+        }
+        Ok(Err(error)) => {
+            warn!("container {id}: cannot announce it to the controller: {}", report(&error));
+        }
+        Err(error) => warn!("container {id}: cannot announce it to the controller: {error}"),
+    }
+}
+
+/// Stays until no announcement is kept. Returns at once if another keeper stays.
+pub async fn keep(launcher: &Launcher) {
+    // The announcement of a container may be kept after the last look: it is seen by the second
+    // look, because its own keeper has ended at the lock.
+    while launcher.paths.keeps_any() {
+        match lock(&launcher.paths) {
+            Ok(Some(_lock)) => watch(launcher).await,
+            Ok(None) => return,
+            Err(error) => return warn!("controller: nothing keeps it alive: {error}"),
+        }
+    }
+}
+
+fn lock(paths: &ShimPaths) -> io::Result<Option<std::fs::File>> {
+    let path = paths.run_dir.join(LOCK);
+    let file =
+        OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path)?;
+    match file.try_lock() {
+        Ok(()) => Ok(Some(file)),
+        Err(std::fs::TryLockError::WouldBlock) => Ok(None),
+        Err(std::fs::TryLockError::Error(error)) => Err(error),
+    }
+}
+
+async fn watch(launcher: &Launcher) {
+    let mut failures = 0;
+    while launcher.paths.keeps_any() {
+        let pause = match launcher.connect().await {
+            Ok(stream) => {
+                failures = 0;
+                ended(&mut Some(stream)).await;
+                info!("controller: the connection ended");
+                Duration::ZERO
+            }
+            Err(error) => {
+                if failures == 0 {
+                    warn!("controller: cannot connect: {}", report(&error));
+                }
+                failures += 1;
+                back_off(failures - 1)
+            }
+        };
+        tokio::time::sleep(pause + spread()).await;
+    }
+}
