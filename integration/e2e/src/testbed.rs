@@ -406,7 +406,9 @@ impl Drop for Testbed {
     }
 }
 
-fn is_controller(process: &Process) -> bool {
+/// Whether a process is the controller of a testbed.
+#[must_use]
+pub fn is_controller(process: &Process) -> bool {
     process.command.trim_end().ends_with("containerd-shim-affinode-v1 controller")
 }
 

@@ -7,7 +7,7 @@ use affinode_e2e::{
     image,
     podman::{AFFINODE, OWN, Podman, PodmanPrograms},
     processes,
-    testbed::{MIB, Testbed, TestbedConfig},
+    testbed::{MIB, Testbed, TestbedConfig, is_controller},
     wait::until,
 };
 use anyhow::{Context, Result, ensure};
@@ -74,6 +74,12 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         ensure!(row.name == "podman/trainer", "{row:?}");
         ensure!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
         wait_gpu_empty(world)?;
+        // conmon adopts what its descendants leave, and newer versions wait for it at their end.
+        for monitor in pids(world, "conmon")? {
+            let ours = processes::named("affinode-", monitor.as_raw())?;
+            let kept = ours.iter().find(|process| process.command.contains("followed"));
+            ensure!(kept.is_none() && !ours.iter().any(is_controller), "below conmon: {ours:?}");
+        }
         world.cli().run(&["pin", "podman/trainer"])?;
         let said = podman.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/maps"])?;
         ensure!(said.contains("affinode_preload"), "{said}");
@@ -94,7 +100,6 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         wait_forgotten(world, &id)?;
         wait_gpu_empty(world)?;
         ensure!(folders(world)? == 0, "the container's folder is left");
-        // conmon would wait for a controller that it had adopted.
         until("conmon to end", || Ok(pids(world, "conmon")?.is_empty().then_some(())))?;
         podman.run(&["start", "trainer"])?;
         worker.wait_filled()?;
