@@ -12,11 +12,11 @@ use clap::ValueEnum;
 use super::{CliError, OutputFormat};
 use crate::install::{
     self, DOCKER_SOCKET, DockerRequest, DockerState, FileState, HandlerState, InstallOptions,
-    InstallStatus, RestartRequest, SourceFile,
+    InstallStatus, PODMAN_FOLDER, PodmanRequest, RestartRequest, SourceFile,
 };
 
-/// Install Affinode on this node: programs, library, a handler in containerd's configuration, and a
-/// runtime in Docker's if Docker runs. Compares containerd's whole configuration before and after,
+/// Install Affinode on this node: programs, library, a handler in containerd's configuration, a
+/// runtime in Docker's if Docker runs, and one in Podman's if Podman is installed. Compares containerd's whole configuration before and after,
 /// and restores it if anything but the handler differs or containerd does not start with it; asks
 /// dockerd whether it serves the runtime, and restores its file if not.
 #[derive(Debug, clap::Args)]
@@ -44,11 +44,35 @@ pub struct InstallArgs {
     /// Leave Docker's configuration as it is.
     #[arg(long)]
     no_docker: bool,
+    /// Register the runtime in Podman, also with --containerd or --host-root, by a file in this
+    /// folder. Without this option that is done where Podman is installed.
+    #[arg(
+        long,
+        value_name = "DIR",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = PODMAN_FOLDER,
+        conflicts_with = "no_podman"
+    )]
+    podman: Option<PathBuf>,
+    /// Leave Podman's configuration as it is.
+    #[arg(long)]
+    no_podman: bool,
     #[command(flatten)]
     places: InstallPaths,
 }
 
 impl InstallArgs {
+    /// As [`InstallArgs::docker`].
+    fn podman(&self) -> PodmanRequest {
+        let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
+        match &self.podman {
+            Some(folder) => PodmanRequest::Required(folder.clone()),
+            None if self.no_podman || elsewhere => PodmanRequest::Never,
+            None => PodmanRequest::Detected,
+        }
+    }
+
     /// A call that names a containerd, or a node from a container of it, is not about Docker.
     fn docker(&self) -> DockerRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
@@ -146,6 +170,7 @@ impl InstallPaths {
             runtime_name,
             restart,
             docker: DockerRequest::Never,
+            podman: PodmanRequest::Never,
             drain: Duration::ZERO,
             dry_run: self.dry_run,
         })
@@ -157,8 +182,8 @@ pub fn install(out: &mut dyn Write, asked: InstallArgs) -> Result<(), CliError> 
         Some(folder) => SourceFile::of(folder)?,
         None => SourceFile::of(&own_folder()?)?,
     };
-    let docker = asked.docker();
-    let options = InstallOptions { docker, ..asked.places.options(asked.runtime_name)? };
+    let (docker, podman) = (asked.docker(), asked.podman());
+    let options = InstallOptions { docker, podman, ..asked.places.options(asked.runtime_name)? };
     let steps = install::install(&options, &source)?;
     match asked.output {
         // JSON on one line, for programs.
@@ -193,6 +218,7 @@ pub fn status(out: &mut dyn Write, asked: StatusArgs) -> Result<(), CliError> {
         runtime_name: String::new(),
         restart: RestartRequest::None,
         docker,
+        podman: PodmanRequest::Never,
         drain: Duration::ZERO,
         dry_run: true,
     };
@@ -265,10 +291,16 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
     for (what, state) in rows {
         writeln!(out, "{what:width$}  {state}")?;
     }
-    match status.running_shims {
-        0 => writeln!(out, "no container uses Affinode")?,
-        1 => writeln!(out, "1 shim runs")?,
-        shims => writeln!(out, "{shims} shims run")?,
+    match (status.running_shims, status.running_podman) {
+        (0, 0) => writeln!(out, "no container uses Affinode")?,
+        (0, _) => {}
+        (1, _) => writeln!(out, "1 shim runs")?,
+        (shims, _) => writeln!(out, "{shims} shims run")?,
+    }
+    match status.running_podman {
+        0 => {}
+        1 => writeln!(out, "1 container or command of Podman runs")?,
+        running => writeln!(out, "{running} containers or commands of Podman run")?,
     }
     Ok(())
 }

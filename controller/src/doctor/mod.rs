@@ -170,6 +170,19 @@ fn on_path(folders: impl Iterator<Item = PathBuf>, program: &str) -> Option<Path
     folders.map(|folder| folder.join(program)).find(|path| is_program(path))
 }
 
+/// Whether a program of this name is in PATH.
+pub(crate) fn is_on_path(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    on_path(std::env::split_paths(&path), program).is_some()
+}
+
+/// Number of processes whose arguments, which end with a zero byte each, match.
+pub(crate) fn processes_with(matches: impl Fn(&[u8]) -> bool) -> usize {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let lines = entries.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
+    lines.filter(|argv| matches(argv)).count()
+}
+
 fn is_program(path: &Path) -> bool {
     use std::os::unix::fs::PermissionsExt;
     std::fs::metadata(path)

@@ -14,7 +14,7 @@ use toml::{Table, Value};
 use super::{
     edit::ConfigEdit,
     handler::{self, HandlerSpec},
-    imports,
+    imports, podman,
     record::AddedBlock,
     target::{self, InstallTarget},
 };
@@ -60,7 +60,7 @@ pub enum RestartRequest {
 pub enum NodeError {
     /// No containerd was found.
     #[error(
-        "no containerd found: start it, or pass its socket with --containerd; affinode run works without containerd: {}",
+        "no containerd found: start it, or pass its socket with --containerd; with --podman it is installed for Podman alone; affinode run works without containerd: {}",
         super::NO_HANDLER
     )]
     Absent(#[from] ContainerdAbsent),
@@ -340,13 +340,14 @@ fn unit_of(cgroups: &str) -> Option<&str> {
     segments.filter_map(|segment| segment.strip_suffix(".service")).find(theirs)
 }
 
-/// Waits until no shim of the installation and no job runs. Returns the numbers of shims and jobs
-/// that still run after `within`.
-pub fn drain(prefix: &Path, within: Duration) -> (usize, usize) {
+/// Waits until no shim of the installation, no job and no container of Podman runs. Returns how
+/// many still run after `within`.
+pub fn drain(prefix: &Path, within: Duration) -> (usize, usize, usize) {
     let began = Instant::now();
     loop {
-        match (running_shims(prefix), jobs::running(&daemon::run_dir())) {
-            left if left == (0, 0) || began.elapsed() >= within => return left,
+        let jobs = jobs::running(&daemon::run_dir());
+        match (running_shims(prefix), jobs, podman::running(prefix)) {
+            left if left == (0, 0, 0) || began.elapsed() >= within => return left,
             _ => thread::sleep(LOOK_EVERY),
         }
     }

@@ -11,6 +11,7 @@ use std::{
 use affinode_proto::paths;
 use sha2::{Digest, Sha256};
 
+use super::podman::{self, PodmanFile, PodmanPlan};
 use crate::doctor::{library, programs::SHIM};
 
 /// File name of the command-line program.
@@ -23,6 +24,11 @@ pub struct SourceFile {
     command: Arc<[u8]>,
     shim: Arc<[u8]>,
     library: Arc<[u8]>,
+    /// The runtime for Podman. `None`: the folder has none.
+    runtime: Option<Arc<[u8]>>,
+    /// The folder in which they were found.
+    folder: PathBuf,
+    podman: PodmanPlan,
 }
 
 /// Reason why a file was not installed or removed.
@@ -78,19 +84,55 @@ impl SourceFile {
             command: read(&find(COMMAND)?)?.into(),
             shim: read(&find(SHIM)?)?.into(),
             library: library.into(),
+            runtime: find(podman::RUNTIME)
+                .ok()
+                .map(|path| read(&path))
+                .transpose()?
+                .map(Into::into),
+            podman: PodmanPlan::LeftOut,
+            folder: folder.to_owned(),
         })
     }
 
+    /// The same files, with those for Podman.
+    ///
+    /// # Errors
+    /// [`FileError`]: Podman was asked for, and its runtime is not in the folder.
+    pub(super) fn with_podman(&self, plan: PodmanPlan, required: bool) -> Result<Self, FileError> {
+        let mut source = self.clone();
+        match self.runtime {
+            Some(_) => source.podman = plan,
+            None if required => {
+                let folder = self.folder.clone();
+                return Err(FileError::Missing { file: podman::RUNTIME, folder });
+            }
+            None => {}
+        }
+        Ok(source)
+    }
+
+    /// Whether the files for Podman are installed.
+    pub(super) fn has_podman(&self) -> bool {
+        self.podman != PodmanPlan::LeftOut
+    }
+
     /// The content of each file, its target path and its mode.
-    pub(super) fn places(&self, prefix: &Path) -> [(Arc<[u8]>, PathBuf, u32); 3] {
+    pub(super) fn places(&self, prefix: &Path) -> Vec<(Arc<[u8]>, PathBuf, u32)> {
         let bin =
             |bytes: &Arc<[u8]>, name| (Arc::clone(bytes), prefix.join("bin").join(name), 0o755);
         let library = prefix.join("lib/affinode").join(paths::LIB_FILE);
-        [
+        let mut places = vec![
             bin(&self.command, COMMAND),
             bin(&self.shim, SHIM),
             (Arc::clone(&self.library), library, 0o644),
-        ]
+        ];
+        if let PodmanPlan::Register(file) = &self.podman {
+            places.extend(self.runtime.iter().map(|runtime| bin(runtime, podman::RUNTIME)));
+            // The file names the program, so it comes after it.
+            let conf = |file: &PodmanFile| (file.text.as_bytes().into(), file.path.clone(), 0o644);
+            places.extend(file.as_ref().map(conf));
+        }
+        places
     }
 }
 

@@ -23,6 +23,7 @@ mod handler;
 pub(crate) mod imports;
 mod lock;
 mod plan;
+mod podman;
 mod record;
 mod removal;
 mod status;
@@ -38,6 +39,7 @@ pub use containerd::{NodeError, RestartRequest};
 pub use docker::{DockerError, DockerRequest, DockerState, DockerStatus, SOCKET as DOCKER_SOCKET};
 pub use edit::EditError;
 pub use files::{FileError, SourceFile};
+pub use podman::{FOLDER as PODMAN_FOLDER, PodmanRequest};
 pub use record::RecordError;
 pub use status::{FileState, HandlerState, InstallStatus, status};
 pub(crate) use target::RENDERED;
@@ -74,6 +76,8 @@ pub struct InstallOptions {
     pub restart: RestartRequest,
     /// Whether the runtime is registered in Docker.
     pub docker: DockerRequest,
+    /// Whether the runtime is registered in Podman.
+    pub podman: PodmanRequest,
     /// Maximum time for which an uninstallation waits for running containers and jobs.
     pub drain: Duration,
     /// Whether to report the steps without doing them.
@@ -161,6 +165,12 @@ pub enum InstallError {
         if *.0 == 1 { "1 job of `affinode run` is".to_owned() } else { format!("{} jobs of `affinode run` are", .0) }
     )]
     Jobs(usize),
+    /// Podman could not end running containers.
+    #[error(
+        "{} running with affinode-runtime: end the containers first (`podman ps`), Podman could not end them without it; --drain 10m waits for their end",
+        if *.0 == 1 { "1 container or command of Podman is".to_owned() } else { format!("{} containers or commands of Podman are", .0) }
+    )]
+    Podman(usize),
     /// The folder contains no record of an installation.
     #[error("no record of an installation in {}: nothing is installed, or it was installed with another --state-dir", .0.display())]
     NotInstalled(PathBuf),
@@ -191,8 +201,14 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let mut lock = lock(options)?;
     let older = InstallRecord::read(&options.state_dir)?;
     let docker = DockerPlan::of(options, older.as_ref())?;
+    let required = matches!(options.podman, PodmanRequest::Required(_));
+    let source = &source.with_podman(podman::PodmanPlan::of(options, older.as_ref())?, required)?;
     let node = ContainerdNode::find(options.socket(older.as_ref()));
-    if docker::is_alone(&docker, options, older.as_ref(), &node) {
+    let known = older.as_ref().is_some_and(podman::is_recorded);
+    // A containerd that is installed and does not run is an error, unless Podman is asked for.
+    let lone = required || known || !podman::has_containerd();
+    let podman = source.has_podman() && (node.is_ok() || lone);
+    if docker::is_alone(&docker, podman, options, older.as_ref(), &node) {
         return docker::install_alone(&docker, options, source, lock, older);
     }
     let node = node?;
@@ -376,9 +392,10 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         return Err(InstallError::NotInstalled(options.state_dir.clone()));
     };
     match containerd::drain(&options.prefix, options.drain) {
-        (0, 0) => {}
-        (0, jobs) => return Err(InstallError::Jobs(jobs)),
-        (shims, _) => return Err(InstallError::InUse(shims)),
+        (0, 0, 0) => {}
+        (0, 0, podman) => return Err(InstallError::Podman(podman)),
+        (0, jobs, _) => return Err(InstallError::Jobs(jobs)),
+        (shims, ..) => return Err(InstallError::InUse(shims)),
     }
     let docker = DockerPlan::of_removal(&options.state_dir)?;
     let node = ContainerdNode::find(options.socket(Some(&record)));

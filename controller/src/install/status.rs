@@ -9,7 +9,7 @@ use super::{
     containerd::ContainerdNode,
     docker, files,
     handler::{HandlerSpec, HandlerVerdict},
-    plan,
+    plan, podman,
     record::{AddedBlock, InstallRecord},
 };
 
@@ -26,6 +26,9 @@ pub struct InstallStatus {
     pub docker: Option<DockerStatus>,
     /// Number of running shims of this installation.
     pub running_shims: usize,
+    /// Number of running containers of Podman, and of commands in them, that need the installed
+    /// runtime.
+    pub running_podman: usize,
     /// Whether everything is unchanged and served by containerd and Docker.
     pub in_place: bool,
 }
@@ -118,11 +121,21 @@ pub fn status(options: &InstallOptions) -> Result<Option<InstallStatus>, Install
         _ => docker::status(&options.state_dir)?,
     };
     let in_docker = docker.as_ref().is_none_or(|d| d.state == DockerState::Served);
-    // Where Docker alone runs containers, there is no handler.
-    let served = handler.as_ref().map_or(docker.is_some(), |h| h.state == HandlerState::Served);
+    // Where Docker or Podman alone runs containers, there is no handler.
+    let alone = docker.is_some() || podman::is_recorded(&record);
+    let served = handler.as_ref().map_or(alone, |h| h.state == HandlerState::Served);
+    let running_podman = podman::running(&options.prefix);
     let former = record.former.iter().map(|added| added.runtime_name.clone()).collect();
     let in_place = served && in_docker && seen.iter().all(|file| file.state == FileState::InPlace);
-    Ok(Some(InstallStatus { files: seen, handler, former, docker, running_shims, in_place }))
+    Ok(Some(InstallStatus {
+        files: seen,
+        handler,
+        former,
+        docker,
+        running_shims,
+        running_podman,
+        in_place,
+    }))
 }
 
 fn judge(

@@ -100,7 +100,7 @@ impl<'a> Podman<'a> {
             run(world.keeper().command(Path::new("umount")).arg(UNIFIED))?;
         }
         podman.write_runtime(&podman.programs.crun)?;
-        fs::write(podman.config_file(), podman.config())?;
+        podman.register(REGISTER)?;
         let (store, run) = (world.dir().join(STORE).join("podman"), world.dir().join("podman-run"));
         let storage =
             format!("[storage]\ndriver = \"overlay\"\ngraphroot = {store:?}\nrunroot = {run:?}\n");
@@ -159,7 +159,11 @@ impl<'a> Podman<'a> {
         Ok(fs::rename(fresh, self.runtime())?)
     }
 
-    fn config(&self) -> String {
+    /// Configures Podman with the text of such a file.
+    ///
+    /// # Errors
+    /// When the configuration cannot be written.
+    pub fn register(&self, text: &str) -> Result<()> {
         let own = format!(
             r#"[engine]
 cgroup_manager = "cgroupfs"
@@ -170,11 +174,13 @@ tmp_dir = "{}"
 "#,
             self.world.dir().join("podman-tmp").display(),
         );
-        let registered = REGISTER
+        let registered = text
             .replace("[engine]\n", &own)
             .replace(INSTALLED, &self.runtime().display().to_string());
         let path = self.programs.crun.display();
-        format!("{registered}{OWN} = [\"{path}\"]\n[containers]\ndefault_ulimits = []\n")
+        let config =
+            format!("{registered}{OWN} = [\"{path}\"]\n[containers]\ndefault_ulimits = []\n");
+        Ok(fs::write(self.config_file(), config)?)
     }
 
     /// Runs the command `podman` below the testbed's supervisor, to which Podman's processes belong

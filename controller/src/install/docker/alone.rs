@@ -1,4 +1,4 @@
-//! The installation on a machine where only Docker runs containers: CRI is disabled in its
+//! The installation on a machine where only Docker or Podman runs containers: CRI is disabled in its
 //! containerd, or that containerd belongs to dockerd. There is no handler to add.
 
 use std::path::Path;
@@ -24,15 +24,16 @@ use crate::{
 /// Names under which CRI can be disabled. The first is in the files of Docker's packages.
 const CRI: [&str; 3] = ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
-/// Whether there is a Docker, but no containerd that can have a handler.
+/// Whether there is a Docker or a Podman, but no containerd that can have a handler.
 pub fn is_alone(
     docker: &DockerPlan,
+    podman: bool,
     options: &InstallOptions,
     older: Option<&InstallRecord>,
     node: &Result<ContainerdNode, NodeError>,
 ) -> bool {
     let has_handler = older.is_some_and(|older| older.block.is_some());
-    if matches!(docker, DockerPlan::LeftOut) || has_handler {
+    if matches!(docker, DockerPlan::LeftOut) && !podman || has_handler {
         return false;
     }
     match node {

@@ -35,6 +35,7 @@ mod nvml;
 mod offload;
 mod on_oom;
 mod podman;
+mod podman_install;
 mod pods;
 mod policy;
 mod prefault;

@@ -29,6 +29,7 @@ const OLD_PACKAGES: [&str; 4] = ["libc6", "libc6-dev", "libgcc-s1", "linux-libc-
 pub struct Built {
     pub command: PathBuf,
     pub shim: PathBuf,
+    pub runtime: PathBuf,
     pub library: PathBuf,
     pub cluster: PathBuf,
 }
@@ -42,7 +43,7 @@ impl Built {
 
     fn newest_glibc(&self) -> Result<(u32, u32)> {
         let mut newest = (2, 17);
-        for program in [&self.command, &self.shim, &self.library] {
+        for program in [&self.command, &self.shim, &self.runtime, &self.library] {
             let needs = sh::read(Command::new("readelf").arg("--version-info").arg(program))?;
             newest = needs.split("Name: GLIBC_").skip(1).filter_map(version).fold(newest, Ord::max);
         }
@@ -65,6 +66,7 @@ pub fn of(artifacts: &Artifacts) -> Result<Built> {
     Ok(Built {
         command: artifacts.bin("affinode")?,
         shim: artifacts.bin("containerd-shim-affinode-v1")?,
+        runtime: artifacts.bin("affinode-runtime")?,
         library: artifacts.lib_dir().join("libaffinode_preload.so"),
         cluster: artifacts.bin("affinode-cluster")?,
     })
@@ -77,7 +79,7 @@ pub fn release() -> Result<Built> {
     let old = sysroot.as_deref();
     let command = ["--release", "-p", "affinode-controller", "--bin", "affinode"];
     cargo(GNU, old, &command)?;
-    let shim = ["--release", "-p", "affinode-shim", "--bin", "containerd-shim-affinode-v1"];
+    let shim = ["--release", "-p", "affinode-shim", "--bins"];
     cargo(GNU, old, &shim)?;
     let library = ["--profile", "preload", "-p", "affinode-preload", "--lib"];
     cargo(GNU, old, &[&library[..], &["--crate-type", "cdylib"]].concat())?;
@@ -88,6 +90,7 @@ pub fn release() -> Result<Built> {
     let built = Built {
         command: built(GNU, "release/affinode"),
         shim: built(GNU, "release/containerd-shim-affinode-v1"),
+        runtime: built(GNU, "release/affinode-runtime"),
         library: built(GNU, "preload/libaffinode_preload.so"),
         cluster: built(MUSL, "release/affinode-cluster"),
     };

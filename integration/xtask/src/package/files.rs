@@ -46,6 +46,7 @@ const DOCUMENTS: [(&str, &str); 10] = [
 pub struct Programs {
     pub command: Vec<u8>,
     pub shim: Vec<u8>,
+    pub runtime: Vec<u8>,
     pub cluster: Vec<u8>,
     pub library: Vec<u8>,
 }
@@ -55,6 +56,7 @@ impl Programs {
         Ok(Programs {
             command: stripped(&built.command)?,
             shim: stripped(&built.shim)?,
+            runtime: stripped(&built.runtime)?,
             cluster: stripped(&built.cluster)?,
             library: read(&built.library)?,
         })
@@ -63,9 +65,11 @@ impl Programs {
 
 pub fn all(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
     let mut tree = Tree::default();
-    for (name, program) in
-        [("affinode", &programs.command), ("containerd-shim-affinode-v1", &programs.shim)]
-    {
+    for (name, program) in [
+        ("affinode", &programs.command),
+        ("containerd-shim-affinode-v1", &programs.shim),
+        ("affinode-runtime", &programs.runtime),
+    ] {
         tree.program(format!("{HOME}/bin/{name}"), program.clone());
     }
     tree.file(format!("{HOME}/lib/libaffinode_preload.so"), programs.library.clone());
