@@ -73,6 +73,8 @@ pub fn run(
         }
     };
     let found = match &invocation.command {
+        // The runtime refuses an id that is in use. Its container keeps its folder.
+        OciCommand::Create(_) | OciCommand::Run(_) if runtime.has(&invocation) => None,
         OciCommand::Create(container) => prepare(&paths, container, engine_of)
             .map(|key| (key, container.id.as_str(), FollowedStep::Create)),
         OciCommand::Run(container) => prepare(&paths, container, engine_of)

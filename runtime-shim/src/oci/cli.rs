@@ -93,7 +93,7 @@ impl OciInvocation {
     fn set(&mut self, name: &str, value: Option<&str>) {
         let Some(value) = value else { return };
         match name {
-            "log" if !value.is_empty() => self.log.file = Some(value.into()),
+            "log" => self.log.file = log_file(value),
             "log-format" => self.log.json = value == "json",
             "root" if !value.is_empty() => self.root = Some(value.into()),
             _ => {}
@@ -126,6 +126,14 @@ impl OciInvocation {
             _ => OciCommand::Other,
         };
     }
+}
+
+/// The file that `--log` names. crun also takes a destination before a colon, and only one of these
+/// is a file.
+fn log_file(value: &str) -> Option<PathBuf> {
+    let elsewhere = ["journald:", "syslog:"].iter().any(|kind| value.starts_with(kind));
+    let path = value.strip_prefix("file:").unwrap_or(value);
+    (!elsewhere && !path.is_empty()).then(|| path.into())
 }
 
 /// Splits an option as both runtimes write them: `--name value`, `--name=value`, one dash in place

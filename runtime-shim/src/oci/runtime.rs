@@ -66,16 +66,17 @@ impl OciRuntime {
             named(configured, &folders, own.as_deref())?
         };
         let new = matches!(invocation.command, OciCommand::Create(_) | OciCommand::Run(_));
+        let owner =
+            std::iter::once(&first).chain(&others).find(|runtime| !new && runtime.has(invocation));
+        Ok(owner.unwrap_or(&first).clone())
+    }
+
+    /// Whether the runtime has created the container that the command names.
+    #[must_use]
+    pub fn has(&self, invocation: &OciInvocation) -> bool {
         let run_dirs =
             [Some(PathBuf::from("/run")), std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from)];
-        let owner = std::iter::once(&first).chain(&others).find(|runtime| {
-            !new && runtime.has_any(
-                &invocation.words,
-                invocation.root.as_deref(),
-                run_dirs.iter().flatten(),
-            )
-        });
-        Ok(owner.unwrap_or(&first).clone())
+        self.has_any(&invocation.words, invocation.root.as_deref(), run_dirs.iter().flatten())
     }
 
     /// Whether the runtime has created one of these containers.

@@ -128,7 +128,7 @@ fn podman_container_outlives_the_controller() -> Result<()> {
         kill(keepers[0], Signal::SIGKILL)?;
         let controller = world.controller()?.context("a controller")?;
         kill(controller.pid, Signal::SIGKILL)?;
-        let (other, _other) = podman.worker("other", WORKER_MIB, &[])?;
+        let (other, _other) = podman.worker("other", WORKER_MIB, &["--read-only"])?;
         world.cli().registered(&other)?;
         let row = world.cli().wait_for_state(&id, "Offloaded")?;
         ensure!(row.name == "podman/trainer", "{row:?}");
@@ -174,6 +174,26 @@ fn podman_plain_container_is_untouched() -> Result<()> {
         let pid_file = podman.inspect("covered", "{{.ConmonPidFile}}")?;
         let log = fs::read_to_string(Path::new(&pid_file).with_file_name("oci-log"))?;
         ensure!(log.contains("runs unmanaged") && log.contains("a volume is mounted"), "{log}");
+        Ok(())
+    })
+}
+
+/// A runtime refuses an id that is in use. The container of that id keeps its folder.
+#[test]
+fn podman_container_survives_a_second_create() -> Result<()> {
+    with_podman(|world, podman, _| {
+        let (id, mut worker) = podman.worker("trainer", WORKER_MIB, &[])?;
+        world.cli().move_out(&id)?;
+        let spec = podman.inspect("trainer", "{{.OCIConfigPath}}")?;
+        let bundle = Path::new(&spec).parent().context("a bundle")?;
+        let mut create = world.keeper().command(&podman.runtime());
+        let refused = create.arg("create").arg("--bundle").arg(bundle).arg(&id).output()?;
+        ensure!(!refused.status.success(), "{refused:?}");
+        let said = podman.run(&["exec", "trainer", "/bin/sh", "-c", "ls /.affinode/run"])?;
+        ensure!(said.contains("agent.sock"), "{said}");
+        shoot_controller(world)?;
+        world.cli().wait_for_state(&id, "Offloaded")?;
+        ensure!(worker.verify()?, "its memory is not as it was");
         Ok(())
     })
 }

@@ -36,6 +36,16 @@ fn run_and_start_name_their_container() {
     assert_eq!(parse("--root=/r start c1").command, OciCommand::Start { id: "c1".into() });
 }
 
+#[test]
+fn log_is_written_to_files_alone() {
+    let file = |value: &str| parse(&format!("--log={value} start c1")).log.file;
+    assert_eq!(file("file:/u/log"), Some("/u/log".into()));
+    assert_eq!(file("/u/log:1"), Some("/u/log:1".into()));
+    for elsewhere in ["journald:affinode", "syslog:x", "file:", ""] {
+        assert_eq!(file(elsewhere), None, "{elsewhere}");
+    }
+}
+
 /// Words that a command of the runtime has, and that name no container to edit.
 #[test]
 fn all_other_commands_pass_unseen() {
