@@ -212,15 +212,22 @@ pub fn process_runs(names: &[&str]) -> bool {
         .any(|comm| names.contains(&comm.trim_end()))
 }
 
-/// The checks of containerd's process and its version.
+/// The checks of containerd's process and its version. `podman_alone`: Podman is installed, and
+/// containerd is not.
 #[must_use]
-pub fn judge(found: &Result<ContainerdProcess, ContainerdAbsent>) -> Vec<DoctorCheck> {
+pub fn judge(
+    found: &Result<ContainerdProcess, ContainerdAbsent>,
+    podman_alone: bool,
+) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("containerd");
     match found {
         Ok(daemon) => {
             let place = format!("{} (process {})", daemon.socket.display(), daemon.pid);
             group.good("daemon", place);
             judge_version(&mut group, &daemon.version);
+        }
+        Err(ContainerdAbsent::NoSocket(_)) if podman_alone => {
+            group.good("daemon", "not installed; Podman does not need it");
         }
         Err(why) => {
             let hint = "install and start containerd, or pass its socket with --containerd";
@@ -290,10 +297,13 @@ mod tests {
     fn a_dead_socket_differs_from_no_socket() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("containerd.sock");
-        assert!(matches!(find(Some(&socket)), Err(ContainerdAbsent::NoSocket(_))));
+        let none = find(Some(&socket));
+        assert!(matches!(none, Err(ContainerdAbsent::NoSocket(_))));
+        let verdicts = [false, true].map(|podman| judge(&none, podman)[0].verdict);
+        assert_eq!(verdicts, [CheckVerdict::Bad, CheckVerdict::Good]);
         drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
         assert!(matches!(find(Some(&socket)), Err(ContainerdAbsent::Silent { .. })));
-        let judged = judge(&find(Some(&socket)));
+        let judged = judge(&find(Some(&socket)), true);
         assert_eq!(judged[0].verdict, CheckVerdict::Bad);
     }
 

@@ -146,7 +146,8 @@ pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     let mut checks = gpu::judge(&gpus);
     checks.extend(kernel::judge(&kernel::KernelFacts::gather()));
     checks.extend(memory::judge(&memory::MemoryFacts::gather(&rules.memory, vram_used_bytes)));
-    checks.extend(containerd::judge(&daemon));
+    let podman_alone = is_on_path("podman") && !is_on_path("containerd");
+    checks.extend(containerd::judge(&daemon, podman_alone));
     if let Ok(daemon) = &daemon {
         let files = imports::of(&daemon.config_file).files;
         let cdi = daemon.config.as_ref().is_ok_and(|config| cdi::injects(config, &files));

@@ -81,7 +81,7 @@ checks! {
         "Free host memory minus `memory.node_reserve_mib` is smaller than the VRAM in use. If the difference is zero, no container can be offloaded.",
         "Add host memory, end other programs, or lower `memory.node_reserve_mib`.";
     "containerd", "daemon":
-        "A containerd answers on its socket.",
+        "A containerd answers on its socket, or only Podman is installed.",
         "containerd is not installed, does not run, or has its socket at another path.",
         "Start containerd, or name its socket with `--containerd`.";
     "containerd", "version":
