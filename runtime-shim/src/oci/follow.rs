@@ -1,5 +1,5 @@
-//! Announces a container after its runtime has created it. This process ends with the container's
-//! engine in no way, and the engine does not wait for it.
+//! Announces a container after its runtime has created it, in a process of its own. The engine does
+//! not wait for that process, and may end before it.
 //!
 //! ```text
 //! create ─> follow: `create` has ended ─┬─ no container ──> folder removed
