@@ -198,6 +198,23 @@ fn podman_container_survives_a_second_create() -> Result<()> {
     })
 }
 
+/// The container's root is another user of the machine.
+#[test]
+fn podman_container_has_users_of_its_own() -> Result<()> {
+    with_podman(|world, podman, _| {
+        let users = ["--uidmap=0:200000:65536", "--gidmap=0:200000:65536"];
+        let (id, mut worker) = podman.worker("trainer", WORKER_MIB, &users)?;
+        let map = podman.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/uid_map"])?;
+        let words: Vec<&str> = map.split_whitespace().collect();
+        ensure!(words == ["0", "200000", "65536"], "{map}");
+        world.cli().move_out(&id)?;
+        wait_gpu_empty(world)?;
+        ensure!(worker.verify()?, "its memory is not as it was");
+        world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
+        Ok(())
+    })
+}
+
 /// A container that its runtime cannot create leaves nothing behind.
 #[test]
 fn podman_container_that_fails_leaves_nothing() -> Result<()> {
