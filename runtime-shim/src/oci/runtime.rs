@@ -61,14 +61,11 @@ impl OciRuntime {
         let folders = folders(std::env::var_os("PATH"));
         let others = installed(&folders, own.as_deref());
         let first = if configured.as_os_str().is_empty() {
-            others.first().cloned().ok_or(RuntimeError::Missing)?
+            others.first().cloned().ok_or(RuntimeError::Missing)
         } else {
-            named(configured, &folders, own.as_deref())?
+            named(configured, &folders, own.as_deref())
         };
-        let new = matches!(invocation.command, OciCommand::Create(_) | OciCommand::Run(_));
-        let owner =
-            std::iter::once(&first).chain(&others).find(|runtime| !new && runtime.has(invocation));
-        Ok(owner.unwrap_or(&first).clone())
+        choose(first, &others, invocation)
     }
 
     /// Whether the runtime has created the container that the command names.
@@ -119,6 +116,20 @@ impl OciRuntime {
             serde_json::from_slice(&answer.stdout).map_err(io::Error::other)?;
         Ok(Some(state.pid).filter(|pid| *pid > 1))
     }
+}
+
+/// The runtime that has created the container of the command, otherwise the first. A container that
+/// exists can be ended even if the configuration is wrong.
+fn choose(
+    first: Result<OciRuntime, RuntimeError>,
+    others: &[OciRuntime],
+    invocation: &OciInvocation,
+) -> Result<OciRuntime, RuntimeError> {
+    if matches!(invocation.command, OciCommand::Create(_) | OciCommand::Run(_)) {
+        return first;
+    }
+    let owner = first.iter().chain(others).find(|runtime| runtime.has(invocation)).cloned();
+    owner.map_or(first, Ok)
 }
 
 fn folders(search: Option<OsString>) -> Vec<PathBuf> {

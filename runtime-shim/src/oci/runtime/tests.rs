@@ -59,6 +59,26 @@ fn container_belongs_to_its_creator() {
 }
 
 #[test]
+fn container_can_be_ended_with_a_bad_setting() {
+    let root = tempfile::tempdir().unwrap();
+    fs::create_dir(root.path().join("c1")).unwrap();
+    fs::write(root.path().join("c1/state.json"), "{}").unwrap();
+    let runc = OciRuntime { path: "/usr/bin/runc".into() };
+    let choose = |line: &str| {
+        let root = format!("--root={} {line}", root.path().display());
+        let argv: Vec<OsString> = root.split_whitespace().map(OsString::from).collect();
+        let bad = Err(RuntimeError::NotAProgram("/no/runtime".into()));
+        choose(bad, std::slice::from_ref(&runc), &OciInvocation::parse(&argv))
+    };
+    assert_eq!(choose("kill c1 KILL").unwrap(), runc);
+    assert_eq!(choose("delete --force c1").unwrap(), runc);
+    // The engine is told, before a container depends on another runtime than the configured one.
+    for line in ["create c1", "run c2", "kill c2", "features"] {
+        assert!(choose(line).is_err(), "{line}");
+    }
+}
+
+#[test]
 fn usual_folders_follow_those_of_path() {
     let found = folders(Some("/opt/bin:relative".into()));
     assert_eq!(found[0], Path::new("/opt/bin"));
