@@ -8,6 +8,7 @@ use crate::{
     container::{CLIENTS, Spec},
     gpu::Gpu,
     testbed::Testbed,
+    wait::until,
     worker::Worker,
 };
 
@@ -42,8 +43,12 @@ pub fn default_makes_no_call(world: &Testbed, rows: &mut Rows) -> Result<()> {
     worker.running.kill(world)?;
     worker.running.delete(world)?;
     let worker = start("checkpoint")?;
-    let _ = world.cli().offload("trap-checkpoint")?;
-    worker.running.wait_stopped(world)?;
+    // It is refused while the first call is in progress, and fails when the process ends.
+    until("the trapped program to end", || {
+        let _ = world.cli().run(&["offload", "trap-checkpoint"]);
+        let status = worker.running.status(world)?;
+        Ok((status.as_deref() != Some("RUNNING")).then_some(()))
+    })?;
     rows.count("checkpoint: programs that such a call ended", 1, 1);
     worker.running.delete(world)
 }
