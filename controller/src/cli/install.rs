@@ -12,11 +12,13 @@ use clap::ValueEnum;
 use super::{CliError, OutputFormat};
 use crate::install::{
     self, DOCKER_SOCKET, DockerRequest, DockerState, FileState, HandlerState, InstallOptions,
-    InstallStatus, PODMAN_FOLDER, PodmanRequest, RestartRequest, SourceFile,
+    InstallStatus, PODMAN_FOLDER, PodmanRequest, RestartRequest, SourceFile, UNIT_FOLDER,
+    UnitRequest, UnitState,
 };
 
 /// Install Affinode on this node: programs, library, a handler in containerd's configuration, a
-/// runtime in Docker's if Docker runs, and one in Podman's if Podman is installed. Compares containerd's whole configuration before and after,
+/// runtime in Docker's if Docker runs, one in Podman's if Podman is installed, and a systemd unit
+/// that keeps a controller running. Compares containerd's whole configuration before and after,
 /// and restores it if anything but the handler differs or containerd does not start with it; asks
 /// dockerd whether it serves the runtime, and restores its file if not.
 #[derive(Debug, clap::Args)]
@@ -58,6 +60,21 @@ pub struct InstallArgs {
     /// Leave Podman's configuration as it is.
     #[arg(long)]
     no_podman: bool,
+    /// Install the systemd unit that keeps a controller running, also with another --state-dir; an
+    /// error if it does not start. DIR is systemd's folder of units. Without this option the unit is
+    /// installed where systemd runs.
+    #[arg(
+        long,
+        value_name = "DIR",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = UNIT_FOLDER,
+        conflicts_with = "no_controller_unit"
+    )]
+    controller_unit: Option<PathBuf>,
+    /// Install no unit: a shim starts the controller, which ends a minute after the last container.
+    #[arg(long)]
+    no_controller_unit: bool,
     #[command(flatten)]
     places: InstallPaths,
 }
@@ -70,6 +87,14 @@ impl InstallArgs {
             Some(folder) => PodmanRequest::Required(folder.clone()),
             None if self.no_podman || elsewhere => PodmanRequest::Never,
             None => PodmanRequest::Detected,
+        }
+    }
+
+    fn unit(&self) -> UnitRequest {
+        match &self.controller_unit {
+            Some(folder) => UnitRequest::Required(folder.clone()),
+            None if self.no_controller_unit => UnitRequest::Never,
+            None => UnitRequest::Detected,
         }
     }
 
@@ -171,6 +196,7 @@ impl InstallPaths {
             restart,
             docker: DockerRequest::Never,
             podman: PodmanRequest::Never,
+            unit: UnitRequest::Never,
             drain: Duration::ZERO,
             dry_run: self.dry_run,
         })
@@ -182,8 +208,9 @@ pub fn install(out: &mut dyn Write, asked: InstallArgs) -> Result<(), CliError> 
         Some(folder) => SourceFile::of(folder)?,
         None => SourceFile::of(&own_folder()?)?,
     };
-    let (docker, podman) = (asked.docker(), asked.podman());
-    let options = InstallOptions { docker, podman, ..asked.places.options(asked.runtime_name)? };
+    let (docker, podman, unit) = (asked.docker(), asked.podman(), asked.unit());
+    let options =
+        InstallOptions { docker, podman, unit, ..asked.places.options(asked.runtime_name)? };
     let steps = install::install(&options, &source)?;
     match asked.output {
         // JSON on one line, for programs.
@@ -219,6 +246,7 @@ pub fn status(out: &mut dyn Write, asked: StatusArgs) -> Result<(), CliError> {
         restart: RestartRequest::None,
         docker,
         podman: PodmanRequest::Never,
+        unit: UnitRequest::Never,
         drain: Duration::ZERO,
         dry_run: true,
     };
@@ -253,27 +281,8 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         rows.push((file.path.display().to_string(), state));
     }
     if let Some(handler) = &status.handler {
-        let state = match handler.state {
-            HandlerState::Served => "served by containerd",
-            HandlerState::RestartNeeded => "restart containerd: it has not loaded the handler yet",
-            HandlerState::RestartDue => {
-                "served by containerd as it was before: restart containerd for the change"
-            }
-            HandlerState::Outdated => {
-                "served by containerd, and not as it should be now: run affinode install"
-            }
-            HandlerState::NotRead => "containerd does not read that file: run affinode install",
-            HandlerState::Missing => "no file of containerd has it: run affinode install",
-            HandlerState::Foreign => "runs another program: remove it, or install another name",
-            HandlerState::Unreadable => {
-                "containerd cannot read its configuration: correct that first"
-            }
-            HandlerState::NoContainerd => "no containerd runs",
-        };
-        rows.push((
-            format!("handler {} in {}", handler.name, handler.config_file.display()),
-            state,
-        ));
+        let file = handler.config_file.display();
+        rows.push((format!("handler {} in {file}", handler.name), handler_state(handler.state)));
     }
     for name in &status.former {
         rows.push((format!("handler {name}"), "of an earlier name: stays while a shim runs"));
@@ -287,9 +296,16 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         };
         rows.push((format!("runtime {} in {}", docker.name, docker.config_file.display()), state));
     }
+    if let Some(unit) = &status.unit {
+        rows.push((unit.path.display().to_string(), unit_state(unit.state)));
+    }
     let width = rows.iter().map(|(what, _)| what.len()).max().unwrap_or(0);
     for (what, state) in rows {
         writeln!(out, "{what:width$}  {state}")?;
+    }
+    match status.controller_pid {
+        Some(pid) => writeln!(out, "the controller runs: process {pid}")?,
+        None => writeln!(out, "no controller runs: a shim starts one with the first container")?,
     }
     match (status.running_shims, status.running_podman) {
         (0, 0) => writeln!(out, "no container uses Affinode")?,
@@ -303,6 +319,41 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         running => writeln!(out, "{running} containers or commands of Podman run")?,
     }
     Ok(())
+}
+
+fn handler_state(state: HandlerState) -> &'static str {
+    match state {
+        HandlerState::Served => "served by containerd",
+        HandlerState::RestartNeeded => "restart containerd: it has not loaded the handler yet",
+        HandlerState::RestartDue => {
+            "served by containerd as it was before: restart containerd for the change"
+        }
+        HandlerState::Outdated => {
+            "served by containerd, and not as it should be now: run affinode install"
+        }
+        HandlerState::NotRead => "containerd does not read that file: run affinode install",
+        HandlerState::Missing => "no file of containerd has it: run affinode install",
+        HandlerState::Foreign => "runs another program: remove it, or install another name",
+        HandlerState::Unreadable => "containerd cannot read its configuration: correct that first",
+        HandlerState::NoContainerd => "no containerd runs",
+    }
+}
+
+fn unit_state(state: UnitState) -> &'static str {
+    match state {
+        UnitState::Running => "keeps a controller running",
+        UnitState::Disabled => {
+            "keeps a controller running until a reboot: systemctl enable affinode-controller"
+        }
+        UnitState::Stopped => {
+            "stopped, shims start the controller: systemctl start affinode-controller"
+        }
+        UnitState::Changed => "changed since the installation: install and uninstall leave it",
+        UnitState::Missing | UnitState::Incomplete => {
+            "missing or not started, shims start the controller: run affinode install"
+        }
+        UnitState::Unknown => "systemctl does not answer",
+    }
 }
 
 /// The folder above `bin`, or the folder of the program.

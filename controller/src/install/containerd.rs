@@ -359,6 +359,15 @@ pub fn running_shims(prefix: &Path) -> usize {
     programs(prefix).iter().filter(|program| program.role == ProgramRole::Shim).count()
 }
 
+/// Process of a controller of the installation. A second one only waits for the end of the first,
+/// which is older.
+pub fn running_controller(prefix: &Path) -> Option<u32> {
+    let controllers = programs(prefix);
+    let controllers = controllers.iter().filter(|one| one.role == ProgramRole::Controller);
+    let started = |pid| process::identity(pid).map_or(u64::MAX, |one| one.start_ticks);
+    controllers.map(|one| one.pid).min_by_key(|pid| started(*pid))
+}
+
 /// Controllers that run an older file than the installed one. With `replaced`, the installed file
 /// is about to be replaced, so all controllers count.
 pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {

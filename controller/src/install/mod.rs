@@ -4,7 +4,8 @@
 //! install:    plan ──> record ──> files ──> Docker ──> handler in containerd's file ──> dump again ──> restart ──> Done
 //!              │                              ^                              │ more than the   │ does not
 //!              │ nothing to do                └─── the original file <──────┴ handler differs ┘ start
-//! uninstall:  shims or jobs? ──> handler out of every file ──> dump again ──> restart ──> files ──> record
+//!             then the controller: its unit, the end of one of an earlier version
+//! uninstall:  shims or jobs? ──> handler out of every file ──> dump again ──> restart ──> unit ──> files ──> record
 //! ```
 //!
 //! The handler is judged by what containerd reads, whatever file contains it, because NVIDIA's
@@ -26,8 +27,10 @@ mod plan;
 mod podman;
 mod record;
 mod removal;
+mod replacement;
 mod status;
 mod target;
+mod unit;
 
 use std::{
     path::{Path, PathBuf},
@@ -43,6 +46,7 @@ pub use podman::{FOLDER as PODMAN_FOLDER, PodmanRequest};
 pub use record::RecordError;
 pub use status::{FileState, HandlerState, InstallStatus, status};
 pub(crate) use target::RENDERED;
+pub use unit::{FOLDER as UNIT_FOLDER, UnitError, UnitRequest, UnitState};
 
 use self::{
     containerd::ContainerdNode,
@@ -53,8 +57,9 @@ use self::{
     lock::InstallLock,
     plan::HandlerPlan,
     record::{AddedBlock, InstallRecord},
+    replacement::ControllerReplacement,
+    unit::UnitPlan,
 };
-use crate::{doctor::programs::SHIM, inventory::process};
 
 /// Name of the file for `containerd config dump` in the folder of the record: containerd's file
 /// after the change.
@@ -78,6 +83,8 @@ pub struct InstallOptions {
     pub docker: DockerRequest,
     /// Whether the runtime is registered in Podman.
     pub podman: PodmanRequest,
+    /// Whether systemd keeps a controller running.
+    pub unit: UnitRequest,
     /// Maximum time for which an uninstallation waits for running containers and jobs.
     pub drain: Duration,
     /// Whether to report the steps without doing them.
@@ -132,6 +139,9 @@ pub enum InstallError {
     /// Docker is missing or rejected the change.
     #[error(transparent)]
     Docker(#[from] DockerError),
+    /// The controller's unit cannot be installed or removed.
+    #[error(transparent)]
+    Unit(#[from] UnitError),
     /// The block cannot be created.
     #[error(transparent)]
     Block(#[from] BlockError),
@@ -219,9 +229,7 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let restart = node.way(&options.restart);
     let plan = plan::install(options, older.as_ref(), &node, &before)?;
     let changes = files::plan(source, &options.prefix);
-    let replaces_shim =
-        changes.iter().any(|change| change.replaces() && change.to().ends_with(SHIM));
-    let controllers = containerd::old_controllers(&options.prefix, replaces_shim);
+    let controllers = ControllerReplacement::of(options, &changes)?;
     let mut steps: Steps = changes.iter().map(FileChange::to_string).collect();
     steps.extend(docker.steps());
     steps.extend(plan.edit.iter().map(ConfigEdit::to_string));
@@ -231,12 +239,7 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     if plan.restarts {
         steps.push(restart.to_string());
     }
-    steps.extend(controllers.iter().map(|controller| {
-        format!(
-            "end the controller of the earlier version, process {}: a shim starts the new one",
-            controller.pid
-        )
-    }));
+    steps.extend(controllers.steps());
     let Some(lock) = lock.as_mut().filter(|_| !steps.is_empty()) else { return Ok(steps) };
     let fresh = older.is_none() && !changes.iter().any(FileChange::replaces);
     let targets = plan.edit.iter().flat_map(ConfigEdit::paths);
@@ -262,10 +265,7 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     made?;
     record.settle(&plan);
     record.write(&options.state_dir)?;
-    for controller in &controllers {
-        // A controller that cannot be ended continues; `affinode doctor` reports it.
-        let _ = process::end(controller, false);
-    }
+    controllers.make(options)?;
     Ok(steps)
 }
 
@@ -295,6 +295,7 @@ fn tidy(options: &InstallOptions, record: Option<&InstallRecord>) -> Result<(), 
     files::remove_left(&options.state_dir.join(SCRATCH))?;
     let own = InstallRecord::file(&options.state_dir);
     docker::remove_left(&options.state_dir)?;
+    unit::remove_left(&options.state_dir)?;
     listed.chain(added).chain([own]).try_for_each(|path| files::tidy(&path))
 }
 
@@ -398,6 +399,7 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         (shims, ..) => return Err(InstallError::InUse(shims)),
     }
     let docker = DockerPlan::of_removal(&options.state_dir)?;
+    let unit = UnitPlan::of_removal(&options.state_dir)?;
     let node = ContainerdNode::find(options.socket(Some(&record)));
     let plan = plan::uninstall(options, &record, node.as_ref().ok())?;
     let restart = node.as_ref().map_or(options.restart.clone(), |node| node.way(&options.restart));
@@ -406,6 +408,7 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
     if plan.restarts {
         steps.push(restart.to_string());
     }
+    steps.extend(unit.steps());
     let (ours, changed) = record.files()?;
     steps.extend(ours.iter().map(|path| format!("remove {}", path.display())));
     steps.extend(changed.iter().map(|path| format!("leave {}: it was changed", path.display())));
@@ -422,6 +425,8 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         let rendered = node.config_file().ends_with(RENDERED);
         node.config().map_or(Ok(()), |dump| if rendered { Ok(()) } else { gone(&plan, &dump) })?;
     }
+    // Before its program is removed. No container is left that needs a controller.
+    unit.make(&options.state_dir)?;
     for path in &ours {
         files::remove(path)?;
     }

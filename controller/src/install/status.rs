@@ -11,6 +11,8 @@ use super::{
     handler::{HandlerSpec, HandlerVerdict},
     plan, podman,
     record::{AddedBlock, InstallRecord},
+    unit,
+    unit::{UnitState, UnitStatus},
 };
 
 /// What is installed, and whether it is unchanged.
@@ -24,6 +26,10 @@ pub struct InstallStatus {
     pub former: Vec<String>,
     /// The runtime in Docker's configuration.
     pub docker: Option<DockerStatus>,
+    /// The unit that keeps a controller running.
+    pub unit: Option<UnitStatus>,
+    /// Process of the controller. `None`: none runs.
+    pub controller_pid: Option<u32>,
     /// Number of running shims of this installation.
     pub running_shims: usize,
     /// Number of running containers of Podman, and of commands in them, that need the installed
@@ -126,15 +132,22 @@ pub fn status(options: &InstallOptions) -> Result<Option<InstallStatus>, Install
     let served = handler.as_ref().map_or(alone, |h| h.state == HandlerState::Served);
     let running_podman = podman::running(&options.prefix);
     let former = record.former.iter().map(|added| added.runtime_name.clone()).collect();
-    let in_place = served && in_docker && seen.iter().all(|file| file.state == FileState::InPlace);
+    let unit = unit::status(&options.state_dir)?;
+    // A unit that an operator stopped, disabled or changed is as the operator wants it.
+    let unit_lost = unit
+        .as_ref()
+        .is_some_and(|unit| matches!(unit.state, UnitState::Missing | UnitState::Incomplete));
+    let unchanged = seen.iter().all(|file| file.state == FileState::InPlace);
     Ok(Some(InstallStatus {
+        in_place: served && in_docker && unchanged && !unit_lost,
         files: seen,
         handler,
         former,
         docker,
+        unit,
+        controller_pid: containerd::running_controller(&options.prefix),
         running_shims,
         running_podman,
-        in_place,
     }))
 }
 

@@ -150,9 +150,17 @@ impl<'a> Installation<'a> {
     /// # Errors
     /// When the script cannot be written.
     pub fn systemctl(&self, script: &str) -> Result<()> {
-        let tool = self.tools.join("systemctl");
         let unit = self.world.containerd().unit();
         let text = format!("#!/bin/sh\n[ \"$*\" = 'restart {unit}' ] || exit 64\n{script}\n");
+        self.tool("systemctl", &text)
+    }
+
+    /// Puts a script of this name into the command's PATH.
+    ///
+    /// # Errors
+    /// When the script cannot be written.
+    pub fn tool(&self, name: &str, text: &str) -> Result<()> {
+        let tool = self.tools.join(name);
         fs::write(&tool, text)?;
         Ok(fs::set_permissions(&tool, fs::Permissions::from_mode(0o755))?)
     }

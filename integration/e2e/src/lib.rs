@@ -48,5 +48,6 @@ pub mod snapshot;
 pub mod suite;
 pub mod supervisor;
 pub mod testbed;
+pub mod unit;
 pub mod wait;
 pub mod worker;

@@ -6,19 +6,16 @@ use std::path::Path;
 use toml::{Table, Value};
 
 use super::DockerPlan;
-use crate::{
-    doctor::programs::SHIM,
-    install::{
-        InstallError, InstallOptions, SourceFile, Steps, containerd,
-        containerd::{ContainerdNode, NodeError},
-        files::{self, FileChange},
-        handler,
-        lock::InstallLock,
-        plan::HandlerPlan,
-        record::InstallRecord,
-        tidy,
-    },
-    inventory::process,
+use crate::install::{
+    InstallError, InstallOptions, SourceFile, Steps,
+    containerd::{ContainerdNode, NodeError},
+    files::{self, FileChange},
+    handler,
+    lock::InstallLock,
+    plan::HandlerPlan,
+    record::InstallRecord,
+    replacement::ControllerReplacement,
+    tidy,
 };
 
 /// Names under which CRI can be disabled. The first is in the files of Docker's packages.
@@ -66,13 +63,10 @@ pub fn install(
         tidy(options, older.as_ref())?;
     }
     let changes = files::plan(source, &options.prefix);
-    let new_shim = |change: &FileChange| change.replaces() && change.to().ends_with(SHIM);
-    let controllers = containerd::old_controllers(&options.prefix, changes.iter().any(new_shim));
+    let controllers = ControllerReplacement::of(options, &changes)?;
     let mut steps: Steps = changes.iter().map(FileChange::to_string).collect();
     steps.extend(docker.steps());
-    steps.extend(controllers.iter().map(|controller| {
-        format!("end the controller of the earlier version, process {}", controller.pid)
-    }));
+    steps.extend(controllers.steps());
     let Some(lock) = lock.as_mut().filter(|_| !steps.is_empty()) else { return Ok(steps) };
     let fresh = older.is_none() && !changes.iter().any(FileChange::replaces);
     for folder in changes.iter().map(FileChange::to).filter_map(Path::parent) {
@@ -93,10 +87,7 @@ pub fn install(
         record.remove(&options.state_dir)?;
     }
     made?;
-    for controller in &controllers {
-        // A controller that cannot be ended continues; `affinode doctor` reports it.
-        let _ = process::end(controller, false);
-    }
+    controllers.make(options)?;
     Ok(steps)
 }
 

@@ -6,6 +6,7 @@
 mod call_trace;
 mod chaos;
 mod checksum;
+mod controller_unit;
 mod copier;
 mod dedup;
 mod docker;

@@ -14,22 +14,27 @@ use super::{
 };
 
 /// The steps, in order.
-pub fn steps<'a>() -> [Step<Controller<'a>>; 11] {
+pub fn steps<'a>() -> [Step<Controller<'a>>; 12] {
     [
-        ("`systemctl enable --now affinode-controller`", enable),
+        ("the unit that `install` wrote", written),
         ("`kill -9`, a job is offloaded", kill_with_job),
         ("the same, without the descriptor store", kill_without_store),
         ("`affinode run` while there is no controller", run_meanwhile),
         ("`kill -9`, a container is offloaded, too", kill_with_both),
         ("`systemctl restart`, both are offloaded", restart),
+        ("`install` of another build, both are offloaded", upgrade),
         ("`systemctl stop`, both are offloaded", stop),
         ("`systemctl start`, while a shim's controller serves", start),
         ("the shim's controller ends", shims_ends),
         ("both end, their sockets leave the store", end),
-        ("`uninstall`, then the controller dies", uninstalled),
+        ("`uninstall`, then `install` again", uninstalled),
     ]
 }
 pub const UNIT: &str = "affinode-controller";
+/// Shell command that makes another build of the same version.
+const NEXT: &str = "mkdir /opt/next && cd /opt/affinode && \
+                    cp bin/affinode bin/containerd-shim-affinode-v1 lib/libaffinode_preload.so /opt/next \
+                    && echo another build | tee -a /opt/next/* >/dev/null";
 /// Number of kills in a step.
 const KILLS: usize = 3;
 /// Number of the controller's own sockets in the descriptor store.
@@ -94,9 +99,8 @@ fn unit_serves(node: &Node) -> Result<i32> {
     })
 }
 
-fn enable(controller: &mut Controller<'_>) -> Result<String> {
+fn written(controller: &mut Controller<'_>) -> Result<String> {
     let node = controller.node;
-    node.sh(&format!("systemctl enable --now {UNIT}"))?;
     let said = node.sh(&format!("systemctl is-active {UNIT}; systemctl is-enabled {UNIT}"))?;
     ensure!(said == "active\nenabled", "expected the unit to be active and enabled, got {said}");
     let (serving, unit) = serving(node)?;
@@ -198,6 +202,24 @@ fn restart(controller: &mut Controller<'_>) -> Result<String> {
     Ok("both are still offloaded and unchanged; the unit's controller serves".into())
 }
 
+fn upgrade(controller: &mut Controller<'_>) -> Result<String> {
+    controller.both_go_out()?;
+    let node = controller.node;
+    let old = unit_serves(node)?;
+    node.sh(NEXT)?;
+    let said = node.sh("/opt/next/affinode install --from /opt/next")?;
+    ensure!(
+        said.contains(&format!("systemctl try-restart {UNIT}")) && !said.contains("end the"),
+        "expected systemd alone to replace the controller: {said}"
+    );
+    ensure!(unit_serves(node)? != old, "the controller was not replaced");
+    for name in [controller.container.name, controller.job.name] {
+        node.wait_for(name, "Offloaded")?;
+    }
+    controller.both_verify()?;
+    Ok("both are still offloaded and unchanged; the new version's controller serves".into())
+}
+
 fn stop(controller: &mut Controller<'_>) -> Result<String> {
     controller.both_go_out()?;
     let node = controller.node;
@@ -229,7 +251,7 @@ fn start(controller: &mut Controller<'_>) -> Result<String> {
     let (status, restarts) =
         (node.property(UNIT, "StatusText")?, node.property(UNIT, "NRestarts")?);
     ensure!(
-        status.contains("waits for its end") && restarts == "0",
+        status.contains("waiting for its end") && restarts == "0",
         "expected a waiting unit without restarts, got status {status:?} and {restarts} restarts"
     );
     Ok(status)
@@ -259,18 +281,10 @@ fn end(controller: &mut Controller<'_>) -> Result<String> {
 fn uninstalled(controller: &mut Controller<'_>) -> Result<String> {
     let node = controller.node;
     node.sh("affinode uninstall")?;
-    let old = unit_serves(node)?;
-    node.sh(&format!("kill -9 {old}"))?;
-    until("systemd to stop restarting", || {
-        Ok((node.property(UNIT, "ActiveState")? == "inactive").then_some(()))
-    })?;
-    let met = node.property(UNIT, "ConditionResult")?;
-    ensure!(
-        met == "no",
-        "the unit is inactive, but not because its condition failed: ConditionResult is {met}"
-    );
+    let unit = node.property(UNIT, "LoadState")?;
+    ensure!(unit == "not-found", "the unit is {unit}");
+    ensure!(node.cli().ps_now().is_err(), "a controller is left");
     node.sh(INSTALL)?;
-    node.sh(&format!("systemctl start {UNIT}"))?;
     unit_serves(node)?;
-    Ok("the unit is inactive and not restarted; after install and start it serves".into())
+    Ok("no unit and no controller is left; after install it serves".into())
 }

@@ -4,6 +4,7 @@ use affinode_e2e::snapshot::Snapshot;
 use anyhow::{Context, Result, ensure};
 
 use super::{
+    controller::UNIT,
     node::Node,
     program::{MIB, Program},
     rows::Step,
@@ -108,6 +109,10 @@ fn done(install: &Install<'_>) -> Result<()> {
         status.contains("served by containerd"),
         "expected `served by containerd` in: {status}"
     );
+    ensure!(
+        status.contains("keeps a controller running"),
+        "expected `keeps a controller running` in: {status}"
+    );
     let active = install.node.sh("systemctl is-active containerd")?;
     ensure!(active == "active", "containerd's unit is {active}");
     Ok(())
@@ -115,7 +120,15 @@ fn done(install: &Install<'_>) -> Result<()> {
 
 fn install(install: &mut Install<'_>) -> Result<String> {
     done(install)?;
-    Ok("systemd runs another containerd; status: served by containerd".into())
+    let node = install.node.cli().ps()?;
+    ensure!(node.containers.is_empty(), "expected an empty node: {node:?}");
+    let pid = install.node.property(UNIT, "MainPID")?;
+    ensure!(
+        pid == node.controller_pid.to_string(),
+        "process {} serves, but the unit's process is {pid}",
+        node.controller_pid
+    );
+    Ok("systemd runs another containerd, and a controller on the empty node".into())
 }
 
 fn offload(install: &mut Install<'_>) -> Result<String> {
@@ -160,6 +173,8 @@ fn uninstall(install: &mut Install<'_>) -> Result<String> {
     let before = install.containerd()?;
     node.sh("affinode uninstall --drain 1m")?;
     ensure!(install.containerd()? != before, "containerd was not restarted");
+    let unit = node.property(UNIT, "LoadState")?;
+    ensure!(unit == "not-found", "the controller's unit is {unit}");
     Ok(format!("{} files and folders unchanged, byte for byte", install.same_as_before()?))
 }
 

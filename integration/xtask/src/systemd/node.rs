@@ -11,7 +11,7 @@ use std::{
 };
 
 use affinode_e2e::{
-    artifacts::{Artifacts, workspace_dir},
+    artifacts::Artifacts,
     cli::{Cli, ContainerRow},
     image,
     supervisor::{Job, Keeper, Scope, cgroup_folders, cgroup_parent},
@@ -219,8 +219,6 @@ fn furnish(root: &Path, artifacts: &Artifacts) -> Result<()> {
     }
     let init = put("sbin/affinode-node-init", include_str!("files/init.sh"))?;
     fs::set_permissions(init, fs::Permissions::from_mode(0o755))?;
-    let unit = workspace_dir().join("config/systemd/affinode-controller.service");
-    put("etc/systemd/system/affinode-controller.service", &fs::read_to_string(unit)?)?;
     for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
         let inside = root.join("usr/lib/x86_64-linux-gnu").join(library);
         fs::copy(artifacts.sim_dir().join(library), inside)?;

@@ -1,0 +1,60 @@
+//! The controller of a new version in place of the one that runs.
+//!
+//! The unit is started before an earlier controller is ended: it then waits for the lock of that
+//! controller, so no shim starts one in between.
+
+use super::{
+    InstallError, InstallOptions, Steps, containerd,
+    files::FileChange,
+    unit::{UnitError, UnitPlan},
+};
+use crate::{core::input::Identity, doctor::programs::SHIM, inventory::process};
+
+/// The controllers that are replaced after the files of an installation are in place.
+pub struct ControllerReplacement {
+    unit: UnitPlan,
+    /// Controllers of the earlier version that systemd does not replace.
+    old: Vec<Identity>,
+}
+
+impl ControllerReplacement {
+    /// Plans the replacement for these changes of files.
+    ///
+    /// # Errors
+    /// [`UnitError`]: the unit cannot be written.
+    pub fn of(options: &InstallOptions, changes: &[FileChange]) -> Result<Self, UnitError> {
+        let is_shim = |change: &FileChange| change.replaces() && change.to().ends_with(SHIM);
+        let new_program = changes.iter().any(is_shim);
+        let unit = UnitPlan::of(options, new_program)?;
+        let mut old = containerd::old_controllers(&options.prefix, new_program);
+        old.retain(|controller| Some(controller.pid) != unit.main_pid());
+        Ok(ControllerReplacement { unit, old })
+    }
+
+    /// Descriptions of the steps, one per line.
+    pub fn steps(&self) -> Steps {
+        let mut steps = self.unit.steps();
+        let next = match self.unit.keeps_controller() {
+            true => "the unit's controller takes its place",
+            false => "a shim starts the new one",
+        };
+        steps.extend(self.old.iter().map(|controller| {
+            let pid = controller.pid;
+            format!("end the controller of the earlier version, process {pid}: {next}")
+        }));
+        steps
+    }
+
+    /// Replaces the controllers.
+    ///
+    /// # Errors
+    /// [`InstallError::Unit`]: the rest of the installation is in place.
+    pub fn make(&self, options: &InstallOptions) -> Result<(), InstallError> {
+        let made = self.unit.make(&options.state_dir);
+        for controller in &self.old {
+            // A controller that cannot be ended continues; `affinode doctor` reports it.
+            let _ = process::end(controller, false);
+        }
+        made.map_err(|error| UnitError::NotStarted(Box::new(error)).into())
+    }
+}

@@ -1,0 +1,77 @@
+//! The record of the unit that was installed. It is stored next to the record of the installation.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::UnitError;
+use crate::install::files;
+
+const FILE: &str = "controller-unit.json";
+const VERSION: u32 = 1;
+
+/// The unit that was installed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UnitRecord {
+    version: u32,
+    /// Path of the unit's file.
+    pub path: PathBuf,
+    /// Content of the file as it was written.
+    pub text: String,
+    /// Whether the unit was enabled and started. From then on that is the operator's choice.
+    pub settled: bool,
+    /// Folders that were created for the file, each after its parent.
+    pub folders: Vec<PathBuf>,
+}
+
+impl UnitRecord {
+    /// Creates the record of a unit that is about to be written.
+    pub fn new(path: PathBuf, text: String) -> UnitRecord {
+        let folders = files::missing_folders(path.parent().unwrap_or(Path::new("/")));
+        UnitRecord { version: VERSION, path, text, settled: false, folders }
+    }
+
+    /// The same unit with another text.
+    pub fn with(&self, text: String, settled: bool) -> UnitRecord {
+        UnitRecord { text, settled, ..self.clone() }
+    }
+
+    /// Reads the record in a folder. `None`: no unit was installed.
+    pub fn read(folder: &Path) -> Result<Option<UnitRecord>, UnitError> {
+        let path = UnitRecord::file(folder);
+        let failed = |source| UnitError::Io { action: "read", path: path.clone(), source };
+        match fs::read(&path) {
+            Ok(text) => Ok(Some(serde_json::from_slice(&text).map_err(|e| failed(e.into()))?)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(failed(source)),
+        }
+    }
+
+    /// Writes the record into a folder.
+    pub fn write(&self, folder: &Path) -> Result<(), UnitError> {
+        let path = UnitRecord::file(folder);
+        let failed = |source| UnitError::Io { action: "write", path: path.clone(), source };
+        let text = serde_json::to_vec_pretty(self).map_err(|error| failed(error.into()))?;
+        files::replace(&path, &text, Some(0o600)).map_err(failed)
+    }
+
+    /// Removes the record in a folder.
+    pub fn remove(folder: &Path) -> Result<(), UnitError> {
+        let path = UnitRecord::file(folder);
+        match fs::remove_file(&path) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(UnitError::Io { action: "remove", path, source })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Path of the record's file.
+    pub fn file(folder: &Path) -> PathBuf {
+        folder.join(FILE)
+    }
+}
