@@ -171,11 +171,11 @@ fn unmanaged(slurm: &mut Slurm<'_>) -> Result<String> {
     slurm.program.verify()?;
     let said = slurm.output();
     ensure!(
-        said.contains("runs unmanaged"),
-        "expected `runs unmanaged` in the job's output: {said}"
+        said.contains("running without Affinode"),
+        "expected `running without Affinode` in the job's output: {said}"
     );
     slurm.scancel()?;
     node.sh(&format!("systemctl start {UNIT}"))?;
     node.wait_gpu_empty()?;
-    Ok(said.lines().find(|line| line.contains("unmanaged")).unwrap_or_default().to_owned())
+    Ok(said.lines().find(|line| line.contains("without Affinode")).unwrap_or_default().to_owned())
 }
