@@ -11,6 +11,7 @@ mod events;
 mod format;
 mod hint;
 mod install;
+mod local_node;
 mod move_container;
 mod pin;
 mod policy;
@@ -47,7 +48,8 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// List GPU containers with their state, VRAM, and the reason for the state.
+    /// List GPU containers with their state, VRAM, and the reason for the state. On a node without
+    /// containers and controller it shows the GPUs; the controller_pid of JSON is then 0.
     Ps {
         /// Format of the output.
         #[arg(short, long, default_value = "table")]
@@ -137,7 +139,7 @@ enum OutputFormat {
 #[derive(Debug, thiserror::Error)]
 enum CliError {
     #[error(
-        "cannot connect to the controller at {socket}; it runs while a GPU container of runtime affinode runs; check --run-dir, run as root, and try `affinode doctor`"
+        "cannot connect to the controller at {socket}; run as root, check --run-dir, and try `affinode status` and `affinode doctor`"
     )]
     NoController {
         socket: String,
@@ -255,11 +257,16 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Report(asked) => return report::run(&args.run_dir, &mut out, asked).await,
         other => other,
     };
+    // Commands that show a node without a controller, too.
+    let command = match command {
+        Command::Ps { output, no_headers, watch } => {
+            return ps::run(&args.run_dir, &mut out, output, !no_headers, watch).await;
+        }
+        Command::Top => return top::run(args.run_dir).await,
+        other => other,
+    };
     let client = client::ControlClient::connect(&args.run_dir).await?;
     match command {
-        Command::Ps { output, no_headers, watch } => {
-            ps::run(&client, &mut out, output, !no_headers, watch).await
-        }
         Command::Offload(target) => move_container::offload(&client, &mut out, target).await,
         Command::Restore(target) => move_container::restore(&client, &mut out, target).await,
         Command::Pin(target) => pin::pin(&client, &mut out, target, true).await,
@@ -268,7 +275,9 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::AutoOffload(asked) => pin::auto_offload(&client, &mut out, asked).await,
         Command::Events { follow, output } => events::run(&client, &mut out, output, follow).await,
         // Handled above.
-        Command::Run(_)
+        Command::Ps { .. }
+        | Command::Top
+        | Command::Run(_)
         | Command::Simulate(_)
         | Command::Install(_)
         | Command::Uninstall(_)
@@ -279,7 +288,6 @@ async fn run(args: Args) -> Result<(), CliError> {
         | Command::Reference
         | Command::Report(_) => Ok(()),
         Command::Policy(asked) => policy::run(&client, &mut out, asked).await,
-        Command::Top => top::run(client).await,
         Command::Calls(asked) => calls::run(&client, &mut out, asked).await,
         Command::Reload { output } => {
             let said = client.reload().await?;

@@ -1,8 +1,18 @@
 //! `affinode ps`: lists GPUs and containers.
 
-use std::io::{self, Write};
+use std::{
+    io::{self, Write},
+    path::Path,
+    time::Duration,
+};
 
-use super::{CliError, OutputFormat, client::ControlClient, events, format, table};
+use super::{
+    CliError, OutputFormat,
+    client::ControlClient,
+    events, format,
+    local_node::{LocalNode, NOTHING_RUNS},
+    table,
+};
 use crate::schema;
 
 const TABLE: [&str; 7] = ["CONTAINER", "STATE", "FOR", "VRAM", "IN HOST RAM", "MODE", "REASON"];
@@ -27,13 +37,33 @@ const WIDE: [&str; 18] = [
     "REASON",
 ];
 
+/// Interval between attempts to find a controller.
+const AGAIN: Duration = Duration::from_secs(1);
+
 pub async fn run(
-    client: &ControlClient,
+    run_dir: &Path,
     out: &mut dyn Write,
     output: OutputFormat,
     headers: bool,
     watch: bool,
 ) -> Result<(), CliError> {
+    let mut connected = ControlClient::connect(run_dir).await;
+    if let Err(error) = connected {
+        let Some(mut local) = LocalNode::of_empty(run_dir) else { return Err(error) };
+        show(out, &local.read(), output, headers)?;
+        if !watch {
+            return Ok(());
+        }
+        writeln!(out)?;
+        loop {
+            tokio::time::sleep(AGAIN).await;
+            connected = ControlClient::connect(run_dir).await;
+            if connected.is_ok() || LocalNode::of_empty(run_dir).is_none() {
+                break;
+            }
+        }
+    }
+    let client = &connected?;
     let mut last = None;
     loop {
         let node = schema::Node::from(client.list().await?);
@@ -78,7 +108,9 @@ fn show(
     }
     if node.containers.is_empty() {
         // A program that reads the rows must not take the sentence for one.
-        let _ = writeln!(io::stderr(), "no GPU containers of runtime affinode");
+        let without = node.controller_pid == 0;
+        let nothing = if without { NOTHING_RUNS } else { "no GPU containers of runtime affinode" };
+        let _ = writeln!(io::stderr(), "{nothing}");
         return Ok(());
     }
     let now_ms = std::time::SystemTime::now()

@@ -285,7 +285,9 @@ impl Cli {
     /// # Errors
     /// When no controller starts, or its reply cannot be parsed.
     pub fn ps(&self) -> Result<Node> {
-        Self::node(&self.run(&PS)?)
+        until("a controller to reply", || {
+            Ok(Some(Self::node(&self.run(&PS)?)?).filter(|node| node.controller_pid != 0))
+        })
     }
 
     /// The output of `affinode ps` from the running controller.
@@ -293,7 +295,12 @@ impl Cli {
     /// # Errors
     /// When no controller runs, or its reply cannot be parsed.
     pub fn ps_now(&self) -> Result<Node> {
-        Self::node(&Self::demand(&PS, &self.output(&PS)?)?)
+        let node = Self::node(&Self::demand(&PS, &self.output(&PS)?)?)?;
+        // Without a controller the command shows the GPUs alone.
+        if node.controller_pid == 0 {
+            bail!("no controller runs");
+        }
+        Ok(node)
     }
 
     fn node(text: &str) -> Result<Node> {

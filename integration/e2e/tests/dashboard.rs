@@ -4,9 +4,11 @@ use std::{
     io::{Read, Write},
     net::TcpListener,
     os::unix::net::UnixStream,
+    process::Output,
 };
 
 use affinode_e2e::{
+    supervisor::Job,
     testbed::{Testbed, TestbedConfig},
     wait::until,
     worker::Worker,
@@ -136,5 +138,66 @@ fn port_in_use_disables_only_the_dashboard() -> Result<()> {
     assert!(worker.verify()?);
     let seen: Value = serde_json::from_str(&world.cli().run(&["ps", "-o", "json"])?)?;
     assert!(seen["dashboard"].is_null(), "{seen}");
+    Ok(())
+}
+
+/// Runs the command outside of the controller's environment, where it finds the testbed's NVML.
+fn command(world: &Testbed, arguments: &[&str]) -> Result<Output> {
+    let mut command = world.host_gpu_command(&world.artifacts().bin("affinode")?);
+    command.env("AFFINODE_RUN_DIR", world.cli().run_dir()).args(arguments);
+    Ok(command.output()?)
+}
+
+#[test]
+fn empty_node_shows_its_gpus() -> Result<()> {
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let ps = command(&world, &["ps"])?;
+    let (said, rest) =
+        (String::from_utf8_lossy(&ps.stdout), String::from_utf8_lossy(&ps.stderr).into_owned());
+    assert!(ps.status.success() && said.contains("GPU 0 "), "{said}{rest}");
+    assert!(rest.contains("no GPU container") && rest.contains("no controller"), "{rest}");
+    let ps = command(&world, &["ps", "-o", "json"])?;
+    let seen: Value = serde_json::from_slice(&ps.stdout)?;
+    assert_eq!((&seen["controller_pid"], &seen["containers"]), (&0.into(), &Value::Array(vec![])));
+    assert!(seen["gpus"][0]["vram_total_bytes"].as_u64() > Some(0), "{seen}");
+    assert!(world.controller()?.is_none(), "the command has started a controller");
+
+    start_unit(&world)?;
+    let listed = world.cli().ps()?;
+    assert!(listed.containers.is_empty(), "{listed:?}");
+    let gpu = world.cli().gpu()?;
+    assert_eq!(Some(gpu.vram_total_bytes), seen["gpus"][0]["vram_total_bytes"].as_u64());
+    assert_eq!(ask(&world, "GET", "/healthz")?.0, 200);
+    let shown = node(&world)?;
+    assert_eq!(
+        (&shown["containers"], &shown["gpus"][0]["index"]),
+        (&seen["containers"], &0.into())
+    );
+    until("the metrics of the GPU", || {
+        let (status, metrics) = ask(&world, "GET", "/metrics")?;
+        let total = metrics.lines().any(|line| line.starts_with("affinode_gpu_vram_total_bytes{"));
+        Ok((status == 200 && total).then_some(()))
+    })?;
+    let ps = command(&world, &["ps"])?;
+    let rest = String::from_utf8_lossy(&ps.stderr);
+    assert!(ps.status.success() && !rest.contains("no controller"), "{rest}");
+    Ok(())
+}
+
+/// Starts a controller as a unit does, without a container.
+fn start_unit(world: &Testbed) -> Result<()> {
+    let shim = world.artifacts().bin("containerd-shim-affinode-v1")?;
+    let path = |path: &str| world.dir().join(path).display().to_string();
+    let mut env = world.gpu().host_env(world.artifacts(), world.dir());
+    for (name, value) in [
+        ("AFFINODE_RUN_DIR", world.cli().run_dir().display().to_string()),
+        ("AFFINODE_CONFIG", path("affinode/config.toml")),
+        // No process reads the notifications.
+        ("NOTIFY_SOCKET", path("notify")),
+    ] {
+        env.insert(name.into(), value);
+    }
+    let argv = vec![shim.display().to_string(), "controller".into()];
+    world.keeper().spawn(&Job { argv, env, log: world.dir().join("unit.log") })?;
     Ok(())
 }

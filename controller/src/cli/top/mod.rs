@@ -2,40 +2,41 @@
 //!
 //! ```text
 //!  keys (a thread) ────┐
-//!  list, every second ─┼──> [`state::TopState`] (pure) ──> [`view`] draws it
+//!  node, every second ─┼──> [`state::TopState`] (pure) ──> [`view`] draws it
 //!  results of moves ───┘
 //! ```
 
+mod source;
 mod state;
 mod view;
 
-use std::{io::IsTerminal, sync::Arc, time::Duration};
+use std::{io::IsTerminal, path::PathBuf, sync::Arc, time::Duration};
 
 use ratatui::crossterm::event::{self, Event};
 use tokio::sync::mpsc;
 
 use super::{CliError, client::ControlClient, format};
-use crate::schema;
+use source::NodeSource;
 use state::{ContainerAction, KeyOutcome, TopState};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-pub async fn run(client: ControlClient) -> Result<(), CliError> {
+pub async fn run(run_dir: PathBuf) -> Result<(), CliError> {
     if !std::io::stdout().is_terminal() {
         return Err(CliError::NotDone(
             "top needs a terminal; use `affinode ps -w` without one".into(),
         ));
     }
-    let client = Arc::new(client);
+    let mut source = NodeSource::open(run_dir).await?;
     let mut terminal = ratatui::try_init()?;
     // The terminal is restored on every path.
-    let outcome = live(&client, &mut terminal).await;
+    let outcome = live(&mut source, &mut terminal).await;
     ratatui::restore();
     outcome
 }
 
 async fn live(
-    client: &Arc<ControlClient>,
+    source: &mut NodeSource,
     terminal: &mut ratatui::DefaultTerminal,
 ) -> Result<(), CliError> {
     let (typed, mut keys) = mpsc::channel(64);
@@ -51,8 +52,8 @@ async fn live(
     let mut beat = tokio::time::interval(SECOND);
     loop {
         tokio::select! {
-            _ = beat.tick() => match client.list().await {
-                Ok(list) => state.show(schema::Node::from(list)),
+            _ = beat.tick() => match source.read().await {
+                Ok(node) => state.show(node),
                 // A controller that restarts responds again in a moment.
                 Err(error) => state.say(error.to_string()),
             },
@@ -63,6 +64,8 @@ async fn live(
                     KeyOutcome::End => return Ok(()),
                     KeyOutcome::Stay => {}
                     KeyOutcome::Act { container, key, what } => {
+                        // Without a controller there is no container to choose.
+                        let Some(client) = source.client() else { continue };
                         state.say(format!("{container}: requested"));
                         let (client, told) = (Arc::clone(client), told.clone());
                         tokio::spawn(async move {

@@ -9,7 +9,10 @@ use ratatui::{
 };
 
 use super::state::TopState;
-use crate::{cli::format, clock, schema};
+use crate::{
+    cli::{format, local_node::NOTHING_RUNS},
+    clock, schema,
+};
 
 /// The colour of a state, as on the dashboard.
 fn colour(state: &str) -> Color {
@@ -50,7 +53,21 @@ pub fn draw(frame: &mut Frame<'_>, state: &TopState) {
         .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
     let chosen = (!rows.is_empty()).then(|| state.position());
     frame.render_stateful_widget(table, list, &mut TableState::default().with_selected(chosen));
+    if rows.is_empty() {
+        let below = Layout::vertical([Constraint::Length(1), Constraint::Min(1)]);
+        let [_, below] = below.areas(list);
+        frame.render_widget(Paragraph::new(nothing(&state.node)), below);
+    }
     frame.render_widget(Paragraph::new(help(state)), foot);
+}
+
+/// The sentence in place of rows.
+fn nothing(node: &schema::Node) -> &'static str {
+    match node.containers.is_empty() {
+        false => "no container matches",
+        true if node.controller_pid == 0 => NOTHING_RUNS,
+        true => "no GPU container of runtime affinode runs",
+    }
 }
 
 fn header(node: &schema::Node, width: u16) -> Vec<Line<'static>> {
@@ -147,5 +164,23 @@ mod tests {
         ] {
             assert!(screen.contains(text), "{text} is not in\n{screen}");
         }
+    }
+
+    #[test]
+    fn an_empty_node_says_that_nothing_runs() {
+        let mut state = TopState::default();
+        let mut terminal = Terminal::new(TestBackend::new(120, 8)).unwrap();
+        let mut screen = |state: &TopState| {
+            terminal.draw(|frame| draw(frame, state)).unwrap();
+            terminal.backend().to_string()
+        };
+        assert!(screen(&state).contains("and no controller"));
+        state.show(schema::Node { controller_pid: 1, ..Default::default() });
+        let served = screen(&state);
+        assert!(served.contains("no GPU container of runtime affinode runs  "), "{served}");
+        let containers = vec![schema::Container::default()];
+        state.show(schema::Node { containers, ..Default::default() });
+        state.filter = "another".into();
+        assert!(screen(&state).contains("no container matches"));
     }
 }
