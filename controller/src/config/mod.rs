@@ -41,7 +41,8 @@ pub use sections::{
     CopierSection, DriverSection, LogFormat, LogSection, MemorySection, NvmlSection, TimingSection,
 };
 pub use services::{
-    HistorySection, HttpAuth, HttpSection, JobsSection, ListenAddress, OciSection, ReportSection,
+    HistorySection, HttpActions, HttpAuth, HttpSection, JobsSection, ListenAddress, OciSection,
+    ReportSection,
 };
 pub use set::{SetError, set};
 use whole_numbers::WholeNumbers;

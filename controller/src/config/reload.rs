@@ -38,19 +38,23 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::HttpActions;
 
     #[test]
     fn a_reload_names_what_needs_a_restart() {
         let mut config = Config::default();
         let mut read = Config::default();
         read.policy.idle_timeout = 1;
-        read.http.actions = false;
+        read.http.actions = HttpActions::Off;
         read.jobs.enabled = !read.jobs.enabled;
         read.jobs.users.push("ana".into());
         let taken = config.take(read.clone());
         assert_eq!(taken, ReloadedConfig { changed: true, waits: vec!["http", "jobs.enabled"] });
         assert_eq!((config.policy.idle_timeout, config.jobs.users.len()), (1, 1));
-        assert!(config.http.actions && config.jobs.enabled == Config::default().jobs.enabled);
+        assert!(
+            config.http == Config::default().http
+                && config.jobs.enabled == Config::default().jobs.enabled
+        );
         assert_eq!(config.take(read).waits, ["http", "jobs.enabled"], "still");
         let same = config.clone();
         assert_eq!(config.take(same), ReloadedConfig::default());

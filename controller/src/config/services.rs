@@ -29,8 +29,21 @@ pub struct HttpSection {
     pub tls_key_file: String,
     /// Names by which clients may call the node, besides addresses and localhost.
     pub hosts: Vec<String>,
-    /// Whether containers can be offloaded, restored and pinned over HTTP.
-    pub actions: bool,
+    /// Clients that may offload, restore and pin containers over HTTP.
+    pub actions: HttpActions,
+}
+
+/// Clients that may move containers over HTTP.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HttpActions {
+    /// Clients with a token, and clients of a Unix socket, which only root may use.
+    #[default]
+    Authenticated,
+    /// Also clients without a token: all users of the machine, and pods with its network.
+    AnyClient,
+    /// No client, with or without a token.
+    Off,
 }
 
 /// Method by which HTTP clients authenticate.
@@ -107,7 +120,7 @@ impl Default for HttpSection {
             tls_cert_file: String::new(),
             tls_key_file: String::new(),
             hosts: Vec::new(),
-            actions: true,
+            actions: HttpActions::default(),
         }
     }
 }
@@ -147,6 +160,23 @@ impl HttpSection {
                     format!("http.listen: {other:?}: accepted: auto, off, address:port, unix:/path")
                 }),
             },
+        }
+    }
+
+    /// Checks whether clients of an address may move containers.
+    ///
+    /// # Errors
+    /// They may not. The text says how to allow it.
+    pub fn may_act(&self, listen: &ListenAddress) -> Result<(), &'static str> {
+        let authenticated = self.auth == HttpAuth::TokenReview
+            || !self.token_file.is_empty()
+            || matches!(listen, ListenAddress::Unix(_));
+        match self.actions {
+            HttpActions::Off => Err("http.actions is \"off\": this site is read-only"),
+            HttpActions::Authenticated if !authenticated => Err(
+                "this address needs no token, so it only shows: use the command affinode, or set http.token_file or http.actions in the configuration",
+            ),
+            HttpActions::Authenticated | HttpActions::AnyClient => Ok(()),
         }
     }
 
@@ -245,6 +275,24 @@ mod tests {
             Ok(ListenAddress::Unix("/a/b".into()))
         );
         assert!(http("everywhere").listen(Path::new("/tmp")).is_err());
+    }
+
+    #[test]
+    fn only_known_clients_may_move_containers() {
+        let tcp = ListenAddress::Tcp(NODE_ADDRESS);
+        let unix = ListenAddress::Unix("/run/affinode/http.sock".into());
+        let open = HttpSection::default();
+        assert!(open.may_act(&tcp).is_err(), "any user of the machine reaches this address");
+        assert!(open.may_act(&unix).is_ok(), "only root reaches it");
+        let with_token = HttpSection { token_file: "/etc/t".into(), ..HttpSection::default() };
+        let reviewed = HttpSection { auth: HttpAuth::TokenReview, ..HttpSection::default() };
+        assert!(with_token.may_act(&tcp).is_ok() && reviewed.may_act(&tcp).is_ok());
+        for section in [open, with_token, reviewed] {
+            let off = HttpSection { actions: HttpActions::Off, ..section.clone() };
+            assert!(off.may_act(&tcp).is_err() && off.may_act(&unix).is_err());
+            let any = HttpSection { actions: HttpActions::AnyClient, ..section };
+            assert!(any.may_act(&tcp).is_ok() && any.may_act(&unix).is_ok());
+        }
     }
 
     #[test]

@@ -48,7 +48,7 @@ impl Frontend {
             history.clone(),
         );
         let scout = CallSampler::new(door.clone(), Arc::clone(&calls));
-        let served = bound.map(|ServedFrontend { socket, papers, guard, .. }| {
+        let served = bound.map(|ServedFrontend { socket, papers, guard, only_shows, .. }| {
             let prices = config.report.clone();
             let (hub, history) = (Arc::clone(&hub), history.clone());
             (
@@ -58,7 +58,7 @@ impl Frontend {
                     DataSources { hub, calls, metrics, history },
                     guard,
                     prices,
-                    config.http.actions,
+                    only_shows,
                 )),
             )
         });
@@ -118,6 +118,8 @@ struct ServedFrontend {
     papers: Option<http::TlsIdentity>,
     place: String,
     guard: HttpGuard,
+    /// Reason why clients may move no container.
+    only_shows: Option<&'static str>,
 }
 
 fn bind(run_dir: &Path, config: &Config) -> Option<ServedFrontend> {
@@ -138,20 +140,24 @@ fn bind(run_dir: &Path, config: &Config) -> Option<ServedFrontend> {
             Err(error) => return none(error_chain::chain(&error)),
         },
     };
-    let bound = match http.listen(run_dir).map(|listen| HttpListener::bind(&listen)) {
-        Ok(Ok(bound)) => bound,
-        Ok(Err(error)) => {
+    let listen = match http.listen(run_dir) {
+        Ok(listen) => listen,
+        Err(why) => return none(why),
+    };
+    let bound = match HttpListener::bind(&listen) {
+        Ok(bound) => bound,
+        Err(error) => {
             return none(format!(
                 "{}; choose another address with http.listen",
                 error_chain::chain(&error)
             ));
         }
-        Err(why) => return none(why),
     };
     let (socket, mut place) = bound?;
     if papers.is_some() {
         place = place.replacen("http://", "https://", 1);
     }
-    tracing::info!("dashboard: listening at {place}");
-    Some(ServedFrontend { socket, papers, place, guard })
+    let only_shows = http.may_act(&listen).err();
+    tracing::info!(read_only = only_shows.is_some(), "dashboard: listening at {place}");
+    Some(ServedFrontend { socket, papers, place, guard, only_shows })
 }

@@ -76,7 +76,7 @@ pub struct AppState {
     history: Option<Arc<NodeHistory>>,
     guard: HttpGuard,
     report: ReportSection,
-    may_act: bool,
+    only_shows: Option<&'static str>,
     streams: Arc<Semaphore>,
     call_streams: Arc<Semaphore>,
     actions: Arc<Semaphore>,
@@ -98,14 +98,15 @@ pub struct DataSources {
 }
 
 impl AppState {
-    /// Creates the state of a site. `may_act`: whether requests may offload, restore and pin.
+    /// Creates the state of a site. `only_shows`: the reason why no request may offload, restore or
+    /// pin. `None`: requests may.
     #[must_use]
     pub fn new(
         door: ControllerHandle,
         sources: DataSources,
         guard: HttpGuard,
         report: ReportSection,
-        may_act: bool,
+        only_shows: Option<&'static str>,
     ) -> AppState {
         AppState {
             door,
@@ -115,7 +116,7 @@ impl AppState {
             history: sources.history,
             guard,
             report,
-            may_act,
+            only_shows,
             streams: Arc::new(Semaphore::new(STREAMS)),
             call_streams: Arc::new(Semaphore::new(CALL_STREAMS)),
             actions: Arc::new(Semaphore::new(ACTIONS)),

@@ -30,6 +30,8 @@ use crate::{
 const CONTAINERS: &str = "/api/v1/containers/";
 /// Prefix of the paths that turn automatic offloads on or off.
 const AUTO_OFFLOAD: &str = "/api/v1/auto-offload/";
+/// Header of event streams of a site that moves no containers.
+const ACTIONS: &str = "affinode-actions";
 /// Maximum size of the body of an action, which needs none.
 const BODY_BYTES: usize = 4 << 10;
 /// Time limit for reading a body.
@@ -308,7 +310,13 @@ async fn events(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Inco
     let started = list.started_unix_ms;
     let wish = StreamQuery::new(id, started, site.door.events().last(), node);
     let hold = StreamGuard { permit, admitted: caller.admitted };
-    reply::with(StatusCode::OK, "text/event-stream", stream::begin(site, wish, started, hold))
+    let body = stream::begin(site, wish, started, hold);
+    let mut reply = reply::with(StatusCode::OK, "text/event-stream", body);
+    if site.only_shows.is_some() {
+        // The page hides its buttons.
+        reply.headers_mut().insert(ACTIONS, HeaderValue::from_static("off"));
+    }
+    reply
 }
 
 /// The actions on a container.
@@ -350,8 +358,7 @@ async fn may_act(
     if request.method() != Method::POST {
         return Err(only("POST"));
     }
-    if !site.may_act {
-        let why = "http.actions is false: this site is read-only";
+    if let Some(why) = site.only_shows {
         return Err(reply::error(StatusCode::FORBIDDEN, why));
     }
     let body = Limited::new(request.into_body(), BODY_BYTES).collect();

@@ -45,6 +45,7 @@ pub fn run(may_act: bool, token: Option<&str>) -> Running {
 /// Serves the same site, behind the guard of a configuration.
 pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) -> Running {
     let guard = HttpGuard::new(http).unwrap();
+    let only_shows = (!may_act).then_some("this site is read-only");
     let (calls, mut asked) = mpsc::channel(64);
     tokio::spawn(async move {
         while let Some(call) = asked.recv().await {
@@ -82,7 +83,7 @@ pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) 
     let history = Some(Arc::new(history));
     let sources =
         DataSources { hub, calls: Arc::clone(&calls), metrics: Arc::clone(&metrics), history };
-    let site = Arc::new(AppState::new(door, sources, guard, prices, may_act));
+    let site = Arc::new(AppState::new(door, sources, guard, prices, only_shows));
     let (bound, _) =
         HttpListener::bind(&ListenAddress::Unix(folder.path().join("s"))).unwrap().unwrap();
     tokio::spawn(serve(HttpListener::new(bound, None).unwrap(), Arc::clone(&site)));

@@ -53,6 +53,13 @@ async fn a_move_is_executed_and_recorded() {
     let looking = run(false, None);
     assert_eq!(looking.ask("POST", &format!("{path}/offload"), "").await.0, 403);
     assert!(looking.events.now(0).is_empty());
+    // The page hides its buttons.
+    for (site, only_shows) in [(looking, true), (site, false)] {
+        let mut stream = site.open("/api/v1/events", "").await;
+        assert!(stream.begins().await);
+        let told = stream.seen.contains("affinode-actions: off");
+        assert_eq!(told, only_shows, "{}", stream.seen);
+    }
 }
 
 #[tokio::test]

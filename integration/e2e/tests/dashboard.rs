@@ -28,8 +28,12 @@ sample_interval = "50ms"
 /// Sends a request over the socket in a private controller's run directory.
 fn ask(world: &Testbed, method: &str, path: &str) -> Result<(u16, String)> {
     let socket = world.cli().run_dir().join("http.sock");
-    let mut stream = UnixStream::connect(&socket)
+    let stream = UnixStream::connect(&socket)
         .with_context(|| format!("cannot connect to {}", socket.display()))?;
+    ask_over(stream, method, path)
+}
+
+fn ask_over(mut stream: impl Read + Write, method: &str, path: &str) -> Result<(u16, String)> {
     write!(stream, "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
@@ -199,5 +203,32 @@ fn start_unit(world: &Testbed) -> Result<()> {
     }
     let argv = vec![shim.display().to_string(), "controller".into()];
     world.keeper().spawn(&Job { argv, env, log: world.dir().join("unit.log") })?;
+    Ok(())
+}
+
+/// Without a token, an address that every user of the machine reaches only shows.
+#[test]
+fn port_without_token_only_shows() -> Result<()> {
+    for (actions, allowed) in [("", false), ("actions = \"any-client\"\n", true)] {
+        let free = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        let http = format!("[http]\nlisten = \"{free}\"\n{actions}");
+        let world = TestbedConfig::default().config(&format!("{MANUAL}{http}")).world()?;
+        let mut worker = Worker::start(&world, "worker", 64)?;
+        let key = world.cli().wait_for_state("worker", "Idle")?.key;
+        let ask =
+            |method: &str, path: &str| ask_over(std::net::TcpStream::connect(free)?, method, path);
+        assert_eq!(ask("GET", "/api/v1/node")?.0, 200);
+        assert_eq!(ask("GET", "/metrics")?.0, 200);
+        let changes = ["offload", "pin", "unpin", "restore"];
+        for path in changes.map(|verb| format!("/api/v1/containers/{key}/{verb}")) {
+            let (status, said) = ask("POST", &path)?;
+            assert_eq!(status == 200, allowed, "{path}: {status} {said}");
+            assert!(allowed || said.contains("http.token_file"), "{said}");
+        }
+        assert_eq!(ask("POST", "/api/v1/auto-offload/on")?.0 == 200, allowed);
+        let row = world.cli().known("worker")?;
+        assert_eq!(row.offloads > 0, allowed, "{row:?}");
+        assert!(worker.verify()?);
+    }
     Ok(())
 }

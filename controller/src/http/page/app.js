@@ -12,7 +12,11 @@ import "./theme.js";
 
 const byId = (id) => document.getElementById(id);
 
-function live(yes, refused = "") {
+function live(yes, refused = "", onlyShows = null) {
+  if (onlyShows !== null) {
+    document.body.classList.toggle("only-shows", onlyShows);
+    byId("auto").disabled = onlyShows;
+  }
   byId("link-why").hidden = !refused;
   put(byId("link-why"), refused && `The controller refused this page: ${refused}`);
   byId("link").classList.toggle("live", yes);
@@ -86,8 +90,10 @@ document.addEventListener("keydown", (event) => {
   }
   const keys = {
     "/": () => byId("filter").focus(), "?": () => byId("help").showModal(),
-    j: () => step(1), k: () => step(-1), o: () => actHere("offload"), r: () => actHere("restore"), p: () => pinHere(), c: () => chosen() && watchCallsOf(chosen()),
+    j: () => step(1), k: () => step(-1), c: () => chosen() && watchCallsOf(chosen()),
   };
+  const moves = { o: () => actHere("offload"), r: () => actHere("restore"), p: () => pinHere() };
+  if (!document.body.classList.contains("only-shows")) Object.assign(keys, moves);
   if (!keys[event.key]) return;
   event.preventDefault();
   keys[event.key]();

@@ -52,7 +52,7 @@ export async function follow(path, on, until) {
       }
       refused = "";
       wait_ms = 250;
-      on.live(true);
+      on.live(true, "", reply.headers.get("affinode-actions") === "off");
       const text = reply.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = "";
       for (;;) {

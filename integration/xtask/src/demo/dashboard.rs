@@ -25,7 +25,9 @@ pub fn free_address() -> Result<SocketAddr> {
 /// The scenario's configuration, with the address of the page.
 pub fn config(scene: &str, address: Option<SocketAddr>) -> String {
     let http = address.map_or_else(String::new, |address| {
-        format!("[http]\nlisten = \"{address}\"\n[report]\nprice_per_gpu_hour = 2.5\n")
+        // Each user of this machine may move the demo's containers.
+        let http = format!("[http]\nlisten = \"{address}\"\nactions = \"any-client\"\n");
+        format!("{http}[report]\nprice_per_gpu_hour = 2.5\n")
     });
     format!("{scene}{http}")
 }
