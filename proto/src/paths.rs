@@ -18,6 +18,9 @@ pub const CONFIG_FILE: &str = "/etc/affinode/config.toml";
 
 /// Below the run directory: the controller's ttrpc socket, root only.
 pub const CONTROL_SOCKET: &str = "control.sock";
+/// Below the run directory: the controller's ttrpc socket for the members of `control.view_group`,
+/// which may look and change nothing.
+pub const VIEW_SOCKET: &str = "view.sock";
 /// Below the run directory: the lock file of the node's only controller, held with `flock`.
 pub const CONTROLLER_LOCK: &str = "controller.lock";
 /// Below the run directory: the journal. The controller writes it before each destructive step.

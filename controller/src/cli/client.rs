@@ -28,17 +28,41 @@ const LONG: std::time::Duration = std::time::Duration::from_secs(600);
 pub struct ControlClient {
     control: control_ttrpc::ControlClient,
     socket: String,
+    rights: ClientRights,
+}
+
+/// What the user of this command may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ClientRights {
+    /// Everything, because the user is root.
+    Full,
+    /// To look, as a member of `control.view_group`.
+    View,
 }
 
 impl ControlClient {
     /// Connects to the controller of a run directory.
     pub async fn connect(run_dir: &Path) -> Result<ControlClient, CliError> {
-        let socket = run_dir.join(paths::CONTROL_SOCKET).display().to_string();
-        match ttrpc::r#async::Client::connect(&format!("unix://{socket}")).await {
-            Ok(client) => {
-                Ok(ControlClient { control: control_ttrpc::ControlClient::new(client), socket })
+        let socket = run_dir.join(paths::CONTROL_SOCKET);
+        match open(&socket, ClientRights::Full).await {
+            // Its mode lets only root connect; the other socket's mode lets a group connect.
+            Err(error) if may_not_connect(&socket) => {
+                let viewing = open(&run_dir.join(paths::VIEW_SOCKET), ClientRights::View).await;
+                viewing.map_err(|_| error)
             }
-            Err(source) => Err(CliError::NoController { socket, source }),
+            opened => opened,
+        }
+    }
+
+    /// Refuses a request that changes something if this user may only look. The controller does not
+    /// support it on that socket either.
+    fn may_change(&self) -> Result<(), CliError> {
+        match self.rights {
+            ClientRights::Full => Ok(()),
+            ClientRights::View => Err(CliError::NotDone(
+                "members of control.view_group may look and change nothing: run this as root"
+                    .into(),
+            )),
         }
     }
 
@@ -56,30 +80,35 @@ impl ControlClient {
 
     /// Offloads a container; returns when it is done or refused.
     pub async fn offload(&self, container: String) -> Result<ActionResponse, CliError> {
+        self.may_change()?;
         let request = OffloadRequest { container, ..OffloadRequest::default() };
         self.control.offload(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
     /// Restores a container; returns when it is done or refused.
     pub async fn restore(&self, container: String) -> Result<ActionResponse, CliError> {
+        self.may_change()?;
         let request = RestoreRequest { container, ..RestoreRequest::default() };
         self.control.restore(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
     /// Pins a container to the GPU, or unpins it.
     pub async fn pin(&self, container: String, pinned: bool) -> Result<ActionResponse, CliError> {
+        self.may_change()?;
         let request = PinRequest { container, pinned, ..PinRequest::default() };
         self.control.pin(context(LONG), &request).await.map_err(|e| self.error(e))
     }
 
     /// Sends a hint that a container is idle, or busy.
     pub async fn hint(&self, container: String, busy: bool) -> Result<HintResponse, CliError> {
+        self.may_change()?;
         let request = HintRequest { container, busy, ..HintRequest::default() };
         self.control.hint(context(QUICK), &request).await.map_err(|e| self.error(e))
     }
 
     /// Turns automatic offloads on or off.
     pub async fn set_auto_offload(&self, on: bool) -> Result<(), CliError> {
+        self.may_change()?;
         let request = SetAutoOffloadRequest { on, ..SetAutoOffloadRequest::default() };
         let set = self.control.set_auto_offload(context(QUICK), &request).await;
         set.map(drop).map_err(|e| self.error(e))
@@ -128,6 +157,7 @@ impl ControlClient {
         &self,
         changes: Vec<PolicyChange>,
     ) -> Result<Vec<PolicyValue>, CliError> {
+        self.may_change()?;
         let request = SetPolicyRequest { changes, ..SetPolicyRequest::default() };
         let response = self.control.set_policy(context(QUICK), &request).await;
         Ok(response.map_err(|e| self.error(e))?.values)
@@ -156,9 +186,27 @@ impl ControlClient {
 
     /// Makes the controller read its configuration again.
     pub async fn reload(&self) -> Result<ReloadResponse, CliError> {
+        self.may_change()?;
         let asked = ReloadRequest::default();
         self.control.reload(context(QUICK), &asked).await.map_err(|e| self.error(e))
     }
+}
+
+async fn open(socket: &Path, rights: ClientRights) -> Result<ControlClient, CliError> {
+    let socket = socket.display().to_string();
+    match ttrpc::r#async::Client::connect(&format!("unix://{socket}")).await {
+        Ok(client) => {
+            let control = control_ttrpc::ControlClient::new(client);
+            Ok(ControlClient { control, socket, rights })
+        }
+        Err(source) => Err(CliError::NoController { socket, source }),
+    }
+}
+
+/// Whether this user has no right to connect to a socket.
+fn may_not_connect(socket: &Path) -> bool {
+    let connected = std::os::unix::net::UnixStream::connect(socket);
+    connected.is_err_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied)
 }
 
 fn context(wait: std::time::Duration) -> Context {

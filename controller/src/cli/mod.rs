@@ -139,7 +139,7 @@ enum OutputFormat {
 #[derive(Debug, thiserror::Error)]
 enum CliError {
     #[error(
-        "cannot connect to the controller at {socket}; run as root, check --run-dir, and try `affinode status` and `affinode doctor`"
+        "cannot connect to the controller at {socket}; run as root or as a member of control.view_group, check --run-dir, and try `affinode status` and `affinode doctor`"
     )]
     NoController {
         socket: String,
@@ -296,7 +296,7 @@ async fn run(args: Args) -> Result<(), CliError> {
                 if changed { "configuration changed" } else { "nothing changed" }.to_owned();
             if !waits.is_empty() {
                 let waits = waits.join(", ");
-                let how = "end its process to restart it";
+                let how = "systemctl restart affinode-controller, or end its process";
                 words += &format!("; applies when the controller starts next: {waits} ({how})");
             }
             say(

@@ -41,8 +41,8 @@ pub use sections::{
     CopierSection, DriverSection, LogFormat, LogSection, MemorySection, NvmlSection, TimingSection,
 };
 pub use services::{
-    HistorySection, HttpActions, HttpAuth, HttpSection, JobsSection, ListenAddress, OciSection,
-    ReportSection,
+    ControlSection, HistorySection, HttpActions, HttpAuth, HttpSection, JobsSection, ListenAddress,
+    OciSection, ReportSection,
 };
 pub use set::{SetError, set};
 use whole_numbers::WholeNumbers;
@@ -67,6 +67,8 @@ pub struct Config {
     pub log: LogSection,
     /// Section `[http]`: dashboard, API and metrics.
     pub http: HttpSection,
+    /// Section `[control]`: users of the command line who are not root.
+    pub control: ControlSection,
     /// Section `[history]`: the history on disk.
     pub history: HistorySection,
     /// Section `[report]`: prices in reports.

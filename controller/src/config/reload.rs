@@ -26,7 +26,7 @@ impl Config {
             )* };
         }
         keep!(
-            "memory" memory, "driver" driver, "nvml" nvml, "copier" copier, "log" log, "http" http, "history" history,
+            "memory" memory, "driver" driver, "nvml" nvml, "copier" copier, "log" log, "http" http, "control" control, "history" history,
             "report" report, "jobs.enabled" jobs.enabled
         );
         let changed = *self != read;

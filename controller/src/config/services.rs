@@ -1,4 +1,4 @@
-//! The sections `[http]`, `[history]`, `[report]`, `[jobs]` and `[oci]`.
+//! The sections `[http]`, `[control]`, `[history]`, `[report]`, `[jobs]` and `[oci]`.
 
 use std::{
     net::SocketAddr,
@@ -56,6 +56,14 @@ pub enum HttpAuth {
     /// With a Kubernetes token. The API server identifies its user and decides which requests that
     /// user may send.
     TokenReview,
+}
+
+/// Section `[control]`: users of the command line who are not root.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ControlSection {
+    /// Group whose members may look, and change nothing; empty: root alone may look.
+    pub view_group: String,
 }
 
 /// Section `[history]`: the history on disk.

@@ -20,8 +20,14 @@ use tokio::{
 };
 
 use super::{
-    ControllerHandle, DaemonError, api, command::Command, events::EventLog, frontend::Frontend,
-    gc::GarbageCollector, gpu_polling::GpuPolling,
+    ControllerHandle, DaemonError,
+    api::{self, ControlService},
+    command::Command,
+    events::EventLog,
+    frontend::Frontend,
+    gc::GarbageCollector,
+    gpu_polling::GpuPolling,
+    viewers,
 };
 use crate::{
     agents::{AgentHandle, AgentListener, AgentMail},
@@ -185,8 +191,10 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     } else {
         None
     };
-    let (sockets, history) = (&mut actor.sockets, show.history.clone());
-    let _api = api::serve(sockets, &run_dir, calls, events, hub, history, prices).await?;
+    let service = ControlService::new(calls, events, hub, show.history.clone(), prices);
+    let group = &actor.config.control.view_group;
+    let _viewers = viewers::serve(&mut actor.sockets, &run_dir, group, service.clone());
+    let _api = api::serve(&mut actor.sockets, &run_dir, service).await?;
     let mut terminate = signal(SignalKind::terminate()).map_err(DaemonError::Runtime)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(DaemonError::Runtime)?;
     tracing::info!(run_dir = %run_dir.display(), version = env!("CARGO_PKG_VERSION"), "controller is ready");

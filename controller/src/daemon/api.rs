@@ -43,7 +43,9 @@ const SPANS: usize = 1_000;
 /// The author of these requests in the events.
 const COMMAND: &str = "the command affinode";
 
-struct ControlService {
+/// The control API with all its methods, for root.
+#[derive(Clone)]
+pub(super) struct ControlService {
     calls: mpsc::Sender<Command>,
     events: Arc<EventLog>,
     hub: Arc<CallTraceHub>,
@@ -55,11 +57,7 @@ struct ControlService {
 pub(super) async fn serve(
     sockets: &mut ActivationSockets,
     run_dir: &Path,
-    calls: mpsc::Sender<Command>,
-    events: Arc<EventLog>,
-    hub: Arc<CallTraceHub>,
-    history: Option<Arc<NodeHistory>>,
-    prices: ReportSection,
+    service: ControlService,
 ) -> Result<Server, DaemonError> {
     let path = run_dir.join(paths::CONTROL_SOCKET);
     let bound = sockets.listen(paths::CONTROL_SOCKET, 0o600).and_then(UnixListener::from_std);
@@ -68,7 +66,7 @@ pub(super) async fn serve(
         path: path.clone(),
         source,
     })?;
-    let service = create_control(Arc::new(ControlService { calls, events, hub, history, prices }));
+    let service = create_control(Arc::new(service));
     let mut server = Server::new().add_listener(Listener::from(listener)).register_service(service);
     server.start().await.map_err(|source| DaemonError::Serve { path, source })?;
     Ok(server)
@@ -79,6 +77,17 @@ fn failed(code: ttrpc::Code, text: impl Into<String>) -> ttrpc::Error {
 }
 
 impl ControlService {
+    /// The API of an actor that receives from `calls`.
+    pub(super) fn new(
+        calls: mpsc::Sender<Command>,
+        events: Arc<EventLog>,
+        hub: Arc<CallTraceHub>,
+        history: Option<Arc<NodeHistory>>,
+        prices: ReportSection,
+    ) -> ControlService {
+        ControlService { calls, events, hub, history, prices }
+    }
+
     async fn ask<T>(&self, call: impl FnOnce(oneshot::Sender<T>) -> Command) -> ttrpc::Result<T> {
         let (answer, answered) = oneshot::channel();
         let ending =

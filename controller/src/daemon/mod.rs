@@ -24,6 +24,7 @@ mod log;
 mod log_file;
 mod overrides;
 mod policies;
+mod viewers;
 
 use std::{
     ffi::OsString,

@@ -299,6 +299,7 @@ mod tests {
             ("timing", "close_deadline", true),
             ("jobs", "users", true),
             ("jobs", "enabled", false),
+            ("control", "view_group", false),
             ("http", "listen", false),
             ("http.kubernetes", "audiences", false),
             ("memory", "node_reserve_mib", false),

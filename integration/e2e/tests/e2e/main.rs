@@ -53,4 +53,5 @@ mod state_file;
 mod systemd_unit;
 mod tools;
 mod user_namespaces;
+mod view_group;
 mod zeros;

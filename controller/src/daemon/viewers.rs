@@ -1,0 +1,258 @@
+//! The control API for the members of `control.view_group`: a socket of its own, on which they may
+//! look and change nothing.
+//!
+//! Shims and root use another socket, so the members can fill neither its backlog nor the actor's
+//! thread. The kernel checks the membership when a client connects, by the socket's mode, with all
+//! groups of the client. `SO_PEERCRED` names the user, whose connections are limited in number.
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    os::unix::{
+        fs::{PermissionsExt, chown},
+        net,
+    },
+    path::{Path, PathBuf},
+    pin::Pin,
+    sync::{Arc, Mutex, PoisonError},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use affinode_proto::{
+    api::{
+        control::{
+            CallsRequest, CallsResponse, EventsRequest, EventsResponse, HistoryRequest,
+            HistoryResponse, ListRequest, ListResponse, PolicyRequest, PolicyResponse,
+            ReportRequest, ReportResponse,
+        },
+        control_ttrpc::{Control, create_control},
+    },
+    paths,
+};
+use async_trait::async_trait;
+use futures_util::stream;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{UnixListener, UnixStream},
+};
+use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
+
+use super::api::ControlService;
+use crate::{isolated_runtime::IsolatedRuntime, socket_activation::ActivationSockets, sys};
+
+/// Maximum number of connections of a user, and of all users.
+const PER_USER: usize = 16;
+const IN_ALL: usize = 128;
+
+/// Serves the members of a group until the returned runtime is dropped. `None`: no group is named,
+/// or its socket cannot be served; root is served nevertheless.
+pub(super) fn serve(
+    sockets: &mut ActivationSockets,
+    run_dir: &Path,
+    group: &str,
+    service: ControlService,
+) -> Option<IsolatedRuntime> {
+    let path = run_dir.join(paths::VIEW_SOCKET);
+    if group.is_empty() {
+        // A client would wait at the socket of an earlier configuration.
+        let _ = fs::remove_file(path);
+        return None;
+    }
+    let begun = sockets.listen(paths::VIEW_SOCKET, 0o600).and_then(|listener| {
+        let ward = IsolatedRuntime::begin("viewers")?;
+        ward.spawn(admit(listener, path, group.to_owned(), service));
+        Ok(ward)
+    });
+    begun
+        .inspect_err(|error| {
+            tracing::error!(%error, group, "control.view_group: the group {group} is not served");
+        })
+        .ok()
+}
+
+/// Opens the socket to the group, and serves it.
+async fn admit(listener: net::UnixListener, path: PathBuf, group: String, service: ControlService) {
+    let opened = async {
+        // Before Linux 6.16 a client can send descriptors, which are closed when they are read.
+        let _ = sys::refuse_descriptors(&listener);
+        let listener = UnixListener::from_std(listener)?;
+        open_to(&path, gid_of(&group)?)?;
+        let service = create_control(Arc::new(ViewService(service)));
+        let connections = stream::unfold((listener, ViewerCount::default()), accept);
+        let mut server =
+            Server::new().add_listener(Listener::new(connections)).register_service(service);
+        server.start().await.map_err(io::Error::other)?;
+        Ok::<_, io::Error>(server)
+    };
+    match opened.await {
+        Ok(_server) => std::future::pending().await,
+        Err(error) => {
+            tracing::error!(%error, group, "control.view_group: the group {group} is not served");
+        }
+    }
+}
+
+/// The number of a group that is given by name or number.
+fn gid_of(group: &str) -> io::Result<u32> {
+    if let Ok(gid) = group.parse() {
+        return Ok(gid);
+    }
+    let found = nix::unistd::Group::from_name(group)?;
+    let unknown = || io::Error::new(io::ErrorKind::NotFound, "there is no such group");
+    found.map(|group| group.gid.as_raw()).ok_or_else(unknown)
+}
+
+/// Lets the members of the group connect. The group is set before the mode allows it to connect.
+fn open_to(path: &Path, gid: u32) -> io::Result<()> {
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    chown(path, None, Some(gid))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o660))
+}
+
+type ViewerListener = (UnixListener, ViewerCount);
+
+/// Accepts the next connection whose user has fewer than the maximum.
+async fn accept(
+    (listener, count): ViewerListener,
+) -> Option<(io::Result<ViewerConnection>, ViewerListener)> {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let uid = stream.peer_cred().map(|peer| peer.uid());
+                // A connection beyond the maximum is closed.
+                if let Some(place) = uid.ok().and_then(|uid| count.take(uid)) {
+                    let connection = ViewerConnection { stream, _place: place };
+                    return Some((Ok(connection), (listener, count)));
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%error, "viewers: cannot accept a connection");
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        }
+    }
+}
+
+/// The number of connections by user.
+#[derive(Clone, Debug, Default)]
+struct ViewerCount(Arc<Mutex<HashMap<u32, usize>>>);
+
+impl ViewerCount {
+    /// Counts a connection until its place is dropped. `None`: there are too many.
+    fn take(&self, uid: u32) -> Option<ViewerPlace> {
+        let mut users = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if users.values().sum::<usize>() >= IN_ALL || users.get(&uid) >= Some(&PER_USER) {
+            return None;
+        }
+        *users.entry(uid).or_default() += 1;
+        Some(ViewerPlace { count: self.clone(), uid })
+    }
+}
+
+/// A counted connection of a user.
+#[derive(Debug)]
+struct ViewerPlace {
+    count: ViewerCount,
+    uid: u32,
+}
+
+impl Drop for ViewerPlace {
+    fn drop(&mut self) {
+        let mut users = self.count.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let left = users.get(&self.uid).map_or(0, |number| number - 1);
+        match left {
+            0 => drop(users.remove(&self.uid)),
+            left => drop(users.insert(self.uid, left)),
+        }
+    }
+}
+
+/// A connection of a user, which counts as long as it is open.
+#[derive(Debug)]
+struct ViewerConnection {
+    stream: UnixStream,
+    _place: ViewerPlace,
+}
+
+impl AsyncRead for ViewerConnection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for ViewerConnection {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, buffer)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+/// The control API without the methods that change something: those are not supported here, and
+/// neither is a method that is added later and not named.
+struct ViewService(ControlService);
+
+#[async_trait]
+impl Control for ViewService {
+    async fn list(&self, call: &TtrpcContext, asked: ListRequest) -> ttrpc::Result<ListResponse> {
+        self.0.list(call, asked).await
+    }
+
+    async fn events(
+        &self,
+        call: &TtrpcContext,
+        asked: EventsRequest,
+    ) -> ttrpc::Result<EventsResponse> {
+        self.0.events(call, asked).await
+    }
+
+    async fn calls(
+        &self,
+        call: &TtrpcContext,
+        asked: CallsRequest,
+    ) -> ttrpc::Result<CallsResponse> {
+        self.0.calls(call, asked).await
+    }
+
+    async fn policy(
+        &self,
+        call: &TtrpcContext,
+        asked: PolicyRequest,
+    ) -> ttrpc::Result<PolicyResponse> {
+        self.0.policy(call, asked).await
+    }
+
+    async fn history(
+        &self,
+        call: &TtrpcContext,
+        asked: HistoryRequest,
+    ) -> ttrpc::Result<HistoryResponse> {
+        self.0.history(call, asked).await
+    }
+
+    async fn report(
+        &self,
+        call: &TtrpcContext,
+        asked: ReportRequest,
+    ) -> ttrpc::Result<ReportResponse> {
+        self.0.report(call, asked).await
+    }
+}
+
+#[cfg(test)]
+mod tests;
