@@ -8,7 +8,8 @@ use std::{
     time::Duration,
 };
 
-use clap::Args;
+use affinode_proto::paths;
+use clap::{ArgAction, Args};
 use serde::{Deserialize, de::DeserializeOwned};
 use tokio::process::Command;
 
@@ -49,6 +50,10 @@ pub struct HostPaths {
     /// containerd's unit; if omitted, k3s or rke2 where they run containerd, else containerd.
     #[arg(long, value_name = "UNIT")]
     unit: Option<String>,
+    /// Whether systemd keeps a controller on the node, where it runs. It does so only with the usual
+    /// folders of run directory and configuration.
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
+    controller_unit: bool,
     /// How long to wait for running containers before Affinode is removed.
     #[arg(long, value_name = "TIME", default_value = "2m", value_parser = humantime::parse_duration)]
     drain: Duration,
@@ -120,6 +125,26 @@ impl HandlerState {
 struct HostStatus {
     handler: Option<HandlerStatus>,
     files: Vec<FileStatus>,
+    #[serde(default)]
+    unit: Option<UnitStatus>,
+}
+
+#[derive(Deserialize)]
+struct UnitStatus {
+    state: UnitState,
+}
+
+/// State of the controller's unit, as far as the agent acts on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum UnitState {
+    /// Its file is gone, as after a reboot of a node whose /etc does not last.
+    Missing,
+    /// It was not started.
+    Incomplete,
+    /// Any other state. An operator may stop or disable the unit.
+    #[serde(other)]
+    Kept,
 }
 
 #[derive(Deserialize)]
@@ -170,7 +195,12 @@ impl HostPaths {
         let handler = status.handler.map_or(HandlerState::Missing, |handler| handler.state);
         let served = handler.serves();
         let in_place = status.files.iter().all(|file| file.state == IN_PLACE);
-        Ok(if served && !in_place { HandlerState::Missing } else { handler })
+        let unit_lost = status.unit.is_some_and(|unit| unit.state != UnitState::Kept);
+        Ok(match served {
+            true if !in_place => HandlerState::Missing,
+            true if unit_lost && self.keeps_controller() => HandlerState::Outdated,
+            _ => handler,
+        })
     }
 
     /// Waits until Affinode can be removed. Changes nothing.
@@ -241,6 +271,15 @@ impl HostPaths {
         put().map(|()| true).map_err(fail(&file))
     }
 
+    /// Whether systemd keeps a controller. A unit has the usual folders: with others, only shims
+    /// know them, from containerd's environment.
+    fn keeps_controller(&self) -> bool {
+        let usual = Path::new(paths::CONFIG_FILE).parent();
+        self.controller_unit
+            && self.run_dir == Path::new(paths::RUN_DIR)
+            && Some(self.config_dir.as_path()) == usual
+    }
+
     async fn installer(
         &self,
         verb: &'static str,
@@ -253,6 +292,9 @@ impl HostPaths {
         }
         if verb == "install" {
             arguments.extend(["--runtime-name", &self.runtime_name]);
+            if !self.keeps_controller() {
+                arguments.push("--no-controller-unit");
+            }
         }
         arguments.extend(more);
         self.run(verb, &arguments, time).await

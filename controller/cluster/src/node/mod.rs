@@ -22,6 +22,7 @@ pub mod node_labels;
 mod pod_condition;
 pub mod pod_events;
 mod pods;
+mod reload;
 pub mod retire;
 mod rollout;
 mod watch;
@@ -316,12 +317,16 @@ impl NodeAgent<'_> {
                 tracing::info!("controller: configuration written");
                 let run_dir = places.on_host(&places.run_dir);
                 let socket = run_dir.join(affinode_proto::paths::CONTROL_SOCKET);
-                // A controller that is not running yet reads the file at its start.
-                if let Err(error) = watch::reload(&socket).await {
-                    tracing::info!(
+                match reload::reload(&socket).await {
+                    Ok(None) => {}
+                    Ok(Some(pid)) => tracing::info!(
+                        "controller: process {pid} was ended, the next one has the configuration"
+                    ),
+                    // A controller that is not running yet reads the file at its start.
+                    Err(error) => tracing::info!(
                         "controller: not running, or it did not reload: {}",
                         error_chain::chain(&error)
-                    );
+                    ),
                 }
                 None
             }

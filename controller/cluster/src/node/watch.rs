@@ -1,14 +1,10 @@
 //! Watches the node's controller, and reports its events to the pods and the node object.
 
-use std::{
-    collections::HashMap,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{collections::HashMap, path::PathBuf, time::Duration};
 
 use affinode_proto::{
     api::{
-        control::{Container, Event, EventsRequest, ListRequest, ListResponse, ReloadRequest},
+        control::{Container, Event, EventsRequest, ListRequest, ListResponse},
         control_ttrpc::ControlClient,
     },
     event::EventKind,
@@ -210,16 +206,6 @@ impl ControllerWatch {
             }
         }
     }
-}
-
-/// Requests that the controller reloads its configuration.
-///
-/// # Errors
-/// If no controller runs, or the configuration is invalid.
-pub async fn reload(socket: &Path) -> Result<(), ttrpc::Error> {
-    let address = format!("unix://{}", socket.display());
-    let control = ControlClient::new(ttrpc::r#async::Client::connect(&address).await?);
-    control.reload(with_duration(ANSWER), &ReloadRequest::default()).await.map(|_| ())
 }
 
 /// VRAM of idle containers that are neither pinned nor in mode off.

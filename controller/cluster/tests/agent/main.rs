@@ -22,16 +22,17 @@ const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot";
 
 /// The script that simulates the node. File `served` exists while containerd serves the runtime,
-/// file `due` while an installation has steps to take, file `broken` while it fails.
+/// file `lost` while its unit is missing, file `due` while an installation has steps to take, file `broken` while it fails.
 const AFFINODE: &str = r#"#!/bin/sh
 cd "$(dirname "$0")/../node" || exit 9
 echo "$@" >> calls
 case "$*" in
-  status*) [ ! -e served ] || echo '{"handler":{"state":"served"},"files":[]}' ;;
+  status*) if [ -e lost ]; then unit=missing; else unit=running; fi
+           [ ! -e served ] || echo '{"handler":{"state":"served"},"files":[],"unit":{"state":"'$unit'"}}' ;;
   "policy validate"*) if grep -q wrong "$3"; then echo "policy.mode: wrong" >&2; exit 1; fi ;;
   install*--dry-run*) if [ -e due ] || [ ! -e served ]; then echo '["a step"]'; else echo '[]'; fi ;;
   install*) if [ -e broken ]; then echo "no space left" >&2; exit 1; fi
-            rm -f due; touch served; echo '["a step"]' ;;
+            rm -f due lost; touch served; echo '["a step"]' ;;
   uninstall*) rm -f served ;;
 esac
 "#;
@@ -168,6 +169,37 @@ fn a_node_without_a_slot_is_not_touched() {
     agent.api.until("the installation", |api| api.label(RUNTIME) == "true");
     let holder = &agent.api.get(LEASE)["spec"]["holderIdentity"];
     assert!(holder.is_null(), "the slot is free for the next node: {holder}");
+}
+
+/// systemd keeps the controller, unless the chart or its folders say otherwise.
+#[test]
+fn a_unit_needs_the_usual_folders() {
+    for (option, without) in [
+        ("--run-dir=/run/affinode", false),
+        ("--controller-unit=false", true),
+        ("--run-dir=/run/lab", true),
+        ("--config-dir=/etc/lab", true),
+    ] {
+        let agent = Agent::start(json!({}), &[], &[option]);
+        agent.api.until("the installation", |api| api.label(RUNTIME) == "true");
+        let calls = agent.calls();
+        let installs = calls.lines().filter(|call| call.starts_with("install"));
+        let told: Vec<bool> = installs.map(|call| call.contains("--no-controller-unit")).collect();
+        assert!(!told.is_empty() && told.iter().all(|one| *one == without), "{option}: {calls}");
+    }
+}
+
+/// A node whose /etc does not outlast a reboot gets its unit again.
+#[test]
+fn a_lost_unit_is_installed_again() {
+    let agent = Agent::start(json!({}), &["served", "due", "lost"], &[]);
+    agent.until_state("the installation", |state| state == "served");
+    assert!(!agent.has("due"), "{}", agent.calls());
+    fs::write(agent.folder.join("node/lost"), "").unwrap();
+    fs::write(agent.folder.join("node/due"), "").unwrap();
+    // A change of the node makes the agent look at it at once.
+    agent.api.patch(NODE, &json!({ "metadata": { "annotations": { "affinode.io/retire": "x" } } }));
+    agent.api.until("the unit", |_| !agent.has("due"));
 }
 
 #[test]

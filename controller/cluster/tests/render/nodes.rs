@@ -54,6 +54,18 @@ fn agents_find_every_kind_of_gpu_node() {
 }
 
 #[test]
+fn the_unit_of_the_controller_can_be_left_out() {
+    for (values, argument) in [
+        ("{}", "--controller-unit=true"),
+        ("node: {controllerUnit: false}", "--controller-unit=false"),
+    ] {
+        let Some(rendered) = render(values) else { return };
+        let args = agents(&rendered)["containers"][0]["args"].to_string();
+        assert!(args.contains(argument), "{argument} is not in {args}");
+    }
+}
+
+#[test]
 fn slots_of_a_rollout_are_those_agents_may_take() {
     let Some(rendered) = render("node: {rollout: {maxConcurrent: 2}}") else { return };
     let names = ["affinode-rollout-0", "affinode-rollout-1"];

@@ -1,0 +1,142 @@
+//! Makes the node's controller use a changed configuration. Some sections apply only when a
+//! controller starts, and one that systemd keeps may run for months. Its end is safe at any time:
+//! the next one continues from the journal.
+
+use std::{fs, io, path::Path, time::Duration};
+
+use affinode_controller::inventory::process;
+use affinode_proto::api::{
+    control::{ListRequest, ReloadRequest},
+    control_ttrpc::ControlClient,
+};
+use ttrpc::context::with_duration;
+
+/// Time limit for a reply of the controller.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// Reason why a controller did not take the configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ReloadError {
+    /// No controller runs, or it refuses the configuration.
+    #[error("no controller answers, or it refuses")]
+    Answer(#[from] ttrpc::Error),
+    /// The controller could not be ended.
+    #[error("cannot end process {pid}, the controller")]
+    End {
+        /// Process of the controller.
+        pid: u32,
+        /// Error of the system call.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Makes the controller read its configuration. If a change applies only at a start, ends the
+/// controller: systemd or a shim starts the next one. Returns the process that was ended.
+///
+/// # Errors
+/// [`ReloadError`]: the controller continues with the earlier configuration.
+pub async fn reload(socket: &Path) -> Result<Option<u32>, ReloadError> {
+    let address = format!("unix://{}", socket.display());
+    let control = ControlClient::new(ttrpc::r#async::Client::connect(&address).await?);
+    let said = control.reload(with_duration(ANSWER), &ReloadRequest::default()).await?;
+    if said.waits.is_empty() {
+        return Ok(None);
+    }
+    let pid = control.list(with_duration(ANSWER), &ListRequest::default()).await?.controller_pid;
+    let end = || {
+        let identity = process::identity(pid)?;
+        // The process id is read in this pid namespace, which must be the node's.
+        if !is_controller(pid) {
+            let why = "it is not a controller: the agent needs the node's pid namespace";
+            return Err(io::Error::other(why));
+        }
+        process::end(&identity, false)
+    };
+    end().map_err(|source| ReloadError::End { pid, source })?;
+    Ok(Some(pid))
+}
+
+fn is_controller(pid: u32) -> bool {
+    let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    command.split(|byte| *byte == 0).nth(1) == Some(b"controller")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        process::{Child, Command, Stdio},
+        sync::Arc,
+    };
+
+    use affinode_proto::api::{
+        control::{ListResponse, ReloadResponse},
+        control_ttrpc::{Control, create_control},
+    };
+    use async_trait::async_trait;
+    use ttrpc::r#async::{Server, TtrpcContext};
+
+    use super::*;
+
+    struct FakeController {
+        pid: u32,
+        waits: Vec<String>,
+    }
+
+    #[async_trait]
+    impl Control for FakeController {
+        async fn reload(
+            &self,
+            _: &TtrpcContext,
+            _: ReloadRequest,
+        ) -> ttrpc::Result<ReloadResponse> {
+            Ok(ReloadResponse { waits: self.waits.clone(), ..ReloadResponse::default() })
+        }
+
+        async fn list(&self, _: &TtrpcContext, _: ListRequest) -> ttrpc::Result<ListResponse> {
+            Ok(ListResponse { controller_pid: self.pid, ..ListResponse::default() })
+        }
+    }
+
+    /// Starts a process that waits, with the command line `cat ARGUMENT`.
+    fn process_with(folder: &Path, argument: &str) -> Child {
+        let pipe = folder.join(argument);
+        assert!(Command::new("mkfifo").arg(pipe).status().unwrap().success());
+        let mut cat = Command::new("cat");
+        cat.arg(argument).current_dir(folder).stdin(Stdio::null()).spawn().unwrap()
+    }
+
+    async fn reloaded(child: &Child, waits: &[&str]) -> Result<Option<u32>, ReloadError> {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("control.sock");
+        let waits = waits.iter().map(|&name| name.to_owned()).collect();
+        let service = create_control(Arc::new(FakeController { pid: child.id(), waits }));
+        let address = format!("unix://{}", socket.display());
+        let mut server = Server::new().bind(&address).unwrap().register_service(service);
+        server.start().await.unwrap();
+        let done = reload(&socket).await;
+        server.shutdown().await.unwrap();
+        done
+    }
+
+    #[tokio::test]
+    async fn a_section_that_waits_ends_the_controller() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut controller = process_with(folder.path(), "controller");
+        assert_eq!(reloaded(&controller, &[]).await.unwrap(), None);
+        assert!(controller.try_wait().unwrap().is_none(), "nothing waits");
+        assert_eq!(reloaded(&controller, &["http"]).await.unwrap(), Some(controller.id()));
+        assert!(!controller.wait().unwrap().success());
+    }
+
+    #[tokio::test]
+    async fn another_process_is_not_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut other = process_with(folder.path(), "other");
+        let refused = reloaded(&other, &["http"]).await;
+        assert!(matches!(refused, Err(ReloadError::End { .. })), "{refused:?}");
+        assert!(other.try_wait().unwrap().is_none());
+        other.kill().unwrap();
+        other.wait().unwrap();
+    }
+}
