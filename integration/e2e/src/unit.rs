@@ -142,9 +142,14 @@ impl<'a> SimulatedSystemd<'a> {
             }
             "start" => self.start(&mut state)?,
             "stop" => self.stop(&mut state)?,
+            // systemd keeps the sockets of a unit that it restarts, so no shim starts a controller
+            // in between. Here the next controller waits for the lock before the earlier one ends.
             "try-restart" if state.pid.is_some() => {
+                let mut next = UnitRun { loaded: state.loaded.clone(), ..UnitRun::default() };
+                self.start(&mut next)?;
+                next.pid.map_or(Ok(()), waits_for_lock)?;
                 self.stop(&mut state)?;
-                self.start(&mut state)?;
+                state.pid = next.pid;
             }
             "try-restart" => {}
             "disable --now" => {
@@ -154,6 +159,14 @@ impl<'a> SimulatedSystemd<'a> {
             _ => return Ok(("64", String::new())),
         }
         Ok(("0", String::new()))
+    }
+
+    /// Waits until the unit waits for the end of another controller.
+    ///
+    /// # Errors
+    /// When it does not.
+    pub fn wait_for_waiting(&self) -> Result<()> {
+        waits_for_lock(self.pid().context("the unit does not run")?)
     }
 
     fn properties(&self) -> String {
@@ -195,4 +208,17 @@ impl<'a> SimulatedSystemd<'a> {
     fn state(&self) -> MutexGuard<'_, UnitRun> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Waits until a process waits for a lock of a file.
+fn waits_for_lock(pid: i32) -> Result<()> {
+    let pid = pid.to_string();
+    until("the unit to wait for the lock", || {
+        let locks = fs::read_to_string("/proc/locks")?;
+        let waits = |line: &str| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            words.contains(&"->") && words.contains(&pid.as_str())
+        };
+        Ok(locks.lines().any(waits).then_some(()))
+    })
 }

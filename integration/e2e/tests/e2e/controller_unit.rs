@@ -152,6 +152,7 @@ fn operator_stops(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Resul
     ensure!(said.contains("nothing to do") && place.systemd.pid().is_none(), "{said}");
 
     place.systemd.call("start affinode-controller")?;
+    place.systemd.wait_for_waiting()?;
     ensure!(worker.verify()?, "its memory is not as it was");
     place.world.cli().move_out("worker")?;
     ensure!(place.world.cli().ps()?.controller_pid == shims, "two controllers");
