@@ -98,19 +98,30 @@ mod tests {
         }
     }
 
+    /// A process that is killed at the end of its test.
+    struct WaitingProcess(Child);
+
+    impl Drop for WaitingProcess {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
     /// Starts a process that waits, with the command line `cat ARGUMENT`.
-    fn process_with(folder: &Path, argument: &str) -> Child {
+    fn process_with(folder: &Path, argument: &str) -> WaitingProcess {
         let pipe = folder.join(argument);
         assert!(Command::new("mkfifo").arg(pipe).status().unwrap().success());
         let mut cat = Command::new("cat");
-        cat.arg(argument).current_dir(folder).stdin(Stdio::null()).spawn().unwrap()
+        let cat = cat.arg(argument).current_dir(folder).stdin(Stdio::null());
+        WaitingProcess(cat.stdout(Stdio::null()).spawn().unwrap())
     }
 
-    async fn reloaded(child: &Child, waits: &[&str]) -> Result<Option<u32>, ReloadError> {
+    async fn reloaded(child: &WaitingProcess, waits: &[&str]) -> Result<Option<u32>, ReloadError> {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("control.sock");
         let waits = waits.iter().map(|&name| name.to_owned()).collect();
-        let service = create_control(Arc::new(FakeController { pid: child.id(), waits }));
+        let service = create_control(Arc::new(FakeController { pid: child.0.id(), waits }));
         let address = format!("unix://{}", socket.display());
         let mut server = Server::new().bind(&address).unwrap().register_service(service);
         server.start().await.unwrap();
@@ -124,9 +135,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut controller = process_with(folder.path(), "controller");
         assert_eq!(reloaded(&controller, &[]).await.unwrap(), None);
-        assert!(controller.try_wait().unwrap().is_none(), "nothing waits");
-        assert_eq!(reloaded(&controller, &["http"]).await.unwrap(), Some(controller.id()));
-        assert!(!controller.wait().unwrap().success());
+        assert!(controller.0.try_wait().unwrap().is_none(), "nothing waits");
+        assert_eq!(reloaded(&controller, &["http"]).await.unwrap(), Some(controller.0.id()));
+        assert!(!controller.0.wait().unwrap().success());
     }
 
     #[tokio::test]
@@ -135,8 +146,6 @@ mod tests {
         let mut other = process_with(folder.path(), "other");
         let refused = reloaded(&other, &["http"]).await;
         assert!(matches!(refused, Err(ReloadError::End { .. })), "{refused:?}");
-        assert!(other.try_wait().unwrap().is_none());
-        other.kill().unwrap();
-        other.wait().unwrap();
+        assert!(other.0.try_wait().unwrap().is_none());
     }
 }
