@@ -151,6 +151,7 @@ mod tests {
             runtime_name: "affinode".into(),
             restart: super::super::RestartRequest::None,
             docker: super::super::DockerRequest::Never,
+            unit: super::super::UnitRequest::Never,
             podman,
             drain: std::time::Duration::ZERO,
             dry_run: true,

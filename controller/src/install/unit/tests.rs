@@ -13,6 +13,7 @@ fn options(folder: &Path) -> InstallOptions {
         runtime_name: "affinode".into(),
         restart: RestartRequest::None,
         docker: DockerRequest::Never,
+        podman: crate::install::PodmanRequest::Never,
         unit: UnitRequest::Required(folder.join("units")),
         drain: Duration::ZERO,
         dry_run: false,
