@@ -280,6 +280,11 @@ impl Node {
         all.filter(|id| self.processes.get(id).is_some_and(|p| p.connected))
     }
 
+    /// Connected processes of a container.
+    pub fn connected_of(&self, key: &Key) -> Vec<ProcessId> {
+        self.processes.of(key).filter(|(_, p)| p.connected).map(|(id, _)| id).collect()
+    }
+
     /// Host pids of all managed processes.
     pub fn pids(&self) -> impl Iterator<Item = u32> {
         self.processes.values().map(|process| process.identity.pid)

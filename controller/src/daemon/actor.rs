@@ -413,6 +413,10 @@ impl NodeActor {
             }
             Command::Act(name, request, answer) => match self.node.find(&name) {
                 Ok(key) => {
+                    // The last sample may be older than the memory that is to leave.
+                    for id in self.node.connected_of(&key) {
+                        self.read_page(id);
+                    }
                     self.next_command += 1;
                     let command = CommandId(self.next_command);
                     self.commands.insert(command, answer);

@@ -97,6 +97,21 @@ fn default_engine_needs_no_checkpoint() -> Result<()> {
     Ok(())
 }
 
+/// An offload by request is judged by the process's counters of that moment: the last sample may be
+/// older than its memory.
+#[test]
+fn request_sees_memory_of_this_moment() -> Result<()> {
+    let config = "[policy]\nmode = \"manual\"\n[timing]\nsample_interval = \"1m\"\n";
+    let world = TestbedConfig::default().config(config).world()?;
+    let spec = Worker::spec("new", USUAL, WORKER_MIB).annotation("affinode.io/engine", "copy");
+    let mut worker = Worker::start_as(&world, spec)?;
+    worker.wait_filled()?;
+    let said = world.cli().offload("new")?;
+    assert!(said.done, "{said:?}");
+    assert!(worker.verify()?);
+    Ok(())
+}
+
 /// The trap is in the driver's functions: it needs no support of the simulated GPU.
 #[test]
 fn default_engine_calls_no_checkpoint() -> Result<()> {
