@@ -209,8 +209,8 @@ fn the_copier_gives_its_room_to_who_waits_for_it() -> Result<()> {
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     let copier = move_out(&world, "worker")?;
     let total = world.cli().gpu()?.vram_total_bytes / MIB;
-    // All of the device except for this one's own context.
-    let spec = Worker::spec("other", USUAL, total - 24)
+    // All of the device except for this one's own context, of 16 MiB, and half of the copier's.
+    let spec = Worker::spec("other", USUAL, total - 20)
         .annotation("affinode.io/engine", "checkpoint")
         .annotation("affinode.io/on-oom", "wait");
     let mut other = Worker::start_as(&world, spec)?;
