@@ -32,12 +32,18 @@ pub type EndedContainer = (Key, u64);
 pub struct GarbageCollector {
     run_dir: PathBuf,
     last: Instant,
+    /// Ended containers whose folders could not be removed, because the lock was held.
+    remaining: Vec<EndedContainer>,
 }
 
 impl GarbageCollector {
     /// Creates a collector whose first scan is due after one interval.
     pub fn new(run_dir: &Path) -> GarbageCollector {
-        GarbageCollector { run_dir: run_dir.to_owned(), last: Instant::now() }
+        GarbageCollector {
+            run_dir: run_dir.to_owned(),
+            last: Instant::now(),
+            remaining: Vec::new(),
+        }
     }
 
     /// Returns the containers of `deserted` that do not exist any longer. `deserted` lists the
@@ -50,26 +56,38 @@ impl GarbageCollector {
             return None;
         }
         self.last = Instant::now();
+        self.remove_remaining();
         Some(gone(deserted))
     }
 
     /// Removes the folder of a container in the run directory, unless a later container of the same
-    /// id owns it already. A generation of 0 is that of any container.
-    pub fn remove_folder(&self, key: &Key, generation: u64) {
+    /// id owns it already. A generation of 0 is that of any container. If a program prepares a
+    /// container at this moment, the folder is removed at a later scan.
+    pub fn remove_folder(&mut self, key: &Key, generation: u64) {
         let containers = self.run_dir.join(paths::CONTAINERS_DIR);
         let folder = containers.join(key.as_str());
-        if let Err(error) = remove_owned(&containers, &folder, generation)
-            && error.kind() != io::ErrorKind::NotFound
-        {
-            tracing::warn!(%error, "cannot remove {}", folder.display());
+        match remove_owned(&containers, &folder, generation) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                self.remaining.push((key.clone(), generation));
+            }
+            Err(error) => tracing::warn!(%error, "cannot remove {}", folder.display()),
+        }
+    }
+
+    fn remove_remaining(&mut self) {
+        for (key, generation) in std::mem::take(&mut self.remaining) {
+            self.remove_folder(&key, generation);
         }
     }
 }
 
 fn remove_owned(containers: &Path, folder: &Path, generation: u64) -> io::Result<()> {
-    // A program that prepares a container holds this lock.
+    // A program that prepares a container holds this lock. It may be stopped, and the controller
+    // must not wait for it.
     let lock = File::open(containers)?;
-    lock.lock()?;
+    lock.try_lock()?;
     let text = fs::read_to_string(folder.join(paths::GENERATION_FILE)).unwrap_or_default();
     let owner = text.parse().unwrap_or(0);
     let removes = owner == 0 || generation == 0 || owner == generation;
@@ -134,11 +152,16 @@ mod tests {
         let folder = run_dir.path().join(paths::CONTAINERS_DIR).join(key.as_str());
         fs::create_dir_all(folder.join(paths::MOUNT_DIR)).unwrap();
         fs::write(folder.join(paths::GENERATION_FILE), "6").unwrap();
-        let sweep = GarbageCollector::new(run_dir.path());
+        let mut sweep = GarbageCollector::new(run_dir.path());
         sweep.remove_folder(&key, 5);
         assert!(folder.exists());
+        let preparing = File::open(run_dir.path().join(paths::CONTAINERS_DIR)).unwrap();
+        preparing.lock().unwrap();
         sweep.remove_folder(&key, 6);
-        sweep.remove_folder(&key, 6);
+        assert!(folder.exists(), "another program has the lock");
+        drop(preparing);
+        sweep.remove_remaining();
         assert!(!folder.exists());
+        sweep.remove_folder(&key, 6);
     }
 }
