@@ -44,11 +44,11 @@ pub fn default_makes_no_call(world: &Testbed, rows: &mut Rows) -> Result<()> {
     worker.running.delete(world)?;
     let worker = start("checkpoint")?;
     // It is refused while the first call is in progress, and fails when the process ends.
-    until("the trapped program to end", || {
+    let ended = until("the trapped program to end", || {
         let _ = world.cli().run(&["offload", "trap-checkpoint"]);
         let status = worker.running.status(world)?;
-        Ok((status.as_deref() != Some("RUNNING")).then_some(()))
+        Ok((status.as_deref() != Some("RUNNING")).then_some(1))
     })?;
-    rows.count("checkpoint: programs that such a call ended", 1, 1);
+    rows.count("checkpoint: programs that such a call ended", ended, 1);
     worker.running.delete(world)
 }

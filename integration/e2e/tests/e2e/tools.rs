@@ -2,7 +2,7 @@
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
-    testbed::{Testbed, TestbedConfig},
+    testbed::{MIB, Testbed, TestbedConfig},
     worker::Worker,
 };
 use anyhow::Result;
@@ -74,6 +74,8 @@ fn profile_that_ended_leaves_container_idle() -> Result<()> {
         let row = world.cli().wait_for_state("profiled", "Offloaded")?;
         assert_eq!(row.process()?.phase, "CopiedOut");
         assert_eq!(row.process()?.hazards, ["tools"]);
+        // The profiler uses the context, so its local memory stays.
+        assert_eq!(row.offloaded_bytes, 64 * MIB, "{row:?}");
         assert!(worker.verify()?);
     }
     Ok(())
