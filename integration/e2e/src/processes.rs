@@ -1,7 +1,12 @@
 //! The processes of a testbed: the supervisor's descendants.
 
-use std::collections::{BTreeSet, HashMap};
+use std::{
+    collections::{BTreeSet, HashMap},
+    fs::File,
+    os::unix::fs::FileExt,
+};
 
+use affinode_proto::wire::counters::PAGE_BYTES;
 use anyhow::{Context, Result};
 use nix::unistd::Pid;
 
@@ -48,6 +53,27 @@ pub fn sealed_files(pid: i32) -> Result<BTreeSet<String>> {
     let maps = std::fs::read_to_string(&maps).with_context(|| maps)?;
     let sealed = maps.lines().filter(|line| line.contains("memfd:affinode-shared"));
     Ok(sealed.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned).collect())
+}
+
+/// Content of the counters that a process of a container shares with the controller. The process
+/// may be stopped.
+///
+/// # Errors
+/// When the process has ended, or has made no CUDA call yet.
+pub fn counters(pid: i32) -> Result<Vec<u8>> {
+    let maps = format!("/proc/{pid}/maps");
+    let maps = std::fs::read_to_string(&maps).with_context(|| maps)?;
+    let start = maps
+        .lines()
+        .find(|line| line.contains("memfd:affinode-page"))
+        .and_then(|line| u64::from_str_radix(line.split_once('-')?.0, 16).ok())
+        .with_context(|| format!("process {pid} has no counters"))?;
+    let mut counters = vec![0; PAGE_BYTES];
+    let memory = format!("/proc/{pid}/mem");
+    File::open(&memory)
+        .and_then(|memory| memory.read_exact_at(&mut counters, start))
+        .with_context(|| format!("cannot read the counters in {memory}"))?;
+    Ok(counters)
 }
 
 /// Whether a process has ended but is not collected.

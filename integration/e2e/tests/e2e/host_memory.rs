@@ -9,12 +9,17 @@ use std::{
 use affinode_e2e::{
     cli::ActionRow,
     container::Spec,
-    cpu_cgroup, memory_cgroup, oom,
+    cpu_cgroup, memory_cgroup, oom, processes,
     testbed::{MIB, Testbed, TestbedConfig},
     wait::until,
     worker::{USUAL, Worker},
 };
+use affinode_proto::wire::counters::header;
 use anyhow::{Context, Result, anyhow};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 
 const CONFIG: &str = r#"
 [policy]
@@ -110,13 +115,13 @@ struct PodNeighbour {
 }
 
 impl PodNeighbour {
-    fn start(pod: &Path, mib: u64) -> Result<PodNeighbour> {
+    fn start(pod: &Path) -> Result<PodNeighbour> {
         let folder = pod.join("neighbour");
         std::fs::create_dir_all(&folder)?;
         // `tail` looks for the beginning of the last line, and there is none.
         let script = format!(
-            "echo $$ > {}/cgroup.procs && echo ready && read go && \
-             (head -c {mib}M /dev/zero; exec sleep 1000) | tail",
+            "echo $$ > {}/cgroup.procs && echo ready && read mib && \
+             (head -c ${{mib}}M /dev/zero; exec sleep 1000) | tail",
             folder.display()
         );
         let mut child = Command::new("sh")
@@ -133,8 +138,10 @@ impl PodNeighbour {
         Ok(PodNeighbour { child, start })
     }
 
-    fn take_memory(&mut self) -> Result<()> {
-        Ok(writeln!(self.start.take().context("the neighbour was already ordered to allocate")?)?)
+    fn take_memory(&mut self, mib: u64) -> Result<()> {
+        let mut start =
+            self.start.take().context("the neighbour was already ordered to allocate")?;
+        Ok(writeln!(start, "{mib}")?)
     }
 }
 
@@ -144,6 +151,31 @@ impl Drop for PodNeighbour {
         let _ = Command::new("pkill").args(["-P", &self.child.id().to_string()]).status();
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// A process that is stopped until this value is dropped.
+struct StoppedProcess(Pid);
+
+impl StoppedProcess {
+    fn stop(pid: i32) -> Result<StoppedProcess> {
+        let pid = Pid::from_raw(pid);
+        kill(pid, Signal::SIGSTOP)?;
+        Ok(StoppedProcess(pid))
+    }
+
+    /// Whether the controller has cancelled the copy out that is in progress.
+    fn is_turned_back(&self) -> Result<bool> {
+        let counters = processes::counters(self.0.as_raw())?;
+        let word = |at: usize| counters.get(at..at + 8).context("the counters are too short");
+        let generation = word(header::GENERATION)?;
+        Ok(word(header::TURN_BACK)? == generation)
+    }
+}
+
+impl Drop for StoppedProcess {
+    fn drop(&mut self) {
+        let _ = kill(self.0, Signal::SIGCONT);
     }
 }
 
@@ -160,27 +192,31 @@ fn kills_in(pod: &Path) -> Result<u64> {
 #[test]
 fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
     const NAME: &str = "slow";
-    const NEIGHBOUR_MIB: u64 = 600;
+    /// Far less than the copy has still to touch.
+    const LEFT_MIB: u64 = 96;
     let world = TestbedConfig::default().config(CONFIG).world()?;
     let folder = memory_cgroup::folder(&world)?;
     let mut worker = Worker::start_as(&world, OversubscribedPod::spec(NAME, "copy"))?;
     worker.wait_filled()?;
     world.cli().wait_for(NAME, "to have registered", |row| !row.processes.is_empty())?;
-    let mut neighbour = PodNeighbour::start(&folder, NEIGHBOUR_MIB)?;
-    let used_bytes = memory_cgroup::used_bytes(&folder)?;
-    memory_cgroup::set_limit(&folder, Some(used_bytes + ROOM_MIB * MIB))?;
+    let mut neighbour = PodNeighbour::start(&folder)?;
+    let used_bytes = || memory_cgroup::used_bytes(&folder);
+    let before_bytes = used_bytes()?;
+    let limit_bytes = before_bytes + ROOM_MIB * MIB;
+    memory_cgroup::set_limit(&folder, Some(limit_bytes))?;
     // Some seconds for what takes a fraction of one.
     let pid = worker.running.pid(&world)?;
     cpu_cgroup::set_percent(pid, Some(5))?;
     let cli = world.cli();
     let said = std::thread::scope(|scope| {
         let asks = scope.spawn(|| cli.offload(NAME));
-        let is_copying = || {
-            let now_bytes = memory_cgroup::used_bytes(&folder)?;
-            Ok((now_bytes > used_bytes + 48 * MIB).then_some(()))
-        };
+        let is_copying = || Ok((used_bytes()? > before_bytes + 48 * MIB).then_some(()));
         until("the copy to be in progress", is_copying)?;
-        neighbour.take_memory()?;
+        // A stopped copy touches nothing, however slow the machine is.
+        let stopped = StoppedProcess::stop(pid)?;
+        neighbour.take_memory((limit_bytes - used_bytes()?) / MIB - LEFT_MIB)?;
+        until("the copy to be cancelled", || Ok(stopped.is_turned_back()?.then_some(())))?;
+        drop(stopped);
         asks.join().map_err(|_| anyhow!("the thread that asks has panicked"))?
     });
     assert_eq!(kills_in(&folder)?, 0, "{said:?}");
