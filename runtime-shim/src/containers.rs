@@ -33,7 +33,7 @@ impl Containers {
     /// Creates an empty group. Needs a Tokio runtime, for the task that announces containers.
     #[must_use]
     pub fn new(namespace: &str, engine_of: EngineOf) -> Containers {
-        let paths = ShimPaths::from_env();
+        let paths = ShimPaths::own();
         Containers {
             announcer: Announcer::spawn(Launcher::new(paths.clone())),
             namespace: namespace.to_owned(),

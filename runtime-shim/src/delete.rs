@@ -75,7 +75,7 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
         .collect();
     // containerd kills this process after 5 s, so the container's own clean-up comes first.
     let _ = process::wait(&mut own, deadline);
-    let paths = ShimPaths::from_env();
+    let paths = ShimPaths::own();
     for id in std::iter::once(&flags.id).chain(&orphans) {
         announce::withdraw(&paths, &container_key(&flags.namespace, id));
     }

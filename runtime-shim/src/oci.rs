@@ -64,7 +64,7 @@ pub fn run(
     }
     let invocation = OciInvocation::parse(&argv);
     log::init(&invocation.log);
-    let paths = ShimPaths::from_env();
+    let paths = ShimPaths::own();
     let runtime = match OciRuntime::find(&runtime_of(&paths.config), &invocation) {
         Ok(runtime) => runtime,
         Err(error) => {

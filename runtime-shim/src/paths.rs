@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use affinode_controller::installation::InstallationPaths;
 use affinode_proto::api::Message;
 use affinode_proto::api::control::Announcement;
 use affinode_proto::paths as names;
@@ -12,7 +13,7 @@ use sha2::{Digest, Sha256};
 
 use crate::address::hex;
 
-/// The folders of an installation, from the environment or their defaults.
+/// The folders of an installation.
 #[derive(Clone, Debug)]
 pub struct ShimPaths {
     /// Holds sockets, locks and containers' folders.
@@ -28,19 +29,11 @@ pub struct ShimPaths {
 pub struct ContainerDir(PathBuf);
 
 impl ShimPaths {
-    /// Reads the environment that containerd passes to the shim.
+    /// The folders of the installation to which this program belongs.
     #[must_use]
-    pub fn from_env() -> ShimPaths {
-        let read = |name: &str, default: &str| {
-            std::env::var_os(name)
-                .filter(|value| !value.is_empty())
-                .map_or_else(|| PathBuf::from(default), PathBuf::from)
-        };
-        ShimPaths {
-            run_dir: read(names::RUN_DIR_ENV, names::RUN_DIR),
-            lib_dir: read(names::LIB_DIR_ENV, names::LIB_DIR),
-            config: read(names::CONFIG_ENV, names::CONFIG_FILE),
-        }
+    pub fn own() -> ShimPaths {
+        let InstallationPaths { run_dir, lib_dir, config } = InstallationPaths::own();
+        ShimPaths { run_dir, lib_dir, config }
     }
 
     /// Path of the preload library on the host.

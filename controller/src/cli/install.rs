@@ -15,6 +15,7 @@ use crate::install::{
     InstallStatus, PODMAN_FOLDER, PodmanRequest, RestartRequest, SourceFile, UNIT_FOLDER,
     UnitRequest, UnitState,
 };
+use crate::installation::PathsFile;
 
 /// Install Affinode on this node: programs, library, a handler in containerd's configuration, a
 /// runtime in Docker's if Docker runs, one in Podman's if Podman is installed, and a systemd unit
@@ -75,6 +76,11 @@ pub struct InstallArgs {
     /// Install no unit: a shim starts the controller, which ends a minute after the last container.
     #[arg(long)]
     no_controller_unit: bool,
+    /// The controller's configuration file, if it is not /etc/affinode/config.toml. With it or
+    /// --run-dir, the folders are written to share/affinode/paths.conf below the prefix, where the
+    /// programs read them.
+    #[arg(long, value_name = "FILE", env = affinode_proto::paths::CONFIG_ENV)]
+    config: Option<PathBuf>,
     #[command(flatten)]
     places: InstallPaths,
 }
@@ -151,8 +157,8 @@ struct InstallPaths {
     /// distributions.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
-    /// Folder above bin and lib/affinode. With any other than /usr/local, containerd needs them in
-    /// PATH and AFFINODE_LIB_DIR.
+    /// Folder above bin, lib/affinode and share/affinode. With any other than /usr/local, add its
+    /// bin to containerd's PATH for Docker, nerdctl and ctr.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
     /// Folder for the record of the installation.
@@ -192,6 +198,7 @@ impl InstallPaths {
             containerd: self.containerd,
             prefix: self.prefix,
             state_dir: self.state_dir,
+            folders: PathsFile::default(),
             runtime_name,
             restart,
             docker: DockerRequest::Never,
@@ -203,14 +210,20 @@ impl InstallPaths {
     }
 }
 
-pub fn install(out: &mut dyn Write, asked: InstallArgs) -> Result<(), CliError> {
+/// Installs. `run_dir`: the run directory, if one was asked for.
+pub fn install(
+    out: &mut dyn Write,
+    asked: InstallArgs,
+    run_dir: Option<PathBuf>,
+) -> Result<(), CliError> {
     let source = match &asked.from {
         Some(folder) => SourceFile::of(folder)?,
         None => SourceFile::of(&own_folder()?)?,
     };
     let (docker, podman, unit) = (asked.docker(), asked.podman(), asked.unit());
-    let options =
-        InstallOptions { docker, podman, unit, ..asked.places.options(asked.runtime_name)? };
+    let folders = PathsFile { run_dir, config: asked.config };
+    let places = asked.places.options(asked.runtime_name)?;
+    let options = InstallOptions { docker, podman, unit, folders, ..places };
     let steps = install::install(&options, &source)?;
     match asked.output {
         // JSON on one line, for programs.
@@ -223,8 +236,14 @@ pub fn install(out: &mut dyn Write, asked: InstallArgs) -> Result<(), CliError> 
     }
 }
 
-pub fn uninstall(out: &mut dyn Write, asked: UninstallArgs) -> Result<(), CliError> {
+/// Uninstalls. `run_dir`: the run directory, if one was asked for.
+pub fn uninstall(
+    out: &mut dyn Write,
+    asked: UninstallArgs,
+    run_dir: Option<PathBuf>,
+) -> Result<(), CliError> {
     let options = InstallOptions {
+        folders: PathsFile { run_dir, config: None },
         drain: asked.drain.unwrap_or_default(),
         ..asked.places.options(String::new())?
     };
@@ -242,6 +261,7 @@ pub fn status(out: &mut dyn Write, asked: StatusArgs) -> Result<(), CliError> {
         containerd,
         prefix,
         state_dir,
+        folders: PathsFile::default(),
         runtime_name: String::new(),
         restart: RestartRequest::None,
         docker,

@@ -24,11 +24,11 @@ mod simulate;
 mod table;
 mod top;
 
-use std::{io::Write, process::ExitCode};
+use std::{io::Write, path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand, ValueEnum};
 
-use crate::error_chain::chain;
+use crate::{error_chain::chain, installation::InstallationPaths};
 
 /// Shows and controls the GPU memory of containers on this node.
 #[derive(Debug, Parser)]
@@ -39,9 +39,9 @@ use crate::error_chain::chain;
     after_help = "Exit status: 0 done, 1 failed or refused, 2 wrong usage; of run, the program's own."
 )]
 struct Args {
-    /// Run directory of the controller.
-    #[arg(long, global = true, value_name = "DIR", env = affinode_proto::paths::RUN_DIR_ENV, default_value = affinode_proto::paths::RUN_DIR)]
-    run_dir: std::path::PathBuf,
+    /// Run directory of the controller; default: that of the installation, usually /run/affinode.
+    #[arg(long, global = true, value_name = "DIR", env = affinode_proto::paths::RUN_DIR_ENV)]
+    run_dir: Option<PathBuf>,
     #[command(subcommand)]
     command: Command,
 }
@@ -181,7 +181,9 @@ enum CliError {
 pub fn main() -> ExitCode {
     let args = match Args::parse() {
         // Replaces this process by another program: must be done before any thread is started.
-        Args { run_dir, command: Command::Run(asked) } => return run::run(&run_dir, asked),
+        Args { run_dir, command: Command::Run(asked) } => {
+            return run::run(&directory(run_dir), asked);
+        }
         args => args,
     };
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
@@ -235,12 +237,18 @@ fn say(
     }
 }
 
+/// The run directory that was asked for, or that of this program's installation.
+fn directory(asked: Option<PathBuf>) -> PathBuf {
+    asked.unwrap_or_else(|| InstallationPaths::own().run_dir)
+}
+
 async fn run(args: Args) -> Result<(), CliError> {
     let mut out = Printer(std::io::stdout());
+    let run_dir = directory(args.run_dir.clone());
     // Commands that need no controller.
     let command = match args.command {
         Command::Simulate(asked) => {
-            let recorded = asked.recorded(&args.run_dir).await?;
+            let recorded = asked.recorded(&run_dir).await?;
             return Ok(simulate::run(&asked, recorded, &mut out)?);
         }
         Command::Policy(asked) => match policy::alone(asked, &mut out)? {
@@ -250,22 +258,22 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Completion { shell } => return completion::completion(&mut out, shell),
         Command::Man { folder } => return completion::man(&folder),
         Command::Reference => return reference::run(&mut out),
-        Command::Install(asked) => return install::install(&mut out, asked),
-        Command::Uninstall(asked) => return install::uninstall(&mut out, asked),
+        Command::Install(asked) => return install::install(&mut out, asked, args.run_dir),
+        Command::Uninstall(asked) => return install::uninstall(&mut out, asked, args.run_dir),
         Command::Status(asked) => return install::status(&mut out, asked),
-        Command::Doctor(asked) => return doctor::run(&args.run_dir, &mut out, asked).await,
-        Command::Report(asked) => return report::run(&args.run_dir, &mut out, asked).await,
+        Command::Doctor(asked) => return doctor::run(&run_dir, &mut out, asked).await,
+        Command::Report(asked) => return report::run(&run_dir, &mut out, asked).await,
         other => other,
     };
     // Commands that show a node without a controller, too.
     let command = match command {
         Command::Ps { output, no_headers, watch } => {
-            return ps::run(&args.run_dir, &mut out, output, !no_headers, watch).await;
+            return ps::run(&run_dir, &mut out, output, !no_headers, watch).await;
         }
-        Command::Top => return top::run(args.run_dir).await,
+        Command::Top => return top::run(run_dir).await,
         other => other,
     };
-    let client = client::ControlClient::connect(&args.run_dir).await?;
+    let client = client::ControlClient::connect(&run_dir).await?;
     match command {
         Command::Offload(target) => move_container::offload(&client, &mut out, target).await,
         Command::Restore(target) => move_container::restore(&client, &mut out, target).await,

@@ -18,6 +18,7 @@ use rustix::{fs::FlockOperation, io::FdFlags};
 
 use crate::{
     error_chain::chain,
+    installation::InstallationPaths,
     jobs::{JobReply, JobRequest, SOCKET},
 };
 
@@ -119,8 +120,7 @@ struct GrantedJob {
 }
 
 fn job(run_dir: &Path, asked: &RunArgs, program: &OsString) -> Result<GrantedJob, RunError> {
-    let lib_dir = std::env::var_os(paths::LIB_DIR_ENV).unwrap_or_else(|| paths::LIB_DIR.into());
-    let library = PathBuf::from(lib_dir).join(paths::LIB_FILE);
+    let library = InstallationPaths::own().lib_dir.join(paths::LIB_FILE);
     if !library.is_file() {
         return Err(RunError::NoLibrary(library));
     }

@@ -16,22 +16,24 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use affinode_proto::paths;
 use figment::{
     Figment, Source,
     providers::{Env, Format, Toml},
 };
 use serde::{Deserialize, Deserializer};
 
-use crate::core::{
-    Millis, Settings, explain,
-    plan::OrderDeadlines,
-    policy::{
-        Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Restore, Rule, WakeOn,
-        duration_ms,
+use crate::{
+    core::{
+        Millis, Settings, explain,
+        plan::OrderDeadlines,
+        policy::{
+            Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Restore, Rule, WakeOn,
+            duration_ms,
+        },
+        victims::VictimRule,
+        window::Window,
     },
-    victims::VictimRule,
-    window::Window,
+    installation::InstallationPaths,
 };
 
 pub use engine::{engine_of, oci_runtime_of};
@@ -236,10 +238,10 @@ pub enum ConfigError {
 }
 
 impl Config {
-    /// Path of the file: that of the environment variable, or `/etc/affinode/config.toml`.
+    /// Path of the file of this installation, by default `/etc/affinode/config.toml`.
     #[must_use]
     pub fn path() -> PathBuf {
-        std::env::var_os(paths::CONFIG_ENV).map_or_else(|| paths::CONFIG_FILE.into(), PathBuf::from)
+        InstallationPaths::own().config
     }
 
     /// Parses the text of one file, without drop-ins and environment.

@@ -43,7 +43,9 @@ use affinode_proto::paths;
 
 use crate::{
     config::{Config, ConfigError},
-    error_chain, socket_activation,
+    error_chain,
+    installation::InstallationPaths,
+    socket_activation,
 };
 
 /// Exit status for an invalid configuration: `EX_USAGE` of `sysexits.h`.
@@ -92,15 +94,9 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     }
 }
 
-/// The run directory of this installation: that of the environment variable, or the default.
-#[must_use]
-pub fn run_dir() -> PathBuf {
-    std::env::var_os(paths::RUN_DIR_ENV).map_or_else(|| paths::RUN_DIR.into(), PathBuf::from)
-}
-
 fn start() -> Result<(), DaemonError> {
-    let run_dir = run_dir();
-    let config = Config::load(&Config::path())?;
+    let InstallationPaths { run_dir, config, .. } = InstallationPaths::own();
+    let config = Config::load(&config)?;
     log::begin(&config.log);
     // Before anything else of the run directory is read: two controllers would promise the same
     // VRAM.

@@ -35,7 +35,10 @@ use std::path::{Path, PathBuf};
 use affinode_proto::paths;
 use serde::Serialize;
 
-use crate::{config::Config, driver_library::DriverLibrary, error_chain, install::imports};
+use crate::{
+    config::Config, driver_library::DriverLibrary, error_chain, install::imports,
+    installation::InstallationPaths,
+};
 
 /// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -130,14 +133,14 @@ pub struct DoctorPaths {
 #[must_use]
 pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     let daemon = containerd::find(asked.containerd.as_deref());
-    // Shims inherit containerd's environment, so its variables apply.
-    let named = |variable: &str, default: &str| {
-        let own = || std::env::var_os(variable).filter(|value| !value.is_empty());
+    // Shims inherit containerd's environment, so its variables prevail for them.
+    let named = |variable: &str, own: PathBuf| {
         let theirs = daemon.as_ref().ok().and_then(|daemon| daemon.variable(variable));
-        theirs.or_else(own).map_or_else(|| PathBuf::from(default), PathBuf::from)
+        theirs.map_or(own, PathBuf::from)
     };
-    let lib_dir = named(paths::LIB_DIR_ENV, paths::LIB_DIR);
-    let config_file = named(paths::CONFIG_ENV, paths::CONFIG_FILE);
+    let own = InstallationPaths::own();
+    let lib_dir = named(paths::LIB_DIR_ENV, own.lib_dir);
+    let config_file = named(paths::CONFIG_ENV, own.config);
     let config = Config::load(&config_file).map_err(|error| error_chain::chain(&error));
     let rules = config.as_ref().cloned().unwrap_or_default();
     let gpus = gpu::GpuFacts::gather(&DriverLibrary::nvml(&rules).path());
@@ -156,7 +159,7 @@ pub fn examine(asked: &DoctorPaths) -> Vec<DoctorCheck> {
     }
     checks.extend(library::judge(&library::LibraryFacts::gather(&lib_dir)));
     checks.extend(sharing::judge(&sharing::SharingFacts::gather(Path::new("/"))));
-    let run_dir = named(paths::RUN_DIR_ENV, paths::RUN_DIR);
+    let run_dir = named(paths::RUN_DIR_ENV, own.run_dir);
     checks.extend(files::judge(&files::PathFacts::gather(
         &asked.run_dir,
         &run_dir,

@@ -20,7 +20,6 @@ use super::{
 };
 use crate::{
     core::input::Identity,
-    daemon,
     doctor::{
         containerd::{self, ContainerdAbsent, ContainerdProcess},
         programs::SHIM,
@@ -342,10 +341,10 @@ fn unit_of(cgroups: &str) -> Option<&str> {
 
 /// Waits until no shim of the installation, no job and no container of Podman runs. Returns how
 /// many still run after `within`.
-pub fn drain(prefix: &Path, within: Duration) -> (usize, usize, usize) {
+pub fn drain(prefix: &Path, run_dir: &Path, within: Duration) -> (usize, usize, usize) {
     let began = Instant::now();
     loop {
-        let jobs = jobs::running(&daemon::run_dir());
+        let jobs = jobs::running(run_dir);
         match (running_shims(prefix), jobs, podman::running(prefix)) {
             left if left == (0, 0, 0) || began.elapsed() >= within => return left,
             _ => thread::sleep(LOOK_EVERY),

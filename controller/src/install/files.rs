@@ -12,7 +12,10 @@ use affinode_proto::paths;
 use sha2::{Digest, Sha256};
 
 use super::podman::{self, PodmanFile, PodmanPlan};
-use crate::doctor::{library, programs::SHIM};
+use crate::{
+    doctor::{library, programs::SHIM},
+    installation::PathsFile,
+};
 
 /// File name of the command-line program.
 const COMMAND: &str = "affinode";
@@ -29,6 +32,8 @@ pub struct SourceFile {
     /// The folder in which they were found.
     folder: PathBuf,
     podman: PodmanPlan,
+    /// Text of the file with the installation's folders. `None`: without the file.
+    folders: Option<String>,
 }
 
 /// Reason why a file was not installed or removed.
@@ -91,6 +96,7 @@ impl SourceFile {
                 .map(Into::into),
             podman: PodmanPlan::LeftOut,
             folder: folder.to_owned(),
+            folders: None,
         })
     }
 
@@ -111,6 +117,12 @@ impl SourceFile {
         Ok(source)
     }
 
+    /// The same files, with that of the installation's folders.
+    pub(super) fn with_folders(mut self, text: Option<String>) -> Self {
+        self.folders = text;
+        self
+    }
+
     /// Whether the files for Podman are installed.
     pub(super) fn has_podman(&self) -> bool {
         self.podman != PodmanPlan::LeftOut
@@ -126,6 +138,8 @@ impl SourceFile {
             bin(&self.shim, SHIM),
             (Arc::clone(&self.library), library, 0o644),
         ];
+        let folders = |text: &String| (text.as_bytes().into(), PathsFile::path(prefix), 0o644);
+        places.extend(self.folders.as_ref().map(folders));
         if let PodmanPlan::Register(file) = &self.podman {
             places.extend(self.runtime.iter().map(|runtime| bin(runtime, podman::RUNTIME)));
             // The file names the program, so it comes after it.

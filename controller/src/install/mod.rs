@@ -20,6 +20,7 @@ mod containerd;
 mod docker;
 mod edit;
 mod files;
+mod folders;
 mod handler;
 pub(crate) mod imports;
 mod lock;
@@ -48,6 +49,8 @@ pub use status::{FileState, HandlerState, InstallStatus, status};
 pub(crate) use target::RENDERED;
 pub use unit::{FOLDER as UNIT_FOLDER, UnitError, UnitRequest, UnitState};
 
+use affinode_proto::paths;
+
 use self::{
     containerd::ContainerdNode,
     docker::DockerPlan,
@@ -60,6 +63,7 @@ use self::{
     replacement::ControllerReplacement,
     unit::UnitPlan,
 };
+use crate::installation::PathsFile;
 
 /// Name of the file for `containerd config dump` in the folder of the record: containerd's file
 /// after the change.
@@ -75,6 +79,9 @@ pub struct InstallOptions {
     pub prefix: PathBuf,
     /// Folder of the record.
     pub state_dir: PathBuf,
+    /// Folders that the programs find by themselves. `None`: those of the present installation, or
+    /// else the defaults.
+    pub folders: PathsFile,
     /// Name of the handler.
     pub runtime_name: String,
     /// The way in which containerd loads its new configuration.
@@ -127,6 +134,9 @@ pub enum InstallError {
     /// The name of the handler is not a plain TOML key.
     #[error("invalid runtime name {0:?}: accepted: letters, digits, - and _")]
     Name(String),
+    /// The programs could not read such a path from their file.
+    #[error("--run-dir and --config must be absolute paths of one line")]
+    Folder,
     /// Another installer holds the lock.
     #[error("another affinode install or uninstall is running: try again when it has ended")]
     Busy,
@@ -212,7 +222,9 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let older = InstallRecord::read(&options.state_dir)?;
     let docker = DockerPlan::of(options, older.as_ref())?;
     let required = matches!(options.podman, PodmanRequest::Required(_));
-    let source = &source.with_podman(podman::PodmanPlan::of(options, older.as_ref())?, required)?;
+    let folders = folders::text(&folders::of(options)?, &options.prefix)?;
+    let podman = podman::PodmanPlan::of(options, older.as_ref())?;
+    let source = &source.with_podman(podman, required)?.with_folders(folders);
     let node = ContainerdNode::find(options.socket(older.as_ref()));
     let known = older.as_ref().is_some_and(podman::is_recorded);
     // A containerd that is installed and does not run is an error, unless Podman is asked for.
@@ -392,7 +404,8 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         }
         return Err(InstallError::NotInstalled(options.state_dir.clone()));
     };
-    match containerd::drain(&options.prefix, options.drain) {
+    let run_dir = folders::of(options)?.run_dir.unwrap_or_else(|| paths::RUN_DIR.into());
+    match containerd::drain(&options.prefix, &run_dir, options.drain) {
         (0, 0, 0) => {}
         (0, 0, podman) => return Err(InstallError::Podman(podman)),
         (0, jobs, _) => return Err(InstallError::Jobs(jobs)),

@@ -121,6 +121,7 @@ pub fn has_containerd() -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::installation::PathsFile;
 
     #[test]
     fn file_names_the_installed_program() {
@@ -148,6 +149,7 @@ mod tests {
             containerd: None,
             prefix: "/usr/local".into(),
             state_dir: "/var/lib/affinode".into(),
+            folders: PathsFile::default(),
             runtime_name: "affinode".into(),
             restart: super::super::RestartRequest::None,
             docker: super::super::DockerRequest::Never,

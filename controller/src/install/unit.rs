@@ -20,14 +20,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use affinode_proto::paths;
 pub use change::UnitPlan;
 use record::UnitRecord;
 use serde::Serialize;
 use systemctl::UnitActivity;
 
-use super::{FileError, InstallOptions, files};
-use crate::daemon;
+use super::{FileError, InstallOptions, files, folders};
 
 /// Name of the unit.
 pub const UNIT: &str = "affinode-controller";
@@ -104,7 +102,7 @@ impl UnitRequest {
             UnitRequest::Detected => {
                 let folder = Path::new(FOLDER);
                 let own = options.state_dir == Path::new(STATE_DIR)
-                    && daemon::run_dir() == Path::new(paths::RUN_DIR);
+                    && folders::of(options).is_ok_and(|folders| folders.is_default());
                 let fits = own && Path::new(BOOTED).is_dir() && is_writable(folder);
                 (fits && text::is_plain(&options.prefix)).then(|| folder.to_owned())
             }

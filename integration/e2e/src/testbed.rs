@@ -41,6 +41,8 @@ pub struct TestbedConfig {
     scope: Scope,
     layout: Layout,
     own_users: bool,
+    /// Whether containerd's environment names no folders of Affinode.
+    without_folders: bool,
     name: Option<String>,
 }
 
@@ -58,6 +60,7 @@ impl Default for TestbedConfig {
             scope: Scope::default(),
             layout: Layout::default(),
             own_users: false,
+            without_folders: false,
             name: None,
         }
     }
@@ -152,6 +155,14 @@ impl TestbedConfig {
         self
     }
 
+    /// Leaves the variables that name Affinode's folders out of containerd's environment, as on a
+    /// node whose operator has set none.
+    #[must_use]
+    pub fn without_folders(mut self) -> Self {
+        self.without_folders = true;
+        self
+    }
+
     /// Uses a folder whose name ends in this word instead of a number.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
@@ -204,9 +215,11 @@ impl TestbedConfig {
         let path = folders.into_iter().flatten().map(|folder| format!("{}:", folder.display()));
         let inherited = std::env::var("PATH").unwrap_or_default();
         env.insert("PATH".into(), path.chain([inherited]).collect());
-        env.insert("AFFINODE_RUN_DIR".into(), run_dir.display().to_string());
-        env.insert("AFFINODE_LIB_DIR".into(), libraries.display().to_string());
-        env.insert("AFFINODE_CONFIG".into(), config.display().to_string());
+        if !self.without_folders {
+            env.insert("AFFINODE_RUN_DIR".into(), run_dir.display().to_string());
+            env.insert("AFFINODE_LIB_DIR".into(), libraries.display().to_string());
+            env.insert("AFFINODE_CONFIG".into(), config.display().to_string());
+        }
         env.extend(self.env);
 
         let containerd =

@@ -102,7 +102,7 @@ pub fn spawn(paths: &ShimPaths, order: &FollowOrder) -> io::Result<()> {
 /// Runs the two internal commands. `None`: the line is one for the runtime.
 pub fn main(argv: &[OsString]) -> Option<ExitCode> {
     let [command, order] = argv else { return None };
-    let paths = ShimPaths::from_env();
+    let paths = ShimPaths::own();
     if command == FOLLOW {
         return Some(crate::finish(leave(&paths, order).map_err(Box::from)));
     }

@@ -290,8 +290,9 @@ impl HostPaths {
         if let Some(unit) = &self.unit {
             arguments.extend(["--unit", unit]);
         }
+        let config = self.config_dir.join("config.toml").display().to_string();
         if verb == "install" {
-            arguments.extend(["--runtime-name", &self.runtime_name]);
+            arguments.extend(["--runtime-name", &self.runtime_name, "--config", &config]);
             if !self.keeps_controller() {
                 arguments.push("--no-controller-unit");
             }
@@ -309,6 +310,7 @@ impl HostPaths {
         let mut command = affinode()?;
         command.arg(verb).arg("--host-root").arg(&self.host_root);
         command.arg("--prefix").arg(&self.prefix).arg("--state-dir").arg(&self.state_dir);
+        command.arg("--run-dir").arg(&self.run_dir);
         if let Some(socket) = &self.containerd {
             command.arg("--containerd").arg(socket);
         }

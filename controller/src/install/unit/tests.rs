@@ -1,7 +1,10 @@
 use std::{fs, path::Path, time::Duration};
 
 use super::{change::UnitPlan, record::UnitRecord, *};
-use crate::install::{DockerRequest, RestartRequest};
+use crate::{
+    install::{DockerRequest, RestartRequest},
+    installation::PathsFile,
+};
 
 /// Options of an installation below a temporary folder, on a machine where systemctl does not know
 /// the unit.
@@ -9,6 +12,7 @@ fn options(folder: &Path) -> InstallOptions {
     InstallOptions {
         containerd: None,
         prefix: "/opt/affinode".into(),
+        folders: PathsFile::default(),
         state_dir: folder.to_owned(),
         runtime_name: "affinode".into(),
         restart: RestartRequest::None,

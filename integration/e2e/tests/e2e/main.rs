@@ -23,6 +23,7 @@ mod host_memory;
 mod hostile;
 mod in_part;
 mod install;
+mod installed_folders;
 mod interception;
 mod ipc;
 mod jobs;

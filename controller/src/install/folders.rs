@@ -1,0 +1,33 @@
+//! The folders of an installation that its programs must find without environment variables.
+
+use std::path::Path;
+
+use super::{FileError, InstallError, InstallOptions};
+use crate::installation::PathsFile;
+
+/// The folders that were asked for, or else those of the present installation.
+///
+/// # Errors
+/// [`FileError`]: the file of the present installation cannot be read.
+pub fn of(options: &InstallOptions) -> Result<PathsFile, FileError> {
+    let there = PathsFile::read(&options.prefix).map_err(|source| FileError::Io {
+        action: "read",
+        path: PathsFile::path(&options.prefix),
+        source,
+    })?;
+    let asked = options.folders.clone();
+    let (run_dir, config) = (asked.run_dir.or(there.run_dir), asked.config.or(there.config));
+    Ok(PathsFile { run_dir, config })
+}
+
+/// Text of the file that the installation gets. `None`: the programs use the defaults without a
+/// file.
+///
+/// # Errors
+/// [`InstallError::Folder`]: a path cannot be written into the file.
+pub fn text(folders: &PathsFile, prefix: &Path) -> Result<Option<String>, InstallError> {
+    if folders.is_default() && !PathsFile::path(prefix).exists() {
+        return Ok(None);
+    }
+    folders.text().map(Some).ok_or(InstallError::Folder)
+}

@@ -1,0 +1,59 @@
+//! An installation with all folders moved, under a containerd whose environment does not name them.
+
+use std::{fs, process::Command};
+
+use affinode_e2e::{
+    installed::{self, Installation},
+    testbed::TestbedConfig,
+    worker::Worker,
+};
+use anyhow::{Result, ensure};
+
+use crate::offload::MANUAL;
+
+/// Below the prefix: the folders of the installation.
+const PATHS: &str = "share/affinode/paths.conf";
+const NO_RESTART: [&str; 2] = ["--restart-mode", "none"];
+
+#[test]
+fn programs_find_moved_folders() -> Result<()> {
+    let world = TestbedConfig::default().node().without_folders().config(MANUAL).world()?;
+    let place = Installation::new(&world, &world.prefix(), "test-moved")?;
+    let config = world.dir().join("affinode/config.toml").display().to_string();
+    let run_dir = world.cli().run_dir().display().to_string();
+    let moved = [&NO_RESTART[..], &["--run-dir", &run_dir, "--config", &config]].concat();
+    place.done("install", &moved)?;
+    // The installed command finds the controller by itself.
+    let ps = || -> Result<String> {
+        let output =
+            Command::new(place.file("bin/affinode")).args(["ps", "-o", "wide"]).output()?;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Ok(String::from_utf8(output.stdout)?)
+    };
+    let mut worker = Worker::start(&world, "worker", 64)?;
+    world.cli().registered("worker")?;
+    let said = ps()?;
+    // The mode is from the moved configuration; the default is auto.
+    ensure!(said.contains("default/worker") && said.contains(" manual "), "{said}");
+    world.cli().move_out("worker")?;
+    ensure!(worker.verify()?);
+
+    // An upgrade keeps the folders without new options.
+    let written = fs::read_to_string(place.file(PATHS))?;
+    let build = tempfile::tempdir()?;
+    installed::another_build(world.artifacts(), build.path())?;
+    let newer = build.path().display().to_string();
+    let from = [&NO_RESTART[..], &["--from", &newer]].concat();
+    place.done("install", &from)?;
+    ensure!(fs::read_to_string(place.file(PATHS))? == written, "{written}");
+    world.cli().move_out("worker")?;
+    ensure!(worker.verify()?);
+    let mut second = Worker::start(&world, "second", 64)?;
+    world.cli().move_out("second")?;
+    ensure!(second.verify()?);
+
+    world.remove_containers()?;
+    place.done("uninstall", &[&NO_RESTART[..], &["--drain", "1m"]].concat())?;
+    ensure!(!place.file("share").exists() && !place.shim().exists());
+    Ok(())
+}
