@@ -1,8 +1,8 @@
-//! Handles agents' reports on orders, and orders whose report is late.
+//! Handles reports of agents on orders, and orders whose report is late.
 //!
-//! A report states the phase in which the agent left the process. The phase is recorded first,
-//! whatever the outcome. The outcome then decides whether the offload or restore continues, is
-//! given up, or is tried again.
+//! A report contains the phase in which the agent left the process. The controller records this
+//! phase first, whatever the outcome is. The outcome then decides whether the offload or restore
+//! continues, is given up, or is tried again.
 
 use affinode_proto::{
     event::EventKind,
@@ -23,14 +23,15 @@ use super::{
     registration::NEVER_MOVED,
 };
 
-/// Time after an order's own deadline at which its missing report counts as late. The offload is
-/// then given up.
+/// Time after the deadline of a close or lock order until its missing report counts as late. The
+/// offload is then given up.
 const LATE_MS: Millis = 5_000;
-/// Time after which a driver call is shown as slow. It is never interrupted.
+/// Time after which an order without a deadline is shown as slow. The driver call is never
+/// interrupted.
 const SLOW_MS: Millis = 60_000;
-/// The driver's error for every call after its `exit` handler has run.
+/// The driver's error for each call after the driver's `exit` handler has run.
 const CUDA_ERROR_DEINITIALIZED: u32 = 4;
-/// The driver's error for a lock while work is in progress.
+/// The driver's error for a lock while GPU work is in progress.
 const CUDA_ERROR_NOT_READY: u32 = 600;
 /// The driver's error for a checkpoint of managed memory.
 const CUDA_ERROR_NOT_SUPPORTED: u32 = 801;
@@ -64,11 +65,11 @@ impl Node {
         } else if moving && tried {
             process.migration_refused = true;
         }
-        // The copied-out memory of a process that registered in the middle of an offload shows
-        // when it is unlocked.
+        // A process can register in the middle of an offload: locked, with memory copied out. Only
+        // the report of the unlock then contains the phase `CopiedOut`.
         let was_off = process.phase.is_offloaded() || process.swap.copied_out_bytes > 0;
-        // An offloaded phase without an offload of ours is a false report: the container must not
-        // gain a claim on VRAM with it.
+        // A report of an offloaded phase is false if no controller offloaded the process. It must
+        // not give the container a claim on VRAM.
         let lies = phase.is_offloaded() && process.offloaded_vram.is_none() && !was_off;
         let phase = if lies { Phase::Open } else { phase };
         let came_from_parked = process.phase == Phase::CopiedOut;
@@ -76,8 +77,8 @@ impl Node {
         process.phase = phase;
         process.swap = match was_off || process.offloaded_vram.is_some() {
             true => swap,
-            // No controller offloaded it: the report may claim swappable bytes, but no copied-out
-            // ones.
+            // No controller offloaded the process: the report may claim swappable bytes, but no
+            // copied-out bytes.
             false => SwapStatus { copied_out_bytes: 0, local_memory_bytes: 0, ..swap },
         };
         let key = process.key.clone();
@@ -100,17 +101,17 @@ impl Node {
             return self.advance(&key);
         }
         let failed = |call: &str| format!("{call} of process {pid} returned {cuda_error}");
-        // Update the VRAM figures now: eviction counts on them before the next sample.
+        // Update the VRAM figures now: evictions before the next sample count with them.
         if phase == Phase::Checkpointed {
             self.freed_since_sample.append(&mut process.vram);
         } else if phase == Phase::CopiedOut
             && let (Some(all), Some(gone)) = (&process.offloaded_vram, process.vram_to_restore())
         {
-            // Until the next NVML sample: the process holds what was not copied.
+            // Until the next NVML sample, count the memory that was not copied as held.
             process.vram = subtract_vram(all, &gone);
             self.freed_since_sample.extend(gone);
         } else if pending.action.is_restore() {
-            // Until the next NVML sample: the process holds again what it had freed.
+            // Until the next NVML sample, count the restored VRAM as held.
             process.vram = process.offloaded_vram.clone().unwrap_or_default();
             if came_from_parked {
                 process.offloaded_vram = gone;
@@ -118,15 +119,16 @@ impl Node {
         }
         match (pending.action, outcome) {
             (_, Outcome::Done | Outcome::WrongPhase) => self.end_incomplete_restore(&key),
-            // The process or this controller was stopped for a while: prove the VRAM again.
+            // The process or this controller was stopped for some time, so other processes may have
+            // ended their holds: prove the VRAM again.
             (_, Outcome::Late) => self.restore_incomplete(&key, IncompleteRestore::Late),
-            // The process is about to exit and its driver has shut down. This is no failure: the
-            // rest of the container is restored, or stays resident.
+            // The process is about to exit and its driver has shut down. This is not a failure of
+            // the offload: the other processes of the container are restored, or stay resident.
             (_, Outcome::DriverError) if cuda_error == CUDA_ERROR_DEINITIALIZED => {
                 self.turn_back(&key);
             }
-            // The migration failed. A restore on its own GPU may still succeed, so the container
-            // waits for that.
+            // The migration failed. A restore on the container's own GPU may still succeed, so the
+            // container waits for VRAM of that GPU.
             (Action::RestoreOnGpu { .. }, _) if phase == Phase::Checkpointed => {
                 self.abort_grant(&key);
                 self.journal(&key, JournalStep::Checkpoint);
@@ -141,7 +143,8 @@ impl Node {
                 self.publish(&key, NodeEvent::new(EventKind::Process, text));
             }
             (_, Outcome::Unsupported) => {
-                // A hazard found during the offload was reported before this.
+                // If the agent found a hazard during the offload, it has reported the hazard before
+                // this.
                 let reason = eligibility::hazard_reason(process.hazards).unwrap_or_else(|| {
                     process.hazards.0 |= Hazards::NO_CHECKPOINT_API.0;
                     Reason::DriverTooOld
@@ -210,8 +213,8 @@ impl Node {
         self.advance(&key);
     }
 
-    /// Handles late orders. If a close or lock is late, the offload is given up. A late driver call
-    /// is only shown as slow.
+    /// Handles late orders. If a close or lock is late, the offload is given up. If a driver call
+    /// is late, it is only shown as slow.
     pub(super) fn check_overdue(&mut self, key: &Key) {
         let now = self.now;
         let late = self.processes.of(key).find_map(|(_, p)| {
@@ -233,7 +236,7 @@ impl Node {
     }
 }
 
-/// Text for the work in progress in a process, from the `cuda_error` of its report.
+/// Text that names the work in progress in a process, from the `cuda_error` of its report.
 fn busy_detail(pid: u32, cuda_error: u32) -> String {
     match cuda_error {
         BUSY_NVML => format!("a thread of process {pid} is inside NVML"),

@@ -1,5 +1,5 @@
-//! Prewakes for connections (`wake_on = "connection"`). A connection that arrives while a container
-//! is offloaded may announce a CUDA call.
+//! Prewakes for connections (`wake_on = "connection"`). A connection to an offloaded container may
+//! mean that a CUDA call follows soon.
 //!
 //! ```text
 //! offloaded ──connection count rises──> connection ──half were followed by a call, VRAM free──> prewake
@@ -7,9 +7,9 @@
 //!                                       └── none: miss; counted also without a prewake
 //! ```
 //!
-//! Connections without a following call, such as health probes, cause no more prewakes after a few
-//! misses. Outcomes are counted with and without a prewake, so prewakes resume when the outcomes
-//! change.
+//! If connections are not followed by calls, as with health probes, they cause no more prewakes
+//! after a few misses. Connections without a prewake are counted too, so prewakes resume when calls
+//! follow again.
 
 use affinode_proto::{event::EventKind, reason::Reason, state::State};
 
@@ -20,14 +20,14 @@ use super::{
     policy::{Mode, WakeOn},
 };
 
-/// Maximum time between a connection and a call that it announced.
+/// Maximum time between a connection and a call for the call to count as its result.
 const FOLLOWS_MS: Millis = 30_000;
-/// Number of connections that cause prewakes before outcomes are known.
+/// Number of connections that cause prewakes before the outcomes decide.
 const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
-/// Number of connections at which the counts are halved, so that old outcomes lose weight.
+/// Number of connections at which both counts are halved, so that old outcomes lose weight.
 const FADE_AT: u32 = 32;
 
-/// Counts of connections, and how often a call followed.
+/// Number of connections, and number of connections that a call followed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ConnectionOutcomes {
     last: Option<Millis>,
@@ -36,7 +36,7 @@ pub struct ConnectionOutcomes {
 }
 
 impl ConnectionOutcomes {
-    /// Counts a connection. Returns false if it is not counted, because the last counted one
+    /// Counts a connection. Returns false, and does not count it, if the last counted connection
     /// arrived less than 30 s ago.
     fn knock(&mut self, now: Millis) -> bool {
         if self.last.is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
@@ -50,7 +50,7 @@ impl ConnectionOutcomes {
         true
     }
 
-    /// Records a call. It counts for the last connection, if that one is recent.
+    /// Records a call, as the result of the last connection if that was less than 30 s ago.
     pub fn used(&mut self, now: Millis) {
         if self.last.take().is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
             self.followed += 1;
@@ -77,7 +77,7 @@ impl Node {
             return;
         };
         let Some(count) = count else { return self.has_no_network(key) };
-        // The first reading is the baseline.
+        // The first reading is only the base for later ones.
         let came = container.connections.replace(count).is_some_and(|before| count > before);
         let worth_it = container.connection_outcomes.are_worth_it();
         if !came || !container.connection_outcomes.knock(now) || !worth_it {
@@ -99,7 +99,7 @@ impl Node {
         }
     }
 
-    /// Publishes an event that says whether a call followed a prewake.
+    /// Publishes an event about a prewake. `used`: whether a call followed.
     pub(super) fn publish_prewake(&mut self, key: &Key, by: Reason, used: bool) {
         let text = match used {
             true => "the container was restored ahead of a call, which came",
@@ -110,8 +110,8 @@ impl Node {
     }
 }
 
-/// Whether connections of the container count. They do not after an offload by request, because
-/// only a call restores such a container.
+/// Whether connections to the container are counted. After an offload by request they are not,
+/// because only a call or a request restores such a container.
 fn is_listening(c: &Container) -> bool {
     c.policy.wake_on == WakeOn::Connection
         && c.state == State::Offloaded

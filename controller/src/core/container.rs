@@ -13,10 +13,10 @@ use super::{
     wake_latency::Wakes,
 };
 
-/// A call within this time after an offload shows that the offload was too early.
+/// Maximum time between an offload and a call for the offload to count as too early.
 const EARLY_MS: Millis = 30_000;
 /// Number of forced offloads in a row, each given up because calls did not end, after which the
-/// container is immovable.
+/// container counts as immovable.
 const PUSHES: u32 = 3;
 /// Number of early wakes in a row that do not change the keep-alive, because they may be chance.
 const THRASH: u32 = 2;
@@ -35,12 +35,12 @@ pub enum Goal {
     Offloaded,
 }
 
-/// Why a process was not restored although VRAM was granted.
+/// Why a process was not restored although the VRAM was granted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IncompleteRestore {
     /// The order was too old when the process received it.
     Late,
-    /// The copy in found no VRAM, with the driver's answer.
+    /// The copy in found no VRAM. Contains the driver's error.
     NoVram(String),
 }
 
@@ -61,18 +61,18 @@ pub struct Container {
     pub announced_at: Millis,
     /// The residency that the controller works towards.
     pub goal: Goal,
-    /// Whether this offload also checkpoints the CUDA context, because another container needs its
-    /// VRAM.
+    /// Whether the offload also checkpoints the CUDA context, because another container needs the
+    /// context's VRAM.
     pub evict_context: bool,
-    /// Why a process was not restored, while other processes of the container still are.
+    /// Why one process was not restored. Kept while restores of the container's other processes
+    /// run.
     pub incomplete_restore: Option<IncompleteRestore>,
     /// Whether the offload is forced: a call does not end it.
     pub forced: bool,
     /// Number of forced offloads in a row that were given up because calls did not end.
     pub failed_forced_offloads: u32,
-    /// When an offload last showed that the container cannot be moved: several forced offloads in a
-    /// row failed because calls did not end, or an offload failed for a reason of the container's
-    /// own.
+    /// When the container last proved immovable: several forced offloads in a row failed because
+    /// calls did not end, or an offload failed for another reason, such as a hazard.
     pub forced_offload_failed_at: Option<Millis>,
     /// Cause of the offload or restore in progress.
     pub cause: Reason,
@@ -85,7 +85,7 @@ pub struct Container {
     pub last_use: Millis,
     /// Last use by a CUDA call.
     pub last_called: Millis,
-    /// When it was last restored; `None` if it never was.
+    /// When the container was last restored; `None` if it never was.
     pub restored_at: Option<Millis>,
     /// Earliest time of the next offload, after one has failed.
     pub offload_not_before: Millis,
@@ -94,8 +94,8 @@ pub struct Container {
     /// Number of grants in a row that led to neither a restore nor an allocation, while other
     /// processes held their allocations.
     pub failed_restores: u32,
-    /// End of a period in which the container's processes have only a short time to hold their
-    /// allocations, because some ignored an order to hold.
+    /// Until this time, the controller waits only briefly for the container's processes to hold
+    /// their allocations, because some of them ignored an order to hold.
     pub short_hold_until: Millis,
     /// Number of these periods so far. Each is longer than the one before.
     pub ignored_hold_periods: u32,
@@ -112,7 +112,7 @@ pub struct Container {
     pub offload_began: Option<Millis>,
     /// When VRAM was granted for the restore in progress.
     pub restore_began: Option<Millis>,
-    /// When the first call began to wait, in the wake in progress.
+    /// When the first call began to wait for the restore in progress. `None`: no call waits.
     pub wake_began: Option<Millis>,
     /// Requests of operators that are not answered yet.
     pub commands: Vec<(CommandId, Request)>,
@@ -122,21 +122,21 @@ pub struct Container {
     pub use_began: Millis,
     /// After a prewake: the container stays resident until this time. `None`: it was not prewoken.
     pub prewake_hold_until: Option<Millis>,
-    /// Cause of the last prewake: its history, or a connection.
+    /// Source of the last prewake: the container's history or a connection.
     pub prewake_reason: Reason,
-    /// Number of connections accepted on the container's network. Counted while the container is
-    /// offloaded.
+    /// Number of connections accepted on the container's network, at the last reading while the
+    /// container was offloaded. `None`: not read since the offload.
     pub connections: Option<u64>,
-    /// Counts of connections that arrived while the container was offloaded, and how often a call
-    /// followed.
+    /// Number of connections that arrived while the container was offloaded, and number of those
+    /// that a call followed.
     pub connection_outcomes: ConnectionOutcomes,
     /// Whether the last prewake was not followed by a call.
     pub prewake_missed: bool,
     /// The last hint, and when it was given.
     pub hint: Option<(Hint, Millis)>,
-    /// Number of early wakes in a row: calls soon after an offload for the idle timeout.
+    /// Number of early wakes in a row: calls within 30 s after an offload for the idle timeout.
     pub early_wakes: u32,
-    /// Time of the next use. Only a simulation knows it.
+    /// Time of the next use. Set only in simulations.
     pub next_use: Option<Millis>,
     /// Number of completed offloads.
     pub offloads: u64,
@@ -148,7 +148,7 @@ pub struct Container {
     pub last_wake_ms: Millis,
     /// Durations of the last wakes.
     pub wakes: Wakes,
-    /// The part of the last wake after VRAM was granted, in milliseconds.
+    /// Duration of the last restore after VRAM was granted, in milliseconds.
     pub last_restore_ms: Millis,
 }
 
@@ -212,8 +212,8 @@ impl Container {
         }
     }
 
-    /// Time without use after which the container is idle, in milliseconds. It is learned if the
-    /// policy says so and the history suffices.
+    /// Time without use after which the container is idle, in milliseconds. With `keep_alive =
+    /// "learned"` it is learned once the history suffices. 0 after an idle hint.
     #[must_use]
     pub fn idle_after_ms(&self) -> Millis {
         if self.hinted_idle() {
@@ -227,8 +227,8 @@ impl Container {
         (learned << self.early_wakes.saturating_sub(THRASH).min(MAX_EARLY)).min(most)
     }
 
-    /// Records a call that wakes the container. If calls came soon after an idle offload several
-    /// times in a row, the keep-alive doubles with each further time.
+    /// Records a call that wakes the container. After several early wakes in a row, each further
+    /// one doubles the keep-alive.
     pub fn left_early(&mut self, now: Millis) {
         if self.state == State::Offloaded && self.cause == Reason::IdleTimeout {
             let early = now.saturating_sub(self.state_since) < EARLY_MS;
@@ -236,8 +236,9 @@ impl Container {
         }
     }
 
-    /// Records a failed offload, and whether it shows that the container is immovable. Calls that
-    /// did not end show this only after several forced offloads. Unknown VRAM never shows it.
+    /// Records a failed offload, and whether it shows that the container is immovable. If calls did
+    /// not end, only several forced offloads in a row show this. A failure because VRAM was unknown
+    /// never shows it.
     pub fn has_stayed(&mut self, now: Millis, why: Reason) {
         let forced = std::mem::take(&mut self.forced);
         let immovable = match why {

@@ -1,4 +1,4 @@
-//! Description of a container as its shim announced it: names, annotations and places.
+//! Description of a container as its shim announced it: names, annotations and paths.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 /// announced again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ContainerSpec {
-    /// containerd's namespace of the container; without containerd the name of its engine.
+    /// containerd's namespace of the container; without containerd the name of the container
+    /// engine.
     pub namespace: String,
     /// containerd's id of the container.
     pub id: String,
@@ -28,10 +29,10 @@ pub struct ContainerSpec {
     pub cgroups_path: String,
     /// The bundle's directory on the host. For a job: its lock file.
     pub bundle: String,
-    /// Number that differs between containers that use the same id one after another. 0: unknown.
+    /// Number that differs between containers that reuse an id. 0: unknown.
     pub generation: u64,
-    /// Process id and start time of the container's first process, if no shim withdraws the
-    /// container. `None`: a shim does, or it is a job.
+    /// Pid and start time of the container's first process, if no shim reports the container's
+    /// deletion. `None`: a shim does, or the container is a job.
     pub init: Option<(u32, u64)>,
     /// User id of a job's owner, as the kernel reports it. `None` for a container.
     pub job_user: Option<u32>,

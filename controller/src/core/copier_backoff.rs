@@ -1,6 +1,6 @@
-//! Pauses between failed starts of a copier. Each further failure on a GPU doubles the pause before
-//! the next start: the cause of one failure may end quickly, while a refusal of the driver usually
-//! lasts.
+//! Pauses between failed starts of a copier. Each further failure on a GPU doubles the pause. The
+//! cause of a single failure may end quickly, but if the driver refuses a copier, it usually keeps
+//! refusing.
 
 use std::collections::BTreeMap;
 
@@ -8,10 +8,10 @@ use super::Millis;
 
 /// Pause after the first failure.
 const FIRST_MS: Millis = 5_000;
-/// Longest pause, after any number of failures.
+/// Longest pause between two starts.
 const MAX_BACKOFF_MS: Millis = 300_000;
 
-/// Failures of copiers. Key: UUID of the GPU.
+/// Last failure and its pause. Key: UUID of the GPU.
 #[derive(Debug, Default)]
 pub(super) struct RestartBackoff(BTreeMap<String, CopierFailure>);
 

@@ -9,7 +9,7 @@ use super::{
 };
 
 impl Node {
-    /// Attaches a process that is copied out and then checkpointed to the copier of its GPU.
+    /// Attaches a process to the copier of its GPU, if it will be copied out and then checkpointed.
     pub(super) fn attach_for_offload(&mut self, id: ProcessId) {
         if let Some((uuid, most_bytes)) = self.offloads_through_copier(id)
             && !self.copiers.was_attached_ahead(id, &uuid)
@@ -18,8 +18,8 @@ impl Node {
         }
     }
 
-    /// Attaches a resident process to the copier of its GPU, which registers its prefaulted memory.
-    /// Returns false if there is no copier for it.
+    /// Attaches a resident process to the copier of its GPU. The copier registers the process's
+    /// prefaulted memory. Returns false if there is no copier for the process.
     pub(super) fn attach_ahead(&mut self, id: ProcessId) -> bool {
         match self.may_prefault(id) {
             Some((uuid, most_bytes)) => self.attach(id, &uuid, most_bytes, true),
@@ -36,8 +36,8 @@ impl Node {
         self.copiers.attach(self.now, process, most_bytes, domain, ahead, &mut self.effects)
     }
 
-    /// Whether a copier may be used on a GPU now. A new copier takes VRAM, so none is started while
-    /// a container waits or VRAM is being proven free.
+    /// Whether a process may use a copier on a GPU now. A new copier takes VRAM, so none is started
+    /// while a container waits or VRAM is being proven free.
     fn may_have_copier(&self, uuid: &str) -> bool {
         self.settings.copiers && (self.is_settled() || self.copiers.has_ready(uuid))
     }
@@ -60,9 +60,9 @@ impl Node {
         self.copiers.exited(self.now, id, &mut self.effects);
     }
 
-    /// Records that a process has no connection to its copier and copies by itself. A resident
-    /// process is released from prefaulting. A process that is being offloaded is already using its
-    /// prefaulted memory.
+    /// Records that a process has no connection to its copier and therefore copies its memory
+    /// itself. If the process is resident, its prefaulting ends. If it is being offloaded, it
+    /// already uses its prefaulted memory.
     pub(super) fn not_attached(&mut self, id: ProcessId) {
         if self.copiers.detach(id) {
             self.end_prefault(id);
@@ -83,9 +83,9 @@ impl Node {
         self.copiers = copiers;
     }
 
-    /// Requests NVML samples for the grants whose allocations are held. Does nothing while a copier
-    /// starts or ends, because free VRAM may then be taken a moment later. No other function
-    /// requests these samples.
+    /// Requests the NVML sample for each grant whose processes all hold their allocations. Does
+    /// nothing while a copier starts or ends, because the copier may take VRAM right after the
+    /// sample. No other function requests these samples.
     pub(super) fn prove_when_copiers_rest(&mut self) {
         let waits = |stage: &Stage| *stage == Stage::AwaitingCopiers;
         if !self.grants.values().any(|grant| waits(&grant.stage)) {
@@ -102,16 +102,16 @@ impl Node {
         }
     }
 
-    /// The GPU of a process whose memory a copier can copy out, and its swappable bytes. `None` if
-    /// its library cannot use a copier, another method is used, the process has memory on several
-    /// GPUs, or it reported that no copier can restore it.
+    /// The GPU of a process whose memory a copier can copy out, and the swappable bytes. `None` if
+    /// the library cannot use a copier, the offload uses another method, the process has memory on
+    /// several GPUs, or its counters report that no copier can restore it.
     pub(super) fn offloads_through_copier(&self, id: ProcessId) -> Option<(String, u64)> {
         let process = self.processes.get(&id).filter(|p| p.can(Capabilities::USES_COPIER))?;
         self.for_copier(process, process.offloaded_vram.as_deref()?)
     }
 
-    /// Like `offloads_through_copier`, but for the VRAM `held`: what the process has now, or had
-    /// before its offload.
+    /// Like `offloads_through_copier`, for the VRAM `held`: the VRAM of the process now, or before
+    /// its offload.
     pub(super) fn for_copier(
         &self,
         process: &Process,

@@ -1,6 +1,5 @@
-//! The copiers of the node: at most one process for each GPU with offloaded processes. This module
-//! decides which GPU has a copier, which processes it serves, when it ends, and when a proof of
-//! free VRAM waits for it.
+//! The copiers of the node: at most one process per GPU. This module decides which GPU has a
+//! copier, which processes it serves, when it ends, and when a proof of free VRAM waits for it.
 //!
 //! ```text
 //! none ──offload or prefault begins──> Starting ──CopierReport: Ready──> Ready
@@ -10,10 +9,10 @@
 //!   └──────────CopierExited──────────── ending <───────────────────────────┘
 //! ```
 //!
-//! A copier that starts or ends takes or frees VRAM, so free VRAM may be taken a moment later. A
-//! proof therefore waits until no copier starts or ends, and copiers register no memory during a
-//! proof ([`super::Effect::HoldCopier`]). No copier is started while a container waits or VRAM is
-//! promised.
+//! A copier that starts takes VRAM, and one that ends frees it, so a sample of free VRAM may be
+//! wrong a moment later. A proof therefore waits until no copier starts or ends, and copiers
+//! register no memory during a proof ([`super::Effect::HoldCopier`]). No copier is started while a
+//! container waits or VRAM is promised.
 //!
 //! A copier is optional: a process without one, or whose copier has ended, restores its memory
 //! itself. The processes and sockets of copiers are in `controller/src/copier`.
@@ -27,12 +26,12 @@ use super::{Domain, Effect, Millis, ProcessId, copier_backoff::RestartBackoff};
 
 /// Time without an attached process after which a copier ends.
 pub(super) const LINGER_MS: Millis = 30_000;
-/// Time after which a fill counts as ended, even without a report.
+/// Time after which a fill without a report counts as ended.
 const FILL_MS: Millis = 20_000;
-/// Time limit for a copier's start, because proofs of free VRAM wait for it. A slower start counts
+/// Time limit for the start of a copier. Proofs of free VRAM wait for it, so a slower start counts
 /// as failed.
 pub(super) const START_MS: Millis = 5_000;
-/// Time for which a proof of free VRAM waits for a copier's end.
+/// Longest time for which a proof of free VRAM waits until a copier has ended.
 pub(super) const END_MS: Millis = 5_000;
 
 /// The number of a copier. Numbers are not reused.
@@ -42,13 +41,13 @@ pub struct CopierId(pub u64);
 /// Why a copier is ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopierEnd {
-    /// The copier has had no process for a while.
+    /// No process was attached to the copier for `LINGER_MS`.
     Unused,
     /// A container waits for the VRAM that the copier takes.
     MakesRoom,
     /// The copier's connection or its process ended.
     Lost,
-    /// The copier was never ready. No other copier is started on its GPU during the pause.
+    /// The copier did not become ready. No other copier is started on its GPU during the pause.
     NeverReady {
         /// Time before the next start, in milliseconds.
         pause_ms: Millis,
@@ -81,11 +80,11 @@ struct GpuCopier {
 /// State of a process's memory in its copier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AttachmentState {
-    /// The process is resident, and was attached before its offload. `prefaulted`: its prefaulted
-    /// memory is registered. Otherwise it is still to be registered.
+    /// The process is resident and was attached before its offload. `prefaulted`: whether its
+    /// prefaulted memory is registered already.
     Ahead { prefaulted: bool },
-    /// The process is being offloaded. `prefaulted`: its memory was registered before the offload,
-    /// and is not copied yet. Otherwise it is still to be registered.
+    /// The process is being offloaded. `prefaulted`: its memory was registered before the offload
+    /// and is not copied yet. False: the memory is not registered yet.
     Offloading { prefaulted: bool },
     /// The memory of the offloaded process is registered, so the copier can fill it.
     Registered,
@@ -95,7 +94,7 @@ enum AttachmentState {
 struct AttachedProcess {
     uuid: String,
     attachment: AttachmentState,
-    /// How much of its memory is deduplicated, in bytes.
+    /// Deduplicated memory of the process, in bytes.
     shared_bytes: u64,
 }
 
@@ -123,14 +122,14 @@ pub struct CopierFigures {
 pub(super) struct CopierRegistry {
     by_gpu: BTreeMap<String, GpuCopier>,
     attached: BTreeMap<ProcessId, AttachedProcess>,
-    /// Copiers that were ended and whose processes have not exited yet, and when they were ended.
-    /// The driver may still hold memory for them.
+    /// Copiers that were ended and have not exited, each with the time of its end. The driver may
+    /// still hold memory for them.
     ending: BTreeMap<CopierId, Millis>,
     backoff: RestartBackoff,
     restores: BTreeMap<String, u64>,
     offloads: BTreeMap<String, u64>,
-    /// The number of each dedup domain, from 1. Numbers are not reused, so a domain keeps its
-    /// number.
+    /// The number of each dedup domain, from 1. A domain keeps its number when all its processes
+    /// have ended: no other domain gets it.
     domains: HashMap<Domain, u64, FixedState>,
     started: u64,
     held: bool,
@@ -138,9 +137,10 @@ pub(super) struct CopierRegistry {
 
 impl CopierRegistry {
     /// Attaches a process to the copier of its GPU, and starts that copier if there is none. The
-    /// process need not wait for it. `most_bytes`: maximum memory of the process in the copier.
-    /// `domain`: the copier may deduplicate the memory with other processes of this domain.
-    /// `ahead`: the process stays resident for now. Returns false while no copier may be started.
+    /// process need not wait for it. `most_bytes`: the most memory that the copier accepts of the
+    /// process. `domain`: the copier may deduplicate the memory with other processes of this
+    /// domain. `ahead`: the process is attached before its offload. Returns false if no copier may
+    /// be started.
     pub(super) fn attach(
         &mut self,
         now: Millis,
@@ -188,8 +188,9 @@ impl CopierRegistry {
         true
     }
 
-    /// Whether a process whose offload begins was attached to this GPU's copier before. It must
-    /// then keep its connection, because a second one would discard the registered memory.
+    /// Whether a process whose offload begins was attached to this GPU's copier before. The process
+    /// must then keep its connection, because a second connection would discard the registered
+    /// memory.
     pub(super) fn was_attached_ahead(&mut self, process: ProcessId, uuid: &str) -> bool {
         let attached = self.attached.get_mut(&process).filter(|attached| attached.uuid == uuid);
         match attached.map(|attached| &mut attached.attachment) {
@@ -203,7 +204,8 @@ impl CopierRegistry {
     }
 
     /// Removes a process that no longer needs its copier, or has no connection to it. Later reports
-    /// of the copier about it are ignored. Returns whether it was attached before an offload.
+    /// of the copier about this process are ignored. Returns whether the process was attached
+    /// before its offload.
     pub(super) fn detach(&mut self, process: ProcessId) -> bool {
         let attached = self.attached.remove(&process);
         attached.is_some_and(|a| matches!(a.attachment, AttachmentState::Ahead { .. }))
@@ -232,8 +234,8 @@ impl CopierRegistry {
         self.by_gpu.get(uuid).is_some_and(|copier| copier.stage == CopierStage::Ready)
     }
 
-    /// Whether a copier is still creating its context or still ending, so that free VRAM may be
-    /// taken a moment later. A copier that has not exited after `END_MS` is ignored.
+    /// Whether a copier is starting or ending, so that a sample of free VRAM may be wrong a moment
+    /// later. A copier that has not exited after `END_MS` is ignored.
     pub(super) fn is_moving(&self, now: Millis) -> bool {
         self.ending.values().any(|since| now.saturating_sub(*since) < END_MS)
             || self.by_gpu.values().any(|copier| copier.stage != CopierStage::Ready)
@@ -248,8 +250,8 @@ impl CopierRegistry {
         }
     }
 
-    /// Ends the copiers of GPUs on which a container waits for VRAM. A copier that is filling a
-    /// process or copying one out continues: its work ends sooner, or frees VRAM itself.
+    /// Ends the copiers of GPUs on which a container waits for VRAM. A copier that is filling or
+    /// copying out a process continues: a fill ends soon, and a copy out frees VRAM itself.
     pub(super) fn make_room(
         &mut self,
         now: Millis,
@@ -345,7 +347,7 @@ impl CopierRegistry {
                 if self.member(process, &uuid).is_some() {
                     self.attached.remove(&ProcessId(process));
                 }
-                // A file without a process is removed by the copier.
+                // If no process shares a file any more, the copier removes the file.
                 if self.shared_bytes(&uuid) == 0
                     && let Some(copier) = self.by_gpu.get_mut(&uuid)
                 {

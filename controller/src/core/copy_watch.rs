@@ -2,7 +2,7 @@
 //!
 //! Host memory is promised to a copy out before it starts. Another process of the pod or the node
 //! can still take some of it during the copy. The library checks the node's free memory and the
-//! container's own limit. Only the controller can check the limits of the cgroups above:
+//! limit of its container. Only the controller can check the limits of the cgroups above:
 //!
 //! ```text
 //! copy ordered ──> free memory read every 20 ms ──> less free than the copy has still to touch?
@@ -11,8 +11,8 @@
 //! ```
 //!
 //! The counters of a process show how many bytes its copy has still to write. The container can
-//! falsify them. They are compared only with the free memory of that same container, so a false
-//! value affects no other container.
+//! falsify them. The controller compares them only with the free memory of that same container, so
+//! a false value affects no other container.
 
 use affinode_proto::wire::message::Action;
 
@@ -30,8 +30,8 @@ pub struct CopyInProgress {
     pub processes: Vec<(ProcessId, u32)>,
 }
 
-/// A container, and its free host memory at each level (its cgroups and the node) that is charged
-/// for its memory.
+/// A container, and the free host memory of each pool that is charged for its memory: its cgroups
+/// and the node.
 pub type Levels = (Key, Vec<MemoryPool>);
 
 impl Node {
@@ -58,8 +58,8 @@ impl Node {
             let short = pools.into_iter().find(|pool| pool.free_bytes < need_bytes);
             let Some(short) = short.filter(|_| need_bytes > 0) else { continue };
             self.host_ledger.turn_back(&key, MemoryPool { need_bytes, ..short });
-            // Sent again until the copy ends: a second order does no harm, and the first one may
-            // not have been read.
+            // Sent again until the copy ends: the process may not have read the first order, and a
+            // second one has no further effect.
             let told = copying.into_iter().map(|(id, _)| Effect::TurnBack(id));
             self.effects.extend(told);
         }

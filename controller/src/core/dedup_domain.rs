@@ -8,20 +8,21 @@ use super::{ContainerSpec, Node, ProcessId};
 /// A set of processes that may store identical content once.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Domain {
-    /// Containers of one namespace. Both names are compared, because Kubernetes and containerd may
-    /// use the same name for a namespace.
+    /// Containers of one namespace. The names in containerd and in Kubernetes must both be equal,
+    /// because both may use the same name for different namespaces.
     Containers {
         /// Namespace of the container in containerd.
         containerd: String,
         /// Namespace in Kubernetes; empty outside Kubernetes.
         pod: String,
     },
-    /// Jobs of one user and namespace. They are separate from containers, whatever their namespace
-    /// is called.
+    /// Jobs of one user and namespace. They never share with containers, even if the namespaces
+    /// have the same name.
     Jobs {
-        /// User id of the job's owner, as the kernel reports it. User names may be equal.
+        /// User id of the job's owner, as the kernel reports it. Different users may have the same
+        /// name.
         uid: u32,
-        /// Namespace of the job. Root may choose it.
+        /// Namespace of the job. Only root may choose it.
         namespace: String,
     },
 }
@@ -42,7 +43,7 @@ impl Domain {
 }
 
 impl Node {
-    /// The dedup domain of a process. `None` if its policy has no dedup, or its library does not
+    /// The dedup domain of a process. `None` if the policy has no dedup, or if the library does not
     /// support it.
     pub(super) fn domain_of(&self, id: ProcessId) -> Option<Domain> {
         let process = self.processes.get(&id).filter(|p| p.can(Capabilities::DEDUPS))?;

@@ -1,4 +1,4 @@
-//! Effects: the actions that decisions of the node lead to. The controller executes them.
+//! Effects: the actions that the node decides on and the controller executes.
 
 use affinode_proto::{reason::Reason, state::State, wire::message::ControllerMessage};
 use serde::{Deserialize, Serialize};
@@ -19,7 +19,8 @@ pub struct RecordedProcess {
     pub start_ticks: u64,
     /// VRAM that the process held at its offload and needs for its restore.
     pub offloaded: Vec<DeviceBytes>,
-    /// UUID of the target GPU of a migration in progress. `None`: the restore is on its own GPU.
+    /// UUID of the target GPU of a migration in progress. `None`: the process is restored on its
+    /// own GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
 }
@@ -34,7 +35,7 @@ pub enum JournalStep {
     Restore,
 }
 
-/// A journal record of a container. It is written before each step that moves memory.
+/// A journal record of a container. The controller writes it before each step that moves memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// The step that is about to begin.
@@ -64,7 +65,7 @@ pub struct Change {
     pub elapsed_ms: Millis,
 }
 
-/// One thing to do. Effects are executed in the order given.
+/// One action of the controller. Effects are executed in the given order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Effect {
     /// Send a message to an agent. If the connection does not accept it, the connection is closed.
@@ -78,7 +79,7 @@ pub enum Effect {
     Survey {
         /// The container to survey.
         key: Key,
-        /// Host pids and the bytes that would move to host memory; 0 if unknown.
+        /// Host pid of each process, and the bytes that it would move to host memory; 0 if unknown.
         processes: Vec<(u32, u64)>,
     },
     /// Read the GPUs now. Report the result with [`super::Input::Proven`] and the same number.
@@ -97,7 +98,7 @@ pub enum Effect {
         copier: CopierId,
         /// Number of the process.
         process: ProcessId,
-        /// Maximum that the process may copy out, in bytes.
+        /// Maximum memory that the process may copy out, in bytes.
         most_bytes: u64,
         /// Dedup domain: content may be shared with processes of the same number. 0: no sharing.
         domain: u64,
@@ -125,7 +126,7 @@ pub enum Effect {
         /// Why it ends, for the log.
         why: CopierEnd,
     },
-    /// Order a process to cancel its copy out and to undo it.
+    /// Order a process to cancel its copy out and to undo the copied part.
     TurnBack(ProcessId),
     /// End a process if its pid and start time still match. Sends SIGTERM, or SIGKILL with
     /// `by_force`.
@@ -135,7 +136,7 @@ pub enum Effect {
         /// Whether the process has had SIGTERM before and did not end.
         by_force: bool,
     },
-    /// Answer a waiting request with a response.
+    /// Answer a waiting request with this response.
     Answer(CommandId, ActionResult),
     /// Publish a change of a container's state.
     Changed(Change),

@@ -25,12 +25,13 @@ pub(super) fn hazard_reason(hazards: Hazards) -> Option<Reason> {
     HAZARDS.iter().find(|(bit, _)| hazards.intersects(*bit)).map(|(_, reason)| *reason)
 }
 
-/// Time without a call after which the shown reason for staying resident is the running GPU work.
+/// Time without a call after which running GPU work is shown as the reason for staying resident.
 const QUIET_MS: Millis = 2_000;
 
 impl Node {
-    /// Whether the container may be offloaded now, otherwise the reason. `asked`: an operator or a
-    /// waiter requests it, so mode, idleness and minimum residency do not matter.
+    /// Whether the container may be offloaded now. Otherwise returns the reason. `asked`: an
+    /// operator or a waiter requests the offload, so mode, idleness and minimum residency do not
+    /// matter.
     pub(super) fn check_offload(&self, key: &Key, asked: bool) -> Result<(), (Reason, String)> {
         let refuse = |reason: Reason| Err((reason, String::new()));
         let Some(c) = self.containers.get(key) else {
@@ -67,7 +68,8 @@ impl Node {
         }
         let is_void = self.has_nothing_to_copy(key);
         if is_void && processes().all(|p| p.keeps_context()) {
-            // What keeps the contexts keeps everything.
+            // No memory can be copied, so the hazards that keep the contexts are the reason to
+            // show.
             let kept = processes().next();
             let reason = kept.and_then(|p| hazard_reason(p.hazards));
             let detail = kept.map_or(String::new(), |p| format!("process {}", p.identity.pid));
@@ -92,7 +94,7 @@ impl Node {
         if c.busy_until().is_some_and(|until| self.now < until) {
             return refuse(Reason::HintedBusy);
         }
-        // For a container that calls all the time, running work is no news.
+        // If the container calls all the time, "recent calls" is the better reason to show.
         let quiet_ms = self.now.saturating_sub(c.last_called);
         if quiet_ms >= QUIET_MS.min(c.idle_after_ms())
             && let Some((pid, percent)) = self.working(key)
@@ -130,7 +132,8 @@ impl Node {
         }
     }
 
-    /// Whether the container holds too little VRAM for an offload (`minimum_vram_bytes`).
+    /// Whether the container holds less VRAM than `minimum_vram_bytes`, so that it is not
+    /// offloaded.
     pub(super) fn is_too_small(&self, key: &Key) -> bool {
         let least = self.containers.get(key).map_or(0, |c| c.policy.minimum_vram_bytes);
         let held = || -> u64 { self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum() };
@@ -190,7 +193,8 @@ impl Node {
     }
 }
 
-/// Whether the reason lies in the process itself. Such a reason is permanent, so it is published.
+/// Whether the reason is a property of the process or its GPU. Such a reason is permanent, so an
+/// event reports it.
 pub(super) fn is_unsafe(reason: Reason) -> bool {
     reason == Reason::Mig || HAZARDS.iter().any(|(_, hazard)| *hazard == reason)
 }

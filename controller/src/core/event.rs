@@ -1,4 +1,4 @@
-//! Events for users: changes of state, refusals, and news about processes.
+//! Events for users: changes of state, refusals, and reports about processes.
 
 use affinode_proto::{event::EventKind, reason::Reason};
 
@@ -7,7 +7,7 @@ use super::Key;
 /// An event without number and time. The publisher adds them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeEvent {
-    /// What kind of event it is.
+    /// Kind of the event.
     pub kind: EventKind,
     /// Key of the container; `None` if the event concerns no container.
     pub key: Option<Key>,

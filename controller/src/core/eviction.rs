@@ -8,9 +8,9 @@
 //! A victim that is copied out keeps its CUDA context on the GPU. If that VRAM is needed too, the
 //! context is checkpointed.
 //!
-//! The first waiter is served first. No later waiter may take VRAM that is freed for it. A victim
-//! that is called again waits behind it. So two containers that need each other's VRAM take turns
-//! of at least the minimum residency.
+//! The first waiter in the queue is served first. No later waiter may take VRAM that is freed for
+//! it. If a victim is called again, it queues behind that waiter. Two containers that need each
+//! other's VRAM therefore take turns of at least the minimum residency.
 
 use affinode_proto::{reason::Reason, state::State, wire::Phase};
 
@@ -25,14 +25,15 @@ use super::{
     victims::{self, Candidate},
 };
 
-/// Time without use after which a neighbour is a victim, unless its own idle timeout is shorter. A
-/// shorter time would evict programs that are only loading data.
+/// Time without use after which a neighbour may be evicted, unless its own idle timeout is shorter.
+/// With a shorter time, programs that are loading data would be evicted.
 const FREE_MS: Millis = 10_000;
-/// Interval between two searches for victims, per waiter.
+/// Interval between two searches for victims for the same waiter.
 const SEEK_MS: Millis = 100;
-/// Waiting time after which a waiter evicts all victims that help, even if they do not suffice yet.
+/// Waiting time after which all victims that free some of the missing VRAM are evicted, even if
+/// they do not free enough yet.
 const GATHER_MS: Millis = 30_000;
-/// Minimum time between a prewake and the expected call.
+/// Time between a prewake and the expected call.
 const LEAD_MS: Millis = 5_000;
 
 impl Node {
@@ -85,7 +86,7 @@ impl Node {
         let Some(container) = self.containers.get_mut(victim) else { return };
         if deeper {
             // The same offload continues: the container is copied out already, and now its context
-            // goes. The offload was counted and timed when the container was copied out.
+            // is checkpointed. The offload was counted and timed when the copy out ended.
             container.offload_began = None;
             self.queue.leave(victim);
         }
@@ -125,7 +126,7 @@ impl Node {
     }
 
     /// VRAM that an offload of the container frees. With `deep`, this includes the contexts. A
-    /// container that is copied out already can only free what it still has in VRAM.
+    /// container that is copied out already can free only the VRAM that it still has.
     pub(super) fn vram_freed_by(&self, key: &Key, deep: bool) -> Vec<DeviceBytes> {
         let moves = self.moves(key);
         let has_second_level = self.has_second_level(key);
@@ -160,7 +161,7 @@ impl Node {
     }
 
     /// Whether a container may be evicted now. A container whose allocation waits for VRAM does not
-    /// count as in use, because the waiter comes before it in the queue.
+    /// count as in use: the other waiter is before it in the queue.
     pub(super) fn may_be_evicted(&self, key: &Key) -> bool {
         let free = |c: &Container| {
             let waits = || self.alloc_wait_of(key).is_some() && !self.grants.contains_key(key);
@@ -182,7 +183,7 @@ impl Node {
 
     fn candidates(&self, asker: &Key, deep: bool) -> Vec<Candidate> {
         let asker_priority = self.containers.get(asker).map_or(0, |c| c.policy.priority);
-        // An offloaded container is not in use, so its priority does not keep its context on the GPU.
+        // An offloaded container is not in use, so its own priority does not protect its context.
         let priority_of = |c: &Container| match c.state {
             State::Offloaded => c.policy.priority.min(asker_priority),
             _ => c.policy.priority,
@@ -195,7 +196,8 @@ impl Node {
                 let idle_ms = self.now.saturating_sub(c.last_use);
                 let return_ms = match c.next_use {
                     Some(at) => at.saturating_sub(self.now),
-                    // It waits for VRAM, so it returns as soon as it can.
+                    // The container waits for VRAM, so its next use begins as soon as it is
+                    // restored.
                     None if self.alloc_wait_of(key).is_some() => 0,
                     None => c.history.expected_return_ms(idle_ms, &self.pauses),
                 };
@@ -225,7 +227,7 @@ impl Node {
         self.prewake(key, Reason::Expected, until);
     }
 
-    /// Whether a container can be restored without an eviction and without a delay for a waiter.
+    /// Whether a container can be restored without an eviction and without delaying a waiter.
     pub(super) fn has_room_to_spare(&self, key: &Key) -> bool {
         let needs = self.container_needs(key);
         self.queue.is_empty() && self.gpu_error.is_none() && self.fits(key, &needs, margin_bytes)
@@ -249,8 +251,8 @@ impl Node {
         let wanted = c.cause != Reason::Requested && c.policy.mode != Mode::Off;
         let offloaded = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
         let (begin, _) = c.history.prewake(LEAD_MS).filter(|_| out && wanted && offloaded)?;
-        // After a missed prewake the container stays offloaded: its pauses do not agree with the
-        // history.
+        // A missed prewake shows that the history does not predict the present use, so the
+        // container stays offloaded until it is called.
         let worth = !c.prewake_missed && self.now < self.prewake_until(key);
         worth.then(|| c.last_use.saturating_add(begin))
     }
@@ -262,8 +264,8 @@ impl Node {
             .unwrap_or(0)
     }
 
-    /// Time of the next decision about the container, as far as it is known. `None`: no decision is
-    /// due.
+    /// Time of the next decision about the container that is known now. `None`: no decision is
+    /// planned.
     #[must_use]
     pub fn due_at(&self, key: &Key) -> Option<Millis> {
         let c = self.containers.get(key)?;

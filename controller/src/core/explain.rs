@@ -25,12 +25,12 @@ pub enum Origin {
     Namespace(String),
     /// The container's annotation with this name.
     Annotation(String),
-    /// A choice that an operator made with this command.
+    /// An operator's choice, with the command that made it.
     Operator(String),
 }
 
 impl Origin {
-    /// The word for the source, and the name of its file, namespace, annotation or command.
+    /// The word for the source, and the name of the file, namespace, annotation or command.
     #[must_use]
     pub fn words(&self) -> (&'static str, &str) {
         match self {
@@ -183,7 +183,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     SETTINGS.iter().map(|setting| setting.name)
 }
 
-/// The annotations that change a setting.
+/// The annotations that change this setting.
 #[must_use]
 pub fn annotations(name: &str) -> Vec<String> {
     let settings = SETTINGS.iter().filter(|setting| setting.name == name);
@@ -195,7 +195,7 @@ fn duration(ms: Millis) -> String {
 }
 
 impl Policies {
-    /// The node's values, with their sources.
+    /// The node's values, each with its source.
     #[must_use]
     pub fn explain_node(&self) -> Vec<Value> {
         let value = |setting: &Setting| {
@@ -232,7 +232,7 @@ impl Policies {
 }
 
 impl Node {
-    /// The policy of the node and of its containers. `only`: of this container instead of all.
+    /// The policy of the node and its containers. `only`: reports this container instead of all.
     #[must_use]
     pub fn explain(&self, only: Option<&Key>) -> control::PolicyResponse {
         let policies = &self.settings.policies;
@@ -327,7 +327,7 @@ mod tests {
         assert_eq!(of(&values, "on_oom"), ("wait".into(), Origin::Namespace("ml".into())));
         assert_eq!(of(&values, "dedup"), ("true".into(), Origin::Namespace("ml".into())));
         assert_eq!(of(&values, "priority"), ("3".into(), Origin::Node("/a.toml".into())));
-        // A bad annotation changes nothing.
+        // An invalid annotation has no effect.
         assert_eq!(of(&values, "idle_timeout"), ("5m".into(), Origin::Default));
         let values = policies.explain("other", &BTreeMap::new());
         assert_eq!(of(&values, "mode"), ("pressure".into(), Origin::Node("/b.toml".into())));

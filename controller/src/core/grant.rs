@@ -1,4 +1,5 @@
-//! A grant: the right of one container to be restored, or to make an allocation that found no VRAM.
+//! A grant: the right of one container to be restored, or to make an allocation that found no VRAM
+//! before.
 //!
 //! ```text
 //! queue ──VRAM promised in the ledger──> Holding ──all hold──> AwaitingCopiers ──none moves──> Proving ──NVML: free──> Granted
@@ -7,16 +8,17 @@
 //!   └────────────────────────────────────────────────────────────────────────────────────────────┘  promise given up, tried again
 //! ```
 //!
-//! From the stage Holding until the grant ends, no managed process may take VRAM on its GPUs. So
-//! VRAM that is proven free stays free until the driver has taken it. A process that registers
-//! meanwhile is ordered to hold its allocations before its registration is confirmed.
+//! From the stage Holding until the grant ends, managed processes must not take VRAM on the grant's
+//! GPUs. VRAM that is proven free therefore stays free until the driver has taken it. A process
+//! that registers meanwhile receives the order to hold its allocations before its registration is
+//! confirmed.
 //!
 //! A process that cannot hold, or does not report, delays a grant once (`holds.rs`). NVML's sample
-//! shows the VRAM that such a process takes, like that of unmanaged processes.
+//! includes the VRAM that such a process takes, as it includes that of unmanaged processes.
 //!
-//! Holds may end by themselves when the controller was silent for too long, or when the copy takes
-//! far longer than expected. From then on the grant is in doubt: a running restore keeps its
-//! promise, but no restore is started.
+//! Processes end their holds by themselves if the controller was silent for too long or if the copy
+//! takes far longer than expected. From then on the grant is in doubt: a running restore keeps its
+//! promise of VRAM, but no further restore is started.
 
 use std::collections::BTreeSet;
 
@@ -25,7 +27,7 @@ use super::{Millis, ProcessId};
 /// Stage of a grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Waits for these processes to hold their allocations.
+    /// Waits until these processes hold their allocations.
     Holding(BTreeSet<ProcessId>),
     /// Waits until no copier starts or ends.
     AwaitingCopiers,
@@ -36,7 +38,7 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Whether all awaited processes hold their allocations, and the VRAM is not proven free yet.
+    /// Whether every awaited process holds its allocations while the VRAM is not proven free yet.
     #[must_use]
     pub fn is_held(&self) -> bool {
         matches!(self, Stage::AwaitingCopiers | Stage::Proving(_))
@@ -50,21 +52,21 @@ pub struct Grant {
     pub stage: Stage,
     /// Processes that were ordered to hold their allocations.
     pub held: BTreeSet<ProcessId>,
-    /// Once granted: the processes whose VRAM was promised and proven.
+    /// Once granted: the processes whose VRAM was promised and proven free.
     pub covers: BTreeSet<ProcessId>,
-    /// UUIDs of the GPUs concerned.
+    /// UUIDs of the GPUs whose VRAM is granted.
     pub uuids: BTreeSet<String>,
     /// When the grant began.
     pub since: Millis,
     /// Whether the grant was taken over from the journal of an earlier controller. A restore may be
-    /// running, and no other is started.
+    /// running under it. No other restore is started under it.
     pub recalled: bool,
-    /// Whether holds may have ended since the grant began.
+    /// Whether holds may have ended since the grant began, so that the proof may be wrong.
     pub doubted: bool,
     /// Number of times that NVML had to be read again because a process registered during the
     /// proof.
     pub restarts: u32,
-    /// The waiting allocation that the grant is also for: its process and ticket.
+    /// Process and ticket of the waiting allocation that the grant also serves.
     pub want: Option<(ProcessId, u64)>,
 }
 

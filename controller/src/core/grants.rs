@@ -1,4 +1,4 @@
-//! Gives grants to waiters: each leads from a place in the queue to VRAM that is proven free.
+//! Gives grants to waiters: moves each from the queue to VRAM that is proven free.
 //!
 //! `grant.rs` draws the stages. `serve_queue` begins grants. `proven` completes them or gives them
 //! up. `check_grants` ends grants that take too long.
@@ -22,10 +22,10 @@ use super::{
     process::{Process, on_gpu},
 };
 
-/// Time for which processes hold their allocations beyond the expected time of the copy.
+/// Time limit for the holds during a restore, in addition to the expected time of the copy.
 const HOLD_LIMIT_MS: Millis = 10_000;
-/// Time after which a `CopyOut` in progress no longer takes VRAM, because its agent has stopped
-/// copying on the GPU.
+/// Time after which a `CopyOut` in progress no longer counts as taking VRAM: its agent no longer
+/// copies on the GPU by then.
 const HANDS_OVER_MS: Millis = 10_000;
 /// Time limit for NVML's sample, in addition to the time that the holds may take.
 const PROOF_MS: Millis = 1_600;
@@ -33,8 +33,8 @@ const PROOF_MS: Millis = 1_600;
 const SLOW_RESTORE_BYTES_PER_MS: u64 = 1 << 20;
 
 impl Node {
-    /// Begins a grant for every waiter that is next on its GPUs and whose VRAM seems free. A waiter
-    /// that does not fit blocks later waiters on its GPUs.
+    /// Begins a grant for each waiter that is next on its GPUs and whose VRAM seems free. If a
+    /// waiter does not fit, later waiters on its GPUs wait behind it.
     pub(super) fn serve_queue(&mut self) {
         if self.queue.is_empty() {
             return;
@@ -46,21 +46,21 @@ impl Node {
         }
         let mut taken: BTreeSet<String> =
             self.grants.values().flat_map(|g| &g.uuids).cloned().collect();
-        // A process that exports memory to a copier needs VRAM for pieces of it: the free VRAM of
-        // its GPU may be taken in a moment.
+        // A process that exports memory to a copier may need VRAM for a part of it, so the free
+        // VRAM of its GPU is not granted meanwhile.
         let handing = self.processes.values().filter(|process| self.hands_over(process));
         taken.extend(
             handing.flat_map(|p| p.offloaded_vram.iter().flatten()).map(|on| on.uuid.clone()),
         );
         let gpus = self.gpus.len();
         let all_taken = |taken: &BTreeSet<String>| gpus > 0 && taken.len() >= gpus;
-        // GPUs reserved for a waiter that does not fit yet, with the waiter's key.
+        // GPUs that are reserved for a waiter that does not fit yet, with the key of that waiter.
         let mut kept: Vec<(BTreeSet<String>, Key)> = Vec::new();
         let known = self.gpu_error.is_none() && !self.gpus.is_empty();
         let mut order = std::mem::take(&mut self.queue_scratch);
         self.escalates_to_termination(&mut order);
-        // Most waiters of a long queue wait for GPUs that are taken: skip them before the costly
-        // part.
+        // Most waiters of a long queue wait for GPUs that are taken. They are skipped before the
+        // expensive checks.
         if !taken.is_empty() {
             order.retain(|key| {
                 let waits = !self.grants.contains_key(key) && self.needs_only(key, &taken);
@@ -70,7 +70,7 @@ impl Node {
                 !waits
             });
         }
-        // Partly restored containers are rare. Without any, the queue order holds.
+        // Partly restored containers are rare. If there is none, the order of the queue stays.
         let (all, queue) = (self.processes.half_way(), &self.queue);
         let half_way: BTreeSet<Key> =
             all.iter().filter(|key| queue.contains(key)).cloned().collect();
@@ -81,7 +81,7 @@ impl Node {
             if all_taken(&taken) {
                 break;
             }
-            // This waiter was evicted for an earlier waiter of this loop: it no longer waits.
+            // This waiter was evicted for an earlier one in this loop, so it no longer waits.
             if self.containers.get(&key).is_some_and(|c| c.goal != Goal::Resident) {
                 self.queue.leave(&key);
                 continue;
@@ -99,27 +99,28 @@ impl Node {
             let first = turn && before.clone().next().is_none();
             let passes = turn && before.all(|(_, head)| self.may_pass(&key, head));
             if fits && (first || passes) {
-                // VRAM fits, and no earlier waiter needs these GPUs or it may be passed: promise
-                // and prove.
+                // The VRAM fits, and each earlier waiter for these GPUs may be passed: promise the
+                // VRAM and prove that it is free.
                 taken.extend(self.promise(&key, needs, want));
                 continue;
             }
             let theirs = |uuid: &str| {
                 taken.contains(uuid) || kept.iter().any(|(theirs, _)| theirs.contains(uuid))
             };
-            // The own GPU is full: try a GPU of the same model that no earlier waiter needs.
+            // The container's own GPU is full: try a GPU of the same model that no earlier waiter
+            // needs.
             if known && turn && !fits && self.choose_other_gpu(&key, margin, theirs) {
                 let needs = self.needs_with(&key, want);
                 taken.extend(self.promise(&key, needs, want));
                 continue;
             }
-            // A waiter that may pass the earlier ones must not wait for them either: it may be the
-            // only one that can evict the containers in their way.
+            // A waiter that may pass the earlier ones also evicts: possibly no other waiter can
+            // evict the containers that block them.
             if known && (first || passes) {
                 self.evict_for(&key, &needs, margin);
             }
             self.show_waiting(&key, known);
-            // From here on later waiters may not take these GPUs.
+            // Later waiters must not take these GPUs.
             kept.push((uuids, key));
         }
         self.queue_scratch = order;
@@ -133,8 +134,8 @@ impl Node {
         }
     }
 
-    /// Whether a container needs only a restore, on these GPUs (`taken`). While they are taken it
-    /// cannot be next, and it does not block other waiters.
+    /// Whether a container needs nothing but a restore on GPUs in `taken`. While these are taken,
+    /// it cannot be next, and it blocks no other waiter.
     fn needs_only(&self, key: &Key, taken: &BTreeSet<String>) -> bool {
         let mut off = false;
         let mut needs = self
@@ -165,12 +166,13 @@ impl Node {
         }
     }
 
-    /// Whether `needs` fit in addition to the promises made to other containers.
+    /// Whether `needs` fit in addition to the VRAM that is promised to other containers.
     pub(super) fn fits(&self, key: &Key, needs: &[DeviceBytes], margin: fn(u64) -> u64) -> bool {
         self.ledger.fits(key, needs, |uuid| self.held_bytes(key, uuid), &self.gpus, margin)
     }
 
-    /// Whether a process is exporting its memory to a copier, and may need VRAM for parts of it.
+    /// Whether a process is exporting its memory to a copier, and may need VRAM for parts of that
+    /// memory.
     fn hands_over(&self, process: &Process) -> bool {
         process.pending.is_some_and(|pending| {
             let hands =
@@ -179,7 +181,7 @@ impl Node {
         })
     }
 
-    /// Promises VRAM and begins its proof. Returns the UUIDs of the GPUs concerned.
+    /// Promises VRAM and begins the proof that it is free. Returns the UUIDs of the GPUs.
     fn promise(
         &mut self,
         key: &Key,
@@ -195,6 +197,7 @@ impl Node {
     fn begin_grant(&mut self, key: &Key, uuids: BTreeSet<String>, want: Option<(ProcessId, u64)>) {
         let allocates = want.map(|(id, _)| id);
         let mut everyone = if self.settings.hold { self.processes.ids() } else { Vec::new() };
+        // An order to hold would stop the very allocation that this grant is for.
         everyone.retain(|id| Some(*id) != allocates);
         let mut grant = Grant::new(Stage::Holding(BTreeSet::new()), uuids, self.now);
         grant.want = want;
@@ -205,8 +208,8 @@ impl Node {
         self.prove_when_held(key);
     }
 
-    /// Starts the proof of the grant's VRAM after every hold is confirmed. If a copier is starting
-    /// or ending, the proof starts after that.
+    /// Starts the proof of the grant's VRAM once every hold is confirmed and no copier is starting
+    /// or ending.
     pub(super) fn prove_when_held(&mut self, key: &Key) {
         let Some(grant) = self.grants.get_mut(key) else { return };
         if grant.stage == Stage::Holding(BTreeSet::new()) {
@@ -215,9 +218,10 @@ impl Node {
         }
     }
 
-    /// Takes over a record of an earlier controller's journal: a process was offloaded, and perhaps
-    /// its restore is running. Until the process registers, its VRAM counts as promised and all
-    /// other processes hold their allocations, because its driver may be taking the VRAM now.
+    /// Takes over a record from the journal of an earlier controller: a process was offloaded, and
+    /// its restore may be running. If so, the process's VRAM counts as promised until it registers,
+    /// and all other processes hold their allocations, because the driver may be taking the VRAM
+    /// now.
     pub(super) fn recall(&mut self, key: Key, (pid, start): (u32, u64), recalled: JournalClaim) {
         let restoring = recalled.restoring;
         self.unclaimed_journal.insert((key.clone(), pid, start), recalled);
@@ -238,8 +242,8 @@ impl Node {
             .any(|((other, ..), recalled)| other == key && recalled.restoring)
     }
 
-    /// Ends the grant of a restored container, unless an unregistered process may still be taking
-    /// VRAM.
+    /// Ends the grant of a restored container, unless a process that has not registered may still
+    /// be taking VRAM.
     pub(super) fn close_grant(&mut self, key: &Key) {
         if !self.is_restoring_unseen(key) {
             self.abort_grant(key);
@@ -254,9 +258,9 @@ impl Node {
         merge_needs(&needs)
     }
 
-    /// Ends a grant taken over from the journal after its last process has registered or exited.
-    /// The phase of each process is known then. An unfinished restore begins again with a grant of
-    /// its own.
+    /// Ends a grant taken over from the journal once its last process has registered or exited. The
+    /// phase of each process is known by then. A restore that is not complete begins again under a
+    /// grant of its own.
     pub(super) fn recall_settled(&mut self, key: &Key) {
         self.promise_to_unseen(key);
         let recalled_grant = self.grants.get(key).is_some_and(|grant| grant.recalled);
@@ -276,9 +280,11 @@ impl Node {
         if self.grants.get(key).is_none_or(|grant| grant.stage != Stage::Proving(number)) {
             return;
         }
-        // Processes that registered after the promise need VRAM as well, and on the same GPUs.
+        // Processes that registered after the promise need VRAM too, on the same GPUs.
         let needs = self.needs_with(key, self.grants.get(key).and_then(|grant| grant.want));
         let margin = self.margin_for(key);
+        // The proof covers only these processes: it does not include the VRAM of a process that
+        // registers later.
         let covers = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
         let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
         let fits = self.gpu_error.is_none() && self.fits(key, &needs, margin);
@@ -298,13 +304,14 @@ impl Node {
         }
     }
 
-    /// Marks all grants as in doubt after the controller was silent. Other processes may have ended
-    /// their holds and restored themselves, so VRAM that was proven free may be taken.
+    /// Puts all grants in doubt after the controller was silent. Other processes may have ended
+    /// their holds and restored themselves, so VRAM that was proven free may be taken. Grants from
+    /// the journal are excluded, because no restore is started under them.
     pub(super) fn doubt_grants(&mut self) {
         self.grants.values_mut().filter(|g| !g.recalled).for_each(|g| g.doubted = true);
     }
 
-    /// Gives up a grant and releases its promise. The container still waits in the queue.
+    /// Ends a grant and releases its promise. A container that still waits stays in the queue.
     pub(super) fn abort_grant(&mut self, key: &Key) {
         self.end_grant(key);
         self.ledger.release(key);
@@ -321,7 +328,7 @@ impl Node {
         self.count_vain_return(key, &grant);
     }
 
-    /// Counts a grant that led to no restore although other processes held their allocations. The
+    /// Counts a grant that led to no restore while other processes held their allocations. The
     /// first such grant has no consequence; each further one in a row delays the next attempt.
     fn count_vain_return(&mut self, key: &Key, grant: &Grant) {
         let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
@@ -331,8 +338,8 @@ impl Node {
         }
     }
 
-    /// Ends grants that take too long. Before the restore, the grant is given up. During the
-    /// restore, other processes may allocate again, and only the promise stays.
+    /// Ends grants that take too long. Before the restore, the grant and its promise end. During
+    /// the restore, the other processes may allocate again, and only the promise stays.
     pub(super) fn check_grants(&mut self) {
         let now = self.now;
         let keys: Vec<Key> = self.grants.keys().cloned().collect();
@@ -349,12 +356,12 @@ impl Node {
                     Stage::Granted => HOLD_LIMIT_MS + copy_ms,
                 };
             if late && grant.recalled {
-                // The process has not registered: it is gone, or its registration will report its
-                // phase.
+                // The process has not registered: it has exited, or its later registration will
+                // report its phase.
                 self.unclaimed_journal.retain(|(other, ..), _| *other != key);
                 self.abort_grant(&key);
             } else if grant.stage != Stage::Granted {
-                // The proof of a grant in doubt is useless: do not wait for holds.
+                // The proof of a grant in doubt is useless, so the holds are not awaited.
                 let holding = matches!(grant.stage, Stage::Holding(_)) && !grant.doubted;
                 if holding {
                     self.settle_overdue(&key, late);
@@ -362,6 +369,8 @@ impl Node {
                     self.abort_grant(&key);
                 }
             } else if late && let Some(mut grant) = self.grants.remove(&key) {
+                // The restore continues. It took its VRAM within its first 10 ms (40 GB, H200), so
+                // the other processes may allocate again while it copies.
                 self.release_holds(&mut grant);
                 grant.uuids.clear();
                 grant.doubted = true;

@@ -1,12 +1,12 @@
-//! Hints of an application, its sidecar or an operator that the container is idle or busy.
+//! Hints that a container is idle or busy, from an application, its sidecar or an operator.
 //!
 //! ```text
 //! none ──"idle"──> idle: offloaded as soon as no call is in progress ──next use──> none
 //!   └─────"busy"──> busy: counts as in use ──"idle", or an hour──> none
 //! ```
 //!
-//! A hint can come from inside the container, as its calls do, so it is trusted only as far as they
-//! are. "busy" keeps a container resident, as constant calls would.
+//! A hint may come from inside the container, as its calls do, so it has no more effect than calls
+//! have: "busy" keeps a container resident, as constant calls would.
 
 use affinode_proto::{event::EventKind, reason::Reason};
 
@@ -14,8 +14,8 @@ use super::{Key, Millis, Node, container::Container, event::NodeEvent};
 
 /// Time after which a busy hint expires if it is not repeated.
 const BUSY_MS: Millis = 3_600_000;
-/// Time after an idle hint in which use does not end the hint, because the counters may show calls
-/// made before it.
+/// Time after an idle hint during which use does not end the hint, because the counters may show
+/// calls that were made before the hint.
 const SETTLE_MS: Millis = 1_000;
 
 /// The content of a hint.
@@ -37,8 +37,8 @@ impl Hint {
         }
     }
 
-    /// Parses a text and returns its last known word. Words are separated by white space. Unknown
-    /// words are skipped.
+    /// Parses a text and returns the last known word in it. Words are separated by white space.
+    /// Unknown words are skipped.
     #[must_use]
     pub fn last(text: &[u8]) -> Option<Hint> {
         text.split(u8::is_ascii_whitespace).rev().find_map(|word| match word {
@@ -50,7 +50,7 @@ impl Hint {
 }
 
 impl Container {
-    /// Whether an idle hint is in effect: the container was not used since then.
+    /// Whether an idle hint is in effect: the container has not been used since the hint.
     #[must_use]
     pub fn hinted_idle(&self) -> bool {
         matches!(self.hint, Some((Hint::Idle, _)))
@@ -75,7 +75,8 @@ impl Container {
 }
 
 impl Node {
-    /// Handles a hint. `who` is its source, for the event. A repeated hint publishes no event.
+    /// Handles a hint. `who` names the source of the hint in the event. A repeated hint publishes
+    /// no event.
     pub(super) fn hinted(&mut self, key: &Key, hint: Hint, who: &str) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else { return };

@@ -1,11 +1,10 @@
-//! Learns a container's keep-alive, its expected next use and the time of a prewake from earlier
-//! uses.
+//! Learns a container's keep-alive, its expected next use and the time of a prewake from its
+//! earlier uses.
 //!
-//! A pause is a second or more without use. Pauses are counted in bins of a quarter octave. There
-//! are separate counts for each pace (mean length of the last pauses), because a pause of a minute
-//! has another meaning after calls every second than after calls every minute. The counts of all
-//! containers of the node are added with the weight of a limited number of the container's own
-//! pauses.
+//! A pause is a second or more without use. Pauses are counted in bins of a quarter octave. The
+//! pace of a container is the mean length of its last pauses. Each pace has counts of its own,
+//! because a pause of a minute means something else after calls every second than after calls every
+//! minute. The counts of all containers of the node are added, with the weight of a hundred pauses.
 //!
 //! ```text
 //! keep alive:  the T with the least  E[VRAM held idle] + wake cost x waiting calls x P(pause > T)
@@ -29,12 +28,14 @@ const NODE_WEIGHT: f32 = 100.0;
 const PRIOR_WEIGHT: f32 = 0.5;
 /// Sum at which the counts of one pace are halved, so that old pauses lose weight.
 const FADE_AT: f32 = 4096.0;
-/// Time during which calls wait at a wake, in seconds: the end of an offload and the restore.
+/// Time during which calls wait at a wake, in seconds: for the end of an offload and for the
+/// restore.
 const RETURN_S: f32 = 2.0;
-/// Estimated calls per second of use.
+/// Estimated number of calls per second of use.
 const CALLS_PER_USE_S: f32 = 3.0;
-/// Number of pauses before anything is learned: of the container, or of the whole node.
+/// Minimum number of the container's own pauses before its keep-alive is learned.
 const ENOUGH: u32 = 8;
+/// Number of pauses of all containers of the node that suffices as well.
 const ENOUGH_OF_NODE: u32 = 64;
 /// Weight of the newest pause in the running means.
 const PACE_STEP: f32 = 0.2;
@@ -45,14 +46,14 @@ const RECENT: usize = 8;
 
 type Bins = [f32; BINS];
 
-/// Number of pauses per bin that followed one pace, and their sum.
+/// Number of pauses per bin, of the pauses that followed one pace, and their sum.
 #[derive(Clone, Debug)]
 struct Counts {
     bins: Bins,
     sum: f32,
 }
 
-/// Counts of pauses, by the pace before them.
+/// Counts of pauses, one set for each pace that preceded them.
 #[derive(Clone, Debug, Default)]
 pub struct Pauses {
     counts: [Option<Box<Counts>>; PACES],
@@ -89,7 +90,7 @@ pub struct History {
     hits: u32,
 }
 
-/// The objective of a learned keep-alive: the cost that it minimises, and its maximum.
+/// The objective of a learned keep-alive: the cost of a wake, and the maximum keep-alive.
 #[derive(Clone, Copy, Debug)]
 pub struct KeepAliveTarget {
     /// Cost of a wake, in milliseconds of VRAM held idle.
@@ -99,8 +100,8 @@ pub struct KeepAliveTarget {
 }
 
 impl History {
-    /// Counts a pause that ended now, for the container and the node. `use_ms`: length of the use
-    /// before it. `wish`: the objective, or `None` if the keep-alive is fixed.
+    /// Counts a pause that has just ended, for the container and the node. `use_ms`: length of the
+    /// use before the pause. `wish`: the objective, or `None` if the keep-alive is fixed.
     pub fn observe(
         &mut self,
         use_ms: Millis,
@@ -149,7 +150,7 @@ impl History {
 
     fn learn(&self, node: &Pauses, wish: KeepAliveTarget) -> Millis {
         let weights = self.weights(node);
-        // A container with frequent calls has several calls waiting for one restore.
+        // If a container calls often, several of its calls wait for one restore.
         let calls_per_s = (1.0 + CALLS_PER_USE_S * self.mean_use_s) / self.mean_cycle_s.max(1.0);
         let wake_s = wish.wake_cost_ms as f32 / 1000.0 * (1.0 + RETURN_S * calls_per_s);
         let mut longer: f32 = weights.iter().sum();
@@ -192,8 +193,8 @@ impl History {
         self.long.push(pause_ms);
     }
 
-    /// Times in milliseconds after the last use: when to prewake, and until when to wait for the
-    /// call. `None` if the last long pauses differ, or if too many prewakes were missed.
+    /// Time to prewake, and time until which to wait for the call. Both are milliseconds after the
+    /// last use. `None` if the last long pauses differ, or if too many prewakes were missed.
     #[must_use]
     pub fn prewake(&self, lead_ms: Millis) -> Option<(Millis, Millis)> {
         let shortest = *self.long.iter().min()?;
@@ -223,7 +224,7 @@ fn bin_of(pause_ms: Millis) -> usize {
     (bin.max(0.0) as usize).min(BINS - 1)
 }
 
-/// The longest pause of each bin, in seconds and milliseconds.
+/// The longest pause of each bin, once in seconds and once in milliseconds.
 struct Ends {
     s: Bins,
     ms: [Millis; BINS],

@@ -1,4 +1,5 @@
-//! Holds: no managed process takes VRAM of a device while free VRAM on it is proven and then taken.
+//! Holds: while VRAM of a GPU is proven free and then taken, no managed process may take VRAM of
+//! that GPU.
 //!
 //! ```text
 //! ordered to hold ──Done──────────────────────────> holds until the grant ends
@@ -6,8 +7,9 @@
 //!                 └─connection lost ──────────────> not waited for
 //! ```
 //!
-//! A process that does not hold causes a delay once. For the next grant it is waited for briefly,
-//! later not at all. A process that reported Busy still holds its new allocations.
+//! A process that does not hold causes one full delay. For the next grant the controller waits for
+//! it only briefly, later not at all. A process that reported Busy holds its new allocations
+//! nevertheless.
 
 use std::collections::BTreeSet;
 
@@ -22,15 +24,16 @@ use super::{
     process::Process,
 };
 
-/// Time for the report of a process that could not hold its allocations by its deadline.
+/// Time for the report of a process that could not hold its allocations by its deadline, after that
+/// deadline.
 const REPORT_MS: Millis = 400;
-/// Time for which a process is waited for after it once did not hold. It is halved after each
-/// further refusal. Other processes report within a millisecond.
+/// Time limit for the report of a process that once did not hold. It is halved after each further
+/// refusal. Processes that hold report within a millisecond.
 const SHORT_PATIENCE_MS: Millis = 100;
-/// Maximum number of times that newly registered processes delay a proof.
+/// Maximum number of times per grant that a newly registered process delays the proof.
 const MAX_RESTARTS: u32 = 4;
 /// Time without a handled input after which the controller counts as stopped or starved. Reports
-/// may be unread then, so late ones are not held against the processes.
+/// may be unread then, so a late report does not count as a refusal.
 const STALL_MS: Millis = 200;
 /// An order to hold allocations that has no report yet.
 #[derive(Clone, Debug)]
@@ -43,7 +46,7 @@ pub(super) struct HoldOrder {
     since: Millis,
 }
 
-/// Counts of refused orders to hold, of a process or of all processes of a container.
+/// Number of orders to hold that a process, or all processes of a container, refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HoldRecord {
     refused: u32,
@@ -51,7 +54,8 @@ pub struct HoldRecord {
 }
 
 impl HoldRecord {
-    /// Records a refused hold. Refusals within a second, for several grants, count as one.
+    /// Records a refused hold. Refusals within a second count as one, because they may be for
+    /// several grants.
     fn refuse(&mut self, now: Millis) {
         const SAME_MS: Millis = 1_000;
         if self.refused == 0 || now.saturating_sub(self.last) >= SAME_MS {
@@ -60,12 +64,12 @@ impl HoldRecord {
         }
     }
 
-    /// Records a completed hold. The first refusal stays recorded.
+    /// Records a completed hold. It cancels one refusal, but never the last one.
     fn keep(&mut self) {
         self.refused = self.refused.saturating_sub(1).max(self.refused.min(1));
     }
 
-    /// Time for which the process is waited for, in milliseconds. `None`: the full time.
+    /// Time limit for the process's report, in milliseconds. `None`: the full time.
     fn patience_ms(self) -> Option<Millis> {
         let before = self.refused.checked_sub(1)?;
         Some(SHORT_PATIENCE_MS.checked_shr(before).unwrap_or(0))
@@ -73,8 +77,9 @@ impl HoldRecord {
 }
 
 impl Node {
-    /// Orders a process to hold its allocations for a grant. A process that cannot allocate now is
-    /// not waited for. It receives the order before its gate opens.
+    /// Orders a process to hold its allocations for a grant. If the process cannot allocate now,
+    /// the controller does not wait for its report. The process receives the order before its gate
+    /// opens.
     pub(super) fn hold(&mut self, key: &Key, id: ProcessId) {
         let deadline_ms = self.settings.hold_ms;
         let (Some(process), Some(grant)) = (self.processes.get(&id), self.grants.get(key)) else {
@@ -85,7 +90,7 @@ impl Node {
             return;
         }
         let opening = process.pending.is_some_and(|pending| pending.action == Action::Open);
-        // A process that overwrote its counters is not waited for: it counts as unmanaged.
+        // A process that overwrote its counters counts as unmanaged, so its report is not awaited.
         let believed = process.counter_error.is_none();
         // Processes that register one after the other must not delay a proof forever.
         let in_time = self.now.saturating_sub(grant.since) < self.full_patience_ms();
@@ -108,7 +113,7 @@ impl Node {
                 Stage::Holding(waiting) if awaited => {
                     waiting.insert(id);
                 }
-                // NVML's running sample may be older than this process's allocations.
+                // NVML's running sample may be older than the allocations of this process.
                 stage @ (Stage::AwaitingCopiers | Stage::Proving(_)) if awaited => {
                     *stage = Stage::Holding(BTreeSet::from([id]));
                     grant.restarts += 1;
@@ -126,8 +131,8 @@ impl Node {
         }
     }
 
-    /// Orders a process that starts in an offloaded container to hold its allocations, so that it
-    /// takes no VRAM before the container's other processes are restored.
+    /// Orders a process that starts in an offloaded container to hold its allocations until the
+    /// container's other processes are restored. They need the VRAM.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
         let others_offloaded = self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
@@ -142,8 +147,8 @@ impl Node {
         }
     }
 
-    /// Ends the holds of [`hold_for_siblings`](Node::hold_for_siblings), because the whole
-    /// container is restored.
+    /// Ends the holds of [`hold_for_siblings`](Node::hold_for_siblings) after the whole container
+    /// is restored.
     pub(super) fn siblings_are_back(&mut self, key: &Key) {
         for id in self.members(key) {
             let Some(process) = self.processes.get_mut(&id) else { continue };
@@ -176,8 +181,8 @@ impl Node {
         } else {
             self.shorten_hold_timeout(id);
         }
-        // A process that cannot hold is not waited for again in this grant. Its new allocations
-        // are held until the release. NVML shows what the one in progress has taken.
+        // Do not wait again for a process that cannot hold, in this grant. Its new allocations are
+        // held until the release. NVML shows the VRAM that its allocation in progress has taken.
         self.hold_settled(&key, id);
         true
     }
@@ -212,13 +217,12 @@ impl Node {
         }
     }
 
-    /// Time for which a process is waited for that has always held its allocations, in
-    /// milliseconds.
+    /// Time limit for the report of a process that has never refused a hold, in milliseconds.
     pub(super) fn full_patience_ms(&self) -> Millis {
         Millis::from(self.settings.hold_ms) + REPORT_MS
     }
 
-    /// Time for which this process is waited for, in milliseconds. 0: not at all.
+    /// Time limit for the report of this process, in milliseconds. 0: its report is not awaited.
     fn patience_ms(&self, id: ProcessId) -> Millis {
         let Some(process) = self.processes.get(&id) else { return 0 };
         let container = self.containers.get(&process.key);
@@ -228,9 +232,10 @@ impl Node {
         briefly.unwrap_or_else(|| self.full_patience_ms())
     }
 
-    /// Records that a process did not hold in time, or reported that it cannot. From then on it is
-    /// waited for briefly. The same applies to other processes of its container for a period that
-    /// grows each time, because a container could start new processes to delay others.
+    /// Records that a process did not hold in time, or reported that it cannot. From then on its
+    /// reports are awaited only briefly. The same applies to the other processes of its container,
+    /// for a period that grows each time: otherwise a container could delay others with a new
+    /// process each time.
     fn shorten_hold_timeout(&mut self, id: ProcessId) {
         const FIRST_MS: Millis = 60_000;
         let Some(process) = self.processes.get_mut(&id) else { return };
@@ -245,15 +250,15 @@ impl Node {
         container.hold_record.refuse(self.now);
     }
 
-    /// Records a completed hold of a process. Earlier refusals keep some weight.
+    /// Records a completed hold of a process. At least one earlier refusal stays recorded.
     fn restore_hold_timeout(&mut self, id: ProcessId) {
         if let Some(process) = self.processes.get_mut(&id) {
             process.hold_record.keep();
         }
     }
 
-    /// Extends the deadlines by `silent_ms`, the time in which the controller handled no input and
-    /// read no reports.
+    /// Extends the deadlines by `silent_ms`, the time during which the controller handled no input
+    /// and read no reports.
     pub(super) fn excuse_stall(&mut self, silent_ms: Millis) {
         if silent_ms <= STALL_MS {
             return;
@@ -263,7 +268,7 @@ impl Node {
         unproven.for_each(|grant| grant.since += silent_ms);
     }
 
-    /// Stops waiting for processes whose time has expired.
+    /// Stops waiting for processes whose time limit has expired.
     pub(super) fn settle_overdue(&mut self, key: &Key, grant_is_late: bool) {
         let Some(Stage::Holding(waiting)) = self.grants.get(key).map(|grant| grant.stage.clone())
         else {
@@ -288,15 +293,15 @@ impl Node {
     }
 }
 
-/// Whether a process may take VRAM on these GPUs. NVML and the journal show on which GPUs its
-/// memory is. A process without memory may create a context on any GPU, and so may a process that
-/// sees several GPUs.
+/// Whether a process may take VRAM on these GPUs. A process takes VRAM where it has memory, as NVML
+/// and the journal show. A process without memory may create a context on any GPU, and so may a
+/// process that sees several GPUs.
 fn may_take_of(process: &Process, uuids: &BTreeSet<String>) -> bool {
     let sees_one =
         process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::ONE_GPU));
     let mut known = process.vram.iter().chain(process.offloaded_vram.iter().flatten());
     let on = known.clone().any(|device| uuids.contains(&device.uuid));
     let goes = process.target_gpu.as_ref().is_some_and(|to| uuids.contains(to));
-    // A restore recalled from the journal without a record names no GPU.
+    // A restore from the journal names no GPU if the journal has no VRAM for it.
     uuids.is_empty() || on || goes || !sees_one || known.next().is_none()
 }

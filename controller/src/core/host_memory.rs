@@ -1,9 +1,9 @@
 //! The ledger of host memory. It records the memory that is promised to offloads in progress, for
 //! the node and for each memory cgroup.
 //!
-//! A reading shows the free memory at one moment. If two offloads were judged by readings of the
-//! same moment alone, both would be promised the same memory, and the kernel would kill a process.
-//! So an offload is judged by a reading less the promises to others:
+//! A reading shows the free memory at one moment. If two offloads were judged only by readings of
+//! the same moment, both would be promised the same memory, and the kernel would kill a process.
+//! Therefore the memory promised to other offloads is subtracted from each reading:
 //!
 //! ```text
 //! survey asked ──reading──> free - promised to others ≥ need?
@@ -12,14 +12,15 @@
 //!                             short without them: the container stays
 //! ```
 //!
-//! A promise counts in full until its offload has ended, even for memory that is already in use.
-//! Readings of that time count this memory twice. This delays other offloads but endangers none. A
-//! released promise still counts for readings that were requested before its release.
+//! A promise counts in full until its offload has ended, even for memory that is already in use. A
+//! reading during the offload does not show that memory as free, so it is subtracted twice. This
+//! delays other offloads but endangers none. A released promise still counts for readings that were
+//! requested before its release.
 
 use super::{Key, Millis};
 
-/// Time after which a promise no longer counts: about the time in which the driver checkpoints 140
-/// GiB. Without the limit, a process that never reports would delay the offloads of others forever.
+/// Time after which a promise no longer counts: about the duration of a driver checkpoint of 140
+/// GiB. Without the limit, a process that never reports would delay other offloads forever.
 const MAX_PROMISE_MS: Millis = 180_000;
 
 /// One pool of host memory from which an offload takes memory.
@@ -41,15 +42,15 @@ impl MemoryPool {
     }
 }
 
-/// Reason why host memory does not suffice for an offload.
+/// Reason for which host memory does not suffice for an offload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryShortage {
-    /// The pool has too little, even if all promises are ignored.
+    /// The pool has too little free memory, even without the promises to other offloads.
     Short {
         /// The pool with too little memory.
         pool: MemoryPool,
     },
-    /// The pool would have enough if it were not promised to offloads in progress.
+    /// The pool would have enough free memory without the promises to other offloads.
     Promised {
         /// The pool whose memory is promised to others.
         pool: MemoryPool,
@@ -63,15 +64,15 @@ struct HostPromise {
     key: Key,
     pools: Vec<MemoryPool>,
     /// Whether the promise was taken over from the journal, for processes that have not registered.
-    /// They may be using the memory already.
+    /// Their offloads may be using the memory already.
     is_recalled: bool,
     /// Position in the order in which promises were made.
     number: u64,
     made_at: Millis,
-    /// Whether the offload may use the memory from now on.
+    /// Whether the move has begun, so that the memory may be in use.
     is_moving: bool,
     released_at: Option<Millis>,
-    /// The pool that ran short during the copy out, which is therefore cancelled.
+    /// The pool that became too short during the copy out, so that the copy out is cancelled.
     short_pool: Option<MemoryPool>,
 }
 
@@ -87,11 +88,11 @@ pub struct HostLedger {
 impl HostLedger {
     /// Judges whether a reading that was requested at `asked_at` shows enough memory.
     ///
-    /// A container that has a promise waits only for promises that are older than its own, or whose
-    /// memory is in use already. Otherwise two containers could wait for each other forever.
+    /// A container that has a promise waits only for older promises, and for promises whose memory
+    /// may be in use already. Otherwise two containers could wait for each other forever.
     ///
-    /// # Errors
-    /// The first pool that has too little memory.
+    /// # Errors The first pool that has too little memory, and whether promises to others are the
+    /// cause.
     pub fn judge(
         &self,
         key: &Key,
@@ -134,8 +135,8 @@ impl HostLedger {
             .fold(0, |sum, promised| sum.saturating_add(promised.need_bytes))
     }
 
-    /// Records a promise of the memory that an offload needs by a reading. It replaces an earlier
-    /// promise to the container and keeps that one's place in the order.
+    /// Records the promise of the memory that an offload needs. If the container has a promise
+    /// already, the new one replaces it and keeps its place in the order.
     pub fn promise(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
         if let Some(promise) = self.standing_mut(key) {
             (promise.pools, promise.short_pool) = (pools, None);
@@ -163,8 +164,8 @@ impl HostLedger {
         promises.find(|p| p.key == *key && !p.is_recalled && p.released_at.is_none())
     }
 
-    /// Takes over promises of an earlier controller to processes of this container that have not
-    /// registered. If `pools` is empty, the promise is released.
+    /// Takes over the promises of an earlier controller to processes of this container that have
+    /// not registered. If `pools` is empty, the promise is released.
     pub fn recall(&mut self, key: &Key, pools: Vec<MemoryPool>, now: Millis) {
         let known = self
             .promises
@@ -187,21 +188,21 @@ impl HostLedger {
         }
     }
 
-    /// Records that the container's memory is being moved from now on.
+    /// Records that the move of the container's memory has begun.
     pub fn begin_move(&mut self, key: &Key) {
         if let Some(promise) = self.standing_mut(key) {
             promise.is_moving = true;
         }
     }
 
-    /// Records that a pool has less free memory than the container's copy out still needs.
+    /// Records a pool that has less free memory than the container's copy out still needs.
     pub fn turn_back(&mut self, key: &Key, short_pool: MemoryPool) {
         if let Some(promise) = self.standing_mut(key) {
             promise.short_pool.get_or_insert(short_pool);
         }
     }
 
-    /// The pool that ran short during the container's copy out, if there is one.
+    /// The pool that became too short during the container's copy out, if there is one.
     #[must_use]
     pub fn short_pool(&self, key: &Key) -> Option<&MemoryPool> {
         self.standing(key)?.short_pool.as_ref()

@@ -1,5 +1,5 @@
-//! Promises of host memory: when an offload gets one, when it waits for the promises of others, and
-//! when a promise ends.
+//! Promises of host memory: when an offload gets a promise, when it waits for the promises to
+//! others, and when a promise ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,18 +12,18 @@ use super::{
     node::JournalClaim,
 };
 
-/// The outcome of a survey of host memory for an offload.
+/// Result of checking a survey of host memory for an offload.
 pub(super) enum HostVerdict {
     /// The host memory is promised to the offload.
     Promised,
-    /// The memory is promised to offloads in progress. The offload waits until they end.
+    /// Other offloads in progress have promises for this memory. The offload waits until they end.
     Waits(Reason, String),
-    /// Too little host memory: the container stays resident.
+    /// Host memory does not suffice: the container stays resident.
     Refused(Reason, String),
 }
 
 impl Node {
-    /// Promises a container the host memory for its offload, if the reading of these pools shows
+    /// Promises host memory to a container for its offload, if the reading of these pools shows
     /// enough. `asked_at`: when the reading was requested.
     pub(super) fn promise_host_memory(
         &mut self,
@@ -53,9 +53,9 @@ impl Node {
         }
     }
 
-    /// The reason and detail of a copy out that ended with `NoHostMemory`. It is the pool that the
-    /// controller found short. Otherwise it is the node, because the library checks the node and
-    /// the container's own limit itself.
+    /// The reason and detail of a copy out that ended with `NoHostMemory`: the pool that the
+    /// controller found too short. If it found none, the library cancelled the copy, and the reason
+    /// names the node.
     pub(super) fn host_shortage(&self, key: &Key, pid: u32) -> (Reason, String) {
         match self.host_ledger.short_pool(key) {
             Some(pool) => {
@@ -73,9 +73,9 @@ impl Node {
         }
     }
 
-    /// Repeats the survey of an offload that waits for the promises of others and has not changed
-    /// any process yet. An offload with locked processes repeats it whenever its next step is
-    /// planned.
+    /// Repeats the survey of an offload that waits for the promises to others and has not changed
+    /// any process yet. For an offload with locked processes, the survey is repeated when its next
+    /// step is planned.
     pub(super) fn survey_again(&mut self, key: &Key) {
         if self.containers.get(key).is_some_and(|c| c.goal == Goal::OffloadRequested) {
             self.survey(key);
@@ -93,9 +93,9 @@ impl Node {
         self.host_ledger = ledger;
     }
 
-    /// Takes over promises for offloads that an earlier controller ordered and that may be in
-    /// progress. A process cannot register during its offload. The memory counts as promised until
-    /// the process registers, or NVML shows that it holds no VRAM.
+    /// Takes over promises for offloads that an earlier controller ordered and that may still be
+    /// running. A process cannot register during its offload. The memory counts as promised until
+    /// the process registers, or until NVML shows that the process holds no VRAM.
     pub(super) fn promise_to_unseen(&mut self, key: &Key) {
         let mut pools: BTreeMap<Option<String>, MemoryPool> = BTreeMap::new();
         let claims = self.unclaimed_journal.iter().filter(|((other, ..), _)| other == key);
@@ -108,7 +108,7 @@ impl Node {
         self.host_ledger.recall(key, pools.into_values().collect(), self.now);
     }
 
-    /// Records the VRAM of processes that have not registered, as NVML reports it.
+    /// Records the VRAM that NVML reports for processes that have not registered.
     pub(super) fn take_gpus_of_unseen(&mut self) {
         if self.unclaimed_journal.is_empty() {
             return;
@@ -124,8 +124,8 @@ impl Node {
     }
 
     /// Whether an offload of this container may still take host memory. An offload that was given
-    /// up during an order may do so until the report. If the agent lost its connection during the
-    /// order, this is unknown, so the container counts.
+    /// up during an order may do so until the report. If an agent lost its connection, the
+    /// controller does not know whether an order is in progress, so the container counts.
     fn may_touch_host_memory(&self, key: &Key) -> bool {
         let leaves = self
             .containers
@@ -140,8 +140,9 @@ impl Node {
     }
 }
 
-/// Host memory that the offload of an unregistered process may still take. VRAM that the process no
-/// longer holds is in host memory already. A process that is being restored takes no host memory.
+/// Host memory that the offload of an unregistered process may still take. The VRAM that the
+/// process has released already is in host memory. A process that is being restored takes no host
+/// memory.
 fn host_need(claim: &JournalClaim) -> impl Iterator<Item = MemoryPool> {
     let offloaded_bytes =
         claim.offloaded.iter().fold(0_u64, |sum, on| sum.saturating_add(on.bytes));

@@ -1,6 +1,6 @@
-//! Determines when a container was last in use. Use is a CUDA call, a call in progress, or work on
-//! the GPU that was launched earlier and still runs, as NVML's utilisation per process shows it.
-//! Poll calls alone do not count, because an idle framework polls.
+//! Determines when a container was last in use. Use is a CUDA call, a call in progress, or earlier
+//! launched work that still runs on the GPU, as NVML's utilisation per process shows. Poll calls do
+//! not count, because an idle framework polls.
 //!
 //! ```text
 //! NVML utilisation ──shows the process, on a GPU where it holds VRAM──> in use until the next sample
@@ -19,10 +19,10 @@ use super::{
     process::{DeviceWork, Process},
 };
 
-/// Time for which a utilisation sample is valid if no other follows.
+/// Time for which a utilisation sample is valid if no newer one arrives.
 const TRUST_MS: Millis = 5_000;
 
-/// Whether the newer of two readings shows use since the older one.
+/// Whether two readings of the counters show use between them.
 #[must_use]
 pub fn moved(older: Option<&CounterSnapshot>, newer: &CounterSnapshot) -> bool {
     newer.inflight > 0 || newer.waiters > 0 || older.is_none_or(|older| older.calls != newer.calls)
@@ -30,8 +30,8 @@ pub fn moved(older: Option<&CounterSnapshot>, newer: &CounterSnapshot) -> bool {
 
 impl Node {
     /// Handles a sample of NVML utilisation. A process that is not in the sample has no work on the
-    /// GPU. Work from before the process registered belongs to an earlier process with the same
-    /// pid.
+    /// GPU. Work that is older than the process's registration belongs to an earlier process with
+    /// the same pid.
     pub(super) fn worked(&mut self, work: &[Work]) {
         let now = self.now;
         self.utilization_sampled_at = Some(now);
@@ -45,8 +45,9 @@ impl Node {
                 at: now.saturating_sub(work.age_ms),
                 percent: work.percent,
             });
-            // A prefaulted process was idle when that began, and new work takes a call. NVML shows
-            // a copier's registration of its memory as work of the process (seen on an H200).
+            // A prefaulted process is idle, and new work would begin with a call. NVML shows a
+            // copier's registration of the process's memory as work of the process (seen on an
+            // H200).
             let here = process.phase == Phase::Open && !process.prefault_ordered;
             process.working =
                 working.filter(|w| here && w.at >= process.resident_since).max_by_key(|w| w.at);
@@ -58,8 +59,8 @@ impl Node {
         }
     }
 
-    /// The pid of a process that has work on a GPU without a call in progress, and the work's share
-    /// in percent.
+    /// The pid of a process that has work on a GPU, and the share of the sample in which the work
+    /// ran, in percent. `None`: no process of the container has such work.
     pub(super) fn working(&self, key: &Key) -> Option<(u32, u32)> {
         let working = |p: &Process| Some((p.identity.pid, self.share_of(p)?));
         self.processes.of(key).find_map(|(_, p)| working(p))

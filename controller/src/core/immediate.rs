@@ -1,4 +1,4 @@
-//! Restore policy `immediate`: a called container does not wait until neighbours are idle.
+//! Restore policy `immediate`: a called container does not wait until its neighbours are idle.
 //!
 //! ```text
 //! called, does not fit ──idle neighbours suffice──> they are evicted, as for any waiter
@@ -9,8 +9,8 @@
 //!
 //! The policy shortens the wait for VRAM, but the proof stays the same: the restore begins under a
 //! grant, after NVML has shown that the VRAM is free. A process is ended only if it cannot be
-//! offloaded, its priority is not above the waiter's, its end suffices, and a call of the waiter
-//! waits.
+//! offloaded, its priority is not above the waiter's, a call of the waiter waits, and enough VRAM
+//! is then free.
 //!
 //! Containers that an operator or their mode keeps resident (pinned, `manual`, `off`) are not
 //! affected. A container stays resident for its minimum residency after a restore, so two
@@ -32,28 +32,28 @@ use super::{
 
 /// Time between SIGTERM and SIGKILL.
 const GRACE_MS: Millis = 5_000;
-/// Time after which the VRAM of a process that was ordered to end, and did not, no longer counts as
-/// about to be free.
+/// Time after which a process that was ordered to end, and did not, no longer counts as about to
+/// free its VRAM.
 const EXIT_TIMEOUT_MS: Millis = 30_000;
 
-/// Deadlines of a forced offload. They are longer because otherwise the process would be ended.
-/// Others that wait for a hold give up after 2.5 s.
+/// Deadlines of a forced offload. They are longer than usual, because otherwise the process would
+/// be ended. A grant of another container waits for the process's hold for at most 0.9 s meanwhile.
 const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000 };
 
-/// Order of arrival: when VRAM was taken, and the start time of the process. The greater value
-/// arrived later.
+/// Order of arrival: when the process took its VRAM, then its start time. The greater value arrived
+/// later.
 type Came = (Millis, u64);
 
 impl Node {
-    /// Whether calls wait for a container with the restore policy `immediate`.
+    /// Whether the container has the restore policy `immediate` and calls wait for its restore.
     pub(super) fn is_urgent(&self, key: &Key) -> bool {
         let urgent =
             |c: &Container| c.policy.restore == Restore::Immediate && c.wake_began.is_some();
         self.containers.get(key).is_some_and(urgent) && !self.container_needs(key).is_empty()
     }
 
-    /// Appends the waiters in queue order. An urgent waiter comes before all others of the same or
-    /// lower priority, however long they have waited.
+    /// Appends the waiters in queue order. An urgent waiter comes before all non-urgent waiters of
+    /// the same or lower priority, even if these have waited longer.
     pub(super) fn escalates_to_termination(&self, turns: &mut Vec<Key>) {
         self.queue.order_into(self.now, turns);
         let possible = self.settings.policies.may_be_immediate();
@@ -111,7 +111,7 @@ impl Node {
         if !way.is_clear() {
             return false;
         }
-        // A process chosen later may make the end of an earlier one unnecessary.
+        // A process that was chosen later may free enough for an earlier one to be spared.
         ended.retain(|(_, holds)| !way.spare(holds));
         let ended: Vec<ProcessId> = ended.into_iter().map(|(id, _)| id).collect();
         for victim in idle.iter().chain(&moved) {
@@ -123,7 +123,7 @@ impl Node {
         true
     }
 
-    /// Resident neighbours that may be offloaded for the waiter.
+    /// Resident neighbours from which the waiter may take VRAM.
     fn blocking_containers<'a>(&'a self, asker: &'a Key) -> impl Iterator<Item = &'a Key> {
         let priority = self.containers.get(asker).map_or(i32::MIN, |c| c.policy.priority);
         let concerned = move |(key, c): &(&'a Key, &Container)| {
@@ -141,8 +141,8 @@ impl Node {
         self.containers.iter().filter(concerned).map(|(key, _)| key)
     }
 
-    /// Whether a container in use can be offloaded without loss. It cannot if a forced offload has
-    /// failed since `since`.
+    /// Whether a container in use can be offloaded. It cannot if a forced offload has failed since
+    /// `since`.
     fn can_be_moved(&self, key: &Key, since: Millis) -> bool {
         let movable =
             matches!(self.check_offload(key, true), Ok(()) | Err((Reason::CallInProgress, _)));
@@ -162,7 +162,7 @@ impl Node {
         }
     }
 
-    /// Deadlines of a container's offload, for calls in progress and running kernels.
+    /// Deadlines of a container's offload: for its calls in progress and its running kernels.
     pub(super) fn deadlines(&self, key: &Key) -> OrderDeadlines {
         let usual = self.settings.deadlines;
         match self.containers.get(key).is_some_and(|c| c.forced) {
@@ -211,8 +211,8 @@ impl Node {
         let most = urgent.filter_map(|key| Some(self.containers.get(key)?.policy.priority)).max();
         for process in self.processes.values_mut() {
             let Some(ending) = &mut process.termination else { continue };
-            // The waiter it was for may have been served, and only waiters of lower priority may
-            // be left.
+            // The waiter that needed this end may have been served, and all other waiters may have
+            // a lower priority.
             let stays = |c: &Container| c.goal == Goal::Resident && Some(c.policy.priority) <= most;
             let in_the_way = self.containers.get(&process.key).is_some_and(stays);
             if !in_the_way || process.phase.is_offloaded() {
@@ -225,7 +225,7 @@ impl Node {
         }
     }
 
-    /// VRAM of the processes that were ordered to end and have not ended.
+    /// VRAM of the processes that were ordered to end and are still expected to do so.
     pub(super) fn termination_of(&self) -> impl Iterator<Item = &DeviceBytes> {
         let hoped = |ending: &Termination| self.now.saturating_sub(ending.since) < EXIT_TIMEOUT_MS;
         let ending =
@@ -238,7 +238,7 @@ fn came_of(process: &Process) -> Came {
     (process.resident_since, process.identity.start_ticks)
 }
 
-/// Missing VRAM per GPU. A negative value means that more was taken than is needed.
+/// Missing VRAM per GPU. A negative value: more is freed than is needed.
 struct VramShortfall {
     missing: Vec<(String, i128)>,
 }
@@ -262,7 +262,7 @@ impl VramShortfall {
         helps
     }
 
-    /// Adds `holds` again if enough VRAM is freed without it. Returns whether it is.
+    /// Adds `holds` again if the other freed VRAM suffices without it. Returns whether it suffices.
     fn spare(&mut self, holds: &[DeviceBytes]) -> bool {
         let enough = self.missing.iter().all(|(uuid, bytes)| *bytes + on(holds, uuid) <= 0);
         if enough {

@@ -1,4 +1,4 @@
-//! Inputs of the node: all events on which its decisions depend.
+//! Inputs of the node: everything on which its decisions depend.
 
 use affinode_proto::{
     reason::Reason,
@@ -14,7 +14,7 @@ use super::{
     hints::Hint, host_memory::MemoryPool, node::Settings, overrides::OperatorOverrides,
 };
 
-/// Number of a request that waits for its answer.
+/// Number of a request that waits for its response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CommandId(pub u64);
 
@@ -65,11 +65,11 @@ pub struct GpuSample {
     pub utilization_percent: u32,
     /// Host pid and VRAM bytes of each compute process.
     pub processes: Vec<(u32, u64)>,
-    /// Figures that offloaded processes get when they ask NVML.
+    /// Figures that are sent to offloaded processes that query NVML.
     pub figures: GpuFigures,
 }
 
-/// Figures of a GPU on which no decision depends. `None`: the driver does not report the value.
+/// Figures of a GPU that no decision uses. `None`: the driver does not report the value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuFigures {
     /// VRAM that the driver reserves for itself, in bytes.
@@ -113,13 +113,13 @@ pub struct Identity {
 pub struct SwapStatus {
     /// Memory that the agent can copy, in bytes.
     pub swappable_bytes: u64,
-    /// The part of it that is in host memory, in bytes.
+    /// The part of the swappable memory that is in host memory, in bytes.
     pub copied_out_bytes: u64,
-    /// The part that the last offload did not copy because it was unchanged, in bytes.
+    /// The part that the last offload did not copy because its content was unchanged, in bytes.
     pub unchanged_bytes: u64,
-    /// The part that was not stored because it is all zero, in bytes.
+    /// The part that was not stored because its content is all zero, in bytes.
     pub zero_bytes: u64,
-    /// VRAM of local memory that the process's contexts released and take again, in bytes.
+    /// VRAM of local memory that the process's contexts released and allocate again, in bytes.
     pub local_memory_bytes: u64,
 }
 
@@ -128,28 +128,28 @@ pub struct SwapStatus {
 pub struct Survey {
     /// Samples of the GPUs. `Err`: the reason why they cannot be read.
     pub gpus: Result<Vec<GpuSample>, String>,
-    /// Pools of host memory from which the offload takes memory. `Err`: the reason against an
-    /// offload, or the reason why the pools cannot be read.
+    /// Pools of host memory from which the offload takes memory. `Err`: the reason not to offload,
+    /// or the error with which the pools could not be read.
     pub host: Result<Vec<MemoryPool>, (Reason, String)>,
 }
 
-/// Everything that the node's state machine learns from outside: reports of shims and agents,
-/// readings, settings, commands and the time.
+/// Everything that the node receives from outside: reports of shims and agents, readings, settings,
+/// commands and the time.
 #[derive(Clone, Debug)]
 pub enum Input {
-    /// This controller started at this time, in clock ticks. A process that started later was never
+    /// The start time of this controller, in clock ticks. A process that started later was never
     /// moved by an earlier controller.
     Started(u64),
-    /// The wall clock changed to this time, in milliseconds since 1970. Offload windows are times
-    /// of the week.
+    /// The wall clock is now this time, in milliseconds since 1970. Offload windows are times of
+    /// the week.
     Clock(i64),
     /// The settings changed. Policies of known containers are resolved again.
     Reconfigured(Box<Settings>),
-    /// Operators' overrides that apply from now on.
+    /// The operators' overrides that apply from now on.
     Overridden(OperatorOverrides),
-    /// Time of a container's next use. Only a simulation knows it.
+    /// Time of a container's next use. Sent only in simulations.
     Foreseen(Key, Option<Millis>),
-    /// A shim announced a container, perhaps again.
+    /// A shim announced a container, for the first time or again.
     Announced(Box<ContainerSpec>, Key),
     /// The container was deleted.
     Withdrawn(Key),
@@ -163,11 +163,11 @@ pub enum Input {
         identity: Identity,
         /// Phase that the agent reports.
         phase: Phase,
-        /// Number of times its gate has closed.
+        /// Number of times that the process's gate has closed.
         generation: u64,
         /// Properties of the process that make a checkpoint unsafe.
         hazards: Hazards,
-        /// Capabilities of its library. Orders that need others are not sent.
+        /// Capabilities of the process's library. Orders that need other capabilities are not sent.
         capabilities: Capabilities,
         /// Memory that its agent can copy, and has copied.
         swap: SwapStatus,
@@ -192,12 +192,12 @@ pub enum Input {
     CopierEnded(CopierId),
     /// The process of a copier has exited, or was never started. It holds no memory.
     CopierExited(CopierId),
-    /// A process of [`super::Effect::AttachCopier`] has no connection to its copier.
+    /// A process of [`super::Effect::AttachCopier`] did not get a connection to its copier.
     NotAttached(ProcessId),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
-    /// Free host memory at each level, for copy outs in progress. The counters of their processes
-    /// were read after it.
+    /// Free host memory of each pool, for copy outs in progress. The counters of their processes
+    /// were read after this.
     HostLevels(Vec<Levels>),
     /// The result of [`super::Effect::Prove`] with this number.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),
@@ -214,19 +214,20 @@ pub enum Input {
         to: Option<String>,
         /// Whether a restore was ordered and may be running now.
         restoring: bool,
-        /// The pools of host memory from which the process's offload takes memory, in full, because
-        /// the offload may be in progress.
+        /// The pools of host memory that the process's offload uses, each with the full need,
+        /// because the offload may be in progress.
         host: Vec<MemoryPool>,
     },
-    /// An operator or a program requests something.
+    /// A request of an operator or a program.
     Command(CommandId, Key, Request),
-    /// A hint, with its source for the event.
+    /// A hint. The text names its source in the event.
     Hinted(Key, Hint, String),
     /// Number of connections accepted so far on the network of an offloaded container. `None`: the
     /// container has no network of its own.
     Connections(Key, Option<u64>),
-    /// Time passed for one container. Like [`Input::Tick`], but without the other containers.
+    /// Time has passed for one container. Like [`Input::Tick`], but other containers are not
+    /// examined.
     Due(Key),
-    /// Time passed for all containers.
+    /// Time has passed for all containers.
     Tick,
 }

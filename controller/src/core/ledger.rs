@@ -1,6 +1,6 @@
 //! The ledger of promised VRAM. A restore without enough VRAM loses its process, because the driver
-//! cannot undo it. So VRAM is promised before a restore, each byte to one container at a time. NVML
-//! proves that it is free at the moment of the restore.
+//! cannot undo it. VRAM is therefore promised before a restore, each byte to at most one container.
+//! NVML then proves that the VRAM is free at the moment of the restore.
 
 use std::collections::BTreeMap;
 
@@ -13,9 +13,9 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Whether `needs` fit in addition to the promises to others, with `margin(total)` bytes left
-    /// free on each GPU. An unknown GPU has no free VRAM. `held(uuid)`: VRAM that the container has
-    /// on that GPU already, in bytes.
+    /// Whether `needs` fit in addition to the promises to other containers, with `margin(total)`
+    /// bytes left free on each GPU. A GPU without a sample has no free VRAM. `held(uuid)`: VRAM
+    /// that the container has on that GPU now, in bytes.
     #[must_use]
     pub fn fits(
         &self,
@@ -36,8 +36,8 @@ impl Ledger {
                     .fold(0, |sum, promise| sum.saturating_add(promise.bytes));
                 let free = gpu.total_bytes.saturating_sub(gpu.used_bytes);
                 let margin = margin(gpu.total_bytes);
-                // A container that had nearly all of a GPU gets that back; with the margin it
-                // never could.
+                // A container that had nearly all of a GPU may get this much again. With the
+                // margin, it would never fit.
                 let had = need.bytes.saturating_add(held(&need.uuid));
                 let fills = had > gpu.total_bytes.saturating_sub(margin);
                 let margin = if fills { 0 } else { margin };
@@ -46,12 +46,12 @@ impl Ledger {
         })
     }
 
-    /// Records a promise; it replaces an earlier one to the same container.
+    /// Records a promise. It replaces an earlier promise to the same container.
     pub fn promise(&mut self, key: &Key, needs: Vec<DeviceBytes>) {
         self.promised.insert(key.clone(), needs);
     }
 
-    /// Removes a promise that was used or given up.
+    /// Removes the promise to a container, after the VRAM was taken or the promise was given up.
     pub fn release(&mut self, key: &Key) {
         self.promised.remove(key);
     }
@@ -69,8 +69,8 @@ impl Ledger {
     }
 }
 
-/// VRAM that stays free on every GPU in addition to promises: 2 %, at most 512 MiB. The driver
-/// takes some VRAM beyond a process's own.
+/// VRAM that stays free on each GPU in addition to promises: 2 %, at most 512 MiB. The driver takes
+/// some VRAM in addition to that of the process.
 #[must_use]
 pub fn margin_bytes(total_bytes: u64) -> u64 {
     (total_bytes / 50).min(512 << 20)

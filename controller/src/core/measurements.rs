@@ -52,7 +52,8 @@ impl Node {
         let ipc_refused = |page: &CounterSnapshot| page.notes.intersects(ProcessFlags::IPC_REFUSED);
         let news = ipc_refused(&page) && !process.counters.as_ref().is_some_and(ipc_refused);
         process.swap.swappable_bytes = page.swappable_bytes;
-        // An earlier controller may have died before it received the report of this.
+        // An earlier controller may have ended before it received the report that the copy is
+        // incomplete.
         process.copy_out_incomplete = process.phase == Phase::Checkpointed
             && page.notes.intersects(ProcessFlags::EXPORTED_TO_COPIER);
         process.counters = Some(page);
@@ -94,8 +95,9 @@ impl Node {
         }
     }
 
-    /// Ignores the counters of a process from now on, because they are invalid. Its idleness is
-    /// then unknown, so it stays resident. If it is offloaded, it is still restored.
+    /// Ignores the counters of a process from now on, because they are invalid. The controller then
+    /// cannot see whether the process is idle, so the process stays resident. If it is offloaded,
+    /// it is still restored.
     pub(super) fn bad_page(&mut self, id: ProcessId, why: String) {
         let Some(process) = self.processes.get_mut(&id) else {
             return;
@@ -119,7 +121,7 @@ impl Node {
         }
     }
 
-    /// Records the memory of GPUs. The recorded VRAM of processes does not change.
+    /// Records the memory of GPUs. The recorded VRAM of each process stays as it is.
     pub(super) fn take_memory(&mut self, gpus: &[GpuSample]) {
         self.freed_since_sample.retain(|left| gpus.iter().all(|gpu| gpu.uuid != left.uuid));
         for gpu in gpus {
@@ -149,7 +151,8 @@ impl Node {
         }
     }
 
-    /// Records the memory of GPUs and the VRAM of all processes. An offloaded process has no VRAM.
+    /// Records the memory of GPUs and the VRAM of all processes. A process that is not in the
+    /// sample has no VRAM.
     pub(super) fn take_gpus(&mut self, gpus: Vec<GpuSample>) {
         let mut by_pid: BTreeMap<u32, Vec<DeviceBytes>> = BTreeMap::new();
         for gpu in &gpus {

@@ -9,7 +9,7 @@
 //!
 //! Only containers whose processes were all checkpointed from one GPU can migrate. A copied-out
 //! process still has its context on its own GPU. A process with memory on several GPUs may depend
-//! on which GPU is which.
+//! on the order of its GPUs.
 
 use affinode_proto::{
     event::EventKind,
@@ -25,9 +25,9 @@ use super::{
 };
 
 impl Node {
-    /// Chooses another GPU for a container that does not fit on its own. `is_others` excludes GPUs
-    /// of other waiters. If a GPU is found, it becomes the target of all processes, and the result
-    /// is true.
+    /// Chooses another GPU for a container that does not fit on its own, and sets it as the target
+    /// of all its processes. `is_others` returns whether a GPU is reserved for another waiter.
+    /// Returns false if no GPU is suitable.
     pub(super) fn choose_other_gpu(
         &mut self,
         key: &Key,
@@ -77,9 +77,8 @@ impl Node {
         seats.all(|seat| seat == Some(first.as_str())).then_some(first)
     }
 
-    /// Sends the order to restore on the process's own GPU, or on the target GPU of a migration. If
-    /// the target is no longer possible, it ends the grant, so that VRAM is promised and proven
-    /// again.
+    /// Sends the order to restore, on the process's own GPU or on the target GPU of a migration. If
+    /// the target is no longer possible, ends the grant, so that VRAM is promised and proven again.
     pub(super) fn send_restore(&mut self, key: &Key, id: ProcessId) {
         if self.processes.get(&id).is_none_or(|process| process.target_gpu.is_none()) {
             self.order(id, Action::Restore);
@@ -117,9 +116,9 @@ impl Node {
         self.publish(key, NodeEvent::new(EventKind::Process, text));
     }
 
-    /// Clears the target GPU of the container's processes, except of those whose migration is in
-    /// progress. Such a process may lose its connection. It reports at its registration on which
-    /// GPU it is.
+    /// Clears the target GPU of the container's processes, unless their migration is in progress.
+    /// During a migration a process may lose its connection, and only its next registration reports
+    /// on which GPU it is.
     pub(super) fn stays_where_it_was(&mut self, key: &Key) {
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id)
@@ -132,7 +131,8 @@ impl Node {
     }
 }
 
-/// The only GPU from which a process was offloaded, if the process can be restored on another.
+/// The GPU from which a process was offloaded, if that is one GPU and the process can be restored
+/// on another.
 fn single_gpu_of(process: &Process) -> Option<&str> {
     let able =
         process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::MOVABLE));
@@ -149,8 +149,8 @@ fn is_like(own: &GpuSample, other: &GpuSample) -> bool {
     other.uuid != own.uuid && !own.name.is_empty() && kind(own) == kind(other)
 }
 
-/// Whether the GPU can be in the list of GPUs that the driver receives. A MIG instance cannot, and
-/// a GPU without a device file cannot be found.
+/// Whether the GPU can be in the list of GPUs that the driver receives. A MIG instance cannot be in
+/// it. A GPU without a device file cannot be found.
 fn can_be_named(gpu: &GpuSample) -> bool {
     !gpu.mig && named(gpu).is_some()
 }

@@ -1,4 +1,4 @@
-//! Makes the decisions of a node, without I/O. Inputs with a time go in, effects come out.
+//! Makes the decisions of a node, without I/O. It receives inputs with a time and returns effects.
 //!
 //! ```text
 //!  shim, agents, NVML, operators ──Input──> Node::handle ──Effect──> agents, journal, NVML,
@@ -68,14 +68,14 @@ pub use effect::{Change, Effect, JournalStep, Record, RecordedProcess};
 pub use input::{ActionResult, CommandId, GpuSample, Input, Request, Survey};
 pub use node::{Node, Settings};
 
-/// Milliseconds on a monotonic clock. Its zero is arbitrary, so only differences have a meaning.
+/// Milliseconds on a monotonic clock with an arbitrary zero. Only differences have a meaning.
 pub type Millis = u64;
 
 /// A container's key: 32 lower-case hex digits, made by the shim and unique on the node.
 #[derive(Clone)]
 pub struct Key {
-    /// The digits as a number. Keys are compared at every input, and numbers compare faster than
-    /// text.
+    /// The digits as a number. Keys are compared at each input, and numbers are compared faster
+    /// than text.
     number: u128,
     text: [u8; 32],
 }
@@ -151,7 +151,7 @@ pub struct DeviceBytes {
     pub bytes: u64,
 }
 
-/// Adds VRAM per GPU. The result is ordered by UUID.
+/// Adds up the VRAM of each GPU. The result is ordered by UUID.
 #[must_use]
 pub fn merge_needs<'a>(needs: impl IntoIterator<Item = &'a DeviceBytes>) -> Vec<DeviceBytes> {
     let mut sums: Vec<DeviceBytes> = Vec::new();

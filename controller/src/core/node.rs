@@ -1,8 +1,8 @@
-//! The node: every container and process, and the decisions that follow from each input.
+//! The node: all containers and processes, and the decisions that follow from each input.
 //!
 //! Registration and exit are in `registration.rs`, counters and NVML samples in `measurements.rs`,
-//! requests of operators in `requests.rs`. Offload and restore are in `transitions.rs`, grants in
-//! `grants.rs`, the list that operators see in `view.rs`.
+//! requests of operators in `requests.rs`, offload and restore in `transitions.rs`, grants in
+//! `grants.rs`, and the lists for operators in `view.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -47,13 +47,12 @@ pub struct Settings {
     pub max_processes: usize,
     /// Whether copiers are used on this node.
     pub copiers: bool,
-    /// Minimum number of bytes that the agent of a process can copy for the process to be
-    /// prefaulted.
+    /// Minimum number of bytes that an agent must be able to copy for its process to be prefaulted.
     pub prefault_min_bytes: u64,
     /// The rule that chooses containers to evict for a waiter.
     pub victims: VictimRule,
-    /// Whether processes hold their allocations while another container is restored. A simulation
-    /// whose processes never allocate sets it to false.
+    /// Whether processes hold their allocations while another container is restored. False only in
+    /// simulations, whose processes never allocate.
     pub hold: bool,
 }
 
@@ -80,7 +79,7 @@ pub(super) struct JournalClaim {
     /// own GPU.
     pub(super) to: Option<String>,
     pub(super) restoring: bool,
-    /// The pools of host memory from which the process's offload takes memory, in full.
+    /// The pools of host memory that the process's offload uses, each with the full need.
     pub(super) host: Vec<MemoryPool>,
     /// The process's VRAM in the last NVML sample, in bytes. `None` before the first sample.
     pub(super) held_bytes: Option<u64>,
@@ -96,7 +95,7 @@ pub struct Node {
     pub(super) now: Millis,
     /// Wall clock when `now` was 0, in milliseconds since 1970.
     clock_ms: i64,
-    /// The containers, ordered by key and found by hash, because every input looks up several
+    /// The containers, ordered by key. They are found by hash, because each input looks up several
     /// containers.
     pub(super) containers: IndexMap<Key, Container, FixedState>,
     pub(super) processes: Processes,
@@ -107,20 +106,20 @@ pub struct Node {
     /// Time of the last NVML utilisation sample. `None`: there was no sample, so utilisation is
     /// unknown.
     pub(super) utilization_sampled_at: Option<Millis>,
-    /// VRAM freed since the last sample of memory, per GPU.
+    /// VRAM per GPU that was freed since the last sample of memory.
     pub(super) freed_since_sample: Vec<DeviceBytes>,
     pub(super) ledger: Ledger,
     pub(super) host_ledger: HostLedger,
     pub(super) queue: Queue,
-    /// Buffer for the waiters in queue order. It is empty between calls; only its capacity is
-    /// reused.
+    /// Buffer for the waiters in queue order. It is empty between calls and only keeps its
+    /// capacity.
     pub(super) queue_scratch: Vec<Key>,
     pub(super) grants: BTreeMap<Key, Grant>,
     pub(super) hold_orders: BTreeMap<u64, HoldOrder>,
     pub(super) copiers: CopierRegistry,
     pub(super) unclaimed_journal: BTreeMap<(Key, u32, u64), JournalClaim>,
-    /// Counts of the pauses of all containers. They are the expectation for a container without a
-    /// history of its own.
+    /// Pauses of all containers. They predict the pauses of a container that has too few of its
+    /// own.
     pub(super) pauses: Pauses,
     pub(super) oversubscription: super::oversubscription::Oversubscription,
     pub(super) gpus_under_pressure: BTreeSet<String>,
@@ -145,7 +144,7 @@ impl Node {
         std::mem::take(&mut self.effects)
     }
 
-    /// Like [`handle`](Node::handle), but appends the effects to a buffer of the caller. This saves
+    /// Like [`handle`](Node::handle), but appends the effects to the caller's buffer. This saves
     /// the simulator one allocation per input.
     pub fn handle_into(&mut self, now: Millis, input: Input, effects: &mut Vec<Effect>) {
         self.decide(now, input);
@@ -159,7 +158,7 @@ impl Node {
             self.doubt_grants();
         }
         self.excuse_stall(silent_ms);
-        // These free no VRAM and request none, and counters are most of the inputs.
+        // These inputs neither free nor request VRAM, and most inputs are counter readings.
         let may_serve = !matches!(
             input,
             Input::Page(..)
@@ -268,13 +267,13 @@ impl Node {
         }
     }
 
-    /// Number of prewakes, and how many of them were followed by a call.
+    /// Number of prewakes, and number of prewakes that a call followed.
     #[must_use]
     pub fn prewakes(&self) -> (u64, u64) {
         (self.prewakes, self.prewake_hits)
     }
 
-    /// Connected processes, whose counters are to be read.
+    /// Connected processes. Their counters can be read.
     pub fn connected(&self) -> impl Iterator<Item = ProcessId> + '_ {
         let all = self.processes.ids().into_iter();
         all.filter(|id| self.processes.get(id).is_some_and(|p| p.connected))
@@ -290,15 +289,15 @@ impl Node {
         self.processes.values().map(|process| process.identity.pid)
     }
 
-    /// Containers without a process, with the paths of their bundles. `lives` returns whether a
-    /// process with this pid and start time exists.
+    /// Containers without a process, each with its spec. `lives` returns whether a process with
+    /// this pid and start time exists.
     pub fn deserted(
         &self,
         lives: impl Fn(u32, u64) -> bool,
     ) -> impl Iterator<Item = (&Key, &ContainerSpec)> {
         let mut used: BTreeSet<&Key> = self.processes.values().map(|p| &p.key).collect();
-        // An offloaded process that has not registered yet (stopped, frozen) needs its container's
-        // socket to be restored.
+        // A process that was offloaded by an earlier controller may be stopped or frozen, and
+        // register later. It then needs the socket of its container to be restored.
         let unseen = self.unclaimed_journal.keys().filter(|(_, pid, start)| lives(*pid, *start));
         used.extend(unseen.map(|(key, ..)| key));
         self.containers
@@ -331,8 +330,8 @@ impl Node {
         self.effects.push(Effect::Publish(Box::new(event)));
     }
 
-    /// Sets the shown state with its reason. If the state is unchanged, only the reason is
-    /// replaced.
+    /// Sets the state that users see, with its reason. If the state is the same, replaces only the
+    /// reason.
     pub(super) fn set_state(
         &mut self,
         key: &Key,
@@ -367,7 +366,7 @@ impl Node {
 
     fn message(&mut self, id: ProcessId, message: AgentMessage) {
         match message {
-            // The protocol allows one Hello per connection; the first one is valid.
+            // The protocol allows one Hello per connection. Later ones are ignored.
             AgentMessage::Hello { .. } => {}
             AgentMessage::Wake { generation, .. } => self.wake(id, generation),
             AgentMessage::Report {

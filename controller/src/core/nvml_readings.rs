@@ -1,16 +1,16 @@
-//! NVML readings that are sent to offloaded processes, so that their NVML queries need no restore.
+//! NVML readings for offloaded processes. With them a process can query NVML without a restore.
 
 use affinode_proto::wire::message::{ControllerMessage, GpuReading, MAX_GPUS, UNKNOWN_UTILIZATION};
 
 use super::{Effect, Millis, Node, ProcessId, input::GpuSample, migration::uuid_bytes};
 
-/// Maximum age of a reading that is sent. Without a newer one, NVML does not answer the controller,
-/// so the process is restored and asks NVML itself.
+/// Maximum age of a reading that is sent. If no newer reading exists, NVML does not answer the
+/// controller. The process is then restored and queries NVML itself.
 const STALE_AFTER_MS: Millis = 5_000;
 
 impl Node {
-    /// Sends a reading of each GPU, unless the readings are stale. Without readings the process is
-    /// restored and asks NVML itself.
+    /// Sends a reading of each GPU. Sends none if the readings are stale: the process is then
+    /// restored and queries NVML itself.
     pub(super) fn send_readings(&mut self, id: ProcessId) {
         let is_stale = self.now.saturating_sub(self.gpus_read) > STALE_AFTER_MS;
         let connected = self.processes.get(&id).is_some_and(|process| process.connected);

@@ -1,5 +1,5 @@
-//! The steps of an offload: survey, close, lock, second survey, and copy out or checkpoint. After a
-//! failure they are undone.
+//! The steps of an offload: survey, close, lock, second survey, then copy out or checkpoint. If a
+//! step fails, the completed steps are undone.
 
 use affinode_proto::{
     reason::Reason,
@@ -36,10 +36,12 @@ impl Node {
         if let Some(by) = in_vain {
             self.publish_prewake(key, by, false);
         }
-        // An offloaded container needs VRAM for its restore as well as for the waiting allocation.
+        // The grant is for an allocation only. Once offloaded, the container needs VRAM for its
+        // restore too.
         self.end_alloc_grant(key);
         self.queue.leave(key);
-        // By request, a container without memory to copy gives up its context.
+        // If an operator requests the offload of a container without memory to copy, its context is
+        // checkpointed.
         let is_void = self.has_second_level(key) && self.has_nothing_to_copy(key);
         if let Some(container) = self.containers.get_mut(key) {
             container.evict_context |= is_void;
@@ -62,7 +64,7 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        // No survey is pending: the processes it was for have ended meanwhile.
+        // No survey is pending: its processes have ended meanwhile.
         let Some(asked_at) = container.survey_asked.take() else { return };
         let (goal, cause) = (container.goal, container.cause);
         let verdict = match survey.gpus {
@@ -72,8 +74,8 @@ impl Node {
             }
             Err(error) => Err((Reason::VramUnknown, error)),
         };
-        // Without VRAM there is nothing to gain. If NVML sees none, it is unknown how much VRAM a
-        // restore needs.
+        // Without VRAM there is nothing to offload. If NVML shows no VRAM of a process, the need of
+        // its restore would be unknown.
         let holds_vram = self.processes.of(key).any(|(_, p)| p.vram_bytes() > 0);
         let verdict = verdict.and_then(|pools| {
             let unseen = |p: &Process| {
@@ -84,7 +86,7 @@ impl Node {
                 let text = format!("process {} counts allocations", p.identity.pid);
                 return Err((Reason::NoVram, text));
             }
-            // Before the survey the process's GPU may have been unknown.
+            // Before the survey, the GPU of the process may have been unknown.
             if let Some(gpu) = self.processes.of(key).find_map(|(_, p)| self.cut_gpu_of(p)) {
                 return Err((Reason::Mig, format!("GPU {gpu}")));
             }
@@ -100,7 +102,7 @@ impl Node {
         };
         match (goal, verdict) {
             (_, HostVerdict::Refused(reason, detail)) => self.fail_offload(key, reason, &detail),
-            // The next tick surveys again. Advancing here would do so at once.
+            // The next tick repeats the survey. `advance` would repeat it at once, in a loop.
             (_, HostVerdict::Waits(reason, detail)) => {
                 if let Some(container) = self.containers.get_mut(key) {
                     container.reason = (reason, detail);
@@ -128,7 +130,7 @@ impl Node {
     }
 
     /// Runs one step of the offload for a process, after every process is closed and host memory is
-    /// promised. First records the VRAM that the restore will need.
+    /// promised. Before the step, records the VRAM that the restore will need.
     pub(super) fn run_offload_step(&mut self, key: &Key, id: ProcessId, step: OffloadStep) {
         self.set_state(key, State::Offloading, self.cause(key), "", 0, 0);
         let Some(process) = self.processes.get_mut(&id) else {
@@ -136,8 +138,8 @@ impl Node {
         };
         if process.phase != Phase::CopiedOut || process.offloaded_vram.is_none() {
             process.offloaded_vram = Some(process.vram.clone());
-            // NVML may count a copier's memory elsewhere at this moment; the process has at least
-            // what it can copy.
+            // NVML may count the process's memory for a copier at this moment. The process has at
+            // least the memory that its agent can copy.
             if let Some([all]) = process.offloaded_vram.as_deref_mut() {
                 let total = self.gpus.iter().find(|gpu| gpu.uuid == all.uuid);
                 let swappable =
@@ -148,6 +150,8 @@ impl Node {
         let vram_bytes =
             process.offloaded_vram.iter().flatten().map(|d| d.bytes).max().unwrap_or(0);
         self.host_ledger.begin_move(key);
+        // The journal must be on disk before the order is sent: if the controller ends now, the
+        // next one must know how much VRAM this process needs.
         self.journal(key, JournalStep::Checkpoint);
         if step == OffloadStep::CopyOut {
             self.attach_for_offload(id);
@@ -172,8 +176,7 @@ impl Node {
         let copies_both = self.moves(key)(process) == OffloadMethod::CopyAndCheckpoint;
         CopyOptions {
             keep: container.policy.retain_host_copy && process.can(Capabilities::RETAINS_HOST_COPY),
-            // The copier may only run while no grant is being proven or used: its copy needs VRAM
-            // of its own.
+            // The copier needs VRAM for its copy, so it may copy only while no grant exists.
             then_checkpoint: self.grants.is_empty()
                 && process.prefault_ordered
                 && copies_both
@@ -220,14 +223,14 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else { return };
         let called = container.wake_began.map(|_| Reason::Called);
         let asked = container.commands.iter().find(|(_, request)| *request == Request::Restore);
-        // A restore was waiting when the context was evicted: it waits on.
+        // A restore waited already when the context was evicted. Continue to wait for it.
         if let Some(cause) = wanted.or(called).or(asked.map(|_| Reason::Requested)) {
             (container.goal, container.cause) = (Goal::Resident, cause);
             self.advance(key);
         }
     }
 
-    /// VRAM that a process needs for its restore, in bytes.
+    /// VRAM that the restore of a process needs, in bytes.
     pub(super) fn offloaded_bytes_of(&self, id: ProcessId) -> u64 {
         self.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
     }
@@ -240,7 +243,8 @@ impl Node {
             .sum()
     }
 
-    /// Gives up an offload without counting a failure, because a process of the container ends.
+    /// Gives up an offload because a process of the container exits. This does not count as a
+    /// failure.
     pub(super) fn turn_back(&mut self, key: &Key) {
         let Some(container) = self.containers.get_mut(key).filter(|c| c.goal != Goal::Resident)
         else {
@@ -255,8 +259,8 @@ impl Node {
 
     /// Gives up an offload, counts the failure, and undoes the completed steps.
     ///
-    /// A container whose second level failed stays at the first one: to restore it would take VRAM
-    /// from the waiter that needs more.
+    /// If the second level of an offload failed, the container stays at the first level. Its
+    /// restore would take VRAM from the waiter that needs more.
     pub(super) fn fail_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
         let now = self.now;
         let is_out = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());
@@ -270,7 +274,8 @@ impl Node {
         container.reason = (reason, detail.to_owned());
         container.failures += 1;
         container.has_stayed(now, reason);
-        // The next attempt waits for the idle timeout, doubled with each failure, at most an hour.
+        // The next attempt is delayed by the idle timeout. The delay doubles with each failure, up
+        // to an hour.
         let base = container.policy.idle_timeout_ms.clamp(1_000, 300_000);
         container.offload_not_before = now + (base << container.failures.min(6)).min(3_600_000);
         container.offload_began = None;

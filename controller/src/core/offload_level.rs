@@ -1,4 +1,4 @@
-//! The two levels of an offload, and which of them a process is taken to.
+//! The two levels of an offload, and the choice of level for a process.
 //!
 //! ```text
 //!              idle                         a waiter needs the VRAM of contexts
@@ -13,16 +13,16 @@
 //! | `full` | context gone | - |
 //! | `checkpoint` | context gone, by the driver alone | - |
 //!
-//! The context of a process stays with every engine if a checkpoint of it would be unsafe
-//! ([`Process::keeps_context`]). No order on the way to the first level and back is one of the
-//! driver's checkpoint. The library takes its lock where it cannot see the GPU's work otherwise.
+//! With every engine, the context of a process stays if a checkpoint of it would be unsafe
+//! ([`Process::keeps_context`]). The first level and its restore never use the driver's checkpoint.
+//! The library uses the driver's lock only if it has no other way to wait for the GPU's work.
 
 use affinode_proto::wire::{Phase, ProcessFlags};
 
 use super::{Key, Millis, Node, plan::OffloadMethod, policy::Engine, process::Process};
 
 impl Node {
-    /// Returns the function that gives the offload method of a process of this container.
+    /// Returns a function that chooses the offload method for a process of this container.
     pub(super) fn moves(&self, key: &Key) -> impl Fn(&Process) -> OffloadMethod + use<> {
         let container = self.containers.get(key);
         let engine = self.engine_of(key);
@@ -40,8 +40,8 @@ impl Node {
         }
     }
 
-    /// The engine of a container. A process can be restored on another GPU only without its
-    /// context, so `auto` then means `full`.
+    /// The engine of a container. If the container may be restored on another GPU, `auto` means
+    /// `full`, because a context stays on its GPU.
     pub(super) fn engine_of(&self, key: &Key) -> Engine {
         let Some(container) = self.containers.get(key) else { return Engine::Checkpoint };
         match container.policy.engine {
@@ -52,13 +52,13 @@ impl Node {
         }
     }
 
-    /// Whether a waiter may have the contexts of the container's processes.
+    /// Whether the contexts of the container's processes may be checkpointed for a waiter.
     pub(super) fn has_second_level(&self, key: &Key) -> bool {
         self.engine_of(key) != Engine::Copy
     }
 
-    /// Whether the first level frees nothing, because no process has memory that the library can
-    /// copy.
+    /// Whether an offload to the first level would free nothing, because no process has memory that
+    /// the library can copy.
     pub(super) fn has_nothing_to_copy(&self, key: &Key) -> bool {
         let moves = self.moves(key);
         let is_void = |p: &Process| moves(p) == OffloadMethod::Copy && !has_copyable_memory(p);
@@ -66,8 +66,8 @@ impl Node {
     }
 
     /// Time that an eviction is expected to add to the container's next restore, in milliseconds.
-    /// `deep`: its contexts are checkpointed too. Of a container that is copied out already, only
-    /// its contexts are left.
+    /// `deep`: its contexts are checkpointed too. If the container is copied out already, only the
+    /// contexts count.
     pub(super) fn expected_delay_ms(&self, key: &Key, deep: bool) -> Millis {
         let moves = self.moves(key);
         let deep = deep && self.has_second_level(key);
@@ -92,10 +92,10 @@ fn has_copyable_memory(process: &Process) -> bool {
     process.swap.swappable_bytes > 0
 }
 
-/// The offload method of a process with this engine, before any waiter needs its context.
+/// The offload method of a process with this engine while no waiter needs its context.
 pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
-    // Memory imported from a copier is always copied out: a checkpoint with it could not be
-    // restored.
+    // Memory that was imported from a copier must be copied out, because a checkpoint that includes
+    // it could not be restored.
     let by_driver = match may_be_imported(process) {
         true => OffloadMethod::CopyAndCheckpoint,
         false => OffloadMethod::DriverCheckpoint,
@@ -118,8 +118,8 @@ pub(super) fn method_of(process: &Process, engine: Engine) -> OffloadMethod {
     }
 }
 
-/// Whether a process may have memory imported from a copier, as its counters show. Before the first
-/// reading, a process that is not offloaded is assumed to have some.
+/// Whether a process may have memory imported from a copier. Its counters show this. Before the
+/// first reading of the counters, a process that is not offloaded is assumed to have such memory.
 fn may_be_imported(process: &Process) -> bool {
     match &process.counters {
         Some(page) => page.notes.intersects(ProcessFlags::IMPORTED),
@@ -127,9 +127,9 @@ fn may_be_imported(process: &Process) -> bool {
     }
 }
 
-/// Expected duration of a process's restore, in milliseconds, from measurements on an H200 (driver
-/// 580.159): copies run at 52 GB/s, the driver restores at 5.8 GB/s, and each has a fixed part. A
-/// copier copies while the driver restores the context.
+/// Expected duration of a process's restore, in milliseconds. Measured on an H200 (driver 580.159):
+/// copies run at 52 GB/s, the driver restores at 5.8 GB/s, and each has a fixed part. A copier
+/// copies while the driver restores the context.
 fn restore_ms(method: OffloadMethod, vram_bytes: u64, copied_bytes: u64) -> Millis {
     const COPY_FIXED_MS: u64 = 4;
     const COPY_BYTES_PER_MS: u64 = 52_000_000;
@@ -143,8 +143,8 @@ fn restore_ms(method: OffloadMethod, vram_bytes: u64, copied_bytes: u64) -> Mill
     }
 }
 
-/// Time by which a process's restore is expected to be longer without its context. A copier hides
-/// it behind a large copy.
+/// Time that a restore is expected to take longer if the context was checkpointed too. It is 0 if a
+/// copier copies for longer than the driver restores the context.
 fn context_delay_ms(copied_bytes: u64) -> Millis {
     let of = |method| restore_ms(method, 0, copied_bytes);
     of(OffloadMethod::CopyAndCheckpoint) - of(OffloadMethod::Copy)
@@ -160,7 +160,7 @@ mod tests {
         assert!(context_delay_ms(1 << 30) > 150);
     }
 
-    /// Medians of an H200 (driver 580.159), within a third.
+    /// Measured restores (medians, H200, driver 580.159). The estimates differ by at most a third.
     #[test]
     fn expected_restores_are_near_measured_ones() {
         let gib = |gib: f64| (gib * f64::from(1 << 30)) as u64;
