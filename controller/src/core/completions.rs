@@ -46,6 +46,8 @@ impl Node {
         cuda_error: u32,
         swap: SwapStatus,
     ) {
+        // Orders to hold serve a grant and may overlap with the order of a move, so they are not in
+        // `pending`.
         if self.hold_reported(id, order, outcome) {
             return;
         }

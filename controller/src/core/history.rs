@@ -93,7 +93,7 @@ pub struct History {
 /// The objective of a learned keep-alive: the cost of a wake, and the maximum keep-alive.
 #[derive(Clone, Copy, Debug)]
 pub struct KeepAliveTarget {
-    /// Cost of a wake, in milliseconds of VRAM held idle.
+    /// Cost of one wake: holding the VRAM idle for this many milliseconds costs the same.
     pub wake_cost_ms: Millis,
     /// Upper limit of the keep-alive, in milliseconds.
     pub at_most_ms: Millis,

@@ -24,8 +24,8 @@ use super::{
     process::Process,
 };
 
-/// Time for the report of a process that could not hold its allocations by its deadline, after that
-/// deadline.
+/// Time limit for the report of a process that could not hold its allocations by its deadline,
+/// counted from that deadline.
 const REPORT_MS: Millis = 400;
 /// Time limit for the report of a process that once did not hold. It is halved after each further
 /// refusal. Processes that hold report within a millisecond.
@@ -85,6 +85,8 @@ impl Node {
         let (Some(process), Some(grant)) = (self.processes.get(&id), self.grants.get(key)) else {
             return;
         };
+        // Processes behind their gates in the grant's own container cannot allocate: the grant is
+        // for their restore.
         let own_waits = process.key == *key && process.phase != Phase::Open;
         if !process.connected || own_waits || !may_take_of(process, &grant.uuids) {
             return;
@@ -181,7 +183,7 @@ impl Node {
         } else {
             self.shorten_hold_timeout(id);
         }
-        // Do not wait again for a process that cannot hold, in this grant. Its new allocations are
+        // In this grant, do not wait again for a process that cannot hold. Its new allocations are
         // held until the release. NVML shows the VRAM that its allocation in progress has taken.
         self.hold_settled(&key, id);
         true

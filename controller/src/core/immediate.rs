@@ -108,6 +108,7 @@ impl Node {
             .filter(|(.., p)| way.take(&p.vram))
             .map(|(_, id, p)| (id, p.vram.as_slice()))
             .collect();
+        // All or nothing: no process is ended unless the waiter then fits.
         if !way.is_clear() {
             return false;
         }

@@ -40,8 +40,8 @@ impl Node {
         // restore too.
         self.end_alloc_grant(key);
         self.queue.leave(key);
-        // If an operator requests the offload of a container without memory to copy, its context is
-        // checkpointed.
+        // A container without memory to copy is offloaded only on request of an operator or a
+        // waiter: its context is checkpointed.
         let is_void = self.has_second_level(key) && self.has_nothing_to_copy(key);
         if let Some(container) = self.containers.get_mut(key) {
             container.evict_context |= is_void;

@@ -6,11 +6,11 @@
 //!   └── else: AllocGrant(no), it fails    └──────── failed again: AllocWait ────────┘ at most 3 times
 //! ```
 //!
-//! They wait in the same queue as restores and get the same grants, so for each GPU one waiter is
-//! served at a time. A process that waits for an allocation is outside the driver, so it can be
-//! evicted for earlier waiters as if it were idle: two that need each other's VRAM take turns. If a
-//! container is offloaded while its allocation waits, one grant serves its restore and the
-//! allocation.
+//! These allocations wait in the same queue as restores and get the same grants, so each GPU serves
+//! one waiter at a time. While its allocation waits, a process is outside the driver. It can
+//! therefore be evicted for earlier waiters as if it were idle, and two processes that need each
+//! other's VRAM take turns. If a container is offloaded while its allocation waits, one grant
+//! serves both its restore and the allocation.
 
 use affinode_proto::{
     event::EventKind,
@@ -31,17 +31,17 @@ use super::{
 
 /// Assumed size of an allocation whose size only the driver knows: a context with its first module.
 const UNKNOWN_BYTES: u64 = 1 << 30;
-/// Number of failed attempts after which an allocation is refused, each made with a grant.
+/// Number of failed attempts, each made with a grant, after which an allocation is refused.
 const MAX_ATTEMPTS: u32 = 3;
-/// Time limit for a process to allocate after it was ordered to try again.
+/// Time limit for an allocation after its process was ordered to try again.
 const TRY_MS: Millis = 10_000;
-/// Time after which a successful allocation still counts as a failed grant, because other processes
-/// hold their allocations meanwhile.
+/// Time limit for an allocation with a grant. A slower one counts as a failed grant even if it
+/// succeeds, because other processes hold their allocations meanwhile.
 const QUICK_MS: Millis = 1_000;
 
 impl Node {
-    /// Maximum time for which allocations of a container wait for VRAM, in milliseconds. 0: they
-    /// fail at once.
+    /// Maximum time for which an allocation of a container waits for VRAM, in milliseconds. 0: it
+    /// fails at once.
     pub(super) fn wait_for_room_ms(policy: &Policy) -> u32 {
         match policy.on_oom {
             OnOom::Wait => u32::try_from(policy.on_oom_timeout_ms).unwrap_or(u32::MAX),
@@ -49,7 +49,7 @@ impl Node {
         }
     }
 
-    /// The container's waiting allocation that is served first.
+    /// The container's waiting allocation that is served next.
     pub(super) fn alloc_wait_of(&self, key: &Key) -> Option<(ProcessId, &PendingAlloc)> {
         self.processes.of(key).find_map(|(id, p)| Some((id, p.alloc_wait.as_ref()?)))
     }
@@ -66,7 +66,7 @@ impl Node {
         let Some(process) = self.processes.get(&id) else { return };
         let key = process.key.clone();
         let before = process.alloc_wait.clone().filter(|want| want.ticket == ticket);
-        // It was told to go ahead and failed again, or this is another allocation.
+        // Either the process was ordered to try again and failed, or this is another allocation.
         self.end_alloc_wait(id);
         let verdict = self.may_wait(&key, bytes, &nvml_uuid(uuid), attempts);
         let need = match verdict {
@@ -117,21 +117,22 @@ impl Node {
         if gpu.is_none() && !self.gpus.is_empty() {
             return Err(format!("NVML does not show {uuid}"));
         }
-        // Without a sample the size of the GPU is unknown: `check_alloc_wait` checks again later.
+        // Without a sample, the size of the GPU is unknown. `check_alloc_wait` then checks it
+        // later.
         let total = gpu.map_or(u64::MAX, |gpu| gpu.total_bytes);
         let bytes = if bytes == 0 { UNKNOWN_BYTES.min(total / 8) } else { bytes };
         let own = self.has(key, uuid);
         self.fits_ever(key, &DeviceBytes { uuid: uuid.to_owned(), bytes })?;
-        // The allocation failed with its own size free: request more, because the driver rounds
-        // up.
+        // An earlier attempt failed although its size was free: request more, because the driver
+        // rounds up.
         let more = u64::from(attempts) * margin_bytes(total);
         let bytes = bytes.saturating_add(more).min(total.saturating_sub(own));
         Ok(DeviceBytes { uuid: uuid.to_owned(), bytes })
     }
 
-    /// VRAM that a container has on a GPU, or had there and needs again.
+    /// VRAM of a container on a GPU: what it has there, or had before its offload and needs again.
     fn has(&self, key: &Key, uuid: &str) -> u64 {
-        // A sample may be older than the process's offload.
+        // A sample may be older than the offload of the process.
         let all = self.processes.of(key).flat_map(|(_, p)| match p.phase.is_offloaded() {
             true => p.offloaded_vram.as_deref().unwrap_or_default(),
             false => &p.vram,
@@ -150,13 +151,13 @@ impl Node {
     }
 
     /// The allocation that is served together with the container's restore. If calls wait at the
-    /// gate, an allocation that does not fit together with the restore does not delay them.
+    /// gate and both do not fit together, the restore goes first, so that the calls need not wait.
     pub(super) fn alloc_wait_beside_restore(&self, key: &Key) -> Option<(ProcessId, u64)> {
         let (id, want) = self.alloc_wait_of(key)?;
         let offloaded = self.container_needs(key);
         let called = self.containers.get(key).is_some_and(|c| c.wake_began.is_some());
         let together = merge_needs(offloaded.iter().chain([&want.need]));
-        // Memory that a copy out left on the GPU stays there beside it.
+        // Memory that a copy out left on the GPU takes VRAM in addition.
         let held = |uuid: &str| self.held_bytes(key, uuid);
         let fits = |need: &DeviceBytes| {
             let gpu = self.gpus.iter().find(|gpu| gpu.uuid == need.uuid);
@@ -167,7 +168,8 @@ impl Node {
         (alone || (!called && together.iter().all(fits))).then_some((id, want.ticket))
     }
 
-    /// VRAM that a container needs for its restore and for the allocation `named`.
+    /// VRAM that a container needs for its restore, and for the allocation `named` if that still
+    /// waits.
     pub(super) fn needs_with(
         &self,
         key: &Key,
@@ -181,15 +183,15 @@ impl Node {
         if want.is_some() { merge_needs(offloaded.iter().chain(want)) } else { offloaded }
     }
 
-    /// VRAM that a GPU keeps free in addition to a grant. A restore has a margin because it must
-    /// not fail. An allocation has none, because it may fail and may need all VRAM.
+    /// VRAM that stays free on a GPU in addition to a grant. A restore has a margin, because it
+    /// must not fail. An allocation has none, because it may fail and may need all VRAM.
     pub(super) fn margin_for(&self, key: &Key) -> fn(u64) -> u64 {
         if self.container_needs(key).is_empty() { |_| 0 } else { margin_bytes }
     }
 
-    /// Whether an allocation of a resident container is served before `head`, which waits before
-    /// it. This is so if `head` must not evict the container, because both would otherwise wait for
-    /// each other.
+    /// Whether an allocation of a resident container may be served before the earlier waiter
+    /// `head`. It may if `head` must not evict the container: otherwise both would wait for each
+    /// other.
     pub(super) fn may_pass(&self, key: &Key, head: &Key) -> bool {
         let priority = |key: &Key| self.containers.get(key).map(|c| c.policy.priority);
         let resident = self.container_needs(key).is_empty();
@@ -208,8 +210,8 @@ impl Node {
         }
     }
 
-    /// Orders the process to try its allocation again, if its resident container has the grant.
-    /// Returns false if there is no such grant.
+    /// Orders the process to try its allocation again, if its container is resident and has a grant
+    /// for this allocation. Returns false otherwise.
     pub(super) fn serve_alloc_wait(&mut self, key: &Key) -> bool {
         let granted = self.grants.get(key).is_some_and(super::grant::Grant::is_granted);
         let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
@@ -259,8 +261,8 @@ impl Node {
         self.finish_alloc_wait(id, false);
     }
 
-    /// Ends the wait of a process's allocation. `quick`: the allocation was made soon after the
-    /// process was ordered to try again.
+    /// Ends the wait of a process's allocation. `quick`: the allocation succeeded within `QUICK_MS`
+    /// after the process was ordered to try again.
     fn finish_alloc_wait(&mut self, id: ProcessId, quick: bool) {
         let Some(process) = self.processes.get_mut(&id) else { return };
         let Some(want) = process.alloc_wait.take() else { return };
@@ -283,16 +285,16 @@ impl Node {
         }
     }
 
-    /// Ends the container's grant if it is for an allocation. A grant taken over from the journal
-    /// is not.
+    /// Ends the container's grant if the grant is for an allocation. A grant from the journal never
+    /// is.
     pub(super) fn end_alloc_grant(&mut self, key: &Key) {
         if self.grants.get(key).is_some_and(|grant| grant.want.is_some()) {
             self.close_grant(key);
         }
     }
 
-    /// Ends the wait of allocations that can never fit, or that were not made after the process was
-    /// ordered to try again.
+    /// Ends the wait of an allocation that can never fit, or that was not made in time after its
+    /// process was ordered to try again.
     pub(super) fn check_alloc_wait(&mut self, key: &Key) {
         let now = self.now;
         if self.alloc_wait_of(key).is_none() {

@@ -1,6 +1,6 @@
 //! Choices of operators for this node, in addition to its configuration: whether containers are
-//! offloaded without a request, and which containers are pinned. They outlive the controller; see
-//! [`crate::overrides`].
+//! offloaded without a request, and which containers are pinned. The choices stay in effect when
+//! the controller restarts; see [`crate::overrides`].
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use affinode_proto::reason::Reason;
 
 use super::{Key, Node};
 
-/// The choices of operators, which outlive the controller.
+/// The choices of operators. They stay in effect when the controller restarts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OperatorOverrides {
     /// Whether containers are offloaded without a request.
@@ -24,8 +24,8 @@ impl Default for OperatorOverrides {
 }
 
 impl OperatorOverrides {
-    /// Returns the overrides with automatic offloads (evictions included) turned on or off.
-    /// Offloaded containers stay offloaded until they are called.
+    /// Returns the overrides with automatic offloads and evictions turned on or off. A container
+    /// that is offloaded already stays offloaded until it is called.
     #[must_use]
     pub fn with_auto_offload(&self, on: bool) -> OperatorOverrides {
         OperatorOverrides { auto_offload: on, ..self.clone() }
@@ -51,8 +51,8 @@ impl Node {
         &self.overrides
     }
 
-    /// Whether the overrides allow an offload, otherwise the reason. `asked`: an operator requests
-    /// the offload.
+    /// Whether the overrides allow an offload. Otherwise returns the reason. `asked`: an operator
+    /// requests the offload.
     pub(super) fn wished(&self, key: &Key, asked: bool) -> Result<(), Reason> {
         if self.overrides.pinned.contains(key) {
             return Err(Reason::Pinned);

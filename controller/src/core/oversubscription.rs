@@ -6,8 +6,8 @@
 //! wanted does not fit                          ──> pressure: an early offload saves nothing
 //! ```
 //!
-//! On an oversubscribed GPU an early offload saves no VRAM. It only moves data, and each move makes
-//! calls wait. Waiters evict idle containers anyway.
+//! On an oversubscribed GPU, an early offload saves no VRAM. It moves data, and each move makes
+//! calls wait. Idle containers are evicted anyway when a waiter needs their VRAM.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ use super::{Key, Millis, Node, ledger::margin_bytes, policy::Mode, processes::wa
 
 /// Interval between two updates of the oversubscribed GPUs.
 const LOOK_MS: Millis = 10_000;
-/// Time after a container's announcement in which it may still be about to allocate its VRAM.
+/// Time after a container's announcement during which it may still allocate most of its VRAM.
 const NEWCOMER_MS: Millis = 300_000;
 
 /// The GPUs whose containers want more VRAM than the GPU has.
@@ -26,7 +26,7 @@ pub struct Oversubscription {
 }
 
 impl Node {
-    /// Whether a container is offloaded as soon as it is idle, without a waiter.
+    /// Whether a container is offloaded as soon as it is idle, even if no waiter needs its VRAM.
     pub(super) fn leaves_when_idle(&self, key: &Key) -> bool {
         let Some(c) = self.containers.get(key) else { return false };
         if !c.policy.offload_window.is_open(self.week_minute()) {

@@ -1,6 +1,6 @@
-//! Plans the next orders for the processes of a container, from their phases and the goal. The plan
-//! uses no record of earlier steps, so a controller that restarts during a move continues from the
-//! phases that it observes.
+//! Plans the next orders for the processes of a container, from their phases and the container's
+//! goal. The plan uses no record of earlier steps, so a controller that restarts during a move
+//! continues from the phases that the agents report.
 //!
 //! ```text
 //! offload: close all ──> lock those that need it ──> copy out, all at once ──> checkpoint, one by one
@@ -21,12 +21,13 @@ pub struct ProcessPosition {
     /// Whether the process gets no order now: an order is in progress, or its agent is not
     /// connected.
     pub occupied: bool,
-    /// The method by which its memory leaves the GPU.
+    /// The method by which the process's memory leaves the GPU.
     pub moves: OffloadMethod,
-    /// Whether its library waits for the GPU's work by itself before it copies. Otherwise the
-    /// driver's lock does.
+    /// Whether the library can wait for the GPU's work before it copies. Otherwise the driver's
+    /// lock waits for the work.
     pub awaits_work: bool,
-    /// Whether a copier copies its memory, so that no other process is copied at the same time.
+    /// Whether a copier copies the process's memory. Then no other process is copied at the same
+    /// time.
     pub is_prefaulted: bool,
 }
 
@@ -68,7 +69,7 @@ pub enum OffloadStep {
 pub enum OffloadPlan {
     /// Orders to send, all at once.
     Send(Vec<(ProcessId, Action)>),
-    /// No process is open. Repeat the survey, then run this step for these processes at once.
+    /// No process is open. Repeat the survey, then run this step for all these processes at once.
     Run(OffloadStep, Vec<ProcessId>),
     /// An order is in progress, or a process is between two phases.
     Wait,
@@ -81,7 +82,7 @@ pub enum OffloadPlan {
 pub struct RestorePlan {
     /// Orders to send now.
     pub send: Vec<(ProcessId, Action)>,
-    /// The processes to restore next, at once, when the container has a grant.
+    /// The processes to restore at once, when the container has a grant.
     pub restore: Vec<ProcessId>,
     /// Whether every process is open and no order is in progress.
     pub done: bool,
@@ -92,7 +93,7 @@ pub struct RestorePlan {
 pub struct OrderDeadlines {
     /// Time for calls in progress to end when the gate closes, in milliseconds.
     pub close_ms: u32,
-    /// Time limit of the driver's lock, in milliseconds.
+    /// Time limit of the driver's lock for work in progress, in milliseconds.
     pub lock_ms: u32,
 }
 
@@ -136,8 +137,8 @@ pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) ->
 }
 
 /// Plans the next steps of a restore. No process is opened while another is still offloaded,
-/// because its calls could take the VRAM that was promised to the other. `lost`: the driver cannot
-/// restore some of them, so the others are opened anyway.
+/// because calls of the first could take the VRAM that was promised to the second. `lost`: the
+/// driver cannot restore some of the processes, so the others are opened anyway.
 #[must_use]
 pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
     let mut plan = RestorePlan::default();
@@ -149,8 +150,8 @@ pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
             _ => {}
         }
     }
-    // Copies run at once. The driver's restores run one at a time, in reverse order of the offload,
-    // as NVIDIA's own tools do it.
+    // Copies in run at once. The driver restores one process at a time, in reverse order of the
+    // offload, as NVIDIA's own tools do.
     let restoring = positions.iter().any(|p| p.occupied && p.phase.is_offloaded());
     if !restoring {
         let free = |phase| {
@@ -237,7 +238,7 @@ mod tests {
             moving(OffloadMethod::CopyAndCheckpoint, Phase::Checkpointed),
             OffloadPlan::Done
         );
-        // A copied-out process whose context is evicted now continues from there.
+        // A copied-out process whose context is evicted now continues with the checkpoint.
         assert_eq!(
             moving(OffloadMethod::DriverCheckpoint, Phase::CopiedOut),
             take(OffloadStep::Checkpoint)
@@ -310,7 +311,7 @@ mod tests {
         assert_eq!(plan_restore(&half, false).restore, [], "those under way come first");
     }
 
-    /// A library of an earlier release copies only when the driver has locked its process.
+    /// A library of an earlier release copies only a process that the driver has locked.
     #[test]
     fn lock_is_ordered_only_where_it_is_needed() {
         let mut positions = at(&[Phase::Closed, Phase::Closed]);

@@ -1,6 +1,6 @@
-//! The effective policy of a container. An annotation of the container precedes the rule of its
-//! namespace, and the rule precedes the node's value. An invalid annotation is ignored with a
-//! warning that names the accepted values, and the next source applies.
+//! The effective policy of a container. A value of a container's annotation replaces that of the
+//! namespace rule, which replaces that of the node. An invalid annotation is ignored with a warning
+//! that names the accepted values.
 
 use std::collections::BTreeMap;
 
@@ -12,43 +12,43 @@ use super::{Millis, history::KeepAliveTarget, window::Window};
 pub struct Policy {
     /// When the container is offloaded.
     pub mode: Mode,
-    /// Time without use after which it is idle, in milliseconds. If the keep-alive is learned, the
-    /// maximum.
+    /// Time without use after which the container is idle, in milliseconds. Its maximum, if the
+    /// keep-alive is learned.
     pub idle_timeout_ms: Millis,
-    /// Time that it stays resident after a restore, in milliseconds.
+    /// Time that the container stays resident after a restore, in milliseconds.
     pub minimum_residency_ms: Millis,
     /// Priority in the queue, -1000 to 1000. The highest is served first.
     pub priority: i32,
-    /// Whether its keep-alive is learned or fixed.
+    /// Whether the container's keep-alive is learned or fixed.
     pub keep_alive: KeepAlive,
-    /// Cost of a wake, in milliseconds of VRAM held idle.
+    /// Cost of one wake: holding the VRAM idle for this many milliseconds costs the same.
     pub wake_cost_ms: Millis,
-    /// Whether it is prewoken before a call that its history makes likely.
+    /// Whether the container is prewoken before a call that its history makes likely.
     pub prewake: bool,
-    /// The event that restores it: only a call, or a connection as well.
+    /// The event that restores the container: a call, or a connection as well.
     pub wake_on: WakeOn,
-    /// How its restore gets VRAM that other containers hold.
+    /// How the container's restore gets VRAM that other containers hold.
     pub restore: Restore,
     /// Whether an allocation that finds no VRAM fails or waits.
     pub on_oom: OnOom,
     /// Maximum wait of such an allocation, in milliseconds.
     pub on_oom_timeout_ms: Millis,
-    /// The way its memory leaves the GPU.
+    /// The way in which the container's memory leaves the GPU.
     pub engine: Engine,
-    /// Whether its host copy is retained after a restore.
+    /// Whether the container's host copy is retained after a restore.
     pub retain_host_copy: bool,
     /// Whether a restore verifies that copied memory is unchanged.
     pub checksum: bool,
-    /// Whether memory that equals that of other containers of its namespace is stored once while
-    /// offloaded.
+    /// Whether memory with the same content as that of other containers of its namespace is stored
+    /// once while offloaded.
     pub dedup: bool,
-    /// Whether host memory is prefaulted while it is idle.
+    /// Whether host memory is prefaulted while the container is idle.
     pub prefault: bool,
-    /// Whether it may be restored on another GPU if its own is full.
+    /// Whether the container may be restored on another GPU if its own is full.
     pub allow_gpu_migration: bool,
-    /// VRAM below which an offload does not pay, in bytes.
+    /// VRAM in bytes below which the container is not offloaded.
     pub minimum_vram_bytes: u64,
-    /// Times of the week in which it is offloaded when idle.
+    /// Times of the week during which the container is offloaded when idle.
     pub offload_window: Window,
 }
 
@@ -89,7 +89,7 @@ impl Default for Policy {
     }
 }
 
-/// The rule of a namespace. A field that is `None` keeps the node's value.
+/// The rule of a namespace. If a field is `None`, the node's value applies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rule {
     /// The Kubernetes namespace (or containerd's, outside Kubernetes).
@@ -139,8 +139,8 @@ pub struct Rule {
 pub struct Policies {
     /// Policy of a container that has neither a rule nor annotations.
     pub node: Policy,
-    /// Source (file or variable) of each of the node's values, by name. A value without a source is
-    /// the default.
+    /// Source of each of the node's values, by name: a file or a variable. A value without a source
+    /// is the default.
     pub origins: BTreeMap<String, String>,
     /// Rules of namespaces. The first rule that names the container's namespace applies.
     pub rules: Vec<Rule>,
@@ -161,7 +161,7 @@ impl Policies {
     ) -> (Policy, Vec<String>) {
         let mut policy = self.before_annotations(namespace);
         let mut warnings = Vec::new();
-        // `latency-sensitive` is applied last: it prevails over all other annotations.
+        // `latency-sensitive` is applied last, so that it replaces what other annotations set.
         let (last, first): (Vec<_>, Vec<_>) =
             annotations.iter().partition(|(name, _)| *name == LATENCY_SENSITIVE);
         for (name, value) in first.into_iter().chain(last) {
@@ -176,7 +176,7 @@ impl Policies {
         (policy, warnings)
     }
 
-    /// The policy from node and namespace, without annotations.
+    /// The policy that results from node and namespace, without annotations.
     #[must_use]
     pub fn before_annotations(&self, namespace: &str) -> Policy {
         let mut policy = self.node.clone();
@@ -221,7 +221,7 @@ impl Policies {
     }
 }
 
-/// Annotation that turns offloads off, for a container whose clients cannot wait for a restore.
+/// Annotation that disables offloads, for a container whose clients cannot wait for a restore.
 pub(super) const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
 
 /// Applies one annotation to a policy.
@@ -269,8 +269,8 @@ pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
     Ok(())
 }
 
-/// The restore policy that an annotation chooses. `immediate` may end processes of other
-/// containers, so it applies only if an operator lets containers choose it.
+/// The restore policy that an annotation selects. `immediate` may end processes of other
+/// containers, so it is accepted only if an operator allows annotations to select it.
 fn restore(operators: Restore, value: &str) -> Result<Restore, String> {
     match word(value, &Restore::WORDS)? {
         Restore::Immediate if operators == Restore::Queue => Err(
@@ -280,8 +280,8 @@ fn restore(operators: Restore, value: &str) -> Result<Restore, String> {
     }
 }
 
-/// Whether memory is deduplicated. Deduplication costs the node work, so an annotation can only
-/// turn it off.
+/// Whether memory is deduplicated. Deduplication costs the node CPU time, so an annotation can only
+/// disable it.
 fn dedup(operators: bool, value: &str) -> Result<bool, String> {
     match word(value, &BOOLS)? {
         true if !operators => {

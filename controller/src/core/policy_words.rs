@@ -7,8 +7,8 @@ use serde::Deserialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// When it is idle and its GPUs are not oversubscribed, or a container has just started.
-    /// Otherwise when a waiter needs its VRAM.
+    /// When the container is idle, if its GPUs are not oversubscribed or it has just started.
+    /// Otherwise when it is idle and a waiter needs its VRAM.
     Auto,
     /// As soon as it is idle.
     Eager,
@@ -29,7 +29,7 @@ impl Mode {
         ("off", Mode::Off),
     ];
 
-    /// The word for it in configuration, annotations and output.
+    /// The word for the mode in configuration, annotations and output.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -42,13 +42,13 @@ impl Mode {
     }
 }
 
-/// Source of the keep-alive, which is the time without use after which a container is idle.
+/// Whether the keep-alive, the time without use after which a container is idle, is learned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KeepAlive {
     /// Learned from the container's pauses. The idle timeout is the maximum.
     Learned,
-    /// Fixed: it is the idle timeout.
+    /// Fixed: the keep-alive is the idle timeout.
     Fixed,
 }
 
@@ -56,7 +56,7 @@ impl KeepAlive {
     pub(super) const WORDS: [(&'static str, KeepAlive); 2] =
         [("learned", KeepAlive::Learned), ("fixed", KeepAlive::Fixed)];
 
-    /// The word for it in configuration, annotations and output.
+    /// The word for the keep-alive in configuration, annotations and output.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -70,9 +70,9 @@ impl KeepAlive {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnOom {
-    /// It fails, as it would without Affinode.
+    /// The allocation fails, as it would without Affinode.
     Fail,
-    /// It waits until neighbours are evicted or its timeout expires.
+    /// The allocation waits until neighbours are evicted or its timeout expires.
     Wait,
 }
 
@@ -80,7 +80,7 @@ impl OnOom {
     pub(super) const WORDS: [(&'static str, OnOom); 2] =
         [("fail", OnOom::Fail), ("wait", OnOom::Wait)];
 
-    /// The word for it in configuration, annotations and output.
+    /// The word for the behaviour in configuration, annotations and output.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -96,7 +96,8 @@ impl OnOom {
 pub enum WakeOn {
     /// A CUDA call of the container.
     Call,
-    /// Also a connection to a socket of its network, if VRAM is free without an eviction.
+    /// A call, or a connection to a socket of the container's network if the VRAM is free without
+    /// an eviction.
     Connection,
 }
 
@@ -104,7 +105,7 @@ impl WakeOn {
     pub(super) const WORDS: [(&'static str, WakeOn); 2] =
         [("call", WakeOn::Call), ("connection", WakeOn::Connection)];
 
-    /// The word for it in configuration, annotations and output.
+    /// The word for the event in configuration, annotations and output.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -118,12 +119,12 @@ impl WakeOn {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Restore {
-    /// It waits until neighbours that are not in use are evicted.
+    /// The container waits until neighbours that are not in use are evicted.
     Queue,
-    /// The container is served before others of its priority and frees VRAM from neighbours in use.
-    /// Those that can be moved are offloaded; processes of the others are ended.
+    /// The container is served before others of its priority, and takes VRAM of neighbours in use.
+    /// Neighbours that can be moved are offloaded. Processes of the others are ended.
     Immediate,
-    /// Only for a node or namespace: `immediate` for containers whose annotation requests it,
+    /// For nodes and namespaces only: `immediate` for containers whose annotation requests it,
     /// `queue` for all others.
     ByAnnotation,
 }
@@ -132,7 +133,7 @@ impl Restore {
     pub(super) const WORDS: [(&'static str, Restore); 2] =
         [("queue", Restore::Queue), ("immediate", Restore::Immediate)];
 
-    /// The word for it in configuration, annotations and output.
+    /// The word for the restore policy in configuration, annotations and output.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -143,16 +144,17 @@ impl Restore {
     }
 }
 
-/// The way a container's memory leaves the GPU.
+/// The way in which a container's memory leaves the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
-    /// The library copies large allocations. The driver's checkpoint takes the rest when a waiter
-    /// needs it.
+    /// The library copies large allocations. The driver's checkpoint takes the remaining memory
+    /// when a waiter needs it.
     Auto,
-    /// The library copies large allocations at bus speed. The rest stays on the GPU.
+    /// The library copies large allocations at bus speed. The remaining memory stays on the GPU.
     Copy,
-    /// The library copies large allocations. The driver's checkpoint takes the rest at once.
+    /// The library copies large allocations. Then the driver's checkpoint takes the remaining
+    /// memory.
     Full,
     /// The driver's checkpoint takes everything.
     Checkpoint,
@@ -166,7 +168,7 @@ impl Engine {
         ("full", Engine::Full),
     ];
 
-    /// The word for it in configuration, annotations and output.
+    /// The word for the engine in configuration, annotations and output.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

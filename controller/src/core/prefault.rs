@@ -1,4 +1,4 @@
-//! Prefaults host memory before a container is offloaded (`policy.prefault`).
+//! Prefaults host memory while a container is idle, before its offload (`policy.prefault`).
 //!
 //! ```text
 //!                ┌──in use, policy off, may not be offloaded: ordered off─┐
@@ -9,8 +9,8 @@
 //!      └──────────────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! Prefaulting takes memory of the container and the node, so each process gets one order per idle
-//! period, whatever its result. No offload waits for it.
+//! Prefaulted memory belongs to the container and the node like any other memory in use. Therefore
+//! each process gets at most one order per idle period. No offload waits for prefaulting.
 
 use affinode_proto::{
     reason::Reason,
@@ -26,14 +26,14 @@ use super::{
     process::Process,
 };
 
-/// Time after the begin of an offload in which it counts as about to free VRAM.
+/// Time after the begin of an offload during which it is expected to free VRAM soon.
 const LEAVES_MS: Millis = 20_000;
-/// Number of offloads in a row without a copy by the copier, after which a process is not
-/// prefaulted again.
+/// Number of offloads in a row in which the copier copied nothing, after which a process is no
+/// longer prefaulted.
 const MAX_UNCOPIED: u32 = 3;
 
 impl Container {
-    /// Time at which the idle period began. It differs between periods.
+    /// Time at which the idle period began. It identifies the period.
     fn quiet_since(&self) -> Millis {
         self.last_use.max(self.restored_at.unwrap_or(0))
     }
@@ -47,7 +47,7 @@ impl Node {
         if !c.policy.prefault && !self.processes.of(key).any(prepared) {
             return;
         }
-        // During an offload or restore nothing changes.
+        // During an offload or restore, prefaulted memory is neither added nor released.
         if c.goal != Goal::Resident || !matches!(c.state, State::Active | State::Idle) {
             return;
         }
@@ -71,8 +71,8 @@ impl Node {
         }
     }
 
-    /// Whether prefaulted memory is kept. A reason that may end soon, such as GPUs that cannot be
-    /// read, does not revoke it.
+    /// Whether prefaulted memory is kept. A condition that may end soon, such as GPUs that cannot
+    /// be read, does not release it.
     fn stays_prefaulted(&self, key: &Key, c: &Container) -> bool {
         let copies = self.engine_of(key) == Engine::Full;
         let verdict = self.check_offload(key, true);
@@ -83,7 +83,7 @@ impl Node {
     }
 
     /// Whether prefaulting may begin: the container is resident, not in use, and large enough for
-    /// an offload. A container whose allocation waits is in use.
+    /// an offload. A container whose allocation waits counts as in use.
     fn may_begin(&self, key: &Key) -> bool {
         let still = |p: &Process| p.connected && p.phase == Phase::Open && p.pending.is_none();
         self.check_offload(key, true).is_ok()
@@ -91,8 +91,8 @@ impl Node {
             && !self.is_too_small(key)
     }
 
-    /// Orders a process to prefault if there is a copier for its memory, because only a copier uses
-    /// it. If there is none, the next attempt is in the next idle period.
+    /// Orders a process to prefault, if there is a copier for its memory: only a copier uses
+    /// prefaulted memory. If there is no copier, the next attempt is in the next idle period.
     fn begin_prefault(&mut self, id: ProcessId) {
         if self.attach_ahead(id)
             && let Some(process) = self.processes.get_mut_uncounted(&id)
@@ -102,7 +102,7 @@ impl Node {
         }
     }
 
-    /// Ends the prefaulting of a process, and orders the process to release the memory.
+    /// Ends the prefaulting of a process, and orders the process to release the prefaulted memory.
     pub(super) fn end_prefault(&mut self, id: ProcessId) {
         let process = self.processes.get_mut_uncounted(&id).filter(|p| p.prefault_ordered);
         if let Some(process) = process {
@@ -112,31 +112,35 @@ impl Node {
         }
     }
 
-    /// Ends the prefaulting after a failed offload. A process that is offloaded has used its
-    /// prefaulted memory and gets no order.
+    /// Ends the prefaulting of a container after a failed offload. A process that is offloaded gets
+    /// no order, because it has used its prefaulted memory.
     pub(super) fn prefault_failed(&mut self, key: &Key) {
         let here = |(_, p): &(ProcessId, &Process)| p.offloaded_vram.is_none();
         let here: Vec<ProcessId> = self.processes.of(key).filter(here).map(|(id, _)| id).collect();
         here.into_iter().for_each(|id| self.end_prefault(id));
     }
 
-    /// The GPU of a process whose memory a copier can copy out, and the swappable bytes. `None` if
-    /// the process cannot use a copier: its library does not support it, another method is used, or
-    /// it has memory on several GPUs. Also `None` if it has too little memory, if its last offload
-    /// showed that no copier can restore it, or if no copier copied it several times in a row.
+    /// The GPU and the swappable bytes of a process that may be prefaulted. `None` if:
+    ///
+    /// - its library does not support prefaulting or copiers;
+    /// - its counters were not read yet;
+    /// - the offload uses another method;
+    /// - its memory is on several GPUs, or less than the minimum;
+    /// - its counters report that no copier can restore it;
+    /// - no copier copied it in the last offloads ([`MAX_UNCOPIED`]).
     pub(super) fn may_prefault(&self, id: ProcessId) -> Option<(String, u64)> {
         let able = |p: &Process| p.can(Capabilities::PREFAULTS) && p.can(Capabilities::USES_COPIER);
         let may =
             |p: &&Process| able(p) && p.counters.is_some() && p.failed_copy_outs < MAX_UNCOPIED;
         let process = self.processes.get(&id).filter(may)?;
         let (uuid, _) = self.for_copier(process, &process.vram)?;
-        // NVML's last sample may be older than the last allocations.
+        // NVML's last sample may be older than the last allocations: use what the agent can copy.
         let total = self.gpus.iter().find(|gpu| gpu.uuid == uuid)?.total_bytes;
         let bytes = process.swap.swappable_bytes.min(total);
         (bytes >= self.settings.prefault_min_bytes).then_some((uuid, bytes))
     }
 
-    /// Whether an offload of the process is about to free VRAM and has not done so yet.
+    /// Whether an offload of the process is expected to free VRAM soon.
     pub(super) fn is_leaving(&self, id: ProcessId) -> bool {
         let leaves = |p: &Process| {
             let container = self.containers.get(&p.key).filter(|c| c.goal != Goal::Resident);

@@ -1,4 +1,4 @@
-//! VRAM pressure: determines the GPUs on which a container waits for VRAM that others hold.
+//! VRAM pressure: finds the GPUs on which a container waits for VRAM that other containers hold.
 //!
 //! ```text
 //! no pressure ──a restore or an allocation waits for 1 s──> pressure ──none waits──> no pressure
@@ -13,7 +13,7 @@ use affinode_proto::{event::EventKind, reason::Reason};
 
 use super::{Key, Millis, Node, event::NodeEvent};
 
-/// Minimum wait that counts as pressure.
+/// Waiting time after which a waiter counts as pressure.
 const WAITED_MS: Millis = 1_000;
 
 impl Node {

@@ -29,7 +29,7 @@ pub struct PendingAlloc {
     pub ticket: u64,
     /// GPU and bytes that the allocation needs.
     pub need: DeviceBytes,
-    /// Number of attempts that found no VRAM.
+    /// Number of attempts that failed for lack of VRAM.
     pub attempts: u32,
     /// When the wait began.
     pub since: Millis,
@@ -46,12 +46,12 @@ pub struct DeviceWork {
     pub percent: u32,
 }
 
-/// An order to a process to end, so that another container gets its VRAM.
+/// An order to end a process, because another container needs its VRAM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Termination {
-    /// When the process was asked to end.
+    /// When the process was ordered to end.
     pub since: Millis,
-    /// Whether the process did not end in time and is killed.
+    /// Whether the process did not end in time and was killed.
     pub by_force: bool,
 }
 
@@ -62,11 +62,11 @@ pub struct Process {
     pub key: Key,
     /// Pid, start time and command of the process, from the kernel.
     pub identity: Identity,
-    /// Whether its agent is connected.
+    /// Whether the agent of the process is connected.
     pub connected: bool,
-    /// The phase that its agent reported last.
+    /// The phase in the agent's last report.
     pub phase: Phase,
-    /// Number of times that its gate has closed.
+    /// Number of times that the gate of the process has closed.
     pub generation: u64,
     /// Properties of the process that make a checkpoint unsafe.
     pub hazards: Hazards,
@@ -74,26 +74,27 @@ pub struct Process {
     pub capabilities: Capabilities,
     /// The order in progress. A process has at most one.
     pub pending: Option<PendingOrder>,
-    /// Number of grants for which it holds its allocations.
+    /// Number of grants for which the process holds its allocations.
     pub holds: u32,
     /// VRAM of the process now, as NVML reports it.
     pub vram: Vec<DeviceBytes>,
-    /// VRAM of the process when the offload began. `None`: not offloaded, or unknown.
+    /// VRAM of the process when its offload began. `None`: the process is not offloaded, or the
+    /// VRAM is unknown.
     pub offloaded_vram: Option<Vec<DeviceBytes>>,
     /// UUID of the GPU on which VRAM was promised for a migration.
     pub target_gpu: Option<String>,
-    /// Whether a restore on another GPU failed. This controller does not try it again.
+    /// Whether a restore on another GPU failed. This controller then does not try it again.
     pub migration_refused: bool,
-    /// Memory that its agent can copy, and has copied.
+    /// Memory that the agent can copy, and memory that it has copied.
     pub swap: SwapStatus,
-    /// Whether the process is checkpointed and no copier has copied its swappable memory. That
-    /// memory is still on the GPU.
+    /// Whether the process is checkpointed although no copier has copied its swappable memory. That
+    /// memory is then still on the GPU.
     pub copy_out_incomplete: bool,
-    /// Whether its agent's copy failed. Later offloads use the driver's checkpoint.
+    /// Whether a copy by the agent failed. Later offloads then use the driver's checkpoint.
     pub copy_failed: bool,
     /// Whether the process was ordered to prefault host memory for its next offload.
     pub prefault_ordered: bool,
-    /// Start of the idle period of the last prefault order: one order per idle period.
+    /// Start of the idle period for which prefaulting was last ordered. Each period has one order.
     pub prefault_ordered_for_idle: Option<Millis>,
     /// Number of offloads in a row in which no copier copied the memory that the process had
     /// exported.
@@ -101,30 +102,32 @@ pub struct Process {
     /// Whether the process holds its allocations until the other processes of its container are
     /// restored.
     pub waits_for_siblings: bool,
-    /// Permanent reason why its counters are ignored. `None`: they are valid.
+    /// The permanent reason for which the counters of the process are ignored. `None`: they are
+    /// valid.
     pub counter_error: Option<String>,
     /// Counts of refused and completed orders to hold allocations.
     pub hold_record: HoldRecord,
-    /// The last work on a GPU, possibly without a CUDA call in progress.
+    /// The last work on a GPU, as NVML reports it. It may run without a CUDA call in progress.
     pub working: Option<DeviceWork>,
     /// The order to end, if there is one.
     pub termination: Option<Termination>,
-    /// When the process registered, or was restored last. 0: before this controller started.
+    /// When the process registered or was last restored. 0: before this controller started.
     pub resident_since: Millis,
-    /// Its allocation that waits for VRAM.
+    /// The allocation of the process that waits for VRAM.
     pub alloc_wait: Option<PendingAlloc>,
-    /// The last reading of its counters.
+    /// The last reading of the process's counters.
     pub counters: Option<CounterSnapshot>,
 }
 
 impl Process {
-    /// Whether its library has all of these capabilities.
+    /// Whether the library of the process has all of these capabilities.
     #[must_use]
     pub fn can(&self, capabilities: Capabilities) -> bool {
         self.capabilities.contains(capabilities)
     }
 
-    /// Its hazards that a copy out allows. An older library does not know which allocations stay.
+    /// Hazards that do not prevent a copy out. An older library cannot tell which allocations must
+    /// stay.
     #[must_use]
     pub fn copyable_hazards(&self) -> Hazards {
         let known = self.can(Capabilities::LEAVES_IN_PART);
@@ -132,7 +135,7 @@ impl Process {
         Hazards::KEEPS_CONTEXT.without(refused)
     }
 
-    /// Whether its context stays on the GPU because a checkpoint of it would be unsafe.
+    /// Whether the context of the process stays on the GPU because its checkpoint would be unsafe.
     #[must_use]
     pub fn keeps_context(&self) -> bool {
         self.hazards.intersects(Hazards::KEEPS_CONTEXT)
@@ -144,13 +147,13 @@ impl Process {
         self.vram.iter().map(|d| d.bytes).sum()
     }
 
-    /// Host memory that an offload by `moves` takes, in bytes, in addition to the driver's own. A
-    /// retained host copy is not included, because its container is already charged for it.
+    /// Host memory that an offload by `moves` takes, in bytes, without the driver's own. A retained
+    /// host copy is subtracted, because its container is charged for it already.
     #[must_use]
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.counters.as_ref().map_or(0, |page| page.kept_bytes);
         let vram_bytes = match moves {
-            // The rest stays on the GPU.
+            // All other memory stays on the GPU.
             OffloadMethod::Copy => self.vram_bytes().min(self.swap.swappable_bytes),
             OffloadMethod::DriverCheckpoint | OffloadMethod::CopyAndCheckpoint => self.vram_bytes(),
         };
@@ -160,7 +163,8 @@ impl Process {
     }
 
     /// VRAM that the process freed and needs for its restore. `None`: unknown. A process that is
-    /// copied out needs only the copied part and its local memory; the rest never left the GPU.
+    /// copied out needs only the copied part and its local memory, because the other memory never
+    /// left the GPU.
     #[must_use]
     pub fn vram_to_restore(&self) -> Option<Vec<DeviceBytes>> {
         let offloaded = self.offloaded_vram.as_ref()?;
@@ -178,8 +182,8 @@ impl Process {
     }
 
     /// Records that the process was checkpointed without a copy by its copier. The swappable memory
-    /// is still on the GPU, so the restore needs only the rest, and is possible only on the same
-    /// GPU.
+    /// is still on the GPU. The restore therefore needs only the other VRAM, and only the same GPU
+    /// can complete it.
     pub fn record_copy_out_failure(&mut self) {
         self.vram =
             subtract_vram(&self.vram, &proportional_part(&self.vram, self.swap.swappable_bytes));
@@ -192,8 +196,8 @@ impl Process {
         self.pending.is_some_and(|pending| matches!(pending.action, Action::RestoreOnGpu { .. }))
     }
 
-    /// Ends a migration. From now on the process's VRAM counts on the GPU `to`, or on its own GPU
-    /// if `to` is `None`.
+    /// Ends a migration. From now on, the VRAM of the process counts on the GPU `to`, or on the
+    /// process's own GPU if `to` is `None`.
     pub fn finish_migration(&mut self, to: Option<String>) {
         self.offloaded_vram =
             self.offloaded_vram.take().map(|offloaded| on_gpu(&offloaded, to.as_deref()));
@@ -213,7 +217,7 @@ impl Process {
     }
 }
 
-/// Returns `all` with the GPU replaced by `to`, if there is one.
+/// Returns `all` with each GPU replaced by `to`, if `to` is given.
 pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> {
     let mut all = all.to_vec();
     if let Some(to) = to {
@@ -222,7 +226,7 @@ pub(super) fn on_gpu(all: &[DeviceBytes], to: Option<&str>) -> Vec<DeviceBytes> 
     all
 }
 
-/// `all` without `gone`, per GPU.
+/// `all` less `gone`, per GPU.
 pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<DeviceBytes> {
     let gone_from = |uuid: &str| gone.iter().find(|g| g.uuid == uuid).map_or(0, |g| g.bytes);
     all.iter()
@@ -230,8 +234,8 @@ pub(super) fn subtract_vram(all: &[DeviceBytes], gone: &[DeviceBytes]) -> Vec<De
         .collect()
 }
 
-/// A part of `all` with this number of bytes in total. The agent reports no bytes per GPU, so each
-/// GPU has a proportional share.
+/// A part of `all` with this number of bytes in total. The agent does not report bytes per GPU, so
+/// the part has the same share of each GPU.
 fn proportional_part(all: &[DeviceBytes], bytes: u64) -> Vec<DeviceBytes> {
     let sum: u64 = all.iter().map(|d| d.bytes).sum();
     let part = bytes.min(sum);

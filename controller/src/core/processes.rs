@@ -1,8 +1,8 @@
 //! All processes of the node. They can be found by number and by container.
 //!
-//! Two results over all processes are needed at most inputs, so they are cached: the VRAM that the
-//! processes want per GPU, and the partly restored containers. Containers whose processes may have
-//! changed are counted again before the next result is returned.
+//! Most inputs need two results over all processes: the VRAM that the processes want per GPU, and
+//! the partly restored containers. Both are cached. Before a result is returned, the containers
+//! whose processes may have changed are counted again.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -12,8 +12,8 @@ use indexmap::{IndexMap, map};
 
 use super::{DeviceBytes, Key, ProcessId, process::Process};
 
-/// All processes, grouped by container. On a node with a thousand containers, each input needs the
-/// few processes of one container many times.
+/// All processes, grouped by container: each input looks up the few processes of one container many
+/// times, and a node may have a thousand containers.
 #[derive(Debug, Default)]
 pub struct Processes {
     by_key: IndexMap<Key, Siblings, FixedState>,
@@ -31,7 +31,7 @@ struct Siblings {
     /// The processes, ordered by number.
     list: Vec<(ProcessId, Process)>,
     touched: bool,
-    /// VRAM of these processes that the cached sum includes.
+    /// VRAM of these processes that is included in the cached sum.
     wants: Vec<DeviceBytes>,
 }
 
@@ -46,14 +46,14 @@ impl Siblings {
         self.list.iter().flat_map(|(_, process)| wants(process))
     }
 
-    /// Whether the container is partly restored: a process is locked, or has VRAM behind a closed
+    /// Whether the container is partly restored: a process is locked, or holds VRAM behind a closed
     /// gate.
     fn is_half_way(&self) -> bool {
         let (mut half_way, mut resident) = (false, true);
         for (_, p) in &self.list {
             half_way |= p.phase == Phase::Locked || !p.phase.is_offloaded() && p.vram_bytes() > 0;
-            // A container whose allocation waits is open: it can be evicted again and needs no
-            // precedence.
+            // A container whose allocation waits has only open processes. It can be evicted again
+            // and needs no precedence.
             resident &= p.phase == Phase::Open;
         }
         half_way && !resident
@@ -103,8 +103,8 @@ impl Processes {
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
-    /// The process with this number, for a change that affects neither phase nor VRAM. It needs no
-    /// new count, which matters because most inputs are counter readings.
+    /// The process with this number, for a change of neither phase nor VRAM. No new count is
+    /// needed. This matters, because most inputs are counter readings.
     pub fn get_mut_uncounted(&mut self, id: &ProcessId) -> Option<&mut Process> {
         let (_, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
@@ -143,7 +143,7 @@ impl Processes {
         list.unwrap_or_default().iter().map(|(id, process)| (*id, process))
     }
 
-    /// VRAM of one GPU that all processes have or need again, in bytes.
+    /// VRAM of one GPU that all processes hold or need again, in bytes.
     pub fn wanted_bytes(&mut self, uuid: &str) -> u128 {
         self.count();
         self.wanted.get(uuid).copied().unwrap_or(0)
@@ -180,7 +180,7 @@ impl Processes {
             if entry.get().list.is_empty() {
                 let place = entry.index();
                 entry.swap_remove();
-                // `swap_remove` moved the last container here.
+                // `swap_remove` has moved the last container to this index.
                 for (id, _) in self.by_key.get_index(place).iter().flat_map(|(_, s)| &s.list) {
                     self.places.insert(*id, place);
                 }
@@ -243,7 +243,7 @@ mod tests {
     }
 
     proptest! {
-        /// The cached sums equal a new count after any changes, however rarely they are queried.
+        /// The cached sums equal a new count after any changes, even if they are rarely queried.
         #[test]
         fn cached_sums_equal_a_new_count(
             steps in proptest::collection::vec((0_u8..6, 0_u64..6, 0_u64..3, 0_usize..4, 0_u64..9), 1..80),

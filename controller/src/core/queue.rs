@@ -1,5 +1,5 @@
-//! The queue of containers that wait for VRAM. Within a priority they are served in order of
-//! arrival. Waiting raises the priority by one for each [`AGING_MS`], so no container waits
+//! The queue of containers that wait for VRAM. Containers of the same priority are served in order
+//! of arrival. Waiting raises the priority by one for each [`AGING_MS`], so no container waits
 //! forever.
 
 use std::{
@@ -14,8 +14,8 @@ use super::{Key, Millis};
 /// Waiting time that raises the priority by one, in milliseconds.
 pub const AGING_MS: Millis = 10_000;
 
-/// Priority (highest first), start of the wait, number of arrival. This is the order of the queue
-/// until a waiter has aged past one of a higher priority. No two places are equal.
+/// Priority (highest first), start of the wait, arrival number. The queue is sorted by this, until
+/// a waiter has aged past a waiter of higher priority. No two places are equal.
 type Place = (Reverse<i32>, Millis, u64);
 
 #[derive(Clone, Debug)]
@@ -104,7 +104,7 @@ impl Queue {
         order.extend(sorted.into_iter().map(|w| w.key.clone()));
     }
 
-    /// Whether all waiters have the same priority, so that waiting does not change their order.
+    /// Whether all waiters have the same priority. Then waiting does not change their order.
     fn are_alike(&self) -> bool {
         self.waiters.front().map(|w| w.place.0) == self.waiters.back().map(|w| w.place.0)
     }
@@ -144,10 +144,10 @@ mod tests {
     }
 
     proptest! {
-        /// One container at a time is served, and others of any priority arrive at any time. A
-        /// container may be served before one that still waits only if it arrived earlier, or at
-        /// most the time later that its priority is worth. So only a limited number of later
-        /// arrivals pass a waiter.
+        /// Containers are served one at a time, and others of any priority arrive at any time. A
+        /// container may be served before one that still waits only if it arrived earlier, or if it
+        /// arrived later by at most the time that its higher priority is worth. The number of later
+        /// arrivals that can pass a waiter is therefore limited.
         #[test]
         fn queue_with_any_arrivals_starves_none(
             steps in proptest::collection::vec((0_i32..10, 0_u64..20_000, any::<bool>()), 1..200),

@@ -46,8 +46,8 @@ impl Node {
         }
     }
 
-    /// Whether `generation` is that of another container than the known one, because ids of
-    /// containers are reused. 0 matches any generation.
+    /// Whether `generation` belongs to another container than the known one. Ids of containers are
+    /// reused, so the generation is needed. 0 matches any generation.
     #[must_use]
     pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
         let known = self.containers.get(key).map_or(0, |known| known.spec.generation);
@@ -82,7 +82,7 @@ impl Node {
         standing: RegistrationStatus,
     ) {
         let RegistrationStatus { phase, generation, hazards, capabilities, swap } = standing;
-        // The same pid and start time: the process lost its connection and registers again.
+        // The pid and start time are known: the process lost its connection and registers again.
         let known = self
             .processes
             .of(key)
@@ -100,7 +100,7 @@ impl Node {
             self.effects.push(Effect::Drop(id));
             return;
         };
-        // Its VRAM and its target GPU come from its earlier connection, or from the journal.
+        // VRAM and target GPU come from the earlier connection of the process, or from the journal.
         let before = known.and_then(|old| self.processes.remove(&old));
         let recalled =
             self.unclaimed_journal.remove(&(key.clone(), identity.pid, identity.start_ticks));
@@ -115,8 +115,10 @@ impl Node {
         // A process that is no longer checkpointed was restored on its target GPU.
         let to = to.filter(|_| phase != Phase::Checkpointed);
         let offloaded = left.map(|left| on_gpu(&left, to.as_deref()));
-        // A phase or copied bytes without a record: accepting them would give the process a claim
-        // on VRAM that it never had.
+        // The process reports an offloaded phase or copied bytes, but no record shows an offload.
+        // Accepting the report would give the process a claim on VRAM that it never had. Only a
+        // process older than this controller is believed: an earlier controller may have offloaded
+        // it, and the journal may be lost.
         let younger = self.started_ticks > 0 && identity.start_ticks >= self.started_ticks;
         let off = phase.is_offloaded() || swap.copied_out_bytes > 0;
         let lies = off && offloaded.is_none() && (known.is_some() || younger);
@@ -127,11 +129,13 @@ impl Node {
             false => (phase, swap),
         };
         if container.state == State::Unregistered {
-            // The first process; after a controller crash the first one to register again.
+            // The first process of the container, or the first to register again with a new
+            // controller.
             container.last_use = self.now;
             container.goal = if phase.is_offloaded() { Goal::Offloaded } else { Goal::Resident };
         } else if phase == Phase::Open && container.goal != Goal::Resident {
-            // A process that opens CUDA now: the container is in use.
+            // An open process registers in a container that is offloaded or about to be: the
+            // container is in use.
             container.goal = Goal::Resident;
             container.cause = Reason::Called;
             container.last_use = self.now;
@@ -180,7 +184,8 @@ impl Node {
             self.bad_page(id, NEVER_MOVED.into());
         }
         self.recall_settled(key);
-        // Before the Welcome: the process allocates nothing until it receives that.
+        // The process allocates nothing until it receives the Welcome, so the orders to hold come
+        // first.
         self.hold_newcomer(id);
         self.hold_for_siblings(id);
         let wait_for_room_ms =
@@ -209,7 +214,7 @@ impl Node {
         let Some(process) = self.processes.get_mut(&id) else {
             return;
         };
-        // A process with a migration in progress may be on the target GPU already.
+        // If a migration is in progress, the process may be on the target GPU already.
         let sent = process.is_migrating() || !process.connected;
         process.target_gpu = process.target_gpu.take().filter(|_| sent);
         (process.connected, process.prefault_ordered) = (false, false);

@@ -1,4 +1,4 @@
-//! Handles requests of operators and programs, and answers them.
+//! Handles requests of operators and programs, and sends the responses.
 
 use affinode_proto::{reason::Reason, state::State};
 
@@ -48,8 +48,8 @@ impl Node {
                 self.answer(key, Request::Offload, false, 0, 0);
                 self.advance(key);
             }
-            // Without processes, or lost: answer now. Otherwise a move is in progress, and its end
-            // answers.
+            // Without processes, or if it is lost, no move can answer the request: answer it now.
+            // In all other states a move is in progress, and its end answers.
             (_, State::Unregistered | State::Lost) => self.answer(key, request, false, 0, 0),
             _ => {}
         }
@@ -87,7 +87,7 @@ impl Node {
         );
     }
 
-    /// Begins an offload that was requested during a restore.
+    /// Begins an offload that was requested while the container was being restored.
     pub(super) fn resume_offload_request(&mut self, key: &Key) {
         let asked = |c: &Container| c.commands.iter().any(|(_, r)| *r == Request::Offload);
         if !self.containers.get(key).is_some_and(asked) {
@@ -104,8 +104,8 @@ impl Node {
         }
     }
 
-    /// Answers requests that are not answered by the end of a move: the container is resident and
-    /// not about to be offloaded, because it was called or a process started meanwhile.
+    /// Answers requests that no move will answer: the container is resident and about to stay,
+    /// because it was called or a process started after the request.
     pub(super) fn settle_requests(&mut self, key: &Key) {
         let Some(c) = self.containers.get_mut(key) else { return };
         let resident = c.goal == Goal::Resident && matches!(c.state, State::Active | State::Idle);

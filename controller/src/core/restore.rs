@@ -1,4 +1,4 @@
-//! The steps of a restore: a wake, a place in the queue, and restores under a grant. Then every
+//! The steps of a restore: a wake, a wait in the queue, and restores under a grant. Then each
 //! process is unlocked and opened.
 
 use affinode_proto::{
@@ -25,9 +25,9 @@ impl Node {
             return;
         };
         if process.phase == Phase::Open && process.pending.is_none() {
-            // Either its allocations are held for another container, and the acknowledgement shows
-            // the agent that the controller lives. Or the gate is open again and the wake crossed
-            // the order.
+            // The process is open. If its allocations are held for another container, the
+            // acknowledgement shows its agent that the controller still runs. Otherwise the gate
+            // has opened since the wake was sent.
             if process.holds > 0 {
                 let ack = ControllerMessage::WakeAck { generation, position: 0 };
                 self.effects.push(Effect::Send(id, ack));
@@ -50,8 +50,8 @@ impl Node {
         }
         container.last_use = now;
         let forced = container.forced && container.state != State::Offloaded;
-        // It waits already, and gives up its context for a waiter before it. A repeated wake would end
-        // that each time.
+        // The container waits already, and its context is being evicted for an earlier waiter.
+        // Repeated wakes must not end that eviction.
         let gives_up_context = container.state == State::Queued;
         if container.goal != Goal::Resident && !forced && !gives_up_context {
             let meanwhile = container.state != State::Offloaded;
@@ -68,8 +68,8 @@ impl Node {
         self.effects.push(Effect::Send(id, ControllerMessage::WakeAck { generation, position }));
     }
 
-    /// VRAM that an offloaded process needs for its restore. If this was not recorded because the
-    /// journal was lost, it is a context and all memory that the counters show, on every GPU.
+    /// VRAM that an offloaded process needs for its restore. If the journal was lost and the need
+    /// is unknown, it is estimated: a context and all memory that the counters show, on each GPU.
     pub(super) fn needs(&self, process: &Process) -> Vec<DeviceBytes> {
         const CONTEXT_BYTES: u64 = 1 << 30;
         if let Some(gone) = process.vram_to_restore() {
@@ -95,8 +95,8 @@ impl Node {
             .flat_map(|(_, p)| self.needs(p))
             .collect();
         let mut needs = if needs.len() > 1 { merge_needs(&needs) } else { needs };
-        // Some needs may be estimates. They are cut to what the GPU has without other users: an
-        // empty GPU has held all of them before.
+        // Estimates are limited to the VRAM of a GPU without other users: the processes cannot have
+        // had more before their offload.
         let known = |uuid: &str| -> u64 {
             let of_key = self.processes.of(key).filter(|(_, p)| p.phase.is_offloaded());
             let devices = of_key.filter_map(|(_, p)| p.vram_to_restore()).flatten();
@@ -134,7 +134,7 @@ impl Node {
             let covered = |g: &Grant| plan.restore.iter().all(|id| g.covers.contains(id));
             let proven = grant.is_some_and(|g| covered(g) && !g.doubted);
             if granted && !proven {
-                // A process registered after the proof, so none of the proven VRAM is its own, or
+                // A process registered after the proof, so the proof does not cover its VRAM. Or
                 // the proof is in doubt.
                 self.abort_grant(key);
                 self.enqueue(key);
@@ -143,6 +143,8 @@ impl Node {
                     container.restore_began.get_or_insert(self.now);
                 }
                 self.set_state(key, State::Restoring, self.cause(key), "", 0, 0);
+                // The journal must be on disk before the order: if the controller ends now, the
+                // next one must count this VRAM as promised.
                 self.journal(key, JournalStep::Restore);
                 for process in plan.restore {
                     self.send_restore(key, process);
@@ -208,7 +210,7 @@ impl Node {
         let (reason, detail) = container.reason.clone();
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id) {
-                // The offload has used the prefaulted host memory.
+                // The offload has used up the prefaulted host memory.
                 process.prefault_ordered &= process.offloaded_vram.take().is_none();
                 process.resident_since = if became_resident { now } else { process.resident_since };
             }
@@ -225,8 +227,8 @@ impl Node {
         self.resume_offload_request(key);
     }
 
-    /// Handles a restore that did not happen. While other processes of the container are restored, the
-    /// grant stays, because their copies take the VRAM that was promised.
+    /// Handles the report of a restore that did not happen. While other processes of the container
+    /// are being restored, the grant stays, because they take the VRAM that was promised.
     pub(super) fn restore_incomplete(&mut self, key: &Key, why: IncompleteRestore) {
         if let Some(container) = self.containers.get_mut(key) {
             container.incomplete_restore = Some(why);
@@ -234,7 +236,8 @@ impl Node {
         self.end_incomplete_restore(key);
     }
 
-    /// Gives up the grant of an incomplete restore after the last restore in progress has ended.
+    /// Ends the grant of an incomplete restore once none of the container's restores is in
+    /// progress.
     pub(super) fn end_incomplete_restore(&mut self, key: &Key) {
         let restores = |p: &Process| p.pending.is_some_and(|order| order.action.is_restore());
         if self.processes.of(key).any(|(_, p)| p.connected && restores(p)) {
@@ -261,8 +264,8 @@ impl Node {
         self.set_state(key, State::Queued, Reason::WaitingForVram, detail, 0, 0);
     }
 
-    /// Handles a restore that the driver refused. The restore is tried again every 10 s. It may
-    /// never succeed, but an attempt loses nothing.
+    /// Handles a restore that the driver refused. It is tried again every 10 s. It may never
+    /// succeed, but an attempt loses nothing.
     pub(super) fn restore_failed(&mut self, key: &Key, detail: &str) {
         const AGAIN_MS: Millis = 10_000;
         self.end_grant(key);
@@ -278,7 +281,8 @@ impl Node {
     }
 }
 
-/// VRAM of an otherwise empty GPU, without the margin and the driver's own share.
+/// VRAM that processes can have on an otherwise empty GPU: without the margin and the driver's
+/// share.
 fn most_of(total_bytes: u64) -> u64 {
     total_bytes.saturating_sub(margin_bytes(total_bytes)).saturating_sub(total_bytes / 64)
 }

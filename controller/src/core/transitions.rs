@@ -18,9 +18,9 @@ use super::{
 };
 
 impl Node {
-    /// Writes a journal record with every process of the container that is offloaded or about to
-    /// be. A process that an earlier controller offloaded and that has not registered yet stays in
-    /// the record, because the next controller must know its needs as well.
+    /// Writes a journal record with each process of the container that is offloaded or about to be.
+    /// If an earlier controller offloaded a process that has not registered yet, the process stays
+    /// in the record, because the next controller must know its need too.
     pub(super) fn journal(&mut self, key: &Key, step: JournalStep) {
         let known = self.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);
@@ -37,8 +37,8 @@ impl Node {
         self.effects.push(Effect::Journal(key.clone(), Some(Record { step, processes })));
     }
 
-    /// Removes the record if no registered process is offloaded. Keeps it while processes of the
-    /// journal have not registered.
+    /// Removes the container's record after a restore or its last exit. Processes of the journal
+    /// that have not registered stay in the record.
     pub(super) fn clear_journal(&mut self, key: &Key) {
         if self.recalled_of(key).next().is_some() {
             self.journal(key, JournalStep::Checkpoint);
@@ -83,7 +83,7 @@ impl Node {
         self.grants.is_empty() && self.queue.in_order(self.now).is_empty()
     }
 
-    /// Sends the next orders of a container, if there are any.
+    /// Sends the orders that a container needs next, if there are any.
     pub(super) fn advance(&mut self, key: &Key) {
         let Some(container) = self.containers.get(key) else {
             return;

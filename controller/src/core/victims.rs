@@ -1,5 +1,5 @@
-//! Chooses the victims of a waiter that does not fit: neighbours that are not in use. Those of the
-//! lowest priority come first, none has a priority above the waiter's, and within a priority the
+//! Chooses the victims of a waiter that does not fit: neighbours that are not in use and whose
+//! priority is not above the waiter's. The lowest priority is evicted first. Within a priority, the
 //! rule decides.
 
 use super::{DeviceBytes, Key, Millis};
@@ -16,7 +16,7 @@ pub enum VictimRule {
     Lru,
     /// Largest product of VRAM and idle time first.
     SizeIdle,
-    /// Pseudo-random order from this seed, for comparisons.
+    /// Pseudo-random order from this seed, for comparison in simulations.
     #[serde(skip)]
     Random(u64),
 }
@@ -26,15 +26,15 @@ pub enum VictimRule {
 pub struct Candidate {
     /// The neighbour's container key.
     pub key: Key,
-    /// Priority of its policy.
+    /// Priority of the neighbour for this waiter.
     pub priority: i32,
     /// Time since its last use, in milliseconds.
     pub idle_ms: Millis,
-    /// Expected time until its next use, in milliseconds.
+    /// Expected time until the neighbour's next use, in milliseconds.
     pub return_ms: Millis,
-    /// Time that its eviction is expected to add to its next restore, in milliseconds.
+    /// Time that the eviction is expected to add to the neighbour's next restore, in milliseconds.
     pub delay_ms: Millis,
-    /// VRAM that its offload frees.
+    /// VRAM that an offload of the neighbour frees.
     pub holds: Vec<DeviceBytes>,
 }
 
@@ -48,8 +48,9 @@ impl Candidate {
         let bytes = self.bytes();
         match rule {
             VictimRule::Expected => {
-                // VRAM per cost: because of its fixed part, many small restores cost more than one
-                // big one. A restore without the context costs least.
+                // VRAM freed per cost of the restore. The cost has a fixed part, so many small
+                // restores cost more than a large one. A restore of the copied part only costs
+                // least.
                 u128::from(self.return_ms) * u128::from(bytes) / u128::from(self.delay_ms.max(1))
             }
             VictimRule::Lru => self.idle_ms.into(),
@@ -64,8 +65,9 @@ impl Candidate {
     }
 }
 
-/// Chooses neighbours that together free the missing VRAM. If they cannot free enough, it chooses
-/// none. With `partly` it then chooses all that help, for a waiter that has waited long.
+/// Chooses neighbours that together free the missing VRAM, or none if they cannot free enough. With
+/// `partly`, for a waiter that has waited long, it chooses all that help even if they do not
+/// suffice.
 #[must_use]
 pub fn choose(
     mut candidates: Vec<Candidate>,
@@ -145,8 +147,8 @@ mod tests {
     }
 
     proptest! {
-        /// No victim has a priority above the waiter's, no spared container has a lower priority
-        /// than a victim, and all victims together free enough.
+        /// No victim has a priority above the waiter's. No spared container has a lower priority
+        /// than a victim. All victims together free enough.
         #[test]
         fn victims_respect_priority_and_suffice(
             all in proptest::collection::vec((-3_i32..4, 0_u64..1000, 0_u64..1000, 0_u64..100), 0..20),

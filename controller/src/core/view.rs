@@ -56,7 +56,7 @@ impl Node {
         }
     }
 
-    /// Finds a container by key, id or name. A prefix suffices if only one container has it.
+    /// Finds a container by key, id or name, or by the prefix of one if no other container has it.
     ///
     /// # Errors
     /// Returns a message for the operator if no container or several match.
@@ -227,7 +227,7 @@ impl Node {
     }
 }
 
-/// VRAM that offloaded processes keep, and the hazards for which their contexts stay.
+/// VRAM that offloaded processes still hold, and the hazards that keep their contexts on the GPU.
 fn staying(processes: &[(ProcessId, &Process)]) -> (u64, Vec<String>) {
     let offloaded = || processes.iter().filter(|(_, p)| p.phase.is_offloaded());
     let hazards = offloaded().fold(0, |all, (_, p)| all | p.hazards.0 & p.copyable_hazards().0);
@@ -256,7 +256,7 @@ pub(super) fn ipc_refused(pid: u32) -> String {
     )
 }
 
-/// Event text for a process that was found to call the driver past the hooks.
+/// Event text for a process that calls the driver without the hooks.
 pub(super) fn hidden_text(pid: u32) -> String {
     format!(
         "a thread of process {pid} blocked inside the driver on a path that no hook sees: the process was restored, and its context stays on the GPU from now on"

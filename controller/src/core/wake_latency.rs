@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::Millis;
 
-/// Number of wakes that are kept.
+/// Number of wakes whose durations are kept.
 const REMEMBERED: usize = 100;
 
 /// Durations of the last wakes in milliseconds, oldest first.
@@ -12,7 +12,7 @@ const REMEMBERED: usize = 100;
 pub struct Wakes(VecDeque<Millis>);
 
 impl Wakes {
-    /// Adds the duration of a wake, and drops the oldest if there are too many.
+    /// Adds the duration of a wake. Drops the oldest if there are more than [`REMEMBERED`].
     pub fn add(&mut self, took_ms: Millis) {
         if self.0.len() == REMEMBERED {
             self.0.pop_front();

@@ -4,8 +4,8 @@
 //! window = "mon-fri 20:00-07:00, sat-sun 00:00-24:00"
 //! ```
 //!
-//! A span whose end is not after its begin continues on the next day. Outside its window a
-//! container stays resident until a waiter needs its VRAM.
+//! If the end of a span is not after its begin, the span continues on the next day. Outside its
+//! window, a container stays resident until a waiter needs its VRAM.
 
 use std::{fmt, str::FromStr};
 
@@ -25,7 +25,8 @@ pub struct Window {
 struct Span {
     /// First and last day. 0 is Monday.
     days: (u32, u32),
-    /// Begin in minutes of the day. An end that is not after the begin is on the next day.
+    /// Begin in minutes of the day, then the end. An end that is not after the begin is on the next
+    /// day.
     from: u32,
     to: u32,
 }
