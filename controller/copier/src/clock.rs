@@ -1,8 +1,8 @@
-//! The clock, which a test can stop and advance.
+//! The clock of the copier. A test can stop and advance it.
 
 use std::time::{Duration, Instant};
 
-/// The current time, or the stopped one.
+/// The current time, or the time at which a test has stopped the clock.
 pub fn now() -> Instant {
     #[cfg(any(test, feature = "testing"))]
     if let Some(held) = HELD.get() {
@@ -11,14 +11,14 @@ pub fn now() -> Instant {
     Instant::now()
 }
 
-/// Time that has passed since `then`.
+/// Duration from `then` until now.
 pub fn since(then: Instant) -> Duration {
     now().saturating_duration_since(then)
 }
 
 #[cfg(any(test, feature = "testing"))]
 thread_local! {
-    /// The time at which a test has stopped the clock of this thread; `None`: the clock runs.
+    /// The time that a stopped clock shows. `None`: the clock runs.
     static HELD: std::cell::Cell<Option<Instant>> = const { std::cell::Cell::new(None) };
 }
 

@@ -7,8 +7,8 @@ use crate::{
     sys::{CopyDirection, CopyStream, CudaDriver, CudaError, DeviceBlock, HostRegion},
 };
 
-/// The pieces that have arrived so far. The order of the fields is the order of the drops: copies
-/// before their memory.
+/// The pieces that have arrived so far. Fields are dropped in their order: copies before the memory
+/// that they use.
 #[derive(Debug)]
 pub struct CopyOutBatch {
     copies: CopyStream,
@@ -16,7 +16,7 @@ pub struct CopyOutBatch {
     /// Offset in the region at which the next piece is written.
     offset: usize,
     since: Instant,
-    /// Time at which the last piece arrived.
+    /// When the last piece arrived.
     last: Instant,
 }
 
@@ -24,7 +24,7 @@ impl CopyOutBatch {
     /// Creates a batch without pieces.
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the driver cannot create a stream.
     pub fn begin(cuda: &Rc<CudaDriver>) -> Result<CopyOutBatch, CudaError> {
         let copies = CopyStream::begin(cuda)?;
         let since = clock::now();
@@ -45,7 +45,7 @@ impl CopyOutBatch {
         let block = DeviceBlock::import(cuda, shared, bytes)?;
         let copied =
             region.copy(CopyDirection::Out, self.offset, &block, bytes as usize, &mut self.copies);
-        // Kept after a failure, too: other copies of the piece may already run, and need its
+        // Kept even if this copy failed: other copies of the piece may be running and need its
         // memory.
         self.blocks.push(block);
         self.offset += bytes as usize;

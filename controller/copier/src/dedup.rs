@@ -1,4 +1,4 @@
-//! Finds content that several processes have, and makes a shared segment of it.
+//! Finds content that several processes have, and stores it in a shared segment.
 //!
 //! ```text
 //! chunk ──fingerprint──> equals a segment's      ──bytes are equal──> offered
@@ -6,9 +6,9 @@
 //!                        unknown, or bytes differ ──────────────────> recorded
 //! ```
 //!
-//! A fingerprint is a hash of samples, with keys that only this copier has. It only selects the
-//! chunks that are compared. A chunk is compared only within its dedup domain, and a process gets a
-//! segment only if it already has all of the segment's content.
+//! A fingerprint is a hash of samples. Its keys are random and known only to this copier. It only
+//! selects the chunks that are compared. A chunk is compared only within its dedup domain, and a
+//! process gets a segment only if it already has all of the segment's content.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -32,7 +32,7 @@ pub trait ChunkContent {
     fn read(&self, offset: usize, to: &mut [u8]) -> io::Result<()>;
 }
 
-/// A process that may have content in common with others.
+/// A process whose content may equal that of other processes.
 pub trait ChunkHolder {
     /// The type of shared content.
     type Segment: ChunkContent;
@@ -40,19 +40,19 @@ pub trait ChunkHolder {
     fn process(&self) -> u64;
     /// The dedup domain: content is shared only between processes of the same domain.
     fn domain(&self) -> u64;
-    /// The next chunk of its own content that is not examined yet. `None`: no chunk can be examined
-    /// now.
+    /// The next chunk of the process's own content that is not examined yet. `None`: no chunk can
+    /// be examined now.
     fn next_chunk(&self) -> Option<usize>;
     /// Marks the chunk of [`Self::next_chunk`] as examined.
     fn has_looked(&mut self);
-    /// Whether a segment may be offered for this chunk, once [`Self::has_room`].
+    /// Whether a segment may be offered for this chunk, provided that [`Self::has_room`] is true.
     fn may_offer(&self, chunk: usize) -> bool;
-    /// Whether the process can get another offer before it replies to earlier offers.
+    /// Whether the process may get another offer before it replies to the earlier ones.
     fn has_room(&self) -> bool;
-    /// Whether an offer to the process has no reply yet. After a timeout the process gets no more
-    /// offers.
+    /// Whether the process has not replied to an offer yet. After a timeout the process gets no
+    /// more offers.
     fn is_asked(&mut self) -> bool;
-    /// Reads its copied-out content.
+    /// Reads the copied-out content of the process.
     ///
     /// # Errors
     /// The `errno` of the read.
@@ -61,15 +61,15 @@ pub trait ChunkHolder {
     fn offer(&mut self, chunk: usize, segment: &Rc<Self::Segment>);
 }
 
-/// Number of bytes that are compared at a time. It takes some milliseconds, in which no message is
-/// read.
+/// Number of bytes that are compared at a time. A comparison takes some milliseconds, during which
+/// the copier reads no message.
 const PART_BYTES: usize = CHUNK_BYTES / 16;
 const SAMPLES: usize = 64;
 const SAMPLE_BYTES: usize = 4096;
-/// Maximum memory of a copier's segments, as a fraction of host memory: 1/4. Segments are charged
-/// to no container.
+/// Maximum total size of a copier's segments: host memory divided by this. Segments are charged to
+/// no container.
 const MAX_MEMORY_SHARE: u64 = 4;
-/// Minimum of free host memory for a new segment, as a fraction of host memory: 1/8.
+/// Minimum free host memory after a new segment: host memory divided by this.
 const MIN_FREE: u64 = 8;
 
 /// Dedup domain and fingerprint.
@@ -93,7 +93,7 @@ struct CompareJob<S> {
 #[derive(Debug)]
 enum CompareTarget<S> {
     Segment(Rc<S>),
-    /// Another process's chunk, and a draft of the content that is equal so far.
+    /// The chunk of another process, and a draft with the content that is equal so far.
     Chunk(ChunkLocation, SegmentDraft),
 }
 
@@ -104,8 +104,8 @@ pub struct DedupIndex<S> {
     seen: HashMap<Key, ChunkLocation>,
     segments: HashMap<Key, Weak<S>>,
     job: Option<CompareJob<S>>,
-    /// Buffers for the compared parts. They are reused, because page faults in fresh memory take
-    /// longer than the comparison.
+    /// Buffers for the parts that are compared. They are reused, because page faults in fresh
+    /// memory take longer than the comparison.
     parts: [Vec<u8>; 2],
     reported_bytes: u64,
     /// Function that reads the available host memory.
@@ -131,7 +131,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         }
     }
 
-    /// Removes the chunks of a process that has left.
+    /// Removes the chunks of a process that has detached.
     pub fn forget(&mut self, process: u64) {
         self.seen.retain(|_, place| place.process != process);
         let is_of = |place: &ChunkLocation| place.process == process;
@@ -139,8 +139,8 @@ impl<S: ChunkContent> DedupIndex<S> {
         self.job = match self.job.take() {
             Some(job) if is_of(&job.place) => None,
             Some(job) if is_first(&job.with) => {
-                // Another process may have the same content as this chunk, which is not examined
-                // again.
+                // This chunk is not examined again, but a later chunk of another process may have
+                // the same content.
                 self.seen.insert(job.key, job.place);
                 None
             }
@@ -154,14 +154,14 @@ impl<S: ChunkContent> DedupIndex<S> {
         (live.count() * CHUNK_BYTES) as u64
     }
 
-    /// Size of all segments in bytes, and whether it has changed since the last report.
+    /// Size of all segments in bytes, and whether the size has changed since the last report.
     pub fn report(&mut self) -> (u64, bool) {
         let stored_bytes = self.stored_bytes();
         let reported_bytes = std::mem::replace(&mut self.reported_bytes, stored_bytes);
         (stored_bytes, reported_bytes != stored_bytes)
     }
 
-    /// Runs one step. `Later`: a process has to reply first. `finish` makes a segment of a draft.
+    /// Runs one step. `Later`: a process must reply first. `finish` turns a draft into a segment.
     ///
     /// # Errors
     /// [`RegionError`]: the driver has refused a call, and may refuse it again.
@@ -179,7 +179,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         };
         // A process that has left, or whose chunk cannot be read, gets no offer.
         if !matches!(job.compare(clients, &mut self.parts), Ok(true)) {
-            // Another process may have the same content as this chunk.
+            // A later chunk of another process may have the same content as this chunk.
             self.seen.insert(job.key, job.place);
             return Ok(SessionStep::More);
         }
@@ -195,7 +195,7 @@ impl<S: ChunkContent> DedupIndex<S> {
                 Err(_) => return Ok(SessionStep::More),
             },
         };
-        // Only the sessions own segments: forget those that no session uses.
+        // Sessions own the segments. Remove the entries of segments that no session uses.
         self.segments.retain(|_, segment| segment.strong_count() > 0);
         self.segments.insert(job.key, Rc::downgrade(&segment));
         for place in [Some(job.place), first].into_iter().flatten() {
@@ -217,14 +217,14 @@ impl<S: ChunkContent> DedupIndex<S> {
             if self.look_at(clients, ChunkLocation { process, chunk }) {
                 return SessionStep::More;
             }
-            // Another process has to reply first.
+            // A process that has the same content must reply first.
             waits = true;
         }
         if waits { SessionStep::Later } else { SessionStep::Nothing }
     }
 
-    /// Finds the content with which a chunk is compared, if there is any. False: the chunk cannot
-    /// be examined yet.
+    /// Finds the content with which a chunk is to be compared, if there is any. Returns false if
+    /// the chunk cannot be examined yet.
     fn look_at<H: ChunkHolder<Segment = S>>(
         &mut self,
         clients: &mut [H],
@@ -246,7 +246,7 @@ impl<S: ChunkContent> DedupIndex<S> {
         let known = self.segments.get(&key).and_then(Weak::upgrade);
         let with = match (known, other) {
             (Some(segment), _) => Some(CompareTarget::Segment(segment)),
-            // The other process must reply first; the chunk is examined again later.
+            // The other process must reply first. The chunk is examined again later.
             (None, Some((_, false))) => return false,
             (None, Some((seen, true))) if self.has_memory() => {
                 SegmentDraft::begin().ok().map(|draft| CompareTarget::Chunk(seen, draft))
@@ -282,7 +282,7 @@ impl<S: ChunkContent> DedupIndex<S> {
 }
 
 impl<S: ChunkContent> CompareJob<S> {
-    /// Compares the next part. Returns whether it is equal.
+    /// Compares the next part of both contents. Returns whether they are equal in it.
     fn compare(
         &mut self,
         clients: &mut [impl ChunkHolder],
@@ -300,8 +300,8 @@ impl<S: ChunkContent> CompareJob<S> {
         if one != other {
             return Ok(false);
         }
-        // The draft gets the bytes that were compared: both processes can change their files at any
-        // time, and they compare the sealed segment themselves before they use it.
+        // The draft gets exactly the bytes that were compared. Both processes can change their
+        // files at any time, so they compare the sealed segment themselves before they use it.
         if let CompareTarget::Chunk(_, draft) = &mut self.with {
             draft.write(one)?;
         }
@@ -338,7 +338,7 @@ mod tests {
     }
 
     const SAME: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES };
-    /// A chunk that differs from its like only behind the last sample.
+    /// A chunk that differs from an otherwise equal chunk only behind the last sample.
     const ODD: StoredChunk = StoredChunk { seed: 7, other_from: CHUNK_BYTES - 1 };
 
     impl ChunkContent for StoredChunk {
@@ -361,7 +361,7 @@ mod tests {
 
     impl ChunkContent for SegmentDraft {
         fn read(&self, _: usize, to: &mut [u8]) -> io::Result<()> {
-            // What is in it was equal to the tests' chunks, which have the same byte everywhere.
+            // The segment has the content of the tests' chunks, in which all bytes are equal.
             to.fill(SAME.seed);
             Ok(())
         }
@@ -404,8 +404,8 @@ mod tests {
         DedupProcess { number, domain, chunks, looked: 0, room: 9, offered: Vec::new() }
     }
 
-    /// Runs steps until no work is left. Returns the last result, and the chunks that each process
-    /// was offered.
+    /// Runs steps until no work is left. Returns the last result, and the chunks for which each
+    /// process got an offer.
     fn run(
         dedup: &mut DedupIndex<SegmentDraft>,
         all: &mut [DedupProcess],

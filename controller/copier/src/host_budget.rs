@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-/// Memory of the node, or of this process's control groups if that is less.
+/// Memory of the node, or of this process's control groups if they have less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBudget {
     /// Total memory in bytes.
@@ -24,14 +24,14 @@ impl HostBudget {
         node.within(root, &root.join(path.trim_start_matches('/')))
     }
 
-    /// Limits the budget by a control group and all groups above it, because the kernel kills
-    /// processes above a limit.
+    /// Limits the budget by a control group and all groups above it: above any of these limits the
+    /// kernel kills processes.
     fn within(self, root: &Path, group: &Path) -> HostBudget {
         let read = |group: &Path, file: &str| {
             fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok()
         };
         group.ancestors().take_while(|above| *above != root).fold(self, |least, above| {
-            // Without a limit the file says "max".
+            // Without a limit, the file contains "max".
             let Some(limit) = read(above, "memory.max") else { return least };
             // The kernel drops inactive cached files before it kills a process.
             let unused = fs::read_to_string(above.join("memory.stat")).unwrap_or_default();

@@ -1,10 +1,10 @@
 //! The copier: one process per GPU with offloaded processes, a child of the controller.
 //!
 //! The driver takes at least a third of a second to restore a context, and meanwhile no CUDA call
-//! of that process returns. The copier has a context of its own. While the driver restores, the
-//! copier creates the memory of the restored process, copies the content into it and exports it to
-//! the process. For a prefaulted process, it also copies the memory out while the driver
-//! checkpoints.
+//! of that process returns. The copier has a context of its own. While the driver restores a
+//! process, the copier creates the process's memory, copies the content into it and exports it to
+//! the process. If the process was prefaulted, the copier also copies its memory out while the
+//! driver makes the checkpoint.
 //!
 //! | module | content |
 //! | --- | --- |
@@ -15,10 +15,10 @@
 //! | `socket` | frames with a descriptor |
 //! | `sys` | the driver, and memory files |
 //!
-//! The copier owns nothing that a process needs. The content is in a memory file of its process, or
-//! still in device memory of which the process has descriptors, and the process can copy it without
-//! a copier. So the copier may end at any moment, and the controller ends it when the VRAM of its
-//! context is needed.
+//! The copier owns nothing that a process needs. The content is in a memory file of the process, or
+//! still in device memory of which the process has descriptors. In both cases the process can copy
+//! it without a copier. The copier may therefore end at any moment. The controller ends it when the
+//! VRAM of its context is needed.
 //!
 //! Input from agents is untrusted: sizes are bounded by the controller's numbers for the process,
 //! and the file must be sealed with all its pages present. The device copies the content.
@@ -43,8 +43,8 @@ use std::{ffi::OsString, io, os::fd::AsFd};
 /// The environment variable that names the driver's library.
 pub const LIBRARY_ENV: &str = "AFFINODE_COPIER_LIBRARY";
 
-/// The command `copier UUID`, with the controller's socket on standard input. Serves until the
-/// controller closes it.
+/// Runs the command `copier UUID`, with the controller's socket on standard input, until the
+/// controller closes that socket.
 ///
 /// # Errors
 /// [`CopierError`]: the GPU, the controller's socket or one of its frames cannot be used.
@@ -55,7 +55,8 @@ pub fn main(args: impl Iterator<Item = OsString>) -> Result<(), CopierError> {
         .without_time()
         .with_target(false)
         .try_init();
-    // A copier without its controller is of no use, also while the driver blocks it.
+    // Without its controller the copier is useless. The kernel ends it even while the driver
+    // blocks.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let library = std::env::var(LIBRARY_ENV).unwrap_or_else(|_| "libcuda.so.1".into());
     let uuid = args.last().unwrap_or_default().to_string_lossy().into_owned();

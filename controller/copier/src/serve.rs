@@ -1,5 +1,5 @@
-//! The loop: reads messages of the controller and the agents, and runs one step of work at a time.
-//! Sessions for which a process waits come first.
+//! The main loop: reads messages of the controller and the agents, and runs one step of work at a
+//! time. Sessions whose process waits come first.
 
 use std::{
     io,
@@ -22,19 +22,19 @@ use crate::{
     sys::{CudaDriver, CudaError, HostRegion, SegmentDraft, SharedSegment},
 };
 
-/// A number that is never a process's, for reports that concern no process.
+/// A number that no process has, for reports that concern no process.
 const NO_PROCESS: u64 = 0;
 
-/// Interval at which the device is queried for completed copies, in nanoseconds.
+/// Interval, in nanoseconds, at which the device is queried for completed copies.
 const SOON_NS: i64 = 500_000;
 
-/// Time after which freed memory counts as scrubbed: enough for 60 GiB.
+/// Time after which freed memory counts as scrubbed. It suffices for 60 GiB.
 const WIPED_AFTER: Duration = Duration::from_millis(200);
 
 /// Reason why a copier has ended.
 #[derive(Debug, thiserror::Error)]
 pub enum CopierError {
-    /// The context cannot be created.
+    /// The CUDA context cannot be created.
     #[error("cannot create a CUDA context on GPU {uuid}")]
     Cuda {
         /// UUID of the GPU.
@@ -54,7 +54,8 @@ pub enum CopierError {
     Broken(#[source] Box<dyn std::error::Error>),
 }
 
-/// Serves until the controller closes its socket. `uuid` is the GPU's, in NVML's notation.
+/// Serves until the controller closes its socket. `uuid` is the UUID of the GPU, in NVML's
+/// notation.
 ///
 /// # Errors
 /// [`CopierError`]: see its variants.
@@ -77,7 +78,7 @@ pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), CopierE
     }
 }
 
-/// Whether the controller had ended before this process asked the kernel to be ended with it.
+/// Whether the controller ended before this process asked the kernel to end it with the controller.
 fn hung_up(controller: &OwnedFd) -> io::Result<bool> {
     let mut polled = [PollFd::new(controller, PollFlags::empty())];
     rustix::event::poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
@@ -92,9 +93,10 @@ pub(crate) struct CopierServer {
     /// driver executes one call at a time.
     leaving: Vec<HostRegion>,
     dedup: DedupIndex<SharedSegment>,
-    /// Time since which freed memory is being scrubbed. `None` once the driver has noticed the end.
+    /// When memory was last freed and its scrubbing began. `None`: the driver has noticed that the
+    /// scrubbing ended.
     wiping: Option<Instant>,
-    /// The controller's hold: no step that takes VRAM may begin.
+    /// Whether the controller ordered that no step may take VRAM.
     held: bool,
 }
 
@@ -116,7 +118,7 @@ impl CopierServer {
         }
     }
 
-    /// Reads messages, and runs one step of work. `None`: the controller has closed its socket.
+    /// Reads messages, then runs one step of work. `None`: the controller has closed its socket.
     pub(crate) fn turn(&mut self) -> Result<Option<SessionStep>, CopierError> {
         if !self.hear_controller()? {
             return Ok(None);
@@ -147,7 +149,7 @@ impl CopierServer {
         }
     }
 
-    /// Reads the controller's orders. False: the controller has closed its socket.
+    /// Reads the controller's orders. Returns false if the controller has closed its socket.
     fn hear_controller(&mut self) -> Result<bool, CopierError> {
         loop {
             let (frame, descriptor) = match socket::receive(&self.controller) {
@@ -158,7 +160,8 @@ impl CopierServer {
             };
             match CopierOrder::decode(&frame)? {
                 CopierOrder::Attach { process, most_bytes, domain } => {
-                    // The controller knows already that the old session has ended.
+                    // The controller attaches the process again, so it needs no report that the old
+                    // session has ended.
                     let old = |client: &ProcessSession| client.process() == process;
                     let old: Vec<ProcessSession> =
                         self.clients.extract_if(.., |client| old(client)).collect();
@@ -171,7 +174,7 @@ impl CopierServer {
                     }
                 }
                 CopierOrder::Fill { process, most_bytes } => {
-                    // Messages first: they may make a session urgent, or end it.
+                    // Read messages first: they may end the session.
                     self.hear_clients()?;
                     self.each(|client| match client.process() == process {
                         true => client.grant(most_bytes),
@@ -187,7 +190,7 @@ impl CopierServer {
         self.each(ProcessSession::receive)
     }
 
-    /// Calls `body` for each session, and ends those that fail.
+    /// Calls `body` for each session, and ends the sessions for which it fails.
     fn each(
         &mut self,
         mut body: impl FnMut(&mut ProcessSession) -> Result<(), SessionError>,
@@ -235,14 +238,14 @@ impl CopierServer {
         }
     }
 
-    /// Runs a step for every session for which a process waits. If there is none, runs one step for
-    /// one of the other sessions.
+    /// Runs a step for each session whose process waits. If there is none, runs one step of one
+    /// other session.
     fn work(&mut self) -> Result<SessionStep, CopierError> {
         let urgent = self.clients.iter().any(ProcessSession::is_urgent);
         let held = self.held;
         let (mut most, mut over, mut reports) = (SessionStep::Nothing, Vec::new(), Vec::new());
         for client in self.clients.iter_mut().filter(|client| client.is_urgent() == urgent) {
-            // A registration takes VRAM, which may be proven for another process at this moment.
+            // A registration takes VRAM, which the controller may be proving free at this moment.
             if held && client.is_registering() {
                 continue;
             }
@@ -255,7 +258,7 @@ impl CopierServer {
                         (SessionStep::Later, _) | (_, SessionStep::Later) => SessionStep::Later,
                         _ => SessionStep::Nothing,
                     };
-                    // One step, then messages again: a session may have become urgent meanwhile.
+                    // Read messages after each step: a session may have become urgent meanwhile.
                     if !urgent && step == SessionStep::More {
                         break;
                     }
@@ -274,8 +277,8 @@ impl CopierServer {
             self.report(report);
         }
         self.end(|client| over.contains(&client.process()));
-        // Another process may need that host memory, so it waits only for sessions that are
-        // filling.
+        // The host memory of ended sessions may be needed, so only sessions that are filling delay
+        // its release.
         let free =
             !self.clients.iter().any(ProcessSession::is_filling) && most != SessionStep::More;
         if free && let Some(region) = self.leaving.last_mut() {
@@ -288,7 +291,7 @@ impl CopierServer {
             }
             return Ok(SessionStep::More);
         }
-        // Deduplication and the small allocation use only time in which no process waits.
+        // Deduplication and the small allocation run only while no process waits.
         let busy = urgent || self.held || self.clients.iter().any(ProcessSession::is_registering);
         if !busy && matches!(most, SessionStep::Nothing | SessionStep::Later) {
             for client in &mut self.clients {
@@ -306,20 +309,20 @@ impl CopierServer {
                 self.cuda.take_note();
             }
         }
-        // The other sessions get a step only if none is urgent.
+        // Other sessions get a step only after the urgent ones have nothing to do.
         let over = urgent && matches!(most, SessionStep::Nothing | SessionStep::Later);
         Ok(if over { SessionStep::More } else { most })
     }
 
-    /// Sends a report. Errors are ignored: a controller that does not read will soon close its
-    /// socket.
+    /// Sends a report. Errors are ignored: a controller that does not read will close its socket
+    /// soon.
     fn report(&self, report: CopierReport) {
         let _ = socket::send(&self.controller, &report.encode(), None);
     }
 }
 
-/// Returns an error only if the context may be unusable after this error of a session. Other errors
-/// end the session alone.
+/// Returns an error only if the context may be unusable after this error of a session. Any other
+/// error ends only that session.
 fn pass(error: SessionError) -> Result<(), CopierError> {
     if error.is_fatal() { Err(CopierError::Broken(error.into())) } else { Ok(()) }
 }

@@ -1,4 +1,4 @@
-//! One process that is offloaded, or about to be.
+//! The session of one process that is offloaded or about to be.
 //!
 //! ```text
 //! New ──CopiedOut, Chunks──> Listing ──Checkpointed──> Registering ──all are──> Registered
@@ -9,10 +9,10 @@
 //!                                                                             └─ closed ──> end
 //! ```
 //!
-//! The memory of a Prepared process is registered as soon as no other process is waited for.
+//! The memory of a Prepared process is registered as soon as no other process waits.
 //!
-//! From every state: the copier closes the connection if a message does not fit, if the process is
-//! too slow, or if the driver fails; the process then restores itself.
+//! In each state, the copier closes the connection if a message is not allowed, if the process is
+//! too slow, or if the driver fails. The process then restores itself.
 
 mod sharing;
 
@@ -39,15 +39,16 @@ use crate::{
     },
 };
 
-/// VRAM that stays free until the driver has restored the process, in addition to the VRAM that the
-/// driver is known to need. A restore without enough VRAM loses the process.
+/// VRAM that a fill leaves free until the driver has restored the process, in addition to the VRAM
+/// that the driver is known to need. A restore without enough VRAM loses the process.
 const MARGIN_BYTES: u64 = 1 << 30;
 
-/// Maximum number of frames that are read from one process before the others are served.
+/// Maximum number of frames that are read from one process before other processes are served.
 const FRAMES_AT_ONCE: usize = 64;
-/// Time limit of a fill without its copies, and for the process to close its socket after the fill.
+/// Time limit of a fill, in addition to the time of its copies. Also the time limit for the process
+/// to close its socket after the fill.
 const FILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time limit for the next exported piece.
+/// Time limit for the next exported piece, counted from the piece before.
 const BETWEEN: Duration = Duration::from_secs(2);
 /// Minimum bandwidth that is assumed of copies, in bytes per second.
 const BYTES_A_SECOND: u64 = 1 << 30;
@@ -67,7 +68,7 @@ pub enum SessionError {
     /// The message is not allowed in this state.
     #[error("the process sent a message that is not allowed in its state")]
     Order,
-    /// The process has announced more pieces or bytes than the controller allows, or another
+    /// The process has announced too many pieces, more bytes than the controller allows, or another
     /// device.
     #[error(
         "the process announced {bytes} bytes in {pieces} pieces; the limit is {most_bytes} bytes"
@@ -89,10 +90,11 @@ pub enum SessionError {
     /// The driver cannot import or copy a piece that the process has exported.
     #[error("cannot copy out what the process exported")]
     HandedOver(#[source] CudaError),
-    /// The process is to be filled, but not all of its memory is registered.
+    /// The process is to be filled before all of its memory is registered.
     #[error("the memory of the process is not registered yet")]
     NotHeld,
-    /// A time limit has passed: the process does not read its messages, or there is no VRAM.
+    /// A time limit has expired: the process does not read its messages, or there is no VRAM for
+    /// its memory.
     #[error("the copies or the messages of the process took too long")]
     Late,
 }
@@ -109,14 +111,14 @@ impl SessionError {
     }
 }
 
-/// Time of the next step.
+/// When the next step can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SessionStep {
     /// The next step can run immediately.
     More,
-    /// Work on the device must complete first.
+    /// The device must complete a copy first.
     Soon,
-    /// The process must act, within a time limit.
+    /// The process must act first, within a time limit.
     Later,
     /// No step is possible before a message arrives.
     Nothing,
@@ -128,10 +130,10 @@ enum SessionState {
     New,
     /// The memory file is attached, and the process is still resident.
     Prepared,
-    /// Number of pieces that are not listed yet. 0: all are listed, and the process is not
-    /// checkpointed yet.
+    /// Contains the number of pieces that are not listed yet. 0: all are listed, and the process is
+    /// not checkpointed yet.
     Listing(u32),
-    /// The process exports its pieces, which are copied out.
+    /// The process exports its pieces, and the device copies them out.
     CopyingOut(CopyOutBatch),
     Registering,
     Registered,
@@ -143,8 +145,8 @@ enum SessionState {
     },
 }
 
-/// The session of one process. The order of the fields is the order of the drops: copies before
-/// their memory.
+/// The session of one process. Fields are dropped in their order: copies before the memory that
+/// they use.
 #[derive(Debug)]
 pub struct ProcessSession {
     process: u64,
@@ -157,16 +159,16 @@ pub struct ProcessSession {
     /// Number of blocks that were exported to the process.
     shared: usize,
     region: Option<HostRegion>,
-    /// The process announced the region before it had content.
+    /// Whether the process announced the region before the region had content.
     prepared: bool,
-    /// The whole region is registered with the driver.
+    /// Whether the whole region is registered with the driver.
     registered: bool,
     /// Sum of the sizes of all pieces, in bytes.
     copied_out_bytes: u64,
     pieces: Vec<Piece>,
     rest_bytes: u64,
     sharing: ContentSharing<SharedSegment>,
-    /// The controller has granted the VRAM for the fill.
+    /// Whether the controller has granted the VRAM for the fill.
     granted: bool,
     restoring: bool,
     restored: bool,
@@ -175,8 +177,8 @@ pub struct ProcessSession {
 }
 
 impl ProcessSession {
-    /// Creates a session without messages. Takes the process's number, its limit in bytes, and its
-    /// dedup domain.
+    /// Creates a session that has received no messages. Takes the process's number, its limit in
+    /// bytes, and its dedup domain.
     pub fn new(
         cuda: &Rc<CudaDriver>,
         socket: OwnedFd,
@@ -217,7 +219,7 @@ impl ProcessSession {
         self.socket.as_fd()
     }
 
-    /// Whether a restore or a checkpoint waits until the copies of this process have ended.
+    /// Whether the process waits until its copies end: in its restore or in its checkpoint.
     pub fn is_urgent(&self) -> bool {
         matches!(self.state, SessionState::Filling { .. } | SessionState::CopyingOut(_))
     }
@@ -227,7 +229,8 @@ impl ProcessSession {
         matches!(self.state, SessionState::Filling { .. })
     }
 
-    /// Whether the process's memory is being registered, which takes a little VRAM.
+    /// Whether the memory of the process is being registered. The driver takes a little VRAM for
+    /// that.
     pub fn is_registering(&self) -> bool {
         matches!(self.state, SessionState::Registering) || (self.prepared && !self.registered)
     }
@@ -235,7 +238,7 @@ impl ProcessSession {
     /// Reads messages of the process, at most [`FRAMES_AT_ONCE`].
     ///
     /// # Errors
-    /// [`SessionError`]: the connection is to be closed.
+    /// [`SessionError`]: the connection must be closed.
     pub fn receive(&mut self) -> Result<(), SessionError> {
         for _ in 0..FRAMES_AT_ONCE {
             let (frame, descriptor) = match socket::receive(&self.socket) {
@@ -290,7 +293,8 @@ impl ProcessSession {
                     self.state = SessionState::Registering
                 }
                 (ToCopier::Restoring, None, _) if !self.restoring => {
-                    // If the memory is not registered yet, the process restores itself.
+                    // If the memory is not registered yet, the process must not wait for the
+                    // registration: the error ends the session, and the process restores itself.
                     if !matches!(self.state, SessionState::Registered) {
                         return Err(SessionError::NotHeld);
                     }
@@ -319,8 +323,8 @@ impl ProcessSession {
         if fits { Ok(()) } else { Err(SessionError::Claim { bytes, pieces, most_bytes }) }
     }
 
-    /// Starts to copy the next piece out. The process may send a descriptor of anything: if the
-    /// driver refuses it, the context is still usable.
+    /// Starts to copy the next piece out. The process may send any descriptor: if the driver
+    /// refuses it, the context is still usable.
     fn take(&mut self, shared: &OwnedFd) -> Result<(), SessionError> {
         let (SessionState::CopyingOut(taking), Some(region)) = (&mut self.state, &self.region)
         else {
@@ -335,8 +339,8 @@ impl ProcessSession {
         if missing > 0 {
             return Ok(());
         }
-        // The announced sum was checked against the controller's limit; the pieces must not exceed
-        // it.
+        // The announced sum was checked against the controller's limit. The sum of the pieces must
+        // be the same.
         let sum: u64 = self.pieces.iter().map(|piece| piece.bytes).sum();
         if sum == self.copied_out_bytes { Ok(()) } else { Err(SessionError::Order) }
     }
@@ -344,20 +348,20 @@ impl ProcessSession {
     /// Records that the controller has granted this much VRAM for the fill.
     ///
     /// # Errors
-    /// [`SessionError`]: the connection is to be closed, and the process restores itself.
+    /// [`SessionError`]: the connection must be closed, and the process restores itself.
     pub fn grant(&mut self, most_bytes: u64) -> Result<(), SessionError> {
         if self.copied_out_bytes > most_bytes {
             let (bytes, pieces) = (self.copied_out_bytes, self.pieces.len() as u32);
             return Err(SessionError::Claim { bytes, pieces, most_bytes });
         }
         self.granted = true;
-        // No new offers; a reply to an earlier offer may still arrive before Restoring.
+        // No new offers. A reply to an earlier offer may still arrive before Restoring.
         self.sharing.end();
         self.begin()
     }
 
-    /// Starts to fill once the VRAM is granted and the process has sent Restoring. One alone does
-    /// not suffice: the grant may be late, and any process can send the message.
+    /// Starts to fill once the controller has granted the VRAM and the process has sent Restoring.
+    /// Each of these is needed: the grant may be late, and any process can send the message.
     fn begin(&mut self) -> Result<(), SessionError> {
         if !(self.granted && self.restoring) {
             return Ok(());
@@ -370,11 +374,11 @@ impl ProcessSession {
         if self.tell(FromCopier::Begin, None)? { Ok(()) } else { Err(SessionError::Late) }
     }
 
-    /// Runs the next step. Returns the time of the following one, and a report for the controller
+    /// Runs the next step. Returns the time of the step after it, and a report for the controller
     /// if there is one.
     ///
     /// # Errors
-    /// [`SessionError`]: the connection is to be closed.
+    /// [`SessionError`]: the connection must be closed.
     pub fn step(&mut self) -> Result<(SessionStep, Option<CopierReport>), SessionError> {
         match (&self.state, &mut self.region) {
             (SessionState::CopyingOut(_), _) => self.take_next(),
@@ -386,7 +390,8 @@ impl ProcessSession {
                 }
                 self.registered = true;
                 if !matches!(self.state, SessionState::Prepared) {
-                    // The process did not wait for the registration, and copies out itself.
+                    // The process did not wait for the registration. It copies its memory out
+                    // itself.
                     return Ok((SessionStep::Nothing, None));
                 }
                 let (process, bytes) = (self.process, region.bytes() as u64);
@@ -434,8 +439,9 @@ impl ProcessSession {
         if !(all && taking.is_over().map_err(SessionError::HandedOver)?) {
             return Ok((SessionStep::Soon, None));
         }
-        // Drops the blocks. Device memory is freed with its last reference, and after Copied the
-        // process expects it to be free once its own descriptors are closed.
+        // Drops the blocks before the message is sent. Device memory is freed with its last
+        // reference, and after Copied the process expects that closing its own descriptors frees
+        // the memory.
         self.state = SessionState::Listing(0);
         if !self.tell(FromCopier::Copied, None)? {
             return Err(SessionError::Late);
@@ -453,8 +459,8 @@ impl ProcessSession {
         let index = self.blocks.len();
         if let Some(piece) = self.pieces.get(index).copied() {
             let kept = if self.restored { 0 } else { self.rest_bytes.saturating_add(MARGIN_BYTES) };
-            // Until the driver has restored the process, VRAM for the rest of it stays free: the
-            // driver restores at the same time, and a restore without VRAM loses the process.
+            // The driver restores the process at the same time, and a restore without VRAM loses
+            // the process. Until Restored, the VRAM that the driver needs therefore stays free.
             let has_room = self.cuda.free_bytes()? >= piece.bytes.saturating_add(kept);
             if !has_room && !self.restored {
                 return Ok((SessionStep::Soon, None));
@@ -491,9 +497,9 @@ impl ProcessSession {
     }
 
     /// Exports the next block, once it is filled and the process has sent Restored. A block that is
-    /// not filled would show the earlier content of that memory. Before Restored the process does
-    /// not read, and a handle that waits in its socket would keep the memory allocated. False: no
-    /// block is ready, or the process has to read first.
+    /// not filled would show the earlier content of its memory. Before Restored the process does
+    /// not read, and a descriptor in its socket would keep the memory allocated. Returns false if
+    /// no block is ready, or if the process must read its messages first.
     fn share_next(&mut self) -> Result<bool, SessionError> {
         let Some(block) = self.blocks.get(self.shared).filter(|_| self.restored) else {
             return Ok(false);
@@ -508,12 +514,12 @@ impl ProcessSession {
         Ok(told)
     }
 
-    /// The region of an ended session, which is then unregistered chunk by chunk.
+    /// The region of an ended session. It is unregistered later, chunk by chunk.
     pub fn into_region(self) -> Option<HostRegion> {
         self.region
     }
 
-    /// Sends a message. False: the process has to read first.
+    /// Sends a message. Returns false if the socket is full: the process must read first.
     fn tell(
         &self,
         message: FromCopier,

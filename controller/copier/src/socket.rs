@@ -18,8 +18,8 @@ pub type Received = ([u8; FRAME_BYTES], Option<OwnedFd>);
 /// Receives the next packet, without waiting for one.
 ///
 /// # Errors
-/// `WouldBlock`: no packet has arrived. Any other error: the connection has ended, or the packet
-/// was not a frame.
+/// `WouldBlock`: no packet has arrived. Any other error: the connection has ended, or the packet is
+/// not a frame.
 pub fn receive(socket: impl AsFd) -> io::Result<Received> {
     let mut frame = [0; FRAME_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -40,7 +40,8 @@ pub fn receive(socket: impl AsFd) -> io::Result<Received> {
     }
 }
 
-/// Sends a packet, without waiting. Returns the bytes sent: on a stream, perhaps not all.
+/// Sends a packet, without waiting. Returns the number of bytes sent. On a stream socket this can
+/// be less than the packet.
 ///
 /// # Errors
 /// The socket is full, or the peer has closed it.

@@ -91,8 +91,8 @@ impl HostLedger {
     /// A container that has a promise waits only for older promises, and for promises whose memory
     /// may be in use already. Otherwise two containers could wait for each other forever.
     ///
-    /// # Errors The first pool that has too little memory, and whether promises to others are the
-    /// cause.
+    /// # Errors
+    /// The first pool that has too little memory, and whether promises to others are the cause.
     pub fn judge(
         &self,
         key: &Key,

@@ -1,5 +1,5 @@
-//! Content that a process shares with others. While the process is offloaded, it is stored once, in
-//! a segment.
+//! Content that a process shares with others. While the process is offloaded, the content is stored
+//! once, in a segment.
 //!
 //! ```text
 //! chunk:  not examined ──> examined ──Same──> offered ──Mapped──> elsewhere
@@ -23,16 +23,16 @@ use crate::{
     sys::{CHUNK_BYTES, CudaError, HostRegion, SharedSegment},
 };
 
-/// Number of unanswered offers from which a process gets no further offer for now.
+/// Number of offers without a reply at which a process gets no further offer for now.
 const MAX_OFFERED: usize = 2;
-/// Time limit of a reply. A stopped process does not reply, and would delay deduplication for
-/// others.
+/// Time limit for the reply to an offer. A stopped process does not reply, and would delay the
+/// deduplication of other processes.
 const ANSWERS: Duration = Duration::from_secs(5);
 
 /// The state of deduplication for one process.
 #[derive(Debug)]
 pub struct ContentSharing<S> {
-    /// Dedup domain; 0: the process shares with no other.
+    /// Dedup domain. 0: the process shares with no other.
     domain: u64,
     /// Whether segments may be offered now.
     open: bool,
@@ -48,28 +48,28 @@ impl<S> ContentSharing<S> {
         ContentSharing { domain, open: false, next: 0, offered: BTreeMap::new(), reported_bytes: 0 }
     }
 
-    /// Starts the offers: the process is offloaded, and all of its memory is registered.
+    /// Allows offers: the process is offloaded, and all of its memory is registered.
     pub fn open(&mut self) {
         self.open = self.domain != 0;
     }
 
-    /// Ends the offers, because the process is to be restored; replies are still accepted.
+    /// Ends the offers because the process will be restored. Replies are still accepted.
     pub fn end(&mut self) {
         self.open = false;
     }
 
-    /// Gives up outstanding offers: the process is being restored, and will not reply to them.
+    /// Drops offers without a reply: the process is being restored and will not reply.
     pub fn close(&mut self) {
         self.open = false;
         self.offered.clear();
     }
 
-    /// Ends the offers if a reply is overdue.
+    /// Ends the offers if the reply to one is overdue.
     fn expire(&mut self, now: Instant) {
         self.open &= self.offered.values().all(|(since, _)| now - *since < ANSWERS);
     }
 
-    /// Whether a segment may be offered for this chunk, once [`Self::has_room`].
+    /// Whether a segment may be offered for this chunk, provided that [`Self::has_room`] is true.
     fn may_offer(&self, chunk: usize) -> bool {
         self.open && !self.offered.contains_key(&chunk)
     }
@@ -78,7 +78,7 @@ impl<S> ContentSharing<S> {
         self.offered.len() < MAX_OFFERED
     }
 
-    /// The next of `chunks` chunks to examine. `None`: all are examined, or the process has to
+    /// The next chunk to examine, of `chunks` chunks. `None`: all are examined, or the process must
     /// reply first.
     fn next(&self, chunks: usize) -> Option<usize> {
         (self.open && self.has_room() && self.next < chunks).then_some(self.next)
@@ -92,7 +92,7 @@ impl<S> ContentSharing<S> {
         self.offered.remove(&chunk).map(|(_, segment)| segment)
     }
 
-    /// Number of bytes in segments, if it has changed since the last report.
+    /// Number of bytes stored in segments, if it has changed since the last report.
     fn report(&mut self, elsewhere_bytes: usize) -> Option<u64> {
         let told = std::mem::replace(&mut self.reported_bytes, elsewhere_bytes);
         (told != elsewhere_bytes).then_some(elsewhere_bytes as u64)
@@ -109,16 +109,16 @@ impl ProcessSession {
         }
     }
 
-    /// Unregisters the memory of one chunk that the process has freed because its content is in a
-    /// segment. False: there is no such chunk.
+    /// Unregisters the memory of one chunk that the process has freed, because the chunk's content
+    /// is in a segment. Returns false if there is no such chunk.
     ///
     /// # Errors
-    /// [`CudaError`]: the context is unusable.
+    /// [`CudaError`]: the context may be unusable.
     pub fn let_go_next(&mut self) -> Result<bool, CudaError> {
         self.region.as_mut().map_or(Ok(false), HostRegion::let_go_next)
     }
 
-    /// Number of bytes in segments, if it has changed.
+    /// Number of bytes stored in segments, if it has changed since the last report.
     pub fn shared_bytes(&mut self) -> Option<u64> {
         self.sharing.report(self.region.as_ref().map_or(0, HostRegion::elsewhere_bytes))
     }
@@ -209,8 +209,8 @@ mod tests {
         assert!(sharing.next(9).is_none(), "it is asked no more");
     }
 
-    /// The order to restore and a reply may cross. After its own Restoring, the process sends no
-    /// reply.
+    /// A reply may be sent before the process reads the order to restore. After its own Restoring,
+    /// the process sends no reply.
     #[test]
     fn replies_are_accepted_until_restore_begins() {
         let mut sharing = ContentSharing::of(7);

@@ -1,4 +1,4 @@
-//! The driver functions that a copier uses, on one device.
+//! The driver functions that a copier uses on its device.
 
 use std::{
     ffi::c_void,
@@ -43,15 +43,15 @@ pub enum CudaError {
     /// The driver does not list the device.
     #[error("no device has the UUID {0}")]
     NoDevice(String),
-    /// The GPU is in an exclusive compute mode, in which no process could be restored while the
-    /// copier has a context.
+    /// The GPU is in an exclusive compute mode: while the copier has a context, no process could be
+    /// restored.
     #[error("the GPU accepts only one process at a time (compute mode {0}); run nvidia-smi -c 0")]
     Exclusive(i32),
 }
 
 impl CudaError {
-    /// Whether a later call may succeed. That is so if memory was short, or if the memory of a
-    /// container was refused. After any other error the context may be unusable.
+    /// Whether a later call may succeed. This is so if memory was short, or if the driver refused
+    /// the memory of a container. After any other error the context may be unusable.
     pub fn is_passing(&self) -> bool {
         const ALREADY_REGISTERED: u32 = 712;
         const PASSING: [u32; 3] =
@@ -66,7 +66,7 @@ macro_rules! functions {
         #[derive(Debug)]
         pub(super) struct Functions {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> u32,)*
-            /// The loaded library. `None`: the functions are those of a test.
+            /// The loaded library. `None`: the functions belong to a test.
             pub(super) _library: Option<Library>,
         }
 
@@ -76,7 +76,8 @@ macro_rules! functions {
                 // every CUDA program.
                 let library = unsafe { Library::new(name)? };
                 Ok(Functions {
-                    // SAFETY: the functions of these names have these signatures since they exist.
+                    // SAFETY: the functions of these names have had these signatures since they
+                    // exist.
                     $($name: unsafe { *library.get($symbol)? },)*
                     _library: Some(library),
                 })
@@ -119,7 +120,8 @@ functions! {
 
 macro_rules! call {
     ($functions:expr, $name:ident($($argument:expr),*)) => {
-        // SAFETY: the arguments are numbers, or point to locals of the types that it expects.
+        // SAFETY: the arguments are numbers, or point to locals of the types that the function
+        // expects.
         match unsafe { ($functions.$name)($($argument),*) } {
             result::SUCCESS => Ok(()),
             code => Err(CudaError::Call { call: stringify!($name), code }),
@@ -140,7 +142,8 @@ impl CudaDriver {
     /// Creates the context. `uuid` is in NVML's notation.
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the library cannot be loaded, no device has this UUID, or the context cannot
+    /// be created.
     pub fn open(library: &str, uuid: &str) -> Result<Rc<CudaDriver>, CudaError> {
         let functions = Functions::load(library)
             .map_err(|source| CudaError::Library { library: library.to_owned(), source })?;
@@ -169,8 +172,9 @@ impl CudaDriver {
             let mut context = 0;
             call!(functions, primary_retain(&raw mut context, device))?;
             call!(functions, ctx_set_current(context))?;
-            // The copier launches no kernel. Without local memory, its context takes half of the VRAM
-            // (264 MiB less, H200, driver 580.159). A driver that refuses keeps it.
+            // The copier launches no kernel, so its context needs no local memory. Without it, the
+            // context takes about half of the VRAM (264 MiB less, H200, driver 580.159). If the
+            // driver refuses, the context keeps its local memory.
             let _ = call!(functions, ctx_set_limit(STACK_SIZE, 0));
             return Ok(Rc::new(CudaDriver {
                 functions,
@@ -190,16 +194,16 @@ impl CudaDriver {
     /// Free device memory, in bytes.
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the driver refused the query.
     pub fn free_bytes(&self) -> Result<u64, CudaError> {
         let (mut free, mut total) = (0, 0);
         call!(self.functions, mem_get_info(&raw mut free, &raw mut total))?;
         Ok(free as u64)
     }
 
-    /// Makes a small allocation and frees it, so that the driver notices that freed memory is
-    /// scrubbed. It notices only inside an allocation of any process, which takes 13 to 20 ms for
-    /// 60 GiB (H200, driver 580.159).
+    /// Makes a small allocation and frees it, so that the driver notices that scrubbing has ended.
+    /// The driver notices it only inside an allocation of some process. That allocation takes 13 to
+    /// 20 ms after 60 GiB were freed (H200, driver 580.159).
     pub fn take_note(&self) {
         const LITTLE_BYTES: usize = 2 << 20;
         let (mut handle, property) = (0, self.property(false));
@@ -229,7 +233,7 @@ impl CudaDriver {
     /// The range must be mapped, and stay mapped until [`Self::unregister`].
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the driver refused the registration.
     pub unsafe fn register(&self, start: *mut c_void, bytes: usize) -> Result<(), CudaError> {
         const PORTABLE: u32 = 1;
         call!(self.functions, host_register(start, bytes, PORTABLE))
@@ -238,29 +242,29 @@ impl CudaDriver {
     /// Unregisters memory that [`Self::register`] has registered.
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the memory may still be registered.
     pub fn unregister(&self, start: *mut c_void) -> Result<(), CudaError> {
         call!(self.functions, host_unregister(start))
     }
 }
 
-/// Whether a UUID in NVML's notation is that of this device.
+/// Whether a UUID in NVML's notation equals the raw UUID of a device.
 fn names(uuid: &str, raw: &[u8; 16]) -> bool {
     let digits = uuid.trim_start_matches("GPU-").bytes().filter(|digit| *digit != b'-');
     digits.eq(raw.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()))
 }
 
-/// Device memory that is being filled or copied out. A drop releases it in this process. Another
-/// process that has created or imported it keeps it.
+/// Device memory that is being filled or copied out. Its drop releases the memory in this process
+/// only: another process that has created or imported the memory keeps it.
 #[derive(Debug)]
 pub struct DeviceBlock {
     cuda: Rc<CudaDriver>,
     handle: u64,
-    /// Start of the reserved address range; 0: none yet.
+    /// Start of the reserved address range. 0: no range is reserved yet.
     address: u64,
     bytes: usize,
     is_mapped: bool,
-    /// Event that occurs when the block's copies have completed.
+    /// Event that the device records when the block's copies have completed.
     filled: *mut c_void,
 }
 
@@ -268,7 +272,7 @@ impl DeviceBlock {
     /// Creates and maps device memory.
     ///
     /// # Errors
-    /// [`CudaError`]: a call was refused, and nothing is allocated.
+    /// [`CudaError`]: the driver refused a call. Nothing is allocated then.
     pub fn make(cuda: &Rc<CudaDriver>, bytes: u64, rdma: bool) -> Result<DeviceBlock, CudaError> {
         let property = cuda.property(rdma);
         let mut block = DeviceBlock::nowhere(cuda, bytes)?;
@@ -281,8 +285,8 @@ impl DeviceBlock {
     /// Maps `bytes` of another process's memory.
     ///
     /// # Errors
-    /// [`CudaError`]: a call was refused, nothing is mapped, and only the other process has the
-    /// memory.
+    /// [`CudaError`]: the driver refused a call. Nothing is mapped then, and only the other process
+    /// has the memory.
     pub fn import(
         cuda: &Rc<CudaDriver>,
         shared: &OwnedFd,
@@ -332,11 +336,11 @@ impl DeviceBlock {
     /// A descriptor with which another process can import the block.
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the driver refused the export.
     pub fn share(&self) -> Result<OwnedFd, CudaError> {
         let mut fd = -1;
         call!(self.cuda.functions, mem_export(&raw mut fd, self.handle, POSIX_DESCRIPTOR, 0))?;
-        // SAFETY: the driver has just made the descriptor for this process.
+        // SAFETY: the driver has just created the descriptor in this process.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 }
@@ -344,7 +348,7 @@ impl DeviceBlock {
 impl Drop for DeviceBlock {
     fn drop(&mut self) {
         let functions = &self.cuda.functions;
-        // Errors are ignored: the kernel releases the rest when this process ends.
+        // Errors are ignored: the kernel releases what is left when this process ends.
         if !self.filled.is_null() {
             let _ = call!(functions, event_destroy(self.filled));
         }
@@ -371,7 +375,7 @@ impl CopyStream {
     /// Creates a stream without copies.
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the driver cannot create a stream.
     pub fn begin(cuda: &Rc<CudaDriver>) -> Result<CopyStream, CudaError> {
         const NON_BLOCKING: u32 = 1;
         let mut stream = std::ptr::null_mut();
@@ -386,7 +390,7 @@ impl CopyStream {
     /// dropped.
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the driver refused the copy.
     pub unsafe fn copy_in(
         &mut self,
         from: *const c_void,
@@ -404,7 +408,7 @@ impl CopyStream {
     /// As for [`Self::copy_in`].
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the driver refused the copy.
     pub unsafe fn copy_out(
         &mut self,
         to: *mut c_void,
@@ -416,11 +420,11 @@ impl CopyStream {
         call!(self.cuda.functions, copy_out(to, address, bytes, self.stream))
     }
 
-    /// Marks that all copies of a block are queued. [`DeviceBlock::is_copied`] then reports their
-    /// completion.
+    /// Records an event after all queued copies of a block. [`DeviceBlock::is_copied`] then reports
+    /// their completion.
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the driver refused the event.
     pub fn all_of(&mut self, block: &DeviceBlock) -> Result<(), CudaError> {
         call!(self.cuda.functions, event_record(block.filled, self.stream))
     }
@@ -428,7 +432,7 @@ impl CopyStream {
 
 impl Drop for CopyStream {
     fn drop(&mut self) {
-        // No copy may still run when its memory is freed.
+        // The memory of a copy must not be freed while the copy runs.
         let _ = call!(self.cuda.functions, stream_synchronize(self.stream));
         let _ = call!(self.cuda.functions, stream_destroy(self.stream));
     }

@@ -1,9 +1,9 @@
-//! A simulated driver, one for each thread. It has memory, mappings, registrations, streams and
-//! events, and checks every rule of the real driver that a copier can break.
+//! A simulated driver, one for each thread. It simulates memory, mappings, registrations, streams
+//! and events, and checks each rule of the real driver that a copier can break.
 //!
-//! A broken rule is recorded as a fault. It does not panic, because a panic must not leave a
-//! function that is called as the driver's. Fresh memory is filled with [`SECRET`], in place of
-//! another tenant's content. Host memory and device memory are really copied.
+//! A broken rule is recorded as a fault. It causes no panic, because a panic must not leave a
+//! function that is called like the driver's. Fresh memory is filled with [`SECRET`], which
+//! represents another tenant's content. Host memory and device memory are really copied.
 
 use std::{
     cell::RefCell,
@@ -25,7 +25,7 @@ use super::{
 
 /// Byte that fills fresh device memory.
 pub const SECRET: u8 = 0xee;
-/// UUID of the context's device.
+/// UUID of the device on which the context is.
 pub const UUID: [u8; 16] = [7; 16];
 /// [`UUID`] as NVML writes it.
 pub const UUID_TEXT: &str = "GPU-07070707-0707-0707-0707-070707070707";
@@ -33,7 +33,7 @@ pub const UUID_TEXT: &str = "GPU-07070707-0707-0707-0707-070707070707";
 const ALREADY_MAPPED: u32 = 208;
 const ALREADY_REGISTERED: u32 = 712;
 const NOT_REGISTERED: u32 = 713;
-/// Lowest error code after which the context is unusable.
+/// Lowest error code that leaves the context unusable.
 const STICKY: u32 = 700;
 const INVALID_HANDLE: u32 = 400;
 const PAGE_BYTES: usize = 4096;
@@ -47,14 +47,14 @@ thread_local! {
 #[derive(Debug)]
 struct Memory {
     bytes: usize,
-    /// Byte that fills the memory until something is copied to it.
+    /// Byte that the memory contains until something is copied to it.
     byte: u8,
     /// Copied content; empty if nothing was copied to the memory.
     content: Vec<u8>,
     /// Grains to which content was copied.
     filled: Vec<bool>,
     rdma: bool,
-    /// The memory was made by another process.
+    /// Whether another process created the memory.
     imported: bool,
 }
 
@@ -90,7 +90,7 @@ enum Event {
 #[derive(Clone, Copy, Debug)]
 struct Refusal {
     call: Option<&'static str>,
-    /// Number of matching calls that succeed before.
+    /// Number of matching calls that succeed before the refused one.
     after: usize,
     code: u32,
 }
@@ -117,11 +117,11 @@ pub struct Left {
 pub struct Fake {
     total_bytes: u64,
     used_by_others_bytes: u64,
-    /// VRAM that each allocation must leave free: the driver's restore needs it.
+    /// VRAM that each allocation must leave free, because the driver's restore needs it.
     floor_bytes: u64,
     rdma_capable: bool,
     compute_mode: i32,
-    /// Stack limit of the context. `None`: that of a new context.
+    /// Stack limit of the context. `None`: the limit of a new context.
     stack_limit: Option<usize>,
     next: u64,
     memories: BTreeMap<u64, Memory>,
@@ -150,7 +150,7 @@ pub fn reset(total_bytes: u64) {
 /// Creates a context on the device of [`UUID`].
 ///
 /// # Errors
-/// [`CudaError`]: a call was to be refused.
+/// [`CudaError`]: a test ordered a call to be refused.
 pub fn open() -> Result<Rc<CudaDriver>, CudaError> {
     CudaDriver::with(functions(), UUID_TEXT)
 }
@@ -169,8 +169,7 @@ pub fn run_copies() {
     });
 }
 
-/// Creates memory of another process, filled with a byte. Returns a descriptor with which it is
-/// imported.
+/// Creates memory of another process, filled with a byte. Returns a descriptor for its import.
 ///
 /// # Errors
 /// The `errno` of the kernel.
@@ -181,7 +180,7 @@ pub fn made_by_another(bytes: usize, byte: u8) -> std::io::Result<OwnedFd> {
     })
 }
 
-/// Content of the memory of a descriptor, as a process that has imported it sees it.
+/// Content of the memory behind a descriptor, as a process that has imported it sees it.
 pub fn content(exported: BorrowedFd<'_>) -> Option<Vec<u8>> {
     with(|fake| {
         let memory = fake.exported.get(&identity(exported)?)?;
@@ -189,7 +188,7 @@ pub fn content(exported: BorrowedFd<'_>) -> Option<Vec<u8>> {
     })
 }
 
-/// Whether other devices on the bus may access the memory of a descriptor.
+/// Whether other devices on the bus may access the memory behind a descriptor.
 pub fn is_rdma(exported: BorrowedFd<'_>) -> Option<bool> {
     with(|fake| {
         let memory = fake.exported.get(&identity(exported)?)?;
@@ -229,13 +228,13 @@ impl Fake {
         self.registered.values().sum()
     }
 
-    /// Device memory that this process has created and still has a handle of, in bytes.
+    /// Device memory that this process created and still has a handle for, in bytes.
     pub fn made_bytes(&self) -> u64 {
         let made = |id: &&u64| self.memories.get(id).is_some_and(|memory| !memory.imported);
         self.handles.values().filter(made).map(|id| self.bytes_of(*id)).sum()
     }
 
-    /// Device memory of other processes that this process has a handle of, in bytes.
+    /// Device memory of other processes for which this process has a handle, in bytes.
     pub fn imported_bytes(&self) -> u64 {
         let imported = |id: &&u64| self.memories.get(id).is_some_and(|memory| memory.imported);
         self.handles.values().filter(imported).map(|id| self.bytes_of(*id)).sum()
@@ -246,7 +245,7 @@ impl Fake {
         self.used_by_others_bytes = bytes;
     }
 
-    /// Requires that each further allocation leaves this much memory free.
+    /// Requires that each further allocation leaves this many bytes free.
     pub fn must_leave(&mut self, bytes: u64) {
         self.floor_bytes = bytes;
     }
@@ -266,7 +265,7 @@ impl Fake {
         self.rdma_capable = false;
     }
 
-    /// Stack limit of the context. `None`: that of a new context.
+    /// Stack limit of the context. `None`: the limit of a new context.
     pub fn stack_limit(&self) -> Option<usize> {
         self.stack_limit
     }
@@ -276,7 +275,8 @@ impl Fake {
         self.compute_mode = mode;
     }
 
-    /// Refuses one call with `code`, after `after` matching calls. `None`: a call of any name.
+    /// Refuses one call with `code`, after `after` matching calls. `call`: name of the call;
+    /// `None`: any call.
     pub fn refuse(&mut self, call: Option<&'static str>, after: usize, code: u32) {
         self.refusals.push(Refusal { call, after, code });
     }
@@ -315,7 +315,7 @@ impl Fake {
         Ok(file)
     }
 
-    /// The mapping that holds a range.
+    /// The mapping that contains a range.
     fn mapping(&self, device: u64, bytes: usize) -> Option<(u64, usize, Mapping)> {
         let (start, mapping) = self.mapped.range(..=device).next_back()?;
         let offset = usize::try_from(device - start).ok()?;
@@ -371,8 +371,9 @@ impl Fake {
         };
         match resident(host, bytes) {
             None => return self.fault("host memory was unmapped beneath a copy"),
-            // The device has the pages that were there when they were registered. What a process
-            // punches out of its file afterwards hurts itself alone, and has no content here.
+            // The device uses the pages that were present at the registration. If a process punches
+            // holes into its file afterwards, it harms only itself, and there is no content to copy
+            // here.
             Some(false) => return self.filled(mapping.memory, offset, bytes, is_in),
             Some(true) => {}
         }
@@ -381,8 +382,8 @@ impl Fake {
         };
         let host = std::ptr::with_exposed_provenance_mut::<u8>(host);
         let device = &mut memory.content()[offset..offset + bytes];
-        // SAFETY: the range is mapped, as was just looked at, and registered: its owner keeps it so
-        // until the copy has ended. Nothing else of this thread has a reference to it.
+        // SAFETY: the range was just checked to be mapped and registered, and its owner keeps it so
+        // until the copy has ended. Nothing else on this thread has a reference to it.
         unsafe {
             if is_in {
                 host.copy_to_nonoverlapping(device.as_mut_ptr(), bytes);
@@ -419,8 +420,8 @@ impl Fake {
         })
     }
 
-    /// Removes memory without a handle and a mapping. Other processes keep memory that they created
-    /// or imported.
+    /// Removes memory that has neither a handle nor a mapping. Memory that other processes created
+    /// or imported stays.
     fn forget(&mut self, id: u64) {
         let is_held = self.handles.values().any(|of| *of == id)
             || self.mapped.values().any(|of| of.memory == id)
@@ -466,7 +467,7 @@ fn resident(start: usize, bytes: usize) -> Option<bool> {
     let bytes = start + bytes - first;
     let mut pages = vec![0_u8; bytes.div_ceil(PAGE_BYTES)];
     let start = std::ptr::with_exposed_provenance_mut::<c_void>(first);
-    // SAFETY: the kernel looks at the range, and writes one byte for each page.
+    // SAFETY: the kernel only examines the range, and writes one byte for each page.
     let done = unsafe { libc::mincore(start, bytes, pages.as_mut_ptr()) };
     (done == 0).then(|| pages.iter().all(|page| page & 1 == 1))
 }
@@ -502,7 +503,7 @@ fakes! {
     device_count(to: *mut i32) |_fake| { give(to, 2) }
     device_get(to: *mut i32, ordinal: i32) |_fake| { give(to, ordinal + 10) }
     device_uuid(to: *mut [u8; 16], device: i32) |_fake| {
-        // UUID belongs to the second device.
+        // The UUID of the context belongs to the second device.
         give(to, if device == 11 { UUID } else { [1; 16] })
     }
     device_attribute(to: *mut i32, attribute: i32, device: i32) |fake| {
@@ -528,7 +529,7 @@ fakes! {
         give(total, fake.total_bytes as usize)
     }
     mem_create(to: *mut u64, bytes: usize, property: *const MemAllocationProp, _flags: u64) |fake| {
-        // SAFETY: the caller's own.
+        // SAFETY: the pointer is to a local of the caller.
         let property = unsafe { property.as_ref() }.ok_or(result::INVALID_VALUE)?;
         let fits = property.kind == ALLOCATION_PINNED
             && property.location_type == LOCATION_DEVICE
@@ -607,7 +608,7 @@ fakes! {
         }
     }
     mem_set_access(address: u64, bytes: usize, access: *const MemAccessDesc, many: usize) |fake| {
-        // SAFETY: the caller's own.
+        // SAFETY: the pointer is to a local of the caller.
         let access = unsafe { access.as_ref() }.ok_or(result::INVALID_VALUE)?;
         let fits = many == 1
             && access.location_type == LOCATION_DEVICE
@@ -635,7 +636,7 @@ fakes! {
     }
     mem_import(to: *mut u64, number: *mut c_void, kind: u32) |fake| {
         let number = i32::try_from(number.addr()).map_err(|_| result::INVALID_VALUE)?;
-        // SAFETY: the caller has it open.
+        // SAFETY: the caller has this descriptor open.
         let file = unsafe { BorrowedFd::borrow_raw(number) };
         let memory = identity(file).and_then(|file| fake.exported.get(&file).copied());
         let memory = memory.filter(|_| kind == POSIX_DESCRIPTOR).ok_or(result::INVALID_VALUE)?;

@@ -1,6 +1,7 @@
-//! A process's memory file, mapped and registered. This process never reads or writes the mapping:
-//! it reads from the file, where a hole takes no memory. Calls that wait for a lock of the file
-//! (`lseek`, `fallocate`) are not used, because the container could hold that lock.
+//! A process's memory file, mapped and registered. The copier never reads or writes the mapping. It
+//! reads from the file instead, so that a hole stays a hole and takes no memory. It makes no call
+//! that waits for a lock of the file (`lseek`, `fallocate`), because the container could hold that
+//! lock.
 
 use std::{collections::BTreeMap, ffi::c_void, io, os::fd::OwnedFd, ptr::NonNull, rc::Rc};
 
@@ -14,10 +15,10 @@ use super::{
     segment::SharedSegment,
 };
 
-/// Number of bytes that are registered or copied at a time, which takes a few milliseconds.
+/// Number of bytes that are registered or copied at a time. Each takes a few milliseconds.
 #[cfg(not(test))]
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
-/// Number of bytes in tests, which fill many chunks.
+/// A smaller number for tests, which fill many chunks.
 #[cfg(test)]
 pub const CHUNK_BYTES: usize = 16 << 20;
 const PAGE_BYTES: usize = 4096;
@@ -30,13 +31,13 @@ pub enum RegionError {
     /// A system call has failed.
     #[error("cannot map the memory file")]
     Io(#[from] io::Error),
-    /// The file is not sealed, so its size could change during a copy.
+    /// The size of the file is not sealed, so it could change during a copy.
     #[error("the size of the memory file is not sealed")]
     NotSealed,
-    /// The file has pages for which the container is not charged.
+    /// The file may have pages that are not charged to the container.
     #[error("the memory file does not consist of ordinary pages")]
     NotPlain,
-    /// The file is smaller than the process has announced.
+    /// The file is smaller than the process announced.
     #[error("the memory file has {has} of the announced {wanted} bytes")]
     TooSmall {
         /// Size of the file.
@@ -44,11 +45,11 @@ pub enum RegionError {
         /// Size that the process has announced.
         wanted: u64,
     },
-    /// Pages of the file are missing. A registration would allocate them, and charge them to the
+    /// Pages of the file are missing. A registration would allocate them and charge them to the
     /// copier.
     #[error("pages of the memory file are missing")]
     Missing,
-    /// The process has reported that it shares a chunk, but has not freed the chunk.
+    /// The process reported that it uses a segment for a chunk, but has not freed the chunk.
     #[error("the memory file still has pages of a chunk that is in a segment")]
     NotGivenUp,
     /// The driver has refused a call.
@@ -73,7 +74,7 @@ pub struct HostRegion {
     start: NonNull<c_void>,
     bytes: usize,
     registered: usize,
-    /// Segments of the chunks whose content is shared, by the chunk's number.
+    /// Segments that store the content of shared chunks, by chunk number.
     elsewhere: BTreeMap<usize, Rc<SharedSegment>>,
     /// Shared chunks whose own memory is still registered.
     given_up: Vec<usize>,
@@ -83,8 +84,8 @@ pub struct HostRegion {
 fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     let io = io::Error::from;
     let seals = rustix::fs::fcntl_get_seals(file).map_err(io)?;
-    // Files of huge pages can have seals, too. Mapping them takes pages from the node's pool, no
-    // matter which process uses them, and a huge page cannot be unmapped in part.
+    // Files of huge pages can have seals too. Mapping such a file takes pages from the node's pool,
+    // no matter which process uses them, and a huge page cannot be unmapped in part.
     let kind = rustix::fs::fstatfs(file).map_err(io)?.f_type;
     if !u64::try_from(kind).is_ok_and(|kind| kind == TMPFS_MAGIC) {
         return Err(RegionError::NotPlain);
@@ -100,7 +101,7 @@ fn check(file: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     Ok(())
 }
 
-/// Presence of the pages of a range.
+/// Which pages of a range are present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PageState {
     All,
@@ -108,14 +109,14 @@ enum PageState {
     None,
 }
 
-/// Reads which pages of a range are present. The call takes no lock of the file, because a
+/// Reads which pages of a range are present, by a call that takes no lock of the file, because a
 /// container could hold that lock.
 ///
 /// # Safety
 /// The range must be mapped.
 unsafe fn pages(start: *mut c_void, bytes: usize) -> io::Result<PageState> {
     let mut pages = vec![0_u8; bytes.div_ceil(PAGE_BYTES)];
-    // SAFETY: the caller vouches for the range; a byte for each of its pages.
+    // SAFETY: the caller guarantees the range. `pages` has a byte for each of its pages.
     let done = unsafe { libc::mincore(start, bytes, pages.as_mut_ptr()) };
     if done != 0 {
         return Err(io::Error::last_os_error());
@@ -132,7 +133,7 @@ impl HostRegion {
     /// Maps the first `bytes` of a file.
     ///
     /// # Errors
-    /// [`RegionError`]
+    /// [`RegionError`]: the file does not meet a requirement, or cannot be mapped.
     pub fn map(
         cuda: &Rc<CudaDriver>,
         file: OwnedFd,
@@ -140,7 +141,7 @@ impl HostRegion {
     ) -> Result<HostRegion, RegionError> {
         check(&file, bytes)?;
         let length = usize::try_from(bytes).map_err(io::Error::other)?;
-        // SAFETY: a new mapping at a place that the kernel chooses.
+        // SAFETY: a new mapping at an address that the kernel chooses.
         let start = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -157,7 +158,7 @@ impl HostRegion {
         Ok(HostRegion { cuda, file, start, bytes: length, registered: 0, elsewhere, given_up })
     }
 
-    /// Reads the file at an offset. Holes are read as zeros, and stay holes.
+    /// Reads the file at an offset. Holes are read as zeros and stay holes.
     ///
     /// # Errors
     /// The `errno` of the read.
@@ -165,10 +166,10 @@ impl HostRegion {
         super::read_exact_at(&self.file, offset, to)
     }
 
-    /// Records that a chunk's content is in a segment, and no longer in the file.
+    /// Records that a chunk's content is in a segment and no longer in the file.
     ///
     /// # Errors
-    /// [`RegionError`]: the connection to the process is to be closed.
+    /// [`RegionError`]: the connection to the process must be closed.
     pub fn put_elsewhere(
         &mut self,
         chunk: usize,
@@ -177,7 +178,7 @@ impl HostRegion {
         let offset = chunk.saturating_mul(CHUNK_BYTES);
         let whole = offset.checked_add(CHUNK_BYTES).is_some_and(|end| end <= self.registered);
         let again = self.elsewhere.contains_key(&chunk);
-        // SAFETY: a part of the mapping, as `whole` has just proven.
+        // SAFETY: a part of the mapping, as `whole` has just shown.
         if !whole || again || unsafe { pages(self.at(offset), CHUNK_BYTES)? } != PageState::None {
             return Err(RegionError::NotGivenUp);
         }
@@ -186,8 +187,8 @@ impl HostRegion {
         Ok(())
     }
 
-    /// Unregisters the memory of one chunk whose content is in a segment. False: there is no such
-    /// chunk.
+    /// Unregisters the memory of one chunk whose content is in a segment. Returns false if there is
+    /// no such chunk.
     ///
     /// # Errors
     /// [`CudaError`]: the memory may still be registered. The copier should end.
@@ -219,10 +220,10 @@ impl HostRegion {
         self.start.as_ptr().wrapping_byte_add(offset)
     }
 
-    /// Registers the next chunk. False: all are registered.
+    /// Registers the next chunk. Returns false if all chunks are registered.
     ///
     /// # Errors
-    /// [`RegionError`]
+    /// [`RegionError`]: pages are missing, or the driver refused the registration.
     pub fn register_next(&mut self) -> Result<bool, RegionError> {
         let bytes = CHUNK_BYTES.min(self.bytes - self.registered);
         if bytes == 0 {
@@ -232,17 +233,16 @@ impl HostRegion {
         if unsafe { pages(self.at(self.registered), bytes)? } != PageState::All {
             return Err(RegionError::Missing);
         }
-        // SAFETY: mapped until the drop, which unregisters it before.
+        // SAFETY: the range is mapped until the drop, which unregisters it first.
         unsafe { self.cuda.register(self.at(self.registered), bytes)? };
         self.registered += bytes;
         Ok(true)
     }
 
-    /// Starts a copy between a block and the region. It begins at an offset in the region and has
-    /// the block's length.
+    /// Starts a copy of `bytes` between a block and the region, at `offset` in the region.
     ///
     /// # Errors
-    /// [`CudaError`]
+    /// [`CudaError`]: the driver refused a copy.
     pub fn copy(
         &self,
         way: CopyDirection,
@@ -260,8 +260,8 @@ impl HostRegion {
                 Some(segment) => segment.at(from % CHUNK_BYTES),
                 None => self.at(from),
             };
-            // SAFETY: all of it is registered, here or as a segment; the owner of this region drops
-            // the copies first.
+            // SAFETY: the range is registered, in this region or as a segment. The owner of this
+            // region drops the copies first.
             unsafe {
                 match way {
                     CopyDirection::In => copies.copy_in(at.cast_const(), part, block, done)?,
@@ -278,7 +278,7 @@ impl HostRegion {
         copies.all_of(block)
     }
 
-    /// Unregisters the last registered chunk. False: none is registered.
+    /// Unregisters the last registered chunk. Returns false if none is registered.
     ///
     /// # Errors
     /// [`CudaError`]: the memory may still be registered. The copier should end.
@@ -304,10 +304,12 @@ impl Drop for HostRegion {
     fn drop(&mut self) {
         while matches!(self.unregister_last(), Ok(true)) {}
         if self.registered > 0 {
-            // The mapping stays: the driver would take later memory at these addresses for it.
+            // The mapping stays. Otherwise another mapping could get these addresses, and the
+            // driver would take it for this one.
             return;
         }
-        // SAFETY: mapped by this, and no copy of it is in progress: copies are dropped before.
+        // SAFETY: this region mapped the range. No copy of it is in progress, because copies are
+        // dropped first.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr(), self.bytes) };
     }
 }
@@ -357,7 +359,7 @@ mod tests {
         let written = File::from(memory.try_clone().unwrap());
         let there = |memory: &OwnedFd| {
             let (read, shared) = (ProtFlags::READ, MapFlags::SHARED);
-            // SAFETY: a new mapping, of the file's size, taken back below.
+            // SAFETY: a new mapping of the file's size, unmapped below.
             unsafe {
                 let at =
                     rustix::mm::mmap(std::ptr::null_mut(), BYTES as usize, read, shared, memory, 0)

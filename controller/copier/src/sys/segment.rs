@@ -1,5 +1,5 @@
 //! Content that several processes share: a chunk in a memory file of the copier. The file is
-//! sealed, so that no process can change it for the others.
+//! sealed, so that no process can change the content that others use.
 //!
 //! ```text
 //! SegmentDraft ──all is written──> sealed, registered: SharedSegment ──its last user has left──> unmapped
@@ -28,8 +28,8 @@ use crate::dedup::ChunkContent;
 /// `F_SEAL_FUTURE_WRITE`: the file can be written only through existing mappings.
 const FUTURE_WRITE: SealFlags = SealFlags::from_bits_retain(16);
 
-/// The file, mapped here so that the device can copy from it. No other process can write to it, and
-/// this process does not.
+/// The file of a segment, mapped so that the device can copy from it. Other processes cannot write
+/// to the file, and this process does not.
 #[derive(Debug)]
 struct MappedSegment {
     file: OwnedFd,
@@ -37,13 +37,13 @@ struct MappedSegment {
 }
 
 impl MappedSegment {
-    /// Seals content and size for all processes.
+    /// Seals the content and size of the file for all processes.
     fn seal(&self) -> io::Result<()> {
         let seals = SealFlags::SHRINK | SealFlags::GROW | FUTURE_WRITE | SealFlags::SEAL;
         Ok(rustix::fs::fcntl_add_seals(&self.file, seals)?)
     }
 
-    /// Opens the file again, read-only. The new descriptor has its own file offset.
+    /// Opens the file again, read-only. The new descriptor has a file offset of its own.
     fn to_read(&self) -> io::Result<OwnedFd> {
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
@@ -52,7 +52,7 @@ impl MappedSegment {
 
 impl Drop for MappedSegment {
     fn drop(&mut self) {
-        // SAFETY: mapped by this, with that size, and no longer registered.
+        // SAFETY: this object mapped the range, with this size. It is no longer registered.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr(), CHUNK_BYTES) };
     }
 }
@@ -73,7 +73,7 @@ impl SegmentDraft {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("affinode-shared", flags)?;
         rustix::fs::ftruncate(&file, CHUNK_BYTES as u64)?;
-        // SAFETY: a new mapping at a place that the kernel chooses.
+        // SAFETY: a new mapping at an address that the kernel chooses.
         let start = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -94,8 +94,8 @@ impl SegmentDraft {
         self.written
     }
 
-    /// Writes the next part. Does not request huge pages: collapsing one takes 6 ms (Linux 6.18) and makes
-    /// the whole write eight times slower.
+    /// Writes the next part. Huge pages are not requested: to collapse pages into one takes 6 ms
+    /// (Linux 6.18), which makes the whole write eight times slower.
     ///
     /// # Errors
     /// The `errno` of the write.
@@ -112,19 +112,19 @@ impl SegmentDraft {
     /// Seals the segment and registers it, so that the device can copy from it.
     ///
     /// # Errors
-    /// [`RegionError`]
+    /// [`RegionError`]: the draft is not complete, cannot be sealed, or the driver refused it.
     pub fn finish(self, cuda: &Rc<CudaDriver>) -> Result<SharedSegment, RegionError> {
         if self.written != CHUNK_BYTES {
             return Err(RegionError::Missing);
         }
         self.mapped.seal()?;
-        // SAFETY: mapped until the drop, which unregisters it before.
+        // SAFETY: the range is mapped until the drop, which unregisters it first.
         unsafe { cuda.register(self.mapped.start.as_ptr(), CHUNK_BYTES)? };
         Ok(SharedSegment { cuda: Rc::clone(cuda), mapped: ManuallyDrop::new(self.mapped) })
     }
 }
 
-/// A complete segment, shared by all sessions that use it.
+/// A complete segment. All sessions that use it share it.
 #[derive(Debug)]
 pub struct SharedSegment {
     cuda: Rc<CudaDriver>,
@@ -155,9 +155,10 @@ impl ChunkContent for SharedSegment {
 
 impl Drop for SharedSegment {
     fn drop(&mut self) {
-        // Otherwise the driver would take later memory at these addresses for the segment.
+        // While the driver has the range registered, it stays mapped. Otherwise another mapping
+        // could get these addresses, and the driver would take it for the segment.
         if self.cuda.unregister(self.at(0)).is_ok() {
-            // SAFETY: dropped exactly here, and nothing uses it afterwards.
+            // SAFETY: dropped only here, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.mapped) };
         }
     }

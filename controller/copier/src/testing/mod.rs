@@ -1,5 +1,5 @@
-//! A copier on a simulated driver, with the controller's end and the agents' ends of its
-//! sockets. All of it runs on the thread of the test.
+//! A copier on a simulated driver, with the controller's and the agents' ends of its sockets.
+//! Everything runs on the thread of the test.
 #![allow(clippy::unwrap_used, reason = "this is code of tests, also where a feature asks for it")]
 
 mod play;
@@ -46,7 +46,7 @@ pub fn pair() -> (OwnedFd, OwnedFd) {
     rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
 }
 
-/// Bytes that differ from page to page, so that a page at a wrong place is noticed.
+/// Bytes that differ from page to page, so that a test notices a page at the wrong place.
 pub fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
     let mut content = vec![seed as u8; bytes as usize];
     for (n, page) in content.chunks_exact_mut(4096).enumerate() {
@@ -55,7 +55,7 @@ pub fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
     content
 }
 
-/// A memory file with this content and these seals.
+/// A memory file with this content and with these seals.
 pub fn memory_file(content: &[u8], seals: SealFlags) -> OwnedFd {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = File::from(rustix::fs::memfd_create("affinode-testbed", flags).unwrap());
@@ -88,7 +88,7 @@ pub struct Testbed {
 impl Testbed {
     /// Creates a testbed with a GPU that no other process uses.
     pub fn new() -> Testbed {
-        // Enough host memory for any test, whatever this machine has.
+        // Enough host memory for every test, independent of this machine.
         Testbed::within(|| HostBudget { total_bytes: 1 << 40, free_bytes: 1 << 40 })
     }
 
@@ -104,19 +104,19 @@ impl Testbed {
     /// Sends an order of the controller.
     pub fn order(&self, order: CopierOrder, descriptor: Option<&OwnedFd>) {
         if let Some(controller) = &self.controller {
-            // The copier may have ended.
+            // An error is ignored: the copier may have ended.
             let _ = socket::send(controller, &order.encode(), descriptor);
         }
     }
 
-    /// Sends any bytes as a frame of the controller.
+    /// Sends arbitrary bytes as a frame of the controller.
     pub fn order_bytes(&self, frame: &[u8; FRAME_BYTES]) {
         if let Some(controller) = &self.controller {
             socket::send(controller, frame, None).unwrap();
         }
     }
 
-    /// Closes the controller's end.
+    /// Closes the controller's end of its socket.
     pub fn hang_up(&mut self) {
         self.controller = None;
     }
@@ -128,7 +128,7 @@ impl Testbed {
         self.controller = Some(ours);
     }
 
-    /// Attaches a process whose socket holds only a few messages.
+    /// Attaches a process whose socket has space for only a few messages.
     pub fn attach_with_a_short_queue(&self, process: u64, most_bytes: u64, domain: u64) -> Agent {
         let (ours, theirs) = pair();
         rustix::net::sockopt::set_socket_send_buffer_size(&theirs, 1).unwrap();
@@ -148,10 +148,10 @@ impl Testbed {
         self.order(CopierOrder::Fill { process, most_bytes }, None);
     }
 
-    /// Runs one turn of the copier. `None`: it has ended, because the controller has.
+    /// Runs one turn of the copier. `None`: the copier has ended, because the controller has.
     ///
     /// # Errors
-    /// [`CopierError`]: it has failed.
+    /// [`CopierError`]: the copier has failed.
     pub fn turn(&mut self) -> Result<Option<SessionStep>, CopierError> {
         let Some(copier) = &mut self.copier else { return Ok(None) };
         let step = copier.turn();
@@ -189,12 +189,12 @@ impl Testbed {
         std::mem::take(&mut self.reports)
     }
 
-    /// Whether the copier runs.
+    /// Whether the copier is running.
     pub fn runs(&self) -> bool {
         self.copier.is_some()
     }
 
-    /// Closes the controller's end, and runs the copier to its end.
+    /// Closes the controller's end of its socket, and runs the copier until it ends.
     pub fn end(&mut self) {
         self.controller = None;
         let _ = self.turn();
@@ -206,10 +206,10 @@ impl Testbed {
         clock::advance(by);
     }
 
-    /// Asserts that no session, object of the driver or mapping is left.
+    /// Asserts that no session, driver object or mapping is left.
     ///
     /// # Panics
-    /// If a rule of the driver was broken, or something of a process that has left remains.
+    /// If a rule of the driver was broken, or something of a detached process remains.
     pub fn assert_nothing_is_left(&self) {
         fake::with(|fake| {
             assert_eq!(fake.faults(), &[] as &[String]);
@@ -225,8 +225,8 @@ impl Default for Testbed {
     }
 }
 
-/// Number of mapped memory files of this thread's testbed. Those of other threads of the test
-/// program have the same name, so files are told apart by inode.
+/// Number of mapped memory files of this thread's testbed. Other threads of the test program map
+/// files of the same name, so inodes identify the files.
 fn mappings() -> usize {
     FILES.with_borrow(|files| {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -243,7 +243,7 @@ thread_local! {
     static FILES: RefCell<BTreeSet<u64>> = const { RefCell::new(BTreeSet::new()) };
 }
 
-/// An agent's end of its socket.
+/// An agent's end of its socket to the copier.
 pub struct Agent {
     /// The controller's number of the process.
     pub process: u64,
@@ -252,12 +252,12 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Sends a message. False: the copier has closed the socket.
+    /// Sends a message. Returns false if the copier has closed the socket.
     pub fn say(&self, message: ToCopier, descriptor: Option<&OwnedFd>) -> bool {
         self.say_bytes(&message.encode(), descriptor)
     }
 
-    /// Sends any bytes as a frame of the agent.
+    /// Sends arbitrary bytes as a frame of the agent.
     pub fn say_bytes(&self, frame: &[u8; FRAME_BYTES], descriptor: Option<&OwnedFd>) -> bool {
         if let Some(file) = descriptor
             && let Ok(stat) = rustix::fs::fstat(file)
@@ -275,7 +275,7 @@ impl Agent {
         }
     }
 
-    /// Announces the copied-out pieces, with the file if there is one.
+    /// Announces the copied-out pieces, and sends the memory file if one is given.
     pub fn copy_out(&self, pieces: &[Piece], rest_bytes: u64, file: Option<&OwnedFd>) {
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
         let many = u32::try_from(pieces.len()).unwrap();
@@ -289,13 +289,13 @@ impl Agent {
         }
     }
 
-    /// Announces the pieces and the checkpoint, so that the memory is registered.
+    /// Announces the pieces and then the checkpoint, so that the copier registers the memory.
     pub fn leave(&self, pieces: &[Piece], rest_bytes: u64, file: &OwnedFd) {
         self.copy_out(pieces, rest_bytes, Some(file));
         self.say(ToCopier::Checkpointed, None);
     }
 
-    /// Messages of the copier since the last call, with their descriptors.
+    /// Messages from the copier since the last call, with their descriptors.
     pub fn received(&mut self) -> Vec<(FromCopier, Option<OwnedFd>)> {
         while let Some(Ok((frame, descriptor))) = self.socket.as_ref().map(socket::receive) {
             self.inbox.push((FromCopier::decode(&frame).unwrap(), descriptor));
@@ -303,7 +303,7 @@ impl Agent {
         std::mem::take(&mut self.inbox)
     }
 
-    /// Messages of the copier since the last call, without their descriptors.
+    /// Messages from the copier since the last call, without their descriptors.
     pub fn words(&mut self) -> Vec<FromCopier> {
         self.received().into_iter().map(|(message, _)| message).collect()
     }
@@ -321,7 +321,7 @@ impl Agent {
         }
     }
 
-    /// Closes the agent's end, as the kernel does when the process ends.
+    /// Closes the agent's end, as the kernel does when a process exits.
     pub fn hang_up(&mut self) {
         self.socket = None;
     }
@@ -343,7 +343,7 @@ pub fn content_of_blocks(received: &[(FromCopier, Option<OwnedFd>)]) -> Vec<u8> 
     content
 }
 
-/// Content of pieces in order, each filled with its number of units.
+/// Content of consecutive pieces. Each byte of a piece is the piece's number of units.
 pub fn full_of_units(units: &[u64]) -> Vec<u8> {
     let mut content = Vec::new();
     for many in units {

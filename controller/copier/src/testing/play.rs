@@ -1,4 +1,4 @@
-//! Runs a copier with an honest process that it serves, and with hostile processes.
+//! Runs a copier with one honest process and several hostile processes.
 
 use std::{fs::File, io, os::fd::OwnedFd, time::Duration};
 
@@ -11,17 +11,17 @@ use super::*;
 const HONEST: u64 = 9;
 /// Number of hostile processes, numbered from 1.
 const HOSTILE: usize = 3;
-/// Number of units that each process may have copied out.
+/// Number of units that a process is allowed to copy out.
 const MAX_UNITS: u64 = 4;
 /// Maximum number of simulated steps.
 const MAX_STEPS: usize = 120;
 
-/// Interprets bytes as the actions of hostile processes, their controller and the device, and then
-/// lets an honest process be filled.
+/// Interprets bytes as actions of hostile processes, of the controller and of the device. Then an
+/// honest process is filled.
 ///
 /// # Panics
 /// If the copier has ended, broken a rule of the driver, allocated memory that was not granted, or
-/// kept something of a process that has left. Also if the honest process did not get its content.
+/// kept something of a detached process. Also if the honest process did not get its content.
 pub fn play(data: &[u8]) {
     let mut play = Play::new(data);
     for _ in 0..MAX_STEPS {
@@ -36,9 +36,9 @@ pub fn play(data: &[u8]) {
 #[derive(Default)]
 struct Hostile {
     agent: Option<Agent>,
-    /// Highest grant of a fill since the process was attached.
+    /// Highest grant for a fill since the process was attached.
     granted_bytes: u64,
-    /// The process has sent Restoring.
+    /// Whether the process has sent Restoring.
     restores: bool,
 }
 
@@ -48,7 +48,7 @@ struct Play<'a> {
     hostile: [Hostile; HOSTILE],
     honest: Agent,
     content: Vec<u8>,
-    /// Descriptors of every kind, which are sent.
+    /// Descriptors of each kind, to be sent.
     things: Vec<Option<OwnedFd>>,
 }
 
@@ -159,7 +159,7 @@ impl<'a> Play<'a> {
             message,
             ToCopier::Prefaulted { .. } | ToCopier::CopiedOut { .. } | ToCopier::CopyOut
         );
-        // Mostly valid: several errors at once usually end the session.
+        // Mostly valid, because several errors at once usually end the session early.
         let kind = match self.byte() {
             wrong @ 0..64 => usize::from(wrong) % self.things.len(),
             n if takes_a_file && matches!(message, ToCopier::CopyOut) => usize::from(n) % 3 + 5,
@@ -219,7 +219,8 @@ impl<'a> Play<'a> {
     }
 }
 
-/// No descriptor; memory files, the last of which is overwritten; device memory; and other files.
+/// Descriptors to send: none; memory files, the last of which gets overwritten; device memory; and
+/// other files.
 fn things() -> Vec<Option<OwnedFd>> {
     thread_local! {
         static FILES: Vec<OwnedFd> = {

@@ -1,12 +1,12 @@
-//! Tests of false announcements: the copier checks them against the controller's limits.
+//! Tests of false announcements. The copier checks announcements against the controller's limits.
 
 use affinode_proto::wire::copier::{MAX_PIECES, PIECES_A_FRAME};
 use rustix::fs::SealFlags;
 
 use super::*;
 
-/// Asserts that the copier refuses a message of a process that may have 4 units. Its file has 8
-/// units.
+/// Asserts that the copier refuses a message of a process whose limit is 4 units and whose file has
+/// 8.
 fn refuses(message: ToCopier, why: &str) {
     let mut testbed = Testbed::new();
     let mut agent = testbed.attach(1, 4 * UNIT, 0);

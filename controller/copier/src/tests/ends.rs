@@ -1,4 +1,4 @@
-//! Tests of the end of a process or of the controller: nothing of it is left.
+//! Tests of the end of a process or of the controller. No object of the ended one may be left.
 
 use super::*;
 
@@ -10,7 +10,7 @@ fn process_that_dies_at_any_stage_leaves_nothing() {
             if copies_wait {
                 fake::with(fake::Fake::copies_wait);
             }
-            // Its last report may not have arrived yet.
+            // The process's last message of this stage may not have arrived yet.
             if stage == Stage::Taking {
                 take(&agent, &pieces(&UNITS)[1..]);
             }
@@ -92,7 +92,7 @@ fn filled_process_that_stays_is_ended() {
     assert_ended(&mut testbed, &mut agent, "it keeps the memory of others waiting");
 }
 
-/// The driver executes one call at a time, and unregistering memory takes as long as a copy.
+/// The driver executes one call at a time, and to unregister memory takes as long as to copy it.
 #[test]
 fn memory_of_the_dead_waits_for_a_fill() {
     let (mut testbed, mut agent, file) = reach(Stage::Held);
@@ -169,8 +169,8 @@ fn registration_waits_for_a_fill() {
     fake::run_copies();
 }
 
-/// After a release of memory the copier makes a small allocation, so that the driver notices the
-/// scrubbed memory. It does not while a proof is made, nor during a registration.
+/// After memory was released, the copier makes a small allocation, so that the driver notices that
+/// scrubbing has ended. It makes none during a proof or a registration.
 #[test]
 fn wiped_memory_is_taken_note_of_later() {
     let count =

@@ -1,5 +1,4 @@
-//! Tests in which every call of the driver is refused, one at a time, with each class of error
-//! code.
+//! Tests in which the driver refuses each call in turn, with each class of error code.
 
 use super::*;
 
@@ -37,7 +36,8 @@ fn calls_of_a_life() -> Vec<&'static str> {
     fake::with(|fake| fake.calls()[before..].to_vec())
 }
 
-/// Calls that release something. If one fails, only the end of the copier's process releases it.
+/// Calls that release something. If one fails, the memory is released only when the copier's
+/// process ends.
 const RELEASES: [&str; 7] = [
     "mem_release",
     "mem_unmap",
@@ -86,7 +86,7 @@ fn assert_only_what_was_refused_is_left(call: &str, why: &str) {
         "host_unregister" => &mut left.registrations,
         "event_destroy" => &mut left.events,
         "mem_unmap" => {
-            // Its address range cannot be released then.
+            // The address range cannot be released in this case.
             assert!(left.mappings <= 1 && left.reservations <= 1, "{why}: {left:?}");
             return;
         }
@@ -98,7 +98,7 @@ fn assert_only_what_was_refused_is_left(call: &str, why: &str) {
 }
 
 /// After an error that leaves the context unusable, the copier serves no process, reports no
-/// success, and ends, so that its controller starts another.
+/// success and ends, so that its controller starts another copier.
 #[test]
 fn sticky_error_ends_the_copier() {
     for (nth, call) in calls_of_a_life().iter().enumerate() {
@@ -114,8 +114,8 @@ fn sticky_error_ends_the_copier() {
     }
 }
 
-/// Otherwise another process's memory could be mapped at these addresses, and the driver would copy
-/// that.
+/// If the memory were unmapped, another process's memory could get these addresses, and the driver
+/// would copy that instead.
 #[test]
 fn memory_the_driver_keeps_stays_mapped() {
     let (mut testbed, mut agent, file) = reach(Stage::Held);
@@ -145,8 +145,8 @@ fn context_that_the_driver_refuses_is_none() {
         fake::reset(VRAM_BYTES);
         fake::with(|fake| fake.refuse(None, nth, 999));
         let opened = fake::open();
-        // Then it is unknown whether other devices on the bus may access the memory, or the context
-        // keeps its local memory.
+        // If these calls fail, the copier continues. It then does not know whether other devices on
+        // the bus may access the memory, or its context keeps its local memory.
         let may_fail =
             (nth == calls.len() - 4 && *call == "device_attribute") || *call == "ctx_set_limit";
         assert_eq!(opened.is_ok(), may_fail, "call {nth}, {call}");

@@ -1,4 +1,4 @@
-//! Tests with sequences of frames and descriptors that Affinode's agent never sends.
+//! Tests with sequences of frames and descriptors that an agent never sends.
 
 use super::*;
 

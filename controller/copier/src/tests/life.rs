@@ -41,8 +41,8 @@ fn context_of_the_copier_has_no_local_memory() {
     assert_eq!(fake::with(|fake| fake.stack_limit()), Some(0));
 }
 
-/// A block is exported only after it is filled and while the process reads: before, it has another
-/// tenant's content.
+/// A block is exported only after it is filled, because until then it has another tenant's content,
+/// and only when the process reads.
 #[test]
 fn block_is_shared_once_it_is_filled() {
     let (mut testbed, mut agent, _) = reach(Stage::Filling);

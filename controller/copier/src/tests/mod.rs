@@ -1,5 +1,5 @@
-//! Tests of the copier on a simulated driver: properties that hold for any input of a container and
-//! any refusal of the driver.
+//! Tests of the copier on a simulated driver: of properties that hold for any input of a container
+//! and for any error of the driver.
 
 mod claims;
 mod ends;
@@ -18,9 +18,9 @@ use affinode_proto::wire::copier::{CopierOrder, CopierReport, FromCopier, Piece,
 use crate::{serve::CopierError, session::SessionStep, testing::*};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// VRAM that the copier leaves free in addition to the driver's known need.
+/// VRAM that the copier leaves free in addition to what the driver needs.
 const MARGIN_BYTES: u64 = 1 << 30;
-/// VRAM that the driver needs for the rest of each process in these tests.
+/// VRAM that the driver needs to restore what the copier does not fill, per process in these tests.
 const REST_BYTES: u64 = 300 << 20;
 /// Sizes of the copied-out pieces, in units.
 const UNITS: [u64; 2] = [1, 2];
@@ -31,11 +31,11 @@ const COPIED_OUT_BYTES: u64 = 3 * UNIT;
 enum Stage {
     New,
     Prepared,
-    /// Half of the list has arrived.
+    /// Half of the list of pieces has arrived.
     Listing,
-    /// The whole list of a prefaulted process has arrived.
+    /// The whole list of pieces of a prefaulted process has arrived.
     Listed,
-    /// One of two pieces has been exported.
+    /// The process has exported one of two pieces.
     Taking,
     /// All pieces are copied.
     Taken,
@@ -138,15 +138,15 @@ fn copied_out(bytes: u64, pieces: u32) -> ToCopier {
     ToCopier::CopiedOut { bytes, rest_bytes: REST_BYTES, pieces, uuid: fake::UUID }
 }
 
-/// Asserts that the copier closes the socket of a process, reports that, releases all of its
-/// objects, and continues.
+/// Asserts that the copier closes the socket of a process, reports the end of the session, releases
+/// all objects of the process, and continues.
 fn assert_ended(testbed: &mut Testbed, agent: &mut Agent, why: &str) {
     testbed.settle().unwrap_or_else(|error| panic!("{why}: the copier has ended: {error}"));
     assert!(agent.is_hung_up(), "{why}: the process is served still");
     assert_left(testbed, why);
 }
 
-/// Asserts that the process has left or was ended.
+/// Asserts that the session of the process has ended.
 fn assert_left(testbed: &mut Testbed, why: &str) {
     let reports = testbed.take_reports();
     assert!(reports.contains(&CopierReport::Detached { process: 1 }), "{why}: {reports:?}");
@@ -154,7 +154,7 @@ fn assert_left(testbed: &mut Testbed, why: &str) {
     testbed.assert_nothing_is_left();
 }
 
-/// Asserts that another process is served from its memory file to its end.
+/// Asserts that the copier serves another process through all stages.
 fn assert_serves(testbed: &mut Testbed) {
     testbed.take_reports();
     let mut agent = testbed.attach(99, COPIED_OUT_BYTES, 0);

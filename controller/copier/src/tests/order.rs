@@ -1,5 +1,5 @@
-//! Tests of the order of messages: no fill without both a grant and a restore, and no message in a
-//! stage to which it does not belong.
+//! Tests of the order of messages. A fill needs both a grant and a restore. A message is accepted
+//! only in the stages to which it belongs.
 
 use std::os::fd::AsFd;
 
@@ -48,8 +48,8 @@ fn grant_before_all_is_registered_is_no_fill() {
     assert!(fake::with(|fake| !fake.calls().contains(&"mem_create")));
 }
 
-/// Sends every message, with and without a descriptor, at every stage. A message that is not
-/// accepted ends the process, and only that process.
+/// Sends each message, with and without a descriptor, at each stage. A message that is not accepted
+/// ends the session of its process, and no other.
 #[test]
 fn message_in_a_wrong_stage_ends_the_process() {
     use Stage::*;
@@ -128,7 +128,7 @@ fn packet_that_is_no_frame_ends_the_process() {
 #[test]
 fn frames_of_one_process_are_read_in_portions() {
     let (mut testbed, mut agent, _) = reach(Stage::Listing);
-    // Every message is accepted, up to the one that exceeds the list.
+    // Every message is accepted, except the one that exceeds the announced list.
     let mut list = testbed.attach(2, 4096 * UNIT, 0);
     list.say(copied_out(100 * UNIT, 100), Some(&content_file(&pattern(100 * UNIT, 1))));
     for _ in 0..100 {

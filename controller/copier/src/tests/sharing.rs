@@ -9,7 +9,7 @@ use super::*;
 const CHUNK: u64 = crate::sys::CHUNK_BYTES as u64;
 const DOMAIN: u64 = 5;
 
-/// Two offloaded processes, each with a common chunk and one unit of its own.
+/// Two offloaded processes. Each has a chunk that both have, and a unit of its own.
 fn two(testbed: &mut Testbed, domains: [u64; 2]) -> [(Agent, OwnedFd); 2] {
     let common = pattern(CHUNK, 7);
     let both = [1_u64, 2].map(|process| {
@@ -35,7 +35,7 @@ fn shared_reports(testbed: &mut Testbed) -> Vec<CopierReport> {
 #[test]
 fn common_content_is_offered_and_fills_once() {
     let mut testbed = Testbed::new();
-    // A process that never replies does not stop deduplication of the others.
+    // A process that never replies must not stop the deduplication of others.
     let _silent = testbed.attach(3, CHUNK, DOMAIN);
     let mut both = two(&mut testbed, [DOMAIN, DOMAIN]);
     for (agent, file) in &mut both {
@@ -53,7 +53,7 @@ fn common_content_is_offered_and_fills_once() {
     testbed.settle().unwrap();
     let of = |process| CopierReport::Shared { process, bytes: CHUNK, stored_bytes: CHUNK };
     assert_eq!(shared_reports(&mut testbed), [of(1), of(2)]);
-    // Freed chunks are no longer registered; the segment and the processes' own units are.
+    // Freed chunks are no longer registered. The segment and both processes' own units still are.
     let units_and_segment = 2 * UNIT + CHUNK;
     assert_eq!(fake::with(|fake| fake.registered_bytes()) as u64, units_and_segment);
     for (agent, _) in &mut both {
@@ -90,7 +90,8 @@ fn nothing_is_stored_beyond_the_bounds_of_memory() {
         let mut testbed = Testbed::within(memory);
         two(&mut testbed, [DOMAIN, DOMAIN]).map(|(mut agent, _)| agent.words().len())
     };
-    // A quarter of all is one chunk, and one chunk and an eighth are free.
+    // A segment of one chunk may take a quarter of the memory. Free memory is one and a half
+    // chunks, an eighth of the memory is half a chunk.
     assert_eq!(
         offers(|| HostBudget { total_bytes: 4 * CHUNK, free_bytes: CHUNK + CHUNK / 2 }),
         [1, 1]
@@ -174,7 +175,7 @@ fn restoring_process_is_offered_nothing() {
     }
 }
 
-/// Other processes may read shared content, so no copy out ever overwrites it.
+/// A copy out never overwrites shared content, because other processes may read it.
 #[test]
 fn shared_chunk_is_never_copied_over() {
     let mut testbed = Testbed::new();

@@ -1,9 +1,9 @@
-//! Tests of copies out of memory that a process exports.
+//! Tests of copies out of memory that a process has exported.
 
 use super::*;
 
-/// Content of the file after all pieces were copied out: each piece is filled with its number of
-/// units.
+/// Content of the file after all pieces were copied out. Each byte of a piece is the piece's number
+/// of units.
 fn taken_content() -> Vec<u8> {
     full_of_units(&UNITS)
 }
@@ -56,7 +56,7 @@ fn copied_is_said_once_all_pieces_have_come() {
     assert_eq!(agent.words(), [FromCopier::Ready]);
 }
 
-/// After Copied, the process closes its descriptors and expects the memory to be free.
+/// After Copied, the process closes its descriptors and expects that the memory is then free.
 #[test]
 fn exported_memory_is_released_before_copied() {
     let (mut testbed, mut agent, _) = reach(Stage::Taking);
@@ -80,7 +80,7 @@ fn copy_out_that_fails_is_never_said_to_be_done() {
     agent.words();
     fake::with(|fake| fake.copies_fail(700));
     take(&agent, &pieces(&UNITS)[1..]);
-    // The context is unusable, which the next call for another process shows.
+    // The next call for another process shows that the context is unusable.
     let _ = testbed.settle();
     assert!(agent.is_hung_up());
     assert_eq!(agent.words(), []);
@@ -107,7 +107,7 @@ fn invalid_descriptor_ends_its_session_only() {
         content_file(&pattern(UNIT, 1)),
         pipe,
         pair().0,
-        // Of another size than the piece.
+        // Sizes that differ from the size of the piece.
         fake::made_by_another(2 * UNIT as usize, 1).unwrap(),
         fake::made_by_another(UNIT as usize / 2, 1).unwrap(),
     ] {
@@ -151,7 +151,8 @@ fn late_copies_end_the_session() {
 
 #[test]
 fn unprepared_bus_time_grows_with_the_content() {
-    // 3 units are nothing: 10 s. The bound of a large one is seen without its memory.
+    // The copy of 3 units takes no time, so the limit is 10 s. For a large region the limit is
+    // longer.
     let (mut testbed, mut agent, _) = reach(Stage::Filling);
     testbed.wait(9 * SECOND);
     testbed.settle().unwrap();
