@@ -1,4 +1,4 @@
-//! Tests of the copiers without a node: attachments, reports, ends.
+//! Tests of the copiers without a node: attachments, reports and ends.
 
 use affinode_proto::wire::copier::CopierReport;
 
@@ -34,8 +34,8 @@ impl CopierRegistry {
         effects
     }
 
-    /// Whether the copier ends when a container waits for its VRAM. `leaves`: the result of the
-    /// callback that tells whether a process is about to free VRAM.
+    /// Whether the copier ends because a container waits for its VRAM. `leaves`: result of the
+    /// callback that returns whether a process is about to free VRAM.
     fn ends_for_room(&mut self, leaves: bool) -> bool {
         let mut effects = Vec::new();
         self.make_room(0, &[GPU.to_owned()].into(), |_| leaves, &mut effects);
@@ -99,7 +99,7 @@ fn processes_of_a_domain_share_its_number() {
     assert_eq!(number(4, of_namespace("ml"), true), 1);
     let jobs = |uid| Some(Domain::Jobs { uid, namespace: "ml".into() });
     assert_eq!((number(5, jobs(0), false), number(6, jobs(1), false)), (3, 4));
-    // A domain whose processes are all gone keeps its number for itself, whatever the copier.
+    // A domain keeps its number when all its processes have ended, also with the next copier.
     copiers.exited(0, id, &mut Vec::new());
     next_copier(&mut copiers);
     let effects = copiers.attach_one(7, of_namespace("new"), false);
@@ -150,7 +150,7 @@ fn starting_and_ending_copiers_move_memory() {
     assert!(!copiers.is_moving(1));
 }
 
-/// The exit of a copier may be seen before the end of its connection.
+/// The controller may see the exit of a copier before the end of the copier's connection.
 #[test]
 fn copier_that_exits_first_is_gone_at_once() {
     let (mut copiers, id) = with_copier();

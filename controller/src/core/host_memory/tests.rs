@@ -61,7 +61,7 @@ fn real_shortage_is_told_from_a_promised_one() {
 fn stale_reading_still_counts_a_released_promise() {
     let mut ledger = HostLedger::default();
     ledger.promise(&key(1), node(10, 6), 0);
-    // The reading is asked for at 5, the first container is out at 7.
+    // The reading was requested at 5. The offload of the first container ended at 7.
     ledger.settle(7, Some(5), |_| false);
     assert_eq!(promised(ledger.judge(&key(2), &node(10, 6), 5, 8)), Some(6));
     assert_eq!(ledger.judge(&key(2), &node(10, 6), 8, 8), Ok(()), "a reading of after");
@@ -74,7 +74,7 @@ fn later_promise_waits_for_the_earlier() {
     let mut ledger = HostLedger::default();
     ledger.promise(&key(1), node(8, 4), 0);
     ledger.promise(&key(2), node(8, 4), 0);
-    // Something else has taken 1 meanwhile: one of them goes on, and not none.
+    // Something else has taken 1 in the meantime. One of the two offloads must continue.
     assert_eq!(ledger.judge(&key(1), &node(7, 4), 1, 1), Ok(()));
     assert_eq!(promised(ledger.judge(&key(2), &node(7, 4), 1, 1)), Some(4));
     ledger.begin_move(&key(2));
@@ -95,14 +95,14 @@ fn promise_that_never_ends_lapses() {
 #[derive(Default)]
 struct MemoryModel {
     taken: u64,
-    /// Container, bytes promised to it, bytes that it uses already.
+    /// Container, number of bytes promised to it, number of bytes that it uses already.
     moving: Vec<(u8, u64, u64)>,
-    /// Container, when the reading was requested, free bytes that it showed.
+    /// Container, time of the request for the reading, number of free bytes in the reading.
     readings: Vec<(u8, Millis, u64)>,
 }
 
 proptest! {
-    /// Promised memory fits, whatever the order of requests, readings, uses and reports.
+    /// Promised memory always fits, in any order of requests, readings, uses and reports.
     #[test]
     fn promised_memory_always_fits(steps in proptest::collection::vec((0_u8..6, 0_u8..5, 1_u64..500), 1..200)) {
         const TOTAL: u64 = 1_000;
@@ -111,7 +111,7 @@ proptest! {
         for (now, (who, what, bytes)) in (1..).zip(steps) {
             let is_moving = model.moving.iter().any(|(n, ..)| *n == who);
             match what {
-                // A survey is asked for; it reads at once and is delivered later.
+                // A survey is requested. It reads at once, and its result is delivered later.
                 0 if !is_moving && model.readings.iter().all(|(n, ..)| *n != who) => {
                     model.readings.push((who, now, TOTAL - model.taken));
                 }
@@ -123,13 +123,13 @@ proptest! {
                         model.moving.push((who, bytes, 0));
                     }
                 },
-                // It touches a part of what it was promised.
+                // The container uses a part of the memory that was promised to it.
                 2 | 3 => if let Some((_, all, touched)) = model.moving.iter_mut().find(|(n, ..)| *n == who) {
                     let more = bytes.min(*all - *touched);
                     *touched += more;
                     model.taken += more;
                 },
-                // It is out; a restore gives the memory back at some time.
+                // The offload has ended. A restore releases the memory at some time.
                 _ => if let Some(at) = model.moving.iter().position(|(n, all, touched)| *n == who && all == touched) {
                     model.moving.remove(at);
                 } else if model.moving.is_empty() {

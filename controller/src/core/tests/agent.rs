@@ -1,4 +1,4 @@
-//! A simulated process of the tests: its phase, its memory and what it waits for.
+//! A simulated process of the tests: its phase, its memory and its waiting calls.
 
 use std::collections::VecDeque;
 
@@ -18,54 +18,56 @@ pub(super) struct Agent {
     pub(super) phase: Phase,
     /// VRAM of the process when it is on the GPU, in bytes.
     pub(super) size: u64,
-    /// The part of it that the agent can copy, in bytes.
+    /// The part of the VRAM that the agent can copy, in bytes.
     pub(super) swappable: u64,
-    /// Whether its contexts release local memory, which is half of the rest, after a copy out.
+    /// Whether the process's contexts release local memory after a copy out. It is half of the VRAM
+    /// that the agent cannot copy.
     pub(super) has_local_memory: bool,
     /// Capabilities of the process's library.
     pub(super) capabilities: Capabilities,
-    /// Whether the part that the agent can copy is in host memory.
+    /// Whether the part that the agent can copy is in host memory now.
     pub(super) copied_out: bool,
     /// Messages that arrived on its connection and were not handled yet.
     pub(super) inbox: VecDeque<ControllerMessage>,
-    /// Whether it lost its controller during an order. It registers again when the order is done.
+    /// Whether the process lost its controller during an order. It registers again after the order.
     pub(super) orphaned: bool,
     pub(super) welcomed: bool,
     pub(super) generation: u64,
     pub(super) calls: u64,
     pub(super) wants: bool,
     pub(super) held: bool,
-    /// Whether it uses peer access, so that it cannot be moved.
+    /// Whether the process uses peer access, so that it cannot be moved.
     pub(super) fixed: bool,
-    /// Hazards of allocations that stay, so that only the part that the agent can copy leaves.
+    /// Hazards of allocations that stay on the GPU. Only the part that the agent can copy is
+    /// offloaded.
     pub(super) in_part: Hazards,
     /// Whether a tool is in the process, so that the driver must not checkpoint it.
     pub(super) tools: bool,
-    /// Whether it was ordered to prefault host memory and has not used that memory.
+    /// Whether the process was ordered to prefault host memory, and has not used that memory yet.
     pub(super) prepared: bool,
     /// Prefaulted or retained host memory, in bytes.
     pub(super) kept: u64,
-    /// Host memory that its copy out still needs, in bytes.
+    /// Host memory that the copy out in progress still needs, in bytes.
     pub(super) filling: u64,
-    /// Further flags that its counters report.
+    /// Further flags in the process's counters.
     pub(super) notes: ProcessFlags,
     /// The allocation that waits for VRAM, outside the driver.
     pub(super) asking: Option<Asking>,
     pub(super) tickets: u64,
-    /// Whether it was ordered to hold its allocations on this connection.
+    /// Whether the process was ordered on this connection to hold its allocations.
     pub(super) held_here: bool,
-    /// The number by which the controller knows it.
+    /// The controller's number for the process.
     pub(super) known_as: ProcessId,
-    /// How it refuses to hold its allocations. `None`: it holds them.
+    /// How the process refuses to hold its allocations. `None`: it does not refuse.
     pub(super) refuses: Option<Refusal>,
 }
 
 /// Reaction of a process that does not report `Done` to an order to hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// It reports Busy: a call is inside the driver.
+    /// The process reports Busy: a call is inside the driver.
     Busy,
-    /// It sends no report.
+    /// The process sends no report.
     Silent,
 }
 
@@ -84,7 +86,7 @@ impl Agent {
         Hazards(fixed | self.in_part.0 | tools)
     }
 
-    /// Whether the driver must not checkpoint it, but its memory can be copied.
+    /// Whether the driver must not checkpoint the process, although its memory can be copied.
     pub(super) fn keeps_context(&self) -> bool {
         self.hazards().intersects(Hazards::KEEPS_CONTEXT)
     }
@@ -93,7 +95,7 @@ impl Agent {
         if self.copied_out { self.swappable } else { 0 }
     }
 
-    /// VRAM of local memory that its contexts released, in bytes.
+    /// VRAM of local memory that the process's contexts released, in bytes.
     pub(super) fn local_memory_bytes(&self) -> u64 {
         let has_left = self.has_local_memory && self.copied_out;
         if has_left { (self.size - self.swappable) / 2 } else { 0 }

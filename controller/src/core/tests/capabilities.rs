@@ -1,4 +1,4 @@
-//! Libraries that lack capabilities: they get only orders that they can follow.
+//! Libraries that lack capabilities. They receive only orders that they can carry out.
 
 use affinode_proto::wire::{
     Capabilities, Phase,
@@ -17,8 +17,8 @@ use super::{
 /// The container whose engine is `full`.
 const FULL: usize = 1;
 
-/// Offloads a process whose library has these capabilities, under every policy that needs one.
-/// Returns the options of its copy out.
+/// Offloads a process whose library has these capabilities, under each policy that needs a
+/// capability. Returns the options of the copy out.
 fn copy_options_of(capabilities: Capabilities) -> CopyOptions {
     let mut world = World::new(3);
     (world.libraries, world.all_options, world.prepare) = (vec![capabilities], true, true);
@@ -41,7 +41,7 @@ fn until_copy_out(world: &mut World, id: ProcessId) -> CopyOptions {
     panic!("it gets no order to copy out");
 }
 
-/// A process whose host memory counts as prefaulted, and whose container is ordered to offload.
+/// A process whose host memory counts as prefaulted, and whose container was ordered to offload.
 fn leaves_prefaulted(world: &mut World) -> ProcessId {
     let id = world.running(FULL, 600);
     world.node.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
@@ -75,8 +75,8 @@ fn copy_options_are_within_capabilities() {
     }
 }
 
-/// A grant for another container does not wait for a copy on the GPU that the process's library
-/// does not support.
+/// Before its copy out, a process may need VRAM for pieces of its memory, and grants wait for that.
+/// They do not wait if the library of the process cannot copy in this way.
 #[test]
 fn incapable_library_keeps_no_gpu_from_the_queue() {
     let mut world = World::new(3);

@@ -24,7 +24,7 @@ fn count(world: &mut World, count: u64) {
     world.feed(Input::Connections(key(0), Some(count)));
 }
 
-/// Delivers a few events. So little time passes that no container becomes idle.
+/// Delivers a few events within a time in which no container becomes idle.
 fn arrive(world: &mut World) {
     for _ in 0..40 {
         while !world.questions.is_empty() {
@@ -36,7 +36,8 @@ fn arrive(world: &mut World) {
     }
 }
 
-/// Reports a connection that no call follows. Returns whether it caused a restore.
+/// Reports a connection that is followed by no call. Returns whether the connection caused a
+/// restore.
 fn knocks_in_vain(world: &mut World, id: ProcessId) -> bool {
     let before = world.node.containers[&key(0)].connections.unwrap_or(0);
     count(world, before);
@@ -58,7 +59,7 @@ fn connection_prewakes_container() {
     count(&mut world, 101);
     arrive(&mut world);
     assert_eq!(world.agents[&id].phase, Phase::Open);
-    // It waits for the call, longer than its idle timeout.
+    // The container stays resident for the expected call, longer than its idle timeout.
     world.settle();
     assert_eq!(world.node.containers[&key(0)].reason.0, Reason::Connection);
     world.call(id);
@@ -74,7 +75,8 @@ fn connections_without_calls_stop_prewaking() {
         [true, true, true, true, false, false]
     );
     assert_eq!(world.node.prewakes(), (4, 0));
-    // Judged though they do not wake: with as many that were followed by a call, they do.
+    // These connections are counted although they cause no prewake. After as many connections that
+    // a call followed, connections cause prewakes again.
     for _ in 0..6 {
         count(&mut world, 900);
         count(&mut world, 901);

@@ -10,7 +10,7 @@ use super::{
     world::{ENGINES, GPU, TOTAL, World, key},
 };
 
-/// A container with the engine `copy` is offloaded and restored; NVML's view stays consistent.
+/// A container with the engine `copy` is offloaded and restored. NVML's figures stay consistent.
 #[test]
 fn copied_memory_is_released_and_restored() {
     for (n, held, offloaded) in [(1, 0, 600), (2, 150, 450)] {
@@ -66,8 +66,8 @@ fn uncopyable_memory_is_checkpointed() {
     }
 }
 
-/// The process may have memory imported from a copier. After a checkpoint of such memory no restore
-/// is possible.
+/// Before its counters are read, a process may have memory imported from a copier. After a
+/// checkpoint of such memory, no restore would be possible.
 #[test]
 fn memory_is_copied_before_counters_are_read() {
     let mut world = World::new(3);
@@ -92,7 +92,7 @@ fn memory_is_copied_before_counters_are_read() {
     assert_eq!(world.node.moves(&key(2))(process), OffloadMethod::Copy, "it is copied already");
 }
 
-/// The grant of a restore includes what the contexts take again.
+/// The grant of a restore includes the local memory that the contexts allocate again.
 #[test]
 fn restore_needs_room_for_local_memory() {
     let mut world = World::new(3);
@@ -103,7 +103,7 @@ fn restore_needs_room_for_local_memory() {
     let (freed, left) = (agent.size - agent.on_device(), agent.on_device());
     assert_eq!((agent.phase, freed, left), (Phase::CopiedOut, 525, 75));
     assert_eq!(world.node.processes.get(&id).unwrap().offloaded_vram_bytes(), freed);
-    // Enough for the copied part, but not for the local memory.
+    // The free VRAM suffices for the copied part, but not for the local memory.
     world.call(id);
     let mut returns = |others| {
         world.others = others;
@@ -118,7 +118,8 @@ fn restore_needs_room_for_local_memory() {
     assert!(returns(0));
 }
 
-/// Its container is charged for it already. A report of more than can be copied is not believed.
+/// The container is already charged for its retained copy. A report of a larger retained copy than
+/// the agent can make is limited to that.
 #[test]
 fn retained_copy_needs_no_more_host_memory() {
     let mut world = World::new(3);
@@ -159,7 +160,7 @@ fn process_without_usable_copier_gets_none() {
     }
 }
 
-/// A controller ended when the driver had restored the context and the copy in was not done.
+/// A controller ended after the driver had restored the context and before the copy in ended.
 #[test]
 fn locked_copied_out_process_restores_unrecorded() {
     let mut world = World::new(3);

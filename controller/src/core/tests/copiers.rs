@@ -1,5 +1,6 @@
-//! Copiers in the simulated world: they take VRAM, register memory, fill it and end. No proof of
-//! free VRAM may be made while one starts or ends, and none may register memory during a proof.
+//! Copiers in the simulated world: they take VRAM, register memory, fill it and end. While a copier
+//! starts or ends, there must be no proof of free VRAM. During a proof, no copier may register
+//! memory.
 
 use std::collections::BTreeSet;
 
@@ -29,7 +30,7 @@ const CONTEXT_BYTES: u64 = 20;
 enum CopierState {
     Starting,
     Ready,
-    /// It was ended at this time, and has not exited yet.
+    /// The copier was ended at this time, and has not exited yet.
     Ending(Millis),
 }
 
@@ -39,11 +40,11 @@ pub(super) struct WorldCopier {
     gpu: usize,
     state: CopierState,
     bytes: u64,
-    /// Whether it was ordered to register no memory.
+    /// Whether the copier was ordered to register no memory.
     held: bool,
-    /// Its processes, and whether their memory is registered.
+    /// The attached processes, and whether their memory is registered.
     attached: Vec<(ProcessId, bool)>,
-    /// The process whose memory it fills.
+    /// The process whose memory the copier fills.
     filling: Option<ProcessId>,
 }
 
@@ -54,7 +55,7 @@ impl World {
     }
 
     /// Executes an effect on a copier. Without `slow_copiers`, a start or end completes at once,
-    /// and the input that reports it is returned.
+    /// and the input that reports this is returned.
     pub(super) fn told_copier(&mut self, effect: Effect) -> Option<Input> {
         let slow = self.slow_copiers;
         match effect {
@@ -115,7 +116,7 @@ impl World {
     }
 
     fn may_start_copier(&self) -> bool {
-        // A grant that began after it, by the same input, waits for it.
+        // A grant that began later in the same input waits for this.
         let waits = |stage: &Stage| matches!(stage, Stage::Holding(_) | Stage::AwaitingCopiers);
         self.node.grants.values().all(|grant| waits(&grant.stage))
     }
@@ -133,7 +134,7 @@ impl World {
         }
     }
 
-    /// Lets a copier do its next step.
+    /// Runs the next step of a copier.
     pub(super) fn copier_step(&mut self, id: CopierId) {
         let Some(copier) = self.copiers.get(&id) else { return };
         let (gpu, room) = (copier.gpu, TOTAL.saturating_sub(self.used_on(copier.gpu)));
@@ -189,7 +190,8 @@ impl World {
                 let (_, registered) = copier.attached.remove(place);
                 copier.bytes -= u64::from(registered);
             }
-            // Registered memory needs page tables. A prefaulted file is registered again later.
+            // Registered memory needs page tables in VRAM. A prefaulted file is registered again
+            // later.
             CopierReport::Registered { process, .. } => {
                 let attached = copier.attached.iter_mut().find(|(id, _)| id.0 == process);
                 attached.unwrap().1 = true;
@@ -200,15 +202,15 @@ impl World {
         self.feed(Input::CopierReport(id, report));
     }
 
-    /// Lets every copier do its next step.
+    /// Runs the next step of each copier.
     pub(super) fn copiers_step(&mut self) {
         let all: Vec<CopierId> = self.copiers.keys().copied().collect();
         all.into_iter().for_each(|id| self.copier_step(id));
     }
 }
 
-/// A world with slow copiers, an offloaded process of the engine `full`, and its copier, which has
-/// done no step yet.
+/// A world with slow copiers, with an offloaded process of the engine `full` and its copier. The
+/// copier has run no step yet.
 fn with_starting_copier() -> (World, ProcessId, CopierId) {
     let mut world = World::new(3);
     world.slow_copiers = true;
@@ -223,7 +225,7 @@ fn with_starting_copier() -> (World, ProcessId, CopierId) {
     (world, id, copier)
 }
 
-/// Like `with_starting_copier`, but the copier has registered the memory.
+/// Like `with_starting_copier`, but the copier has registered the process's memory.
 fn with_registered() -> (World, ProcessId, CopierId) {
     let (mut world, id, copier) = with_starting_copier();
     (0..3).for_each(|_| world.copier_step(copier));
@@ -263,7 +265,7 @@ fn proof_waits_for_an_ending_copier() {
     assert!(is_proving(&world), "it has exited");
 }
 
-/// The process of an ended copier hangs in the driver and does not exit.
+/// The process of an ended copier blocks in the driver and does not exit.
 #[test]
 fn proof_waits_for_an_end_in_vain_only_once() {
     let (mut world, id, copier) = with_registered();
@@ -331,7 +333,7 @@ fn no_copier_without_setting() {
     assert!(world.copiers.is_empty());
 }
 
-/// A new copier's context would take VRAM that the waiter needs.
+/// The context of a new copier would take VRAM that the waiter needs.
 #[test]
 fn no_copier_starts_while_a_container_waits() {
     let mut world = World::new(3);

@@ -1,4 +1,4 @@
-//! Processes that exit during a move: their drivers end first.
+//! Processes that exit during a move. Their driver shuts down first.
 
 use affinode_proto::{
     state::State,
@@ -11,10 +11,10 @@ use affinode_proto::{
 use super::super::{Input, ProcessId};
 use super::world::World;
 
-/// The driver's error `CUDA_ERROR_DEINITIALIZED` after `exit`.
+/// `CUDA_ERROR_DEINITIALIZED`, which the driver returns after `exit`.
 const ENDED: u32 = 4;
 
-/// Advances the world until the process gets this order. Its driver has ended by then.
+/// Advances the world until the process receives this order. Its driver has shut down by then.
 fn ends_at(world: &mut World, id: ProcessId, wanted: fn(&Action) -> bool) {
     for _ in 0..1_000 {
         if let Some(ControllerMessage::Order { order, action, .. }) =
@@ -76,8 +76,8 @@ fn driver_end_during_restore_is_no_refusal() {
     assert_eq!((world.state(0), world.journal.len()), (State::Unregistered, 0));
 }
 
-/// During a checkpoint the driver reports that it has ended in one process, which then exits. The
-/// other process of the container is restored, whatever its phase was.
+/// During a checkpoint, the driver of one process reports that it has shut down, and the process
+/// exits. The other process of the container is restored from any phase.
 #[test]
 fn driver_end_restores_sibling_process() {
     let mut world = World::new(1);

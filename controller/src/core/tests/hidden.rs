@@ -1,4 +1,4 @@
-//! Processes that were found to call the driver past the hooks.
+//! Processes that were found to call the driver without the hooks.
 
 use affinode_proto::{
     event::EventKind,
@@ -11,7 +11,7 @@ use super::world::{World, key};
 
 #[test]
 fn hidden_way_is_told_once_and_bars_checkpoints() {
-    // Containers by engine: checkpoint, full, copy.
+    // The engines of these containers are checkpoint, full and copy.
     for (n, moves) in
         [(0, OffloadMethod::DriverCheckpoint), (1, OffloadMethod::Copy), (2, OffloadMethod::Copy)]
     {

@@ -1,4 +1,4 @@
-//! Processes that do not hold their allocations, and the time that others wait for them.
+//! Processes that do not hold their allocations, and the time for which others wait for them.
 
 use affinode_proto::{
     state::State,
@@ -16,29 +16,29 @@ use super::{
 /// Reaction of a process to an order to hold its allocations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Manner {
-    /// It holds its allocations.
+    /// The process holds its allocations.
     Done,
-    /// It reports Busy at once.
+    /// The process reports Busy at once.
     Busy,
-    /// It reports Busy after this time, in milliseconds.
+    /// The process reports Busy after this time, in milliseconds.
     BusyAfter(Millis),
-    /// It sends no report.
+    /// The process sends no report.
     Silent,
-    /// It reacts differently each time.
+    /// The process reacts differently to each order.
     Alternates,
-    /// It reports Busy to every order of the first minute, and holds from then on.
+    /// The process reports Busy to each order of the first minute, and holds from then on.
     BusyForAMinute,
-    /// Each time another process of its container reports Busy.
+    /// A new process of the container reports Busy each time.
     NewEachTime,
 }
 
-/// A process whose test chooses its reports.
+/// A process whose reports are chosen by the test.
 struct Liar {
     id: ProcessId,
     manner: Manner,
     holds: usize,
     messages: usize,
-    /// Orders that it will report Busy to, and when.
+    /// Orders to which the process will report Busy, each with the time of the report.
     later: Vec<(Millis, u64)>,
 }
 
@@ -49,7 +49,7 @@ impl Liar {
         Liar { id, manner, holds: 0, messages: 0, later: Vec::new() }
     }
 
-    /// Handles messages, and those that follow from its reports, until no message is left.
+    /// Handles messages, and the messages that its reports cause, until no message is left.
     fn act(&mut self, world: &mut World) {
         const MAX_ROUNDS: usize = 1_000;
         let mut taken = 0;
@@ -108,7 +108,7 @@ fn report(world: &mut World, id: ProcessId, order: u64, outcome: Outcome) {
     world.feed(Input::Message(id, report));
 }
 
-/// Does the steps of the victim and of NVML that take no time.
+/// Runs the steps of the victim and of NVML that take no time.
 fn serve(world: &mut World, victim: ProcessId) {
     for _ in 0..20 {
         world.answer_question();
@@ -116,8 +116,8 @@ fn serve(world: &mut World, victim: ProcessId) {
     }
 }
 
-/// Durations of wakes next to a neighbour of this manner, in milliseconds. For ten minutes a
-/// container is repeatedly offloaded when idle, then called.
+/// Durations of wakes next to a neighbour with this reaction, in milliseconds. For ten minutes a
+/// container is repeatedly offloaded when idle and then called.
 fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
     const STEP_MS: Millis = 20;
     const TEN_MINUTES_MS: Millis = 600_000;
@@ -152,7 +152,7 @@ fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
         (0..20).for_each(|_| world.tick_after(100));
     }
     messages += liar.messages;
-    // Told to hold and released once for each wake, and welcomed.
+    // For each wake, one order to hold and one to release. Also the Welcome.
     let most = 5 * waits_ms.len();
     assert!(messages <= most, "{messages} messages for {} wakes", waits_ms.len());
     waits_ms
@@ -164,7 +164,7 @@ fn longest_and_rest(waits_ms: &[Millis]) -> (Millis, Millis, usize) {
     (longest, waits_ms.iter().sum::<Millis>() - longest, waits_ms.len())
 }
 
-/// A neighbour that reports Busy for every hold, however soon, delays others once, by 1 s at most.
+/// A neighbour that reports Busy to each hold, at any speed, delays others once, by 1 s at most.
 #[test]
 fn busy_for_ten_minutes_delays_wakes_once() {
     let undelayed = longest_and_rest(&wakes_beside(World::new(2), Manner::Done));
@@ -184,12 +184,13 @@ fn busy_for_ten_minutes_delays_wakes_once() {
         );
         assert!(wakes > 150, "{manner:?}: {wakes} wakes");
         assert!(longest <= undelayed.0 + 1_000, "{manner:?}: {longest} ms");
-        // Shorter and shorter waits, 200 ms together.
+        // The waits become shorter, 200 ms in total.
         assert!(rest <= undelayed.1 + 300, "{manner:?}: {rest} ms after the first");
     }
 }
 
-/// A neighbour that holds only sometimes, or uses a new process each time, delays others briefly.
+/// A neighbour that holds only sometimes, or uses a new process each time, delays each wake
+/// briefly.
 #[test]
 fn changing_refusals_delay_wakes_briefly() {
     for manner in [Manner::Alternates, Manner::NewEachTime] {
@@ -201,13 +202,13 @@ fn changing_refusals_delay_wakes_briefly() {
         );
         assert!(longest <= 1_000, "{manner:?}: {longest} ms");
         waits_ms.sort_unstable();
-        // Of a container that is not believed for a minute, then for two, four and eight.
+        // The container gets only short waits: for one minute, then for two, four and eight.
         let tenth = waits_ms[waits_ms.len() - 10];
         assert!(tenth <= 110, "{manner:?}: ten wakes take {tenth} ms and longer");
     }
 }
 
-/// The process is on another GPU but sees several, so it may create a context on this one.
+/// The process is on another GPU but sees several GPUs, so it may create a context on this one.
 #[test]
 fn busy_on_another_gpu_delays_wakes_once() {
     let mut world = World::new(2);
@@ -217,7 +218,7 @@ fn busy_on_another_gpu_delays_wakes_once() {
     assert!(longest <= 1_000 && rest <= 300, "{longest} ms, then {rest} ms");
 }
 
-/// The processes of a container join one after the other, each while NVML is being read.
+/// The processes of a container register one after the other, each while NVML is being read.
 #[test]
 fn joins_during_proofs_delay_a_wake_briefly() {
     const NVML_MS: Millis = 40;
@@ -250,11 +251,12 @@ fn joins_during_proofs_delay_a_wake_briefly() {
     }
     println!("beside processes that join all the time: {waits_ms:?} ms");
     assert!(waits_ms.iter().all(|wait| *wait <= 500), "{waits_ms:?}");
-    // Its processes are waited for less and less, and then not at all.
+    // The controller waits for the container's processes for shorter times, and finally not at all.
     assert!(waits_ms[5..].iter().all(|wait| *wait <= NVML_MS), "{waits_ms:?}");
 }
 
-/// A reading of NVML that was requested before a process joined may miss its allocations.
+/// If NVML's reading was requested before a process registered, it may miss the process's
+/// allocations.
 #[test]
 fn newcomer_during_a_proof_is_proven_anew() {
     let mut world = World::new(2);
@@ -266,7 +268,7 @@ fn newcomer_during_a_proof_is_proven_anew() {
     let Some(Effect::Prove(owner, number)) = world.questions.pop_front() else {
         panic!("no proof");
     };
-    // It has its memory from a time without a controller, and comes forward now.
+    // The process allocated its memory while no controller ran, and registers only now.
     world.join(1);
     let newcomer = ProcessId(world.next);
     world.agents.get_mut(&newcomer).unwrap().size = 600;
@@ -287,9 +289,9 @@ fn newcomer_during_a_proof_is_proven_anew() {
 fn holds_are_asked_on_the_device_concerned() {
     for (notes, read, asked) in [
         (ProcessFlags::ONE_GPU, true, false),
-        // It has no memory yet that NVML shows: it may be about to take some here.
+        // NVML shows no memory of the process yet. It may be about to allocate on this GPU.
         (ProcessFlags::ONE_GPU, false, true),
-        // It sees both GPUs.
+        // The process sees both GPUs.
         (ProcessFlags::default(), true, true),
     ] {
         let mut world = World::new(2);
@@ -313,8 +315,8 @@ fn holds_are_asked_on_the_device_concerned() {
     }
 }
 
-/// The controller gets no CPU time for a while. It then sees a process's answer and the missed
-/// deadline in the same step, and does not blame the process.
+/// The controller gets no CPU time for some time. It then sees a process's report and the missed
+/// deadline in the same step. It must not count that as a refusal of the process.
 #[test]
 fn stalled_controller_blames_no_process() {
     let mut world = World::new(2);
@@ -324,7 +326,7 @@ fn stalled_controller_blames_no_process() {
     other.act(&mut world);
     for _ in 0..3 {
         world.call(victim);
-        // It has answered meanwhile, and the look at what is overdue comes first.
+        // The process has reported meanwhile, but the check for overdue reports comes first.
         world.tick_after(2_500);
         let proof = |question: &Effect| matches!(question, Effect::Prove(..));
         assert!(!world.questions.iter().any(proof), "the answer is waited for");
@@ -340,8 +342,8 @@ fn stalled_controller_blames_no_process() {
     assert_eq!(world.node.processes.get(&other.id).unwrap().hold_record, HoldRecord::default());
 }
 
-/// A neighbour waits for VRAM, is ordered to try again, and does not allocate: repeatedly, with the
-/// same ticket, with another, or after a pause.
+/// A neighbour waits for VRAM, is ordered to try again, and does not allocate. It repeats this with
+/// the same ticket, with another ticket, or after a pause.
 #[test]
 fn vain_allocations_delay_wakes_less_and_less() {
     for (same_ticket, idles_ms) in [(true, 0), (true, 300), (false, 300), (false, 9_000)] {
@@ -401,7 +403,7 @@ fn vain_allocations_delay_wakes_less_and_less() {
     }
 }
 
-/// Time that the victim waits for a neighbour that sends no more reports, in milliseconds.
+/// Time for which the victim waits for a neighbour that sends no more reports, in milliseconds.
 fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
     while world.agents[&victim].phase != Phase::Checkpointed {
         world.tick();
@@ -420,7 +422,8 @@ fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
     world.now - called
 }
 
-/// Other processes of the container are waited for only briefly, for one minute and then for two.
+/// After one process was silent, other processes of its container are awaited only briefly: for one
+/// minute, and the next time for two.
 #[test]
 fn silence_of_one_is_held_against_its_container() {
     let mut world = World::new(2);
@@ -434,7 +437,8 @@ fn silence_of_one_is_held_against_its_container() {
     assert_eq!(long, [true, false, true, false, true], "{waits_ms:?}");
 }
 
-/// A process that exits while it is waited for, and one with invalid counters, cause no delay.
+/// Neither a process that exits while it is awaited nor a process with invalid counters causes a
+/// delay.
 #[test]
 fn gone_or_distrusted_process_is_not_awaited() {
     for scribbles in [true, false] {
@@ -459,8 +463,8 @@ fn gone_or_distrusted_process_is_not_awaited() {
     }
 }
 
-/// A process that starts in a partly offloaded container takes no VRAM before the rest is
-/// restored.
+/// A process that starts in a partly offloaded container takes no VRAM before the container's other
+/// processes are restored.
 #[test]
 fn new_sibling_holds_until_the_rest_is_back() {
     let mut world = World::new(1);

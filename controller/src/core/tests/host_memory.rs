@@ -1,4 +1,4 @@
-//! Tests of offloads that together need more host memory than there is.
+//! Tests of offloads that need more host memory in total than there is.
 
 use affinode_proto::{
     reason::Reason,
@@ -33,7 +33,7 @@ impl World {
         }
     }
 
-    /// An operator requests the offload of a container with fresh counters and samples.
+    /// Requests the offload of a container as an operator, with fresh counters and samples.
     fn ask_offload(&mut self, n: usize, id: ProcessId) {
         self.feed(Input::Gpus(Ok(self.gpus())));
         let page = super::agent::page(&self.agents[&id]);
@@ -41,7 +41,7 @@ impl World {
         self.feed(Input::Command(CommandId(n as u64), key(n), Request::Offload));
     }
 
-    /// Lets every agent execute its orders.
+    /// Makes each agent execute its orders.
     fn work_all(&mut self) {
         let ids: Vec<_> = self.agents.keys().copied().collect();
         for id in ids {
@@ -74,7 +74,7 @@ fn idle_at_once_leave_as_host_memory_allows() {
     }
 }
 
-/// Two offloads are requested at the same moment, and both readings are delivered before a copy.
+/// Two offloads are requested at the same moment. Both readings are delivered before a copy begins.
 #[test]
 fn readings_of_one_moment_promise_memory_once() {
     let mut world = World::new(3);
@@ -99,7 +99,8 @@ fn readings_of_one_moment_promise_memory_once() {
     assert_eq!(done, [false, true], "and is answered when that is decided");
 }
 
-/// A reading made before the end of another container's copy does not show all of its memory.
+/// A reading that was made before another container's copy ended does not show all memory of that
+/// copy.
 #[test]
 fn old_reading_is_judged_with_what_it_missed() {
     let mut world = World::new(3);
@@ -108,7 +109,7 @@ fn old_reading_is_judged_with_what_it_missed() {
     for (n, id) in [0, 2].into_iter().zip(ids) {
         world.ask_offload(n, id);
     }
-    // The second container's answer is taken now and delivered when the first is out.
+    // The reading of the second container is made now, and delivered after the first is offloaded.
     let Some(Effect::Survey { key: late, processes }) = world.questions.pop_back() else {
         panic!("{:?}", world.questions)
     };
@@ -129,7 +130,8 @@ fn old_reading_is_judged_with_what_it_missed() {
     assert_eq!(count_off(&world), 1);
 }
 
-/// Memory that others take between the first survey and the copy cancels the offload.
+/// If other processes take the memory between the first survey and the copy, the offload is
+/// cancelled.
 #[test]
 fn memory_taken_before_the_copy_turns_it_back() {
     let mut world = World::new(3);
@@ -143,7 +145,7 @@ fn memory_taken_before_the_copy_turns_it_back() {
     assert!(world.refused.contains(&Reason::HostMemory.to_string()), "{:?}", world.refused);
 }
 
-/// The copy was cancelled by the library. The next offload copies again and is no checkpoint.
+/// The library cancelled the copy. The next offload copies again, and is not a checkpoint.
 #[test]
 fn copy_that_turned_back_is_tried_again() {
     let mut world = World::new(3);
@@ -167,7 +169,8 @@ fn copy_that_turned_back_is_tried_again() {
     assert_eq!((world.state(2), world.agents[&id].copied_out), (State::Offloaded, true));
 }
 
-/// A promise ends with the container, with its processes, and when the offload is cancelled.
+/// A promise ends when the container is deleted, when its processes exit, or when the offload is
+/// cancelled.
 #[test]
 fn promise_ends_however_the_offload_ends() {
     type Ending = fn(&mut World, ProcessId);
@@ -191,7 +194,7 @@ fn promise_ends_however_the_offload_ends() {
 }
 
 impl World {
-    /// Advances a container's process until its order to copy out is next in its inbox.
+    /// Advances a container's process until the next message in its inbox is the order to copy out.
     fn begin_copy(&mut self, n: usize, id: ProcessId) {
         self.ask_offload(n, id);
         self.answer_question();
@@ -206,7 +209,7 @@ impl World {
         }
     }
 
-    /// Reports the counters of a process, and free host memory of its pod and the node.
+    /// Reports the counters of a process, and the free host memory of its pod and of the node.
     fn read_levels(&mut self, n: usize, id: ProcessId, pod_free_bytes: u64, filling: u64) {
         self.agents.get_mut(&id).unwrap().filling = filling;
         let page = super::agent::page(&self.agents[&id]);
@@ -221,7 +224,8 @@ impl World {
     }
 }
 
-/// A neighbour in the pod takes memory promised to a copy, which only the controller can see.
+/// A neighbour in the pod takes memory that was promised to a copy. Only the controller can see
+/// that.
 #[test]
 fn copy_without_room_in_the_pod_is_turned_back() {
     let mut world = World::new(3);
@@ -243,7 +247,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     let container = &world.node.containers[&key(2)];
     assert!(container.reason.1.contains("/pod"), "{:?}", container.reason);
     assert!(world.node.copies_in_progress().is_empty());
-    // The container is resident, and is offloaded the next time.
+    // The container is resident. The next offload succeeds.
     world.read_levels(2, id, 0, 100);
     assert_eq!(world.turned_back, [id], "it copies no more");
     world.settle();
@@ -253,7 +257,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     );
 }
 
-/// Each copy out fails for its own reason.
+/// The reason of an earlier failed copy out does not apply to a later one.
 #[test]
 fn later_copy_fails_for_its_own_reason() {
     let mut world = World::new(3);
@@ -271,7 +275,7 @@ fn later_copy_fails_for_its_own_reason() {
     assert_eq!(world.refused, [Reason::HostMemory.to_string()]);
 }
 
-/// The controller is killed while a process copies. The next controller knows of that process only
+/// The controller is killed while a process copies. The next controller knows that process only
 /// from the journal.
 #[test]
 fn new_controller_repeats_promises_in_progress() {
@@ -292,7 +296,7 @@ fn new_controller_repeats_promises_in_progress() {
     assert!(world.node.host_ledger.is_empty());
 }
 
-/// An offload before the restart needs no promise: NVML shows that the process holds no VRAM.
+/// An offload that ended before the restart needs no promise: NVML shows no VRAM of the process.
 #[test]
 fn offloaded_before_restart_promises_nothing() {
     let mut world = World::new(3);
@@ -301,7 +305,7 @@ fn offloaded_before_restart_promises_nothing() {
     world.ask_offload(0, ids[0]);
     world.settle();
     assert_eq!(count_off(&world), 2);
-    // Its agent cannot say Hello yet.
+    // The agent still executes an order, so it cannot send Hello yet.
     world.agents.get_mut(&ids[0]).unwrap().inbox.push_back(ControllerMessage::Order {
         order: 0,
         action: Action::ReleaseAllocations,
@@ -312,7 +316,7 @@ fn offloaded_before_restart_promises_nothing() {
     assert_eq!(world.node.host_ledger.promised_node_bytes(), 0);
 }
 
-/// The promise ends with the process that it was made to, even if the process never registers.
+/// The promise ends with its process, even if the process never registers.
 #[test]
 fn recalled_promise_ends_with_its_process() {
     let mut world = World::new(3);

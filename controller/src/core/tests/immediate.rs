@@ -45,7 +45,7 @@ fn container_in_use_is_offloaded_not_ended() {
     let busy = world.running(2, 700);
     assert!(while_in_use(&mut world, &[busy], asker, 20));
     assert_eq!((world.agents[&busy].on_device() < 700, world.ended.len()), (true, 0));
-    // It comes back when the other does not need its room any more.
+    // The evicted container is restored when the waiter no longer needs the VRAM.
     world.settle();
     assert!(!world.agents[&busy].wants, "it still waits");
 }
@@ -74,12 +74,12 @@ fn latest_immovable_processes_end_as_needed() {
         })
         .collect();
     assert!(while_in_use(&mut world, &[], asker, 200));
-    // The last, of 10, would not have helped beside the one before it.
+    // The last process, with 10 bytes, is spared: the end of the one before it, with 300, suffices.
     let asked: Vec<u32> = world.ended.iter().filter(|(_, force)| !force).map(|e| e.0).collect();
     assert_eq!(asked, [pids[2]]);
 }
 
-/// The pid of a process that cannot be offloaded and ignores SIGTERM.
+/// Creates a process that cannot be offloaded and ignores SIGTERM. Returns its pid.
 fn stubborn(world: &mut World) -> u32 {
     let mut id = world.running(2, 700);
     while world.agents[&id].pid % 2 == 1 {
@@ -90,7 +90,7 @@ fn stubborn(world: &mut World) -> u32 {
     world.agents[&id].pid
 }
 
-/// The waiter has exited, or its priority is now lower than the process's.
+/// The waiter has exited, or its priority is now lower than that of the process.
 #[test]
 fn ended_process_survives_without_urgent_waiter() {
     for gone in [true, false] {
@@ -121,8 +121,8 @@ fn process_that_ignores_end_is_killed() {
     assert!(world.now - asked >= 5_000);
 }
 
-/// No process is ended if its end does not suffice, its priority is above the waiter's, no call
-/// waits, or its container is pinned.
+/// A process is not ended if its end does not suffice, if its priority is above the waiter's, if no
+/// call waits, or if its container is pinned.
 #[test]
 fn protected_processes_are_not_ended() {
     let fixed = |world: &mut World, container, size| {
@@ -156,7 +156,8 @@ fn protected_processes_are_not_ended() {
     assert_eq!((world.state(0), world.ended.len()), (State::Queued, 0), "no call waits");
 }
 
-/// It is served before longer waiters, except those of higher priority.
+/// An urgent container is served before containers that wait longer, except those of higher
+/// priority.
 #[test]
 fn it_goes_before_others_of_its_priority() {
     let mut world = World::new(3);
@@ -176,12 +177,13 @@ fn it_goes_before_others_of_its_priority() {
         turns
     };
     assert_eq!(turns(&world), [key(0), key(2), key(1)]);
-    // The aged one stands before the one of higher priority; had it not aged:
+    // The container that has aged is before that of higher priority. Without it:
     world.node.queue.leave(&key(2));
     assert_eq!(turns(&world), [key(1), key(0)]);
 }
 
-/// Calls that sometimes end too late do not end the process. Calls that never end do.
+/// A process is ended because of calls that never end, but not because of calls that sometimes end
+/// too late.
 #[test]
 fn busy_process_is_forced_thrice_before_its_end() {
     let busy = affinode_proto::wire::message::Outcome::Busy;
@@ -204,7 +206,7 @@ fn busy_process_is_forced_thrice_before_its_end() {
     assert!(resident && !world.agents.contains_key(&other));
 }
 
-/// An operator's restore request does not make a container immovable.
+/// A restore that an operator requests does not make the container count as immovable.
 #[test]
 fn restore_request_in_offload_ends_no_process() {
     let (mut world, asker) = asker(600);
@@ -227,7 +229,7 @@ fn call_before_close_keeps_forced_offload() {
     let busy = world.running(2, 700);
     world.call(waiter);
     let goal = |world: &World| world.node.containers[&key(2)].goal;
-    // The survey of host memory stays without a reply.
+    // The survey of host memory gets no reply.
     while goal(&world) == Goal::Resident {
         world.call(busy);
         world.tick();

@@ -1,4 +1,5 @@
-//! Processes of which only a part can be offloaded: the rest stays on the GPU with the context.
+//! Processes of which only a part can be offloaded. The other memory stays on the GPU with the
+//! context.
 
 use affinode_proto::{
     reason::Reason,
@@ -11,14 +12,14 @@ use super::{
     world::{ALL_CAPABILITIES, World, key},
 };
 
-/// Hazards of allocations, and the reasons that name them.
+/// Hazards of allocations that stay, each with its reason.
 const KINDS: [(Hazards, Reason); 2] = [
     (Hazards::MANAGED_MEMORY, Reason::ManagedMemory),
     (Hazards::SHARED_MEMORY, Reason::SharedMemory),
 ];
 
-/// A process with 600 bytes and such a hazard in container `n`. The agent can copy 450 of them, or
-/// none with the engine `checkpoint`.
+/// Creates a process with 600 bytes and such a hazard in container `n`. The agent can copy 450
+/// bytes, or none with the engine `checkpoint`.
 fn with_rest(world: &mut World, n: usize, hazards: Hazards) -> ProcessId {
     let id = world.running(n, 600);
     world.agents.get_mut(&id).unwrap().in_part = hazards;
@@ -26,7 +27,7 @@ fn with_rest(world: &mut World, n: usize, hazards: Hazards) -> ProcessId {
     id
 }
 
-/// Requires that the process stays resident as a whole, and that its gate was never closed.
+/// Asserts that the whole process stays resident and that its gate was never closed.
 fn stays_whole(mut world: World, n: usize, id: ProcessId, reason: Reason) {
     world.settle();
     assert_eq!((world.state(n), world.agents[&id].phase), (State::Idle, Phase::Open));
@@ -34,7 +35,7 @@ fn stays_whole(mut world: World, n: usize, id: ProcessId, reason: Reason) {
     assert_eq!(world.agents[&id].generation, 0);
 }
 
-/// What the API shows to stay on the GPU, in bytes, and why.
+/// Bytes that stay on the GPU according to the API, and the hazards that keep them there.
 fn shown(world: &World, n: usize) -> (u64, Vec<String>) {
     let containers = world.node.list(world.now, 0).containers;
     let key = key(n).to_string();
@@ -77,7 +78,7 @@ fn driver_engine_keeps_all_of_such_a_process() {
     }
 }
 
-/// An older library refuses the lock of such a process.
+/// A library without this capability refuses the lock of such a process.
 #[test]
 fn older_library_keeps_all_of_such_a_process() {
     for (hazards, reason) in KINDS {
@@ -99,7 +100,7 @@ fn process_with_nothing_to_copy_stays() {
     }
 }
 
-/// No allocation is known to be out of reach of the other device.
+/// Another device can access the memory of this process, and no allocation is known to be excluded.
 #[test]
 fn process_that_another_device_reaches_stays() {
     let mut world = World::new(3);
@@ -107,7 +108,7 @@ fn process_that_another_device_reaches_stays() {
     stays_whole(world, 2, id, Reason::DirectAccess);
 }
 
-/// The process shares memory for the first time when the offload has begun. The agent refuses the
+/// The process shares memory for the first time after its offload has begun. The agent refuses the
 /// checkpoint, and the next offload only copies.
 #[test]
 fn sharing_before_the_gate_closes_is_respected() {
@@ -124,7 +125,7 @@ fn sharing_before_the_gate_closes_is_respected() {
     }
 }
 
-/// The rest cannot be freed, so it is promised to no waiter.
+/// The memory that stays cannot be freed, so it is promised to no waiter.
 #[test]
 fn rest_that_stays_is_no_room_for_waiters() {
     let mut world = World::new(3);

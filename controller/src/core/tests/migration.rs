@@ -16,7 +16,7 @@ use super::{
 /// Number of the container whose engine is `copy` here.
 const COPY: usize = 2;
 
-/// Two GPUs. A process of 600 bytes is offloaded from the first one, where others use 600 bytes.
+/// Two GPUs. A process with 600 bytes was offloaded from the first, where others now use 600 bytes.
 fn oversubscribed(container: usize) -> (World, ProcessId) {
     let mut world = World::new(3);
     world.two_gpus = true;
@@ -24,7 +24,7 @@ fn oversubscribed(container: usize) -> (World, ProcessId) {
         let container = world.node.containers.get_mut(&key(COPY)).unwrap();
         container.policy.engine = Engine::Copy;
     }
-    // The first number is odd: on the first one.
+    // The number of the first process is odd, so it is on the first GPU.
     let id = world.running(container, 600);
     assert_eq!(world.agents[&id].gpu, 0);
     world.feed(Input::Command(CommandId(1), key(container), Request::Offload));
@@ -35,7 +35,7 @@ fn oversubscribed(container: usize) -> (World, ProcessId) {
     (world, id)
 }
 
-/// A call restores the process before it is idle again.
+/// Calls the process and advances until it is restored, before it is idle again.
 fn wait_resident(world: &mut World, id: ProcessId) {
     world.call(id);
     for _ in 0..1_000 {
@@ -54,7 +54,7 @@ fn full_gpu_restores_on_the_other() {
         wait_resident(&mut world, id);
         assert_eq!(world.agents[&id].gpu, 1, "{container}");
         assert_eq!((world.used_on(0), world.used_on(1)), (600, 600));
-        // It lives there now, and comes back there.
+        // The process is now on the second GPU, and its next restore is on that GPU.
         world.settle_all();
         assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
         world.take_unmanaged(0);
@@ -106,7 +106,7 @@ fn immovable_process_waits_for_own_gpu() {
     }
 }
 
-/// A failed migration is not tried again and has no other effect.
+/// A failed migration is not tried again, and has no other effect.
 #[test]
 fn failed_migration_waits_for_own_gpu() {
     for fail in [Outcome::Busy, Outcome::DriverError] {
@@ -123,8 +123,8 @@ fn failed_migration_waits_for_own_gpu() {
     }
 }
 
-/// The controller ends after the order: before and after the agent has executed it, and when the
-/// copy in found no VRAM. The next controller proves VRAM on the GPU where the process is now.
+/// The controller ends after the order: before the agent has executed it, after that, or after a
+/// copy in that found no VRAM. The next controller proves VRAM on the GPU where the process is now.
 #[test]
 fn next_controller_knows_target_gpu() {
     for (container, carried_out, fails) in [(0, false, false), (0, true, false), (1, false, true)] {
@@ -160,8 +160,8 @@ fn next_controller_knows_target_gpu() {
     }
 }
 
-/// The migration becomes impossible between promise and order. VRAM was proven on the other GPU
-/// only, so no restore on the own GPU is ordered.
+/// The migration becomes impossible between promise and order. VRAM was proven only on the other
+/// GPU, so no restore on the process's own GPU is ordered.
 #[test]
 fn impossible_migration_needs_a_new_proof() {
     let (mut world, id) = oversubscribed(0);
@@ -179,8 +179,8 @@ fn impossible_migration_needs_a_new_proof() {
     assert_eq!(world.agents[&id].gpu, 0);
 }
 
-/// Two GPUs. A process of container 1 has the order to restore on the other one. Returns the world,
-/// the process and the order's number.
+/// Two GPUs. A process of container 1 was ordered to restore on the second. Returns the world, the
+/// process and the number of the order.
 fn sent() -> (World, ProcessId, u64) {
     let (mut world, id) = oversubscribed(1);
     world.call(id);
@@ -199,7 +199,7 @@ fn needs_room_on(world: &World, id: ProcessId) -> String {
     world.node.processes.get(&id).unwrap().vram_to_restore().unwrap().remove(0).uuid
 }
 
-/// When the process read the order, it had restored everything except its context by itself.
+/// Before the process read the order, it had restored everything except its context by itself.
 #[test]
 fn late_order_moves_no_process() {
     for outcome in [Outcome::Late, Outcome::WrongPhase] {
@@ -221,7 +221,8 @@ fn late_order_moves_no_process() {
     }
 }
 
-/// The connection broke during the migration, and the grant ended before the process registered.
+/// The connection broke during the migration, and the grant ended before the process registered
+/// again.
 #[test]
 fn target_gpu_is_known_at_registration() {
     let (mut world, id, _) = sent();

@@ -1,5 +1,5 @@
-//! Simulates NVML and the survey of host memory. The questions of a controller are answered one
-//! after the other. A result may be delivered later, when it is no longer true.
+//! Simulates NVML and the survey of host memory. They answer the controller's requests one after
+//! the other. A result may be delivered later, when it is no longer true.
 
 use affinode_proto::reason::Reason;
 
@@ -18,7 +18,7 @@ pub(super) struct Nvml {
     pub(super) fails: bool,
     /// Whether every survey reports too little host memory for an offload.
     pub(super) no_host_memory: bool,
-    /// The result that is not delivered yet, and its question. `None`: the reading of a tick.
+    /// The result that is not delivered yet, and its request. `None`: a reading for a tick.
     in_flight: Option<(Option<Effect>, Reading, HostReading)>,
 }
 
@@ -30,8 +30,8 @@ impl World {
         }
     }
 
-    /// Reads NVML for the oldest open question, or for a tick if there is no question. The result
-    /// is stored and delivered later. Does nothing while an earlier result is not delivered.
+    /// Reads NVML for the oldest open request, or for a tick if there is none. The result is stored
+    /// and delivered later. Does nothing while an earlier result is not delivered.
     pub(super) fn read_nvml(&mut self) {
         if self.nvml.in_flight.is_none() {
             let question = self.questions.pop_front();
@@ -48,7 +48,7 @@ impl World {
         }
     }
 
-    /// Whether a question is not answered yet.
+    /// Whether a request has not been answered yet.
     pub(super) fn is_asked(&self) -> bool {
         self.nvml.in_flight.is_some() || !self.questions.is_empty()
     }
@@ -74,7 +74,7 @@ impl World {
         }
     }
 
-    /// Drops the questions of a controller that has ended.
+    /// Drops the requests of a controller that has ended.
     pub(super) fn forget_questions(&mut self) {
         self.questions.clear();
         self.nvml.in_flight = None;

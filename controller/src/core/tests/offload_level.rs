@@ -1,4 +1,5 @@
-//! The two levels of the engine `auto`: the context stays, and goes when a waiter needs its VRAM.
+//! The two levels of the engine `auto`: the context is kept, and is evicted when a waiter needs its
+//! VRAM.
 
 use affinode_proto::{
     reason::Reason,
@@ -20,13 +21,13 @@ use super::{
     world::{World, key},
 };
 
-/// Number of the container whose engine is `auto` here.
+/// Number of the container with the engine `auto` in these tests.
 const AUTO: usize = 1;
-/// Number of a container whose engine is `copy`.
+/// Number of a container with the engine `copy`.
 const COPY: usize = 2;
 
 impl World {
-    /// Sets whether that container has the engine `auto`.
+    /// Sets whether the container with the engine `full` has `auto` instead.
     pub(super) fn with_auto(mut self, auto: bool) -> World {
         self.auto = auto;
         (0..self.containers).for_each(|n| self.announce(n));
@@ -34,7 +35,7 @@ impl World {
     }
 }
 
-/// A world in which every container may be evicted for every other.
+/// A world in which each container may be evicted for each other one.
 fn auto() -> World {
     let mut world = World::new(3).with_auto(true);
     for container in world.node.containers.values_mut() {
@@ -44,8 +45,8 @@ fn auto() -> World {
     world
 }
 
-/// A world whose container `AUTO` is offloaded to the first level, with 400 bytes: 300 in host
-/// memory, and 100 that stay on the GPU.
+/// A world in which the container `AUTO` is offloaded to the first level. Of its 400 bytes, 300 are
+/// in host memory and 100 stay on the GPU.
 fn copied_out() -> (World, ProcessId) {
     let mut world = auto();
     let id = world.running(AUTO, 400);
@@ -65,7 +66,7 @@ fn is_checkpoint(action: &Action) -> bool {
     )
 }
 
-/// Adds a container that needs all VRAM but 50 bytes. Returns its process.
+/// Adds a container that needs all VRAM except 50 bytes. Returns its process.
 fn crowd(world: &mut World) -> ProcessId {
     let big = world.running(0, 500);
     world.allocate(big, 450);
@@ -118,8 +119,8 @@ fn engine_copy_never_gives_up_its_context() {
     assert_eq!(world.agents[&void].phase, Phase::CopiedOut, "they leave together");
 }
 
-/// The driver refuses the second level. The container stays at the first one and is restored from
-/// there, and the waiter gets what the first one freed.
+/// The driver refuses the second level. The container stays at the first level and is restored from
+/// there. The waiter gets the VRAM that the first level freed.
 #[test]
 fn failed_second_level_keeps_the_first() {
     let (mut world, id) = copied_out();
@@ -137,7 +138,7 @@ fn failed_second_level_keeps_the_first() {
     assert_eq!(world.agents[&big].size, 950);
 }
 
-/// A resident neighbour whose context is needed too gives up both in one offload.
+/// If the context of a resident neighbour is needed too, one offload frees memory and context.
 #[test]
 fn resident_victim_gives_up_both_levels_at_once() {
     let mut world = auto();
@@ -171,7 +172,7 @@ fn request_checkpoints_what_cannot_be_copied() {
     }
 }
 
-/// A context stays on its GPU, so a process that may be restored elsewhere keeps none.
+/// A context stays on its GPU, so a process that may be restored on another GPU keeps none.
 #[test]
 fn process_that_may_migrate_leaves_whole() {
     let mut world = auto();
@@ -193,7 +194,7 @@ fn failed_copy_falls_back_to_the_checkpoint() {
     }
 }
 
-/// A container that was offloaded by request is no exception: its context is not in use.
+/// The same applies to a container that was offloaded by request: its context is not in use.
 #[test]
 fn context_of_a_manual_container_is_evicted() {
     let mut world = auto();
@@ -220,7 +221,7 @@ fn next_controller_keeps_first_level() {
     assert_eq!(world.node.containers[&key(AUTO)].restores, 1);
 }
 
-/// Of two neighbours that are alike, the one whose restore is a copy is evicted first.
+/// Of two otherwise equal neighbours, the one that is restored by a copy is evicted first.
 #[test]
 fn cheap_restore_is_evicted_before_a_slow_one() {
     let mut world = auto();
@@ -238,7 +239,8 @@ fn cheap_restore_is_evicted_before_a_slow_one() {
     assert!(world.agents[&fast].phase.is_offloaded());
 }
 
-/// The processes of a container move at the same time, and each is complete before any is open.
+/// The processes of a container move at the same time. No process is opened before all are
+/// restored.
 #[test]
 fn processes_of_a_container_are_copied_at_once() {
     let mut world = auto();
@@ -263,7 +265,8 @@ fn processes_of_a_container_are_copied_at_once() {
     assert_eq!(most, 3);
 }
 
-/// One copy in finds no VRAM. The promise lasts until the others, which still take VRAM, have ended.
+/// One copy in finds no VRAM. The promise stays until the other copies, which still take VRAM, have
+/// ended.
 #[test]
 fn promise_lasts_while_other_copies_run() {
     let mut world = auto();
@@ -290,7 +293,7 @@ fn promise_lasts_while_other_copies_run() {
     assert_eq!(world.node.containers[&key(AUTO)].restores, 1);
 }
 
-/// Where oversubscription is decided, a container counts with the memory that it needs again.
+/// For oversubscription, an offloaded container counts with the memory that it needs again.
 #[test]
 fn copied_out_memory_is_wanted_again() {
     let (world, id) = copied_out();

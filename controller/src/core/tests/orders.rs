@@ -1,4 +1,4 @@
-//! Executes the core's effects in the simulated world: orders to agents, and questions about GPUs.
+//! Executes the core's effects in the simulated world: orders to agents and requests for readings.
 
 use affinode_proto::wire::{
     Capabilities, Phase,
@@ -10,7 +10,7 @@ use super::agent::Refusal;
 use super::world::{TOTAL, World};
 
 impl World {
-    /// Advances a process whose offload begins until its gate is closed.
+    /// Advances a process whose offload has begun until its gate is closed.
     pub(super) fn work_until_closed(&mut self, id: ProcessId) {
         while self.agents[&id].phase != Phase::Closed {
             self.tick();
@@ -19,7 +19,7 @@ impl World {
         }
     }
 
-    /// The agent handles its oldest message.
+    /// Makes the agent handle its oldest message.
     pub(super) fn work(&mut self, id: ProcessId) {
         let used = [0, 1].map(|gpu| self.used_on(gpu));
         let Some(agent) = self.agents.get_mut(&id) else { return };
@@ -97,11 +97,11 @@ impl World {
         } else if let Some(fail) = self.fail.take_if(|_| failing) {
             outcome = fail;
             agent.phase = match action {
-                // The agent has unlocked it before.
+                // The agent has unlocked the process before.
                 Action::CopyOut { .. } => Phase::Closed,
                 Action::Checkpoint { .. } if fail == Outcome::NotCopied => Phase::Checkpointed,
                 Action::Restore => Phase::CopiedOut,
-                // Its context is there, its memory found no room.
+                // The context is restored, but the copy in found no VRAM.
                 Action::RestoreOnGpu { .. } if agent.copied_out && fail == Outcome::DriverError => {
                     agent.gpu = 1 - agent.gpu;
                     Phase::CopiedOut
@@ -128,7 +128,7 @@ impl World {
                 Action::HoldAllocations { .. } => {
                     (agent.held, agent.held_here) = (true, true);
                     match agent.refuses {
-                        // A call is inside the driver, and stays there.
+                        // A call is inside the driver and does not return.
                         Some(Refusal::Busy) => outcome = Outcome::Busy,
                         Some(Refusal::Silent) => return,
                         None => {}

@@ -27,8 +27,8 @@ const FAST: usize = 1;
 const TIMEOUT_MS: Millis = 1_200;
 
 impl World {
-    /// Records a prefault order. It must be for a resident process that is not prefaulted, or, to
-    /// end prefaulting, for one that is.
+    /// Records a prefault order. An order to begin must be for a resident process that is not
+    /// prefaulted. An order to end must be for a prefaulted process.
     pub(super) fn told_to_prepare(&mut self, id: ProcessId, on: bool) {
         let agent = self.agents.get_mut(&id).expect("it lives");
         let is_full = ENGINES[agent.container] == "full";
@@ -49,7 +49,7 @@ fn policy(world: &mut World, n: usize) -> &mut Policy {
     &mut world.node.containers.get_mut(&key(n)).unwrap().policy
 }
 
-/// A process of a container that is not offloaded without a request.
+/// A process whose container is not offloaded without a request.
 fn staying(world: &mut World, n: usize, bytes: u64) -> ProcessId {
     let id = world.running(n, bytes);
     let policy = policy(world, n);
@@ -87,8 +87,8 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     assert_eq!(world.node.may_prefault(id), Some((GPU.into(), total)), "whatever it claims");
 }
 
-/// The order to prefault was not sent. Until its offload the process is like any other: its work on
-/// the GPU counts as use, and its copy out blocks no waiter.
+/// The order to prefault was not sent. The process is then like any other: its work on the GPU
+/// counts as use, and its copy out delays no waiter.
 #[test]
 fn refused_prefault_has_no_effect() {
     let mut world = World::new(3);
@@ -132,7 +132,7 @@ fn unattached_process_is_not_prefaulted() {
     assert_eq!(world.prepared, [], "it is using that memory");
 }
 
-/// While a copier registers its memory, NVML shows work of the process.
+/// While a copier registers the memory of a process, NVML shows work of that process.
 #[test]
 fn nvml_work_of_prefaulting_is_no_use() {
     let mut world = World::new(3);
@@ -146,7 +146,8 @@ fn nvml_work_of_prefaulting_is_no_use() {
     assert_eq!((world.prepared.len(), world.state(FAST)), (0, State::Idle));
 }
 
-/// Advances the world to the copy order. Returns whether a copier may copy during the checkpoint.
+/// Advances the world to the order to copy out. Returns whether a copier may copy during the
+/// checkpoint.
 fn until_park(world: &mut World, id: ProcessId) -> bool {
     for _ in 0..100 {
         let pending = world.node.processes.get(&id).and_then(|p| p.pending);
@@ -158,7 +159,7 @@ fn until_park(world: &mut World, id: ProcessId) -> bool {
     panic!("it does not leave");
 }
 
-/// Memory that cannot be exported is copied within the GPU, part by part, and may need VRAM.
+/// Memory that cannot be exported is first copied on the GPU, part by part, which may need VRAM.
 #[test]
 fn no_vram_is_promised_during_memory_export() {
     let mut world = World::new(3);
@@ -226,7 +227,7 @@ fn prefault_is_ordered_once_at_half_idle_timeout() {
     }
 }
 
-/// A shorter learned keep-alive counts, and so does a hint that the container is idle.
+/// Prefaulting follows a shorter learned keep-alive, and a hint that the container is idle.
 #[test]
 fn shorter_keep_alive_is_prefaulted_sooner() {
     let mut world = World::new(3);
@@ -308,7 +309,7 @@ fn process_on_two_gpus_is_not_prefaulted() {
 
 #[test]
 fn no_prefault_during_offload_or_restore() {
-    // It leaves at once.
+    // After an idle hint, the container is offloaded at once.
     let mut world = World::new(3);
     staying(&mut world, FAST, 600);
     policy(&mut world, FAST).mode = Mode::Eager;
@@ -318,7 +319,7 @@ fn no_prefault_during_offload_or_restore() {
     world.settle();
     assert_eq!((world.state(FAST), &world.prepared[..]), (State::Offloaded, &[][..]));
 
-    // Changes during an offload take effect after the restore.
+    // Changes during an offload take effect only after the restore.
     let mut world = World::new(3);
     let id = prepared(&mut world);
     ask(&mut world, Request::Offload);
@@ -329,7 +330,7 @@ fn no_prefault_during_offload_or_restore() {
     world.tick();
     assert_eq!(world.prepared, [(id, false)]);
 
-    // One of its processes is still behind its gate.
+    // One process of the container is still behind its gate.
     let mut world = World::new(3);
     let first = staying(&mut world, FAST, 300);
     let second = world.running(FAST, 300);
@@ -435,7 +436,7 @@ fn failed_or_undone_offload_ends_prefault() {
     }
 }
 
-/// Each further offload would have to be undone.
+/// Further offloads of such a process would also have to be undone.
 #[test]
 fn repeatedly_uncopied_process_is_not_prefaulted() {
     let mut world = World::new(3);
@@ -498,7 +499,7 @@ fn it_ends_with_the_connection() {
     assert_eq!(world.prepared, [(id, true)]);
 }
 
-/// This does not depend on whether the copy is retained after a restore.
+/// The need is the same whether or not the copy is retained after a restore.
 #[test]
 fn prefaulted_memory_is_not_needed_twice() {
     for (kept, need) in [(0, 600), (450, 150)] {

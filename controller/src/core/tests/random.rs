@@ -30,13 +30,14 @@ enum Step {
     Detach(usize, bool),
     Restart(bool),
     Others(u64),
-    /// The controller is stopped for six seconds, and unmanaged processes take what is free.
+    /// The controller is stopped for six seconds. Unmanaged processes take up to this much free
+    /// VRAM.
     Stopped(u64),
     Fail(bool),
     Ask(usize, bool),
     /// The process uses managed memory from now on, so it cannot be moved.
     Fix(usize),
-    /// A tool is in the process from now on, so its context stays on the GPU.
+    /// A tool is in the process from now on, so the context of the process stays on the GPU.
     Tool(usize),
     /// Number of connections on the container's network.
     Connections(usize, u64),
@@ -46,11 +47,11 @@ enum Step {
     Read,
     /// NVML fails from now on, or works again.
     Nvml(bool),
-    /// Host memory suffices for no offload from now on, or suffices again.
+    /// From now on host memory suffices for no offload, or suffices again.
     HostMemory(bool),
-    /// A copier does its next step: it is ready, registers, fills, exits.
+    /// A copier runs its next step: it becomes ready, registers, fills or exits.
     Copier(usize),
-    /// The connection of a copier ends. `true`: its process is seen to have exited before.
+    /// The connection of a copier ends. `true`: the controller sees the exit of its process first.
     CopierEnds(usize, bool),
     /// How the process refuses to hold its allocations from now on. `None`: it holds them.
     Refuse(usize, Option<Refusal>),
@@ -84,7 +85,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Steps of containers that use copiers: they are offloaded and called while copiers start and end.
+/// Steps of containers that use copiers. They are offloaded and called while copiers start and end.
 fn copier_step() -> impl Strategy<Value = Step> {
     prop_oneof![
         2 => Just(Step::Join(1)),
@@ -192,7 +193,8 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
                 world.fail = Some(if busy { Outcome::Busy } else { Outcome::DriverError })
             }
             Step::Fix(n) => {
-                // Only while it is on the GPU: offloaded memory was not managed memory.
+                // Only while the process is resident: offloaded memory cannot become managed
+                // memory.
                 let id = nth(n, &world);
                 let agent = id.and_then(|id| world.agents.get_mut(&id));
                 if let Some(agent) = agent.filter(|agent| agent.phase == Phase::Open) {
@@ -202,7 +204,7 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
             Step::Tool(n) => {
                 let id = nth(n, &world);
                 if let Some(agent) = id.and_then(|id| world.agents.get_mut(&id)) {
-                    // Memory that stays only comes while the process is on the GPU.
+                    // Memory that stays is allocated only while the process is resident.
                     match n % 4 {
                         0 if agent.phase == Phase::Open => agent.in_part = Hazards::MANAGED_MEMORY,
                         1 if agent.phase == Phase::Open => agent.in_part = Hazards::SHARED_MEMORY,
@@ -232,10 +234,9 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     }
     world.others = 0;
     world.fail = None;
-    // Processes that refuse holds go on refusing them.
+    // Processes that refuse holds still refuse them here.
     (world.nvml.fails, world.nvml.no_host_memory) = (false, false);
-    // A process that cannot be offloaded, or retains its context, may block others as long as it
-    // lives.
+    // A process that cannot be offloaded, or keeps its context, may block others until it exits.
     let stays = |agent: &Agent| agent.fixed || agent.keeps_context();
     let fixed = world.agents.iter().filter(|(_, agent)| stays(agent)).map(|(id, _)| *id);
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
@@ -279,9 +280,9 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
 proptest! {
     #![proptest_config(config())]
 
-    /// No restore runs without VRAM (asserted in `work`) and no order has a wrong phase, in any
-    /// order of steps. At the end no call waits, no container is partly restored, and no process
-    /// holds its allocations.
+    /// In any order of steps, no restore runs without VRAM (asserted in `work`), and no order is
+    /// sent in a wrong phase. At the end no call waits, no container is partly restored, and no
+    /// process holds its allocations.
     #[test]
     fn random_steps_lose_no_container(
         prepare in any::<bool>(),
@@ -294,7 +295,7 @@ proptest! {
         run_in(world, &[], steps)?;
     }
 
-    /// The same when restores need not wait until neighbours are idle, and processes may be ended
+    /// The same with restores that do not wait for idle neighbours, and that may end processes
     /// (`told_to_end` asserts which ones).
     #[test]
     fn random_immediate_steps_lose_no_container(
@@ -308,8 +309,8 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// The same with libraries of any version, and with every policy that needs a capability. No
-    /// process gets an order that its library does not support (asserted in `feed`).
+    /// The same with libraries of any version, and with each policy that needs a capability. A
+    /// process gets only orders that its library supports (asserted in `feed`).
     #[test]
     fn random_libraries_follow_their_orders(
         libraries in proptest::collection::vec((0_u32..64).prop_map(Capabilities), 1..4),
@@ -325,8 +326,8 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// The same with copiers that take VRAM and time. No proof of free VRAM is made while a copier
-    /// starts, ends or may register (asserted in `feed`), and no memory is filled without a grant.
+    /// The same with copiers that take VRAM and time. While a copier starts, ends or may register,
+    /// there is no proof of free VRAM (asserted in `feed`). Memory is filled only with a grant.
     #[test]
     fn random_copiers_move_nothing_beside_a_proof(
         prepare in any::<bool>(),
@@ -342,7 +343,7 @@ proptest! {
 proptest! {
     #![proptest_config(config())]
 
-    /// The same with migrations between two GPUs, and with prefaulting at times.
+    /// The same with migrations between two GPUs, in some cases with prefaulting.
     #[test]
     fn random_steps_on_two_gpus_lose_no_container(
         prepare in any::<bool>(),
@@ -434,7 +435,7 @@ fn evicted_waiter_evicts_no_other() {
     run(steps).unwrap();
 }
 
-/// The neighbour has failed often enough that its next offload waits half a minute.
+/// The neighbour has failed several times, so its next offload waits for half a minute.
 #[test]
 fn allocation_is_served_after_backoff() {
     let mut steps = vec![Step::Join(2), Step::Tick, Step::Tick, Step::Tick, Step::Question];
@@ -504,7 +505,8 @@ fn waiting_allocation_restores_after_crash() {
     run(steps).unwrap();
 }
 
-/// A part of its memory stayed on the GPU. If the rest needed a margin too, it would wait forever.
+/// A part of the process's memory stayed on the GPU. If a margin were required for the other part,
+/// the restore would wait forever.
 #[test]
 fn gpu_filling_copied_out_process_is_restored() {
     let mut steps = vec![Step::Join(0), Step::Join(2), Step::Join(2), Step::Work(2)];
@@ -516,7 +518,7 @@ fn gpu_filling_copied_out_process_is_restored() {
     run_with(&[2], steps).unwrap();
 }
 
-/// Each repeated wake ended the eviction of the waiting container's context.
+/// Regression test: each repeated wake ended the eviction of the waiting container's context.
 #[test]
 fn repeated_wake_does_not_end_an_eviction() {
     let mut steps = vec![Step::Join(2), Step::Join(1), Step::Work(0), Step::Allocate(0, 140)];
@@ -532,7 +534,7 @@ fn repeated_wake_does_not_end_an_eviction() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// The context of an offloaded container leaves for a waiter of lower priority, too.
+/// The context of an offloaded container is evicted even for a waiter of lower priority.
 #[test]
 fn offloaded_context_leaves_for_lower_priority() {
     let mut steps = vec![Step::Join(0), Step::Others(51), Step::Join(0), Step::Join(0)];

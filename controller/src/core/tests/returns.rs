@@ -1,4 +1,4 @@
-//! Offloads and restores, one case each.
+//! Offloads and restores, one case per test.
 
 use affinode_proto::{
     reason::Reason,
@@ -46,13 +46,13 @@ fn two_that_do_not_fit_together_take_turns() {
     world.call(first);
     assert_eq!(world.state(0), State::Queued);
     world.settle();
-    // The second went idle, the first was restored and went idle again.
+    // The second container became idle. The first was restored and became idle again.
     assert_eq!(world.node.containers[&key(0)].restores, 1);
     assert_eq!((world.state(0), world.state(1)), (State::Offloaded, State::Offloaded));
 }
 
-/// A controller ends between the restores of a container's two processes. Another container that
-/// needs the VRAM of the first was called before. It must not block the second.
+/// A controller ends between the restores of a container's two processes. Another container, which
+/// was called earlier, needs the VRAM of the first process. It must not block the second process.
 #[test]
 fn partly_restored_container_goes_first() {
     let mut world = World::new(2);
@@ -74,7 +74,7 @@ fn partly_restored_container_goes_first() {
 }
 
 /// Two controllers end one after the other during a process's offload. The second knows the process
-/// only from the journal, and must keep it in its own records.
+/// only from the journal, and must keep it in its own journal records.
 #[test]
 fn journal_survives_two_controllers() {
     let mut world = World::new(1);
@@ -84,7 +84,7 @@ fn journal_survives_two_controllers() {
         ids.into_iter().for_each(|id| world.work(id));
         world.answer_question();
     }
-    // The first is in the middle of its checkpoint; the next controller moves the others.
+    // The first process is in its checkpoint. The next controller moves the others.
     let first = *ids.iter().find(|id| !world.agents[*id].inbox.is_empty()).unwrap();
     world.restart(true);
     for _ in 0..20 {
@@ -101,7 +101,7 @@ fn journal_survives_two_controllers() {
     assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// The VRAM of two processes is unknown: they are restored when the GPU is empty.
+/// The VRAM of two processes is unknown, so they are restored when the GPU is empty.
 #[test]
 fn unrecorded_container_restores_to_empty_gpu() {
     let mut world = World::new(2);
@@ -115,8 +115,8 @@ fn unrecorded_container_restores_to_empty_gpu() {
     assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// All registered processes are restored; the restore of an unregistered one is running. Its VRAM
-/// stays promised to it.
+/// All registered processes are restored, and the restore of an unregistered process is running.
+/// The VRAM stays promised to that process.
 #[test]
 fn promise_to_unregistered_process_is_kept() {
     let mut world = World::new(1);
@@ -144,7 +144,7 @@ fn promise_to_unregistered_process_is_kept() {
 }
 
 /// After the controller's end, one process of a container registers late. By then the VRAM of the
-/// other is promised and proven. That promise does not cover it.
+/// other process is promised and proven. That promise does not cover the late process.
 #[test]
 fn late_registration_waits_for_own_proof() {
     let mut world = World::new(1);
@@ -160,7 +160,7 @@ fn late_registration_waits_for_own_proof() {
         world.work(early);
     }
     world.work(late);
-    // Within what was proven free beyond the promise.
+    // This is within the VRAM that was proven free in addition to the promise.
     world.others = 600;
     world.settle();
     assert_eq!(world.state(0), State::Queued);
@@ -170,7 +170,7 @@ fn late_registration_waits_for_own_proof() {
     assert_eq!(world.state(0), State::Offloaded);
 }
 
-/// A reason that lies in the process itself is published once, however often it is checked.
+/// A reason that is a property of the process is published once, even if it is checked repeatedly.
 #[test]
 fn unsafe_process_is_refused_once() {
     let mut world = World::new(1);
@@ -185,7 +185,7 @@ fn unsafe_process_is_refused_once() {
     assert_eq!(world.state(0), State::Idle);
 }
 
-/// The agent refuses the lock, and has reported the reason before.
+/// The agent refuses the lock. It has reported the reason before.
 #[test]
 fn hazard_during_offload_is_the_reason() {
     let known = [Hazards::MANAGED_MEMORY, Hazards::default()].map(|hazards| {
@@ -214,7 +214,7 @@ fn process_on_mig_gpu_stays() {
     assert_eq!((world.state(0), world.refused), (State::Idle, vec!["mig".to_owned()]));
 }
 
-/// No reading has shown its memory yet. The survey before the offload does.
+/// No reading has shown the memory of the process yet. The survey before the offload shows it.
 #[test]
 fn new_process_on_mig_gpu_stays() {
     let mut world = World::new(1);
@@ -282,7 +282,7 @@ fn call_during_close_undoes_offload() {
     assert_eq!(world.agents[&ProcessId(1)].phase, Phase::Open);
 }
 
-/// A false report of being offloaded would be a claim on a whole GPU. Without a record it is
+/// A false report of an offloaded phase would claim a whole GPU. Without a record the report is
 /// rejected, and blocks no restore.
 #[test]
 fn false_offloaded_phase_is_rejected() {
@@ -303,7 +303,7 @@ fn false_offloaded_phase_is_rejected() {
     assert!(!world.agents[&honest].wants, "it still waits");
 }
 
-/// Overrides of operators prevail over every policy and over waiters.
+/// Overrides of operators have precedence over every policy and every waiter.
 #[test]
 fn pin_and_auto_offload_off_keep_containers() {
     let mut world = World::new(2);
@@ -322,7 +322,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     world.feed(Input::Command(CommandId(2), key(0), Request::Offload));
     world.settle();
     assert_eq!(world.state(0), State::Offloaded, "by hand it goes");
-    // Its VRAM is taken; no container is evicted for it while auto-offload is off.
+    // The VRAM is in use. While auto-offload is off, no container is evicted for this one.
     let second = world.running(1, 600);
     world.call(first);
     world.settle();
@@ -332,8 +332,9 @@ fn pin_and_auto_offload_off_keep_containers() {
     assert!(!world.agents[&first].wants, "it still waits");
 }
 
-/// The controller is stopped during the first of a container's two restores. Its neighbours hear
-/// nothing, end their holds, and one takes VRAM that was proven free for the second.
+/// The controller is stopped during the first of a container's two restores. The neighbours receive
+/// no message and end their holds. One of them takes VRAM that was proven free for the second
+/// restore.
 #[test]
 fn stopped_controller_distrusts_its_proofs() {
     let mut world = World::new(1);
@@ -378,7 +379,7 @@ fn stopped_controller_distrusts_its_proofs() {
     assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// A process is stopped with the restore order in its inbox until the holds of others have ended.
+/// A process is stopped with the order to restore in its inbox, until the others' holds have ended.
 /// When it continues, it must not execute the order.
 #[test]
 fn stopped_process_restores_by_second_order() {
@@ -406,7 +407,7 @@ fn stopped_process_restores_by_second_order() {
     assert!(!world.agents[&id].wants, "it still waits");
 }
 
-/// The processes of a container register one after the other, and each ignores all orders.
+/// The processes of a container register one after the other, and all of them ignore all orders.
 #[test]
 fn container_that_never_holds_delays_once() {
     let mut world = World::new(2);
@@ -436,7 +437,7 @@ fn container_that_never_holds_delays_once() {
     assert!(waits_ms[1..].iter().all(|wait| *wait < 500), "{waits_ms:?}");
 }
 
-/// A container gets grants, so that all others hold, but is never restored and waits again.
+/// A container gets grants, so that all others hold, but it is never restored and waits again.
 #[test]
 fn wasted_grants_delay_others_less_each_time() {
     let mut world = World::new(2);
@@ -465,6 +466,6 @@ fn wasted_grants_delay_others_less_each_time() {
             id = world.reconnect(id, false);
         }
     }
-    // 12 seconds: it has had to wait 0.5, 1, 2 and 4 of them between its turns.
+    // In 12 seconds: it had to wait for 0.5, 1, 2 and 4 seconds between its grants.
     assert!((2..8).contains(&turns), "{turns} turns");
 }

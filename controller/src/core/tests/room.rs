@@ -54,14 +54,14 @@ fn higher_priority_allocation_passes_restore() {
     world.settle();
     let high = world.running(1, 600);
     world.call(low);
-    // After this wait the restore is first in the queue.
+    // After this wait, the restore is first in the queue.
     world.now += 60_000;
     world.others = 200;
     world.allocate(high, 300);
     assert_eq!(world.node.queue.in_order(world.now), [key(0), key(1)]);
     world.others = 0;
     for _ in 0..4 {
-        // It is in use, but for the allocation.
+        // The container is in use, apart from the waiting allocation.
         world.agents.get_mut(&high).unwrap().calls += 1;
         world.tick();
         while !world.questions.is_empty() {

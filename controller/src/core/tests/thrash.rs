@@ -1,4 +1,4 @@
-//! The number of moves is limited, whatever calls come.
+//! The number of moves is limited for any sequence of calls.
 
 use affinode_proto::wire::message::Outcome;
 use proptest::prelude::*;
@@ -14,7 +14,7 @@ use super::{
 
 const RESIDENCY_MS: Millis = 5_000;
 
-/// Uses fewer cases than usual, because each is slow, unless PROPTEST_CASES sets the number.
+/// Uses fewer cases than usual, because each case is slow, unless PROPTEST_CASES sets the number.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let cases = asked.unwrap_or(64);
@@ -37,7 +37,7 @@ fn oversubscribed() -> (World, Vec<ProcessId>) {
     (world, ids)
 }
 
-/// Runs a tick, and delivers everything that follows from it.
+/// Runs a tick and delivers everything that it causes.
 fn pass(world: &mut World) {
     world.tick();
     loop {
@@ -53,8 +53,8 @@ fn pass(world: &mut World) {
 proptest! {
     #![proptest_config(config())]
 
-    /// A restored container stays for its minimum residency, whatever calls come. So it is moved
-    /// at most once in that time.
+    /// A restored container stays for its minimum residency, for any sequence of calls. It is
+    /// therefore moved at most once in that time.
     #[test]
     fn container_moves_at_most_once_per_residency(
         calls in proptest::collection::vec((0_usize..3, 0_usize..60), 1..40),
@@ -85,7 +85,7 @@ proptest! {
         }
     }
 
-    /// After each failed offload the next attempt waits twice as long, whatever calls and requests
+    /// After each failed offload, the next attempt waits twice as long, even if calls and requests
     /// come meanwhile.
     #[test]
     fn failed_offloads_are_retried_less_often(
@@ -104,7 +104,7 @@ proptest! {
             }
         }
         let failures = world.node.containers[&key(0)].failures;
-        // The idle timeout counts as a second here, and grows to 64 of them.
+        // The base is the idle timeout, which counts as 1 s here. It doubles up to 64 s.
         let least_ms = |failures: u32| -> Millis {
             (1..failures).map(|n| 1_000_u64 << n.min(6)).sum()
         };

@@ -1,4 +1,4 @@
-//! Processes with a tool: the memory that can be copied is offloaded, and the context stays.
+//! Processes with a tool. The memory that can be copied is offloaded, and the context stays.
 
 use affinode_proto::{
     reason::Reason,
@@ -11,8 +11,8 @@ use super::{
     world::{World, key},
 };
 
-/// A process with 600 bytes and a tool in container `n`. The agent can copy 450 of them, or none
-/// with the engine `checkpoint`.
+/// Creates a process with 600 bytes and a tool in container `n`. The agent can copy 450 bytes, or
+/// none with the engine `checkpoint`.
 fn with_tool(world: &mut World, n: usize) -> ProcessId {
     let id = world.running(n, 600);
     world.agents.get_mut(&id).unwrap().tools = true;
@@ -60,7 +60,7 @@ fn video_library_has_a_reason_of_its_own() {
 }
 
 /// A tool is loaded between the survey and the checkpoint. The agent refuses the checkpoint, and
-/// the offload is undone. An engine that copies then offloads the container without a checkpoint.
+/// the offload is undone. With an engine that copies, the next offload needs no checkpoint.
 #[test]
 fn tool_in_mid_offload_turns_the_process_back() {
     for (n, after) in [(0, State::Idle), (1, State::Offloaded)] {
@@ -82,7 +82,7 @@ fn tool_in_mid_offload_turns_the_process_back() {
     }
 }
 
-/// The context that a copy leaves on the GPU cannot be freed, so it is promised to no waiter.
+/// The context that a copy out leaves on the GPU cannot be freed, so it is promised to no waiter.
 #[test]
 fn context_of_a_tool_is_no_room_for_waiters() {
     let mut world = World::new(3);

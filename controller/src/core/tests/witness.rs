@@ -39,7 +39,7 @@ fn working_container_stays_with_reason() {
     let container = &world.node.containers[&key(0)];
     assert_eq!((container.state, container.offloads), (State::Active, 0));
     assert_eq!(container.reason, (Reason::GpuBusy, "process 1001, 70 %".to_owned()));
-    // Not even when it says itself that it is idle.
+    // The container stays even after its own hint that it is idle.
     world.feed(Input::Hinted(key(0), Hint::Idle, "it".into()));
     pass(&mut world, 3, |world| vec![work(world, id)]);
     assert_eq!(world.state(0), State::Active);
@@ -66,7 +66,8 @@ fn utilization_is_shown_per_process_until_stale() {
     assert_eq!(shares(&world), [None, None], "what was told is old");
 }
 
-/// An operator's request offloads a working container: the driver's lock waits for the work.
+/// If an operator requests it, a working container is offloaded: the driver's lock waits for the
+/// work.
 #[test]
 fn operator_request_offloads_working_container() {
     let mut world = World::new(1);
@@ -86,8 +87,8 @@ fn stale_utilization_sample_expires() {
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
 }
 
-/// Work keeps no container if it is on a GPU where the process has no VRAM, of another pid, or of
-/// an earlier process with this pid.
+/// A container is not kept resident by work on a GPU where its process has no VRAM, by work of
+/// another pid, or by work of an earlier process with the same pid.
 #[test]
 fn work_of_others_keeps_no_container() {
     let cases: [fn(&mut Work); 3] = [
@@ -114,7 +115,7 @@ fn working_container_without_calls_is_no_victim() {
     let waiter = world.running(0, 600);
     world.settle();
     let worker = world.running(1, 600);
-    // Of a higher priority than the waiter it would be none anyway.
+    // With a higher priority than the waiter's, the container could not be a victim anyway.
     world.node.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
     world.call(waiter);
     pass(&mut world, 300, |world| vec![work(world, worker)]);

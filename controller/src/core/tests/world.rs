@@ -42,7 +42,7 @@ pub(super) struct World {
     pub(super) containers: usize,
     pub(super) now: Millis,
     pub(super) agents: BTreeMap<ProcessId, Agent>,
-    /// Whether there is a second GPU of the same model. Both have processes.
+    /// Whether there is a second GPU of the same model. Both then have processes.
     pub(super) two_gpus: bool,
     /// VRAM of unmanaged processes on the first GPU, in bytes.
     pub(super) others: u64,
@@ -51,7 +51,7 @@ pub(super) struct World {
     pub(super) journal: BTreeMap<Key, Record>,
     pub(super) next: u64,
     pub(super) answers: Vec<(CommandId, bool)>,
-    /// Reasons of refusals, in the order of their events.
+    /// Reasons of refused offloads, in the order of their events.
     pub(super) refused: Vec<String>,
     /// Whether the GPU is in MIG mode.
     pub(super) mig: bool,
@@ -61,7 +61,7 @@ pub(super) struct World {
     pub(super) prepare: bool,
     /// Whether contexts release local memory after a copy out.
     pub(super) local_memory: bool,
-    /// Capabilities of the libraries. The first process has the first of these, and so on in turn.
+    /// Capabilities of the libraries, given to the processes in turn.
     pub(super) libraries: Vec<Capabilities>,
     /// Whether containers have every policy that needs a capability of the library.
     pub(super) all_options: bool,
@@ -69,19 +69,19 @@ pub(super) struct World {
     pub(super) auto: bool,
     /// The copiers that the core has started, and that have not exited.
     pub(super) copiers: BTreeMap<CopierId, WorldCopier>,
-    /// Copiers take a while and VRAM; otherwise they start and end at once.
+    /// Whether copiers take VRAM and time. Otherwise they start and end at once.
     pub(super) slow_copiers: bool,
     /// Prefault orders that were sent: process, and whether to begin or end.
     pub(super) prepared: Vec<(ProcessId, bool)>,
-    /// Processes that were ordered to end, and whether by force.
+    /// Processes that were ordered to end, each with whether by force.
     pub(super) ended: Vec<(u32, bool)>,
     /// If set, the next checkpoint or close fails with this outcome.
     pub(super) fail: Option<Outcome>,
-    /// Host memory of the node in bytes. `None`: unlimited.
+    /// Host memory of the node in bytes. `None`: it is unlimited.
     pub(super) host_total: Option<u64>,
     /// Orders that the agents carried out, the oldest first.
     pub(super) ordered: Vec<Action>,
-    /// Processes that were ordered to stop their copy out.
+    /// Processes that were ordered to cancel their copy out.
     pub(super) turned_back: Vec<ProcessId>,
 }
 
@@ -89,7 +89,7 @@ pub(super) fn key(n: usize) -> Key {
     Key::parse(&format!("{n:032x}")).unwrap()
 }
 
-/// A process gets no order that its library cannot follow.
+/// Asserts that a process gets only orders that its library supports.
 fn assert_follows(agent: &Agent, message: &ControllerMessage) {
     if let ControllerMessage::Order { action, .. } = message {
         let able = agent.capabilities;
@@ -102,7 +102,7 @@ pub(super) fn settings() -> Settings {
         mode: Mode::Eager,
         idle_timeout_ms: 100,
         minimum_residency_ms: 0,
-        // With everything that is learned, too.
+        // Learned values apply here too.
         keep_alive: KeepAlive::Learned,
         prewake: true,
         on_oom: OnOom::Wait,
@@ -195,7 +195,7 @@ impl World {
         others + self.copier_bytes_on(gpu) + there.map(Agent::on_device).sum::<u64>()
     }
 
-    /// Unmanaged processes hold these bytes from now on, if they are free.
+    /// Makes unmanaged processes hold this many bytes from now on, if they are free.
     pub(super) fn take_unmanaged(&mut self, bytes: u64) {
         if self.used() - self.others + bytes <= TOTAL {
             self.others = bytes;
@@ -269,7 +269,7 @@ impl World {
         later.into_iter().for_each(|input| self.feed(input));
     }
 
-    /// Containers whose eviction was requested and that are not touched yet.
+    /// Containers whose eviction has been requested and has not begun.
     fn leaving(&self) -> BTreeSet<Key> {
         let pressed =
             |c: &Container| c.goal == Goal::OffloadRequested && c.cause == Reason::Pressure;
@@ -277,8 +277,9 @@ impl World {
         all.map(|(key, _)| key.clone()).collect()
     }
 
-    /// Each container that is evicted is evicted for a waiter of at least its priority. An offloaded
-    /// one, which has only its context to give, may be evicted for any waiter.
+    /// Asserts that each container is evicted for a waiter of at least its own priority. An
+    /// offloaded container, of which only the context can be evicted, may be evicted for any
+    /// waiter.
     fn assert_evictions_serve_a_waiter(&self, before: &BTreeSet<Key>) {
         let priority = |key: &Key| self.node.containers[key].policy.priority;
         let waiting = self.node.queue.in_order(self.now);
@@ -302,8 +303,7 @@ impl World {
         self.ended.push((pid, by_force));
     }
 
-    /// Lets processes that were ordered to end do so. Every second one exits only when it is
-    /// killed.
+    /// Ends processes that were ordered to end. Every second process exits only when it is killed.
     fn end_them(&mut self) {
         let ends = |agent: &Agent| {
             let told = |by_force| self.ended.contains(&(agent.pid, by_force));
@@ -313,7 +313,7 @@ impl World {
         ids.collect::<Vec<_>>().into_iter().for_each(|id| self.exit(id));
     }
 
-    /// A process makes its first CUDA call; it holds no VRAM yet.
+    /// A process makes its first CUDA call. It holds no VRAM yet.
     pub(super) fn join(&mut self, container: usize) {
         self.next += 1;
         let pid = u32::try_from(self.next).unwrap() + 1_000;
@@ -357,7 +357,7 @@ impl World {
         self.agents.get(&id).map_or(0, |agent| TOTAL.saturating_sub(self.used_on(agent.gpu)))
     }
 
-    /// A process allocates if it may. If VRAM is missing, the allocation waits.
+    /// A process allocates if it is allowed to. If VRAM is missing, the allocation waits.
     pub(super) fn allocate(&mut self, id: ProcessId, bytes: u64) {
         let room = self.room_of(id);
         let Some(agent) = self.agents.get_mut(&id) else { return };
@@ -381,7 +381,7 @@ impl World {
         self.feed(Input::Message(id, AgentMessage::AllocWait { ticket, bytes, uuid, attempts }));
     }
 
-    /// Repeats an allocation that was ordered to try again.
+    /// Repeats an allocation after the order to try again.
     pub(super) fn try_again(&mut self, id: ProcessId) {
         let room = self.room_of(id);
         let Some(agent) = self.agents.get_mut(&id) else { return };
@@ -410,7 +410,7 @@ impl World {
         self.feed(Input::Message(id, AgentMessage::AllocWaitDone { ticket, served }));
     }
 
-    /// A registered process that holds VRAM, for tests that need no details.
+    /// A registered process that holds VRAM, for tests in which the details do not matter.
     pub(super) fn running(&mut self, container: usize, bytes: u64) -> ProcessId {
         self.join(container);
         let id = ProcessId(self.next);
@@ -446,11 +446,11 @@ impl World {
         self.feed(input);
     }
 
-    /// Makes a CUDA call. It passes, or waits at the gate and wakes the container.
+    /// Makes a CUDA call. The call passes, or waits at the gate and wakes the container.
     pub(super) fn call(&mut self, id: ProcessId) {
         let Some(agent) = self.agents.get_mut(&id) else { return };
         if agent.phase == Phase::Open {
-            // One that waits for room makes no other call; it may have other threads.
+            // A process whose allocation waits may have other threads, which make this call.
             agent.calls += 1;
         } else {
             agent.wants = true;
@@ -485,7 +485,7 @@ impl World {
     }
 
     /// The controller handles nothing for six seconds. Processes end their holds, and unmanaged
-    /// processes take the free VRAM.
+    /// processes then hold `bytes`, if these are free.
     pub(super) fn stop_controller(&mut self, bytes: u64) {
         self.now += 6_000;
         for agent in self.agents.values_mut() {
@@ -494,8 +494,8 @@ impl World {
         self.take_unmanaged(bytes);
     }
 
-    /// The connection breaks. The agent finishes what is in progress and holds its allocations
-    /// until it is welcomed again.
+    /// The connection breaks. The agent completes what is in progress, and holds its allocations
+    /// until it receives the next Welcome.
     pub(super) fn cut(&mut self, id: ProcessId, busy: bool) {
         let Some(agent) = self.agents.get_mut(&id) else { return };
         agent.inbox.retain(|message| matches!(message, ControllerMessage::Order { .. }));
@@ -503,7 +503,7 @@ impl World {
         (agent.orphaned, agent.prepared) = (true, false);
     }
 
-    /// The connection breaks, and the agent connects again when it is not busy.
+    /// The connection breaks, and the agent connects again as soon as it is not busy.
     pub(super) fn reconnect(&mut self, id: ProcessId, busy: bool) -> ProcessId {
         self.feed(Input::Detached(id));
         self.cut(id, busy);
@@ -517,11 +517,11 @@ impl World {
         id
     }
 
-    /// Kills the controller and starts the next one. Shims announce again, and agents reconnect.
+    /// Kills the controller and starts the next one. Shims announce again and agents reconnect.
     pub(super) fn restart(&mut self, busy: bool) {
         self.forget_questions();
         self.answers.clear();
-        // They are its children.
+        // Copiers are children of the controller and end with it.
         self.copiers.clear();
         let ids: Vec<ProcessId> = self.agents.keys().copied().collect();
         ids.iter().for_each(|id| self.cut(*id, busy));
@@ -555,13 +555,13 @@ impl World {
         }
     }
 
-    /// Delivers everything that is pending; agents with waiting calls repeat their wakes.
+    /// Delivers everything that is pending. Agents with waiting calls repeat their wakes.
     pub(super) fn settle(&mut self) {
         (0..400).for_each(|_| self.pass());
     }
 
-    /// Settles until no container waits. Failed offloads and restores are retried a minute later.
-    /// Ends before an allocation's timeout.
+    /// Settles until no container waits. This takes long enough for the retry of a failed offload or
+    /// restore, which may come a minute later. It ends before the timeout of an allocation.
     pub(super) fn settle_all(&mut self) {
         self.settle();
         for _ in 0..1_200 {
@@ -595,7 +595,7 @@ impl World {
         while self.is_asked() {
             self.answer_question();
         }
-        // A copier needs a while for each step, and processes are called meanwhile.
+        // Each step of a copier takes some time, during which processes are called.
         if self.slow_copiers && (self.now / 60).is_multiple_of(COPIER_PASSES) {
             self.copiers_step();
         }
