@@ -118,8 +118,8 @@ fn restore_needs_room_for_local_memory() {
     assert!(returns(0));
 }
 
-/// The container is already charged for its retained copy. A report of a larger retained copy than
-/// the agent can make is limited to that.
+/// The container is already charged for its retained copy. If the counters report a larger copy than
+/// the agent can make, only the swappable bytes count.
 #[test]
 fn retained_copy_needs_no_more_host_memory() {
     let mut world = World::new(3);

@@ -152,7 +152,7 @@ fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
         (0..20).for_each(|_| world.tick_after(100));
     }
     messages += liar.messages;
-    // For each wake, one order to hold and one to release. Also the Welcome.
+    // For each wake: one order to hold, one to release, and the Welcome.
     let most = 5 * waits_ms.len();
     assert!(messages <= most, "{messages} messages for {} wakes", waits_ms.len());
     waits_ms

@@ -247,7 +247,7 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     let container = &world.node.containers[&key(2)];
     assert!(container.reason.1.contains("/pod"), "{:?}", container.reason);
     assert!(world.node.copies_in_progress().is_empty());
-    // The container is resident. The next offload succeeds.
+    // The container is resident, so free memory has no effect. Its next offload succeeds.
     world.read_levels(2, id, 0, 100);
     assert_eq!(world.turned_back, [id], "it copies no more");
     world.settle();

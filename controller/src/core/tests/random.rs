@@ -30,8 +30,8 @@ enum Step {
     Detach(usize, bool),
     Restart(bool),
     Others(u64),
-    /// The controller is stopped for six seconds. Unmanaged processes take up to this much free
-    /// VRAM.
+    /// The controller is stopped for six seconds. Unmanaged processes then hold this many bytes, if
+    /// these are free.
     Stopped(u64),
     Fail(bool),
     Ask(usize, bool),

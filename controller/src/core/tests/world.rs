@@ -560,8 +560,8 @@ impl World {
         (0..400).for_each(|_| self.pass());
     }
 
-    /// Settles until no container waits. This takes long enough for the retry of a failed offload or
-    /// restore, which may come a minute later. It ends before the timeout of an allocation.
+    /// Settles until no container waits. This takes long enough for the retry of a failed offload
+    /// or restore, which may come a minute later. It ends before the timeout of an allocation.
     pub(super) fn settle_all(&mut self) {
         self.settle();
         for _ in 0..1_200 {
