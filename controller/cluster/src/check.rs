@@ -1,4 +1,4 @@
-//! The check of `helm test`: this program runs in a GPU pod of the runtime class, and checks
+//! The check that `helm test` runs: this program runs in a GPU pod of the runtime class and checks
 //! whether its own container is managed. It makes no CUDA call.
 
 use std::{
@@ -30,7 +30,7 @@ pub enum CheckError {
         "Affinode's library is mounted, but not loaded into this process; `affinode doctor` on the node checks the library"
     )]
     NotLoaded,
-    /// A file of the kernel cannot be read.
+    /// The memory map of this process cannot be read.
     #[error("cannot read {path}")]
     Read {
         /// Path of the file.
@@ -44,7 +44,7 @@ pub enum CheckError {
 /// Checks the container of this process.
 ///
 /// # Errors
-/// [`CheckError`]
+/// [`CheckError`]: the container is not managed, or its state cannot be read.
 pub fn run(options: &CheckOptions) -> Result<(), CheckError> {
     let inside = |path: &str| options.root.join(path.trim_start_matches('/'));
     for mounted in [paths::CONTAINER_LIB, paths::CONTAINER_RUN_DIR] {

@@ -57,7 +57,7 @@ fn exit<E: Error>(result: Result<(), E>) -> ExitCode {
     }
 }
 
-/// Logs to stderr, which the kubelet keeps; `RUST_LOG` sets the level.
+/// Sends log lines to stderr, which the kubelet stores. `RUST_LOG` sets the level.
 fn log() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt()

@@ -10,9 +10,9 @@
 //! | [`check`] | checks from a GPU pod whether its container is managed |
 //! | [`cli`] | the command `affinode-cluster` |
 //!
-//! It is a crate of its own, so that no program that a container needs contains a Kubernetes
-//! client. A container does not need it to run or to be restored. Without it, a cluster creates
-//! pods without the runtime class, and pods that have the class continue.
+//! These programs have a crate of their own, so that no program that a container needs includes a
+//! Kubernetes client. Containers run and are restored without them. If they are missing, a cluster
+//! creates pods without the runtime class, and pods with the class continue to run.
 
 pub mod check;
 pub mod cli;

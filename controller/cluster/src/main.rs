@@ -1,4 +1,4 @@
-//! `affinode-cluster`: parses, runs, exits.
+//! The program `affinode-cluster`.
 
 fn main() -> std::process::ExitCode {
     affinode_cluster::main()

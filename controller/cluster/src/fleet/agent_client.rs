@@ -1,4 +1,4 @@
-//! A request to one agent: bounded in time, over TLS pinned to the agent's own certificate.
+//! Requests to one agent: limited in time, over TLS, pinned to the agent's own certificate.
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -26,24 +26,24 @@ use tokio_rustls::{
 
 use super::{cert_pin, discovery::KnownNode};
 
-/// Time limit for a connection, handshake included.
+/// Time limit for opening a connection, including the TLS handshake.
 const CONNECT: Duration = Duration::from_secs(3);
-/// Maximum time between two parts of a reply's body. Event streams send at least every 15 s.
+/// Time limit between two parts of a reply's body. Event streams send a part at least every 15 s.
 const SILENCE: Duration = Duration::from_secs(45);
 
-/// Reason why an agent's reply is missing.
+/// Reason why there is no reply from an agent.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentClientError {
     /// The node has no running agent.
     #[error("no agent runs on the node, or it has no address yet")]
     NoAgent,
-    /// The agent has published no certificate, so no token may be sent to it.
+    /// The agent has not published a certificate, so it must not receive a token.
     #[error("the node's agent has not published its certificate")]
     NoCertificate,
     /// The TCP connection could not be opened.
     #[error("cannot connect to {0}")]
     Connect(SocketAddr, #[source] io::Error),
-    /// The peer has another certificate, or does not speak TLS.
+    /// The peer presents another certificate, or does not use TLS.
     #[error("{0} does not present the certificate of the node's agent")]
     Tls(SocketAddr, #[source] io::Error),
     /// The TLS client could not be configured.
@@ -69,8 +69,8 @@ pub struct AgentRequest<'a> {
     pub path: &'a str,
     /// Header value of the form `Bearer TOKEN`.
     pub authorization: HeaderValue,
-    /// Headers copied from the user's own request: the resume position of a stream, and accepted
-    /// types.
+    /// Headers copied from the user's request: the resume position of a stream, and the accepted
+    /// content types.
     pub more: Vec<(hyper::header::HeaderName, HeaderValue)>,
     /// Time limit for the head of the reply.
     pub time: Duration,
@@ -79,7 +79,7 @@ pub struct AgentRequest<'a> {
 /// Sends a request to a node's agent.
 ///
 /// # Errors
-/// [`AgentClientError`].
+/// [`AgentClientError`]: there is no valid reply.
 pub async fn ask(
     node: &KnownNode,
     question: AgentRequest<'_>,
@@ -121,7 +121,7 @@ pub async fn ask(
     timeout(question.time, talk).await.map_err(late(question.time))?
 }
 
-/// The body of a reply; it keeps the connection open until it is dropped.
+/// The body of a reply. The connection stays open until the body is dropped.
 pub struct AgentReply {
     body: Incoming,
     silence: Pin<Box<Sleep>>,

@@ -1,5 +1,6 @@
-//! Trust in exactly one certificate: the one that the node's agent has published in the cluster.
-//! Agents issue their own certificates, so no authority vouches for them.
+//! Trust in exactly one certificate: the certificate that the node's agent has published in the
+//! cluster. Agents sign their own certificates, so there is no authority that could be trusted
+//! instead.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use tokio_rustls::rustls::{
 /// SHA-256 digest of a certificate.
 pub type Fingerprint = [u8; 32];
 
-/// Parses a fingerprint in the annotation's form: 64 hex digits.
+/// Parses a fingerprint as the annotation has it: 64 hex digits.
 #[must_use]
 pub fn parse(text: &str) -> Option<Fingerprint> {
     let mut fingerprint = Fingerprint::default();
@@ -27,10 +28,10 @@ pub fn parse(text: &str) -> Option<Fingerprint> {
     Some(fingerprint)
 }
 
-/// Returns a TLS configuration that accepts only a peer with that certificate and its key.
+/// Returns a TLS configuration that accepts only a peer with this certificate and its key.
 ///
 /// # Errors
-/// If the crypto provider supports none of the default versions of TLS.
+/// If the crypto provider supports none of the default TLS versions.
 pub fn client(fingerprint: Fingerprint) -> Result<ClientConfig, rustls::Error> {
     let provider = Arc::new(crypto::ring::default_provider());
     let pinned = PinnedCertificate { fingerprint, algorithms: algorithms(&provider) };

@@ -1,4 +1,5 @@
-//! Watches the cluster's objects for nodes, the addresses of their agents, and their certificates.
+//! Watches objects of the cluster to find nodes, the addresses of their agents, and the
+//! certificates.
 
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
 
@@ -20,7 +21,7 @@ use crate::{
     node::node_labels::{AGENT, CERTIFICATE, STATE},
 };
 
-/// Upper bound of the nodes shown, equal to the limit of Kubernetes.
+/// Maximum number of nodes shown. It is equal to the limit of Kubernetes.
 pub const NODES: usize = 5000;
 
 /// A node that an agent of this installation manages.
@@ -28,9 +29,9 @@ pub const NODES: usize = 5000;
 pub struct KnownNode {
     /// Name of the node object.
     pub name: String,
-    /// State of the node in the agent's words, from its annotation.
+    /// State of the node as its agent reports it in the annotation.
     pub state: String,
-    /// Address of the agent; `None` while it has none.
+    /// Address of the agent. `None`: the agent has no address now.
     pub address: Option<SocketAddr>,
     /// Fingerprint that the agent has published.
     pub certificate: Option<Fingerprint>,
@@ -39,7 +40,7 @@ pub struct KnownNode {
 /// All known nodes, sorted by name.
 pub type Nodes = Arc<dyn Fn() -> Vec<KnownNode> + Send + Sync>;
 
-/// Watches of the nodes and the agents' endpoints.
+/// Watches the nodes and the endpoints of the agents.
 pub struct NodeDiscovery {
     nodes: Store<PartialObjectMeta<Node>>,
     agents: Store<EndpointSlice>,
@@ -99,7 +100,7 @@ fn roster(
             };
             let Ok(ip) = ip.parse() else { continue };
             let ready = endpoint.conditions.as_ref().and_then(|c| c.ready).unwrap_or(true);
-            // While an agent is replaced there are two: the ready one is used.
+            // While an agent is being replaced, the node has two addresses. The ready one is used.
             let seen = addresses.entry(node.as_str()).or_insert((ready, SocketAddr::new(ip, port)));
             if ready && !seen.0 {
                 *seen = (ready, SocketAddr::new(ip, port));

@@ -1,5 +1,5 @@
-//! One page for all nodes: VRAM of each, VRAM that can be offloaded, waiting containers, and a link
-//! to each node's own dashboard.
+//! One page for all nodes: VRAM of each node, VRAM that can be offloaded, waiting containers, and a
+//! link to each node's own dashboard.
 //!
 //! ```text
 //!  browser ──TLS, token──> [`server`] ──TokenReview, SubjectAccessReview──> API server
@@ -10,11 +10,11 @@
 //!                         [`discovery`]: nodes, agents' addresses, their certificates
 //! ```
 //!
-//! The list is sent to a user whom the API server allows `get /affinode/v1/node`, the same right
-//! that each agent would check. This program's account has that right and no other, so the list
-//! shows a user nothing that the user's own token would not show. A request below a node's name
-//! goes to its agent with the user's own token. The page itself always comes from this program,
-//! whichever node it shows: an agent can send data, never a script.
+//! A user receives the list if the API server allows that user `get /affinode/v1/node`. Each agent
+//! would require the same right. This program's account has only that right, so the list shows
+//! nothing that the user's own token would not show. A request to a path below a node's name is
+//! forwarded to the node's agent with the user's own token. The page itself always comes from this
+//! program, for all nodes: an agent can send data, but no script.
 
 mod agent_client;
 mod cert_pin;
@@ -60,7 +60,7 @@ pub struct FleetOptions {
 /// Serves until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// [`ServiceError`].
+/// [`ServiceError`]: the service cannot start.
 pub fn run(options: &FleetOptions) -> Result<(), ServiceError> {
     service::run(|stop| serve(options, stop))
 }

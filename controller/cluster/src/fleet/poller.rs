@@ -1,5 +1,5 @@
-//! Polls all nodes in turn while the page is in use, a few at a time, each for a few seconds at
-//! most. A request for the page gets the last known state, and never waits for a node.
+//! Polls all nodes while the page is in use: several at a time, each for at most a few seconds. A
+//! request for the page gets the last known state, and never waits for a node.
 //!
 //! ```text
 //!  Asking ──reply──>  Serving | Resting (no controller yet) | Troubled (sees no GPU)
@@ -31,36 +31,36 @@ use super::{
 };
 use crate::{error_chain, node::NO_CONTROLLER};
 
-/// Number of nodes polled at a time.
+/// Maximum number of nodes that are polled at the same time.
 const MAX_CONCURRENT_POLLS: usize = 16;
-/// Time limit for a reply.
+/// Time limit for an agent's reply.
 const TIME: Duration = Duration::from_secs(3);
-/// Upper bound of a reply's body, in bytes.
+/// Maximum size of a reply's body, in bytes.
 const BODY_BYTES: usize = 2 << 20;
 /// Minimum time between the starts of two rounds.
 const PACE: Duration = Duration::from_secs(5);
-/// Minimum time of a round for each node, so that rounds of a large fleet start less often.
+/// Minimum time of a round, per node, so that a large fleet is polled less often.
 const PACE_EACH: Duration = Duration::from_millis(10);
-/// Polling stops after this time without a request for the list.
+/// Time without a request for the list after which polling stops.
 const POLLER_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Upper bound of a reason, in characters.
+/// Maximum length of a reason, in characters.
 const WHY_CHARS: usize = 300;
 
 /// Health of a node as the page shows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub enum NodeHealth {
-    /// The node has not been polled since it appeared.
+    /// The node has appeared, and has not been polled yet.
     #[default]
     Asking,
     /// The controller replies and sees its GPUs.
     Serving,
-    /// The agent replies; the controller starts with the first GPU container.
+    /// The agent replies and no controller runs. It starts with the first GPU container.
     Resting,
-    /// The controller replies, and sees no GPU.
+    /// The controller replies but sees no GPU.
     Troubled,
     /// The agent reports that containerd does not serve the runtime.
     NotServed,
-    /// No reply, or an invalid one.
+    /// There was no valid reply.
     Unreachable,
 }
 
@@ -71,12 +71,12 @@ pub struct NodeRow {
     pub name: String,
     /// Health at the last poll.
     pub health: NodeHealth,
-    /// Reason of the health, empty if there is none.
+    /// Reason of the health. Empty: there is none.
     pub why: String,
     /// Time of the agent's last reply, in milliseconds since 1970. `None`: no reply since this
     /// program started.
     pub seen_unix_ms: Option<i64>,
-    /// Figures of that reply. `None`: it had none.
+    /// Figures in the last reply. `None`: the reply had none.
     pub figures: Option<FleetSummary>,
 }
 
@@ -85,7 +85,7 @@ pub struct NodeRow {
 pub struct ListedNode {
     /// Time of the list, in milliseconds since 1970.
     pub unix_ms: i64,
-    /// Number of nodes above the bound, not listed.
+    /// Number of nodes that are not listed, because there are more than [`NODES`].
     pub left_out: usize,
     /// The listed nodes, by name.
     pub nodes: Vec<NodeRow>,
@@ -101,7 +101,7 @@ pub struct FleetPoller {
 }
 
 impl FleetPoller {
-    /// Starts without polling: the first request for the list starts it.
+    /// Creates a poller. Polling starts with the first request for the list.
     #[must_use]
     pub fn new(nodes: Nodes, token_file: PathBuf) -> FleetPoller {
         FleetPoller {
@@ -113,7 +113,7 @@ impl FleetPoller {
         }
     }
 
-    /// The last known state. Polling continues while this is called.
+    /// The last known state. Polling continues as long as this is called.
     pub fn listed(&self) -> ListedNode {
         *lock(&self.looked) = Some(Instant::now());
         self.look.notify_one();
@@ -139,7 +139,7 @@ impl FleetPoller {
         }
     }
 
-    /// Polls every node once, and returns their number.
+    /// Polls each node once. Returns the number of nodes.
     pub async fn round(&self) -> usize {
         let known: Vec<KnownNode> = (self.nodes)().into_iter().take(NODES).collect();
         let names: BTreeSet<&str> = known.iter().map(|node| node.name.as_str()).collect();
@@ -168,7 +168,7 @@ impl FleetPoller {
     }
 }
 
-/// An agent's reply: figures, or `None` if there is no controller.
+/// An agent's reply: the figures, or `None` if the node has no controller now.
 type PollResult = Result<Option<FleetSummary>, String>;
 
 fn note(row: &mut NodeRow, node: KnownNode, received: PollResult) {
@@ -193,13 +193,14 @@ fn note(row: &mut NodeRow, node: KnownNode, received: PollResult) {
     }
 }
 
-/// Returns the row of a node. The state that the agent has published is newer than its last reply,
-/// so it decides whether the runtime is served.
+/// Returns the row of a node. Whether the runtime is served is taken from the state that the agent
+/// has published, because it is newer than the agent's last reply.
 fn row(node: KnownNode, seen: &BTreeMap<String, NodeRow>) -> NodeRow {
     let mut row = seen.get(&node.name).cloned().unwrap_or_default();
     row.name = node.name;
     if node.state.starts_with("served") {
-        // The runtime may be served with a configuration other than the cluster's.
+        // The runtime can be served with another configuration than the cluster's. The state says
+        // so.
         if node.state != "served" && row.why.is_empty() {
             row.why = node.state;
         }
@@ -244,7 +245,7 @@ async fn body(answer: Response<AgentReply>) -> Result<Vec<u8>, String> {
     }
 }
 
-/// Extracts the message of `{"error": "…"}`, or plain text.
+/// Returns the message of `{"error": "…"}`, or the text itself if it is not JSON.
 fn said(body: &[u8]) -> String {
     #[derive(serde::Deserialize)]
     struct NodeReply {
@@ -256,8 +257,8 @@ fn said(body: &[u8]) -> String {
     }
 }
 
-/// Returns the header with this program's token. The file is read before each round, because the
-/// kubelet renews it.
+/// Returns the header with this program's token. The kubelet renews the token, so the file is read
+/// before each round.
 fn bearer(file: &Path) -> Result<HeaderValue, String> {
     let token = std::fs::read_to_string(file).map_err(|error| {
         format!("cannot read this program's token in {}: {error}", file.display())

@@ -31,14 +31,14 @@ use crate::{
     https::{HttpsLimits, HttpsSite, authz, tls::ServedCertificate},
 };
 
-/// The right that the list requires. Each agent requires it for the figures of its node.
+/// The right that a user needs for the list. Each agent requires it for the figures of its node.
 const LIST: AccessRule = AccessRule { verb: "get", path: "/affinode/v1/node" };
-/// Prefix of the nodes' paths.
+/// Prefix of the paths below which a node's API is.
 const NODES: &str = "/nodes/";
-/// Time limit for the head of a node's reply. Requests that move a container have a longer one.
+/// Time limit for the head of a node's reply. Requests that move a container have the longer limit.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
-/// Content types that a node may send: none that a browser renders as a page.
+/// Content types that a reply of a node may have. A browser renders none of them as a page.
 const KINDS: [&str; 4] =
     ["application/json", "text/event-stream", "application/openmetrics-text", "text/plain"];
 
@@ -52,7 +52,7 @@ pub struct FleetServer {
     pub shown: Arc<ServedCertificate>,
     /// Returns the nodes of the installation.
     pub roster: Nodes,
-    /// Holds the state of the nodes.
+    /// Contains the last known state of the nodes.
     pub survey: Arc<FleetPoller>,
 }
 
@@ -93,7 +93,7 @@ impl HttpsSite for FleetServer {
 }
 
 impl FleetServer {
-    /// Checks that the user has the right. Without it, returns the reply that denies the request.
+    /// Checks that the user has the right. If not, returns the reply that denies the request.
     async fn may(&self, headers: &HeaderMap, access: AccessRule) -> Result<(), Response<Body>> {
         self.guard.admit(headers, access).await.map(|_| ()).map_err(|refusal| refused(&refusal))
     }
@@ -143,7 +143,7 @@ impl FleetServer {
     }
 }
 
-/// Returns a node's reply with this server's own headers, so that this server's content policy
+/// Returns a node's reply with the headers of this server, so that this server's content policy
 /// applies.
 fn passed_on<B>(answer: Response<B>) -> Response<Body>
 where
@@ -176,7 +176,7 @@ files! {
     "/fleet.css": "text/css; charset=utf-8", "fleet.css";
     "/fleet.js": "text/javascript; charset=utf-8", "fleet.js";
 }
-/// Files that this page shares with a node's page.
+/// Files that the page of all nodes shares with the page of a node.
 const SHARED: [&str; 5] = ["/style.css", "/icon.svg", "/format.js", "/stream.js", "/theme.js"];
 
 fn file(path: &str, headers: &HeaderMap) -> Option<Reply> {

@@ -1,29 +1,29 @@
-//! The fields of a controller's reply that the page of all nodes shows. Pure.
+//! The fields of a controller's reply that the page of all nodes shows. Without I/O.
 
 use affinode_proto::state::State;
 use serde::{Deserialize, Serialize};
 
-/// Upper bound of a node's texts, in characters.
+/// Maximum length of a node's texts, in characters.
 const TEXT_CHARS: usize = 200;
 
-/// A node in figures.
+/// The figures of a node.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct FleetSummary {
     /// Version of the controller.
     pub version: String,
-    /// Start time, in milliseconds since 1970.
+    /// Start time of the controller, in milliseconds since 1970.
     pub started_unix_ms: i64,
-    /// Reason why its GPUs cannot be read. `None`: they can.
+    /// Reason why the GPUs of the node cannot be read. `None`: they can be read.
     pub gpu_error: Option<String>,
-    /// Whether it offloads idle containers without a request.
+    /// Whether the node offloads idle containers without a request.
     pub auto_offload: bool,
     /// Number of the node's GPUs.
     pub gpus: usize,
-    /// Model of the first GPU; usually all of a node are of one model.
+    /// Model of the first GPU. Usually all GPUs of a node have the same model.
     pub gpu_name: String,
     /// Whether at least one GPU is simulated.
     pub simulated: bool,
-    /// VRAM of all GPUs together.
+    /// VRAM of all GPUs of the node.
     pub vram_total_bytes: u64,
     /// VRAM in use on all GPUs, by any process.
     pub vram_used_bytes: u64,
@@ -37,15 +37,15 @@ pub struct FleetSummary {
     pub offloaded_bytes: u64,
     /// Number of containers that are offloaded, or being restored.
     pub offloaded: usize,
-    /// Containers whose calls wait for VRAM.
+    /// Number of containers whose calls wait for VRAM.
     pub waiting: usize,
-    /// Containers whose state is lost.
+    /// Number of containers in the state lost.
     pub lost: usize,
-    /// Host memory that offloads may still use.
+    /// Host memory that further offloads may use.
     pub host_free_bytes: u64,
 }
 
-/// The fields of the controller's reply that are used here.
+/// The fields of the controller's reply that are read here.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct NodeSummary {
@@ -80,7 +80,7 @@ struct ContainerSummary {
 /// Parses the reply to `/api/v1/node`.
 ///
 /// # Errors
-/// If the bytes are not such a reply.
+/// If the bytes are not valid JSON of such a reply.
 pub fn read(json: &[u8]) -> Result<FleetSummary, serde_json::Error> {
     let node: NodeSummary = serde_json::from_slice(json)?;
     let text = |text: &str| text.chars().take(TEXT_CHARS).collect::<String>();

@@ -1,5 +1,5 @@
-//! The page of all nodes in front of agents on loopback: real TLS, their own certificates, a token
-//! file in place of the API server.
+//! The page of all nodes with agents on loopback. TLS and the agents' certificates are real. A
+//! token file is used in place of the API server.
 
 use std::{
     net::SocketAddr,
@@ -37,7 +37,7 @@ use crate::{
     node::NO_CONTROLLER,
 };
 
-/// Token of the fleet server itself, for the agents.
+/// Token that the fleet server itself sends to the agents.
 const OWN: &str = "the-account-of-the-fleet-server";
 /// Token of a user of the page.
 const USER: &str = "a-long-and-secret-token";
@@ -50,7 +50,7 @@ enum AgentBehavior {
     Forbids,
     /// Accepts the request and never replies.
     Silent,
-    /// Sends a body without end.
+    /// Sends a body that never ends.
     Endless,
     /// Sends HTML with a script.
     Page,
@@ -243,7 +243,7 @@ async fn list_reports_each_node_independently() {
         assert_eq!(row.health, NodeHealth::Unreachable, "{name}");
         assert!(row.why.contains(why), "{name}: {}", row.why);
     }
-    // The fleet server's own token was sent; the impostor got no token.
+    // Only agents with the right certificate got the fleet server's own token.
     assert_eq!(*well.asked.lock().unwrap(), [(); 2].map(|()| format!("Bearer {OWN}")));
 }
 
@@ -285,7 +285,7 @@ async fn silent_nodes_delay_neither_page_nor_others() {
     );
     assert_eq!(round.await.unwrap(), 101);
     assert!(stage.row("silent-0").why.contains("within"), "{:?}", stage.row("silent-0"));
-    // The paused clock may jump past the time limit while the reply of this node is in the kernel.
+    // The paused clock may pass the time limit while this node's reply is still in the kernel.
     for _ in 0..10 {
         if stage.row("well").health == NodeHealth::Serving {
             break;
@@ -319,7 +319,7 @@ async fn request_without_token_or_host_reaches_no_node() {
         }
     }
     assert!(agent.asked.lock().unwrap().is_empty());
-    // The page holds no secret.
+    // The page contains no secret, so it needs no token.
     let page = stage.ask("GET /", &[]).await;
     assert!(page.starts_with("HTTP/1.1 200") && page.contains("all nodes"), "{page}");
     assert!(page.contains("content-security-policy: default-src 'none'"), "{page}");

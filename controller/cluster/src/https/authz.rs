@@ -1,4 +1,4 @@
-//! Authorisation by the API server of this cluster, and the reply to a denied request.
+//! Authorisation by the cluster's API server, and the reply to a denied request.
 
 use affinode_controller::{
     config::{HttpAuth, HttpSection, KubernetesSection},
@@ -12,13 +12,13 @@ use hyper::{
     header::{self, HeaderValue},
 };
 
-/// Folder in which a pod finds its service account.
+/// Folder with the service account of a pod.
 pub const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
-/// Returns a guard that sends tokens to the API server for review, with this pod's own account.
+/// Returns a guard that has tokens reviewed by the API server, with this pod's own account.
 ///
 /// # Errors
-/// If there is no account, or no API server.
+/// If the pod has no account, or the address of the API server is unknown.
 pub fn by_review(hosts: &[String]) -> Result<HttpGuard, GuardError> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let (host, port) = (variable("KUBERNETES_SERVICE_HOST"), variable("KUBERNETES_SERVICE_PORT"));
@@ -36,7 +36,7 @@ pub fn by_review(hosts: &[String]) -> Result<HttpGuard, GuardError> {
     })
 }
 
-/// The reply to a denied request. The dashboard shows its text.
+/// The reply to a denied request. The dashboard shows the text of the reply.
 #[must_use]
 pub fn refused(refusal: &Denied) -> Reply {
     let status = match refusal.kind {

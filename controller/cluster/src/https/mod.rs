@@ -1,4 +1,4 @@
-//! The HTTPS server of this program: bounded in connections, bytes and time.
+//! The HTTPS server of this program, with limits on connections, bytes and time.
 //!
 //! ```text
 //!  connection ──> one of the allowed connections ──> handshake ──> requests, one at a time ──> [`HttpsSite`]
@@ -24,25 +24,26 @@ use tokio::{
 };
 use tokio_rustls::{TlsAcceptor, rustls::ServerConfig};
 
-/// Upper bound of a request's head, in bytes.
+/// Maximum size of a request's head, in bytes.
 const HEAD_BYTES: usize = 16 << 10;
-/// Upper bound of a request's header fields.
+/// Maximum number of header fields in a request.
 const HEAD_FIELDS: usize = 64;
 /// Pause after a failed accept.
 const ACCEPT_BACKOFF: Duration = Duration::from_millis(200);
 
-/// Limits of a site.
+/// Limits for the connections of a site.
 #[derive(Clone, Copy, Debug)]
 pub struct HttpsLimits {
-    /// Maximum number of connections at a time. Further connections wait in the kernel's queue.
+    /// Maximum number of connections at the same time. Further connections wait in the kernel's
+    /// queue.
     pub connections: usize,
     /// Time limit for the TLS handshake.
     pub handshake: Duration,
-    /// Time limit for a request's head; also the idle time of a connection between requests.
+    /// Time limit for the head of a request, and for an idle connection between two requests.
     pub head: Duration,
 }
 
-/// A site with its limits, certificate and replies.
+/// A site: its limits, its certificate and its replies.
 pub trait HttpsSite: Send + Sync + 'static {
     /// Body type of a reply.
     type Body: Body<Data = Bytes, Error: Into<Box<dyn Error + Send + Sync>>> + Send + 'static;
@@ -58,7 +59,8 @@ pub trait HttpsSite: Send + Sync + 'static {
         request: Request<Incoming>,
     ) -> impl Future<Output = Response<Self::Body>> + Send;
 
-    /// Called when a handshake fails: the client rejects the certificate, or does not speak TLS.
+    /// Called when a handshake fails, because the client rejects the certificate or does not use
+    /// TLS.
     fn parted(&self, error: &io::Error) {
         tracing::debug!(%error, "client: the TLS handshake failed");
     }
@@ -67,7 +69,7 @@ pub trait HttpsSite: Send + Sync + 'static {
 /// Binds a TCP listener.
 ///
 /// # Errors
-/// If the address is in use, or not one of this machine.
+/// If the address is in use, or does not belong to this machine.
 pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     TcpListener::bind(address).await
 }
@@ -82,7 +84,7 @@ pub async fn serve<S: HttpsSite>(listener: TcpListener, site: Arc<S>) {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Most likely out of descriptors, which closing connections return.
+                // Most likely there are no descriptors left. Connections that close free some.
                 tracing::warn!(%error, "listener: cannot accept a connection");
                 tokio::time::sleep(ACCEPT_BACKOFF).await;
                 continue;

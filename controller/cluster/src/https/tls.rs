@@ -1,6 +1,6 @@
-//! The certificate that a server presents. It can be replaced while the server runs. Certificates
-//! from files are read again at each connection, because another program renews the files:
-//! cert-manager, through a Secret.
+//! The certificate that a server presents. It can be replaced while the server runs. A certificate
+//! from files is read again at each connection, because another program, such as cert-manager,
+//! renews the files.
 
 use std::{
     io,
@@ -31,13 +31,13 @@ pub enum TlsError {
         #[source]
         source: io::Error,
     },
-    /// The PEM file holds another kind of object.
+    /// The PEM file contains another kind of object.
     #[error("the file does not contain a {0} in PEM form")]
     Pem(&'static str, #[source] pem::Error),
     /// The key does not match the certificate.
     #[error("the key does not match the certificate")]
     Pair(#[from] rustls::Error),
-    /// No self-signed certificate could be made.
+    /// The self-signed certificate could not be created.
     #[error("cannot create a certificate")]
     Make(#[from] rcgen::Error),
 }
@@ -54,10 +54,10 @@ pub struct TlsFiles {
 }
 
 impl TlsFiles {
-    /// The certificate of the files, or a new one for these names and this machine.
+    /// The certificate from the files, or a new one for these names and for this machine.
     ///
     /// # Errors
-    /// [`TlsError`].
+    /// [`TlsError`]: the files are invalid, or no certificate can be created.
     pub fn shown(&self, names: &[String]) -> Result<Arc<ServedCertificate>, TlsError> {
         let shown = match (&self.tls_cert_file, &self.tls_key_file) {
             (Some(cert), Some(key)) => ServedCertificate::of_files(cert, key)?,
@@ -77,20 +77,20 @@ impl TlsFiles {
 /// A certificate and its key in PEM form.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsPair {
-    /// The certificate, and any intermediate ones.
+    /// The certificate, followed by intermediate certificates if there are any.
     pub cert: Vec<u8>,
     /// Private key of the certificate.
     pub key: Vec<u8>,
 }
 
 impl TlsPair {
-    /// Whether certificate and key parse and match.
+    /// Whether certificate and key can be parsed and match.
     #[must_use]
     pub fn is_usable(&self) -> bool {
         self.config().is_ok()
     }
 
-    /// End of the certificate's validity, in Unix time.
+    /// End of the certificate's validity, in seconds since 1970.
     fn not_after(&self) -> Option<i64> {
         let der = CertificateDer::from_pem_slice(&self.cert).ok()?;
         let (_, certificate) = x509_parser::parse_x509_certificate(&der).ok()?;
@@ -109,12 +109,12 @@ impl TlsPair {
     }
 }
 
-/// The certificate for the next connection. A new pair of certificate and key replaces it as a
-/// whole. An invalid pair does not replace it.
+/// The certificate for the next connection. A new valid pair of certificate and key replaces the
+/// present pair. An invalid pair does not.
 #[derive(Debug, Default)]
 pub struct ServedCertificate {
     current: Mutex<Option<CurrentTls>>,
-    /// Certificate and key, if they come from files.
+    /// Paths of certificate and key, if they come from files.
     files: Option<(PathBuf, PathBuf)>,
 }
 
@@ -126,10 +126,10 @@ struct CurrentTls {
 }
 
 impl ServedCertificate {
-    /// Returns the certificate of two files, which are read again at each connection.
+    /// Returns the certificate in two files. The files are read again at each connection.
     ///
     /// # Errors
-    /// [`TlsError`]: there is no valid pair now.
+    /// [`TlsError`]: the files do not contain a valid pair now.
     pub fn of_files(cert: &Path, key: &Path) -> Result<ServedCertificate, TlsError> {
         let files = Some((cert.to_owned(), key.to_owned()));
         let shown = ServedCertificate { current: Mutex::default(), files };
@@ -138,7 +138,7 @@ impl ServedCertificate {
     }
 
     /// Reads the files again, if the certificate comes from files. An invalid pair is logged and
-    /// not used, because a file may be half written.
+    /// not used: a file may be half written.
     pub fn refresh(&self) {
         let Some((cert, key)) = &self.files else { return };
         match read(cert, key).and_then(|pair| self.show(&pair)) {
@@ -148,17 +148,18 @@ impl ServedCertificate {
         }
     }
 
-    /// TLS configuration of the present files, or of the current pair.
+    /// Reads the files again if there are any, and returns the TLS configuration of the current
+    /// pair.
     #[must_use]
     pub fn fresh_config(&self) -> Option<Arc<ServerConfig>> {
         self.refresh();
         self.config()
     }
 
-    /// Presents this pair from now on. Returns whether it differs from the one before.
+    /// Presents this pair from now on. Returns whether it differs from the present one.
     ///
     /// # Errors
-    /// [`TlsError`]; the server keeps the earlier pair.
+    /// [`TlsError`]: the pair is invalid. The server keeps the present pair.
     pub fn show(&self, pair: &TlsPair) -> Result<bool, TlsError> {
         let mut shown = self.lock();
         if shown.as_ref().is_some_and(|current| current.pair == *pair) {
@@ -176,13 +177,13 @@ impl ServedCertificate {
         self.lock().as_ref().map(|current| Arc::clone(&current.config))
     }
 
-    /// End of the current certificate's validity, in Unix time.
+    /// End of the current certificate's validity, in seconds since 1970.
     #[must_use]
     pub fn not_after_seconds(&self) -> Option<i64> {
         self.lock().as_ref().and_then(|current| current.not_after_seconds)
     }
 
-    /// SHA-256 of the current certificate, in hex digits.
+    /// SHA-256 of the current certificate, as hex digits.
     #[must_use]
     pub fn fingerprint(&self) -> Option<String> {
         let der = CertificateDer::from_pem_slice(&self.lock().as_ref()?.pair.cert).ok()?;

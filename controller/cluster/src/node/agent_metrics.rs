@@ -1,5 +1,5 @@
-//! The agent's own state. It decides readiness, and it is served as metrics, also on a node without
-//! a controller.
+//! The agent's own state. It decides whether the agent is ready, and is served as metrics even if
+//! the node has no controller.
 
 use std::{
     fmt,
@@ -20,7 +20,7 @@ pub const CLASSIC: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// Last line of metrics in OpenMetrics text.
 const END: &str = "# EOF\n";
 
-/// What the agent last found or did on its node.
+/// State of the installation, as the agent last found or changed it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum InstallState {
     /// The agent has not checked the node yet.
@@ -28,15 +28,15 @@ pub enum InstallState {
     Unknown,
     /// Another installation of the cluster manages the node.
     Foreign,
-    /// The node waits, because the maximum number of nodes is being installed.
+    /// The node waits, because the maximum number of nodes is being installed at this time.
     Waiting,
     /// containerd serves the runtime.
     Served,
-    /// Installed; containerd serves the runtime after its next start.
+    /// Affinode is installed. containerd serves the runtime after containerd's next start.
     RestartNeeded,
     /// The last installation on this node failed.
     Failed,
-    /// Removed, or about to be removed, on request.
+    /// Affinode was removed on request, or is about to be.
     Retired,
 }
 
@@ -146,8 +146,8 @@ impl AgentTable {
 }
 
 impl AgentMetrics {
-    /// Whether the node is as it should be: containerd serves this version, or Affinode was removed
-    /// on request. While this is false, an update of the agents waits for the node.
+    /// Whether the node is in its intended state: containerd serves this version, or Affinode was
+    /// removed on request. While this is false, the update of the agents waits for this node.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let table = self.table();
@@ -172,7 +172,7 @@ impl AgentMetrics {
         }
     }
 
-    /// Records that the node took the cluster's configuration.
+    /// Records that the node uses the cluster's configuration.
     pub fn config_accepted(&self) {
         self.table().config_accepted.set(1);
     }
@@ -184,7 +184,7 @@ impl AgentMetrics {
         table.config_refusals.inc();
     }
 
-    /// The agent's metrics in OpenMetrics text, without its last line.
+    /// The agent's metrics in OpenMetrics text, without the last line.
     ///
     /// # Errors
     /// None in practice: the text is written to memory.
@@ -203,7 +203,7 @@ impl AgentMetrics {
     }
 }
 
-/// The agent's metrics, then those of the controller, if there are any, in the same format.
+/// The agent's metrics, followed by the controller's if there are any, in one format.
 #[must_use]
 pub fn joined(agent: &str, controller: Option<&str>, open: bool) -> String {
     let mut text = if open { agent.to_owned() } else { classic(agent) };

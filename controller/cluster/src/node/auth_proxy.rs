@@ -1,6 +1,6 @@
-//! HTTPS for the cluster: users whom the API server authenticates and authorises reach the
-//! dashboard, the API and the metrics of the node's controller. The controller itself listens on a
-//! socket for root only.
+//! HTTPS for the cluster. Users whom the API server authenticates and authorises reach the
+//! dashboard, the API and the metrics of the node's controller. The controller itself listens only
+//! on a socket for root.
 //!
 //! ```text
 //!  Prometheus, browser ──TLS, token──> guard ──TokenReview, SubjectAccessReview──> API server
@@ -39,21 +39,21 @@ use crate::{
 };
 
 /// Time limit for a handshake, for the head of a request, and for the start of a reply. Requests
-/// that move a container have a longer one.
+/// that move a container have the longer limit.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
-/// Time limit for the controller's metrics. It is shorter than the 10 s after which Prometheus ends
-/// a scrape.
+/// Time limit for the controller's metrics. It is below the 10 s after which Prometheus cancels a
+/// scrape.
 const SCRAPE: Duration = Duration::from_secs(8);
-/// Upper bound of the controller's metrics, in bytes: a thousand containers take about 4 MiB.
+/// Maximum size of the controller's metrics, in bytes. A thousand containers have about 4 MiB.
 const METRICS_BYTES: usize = 32 << 20;
-/// Path of the metrics.
+/// Path at which the metrics are served.
 const METRICS: &str = "/metrics";
 
 type Answer = Response<UnsyncBoxBody<Bytes, hyper::Error>>;
 
-/// Header of a reply that is sent because no controller runs. That is normal on a node without GPU
-/// containers.
+/// Header of the reply that is sent while no controller runs. On a node without GPU containers this
+/// is normal.
 pub const NO_CONTROLLER: &str = "affinode-controller";
 
 /// Serves the node's HTTPS address.
@@ -62,7 +62,7 @@ pub struct AuthProxy {
     pub guard: HttpGuard,
     /// Path of the controller's socket.
     pub socket: PathBuf,
-    /// The certificate that this proxy presents.
+    /// The certificate that the proxy presents.
     pub shown: Arc<ServedCertificate>,
     /// The agent's state and its metrics.
     pub metrics: Arc<AgentMetrics>,
@@ -79,8 +79,8 @@ impl HttpsSite for AuthProxy {
     async fn answer(&self, request: Request<Incoming>) -> Answer {
         let path = request.uri().path();
         match path {
-            // Health of this program, not of the controller: a node without GPU containers has
-            // none.
+            // Health of this program. A node without GPU containers has no controller, so the
+            // controller's health does not count.
             "/healthz" => return own(reply::text(StatusCode::OK, "ok\n")),
             "/readyz" if self.metrics.is_ready() => {
                 return own(reply::text(StatusCode::OK, "ok\n"));
@@ -129,13 +129,13 @@ impl HttpsSite for AuthProxy {
 }
 
 impl AuthProxy {
-    /// Returns the agent's metrics, followed by those of the controller if one runs. Without a
-    /// controller the node still counts as up.
+    /// Returns the agent's metrics, followed by the controller's if one runs. A node without a
+    /// controller still counts as up.
     async fn metrics(&self, mut request: Request<Incoming>, ended: Ended) -> Answer {
         let asked = request.headers().get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
         let asked_open =
             asked.is_some_and(|accept| accept.contains("application/openmetrics-text"));
-        // The text is joined here, so it must not be compressed.
+        // The two texts are joined here, so the controller's must not be compressed.
         request.headers_mut().remove(header::ACCEPT_ENCODING);
         let controller = match timeout(SCRAPE, self.controller_metrics(request, ended)).await {
             Ok(Ok(text)) => Some(text),
@@ -185,7 +185,8 @@ impl AuthProxy {
         ended: Ended,
     ) -> Result<Answer, Box<dyn std::error::Error + Send + Sync>> {
         let headers = request.headers_mut();
-        // Checked here and removed: the controller does not need the token.
+        // The proxy has checked these headers. They are removed, because the controller needs no
+        // token.
         for checked in ["authorization", "origin", "sec-fetch-site", "connection"] {
             headers.remove(checked);
         }

@@ -1,5 +1,5 @@
-//! The host of this container. Runs `affinode` there, and writes the cluster's part of the
-//! controller's configuration.
+//! The host on which this container runs. Runs `affinode` there, and writes the cluster's part of
+//! the controller's configuration.
 
 use std::{
     fs, io,
@@ -13,11 +13,11 @@ use clap::{ArgAction, Args};
 use serde::{Deserialize, de::DeserializeOwned};
 use tokio::process::Command;
 
-/// The cluster's file in the controller's configuration.
+/// The cluster's file in the configuration folder of the controller.
 const DROP_IN: &str = "conf.d/50-cluster.toml";
-/// Value of a file's state when the file is as installed.
+/// State of a file that is as it was installed.
 const IN_PLACE: &str = "in-place";
-/// Time limit of a command: an installation waits up to a minute for containerd.
+/// Time limit for a command. An installation waits for containerd for up to a minute.
 const TIME: Duration = Duration::from_secs(180);
 
 /// Paths on the node.
@@ -71,10 +71,10 @@ pub enum HostError {
     /// The command exceeded its time limit.
     #[error("affinode {0} did not end in time")]
     Late(&'static str),
-    /// The command failed with this message.
+    /// The command failed. Contains its message.
     #[error("{0}")]
     Refused(String),
-    /// The command's output is not the expected JSON.
+    /// The output of the command is not the expected JSON.
     #[error(
         "affinode {verb} did not print JSON; check that the agent and the programs are of one image"
     )]
@@ -100,21 +100,21 @@ pub enum HostError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HandlerState {
-    /// containerd serves it, and all files are as installed.
+    /// containerd serves the handler, and all files are as they were installed.
     Served,
-    /// containerd serves it, and an installation would change it.
+    /// containerd serves the handler, but an installation would change it.
     Outdated,
-    /// containerd serves an earlier form of it, until containerd's next start.
+    /// containerd serves an earlier form of the handler until containerd's next start.
     RestartDue,
-    /// containerd has not been restarted since the installation.
+    /// The handler is installed, but containerd has not been restarted since then.
     RestartNeeded,
-    /// Any other state: it must be installed.
+    /// Any other state. The handler must be installed.
     #[serde(other)]
     Missing,
 }
 
 impl HandlerState {
-    /// Whether containerd serves a handler of Affinode.
+    /// Whether containerd serves a handler of Affinode, in this or an earlier form.
     #[must_use]
     pub fn serves(self) -> bool {
         matches!(self, Self::Served | Self::Outdated | Self::RestartDue)
@@ -134,15 +134,15 @@ struct UnitStatus {
     state: UnitState,
 }
 
-/// State of the controller's unit, as far as the agent acts on it.
+/// State of the controller's systemd unit. Contains only the states to which the agent reacts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum UnitState {
-    /// Its file is gone, as after a reboot of a node whose /etc does not last.
+    /// The unit's file is missing. This happens after a reboot if the node does not keep /etc.
     Missing,
-    /// It was not started.
+    /// The unit is installed but was not started.
     Incomplete,
-    /// Any other state. An operator may stop or disable the unit.
+    /// Any other state, which the agent does not change: an operator may stop or disable the unit.
     #[serde(other)]
     Kept,
 }
@@ -158,16 +158,16 @@ struct HandlerStatus {
 }
 
 impl HostPaths {
-    /// Maps a path of the node to the path in this container.
+    /// Returns the path in this container of a path of the node.
     #[must_use]
     pub fn on_host(&self, path: &Path) -> PathBuf {
         self.host_root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// Returns the steps that an installation would take now.
+    /// Returns the steps that an installation would run now.
     ///
     /// # Errors
-    /// [`HostError`].
+    /// [`HostError`]: the command failed.
     pub async fn plan(&self) -> Result<Vec<String>, HostError> {
         let output = self.installer("install", &["--dry-run", "-o", "json"], TIME).await?;
         parse("install", &succeeded(output)?)
@@ -176,19 +176,19 @@ impl HostPaths {
     /// Installs the programs of this container's image.
     ///
     /// # Errors
-    /// [`HostError`]; containerd's configuration is then unchanged.
+    /// [`HostError`]: the command failed. containerd's configuration is then unchanged.
     pub async fn install(&self) -> Result<Vec<String>, HostError> {
         parse("install", &succeeded(self.installer("install", &["-o", "json"], TIME).await?)?)
     }
 
-    /// State of the handler.
+    /// Returns the state of the handler.
     ///
     /// # Errors
-    /// [`HostError`].
+    /// [`HostError`]: the command failed.
     pub async fn status(&self) -> Result<HandlerState, HostError> {
         let output = self.run("status", &["-o", "json"], TIME).await?;
         if output.stdout.is_empty() {
-            // Exit code of a node without an installation.
+            // Exit code on a node without an installation.
             return Ok(HandlerState::Missing);
         }
         let status: HostStatus = parse("status", &output.stdout)?;
@@ -203,10 +203,10 @@ impl HostPaths {
         })
     }
 
-    /// Waits until Affinode can be removed. Changes nothing.
+    /// Waits until Affinode can be removed, without changing anything.
     ///
     /// # Errors
-    /// [`HostError`], in most cases because containers of the runtime run.
+    /// [`HostError`]: in most cases, containers of the runtime still run.
     pub async fn may_go(&self) -> Result<(), HostError> {
         self.take_off(&["--dry-run"]).await
     }
@@ -214,7 +214,7 @@ impl HostPaths {
     /// Removes Affinode. Missing parts are not an error.
     ///
     /// # Errors
-    /// [`HostError`], in most cases because containers of the runtime run.
+    /// [`HostError`]: in most cases, containers of the runtime still run.
     pub async fn uninstall(&self) -> Result<(), HostError> {
         self.take_off(&[]).await?;
         let file = self.on_host(&self.config_dir.join(DROP_IN));
@@ -223,7 +223,7 @@ impl HostPaths {
                 Err(HostError::Config { path: file, source })
             }
             _ => {
-                // Folders of the drop-in file, removed if they are empty.
+                // The folders of the cluster's file are removed if they are empty.
                 let folders = file.ancestors().skip(1).take(2);
                 folders.for_each(|folder| drop(fs::remove_dir(folder)));
                 Ok(())
@@ -231,8 +231,8 @@ impl HostPaths {
         }
     }
 
-    /// Runs the uninstaller with these further arguments. It waits for running containers, up to
-    /// the drain time. Does nothing on a node without an installation.
+    /// Runs the uninstaller with these additional arguments. The uninstaller waits for running
+    /// containers, for at most the drain time. Does nothing on a node without an installation.
     async fn take_off(&self, more: &[&str]) -> Result<(), HostError> {
         let output = self.run("status", &["-o", "json"], TIME).await?;
         if output.stdout.is_empty() {
@@ -243,11 +243,11 @@ impl HostPaths {
         succeeded(self.installer("uninstall", &arguments, TIME + self.drain).await?).map(drop)
     }
 
-    /// Writes the cluster's part of the configuration and returns whether it changed. An invalid
-    /// one is not written, because a controller does not start with it.
+    /// Writes the cluster's part of the configuration. Returns whether it has changed. An invalid
+    /// configuration is not written, because no controller would start with it.
     ///
     /// # Errors
-    /// [`HostError`]; the earlier file stays.
+    /// [`HostError`]: the earlier file stays in use.
     pub async fn configure(&self) -> Result<bool, HostError> {
         let Some(config) = &self.config else { return Ok(false) };
         let file = self.on_host(&self.config_dir.join(DROP_IN));
@@ -271,8 +271,8 @@ impl HostPaths {
         put().map(|()| true).map_err(fail(&file))
     }
 
-    /// Whether systemd keeps a controller. A unit has the usual folders: with others, only shims
-    /// know them, from containerd's environment.
+    /// Whether systemd keeps a controller running. A unit only knows the usual folders. Other
+    /// folders are known only to shims, from containerd's environment.
     fn keeps_controller(&self) -> bool {
         let usual = Path::new(paths::CONFIG_FILE).parent();
         self.controller_unit
@@ -318,14 +318,14 @@ impl HostPaths {
     }
 }
 
-/// Returns the command `affinode` from the folder of this program.
+/// Returns the command `affinode` that is in the folder of this program.
 fn affinode() -> Result<Command, HostError> {
     let own = std::env::current_exe().map_err(HostError::Run)?;
     Ok(Command::new(own.with_file_name("affinode")))
 }
 
-/// Runs a command and returns its output. The command continues if this process ends first, so an
-/// installation is completed.
+/// Runs a command and returns its output. If this process ends first, the command continues, so
+/// that an installation is always completed.
 async fn finish(
     verb: &'static str,
     command: &mut Command,

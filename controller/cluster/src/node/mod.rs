@@ -10,9 +10,10 @@
 //!    │ label affinode.io/exclude: label off, uninstall ──> state "excluded", or the reason
 //! ```
 //!
-//! The label is set last and removed first: no pod is scheduled to a node while it changes. A node
-//! whose agent ends keeps its label, because containerd still serves the runtime. So does a node on
-//! which an installation fails while containerd serves what was installed before.
+//! The label is set last and removed first, so that no pod is scheduled to a node while the node is
+//! changed. If the agent ends, the node keeps its label, because containerd still serves the
+//! runtime. The same applies if an installation fails while containerd serves an earlier
+//! installation.
 
 pub mod agent_metrics;
 mod auth_proxy;
@@ -64,7 +65,7 @@ use crate::{
 
 /// Interval between two checks of the node.
 const LOOK_EVERY: Duration = Duration::from_secs(15);
-/// Pause after a failed installation: an attempt may restart containerd.
+/// Pause after a failed installation. It is long, because each attempt may restart containerd.
 const LEAVE_ALONE: Duration = Duration::from_secs(120);
 
 /// Options of the agent.
@@ -101,7 +102,7 @@ pub struct NodeOptions {
 /// Manages the node until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// [`ServiceError`].
+/// [`ServiceError`]: the service cannot start.
 pub fn run(options: &NodeOptions) -> Result<(), ServiceError> {
     service::run(|stop| serve(options, stop))
 }
@@ -153,12 +154,12 @@ struct NodeAgent<'a> {
     events: NodeEvents,
     node_labels: NodeLabels,
     metrics: Arc<AgentMetrics>,
-    /// The proxy's certificate, whose fingerprint is published.
+    /// The certificate of the proxy. Its fingerprint is published.
     shown: Arc<ServedCertificate>,
-    /// Whether the installed files are known to be those of this image.
+    /// Whether the installed files are known to be the files of this image.
     checked: bool,
     said: Option<String>,
-    /// Reason why the cluster's configuration is not in use.
+    /// Reason why the cluster's configuration is not in use. `None`: it is in use.
     bad_config: Option<String>,
 }
 
@@ -187,7 +188,7 @@ impl NodeAgent<'_> {
         tokio::join!(watching, looking);
     }
 
-    /// Checks the node, takes the due steps, and returns the time until the next check.
+    /// Checks the node, runs the steps that are due, and returns the time until the next check.
     async fn look(&mut self) -> kube::Result<Duration> {
         let node = self.node_labels.read().await?;
         let ours = &self.options.installation;
@@ -254,12 +255,12 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// Returns whether containerd still serves what was installed before, after a failed
-    /// installation. If it does, the node keeps its label, so that pods can use its GPUs.
+    /// Returns whether containerd still serves an earlier installation after an installation has
+    /// failed. If it does, the node keeps its label, so that pods can use its GPUs.
     async fn keeps_serving(&self, labelled: bool) -> kube::Result<bool> {
         let serves = match self.options.places.status().await {
             Ok(handler) => handler.serves(),
-            // It is unknown, so nothing changes.
+            // The state is unknown, so the label stays as it is.
             Err(_) => labelled,
         };
         self.metrics.serves(serves);
@@ -268,8 +269,8 @@ impl NodeAgent<'_> {
         Ok(serves)
     }
 
-    /// Installs this image's files if they differ, and returns whether containerd serves the
-    /// runtime.
+    /// Installs the files of this image if the installed files differ. Returns whether containerd
+    /// serves the runtime.
     async fn tend(&mut self, labelled: &mut bool) -> Result<bool, NodeTrouble> {
         self.configure().await;
         let places = &self.options.places;
@@ -282,7 +283,7 @@ impl NodeAgent<'_> {
                 if handler == HandlerState::Missing && !self.slots.take().await? {
                     return Err(NodeTrouble::NoSlot);
                 }
-                // No pod is scheduled here while the node changes.
+                // The label is removed first, so that no pod is scheduled to the node meanwhile.
                 self.serve(false, *labelled).await?;
                 *labelled = false;
                 for step in places.install().await? {
@@ -303,8 +304,8 @@ impl NodeAgent<'_> {
         }
     }
 
-    /// Writes the cluster's configuration. If it is invalid, reports that and keeps the earlier
-    /// one.
+    /// Writes the cluster's configuration. If the configuration is invalid, reports that and keeps
+    /// the earlier one.
     async fn configure(&mut self) {
         let places = &self.options.places;
         self.bad_config = match places.configure().await {
@@ -322,7 +323,7 @@ impl NodeAgent<'_> {
                     Ok(Some(pid)) => tracing::info!(
                         "controller: process {pid} was ended, the next one has the configuration"
                     ),
-                    // A controller that is not running yet reads the file at its start.
+                    // If no controller runs yet, the next one reads the file when it starts.
                     Err(error) => tracing::info!(
                         "controller: not running, or it did not reload: {}",
                         error_chain::chain(&error)
@@ -343,7 +344,7 @@ impl NodeAgent<'_> {
     }
 
     /// Checks that Affinode can be removed ([`READY`]), or removes it ([`RETIRED`], [`EXCLUDED`]).
-    /// Then publishes the state `wanted`, or the reason why it was not reached.
+    /// Then publishes the state `wanted`, or the reason why the node is not in that state.
     async fn retire(
         &mut self,
         node: &PartialObjectMeta<Node>,
@@ -389,7 +390,7 @@ impl NodeAgent<'_> {
         self.node_labels.serve(served).await
     }
 
-    /// Publishes the node's state in its annotations, if it changed.
+    /// Publishes the state of the node in its annotations, if the state has changed.
     async fn say(&mut self, node: &PartialObjectMeta<Node>, state: &str) -> kube::Result<()> {
         // A renewed certificate has another fingerprint.
         self.shown.refresh();
@@ -414,11 +415,11 @@ impl NodeAgent<'_> {
 enum NodeTrouble {
     Host(HostError),
     Cluster(kube::Error),
-    /// The maximum number of nodes is being installed.
+    /// The maximum number of nodes is being installed at this time.
     NoSlot,
 }
 
-/// Whether an operator keeps Affinode off the node.
+/// Whether an operator excluded the node from Affinode.
 fn is_excluded(node: &PartialObjectMeta<Node>) -> bool {
     node.labels().get(EXCLUDE).is_some_and(|value| value == "true")
 }
@@ -435,8 +436,8 @@ impl From<kube::Error> for NodeTrouble {
     }
 }
 
-/// Notifies of each request in the node object: the annotation of the uninstaller, and the label of
-/// an operator.
+/// Notifies `changed` of each request in the node object: in the annotation of the uninstaller, or
+/// in the label of an operator.
 async fn watch_node(client: Client, name: String, changed: Arc<Notify>) {
     let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
     let events = watcher(Api::<PartialObjectMeta<Node>>::all(client), only).default_backoff();

@@ -8,7 +8,7 @@ use kube::{
 
 use crate::error_chain;
 
-/// Upper bound of a note, in characters; the API server's is 1024 bytes.
+/// Maximum length of a note, in characters. The API server's limit is 1024 bytes.
 const MAX_NOTE_CHARS: usize = 250;
 
 /// Publishes events of one node object.
@@ -18,7 +18,8 @@ pub struct NodeEvents {
 }
 
 impl NodeEvents {
-    /// Returns a publisher for the node of this name. `pod` is the name of the agent's pod.
+    /// Returns a publisher of events for the node of this name. `pod` is the name of the agent's
+    /// pod.
     #[must_use]
     pub fn new(client: Client, node: &str, pod: &str) -> NodeEvents {
         let reporter =
@@ -27,7 +28,8 @@ impl NodeEvents {
             api_version: Some("v1".into()),
             kind: Some("Node".into()),
             name: Some(node.to_owned()),
-            // As the kubelet writes it: `kubectl describe node` searches for it.
+            // The kubelet writes the node's name as uid, and `kubectl describe node` searches for
+            // that.
             uid: Some(node.to_owned()),
             ..ObjectReference::default()
         };

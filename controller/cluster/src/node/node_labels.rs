@@ -1,4 +1,5 @@
-//! The node object's label, by which pods of the runtime class are scheduled, and its annotations.
+//! The label of the node object, by which pods of the runtime class are scheduled, and the
+//! annotations.
 
 use k8s_openapi::api::core::v1::Node;
 use kube::{
@@ -8,14 +9,14 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-/// The label of a node whose containerd serves the runtime: `true`.
+/// Label of a node whose containerd serves the runtime. The value is `true`.
 pub const RUNTIME: &str = "affinode.io/runtime";
 /// Label that an operator sets to `true`. Affinode is then not installed on the node, or is removed
 /// from it.
 pub const EXCLUDE: &str = "affinode.io/exclude";
 /// Annotation: the installation that manages the node, `namespace/name`.
 pub const AGENT: &str = "affinode.io/agent";
-/// Annotation: state of the node, for people and for the uninstaller.
+/// Annotation: state of the node, for operators and for the uninstaller.
 pub const STATE: &str = "affinode.io/state";
 /// Annotation: the uninstaller's request. [`may_go`] asks whether Affinode can be removed;
 /// [`must_go`] then requests the removal.
@@ -24,21 +25,21 @@ pub const RETIRE: &str = "affinode.io/retire";
 pub const RECLAIMABLE: &str = "affinode.io/reclaimable-vram-bytes";
 /// Annotation: VRAM that offloaded containers have freed, in bytes.
 pub const RECLAIMED: &str = "affinode.io/reclaimed-vram-bytes";
-/// Annotation: SHA-256 of the agent's certificate, 64 hex digits.
+/// Annotation: SHA-256 of the agent's certificate, as 64 hex digits.
 pub const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 /// All annotations that the agent sets.
 pub const ANNOTATIONS: [&str; 6] = [AGENT, STATE, RETIRE, RECLAIMABLE, RECLAIMED, CERTIFICATE];
 
 /// Value of [`STATE`] when Affinode can be removed: no container of the runtime runs.
 pub const READY: &str = "ready to be removed";
-/// Value of [`STATE`] when Affinode is removed from the node.
+/// Value of [`STATE`] after Affinode was removed from the node.
 pub const RETIRED: &str = "retired";
-/// Value of [`STATE`] when Affinode is not on the node, because of [`EXCLUDE`].
+/// Value of [`STATE`] when Affinode is not installed on the node, because of [`EXCLUDE`].
 pub const EXCLUDED: &str = "excluded: Affinode is not on this node";
 /// Prefix of [`STATE`] when Affinode cannot be removed.
 pub const NOT_RETIRED: &str = "cannot be removed: ";
 
-/// Value of [`RETIRE`] that requests the check whether an installation can be removed.
+/// Value of [`RETIRE`] that requests a check whether the installation can be removed.
 #[must_use]
 pub fn may_go(installation: &str) -> String {
     installation.to_owned()
@@ -58,7 +59,7 @@ pub struct NodeLabels {
 }
 
 impl NodeLabels {
-    /// A client for the node object of this name.
+    /// Returns a client for the node object of this name.
     #[must_use]
     pub fn new(client: Client, name: &str) -> NodeLabels {
         NodeLabels { api: Api::all(client), name: name.to_owned() }
@@ -75,16 +76,16 @@ impl NodeLabels {
     /// Sets or removes the label of a served runtime.
     ///
     /// # Errors
-    /// As [`NodeLabels::read`].
+    /// If the API server does not reply, or returns an error.
     pub async fn serve(&self, served: bool) -> kube::Result<()> {
         let value = if served { json!("true") } else { Value::Null };
         self.merge(json!({ "labels": { RUNTIME: value } })).await
     }
 
-    /// Sets annotations; `None` removes one.
+    /// Sets annotations. `None` removes an annotation.
     ///
     /// # Errors
-    /// As [`NodeLabels::read`].
+    /// If the API server does not reply, or returns an error.
     pub async fn annotate(&self, values: &[(&str, Option<String>)]) -> kube::Result<()> {
         let values: serde_json::Map<String, Value> =
             values.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect();

@@ -1,5 +1,5 @@
-//! The condition and the label that show where a pod's GPU memory is, and when they are written.
-//! Pure: the caller passes the time.
+//! The condition and the label that show where the GPU memory of a pod is. Decides when they are
+//! written, without I/O: the caller passes the time.
 //!
 //! ```text
 //!  containers ──settled──> [`PodGpuStatus`] ──differs from shown──> allowed? ──> [`ConditionChange::Show`]
@@ -20,14 +20,14 @@ use super::pod_events::{EventRateLimiter, size};
 pub const CONDITION: &str = "affinode.io/GpuResident";
 /// The label, with the name of the state, for `kubectl get pods -L`.
 pub const LABEL: &str = "affinode.io/gpu-state";
-/// Minimum duration of a transient state before it is shown.
+/// Minimum duration of a transient state for the state to be shown.
 const SETTLED_MS: i64 = 5_000;
-/// Time without a pod's containers after which its condition is removed. A controller that has just
-/// started does not know all containers yet.
+/// Time for which the containers of a pod must be missing before the pod's condition is removed. A
+/// controller that has just started does not know all containers yet.
 const GONE_MS: i64 = 30_000;
 /// Maximum number of writes that one call of [`PodStatusWriter::due`] returns.
 const MAX_CONCURRENT_WRITES: usize = 8;
-/// Upper bound of a condition's message, in characters.
+/// Maximum length of a condition's message, in characters.
 const MESSAGE_CHARS: usize = 512;
 
 /// Identifies a pod's object.
@@ -37,17 +37,17 @@ pub struct PodName {
     pub namespace: String,
     /// Name of the pod.
     pub name: String,
-    /// Uid of the object, which differs between successive pods of one name.
+    /// Uid of the object. It differs between successive pods with the same name.
     pub uid: String,
 }
 
-/// The status shown for a pod. If several containers have a GPU, it is the status of the one in
-/// heaviest use.
+/// The status shown for a pod. If several of its containers have a GPU, this is the status of the
+/// container whose state has the highest rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodGpuStatus {
     /// State of that container.
     pub state: State,
-    /// Reason in the form that conditions use, such as `IdleTimeout`.
+    /// Reason in the form of condition reasons, such as `IdleTimeout`.
     pub reason: String,
     /// The states and reasons of all containers, as text.
     pub message: String,
@@ -56,7 +56,7 @@ pub struct PodGpuStatus {
 }
 
 impl PodGpuStatus {
-    /// Whether its memory is on the GPU.
+    /// Whether the GPU memory is on the GPU.
     #[must_use]
     pub fn is_resident(&self) -> bool {
         !matches!(self.state, State::Offloaded | State::Queued | State::Restoring | State::Lost)
@@ -70,13 +70,13 @@ impl PodGpuStatus {
 /// One write to a pod's status.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConditionChange {
-    /// Set condition and label of the pod.
+    /// Set the condition and the label of the pod.
     Show(PodName, PodGpuStatus),
-    /// Remove both: all containers of the pod are gone.
+    /// Remove both, because all containers of the pod are gone.
     Clear(PodName),
 }
 
-/// Tracks what has been written to the pods.
+/// Records which conditions have been written to the pods.
 #[derive(Debug, Default)]
 pub struct PodStatusWriter {
     shown: BTreeMap<PodName, ShownCondition>,
@@ -86,7 +86,7 @@ pub struct PodStatusWriter {
 #[derive(Debug)]
 struct ShownCondition {
     standing: PodGpuStatus,
-    /// Time of the last list that named the pod.
+    /// Time of the last list that contained the pod.
     seen_ms: i64,
 }
 
@@ -120,7 +120,8 @@ impl PodStatusWriter {
         due
     }
 
-    /// Records a change that was written, or that cannot be written because the pod is gone.
+    /// Records a change that was written, or that cannot be written because the pod no longer
+    /// exists.
     pub fn done(&mut self, change: ConditionChange, now_ms: i64) {
         match change {
             ConditionChange::Show(name, standing) => {
@@ -133,7 +134,8 @@ impl PodStatusWriter {
     }
 }
 
-/// Containers with a GPU by pod, if namespace, name and uid are valid names.
+/// The containers with a GPU, grouped by pod. Pods without a valid namespace, name and uid are left
+/// out.
 fn pods(list: &ListResponse) -> BTreeMap<PodName, Vec<&Container>> {
     let plain = |text: &str| {
         let fine = |b: u8| b.is_ascii_alphanumeric() || b == b'-' || b == b'.';
@@ -179,8 +181,8 @@ fn standing(containers: &[&Container]) -> Option<PodGpuStatus> {
     })
 }
 
-/// Returns the rank of a state; a higher rank means heavier use. `None`: the container has not
-/// called CUDA yet.
+/// Returns the rank of a state. The container with the highest rank determines the pod's status.
+/// `None`: the container has not called CUDA yet.
 fn rank(state: State) -> Option<u8> {
     Some(match state {
         State::Unregistered => return None,

@@ -1,17 +1,17 @@
-//! Kubernetes events for a pod: which of the controller's events are published, with which text,
-//! and how often. Pure: the caller passes the time.
+//! Kubernetes events for a pod. Decides which of the controller's events are published, with which
+//! text, and at which rate, without I/O: the caller passes the time.
 
 use std::collections::HashMap;
 
 use affinode_proto::{api::control::Event, event::EventKind, state::State};
 
-/// Number of events that a pod may get at once. After that it may get one each [`REFILL_MS`].
+/// Number of events that a pod may get at once. Then it may get one event per [`REFILL_MS`].
 const BURST: u32 = 8;
 /// Time after which a pod may get one more event.
 const REFILL_MS: i64 = 60_000;
-/// Maximum number of remembered pods, about ten times what a kubelet runs.
+/// Maximum number of pods in the rate limiter: about ten times the pods of a kubelet.
 const PODS: usize = 1024;
-/// Upper bound of a note, in characters; the API server accepts 1 KiB.
+/// Maximum length of a note, in characters. The API server accepts 1 KiB.
 const NOTE_CHARS: usize = 900;
 
 /// A Kubernetes event to publish.
@@ -23,11 +23,11 @@ pub struct PodEvent {
     pub reason: &'static str,
     /// Action that was taken or attempted.
     pub action: &'static str,
-    /// Text of the event, beginning with the container's name.
+    /// Text of the event. It begins with the name of the container.
     pub note: String,
 }
 
-/// The Kubernetes event for a controller's event. `None`: not published.
+/// The Kubernetes event for an event of the controller. `None`: the event is not published.
 #[must_use]
 pub fn pod_event(event: &Event) -> Option<PodEvent> {
     let is = |word: &str, state: State| word == state.as_str();
@@ -62,7 +62,7 @@ fn time(event: &Event) -> String {
     format!("{:.1} s", event.elapsed_ms as f64 / 1000.0)
 }
 
-/// Formats a number of bytes for people.
+/// Formats a number of bytes for display.
 pub fn size(bytes: u64) -> String {
     match bytes as f64 / f64::from(1 << 20) {
         mib if mib < 1024.0 => format!("{mib:.0} MiB"),
@@ -70,13 +70,13 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// Limits the events of each pod: a program that alternates between calls and idle times must not
-/// fill the cluster's store.
+/// Limits the events of each pod, because a program that alternates between calls and idle times
+/// must not fill the cluster's store.
 #[derive(Debug, Default)]
 pub struct EventRateLimiter(HashMap<String, (u32, i64)>);
 
 impl EventRateLimiter {
-    /// Takes one event from this pod's allowance. Returns false if none is left.
+    /// Takes one event from the allowance of this pod. Returns false if the allowance is used up.
     pub fn take(&mut self, pod_uid: &str, now_ms: i64) -> bool {
         if self.0.len() >= PODS && !self.0.contains_key(pod_uid) {
             // A pod whose allowance is full again needs no entry.

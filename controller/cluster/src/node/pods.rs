@@ -1,5 +1,5 @@
-//! Writes pods' GPU status, through the `status` subresource only, so that the agent needs no right
-//! to change pods.
+//! Writes the GPU status of pods. It uses only the `status` subresource, so the agent needs no
+//! right to change pods.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use super::pod_condition::{
 };
 use crate::error_chain::{self, ApiError};
 
-/// Time limit for a write.
+/// Time limit for one write.
 const TIME: Duration = Duration::from_secs(10);
 
 /// Writes the conditions of this node's pods.
@@ -26,7 +26,7 @@ pub struct Pods {
 }
 
 impl Pods {
-    /// Starts without knowledge of any pod's condition.
+    /// Creates a writer that has not written the condition of any pod yet.
     #[must_use]
     pub fn new(client: Client) -> Pods {
         Pods { client, board: PodStatusWriter::default() }
@@ -76,11 +76,11 @@ fn show(name: &PodName, standing: &PodGpuStatus) -> Value {
     })
 }
 
-/// Patches a pod's status. If the pod is gone, or another pod of its name has replaced it, that is
-/// not an error.
+/// Patches the status of a pod. If the pod no longer exists, or another pod with its name has
+/// replaced it, this is not an error.
 ///
 /// # Errors
-/// Message of the API server's error.
+/// The message of the API server's error.
 pub async fn write(
     client: &Client,
     namespace: &str,
@@ -113,7 +113,7 @@ mod tests {
 
     type Asked = Arc<Mutex<Vec<(String, Value)>>>;
 
-    /// A client of an API server with this reply, and the requests that it got.
+    /// A client of an API server that sends this reply, and the requests that the server received.
     fn server(status: StatusCode) -> (Client, Asked) {
         let asked = Asked::default();
         let keep = Arc::clone(&asked);

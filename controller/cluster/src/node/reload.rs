@@ -1,6 +1,6 @@
 //! Makes the node's controller use a changed configuration. Some sections apply only when a
-//! controller starts, and one that systemd keeps may run for months. Its end is safe at any time:
-//! the next one continues from the journal.
+//! controller starts, and a controller that systemd keeps running may run for months. The
+//! controller can be ended at any time: the next one continues from the journal.
 
 use std::{fs, io, path::Path, time::Duration};
 
@@ -14,16 +14,16 @@ use ttrpc::context::with_duration;
 /// Time limit for a reply of the controller.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// Reason why a controller did not take the configuration.
+/// Reason why a controller did not apply the configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum ReloadError {
-    /// No controller runs, or it refuses the configuration.
+    /// No controller runs, or the controller rejects the configuration.
     #[error("no controller answers, or it refuses")]
     Answer(#[from] ttrpc::Error),
     /// The controller could not be ended.
     #[error("cannot end process {pid}, the controller")]
     End {
-        /// Process of the controller.
+        /// Pid of the controller.
         pid: u32,
         /// Error of the system call.
         #[source]
@@ -32,7 +32,8 @@ pub enum ReloadError {
 }
 
 /// Makes the controller read its configuration. If a change applies only at a start, ends the
-/// controller: systemd or a shim starts the next one. Returns the process that was ended.
+/// controller, and systemd or a shim starts the next one. Returns the pid of the controller that
+/// was ended.
 ///
 /// # Errors
 /// [`ReloadError`]: the controller continues with the earlier configuration.
@@ -46,7 +47,7 @@ pub async fn reload(socket: &Path) -> Result<Option<u32>, ReloadError> {
     let pid = control.list(with_duration(ANSWER), &ListRequest::default()).await?.controller_pid;
     let end = || {
         let identity = process::identity(pid)?;
-        // The process id is read in this pid namespace, which must be the node's.
+        // The pid is looked up in this container's pid namespace, which must be the node's.
         if !is_controller(pid) {
             let why = "it is not a controller: the agent needs the node's pid namespace";
             return Err(io::Error::other(why));
@@ -98,7 +99,7 @@ mod tests {
         }
     }
 
-    /// A process that is killed at the end of its test.
+    /// A process that is killed when its test ends.
     struct WaitingProcess(Child);
 
     impl Drop for WaitingProcess {
@@ -108,7 +109,7 @@ mod tests {
         }
     }
 
-    /// Starts a process that waits, with the command line `cat ARGUMENT`.
+    /// Starts a process that waits. Its command line is `cat ARGUMENT`.
     fn process_with(folder: &Path, argument: &str) -> WaitingProcess {
         let pipe = folder.join(argument);
         assert!(Command::new("mkfifo").arg(pipe).status().unwrap().success());

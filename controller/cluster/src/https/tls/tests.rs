@@ -8,7 +8,7 @@ struct Line {
     files: TlsFiles,
 }
 
-/// Files of a Secret as a kubelet mounts it.
+/// Writes the files of a Secret as a kubelet mounts them.
 fn write(folder: &Path) {
     let made = rcgen::generate_simple_self_signed(["node".to_owned()]).unwrap();
     std::fs::write(folder.join("tls.crt"), made.cert.pem()).unwrap();

@@ -9,7 +9,7 @@ use crate::https::answer_all;
 
 const TOKEN: &str = "a-long-and-secret-token";
 
-/// A proxy in front of a controller that replies with the request that it got.
+/// A proxy, and a controller that replies with the request that it received.
 struct Stage {
     bridge: AuthProxy,
     _folder: tempfile::TempDir,
@@ -69,7 +69,7 @@ async fn authorized_request_passes_without_its_token() {
     assert!(answer.contains("GET /api/v1/node?x=1 HTTP/1.1\r\n"), "{answer}");
     assert!(answer.contains("host: localhost\r\n"), "{answer}");
     assert!(!answer.contains(TOKEN), "{answer}");
-    // The page holds no secret, so it needs no token.
+    // The page contains no secret, so it needs no token.
     let page = ask(&stage, "/", &["host: agent.example"]).await;
     assert!(page.starts_with("HTTP/1.1 200"), "{page}");
 }
@@ -92,7 +92,7 @@ async fn denied_request_never_reaches_controller() {
         let answer = ask(&stage, path, &headers).await;
         assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{path} {headers:?}: {answer}");
         assert!(!answer.contains("host: localhost"), "{answer}");
-        // The page shows this text, and requests a token if one is required.
+        // The page shows this text. If a token is required, the page asks the user for one.
         assert!(answer.contains("\r\n\r\n{\"error\":\""), "{answer}");
     }
 }
@@ -160,7 +160,7 @@ async fn controller_metrics_follow_those_of_the_agent() {
     let bearer = format!("authorization: Bearer {TOKEN}");
     let headers = ["host: 10.0.0.7", &bearer, "accept-encoding: gzip"];
     let answer = ask(&stage, "/metrics", &headers).await;
-    // The format is the controller's, whatever was asked for.
+    // The reply has the controller's format, whatever format was requested.
     assert!(answer.contains(&format!("content-type: {open}")), "{answer}");
     assert!(answer.contains("\naffinode_controller_up 1\n"), "{answer}");
     assert!(answer.ends_with("\naffinode_x 1\n# EOF\n"), "{answer}");
