@@ -1,5 +1,5 @@
 //! The common part of this program's services: one thread, a client of the API server, a port, and
-//! an end on a signal.
+//! the shutdown on a signal.
 
 use std::{io, net::SocketAddr};
 
@@ -19,10 +19,11 @@ use crate::{
 /// Reason why a service does not run.
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceError {
-    /// No async runtime or signal handler: a resource of the machine is exhausted.
+    /// The async runtime or the signal handler could not be created: a resource of the machine is
+    /// exhausted.
     #[error("cannot start threads; is a limit of processes or memory reached?")]
     Start(#[source] io::Error),
-    /// The address of the API server is not known.
+    /// The address of the API server is unknown.
     #[error(
         "no API server: run in a pod whose service account token is mounted, or with KUBECONFIG"
     )]
@@ -30,7 +31,7 @@ pub enum ServiceError {
     /// The TokenReview client could not be created.
     #[error("cannot create the TokenReview client")]
     Guard(#[source] GuardError),
-    /// No certificate could be created, or the named files are invalid.
+    /// The certificate could not be created, or the named files are invalid.
     #[error("there is no certificate to serve")]
     Papers(#[from] TlsError),
     /// The port could not be bound.
@@ -38,7 +39,7 @@ pub enum ServiceError {
     Listen(SocketAddr, #[source] io::Error),
 }
 
-/// Receives SIGTERM and SIGINT from its creation on.
+/// Receives SIGTERM and SIGINT from the time of its creation.
 pub struct StopSignal {
     term: Signal,
     int: Signal,
@@ -52,7 +53,7 @@ impl StopSignal {
         })
     }
 
-    /// Waits for either signal.
+    /// Waits for SIGTERM or SIGINT.
     pub async fn wait(&mut self) {
         tokio::select! {
             _ = self.term.recv() => {}
@@ -64,11 +65,11 @@ impl StopSignal {
 /// Runs a service on this thread.
 ///
 /// # Errors
-/// [`ServiceError`], including that of the service.
+/// [`ServiceError`]: of the runtime, or of the service itself.
 pub fn run<F: Future<Output = Result<(), ServiceError>>>(
     serve: impl FnOnce(StopSignal) -> F,
 ) -> Result<(), ServiceError> {
-    // Fails only if the same provider is installed already.
+    // An error only means that the same provider is installed already.
     let _ = crypto::ring::default_provider().install_default();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -77,10 +78,10 @@ pub fn run<F: Future<Output = Result<(), ServiceError>>>(
     runtime.block_on(async { serve(StopSignal::new().map_err(ServiceError::Start)?).await })
 }
 
-/// A client of the API server, as the pod's service account or KUBECONFIG names it.
+/// Returns a client of the API server, with the pod's service account or with KUBECONFIG.
 ///
 /// # Errors
-/// [`ServiceError::Cluster`].
+/// [`ServiceError::Cluster`]: neither is available.
 pub async fn client() -> Result<Client, ServiceError> {
     Client::try_default().await.map_err(|error| ServiceError::Cluster(ApiError(error)))
 }
@@ -88,7 +89,7 @@ pub async fn client() -> Result<Client, ServiceError> {
 /// Binds the port of a service.
 ///
 /// # Errors
-/// [`ServiceError::Listen`].
+/// [`ServiceError::Listen`]: the port cannot be bound.
 pub async fn listen(address: SocketAddr) -> Result<TcpListener, ServiceError> {
     https::listen(address).await.map_err(|error| ServiceError::Listen(address, error))
 }

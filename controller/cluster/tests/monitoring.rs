@@ -1,5 +1,5 @@
-//! Checks that the metrics of the node agent and the webhook exist which alert rules, dashboards
-//! and documents name.
+//! Checks that each metric of the node agent and the webhook exists that is named in alert rules,
+//! dashboards and documents.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
@@ -9,7 +9,8 @@ use affinode_cluster::{
     node::agent_metrics::AgentMetrics, webhook::metrics::Metrics as WebhookMetrics,
 };
 
-/// Names of these programs in a text. A name that ends with `_` is the prefix of several.
+/// Names of metrics of these programs in a text. A name that ends with `_` is a prefix of several
+/// metrics.
 fn names(text: &str) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for (start, _) in text.match_indices("affinode_") {

@@ -1,5 +1,5 @@
-//! Removes Affinode from all nodes, before the rest of the installation is removed: the first step
-//! of `helm uninstall`.
+//! Removes Affinode from all nodes, before the other objects of the installation are removed. This
+//! is the first step of `helm uninstall`.
 //!
 //! ```text
 //!  own nodes ──check request──> no container runs ──on all──> agents uninstall ──all done──> agents' DaemonSet deleted
@@ -30,9 +30,9 @@ use super::{
 use crate::error_chain;
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Pods per request to the API server.
+/// Number of pods per request to the API server.
 const PAGE: u32 = 100;
-/// Upper bound of the nodes that an error names.
+/// Maximum number of nodes that an error names.
 const NAMED: usize = 10;
 
 /// Options of the removal.
@@ -52,7 +52,7 @@ pub struct RetireOptions {
     timeout: Duration,
 }
 
-/// Reason why Affinode stays installed. The agents then continue as before the request.
+/// Reason why Affinode stays installed. The agents then continue as if there had been no request.
 #[derive(Debug, thiserror::Error)]
 pub enum RetireError {
     /// The async runtime could not be started: a resource of the machine is exhausted.
@@ -61,13 +61,13 @@ pub enum RetireError {
     /// A request to the API server failed.
     #[error("cannot remove the nodes' agents through the API server")]
     Cluster(#[from] kube::Error),
-    /// These nodes have refused the removal, or did not complete it in time.
+    /// These nodes refused the removal, or did not complete it in time.
     #[error(
         "Affinode stays installed, because these nodes are not ready: {}. Delete the pods of its runtime class, or make the nodes reachable, then try again",
         .0.join("; ")
     )]
     Nodes(Vec<String>),
-    /// The agents' pods still run at the deadline.
+    /// Pods of the agents still run at the deadline.
     #[error(
         "the agents' pods did not end in time: `kubectl get pods --all-namespaces -l app.kubernetes.io/component=node` shows them; end them, and try again"
     )]
@@ -77,9 +77,9 @@ pub enum RetireError {
 /// Removes Affinode from all nodes, or from none.
 ///
 /// # Errors
-/// [`RetireError`].
+/// [`RetireError`]: Affinode stays installed, or its removal is not complete.
 pub fn run(options: &RetireOptions) -> Result<(), RetireError> {
-    // Fails only if the same provider is installed already.
+    // An error only means that the same provider is installed already.
     let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -96,7 +96,7 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     tracing::info!("requesting uninstall on {} nodes", names.len());
     for name in &names {
         let wish = [
-            // The state of an earlier request no longer applies.
+            // Replaces the state that an earlier request left.
             (STATE, Some("removal requested".to_owned())),
             (RETIRE, Some(may_go(&options.installation))),
         ];
@@ -125,7 +125,7 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
     Ok(())
 }
 
-/// Returns the nodes that agents of this installation manage.
+/// Returns the nodes that are managed by agents of this installation.
 async fn ours(
     client: &Client,
     options: &RetireOptions,
@@ -138,8 +138,8 @@ async fn ours(
     Ok(nodes.into_iter().filter(is_ours).collect())
 }
 
-/// Requests the removal when all nodes have reported that it is possible, and waits until all have
-/// completed it. Before that report, no node is changed.
+/// Waits until all nodes have reported that Affinode can be removed. Then requests the removal, and
+/// waits until all nodes have completed it. Before that request, no node is changed.
 async fn taken_off(
     client: &Client,
     options: &RetireOptions,
@@ -181,8 +181,8 @@ async fn all_say(
     }
 }
 
-/// Removes Affinode's label and condition from the pods of these nodes. Pods that have ended stay
-/// in the cluster for a while and still have both.
+/// Removes Affinode's label and condition from the pods of these nodes. Pods that have ended are
+/// included: they stay in the cluster for some time.
 async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError> {
     let pods: Api<Pod> = Api::all(client.clone());
     let mut page = ListParams::default().labels(LABEL).limit(PAGE);
@@ -206,8 +206,8 @@ async fn clear_pods(client: &Client, nodes: &[String]) -> Result<(), RetireError
     }
 }
 
-/// Deletes the agents' DaemonSet and waits until its pods have ended. Running agents would install
-/// Affinode again.
+/// Deletes the agents' DaemonSet and waits until its pods have ended. If agents still ran, they
+/// would install Affinode again.
 async fn agents_gone(
     client: &Client,
     options: &RetireOptions,

@@ -1,8 +1,9 @@
-//! Limits how many nodes are installed at a time: an installation restarts containerd.
+//! Limits the number of nodes that are installed at a time, because an installation restarts
+//! containerd.
 //!
-//! The chart creates one Lease per slot. A node takes a free one before its first installation and
-//! releases it afterwards. A node whose installation fails keeps its slot while it tries again, so a
-//! roll-out stops when as many nodes fail as may be installed at a time.
+//! The chart creates one Lease per slot. A node takes a free slot before its first installation and
+//! releases the slot afterwards. If the installation fails, the node keeps its slot while it tries
+//! again. A roll-out therefore stops when the number of failing nodes reaches the number of slots.
 
 use k8s_openapi::{
     api::coordination::v1::{Lease, LeaseSpec},
@@ -11,12 +12,12 @@ use k8s_openapi::{
 };
 use kube::{Api, Client, api::PostParams};
 
-/// Time after its last renewal at which a slot is free, because its node is gone. It is longer than
-/// a failed installation with the pause after it. It is also longer than the difference between the
-/// clocks of nodes.
+/// Time after the last renewal of a slot at which the slot counts as free, because its node is
+/// gone. It is longer than a failed installation with the pause that follows, and longer than the
+/// difference between the clocks of two nodes.
 const SLOT: SignedDuration = SignedDuration::from_mins(15);
 
-/// The slots of an installation, as one node sees them.
+/// The slots of an installation, as used by one node.
 pub struct RolloutSlots {
     api: Api<Lease>,
     names: Vec<String>,
@@ -24,14 +25,14 @@ pub struct RolloutSlots {
 }
 
 impl RolloutSlots {
-    /// Returns the slots of the Leases with these names. Without names there is no limit.
+    /// Returns the slots of the Leases with these names. If there are no names, there is no limit.
     #[must_use]
     pub fn new(client: Client, namespace: &str, names: &[String], node: &str) -> RolloutSlots {
         let api = Api::namespaced(client, namespace);
         RolloutSlots { api, names: names.to_vec(), node: node.to_owned() }
     }
 
-    /// Takes a slot, or renews the one of this node. Returns whether the node has one.
+    /// Takes a slot, or renews the slot that this node has. Returns whether the node has a slot.
     ///
     /// # Errors
     /// If the API server does not reply, or returns an error other than a conflict.
@@ -43,7 +44,7 @@ impl RolloutSlots {
         for name in &self.names {
             slots.push(self.api.get(name).await?);
         }
-        // Its own first, so that no node has two.
+        // The node's own slot comes first, so that the node never has two.
         slots.sort_by_key(|slot| holder(slot) != Some(&self.node));
         for slot in slots {
             if holder(&slot) != Some(&self.node) && is_taken(&slot, Timestamp::now()) {
@@ -56,10 +57,11 @@ impl RolloutSlots {
         Ok(false)
     }
 
-    /// Releases this node's slot, even if an earlier agent of the node took it.
+    /// Releases this node's slot, even if an earlier agent of the node took the slot.
     ///
     /// # Errors
-    /// As [`RolloutSlots::take`]. The slot then becomes free when it expires.
+    /// If the API server does not reply, or returns an error. The slot is then free after it
+    /// expires.
     pub async fn release(&self) -> kube::Result<()> {
         for name in &self.names {
             let slot = self.api.get(name).await?;
@@ -70,8 +72,8 @@ impl RolloutSlots {
         Ok(())
     }
 
-    /// Writes the holder of a slot; `None` releases it. Returns false if another write came after
-    /// the slot was read.
+    /// Writes the holder of a slot. `None` releases the slot. Returns false if another client has
+    /// changed the slot since it was read.
     async fn write(&self, mut slot: Lease, holder: Option<&str>) -> kube::Result<bool> {
         let name = slot.metadata.name.clone().unwrap_or_default();
         let now = holder.map(|_| MicroTime(Timestamp::now()));

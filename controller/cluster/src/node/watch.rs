@@ -1,4 +1,4 @@
-//! Watches the node's controller, and reports its events to the pods and the node object.
+//! Watches the node's controller, and publishes its events on the pods and on the node object.
 
 use std::{collections::HashMap, path::PathBuf, time::Duration};
 
@@ -25,17 +25,17 @@ use super::{
 };
 use crate::error_chain;
 
-/// Time limit for a reply of the controller.
+/// Time limit for a reply from the controller.
 const ANSWER: Duration = Duration::from_secs(10);
-/// Time limit for one wait for events.
+/// Maximum time for which one request waits for events.
 const WAIT: Duration = Duration::from_secs(5);
-/// Pause after a controller did not reply.
+/// Pause after the controller did not reply.
 const REST: Duration = Duration::from_secs(5);
 /// Minimum time between two requests for events.
 const PACE: Duration = Duration::from_millis(250);
 /// Minimum time between two writes of the node's annotations.
 const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
-/// Maximum wait of a call that is not reported.
+/// Duration of a call's wait from which the wait is published.
 const MIN_REPORTED_WAIT_MS: i64 = 5_000;
 
 /// Watches one controller for the pods of its node.
@@ -43,14 +43,14 @@ pub struct ControllerWatch {
     socket: PathBuf,
     recorder: Recorder,
     mark: NodeLabels,
-    /// Writes the pods' conditions. `None`: pods get events only.
+    /// Writes the conditions of pods. `None`: pods get only events.
     pods_client: Option<Pods>,
     allowance: EventRateLimiter,
-    /// Pods by the keys of their containers.
+    /// Pods, by the keys of their containers.
     pods: HashMap<String, ObjectReference>,
-    /// Events of waiting calls, which are published if the wait is long.
+    /// Events of calls that wait. They are published only if the wait is long.
     waiting: HashMap<String, Event>,
-    /// Time of the last published event. Earlier events were published before this process started.
+    /// Time of the last published event. Earlier events are not published again.
     last_unix_ms: i64,
     annotated: Option<(Instant, [u64; 2])>,
 }
@@ -79,8 +79,8 @@ impl ControllerWatch {
         }
     }
 
-    /// Watches until the runtime ends. A missing controller is not an error, because a node without
-    /// GPU containers has none.
+    /// Watches until the runtime ends. A missing controller is not an error: a node without GPU
+    /// containers has none.
     pub async fn run(mut self) {
         loop {
             if let Err(error) = self.follow().await {
@@ -93,7 +93,7 @@ impl ControllerWatch {
     async fn follow(&mut self) -> Result<(), ttrpc::Error> {
         let address = format!("unix://{}", self.socket.display());
         let control = ControlClient::new(ttrpc::r#async::Client::connect(&address).await?);
-        // Event numbers start again with each controller; times continue.
+        // A new controller starts with the first event number again, but times only increase.
         let mut after = 0;
         loop {
             let request = EventsRequest {
@@ -120,8 +120,8 @@ impl ControllerWatch {
         }
     }
 
-    /// Remembers the pods of a list. A pod stays known until it is gone and its events are
-    /// published.
+    /// Records the pods in a list. A pod that is no longer in the list is kept until its waiting
+    /// events are published.
     fn know(&mut self, list: &ListResponse) {
         let here = |key: &String| list.containers.iter().any(|c| c.announcement.key == *key);
         let waiting = &self.waiting;
@@ -159,7 +159,7 @@ impl ControllerWatch {
         for (key, mut event) in late.collect::<Vec<_>>() {
             let waits =
                 |c: &&Container| c.announcement.key == key && c.state == State::Queued.as_str();
-            // By now the controller knows what the call waits for.
+            // The controller has determined by now why the call waits.
             if let Some(container) = list.containers.iter().find(waits) {
                 event.text.clone_from(&container.reason_text);
                 self.tell(&event).await;
@@ -208,7 +208,7 @@ impl ControllerWatch {
     }
 }
 
-/// VRAM of idle containers that are neither pinned nor in mode off.
+/// VRAM of idle containers that are neither pinned nor in the mode `off`.
 fn reclaimable_bytes(list: &ListResponse) -> u64 {
     let idle = |c: &&Container| c.state == State::Idle.as_str() && !c.pinned && c.mode != "off";
     list.containers.iter().filter(idle).map(|c| c.vram_bytes).sum()

@@ -1,5 +1,5 @@
-//! The webhook's view of the cluster. It watches the RuntimeClass, and reads claims when a pod
-//! names them.
+//! The webhook's access to the cluster. It watches the RuntimeClass. It reads a claim only if a pod
+//! names the claim.
 
 use std::{sync::Arc, time::Duration};
 
@@ -20,12 +20,12 @@ use kube::{
 use super::decide::{ClaimName, Claims};
 use crate::error_chain::{self, ApiError};
 
-/// Upper bound of the claims read for one pod, equal to the limit of the API.
+/// Maximum number of claims that are read for one pod. It is equal to the limit of the API.
 const CLAIMS: usize = 32;
-/// Time limit for reading all claims of a pod. The API server waits meanwhile.
+/// Time limit for reading all claims of a pod. The API server waits during this time.
 const TIME: Duration = Duration::from_secs(2);
 
-/// Cached and live reads of the cluster.
+/// Reads objects of the cluster: the RuntimeClass from a watch, claims by requests.
 #[derive(Clone)]
 pub struct ClusterState {
     client: Client,
@@ -34,7 +34,7 @@ pub struct ClusterState {
 }
 
 impl ClusterState {
-    /// Watches the RuntimeClass of that name until the runtime ends.
+    /// Watches the RuntimeClass of this name until the runtime ends.
     #[must_use]
     pub fn watch(client: Client, name: &str) -> ClusterState {
         let (class, writer) = reflector::store();
@@ -54,13 +54,13 @@ impl ClusterState {
         self.class.wait_until_ready().now_or_never().is_some_and(|known| known.is_ok())
     }
 
-    /// The RuntimeClass as last seen. `None`: there is none.
+    /// The RuntimeClass in its last known form. `None`: it does not exist.
     #[must_use]
     pub fn class(&self) -> Option<Arc<RuntimeClass>> {
         self.class.get(&ObjectRef::new(&self.name))
     }
 
-    /// Reads claims and returns their device classes.
+    /// Reads these claims and returns their device classes.
     pub async fn claims(&self, namespace: &str, names: Vec<ClaimName>) -> Claims {
         let mut claims: Claims = names.iter().map(|name| (name.clone(), None)).collect();
         let read = async {

@@ -12,15 +12,15 @@
 //!                                                     Inject
 //! ```
 //!
-//! The webhook never makes the creation of a pod fail. So it does not set the class where admission
-//! would then fail: if there is no such RuntimeClass, if its node selector contradicts the pod's,
-//! or if the pod has an overhead of its own. The patch does not contain what the class itself
-//! carries (overhead, node selector, tolerations): the API server runs its own admission,
-//! RuntimeClass included, again after a webhook's change.
+//! The webhook never makes the creation of a pod fail. Therefore it does not set the class if
+//! admission would then fail: if the RuntimeClass does not exist, if its node selector contradicts
+//! the pod's, or if the pod has an overhead of its own. The patch does not contain the overhead,
+//! node selector and tolerations of the class: after a change by a webhook, the API server runs its
+//! own admission again, including that of RuntimeClass.
 //!
-//! `hostPID`, `hostNetwork`, `privileged` and the like do not exclude a pod: the shim passes on
-//! what it does not know, and a process moves its own state in any namespace. If such a setting
-//! prevents an offload, the node's controller reports that.
+//! Settings such as `hostPID`, `hostNetwork` and `privileged` do not exclude a pod. The shim
+//! forwards settings that it does not know, and a process can be moved in any namespace. If such a
+//! setting prevents an offload, the node's controller reports that.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,9 +35,9 @@ use k8s_openapi::{
 
 use super::rules::{self, IGNORE, INJECT, NamespaceRules};
 
-/// Annotation of the mirror pod that a kubelet creates for a static pod.
+/// Annotation of a mirror pod, which a kubelet creates for a static pod.
 const MIRROR: &str = "kubernetes.io/config.mirror";
-/// Label of nodes, by which older pods select Windows.
+/// Node label by which older pods select Windows.
 const OS: &str = "kubernetes.io/os";
 
 /// Decision about a pod.
@@ -47,16 +47,16 @@ pub enum AdmissionDecision {
     Inject {
         /// JSON patch of the pod.
         patch: Patch,
-        /// Reason that makes it a GPU pod: the name of a resource, an annotation or a device class.
+        /// What makes the pod a GPU pod: the name of a resource, an annotation or a device class.
         because: String,
     },
     /// Leave the pod as it is.
     Leave(LeftAlone),
-    /// The decision depends on these claims: read them, and decide again.
+    /// The decision depends on these claims. Read them, then decide again.
     Ask(BTreeSet<ClaimName>),
 }
 
-/// A claim of devices, as a pod names it.
+/// A claim of devices that a pod names.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ClaimName {
     /// A ResourceClaim of the pod's namespace.
@@ -74,7 +74,7 @@ impl std::fmt::Display for ClaimName {
     }
 }
 
-/// Device classes by claim; `None` for a claim that could not be read.
+/// Device classes of each claim. `None`: the claim could not be read.
 pub type Claims = BTreeMap<ClaimName, Option<Vec<String>>>;
 
 /// Reason why a pod is left as it is.
@@ -92,31 +92,31 @@ pub enum LeftAlone {
     /// The pod opted out by annotation.
     #[error("the pod has the annotation {INJECT}=false")]
     Annotation,
-    /// A mirror pod: the kubelet runs the static pod already.
+    /// The pod is a mirror pod: the kubelet already runs its static pod.
     #[error("it is the mirror of a static pod, which runs already")]
     Mirror,
-    /// There is no shim for Windows.
+    /// The pod is a Windows pod, and there is no shim for Windows.
     #[error("it is a Windows pod")]
     Windows,
-    /// The pod names the runtime class itself.
+    /// The pod already names the runtime class.
     #[error("it has the runtime class already")]
     Already,
     /// The pod names another runtime class.
     #[error("it chose the runtime class {0}")]
     OtherClass(String),
-    /// The pod has no GPU to offload from.
+    /// The pod requests no GPU.
     #[error("it asks for no GPU")]
     NoGpu,
-    /// The claim could not be read.
+    /// The claim could not be read, so it may or may not be for a GPU.
     #[error("{0} cannot be read, so it is unknown whether it claims a GPU")]
     Claim(ClaimName),
-    /// The pod's node is chosen already, perhaps one without the runtime.
+    /// The node of the pod is already chosen. It may be a node without the runtime.
     #[error("it is bound to a node, which may not have the runtime")]
     Bound,
-    /// The API server would reject it: the class does not exist.
+    /// The API server would reject the pod, because the class does not exist.
     #[error("there is no RuntimeClass {0}")]
     NoClass(String),
-    /// The API server would reject it: the node selectors conflict.
+    /// The API server would reject the pod, because the node selectors conflict.
     #[error("its node selector {key}={pod} contradicts the runtime class, which has {class}")]
     Selector {
         /// Key of the label.
@@ -126,8 +126,8 @@ pub enum LeftAlone {
         /// Value in the class's selector.
         class: String,
     },
-    /// The API server would reject the pod: it has an overhead of its own, which only the class may
-    /// set.
+    /// The API server would reject the pod, because it has an overhead of its own, which only the
+    /// class may set.
     #[error("it has an overhead of its own")]
     Overhead,
 }
@@ -153,7 +153,7 @@ impl LeftAlone {
         }
     }
 
-    /// Whether the user who creates the pod gets a warning: it may be a GPU pod that was not
+    /// Whether the user who creates the pod gets a warning: the pod may be a GPU pod and was not
     /// excluded, but the class cannot be set.
     #[must_use]
     pub fn warns(&self) -> bool {
@@ -168,7 +168,7 @@ impl LeftAlone {
     }
 }
 
-/// Decides about a pod that is created in a namespace, with the present RuntimeClass.
+/// Decides about a pod that is being created in a namespace, with the present RuntimeClass.
 #[must_use]
 pub fn decide(
     pod: &Pod,
@@ -207,7 +207,7 @@ fn judge(
     Ok(AdmissionDecision::Inject { patch: patch(spec, &rules.runtime_class), because })
 }
 
-/// Applies the opt-outs of pod and operator.
+/// Applies the choices of the pod and of the operator not to set the class.
 fn chosen(
     pod: &Pod,
     spec: &PodSpec,
@@ -242,7 +242,7 @@ fn chosen(
     }
 }
 
-/// Returns the containers that can request devices. An ephemeral container cannot; it uses the
+/// Returns the containers that can request devices. An ephemeral container cannot: it uses the
 /// devices of its pod.
 fn containers(spec: &PodSpec) -> impl Iterator<Item = &Container> {
     spec.init_containers.iter().flatten().chain(&spec.containers)
@@ -263,7 +263,7 @@ fn gpu_annotation(pod: &Pod, rules: &NamespaceRules) -> Option<String> {
     names.find(|name| rules::any(&rules.annotations, name)).cloned()
 }
 
-/// Whether a quantity has no digit other than zero: `0`, `0.0`, `0k`.
+/// Whether all digits of a quantity are zero, as in `0`, `0.0` and `0k`.
 fn is_zero(quantity: &Quantity) -> bool {
     let number = quantity.0.split(['e', 'E']).next().unwrap_or_default();
     !number.chars().any(|c| ('1'..='9').contains(&c))
@@ -274,7 +274,7 @@ enum ClaimKind {
     Unknown(BTreeSet<ClaimName>),
 }
 
-/// The device class by which the pod claims a GPU, or the claims to read first.
+/// The device class by which the pod claims a GPU, or the claims that must be read first.
 fn gpu_claim(
     spec: &PodSpec,
     rules: &NamespaceRules,
@@ -313,8 +313,8 @@ fn gpu_claim(
     }
 }
 
-/// Whether the pod's node is chosen already: by its name, or by a node affinity as the pods of a
-/// DaemonSet have it.
+/// Whether the node of the pod is already chosen: by name, or by a node affinity like that of a
+/// DaemonSet's pods.
 fn bound(spec: &PodSpec) -> bool {
     let by_field = spec
         .affinity
@@ -339,7 +339,7 @@ fn fits(spec: &PodSpec, class: &RuntimeClass) -> Result<(), LeftAlone> {
             return Err(LeftAlone::Selector { key, pod, class });
         }
     }
-    // The API server added the overhead of a class that is replaced.
+    // If a class is replaced, the API server may have added the overhead of that class.
     if has_overhead(spec) && chosen_class(spec).is_none() {
         return Err(LeftAlone::Overhead);
     }
@@ -354,7 +354,7 @@ fn chosen_class(spec: &PodSpec) -> Option<&str> {
     spec.runtime_class_name.as_deref().filter(|name| !name.is_empty())
 }
 
-/// Sets the class, and removes what the earlier class added.
+/// Sets the class, and removes the fields that an earlier class added.
 fn patch(spec: &PodSpec, class: &str) -> Patch {
     let at = |field: &str| PointerBuf::from_tokens(["spec", field]);
     let add = AddOperation { path: at("runtimeClassName"), value: class.into() };

@@ -1,5 +1,5 @@
-//! An API server in memory, with what the webhook needs. It has objects by path, a version that
-//! each write increments, conflicts for late writes, lists, and watches that report nothing.
+//! An API server in memory, for the webhook's tests. It stores objects by path and rejects a write
+//! that is based on an old version. It also has lists, and watches that report nothing.
 
 use std::{
     collections::BTreeMap,
@@ -31,7 +31,7 @@ struct Inner {
 type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
 impl Fake {
-    /// A client of this server, in namespace `affinode`.
+    /// Returns a client of this server, in the namespace `affinode`.
     pub fn client(&self) -> Client {
         let fake = self.clone();
         let service = tower::service_fn(move |request: Request<Body>| {
@@ -53,7 +53,7 @@ impl Fake {
         self.lock().objects.get(path).cloned().unwrap_or(Value::Null)
     }
 
-    /// Number of accepted writes, and of rejected late ones.
+    /// Number of accepted writes, and number of rejected writes.
     pub fn writes(&self) -> (usize, usize) {
         let inner = self.lock();
         (inner.writes, inner.refused)
@@ -66,7 +66,7 @@ impl Fake {
     async fn answer(&self, request: Request<Body>) -> Answer {
         let (head, body) = request.into_parts();
         let body = body.collect().await.map(|b| b.to_bytes()).unwrap_or_default();
-        // Concurrent requests interleave here, in any order.
+        // Other requests may run here, so that concurrent requests interleave in any order.
         tokio::task::yield_now().await;
         let query = head.uri.query().unwrap_or_default();
         if query.contains("watch=true") {

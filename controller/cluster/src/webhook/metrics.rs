@@ -1,4 +1,4 @@
-//! Metrics: decisions by their word, and the time of the replies to API servers.
+//! Metrics: the number of decisions by their word, and the time of replies to API servers.
 
 use std::{fmt, time::Duration};
 
@@ -52,7 +52,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Counts the decision about a pod.
+    /// Counts a decision about a pod.
     pub fn decided(&self, outcome: &DecisionOutcome) {
         self.decisions.get_or_create(&DecisionLabels { decision: outcome.word }).inc();
     }
@@ -62,7 +62,7 @@ impl Metrics {
         self.refused.inc();
     }
 
-    /// Records the time of a reply.
+    /// Records the time that a reply took.
     pub fn took(&self, time: Duration) {
         self.took.observe(time.as_secs_f64());
     }
@@ -79,7 +79,7 @@ impl Metrics {
     }
 }
 
-/// Outcome of a review, for metrics and logs.
+/// Outcome of a review, as metrics and logs show it.
 #[derive(Clone, Debug)]
 pub struct DecisionOutcome {
     word: &'static str,
@@ -103,7 +103,7 @@ impl DecisionOutcome {
         }
     }
 
-    /// The stable word: `injected`, or the reason why not.
+    /// The stable word: `injected`, or the reason why the class was not set.
     #[must_use]
     pub fn word(&self) -> &'static str {
         self.word

@@ -1,5 +1,5 @@
-//! A mutating admission webhook: sets the runtime class of pods that request a GPU, so that no
-//! manifest has to name it.
+//! A mutating admission webhook. It sets the runtime class of pods that request a GPU, so that
+//! manifests need not name it.
 //!
 //! ```text
 //!  API server ──AdmissionReview──> [`serve`] ──> [`review`] ──> [`decide`] ──> JSON patch, or none
@@ -7,8 +7,8 @@
 //!                             [`cert`]                     [`rules`], [`cluster`]
 //! ```
 //!
-//! Decisions are pure; their input is watched, or read within two seconds. If some input is
-//! missing, a pod is created as it was written: the reply is always `allowed`, and the
+//! Decisions do no I/O. Their input comes from a watch, or is read within two seconds. If input is
+//! missing, the pod is created as it was written: the reply is always `allowed`, and the
 //! `failurePolicy` of the MutatingWebhookConfiguration must be `Ignore`.
 
 pub mod cert;
@@ -34,8 +34,8 @@ use cluster::ClusterState;
 use rules::NamespaceRules;
 use serve::WebhookServer;
 
-/// Time for which the webhook still replies after SIGTERM. Within that time API servers stop using
-/// it.
+/// Time for which the webhook still replies after SIGTERM. API servers stop using it within this
+/// time.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Options of the webhook.
@@ -60,7 +60,7 @@ pub struct WebhookOptions {
 /// Serves until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// [`ServiceError`].
+/// [`ServiceError`]: the service cannot start.
 pub fn run(options: &WebhookOptions) -> Result<(), ServiceError> {
     service::run(|stop| serve_all(options, stop))
 }

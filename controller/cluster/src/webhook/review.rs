@@ -1,7 +1,7 @@
 //! The API server's request and the webhook's reply, `admission.k8s.io/v1`.
 //!
-//! Every request that can be read gets the reply `allowed`: the webhook never prevents the creation
-//! of a pod.
+//! Each request that can be parsed gets the reply `allowed`: the webhook never prevents the
+//! creation of a pod.
 
 use k8s_openapi::api::{core::v1::Pod, node::v1::RuntimeClass};
 use kube::core::admission::{AdmissionRequest, AdmissionResponse, AdmissionReview, Operation};
@@ -11,10 +11,10 @@ use super::{
     rules::NamespaceRules,
 };
 
-/// Maximum length of a warning that the API server shows completely, in characters.
+/// Maximum length, in characters, of a warning that the API server does not cut.
 const WARNING_CHARS: usize = 250;
 
-/// Reason why a request gets no review.
+/// Reason why a request cannot be reviewed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReviewError {
     /// The body is not an AdmissionReview of a pod.
@@ -22,12 +22,12 @@ pub enum ReviewError {
         "this is no AdmissionReview of a pod; the rules of the MutatingWebhookConfiguration must name the operation CREATE of pods, version v1, alone"
     )]
     Unreadable(#[source] serde_json::Error),
-    /// The review is a reply, or of a version before v1.
+    /// The review contains no request, or has a version before v1.
     #[error(
         "the AdmissionReview has no request of admission.k8s.io/v1; set admissionReviewVersions: [\"v1\"] in the MutatingWebhookConfiguration"
     )]
     NoRequest,
-    /// The reply could not be encoded; this does not happen with JSON.
+    /// The reply could not be encoded. This cannot happen with JSON.
     #[error("cannot encode the reply")]
     Unwritable(#[source] serde_json::Error),
 }
@@ -40,7 +40,7 @@ impl AdmissionQuestion {
     /// Parses the body of a request.
     ///
     /// # Errors
-    /// [`ReviewError`].
+    /// [`ReviewError`]: the body is not a review of a pod.
     pub fn read(body: &[u8]) -> Result<AdmissionQuestion, ReviewError> {
         let review: AdmissionReview<Pod> =
             serde_json::from_slice(body).map_err(ReviewError::Unreadable)?;
@@ -82,10 +82,10 @@ impl AdmissionQuestion {
         }
     }
 
-    /// The reply, as JSON. Claims that were not read count as unreadable.
+    /// Returns the reply as JSON. Claims that were not read count as unreadable.
     ///
     /// # Errors
-    /// [`ReviewError::Unwritable`].
+    /// [`ReviewError::Unwritable`]: the reply could not be encoded.
     pub fn answer(
         &self,
         decision: AdmissionDecision,

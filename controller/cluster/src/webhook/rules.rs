@@ -1,12 +1,12 @@
-//! The operator's choice of the pods that get the runtime class.
+//! The rules by which an operator chooses the pods that get the runtime class.
 
 use std::str::FromStr;
 
 use clap::Args;
 
-/// Name of the opt-out label of pods and namespaces, and of the annotation of pods.
+/// Name of the label by which pods and namespaces opt out, and of the annotation by which pods do.
 pub const INJECT: &str = "affinode.io/inject";
-/// Value of the label that opts out.
+/// Value of the label for opting out.
 pub const IGNORE: &str = "ignore";
 
 /// Rules that choose the pods that get the runtime class, and name the class.
@@ -66,14 +66,14 @@ pub struct NamespaceRules {
     pub replaced_classes: Vec<String>,
 }
 
-/// A name, or a prefix of names: `nvidia.com/mig-*`.
+/// A name, or a prefix of names that ends with a star: `nvidia.com/mig-*`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamePattern {
     text: String,
     open: bool,
 }
 
-/// The text is not a pattern.
+/// The text is not a valid pattern.
 #[derive(Debug, thiserror::Error)]
 #[error("invalid pattern {0:?}: \"*\" is only allowed as the last character, after a prefix")]
 pub struct PatternError(String);

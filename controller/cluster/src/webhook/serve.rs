@@ -1,5 +1,5 @@
-//! The webhook's HTTPS server, bounded in connections, bytes and time. Any client may send a
-//! review; the reply contains nothing that the client did not send, except the name of the class.
+//! The webhook's HTTPS server, with limits on connections, bytes and time. Any client may send a
+//! review. Apart from the name of the class, the reply contains only what the client has sent.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -29,9 +29,9 @@ use crate::{
 
 /// Time limit for the body of a request.
 const BODY_TIME: Duration = Duration::from_secs(3);
-/// Upper bound of a request, in bytes. An object on its way to the API server has at most 3 MiB.
+/// Maximum size of a request, in bytes. An object that is sent to the API server has at most 3 MiB.
 const BODY_BYTES: usize = 4 << 20;
-/// Upper bound of the requests held in memory.
+/// Maximum number of requests whose bodies are in memory at the same time.
 const MAX_CONCURRENT_REVIEWS: usize = 32;
 
 /// Reviews pods over HTTPS.
@@ -64,7 +64,7 @@ impl WebhookServer {
     }
 
     async fn review(&self, request: Request<Incoming>) -> Result<Bytes, (StatusCode, String)> {
-        // The semaphore is never closed, so this waits for a permit until the client leaves.
+        // The semaphore is never closed. If the client disconnects, this wait is dropped.
         let _turn = self.bodies.acquire().await;
         let body = Limited::new(request.into_body(), BODY_BYTES).collect();
         let body = match timeout(BODY_TIME, body).await {
@@ -94,7 +94,7 @@ impl WebhookServer {
         let outcome = DecisionOutcome::of(&decision);
         let pod = question.pod();
         match &decision {
-            // Most pods of a cluster have no GPU.
+            // Logged only at debug level: most pods of a cluster have no GPU.
             AdmissionDecision::Leave(left) if !left.warns() => {
                 tracing::debug!(pod, decision = outcome.word(), "{outcome}");
             }
@@ -107,8 +107,8 @@ impl WebhookServer {
 
 impl HttpsSite for WebhookServer {
     type Body = Full<Bytes>;
-    // An API server keeps a few connections, and closes idle ones after 90 s: it never uses one
-    // that the webhook is about to close.
+    // An API server keeps a few connections, and closes idle ones after 90 s. This limit is longer,
+    // so no API server uses a connection that the webhook is closing.
     const LIMITS: HttpsLimits = HttpsLimits {
         connections: 256,
         handshake: Duration::from_secs(10),
@@ -120,7 +120,7 @@ impl HttpsSite for WebhookServer {
     }
 
     fn parted(&self, error: &io::Error) {
-        // An API server that does not trust the certificate fails here.
+        // A frequent cause is an API server that does not trust the certificate.
         tracing::info!(%error, "client: the TLS handshake failed");
     }
 

@@ -1,5 +1,5 @@
-//! An API server in memory for one node agent: objects by path, merge patches, conflicts for late
-//! writes, and a watch that reports each change of the node.
+//! An API server in memory for one node agent. It stores objects by path, supports merge patches,
+//! rejects writes that are based on an old version, and reports each change of the node in a watch.
 
 use std::{
     collections::BTreeMap,
@@ -12,8 +12,8 @@ use std::{
 
 use serde_json::{Value, json};
 
-/// Time limit for an action of the agent. It checks its node every 15 s, and after a failure every
-/// 2 min.
+/// Time limit for an action of the agent. The agent checks its node every 15 s, and every 2 min
+/// after a failure.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Path of the node object.
 pub const NODE: &str = "/api/v1/nodes/one";
@@ -61,7 +61,7 @@ impl ApiServer {
         self.lock().by_path.get(path).cloned().unwrap_or(Value::Null)
     }
 
-    /// Changes an object, as `kubectl label` and the agent do.
+    /// Changes an object, as `kubectl label` or the agent would.
     pub fn patch(&self, path: &str, change: &Value) -> Value {
         let mut objects = self.lock();
         let mut object = objects.by_path.get(path).cloned().unwrap_or(json!({}));
@@ -72,7 +72,7 @@ impl ApiServer {
         object
     }
 
-    /// Waits until the objects are as a test wants them.
+    /// Waits until `is_so` is true for the objects.
     pub fn until(&self, what: &str, is_so: impl Fn(&ApiServer) -> bool) {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -81,7 +81,7 @@ impl ApiServer {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             assert!(!left.is_zero(), "{what} does not happen: {}", self.get(NODE));
-            // A change between the check and this wait is seen a second later.
+            // If the change comes between the check and this wait, it is seen a second later.
             let wait = left.min(Duration::from_secs(1));
             drop(self.state.1.wait_timeout(self.lock(), wait).unwrap());
         }
@@ -136,7 +136,7 @@ impl ApiServer {
             "HTTP/1.1 {status} x\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
             text.len()
         );
-        // An agent that ended does not read it.
+        // An error is ignored: an agent that has ended does not read the reply.
         let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(text.as_bytes()));
     }
 
@@ -198,7 +198,7 @@ impl Objects {
     }
 }
 
-/// Merges a change into an object, as RFC 7396 defines it.
+/// Merges a change into an object as defined by RFC 7396.
 fn merge(object: &mut Value, change: &Value) {
     let Value::Object(fields) = change else {
         *object = change.clone();

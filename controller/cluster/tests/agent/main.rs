@@ -1,5 +1,5 @@
-//! The program `affinode-cluster node` with an API server and a node in memory. A script in place
-//! of the command `affinode` simulates the node.
+//! Tests the program `affinode-cluster node` with an API server in memory. A script in place of the
+//! command `affinode` simulates the node.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
@@ -21,8 +21,12 @@ const STATE: &str = "affinode.io/state";
 const CERTIFICATE: &str = "affinode.io/certificate-sha256";
 const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot";
 
-/// The script that simulates the node. File `served` exists while containerd serves the runtime,
-/// file `lost` while its unit is missing, file `due` while an installation has steps to take, file `broken` while it fails.
+/// The script that simulates the node. Each of these files exists while its condition is true:
+///
+/// - `served`: containerd serves the runtime.
+/// - `lost`: the unit is missing.
+/// - `due`: an installation has steps to run.
+/// - `broken`: an installation fails.
 const AFFINODE: &str = r#"#!/bin/sh
 cd "$(dirname "$0")/../node" || exit 9
 echo "$@" >> calls
@@ -57,7 +61,8 @@ impl Agent {
     }
 
     fn with(api: ApiServer, files: &[&str], more: &[&str], prepare: impl Fn(&Path)) -> Agent {
-        // On the file system of the build, so that the program can be linked.
+        // The folder is on the file system of the build, so that the program can be hard-linked
+        // into it.
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let folder = dir.path().to_owned();
         for name in ["bin", "node", "root"] {
@@ -88,7 +93,7 @@ impl Agent {
             .arg(format!("--config={}", folder.join("cluster.toml").display()))
             .args(more.iter().map(|option| option.replace("DIR", &folder.display().to_string())))
             .env("KUBECONFIG", folder.join("kubeconfig"))
-            // Of the reviews of tokens, which no test requests.
+            // Needed for reviews of tokens. No test requests one.
             .env("KUBERNETES_SERVICE_HOST", "127.0.0.1")
             .env("KUBERNETES_SERVICE_PORT", "1")
             .stdin(Stdio::null())
@@ -171,7 +176,7 @@ fn a_node_without_a_slot_is_not_touched() {
     assert!(holder.is_null(), "the slot is free for the next node: {holder}");
 }
 
-/// systemd keeps the controller, unless the chart or its folders say otherwise.
+/// systemd keeps a controller running, unless the chart disables that or sets unusual folders.
 #[test]
 fn a_unit_needs_the_usual_folders() {
     for (option, without) in [
@@ -189,7 +194,7 @@ fn a_unit_needs_the_usual_folders() {
     }
 }
 
-/// A node whose /etc does not outlast a reboot gets its unit again.
+/// If a node does not keep /etc over a reboot, its unit is installed again.
 #[test]
 fn a_lost_unit_is_installed_again() {
     let agent = Agent::start(json!({}), &["served", "due", "lost"], &[]);
@@ -197,7 +202,7 @@ fn a_lost_unit_is_installed_again() {
     assert!(!agent.has("due"), "{}", agent.calls());
     fs::write(agent.folder.join("node/lost"), "").unwrap();
     fs::write(agent.folder.join("node/due"), "").unwrap();
-    // A change of the node makes the agent look at it at once.
+    // A change of the node object makes the agent check the node at once.
     agent.api.patch(NODE, &json!({ "metadata": { "annotations": { "affinode.io/retire": "x" } } }));
     agent.api.until("the unit", |_| !agent.has("due"));
 }

@@ -1,4 +1,4 @@
-//! Tests that the controller can read the controllers' configuration that the chart writes.
+//! Tests that the controller can read the configuration that the chart writes for controllers.
 
 use affinode_controller::{
     config::Config,
@@ -7,7 +7,7 @@ use affinode_controller::{
 
 use super::render;
 
-/// Every key of `[policy]`, with numbers as people write them in a values file.
+/// Each key of `[policy]`. Numbers are written as in a values file.
 const VALUES: &str = "
 policy:
   mode: pressure
@@ -48,7 +48,7 @@ fn a_values_file_becomes_a_valid_configuration() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("cluster.toml");
     std::fs::write(&file, text).unwrap();
-    // What `affinode policy validate` does, and each node before it takes the file.
+    // `affinode policy validate` and each node load the file in this way.
     let config = Config::load(&file).unwrap_or_else(|error| panic!("{error}\n{text}"));
     assert_eq!((config.policy.priority, config.policy.minimum_vram_mib), (5, 1 << 20));
     let rule = &config.policy.namespace[0];
@@ -57,7 +57,7 @@ fn a_values_file_becomes_a_valid_configuration() {
     for name in explain::names() {
         assert!(config.origins.contains_key(name), "{name} is not in the values file");
     }
-    // A reader of an older version takes no float where a whole number belongs.
+    // Earlier versions do not accept a float in place of a whole number.
     assert!(!text.contains(".0"), "{text}");
 }
 

@@ -6,7 +6,7 @@ use super::{Rendered, render, render_for};
 
 const OLDER: &str = "1.34.0";
 
-/// The selectors of the webhook and of the admission policy, which must be the same.
+/// The selectors of the webhook and of the admission policy. Both must be the same.
 fn selectors(values: &str) -> Option<Value> {
     let policy = render(values)?;
     let webhook = render_for(OLDER, values)?.unwrap();
@@ -54,7 +54,7 @@ fn with_opt_in_only_enabled_namespaces_count() {
             "key": "affinode.io/inject", "operator": "In", "values": ["enabled"],
         })]
     );
-    // A pod of such a namespace can still opt out.
+    // A pod in such a namespace can still opt out.
     let found = expression(&selectors["pods"], "affinode.io/inject");
     assert_eq!(found[0]["operator"], "NotIn");
 }
@@ -92,7 +92,7 @@ fn the_api_server_calls_only_for_gpu_pods() {
     {
         assert!(condition.contains(part), "{part} is not in {condition}");
     }
-    // The manifest without helm has the same.
+    // The manifest for installation without helm has the same conditions.
     let manifest = super::manifest("webhook.yaml", "MutatingWebhookConfiguration");
     assert_eq!(webhook["matchConditions"], manifest["webhooks"][0]["matchConditions"]);
     let every = render_for(OLDER, "inject: {webhook: {everyPod: true}}").unwrap().unwrap();

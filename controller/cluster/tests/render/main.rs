@@ -16,9 +16,9 @@ use std::{
 use serde::Deserialize;
 use serde_json::Value;
 
-/// A release of Kubernetes that serves everything the chart uses.
+/// A release of Kubernetes that serves all APIs of the chart.
 const NEWEST: &str = "1.36.0";
-/// API for which the chart looks; the API server of that release serves it.
+/// API whose presence the chart checks. The API server of that release serves it.
 const POLICY: &str = "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy";
 
 fn chart() -> PathBuf {
@@ -38,12 +38,13 @@ impl Rendered {
     }
 }
 
-/// Renders with the text of a values file, as `helm install -f` reads it. `None`: helm is missing.
+/// Renders the chart with the text of a values file, as `helm install -f` reads it. `None`: helm is
+/// not installed.
 fn render(values: &str) -> Option<Rendered> {
     render_for(NEWEST, values).map(|rendered| rendered.unwrap_or_else(|error| panic!("{error}")))
 }
 
-/// Renders for a release of Kubernetes; `Err` has what helm printed.
+/// Renders the chart for a release of Kubernetes. `Err` contains the output of helm.
 fn render_for(kubernetes: &str, values: &str) -> Option<Result<Rendered, String>> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("values.yaml");
@@ -54,7 +55,7 @@ fn render_for(kubernetes: &str, values: &str) -> Option<Result<Rendered, String>
     if kubernetes == NEWEST {
         helm.args(["--api-versions", POLICY]);
     }
-    // Only the given file counts, not what a user of this machine has configured.
+    // Only the given file counts. The environment of this machine's user must not.
     let path = std::env::var_os("PATH").unwrap_or_default();
     helm.arg("-f").arg(&file).env_clear().env("PATH", path).stdin(Stdio::null());
     let Ok(output) = helm.output() else {

@@ -55,7 +55,7 @@ fn the_webhook_is_scraped_where_it_runs() {
     for (name, value) in selector["matchLabels"].as_object().unwrap() {
         assert_eq!(&service[name], value, "{name}");
     }
-    // The agents' Service has another component.
+    // The Service of the agents has another component label.
     let agents = &rendered.get("Service", "affinode-node")["metadata"]["labels"];
     assert_ne!(agents["app.kubernetes.io/component"], "webhook");
     let by_policy = render(values).unwrap();

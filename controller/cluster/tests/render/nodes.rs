@@ -12,7 +12,7 @@ fn agents(rendered: &Rendered) -> &Value {
 
 #[test]
 fn pods_run_where_the_image_runs() {
-    // A node selector of the user does not remove the architecture.
+    // A node selector of the user does not replace the restriction to an architecture.
     let values = "
 node: {nodeSelector: {kubernetes.io/arch: arm64, pool: a}, affinity: {}}
 fleet: {enabled: true, nodeSelector: {pool: b}}
@@ -103,12 +103,12 @@ fn a_network_policy_covers_the_agents() {
     assert_eq!(policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"], "node");
     assert_eq!(policy["ingress"][0]["ports"], json!([{"port": "https", "protocol": "TCP"}]));
     assert_eq!(policy["ingress"][0]["from"], json!([{"namespaceSelector": {}}]));
-    // The page of all nodes asks the agents, beside those of the value.
+    // The page of all nodes sends requests to the agents, in addition to the peers of the value.
     let Some(fleet) = render(&format!("fleet: {{enabled: true}}\n{values}")) else { return };
     let peers = &fleet.get("NetworkPolicy", "affinode-node")["spec"]["ingress"][0]["from"];
     let labels = &peers[1]["podSelector"]["matchLabels"];
     assert_eq!(labels["app.kubernetes.io/component"], "fleet", "{peers}");
-    // A drain never evicts agents, so no budget counts them.
+    // A drain never evicts agents, so there is no disruption budget for them.
     assert!(rendered.find("PodDisruptionBudget", "affinode-node").is_none());
 }
 
@@ -126,7 +126,7 @@ fn rights_of_the_uninstaller_exist_while_it_runs() {
         let ends = note["helm.sh/hook-delete-policy"].as_str().unwrap();
         assert!(ends.contains("hook-succeeded"), "{object}");
         if object["kind"] == "Job" {
-            // The pod of a failed one stays for its log.
+            // If the job fails, its pod stays, so that the log can be read.
             assert!(weight == 0 && !ends.contains("hook-failed"), "{object}");
         } else {
             assert!(weight < 0 && ends.contains("hook-failed"), "{object}");
@@ -157,7 +157,7 @@ fn helm_test_starts_a_gpu_pod_of_the_class() {
     assert_eq!(container["resources"]["limits"]["nvidia.com/gpu"], 1);
     let program = env!("CARGO_BIN_EXE_affinode-cluster");
     let command = container["command"].as_array().unwrap();
-    // The command exists, and fails in a container that is not managed, such as this one.
+    // The command exists. It fails here, because this test does not run in a managed container.
     let mut check = std::process::Command::new(program);
     let output = check.args(command[1..].iter().map(|word| word.as_str().unwrap())).output();
     let output = output.unwrap();

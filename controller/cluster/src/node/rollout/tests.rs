@@ -36,7 +36,7 @@ async fn no_more_nodes_than_slots_are_installed() {
         took.push(node.take().await.unwrap());
     }
     assert_eq!(took, [true, true, false]);
-    // One that fails tries again, and has its slot still.
+    // A node whose installation fails tries again, and still has its slot.
     assert!(nodes[0].take().await.unwrap());
     assert!(!nodes[2].take().await.unwrap());
     nodes[1].release().await.unwrap();

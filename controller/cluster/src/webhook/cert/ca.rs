@@ -1,4 +1,4 @@
-//! Authorities and the certificates that they sign, and their form in a Secret.
+//! Authorities, the certificates that they sign, and the form of both in a Secret.
 
 use std::collections::BTreeMap;
 
@@ -14,11 +14,12 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use super::plan::{AUTHORITY_USE, StoredCertificate};
 use crate::https::tls::TlsPair;
 
-/// Validity of an authority. Only this webhook's clients trust it.
+/// Validity of an authority. Only clients of this webhook trust the authority.
 const AUTHORITY_TIME: Duration = Duration::days(5 * 365);
-/// Validity of a certificate.
+/// Validity of a certificate. An authority signs only while it is valid for at least this time.
 const LEAF_TIME: Duration = AUTHORITY_USE;
-/// Tolerance for API servers' clocks that are behind.
+/// Time by which the validity of a certificate begins before its creation, because the clock of an
+/// API server may be behind.
 const SKEW: Duration = Duration::hours(1);
 
 /// A certificate could not be created.
@@ -26,7 +27,7 @@ const SKEW: Duration = Duration::hours(1);
 #[error("cannot create a certificate")]
 pub struct IssueError(#[from] rcgen::Error);
 
-/// The content of the Secret, as PEM.
+/// The content of the Secret, in PEM form.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IssuedCertificate {
     /// Authorities in PEM, newest first.
@@ -40,18 +41,18 @@ impl IssuedCertificate {
     /// Creates an authority and a certificate for these names.
     ///
     /// # Errors
-    /// [`IssueError`].
+    /// [`IssueError`]: a key or certificate could not be created.
     pub fn make(names: &[String], now: OffsetDateTime) -> Result<IssuedCertificate, IssueError> {
         let (authority, authority_key) = authority(now)?;
         let (cert, key) = leaf(&authority, &authority_key, names, now)?;
         Ok(IssuedCertificate { authorities: vec![authority], authority_key, cert, key })
     }
 
-    /// Returns a copy with a new authority before the present ones. Expired authorities are
-    /// dropped.
+    /// Returns a copy with a new authority in addition to the present ones. Expired authorities are
+    /// left out.
     ///
     /// # Errors
-    /// [`IssueError`].
+    /// [`IssueError`]: the authority could not be created.
     pub fn with_new_authority(&self, now: OffsetDateTime) -> Result<IssuedCertificate, IssueError> {
         let (authority, authority_key) = authority(now)?;
         let good = |pem: &&String| ends(pem).is_some_and(|ends| ends > now);
@@ -63,7 +64,7 @@ impl IssuedCertificate {
     /// Returns a copy with a new certificate, signed by the newest authority.
     ///
     /// # Errors
-    /// [`IssueError`].
+    /// [`IssueError`]: the certificate could not be created.
     pub fn with_new_leaf(
         &self,
         names: &[String],
@@ -73,7 +74,7 @@ impl IssuedCertificate {
         Ok(IssuedCertificate { cert, key, ..self.clone() })
     }
 
-    /// Reads a Secret's data. `None` if an authority or its key is invalid.
+    /// Parses the data of a Secret. `None`: an authority or its key is invalid.
     #[must_use]
     pub fn read(data: &BTreeMap<String, ByteString>) -> Option<IssuedCertificate> {
         let text = |key: &str| String::from_utf8(data.get(key)?.0.clone()).ok();
@@ -87,7 +88,7 @@ impl IssuedCertificate {
         Some(IssuedCertificate { authorities, authority_key, cert, key })
     }
 
-    /// The content in the form of a Secret's data.
+    /// Returns the content in the form of a Secret's data.
     #[must_use]
     pub fn data(&self) -> BTreeMap<String, ByteString> {
         let bytes = |text: &str| ByteString(text.as_bytes().to_vec());
@@ -99,19 +100,19 @@ impl IssuedCertificate {
         ])
     }
 
-    /// The authorities in the form of an API server's CA bundle.
+    /// The authorities in the form of a CA bundle.
     #[must_use]
     pub fn bundle(&self) -> Vec<u8> {
         self.authorities.concat().into_bytes()
     }
 
-    /// Certificate and key to present.
+    /// The certificate and the key that the webhook presents.
     #[must_use]
     pub fn pair(&self) -> TlsPair {
         TlsPair { cert: self.cert.clone().into_bytes(), key: self.key.clone().into_bytes() }
     }
 
-    /// Returns how long the authority and the certificate are valid, for [`super::plan`].
+    /// Returns the validity of the authority and of the certificate, for [`super::plan`].
     #[must_use]
     pub fn stored(&self, names: &[String]) -> Option<StoredCertificate> {
         let authority_ends = self.authorities.first().and_then(|pem| ends(pem))?;
@@ -157,7 +158,7 @@ fn leaf(
     let mut params = CertificateParams::new(names.to_vec())?;
     params.distinguished_name = rcgen::DistinguishedName::new();
     if let Some(name) = names.first() {
-        // A common name has at most 64 characters.
+        // A common name may have at most 64 characters.
         params
             .distinguished_name
             .push(DnType::CommonName, name.chars().take(64).collect::<String>());

@@ -1,5 +1,5 @@
-//! The webhook's own certificate: created, stored in a Secret, published to the API server,
-//! renewed.
+//! The webhook's own certificate: how it is created, stored in a Secret, published to the API
+//! server and renewed.
 //!
 //! | module | what it does |
 //! | --- | --- |
@@ -7,9 +7,10 @@
 //! | [`ca`] | authorities and certificates |
 //! | [`rotation`] | the Secret and the MutatingWebhookConfiguration |
 //!
-//! Several replicas do all of it concurrently. Each step is one write that the API server accepts
-//! only if no other write came first (`resourceVersion`); the later replica reads again. Replicas
-//! may present different certificates for a while: the authorities of all of them are published.
+//! Several replicas do this concurrently. Each step is one write, which the API server accepts only
+//! if no other write came first (`resourceVersion`). The later replica then reads again. Replicas
+//! may present different certificates for some time, so the authorities of all of them are
+//! published.
 
 pub mod ca;
 pub mod plan;

@@ -4,20 +4,20 @@
 //!  no valid content ──> Make                          authority and certificate
 //!  authorities not published ──> Publish              before a certificate needs them
 //!  certificate ends within 30 days ──> RenewLeaf      by the newest authority, published long ago
-//!  authority ends within a year ──> RenewAuthority    the new one beside the old, whose certificate stays
+//!  authority ends within a year ──> RenewAuthority    the old one and its certificate stay for now
 //!  none of these ──> Rest
 //! ```
 //!
-//! So a certificate is never signed by an authority that API servers have just received. The one
-//! exception: an authority that was not renewed in its last year, and that would end before a
-//! certificate by it, is renewed first.
+//! API servers have therefore known an authority for a long time before it signs a certificate.
+//! There is one exception: if an authority was not renewed in its last year, and would end before a
+//! certificate that it signs, it is renewed first.
 
 use time::{Duration, OffsetDateTime};
 
 /// Remaining validity below which an authority is renewed.
 pub const AUTHORITY_LEFT: Duration = Duration::days(365);
-/// Remaining validity below which an authority signs no further certificate. It is the whole
-/// validity of a certificate.
+/// Remaining validity below which an authority signs no further certificate. It is equal to the
+/// whole validity of a certificate.
 pub const AUTHORITY_USE: Duration = Duration::days(90);
 /// Remaining validity below which a certificate is renewed.
 pub const LEAF_LEFT: Duration = Duration::days(30);
@@ -27,17 +27,17 @@ pub const LEAF_LEFT: Duration = Duration::days(30);
 pub struct StoredCertificate {
     /// End of the newest authority's validity.
     pub authority_ends: OffsetDateTime,
-    /// End of the certificate's validity. `None`: it cannot be used, because it is invalid, for
-    /// other names, or from another authority.
+    /// End of the certificate's validity. `None`: the certificate cannot be used, because it is
+    /// invalid, for other names, or signed by another authority.
     pub leaf_ends: Option<OffsetDateTime>,
 }
 
-/// Next step of the rotation: one write to the cluster, or none.
+/// The next step of the rotation: one write to the cluster, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RotationStep {
-    /// Create an authority and a certificate by it, and replace the stored content.
+    /// Create an authority and a certificate that it signs. Both replace the stored content.
     Make,
-    /// Add a new authority in addition to the present ones.
+    /// Add a new authority to the present ones.
     RenewAuthority,
     /// Publish the authorities to the API server.
     Publish,

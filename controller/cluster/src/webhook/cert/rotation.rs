@@ -1,4 +1,4 @@
-//! Reads the Secret and the MutatingWebhookConfiguration each round, and writes them step by step.
+//! Reads the Secret and the MutatingWebhookConfiguration in each round, and writes them in steps.
 
 use std::{future::Future, sync::Arc, time::Duration};
 
@@ -22,11 +22,11 @@ use crate::{
     https::tls::{ServedCertificate, TlsError},
 };
 
-/// Interval of the rounds, each of two small reads.
+/// Interval between two rounds. Each round makes two small reads.
 const ROUND: Duration = Duration::from_secs(30);
-/// Pause after an error, or after another replica's write came first.
+/// Pause after an error, or after the write of another replica came first.
 const AGAIN: Duration = Duration::from_secs(3);
-/// Maximum number of steps in one round: each step once, and further ones for other replicas'
+/// Maximum number of steps in one round: each step once, and more because of other replicas'
 /// writes.
 const STEPS: usize = 6;
 
@@ -92,10 +92,10 @@ pub enum RotationError {
     /// A key or certificate could not be created.
     #[error(transparent)]
     Issue(#[from] IssueError),
-    /// The created pair could not be presented.
+    /// The server could not present the created pair.
     #[error(transparent)]
     Show(#[from] TlsError),
-    /// Another write came first at each step.
+    /// In each step, another write came first.
     #[error("other writers changed the Secret or the configuration at each of {STEPS} tries")]
     Contended,
 }
@@ -111,7 +111,7 @@ pub struct CertificateRotation {
 }
 
 impl CertificateRotation {
-    /// A rotation that presents the stored certificate.
+    /// Creates a rotation that makes `shown` present the stored certificate.
     #[must_use]
     pub fn new(
         client: Client,
@@ -147,17 +147,18 @@ impl CertificateRotation {
         }
     }
 
-    /// Takes steps until none is due.
+    /// Runs steps until no step is due.
     ///
     /// # Errors
-    /// [`RotationError`]; the server keeps the earlier certificate.
+    /// [`RotationError`]: the server keeps the earlier certificate.
     pub async fn round(&self, now: OffsetDateTime) -> Result<(), RotationError> {
         for _ in 0..STEPS {
             let secret = self.secrets.get_opt(&self.places.secret).await;
             let secret = secret.map_err(|e| self.secret("read", e))?;
             let papers = secret.as_ref().and_then(|s| IssuedCertificate::read(s.data.as_ref()?));
             let stored = papers.as_ref().and_then(|papers| papers.stored(&self.names));
-            // Presented as soon as it is stored: its authority may be published already.
+            // The certificate is presented as soon as it is stored, because its authority may be
+            // published already.
             if let Some(papers) =
                 papers.as_ref().filter(|_| stored.is_some_and(|s| s.leaf_ends.is_some()))
                 && self.shown.show(&papers.pair())?
@@ -225,7 +226,7 @@ impl CertificateRotation {
         Ok(())
     }
 
-    /// Writes the CA certificates into each webhook of the configuration, unless another write came
+    /// Writes the authorities into each webhook of the configuration, unless another write came
     /// first.
     async fn publish(
         &self,
@@ -256,7 +257,7 @@ impl CertificateRotation {
     }
 }
 
-/// Whether a write was accepted: `false` if another write came first.
+/// Whether the API server accepted a write. False: another write came first.
 async fn taken<T>(
     write: impl Future<Output = Result<T, kube::Error>>,
 ) -> Result<bool, kube::Error> {

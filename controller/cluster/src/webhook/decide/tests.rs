@@ -37,7 +37,7 @@ fn gpu_pod() -> Value {
     })
 }
 
-/// [`gpu_pod`] merged with these changes; null removes a field.
+/// [`gpu_pod`] merged with these changes. A null removes a field.
 fn with(changes: Value) -> Value {
     let mut pod = gpu_pod();
     json_patch::merge(&mut pod, &changes);
@@ -324,7 +324,7 @@ fn quantities_of_nothing_are_nothing() {
     }
 }
 
-/// Any JSON. Some of its words are those that the webhook interprets.
+/// Arbitrary JSON. Some of its words are words that the webhook interprets.
 fn json_value() -> impl Strategy<Value = Value> {
     let word = prop_oneof![
         Just("nvidia.com/gpu".to_owned()),
@@ -368,7 +368,7 @@ fn json_value() -> impl Strategy<Value = Value> {
     })
 }
 
-/// A pod that an API server might send, with any JSON in the fields that the webhook reads.
+/// A pod that an API server might send, with arbitrary JSON in the fields that the webhook reads.
 fn pods() -> impl Strategy<Value = Value> {
     (
         json_value(),
@@ -409,7 +409,7 @@ proptest! {
         json_patch::patch(&mut after, &patch).unwrap();
         prop_assert_eq!(&after["spec"]["runtimeClassName"], "affinode");
         prop_assert_eq!(&after["spec"]["overhead"], &Value::Null);
-        // If the API server calls again, as it may, there is no further change.
+        // The API server may call the webhook again. Then there is no further change.
         prop_assert_eq!(decide(&after), AdmissionDecision::Leave(LeftAlone::Already));
         let strip = |mut pod: Value| {
             let spec = pod["spec"].as_object_mut().unwrap();

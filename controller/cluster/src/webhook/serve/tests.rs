@@ -29,7 +29,7 @@ struct Line {
     rules: NamespaceRules,
 }
 
-/// A webhook with a certificate in files, and a RuntimeClass.
+/// A webhook with a certificate in files, and its RuntimeClass.
 struct Stage {
     folder: TempDir,
     address: SocketAddr,
@@ -86,7 +86,7 @@ async fn stage(fake: &Fake) -> Stage {
 type Sender = hyper::client::conn::http1::SendRequest<Full<Bytes>>;
 
 impl Stage {
-    /// Connects as a client that trusts the authority of the present files.
+    /// Connects as a client that trusts the authority in the present files.
     async fn connect(&self) -> io::Result<Sender> {
         let mut roots = RootCertStore::empty();
         let ca = CertificateDer::from_pem_file(self.folder.path().join("ca.crt")).unwrap();

@@ -40,7 +40,7 @@ fn day(number: i64) -> OffsetDateTime {
     OffsetDateTime::UNIX_EPOCH + Duration::days(20_000 + number)
 }
 
-/// The published bundle, the same for all webhooks.
+/// The published CA bundle. It is the same for all webhooks.
 fn published(fake: &Fake) -> Vec<u8> {
     let configuration: MutatingWebhookConfiguration =
         serde_json::from_value(fake.get(CONFIGURATION)).unwrap();
@@ -64,7 +64,7 @@ impl TimeProvider for At {
     }
 }
 
-/// Whether an API server with this bundle trusts the presented certificate on that day.
+/// Whether an API server with this CA bundle trusts the presented certificate at this time.
 async fn believes(bundle: &[u8], shown: &ServedCertificate, now: OffsetDateTime) -> bool {
     let mut roots = RootCertStore::empty();
     for authority in CertificateDer::pem_slice_iter(bundle) {
@@ -146,8 +146,8 @@ async fn replicas_that_start_together_agree() {
     }
 }
 
-/// Ten years of two replicas, one of which runs rarely: the certificate of either is trusted on
-/// every day, and both authority and certificate are renewed.
+/// Ten years of two replicas, one of which runs rarely. On every day API servers trust the
+/// certificates of both, and both authority and certificate are renewed.
 #[tokio::test]
 async fn replicas_stay_trusted_for_ten_years() {
     let fake = cluster();
@@ -155,7 +155,7 @@ async fn replicas_stay_trusted_for_ten_years() {
     let (mut bundles, mut certificates) = (BTreeSet::new(), BTreeSet::new());
     for number in (0..10 * 365).step_by(14) {
         let now = day(number);
-        // The bundle that an API server had before this day's rounds, too.
+        // An API server may still have the bundle from before this day's rounds.
         let yesterday = published(&fake);
         prompt.round(now).await.unwrap();
         if number % 28 == 0 {
@@ -194,7 +194,7 @@ async fn damaged_secret_is_repaired_minimally() {
         change(&mut secret["data"]);
         fake.put(SECRET, secret);
     };
-    // Only the certificate is damaged: its authority stays.
+    // If only the certificate is damaged, its authority stays.
     for key in ["tls.crt", "tls.key"] {
         spoil(&|data| data[key] = "bm9uZQ==".into());
         keeper.round(day(0)).await.unwrap();
