@@ -96,7 +96,7 @@ pub(crate) struct CopierServer {
     /// When memory was last freed and its scrubbing began. `None`: the driver has noticed that the
     /// scrubbing ended.
     wiping: Option<Instant>,
-    /// Whether the controller ordered that no step may take VRAM.
+    /// Whether the controller has forbidden steps that take VRAM.
     held: bool,
 }
 

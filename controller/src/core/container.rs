@@ -40,7 +40,7 @@ pub enum Goal {
 pub enum IncompleteRestore {
     /// The order was too old when the process received it.
     Late,
-    /// The copy in found no VRAM. Contains the driver's error.
+    /// The copy in found no VRAM. Contains the text of the driver's error.
     NoVram(String),
 }
 

@@ -111,7 +111,7 @@ pub struct CopierFigures {
     pub restores: u64,
     /// Offloads in which a copier of this GPU copied the memory.
     pub offloads: u64,
-    /// Deduplicated memory of its processes, in bytes.
+    /// Deduplicated memory of the copier's processes, in bytes.
     pub shared_bytes: u64,
     /// Size of the files with deduplicated memory, in bytes.
     pub stored_bytes: u64,

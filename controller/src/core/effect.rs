@@ -72,8 +72,8 @@ pub enum Effect {
     Send(ProcessId, ControllerMessage),
     /// Remove the process: stop watching its pidfd and reading its counters.
     Drop(ProcessId),
-    /// Write the journal record; `None` removes it. It must be on disk before the next effect is
-    /// executed.
+    /// Write the journal record of a container; `None` removes the record. The record must be on
+    /// disk before the next effect is executed.
     Journal(Key, Option<Record>),
     /// Read GPUs, cgroups and process states. Report the result with [`super::Input::Surveyed`].
     Survey {
@@ -88,7 +88,7 @@ pub enum Effect {
     StartCopier {
         /// Number of the new copier.
         copier: CopierId,
-        /// UUID of its GPU.
+        /// UUID of the copier's GPU.
         gpu: String,
     },
     /// Give a process a connection to a copier. If that fails, report
@@ -123,7 +123,7 @@ pub enum Effect {
     EndCopier {
         /// Number of the copier.
         copier: CopierId,
-        /// Why it ends, for the log.
+        /// Why the copier is ended, for the log.
         why: CopierEnd,
     },
     /// Order a process to cancel its copy out and to undo the copied part.

@@ -122,7 +122,7 @@ impl Node {
         }
         match c.policy.mode {
             Mode::Manual => refuse(Reason::ModeManual),
-            // A waiter that needs its VRAM evicts it: see `eviction.rs`.
+            // A waiter that needs the container's VRAM evicts the container: see `eviction.rs`.
             Mode::Pressure => refuse(Reason::NoPressure),
             _ if !c.policy.offload_window.is_open(self.week_minute()) => {
                 refuse(Reason::OutsideWindow)

@@ -115,7 +115,7 @@ impl Node {
                 continue;
             }
             // A waiter that may pass the earlier ones also evicts: possibly no other waiter can
-            // evict the containers that block them.
+            // evict the containers that block the earlier ones.
             if known && (first || passes) {
                 self.evict_for(&key, &needs, margin);
             }
@@ -219,9 +219,9 @@ impl Node {
     }
 
     /// Takes over a record from the journal of an earlier controller: a process was offloaded, and
-    /// its restore may be running. If so, the process's VRAM counts as promised until it registers,
-    /// and all other processes hold their allocations, because the driver may be taking the VRAM
-    /// now.
+    /// its restore may be running. If so, the process's VRAM counts as promised until the process
+    /// registers. All other processes hold their allocations, because the driver may be taking the
+    /// VRAM now.
     pub(super) fn recall(&mut self, key: Key, (pid, start): (u32, u64), recalled: JournalClaim) {
         let restoring = recalled.restoring;
         self.unclaimed_journal.insert((key.clone(), pid, start), recalled);

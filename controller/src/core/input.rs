@@ -53,11 +53,11 @@ pub struct GpuSample {
     pub uuid: String,
     /// Product name, such as "NVIDIA H200".
     pub name: String,
-    /// Number of its device file; `None` if the driver does not report it.
+    /// Number of the GPU's device file; `None` if the driver does not report it.
     pub minor: Option<u32>,
     /// Whether the GPU is in MIG mode.
     pub mig: bool,
-    /// Size of its VRAM in bytes.
+    /// Size of the VRAM in bytes.
     pub total_bytes: u64,
     /// VRAM in use by all processes and the driver, in bytes.
     pub used_bytes: u64,
@@ -169,7 +169,7 @@ pub enum Input {
         hazards: Hazards,
         /// Capabilities of the process's library. Orders that need other capabilities are not sent.
         capabilities: Capabilities,
-        /// Memory that its agent can copy, and has copied.
+        /// Memory that the agent can copy, and memory that it has copied.
         swap: SwapStatus,
     },
     /// The connection of a process ended. The process may still run.

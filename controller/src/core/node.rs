@@ -1,8 +1,8 @@
 //! The node: all containers and processes, and the decisions that follow from each input.
 //!
-//! Registration and exit are in `registration.rs`, counters and NVML samples in `measurements.rs`,
-//! requests of operators in `requests.rs`, offload and restore in `transitions.rs`, grants in
-//! `grants.rs`, and the lists for operators in `view.rs`.
+//! Registration and exit are in `registration.rs`, counters and NVML samples in `measurements.rs`.
+//! Requests of operators are in `requests.rs`, offload and restore in `transitions.rs`. Grants are
+//! in `grants.rs`, and the lists for operators in `view.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 

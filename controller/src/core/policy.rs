@@ -25,7 +25,7 @@ pub struct Policy {
     pub wake_cost_ms: Millis,
     /// Whether the container is prewoken before a call that its history makes likely.
     pub prewake: bool,
-    /// The event that restores the container: a call, or a connection as well.
+    /// The events that restore the container: calls, or calls and connections.
     pub wake_on: WakeOn,
     /// How the container's restore gets VRAM that other containers hold.
     pub restore: Restore,

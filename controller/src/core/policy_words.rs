@@ -10,11 +10,11 @@ pub enum Mode {
     /// When the container is idle, if its GPUs are not oversubscribed or it has just started.
     /// Otherwise when it is idle and a waiter needs its VRAM.
     Auto,
-    /// As soon as it is idle.
+    /// As soon as the container is idle.
     Eager,
-    /// When it is idle and a waiter needs its VRAM.
+    /// When the container is idle and a waiter needs its VRAM.
     Pressure,
-    /// When an operator or a program requests it.
+    /// When an operator or a program requests the offload.
     Manual,
     /// Never, not even by request.
     Off,

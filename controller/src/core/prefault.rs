@@ -127,7 +127,7 @@ impl Node {
     /// - the offload uses another method;
     /// - its memory is on several GPUs, or less than the minimum;
     /// - its counters report that no copier can restore it;
-    /// - no copier copied it in the last offloads ([`MAX_UNCOPIED`]).
+    /// - no copier copied it in the last offloads (`MAX_UNCOPIED`).
     pub(super) fn may_prefault(&self, id: ProcessId) -> Option<(String, u64)> {
         let able = |p: &Process| p.can(Capabilities::PREFAULTS) && p.can(Capabilities::USES_COPIER);
         let may =

@@ -141,7 +141,7 @@ impl Process {
         self.hazards.intersects(Hazards::KEEPS_CONTEXT)
     }
 
-    /// Its VRAM now in bytes, over all GPUs.
+    /// Present VRAM of the process in bytes, over all GPUs.
     #[must_use]
     pub fn vram_bytes(&self) -> u64 {
         self.vram.iter().map(|d| d.bytes).sum()

@@ -145,9 +145,9 @@ mod tests {
 
     proptest! {
         /// Containers are served one at a time, and others of any priority arrive at any time. A
-        /// container may be served before one that still waits only if it arrived earlier, or if it
-        /// arrived later by at most the time that its higher priority is worth. The number of later
-        /// arrivals that can pass a waiter is therefore limited.
+        /// container that arrived later than another may pass it only if the difference is at most
+        /// the time that the higher priority is worth. The number of later arrivals that can pass a
+        /// waiter is therefore limited.
         #[test]
         fn queue_with_any_arrivals_starves_none(
             steps in proptest::collection::vec((0_i32..10, 0_u64..20_000, any::<bool>()), 1..200),

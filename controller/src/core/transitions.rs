@@ -19,8 +19,8 @@ use super::{
 
 impl Node {
     /// Writes a journal record with each process of the container that is offloaded or about to be.
-    /// If an earlier controller offloaded a process that has not registered yet, the process stays
-    /// in the record, because the next controller must know its need too.
+    /// A process that an earlier controller offloaded, and that has not registered yet, stays in
+    /// the record: the next controller must know its need too.
     pub(super) fn journal(&mut self, key: &Key, step: JournalStep) {
         let known = self.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);

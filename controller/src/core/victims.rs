@@ -8,8 +8,8 @@ use super::{DeviceBytes, Key, Millis};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VictimRule {
-    /// Latest expected next use first, weighted by the VRAM that the offload frees and the cost of
-    /// the restore.
+    /// Highest value first of: expected time until the next use, times the VRAM that the offload
+    /// frees, divided by the cost of the restore.
     #[default]
     Expected,
     /// Least recently used first.
@@ -28,7 +28,7 @@ pub struct Candidate {
     pub key: Key,
     /// Priority of the neighbour for this waiter.
     pub priority: i32,
-    /// Time since its last use, in milliseconds.
+    /// Time since the neighbour's last use, in milliseconds.
     pub idle_ms: Millis,
     /// Expected time until the neighbour's next use, in milliseconds.
     pub return_ms: Millis,

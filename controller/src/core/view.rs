@@ -22,7 +22,7 @@ pub struct ContainerStatus {
     pub since: Millis,
     /// Why the container is in this state.
     pub reason: Reason,
-    /// Number of waiters that are served before it. `None`: it does not wait for VRAM.
+    /// Number of waiters that are served before the container. `None`: it does not wait for VRAM.
     pub waiters_before: Option<usize>,
 }
 

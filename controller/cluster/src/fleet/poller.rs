@@ -85,7 +85,7 @@ pub struct NodeRow {
 pub struct ListedNode {
     /// Time of the list, in milliseconds since 1970.
     pub unix_ms: i64,
-    /// Number of nodes that are not listed, because there are more than [`NODES`].
+    /// Number of nodes that are not listed, because there are more than `NODES`.
     pub left_out: usize,
     /// The listed nodes, by name.
     pub nodes: Vec<NodeRow>,

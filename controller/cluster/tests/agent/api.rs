@@ -1,5 +1,6 @@
-//! An API server in memory for one node agent. It stores objects by path, supports merge patches,
-//! rejects writes that are based on an old version, and reports each change of the node in a watch.
+//! An API server in memory for one node agent. It stores objects by path and supports merge
+//! patches. It rejects writes that are based on an old version, and reports each change of the node
+//! in a watch.
 
 use std::{
     collections::BTreeMap,

@@ -13,7 +13,7 @@ use super::{super::ProcessId, world::ENGINES};
 pub(super) struct Agent {
     pub(super) container: usize,
     pub(super) pid: u32,
-    /// Index of the GPU on which its memory is, or was before its offload.
+    /// Index of the GPU on which the process's memory is, or was before its offload.
     pub(super) gpu: usize,
     pub(super) phase: Phase,
     /// VRAM of the process when it is on the GPU, in bytes.
@@ -27,7 +27,7 @@ pub(super) struct Agent {
     pub(super) capabilities: Capabilities,
     /// Whether the part that the agent can copy is in host memory now.
     pub(super) copied_out: bool,
-    /// Messages that arrived on its connection and were not handled yet.
+    /// Messages that arrived on the agent's connection and were not handled yet.
     pub(super) inbox: VecDeque<ControllerMessage>,
     /// Whether the process lost its controller during an order. It registers again after the order.
     pub(super) orphaned: bool,

@@ -87,8 +87,8 @@ fn stale_utilization_sample_expires() {
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
 }
 
-/// A container is not kept resident by work on a GPU where its process has no VRAM, by work of
-/// another pid, or by work of an earlier process with the same pid.
+/// Three kinds of work do not keep a container resident: work on a GPU where its process has no
+/// VRAM, work of another pid, and work of an earlier process with the same pid.
 #[test]
 fn work_of_others_keeps_no_container() {
     let cases: [fn(&mut Work); 3] = [

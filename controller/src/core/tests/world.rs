@@ -28,7 +28,7 @@ use super::nvml::Nvml;
 pub(super) const GPU: &str = "GPU-07070707-0707-0707-0707-070707070707";
 pub(super) const OTHER_GPU: &str = "GPU-08080808-0808-0808-0808-080808080808";
 pub(super) const TOTAL: u64 = 1_000;
-/// Minimum number of bytes that the agent of a process can copy for it to be prefaulted.
+/// Minimum number of bytes that an agent must be able to copy for its process to be prefaulted.
 pub(super) const MIN_PREFAULT_BYTES: u64 = 100;
 /// Number of passes for each step of a slow copier.
 const COPIER_PASSES: Millis = 5;

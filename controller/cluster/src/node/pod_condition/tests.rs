@@ -28,7 +28,7 @@ fn list(containers: &[Container]) -> ListResponse {
     ListResponse { containers: containers.to_vec(), ..ListResponse::default() }
 }
 
-/// Writes what is due, and returns the pods with their condition.
+/// Writes the changes that are due, and returns the pods with their conditions.
 fn write(
     board: &mut PodStatusWriter,
     list: &ListResponse,

@@ -4,7 +4,7 @@
 //!  no valid content ──> Make                          authority and certificate
 //!  authorities not published ──> Publish              before a certificate needs them
 //!  certificate ends within 30 days ──> RenewLeaf      by the newest authority, published long ago
-//!  authority ends within a year ──> RenewAuthority    the old one and its certificate stay for now
+//!  authority ends within a year ──> RenewAuthority    adds one; the old one and its certificate stay
 //!  none of these ──> Rest
 //! ```
 //!
