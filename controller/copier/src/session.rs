@@ -251,6 +251,7 @@ impl ProcessSession {
             };
             match (ToCopier::decode(&frame)?, descriptor, &mut self.state) {
                 (ToCopier::Prefaulted { bytes, uuid }, Some(file), SessionState::New) => {
+                    // The number of pieces is announced later. 1 passes the check.
                     self.check(bytes, 1, uuid)?;
                     self.region = Some(HostRegion::map(&self.cuda, file, bytes)?);
                     self.prepared = true;

@@ -91,6 +91,7 @@ impl Node {
         if !self.grants.values().any(|grant| waits(&grant.stage)) {
             return;
         }
+        // Registrations are held first, so that none begins while a starting copier is awaited.
         self.copiers.hold(true, &mut self.effects);
         if self.copiers.is_moving(self.now) {
             return;

@@ -277,6 +277,7 @@ impl Node {
             }
             Err(error) => self.gpu_error = Some(error),
         }
+        // The grant may have ended, or may wait for a newer sample.
         if self.grants.get(key).is_none_or(|grant| grant.stage != Stage::Proving(number)) {
             return;
         }
@@ -290,6 +291,7 @@ impl Node {
         let fits = self.gpu_error.is_none() && self.fits(key, &needs, margin);
         let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(grant) = self.grants.get_mut(key) else { return };
+        // A process that registered meanwhile may need another GPU, for which no allocations are held.
         if fits && !grant.doubted && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
             (grant.stage, grant.covers) = (Stage::Granted, covers);
             self.ledger.promise(key, needs);

@@ -316,6 +316,8 @@ impl Node {
         let decided_ms = self.now;
         let message = ControllerMessage::Order { order, action, decided_ms };
         self.effects.push(Effect::Send(process, message));
+        // A process has at most one order of a move. Orders to hold and to release may overlap with
+        // it.
         if !matches!(action, Action::HoldAllocations { .. } | Action::ReleaseAllocations)
             && let Some(process) = self.processes.get_mut(&process)
         {

@@ -93,6 +93,7 @@ impl Node {
             let off = self.processes.of(key).any(|(_, p)| p.phase.is_offloaded());
             if holds_vram || off { Ok(pools) } else { Err((Reason::NoVram, String::new())) }
         });
+        // The offload was given up during the survey.
         if goal == Goal::Resident {
             return self.advance(key);
         }

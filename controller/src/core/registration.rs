@@ -67,6 +67,7 @@ impl Node {
         if let Some(container) = self.containers.get_mut(key) {
             container.reason = (Reason::NotRegistered, "the container was deleted".into());
         }
+        // The responses contain the container's state, so they come before the removal.
         self.answer(key, Request::Offload, false, 0, 0);
         self.answer(key, Request::Restore, false, 0, 0);
         self.containers.shift_remove(key);
@@ -218,6 +219,7 @@ impl Node {
         let sent = process.is_migrating() || !process.connected;
         process.target_gpu = process.target_gpu.take().filter(|_| sent);
         (process.connected, process.prefault_ordered) = (false, false);
+        // The next registration contains the phase, and so the result of the order.
         process.pending = None;
         let key = process.key.clone();
         self.end_alloc_wait(id);

@@ -1,11 +1,11 @@
-// The page of all nodes: polls their figures, and links to each dashboard.
+// The page of all nodes: polls the figures of the nodes and links to their dashboards.
 import { bytes, duration, el, put, ticking } from "./format.js";
 import { ask } from "./stream.js";
 import "./theme.js";
 
-const LOOK_MS = 3000;    // between two polls
-const EACH_MS = 2;       // added for each node
-const SOON_MS = 700;     // until each node was polled once
+const LOOK_MS = 3000;    // interval between two polls
+const EACH_MS = 2;       // added to the interval for each node
+const SOON_MS = 700;     // interval until each node was polled once
 const LATEST_MS = 15000; // time limit of a poll
 
 const HEALTH = { Unreachable: "Unreachable", NotServed: "Not served", Troubled: "Sees no GPU", Asking: "Asking", Resting: "At rest", Serving: "Serving" };
@@ -93,7 +93,7 @@ function drawMeter(meter, f) {
   meter.setAttribute("aria-label", `${bytes(f.vram_used_bytes)} of ${bytes(total)} VRAM in use, ${bytes(idle)} of it reclaimable`);
 }
 
-// Texts that change with the time only.
+// Updates the texts that change as time passes.
 function tickRow(node) {
   const parts = items.get(node.name), now = Date.now() + offset_ms;
   const last = node.seen_unix_ms ? `seen ${ticking(now - node.seen_unix_ms)} ago` : "not seen yet";
