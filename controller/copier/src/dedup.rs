@@ -330,7 +330,7 @@ fn read(
 mod tests {
     use super::*;
 
-    /// A chunk's content: one word for each page, and other words from `other_from` on.
+    /// A chunk's content: each byte is `seed`, and `seed + 1` from `other_from` on.
     #[derive(Clone, Copy)]
     struct StoredChunk {
         seed: u8,

@@ -113,7 +113,7 @@ pub struct Process {
     pub termination: Option<Termination>,
     /// When the process registered or was last restored. 0: before this controller started.
     pub resident_since: Millis,
-    /// The allocation of the process that waits for VRAM.
+    /// The process's waiting allocation. `None`: no allocation waits for VRAM.
     pub alloc_wait: Option<PendingAlloc>,
     /// The last reading of the process's counters.
     pub counters: Option<CounterSnapshot>,

@@ -32,7 +32,7 @@ impl Pods {
         Pods { client, board: PodStatusWriter::default() }
     }
 
-    /// Writes what has changed. A failed write is repeated within the rate limit.
+    /// Writes the conditions that have changed. A failed write is repeated within the rate limit.
     pub async fn show(&mut self, list: &ListResponse) {
         let now_ms = Timestamp::now().as_millisecond();
         for change in self.board.due(list, now_ms) {
