@@ -127,8 +127,8 @@ pub struct Container {
     /// Number of connections accepted on the container's network, at the last reading while the
     /// container was offloaded. `None`: not read since the offload.
     pub connections: Option<u64>,
-    /// Number of connections that arrived while the container was offloaded, and number of those
-    /// that a call followed.
+    /// Number of connections that arrived while the container was offloaded, and how many of them a
+    /// call followed.
     pub connection_outcomes: ConnectionOutcomes,
     /// Whether the last prewake was not followed by a call.
     pub prewake_missed: bool,

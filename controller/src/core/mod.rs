@@ -80,16 +80,21 @@ pub struct Key {
     text: [u8; 32],
 }
 
+/// The text is not a key. Keys become file names, so other texts are refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("invalid key {0:?}: expected 32 lower-case hex digits")]
+pub struct InvalidKey(String);
+
 impl Key {
     /// Parses a key that a shim announced.
     ///
     /// # Errors
-    /// Returns the text itself if it is not 32 lower-case hex digits. Keys become file names.
-    pub fn parse(text: &str) -> Result<Key, String> {
+    /// [`InvalidKey`].
+    pub fn parse(text: &str) -> Result<Key, InvalidKey> {
         let hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
         match (text.as_bytes().try_into(), u128::from_str_radix(text, 16)) {
             (Ok(digits), Ok(number)) if text.bytes().all(hex) => Ok(Key { number, text: digits }),
-            _ => Err(text.to_owned()),
+            _ => Err(InvalidKey(text.to_owned())),
         }
     }
 

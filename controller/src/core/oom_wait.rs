@@ -39,6 +39,24 @@ const TRY_MS: Millis = 10_000;
 /// succeeds, because other processes hold their allocations meanwhile.
 const QUICK_MS: Millis = 1_000;
 
+/// Reason why an allocation does not wait for VRAM: it fails at once.
+#[derive(Debug, thiserror::Error)]
+enum OomWaitRefusal {
+    #[error("no such container")]
+    NoContainer,
+    #[error("on_oom is fail in the container's policy")]
+    Policy,
+    #[error("the driver found no VRAM {MAX_ATTEMPTS} times although it was free")]
+    Attempts,
+    #[error("NVML does not show {0}")]
+    UnknownGpu(String),
+    #[error("the GPU is too small: the container has {} of it already", size(*own_bytes))]
+    GpuTooSmall {
+        /// VRAM of the container on the GPU, in bytes.
+        own_bytes: u64,
+    },
+}
+
 impl Node {
     /// Maximum time for which an allocation of a container waits for VRAM, in milliseconds. 0: it
     /// fails at once.
@@ -103,19 +121,17 @@ impl Node {
         bytes: u64,
         uuid: &str,
         attempts: u32,
-    ) -> Result<DeviceBytes, String> {
-        let policy = self.containers.get(key).map(|c| &c.policy).ok_or("no such container")?;
-        if policy.on_oom == OnOom::Fail {
-            return Err("on_oom is fail in the container's policy".into());
+    ) -> Result<DeviceBytes, OomWaitRefusal> {
+        let container = self.containers.get(key).ok_or(OomWaitRefusal::NoContainer)?;
+        if container.policy.on_oom == OnOom::Fail {
+            return Err(OomWaitRefusal::Policy);
         }
         if attempts >= MAX_ATTEMPTS {
-            return Err(format!(
-                "the driver found no VRAM {MAX_ATTEMPTS} times although it was free"
-            ));
+            return Err(OomWaitRefusal::Attempts);
         }
         let gpu = self.gpus.iter().find(|gpu| gpu.uuid == uuid);
         if gpu.is_none() && !self.gpus.is_empty() {
-            return Err(format!("NVML does not show {uuid}"));
+            return Err(OomWaitRefusal::UnknownGpu(uuid.to_owned()));
         }
         // Without a sample, the size of the GPU is unknown. `check_alloc_wait` then checks it
         // later.
@@ -140,11 +156,11 @@ impl Node {
         all.filter(|held| held.uuid == uuid).map(|held| held.bytes).sum()
     }
 
-    fn fits_ever(&self, key: &Key, need: &DeviceBytes) -> Result<(), String> {
+    fn fits_ever(&self, key: &Key, need: &DeviceBytes) -> Result<(), OomWaitRefusal> {
         let own = self.has(key, &need.uuid);
         match self.gpus.iter().find(|gpu| gpu.uuid == need.uuid) {
             Some(gpu) if own.saturating_add(need.bytes) > gpu.total_bytes => {
-                Err(format!("the GPU is too small: the container has {} of it already", size(own)))
+                Err(OomWaitRefusal::GpuTooSmall { own_bytes: own })
             }
             _ => Ok(()),
         }
@@ -321,7 +337,7 @@ impl Node {
         }
     }
 
-    fn refuse_alloc_wait(&mut self, id: ProcessId, ticket: u64, bytes: u64, why: &str) {
+    fn refuse_alloc_wait(&mut self, id: ProcessId, ticket: u64, bytes: u64, why: &OomWaitRefusal) {
         self.send_alloc_grant(id, ticket, false);
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
         let text = format!("an allocation of {} fails: {why}", size(bytes));

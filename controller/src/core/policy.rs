@@ -224,11 +224,30 @@ impl Policies {
 /// Annotation that disables offloads, for a container whose clients cannot wait for a restore.
 pub(super) const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
 
+/// Reason why a value of a policy is invalid: what would be accepted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidValue {
+    /// The value is none of these words.
+    #[error("accepted: {}", .0.join(", "))]
+    Word(Vec<&'static str>),
+    /// The value does not have this form.
+    #[error("accepted: {0}")]
+    Form(&'static str),
+    /// The operator does not let containers choose this value.
+    #[error("accepted here: {0}")]
+    NotPermitted(&'static str),
+    /// No annotation has this name.
+    #[error(
+        "no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, retain-host-copy, checksum, dedup, prefault, allow-gpu-migration, restore, on-oom, on-oom-timeout, minimum-vram-mib, offload-window, inject"
+    )]
+    Name,
+}
+
 /// Applies one annotation to a policy.
 ///
 /// # Errors
-/// Returns the accepted values if the annotation or its value is invalid.
-pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), String> {
+/// [`InvalidValue`]: the annotation or its value is invalid. The policy is as before.
+pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), InvalidValue> {
     match name {
         "affinode.io/offload" => {
             policy.mode = word(value, &Mode::WORDS)?;
@@ -239,7 +258,7 @@ pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
                 .parse()
                 .ok()
                 .filter(|p| (-1000..=1000).contains(p))
-                .ok_or("accepted: a whole number from -1000 to 1000")?;
+                .ok_or(InvalidValue::Form("a whole number from -1000 to 1000"))?;
         }
         "affinode.io/keep-alive" => policy.keep_alive = word(value, &KeepAlive::WORDS)?,
         "affinode.io/prewake" => policy.prewake = word(value, &BOOLS)?,
@@ -260,32 +279,33 @@ pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
         "affinode.io/on-oom-timeout" => policy.on_oom_timeout_ms = duration_ms(value)?,
         "affinode.io/minimum-vram-mib" => {
             let mib: Option<u64> = value.parse().ok().filter(|mib| *mib <= MAX_VRAM_MIB);
-            policy.minimum_vram_bytes = mib.ok_or("accepted: a number of MiB, up to 1048576")? << 20;
+            let accepted = InvalidValue::Form("a number of MiB, up to 1048576");
+            policy.minimum_vram_bytes = mib.ok_or(accepted)? << 20;
         }
         "affinode.io/offload-window" => policy.offload_window = value.parse()?,
         "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err("no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, retain-host-copy, checksum, dedup, prefault, allow-gpu-migration, restore, on-oom, on-oom-timeout, minimum-vram-mib, offload-window, inject".into()),
+        _ => return Err(InvalidValue::Name),
     }
     Ok(())
 }
 
 /// The restore policy that an annotation selects. `immediate` may end processes of other
 /// containers, so it is accepted only if an operator allows annotations to select it.
-fn restore(operators: Restore, value: &str) -> Result<Restore, String> {
+fn restore(operators: Restore, value: &str) -> Result<Restore, InvalidValue> {
     match word(value, &Restore::WORDS)? {
-        Restore::Immediate if operators == Restore::Queue => Err(
-            "accepted here: queue; an operator lets containers choose immediate by policy.restore = \"by-annotation\"".into(),
-        ),
+        Restore::Immediate if operators == Restore::Queue => Err(InvalidValue::NotPermitted(
+            "queue; an operator lets containers choose immediate by policy.restore = \"by-annotation\"",
+        )),
         chosen => Ok(chosen),
     }
 }
 
 /// Whether memory is deduplicated. Deduplication costs the node CPU time, so an annotation can only
 /// disable it.
-fn dedup(operators: bool, value: &str) -> Result<bool, String> {
+fn dedup(operators: bool, value: &str) -> Result<bool, InvalidValue> {
     match word(value, &BOOLS)? {
         true if !operators => {
-            Err("accepted here: false; an operator turns it on, by policy.dedup".into())
+            Err(InvalidValue::NotPermitted("false; an operator turns it on, by policy.dedup"))
         }
         chosen => Ok(chosen),
     }
@@ -293,24 +313,22 @@ fn dedup(operators: bool, value: &str) -> Result<bool, String> {
 
 const BOOLS: [(&str, bool); 2] = [("true", true), ("false", false)];
 
-fn word<T: Copy>(value: &str, words: &[(&str, T)]) -> Result<T, String> {
-    words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning).ok_or_else(|| {
-        let accepted: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
-        format!("accepted: {}", accepted.join(", "))
-    })
+fn word<T: Copy>(value: &str, words: &[(&'static str, T)]) -> Result<T, InvalidValue> {
+    let meaning = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
+    meaning.ok_or_else(|| InvalidValue::Word(words.iter().map(|(word, _)| *word).collect()))
 }
 
 /// Parses a duration such as `90s`, `5m` or `1h 30m`.
 ///
 /// # Errors
-/// Returns the accepted form if the duration is invalid.
-pub fn duration_ms(value: &str) -> Result<Millis, String> {
-    let accepted = || "accepted: a duration from 1ms to 366days, such as 90s, 5m or 1h".to_owned();
-    let duration = humantime::parse_duration(value).map_err(|_| accepted())?;
-    Millis::try_from(duration.as_millis())
+/// [`InvalidValue`]: the duration is invalid.
+pub fn duration_ms(value: &str) -> Result<Millis, InvalidValue> {
+    let accepted = InvalidValue::Form("a duration from 1ms to 366days, such as 90s, 5m or 1h");
+    humantime::parse_duration(value)
         .ok()
+        .and_then(|duration| Millis::try_from(duration.as_millis()).ok())
         .filter(|ms| (1..=MAX_TIMEOUT_MS).contains(ms))
-        .ok_or_else(accepted)
+        .ok_or(accepted)
 }
 
 #[cfg(test)]

@@ -48,7 +48,7 @@ impl Candidate {
         let bytes = self.bytes();
         match rule {
             VictimRule::Expected => {
-                // VRAM freed per cost of the restore. The cost has a fixed part, so many small
+                // VRAM freed per cost of the restore. The cost has a fixed part: several small
                 // restores cost more than a large one. A restore of the copied part only costs
                 // least.
                 u128::from(self.return_ms) * u128::from(bytes) / u128::from(self.delay_ms.max(1))

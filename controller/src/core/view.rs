@@ -26,6 +26,25 @@ pub struct ContainerStatus {
     pub waiters_before: Option<usize>,
 }
 
+/// Reason why no container was found by a name. The text is for an operator.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FindError {
+    /// The name is empty.
+    #[error("name a container; `affinode ps` lists them")]
+    Unnamed,
+    /// No container matches the name.
+    #[error("no container is named {0:?}; `affinode ps` lists them")]
+    Unknown(String),
+    /// Several containers match the name.
+    #[error("{name:?} may be any of {}; name one", found.join(", "))]
+    Ambiguous {
+        /// The name, or the prefix of one, that was given.
+        name: String,
+        /// Names of the containers that match it.
+        found: Vec<String>,
+    },
+}
+
 impl Node {
     /// The state of each container.
     pub fn statuses(&self, now: Millis) -> impl Iterator<Item = (&Key, ContainerStatus)> {
@@ -59,8 +78,8 @@ impl Node {
     /// Finds a container by key, id or name, or by the prefix of one if no other container has it.
     ///
     /// # Errors
-    /// Returns a message for the operator if no container or several match.
-    pub fn find(&self, name: &str) -> Result<Key, String> {
+    /// [`FindError`]: no container or several match.
+    pub fn find(&self, name: &str) -> Result<Key, FindError> {
         let whole = |(key, c): &(&Key, &Container)| {
             key.as_str() == name || c.spec.id == name || c.display_name() == name
         };
@@ -74,12 +93,12 @@ impl Node {
         };
         let found: Vec<(&Key, &Container)> = self.containers.iter().filter(begins).collect();
         match found.as_slice() {
-            _ if name.is_empty() => Err("name a container; `affinode ps` lists them".into()),
-            [] => Err(format!("no container is named {name:?}; `affinode ps` lists them")),
+            _ if name.is_empty() => Err(FindError::Unnamed),
+            [] => Err(FindError::Unknown(name.to_owned())),
             [(key, _)] => Ok((*key).clone()),
             several => {
-                let names: Vec<String> = several.iter().map(|(_, c)| c.display_name()).collect();
-                Err(format!("{name:?} may be any of {}; name one", names.join(", ")))
+                let found = several.iter().map(|(_, c)| c.display_name()).collect();
+                Err(FindError::Ambiguous { name: name.to_owned(), found })
             }
         }
     }

@@ -9,6 +9,8 @@
 
 use std::{fmt, str::FromStr};
 
+use super::policy::InvalidValue;
+
 const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
 const DAY: u32 = 24 * 60;
 /// Maximum number of spans, because annotations are not trusted.
@@ -58,16 +60,17 @@ pub fn week_minute(unix_ms: i64) -> u32 {
 }
 
 impl FromStr for Window {
-    type Err = String;
+    type Err = InvalidValue;
 
-    fn from_str(text: &str) -> Result<Window, String> {
+    fn from_str(text: &str) -> Result<Window, InvalidValue> {
         if text.trim() == "always" {
             return Ok(Window::default());
         }
         let spans: Option<Vec<Span>> = text.split(',').take(MAX_SPANS + 1).map(span).collect();
-        spans.filter(|spans| spans.len() <= MAX_SPANS).map(|spans| Window { spans }).ok_or_else(|| {
-            "accepted: always, or times of the week in UTC such as \"mon-fri 20:00-07:00, sun 00:00-24:00\"".into()
-        })
+        let accepted = InvalidValue::Form(
+            "always, or times of the week in UTC such as \"mon-fri 20:00-07:00, sun 00:00-24:00\"",
+        );
+        spans.filter(|spans| spans.len() <= MAX_SPANS).map(|spans| Window { spans }).ok_or(accepted)
     }
 }
 
@@ -148,7 +151,7 @@ mod tests {
         for bad in
             ["", "nights", "mon 8-17", "mon 24:00-25:00", "mon 08:60-09:00", "die 08:00-09:00"]
         {
-            assert!(bad.parse::<Window>().unwrap_err().contains("accepted"), "{bad}");
+            assert!(bad.parse::<Window>().unwrap_err().to_string().contains("accepted"), "{bad}");
         }
         assert!("mon 08:00-09:00,".repeat(99).parse::<Window>().is_err());
         assert!("always".parse::<Window>().unwrap().is_open(0));

@@ -422,7 +422,8 @@ impl NodeActor {
                     self.commands.insert(command, answer);
                     self.feed(Input::Command(command, key, request));
                 }
-                Err(reason_text) => {
+                Err(error) => {
+                    let reason_text = error.to_string();
                     let _ =
                         answer.send(ActionResponse { reason_text, ..ActionResponse::default() });
                 }
@@ -446,7 +447,7 @@ impl NodeActor {
             Command::Job(request, user, answer) => {
                 let _ = answer.send(match self.job(request, &user) {
                     Ok(granted) => granted,
-                    Err(why) => jobs::JobReply::Refused(why),
+                    Err(error) => jobs::JobReply::Refused(error_chain::chain(&error)),
                 });
             }
         }

@@ -76,6 +76,10 @@ fn failed(code: ttrpc::Code, text: impl Into<String>) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, text.into()))
 }
 
+fn refused(code: ttrpc::Code, error: &dyn std::error::Error) -> ttrpc::Error {
+    failed(code, error_chain::chain(error))
+}
+
 impl ControlService {
     /// The API of an actor that receives from `calls`.
     pub(super) fn new(
@@ -124,7 +128,7 @@ impl Control for ControlService {
         let warnings = self
             .ask(|answer| Command::Announce(Box::new(container), answer))
             .await?
-            .map_err(|why| failed(ttrpc::Code::INVALID_ARGUMENT, why))?;
+            .map_err(|error| refused(ttrpc::Code::INVALID_ARGUMENT, &error))?;
         Ok(AnnounceResponse { warnings, ..AnnounceResponse::default() })
     }
 
@@ -174,7 +178,7 @@ impl Control for ControlService {
         let changed = self
             .ask(|answer| Command::AutoOffload(request.on, COMMAND.into(), answer))
             .await?
-            .map_err(|why| failed(ttrpc::Code::INTERNAL, why))?;
+            .map_err(|error| refused(ttrpc::Code::INTERNAL, &error))?;
         Ok(SetAutoOffloadResponse { changed, ..SetAutoOffloadResponse::default() })
     }
 
@@ -193,7 +197,7 @@ impl Control for ControlService {
             all if all.is_empty() => None,
             name => {
                 let found = self.ask(|answer| Command::Find(name, answer)).await?;
-                Some(found.map_err(|why| failed(ttrpc::Code::NOT_FOUND, why))?)
+                Some(found.map_err(|error| refused(ttrpc::Code::NOT_FOUND, &error))?)
             }
         };
         let after = Some(request.after).filter(|after| *after > 0);
@@ -208,7 +212,7 @@ impl Control for ControlService {
         let taken = self
             .ask(Command::Reload)
             .await?
-            .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
+            .map_err(|error| refused(ttrpc::Code::FAILED_PRECONDITION, &error))?;
         let waits = taken.waits.iter().map(ToString::to_string).collect();
         Ok(ReloadResponse { changed: taken.changed, waits, ..ReloadResponse::default() })
     }
@@ -217,7 +221,7 @@ impl Control for ControlService {
         let hint = if request.busy { Hint::Busy } else { Hint::Idle };
         self.ask(|answer| Command::Hint(request.container, hint, COMMAND.into(), answer))
             .await?
-            .map_err(|why| failed(ttrpc::Code::NOT_FOUND, why))
+            .map_err(|error| refused(ttrpc::Code::NOT_FOUND, &error))
     }
 
     async fn policy(
@@ -227,7 +231,7 @@ impl Control for ControlService {
     ) -> ttrpc::Result<PolicyResponse> {
         self.ask(|answer| Command::Policy(request.container, answer))
             .await?
-            .map_err(|why| failed(ttrpc::Code::NOT_FOUND, why))
+            .map_err(|error| refused(ttrpc::Code::NOT_FOUND, &error))
     }
 
     async fn set_policy(
@@ -239,7 +243,7 @@ impl Control for ControlService {
         let values = self
             .ask(|answer| Command::SetPolicy(changes, answer))
             .await?
-            .map_err(|why| failed(ttrpc::Code::FAILED_PRECONDITION, why))?;
+            .map_err(|error| refused(ttrpc::Code::FAILED_PRECONDITION, &error))?;
         Ok(SetPolicyResponse { values, ..SetPolicyResponse::default() })
     }
 

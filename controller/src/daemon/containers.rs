@@ -7,18 +7,21 @@ use affinode_proto::{
     paths,
 };
 
-use super::actor::NodeActor;
+use super::{actor::NodeActor, command::CommandError};
 use crate::{
     agents::AgentListener,
     core::{ContainerSpec, Input, Key},
+    error_chain,
     inventory::process,
 };
 
 impl NodeActor {
     /// A shim announced a container. Returns its invalid annotations.
-    pub(super) fn announced(&mut self, announcement: Announcement) -> Result<Vec<String>, String> {
-        let key = Key::parse(&announcement.key)
-            .map_err(|k| format!("invalid key {k:?}: expected 32 hex digits"))?;
+    pub(super) fn announced(
+        &mut self,
+        announcement: Announcement,
+    ) -> Result<Vec<String>, CommandError> {
+        let key = Key::parse(&announcement.key)?;
         self.announce(key, announcement.into())
     }
 
@@ -27,7 +30,7 @@ impl NodeActor {
         &mut self,
         key: Key,
         spec: ContainerSpec,
-    ) -> Result<Vec<String>, String> {
+    ) -> Result<Vec<String>, CommandError> {
         if self.node.is_of_another(&key, spec.generation) {
             // The previous container with that id is gone, and its shim has not withdrawn it.
             self.withdraw(key.clone());
@@ -37,7 +40,7 @@ impl NodeActor {
             let (numbers, mail) = (Arc::clone(&self.numbers), self.mail.clone());
             let listener =
                 AgentListener::open(&mut self.sockets, &self.run_dir, &key, owner, numbers, mail)
-                    .map_err(|e| format!("container {}: cannot create its socket: {e}", spec.id))?;
+                    .map_err(|source| CommandError::Socket { id: spec.id.clone(), source })?;
             // The file exists before the container's programs start.
             if let Err(error) = listener.tell_pressure(self.node.pressed().iter()) {
                 tracing::warn!(%key, %error, "container {key}: cannot write the pressure file");
@@ -56,7 +59,11 @@ impl NodeActor {
         for announcement in kept_announcements(&self.run_dir) {
             let id = announcement.id.clone();
             if let Err(error) = self.announced(announcement) {
-                tracing::error!(id, "container {id}: runs unmanaged: {error}");
+                tracing::error!(
+                    id,
+                    "container {id}: runs unmanaged: {}",
+                    error_chain::chain(&error)
+                );
             }
         }
     }

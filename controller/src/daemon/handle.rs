@@ -5,7 +5,10 @@ use std::sync::Arc;
 use affinode_proto::api::control::{ActionResponse, Event, ListResponse};
 use tokio::sync::{mpsc, oneshot};
 
-use super::{command::Command, events::EventLog};
+use super::{
+    command::{Command, CommandError},
+    events::EventLog,
+};
 use crate::{
     call_trace::CallSource,
     core::{Key, Request},
@@ -80,7 +83,7 @@ impl ControllerHandle {
         &self,
         on: bool,
         who: String,
-    ) -> Result<Result<bool, String>, ShuttingDown> {
+    ) -> Result<Result<bool, CommandError>, ShuttingDown> {
         self.ask(|answer| Command::AutoOffload(on, who, answer)).await
     }
 

@@ -6,7 +6,7 @@ use affinode_proto::api::control::HintResponse;
 use super::actor::NodeActor;
 use crate::{
     clock::unix_ms,
-    core::{Input, hints::Hint},
+    core::{Input, hints::Hint, view::FindError},
 };
 
 impl NodeActor {
@@ -56,7 +56,7 @@ impl NodeActor {
         name: &str,
         hint: Hint,
         who: &str,
-    ) -> Result<HintResponse, String> {
+    ) -> Result<HintResponse, FindError> {
         let key = self.node.find(name)?;
         self.feed(Input::Hinted(key.clone(), hint, who.to_owned()));
         let list = self.node.list(self.now(), unix_ms());

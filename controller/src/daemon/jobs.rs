@@ -1,21 +1,40 @@
 //! Jobs: programs that users run without a container. This module admits them, and finds them again
 //! after a restart of the controller.
 
-use super::actor::NodeActor;
+use std::io;
+
+use super::{actor::NodeActor, command::CommandError};
 use crate::{
     core::node::policy_of,
-    jobs::{JobFolder, JobReply, JobRequest, JobUser, MAX_JOBS, kept, permit},
+    error_chain,
+    jobs::{JobFolder, JobRefusal, JobReply, JobRequest, JobUser, MAX_JOBS, kept, permit},
 };
+
+/// Reason why a job was not started.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum JobError {
+    #[error(transparent)]
+    Refused(#[from] JobRefusal),
+    #[error("user {0} has {MAX_JOBS} jobs already")]
+    TooMany(String),
+    #[error("cannot create the job's folder")]
+    Folder(#[source] io::Error),
+    #[error(transparent)]
+    Announcement(#[from] CommandError),
+}
 
 impl NodeActor {
     /// Creates a job and its folder, if the user is allowed to run it.
-    pub(super) fn job(&mut self, request: JobRequest, user: &JobUser) -> Result<JobReply, String> {
+    pub(super) fn job(
+        &mut self,
+        request: JobRequest,
+        user: &JobUser,
+    ) -> Result<JobReply, JobError> {
         let request = permit(request, user, &self.config.jobs.users)?;
         if self.job_users.values().filter(|uid| **uid == user.uid).count() >= MAX_JOBS {
-            return Err(format!("user {} has {MAX_JOBS} jobs already", user.name));
+            return Err(JobError::TooMany(user.name.clone()));
         }
-        let job = JobFolder::make(&self.run_dir, request, user)
-            .map_err(|error| format!("cannot create the job's folder: {error}"))?;
+        let job = JobFolder::make(&self.run_dir, request, user).map_err(JobError::Folder)?;
         let warnings = self.announce_job(&job)?;
         tracing::info!(key = %job.key(), user = user.name, "job {}: started", job.key());
         let [folder, lock] = [job.mount(), job.lock()].map(|path| path.display().to_string());
@@ -31,12 +50,12 @@ impl NodeActor {
         });
         for job in jobs {
             if let Err(error) = self.announce_job(&job) {
-                tracing::error!(key = %job.key(), "job {}: runs unmanaged: {error}", job.key());
+                tracing::error!(key = %job.key(), "job {}: runs unmanaged: {}", job.key(), error_chain::chain(&error));
             }
         }
     }
 
-    fn announce_job(&mut self, job: &JobFolder) -> Result<Vec<String>, String> {
+    fn announce_job(&mut self, job: &JobFolder) -> Result<Vec<String>, CommandError> {
         self.job_users.insert(job.key().clone(), job.uid());
         let spec = job.spec();
         let (policy, _) = policy_of(&self.config.settings().policies, &spec);

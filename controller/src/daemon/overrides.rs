@@ -6,14 +6,17 @@ use affinode_proto::{
 };
 use tokio::sync::oneshot;
 
-use super::{actor::NodeActor, command::Command};
+use super::{
+    actor::NodeActor,
+    command::{Command, CommandError},
+};
 use crate::{
     core::{ActionResult, Input, Key, Request, event::NodeEvent, overrides::OperatorOverrides},
-    overrides,
+    error_chain, overrides,
 };
 
 impl NodeActor {
-    pub(super) fn auto_offload(&mut self, on: bool, who: &str) -> Result<bool, String> {
+    pub(super) fn auto_offload(&mut self, on: bool, who: &str) -> Result<bool, CommandError> {
         let changed = self.override_with(self.node.overrides().with_auto_offload(on))?;
         if changed {
             let word = if on { "on" } else { "off" };
@@ -32,11 +35,11 @@ impl NodeActor {
         let refused = |why| ActionResponse { reason_text: why, ..ActionResponse::default() };
         let key = match self.node.find(name) {
             Ok(key) => key,
-            Err(why) => return drop(answer.send(refused(why))),
+            Err(error) => return drop(answer.send(refused(error.to_string()))),
         };
         let changed = match self.override_with(self.node.overrides().with_pin(&key, pinned)) {
             Ok(changed) => changed,
-            Err(why) => return drop(answer.send(refused(why))),
+            Err(error) => return drop(answer.send(refused(error_chain::chain(&error)))),
         };
         if changed {
             let word = if pinned { "pinned" } else { "unpinned" };
@@ -60,11 +63,10 @@ impl NodeActor {
     }
 
     /// Stores overrides, then puts them in force. Returns whether they are a change.
-    pub(super) fn override_with(&mut self, fresh: OperatorOverrides) -> Result<bool, String> {
+    pub(super) fn override_with(&mut self, fresh: OperatorOverrides) -> Result<bool, CommandError> {
         let changed = fresh != *self.node.overrides();
-        overrides::write(&self.run_dir, &fresh).map_err(|error| {
-            format!("cannot store the operator override in {}: {error}", self.run_dir.display())
-        })?;
+        overrides::write(&self.run_dir, &fresh)
+            .map_err(|source| CommandError::Override { folder: self.run_dir.clone(), source })?;
         if changed {
             self.feed(Input::Overridden(fresh));
         }

@@ -2,17 +2,16 @@
 
 use affinode_proto::api::control::{PolicyResponse, PolicyValue};
 
-use super::actor::NodeActor;
+use super::{actor::NodeActor, command::CommandError};
 use crate::{
     config::{self, Config, ReloadedConfig},
-    core::Input,
-    error_chain,
+    core::{Input, view::FindError},
 };
 
 impl NodeActor {
     /// Reads the configuration again.
-    pub(super) fn reload(&mut self) -> Result<ReloadedConfig, String> {
-        let read = Config::load(&Config::path()).map_err(|e| error_chain::chain(&e))?;
+    pub(super) fn reload(&mut self) -> Result<ReloadedConfig, CommandError> {
+        let read = Config::load(&Config::path())?;
         let taken = self.config.take(read);
         if taken.changed {
             self.feed(Input::Reconfigured(Box::new(self.config.settings())));
@@ -21,7 +20,7 @@ impl NodeActor {
     }
 
     /// The policy of all containers (empty name), or of the one with this name.
-    pub(super) fn policy(&self, name: &str) -> Result<PolicyResponse, String> {
+    pub(super) fn policy(&self, name: &str) -> Result<PolicyResponse, FindError> {
         if name.is_empty() {
             return Ok(self.node.explain(None));
         }
@@ -32,8 +31,8 @@ impl NodeActor {
     pub(super) fn set_policy(
         &mut self,
         changes: &[(String, String)],
-    ) -> Result<Vec<PolicyValue>, String> {
-        config::set(&Config::path(), changes).map_err(|e| error_chain::chain(&e))?;
+    ) -> Result<Vec<PolicyValue>, CommandError> {
+        config::set(&Config::path(), changes)?;
         self.reload()?;
         let shown: Vec<String> = changes
             .iter()

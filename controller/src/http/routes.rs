@@ -23,7 +23,7 @@ use super::{
 use crate::{
     clock,
     core::{Key, Request as Wanted},
-    schema,
+    error_chain, schema,
 };
 
 /// Prefix of the paths of containers.
@@ -343,7 +343,9 @@ async fn auto_offload(
     }
     match site.door.auto_offload(on, caller.who.clone()).await {
         Ok(Ok(_)) => reply::json(StatusCode::OK, &serde_json::json!({ "auto_offload": on })),
-        Ok(Err(why)) => reply::error(StatusCode::INTERNAL_SERVER_ERROR, &why),
+        Ok(Err(error)) => {
+            reply::error(StatusCode::INTERNAL_SERVER_ERROR, &error_chain::chain(&error))
+        }
         Err(ending) => reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
     }
 }

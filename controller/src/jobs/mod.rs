@@ -78,60 +78,84 @@ pub struct JobUser {
     pub name: String,
 }
 
+/// Reason why a user may not run a job. The text is for the user.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum JobRefusal {
+    /// The configuration does not list the user.
+    #[error(
+        "user {0} may not run jobs under Affinode on this node; an administrator allows it with jobs.users in the configuration"
+    )]
+    User(String),
+    /// The name is empty, too long, or has other characters.
+    #[error(
+        "invalid job name {0:?}: accepted: at most {MAX_TEXT_BYTES} letters, digits, '.', '_' and '-'"
+    )]
+    Name(String),
+    /// The namespace is not the user's own.
+    #[error("jobs of user {user} are in namespace {own}; only root may choose {namespace:?}")]
+    OtherNamespace {
+        /// Name of the user.
+        user: String,
+        /// Namespace of the user's jobs.
+        own: String,
+        /// Namespace of the request.
+        namespace: String,
+    },
+    /// The namespace is too long, or has other characters than a name may have.
+    #[error("invalid namespace {0:?}")]
+    Namespace(String),
+    /// The request has too many annotations.
+    #[error("a job may have at most {MAX_ANNOTATIONS} annotations")]
+    Annotations,
+    /// The annotation affects other jobs.
+    #[error("only root may set annotation {0}; other users may set {others}", others = HARMLESS.join(", "))]
+    OnlyRoot(String),
+    /// The annotation's name is invalid, or its value is too long.
+    #[error("annotation {0:?} is invalid or too long")]
+    Annotation(String),
+}
+
 /// Checks a request; returns it with the namespace filled in and the full names of annotations.
 ///
 /// # Errors
-/// The reason why the user may not run the job, in plain text.
+/// [`JobRefusal`].
 pub fn permit(
     request: JobRequest,
     user: &JobUser,
     allowed: &[String],
-) -> Result<JobRequest, String> {
+) -> Result<JobRequest, JobRefusal> {
     let root = user.uid == 0;
     let listed = |name: &String| *name == "*" || *name == user.name;
     if !root && !allowed.iter().any(listed) {
-        return Err(format!(
-            "user {} may not run jobs under Affinode on this node; an administrator allows it \
-             with jobs.users in the configuration",
-            user.name
-        ));
+        return Err(JobRefusal::User(user.name.clone()));
     }
     let plain = |word: &str| {
         let fine = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
         !word.is_empty() && word.len() <= MAX_TEXT_BYTES && word.bytes().all(fine)
     };
     if !plain(&request.name) {
-        return Err(format!(
-            "invalid job name {:?}: accepted: at most {MAX_TEXT_BYTES} letters, digits, '.', '_' and '-'",
-            request.name
-        ));
+        return Err(JobRefusal::Name(request.name));
     }
     let own = if root { "jobs".to_owned() } else { format!("user-{}", user.name) };
     let namespace = match request.namespace {
         namespace if namespace.is_empty() || namespace == own => own,
         namespace if !root => {
-            return Err(format!(
-                "jobs of user {} are in namespace {own}; only root may choose {namespace:?}",
-                user.name
-            ));
+            return Err(JobRefusal::OtherNamespace { user: user.name.clone(), own, namespace });
         }
         namespace if plain(&namespace) => namespace,
-        namespace => return Err(format!("invalid namespace {namespace:?}")),
+        namespace => return Err(JobRefusal::Namespace(namespace)),
     };
     if request.annotations.len() > MAX_ANNOTATIONS {
-        return Err(format!("a job may have at most {MAX_ANNOTATIONS} annotations"));
+        return Err(JobRefusal::Annotations);
     }
     let mut annotations = BTreeMap::new();
     for (name, value) in request.annotations {
         let short = name.strip_prefix(PREFIX).unwrap_or(&name);
         if !root && !HARMLESS.contains(&short) {
-            return Err(format!(
-                "only root may set annotation {short}; other users may set {}",
-                HARMLESS.join(", ")
-            ));
+            return Err(JobRefusal::OnlyRoot(short.to_owned()));
         }
         if !plain(short) || value.len() > MAX_TEXT_BYTES {
-            return Err(format!("annotation {short:?} is invalid or too long"));
+            return Err(JobRefusal::Annotation(short.to_owned()));
         }
         annotations.insert(format!("{PREFIX}{short}"), value);
     }

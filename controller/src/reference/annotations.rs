@@ -77,7 +77,7 @@ fn names() -> Vec<String> {
 
 /// The parser's reason to refuse a value, with the node's default policy.
 fn refusal(name: &str, value: &str) -> Option<String> {
-    apply(&mut Policy::default(), name, value).err()
+    apply(&mut Policy::default(), name, value).err().map(|invalid| invalid.to_string())
 }
 
 #[cfg(test)]
