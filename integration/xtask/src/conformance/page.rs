@@ -9,9 +9,10 @@ use crate::sh;
 
 const HEAD: &str = "# Conformance
 
-Printed by `cargo xtask conformance`: suites of others, run with the stock runtime
-(`io.containerd.runc.v2`) and with ours on one machine: by its name, `io.containerd.affinode.v1`, and
-in critest as the handler that `affinode install` makes.
+`cargo xtask conformance` wrote this page. It ran the test suites of other projects on one machine,
+with the stock runtime (`io.containerd.runc.v2`) and with Affinode's (\"ours\"). containerd's client
+tests use Affinode's runtime by its name, `io.containerd.affinode.v1`. critest uses the handler that
+`affinode install` writes.
 ";
 
 /// Date, machine and versions of a run.
