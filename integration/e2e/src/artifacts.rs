@@ -1,5 +1,5 @@
-//! Paths of the built files. They are in one folder that `cargo xtask build` fills, and that a kit
-//! for GPU machines contains unchanged.
+//! Paths of the built files. They are in one folder. `cargo xtask build` fills the folder, and a
+//! kit for GPU machines contains a copy.
 //!
 //! ```text
 //! target/affinode/
@@ -39,7 +39,7 @@ impl Artifacts {
         Ok(Self { root })
     }
 
-    /// A folder that has the built files, or will be filled with them.
+    /// A folder of built files, or the empty folder into which they will be built.
     #[must_use]
     pub fn at(root: PathBuf) -> Self {
         Self { root }
@@ -81,14 +81,14 @@ impl Artifacts {
         self.root.join("cache")
     }
 
-    /// The folder of a runc that maps the users of mounts. It exists only if `cargo xtask deps` has
-    /// built one.
+    /// The folder of a runc that supports id-mapped mounts (mounts with their own user mapping). It
+    /// exists only if `cargo xtask deps` has built that runc.
     #[must_use]
     pub fn own_users_runc_dir(&self) -> PathBuf {
         self.cache_dir().join("runc")
     }
 
-    /// The folder of Docker's unpacked packages, where `cargo xtask deps` found some.
+    /// The folder of Docker's unpacked packages, if `cargo xtask deps` found them.
     #[must_use]
     pub fn docker_dir(&self) -> PathBuf {
         self.cache_dir().join("docker")

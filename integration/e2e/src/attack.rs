@@ -16,12 +16,13 @@ use crate::{
 /// Starts the container, and returns when all attacks are running.
 ///
 /// # Errors
-/// When the container cannot be started, or the controller shows no load from it.
+/// When the container cannot be started, or the attacks cause no load on the controller.
 pub fn start(world: &Testbed, id: &str) -> Result<Worker> {
     let controller = world.controller()?.context("no controller is running")?;
     let hello = AgentMessage::Hello {
         version: WIRE_VERSION,
-        // A pid of another process: the controller uses the peer's credentials instead.
+        // This is the pid of another process. The controller must use the peer's credentials
+        // instead.
         pid_in_namespace: 1,
         phase: Phase::Checkpointed,
         generation: u64::MAX,

@@ -18,10 +18,11 @@
 //! | [`leak_check`] | processes, files and mounts that remain at rest |
 //! | [`report`] | the findings |
 //!
-//! One environment serves a block of rounds, each of which begins with all containers offloaded;
-//! after a finding the next round gets a new environment. Several environments share the blocks of
-//! a campaign. In one of ten blocks each move takes seconds; in another one host memory is short.
-//! The same seed and round number give the same plan; the timing of the machine differs.
+//! One environment serves a block of rounds. Each round begins with all containers offloaded. After
+//! a finding, the next round gets a new environment. Several environments run the blocks of a
+//! campaign in parallel. In one of ten blocks each move takes seconds. In another of the ten, host
+//! memory is short. The same seed and round number always produce the same plan, but the timing
+//! depends on the machine.
 
 pub mod container;
 pub mod env;
@@ -50,7 +51,7 @@ use crate::{gpu::Gpu, testbed::TestbedConfig, wait::until};
 use env::{ChaosEnv, Setup};
 use plan::{Fault, Plan, Scene, Stimulus};
 
-/// Number of rounds in a block, which share one environment.
+/// Number of rounds in a block. The rounds of a block use the same environment.
 const BLOCK: u64 = 10;
 /// Number of findings after which a campaign ends.
 const ENOUGH: usize = 5;
@@ -66,11 +67,11 @@ pub struct Options {
     pub rounds: u64,
     /// The GPU: simulated, of any size, or the machine's own.
     pub gpu: Gpu,
-    /// Number of environments that share the rounds; 1 on a real GPU.
+    /// Number of environments that run rounds in parallel; 1 on a real GPU.
     pub worlds: usize,
 }
 
-/// Plays a campaign in testbeds of this configuration. `tell` receives lines about its progress.
+/// Runs a campaign in testbeds of this configuration. `tell` receives lines about its progress.
 ///
 /// # Errors
 /// When no testbed can be created.
@@ -100,7 +101,7 @@ pub fn run(
     Ok(Report { seconds, ..report })
 }
 
-/// Data that the testbeds of a campaign share.
+/// Data that the threads of a campaign share. Each thread runs rounds in its own testbed.
 struct Campaign<'a> {
     recipe: &'a (dyn Fn() -> TestbedConfig + Sync),
     options: &'a Options,
@@ -113,8 +114,8 @@ struct Campaign<'a> {
 type Told<'a> = (Report, &'a mut (dyn FnMut(&str) + Send));
 
 impl<'a> Campaign<'a> {
-    /// Plays rounds in one testbed after the other, until all rounds are played or the campaign has
-    /// enough findings.
+    /// Runs rounds, with a new testbed after each block and each finding. Returns when all rounds
+    /// have run or the campaign has enough findings.
     fn play_rounds(&self) -> Result<()> {
         let Options { seed, first, rounds, gpu, .. } = self.options;
         let mut env: Option<ChaosEnv> = None;
@@ -187,7 +188,7 @@ impl<'a> Campaign<'a> {
     }
 }
 
-/// Plays a round, and then checks for leaks.
+/// Runs one round, and then checks for leaks.
 fn play(env: &mut ChaosEnv, plan: &Plan, round: u64, report: &mut Report) -> Vec<Finding> {
     env.watch.clear();
     let squeezed = env.setup == Setup::Squeezed;
@@ -202,7 +203,8 @@ fn play(env: &mut ChaosEnv, plan: &Plan, round: u64, report: &mut Report) -> Vec
         outcome = outcome.and_then(|()| play_scene(env, scene, &mut undo, &mut asked, report));
     }
     if squeezed {
-        // Both are idle in the same moment then, and there is host memory for one of them.
+        // After these calls both twins become idle at the same time, but host memory suffices to
+        // offload only one of them.
         outcome = outcome.and_then(|()| call_twins(env));
     }
     let mut found: Vec<Finding> = outcome.err().iter().map(error).collect();
@@ -289,7 +291,8 @@ fn play_scene(
     }
     let strike = &scene.strike;
     let (watched, step) = strike.at;
-    // Whether the step comes at all is up to the machine: it is struck anyway.
+    // Depending on the machine's timing, the step may never occur. The fault is then caused when
+    // the time limit has passed.
     let patience = env.setup.step_patience();
     let _ = env.watch.wait(&env.cast[watched].name(), step, from, patience);
     std::thread::sleep(Duration::from_micros(strike.after_us));
@@ -304,8 +307,8 @@ fn play_scene(
         .with_context(|| strike.fault.as_str())?;
     if undo.len() > before {
         std::thread::sleep(Duration::from_millis(strike.lasts_ms));
-        // What lasts ends here; containerd comes back when the round is over, or later scenes
-        // would never find it gone.
+        // Lasting faults are undone here. Only containerd is started again after the round, so that
+        // later scenes run without containerd.
         let last = undo.split_off(before);
         let (later, now): (Vec<_>, Vec<_>) =
             last.into_iter().partition(|undo| matches!(undo, fault::Undo::StartContainerd));
@@ -334,7 +337,7 @@ fn end(mut child: Child) -> Result<()> {
     ended
 }
 
-/// Asserts that a controller replies, if a container of the campaign needs one.
+/// Waits until a controller replies, if a container of the campaign needs one.
 fn controller_is_back(env: &ChaosEnv) -> Result<()> {
     if env.cast.iter().all(|container| container.doomed) {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The `affinode` command, run as a user runs it; its JSON, read as a script reads it.
+//! Runs the `affinode` command as a user does, and parses its JSON output as a script does.
 
 use std::{
     path::{Path, PathBuf},
@@ -23,7 +23,7 @@ pub struct Cli {
 pub struct Node {
     /// The controller's process id.
     pub controller_pid: i32,
-    /// Host memory with offloaded contents, in bytes.
+    /// Host memory that holds offloaded contents, in bytes.
     pub host_used_bytes: u64,
     /// The GPUs of the node.
     pub gpus: Vec<GpuRow>,
@@ -53,9 +53,9 @@ pub struct GpuRow {
     pub copier_restores: u64,
     /// Number of processes whose memory is registered with the copier.
     pub copier_registered: u32,
-    /// Shared contents of processes, summed over all of them, in bytes.
+    /// Content that processes share with others, summed over all processes, in bytes.
     pub copier_shared_bytes: u64,
-    /// Size of the files with shared contents, in bytes.
+    /// Size of the files that hold shared content, in bytes.
     pub copier_stored_bytes: u64,
     /// Number of processes that its copiers have copied out.
     pub copier_offloads: u64,
@@ -73,7 +73,7 @@ pub struct GpuRow {
 pub struct ContainerRow {
     /// Name of the form namespace/pod/container, or namespace/id.
     pub name: String,
-    /// Key of the container at the controller.
+    /// Key by which the controller identifies the container.
     pub key: String,
     /// Namespace of the container in containerd.
     pub namespace: String,
@@ -87,11 +87,11 @@ pub struct ContainerRow {
     pub container: String,
     /// Name of the container's image.
     pub image: String,
-    /// Active, Idle, Offloaded, …
+    /// Name of the state, such as Active, Idle or Offloaded.
     pub state: String,
     /// Time of the last change of state, in milliseconds since 1970.
     pub since_unix_ms: i64,
-    /// Stable word of the state's reason.
+    /// Stable word of the reason for the state.
     pub reason: String,
     /// VRAM that the container holds, in bytes.
     pub vram_bytes: u64,
@@ -101,19 +101,19 @@ pub struct ContainerRow {
     pub idle_timeout_ms: u64,
     /// Engine in effect for the container.
     pub engine: String,
-    /// Share of its VRAM that the library can copy at bus speed.
+    /// Fraction of its VRAM that the library can copy at bus speed.
     pub copyable_share: Option<f64>,
-    /// VRAM that its offloaded processes keep, in bytes.
+    /// VRAM that its processes hold while offloaded, in bytes.
     pub staying_bytes: u64,
-    /// Reasons for which it stays on the GPU.
+    /// Reasons why it is not offloaded.
     pub staying_reasons: Vec<String>,
     /// Number of offloads up to now.
     pub offloads: u64,
     /// Number of restores up to now.
     pub restores: u64,
-    /// Duration of the last offload.
+    /// Duration of the last offload, in milliseconds.
     pub last_offload_ms: u64,
-    /// Duration of the last wake, as the caller measured it.
+    /// Duration of the last wake, measured by the calling process, in milliseconds.
     pub last_wake_ms: u64,
     /// CUDA processes of the container.
     pub processes: Vec<ProcessRow>,
@@ -147,17 +147,17 @@ pub struct ProcessRow {
     pub copied_out_bytes: u64,
     /// Host memory that it retains while resident, in bytes.
     pub kept_bytes: u64,
-    /// Unchanged bytes that the last offload did not copy.
+    /// Unchanged content that the last offload did not copy, in bytes.
     pub unchanged_bytes: u64,
-    /// Zero bytes that the last offload did not store.
+    /// Zero content that the last offload did not store, in bytes.
     pub zero_bytes: u64,
-    /// Names of hazards, which make an offload unsafe.
+    /// Names of its hazards. A hazard makes an offload unsafe.
     pub hazards: Vec<String>,
     /// Name of the last CUDA function that it called.
     pub last_call: String,
     /// VRAM that the process holds, in bytes.
     pub vram_bytes: u64,
-    /// Share of the last sampling interval in which its kernels ran, in percent.
+    /// Percentage of the last sampling interval during which its kernels ran.
     pub utilization_percent: Option<u32>,
 }
 
@@ -165,7 +165,7 @@ pub struct ProcessRow {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct EventRow {
-    /// Sequence number, from 1 in each controller.
+    /// Sequence number. Each controller starts at 1.
     pub sequence: u64,
     /// Time of the event, in milliseconds since 1970.
     pub unix_ms: i64,
@@ -195,21 +195,22 @@ pub struct ActionRow {
     pub done: bool,
     /// State of the container after the request.
     pub state: String,
-    /// Reason of a refusal.
+    /// Reason of the refusal, if the offload was refused.
     pub reason: String,
     /// VRAM that was moved, in bytes.
     pub bytes: u64,
-    /// Duration of the move.
+    /// Duration of the move, in milliseconds.
     pub elapsed_ms: u64,
 }
 
 const PS: [&str; 3] = ["ps", "-o", "json"];
-/// Exit status of `timeout` if it has ended the command.
+/// Exit status of `timeout` if the time limit of the command has passed.
 const TIMED_OUT: i32 = 124;
-/// Text that the command prints without a controller. On a busy machine, a controller may be about
-/// to listen.
+/// Error that the command prints if no controller listens. On a busy machine, a controller may
+/// start to listen a moment later.
 const NO_CONTROLLER: &str = "cannot connect to the controller";
-/// Temporary refusals: a call is in progress, or the process is about to register.
+/// Reasons of temporary refusals. For example, a call is in progress, or the process has not
+/// registered yet.
 const PASSING: [&str; 4] = ["call-in-progress", "busy", "woken-meanwhile", "not-registered"];
 
 impl Cli {
@@ -253,7 +254,7 @@ impl Cli {
         Ok(output)
     }
 
-    /// Runs the command and requires success. Waits for a controller that is about to start.
+    /// Runs the command and requires success. Waits for a controller that is starting.
     ///
     /// # Errors
     /// When the command fails, or no controller starts.
@@ -280,7 +281,7 @@ impl Cli {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// The output of `affinode ps`. Waits for a controller that is about to start.
+    /// The output of `affinode ps`. Waits for a controller that is starting.
     ///
     /// # Errors
     /// When no controller starts, or its reply cannot be parsed.
@@ -290,13 +291,13 @@ impl Cli {
         })
     }
 
-    /// The output of `affinode ps` from the running controller.
+    /// The output of `affinode ps` from a controller that already runs.
     ///
     /// # Errors
     /// When no controller runs, or its reply cannot be parsed.
     pub fn ps_now(&self) -> Result<Node> {
         let node = Self::node(&Self::demand(&PS, &self.output(&PS)?)?)?;
-        // Without a controller the command shows the GPUs alone.
+        // Without a controller the command succeeds, but shows only the GPUs.
         if node.controller_pid == 0 {
             bail!("no controller runs");
         }
@@ -355,8 +356,9 @@ impl Cli {
         self.wait_for(id, "to be registered", |row| !row.processes.is_empty())
     }
 
-    /// The row of a container, once it matches. `what` completes "waited for the container …". A
-    /// program's reply may come before the controller has recorded the move.
+    /// The row of a container, as soon as it matches. `what` completes "waited for the container
+    /// …". A wait is necessary because a program's reply can arrive before the controller has
+    /// recorded the move.
     ///
     /// # Errors
     /// When the row does not match in time.
@@ -368,7 +370,7 @@ impl Cli {
     ) -> Result<ContainerRow> {
         let mut last = String::from("unknown");
         until(&format!("{id} {what}"), || {
-            // The controller may be about to start, or to restart.
+            // A controller that is starting or restarting does not reply yet.
             match self.container(id) {
                 Ok(Some(row)) if wanted(&row) => return Ok(Some(row)),
                 Ok(Some(row)) => last = format!("{row:?}"),
@@ -380,8 +382,8 @@ impl Cli {
         .with_context(|| format!("last reading: {last}"))
     }
 
-    /// The events, once one of them matches. The controller publishes an event slightly after its
-    /// cause.
+    /// The events, as soon as one of them matches. The controller publishes an event slightly after
+    /// its cause.
     ///
     /// # Errors
     /// As [`Cli::ps`]; also when no event matches in time.
@@ -411,7 +413,8 @@ impl Cli {
             .collect()
     }
 
-    /// Runs `affinode offload` for a resident container. Repeats it after a temporary refusal.
+    /// Runs `affinode offload` for a resident container. Repeats the command after a temporary
+    /// refusal.
     ///
     /// # Errors
     /// If the command cannot be run.
@@ -442,8 +445,8 @@ impl Cli {
         Ok(said)
     }
 
-    /// Waits until a container is resident: active or idle. On a slow machine it may be idle again
-    /// before it is seen as active.
+    /// Waits until a container is resident: active or idle. On a slow machine the container may
+    /// become idle again before it is seen as active.
     ///
     /// # Errors
     /// When the container is not resident in time.

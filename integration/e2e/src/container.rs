@@ -1,7 +1,8 @@
 //! Containers that are run with `ctr`, with and without a GPU.
 //!
-//! A test talks to a container's program through two named pipes in a mounted folder. The pipes
-//! survive `ctr` and containerd, and work for CRI, too.
+//! A test communicates with a container's program through two named pipes in a mounted folder. The
+//! pipes do not depend on `ctr` or containerd, so they continue to work when these end. They work
+//! with CRI, too.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -16,8 +17,8 @@ use crate::{containerd, image, testbed::Testbed, wait::until};
 
 /// Folder of the client programs in a container.
 pub const CLIENTS: &str = "/opt/clients";
-/// Flags of a container that sees its cgroup, as containers of Kubernetes and nerdctl do. Without
-/// them, `ctr`'s containers do not.
+/// Flags of `ctr` that make a container's cgroup visible inside it, as Kubernetes and nerdctl do by
+/// default.
 pub const SEES_ITS_CGROUP: [&str; 2] =
     ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro"];
 /// Folder of the pipes in a container.
@@ -30,7 +31,7 @@ pub struct Spec {
     pub id: String,
     /// Runtime type in containerd.
     pub runtime: String,
-    /// One of [`image`]'s names.
+    /// Name of an image of [`image`].
     pub image: String,
     /// An existing root filesystem in place of the image.
     pub rootfs: Option<PathBuf>,
@@ -79,15 +80,16 @@ impl Spec {
         self
     }
 
-    /// Settings of a worker that makes a call every 20 ms, and counts as active on a slow machine,
-    /// too.
+    /// Sets an idle timeout that keeps a worker active while it makes a call every 20 ms, even on a
+    /// slow machine.
     #[must_use]
     pub fn busy(mut self) -> Self {
         self.argv.extend(["--period-ms".into(), "20".into()]);
         self.annotation("affinode.io/idle-timeout", "1h")
     }
 
-    /// Settings with which host memory is prefaulted soon after the last call.
+    /// Turns on prefaulting of host memory, with an idle timeout that starts it soon after the last
+    /// call.
     #[must_use]
     pub fn prepared(self) -> Self {
         self.annotation("affinode.io/engine", "full")
@@ -181,7 +183,7 @@ impl Spec {
         Ok(self.running())
     }
 
-    /// A container of this description that was started by other means.
+    /// The running container of this description, which was started by other means.
     #[must_use]
     pub fn running(&self) -> Running {
         Running { id: self.id.clone() }
@@ -200,7 +202,7 @@ impl Spec {
     }
 }
 
-/// The command that runs `argv` on the pipes in [`PIPES`].
+/// Wraps `argv` so that it reads from and writes to the pipes in [`PIPES`].
 #[must_use]
 pub fn piped(argv: &[String]) -> Vec<String> {
     let script = format!("exec \"$@\" <{PIPES}/in >{PIPES}/out 2>{PIPES}/err.log");
@@ -209,7 +211,7 @@ pub fn piped(argv: &[String]) -> Vec<String> {
     command
 }
 
-/// Creates a folder with the pipes `in` and `out`, which every user may open.
+/// Creates a folder with the pipes `in` and `out`. Every user may open them.
 ///
 /// # Errors
 /// When the folder or a pipe cannot be created.
@@ -217,7 +219,7 @@ pub fn make_pipes(world: &Path, id: &str) -> Result<PathBuf> {
     make_pipe_pairs(world, id, &[""])
 }
 
-/// Creates a folder with a pair of such pipes for each suffix.
+/// Creates a folder with a pair of pipes for each suffix, as [`make_pipes`] does.
 ///
 /// # Errors
 /// When the folder or a pipe cannot be created.
@@ -225,7 +227,7 @@ pub fn make_pipe_pairs(world: &Path, id: &str, suffixes: &[&str]) -> Result<Path
     use std::os::unix::fs::PermissionsExt;
     let folder = world.join("io").join(id);
     if folder.exists() {
-        // Left by an ended container of this name.
+        // An ended container of the same id has left this folder.
         std::fs::remove_dir_all(&folder)?;
     }
     std::fs::create_dir_all(&folder)?;
@@ -235,7 +237,7 @@ pub fn make_pipe_pairs(world: &Path, id: &str, suffixes: &[&str]) -> Result<Path
         let pipe = folder.join(name);
         mkfifo(&pipe, Mode::from_bits_truncate(0o666))
             .with_context(|| format!("cannot make {}", pipe.display()))?;
-        // The umask applied at creation.
+        // `mkfifo` applied the umask, so the mode is set again.
         std::fs::set_permissions(&pipe, std::fs::Permissions::from_mode(0o666))?;
     }
     Ok(folder)
@@ -249,10 +251,10 @@ pub struct Running {
 }
 
 impl Running {
-    /// The container's first process, on the host.
+    /// Pid on the host of the container's first process.
     ///
     /// # Errors
-    /// When containerd does not know the task.
+    /// When containerd has no task of this container.
     pub fn pid(&self, world: &Testbed) -> Result<i32> {
         let tasks = containerd::run(world.ctr().args(["tasks", "ls"]))?;
         let row = tasks.lines().find(|row| row.split_whitespace().next() == Some(&self.id));
@@ -262,7 +264,7 @@ impl Running {
         Ok(pid.parse()?)
     }
 
-    /// Status of the task: RUNNING, STOPPED, …; `None` without a task.
+    /// Status of the task, such as RUNNING or STOPPED. `None` if there is no task.
     ///
     /// # Errors
     /// When ctr fails.
@@ -274,8 +276,8 @@ impl Running {
 
     /// Runs a program in the container, and returns its standard output.
     ///
-    /// `ctr` drops the output of a program that ends before `ctr` has opened the pipes. So the
-    /// program is followed by a shell that ends when the output has arrived.
+    /// `ctr` drops the output of a program that ends before `ctr` has opened the pipes. The program
+    /// is therefore run by a shell, which ends only after the output has arrived.
     ///
     /// # Errors
     /// When the program fails.
@@ -296,7 +298,7 @@ impl Running {
         let tail = format!("\n{LAST}\n");
         while !said.ends_with(&tail) && output.read_line(&mut said)? > 0 {}
         if let Some(mut input) = child.stdin.take() {
-            // Fails if the program never ran.
+            // The write fails if the program was never started.
             let _ = writeln!(input);
         }
         let ended = child.wait_with_output()?;
@@ -318,7 +320,8 @@ impl Running {
         let killed =
             containerd::run(world.ctr().args(["tasks", "kill", "--signal", "SIGKILL", &self.id]));
         if let Err(error) = killed {
-            // It may have ended by itself before: with much VRAM that takes seconds.
+            // The task may have ended by itself before the kill. The end of a task with much VRAM
+            // takes seconds.
             let ends = format!("{error:#}").contains("process already finished");
             if !ends && self.status(world)?.as_deref() == Some("RUNNING") {
                 return Err(error);
@@ -345,7 +348,8 @@ impl Running {
     pub fn delete(&self, world: &Testbed) -> Result<()> {
         // `ctr run --rm` and a kill may have removed the task already.
         if self.status(world)?.is_some() {
-            // Exits with the task's own status: only the task's absence afterwards counts.
+            // The command exits with the task's own status. The later check that the task does not
+            // exist is what counts.
             world.ctr().args(["tasks", "delete", &self.id]).output()?;
         }
         containerd::run(world.ctr().args(["containers", "delete", &self.id])).map(|_| ())

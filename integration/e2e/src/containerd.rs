@@ -28,23 +28,23 @@ pub const AFFINODE: &str = "io.containerd.affinode.v1";
 /// Runtime type of the stock shim.
 pub const STOCK: &str = "io.containerd.runc.v2";
 
-/// The snippet that the documents give users for a version 2 configuration. The tests install it,
-/// too.
+/// Snippet for a version 2 configuration, as the documents show it to users. The tests install the
+/// same text.
 const REGISTER_V2: &str = include_str!("../../../config/containerd/affinode-v2.toml");
 /// Affinode's shim, and its path in the snippet for containerd 2.
 const SHIM: &str = "containerd-shim-affinode-v1";
 const INSTALLED: &str = "/usr/local/bin/containerd-shim-affinode-v1";
 const REGISTER_V3: &str = include_str!("../../../config/containerd/affinode-v3.toml");
 
-/// Author of containerd's configuration file.
+/// Origin of containerd's configuration file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
-    /// A distribution, which writes the file once, at its installation.
+    /// From a distribution, which writes the file once, at its installation.
     #[default]
     Usual,
-    /// Docker's packages: CRI is disabled.
+    /// From Docker's packages, which disable CRI.
     Docker,
-    /// k3s or rke2, which write the file at each start.
+    /// From k3s or rke2, which write the file at each start.
     Rancher {
         /// Whether the file imports a folder next to it, as newer versions do with containerd 2.
         imports: bool,
@@ -116,7 +116,8 @@ impl Containerd {
             let text = REGISTER_V3.replace(INSTALLED, &shim.to_string_lossy());
             return Ok(std::fs::write(self.dir.join("conf.d/affinode.toml"), text)?);
         }
-        // Only the first `version` counts: the snippet is for the same file.
+        // The file already has a `version` line, and a second one would be invalid, so it is
+        // removed from the snippet.
         let text = std::fs::read_to_string(&file)? + &REGISTER_V2.replace("version = 2", "");
         Ok(std::fs::write(file, text)?)
     }
@@ -127,7 +128,7 @@ impl Containerd {
         &self.release
     }
 
-    /// Path of the configuration file that it is started with.
+    /// Path of the configuration file that containerd is started with.
     #[must_use]
     pub fn config_file(&self) -> PathBuf {
         match self.rancher() {
@@ -136,25 +137,25 @@ impl Containerd {
         }
     }
 
-    /// Name of the unit in which a distribution would run it.
+    /// Name of the systemd unit in which a distribution runs this containerd.
     #[must_use]
     pub fn unit(&self) -> &'static str {
         self.rancher().map_or("containerd", |_| rancher::UNIT)
     }
 
-    /// Its process id, while it runs.
+    /// Process id of containerd, while it runs.
     #[must_use]
     pub fn pid(&self) -> Option<Pid> {
         self.pid.lock().ok().and_then(|pid| *pid)
     }
 
-    /// Its gRPC socket, which also serves CRI.
+    /// Path of its gRPC socket, which also serves CRI.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.dir.join("containerd.sock")
     }
 
-    /// Folder of the bundles of a namespace.
+    /// Folder with the bundles of a namespace.
     #[must_use]
     pub fn bundles(&self, namespace: &str) -> PathBuf {
         self.dir.join("state/io.containerd.runtime.v2.task").join(namespace)
@@ -190,7 +191,8 @@ impl Containerd {
             if gone(pid) {
                 bail!("containerd ended; its log: {}", self.log().display());
             }
-            // Its services load one after the other: namespaces alone come too early for CRI.
+            // containerd loads its services one after the other. The namespace service replies
+            // before CRI does, so both are queried.
             let answer =
                 self.ctr(keeper, "default").args(["plugins", "list", "--quiet"]).output()?;
             Ok((answer.status.success() && self.socket().exists()).then_some(()))
@@ -213,10 +215,10 @@ impl Containerd {
         until("containerd to end", || Ok(gone(pid).then_some(())))
     }
 
-    /// Ends containerd as its unit does.
+    /// Ends containerd as systemd does when its unit is stopped.
     ///
     /// # Errors
-    /// As [`Containerd::stop`]; also when the unit would end other processes, too.
+    /// As [`Containerd::stop`]; also when the unit's settings would end other processes as well.
     pub fn stop_unit(&self) -> Result<()> {
         match self.rancher() {
             Some(rancher) => {
@@ -235,7 +237,7 @@ impl Containerd {
         run(self.ctr(keeper, namespace).args(["images", "import"]).arg(archive)).map(|_| ())
     }
 
-    /// `ctr` on this containerd, in the supervisor's mount namespace.
+    /// The command `ctr` for this containerd, in the supervisor's mount namespace.
     #[must_use]
     pub fn ctr(&self, keeper: &Keeper, namespace: &str) -> Command {
         let mut command = keeper.command(&self.release.bin_dir.join("ctr"));
@@ -251,7 +253,7 @@ impl Containerd {
     }
 }
 
-/// Runs a command and returns its stdout; an error carries the end of its stderr.
+/// Runs a command and returns its stdout. An error contains the end of its stderr.
 ///
 /// # Errors
 /// When the command cannot be run or fails.
@@ -271,13 +273,14 @@ fn last(text: &str) -> String {
     lines.split_at(lines.len().saturating_sub(30)).1.join("\n")
 }
 
-/// Whether a process has ended and was collected.
+/// Whether a process has ended and was reaped.
 #[must_use]
 pub fn gone(pid: Pid) -> bool {
     kill(pid, None) == Err(Errno::ESRCH)
 }
 
-/// The first line is that of Docker's package; the file has no version there either.
+/// containerd's configuration of Docker's package. Its first line is copied from the package. The
+/// package's file has no `version` either.
 fn config_without_cri(dir: &Path, store: &Path) -> String {
     let (dir, store) = (dir.display(), store.display());
     format!(

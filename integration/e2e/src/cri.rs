@@ -1,5 +1,5 @@
-//! The part of CRI with which a kubelet runs a pod: a client of containerd's socket, pods, and GPU
-//! containers that exchange lines with the test.
+//! The part of CRI with which a kubelet runs a pod. It has a client of containerd's socket, pods,
+//! and GPU containers whose programs exchange lines with the test.
 
 mod messages;
 
@@ -28,7 +28,7 @@ use crate::{
     worker::{Lines, USUAL},
 };
 
-/// The users of the host to which the users of a pod with a user namespace are mapped.
+/// Mapping of the users in a pod's user namespace to users of the host.
 pub const OWN_USERS: IdMapping = IdMapping { host_id: 655_360, container_id: 0, length: 65_536 };
 
 /// A client of containerd's CRI service.
@@ -38,7 +38,8 @@ pub struct Cri {
 }
 
 impl Cri {
-    /// Connects, and waits until CRI serves, which is shortly after containerd's start.
+    /// Connects, and waits until containerd serves CRI, which begins shortly after containerd's
+    /// start.
     ///
     /// # Errors
     /// When a request to CRI fails.
@@ -62,8 +63,8 @@ impl Cri {
         Ok(cri)
     }
 
-    /// The features that containerd reports for a runtime handler. A kubelet does not run pods that
-    /// need other features.
+    /// The features that containerd reports for a runtime handler. A kubelet rejects a pod that
+    /// needs a feature that is not reported.
     ///
     /// # Errors
     /// When a request to CRI fails, or there is no such handler.
@@ -162,7 +163,8 @@ impl Cri {
     }
 }
 
-/// A pod on the host's network, whose containers' cgroups are below `cgroup_parent`.
+/// Configuration of a pod on the host's network. The cgroups of its containers are below
+/// `cgroup_parent`.
 pub fn pod(name: &str, cgroup_parent: &str, logs: &Path) -> PodConfig {
     PodConfig {
         metadata: Some(PodMetadata {
@@ -202,7 +204,7 @@ pub fn of_own_users(pod: &mut PodConfig, container: &mut ContainerConfig) {
     }
 }
 
-/// A container on the host's network.
+/// Configuration of a container on the host's network.
 pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig {
     ContainerConfig {
         metadata: Some(ContainerMetadata { name: name.into() }),
@@ -216,8 +218,8 @@ pub fn container(name: &str, image: &str, command: &[String]) -> ContainerConfig
     }
 }
 
-/// Returns a container with the testbed's GPU that runs the usual CUDA program with this much VRAM,
-/// and the lines to and from that program.
+/// Configuration of a container with the testbed's GPU, and the pipes to its program. The container
+/// runs the usual CUDA program with this much VRAM.
 ///
 /// # Errors
 /// When the pipes cannot be created.

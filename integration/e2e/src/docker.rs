@@ -1,5 +1,5 @@
-//! A dockerd in a testbed, on the testbed's containerd. Its files, sockets and images are in the
-//! testbed's folder, and its containers have no network.
+//! A dockerd in a testbed. It uses the testbed's containerd. Its files, sockets and images are in
+//! the testbed's folder, and its containers have no network.
 
 use std::{
     collections::BTreeMap,
@@ -24,13 +24,13 @@ use crate::{
     worker::Worker,
 };
 
-/// What dockerd's package and that of its command install, below a folder of the cache.
+/// Path of the daemon, below the folder with Docker's unpacked packages.
 const DAEMON: &str = "usr/sbin/dockerd";
 const COMMAND: &str = "usr/bin/docker";
-/// Packages of Ubuntu have the daemon there.
+/// Path of the daemon in Ubuntu's packages.
 const DAEMON_OF_UBUNTU: &str = "usr/bin/dockerd";
 
-/// Docker's programs, where `cargo xtask deps` has unpacked them.
+/// Paths of Docker's programs, which `cargo xtask deps` has unpacked.
 #[derive(Clone, Debug)]
 pub struct DockerPrograms {
     /// Path of the daemon `dockerd`.
@@ -56,7 +56,7 @@ impl DockerPrograms {
     }
 }
 
-/// A dockerd that was started, and may be stopped.
+/// A dockerd that was started. It can be stopped and started again.
 pub struct Docker<'a> {
     world: &'a Testbed,
     programs: DockerPrograms,
@@ -64,10 +64,10 @@ pub struct Docker<'a> {
 }
 
 impl<'a> Docker<'a> {
-    /// Starts dockerd with this `daemon.json`, and gives it the usual image.
+    /// Starts dockerd with this `daemon.json`, and loads the usual image into it.
     ///
     /// # Errors
-    /// When it does not come up.
+    /// When dockerd does not start.
     pub fn start(world: &'a Testbed, programs: DockerPrograms, config: &str) -> Result<Self> {
         let docker = Self { world, programs, pid: Mutex::new(None) };
         std::fs::create_dir_all(docker.hooks())?;
@@ -87,22 +87,22 @@ impl<'a> Docker<'a> {
         self.world.dir().join("daemon.json")
     }
 
-    /// Path of its socket.
+    /// Path of dockerd's socket.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.world.dir().join("docker.sock")
     }
 
-    /// A folder that is first in dockerd's PATH.
+    /// A folder that is the first entry of dockerd's PATH.
     #[must_use]
     pub fn hooks(&self) -> PathBuf {
         self.world.dir().join("hooks")
     }
 
-    /// Starts dockerd, and waits until it answers.
+    /// Starts dockerd, and waits until it replies.
     ///
     /// # Errors
-    /// When it ends, or does not answer.
+    /// When dockerd ends, or does not reply.
     pub fn launch(&self) -> Result<()> {
         let dir = self.world.dir();
         let path = |name: &str| dir.join(name).display().to_string();
@@ -140,7 +140,7 @@ impl<'a> Docker<'a> {
     /// Ends dockerd.
     ///
     /// # Errors
-    /// When it does not end.
+    /// When dockerd does not end.
     pub fn stop(&self, signal: Signal) -> Result<()> {
         let taken = self.pid.lock().unwrap_or_else(PoisonError::into_inner).take();
         let pid = taken.context("dockerd does not run")?;
@@ -148,7 +148,7 @@ impl<'a> Docker<'a> {
         until("dockerd to end", || Ok(gone(pid).then_some(())))
     }
 
-    /// The command `docker` on this dockerd.
+    /// A `docker` command for this dockerd.
     #[must_use]
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = self.world.keeper().command(&self.programs.command);
@@ -158,24 +158,25 @@ impl<'a> Docker<'a> {
         command
     }
 
-    /// Runs it, requires success, and returns its output without the line's end.
+    /// Runs a `docker` command, requires success, and returns its output without the final line
+    /// feed.
     ///
     /// # Errors
-    /// When it fails.
+    /// When the command fails.
     pub fn run(&self, arguments: &[&str]) -> Result<String> {
         Ok(run(&mut self.command(arguments))?.trim_end().to_owned())
     }
 
-    /// Whether dockerd serves a runtime of this name.
+    /// Whether dockerd has a runtime of this name.
     ///
     /// # Errors
-    /// When it does not answer.
+    /// When dockerd does not reply.
     pub fn serves(&self, runtime: &str) -> Result<bool> {
         let names = "{{range $name, $_ := .Runtimes}}{{println $name}}{{end}}";
         Ok(self.run(&["info", "--format", names])?.lines().any(|name| name == runtime))
     }
 
-    /// A part of a container's description, by a Go template.
+    /// Part of a container's description, selected by a Go template.
     ///
     /// # Errors
     /// When the container is unknown.
@@ -186,16 +187,16 @@ impl<'a> Docker<'a> {
     /// Flags of a container that gets the testbed's GPU.
     ///
     /// # Errors
-    /// When the GPU's parts cannot be found.
+    /// When a file that the GPU needs cannot be found.
     pub fn gpu_flags(&self) -> Result<Vec<String>> {
         engine::gpu_flags(self.world)
     }
 
     /// Starts a CUDA program in the background with these flags of `docker run`, and waits until it
-    /// has filled its VRAM. Returns the container's id too.
+    /// has filled its VRAM. Returns the container's id and the program.
     ///
     /// # Errors
-    /// When the container does not start, or CUDA fails.
+    /// When the container does not start, or a CUDA call fails.
     pub fn worker(&self, name: &str, mib: u64, flags: &[String]) -> Result<(String, Worker)> {
         engine::worker(self.world, name, mib, flags, |words| self.run(words))
     }

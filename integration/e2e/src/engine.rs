@@ -12,7 +12,7 @@ use crate::{
 /// Flags of a container that gets the testbed's GPU.
 ///
 /// # Errors
-/// When the GPU's parts cannot be found.
+/// When a file that the GPU needs cannot be found.
 pub fn gpu_flags(world: &Testbed) -> Result<Vec<String>> {
     let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
     let mut flags = Vec::new();
@@ -29,10 +29,10 @@ pub fn gpu_flags(world: &Testbed) -> Result<Vec<String>> {
 }
 
 /// Starts a CUDA program in the background with these flags, and waits until it has filled its
-/// VRAM. `run` runs the command, and returns the container's id.
+/// VRAM. `run` executes the command and returns the container's id.
 ///
 /// # Errors
-/// When the container does not start, or CUDA fails.
+/// When the container does not start, or a CUDA call fails.
 pub fn worker(
     world: &Testbed,
     name: &str,

@@ -1,5 +1,5 @@
-//! Faults during an installation. After each fault the node is unchanged or correctly installed,
-//! containerd serves, and the error says what to do.
+//! Causes faults during an installation. After each fault the node must be unchanged or correctly
+//! installed, containerd must serve, and the error must say what to do.
 
 mod killed;
 
@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 use crate::{cri::Cri, installed::Installation, snapshot::Snapshot, testbed::Testbed};
 
-/// A fault on a node without an installation. Returns a description of the result.
+/// Causes a fault on a node without an installation. Returns a description of the result.
 pub type Fault = fn(&Testbed) -> Result<String>;
 
 /// The faults by name.
@@ -25,7 +25,7 @@ pub const ALL: [(&str, Fault); 6] = [
 
 const HANDLER: &str = "affinode";
 
-/// The node before the fault, for comparison.
+/// State of the node before the fault, for comparison.
 struct Scene<'a> {
     world: &'a Testbed,
     installation: Installation<'a>,
@@ -38,7 +38,7 @@ impl<'a> Scene<'a> {
         Ok(Self { world, installation, before: Snapshot::of(world.dir())? })
     }
 
-    /// Name of the file that gets the handler.
+    /// Name of containerd's configuration file to which the installer adds the handler.
     fn file_name(&self) -> String {
         let file = self.installation.handler_file();
         file.file_name().unwrap_or_default().to_string_lossy().into_owned()
@@ -50,8 +50,8 @@ impl<'a> Scene<'a> {
         Cri::connect(&self.world.containerd().socket()).map(|_| ())
     }
 
-    /// Runs an installation in a mount namespace in which `mounts` are made. Returns its output,
-    /// and the files that it leaves in `looked_at`.
+    /// Runs an installation in a mount namespace in which the commands `mounts` have run. Returns
+    /// the installation's output, and a list of the files that it leaves in `looked_at`.
     fn with_mounts(&self, mounts: &str, looked_at: &str, more: &[&str]) -> Result<String> {
         let own = self.installation.command("install", more)?;
         let script = format!(
@@ -84,7 +84,7 @@ fn tells(said: &str, of: &[&str]) -> Result<()> {
     })
 }
 
-/// containerd does not start with the new configuration. It starts with the old one.
+/// containerd does not start with the new configuration. The installer must restore the old one.
 fn restart_fails(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let installation = &scene.installation;
@@ -110,7 +110,7 @@ fn full_disk(world: &Testbed) -> Result<String> {
     let mounts = format!("mkdir -p {place}; mount -t tmpfs -o size=256k none {place}");
     let said = scene.with_mounts(&mounts, &place.to_string(), &["--restart-mode", "none"])?;
     tells(&said, &["No space left", "--prefix"])?;
-    // The empty folder of the mount point.
+    // The empty folder was only the mount point.
     fs::remove_dir(&prefix)?;
     scene.is_as_before()?;
     let state = scene.installation.state("");
@@ -131,7 +131,7 @@ fn full_configuration(scene: &Scene) -> Result<()> {
     let own = [scene.world.prefix(), scene.installation.state("")];
     own.iter().try_for_each(fs::create_dir_all)?;
     let dir = scene.world.dir().display();
-    // Through the overlay, the socket has no listener.
+    // An overlay hides the socket's listener, so the socket is mounted again over the overlay.
     let socket = scene.world.containerd().socket();
     let socket = socket.display();
     let binds = own.iter().zip(["prefix", "state"]).fold(String::new(), |all, (folder, name)| {
@@ -175,7 +175,7 @@ fn read_only(world: &Testbed) -> Result<String> {
     Ok(said)
 }
 
-/// The configuration became invalid after containerd's start.
+/// containerd's configuration was made invalid after containerd had started.
 fn broken_import(world: &Testbed) -> Result<String> {
     let config = world.containerd().config_file();
     let original = fs::read_to_string(&config)?;
@@ -230,8 +230,8 @@ fn second_installer(world: &Testbed) -> Result<String> {
     Ok(format!("refused while the first goes on to its end: {}", said.trim()))
 }
 
-/// The installation is killed before each of its steps. The programs are small, to save time: the
-/// installer treats all programs alike.
+/// The installation is killed before each of its steps. The installed programs are replaced by
+/// small files to save time, because the installer treats all programs alike.
 fn killed_at_every_step(world: &Testbed) -> Result<String> {
     let scene = Scene::new(world)?;
     let artifacts = world.artifacts();
@@ -274,7 +274,7 @@ fn killed_at_every_step(world: &Testbed) -> Result<String> {
             let command = scene.installation.command(verb, more)?;
             at += 1;
             let Some(step) = killed::before_step(&command, at)? else { break };
-            // Repaired by an install or by an uninstall, in turns.
+            // Even steps are repaired by an install, odd ones by an uninstall.
             let healed = if at % 2 == 0 { installed().and_then(|()| gone()) } else { gone() };
             healed.with_context(|| format!("{verb} was killed before its step {at}, {step}"))?;
         }
@@ -287,7 +287,7 @@ fn killed_at_every_step(world: &Testbed) -> Result<String> {
 }
 
 fn tempfile_dir(world: &Testbed) -> Result<std::path::PathBuf> {
-    // In a folder that is no part of the node.
+    // This folder is not part of the compared node.
     let folder = world.dir().join("io/small");
     fs::create_dir_all(&folder)?;
     Ok(folder)

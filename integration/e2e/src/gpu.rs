@@ -1,7 +1,7 @@
 //! The GPU of a testbed: the simulated one, or the machine's own.
 //!
-//! For both kinds it provides what the controller on the host needs, and what a container needs.
-//! NVIDIA's container toolkit adds the same parts to a container.
+//! Both kinds of GPU provide what the controller on the host needs, and what a container needs. For
+//! a container these are the same parts that NVIDIA's container toolkit adds.
 
 use std::{
     collections::BTreeMap,
@@ -23,10 +23,10 @@ const SIM_SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
 const SIM_FOLDER: &str = "/run/affinode-sim";
 /// Folder of the driver's libraries in containers. glibc searches it by default.
 pub(crate) const CONTAINER_LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
-/// Path of the driver's tool in containers.
+/// Path of `nvidia-smi` in containers.
 const CONTAINER_TOOL: &str = "/usr/bin/nvidia-smi";
-/// The driver's libraries that compute needs, as the container toolkit mounts them for
-/// `compute,utility`.
+/// The driver's libraries for compute. The container toolkit mounts the same ones for the
+/// capabilities `compute,utility`.
 const DRIVER_LIBRARIES: [&str; 6] = [
     "libcuda.so.1",
     "libnvidia-ml.so.1",
@@ -55,7 +55,7 @@ impl Gpu {
         Path::new("/dev/nvidiactl").exists() && Path::new("/dev/nvidia0").exists()
     }
 
-    /// Name of the kind for outputs.
+    /// Name of the kind of GPU in outputs.
     #[must_use]
     pub fn as_str(&self) -> &'static str {
         match self {
@@ -64,7 +64,7 @@ impl Gpu {
         }
     }
 
-    /// Environment of containerd, which the controller inherits.
+    /// Environment variables for containerd. The controller inherits them.
     #[must_use]
     pub fn host_env(&self, artifacts: &Artifacts, dir: &Path) -> BTreeMap<String, String> {
         let mut env = BTreeMap::new();
@@ -77,8 +77,8 @@ impl Gpu {
         env
     }
 
-    /// Starts the processes that must run before the first container. `options` are options of the
-    /// simulated daemon.
+    /// Starts the processes that the GPU needs before the first container. `options` are options of
+    /// the daemon that simulates GPUs.
     ///
     /// # Errors
     /// When the simulated driver does not start.
@@ -108,7 +108,7 @@ impl Gpu {
         until("the simulated GPU", || Ok(socket.exists().then_some(())))
     }
 
-    /// The parts that make a container a GPU container.
+    /// The environment variables, mounts and devices that a GPU container needs.
     ///
     /// # Errors
     /// When a library of the driver cannot be found.
@@ -130,8 +130,8 @@ pub struct Holders {
 }
 
 impl Gpu {
-    /// The figures of the first GPU. They come from the driver, without the controller: from the
-    /// simulated driver's daemon, or from NVIDIA's own tool.
+    /// VRAM in use on the first GPU. The figures come from the driver, not from the controller:
+    /// from the simulated driver's daemon, or from `nvidia-smi`.
     ///
     /// # Errors
     /// When the daemon or the tool does not reply, or shows no GPU.
@@ -184,10 +184,10 @@ fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
     lines.map(holder).collect()
 }
 
-/// The parts that make a container a GPU container.
+/// What a container needs to become a GPU container.
 #[derive(Clone, Debug, Default)]
 pub struct ContainerParts {
-    /// Environment variables that a program needs.
+    /// Environment variables for the container's program.
     pub env: BTreeMap<String, String>,
     /// Read-only bind mounts: host path, path in the container.
     pub mounts: Vec<(PathBuf, PathBuf)>,
@@ -241,8 +241,8 @@ fn real_parts() -> Result<ContainerParts> {
     Ok(parts)
 }
 
-/// The folder of the machine's `libcuda.so.1`, from the loader's cache, or from the usual folder of
-/// container toolkits.
+/// The folder of the machine's `libcuda.so.1`. It is looked up in the loader's cache, then in the
+/// folder that container toolkits use.
 ///
 /// # Errors
 /// When the library is not found.
@@ -278,7 +278,7 @@ fn nvidia_smi() -> Result<PathBuf> {
         .context("cannot find the NVIDIA driver's nvidia-smi: is the driver installed?")
 }
 
-/// VRAM in use on the machine's first GPU, as NVIDIA's own tool reports it.
+/// VRAM in use on the machine's first GPU, as `nvidia-smi` reports it.
 ///
 /// # Errors
 /// When there is no `nvidia-smi`, or it fails.

@@ -1,5 +1,5 @@
-//! The hazard suite: one small program per hazard, without Affinode and with it, in real
-//! containers, on the simulated GPU or on the machine's own.
+//! The hazard suite runs one small program per hazard, without Affinode and with it. The programs
+//! run in real containers, on the simulated GPU or on the machine's own.
 //!
 //! | module | content |
 //! | --- | --- |
@@ -8,17 +8,17 @@
 //! | [`memory`] | kinds of memory that a checkpoint can, or cannot, restore |
 //! | [`host`] | too little host memory for the VRAM |
 //! | [`setup`] | processes that cannot be managed, at all or at present |
-//! | [`moments`] | events in the middle of a move |
-//! | [`ends`] | a container ends, or is paused, while it is offloaded or waits |
+//! | [`moments`] | events during a move |
+//! | [`ends`] | a container ends or is paused while it is offloaded or waits for VRAM |
 //! | [`tools`] | profilers and video, which enter the driver without its public functions |
 //! | [`exits`] | a program ends by itself while it is offloaded |
 //! | [`hidden`] | a driver call that no hook sees |
-//! | [`wake_race`] | two containers with VRAM for one are woken at the same time |
-//! | [`manual_ops`] | helpers of all hazards |
-//! | [`report`] | the table |
+//! | [`wake_race`] | two containers are woken at the same time, but VRAM suffices for one |
+//! | [`manual_ops`] | helper functions for all hazards |
+//! | [`report`] | the table of results |
 //!
-//! The result without Affinode is only reported. The result with Affinode is judged: the process
-//! must continue with its memory intact, and must be offloaded, or refused with the expected
+//! The result without Affinode is only reported. The result with Affinode decides: the process must
+//! continue with its memory intact, and its offload must succeed or be refused with the expected
 //! reason.
 
 mod calls;
@@ -47,8 +47,8 @@ use crate::{
     wait::until,
 };
 
-/// Configuration in which containers are offloaded only on request, and an offload waits only
-/// briefly for a running kernel.
+/// Configuration in which containers are offloaded only on request. An offload waits only briefly
+/// for a running kernel.
 const CONFIG: &str = r#"
 [policy]
 mode = "manual"
@@ -60,36 +60,36 @@ lock_timeout = "1s"
 [history]
 dir = "off"
 "#;
-/// Options of the simulated GPUs: large and mostly unused, the last one in MIG mode. Moves are slow
-/// enough for events in the middle of them.
+/// Options of the simulated GPUs. They are large and mostly unused, and the last one is in MIG
+/// mode. Moves are slow enough that events can happen during them.
 const SIMULATED: [&str; 8] =
     ["--gpus", "3", "--mig-gpu", "2", "--checkpoint-fixed-ms", "150", "--restore-fixed-ms", "50"];
-/// VRAM below which a GPU counts as unused: more than a driver keeps for itself, and less than any
-/// process holds.
+/// VRAM in use below which a GPU counts as unused, in bytes. It is more than a driver keeps for
+/// itself, and less than any process holds.
 const QUIET_BYTES: u64 = 1_024 * MIB;
 /// VRAM of a simulated GPU.
 const SIMULATED_BYTES: u64 = 8_192 * MIB;
 
-/// A hazard that the suite plays.
+/// A hazard that the suite runs.
 struct Case {
     name: String,
-    /// Reason why the hazard cannot be shown on a real GPU.
+    /// Reason why the hazard cannot be run on a real GPU. `None` if it can.
     simulated_only: Option<&'static str>,
     play: Play,
 }
 
 type Play = Box<dyn Fn(&Testbed) -> Result<Found>>;
 
-/// Result of a hazard, for its row.
+/// Result of a hazard.
 enum Found {
-    /// The outcomes of a played hazard.
+    /// The outcomes of a hazard that was run.
     Row {
-        /// Outcome of the play without Affinode.
+        /// Outcome of the run without Affinode.
         without: String,
-        /// Outcome of the play with Affinode.
+        /// Outcome of the run with Affinode.
         with: String,
     },
-    /// The reason why this machine cannot play the hazard.
+    /// The reason why the hazard cannot be run on this machine.
     Skipped(String),
 }
 
@@ -121,13 +121,13 @@ fn cases() -> Vec<Case> {
 pub struct Options {
     /// The GPU: simulated, of any size, or the machine's own.
     pub gpu: Gpu,
-    /// Plays only hazards whose name contains this text.
+    /// Runs only hazards whose name contains this text.
     pub filter: String,
     /// Number of times that two containers are woken at the same time.
     pub turns: usize,
 }
 
-/// Plays the hazards in testbeds of this configuration. A hazard that fails does not stop the
+/// Runs the hazards in testbeds of this configuration. A hazard that fails does not stop the
 /// others.
 ///
 /// # Errors
@@ -169,7 +169,7 @@ fn play(world: &Testbed, case: Case, report: &mut Report) {
         return;
     }
     let found = (case.play)(world);
-    // Whatever is left would be in the way of the next row.
+    // Containers of this hazard would disturb the next one.
     let cleared = clear(world).context("cannot remove the containers of the previous hazard");
     report.add(&case.name, found.and_then(|found| cleared.map(|()| found)));
 }
@@ -179,7 +179,8 @@ fn clear(world: &Testbed) -> Result<()> {
     until("the containers to be removed", || {
         let listed = containerd::run(world.ctr().args(["containers", "list", "--quiet"]))?;
         for id in listed.lines() {
-            // A container that ends by itself meanwhile is the wanted result.
+            // The command fails if the container ends by itself meanwhile, which is the desired
+            // result.
             let _ = world.ctr().args(["tasks", "delete", "--force", id]).output()?;
             let _ = world.ctr().args(["containers", "delete", id]).output()?;
         }

@@ -1,4 +1,4 @@
-//! Images made by hand from the machine's own files: no registry, no network.
+//! Images made from the machine's own files, without a registry or network.
 //!
 //! The usual images share one layer: the dynamic loader and C library, a shell, a few tools, and
 //! Python if the machine has one. They differ in their configuration.
@@ -46,7 +46,7 @@ const TOOLS: [&str; 16] = [
     "/usr/bin/tty",
     "/usr/bin/python3",
 ];
-/// Libraries that programs built on this machine need, although no tool needs them.
+/// Libraries that no tool needs, but programs built on this machine do.
 const LIBRARIES: [&str; 5] =
     ["libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"];
 /// Parts of Python's standard library that no test imports.
@@ -83,8 +83,8 @@ pub fn write_usual(archive: &Path) -> Result<()> {
     images.write(archive)
 }
 
-/// The layer of the usual images. It is built once per process, because reading the machine's files
-/// is slow.
+/// The layer that the usual images share. It is built once per process, because reading the
+/// machine's files is slow.
 fn shared_layer() -> Result<&'static [u8]> {
     static LAYER: OnceLock<Result<Vec<u8>, String>> = OnceLock::new();
     let make = || usual_layer().and_then(Layer::finish).map_err(|error| format!("{error:#}"));
@@ -92,7 +92,7 @@ fn shared_layer() -> Result<&'static [u8]> {
     made.as_deref().map_err(|error| anyhow!("{error}"))
 }
 
-/// The contents of the usual images, to which a test adds files.
+/// The layer of the usual images, for tests that add files to it.
 ///
 /// # Errors
 /// When a file of the machine cannot be read.

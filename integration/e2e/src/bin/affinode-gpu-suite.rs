@@ -1,6 +1,6 @@
 //! Runs the suite for GPU machines:
 //! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|suite:WORD|engines|programs|gpus|steps|host-memory|host-memory:WORD|calibration|dashboard|hazards|chaos]...`;
-//! without a part, all of them.
+//! Without a part in the arguments, all parts run.
 
 use std::{
     path::{Path, PathBuf},
@@ -34,7 +34,7 @@ const PARTS: [&str; 10] = [
     "hazards",
     "chaos",
 ];
-/// Part with more concurrent offloads than host memory can hold.
+/// Name of the part that starts more offloads at the same time than host memory can hold.
 const HOST_MEMORY: &str = "host-memory";
 /// Parts of the suite that need two GPUs, or that compare engines.
 const IN_SUITE: [&str; 2] = ["engines", "gpus"];
@@ -64,10 +64,10 @@ fn run() -> Result<bool> {
         arguments.map(|word| word.to_string_lossy().into_owned()).collect();
     let simulated = words.iter().any(|word| word == "simulated");
     words.retain(|word| word != "simulated");
-    // `suite:WORD`: only the parts of the suite with that in their names.
+    // `suite:WORD` selects only the parts of the suite whose names contain WORD.
     let narrow = |word: &str| word.strip_prefix("suite:").map(str::to_owned);
     let mut only: Vec<String> = words.iter().filter_map(|word| narrow(word)).collect();
-    // `host-memory:WORD` likewise.
+    // `host-memory:WORD` selects parts of the host memory load in the same way.
     let narrow_load = |word: &str| word.strip_prefix("host-memory:").map(str::to_owned);
     let loads: Vec<String> = words.iter().filter_map(|word| narrow_load(word)).collect();
     let is_whole = |word: &&String| narrow(word).is_none() && narrow_load(word).is_none();
@@ -84,7 +84,7 @@ fn run() -> Result<bool> {
     let recipe = || TestbedConfig::default().release(&release);
     let mut whole = Map::new();
     let mut good = true;
-    // Parts of the suite that can be selected alone.
+    // These parts of the suite can also be selected by their own names.
     only.extend(words.iter().filter(|word| IN_SUITE.contains(&word.as_str())).cloned());
     if wanted("suite") {
         only.clear();

@@ -1,4 +1,4 @@
-//! Owns the processes and mounts of a testbed; see `affinode_e2e::supervisor`.
+//! The supervisor of a testbed: owns its processes and mounts. See `affinode_e2e::supervisor`.
 
 use std::{path::PathBuf, process::ExitCode};
 

@@ -1,5 +1,5 @@
-//! One container of a campaign: a shell, and below it one or several CUDA processes, each with its
-//! own pipes.
+//! One container of a campaign. Its first process is a shell, whose children are one or several
+//! CUDA processes, each with its own pipes.
 
 use std::{
     collections::VecDeque,
@@ -31,11 +31,11 @@ const OUT_OF_MEMORY: i32 = 2;
 pub struct Process {
     lines: Lines,
     asked: VecDeque<String>,
-    /// Number of changes to its memory, up to the last verification.
+    /// Number of commands that changed its memory, up to the last verification.
     pub touches: u64,
     /// Process id on the host.
     pub pid: Pid,
-    /// Whether a fault was meant to end it.
+    /// Whether a fault was meant to end this process.
     pub doomed: bool,
 }
 
@@ -47,7 +47,7 @@ pub struct ChaosContainer {
     pub processes: Vec<Process>,
     /// The pipes of the process that was started with exec, and the `ctr` command that started it.
     pub guest: Option<(Lines, Child)>,
-    /// Whether a fault was meant to end it.
+    /// Whether a fault was meant to end the whole container.
     pub doomed: bool,
     /// Settings of its offloads.
     pub way: Way,
@@ -106,10 +106,10 @@ impl ChaosContainer {
             script.push_str(&program(suffix, seed, mib));
             script.push_str(" &\n");
         }
-        // A signal interrupts `wait` immediately.
+        // The shell waits with `wait`, because a signal interrupts it immediately.
         script.push_str("while :; do wait; sleep 3600 & done\n");
         let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]);
-        // A longer idle time leaves enough time to prefault.
+        // Prefaulting needs a longer idle timeout, because it runs during the idle time.
         let spec = if way.prepares { spec.prepared() } else { spec };
         let mut spec = spec
             .annotation("affinode.io/engine", way.engine)
@@ -159,8 +159,8 @@ impl ChaosContainer {
         Ok(())
     }
 
-    /// Requests that the process started with exec verifies its memory and ends. It may never have
-    /// started, or may have ended because VRAM was short.
+    /// Orders the process started with exec to verify its memory and then to end. This process may
+    /// never have started, or may have ended because VRAM was short.
     #[must_use]
     pub fn settle_guest(&mut self, world: &Testbed, deadline: Instant) -> Verdict {
         let Some((mut lines, mut child)) = self.guest.take() else { return Verdict::Well };
@@ -212,7 +212,7 @@ impl ChaosContainer {
         Verdict::Well
     }
 
-    /// Pid of the process started with exec, while it exists.
+    /// Pid of the process started with exec. `None` if it does not exist.
     fn guest_pid(&self, world: &Testbed) -> Option<i32> {
         let seed = format!("--seed\0{}\0", seed(&self.running.id, EXEC));
         self.pids(world).into_iter().find(|pid| {
@@ -308,11 +308,11 @@ fn is_well(asked: &str, line: &str) -> bool {
     let command = asked.split(' ').next().unwrap_or_default();
     let result = match command {
         "alloc" => answer.result == 0 || answer.result == OUT_OF_MEMORY,
-        // Without an allocation there is nothing to free.
+        // `free` returns an error if nothing is allocated.
         "free" => answer.result == 0 || answer.result == 1,
         _ => answer.result == 0,
     };
-    // Only a verification reports contents, and must report them as intact.
+    // Only a verification reports on contents, and it must report that they are intact.
     let contents = if command == "verify" { answer.ok == Some(true) } else { answer.ok.is_none() };
     result && contents && answer.command == command
 }
@@ -333,8 +333,8 @@ fn program(suffix: &str, seed: u32, mib: u64) -> String {
     )
 }
 
-/// Seed of the contents of a process. It differs between processes, except those that share
-/// contents.
+/// Seed for the contents of a process's memory. Each process has its own seed, except those that
+/// share contents.
 fn seed(id: &str, suffix: &str) -> u32 {
     id.bytes().chain(suffix.bytes()).fold(1, |sum, b| sum.wrapping_mul(31).wrapping_add(b.into()))
 }

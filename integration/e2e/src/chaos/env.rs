@@ -43,22 +43,22 @@ node_reserve_mib = 64
 [history]
 dir = "off"
 "#;
-/// Duration of the moves of the simulated driver, during which faults can occur.
+/// How long a move takes in the simulated driver. Faults can occur during a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setup {
     /// Moves take the time of the copy, and slightly more.
     Quick,
-    /// Moves take seconds, as those of many GiB do. This exceeds time limits that short moves never
-    /// reach.
+    /// Moves take seconds, as moves of many GiB do. Slow moves reach time limits that quick moves
+    /// do not.
     Slow,
-    /// Short moves, with too little VRAM and too little host memory for all containers. The limit
-    /// of the containers' cgroup is below the memory that they need while offloaded.
+    /// Short moves, with too little VRAM and too little host memory for all containers. The memory
+    /// limit of the containers' cgroup is below the memory that they need while all are offloaded.
     Squeezed,
 }
 
 impl Setup {
-    /// The setting of a round's block. One block of ten is slow. On a real GPU, the driver
-    /// determines the duration.
+    /// The setup for the block of this round. One block of ten is slow, and one is squeezed. On a
+    /// real GPU, the driver determines the duration of moves.
     #[must_use]
     pub fn of(round: u64, gpu: &Gpu) -> Self {
         match gpu {
@@ -75,7 +75,7 @@ impl Setup {
         }
     }
 
-    /// Time limit for a step to occur in a scene.
+    /// Time limit for a scene's step to occur.
     #[must_use]
     pub fn step_patience(self) -> Duration {
         match self {
@@ -84,7 +84,7 @@ impl Setup {
         }
     }
 
-    /// Time limit for an offload without a request.
+    /// Time limit for an automatic offload.
     fn automatic(self) -> Duration {
         match self {
             Setup::Quick | Setup::Squeezed => Duration::from_secs(20),
@@ -92,7 +92,7 @@ impl Setup {
         }
     }
 
-    /// Time limit of a round, far longer than a healthy machine needs.
+    /// Time limit of a round. It is far longer than a round takes on a healthy machine.
     fn patience(self) -> Duration {
         match self {
             Setup::Quick | Setup::Squeezed => WAIT_TIMEOUT,
@@ -103,35 +103,38 @@ impl Setup {
     }
 }
 
-/// VRAM of the simulated GPU. It holds the largest container (a twin, 160 MiB) while all others are
-/// copied out and keep their contexts (six of 16 MiB, and the copier's), but not all containers.
+/// VRAM of the simulated GPU. The largest container (a twin, 160 MiB) fits while all other
+/// containers are copied out and keep their contexts (six of 16 MiB, and the copier's context). All
+/// containers at once do not fit.
 const SIMULATED_BYTES: u64 = 288 * MIB;
-/// VRAM of the simulated GPU while host memory is short, too. Both twins may then be resident at
-/// the same time (160 MiB each), in addition to the contexts of the others. All containers together
-/// need more (388 MiB, and seven contexts).
+/// VRAM of the simulated GPU if host memory is short, too. It suffices for both twins at the same
+/// time (160 MiB each) and the contexts of the other containers. It does not suffice for all
+/// containers (388 MiB, and seven contexts).
 const SQUEEZED_BYTES: u64 = 448 * MIB;
-/// Difference between the memory that all containers need while offloaded, and the limit. Each twin
-/// alone can be offloaded, but not both.
+/// Host memory that is missing to offload all containers, in bytes. Either twin can be offloaded,
+/// but not both.
 const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
-/// Reasons for which a container may stay resident while host memory is short.
+/// Reasons for which a container may remain resident while host memory is short.
 const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
-/// VRAM of a twin. Part of its contents can be stored once, the rest cannot.
+/// VRAM of a twin, in MiB. Part of its contents can be shared with the other twin.
 const TWIN_MIB: u64 = 144;
 /// Maximum number of offloads in which the twins are expected to share contents.
 const TURNS: usize = 2;
-/// Time limit for sharing to begin.
+/// Time limit for the twins to share contents after both are offloaded.
 const SOON: Duration = Duration::from_millis(500);
-/// VRAM for the containers on a real GPU, where a context takes half a GiB.
+/// VRAM left for the containers on a real GPU. It is larger than on the simulated GPU because a
+/// real context takes half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
-/// VRAM that a real driver may keep in addition to that of offloaded processes.
+/// VRAM that a real driver may keep in addition to the contexts of offloaded processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
-/// VRAM of a context of the simulated driver with its digest table, and of the copier's buffer for
-/// copies on the device.
+/// VRAM of a context of the simulated driver. It includes the digest table, and for the copier its
+/// buffer for copies on the device.
 const SIMULATED_CONTEXT_BYTES: u64 = 16 * MIB + MIB / 2;
 const SIMULATED_COPIER_BYTES: u64 = SIMULATED_CONTEXT_BYTES + 4 * MIB;
 /// Maximum VRAM of a real context. 530 to 671 MiB were measured.
 const REAL_CONTEXT_BYTES: u64 = 768 * MIB;
-/// Settings of the containers. Each started container gets the next entry, in any role.
+/// Settings for containers. Each container that starts takes the next suitable entry, whatever its
+/// role.
 const WAYS: [Way; 7] = [
     Way::DRIVER,
     Way { engine: "auto", ..Way::FAST },
@@ -141,7 +144,7 @@ const WAYS: [Way; 7] = [
     Way { keeps: true, ..Way::FAST },
     Way { prepares: true, ..Way::FAST },
 ];
-/// Time limit for the state after a round, which is mostly reached far earlier.
+/// Time limit to reach the expected state after a round. Usually it is reached far earlier.
 const SETTLED: Duration = Duration::from_secs(20);
 
 /// An environment and its containers.
@@ -153,9 +156,10 @@ pub struct ChaosEnv {
     pub cast: Vec<ChaosContainer>,
     /// Duration of the moves in this environment.
     pub setup: Setup,
-    /// Program that occupies the surplus VRAM of a large GPU, and its process id.
+    /// Unmanaged program that occupies the surplus VRAM of a large GPU, and its process id.
     ballast: Option<(Worker, i32)>,
-    /// Containers that needed a manual offload, and the reason.
+    /// Containers that were not offloaded automatically and needed a manual offload, each with the
+    /// reason.
     stayed: BTreeSet<String>,
     /// The testbed with containerd, controller and GPU.
     pub world: Testbed,
@@ -179,8 +183,8 @@ impl ChaosEnv {
         };
         let mut config = CONFIG.to_owned();
         if setup == Setup::Squeezed {
-            // Equal to the simulated driver's need: with more, containers that could be evicted
-            // might not be.
+            // This equals the simulated driver's real need. With a higher value, the controller
+            // could refuse to evict containers that must be evicted.
             config = config.replace("driver_overhead_mib = 64", "driver_overhead_mib = 16");
         }
         let recipe = recipe.config(&config).gpu(gpu).sim_options(&[
@@ -219,19 +223,21 @@ impl ChaosEnv {
         Ok(stage)
     }
 
-    /// Limits the host memory of all containers together to less than they need while offloaded.
+    /// Limits the host memory of all containers together to less than they need while all are
+    /// offloaded.
     fn squeeze(&mut self) -> Result<()> {
         let folder = memory_cgroup::folder(&self.world)?;
         let all_offloaded = oom::spent_bytes(&folder)?;
-        // The present use is above the limit: both twins stay resident until the limit is set.
+        // All containers are offloaded now and use more than the limit. Both twins are pinned until
+        // the limit is set.
         for role in TWINS {
             let id = &self.cast[role].running.id;
             self.world.cli().run(&["pin", id])?;
             self.world.cli().wait_resident(id)?;
         }
         let limit = all_offloaded - SQUEEZED_BY_BYTES;
-        // The kernel rejects the limit while more is in use; freed memory is returned after a
-        // moment.
+        // The kernel rejects the limit while more memory is in use, and freed memory still counts
+        // for a moment.
         until("the limit to be set", || Ok(memory_cgroup::set_limit(&folder, Some(limit)).ok()))
             .with_context(|| {
                 let now = oom::spent_bytes(&folder).unwrap_or(0);
@@ -243,7 +249,7 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// Number of the containers' processes that the kernel killed because host memory was short.
+    /// Number of containers' processes that the kernel has killed because host memory was short.
     #[must_use]
     pub fn oom_kills(&self) -> u64 {
         let folders = cgroup_folders(self.world.dir());
@@ -255,7 +261,8 @@ impl ChaosEnv {
         self.cast.iter().map(own).sum()
     }
 
-    /// Whether a container may stay resident, because host memory does not suffice for all.
+    /// Whether a container may remain resident, because host memory does not suffice to offload
+    /// all.
     fn may_stay(&self, row: &ContainerRow) -> bool {
         self.setup == Setup::Squeezed
             && row.state == "Idle"
@@ -276,8 +283,8 @@ impl ChaosEnv {
         })
     }
 
-    /// Unexpected users of VRAM, from the driver's figures. All containers must be offloaded except
-    /// those in `resident`.
+    /// Lists processes that use VRAM without being allowed to, from the driver's figures. All
+    /// containers must be offloaded except those in `resident`.
     fn held(&self, resident: &BTreeSet<&str>) -> Result<Vec<String>> {
         let (context, copier, unnamed_bytes) = match self.world.gpu() {
             Gpu::Simulated { .. } => (SIMULATED_CONTEXT_BYTES, SIMULATED_COPIER_BYTES, 0),
@@ -291,14 +298,15 @@ impl ChaosEnv {
         for process in self.world.processes(fault::COPIER)? {
             allowed.by_pid.insert(process.pid.as_raw(), copier);
         }
-        // A process whose engine copies keeps its context; the others keep nothing.
+        // The engines `copy` and `auto` may keep a process's context. Processes of other engines
+        // keep no VRAM.
         for actor in self.cast.iter().filter(|actor| ["copy", "auto"].contains(&actor.way.engine)) {
             allowed.by_pid.extend(actor.processes.iter().map(|one| (one.pid.as_raw(), context)));
         }
         Ok(vram::leaks(&self.world.gpu().holders(self.world.dir())?, &allowed))
     }
 
-    /// Containers that needed a manual offload since the last call, and the reason.
+    /// Containers that needed a manual offload since the last call, each with the reason.
     pub fn take_stayed(&mut self) -> BTreeSet<String> {
         std::mem::take(&mut self.stayed)
     }
@@ -316,7 +324,7 @@ impl ChaosEnv {
         }
     }
 
-    /// Whether the contents that the twins share are stored once.
+    /// Whether the twins share one copy of their common contents.
     #[must_use]
     pub fn is_together(&self) -> bool {
         let sealed = |role: &usize| {
@@ -327,8 +335,9 @@ impl ChaosEnv {
         one.is_some() && one == other
     }
 
-    /// Restores and offloads the twins until they share contents, at most [`TURNS`] times. A
-    /// process shares nothing if it was offloaded without a copier, or has made fewer calls.
+    /// Restores and offloads the twins until they share contents, at most [`TURNS`] times. Two
+    /// cases prevent sharing: a process was offloaded without a copier, or one twin has changed its
+    /// memory more often than the other.
     ///
     /// # Errors
     /// If a twin is not restored or not offloaded.
@@ -351,7 +360,8 @@ impl ChaosEnv {
                     Verdict::Well => most = twin.touches,
                     verdict => bail!("a twin is not restored: {verdict:?}"),
                 }
-                // VRAM is not enough for both, and without free VRAM there is no copier.
+                // VRAM does not suffice for both twins. Without free VRAM there is also no copier,
+                // so each twin is offloaded before the next one is restored.
                 self.rest()?;
             }
         }
@@ -379,13 +389,15 @@ impl ChaosEnv {
         let id = format!("c{role}-{}", self.started);
         let processes = WORKLOADS.get(role).copied().unwrap_or(1);
         let turn = usize::try_from(self.started).unwrap_or(0);
-        // Shared contents belong to the copier, and need no memory of the container.
+        // Shared contents are charged to the copier, so the container's memory does not become
+        // short.
         let shares = TWINS.contains(&role) && self.setup != Setup::Squeezed;
         let squeezed = self.setup == Setup::Squeezed;
         let of_twins = if squeezed { Way::DRIVER.engine } else { Way::FAST.engine };
         let fits = |way: &Way| {
-            // Other engines leave nothing with the copier that could be shared; if host memory is
-            // short, this one frees all of it at each restore.
+            // Twins share contents only with this engine, because the others leave nothing with the
+            // copier. While host memory is short, the twins use an engine that frees all host
+            // memory at each restore.
             (!TWINS.contains(&role) || way.engine == of_twins)
                 // Retained copies and prefaulted memory reduce the host memory for other offloads.
                 && (self.setup != Setup::Squeezed || !(way.keeps || way.prepares))
@@ -434,7 +446,7 @@ impl ChaosEnv {
         found
     }
 
-    /// Waits for the end of containers that had to end, and replaces them.
+    /// Waits until the containers that a fault was meant to end have ended, and replaces them.
     ///
     /// # Errors
     /// When a container does not end, or its replacement does not start.
@@ -456,7 +468,8 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// Offloads all containers, and waits until only contexts of copying engines hold VRAM.
+    /// Offloads all containers, and waits until they hold no VRAM except the contexts that the
+    /// engines `copy` and `auto` keep.
     ///
     /// # Errors
     /// If a container is not offloaded.
@@ -466,7 +479,8 @@ impl ChaosEnv {
         let patience = self.setup.automatic() + self.setup.patience();
         let rested = until_within(patience, "all containers to be offloaded", || {
             let Ok(node) = self.world.cli().ps_now() else {
-                // Without containers there is no controller; otherwise it is about to restart.
+                // Without containers no controller runs. With containers, the controller is
+                // restarting.
                 return Ok((self.cast.is_empty()).then_some(()));
             };
             let staying: Vec<_> = node
@@ -486,7 +500,7 @@ impl ChaosEnv {
             for row in &staying {
                 let is_resident = matches!(row.state.as_str(), "Active" | "Idle");
                 if is_resident && asked.elapsed() > self.setup.automatic() {
-                    // A finding. The round continues, to show further ones.
+                    // This is a finding. The round continues, because it may show further findings.
                     let why = format!("{} ({})", row.state, row.reason);
                     stayed.insert(format!("{} did not leave by itself: {why}", row.id));
                     let _ = self.world.cli().output(&["offload", &row.id, "-o", "json"])?;
@@ -529,8 +543,8 @@ impl ChaosEnv {
         found
     }
 
-    /// Starts to measure the time until the next controller replies to a command. Called before the
-    /// controller is killed.
+    /// Starts to measure the time until the next controller replies to a command. Call this before
+    /// the controller is killed.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -551,8 +565,8 @@ impl ChaosEnv {
         Ok(())
     }
 
-    /// The longest time without a controller since the last call, in milliseconds; 0 if there was
-    /// none.
+    /// The longest time without a controller since the last call of this function, in milliseconds.
+    /// It is 0 if a controller was always running.
     ///
     /// # Errors
     /// When no controller replies although a container needs one.

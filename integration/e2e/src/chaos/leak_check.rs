@@ -1,4 +1,5 @@
-//! Counts processes, files and mounts at rest. If the counts differ after a round, something leaks.
+//! Counts processes, files and mounts while the containers are at rest. A count that differs after
+//! a round shows a leak.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,15 +11,16 @@ use anyhow::{Context, Result};
 use super::{container::ChaosContainer, fault::COPIER};
 use crate::{processes, supervisor::cgroup_folders, testbed::Testbed};
 
-/// Number of descriptors that a controller may have more than at first: those of temporary readers.
+/// Maximum increase of the controller's open descriptors since the start of the campaign. Readers
+/// that are active during the count cause it.
 const PASSING_DESCRIPTORS: usize = 6;
 /// Program name of Affinode's shim.
 const OWN_SHIM: &str = "containerd-shim-affinode-v1";
 
-/// Number of descriptors that a shim may have more than at first.
+/// Maximum increase of a shim's open descriptors since the start of the campaign.
 const PASSING_SHIM_DESCRIPTORS: usize = 6;
-/// Maximum number of descriptors and memory files of a copier for each of its processes. It is
-/// absolute, because there may have been no copier at the start.
+/// Maximum number of descriptors of a copier for each of its processes. The limit is not relative
+/// to the start, because there may have been no copier then.
 const COPIER_DESCRIPTORS_EACH: usize = 16;
 const COPIER_MEMORY_FILES_EACH: usize = 6;
 
@@ -35,7 +37,8 @@ pub struct LeakCheck {
 }
 
 impl LeakCheck {
-    /// Counts all kinds. `scenery`: processes that exist during the whole campaign.
+    /// Counts processes, files and mounts. `scenery`: processes that exist during the whole
+    /// campaign.
     ///
     /// # Errors
     /// When there is no controller, or it does not reply.
@@ -50,7 +53,7 @@ impl LeakCheck {
         let groups = cgroup_folders(world.dir());
         let cgroups = groups.iter().flat_map(|group| entries(group)).filter(|path| path.is_dir());
         counts.insert("cgroups", cgroups.count());
-        // As seen from the supervisor's mount namespace.
+        // The supervisor's mount namespace, which contains these folders.
         let inside = PathBuf::from(format!("/proc/{}/root", world.keeper().pid()));
         counts.insert("shim sockets", entries(&inside.join("run/containerd/s")).len());
         let states = inside.join("run/containerd/runc/default");
@@ -61,7 +64,8 @@ impl LeakCheck {
         let own = descriptors(controller.pid.as_raw());
         let of = |part: &str| own.iter().filter(|target| target.contains(part)).count();
         counts.insert("pages in the controller", of("/memfd:"));
-        // A copier starts and ends on demand: at most one, with a pidfd and three more descriptors.
+        // The controller has at most one copier, which starts and ends on demand. Each copier costs
+        // the controller a pidfd and three more descriptors.
         let copiers = world.processes(COPIER)?.len();
         counts.insert("copiers too many", copiers.saturating_sub(1));
         counts.insert("pidfds in the controller", of("pidfd").saturating_sub(copiers));
@@ -111,7 +115,7 @@ impl LeakCheck {
     }
 }
 
-/// Descriptors of a copier above the maximum for this many processes.
+/// Describes the descriptors of a copier that exceed the maximum for this many processes.
 fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
     let files = descriptors.iter().filter(|target| target.contains("/memfd:")).count();
     let most = |each: usize| each * (processes + 1);
@@ -125,7 +129,7 @@ fn excess(descriptors: &[String], processes: usize) -> Vec<String> {
     found
 }
 
-/// Counts the environment's processes by kind. Processes of an unknown kind are returned.
+/// Counts the environment's processes by kind. Returns the processes of an unknown kind.
 fn count_processes(
     world: &Testbed,
     cast: &[ChaosContainer],
@@ -147,9 +151,10 @@ fn count_processes(
             "containerd-shim-affinode-v1" => "shims",
             _ if contained.contains(&process.pid.as_raw()) => "processes of containers",
             _ if scenery.contains(&process.pid.as_raw()) => "scenery",
-            // A zombie that is about to be collected is gone at the next check.
+            // Zombies have no command line. A zombie that is about to be collected no longer exists
+            // at the next check.
             "" if processes::is_zombie(process.pid.as_raw()) => "zombies",
-            // One that has just been made has no command line either.
+            // A process that has just been created has no command line either.
             "" => continue,
             _ => {
                 strangers.push(format!("{} ({command})", process.pid));

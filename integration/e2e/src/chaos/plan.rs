@@ -1,4 +1,5 @@
-//! The plan of a round. It is drawn from seed and number alone, so that it can be drawn again.
+//! The plan of a round. It depends only on the seed and the number of the round, so it can be
+//! repeated.
 
 use std::fmt;
 
@@ -6,10 +7,11 @@ use fastrand::Rng;
 
 /// Number of CUDA processes of each container of the campaign.
 pub const WORKLOADS: [usize; 4] = [1, 1, 2, 3];
-/// Two containers of one process each. They have the same contents, which may be stored once.
+/// Indexes of two containers of one process each. Their memory has equal contents, which can be
+/// stored once.
 pub const TWINS: [usize; 2] = [0, 1];
 
-/// The states in which a fault occurs, as events name them.
+/// Container states in which a fault occurs, spelled as in events.
 const STEPS: [&str; 7] =
     ["Active", "Idle", "Closing", "Offloading", "Offloaded", "Queued", "Restoring"];
 
@@ -40,11 +42,11 @@ pub enum Stimulus {
 pub enum Fault {
     /// SIGKILL of the controller.
     KillController,
-    /// SIGSTOP of the controller for a while.
+    /// SIGSTOP of the controller, and SIGCONT after a while.
     StopController,
     /// SIGKILL of the copier.
     KillCopier,
-    /// SIGSTOP of the copier for a while.
+    /// SIGSTOP of the copier, and SIGCONT after a while.
     StopCopier,
     /// SIGKILL of the copier and of the controller, at the same time.
     KillCopierAndController,
@@ -54,21 +56,21 @@ pub enum Fault {
     EndContainerd,
     /// SIGKILL of the container's stock shim.
     KillStockShim,
-    /// SIGKILL of the container's own shim.
+    /// SIGKILL of the container's Affinode shim.
     KillShim,
     /// SIGKILL of a running runc.
     KillRunc,
-    /// The agent's connection is shut down.
+    /// The connection between agent and controller is shut down.
     CutAgent,
     /// SIGKILL of a CUDA process.
     KillProcess,
     /// SIGTERM of a CUDA process.
     EndProcess,
-    /// SIGSTOP of a CUDA process for a while.
+    /// SIGSTOP of a CUDA process, and SIGCONT after a while.
     StopProcess,
-    /// The container's freezer cgroup for a while, without containerd's knowledge.
+    /// The container's cgroup is frozen for a while, without containerd's knowledge.
     Freeze,
-    /// `ctr tasks pause` for a while.
+    /// The container is paused with `ctr tasks pause` for a while.
     Pause,
     /// SIGTERM to the container's first process, which then ends.
     EndContainer,
@@ -125,14 +127,14 @@ impl Fault {
     }
 }
 
-/// A fault and its time, counted from the moment at which the container's state is seen.
+/// A fault and its time. The time is counted from the moment at which the watched state is seen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strike {
     /// The fault to inject.
     pub fault: Fault,
     /// The container or process that it hits.
     pub on: Target,
-    /// The container whose state is watched, and that state.
+    /// The container that is watched, and the state that triggers the fault.
     pub at: (usize, &'static str),
     /// Delay of the fault after the state is seen, in microseconds.
     pub after_us: u64,
@@ -149,10 +151,10 @@ pub struct Scene {
     pub strike: Strike,
 }
 
-/// The plan of a round.
+/// The plan of a round: its scenes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Whether the round begins only after the twins share contents, or after a time limit.
+    /// Whether the round begins only when the twins share contents, or a time limit has passed.
     pub together: bool,
     /// Scenes in order. The next scene starts without waiting until the containers are at rest.
     pub scenes: Vec<Scene>,
@@ -174,7 +176,8 @@ fn scene(random: &mut Rng) -> Scene {
     let step = STEPS[random.usize(..STEPS.len())];
     let mut stimuli = Vec::new();
     if step == "Closing" && random.bool() {
-        // The lock waits for a running kernel, so the step lasts longer.
+        // The driver's lock waits for the running kernel, so the offload takes longer and a fault
+        // can hit it.
         stimuli.push(Stimulus::Call(on, "spin 60"));
     }
     stimuli.push(Stimulus::Call(on, call(random)));
@@ -195,7 +198,7 @@ fn scene(random: &mut Rng) -> Scene {
         stimuli.push(Stimulus::Exec(on.container));
     }
     random.shuffle(&mut stimuli);
-    // Usually the container that the fault hits; sometimes another one.
+    // Usually the watched container is the one that the fault hits. Sometimes it is another one.
     let watched = if random.u32(..10) < 8 { on.container } else { random.usize(..WORKLOADS.len()) };
     let strike = Strike {
         fault,

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt::Write};
 
 use serde::Serialize;
 
-/// Text in place of the state, if a copier's fault found no copier.
+/// State that the report shows if a fault of the copier found no copier.
 pub(super) const NO_COPIER: &str = "(no copier)";
 
 /// A violated invariant, with the round that found it.
@@ -25,18 +25,18 @@ pub struct Report {
     pub gpu: String,
     /// Seed that replays the campaign.
     pub seed: u64,
-    /// Rounds that were played.
+    /// Number of rounds that ran.
     pub rounds: u64,
-    /// Number of faults by kind, and by the state of the container.
+    /// Number of faults, by kind of fault and by the container's state at that time.
     pub strikes: BTreeMap<&'static str, BTreeMap<String, u64>>,
-    /// Processes that were verified, over all rounds.
+    /// Number of verified processes, summed over all rounds.
     pub verified: u64,
-    /// Wakes from `Offloaded`, over all rounds.
+    /// Number of wakes from `Offloaded`, summed over all rounds.
     pub wakes: u64,
-    /// Rounds that began while two containers shared contents.
+    /// Number of rounds that began while two containers shared contents.
     pub together: u64,
-    /// Longest time from the end of a controller to the next controller's first reply to a command,
-    /// including the start of that command, in milliseconds.
+    /// Longest time from the end of a controller to the first reply of the next controller to a
+    /// command, in milliseconds. The time includes the start of that command.
     pub longest_return_ms: u64,
     /// Duration of the campaign in seconds.
     pub seconds: f64,

@@ -1,22 +1,22 @@
-//! Checks which processes may hold VRAM while every container is offloaded, from the driver's
-//! figures.
+//! Checks which processes hold VRAM while every container is offloaded. The figures come from the
+//! driver.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::gpu::Holders;
 
-/// VRAM that processes may hold.
+/// VRAM that may be in use while every container is offloaded.
 #[derive(Clone, Debug, Default)]
 pub struct Allowed {
-    /// Maximum VRAM in bytes, by process: contexts that stay, and copiers.
+    /// Maximum VRAM in bytes by process id, for kept contexts and for copiers.
     pub by_pid: BTreeMap<i32, u64>,
-    /// Processes whose VRAM has no limit, because they only reduce the free VRAM.
+    /// Processes that may hold any amount of VRAM. They only serve to reduce the free VRAM.
     pub ballast: BTreeSet<i32>,
-    /// Maximum VRAM that belongs to no process: the driver's own reserve.
+    /// Maximum VRAM that no process holds, in bytes: the driver's own reserve.
     pub unnamed_bytes: u64,
 }
 
-/// Descriptions of VRAM in use that is not allowed; empty if there is none.
+/// Describes VRAM that is in use and not allowed. Empty if there is none.
 #[must_use]
 pub fn leaks(holders: &Holders, allowed: &Allowed) -> Vec<String> {
     let mut found = Vec::new();

@@ -14,7 +14,7 @@ use std::{
 
 use crate::cli::{Cli, EventRow};
 
-/// Pause before the next attempt to follow a controller that ended.
+/// Pause before the next attempt to connect to a controller after one has ended.
 const AGAIN: Duration = Duration::from_millis(20);
 
 /// A thread that follows `affinode events`.
@@ -49,7 +49,7 @@ impl Watch {
         Self { seen, thread: Some(thread) }
     }
 
-    /// Drops the events so far. The last states stay.
+    /// Removes all recorded events. The last state of each container is kept.
     pub fn clear(&self) {
         self.seen.events().log.clear();
     }
@@ -66,8 +66,8 @@ impl Watch {
         self.seen.events().state.get(name).cloned().unwrap_or_default()
     }
 
-    /// Waits until a container enters a state after `from` events. False: the time limit has
-    /// passed.
+    /// Waits until a container enters a state, ignoring the first `from` events. Returns false if
+    /// the time limit has passed.
     #[must_use]
     pub fn wait(&self, name: &str, state: &str, from: usize, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
@@ -127,7 +127,7 @@ impl Seen {
         }
     }
 
-    /// Follows events until the controller ends.
+    /// Follows the events of one controller until it ends.
     fn follow_one(&self, cli: &Cli) {
         let mut command = cli.command(&["events", "--follow", "-o", "json"]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());

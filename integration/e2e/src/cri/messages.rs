@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use prost::Message;
 
-/// Value of CRI's `NamespaceMode.NODE`: the host's network, so that no CNI plugin is needed.
+/// Value of CRI's `NamespaceMode.NODE`. With the host's network no CNI plugin is needed.
 pub(super) const NODE: i32 = 2;
 /// The value of CRI's `NamespaceMode.POD`.
 pub(super) const POD: i32 = 0;
@@ -57,7 +57,7 @@ pub struct Namespaces {
     pub userns_options: Option<UserNamespace>,
 }
 
-/// User namespace of a pod. Its `mode` is 0, `POD`, which is not sent.
+/// User namespace of a pod. Its field `mode` is 0 (`POD`), the default, so it is not sent.
 #[derive(Clone, PartialEq, Message)]
 pub struct UserNamespace {
     #[prost(message, repeated, tag = "2")]
@@ -151,7 +151,7 @@ pub(super) struct RunPodSandboxRequest {
     pub(super) runtime_handler: String,
 }
 
-/// A message with one id in field 1, as several requests and replies are.
+/// A message whose only content is an id in field 1. Several requests and replies have this form.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Id {
     #[prost(string, tag = "1")]
@@ -209,7 +209,7 @@ pub(super) struct ContainerStatus {
     pub(super) state: i32,
 }
 
-/// Features of all runtime handlers, from CRI's response to Status.
+/// Features of all runtime handlers, from CRI's response to the request `Status`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct StatusResponse {
     #[prost(message, repeated, tag = "3")]

@@ -1,4 +1,4 @@
-//! Kills a program before the n-th step in which it changes a file or starts another program. The
+//! Kills a program before its n-th step. A step changes a file or starts another program. The
 //! program is traced, so that each step is hit exactly once.
 
 use std::{
@@ -34,7 +34,7 @@ const STEPS: [(i64, &str); 10] = [
 /// Runs a command and kills it before its n-th step. Returns the name of that step; `None` if the
 /// command ends earlier.
 pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static str>> {
-    // The command starts once it is traced.
+    // The shell waits until it is traced before it runs the command.
     let mut traced = Command::new("sh");
     traced.args(["-c", "read -r go; exec \"$@\" </dev/null", "sh"]);
     traced.arg(command.get_program()).args(command.get_args());
@@ -72,10 +72,10 @@ pub(super) fn before_step(command: &Command, n: usize) -> Result<Option<&'static
     }
 }
 
-/// The step that the process is about to make; `None` for another system call.
+/// Name of the step that the process is about to execute. `None` for any other system call.
 fn step(pid: Pid) -> Result<Option<&'static str>> {
     let registers = ptrace::getregs(pid)?;
-    // At the entry of a call its return value is not set yet.
+    // At the entry of a system call, the register of the return value contains -ENOSYS.
     if registers.rax.cast_signed() != -i64::from(libc::ENOSYS) {
         return Ok(None);
     }

@@ -66,7 +66,7 @@ fn play(world: &Testbed, end: End, queued: bool) -> Result<Found> {
         if let Some(taker) = &taker {
             taker.running.kill(world)?;
         }
-        // Requests to the container and its GPU wait for this.
+        // Other requests for this container and its GPU wait until it is resumed.
         containerd::run(world.ctr().args(["tasks", "resume", ID]))?;
         all_intact(&mut actor)?;
         let with = "goes on when it is resumed; contents intact".into();
@@ -83,8 +83,8 @@ fn play(world: &Testbed, end: End, queued: bool) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with: "ends as it would; nothing is left".into() })
 }
 
-/// Uses up the container's memory limit. The kernel prefers to kill the process whose GPU state is
-/// offloaded.
+/// Uses up the container's memory limit. The kernel's first choice to kill is the process whose GPU
+/// state is offloaded.
 fn spend(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     let pid = actor.processes[0].pid;
     std::fs::write(format!("/proc/{pid}/oom_score_adj"), "1000")?;

@@ -53,12 +53,12 @@ fn check(held: Held, said: &Answer, as_bare: &(Answer, Option<i32>)) -> Result<(
     Ok(())
 }
 
-/// The number of the newest event.
+/// Sequence number of the newest event.
 fn newest(world: &Testbed) -> Result<u64> {
     Ok(world.cli().events()?.iter().map(|event| event.sequence).max().unwrap_or(0))
 }
 
-/// Requires that no later event names the container, except for the expected moves.
+/// Requires that no event after `since` names the container, except for the expected moves.
 fn no_trouble(world: &Testbed, id: &str, since: u64, allowed: &[&str]) -> Result<()> {
     let name = format!("default/{id}");
     let trouble = |event: &crate::cli::EventRow| {
@@ -81,7 +81,8 @@ fn without_room(world: &Testbed, kind: &str) -> Result<Found> {
         held.worker.expect("ready")?;
         world.cli().move_out(&id)?;
         let since = newest(world)?;
-        // This one holds all VRAM until it ends, which is after the other.
+        // This program holds all VRAM until it is killed, which happens after the other program has
+        // ended.
         let taker = ballast(world, 0)?;
         held.worker.send("go")?;
         let said = held.worker.receive()?;

@@ -1,4 +1,5 @@
-//! A thread calls the driver through a function that no hook finds, while the process is offloaded.
+//! A thread calls the driver through a function that Affinode does not hook, while the process is
+//! offloaded.
 
 use std::time::Duration;
 
@@ -15,8 +16,8 @@ use crate::{
     worker::Worker,
 };
 
-/// Time for which a hanging process without Affinode is watched. The result is reported, but does
-/// not decide whether the hazard fails.
+/// Time for which a hanging process without Affinode is watched. What is seen then is only
+/// reported, and does not decide whether the hazard fails.
 const HANGS: Duration = Duration::from_secs(5);
 
 pub fn cases() -> Vec<Case> {
@@ -55,7 +56,7 @@ fn play(world: &Testbed) -> Result<Found> {
         worker.call("hidden")?;
         told(world, &id)?;
         intact(&mut worker)?;
-        // The driver's checkpoint is not attempted again.
+        // After a hidden call, an offload by the driver's checkpoint is refused.
         if engine == "checkpoint" {
             let said = offload_once(world, &id)?;
             ensure!(
@@ -69,7 +70,7 @@ fn play(world: &Testbed) -> Result<Found> {
                 row.processes.iter().all(|process| process.phase == "CopiedOut"),
                 "expected all processes copied out: {row:?}"
             );
-            // With a resident context no call blocks.
+            // A copy out keeps the context resident, so a hidden call does not block.
             worker.call("hidden")?;
             let row = world.cli().known(&id)?;
             ensure!(row.state == "Offloaded", "the container was restored without a call: {row:?}");

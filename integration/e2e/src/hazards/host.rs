@@ -1,4 +1,5 @@
-//! Too little host memory for the VRAM: a checkpoint would be killed in the middle.
+//! Too little host memory for the contents of VRAM. Without a refusal, the process would be killed
+//! during its checkpoint.
 
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
@@ -33,7 +34,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 fn limited(world: &Testbed, spec: &dyn Fn(&str) -> Spec) -> Result<Found> {
-    // The testbed's cgroup, which may have the limit, exists after the first container.
+    // The first container creates the testbed's cgroup, for which the limit is set.
     let mut bare = Held::bare(world, spec("bare"))?;
     bare.worker.wait_filled()?;
     let grow = format!("alloc {VRAM_MIB}");

@@ -1,4 +1,4 @@
-//! Helpers of the hazards: containers without Affinode, manual offloads and restores, and checks.
+//! Helpers for the hazards: containers without Affinode, manual offloads and restores, and checks.
 
 use std::{
     process::{Child, Stdio},
@@ -16,11 +16,11 @@ use crate::{
     worker::{Answer, USUAL, Worker},
 };
 
-/// `CUprocessState` of a locked process. The next constant is that of a checkpointed process.
+/// `CUprocessState` of a locked process.
 pub const LOCKED: i32 = 1;
 pub const CHECKPOINTED: i32 = 2;
 
-/// A container that runs in the foreground, so that its end is observed.
+/// A container that runs in the foreground, so that the test observes its end.
 pub struct Held {
     /// The program in the container.
     pub worker: Worker,
@@ -66,8 +66,8 @@ impl Held {
         answer.value.with_context(|| format!("cannot find the state in: {text}"))
     }
 
-    /// Offloads and restores the process by the driver's checkpoint calls from another program.
-    /// Returns a description of the outcome.
+    /// Offloads and restores the process with the driver's checkpoint calls, which another program
+    /// makes. Returns a description of the outcome.
     pub fn cycle(&mut self, world: &Testbed) -> Result<String> {
         let out = self.tool(world, &["lock", "checkpoint"])?;
         if out != [0, 0] {
@@ -85,7 +85,7 @@ impl Held {
         Ok(if good { "moves, contents intact" } else { "moves, contents wrong" }.into())
     }
 
-    /// Whether the program replies, and all of its memory is unchanged.
+    /// Whether the program replies and all its memory is unchanged.
     pub fn verifies(&mut self) -> Result<bool> {
         let answer = self.worker.ask("verify")?;
         Ok(answer.result == 0 && answer.ok == Some(true))
@@ -111,8 +111,8 @@ impl Held {
     }
 }
 
-/// Requests an offload and returns the reply. Repeats the request only while a call is in progress,
-/// or while the controller has just counted one.
+/// Requests an offload and returns the reply. The request is repeated only while a call is in
+/// progress, or if the controller has counted a call just before.
 pub fn offload_once(world: &Testbed, id: &str) -> Result<ActionRow> {
     until(&format!("an answer about {id}"), || {
         let output = world.cli().output(&["offload", id, "-o", "json"])?;
@@ -149,7 +149,7 @@ pub fn intact(worker: &mut Worker) -> Result<()> {
     Ok(())
 }
 
-/// An offload in progress, whose begin was observed.
+/// An offload in progress. The test has observed its start.
 pub struct Offload {
     answer: JoinHandle<Result<ActionRow>>,
 }
@@ -174,28 +174,28 @@ impl Offload {
             .answer
             .join()
             .map_err(|_| anyhow::anyhow!("the thread of the request panicked"))?;
-        // Without its controller, the request has no reply.
+        // If the controller was killed, the request has no reply.
         let _ = ended;
         Ok(())
     }
 }
 
-/// The usual program with this many MiB.
+/// The usual CUDA program with this much VRAM, in MiB.
 pub fn usual(id: &str, mib: u64) -> Spec {
     Worker::spec(id, USUAL, mib)
 }
 
-/// The program for a kind of hazard.
+/// The program for this kind of hazard.
 pub fn kind(id: &str, kind: &str) -> Spec {
     Spec::gpu(id, &[&format!("{CLIENTS}/hazards"), kind])
 }
 
-/// Step by which an allocation becomes smaller until it fits, in MiB.
+/// Amount by which an allocation is reduced until it fits, in MiB.
 const LESS_MIB: u64 = 4;
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 const OUT_OF_MEMORY: i32 = 2;
 
-/// An unmanaged program that holds all VRAM of the first GPU except `leave_bytes`.
+/// Starts an unmanaged program that holds all VRAM of the first GPU except `leave_bytes`.
 pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
     let spec = usual("ballast", 1).annotation("affinode.io/inject", "false");
     let mut worker = Worker::start_as(world, spec)?;
@@ -207,7 +207,8 @@ pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
     let Some(more) = free.checked_sub(leave_bytes) else {
         bail!("{} MiB are free, {} are needed", free / MIB, leave_bytes / MIB);
     };
-    // A real driver needs a part of what it calls free for itself.
+    // A real driver reports some VRAM as free that it needs for itself, so the first allocations
+    // may fail.
     let mut mib = more / MIB;
     while mib > 0 {
         match worker.ask(&format!("alloc {mib} -"))?.result {

@@ -1,5 +1,5 @@
-//! Kinds of memory. A container with memory that a checkpoint cannot restore is refused before any
-//! driver call. Other containers are offloaded.
+//! Kinds of memory. If a container has memory that a checkpoint cannot restore, its offload is
+//! refused before any driver call. Other containers are offloaded.
 
 use anyhow::Result;
 
@@ -9,7 +9,8 @@ use super::{
 };
 use crate::{testbed::Testbed, worker::Worker};
 
-/// Name, kind of `hazards.c`, and reason of the refusal. `None`: the container is offloaded.
+/// Name of the case, kind of `hazards.c`, and reason of the refusal. `None`: the container is
+/// offloaded.
 const KINDS: [(&str, &str, Option<&str>); 6] = [
     ("managed memory", "managed", Some("managed-memory")),
     ("peer access between GPUs", "peer", Some("peer-access")),
@@ -37,7 +38,7 @@ fn play(world: &Testbed, what: &str, reason: Option<&str>) -> Result<Found> {
     let without = bare.cycle(world)?;
     bare.kill(world)?;
 
-    // The hazards are those of the driver's checkpoint.
+    // These hazards concern the driver's checkpoint.
     let spec = kind(what, what).annotation("affinode.io/engine", "checkpoint");
     let mut worker = Worker::start_as(world, spec)?;
     worker.expect("ready")?;

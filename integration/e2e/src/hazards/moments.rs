@@ -1,4 +1,4 @@
-//! Events in the middle of an offload or restore.
+//! Events during an offload or restore.
 
 use std::{
     io::{BufRead, BufReader, Read},
@@ -95,8 +95,8 @@ fn running_kernel(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "refused: busy; moves later; contents intact".into() })
 }
 
-/// An offloaded process exits. Its driver has ended, while another thread waits at the gate and an
-/// exit handler still runs.
+/// An offloaded process exits. Its CUDA driver has already shut down, while another thread waits at
+/// the gate and an exit handler still runs.
 fn exit(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", "exit"))?;
     bare.worker.expect("ready")?;
@@ -113,7 +113,8 @@ fn exit(world: &Testbed) -> Result<Found> {
     held.worker.send("go")?;
     let (status, with) = held.end()?;
     ensure!(status == Some(0), "expected exit status 0: {with}");
-    // Its driver refuses a restore because it has ended: no process is lost, and that is no error.
+    // The process's driver refuses a restore because it has shut down. The controller must report
+    // neither a lost process nor an error.
     let told = |event: &EventRow| {
         let is_error = event.kind == "refused" && event.reason == "driver-error";
         event.to == "Lost" || (is_error && event.container == "default/exit")
@@ -141,9 +142,9 @@ fn caller_dies(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "the next controller goes on; contents intact".into() })
 }
 
-/// Kills a caller of the driver's checkpoint in the middle of the checkpoint. The moment was right
-/// if the caller had no reply yet and the process is checkpointed afterwards. Otherwise the kill is
-/// repeated.
+/// Kills a program that checkpoints a process, while the driver executes the checkpoint. The kill
+/// was at the right moment if the program printed no result and the process is checkpointed
+/// afterwards. Otherwise the kill is repeated.
 fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
     const TRIES: usize = 50;
     let pid = bare.worker.running.pid(world)?.to_string();
@@ -155,14 +156,14 @@ fn strike_in_checkpoint(world: &Testbed, bare: &Held) -> Result<()> {
         let mut caller = caller.spawn()?;
         let mut said =
             BufReader::new(caller.stdout.take().context("the process has no output pipe")?);
-        // The program makes the call right after this line.
+        // The program makes the checkpoint call right after it prints this line.
         said.read_line(&mut String::new())?;
         std::thread::yield_now();
         caller.kill()?;
         caller.wait()?;
         let mut answer = String::new();
         said.read_to_string(&mut answer)?;
-        // Blocks until the driver has finished.
+        // `state` blocks until the driver has finished the checkpoint.
         match (bare.state(world)?, answer.is_empty()) {
             (CHECKPOINTED, true) => return Ok(()),
             (CHECKPOINTED, false) => {

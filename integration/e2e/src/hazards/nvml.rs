@@ -15,7 +15,7 @@ use crate::{
     worker::Worker,
 };
 
-/// Time for which a blocked call is watched, without Affinode.
+/// Time after which an NVML call without Affinode counts as blocked.
 const BLOCKED: Duration = Duration::from_secs(3);
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 
@@ -60,10 +60,11 @@ fn play(world: &Testbed, program: &str) -> Result<Found> {
         let mut worker = Worker::start_as(world, spec)?;
         worker.expect("ready")?;
         world.cli().move_out(&id)?;
-        // Its first initialisation while offloaded: it is restored.
+        // The first NVML initialisation in an offloaded process causes a restore.
         worker.call("init")?;
         worker.call("ask")?;
-        // With `copy` it was offloaded all the time.
+        // The engine `copy` keeps the context, so the calls may have caused no restore. This check
+        // restores the memory.
         intact(&mut worker)?;
         world.cli().move_out(&id)?;
         for command in ["ask", "init", "ask", "shutdown"] {

@@ -20,7 +20,7 @@ pub struct Row {
     pub survived: bool,
 }
 
-/// The outcomes of all hazards.
+/// The results of all hazards.
 #[derive(Debug, Serialize)]
 pub struct Report {
     /// Kind of GPU: simulated or real.

@@ -17,7 +17,7 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Prefix of symbols that a driver before 570 does not have.
+/// Prefix of the checkpoint functions. Drivers before release 570 do not have them.
 const ENTRY_POINTS: &[u8] = b"cuCheckpointProcess";
 
 pub fn cases() -> Vec<Case> {
@@ -33,8 +33,8 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// Starts a container. Requires that its offload is refused with this reason, and that its program
-/// still works.
+/// Starts a container, and requires that its offload is refused with this reason and that its
+/// program still works.
 fn stays(world: &Testbed, spec: Spec, reason: &str) -> Result<Found> {
     let id = spec.id.clone();
     let mut worker = Worker::start_as(world, spec)?;
@@ -45,7 +45,8 @@ fn stays(world: &Testbed, spec: Spec, reason: &str) -> Result<Found> {
 }
 
 fn mps(world: &Testbed) -> Result<Found> {
-    // A control pipe where libcuda looks for one; it is noticed without a server.
+    // libcuda looks for the control pipe of MPS in this place. Affinode must detect the pipe even
+    // if no MPS server runs.
     let host = world.dir().join("mps");
     std::fs::create_dir_all(&host)?;
     std::fs::write(host.join("control"), "")?;
@@ -58,7 +59,7 @@ fn mig(world: &Testbed) -> Result<Found> {
     stays(world, usual("mig", 16).env("CUDA_VISIBLE_DEVICES", "2"), "mig")
 }
 
-/// A container has the simulated driver without the symbols of its checkpoint functions.
+/// A container gets a simulated driver without the symbols of the checkpoint functions.
 fn old_driver(world: &Testbed) -> Result<Found> {
     let host = world.dir().join("old-driver");
     std::fs::create_dir_all(&host)?;
@@ -71,7 +72,8 @@ fn old_driver(world: &Testbed) -> Result<Found> {
     stays(world, spec.flags(&["--mount", &mount]), "driver-too-old")
 }
 
-/// Makes every dynamic symbol with this prefix undefined and weak.
+/// Makes every dynamic symbol with this prefix undefined and weak, as if the library did not have
+/// it.
 fn without_symbols(mut elf: Vec<u8>, prefix: &[u8]) -> Option<Vec<u8>> {
     const DYNSYM: u64 = 11;
     const SYMBOL_BYTES: u64 = 24;
@@ -118,7 +120,7 @@ fn disabled(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// A container has two CUDA processes, one of them without the library.
+/// One of a container's two CUDA processes has not loaded the library.
 fn stranger(world: &Testbed) -> Result<Found> {
     let program = format!("{CLIENTS}/{USUAL}");
     let script = format!(

@@ -1,6 +1,6 @@
-//! Profilers in the process, and video: they call the driver without its public functions.
-//! `clients/cupti.c` replaces the profiler's library CUPTI. It hangs and loses its process as CUPTI
-//! does on a GPU.
+//! Profilers in the process, and video. Both call the driver without its public functions.
+//! `clients/cupti.c` replaces CUPTI, the profiler's library. On a simulated GPU it hangs and loses
+//! its process as CUPTI does on a real one.
 
 use anyhow::{Context, Result, ensure};
 
@@ -15,9 +15,9 @@ use crate::{
     worker::Worker,
 };
 
-/// Number of the system call `futex`. The program is in it while it hangs.
+/// Number of the system call `futex`. The program is in this call while it hangs.
 const FUTEX: u32 = 202;
-/// Number of the system call `clock_nanosleep`. The program is in it while it sleeps.
+/// Number of the system call `clock_nanosleep`. The program is in this call while it sleeps.
 const CLOCK_NANOSLEEP: u32 = 230;
 
 pub fn cases() -> Vec<Case> {
@@ -74,7 +74,7 @@ fn begun_while_offloaded(world: &Testbed) -> Result<Found> {
 
     let mut worker = start(world, program("begun", "checkpoint"))?;
     world.cli().move_out("begun")?;
-    // It waits for its restore, and then begins.
+    // The call waits until the process is restored, and then begins the profile.
     worker.call("begin")?;
     let with = refused(world, "begun", "tools")?;
     worker.call("end")?;
@@ -83,7 +83,8 @@ fn begun_while_offloaded(world: &Testbed) -> Result<Found> {
 }
 
 fn moved_while_it_begins(world: &Testbed) -> Result<Found> {
-    // Longer than the following steps take on a slow machine; no step waits for its end.
+    // 20 s are longer than the following steps take on a slow machine. No step waits for the end of
+    // this call.
     const BEGIN: &str = "begin 20000";
     let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;
@@ -129,9 +130,11 @@ fn ended_before(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "copied, context stays; contents intact".into() })
 }
 
-/// Requires that the container is offloaded by a copy alone.
+/// Requires that an offload of the container only copies its memory out, and its context stays on
+/// the GPU.
 fn copied(world: &Testbed, id: &str) -> Result<()> {
-    // Before the first read of its counters the controller knows no copyable memory.
+    // The controller reads the amount of copyable memory together with the counters, so it is 0 at
+    // first.
     world.cli().wait_for(id, "to have swappable memory", |row| {
         row.processes.iter().any(|process| process.swappable_bytes > 0)
     })?;

@@ -1,5 +1,5 @@
-//! Two offloaded containers are woken at the same time, many times. There is VRAM for one of them.
-//! No process is lost, and the first request is served first.
+//! Two offloaded containers are woken at the same time, many times, but VRAM suffices for one. No
+//! process may be lost, and the container that requested first must be served first.
 
 use anyhow::{Context, Result, ensure};
 
@@ -37,7 +37,8 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
         Gpu::Simulated { .. } => Gpu::Simulated { vram_bytes: 128 * MIB },
         Gpu::Real => Gpu::Real,
     };
-    // On a real GPU more than the controller keeps free, so that two never fit.
+    // On a real GPU the size is larger than the VRAM that the controller keeps free, so that two
+    // containers never fit.
     let each_mib = if matches!(gpu, Gpu::Real) { 1024 } else { 64 };
     let world = recipe.config(CONFIG).gpu(gpu).world()?;
     let watch = Watch::start(world.cli());
@@ -56,7 +57,7 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
             world.cli().wait_for_state(name, "Offloaded")?;
         }
         watch.clear();
-        // The two take turns in being first.
+        // The containers alternate in being first.
         let first = round % 2;
         workers[first].send("verify")?;
         workers[1 - first].send("verify")?;
@@ -65,7 +66,8 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
                 worker.expect("verify").with_context(|| format!("round {round}: cannot verify"))?;
             ensure!(answer.ok == Some(true), "round {round}: the memory has changed: {answer:?}");
         }
-        // A slow verification may be offloaded and restored twice: the first time counts.
+        // A container whose verification is slow may be offloaded and restored a second time. Only
+        // its first restore counts.
         let order = |state: &str| -> Vec<String> {
             let mut names: Vec<String> = Vec::new();
             let entered = watch.log().into_iter().filter(|e| e.kind == "state" && e.to == state);

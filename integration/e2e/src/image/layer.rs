@@ -1,4 +1,5 @@
-//! Layers: files of the machine, or of an unpacked package, as a tar in memory.
+//! Layers of images. A layer is a tar in memory with files of the machine or of an unpacked
+//! package.
 
 use std::path::Path;
 
@@ -16,7 +17,7 @@ impl Default for Layer {
 }
 
 impl Layer {
-    /// A layer with the folders and the users that every image has.
+    /// A layer with the folders and users that every image contains.
     ///
     /// # Errors
     /// When memory is short.
