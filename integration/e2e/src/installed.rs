@@ -23,7 +23,7 @@ pub const FILES: [&str; 3] =
     ["bin/affinode", "bin/containerd-shim-affinode-v1", "lib/affinode/libaffinode_preload.so"];
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// An installation in a testbed, before or after it is installed.
+/// An installation in a testbed. The object exists before the files are installed.
 pub struct Installation<'a> {
     world: &'a Testbed,
     prefix: PathBuf,
@@ -69,8 +69,8 @@ impl<'a> Installation<'a> {
         self.world.containerd().config_file()
     }
 
-    /// Path of the file into which the handler goes: one of its own where containerd imports a
-    /// folder.
+    /// Path of the file that gets the handler. If containerd imports a folder, this is a separate
+    /// file in that folder.
     #[must_use]
     pub fn handler_file(&self) -> PathBuf {
         match self.world.containerd().release().line {
@@ -79,8 +79,8 @@ impl<'a> Installation<'a> {
         }
     }
 
-    /// `affinode install`, `uninstall` or `status` for this node; `more` overrides the usual
-    /// arguments.
+    /// Builds the command `affinode install`, `uninstall` or `status` for this node. `more`
+    /// overrides the usual arguments.
     ///
     /// # Errors
     /// When the command was not built.
@@ -107,7 +107,7 @@ impl<'a> Installation<'a> {
         Ok(command)
     }
 
-    /// Runs the command, with any result.
+    /// Runs the command, whatever its exit status.
     ///
     /// # Errors
     /// When the command cannot be run.
@@ -192,7 +192,7 @@ impl<'a> Installation<'a> {
     ) -> Result<(T, usize)> {
         let (asked, done) = (self.tools.join("asked"), self.tools.join("done"));
         let (a, d) = (asked.display(), done.display());
-        // A request of a killed process also gets its reply, which no process reads.
+        // A request of a killed process also gets a reply, but no process reads it.
         self.systemctl(&format!(
             "rm -f {d}; : > {a}; while [ ! -e {d} ]; do sleep 0.02; done; code=$(cat {d}); rm {d}; exit $code"
         ))?;
@@ -216,8 +216,8 @@ impl<'a> Installation<'a> {
     }
 }
 
-/// Fills a folder with another build of the same version. Each program and the library has extra
-/// bytes at its end, which no loader reads.
+/// Fills a folder with files that count as another build of the same version. Extra bytes are
+/// appended to each program and the library. Loaders ignore them.
 ///
 /// # Errors
 /// When a file is missing, or cannot be copied.

@@ -1,7 +1,7 @@
-//! Counts of what the project's language avoids, and the limits of these counts.
+//! Counts words and forms that the project avoids, and compares the counts with limits.
 //!
-//! A limit stands in [`LIMITS_FILE`] and only goes down. The counts are made of text alone:
-//! comments and string literals of Rust, Markdown, and the files below `config/`.
+//! The limits are in [`LIMITS_FILE`] and are only lowered. Counted are comments and string literals
+//! of Rust, Markdown, and the files below `config/`.
 
 mod links;
 mod rust_text;
@@ -21,15 +21,15 @@ use rust_text::RustText;
 pub const LIMITS_FILE: &str = "integration/e2e/language-limits.txt";
 /// Folders without text of the project.
 const SKIPPED: [&str; 5] = ["target", "node_modules", "corpus", ".git", ".cache"];
-/// This module, which names the markers.
+/// Files of this module. They are not counted, because they contain the markers themselves.
 const OWN: [&str; 2] = ["integration/e2e/src/language.rs", "integration/e2e/src/language"];
 /// Endings of files below `config/` that are not text.
 const BINARY: [&str; 1] = ["png"];
-/// Crates of the product; the names of their types are counted.
+/// Crates of the product. Only the names of their types are counted.
 const PRODUCT: [&str; 4] = ["proto", "preload", "controller", "runtime-shim"];
-/// Longest name of a test.
+/// Maximum length of a test's name, in characters.
 const MAX_TEST_NAME: usize = 45;
-/// An item's documentation with at most this many words says no more than the name.
+/// Number of words up to which an item's documentation counts as too short.
 const SHORT_DOC_WORDS: usize = 3;
 
 /// Counts by scope and marker.
@@ -47,23 +47,23 @@ const MARKERS: [Marker; 6] = [
     ("away", |line| usize::from(has_word(line, &["away"]))),
 ];
 
-/// Texts in which a marked word is the field's own. They are not counted.
+/// Texts that contain a marker legitimately. They are not counted.
 const EXCEPTIONS: [&str; 6] = [
-    // The user of that name in `/etc/passwd`.
+    // The entry of the user `nobody` in `/etc/passwd`.
     "nobody:x:65534:65534:nobody",
-    // Folders and variables of users.
+    // Paths and variables of users' folders.
     "/home",
     "HOME",
     "--create-home",
     "cd {home}",
-    // "Takes the GPU away" is what the product does, in one sentence.
+    // "Takes the GPU away" describes the product in one sentence.
     "takes the GPU away",
 ];
 
 /// Counts everything below a repository's root.
 ///
 /// # Errors
-/// A file cannot be read.
+/// When a file cannot be read.
 pub fn count(root: &Path) -> Result<Counts> {
     let mut counts = Counts::new();
     for (marker, _) in MARKERS {
@@ -103,7 +103,7 @@ pub fn count(root: &Path) -> Result<Counts> {
         }
     }
     let one_word = types.iter().filter(|name| is_one_word(name)).count();
-    // Rounded up, so that a new name of one word among many others counts.
+    // Rounded up, so that one more name of one word raises the percentage even among many names.
     let percent = (one_word * 100).div_ceil(types.len().max(1));
     counts.insert("rust.short-docs".into(), short_docs);
     counts.insert("rust.most-least-longest-constants".into(), bounds);
@@ -115,7 +115,7 @@ pub fn count(root: &Path) -> Result<Counts> {
 /// Reads the table of limits.
 ///
 /// # Errors
-/// A line is neither a comment nor a name and a number.
+/// When a line is neither a comment nor a name and a number.
 pub fn parse_limits(text: &str) -> Result<Counts> {
     let mut limits = Counts::new();
     for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
@@ -132,7 +132,7 @@ pub fn parse_limits(text: &str) -> Result<Counts> {
     Ok(limits)
 }
 
-/// What is counted more often than its limit allows, or has no limit, one line each.
+/// One line for each count that exceeds its limit or has no limit.
 #[must_use]
 pub fn above(limits: &Counts, counts: &Counts) -> Vec<String> {
     let over = counts.iter().filter_map(|(name, count)| match limits.get(name) {
@@ -143,7 +143,7 @@ pub fn above(limits: &Counts, counts: &Counts) -> Vec<String> {
     over.collect()
 }
 
-/// Limits that are higher than their count, or count nothing, one line each.
+/// One line for each limit that is higher than its count or has no count.
 #[must_use]
 pub fn slack(limits: &Counts, counts: &Counts) -> Vec<String> {
     let loose = limits.iter().filter_map(|(name, limit)| match counts.get(name) {
@@ -154,7 +154,7 @@ pub fn slack(limits: &Counts, counts: &Counts) -> Vec<String> {
     loose.collect()
 }
 
-/// The table with every limit lowered to its count; none is raised.
+/// The table with every limit lowered to its count. No limit is raised.
 #[must_use]
 pub fn lowered(text: &str, counts: &Counts) -> String {
     let line = |line: &str| {
@@ -165,8 +165,8 @@ pub fn lowered(text: &str, counts: &Counts) -> String {
     text.lines().map(|l| line(l).unwrap_or_else(|| l.to_owned()) + "\n").collect()
 }
 
-/// Words of a Markdown text, and of its longest paragraph, outside code blocks. A row of a table
-/// is no paragraph; an item of a list is one.
+/// Numbers of words of a Markdown text and of its longest paragraph, outside code blocks. An item
+/// of a list counts as a paragraph. A row of a table does not.
 #[must_use]
 pub fn markdown_words(text: &str) -> (usize, usize) {
     let (mut all, mut longest, mut paragraph) = (0, 0, 0);
@@ -262,7 +262,7 @@ fn has_of_one_that(line: &str) -> bool {
     })
 }
 
-/// What follows each occurrence of a beginning that starts a word.
+/// The text after each occurrence of one of the beginnings at the start of a word.
 fn after_each<'a>(line: &'a str, beginnings: &[&'a str]) -> impl Iterator<Item = &'a str> {
     beginnings.iter().flat_map(|beginning| line.match_indices(*beginning)).filter_map(
         |(at, beginning)| {
@@ -273,13 +273,14 @@ fn after_each<'a>(line: &'a str, beginnings: &[&'a str]) -> impl Iterator<Item =
     )
 }
 
-/// Blocks of `///` with three words or fewer.
+/// Number of `///` blocks with three words or fewer.
 fn count_short_docs(text: &str) -> u64 {
     let (mut short, mut block): (u64, Option<usize>) = (0, None);
     for line in text.lines().chain([""]) {
         match line.trim_start().strip_prefix("///") {
             Some(doc) if !doc.starts_with('/') => {
-                // A path, a pattern or a link says which one is meant: it counts as a sentence.
+                // Text with a path, a pattern or a link is specific enough, so it does not count as
+                // short.
                 let is_reference = doc.contains('`');
                 let words = doc.split_whitespace().count();
                 *block.get_or_insert(0) += words + usize::from(is_reference) * SHORT_DOC_WORDS;
@@ -327,7 +328,7 @@ fn type_names(code: &str) -> impl Iterator<Item = String> + '_ {
     })
 }
 
-/// Whether a name has one capital at its beginning and no other word.
+/// Whether a name consists of one word: its only capital is the first letter.
 fn is_one_word(name: &str) -> bool {
     name.chars().filter(char::is_ascii_uppercase).count() == 1
 }

@@ -1,22 +1,22 @@
-//! The end-to-end suite's private testbeds, also used by the demo, the bench and the kit for GPU
-//! machines.
+//! Private testbeds for the end-to-end suite. The demo, the bench and the kit for GPU machines use
+//! them, too.
 //!
 //! | module | content |
 //! | --- | --- |
-//! | [`testbed`] | one containerd, one GPU, one controller in one folder; leaves nothing behind |
+//! | [`testbed`] | one containerd, one GPU and one controller in one folder; everything is removed at the end |
 //! | [`supervisor`] | the process that owns all processes of a testbed |
 //! | [`containerd`], [`release`] | a private containerd, and the releases to test with |
 //! | [`gpu`] | the simulated GPU, or the machine's own |
 //! | [`image`] | images made from the machine's own files |
 //! | [`container`], [`worker`] | containers, and the CUDA program that tests send commands to |
 //! | [`cri`] | pods, as a kubelet runs them |
-//! | [`installed`] | an installation of a testbed's own, by `affinode install` |
-//! | [`faults`], [`snapshot`] | faults during an installation, and a node's files byte for byte |
+//! | [`installed`] | an installation in a testbed, made with `affinode install` |
+//! | [`faults`], [`snapshot`] | faults during an installation, and a byte-for-byte comparison of a node's files |
 //! | [`cli`] | the `affinode` command |
 //! | [`language`] | counts of words that the project avoids, and their limits |
 //! | [`chaos`] | random kills at random steps, and the invariants after each round |
 //! | [`hazards`] | one small program per hazard, without Affinode and with it |
-//! | [`suite`] | tests that only a machine with a GPU can decide |
+//! | [`suite`] | tests whose result only a real GPU can show |
 
 #![forbid(unsafe_code)]
 

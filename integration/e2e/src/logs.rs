@@ -33,7 +33,7 @@ pub(crate) fn keep(dir: &Path, log: &Path) {
     let keep = std::env::var_os("AFFINODE_E2E_KEEP_LOGS").map(PathBuf::from);
     if let (Some(keep), Some(name)) = (keep, log.file_name()) {
         let folder = keep.join(dir.file_name().unwrap_or_default());
-        // Best effort: a caller that set the folder notices that it is missing.
+        // Errors are ignored here. The missing copy shows the failure.
         let _ = std::fs::create_dir_all(&folder);
         let _ = std::fs::copy(log, folder.join(name));
     }

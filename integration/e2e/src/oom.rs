@@ -1,4 +1,4 @@
-//! Kills by the kernel's OOM killer, as memory cgroups count them.
+//! Counts processes that the kernel's OOM killer has killed in memory cgroups.
 
 use std::{
     path::{Path, PathBuf},
@@ -12,14 +12,15 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// Interval of the checks. A runtime needs far longer to remove the cgroup of a killed process.
+/// Interval of the checks. It is short enough, because a runtime needs far longer to remove the
+/// cgroup of a killed process.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// Number of processes that the kernel has killed because of the memory limit of a cgroup or of a
 /// cgroup above it. `None` if the folder does not exist, or its hierarchy does not count memory.
 #[must_use]
 pub fn kills(folder: &Path) -> Option<u64> {
-    // Version 2, version 1.
+    // The file of cgroup version 2, then of version 1.
     let text = ["memory.events", "memory.oom_control"]
         .iter()
         .find_map(|file| std::fs::read_to_string(folder.join(file)).ok())?;
@@ -45,8 +46,8 @@ pub fn spent_bytes(folder: &Path) -> Result<u64> {
         + shared.context("memory.stat has no shared memory")?)
 }
 
-/// Polls the OOM kill counters of cgroups and keeps the highest count. They cannot be read at the
-/// end, because a runtime removes a cgroup with its container.
+/// Polls the OOM kill counters of cgroups and keeps the highest count. Polling is necessary because
+/// a runtime removes a container's cgroup, and the counter with it, when the container ends.
 pub struct OomWatch {
     seen: Arc<AtomicU64>,
     over: Arc<AtomicBool>,

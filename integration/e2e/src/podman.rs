@@ -21,18 +21,19 @@ use crate::{
 
 /// Name of the runtime in Podman's configuration.
 pub const AFFINODE: &str = "affinode";
-/// Name of Podman's own runtime there.
+/// Name under which Podman's own runtime is configured.
 pub const OWN: &str = "own";
-/// The file that the documents give users. The tests use it, too.
+/// Configuration file from the documents. The tests use the same text.
 const REGISTER: &str = include_str!("../../../config/podman/affinode.conf");
 const INSTALLED: &str = "/usr/local/bin/affinode-runtime";
-/// The program of that runtime.
+/// Program name of Affinode's OCI runtime.
 const PROGRAM: &str = "affinode-runtime";
 
-/// Mount point of cgroups v2 on a machine with both versions, which crun refuses.
+/// Mount point of cgroup version 2 on a machine with both versions. crun refuses such a machine, so
+/// the mount is hidden.
 const UNIFIED: &str = "/sys/fs/cgroup/unified";
-/// Podman passes no environment to its runtime. This script passes the testbed's, and keeps the last
-/// spec that it was given.
+/// Script between Podman and its runtime. Podman passes no environment variables to its runtime, so
+/// the script sets those of the testbed. It also stores the last spec that Podman passed.
 const RUNTIME: &str = r#"#!/bin/sh
 @EXPORTS@last=
 for word; do
@@ -42,7 +43,8 @@ done
 exec @PROGRAM@ "$@"
 "#;
 
-/// Runs a command with its outputs in files of a folder. The last file is its exit code.
+/// Runs a command and writes its output to files of a folder. The file that is written last
+/// contains the exit code.
 const COMMAND: &str = r#"dir=$1; shift; "$@" >"$dir/stdout" 2>"$dir/stderr"
 echo $? >"$dir/code.new"; mv "$dir/code.new" "$dir/code""#;
 
@@ -58,20 +60,20 @@ pub struct PodmanPrograms {
 }
 
 impl PodmanPrograms {
-    /// The installed programs. `None`: one is missing.
+    /// Finds the installed programs. `None` if one of them is missing.
     #[must_use]
     pub fn find() -> Option<Self> {
         let path = std::env::var_os("PATH")?;
         let find = |name: &str| {
             std::env::split_paths(&path).map(|folder| folder.join(name)).find(|file| file.is_file())
         };
-        // Podman needs it for each container.
+        // Podman needs `conmon` for each container.
         find("conmon")?;
         Some(Self { command: find("podman")?, crun: find("crun")?, runc: find("runc")? })
     }
 }
 
-/// Podman with files of its own.
+/// Podman with separate files and images.
 pub struct Podman<'a> {
     world: &'a Testbed,
     programs: PodmanPrograms,
@@ -93,7 +95,7 @@ impl<'a> Podman<'a> {
     /// Writes Podman's configuration, and imports the usual image.
     ///
     /// # Errors
-    /// When Podman does not run.
+    /// When Podman cannot be run.
     pub fn new(world: &'a Testbed, programs: PodmanPrograms) -> Result<Self> {
         let podman = Self { world, programs, commands: AtomicU32::new(0) };
         if Path::new(UNIFIED).exists() {
@@ -120,19 +122,20 @@ impl<'a> Podman<'a> {
         self.world.dir().join("storage.conf")
     }
 
-    /// Path of the runtime that users would name.
+    /// Path of the runtime program, as users would configure it.
     #[must_use]
     pub fn runtime(&self) -> PathBuf {
         self.world.dir().join(PROGRAM)
     }
 
-    /// Path of the last spec that Podman gave to the runtime.
+    /// Path of the last spec that Podman passed to the runtime.
     #[must_use]
     pub fn given_spec(&self) -> PathBuf {
         self.world.dir().join("given.json")
     }
 
-    /// Writes the program that users would name. It becomes the runtime `behind`.
+    /// Writes the runtime program that users would configure. The program runs the runtime
+    /// `behind`.
     ///
     /// # Errors
     /// When the script cannot be written.
@@ -152,14 +155,14 @@ impl<'a> Podman<'a> {
             .replace("@EXPORTS@", &exports.collect::<String>())
             .replace("@GIVEN@", &self.given_spec().display().to_string())
             .replace("@PROGRAM@", &program.display().to_string());
-        // A running script keeps its text.
+        // A new file is renamed over the old one, so that a running script keeps its text.
         let fresh = self.runtime().with_extension("new");
         fs::write(&fresh, script)?;
         fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755))?;
         Ok(fs::rename(fresh, self.runtime())?)
     }
 
-    /// Configures Podman with the text of such a file.
+    /// Configures Podman with this text of a configuration file.
     ///
     /// # Errors
     /// When the configuration cannot be written.
@@ -183,11 +186,11 @@ tmp_dir = "{}"
         Ok(fs::write(self.config_file(), config)?)
     }
 
-    /// Runs the command `podman` below the testbed's supervisor, to which Podman's processes belong
-    /// afterwards.
+    /// Runs the command `podman` as a child of the testbed's supervisor. Podman's remaining
+    /// processes become children of the supervisor.
     ///
     /// # Errors
-    /// When it cannot be run, or does not end.
+    /// When the command cannot be run, or does not end.
     pub fn execute(&self, arguments: &[&str]) -> Result<PodmanOutput> {
         let number = self.commands.fetch_add(1, Ordering::Relaxed);
         let folder = self.world.dir().join(format!("podman-command-{number}"));
@@ -214,10 +217,11 @@ tmp_dir = "{}"
         })
     }
 
-    /// Runs it, requires success, and returns its output without the line's end.
+    /// Runs a `podman` command, requires success, and returns its output without the final line
+    /// feed.
     ///
     /// # Errors
-    /// When it fails.
+    /// When the command fails.
     pub fn run(&self, arguments: &[&str]) -> Result<String> {
         let ended = self.execute(arguments)?;
         if ended.code != 0 {
@@ -226,7 +230,7 @@ tmp_dir = "{}"
         Ok(ended.stdout.trim_end().to_owned())
     }
 
-    /// A part of a container's description, by a Go template.
+    /// Part of a container's description, selected by a Go template.
     ///
     /// # Errors
     /// When the container is unknown.
@@ -243,7 +247,7 @@ tmp_dir = "{}"
     /// Runs a program in a new container, and returns its output.
     ///
     /// # Errors
-    /// When it fails.
+    /// When the program fails.
     pub fn output(&self, runtime: &str, flags: &[&str], argv: &[&str]) -> Result<String> {
         let [runtime, cgroup] = self.flags(runtime);
         let first = ["run", "--rm", "--network=none", &runtime, &cgroup];
@@ -251,10 +255,10 @@ tmp_dir = "{}"
     }
 
     /// Starts a CUDA program in the background with these flags of `podman run`, and waits until it
-    /// has filled its VRAM. Returns the container's id too.
+    /// has filled its VRAM. Returns the container's id and the program.
     ///
     /// # Errors
-    /// When the container does not start, or CUDA fails.
+    /// When the container does not start, or a CUDA call fails.
     pub fn worker(&self, name: &str, mib: u64, flags: &[&str]) -> Result<(String, Worker)> {
         let mut all = engine::gpu_flags(self.world)?;
         all.extend(self.flags(AFFINODE));
@@ -262,13 +266,13 @@ tmp_dir = "{}"
         engine::worker(self.world, name, mib, &all, |words| self.run(words))
     }
 
-    /// The spec of a container as its runtime read it.
+    /// The spec of a container as its runtime has read it.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// When the file cannot be read.
     pub fn spec(&self, container: &str) -> Result<String> {
         let path = self.inspect(container, "{{.OCIConfigPath}}")?;
-        // Its folder is mounted for the testbed's processes only.
+        // The folder of the spec is mounted only in the testbed's mount namespace.
         run(self.world.keeper().command(Path::new("cat")).arg(path))
     }
 }

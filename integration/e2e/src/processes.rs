@@ -26,7 +26,7 @@ pub struct Process {
 pub fn descriptors(pid: i32) -> Result<Vec<String>> {
     let folder = format!("/proc/{pid}/fd");
     let entries = std::fs::read_dir(&folder).with_context(|| folder)?;
-    // A descriptor that was closed meanwhile is skipped.
+    // A descriptor that was closed since the listing is skipped.
     let links = entries.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok());
     Ok(links.map(|link| link.to_string_lossy().into_owned()).collect())
 }
@@ -76,7 +76,7 @@ pub fn counters(pid: i32) -> Result<Vec<u8>> {
     Ok(counters)
 }
 
-/// Whether a process has ended but is not collected.
+/// Whether a process has ended but was not reaped.
 #[must_use]
 pub fn is_zombie(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -101,7 +101,7 @@ pub(crate) fn descendants(of: i32) -> Result<Vec<i32>> {
         let Some(pid) = name.to_str().and_then(|name| name.parse::<i32>().ok()) else {
             continue;
         };
-        // A process that ended meanwhile has no parent.
+        // A process that has ended since the listing has no parent.
         if let Some(parent) = parent(pid) {
             children.entry(parent).or_default().push(pid);
         }
@@ -118,7 +118,7 @@ pub(crate) fn descendants(of: i32) -> Result<Vec<i32>> {
 
 fn parent(pid: i32) -> Option<i32> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The command name may hold anything, blanks and parentheses too.
+    // The command name can contain any character, including blanks and parentheses.
     let after = stat.rsplit_once(") ")?.1;
     after.split(' ').nth(1)?.parse().ok()
 }

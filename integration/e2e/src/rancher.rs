@@ -17,25 +17,25 @@ use crate::{image, release::Line, supervisor::cgroup_parent};
 
 /// Name of the unit. The installer of k3s lets the user choose it.
 pub const UNIT: &str = "k3s-lab";
-/// Folder of containerd's configuration, below their data folder.
+/// Folder of containerd's configuration, below the data folder of k3s or rke2.
 const FOLDER: &str = "agent/etc/containerd";
 const BASE: &str = "{{ template \"base\" . }}";
-/// Their templates, of which they read the first that exists, and the version of the generated
-/// file.
+/// Names of the users' templates, and the configuration version of each. k3s and rke2 read the
+/// first one that exists.
 const TEMPLATES: [(&str, u8); 2] = [("config-v3.toml.tmpl", 3), ("config.toml.tmpl", 2)];
-/// Name of the program by which they detect NVIDIA's runtime. Here it is runc.
+/// Name of the program by which k3s and rke2 detect NVIDIA's runtime. Here the program is runc.
 const NVIDIA: &str = "nvidia-container-runtime";
 
 /// A simulated k3s or rke2 in a testbed.
 pub struct Rancher<'a> {
-    /// Release line of their containerd.
+    /// Release line of the containerd that they run.
     pub line: Line,
-    /// Whether their configuration imports a folder next to it, as newer versions do with
-    /// containerd 2.
+    /// Whether the configuration imports a folder next to it. Newer versions of k3s and rke2 do so
+    /// with containerd 2.
     pub imports: bool,
     /// Folder of the testbed.
     pub dir: &'a Path,
-    /// Folder with containerd's own store.
+    /// Folder with containerd's images and snapshots.
     pub store: &'a Path,
 }
 
@@ -44,12 +44,12 @@ impl Rancher<'_> {
         self.dir.join(FOLDER)
     }
 
-    /// The file that they write for containerd.
+    /// Path of the configuration file that k3s or rke2 writes for containerd.
     pub fn config_file(&self) -> PathBuf {
         self.folder().join("config.toml")
     }
 
-    /// Creates the files that exist before their first start.
+    /// Creates the files that exist before the first start of k3s or rke2.
     pub fn prepare(&self) -> Result<()> {
         fs::create_dir_all(self.folder())?;
         let folders = std::env::var_os("PATH").unwrap_or_default();
@@ -60,9 +60,9 @@ impl Rancher<'_> {
         Ok(std::os::unix::fs::symlink(runc.context("cannot find runc")?, self.dir.join(NVIDIA))?)
     }
 
-    /// Writes containerd's file, as they do at each start.
+    /// Writes containerd's configuration file, as k3s and rke2 do at each start.
     pub fn render(&self) -> Result<()> {
-        // With containerd 1.x they read the older template only.
+        // With containerd 1.x only the older template is read.
         let known = if self.line == Line::V2 { &TEMPLATES[..] } else { &TEMPLATES[1..] };
         let there = known.iter().find_map(|(name, version)| {
             Some((fs::read_to_string(self.folder().join(name)).ok()?, *version))
@@ -71,7 +71,7 @@ impl Rancher<'_> {
         Ok(fs::write(self.config_file(), template.replace(BASE, &self.base(version)))?)
     }
 
-    /// The content of their own template, filled in.
+    /// The content of the built-in template, filled in.
     fn base(&self, version: u8) -> String {
         let [dir, store, folder] =
             [self.dir, self.store, &self.folder()].map(|path| path.display().to_string());
@@ -82,7 +82,7 @@ impl Rancher<'_> {
         };
         let cri = "io.containerd.grpc.v1.cri";
         let sandbox = image::PAUSE;
-        // In version 2 all of CRI is one table.
+        // In configuration version 2, one table contains all settings of CRI.
         let (runtime, open, images) = match version {
             2 => (cri, format!("sandbox_image = \"{sandbox}\""), String::new()),
             _ => {
@@ -130,7 +130,8 @@ SystemdCgroup = false
         )
     }
 
-    /// Command line with which they start containerd: found in PATH, in the cgroup of their unit.
+    /// Command line with which k3s or rke2 starts containerd: found in PATH, in the cgroup of the
+    /// unit.
     pub fn argv(&self) -> Result<Vec<String>> {
         let unit = self.cgroup();
         fs::create_dir_all(&unit).with_context(|| format!("cannot make {}", unit.display()))?;
@@ -157,7 +158,7 @@ SystemdCgroup = false
     pub fn stopped(&self) -> Result<()> {
         let pids = fs::read_to_string(self.cgroup().join("cgroup.procs"))?;
         for pid in pids.lines() {
-            // A process that ended meanwhile is skipped.
+            // A process that has ended since the listing is skipped.
             let Ok(raw) = fs::read(format!("/proc/{pid}/cmdline")) else { continue };
             let line = format!("{pid} {}", String::from_utf8_lossy(&raw).replace('\0', " "));
             if ["containerd", "kubelet"].iter().any(|word| is_listed(&line, word)) {

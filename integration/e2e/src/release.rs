@@ -60,7 +60,7 @@ pub struct Release {
     pub bin_dir: PathBuf,
 }
 
-/// The releases that `cargo xtask deps` found or fetched, from `cache/releases.json`.
+/// The containerd releases that `cargo xtask deps` found or downloaded, from `cache/releases.json`.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Releases {
     /// Releases that can be used.
@@ -88,11 +88,11 @@ impl Releases {
             .with_context(|| format!("cannot parse {}: run `cargo xtask deps`", file.display()))
     }
 
-    /// The release of a line. `None` if the machine cannot have it; the reason is then printed to
-    /// stderr.
+    /// The release of a line. `None` if it is not available on this machine. The reason is then
+    /// printed to stderr.
     ///
     /// # Errors
-    /// When the list says nothing about the line.
+    /// When the list does not mention the line.
     pub fn get(&self, line: Line) -> Result<Option<&Release>> {
         if let Some(release) = self.available.iter().find(|release| release.line == line) {
             return Ok(Some(release));

@@ -1,4 +1,4 @@
-//! The files of a node, byte for byte.
+//! A snapshot of a node's files, which compares names, modes and contents.
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +19,7 @@ const RUNTIME: [&str; 8] = ["images.tar", "io", "pods", "run", "sim", "state", "
 pub struct Snapshot(BTreeMap<PathBuf, String>);
 
 impl Snapshot {
-    /// Reads a testbed's folder. Logs and sockets are left out, too.
+    /// Reads a testbed's folder, except for logs and sockets.
     ///
     /// # Errors
     /// When a file cannot be read.
@@ -58,7 +58,7 @@ impl Snapshot {
         self.0.len()
     }
 
-    /// Requires that both snapshots are equal.
+    /// Requires that `after` is equal to this snapshot.
     ///
     /// # Errors
     /// When they differ. The error lists the differences.

@@ -1,15 +1,15 @@
-//! The suite for a machine with a GPU: tests that only a real driver can decide.
+//! The suite for a machine with a GPU: tests whose result only a real driver can show.
 //!
 //! | part | content |
 //! | --- | --- |
 //! | [`cycle`] | a plain CUDA process and a torch process, as root and as uid 1000: idle, offloaded, restored, same results |
-//! | [`no_checkpoint`] | a program that a call of the driver's checkpoint ends: `auto` makes none |
-//! | [`hidden`] | a call on a path without a hook while offloaded: the process is restored, its context is not checkpointed again |
-//! | [`crashers`] | the five calls that kill: with the library 30 of 30 return, without it the program ends |
+//! | [`no_checkpoint`] | a program that ends if the driver's checkpoint is called in it: engine `auto` makes no such call |
+//! | [`hidden`] | a call that bypasses the hooks while the process is offloaded: the process is restored, and its context is not checkpointed again |
+//! | [`crashers`] | the five calls that end a program: with the library 30 of 30 calls return, without it the program ends |
 //! | [`no_controller`] | a process that makes a call without a controller restores itself |
-//! | [`oversubscription`] | three containers with VRAM for one, and a fourth whose allocations wait for most of it: none fails |
-//! | [`witness`] | a kernel that still runs while no call is made prevents its container's offload |
-//! | [`connection`] | a connection prewakes a container with that setting, before its call |
+//! | [`oversubscription`] | three containers with VRAM for one, and a fourth whose allocations wait for most of that VRAM: no container fails |
+//! | [`witness`] | a kernel that runs without further calls prevents its container's offload |
+//! | [`connection`] | a network connection prewakes a container that has this setting, before its call |
 //! | [`immediate`] | restore policy `immediate`: a container in use is offloaded, an immovable one is ended |
 //! | [`engines`] | comparison of the engines: offload, wake, VRAM that stays in use, equal contents; allocations |
 //! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; a separate part |
@@ -17,11 +17,11 @@
 //! | [`nvml`] | NVML queries while the process is offloaded, from C and from pynvml: same results, no wake |
 //! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; a separate part |
 //! | [`tools`] | torch.profiler in every order, NVTX, compute-sanitizer, ncu, NVDEC: no process hangs or is lost |
-//! | [`jax`] | JAX by each engine, and its calls while it is idle |
-//! | [`calibration`] | only measures: the costs of moves, as a file for `affinode simulate` |
+//! | [`jax`] | JAX with each engine, and its calls while it is idle |
+//! | [`calibration`] | measures the costs of moves, and writes a file for `affinode simulate` |
 //! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; a separate part |
-//! | [`recording`] | only records: the dashboard's stream, for a replay on another machine |
-//! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own, a wake while another container attacks |
+//! | [`recording`] | records the dashboard's stream, for a replay on another machine |
+//! | [`cost`] | a hooked call against a direct one, a torch step with and without the library, a wake against the driver's own restore, a wake while another container attacks |
 //!
 //! Parts that need no torch also run on the simulated GPU.
 
@@ -193,7 +193,7 @@ pub fn steps(release: &Release, gpu: Gpu) -> Result<Report> {
     alone_with(release, gpu, steps::all)
 }
 
-/// Runs one part in a separate testbed, with a separate report.
+/// Runs one part in a testbed of its own, and returns a report of its own.
 fn alone_with(
     release: &Release,
     gpu: Gpu,
@@ -207,7 +207,7 @@ fn alone_with(
 }
 
 fn finish(world: &Testbed, report: &mut Report) {
-    // If no part could run, there never was a controller.
+    // If no part could run, no controller was started.
     let node = world.cli().ps_now().unwrap_or_default();
     if let Some(gpu) = node.gpus.first() {
         report.name_gpu(&gpu.name);
@@ -246,8 +246,8 @@ pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>
     recording::record(&world, folder)
 }
 
-/// Waits until the copier has registered the memory of offloaded processes, or released that of
-/// restored ones. For a container that stays in its state for some seconds, it has.
+/// Waits until the copier has registered the memory of offloaded processes and released the memory
+/// of restored ones. A container that has kept its state for some seconds counts as finished.
 fn wait_held(world: &Testbed) -> Result<()> {
     until("the copier", || {
         let gpus = world.cli().ps()?.gpus;
@@ -266,7 +266,8 @@ fn wait_prepared(world: &Testbed, many: usize) -> Result<()> {
     .with_context(|| format!("GPUs {:?}, containers {:?}", last.gpus, last.containers))
 }
 
-/// VRAM in use on the first GPU, without the copier's, once it satisfies `wanted`.
+/// VRAM in use on the first GPU without the copier's own VRAM. Waits until the value satisfies
+/// `wanted`.
 fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = 0;
     until("the VRAM in use to change", || {

@@ -1,5 +1,5 @@
-//! The supervisor: a process that owns everything that a testbed starts, so that nothing of it
-//! outlives the test, the demo or the bench, even if they are killed.
+//! The supervisor: a process that owns everything that a testbed starts. Nothing outlives the test,
+//! the demo or the bench, even if these are killed.
 //!
 //! ```text
 //!  test ──stdin/stdout, JSON lines──> affinode-keeper          own session, own mount namespace,
@@ -12,7 +12,8 @@
 //!                                               unmount, remove cgroups and folder, exit
 //! ```
 //!
-//! It uses no names: it kills its own descendants, and unmounts the mounts of its own namespace.
+//! The supervisor needs no list of names. It kills its own descendants, and unmounts the mounts of
+//! its own namespace.
 
 mod cleanup;
 mod client;
@@ -34,10 +35,10 @@ pub(crate) const STORE: &str = "store";
 /// The parts of the machine that are private to a testbed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
-    /// Mounts that the testbed creates.
+    /// Only mounts that the testbed creates.
     #[default]
     Mounts,
-    /// Also its network, and the fixed folders of a kubelet: a node of a cluster.
+    /// In addition the network, and the fixed folders of a kubelet. This is a node of a cluster.
     Node,
 }
 
@@ -80,7 +81,7 @@ pub fn cgroup_parent(world: &std::path::Path) -> String {
     format!("affinode-e2e-{name}")
 }
 
-/// The folder of that cgroup in every hierarchy that has it.
+/// Folders of the testbed's cgroup, in every hierarchy that has it.
 #[must_use]
 pub fn cgroup_folders(world: &std::path::Path) -> Vec<PathBuf> {
     let parent = cgroup_parent(world);

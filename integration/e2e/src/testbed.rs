@@ -95,8 +95,8 @@ impl TestbedConfig {
         self
     }
 
-    /// Leaves the engine at its default. Otherwise a configuration that names none gets the engine
-    /// `checkpoint`: no byte stays on the GPU with it, which most tests expect.
+    /// Keeps the default engine. Without this call, a configuration that names no engine gets the
+    /// engine `checkpoint`. That engine leaves no bytes on the GPU, which most tests expect.
     #[must_use]
     pub fn default_engine(mut self) -> Self {
         self.default_engine = true;
@@ -131,8 +131,8 @@ impl TestbedConfig {
         self.cri()
     }
 
-    /// A machine with Docker and without Affinode: CRI is disabled in its containerd, which finds
-    /// Affinode's files in [`Testbed::prefix`] once they are there.
+    /// A machine with Docker and without Affinode. CRI is disabled in its containerd, which finds
+    /// Affinode's files when they are installed in [`Testbed::prefix`].
     #[must_use]
     pub fn docker(mut self) -> Self {
         self.scope = Scope::Node;
@@ -249,7 +249,7 @@ impl TestbedConfig {
 
 /// A running testbed. Dropping it ends and removes everything in it.
 pub struct Testbed {
-    // Fields are dropped in this order: the supervisor ends the processes.
+    // Fields are dropped in this order. The supervisor comes first, because it ends the processes.
     keeper: Keeper,
     containerd: Containerd,
     gpu: Gpu,
@@ -298,7 +298,7 @@ impl Testbed {
         &self.gpu
     }
 
-    /// The `affinode` command on its controller.
+    /// The `affinode` command for the testbed's controller.
     #[must_use]
     pub fn cli(&self) -> &Cli {
         &self.cli
@@ -310,13 +310,14 @@ impl Testbed {
         &self.artifacts
     }
 
-    /// `ctr` on its containerd.
+    /// The command `ctr` for the testbed's containerd.
     #[must_use]
     pub fn ctr(&self) -> std::process::Command {
         self.containerd.ctr(&self.keeper, "default")
     }
 
-    /// A program on the host, outside of all containers, that finds the testbed's GPU.
+    /// Command for a program on the host, outside of all containers, with the environment to find
+    /// the testbed's GPU.
     #[must_use]
     pub fn host_gpu_command(&self, program: &Path) -> std::process::Command {
         let mut command = std::process::Command::new(program);
@@ -324,7 +325,7 @@ impl Testbed {
         command
     }
 
-    /// The cgroup folder of its containers.
+    /// The cgroup of the testbed's containers, as a path below each hierarchy.
     #[must_use]
     pub fn cgroup_parent(&self) -> String {
         cgroup_parent(&self.dir)
@@ -365,7 +366,7 @@ impl Testbed {
         let listed = containerd::run(self.ctr().args(["containers", "list", "--quiet"]))?;
         for id in listed.lines() {
             let running = Running { id: id.into() };
-            // A program whose input has ended may end by itself at this moment.
+            // A program whose input has ended may end by itself at the same time.
             if running.status(self)?.as_deref() == Some("RUNNING")
                 && let Err(error) = running.kill(self)
                 && running.status(self)?.as_deref() == Some("RUNNING")
@@ -395,7 +396,8 @@ impl Testbed {
     /// Restarts containerd as its unit does.
     ///
     /// # Errors
-    /// When containerd does not end or start, or when the unit would end other processes, too.
+    /// When containerd does not end or start, or when the unit's settings would end other processes
+    /// as well.
     pub fn restart_containerd(&self) -> Result<()> {
         self.containerd.stop_unit()?;
         self.start_containerd()

@@ -1,4 +1,4 @@
-//! A simulated systemd for the controller's unit: a `systemctl` that sends its arguments to this
+//! A simulated systemd for the controller's unit. Its `systemctl` sends its arguments to this
 //! program, which runs the unit's command in the testbed.
 
 use std::{
@@ -36,7 +36,7 @@ struct UnitRun {
     enabled: bool,
     pid: Option<i32>,
     calls: Vec<String>,
-    /// Arguments with which systemctl fails.
+    /// Arguments for which `systemctl` fails.
     broken: Option<String>,
 }
 
@@ -72,7 +72,7 @@ impl<'a> SimulatedSystemd<'a> {
         self.units().join(format!("{UNIT}.service"))
     }
 
-    /// Process of the unit.
+    /// Pid of the unit's process, while it runs.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
         self.state().pid
@@ -84,18 +84,18 @@ impl<'a> SimulatedSystemd<'a> {
         self.state().enabled
     }
 
-    /// Makes systemctl fail with these arguments, or with none.
+    /// Makes `systemctl` fail when it is called with these arguments. `None`: it never fails.
     pub fn break_on(&self, arguments: Option<&str>) {
         self.state().broken = arguments.map(str::to_owned);
     }
 
-    /// The arguments that systemctl got since the last call, without queries.
+    /// The arguments of the calls of `systemctl` since the last call, without queries.
     #[must_use]
     pub fn calls(&self) -> Vec<String> {
         std::mem::take(&mut self.state().calls)
     }
 
-    /// Runs `work`, and answers the calls of systemctl meanwhile.
+    /// Runs `work`, and executes the calls of `systemctl` that arrive meanwhile.
     ///
     /// # Errors
     /// When `work` fails, or the unit cannot be run.
@@ -143,7 +143,8 @@ impl<'a> SimulatedSystemd<'a> {
             "start" => self.start(&mut state)?,
             "stop" => self.stop(&mut state)?,
             // systemd keeps the sockets of a unit that it restarts, so no shim starts a controller
-            // in between. Here the next controller waits for the lock before the earlier one ends.
+            // in between. This simulation starts the next controller before the earlier one ends.
+            // The next one waits for the lock.
             "try-restart" if state.pid.is_some() => {
                 let mut next = UnitRun { loaded: state.loaded.clone(), ..UnitRun::default() };
                 self.start(&mut next)?;
@@ -161,10 +162,10 @@ impl<'a> SimulatedSystemd<'a> {
         Ok(("0", String::new()))
     }
 
-    /// Waits until the unit waits for the end of another controller.
+    /// Waits until the unit's controller waits for another controller to end.
     ///
     /// # Errors
-    /// When it does not.
+    /// When the unit's controller does not wait for the lock in time.
     pub fn wait_for_waiting(&self) -> Result<()> {
         waits_for_lock(self.pid().context("the unit does not run")?)
     }
@@ -190,7 +191,7 @@ impl<'a> SimulatedSystemd<'a> {
         env.extend(values("Environment=").filter_map(|one| {
             one.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned()))
         }));
-        // No process reads the notifications.
+        // The variable is set as systemd does, but no process reads the notifications.
         env.insert("NOTIFY_SOCKET".into(), self.folder.join("notify").display().to_string());
         let argv = command.split(' ').map(str::to_owned).collect();
         let job = Job { argv, env: BTreeMap::from_iter(env), log: self.folder.join("log") };
@@ -210,7 +211,7 @@ impl<'a> SimulatedSystemd<'a> {
     }
 }
 
-/// Waits until a process waits for a lock of a file.
+/// Waits until a process is blocked on a file lock.
 fn waits_for_lock(pid: i32) -> Result<()> {
     let pid = pid.to_string();
     until("the unit to wait for the lock", || {

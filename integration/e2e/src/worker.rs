@@ -39,8 +39,8 @@ impl Lines {
     /// # Errors
     /// When the pipes cannot be opened.
     pub fn open_pair(folder: &Path, suffix: &str) -> Result<Self> {
-        // Opened for reading and writing: this end stays open, so neither open nor write blocks or
-        // fails.
+        // Both ends are opened for reading and writing. This end stays open, so neither an open nor
+        // a write blocks or fails.
         let open = |name: &str| {
             OpenOptions::new().read(true).write(true).open(folder.join(format!("{name}{suffix}")))
         };
@@ -121,7 +121,7 @@ pub struct Answer {
     pub ok: Option<bool>,
     /// Line of the program's source at which a check failed.
     pub line: Option<u32>,
-    /// What failed, in words, from a program that knows it.
+    /// Description of the failure, if the program provides one.
     pub why: String,
     /// Number of bytes compared.
     pub bytes: Option<u64>,
@@ -139,13 +139,13 @@ pub struct Answer {
     pub free_bytes: Option<u64>,
     /// VRAM that was free at the start but is not at the end, in bytes.
     pub missing_bytes: Option<u64>,
-    /// Number of polls of a thread.
+    /// Number of polls that a thread of the program has made.
     pub polls: Option<u32>,
-    /// Result of a forked child.
+    /// Result that a forked child returned.
     pub child_result: Option<i32>,
     /// Value that a checkpoint call returned in addition to its result.
     pub value: Option<i32>,
-    /// Handle of legacy IPC, in hex.
+    /// Handle of legacy IPC, in hexadecimal.
     pub handle: Option<String>,
 }
 
@@ -156,7 +156,7 @@ pub struct Worker {
     lines: Lines,
 }
 
-/// The program that finds the driver by `dlopen` and `dlsym`.
+/// Name of the worker program that finds the driver by `dlopen` and `dlsym`.
 pub const USUAL: &str = "dlopen_dlsym";
 
 impl Worker {
@@ -170,18 +170,18 @@ impl Worker {
         Ok(worker)
     }
 
-    /// The description of the container of [`Worker::start`], with any of the programs built from
+    /// The container spec that [`Worker::start`] uses, with any of the programs built from
     /// `worker.c`.
     #[must_use]
     pub fn spec(id: &str, program: &str, mib: u64) -> Spec {
         let program = format!("{CLIENTS}/{program}");
-        // The id is the seed: workers have different contents.
+        // The id determines the seed, so that workers have different contents.
         let seed: u32 =
             id.bytes().fold(1, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
         Spec::gpu(id, &[&program, "--mib", &mib.to_string(), "--seed", &seed.to_string()])
     }
 
-    /// A container of the program that maps its memory in pieces, with an engine.
+    /// Container spec for the program that maps its memory in pieces, with an engine.
     #[must_use]
     pub fn segments(id: &str, engine: &str, mib: u64) -> Spec {
         Worker::pieces(id, engine, mib, &[])
@@ -195,17 +195,18 @@ impl Worker {
         Spec::gpu(id, &argv).annotation("affinode.io/engine", engine)
     }
 
-    /// A container of the program with stream-ordered memory, with an engine.
+    /// Container spec for the program with stream-ordered memory, with an engine.
     #[must_use]
     pub fn pools(id: &str, engine: &str, mib: u64) -> Spec {
         let (program, mib) = (format!("{CLIENTS}/pools"), mib.to_string());
-        // During a capture, a real driver may refuse functions of its own.
+        // During a stream capture, a real driver may refuse some of its own functions.
         let may_refuse = if engine == "checkpoint" { "1" } else { "0" };
         Spec::gpu(id, &[&program, "--mib", &mib, "--may-refuse", may_refuse])
             .annotation("affinode.io/engine", engine)
     }
 
-    /// Steps of that program between two moves. Each step reports whether its checks passed.
+    /// Commands for the pool program, one between two moves. Each reply says whether the checks
+    /// passed.
     pub const POOL_TURNS: [&str; 11] = [
         "touch",
         "churn",
@@ -220,7 +221,8 @@ impl Worker {
         "hold",
     ];
 
-    /// Starts a container whose program exchanges lines, and does not wait for the program.
+    /// Starts a container whose program exchanges lines. Does not wait for the program's first
+    /// line.
     ///
     /// # Errors
     /// When the container does not start.
@@ -239,8 +241,9 @@ impl Worker {
         Ok(Self { running: spec.running(), lines: Lines::open(pipes)? })
     }
 
-    /// Ends a program of [`Worker::segments`]. Returns whether all of its VRAM is free again,
-    /// except for the driver's own (created streams, registered host memory) and the copier's.
+    /// Ends a program of [`Worker::segments`]. Returns whether all of its VRAM is free again. VRAM
+    /// that the driver keeps (for streams and registered host memory) and the copier's VRAM do not
+    /// count.
     ///
     /// # Errors
     /// When the program does not reply.
@@ -316,7 +319,7 @@ impl Worker {
         self.lines.has_reply()
     }
 
-    /// Sends a command and waits for its reply, with any result.
+    /// Sends a command and waits for its reply, whatever the result.
     ///
     /// # Errors
     /// When no reply arrives in time.
@@ -350,7 +353,7 @@ impl Worker {
         }
     }
 
-    /// Whether all VRAM has the expected words and this size. Kernels read it.
+    /// Whether all VRAM has the expected words and this size in bytes. Kernels read the memory.
     ///
     /// # Errors
     /// When a CUDA call fails.

@@ -24,9 +24,9 @@ pub enum Undo {
     Continue(Pid),
     /// Thaw the cgroup of this folder.
     Thaw(PathBuf),
-    /// Undo by `ctr tasks resume`.
+    /// Continue the container of this id with `ctr tasks resume`.
     Resume(String),
-    /// Undo by a start of containerd.
+    /// Start containerd.
     StartContainerd,
 }
 
@@ -35,8 +35,8 @@ pub(super) const COPIER: &str = "affinode-copier";
 /// Time limit of the search for a running runc.
 const RUNC_PATIENCE: Duration = Duration::from_millis(200);
 
-/// Whether the fault's victim exists. Only copiers may be missing, because they start and end on
-/// demand.
+/// Whether the process that the fault hits exists. Only copiers may be missing, because they start
+/// and end on demand.
 ///
 /// # Errors
 /// When /proc cannot be read.
@@ -49,7 +49,7 @@ pub fn has_victim(world: &Testbed, fault: Fault) -> Result<bool> {
 /// Causes the fault. A lasting fault adds its undo step to `undo`.
 ///
 /// # Errors
-/// When the fault cannot be caused although its victim exists.
+/// When the fault cannot be caused although the process that it hits exists.
 pub fn strike(
     world: &Testbed,
     strike: &Strike,
@@ -155,7 +155,7 @@ pub fn undo(world: &Testbed, what: Vec<Undo>) -> Result<()> {
         match undo {
             Undo::Continue(pid) => send(pid, Signal::SIGCONT),
             Undo::Thaw(folder) => {
-                // The cgroup may be gone with its container.
+                // The cgroup does not exist if its container was removed.
                 let _ = set_frozen(&folder, false);
             }
             Undo::Resume(id) => {
@@ -220,7 +220,8 @@ fn cut_agent(world: &Testbed, actor: &ChaosContainer) -> Result<()> {
     Ok(())
 }
 
-/// Inodes of the connected sockets whose path contains `part`, in a process's network namespace.
+/// Inodes of the connected Unix sockets in a process's network namespace whose path contains
+/// `part`.
 fn connected(pid: Pid, part: &str) -> Result<Vec<String>> {
     /// State `SS_CONNECTED` of the kernel, as /proc/net/unix prints it.
     const CONNECTED: &str = "03";

@@ -10,10 +10,10 @@ use anyhow::{Context, Result};
 
 use super::files;
 
-/// Links that lead nowhere: file, line, target.
+/// Links whose target does not exist, as file, line and target.
 ///
 /// # Errors
-/// A file cannot be read.
+/// When a file cannot be read.
 pub fn broken_links(root: &Path) -> Result<Vec<String>> {
     let mut texts = BTreeMap::new();
     for path in files(root)? {
@@ -62,7 +62,7 @@ fn fault(
     (!anchor.is_empty() && !known()).then_some("no such heading")
 }
 
-/// Without `.` and `..`.
+/// The path with `.` and `..` resolved.
 fn normal(path: &Path) -> PathBuf {
     let mut parts = PathBuf::new();
     for part in path.components() {
@@ -95,7 +95,7 @@ fn targets(text: &str) -> Vec<(usize, &str)> {
         while let Some(at) = rest.find("](") {
             let from = &rest[at + 2..];
             let Some(end) = from.find(')') else { break };
-            // Within code quotes it is no link.
+            // Text within code quotes is not a link.
             let before = line.len() - from.len();
             let quotes = line[..before].matches('`').count();
             let closed = line[before + end..].matches('`').count();

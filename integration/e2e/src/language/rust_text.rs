@@ -1,4 +1,4 @@
-//! Comments, string literals and code of a Rust file, told apart.
+//! Divides a Rust file into comments, string literals and code.
 
 /// The parts of a file.
 #[derive(Debug, Default)]
@@ -7,12 +7,12 @@ pub struct RustText {
     pub comments: Vec<String>,
     /// Each string literal, as written.
     pub strings: Vec<String>,
-    /// The file without comments and contents of strings; lines stay lines.
+    /// The file without comments and contents of strings. Line breaks are kept.
     pub code: String,
 }
 
 impl RustText {
-    /// Divides a text. A text that is no Rust is divided somehow, without a failure.
+    /// Divides a text. Never fails: text that is not valid Rust is divided in an unspecified way.
     #[must_use]
     pub fn of(text: &str) -> Self {
         let mut parts = Self::default();
@@ -23,7 +23,8 @@ impl RustText {
         parts
     }
 
-    /// Takes one comment, literal or character off the beginning.
+    /// Removes one comment, literal or character from the beginning of the text. Returns the
+    /// remaining text.
     fn take<'a>(&mut self, text: &'a str, c: char) -> &'a str {
         if let Some(comment) = text.strip_prefix("//") {
             let end = comment.find('\n').unwrap_or(comment.len());
@@ -58,7 +59,7 @@ impl RustText {
         }
     }
 
-    /// A literal without its opening quote; what follows its end.
+    /// Reads a literal whose opening quote was removed. Returns the text after its end.
     fn string<'a>(&mut self, text: &'a str, ending: &str, escapes: bool) -> &'a str {
         let mut at = 0;
         while at < text.len() && !text[at..].starts_with(ending) {
@@ -76,7 +77,7 @@ impl RustText {
         text.get(at + ending.len()..).unwrap_or_default()
     }
 
-    /// A character literal, or a lifetime.
+    /// Reads a character literal or a lifetime.
     fn quote<'a>(&mut self, text: &'a str) -> &'a str {
         let inside = &text[1..];
         let mut chars = inside.char_indices();

@@ -1,4 +1,4 @@
-//! Each count counts, and each limit only goes down.
+//! Tests that each marker is counted, and that limits are only lowered.
 
 use super::*;
 

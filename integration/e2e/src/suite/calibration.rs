@@ -29,7 +29,7 @@ pub struct Calibration {
     pub restore_bytes_per_second: f64,
 }
 
-/// Number of bytes of a move, and its duration in milliseconds.
+/// Size of a move in bytes, and its duration in milliseconds.
 #[derive(Clone, Copy, Debug)]
 struct Took {
     bytes: u64,
@@ -101,8 +101,9 @@ fn moves(world: &Testbed, engine: &str, name: &str, mib: u64) -> Result<(Took, T
     Ok((took(&out), took(&back)))
 }
 
-/// Fits a straight line through both points. Returns milliseconds at 0 bytes, and bytes per second.
-/// If noise makes the large move as fast as the small one, all of its time counts as copying.
+/// Fits a straight line through both points. Returns the milliseconds at 0 bytes, and the bytes per
+/// second. If noise makes the large move as fast as the small one, the whole duration counts as
+/// copying.
 fn fit(small: Took, large: Took) -> (u64, f64) {
     let (bytes, ms) = ((large.bytes - small.bytes) as f64, large.ms - small.ms);
     let per_ms = if ms > 0.0 { bytes / ms } else { large.bytes as f64 / large.ms.max(0.001) };
@@ -120,7 +121,8 @@ mod tests {
         let (fixed_ms, speed) = fit(took(1024, 600.0), took(8192, 4200.0));
         assert_eq!(fixed_ms, 86);
         assert!((speed / (1 << 20) as f64 - 1991.1).abs() < 0.1, "{speed}");
-        // Noise: a large move that is not slower, and one that is slower than in proportion.
+        // Two kinds of noise: a large move that is not slower than the small one, and one whose
+        // time grows more than its size.
         let (fixed_ms, speed) = fit(took(64, 10.0), took(128, 9.0));
         assert!(fixed_ms < 10 && speed > 1e6);
         assert_eq!(fit(took(64, 10.0), took(128, 100.0)).0, 0);

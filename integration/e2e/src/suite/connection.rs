@@ -1,4 +1,4 @@
-//! A restore ahead of the call, because a connection arrived.
+//! A restore before the next call, because a network connection arrived.
 
 use std::{
     fs::File,
@@ -40,7 +40,8 @@ pub fn brings_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     world.cli().wait_for_state(id, "Offloaded")?;
-    // Connections before the first check do not count, so repeat until one does.
+    // Connections before the controller's first check do not count, so they are repeated until one
+    // prewakes the container.
     until("the connection to prewake the container", || {
         connect(world, id)?;
         let row = world.cli().known(id)?;

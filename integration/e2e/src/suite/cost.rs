@@ -1,4 +1,4 @@
-//! The cost of a call and of a wake, compared with the driver alone.
+//! The cost of a hooked call and of a wake, compared with the driver's own.
 
 use std::fs::File;
 
@@ -19,7 +19,7 @@ use crate::{
 const WAKES: usize = 10;
 /// Duration of the loop of calls in seconds. Calls are traced during most of it.
 const LOOP_SECONDS: &str = "6";
-/// VRAM of a small process, in MiB: no cost is hidden by the time of a copy.
+/// VRAM of a small process, in MiB. The copy takes so little time that other costs are visible.
 const SMALL_MIB: u64 = 64;
 
 /// A line that `call_cost` prints for each function.
@@ -59,7 +59,7 @@ pub fn calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
         let what = format!("{call}, hooked: more by");
         match world.gpu() {
             Gpu::Real => rows.want(&what, more, "ns", "at most 10 ns", more <= 10.0),
-            // Its calls take as long as the machine's other work allows.
+            // Calls of the simulated driver depend on the machine's other work, so no goal applies.
             Gpu::Simulated { .. } => rows.tell(&what, more, "ns"),
         }
     }
@@ -90,7 +90,7 @@ pub fn watched_calls(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let what = "the same, its calls watched: more by";
     match world.gpu() {
         Gpu::Real => rows.want(what, percent, "%", "at most 2 %", percent <= 2.0),
-        // Tracing uses the processors on which the simulated kernels run.
+        // Tracing and the simulated kernels use the same processors, so no goal applies.
         Gpu::Simulated { .. } => rows.tell(what, percent, "%"),
     }
     Ok(())
@@ -106,7 +106,7 @@ pub fn wakes(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Medians: restore and unlock by the driver alone, and a call that wakes.
+/// Medians in milliseconds: restore and unlock by the driver, and a call that wakes.
 ///
 /// # Errors
 /// When a container or a cycle fails.
@@ -120,8 +120,8 @@ pub fn wake_ms(world: &Testbed) -> Result<(f64, f64)> {
     Ok((median(&driver), median(&felt)))
 }
 
-/// Measures a call that wakes, alone and while another container attacks the controller with all
-/// attacks.
+/// Measures a call that wakes, first without other load, then while another container makes all
+/// attacks on the controller.
 pub fn under_attack(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let mut worker = by_order(world, "victim")?;
     let quiet = felt_ms(world, &mut worker)?;
@@ -152,7 +152,7 @@ fn by_order(world: &Testbed, id: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Durations of calls that wake it, as the caller measures them.
+/// Durations of calls that wake the container, measured by the calling program.
 fn felt_ms(world: &Testbed, worker: &mut Worker) -> Result<Vec<f64>> {
     let id = worker.running.id.clone();
     let mut felt = Vec::new();

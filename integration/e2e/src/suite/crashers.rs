@@ -12,7 +12,7 @@ use crate::{
 };
 
 const CALLS: [&str; 5] = ["ctx-sync", "stream-sync", "stream-query", "event-query", "event-sync"];
-/// Number of rounds for each call: with five calls, thirty in all.
+/// Number of rounds for each of the five calls: thirty rounds in total.
 const ROUNDS: usize = 6;
 /// Exit status of a shell whose program ended by a segmentation fault.
 const SEGMENTATION_FAULT: i32 = 128 + 11;

@@ -9,9 +9,10 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// VRAM that the process fills.
+/// VRAM that the process fills, in MiB.
 const WORKER_MIB: u64 = 1024;
-/// Maximum VRAM in use on an unused device: the driver keeps a little for itself.
+/// VRAM in use up to which a device counts as unused, in bytes. The driver keeps a little for
+/// itself.
 pub(super) const EMPTY_BYTES: u64 = 32 * MIB;
 
 /// Runs the cycle as `root`, or as uid 1000.

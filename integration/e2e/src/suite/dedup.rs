@@ -72,7 +72,8 @@ pub fn held_once(world: &Testbed, rows: &mut Rows) -> Result<()> {
     rows.tell(&format!("{size}: wake"), (mib * MIB) as f64 / median(&back) / 1e6, "GB/s");
     let filled = world.cli().gpu()?.copier_restores - filled;
     rows.tell(&format!("{size}: wakes through the copier"), filled as f64, "");
-    // Each process still has the common contents itself: without the copier it restores them.
+    // Each process still maps the shared contents itself, so it can restore them without the
+    // copier.
     leave()?;
     kill(Pid::from_raw(world.cli().gpu()?.copier_pid), Signal::SIGKILL)?;
     let mut alone = Vec::new();

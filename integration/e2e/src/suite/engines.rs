@@ -1,5 +1,6 @@
-//! Compares the engines with the same program in one run: the driver's checkpoint; a copy, with the
-//! context left on the device; and a copy, with the rest checkpointed.
+//! Compares the engines with the same program in one run. `checkpoint` uses only the driver's
+//! checkpoint. `auto` copies memory and leaves the context on the device. `full` copies memory and
+//! checkpoints the rest.
 
 use std::{thread, time::Duration};
 
@@ -50,17 +51,17 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
     }
 }
 
-/// Time after which released memory counts as scrubbed. The device scrubs it, and copies slower
-/// meanwhile: bare programs measured 49.7 GB/s for 60 GiB directly after the release, and 54.8 GB/s
-/// from 0.2 s on.
+/// Time after which released memory counts as scrubbed. Copies are slower while the device scrubs:
+/// bare programs measured 49.7 GB/s for 60 GiB directly after the release, and 54.8 GB/s from 0.2 s
+/// on.
 const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
 
-/// Delay of a call after an offload that is early: the copier has not registered all memory, and
-/// the device still scrubs.
+/// Delay between an offload and an early call. At that time the copier has not registered all
+/// memory, and the device still scrubs.
 const SOON: Duration = Duration::from_millis(300);
 
 /// Size of a process, and number of its moves. Its memory is filled with a pattern in which each
-/// word depends on its place, and is compared after every restore.
+/// word depends on its position. The memory is compared with the pattern after every restore.
 struct Load {
     filled_mib: u64,
     /// Number of further allocations of that size.
@@ -74,8 +75,8 @@ impl Load {
     }
 }
 
-/// Compares the engines with a small process, in which the costs in addition to the copy are
-/// visible. [`super::torch`] has a larger one.
+/// Compares the engines with a small process, whose moves show the costs other than the copy.
+/// [`super::torch`] uses a larger process.
 pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 1024, more: 0, rounds: 7 },
@@ -84,7 +85,7 @@ pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     ENGINES.iter().try_for_each(|engine| cycles(world, rows, engine, &load))
 }
 
-/// Compares the engines with sizes for which the driver's own checkpoint would take minutes.
+/// Compares the engines with sizes for which the driver's checkpoint alone would take minutes.
 pub fn large(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 4096, more: 14, rounds: 5 },
@@ -119,7 +120,7 @@ pub fn prepared(world: &Testbed, rows: &mut Rows) -> Result<()> {
 /// Number of processes in the container of [`four_processes`].
 const PROCESSES: u64 = 4;
 
-/// Measures a container of four processes with the default engine: their memory is copied at the
+/// Measures a container of four processes with the default engine, which copies their memory at the
 /// same time.
 pub fn four_processes(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (mib, rounds) = match world.gpu() {
@@ -127,7 +128,7 @@ pub fn four_processes(world: &Testbed, rows: &mut Rows) -> Result<()> {
         Gpu::Simulated { .. } => (64, 2),
     };
     let one = format!("{CLIENTS}/{USUAL} --mib {mib}");
-    // Each reads its commands from a pipe that stays open.
+    // Each process reads its commands from a pipe that stays open, so that it does not end.
     let script = format!("for n in 1 2 3 4; do sleep 600 | {one} --seed $n & done; wait");
     let id = "four";
     let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]).annotation(ENGINE, "auto");
@@ -170,7 +171,7 @@ pub fn checked(world: &Testbed, rows: &mut Rows) -> Result<()> {
 }
 
 /// Waits until the process has freed the host memory of its last restore, which takes seconds for
-/// 60 GiB. Until then an offload is refused on a node with little more than that.
+/// 60 GiB. On a node with little more host memory than that, an offload is refused until then.
 fn wait_host_memory(world: &Testbed, bytes: u64) -> Result<()> {
     if matches!(world.gpu(), Gpu::Simulated { .. }) {
         return Ok(());
@@ -187,7 +188,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     let size = format!("{engine}, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
     let id = format!("engine-{engine}");
     let spec = Worker::spec(&id, USUAL, load.filled_mib).annotation(BY_ORDER.0, BY_ORDER.1);
-    // That of the engine before.
+    // The container of the previous engine may not have freed its host memory yet.
     wait_host_memory(world, load.bytes())?;
     let mut worker = Worker::start_as(world, moved_by(spec, engine))?;
     worker.wait_filled()?;
@@ -197,7 +198,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     let (mut out, mut back, mut offloaded, mut good) = (Vec::new(), Vec::new(), 0, 0);
     let filled = fills(world)?;
     let copied = copies(world)?;
-    // A copier that has hold of host memory has page tables for it.
+    // A copier with registered host memory needs VRAM for page tables.
     let few = EMPTY_BYTES + load.bytes() / 512;
     let left = if engine == "auto" { load.bytes() / 2 + EMPTY_BYTES } else { few };
     for _ in 0..load.rounds {
@@ -233,7 +234,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
         let share = share / load.bytes() as f64 * 100.0;
         rows.want(&format!("{size}: not copied again"), share, "%", "all of it", share >= 99.9);
     }
-    // A GPU machine has cores enough for the copier to be in time.
+    // A GPU machine has enough cores for the copier to register all memory in time.
     let mut through_copier = |what: &str, times: usize| match world.gpu() {
         Gpu::Real => rows.count(what, times, load.rounds),
         Gpu::Simulated { .. } => {
@@ -273,8 +274,8 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     worker.running.delete(world)
 }
 
-/// Offloads once more, and calls before the copier and the device are done. Returns the time that
-/// the call waits, in milliseconds.
+/// Offloads once more, and makes a call before the copier has registered all memory and the device
+/// has scrubbed. Returns the time that the call waits, in milliseconds.
 fn called_soon(world: &Testbed, engine: &str, worker: &mut Worker) -> Result<f64> {
     if engine == PREPARED {
         wait_prepared(world, 1)?;
@@ -294,8 +295,8 @@ pub fn copies(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_offloads).sum())
 }
 
-/// Memory that the program maps in pieces. Measures speed after each step that such an allocator
-/// may make.
+/// Memory that the program maps in pieces. Measures the speed of moves after each kind of change
+/// that an allocator with such memory can make.
 pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (size_mib, rounds) = match world.gpu() {
         Gpu::Real => (4096, 5),
@@ -330,7 +331,8 @@ pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
             }
         }
         worker.call("export")?;
-        // The exported piece stays. With the driver's checkpoint, all of it stays.
+        // The exported piece is not offloaded. With the engine `checkpoint`, the whole offload is
+        // refused.
         let said = world.cli().offload(&id)?;
         let row = world.cli().known(&id)?;
         let refused = !said.done && said.reason == "shared-memory";
@@ -349,7 +351,8 @@ pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
 }
 
 /// Stream-ordered pools, with the stock runtime and with each engine. Runs each step of the pool
-/// program. Measures the offload and wake after each step, and a pair of allocation and free.
+/// program. Measures the offload and wake after each step, and the time of one allocation with its
+/// free.
 pub fn pools(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let size_mib = match world.gpu() {
         Gpu::Real => 4096,
@@ -414,11 +417,11 @@ struct Figure {
     value: f64,
 }
 
-/// Number of starts of each side, in turn. A whole start may be slow or fast.
+/// Number of program starts on each side, alternating. The speed can differ from start to start.
 const STARTS: usize = 7;
 
-/// Compares swappable allocations with the driver's own, as the median of some starts. Also
-/// measures the speed of a pinned copy.
+/// Compares swappable allocations with the driver's own, as the median over several starts. Also
+/// measures the speed of a copy from pinned memory.
 pub fn memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let measure = |what: &[&str], runtime: Option<&str>| -> Result<Vec<Figure>> {
         let program = format!("{CLIENTS}/memory_cost");
@@ -462,7 +465,7 @@ pub fn memory(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// A line of the programs that check calls.
+/// A line of JSON from the programs that check calls.
 #[derive(Debug, PartialEq, Deserialize)]
 struct Check {
     command: String,
@@ -470,8 +473,8 @@ struct Check {
     ok: Option<bool>,
 }
 
-/// Lines in which swappable memory is known to differ: it ends at a multiple of 2 MiB, and a copy
-/// is refused only beyond that. Also the line of the summary.
+/// Lines in which swappable memory is known to differ. Swappable memory ends at a multiple of 2
+/// MiB, and a copy is refused only beyond that end. The summary line is also listed.
 const KNOWN: [&str; 2] = ["copy beyond the end", "done"];
 
 /// Requires that each call on swappable memory has the same result as on the driver's own memory.
@@ -488,8 +491,8 @@ pub fn semantics(world: &Testbed, rows: &mut Rows) -> Result<()> {
             if let Some(runtime) = runtime {
                 spec = spec.runtime(runtime);
             }
-            // The exit status reports that all checks passed. With the driver itself, some may
-            // fail, too.
+            // The exit status says whether all checks passed. Some checks can fail with the driver
+            // itself, so the status is ignored.
             let output = spec.command(world, &["--rm"])?.output()?;
             let text = String::from_utf8_lossy(&output.stdout);
             let parse =

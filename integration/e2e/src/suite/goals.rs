@@ -16,8 +16,8 @@ enum Bound {
     AtLeast(f64),
 }
 
-/// Adds a row for each goal for which this run has figures. `value` looks up a figure by the part of
-/// the suite, its name and its unit.
+/// Adds a row for each goal that this run has measured. `value` looks up a figure by the part of
+/// the suite, the figure's name and its unit.
 pub fn judge(value: impl Fn(&str, &str, &str) -> Option<f64>, rows: &mut Rows) {
     use Bound::{AtLeast, AtMost};
     let mut want = |what: &str, value: Option<f64>, unit: &'static str, bound: Bound| {

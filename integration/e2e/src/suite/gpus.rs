@@ -1,6 +1,6 @@
-//! Tests that need two GPUs of one model: restores on the other GPU when the own GPU is full, and
-//! programs that share memory, which stay on their GPUs, as a whole or in part, and run as without
-//! Affinode.
+//! Tests that need two GPUs of one model. One kind restores a container on the other GPU when its
+//! own GPU is full. The other kind runs programs that share memory. Their memory stays on its GPUs,
+//! in whole or in part, and the programs run as without Affinode.
 
 use std::path::Path;
 
@@ -24,10 +24,10 @@ use crate::{
 
 /// Number of times that a program changes its GPU.
 const HOPS: usize = 4;
-/// VRAM left free on a filled GPU, in MiB: less than every program here needs.
+/// VRAM left free on a filled GPU, in MiB. It is less than any program here needs.
 const LEFT_MIB: u64 = 2048;
 const PLAIN_MIB: u64 = 4096;
-/// Memory that torch holds without using it, in GiB.
+/// Memory that torch allocates but does not use, in GiB.
 const HELD_GIB: u64 = 23;
 const STEPS: u32 = 3;
 
@@ -36,7 +36,7 @@ struct Sharing {
     part: &'static str,
     kind: &'static str,
     settings: &'static [(&'static str, &'static str)],
-    /// Reasons for which it stays on its GPUs; `None`: it is offloaded.
+    /// Reasons for which the container is not offloaded. `None`: it is offloaded.
     stays: Option<&'static [&'static str]>,
 }
 
@@ -91,7 +91,7 @@ pub fn all(world: &Testbed, python: Option<&Python>, report: &mut Report) {
     }
     match real_gpus() {
         2 => report.part(world, PLAIN, plain_hops),
-        // Of more it is not known which one is the other.
+        // With more than two GPUs, the target of a migration would not be known.
         many => return report.skip("gpus", &format!("takes two GPUs, not {many}")),
     }
     let Some(python) = python else { return };
@@ -119,7 +119,7 @@ fn plain_hops(world: &Testbed, rows: &mut Rows) -> Result<()> {
             hops.leave()?;
             back.push(worker.call("streamsync")?.elapsed_us as f64 / 1000.0);
             hops.arrived()?;
-            // Its kernels, its new memory and its old: all there.
+            // Kernels, new allocations and old memory must all work on the other GPU.
             worker.call("touch")?;
             worker.call("alloc 64")?;
             worker.call("free")?;
@@ -134,7 +134,7 @@ fn plain_hops(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Compares a training loop that changes its GPU after each turn with one that stays.
+/// Compares a training loop that migrates after each turn with one that stays on its GPU.
 fn torch_hops(python: &Python, rows: &mut Rows) -> Result<()> {
     const PROGRAM: &[&str] = &["torch_worker.py"];
     let world = python.world;
@@ -243,7 +243,7 @@ impl<'w> Hops<'w> {
 }
 
 impl Sharing {
-    /// Requires the same results with each engine and with the stock runtime.
+    /// Requires the same results with each engine as with the stock runtime.
     fn beside_stock(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let world = python.world;
         let mut first = String::new();
@@ -268,7 +268,7 @@ impl Sharing {
                 Some(reasons) => {
                     let said = world.cli().offload(&id)?;
                     let known = !said.done && reasons.contains(&&*said.reason);
-                    // Memory that is not shared leaves with an engine that copies.
+                    // With an engine that copies, memory that is not shared is offloaded.
                     let in_part = said.done && engine != "checkpoint" && reasons == SHARED_ALONE;
                     ensure!(known || in_part, "expected a refusal for {reasons:?}, got {said:?}");
                     let how = if in_part { "shared memory stays" } else { "stays, and says why" };

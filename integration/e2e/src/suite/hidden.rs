@@ -1,5 +1,5 @@
-//! NVML is called on a path that no hook sees, while the context is checkpointed. The call blocks
-//! until the process is restored.
+//! NVML is called in a way that bypasses the hooks, while the context is checkpointed. The call
+//! blocks until the process is restored.
 
 use anyhow::Result;
 

@@ -1,6 +1,6 @@
-//! More VRAM is needed than the GPU has, and more of it is to be offloaded at the same time than
-//! host memory can hold: torch containers that work in bursts. No container may be killed, and all
-//! results must be correct.
+//! Torch containers that work in bursts need more VRAM than the GPU has. Their offloads together
+//! need more host memory than the node has. No container may be killed, and all results must be
+//! correct.
 //!
 //! For a machine with 140 GiB of VRAM and about 128 GiB of host memory.
 
@@ -127,7 +127,7 @@ fn bursts(python: &Python, engine: &str, number: usize, gib: u64) -> Result<Burs
     let before = ask("check")?.digest()?;
     let (mut is_same, mut waits_ms) = (true, Vec::new());
     for _ in 0..ROUNDS {
-        // The workload: a person reads for a while.
+        // The pause imitates a person who reads the last result.
         thread::sleep(PAUSE);
         let asked = Instant::now();
         ask("sync")?;
@@ -141,7 +141,6 @@ fn offloads(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.containers.iter().map(|row| row.offloads).sum())
 }
 
-/// Samples the available host memory until `is_over`, and returns the minimum in bytes.
 /// A value of `/proc/meminfo`, in bytes.
 pub(super) fn meminfo_bytes(name: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;

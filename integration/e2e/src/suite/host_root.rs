@@ -7,12 +7,14 @@ use anyhow::{Context, Result};
 
 use crate::{containerd, supervisor::STORE, testbed::Testbed};
 
-/// Types of filesystems that hold programs. All others are the kernel's or temporary.
+/// Types of filesystems that can contain programs. The others belong to the kernel or are
+/// temporary.
 const HOLD_FILES: [&str; 7] = ["ext4", "xfs", "btrfs", "squashfs", "erofs", "overlay", "virtiofs"];
-/// Folders that a container gets from its runtime.
+/// Folders that a container's runtime provides.
 const NOT_THESE: [&str; 5] = ["/proc", "/sys", "/dev", "/run", "/tmp"];
 
-/// Mounts the machine's root below a fresh layer, in the testbed's mount namespace alone.
+/// Mounts the machine's root below a writable layer. The mount exists only in the testbed's mount
+/// namespace.
 pub fn mount(world: &Testbed) -> Result<PathBuf> {
     let folder = world.dir().join(STORE).join("host");
     let path = folder.display();

@@ -23,8 +23,8 @@ restore = "by-annotation"
 sample_interval = "50ms"
 "#;
 
-/// VRAM of the device that the scenario uses, and VRAM of each of its two containers: more than
-/// half of that.
+/// VRAM of the device in the scenario, and VRAM of each of its two containers. Each container needs
+/// more than half of the device.
 fn sizes(world: &Testbed) -> (u64, u64) {
     match world.gpu() {
         Gpu::Real => (8192, 4096),
@@ -63,7 +63,7 @@ pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
         let row = world.cli().container("busy")?;
         Ok(row.filter(|row| row.state == "Active" && row.restores == 1))
     })?;
-    // Its output while it was resident is still unread in the pipe.
+    // The pipe still contains output from the time when the container was resident.
     while busy.has_answer()? {
         busy.expect("period")?;
     }
@@ -73,7 +73,8 @@ pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
     busy.running.delete(world)?;
 
     let mut fixed = Worker::start(world, "fixed", each_mib)?;
-    // The driver cannot checkpoint managed memory: only its end frees its VRAM.
+    // The driver cannot checkpoint managed memory, so only the end of this container frees its
+    // VRAM.
     fixed.call("managed")?;
     rows.count(
         "the calling container is restored, contents unchanged",

@@ -1,4 +1,4 @@
-//! JAX: offloaded by each engine, and its calls while it is idle.
+//! JAX with each engine, and its calls while it is idle.
 
 use std::collections::BTreeMap;
 
@@ -14,13 +14,13 @@ use super::{
 use crate::worker::Worker;
 
 const JAX: &[&str] = &["jax_worker.py"];
-/// Share of the device's VRAM that JAX allocates at its start.
+/// Fraction of the device's VRAM that JAX allocates at its start.
 const SHARE: (&str, &str) = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2");
-/// Environment with one GPU. With several, JAX enables peer access between them.
+/// Restricts JAX to one GPU. With several GPUs, JAX enables peer access between them.
 const ONE_GPU: (&str, &str) = ("CUDA_VISIBLE_DEVICES", "0");
 /// JAX with each engine.
 pub const ENGINES: Flavour = Flavour { settings: &[SHARE, ONE_GPU], ..Flavour::large("jax", JAX) };
-/// Time for which calls are watched, in seconds. JAX's calls come every five seconds.
+/// Time for which calls are watched, in seconds. An idle JAX makes calls every five seconds.
 const SECONDS: &str = "12";
 
 /// The fields of a line of `affinode calls -o json`.

@@ -1,5 +1,5 @@
-//! A program in which a call of the driver's checkpoint ends the process: the default engine makes
-//! none.
+//! A program that ends when the driver's checkpoint is called in it. The default engine must not
+//! make such a call.
 
 use anyhow::Result;
 
@@ -15,8 +15,9 @@ use crate::{
 /// Number of the driver's functions that the program overwrites.
 const TRAPPED: i32 = 4;
 
-/// Requires that the program survives offloads by the engine `auto`, and that an offload by the
-/// engine `checkpoint` ends it: without that, the first would show nothing.
+/// Requires that the program survives offloads by the engine `auto`. An offload by the engine
+/// `checkpoint` must end it. Without this second check, a trap that does not work would pass the
+/// first.
 pub fn default_makes_no_call(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (mib, rounds) = match world.gpu() {
         Gpu::Real => ("1024", 5),
@@ -43,7 +44,7 @@ pub fn default_makes_no_call(world: &Testbed, rows: &mut Rows) -> Result<()> {
     worker.running.kill(world)?;
     worker.running.delete(world)?;
     let worker = start("checkpoint")?;
-    // It is refused while the first call is in progress, and fails when the process ends.
+    // The offload is refused while the first call is in progress, and fails when the process ends.
     let ended = until("the trapped program to end", || {
         let _ = world.cli().run(&["offload", "trap-checkpoint"]);
         let status = worker.running.status(world)?;

@@ -1,4 +1,4 @@
-//! A controller that does not reply: a process that makes a call restores itself.
+//! The controller does not reply. A process that makes a call restores itself.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// VRAM that the process fills.
+/// VRAM that the process fills, in MiB.
 const WORKER_MIB: u64 = 256;
 
 /// Requires that the process restores itself. The controller is stopped, not killed, because the
@@ -29,7 +29,7 @@ pub fn comes_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     kill(controller.pid, Signal::SIGCONT)?;
     rows.count("came back by itself, contents as before", usize::from(good?), 1);
     rows.tell("after the call", waited_ms, "ms");
-    // The controller finds it resident, and manages it again.
+    // The controller continues, finds the process resident, and manages it again.
     world.cli().wait_for_state(id, "Offloaded")?;
     rows.count("known again, offloaded and restored", usize::from(worker.verify()?), 1);
     worker.running.kill(world)?;

@@ -1,4 +1,5 @@
-//! NVML queries in an offloaded process: they return without a wake, as with the stock runtime.
+//! NVML queries in an offloaded process. They return without a wake, with the same results as under
+//! the stock runtime.
 
 use anyhow::{Result, bail, ensure};
 
@@ -36,7 +37,7 @@ fn answers(world: &Testbed, id: &str, worker: &mut Worker, commands: &[&str]) ->
     Ok(())
 }
 
-/// Queries from a program in C, which initialises NVML while it is offloaded.
+/// Queries from a C program, which initialises NVML while it is offloaded.
 pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
     const COMMANDS: [&str; 5] = ["ask", "shutdown", "init", "ask", "ask"];
     for engine in ENGINES {
@@ -47,7 +48,7 @@ pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
         world.cli().move_out(&id)?;
         worker.call("init")?;
         worker.call("ask")?;
-        // With `copy` it has been offloaded all the time.
+        // With the engine `copy` no restore happened before this verification.
         ensure!(worker.verify()?, "{id}: the memory has changed");
         let mut good = 0;
         for _ in 0..ROUNDS {

@@ -1,5 +1,5 @@
-//! More VRAM is needed than the GPU has. Three containers work in bursts with VRAM for one of them,
-//! and the allocations of a fourth wait for most of that VRAM.
+//! More VRAM is needed than the GPU has. Three containers work in bursts, with VRAM for one of
+//! them. The allocations of a fourth container wait for most of that VRAM.
 
 use std::thread;
 
@@ -21,14 +21,15 @@ const BURSTS: usize = 2;
 /// Number of kernels in a burst, before a pause.
 const KERNELS: usize = 4;
 const PAUSE: &str = "sleep 2000";
-/// Size of the fourth container's first allocation. It allocates the rest in several pieces.
+/// Size of the fourth container's first allocation, in MiB. It allocates the rest in several
+/// pieces.
 const FIRST_MIB: u64 = 16;
 const PIECES: u64 = 12;
 
-/// VRAM of the scenario. An unmanaged neighbour holds the rest of the device.
+/// VRAM of the scenario. An unmanaged program holds the rest of the device.
 struct Sizes {
     room_mib: u64,
-    /// VRAM that a worker uses, and VRAM that it holds in addition.
+    /// VRAM that a worker uses, in MiB. The next field is VRAM that it allocates but does not use.
     works_on_mib: u64,
     holds_more_mib: u64,
     piece_mib: u64,
@@ -37,7 +38,7 @@ struct Sizes {
 impl Sizes {
     fn of(world: &Testbed) -> Sizes {
         match world.gpu() {
-            // A context is some 530 MiB here.
+            // A context takes some 530 MiB on a real GPU.
             Gpu::Real => {
                 Sizes { room_mib: 8192, works_on_mib: 1024, holds_more_mib: 3328, piece_mib: 528 }
             }
@@ -61,7 +62,8 @@ pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     }
     let served = bursts(&mut workers, || Ok(()))?;
     rows.count("bursts without a failure", served, WORKERS.len() * BURSTS);
-    // The last container may have been served without any offload.
+    // The last container to be served may not have been offloaded, so its count of restores may be
+    // 0.
     let mut returns = 0;
     for id in WORKERS {
         let row = world
@@ -74,7 +76,7 @@ pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let goal = format!("at least {least}");
     rows.want("returns of the three", returns as f64, "", &goal, returns >= least);
 
-    // Meanwhile, the fourth container.
+    // The fourth container allocates while the others work.
     let mut newcomer = Worker::start_as(world, waiting("newcomer", FIRST_MIB))?;
     let mut pieces = 0;
     let served = bursts(&mut workers, || {
@@ -111,7 +113,7 @@ fn waiting(id: &str, mib: u64) -> Spec {
 fn ballast(world: &Testbed, sizes: &Sizes) -> Result<Worker> {
     let ballast = hazards::ballast(world, sizes.room_mib * MIB)?;
     until("NVML to show the ballast", || {
-        // The first controller sees it at its first look.
+        // A controller that has just started has not read the GPU yet.
         let Ok(node) = world.cli().ps_now() else { return Ok(Some(())) };
         let gpus = node.gpus;
         let free = |gpu: &crate::cli::GpuRow| gpu.vram_total_bytes - gpu.vram_used_bytes;
@@ -120,7 +122,7 @@ fn ballast(world: &Testbed, sizes: &Sizes) -> Result<Worker> {
     Ok(ballast)
 }
 
-/// Runs the bursts of all workers in parallel, while `beside` is executed. Returns the number of
+/// Runs the bursts of all workers in parallel, and `beside` at the same time. Returns the number of
 /// successful bursts.
 fn bursts(workers: &mut [Worker], beside: impl FnOnce() -> Result<()>) -> Result<usize> {
     thread::scope(|scope| {

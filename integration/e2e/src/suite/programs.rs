@@ -4,13 +4,13 @@
 use super::{Report, Testbed, python::Python, repeated_offload::Flavour};
 use crate::gpu::CONTAINER_LIBRARIES;
 
-/// The program that runs all of them.
+/// Program that runs the program named by its argument.
 const PROGRAM: &str = "programs.py";
 /// Names of the programs in the report, and their settings.
 const PROGRAMS: [(&str, Flavour); 7] = [
     (
         "transformers, a language model",
-        // It has nearly 3 GiB of weights already.
+        // The program already has nearly 3 GiB of weights.
         Flavour { held_gib: 1, ..Flavour::small("llm", &[PROGRAM, "llm"]) },
     ),
     ("cuDNN, training with AdamW", Flavour::small("cudnn", &[PROGRAM, "cudnn"])),
@@ -19,7 +19,8 @@ const PROGRAMS: [(&str, Flavour); 7] = [
     (
         "Triton",
         Flavour {
-            // It looks for the driver in the loader's cache, which is the machine's.
+            // Triton searches the loader's cache for the driver. In the container that is the
+            // machine's cache, so the folder is set here.
             settings: &[("TRITON_LIBCUDA_PATH", CONTAINER_LIBRARIES)],
             ..Flavour::small("triton", &[PROGRAM, "triton"])
         },

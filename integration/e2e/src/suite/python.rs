@@ -32,7 +32,7 @@ pub struct Python<'w> {
     root: PathBuf,
 }
 
-/// A reply of one of the programs; only requested fields are set.
+/// A reply of one of the programs. A field that was not requested has its default value.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub struct Answer {
@@ -45,7 +45,7 @@ pub struct Answer {
     pub step_ms: f64,
     /// Shortest duration of a step.
     pub best_ms: f64,
-    /// Time of a wait for the device.
+    /// Time that a wait for the device takes.
     pub sync_ms: f64,
     /// Device memory that all of the program's allocators hold, in bytes.
     pub held_bytes: Option<u64>,
@@ -98,7 +98,7 @@ impl<'w> Python<'w> {
                 spec = spec.env(name, &value);
             }
         }
-        // Caches of the machine's users are not for this one.
+        // The container must not use the caches of the machine's users.
         spec = spec.env("HOME", "/tmp").env("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor");
         Ok(if who == "root" { spec } else { spec.flags(&["--user", "1000:1000"]) })
     }
@@ -130,7 +130,7 @@ impl<'w> Python<'w> {
     }
 
     /// Whether a program starts outside a container. Its standard input is closed, so that it ends
-    /// again.
+    /// after its start.
     fn has(&self, program: &[&str]) -> Result<bool> {
         let (name, arguments) =
             program.split_first().context("the list of words has no program")?;
@@ -159,7 +159,7 @@ pub fn ask(worker: &mut Worker, command: &str) -> Result<Answer> {
     answered(worker.receive_line()?, worker, command)
 }
 
-/// Like [`ask`], with a time limit of `most` for the reply.
+/// Like [`ask`], with the time limit `most` for the reply.
 ///
 /// # Errors
 /// When the command fails.

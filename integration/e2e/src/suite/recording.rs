@@ -1,5 +1,5 @@
-//! Records the dashboard's stream of a node with working containers: `cargo xtask browser
-//! --recorded FILE` replays it later in a browser, on a machine that has one.
+//! Records the dashboard's stream of a node with working containers. `cargo xtask browser
+//! --recorded FILE` replays the recording later, on a machine with a browser.
 
 use std::{
     io::{BufRead, BufReader, Read, Write, copy},
@@ -36,9 +36,9 @@ struct Part {
     text: String,
 }
 
-/// Three containers: one trains, one is offloaded, one is idle and stays resident. Writes the
-/// stream to `dashboard.jsonl`, and next to it the timeline of the training container and the
-/// node's report.
+/// Starts three containers: one trains, one is offloaded, one is idle and stays resident. Writes
+/// the stream to `dashboard.jsonl`. Also writes the timeline of the training container and the
+/// node's report to the same folder.
 ///
 /// # Errors
 /// When a container does not start or the controller does not reply.
@@ -60,7 +60,7 @@ pub fn record(world: &Testbed, folder: &Path) -> Result<Vec<PathBuf>> {
     let (over, goes_on) = mpsc::channel::<()>();
     thread::scope(|scope| {
         let trains = scope.spawn(move || -> Result<()> {
-            // A step at fixed intervals, of which a part is GPU work.
+            // A step starts at fixed intervals. GPU work takes only part of an interval.
             while goes_on.recv_timeout(Duration::from_millis(40)) == Err(RecvTimeoutError::Timeout)
             {
                 at_work.call("spin 60")?;
@@ -88,7 +88,7 @@ pub fn record(world: &Testbed, folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Records the stream of the node for [`SECONDS`], each event with its time.
+/// Records the stream of the node for [`SECONDS`], with the arrival time of each event.
 fn stream(world: &Testbed, to: &Path) -> Result<()> {
     let mut file =
         std::fs::File::create(to).with_context(|| format!("cannot write {}", to.display()))?;
@@ -113,8 +113,8 @@ fn stream(world: &Testbed, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The body of a response of the private controller's own socket. HTTP 1.0, so the body has no
-/// chunks.
+/// The body of a response from the testbed's controller, read through its socket. The request uses
+/// HTTP 1.0, so the body is not chunked.
 fn get(world: &Testbed, path: &str) -> Result<BufReader<UnixStream>> {
     let socket = world.cli().run_dir().join("http.sock");
     let mut stream = UnixStream::connect(&socket)

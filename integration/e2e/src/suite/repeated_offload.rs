@@ -1,4 +1,4 @@
-//! A program that works in turns, and is offloaded with each engine after each turn. The results
+//! A program that works in turns. With each engine, it is offloaded after each turn. The results
 //! must be the same as without an offload.
 
 use std::{any::Any, thread, time::Instant};
@@ -27,25 +27,25 @@ const OFFLOADED: [&str; 2] = ["Checkpointed", "CopiedOut"];
 pub struct Flavour {
     /// Prefix of its containers' names.
     pub name: &'static str,
-    /// The program among the clients, and its arguments.
+    /// File name of the program below the clients folder, and its arguments.
     pub program: &'static [&'static str],
-    /// Environment variables, which select its allocator.
+    /// Environment variables, for example to select an allocator.
     pub settings: &'static [(&'static str, &'static str)],
-    /// Engines to offload with.
+    /// Engines with which the program is offloaded.
     pub engines: &'static [&'static str],
     /// Number of offloads with each engine.
     pub rounds: usize,
-    /// Memory that it holds without using it, in GiB.
+    /// Memory that the program allocates but does not use, in GiB.
     pub held_gib: u64,
-    /// Number of its processes with memory on the device.
+    /// Number of processes with memory on the device.
     pub processes: usize,
-    /// Whether the containers run one at a time, so that times and remaining VRAM are those of one
-    /// container. Otherwise they run and move concurrently, which is faster.
+    /// Whether the containers run one at a time. Measured times and remaining VRAM are then those
+    /// of a single container. Otherwise the containers run and move concurrently, which is faster.
     pub is_alone: bool,
 }
 
 impl Flavour {
-    /// A program so large that the costs in addition to the copy are negligible. Takes minutes.
+    /// A program that is large enough to make all costs except the copy negligible. Takes minutes.
     pub const fn large(name: &'static str, program: &'static [&'static str]) -> Self {
         Self {
             name,
@@ -59,12 +59,13 @@ impl Flavour {
         }
     }
 
-    /// A program just large enough that the library copies its memory. Takes seconds.
+    /// A small program, but large enough that the library copies its memory. Takes seconds.
     pub const fn small(name: &'static str, program: &'static [&'static str]) -> Self {
         Self { rounds: 2, held_gib: 3, is_alone: false, ..Self::large(name, program) }
     }
 
-    /// Its container that is offloaded with an engine.
+    /// Container spec for this program with an engine. With [`STILL`], the container is never
+    /// offloaded.
     fn spec(&self, python: &Python, engine: &str) -> Result<Spec> {
         let id = format!("{}-{engine}", self.name);
         let spec = python.spec(&id, "root", self.program)?.annotation(BY_ORDER.0, BY_ORDER.1);
@@ -76,7 +77,7 @@ impl Flavour {
     /// Runs the program with each engine, and without an offload.
     ///
     /// # Errors
-    /// When a container or a move fails; [`NotHere`] when the machine lacks something that the
+    /// When a container or a move fails. [`NotHere`] if the machine lacks something that the
     /// program needs.
     pub fn side_by_side(&self, python: &Python, rows: &mut Rows) -> Result<()> {
         let began = Instant::now();
@@ -148,7 +149,7 @@ impl Flavour {
         (rows, outcome)
     }
 
-    /// Runs the turns of one container.
+    /// Runs the turns of one container. Each turn ends with an offload.
     fn turns(
         &self,
         python: &Python,
@@ -172,7 +173,7 @@ impl Flavour {
         let digest = before.digest()?;
         let (mut together, mut copied_out, mut unchanged) = (0, Vec::new(), 0);
         let copied = copies(python.world)?;
-        // What may be exported is not prepared.
+        // Memory that can be exported is not prefaulted, so this wait may fail.
         let mut prepares = engine == PREPARED;
         for _ in 0..self.rounds {
             wait_held(python.world)?;
@@ -204,13 +205,13 @@ impl Flavour {
         let whole = cli.known(id)?.copyable_share.unwrap_or(0.0) * 100.0;
         rows.tell(&format!("{engine}: copied, of its VRAM with the context"), whole, "%");
         if engine != "checkpoint" {
-            // A small program's context is a large part of its VRAM: it then compares with the
-            // allocators' memory at the first offload, if that is known.
+            // A small program's context is a large part of its VRAM. If known, the memory of its
+            // allocators at the first offload is then used for the comparison.
             let own = before.held_bytes.zip(copied_out.first());
             let share =
                 own.map(|(held, &copied_out)| copied_out as f64 / held.max(1) as f64 * 100.0);
             let share = share.map_or(whole, |share| share.min(100.0));
-            // The rest is the context, and allocations too small for a copy.
+            // The remaining VRAM is the context, and allocations that are too small for a copy.
             let what = format!("{engine}: at wire speed");
             rows.want(&what, share, "%", "at least 95%", share >= 95.0);
         }
@@ -232,7 +233,7 @@ impl Flavour {
     }
 }
 
-/// The findings about one container, and its outcome.
+/// The report rows of one container, and its outcome.
 type Finished = (Rows, Result<Lane>);
 
 fn panicked(_: Box<dyn Any + Send>) -> Finished {

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::goals;
 use crate::testbed::Testbed;
 
-/// A part of the suite needs software that is not installed. Contains the reason.
+/// Error: a part of the suite needs software that is not installed. Contains the reason.
 #[derive(Debug)]
 pub struct NotHere(pub String);
 
@@ -69,7 +69,7 @@ impl Rows {
         self.rows.iter().map(|row| row.1)
     }
 
-    /// Prints an intermediate result, for a run that does not reach its end.
+    /// Prints an intermediate result, in case the run is interrupted.
     #[expect(clippy::print_stderr, reason = "what is being done now")]
     fn say(&self, part: &str) {
         for (what, value, unit, ..) in &self.rows {
@@ -77,7 +77,7 @@ impl Rows {
         }
     }
 
-    /// Adds a row of the form "good of all".
+    /// Adds a row "`good` of `of`". Its goal is that both are equal.
     pub fn count(&mut self, what: &str, good: usize, of: usize) {
         self.want(what, good as f64, "", &format!("{of} of {of}"), good == of);
     }
@@ -117,7 +117,7 @@ impl Report {
         self.wanted.is_empty() || self.wanted.iter().any(|word| part.contains(word.as_str()))
     }
 
-    /// Runs a part. After an error its results are kept, and its containers are removed.
+    /// Runs a part. After an error, its results so far are kept and its containers are removed.
     pub(super) fn part(
         &mut self,
         world: &Testbed,
@@ -134,7 +134,7 @@ impl Report {
         if let Err(error) = outcome.and_then(|()| world.remove_containers()) {
             let list = if error.is::<NotHere>() { &mut self.skipped } else { &mut self.errors };
             list.push((part.into(), format!("{error:#}")));
-            // Whatever is left would be in the way of the next part.
+            // Containers of this part would disturb the next part.
             let _ = world.remove_containers();
         }
     }
@@ -150,7 +150,7 @@ impl Report {
         self.skipped.push((part.into(), why.into()));
     }
 
-    /// Adds the results of the goals, if the GPU is the one for which they are set.
+    /// Adds the rows for goals, if the GPU is the model for which the goals are set.
     pub(super) fn judge(&mut self) {
         if self.gpu != "real" || !self.gpu_name.contains("H200") {
             return;

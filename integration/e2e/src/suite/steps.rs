@@ -25,7 +25,7 @@ const PROGRAMS: [(&str, &[&str]); 3] = [
     ("steps, decoding", &["programs.py", "llm"]),
     ("steps, graph replay", &["programs.py", "graph"]),
 ];
-/// The engine of Affinode's side. With it, the library also replaces the driver's allocations.
+/// The engine on Affinode's side. With `full`, the library also replaces the driver's allocations.
 const ENGINE_ON: &str = "full";
 /// Number of containers of each side.
 const STARTS: usize = 4;
@@ -68,7 +68,7 @@ fn compare(python: &Python, program: &[&str], rows: &mut Rows) -> Result<()> {
     for round in 0..ROUNDS {
         for n in 0..STARTS {
             let mut pair = [&mut stock[n], &mut ours[n]];
-            // No pair is always the second one.
+            // The order within a pair alternates, so that no side is always measured second.
             pair.rotate_left((round + n) % 2);
             pair.into_iter().try_for_each(measure)?;
         }
@@ -81,7 +81,7 @@ fn compare(python: &Python, program: &[&str], rows: &mut Rows) -> Result<()> {
     let (without, with) = (medians(&stock), medians(&ours));
     compared(rows, "middle median step", median, &without, &with, false);
 
-    // The measured program can be offloaded, and is as fast afterwards.
+    // The measured program is then offloaded, and must be as fast afterwards.
     if let Some(moved) = ours.first_mut() {
         python.world.cli().move_out(&moved.worker.running.id)?;
         let step = ask(&mut moved.worker, "bench")?;

@@ -4,14 +4,15 @@
 //! | order | sequence |
 //! | --- | --- |
 //! | ended | a profile is taken and ended, then the container is offloaded |
-//! | offloaded | the container is offloaded, then the profiler begins |
-//! | begins | an offload is requested while the profiler begins |
+//! | offloaded | the container is offloaded, then the profiler starts |
+//! | begins | an offload is requested while the profiler starts |
 //! | through | the profiler runs during the offload and restore |
 //! | again | like `ended`, twice |
 //!
-//! Each process is one repetition: a container has several processes, forked before CUDA, that do
-//! the same at the same time. Orders in which a process once hung or was lost are repeated
-//! `AFFINODE_TOOL_ROUNDS` times (default 20), the others four times.
+//! Each process is one repetition. A container has several processes, which are forked before they
+//! use CUDA and do the same at the same time. Orders in which a process was once seen to hang or to
+//! be lost are repeated `AFFINODE_TOOL_ROUNDS` times (default 20). The others are repeated four
+//! times.
 
 use std::{path::PathBuf, thread, time::Duration};
 
@@ -34,9 +35,9 @@ use crate::{
 
 const PROGRAM: &str = "tool_program.py";
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
-/// Name of the side without Affinode.
+/// Name of the side that uses the stock runtime.
 const STILL: &str = "stock";
-/// Number of processes in all other orders.
+/// Number of processes in the other orders.
 const FEW: usize = 4;
 /// Time after which the program reports that a command hangs.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(90);
@@ -64,9 +65,9 @@ struct Seen {
     answered: usize,
     asked: usize,
     digest: String,
-    /// Whether the profile of any process has no GPU event.
+    /// Whether at least one profile has no GPU event.
     blind: bool,
-    /// Result of the offload as text: a phase, or the reason for which the container stayed.
+    /// Result of the offload as text: a phase, or the reason why the container was not offloaded.
     left: String,
 }
 
@@ -94,7 +95,7 @@ pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
         ("running through it", FEW, through),
         ("ended and begun again", FEW, again),
     ];
-    // An order that hangs does not keep the others from being tried.
+    // After an order that hangs, the remaining orders still run.
     let mut outcome = Ok(());
     for (name, processes, order) in orders {
         outcome = outcome.and(beside_stock(python, name, processes, &[], order, rows));
@@ -102,7 +103,7 @@ pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     outcome.and(idle_again(python, rows))
 }
 
-/// Requires that NVTX ranges alone do not count as a tool: the context is checkpointed.
+/// Requires that the use of NVTX ranges does not count as a profiler: the context is checkpointed.
 pub fn ranges(python: &Python, rows: &mut Rows) -> Result<()> {
     beside_stock(
         python,
@@ -232,12 +233,12 @@ impl<'w> Subject<'w> {
         Ok(())
     }
 
-    /// Takes a profile of one step.
+    /// Profiles one step.
     fn profile(&mut self) -> Result<()> {
         ["begin", "step", "end"].into_iter().try_for_each(|command| self.ask(command))
     }
 
-    /// Requests the offload. The container may stay resident, if it shows the reason.
+    /// Requests the offload. If the container is not offloaded, it must show the reason.
     fn leave(&mut self) -> Result<()> {
         if self.engine == STILL {
             return Ok(());
@@ -279,7 +280,7 @@ fn beside_stock(
         let by_order = |spec: Spec| spec.annotation(BY_ORDER.0, BY_ORDER.1);
         let mut subject = Subject::start(python, engine, processes, more, by_order)?;
         let outcome = order(&mut subject);
-        // Also for a hanging one: the next order needs its name.
+        // A container that hangs is removed, too, because the next order uses the same name.
         let ended = subject.end();
         outcome.and(ended).with_context(|| format!("{name}, {engine}: the order failed"))?;
         Ok(subject.seen)

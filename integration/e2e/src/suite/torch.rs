@@ -19,7 +19,7 @@ use crate::{containerd::STOCK, testbed::MIB, worker::Worker};
 const TORCH: &[&str] = &["torch_worker.py"];
 /// The training loop with each engine.
 pub const ENGINES: Flavour = Flavour::large("torch", TORCH);
-/// An inference loop, whose memory changes only by what a pass allocates.
+/// An inference loop. Its memory changes only where a pass allocates.
 pub const INFERENCE: Flavour =
     Flavour { engines: &[KEPT], ..Flavour::large("inference", &["torch_worker.py", "inference"]) };
 /// The training loop with the allocator that maps its memory itself.
@@ -90,8 +90,8 @@ pub fn step_cost(python: &Python, rows: &mut Rows) -> Result<()> {
             worker.running.delete(world)?;
         }
     }
-    // Between starts, the median step differs by 15 % in any runtime; the fastest step of many
-    // starts by less than 1 %.
+    // The median step differs by 15 % between starts, with any runtime. The fastest step over many
+    // starts differs by less than 1 %.
     let median_of = |steps: &[Answer]| median(&steps.iter().map(|s| s.step_ms).collect::<Vec<_>>());
     rows.tell("median with the stock runtime", median_of(&without), "ms");
     rows.tell("median with the library", median_of(&with), "ms");
@@ -101,7 +101,7 @@ pub fn step_cost(python: &Python, rows: &mut Rows) -> Result<()> {
     rows.tell("the fastest step with the library", with, "ms");
     let more = (with / without - 1.0) * 100.0;
     rows.want("more by", more, "%", "within 1%", more <= 1.0);
-    // The container was not only preloaded: it can be moved.
+    // This shows that the container was managed, and not only preloaded.
     let spec = python.spec("step-moved", "root", TORCH)?.annotation(BY_ORDER.0, BY_ORDER.1);
     let mut worker = Worker::start_as(world, spec)?;
     worker.expect("ready")?;

@@ -1,4 +1,4 @@
-//! Work that still runs while the process makes no call: NVML shows that the process is in use.
+//! Work that still runs while the process makes no call. NVML reports that the process is in use.
 
 use std::time::Instant;
 

@@ -14,13 +14,13 @@ use nix::{
 use super::cgroup_folders;
 use crate::{processes::descendants, wait::until};
 
-/// Kills every descendant of this process, until none is left. It repeats that, because a process
-/// may fork while it is killed; the child then becomes a child of this process.
+/// Kills every descendant of this process, until none is left. The kill is repeated, because a
+/// process may fork while it is killed. The child then becomes a child of this process.
 pub(super) fn kill_descendants() -> Result<()> {
     until("the processes of the world to end", || {
         let pids = descendants(std::process::id() as i32)?;
         for pid in &pids {
-            // A process that ended by itself meanwhile is the wanted result.
+            // The signal fails if the process has ended by itself, which is the desired result.
             let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
         Ok(pids.is_empty().then_some(()))
@@ -30,7 +30,7 @@ pub(super) fn kill_descendants() -> Result<()> {
 /// Removes the testbed's cgroups from every hierarchy.
 pub(super) fn remove_cgroups(world: &Path) {
     for folder in cgroup_folders(world) {
-        // The kernel releases a killed process's cgroup a moment after its end.
+        // The kernel releases the cgroup of a killed process a moment after the process has ended.
         for _ in 0..100 {
             remove_tree(&folder);
             if !folder.exists() {

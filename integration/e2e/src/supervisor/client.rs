@@ -43,7 +43,7 @@ impl Keeper {
         Ok(Self { pid, pipes: Mutex::new(Some(pipes)) })
     }
 
-    /// Its process id: all processes of the testbed descend from it.
+    /// Process id of the supervisor. All processes of the testbed descend from it.
     #[must_use]
     pub fn pid(&self) -> i32 {
         i32::try_from(self.pid).unwrap_or(i32::MAX)
@@ -73,8 +73,8 @@ impl Keeper {
         command
     }
 
-    /// Ends everything and waits for the end. A concurrent call waits, too. Further calls do
-    /// nothing.
+    /// Ends everything and waits for the end. A concurrent call waits as well. Further calls have
+    /// no effect.
     pub fn end(&self) {
         let mut pipes = self.lock();
         if let Some(Pipes { mut child, requests, replies }) = pipes.take() {

@@ -20,7 +20,8 @@ const KUBELET_STATE: [&str; 3] = ["/var/lib/kubelet", "/var/log/pods", "/var/log
 /// Folders that dockerd uses with any configuration.
 const DOCKER_STATE: [&str; 1] = ["/run/docker"];
 
-/// Enters a mount namespace whose changes stay inside. A node also gets a network namespace.
+/// Enters a mount namespace, so that changes to mounts are private. A node also gets a network
+/// namespace.
 pub(super) fn make_private(world: &Path, scope: Scope) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNS).context("cannot make a mount namespace: run as root")?;
     let mut folders: Vec<&Path> = SHARED_STATE.iter().map(Path::new).collect();
@@ -53,7 +54,7 @@ pub(super) fn unmount_below(world: &Path) -> Result<()> {
         .collect();
     points.reverse();
     for point in points {
-        // The unmount of another point may have removed the ones below it.
+        // The mounts below this mount point may already have been removed with another one.
         let _ = umount2(&point, MntFlags::MNT_DETACH);
     }
     Ok(())

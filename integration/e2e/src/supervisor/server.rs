@@ -25,8 +25,8 @@ use super::{Job, Reply, Scope, cleanup, mounts, tunables::Tunables};
 /// # Errors
 /// When the namespace cannot be created, or something cannot be cleaned up.
 pub fn serve(world: &Path, scope: Scope) -> Result<()> {
-    // Leads its own session, so that Ctrl-C on the terminal ends the parent's work first. Fails
-    // only for a process that leads one already.
+    // A session of its own makes Ctrl-C on the terminal reach only the parent, which then ends the
+    // testbed. `setsid` fails only if the process already leads a session.
     let _ = setsid();
     prctl::set_child_subreaper(true).context("cannot become a subreaper")?;
     mounts::make_private(world, scope)?;
@@ -72,7 +72,7 @@ fn start(job: &Job) -> Result<u32> {
         .stderr(log)
         .spawn()
         .with_context(|| format!("cannot run {program}"))?;
-    // The reaper collects it, so the handle is not needed.
+    // The reaper collects the child, so the handle is not needed.
     Ok(child.id())
 }
 
@@ -84,8 +84,7 @@ fn answer(reply: &Reply) -> Result<()> {
     Ok(stdout.flush()?)
 }
 
-/// Collects every child that has ended, including orphaned descendants, so that no ended process
-/// stays as a zombie.
+/// Collects every child that has ended, including orphaned descendants, so that no zombies remain.
 struct Reaper {
     started: Arc<(Mutex<u64>, Condvar)>,
 }
@@ -100,7 +99,8 @@ impl Reaper {
             loop {
                 match waitid(Id::All, WaitPidFlag::WEXITED) {
                     Ok(_) | Err(Errno::EINTR) => {}
-                    // Without a child there is no descendant either: only a start changes that.
+                    // Without a child there is no descendant either. The reaper waits for the next
+                    // start.
                     Err(_) => {
                         let guard = count.lock().unwrap_or_else(PoisonError::into_inner);
                         let guard = changed

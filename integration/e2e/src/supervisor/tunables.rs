@@ -15,7 +15,7 @@ impl Tunables {
         "/proc/sys/kernel/keys/root_maxbytes",
     ];
 
-    /// Reads the contents before the testbed.
+    /// Reads the contents before the testbed changes them.
     pub(super) fn remember() -> Self {
         let read = |file| Some((file, fs::read_to_string(file).ok()?));
         Self(Self::KEPT.into_iter().filter_map(read).collect())
@@ -24,7 +24,7 @@ impl Tunables {
     /// Writes the original contents back.
     pub(super) fn put_back(&self) {
         for (file, value) in &self.0 {
-            // A file that cannot be written was not written by a kubelet either.
+            // If this process cannot write a file, the kubelet could not change it either.
             let _ = fs::write(file, value);
         }
     }
