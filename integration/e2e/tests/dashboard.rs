@@ -87,7 +87,8 @@ fn api_and_command_agree() -> Result<()> {
     hook_overhead_is_reported(&world)
 }
 
-/// The process has measured the overhead. Its call that caused the wake waited at the gate.
+/// Requires that the process reports the measured overhead of a hook. The call that caused the wake
+/// waited at the gate.
 fn hook_overhead_is_reported(world: &Testbed) -> Result<()> {
     let process = until("the wait at the gate to be reported", || {
         let process = node(world)?["containers"][0]["processes"][0].clone();
@@ -120,7 +121,7 @@ fn the_history_outlives_the_controller() -> Result<()> {
         Ok(report["rows"][0]["returned_gpu_seconds"].as_f64().filter(|s| *s > 0.0 && offloads == 1))
     };
     let before = until("the report to contain the offload", || returned(&world))?;
-    // An orderly end, as at a change of version, writes everything to disk.
+    // An orderly end, as at an upgrade, writes everything to disk.
     let controller = world.controller()?.context("no controller is running")?;
     nix::sys::signal::kill(controller.pid, nix::sys::signal::Signal::SIGTERM)?;
     until("the next controller", || {
@@ -206,7 +207,8 @@ fn start_unit(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Without a token, an address that every user of the machine reaches only shows.
+/// Without a token, a TCP address that every user of the machine can reach accepts only read
+/// requests.
 #[test]
 fn port_without_token_only_shows() -> Result<()> {
     for (actions, allowed) in [("", false), ("actions = \"any-client\"\n", true)] {

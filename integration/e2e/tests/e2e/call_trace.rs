@@ -1,4 +1,4 @@
-//! The CUDA calls of processes, as a call trace shows them.
+//! Tests of the call trace, which records the CUDA calls of processes.
 
 use std::{fs::File, path::PathBuf, process::Child};
 
@@ -50,7 +50,7 @@ fn watch(world: &Testbed, arguments: &[&str]) -> Result<Watch> {
     Ok(Watch { child, output })
 }
 
-/// The functions that a watch recorded of a worker that makes calls without pause.
+/// Functions that a call trace recorded of a worker that makes calls without pause.
 fn seen(mut watch: Watch, worker: &mut Worker) -> Result<Vec<Process>> {
     let status = loop {
         worker.call("streamsync")?;

@@ -1,4 +1,4 @@
-//! A short crash campaign; `cargo xtask chaos` plays long ones.
+//! A short crash campaign. `cargo xtask chaos` runs long ones.
 
 use affinode_e2e::{
     chaos::{self, Options},
@@ -27,7 +27,7 @@ fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
 #[test]
 fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    // The eighth block of ten rounds.
+    // Block number 7 of ten (rounds 70 to 79) is the one with little host memory.
     let options = Options { seed: 1, first: 70, rounds: 3, gpu, worlds: 1 };
     let mut said = String::new();
     let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
@@ -39,11 +39,11 @@ fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     Ok(())
 }
 
-/// Each move takes seconds, which is longer than holds, proofs and an agent's time limits.
+/// Each move takes seconds. This is longer than holds, proofs and the agents' time limits.
 #[test]
 fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    // The fifth block of ten rounds is slow.
+    // Block number 4 of ten (rounds 40 to 49) is the slow one.
     let options = Options { seed: 1, first: 40, rounds: 2, gpu, worlds: 1 };
     let mut said = String::new();
     let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {

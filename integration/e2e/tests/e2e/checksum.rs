@@ -1,4 +1,4 @@
-//! `checksum`: a restore verifies that the contents are unchanged.
+//! Tests of `checksum`, with which a restore verifies that the contents are unchanged.
 
 use affinode_e2e::{
     testbed::{Testbed, TestbedConfig},
@@ -24,8 +24,8 @@ fn start(world: &Testbed, id: &str, engine: &str, checksum: &str, spoilt: &str) 
     Ok(worker)
 }
 
-/// With the check, every later call of the process fails, and an event reports that. Without it,
-/// the process computes with wrong contents.
+/// With the verification, every later call of the process fails, and an event reports the damage.
+/// Without it, the process computes with wrong contents.
 #[test]
 fn corrupted_host_copy_is_never_used() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -55,8 +55,8 @@ fn corrupted_host_copy_is_never_used() -> Result<()> {
     Ok(())
 }
 
-/// The program computes its contents on the device, so the first large copy to the device is the
-/// restore's.
+/// The program computes its contents on the device, so its first large copy to the device belongs
+/// to the restore.
 #[test]
 fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     let world = TestbedConfig::default().config(&[MANUAL, NO_COPIER].concat()).world()?;

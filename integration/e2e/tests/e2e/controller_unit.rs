@@ -1,5 +1,5 @@
-//! The unit that `affinode install` writes: systemd, here a simulated one, keeps a controller
-//! running, through upgrades, and until an operator stops it.
+//! Tests of the systemd unit that `affinode install` writes. systemd, which is simulated here,
+//! keeps a controller running, through upgrades, until an operator stops the unit.
 
 use std::{
     fs,
@@ -133,8 +133,8 @@ fn upgrade(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     Ok(())
 }
 
-/// A stopped unit stays stopped. The shim's controller serves, also beside a unit that is started
-/// again.
+/// An operator stops the unit, and it is not started by itself. The shim starts a controller, which
+/// also continues while the unit is started again.
 fn operator_stops(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     place.world.cli().move_out("worker")?;
     let old = place.unit_serves()?;

@@ -33,15 +33,15 @@ fn move_out(world: &Testbed, id: &str) -> Result<i32> {
     })
 }
 
-/// Number of restores by copiers, read after the copier has released the last process. A restore is
-/// reported before the release, but after the program's reply.
+/// Number of restores by copiers. It is read after the copier has released the last process,
+/// because a restore is reported between the program's reply and the release.
 pub fn fills(world: &Testbed) -> Result<u64> {
     let let_go = |gpu: &GpuRow| gpu.copier_registered == 0 && gpu.copier_registering == 0;
     Ok(world.cli().wait_gpu("the copier to release the memory", let_go)?.copier_restores)
 }
 
-/// Offloads and restores until the copier was in time. The library waits half a second for it,
-/// which may be too short several times in a row on a busy machine.
+/// Offloads and restores until a copier performed a restore. The library waits half a second for
+/// the copier. On a busy machine, the copier can be too late several times in a row.
 fn filled_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = fills(world)?;
     for _ in 0..12 {
@@ -61,7 +61,7 @@ fn repeated_restores_through_the_copier() -> Result<()> {
     const ROUNDS: u64 = 12;
     for round in 1..=ROUNDS {
         move_out(&world, "worker")?;
-        // Only the copier's own context is in use.
+        // Only the copier's own context still uses VRAM.
         wait_gpu_empty(&world)?;
         world.cli().wait_gpu("the copier's context", |gpu| gpu.copier_vram_bytes > 0)?;
         worker.call("touch")?;
@@ -72,8 +72,8 @@ fn repeated_restores_through_the_copier() -> Result<()> {
         })?;
         fills(&world)?;
     }
-    // The library waits half a second for a copier: on a busy machine that is enough in a share of
-    // the rounds. On a GPU the suite requires all of them.
+    // The library waits half a second for a copier. On a busy machine the copier is in time in only
+    // some of the rounds. On a real GPU the suite requires all rounds.
     affinode_test_notes::share("restores through the copier", fills(&world)?, ROUNDS, 2.0 / 3.0);
     Ok(())
 }
@@ -103,7 +103,7 @@ fn stopped_copier_process_restores_itself() -> Result<()> {
     worker.call("touch")?;
     assert!(worker.verify()?);
     kill(copier, Signal::SIGCONT)?;
-    // The copier detects that no process waits for it, and imports nothing.
+    // The copier detects that no process waits for the memory, and imports nothing.
     let after = until("the copier to release the memory", || {
         Ok(Some(world.cli().gpu()?)
             .filter(|gpu| gpu.copier_registering == 0 && gpu.copier_registered == 0))
@@ -119,8 +119,9 @@ fn copier_memory_is_copied_out_with_any_engine() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     filled_once(&world, &mut worker)?;
-    // From now on the driver's checkpoint takes all, after which copier memory would be lost; and
-    // the next controller knows from the counters alone whose memory a copier made.
+    // From now on the engine is `checkpoint`, and after a driver's checkpoint memory from the
+    // copier would be lost. The next controller knows only from the counters which processes have
+    // such memory.
     let driver = config().replace("engine = \"full\"", "engine = \"checkpoint\"");
     std::fs::write(world.dir().join("affinode/config.toml"), driver)?;
     shoot_controller(&world)?;
@@ -145,12 +146,13 @@ fn unneeded_copier_is_not_restarted() -> Result<()> {
     world.cli().move_out("shared")?;
     assert_eq!(world.cli().gpu()?.copier_pid, 0);
     assert!(shared.verify()?);
-    // A process with such memory is served.
+    // A process whose memory can be restored by a copier gets one.
     let mut plain = pieces(&world, "worker", "0")?;
     filled_once(&world, &mut plain)
 }
 
-/// A program that maps its memory itself, created with these handle types for export.
+/// Starts a program that maps its memory itself. The memory is created with these handle types for
+/// export.
 fn pieces(world: &Testbed, id: &str, handle_types: &str) -> Result<Worker> {
     let arguments = ["--piece-mib", "16", "--handle-types", handle_types];
     let mut worker = Worker::start_as(world, Worker::pieces(id, "full", WORKER_MIB, &arguments))?;
@@ -172,7 +174,7 @@ fn application_mapped_memory_is_unchanged() -> Result<()> {
         world.cli().move_out("shared")?;
         let copied_out = world.cli().known("shared")?.process()?.copied_out_bytes;
         assert_eq!(copied_out, WORKER_MIB * MIB);
-        // A copier that accepts it has it by now.
+        // A copier that accepts the memory has registered it by now.
         until("no process to be registering with the copier", || {
             Ok((world.cli().gpu()?.copier_registering == 0).then_some(()))
         })?;
@@ -186,8 +188,8 @@ fn application_mapped_memory_is_unchanged() -> Result<()> {
     Ok(())
 }
 
-/// The driver returns no handle for memory that was not created for export. Later allocations have
-/// one.
+/// The driver returns no IPC handle for memory that was not created for export. Allocations that
+/// are made later have a handle.
 #[test]
 fn legacy_ipc_of_copier_memory_is_refused() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
@@ -199,7 +201,7 @@ fn legacy_ipc_of_copier_memory_is_refused() -> Result<()> {
         let row = world.cli().known("worker")?;
         Ok(row.warnings.iter().any(|text| text.contains("IPC")).then_some(()))
     })?;
-    // Its next cycles work as before.
+    // The next offloads and restores of the process work as before.
     filled_once(&world, &mut worker)
 }
 
@@ -209,7 +211,8 @@ fn the_copier_gives_its_room_to_who_waits_for_it() -> Result<()> {
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     let copier = move_out(&world, "worker")?;
     let total = world.cli().gpu()?.vram_total_bytes / MIB;
-    // All of the device except for this one's own context, of 16 MiB, and half of the copier's.
+    // The container takes the whole device except for its own context (16 MiB) and half of the
+    // copier's.
     let spec = Worker::spec("other", USUAL, total - 20)
         .annotation("affinode.io/engine", "checkpoint")
         .annotation("affinode.io/on-oom", "wait");

@@ -1,5 +1,5 @@
-//! Tests of `dedup`: contents that containers of a namespace share are stored once while they are
-//! offloaded.
+//! Tests of `dedup`: equal contents of containers in one namespace are stored once while the
+//! containers are offloaded.
 
 use std::{
     collections::BTreeSet,
@@ -23,7 +23,7 @@ use nix::{
 
 use crate::{offload::MANUAL, recovery::shoot_controller};
 
-/// VRAM of a worker: two chunks of 128 MiB, and a part of a chunk, which is never shared.
+/// VRAM of a worker in MiB: two chunks of 128 MiB, and a partial chunk, which is never shared.
 const WORKER_MIB: u64 = 288;
 const SHARED_MIB: u64 = 256;
 const CHUNK_MIB: u64 = 128;
@@ -46,7 +46,7 @@ fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Two containers with the same contents, which dedup may share.
+/// Starts two containers with the same contents, which dedup may share.
 fn twins(world: &Testbed) -> Result<[Worker; 2]> {
     Ok([start(world, spec("one", 7, "true"))?, start(world, spec("other", 7, "true"))?])
 }
@@ -149,7 +149,7 @@ fn killed_member_keeps_shared_contents() -> Result<()> {
 fn contents_differing_in_a_byte_stay_separate() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
-    // The difference is behind every sample that is compared first.
+    // The contents differ only after the samples that are compared first.
     let mut odd = start(&world, spec("odd", 7, "true"))?;
     odd.call(&format!("poke {}", CHUNK_MIB * MIB - 1))?;
     world.cli().move_out("odd")?;
@@ -178,7 +178,7 @@ fn dedup_with_retained_copies_and_digests() -> Result<()> {
             Ok((world.cli().gpu()?.copier_prefaulted == 1).then_some(()))
         })?;
         wait_together(&world, &["one", "other"])?;
-        // Its end differs from the retained copy and from the shared contents.
+        // The end of the memory differs both from the retained copy and from the shared contents.
         for worker in [&mut one, &mut other] {
             assert!(worker.verify()?, "round {round}");
             worker.call("touch")?;
@@ -188,7 +188,7 @@ fn dedup_with_retained_copies_and_digests() -> Result<()> {
     Ok(())
 }
 
-/// Faults right after the offload, and faults while a part is shared.
+/// Causes faults right after the offload, and while only a part of the contents is shared.
 #[test]
 fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
     let world = world()?;
@@ -197,7 +197,8 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
         for id in ["one", "other"] {
             world.cli().move_out(id)?;
         }
-        // A running copier: one that dies during its registration is not restarted for a while.
+        // Waits for a running copier, because a copier that ends during its registration is not
+        // restarted for a while.
         until("a copier that holds it, or a part that is held together", || {
             let held = world.cli().gpu()?.copier_registered > 0;
             let together = !sealed_files(pid(&world, "one")?)?.is_empty();
@@ -253,7 +254,7 @@ fn a_sealed_file_is_read_alone() -> Result<()> {
     for line in maps.lines().filter(|line| line.contains("memfd:affinode-shared")) {
         assert_eq!(line.split_whitespace().nth(1), Some("r--s"), "{line}");
         let range = line.split_whitespace().next().context("cannot find the mapping's range")?;
-        // As root, by another path: the seal applies to every process.
+        // root tries another path to the file. The seal applies to every process.
         let file =
             fs::OpenOptions::new().write(true).open(format!("/proc/{pid}/map_files/{range}"))?;
         let refused = file.write_at(&[1], 0).map_err(|error| error.raw_os_error());

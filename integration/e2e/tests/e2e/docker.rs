@@ -1,5 +1,5 @@
-//! Tests with a real dockerd. Its containers of the runtime Affinode are offloaded, woken and
-//! killed next to containers of its own runtime.
+//! Tests with a real dockerd. Containers of Affinode's runtime are offloaded, woken and killed,
+//! next to containers of Docker's own runtime.
 
 use std::{fs, os::unix::fs::PermissionsExt};
 
@@ -21,9 +21,9 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// Script that does the work of NVIDIA's hook. It mounts the driver's libraries into the root
-/// filesystem of a container, in the container's mount namespace. The container's own mounts exist
-/// then.
+/// Script that replaces NVIDIA's hook. It mounts the driver's libraries into the root filesystem of
+/// a container, in the container's mount namespace. It runs after the container's own mounts are
+/// made.
 const HOOK: &str = r#"#!/bin/sh
 set -e
 state=$(cat)
@@ -37,7 +37,7 @@ done' < @DIR@/hook-mounts
 echo "$1" > @DIR@/hook-ran
 "#;
 
-/// Docker's programs. `None`: this machine can have none; the skip is recorded.
+/// Docker's programs. `None`: this machine cannot have them. The skip is recorded.
 pub fn programs() -> Result<Option<DockerPrograms>> {
     let found = DockerPrograms::find(&Artifacts::find()?);
     if found.is_none() {
@@ -46,7 +46,7 @@ pub fn programs() -> Result<Option<DockerPrograms>> {
     Ok(found)
 }
 
-/// Runs a case with a dockerd of this configuration, in a testbed where Affinode is in the PATH.
+/// Runs a case with a dockerd of this configuration. Affinode is in the PATH of the testbed.
 fn with_docker(config: &str, case: impl FnOnce(&Testbed, &Docker<'_>) -> Result<()>) -> Result<()> {
     let Some(programs) = programs()? else { return Ok(()) };
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -77,16 +77,17 @@ fn docker_container_is_offloaded_and_woken() -> Result<()> {
         ensure!(row.name == "moby/shop/trainer" && row.image == image::PLAIN, "{row:?}");
         ensure!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
         wait_gpu_empty(world)?;
-        // The name that a user sees is one that commands take.
+        // Commands accept the name that users see.
         world.cli().run(&["pin", "moby/shop/trainer"])?;
-        // The call of another process of the container has the library, and a terminal if asked for.
+        // A program of `docker exec` also loads the library, and gets a terminal if one was
+        // requested.
         let said = docker.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/maps"])?;
         ensure!(said.contains("affinode_preload"), "{said}");
         let said = docker.run(&["exec", "--tty", "trainer", "tty"])?;
         ensure!(said.starts_with("/dev/pts/"), "{said}");
         ensure!(worker.verify()?, "its memory is not as it was");
         world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
-        // Docker's other runtime and its own options are as before.
+        // Docker's other runtime and its own options still work.
         for runtime in ["runc", AFFINODE] {
             ensure!(output(docker, runtime, &["--tty"], &["tty"])?.starts_with("/dev/pts/"));
             let ended = docker
@@ -133,7 +134,7 @@ fn docker_container_outlives_its_daemons() -> Result<()> {
             .into_iter()
             .find(|shim| shim.command.contains("affinode-v1") && shim.command.contains(&id));
         kill(shim.context("a shim")?.pid, Signal::SIGKILL)?;
-        // Docker sees an end, and starts the container again as it was told.
+        // Docker notices the container's end and starts it again, as its restart policy says.
         worker.wait_filled()?;
         until("Docker to know of the restart", || {
             let count = docker.inspect("trainer", "{{.State.Status}} {{.RestartCount}}")?;

@@ -1,4 +1,4 @@
-//! `affinode install` and `uninstall` on a machine where Docker alone runs containers.
+//! `affinode install` and `uninstall` on a machine on which only Docker runs containers.
 
 use std::fs;
 
@@ -15,7 +15,7 @@ use anyhow::{Result, ensure};
 use crate::{docker::programs, offload::MANUAL};
 
 const RUNTIME: &str = "affinode";
-/// Configuration with keys in no order and a runtime of the operator. No program would write it in
+/// Configuration with unsorted keys and a runtime of the operator. No program would write it in
 /// this form.
 const CONFIG: &str = r#"{
    "mtu": 1400,
@@ -114,7 +114,7 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
     let (id, mut worker) = place.docker.worker("trainer", 64, &flags)?;
     world.cli().move_out(&id)?;
     ensure!(worker.verify()?, "its memory is not as it was");
-    // An upgrade leaves Docker as it is, and the container its shim.
+    // An upgrade changes neither Docker's file nor the shim of the running container.
     let build = tempfile::tempdir()?;
     installed::another_build(world.artifacts(), build.path())?;
     let from = build.path().display().to_string();
@@ -140,7 +140,8 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
 fn failed_docker_install_changes_nothing() -> Result<()> {
     with_place(|_, place| {
         let file = place.docker.config_file();
-        // An operator's later mistake that only the reload notices: dockerd stays as it is.
+        // The operator's later mistake is found only by dockerd's reload. dockerd keeps its earlier
+        // configuration.
         fs::write(&file, CONFIG.replace("{\"path\": \"runc\"}", "{\"runtimeType\": \"\"}"))?;
         place.refused("did not take over its new configuration")?;
         fs::write(&file, CONFIG.replace("1400", "\"wide\""))?;
@@ -152,7 +153,7 @@ fn failed_docker_install_changes_nothing() -> Result<()> {
         fs::write(&file, CONFIG)?;
         let nowhere = place.installation.refused("install", &["--docker=/nonexistent.sock"])?;
         ensure!(nowhere.contains("no dockerd answers"), "{nowhere}");
-        // Without Docker there is nothing to install for: containerd has no CRI.
+        // Without Docker nothing can be installed, because containerd's CRI is disabled.
         let said = place.installation.refused("install", &["--no-docker"])?;
         ensure!(!place.installation.file("bin/affinode").exists(), "{said}");
         place.install()?;
@@ -168,7 +169,7 @@ fn docker_config_changes_of_others_are_kept() -> Result<()> {
     with_place(|_, place| {
         let file = place.docker.config_file();
         place.install()?;
-        // As after an installer that was killed before it wrote the file.
+        // This is the state after an installer was killed before it wrote the file.
         fs::write(&file, CONFIG)?;
         let status = place.installation.run("status", &[])?;
         let said = String::from_utf8_lossy(&status.stdout).into_owned();
@@ -196,8 +197,9 @@ fn docker_config_changes_of_others_are_kept() -> Result<()> {
     })
 }
 
-/// Where containerd has CRI, the installer changes Docker and containerd, or neither. Docker's file
-/// has no list of runtimes. After the removal dockerd must not keep Affinode's runtime.
+/// If containerd has CRI enabled, the installer changes both Docker and containerd, or neither.
+/// Docker's file has no list of runtimes. After the removal, dockerd must not keep Affinode's
+/// runtime.
 #[test]
 fn docker_and_containerd_are_installed_together() -> Result<()> {
     const NO_RUNTIMES: &str = "{\n  \"mtu\": 1400\n}\n";

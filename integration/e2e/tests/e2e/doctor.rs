@@ -52,7 +52,7 @@ on_every_containerd!(
     finds_nothing_wrong_where_containers_run,
 );
 
-/// Containers run on this machine, so every reported fault is an error of the doctor.
+/// Containers run on this machine, so any fault that the doctor reports is a false one.
 fn finds_nothing_wrong_where_containers_run(world: &Testbed) -> Result<()> {
     let _worker = Worker::start(world, "runs", 32)?;
     let (findings, code) = findings(world)?;
@@ -67,7 +67,7 @@ fn finds_nothing_wrong_where_containers_run(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// For each fault, its check reports it with a hint, and the exit status is 1.
+/// Each fault is reported by its check, with a hint and exit status 1.
 #[test]
 fn doctor_finds_faults() -> Result<()> {
     let folder = tempfile::tempdir()?;

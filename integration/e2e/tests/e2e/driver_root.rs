@@ -1,4 +1,5 @@
-//! A driver outside the loader's folders, as in the driver container of NVIDIA's GPU Operator.
+//! Tests with a driver outside the loader's folders, as in the driver container of NVIDIA's GPU
+//! Operator.
 
 use std::{fs, path::Path};
 
@@ -18,7 +19,7 @@ const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libcuda.so.1"];
 fn install(world: &Testbed, root: &Path, folder: &str) -> Result<()> {
     let folder = root.join(folder);
     fs::create_dir_all(&folder)?;
-    // NVML is what the controller looks for, so it comes last.
+    // The controller looks for NVML, so NVML is installed last.
     for name in LIBRARIES.iter().rev() {
         let fresh = folder.join("fresh");
         fs::copy(world.artifacts().sim_dir().join(name), &fresh)?;
@@ -27,7 +28,8 @@ fn install(world: &Testbed, root: &Path, folder: &str) -> Result<()> {
     Ok(())
 }
 
-/// Offloads and wakes the container until a copier restored it: both need the libraries.
+/// Offloads and wakes the container until a copier has restored it. The controller needs NVML for
+/// this, and the copier needs libcuda.
 fn offload_and_wake_by_copier(world: &Testbed, worker: &mut Worker) -> Result<()> {
     until("a restore by the copier", || {
         let before = fills(world)?;
@@ -44,7 +46,7 @@ fn driver_root_appears_and_is_replaced() -> Result<()> {
     let root = parent.path().join("driver");
     let config = MANUAL.replace("[policy]", "[policy]\nengine = \"full\"");
     let config = format!("{config}\n[driver]\nroot = {:?}\n", root.display().to_string());
-    // The loader of the controller does not find a driver.
+    // Without this variable, the controller's loader finds no driver.
     let world = TestbedConfig::default().env("LD_LIBRARY_PATH", "").config(&config).world()?;
     let mut worker = Worker::start(&world, "worker", 320)?;
     assert!(worker.verify()?);
@@ -55,7 +57,7 @@ fn driver_root_appears_and_is_replaced() -> Result<()> {
     world.cli().wait_gpu("NVML", |_| true)?;
     offload_and_wake_by_copier(&world, &mut worker)?;
 
-    // The pod of the driver restarts: other files, in another folder of the root.
+    // The driver's pod restarts: its files are new and in another folder of the root.
     fs::rename(&root, parent.path().join("old"))?;
     install(&world, &root, "usr/lib64")?;
     offload_and_wake_by_copier(&world, &mut worker)

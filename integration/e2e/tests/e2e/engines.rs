@@ -1,5 +1,5 @@
-//! Engines that copy memory in the library: offload and restore, with and without the context, and
-//! faults.
+//! Tests of the engines that copy memory in the library: offload and restore, with and without the
+//! context, and faults.
 
 use affinode_e2e::{
     cli::ContainerRow,
@@ -78,8 +78,8 @@ fn copied_memory_survives_repeated_offloads() -> Result<()> {
     Ok(())
 }
 
-/// With the configuration as it is shipped, and in a process that does not survive a call of the
-/// driver's checkpoint.
+/// Uses the shipped configuration, and a process that ends if the driver's checkpoint is called in
+/// it.
 #[test]
 fn default_engine_needs_no_checkpoint() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).default_engine().world()?;
@@ -97,8 +97,8 @@ fn default_engine_needs_no_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// An offload by request is judged by the process's counters of that moment: the last sample may be
-/// older than its memory.
+/// A requested offload reads the process's counters at that moment, because the last sample may be
+/// older than the process's memory.
 #[test]
 fn request_sees_memory_of_this_moment() -> Result<()> {
     let config = "[policy]\nmode = \"manual\"\n[timing]\nsample_interval = \"1m\"\n";
@@ -112,7 +112,8 @@ fn request_sees_memory_of_this_moment() -> Result<()> {
     Ok(())
 }
 
-/// The trap is in the driver's functions: it needs no support of the simulated GPU.
+/// The program overwrites the driver's functions itself, so this test needs no support by the
+/// simulated GPU.
 #[test]
 fn default_engine_calls_no_checkpoint() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -122,13 +123,14 @@ fn default_engine_calls_no_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// The context of an idle container is checkpointed when another container needs its VRAM, and the
-/// memory is as it was.
+/// The context of an idle container is checkpointed when another container needs its VRAM. The
+/// contents stay unchanged.
 #[test]
 fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
     const IDLE: [&str; 2] = ["one", "two"];
     const VRAM_MIB: u64 = 1024;
-    // It fits only without the context of one of the two others, of 8 MiB without local memory.
+    // The container fits only if the context of one of the two others is checkpointed. Such a
+    // context takes 8 MiB, because its local memory was copied out.
     const SECOND_MIB: u64 = VRAM_MIB - 30;
     let gpu = Gpu::Simulated { vram_bytes: VRAM_MIB * MIB };
     let world = TestbedConfig::default().gpu(gpu).config(MANUAL).default_engine().world()?;
@@ -142,7 +144,7 @@ fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
     let large = Worker::spec("large", USUAL, SECOND_MIB);
     let mut large = Worker::start_as(&world, large.annotation("affinode.io/on-oom", "wait"))?;
     large.wait_filled()?;
-    // No more of them than it needs.
+    // Not more contexts are checkpointed than necessary.
     let mut gone = 0;
     for id in IDLE {
         let row = world.cli().wait_for_state(id, "Offloaded")?;
@@ -158,9 +160,9 @@ fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
     Ok(())
 }
 
-/// An application maps memory itself. After every step that such an allocator may make: memory that
-/// is completely mapped at one address is copied. The driver checkpoints the rest, or it stays with
-/// the context.
+/// An application maps memory itself, and changes the mappings as an allocator does. Memory that is
+/// completely mapped at one address is copied. The driver checkpoints all other memory, or that
+/// memory stays on the GPU with the context.
 #[test]
 fn application_mapped_memory_is_copied() -> Result<()> {
     const PIECE_MIB: u64 = 4;
@@ -188,8 +190,8 @@ fn application_mapped_memory_is_copied() -> Result<()> {
             assert_eq!(worker.call(undo)?.ok, Some(true), "{engine}, {undo}");
             assert!(worker.verify()?, "{engine}, {change}");
         }
-        // The exported piece stays for good, and the context with it. The piece that was mapped twice
-        // is the driver's until the program sets its access again.
+        // The exported piece can no longer be offloaded, and its context stays. The piece that was
+        // mapped twice is not copied until the program sets its access again.
         assert_eq!(worker.call("export")?.ok, Some(true), "{engine}");
         for _ in 0..2 {
             world.cli().move_out(engine)?;
@@ -205,8 +207,8 @@ fn application_mapped_memory_is_copied() -> Result<()> {
     Ok(())
 }
 
-/// Ends a program that frees all of its memory. Requires that nothing of it is in use or copyable
-/// afterwards.
+/// Ends a program that frees all of its memory. Requires that none of that memory is in use or
+/// copyable afterwards.
 fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     let id = worker.running.id.clone();
     assert!(worker.ends_with_nothing_left(world)?, "{id}: more is in use than before");
@@ -217,8 +219,8 @@ fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Memory that other devices on the bus may access costs more, so it is created as such only if
-/// there are other devices.
+/// Memory that other devices on the bus can access costs more. It is therefore created in this way
+/// only if there are other devices.
 #[test]
 fn peer_access_with_other_devices() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -276,8 +278,8 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     Ok(())
 }
 
-/// Allocations that are too small for a copy leave with the context, for every size and without a
-/// setting.
+/// Allocations that are too small for a copy are offloaded with the context, whatever their size
+/// and without a setting.
 #[test]
 fn annotation_overrides_configured_engine() -> Result<()> {
     let eager = EAGER.replace("[policy]", "[policy]\nengine = \"full\"");
@@ -305,7 +307,7 @@ fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     ] {
         let path = format!("{CLIENTS}/{program}");
         let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();
-        // They hold from the first call, also with a controller that starts slowly.
+        // The driver's guarantees hold from the first call, even if the controller starts slowly.
         let output = Spec::gpu(&program.replace('_', "-"), &argv).run(&world)?;
         let wrong: Vec<&str> =
             output.lines().filter(|line| line.contains("\"ok\":false")).collect();
@@ -315,7 +317,8 @@ fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     Ok(())
 }
 
-/// The controller is killed with SIGKILL in each state. The process still has its contents.
+/// The controller is killed with SIGKILL in each state. The contents of the process must not
+/// change.
 #[test]
 fn next_controller_restores_copied_out_process() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -359,8 +362,8 @@ fn copied_out_process_restores_itself() -> Result<()> {
     Ok(())
 }
 
-/// An unmanaged process takes the VRAM. The process's own restore fails, is repeated, and loses
-/// nothing.
+/// An unmanaged process takes the VRAM. The container's restore fails and is tried again. No
+/// contents are lost.
 #[test]
 fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     let world = TestbedConfig::default()
@@ -377,7 +380,8 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     until("the wake to wait for VRAM", || {
         Ok(Some(row(&world, "copy")?).filter(|row| row.reason == "waiting-for-vram"))
     })?;
-    // Also without the controller, whose proof prevented the attempt.
+    // The restore must also wait without a controller, whose proof has so far prevented the
+    // attempt.
     let controller = world.controller()?.context("no controller is running")?;
     kill(controller.pid, Signal::SIGSTOP)?;
     assert!(!copied_out.has_answer()?);
@@ -388,8 +392,8 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     Ok(())
 }
 
-/// The five calls that end an application while its context is checkpointed wait while it is copied
-/// out.
+/// Five calls end an application whose context is checkpointed. They must wait while the process is
+/// copied out.
 #[test]
 fn crashing_calls_are_held_while_copied_out() -> Result<()> {
     for engine in ENGINES {
@@ -430,8 +434,8 @@ fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     let world = TestbedConfig::default().config(&config).world()?;
     let mut worker = worker(&world, "copy", 64)?;
     world.cli().wait_resident("copy")?;
-    // Far longer than the time to the first attempt, which fails; the command repeats it until it
-    // succeeds.
+    // 8 s is far longer than the time to the first attempt, which fails. The command repeats the
+    // attempt until it succeeds.
     worker.call("spin 8000")?;
     worker.call("touch")?;
     world.cli().move_out("copy")?;
@@ -443,7 +447,7 @@ fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     Ok(())
 }
 
-/// The costs of moves are measured here, and a simulation uses them.
+/// Measures the costs of moves, and runs a simulation with them.
 #[test]
 fn simulation_uses_measured_costs() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -38,7 +38,7 @@ fn read_only_path_is_named() -> Result<()> {
 #[test]
 fn a_broken_import_is_not_built_upon() -> Result<()> {
     fault("broken import")?;
-    // containerd 2 reports it only when it does not start.
+    // containerd 2 reports the invalid import only when it fails to start.
     match matrix::world(Line::V2, TestbedConfig::default().node())? {
         Some(world) => with("broken import", world),
         None => Ok(()),

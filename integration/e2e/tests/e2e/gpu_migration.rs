@@ -1,4 +1,4 @@
-//! Restores on another GPU of the same model, if the own GPU is full.
+//! Restores on another GPU of the same model, if the container's own GPU is full.
 
 use std::path::Path;
 
@@ -33,7 +33,8 @@ fn start(world: &Testbed, id: &str, engine: &str, files: &[usize]) -> Result<Wor
     let mut spec = Worker::spec(id, USUAL, WORKER_MIB)
         .annotation("affinode.io/engine", engine)
         .annotation("affinode.io/allow-gpu-migration", "true");
-    // Any device file that can be opened is enough: the simulated driver has none.
+    // Any device file that can be opened is enough, because the simulated driver has none of its
+    // own.
     let files = files.iter().map(|n| ("/dev/null".into(), format!("/dev/nvidia{n}").into()));
     spec.mounts.extend(files);
     let mut worker = Worker::start_as(world, spec)?;
@@ -52,7 +53,7 @@ fn wait_until_used(world: &Testbed, is_so: impl Fn([u64; 2]) -> bool) -> Result<
         let used = |gpu: &GpuRow| gpu.vram_used_bytes.saturating_sub(gpu.copier_vram_bytes) / MIB;
         match world.cli().ps()?.gpus.as_slice() {
             [first, second] => Ok(is_so([used(first), used(second)]).then_some(())),
-            // A controller that has just started has not read the GPUs.
+            // A controller that has just started has not read the GPUs yet.
             _ => Ok(None),
         }
     })
@@ -78,7 +79,7 @@ fn full_gpu_restores_on_the_other_gpu() -> Result<()> {
         until("an event about the restore on another GPU", || {
             Ok(says(&world, "comes back on GPU-")?.then_some(()))
         })?;
-        // Everything that worked on the first GPU works there.
+        // Everything that worked on the first GPU must work on the second.
         worker.call("touch")?;
         worker.call("alloc 16")?;
         world.cli().move_out("moves")?;

@@ -39,7 +39,7 @@ fn two_gpu_containers_of_a_pod_go_and_come_back(world: &Testbed) -> Result<()> {
         assert_eq!(row.image, image::PLAIN, "{row:?}");
     }
     wait_gpu_empty(world)?;
-    // An exec in a container that is offloaded is an ordinary exec, with the library loaded.
+    // An exec in an offloaded container works as usual, and its program loads the library.
     let said = cri.exec(&ids[0], &["/bin/cat", "/proc/self/maps"])?;
     assert!(String::from_utf8_lossy(&said.stdout).contains("affinode_preload"));
 
@@ -48,7 +48,7 @@ fn two_gpu_containers_of_a_pod_go_and_come_back(world: &Testbed) -> Result<()> {
         let line = lines[1].receive().with_context(|| format!("line {at}"))?;
         assert!(line.contains(&format!("\"command\":\"{command}\",\"result\":0")), "{line}");
     }
-    // The other one stays offloaded.
+    // The exec must not restore the other container.
     let first = world.cli().known(&ids[0])?;
     assert_eq!((first.state.as_str(), first.restores), ("Offloaded", 0), "{first:?}");
     for id in &ids {

@@ -1,4 +1,4 @@
-//! Hints about a container: idle, busy.
+//! Tests of the hints `idle` and `busy` about a container.
 
 use affinode_e2e::{
     testbed::{Testbed, TestbedConfig},
@@ -24,7 +24,8 @@ fn says(world: &Testbed, worker: &Worker, word: &str) -> Result<()> {
     worker.running.exec(world, &["/bin/sh", "-c", &script]).map(drop)
 }
 
-/// A program writes to a file in its container that it is idle. Its next call restores it.
+/// A program writes the hint `idle` in its container. The next call of that program restores the
+/// container.
 #[test]
 fn idle_hint_offloads_until_the_next_call() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
@@ -44,7 +45,7 @@ fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     let mut worker = Worker::start(&world, "thinker", 32)?;
     says(&world, &worker, "nonsense busy")?;
     world.cli().wait_for_event("the hint", |event| event.reason == "hinted-busy")?;
-    // The process has begun with this engine, so none of its memory can be copied.
+    // The process starts with the engine `checkpoint`, so none of its memory can be copied.
     let eager = EAGER.replace("[policy]", "[policy]\nengine = \"checkpoint\"");
     std::fs::write(world.dir().join("affinode/config.toml"), eager)?;
     world.cli().run(&["reload"])?;
@@ -58,15 +59,15 @@ fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     Ok(())
 }
 
-/// A kernel still runs without a call in progress, and NVML shows that. Without NVML, the driver
-/// would refuse to lock the process, and an event would report that.
+/// A kernel still runs, although no call is in progress. NVML reports the running work. Without
+/// NVML, the driver would refuse to lock the process, and an event would report that.
 #[test]
 fn running_work_overrides_idle_hint() -> Result<()> {
     let world =
         TestbedConfig::default().config(&format!("{PATIENT}lock_timeout = \"100ms\"\n")).world()?;
     let mut worker = Worker::start(&world, "runner", 32)?;
     world.cli().wait_for_state("runner", "Active")?;
-    // Far longer than the two checks that follow.
+    // 12 s is far longer than the two checks that follow.
     worker.call("spin 12000")?;
     until("NVML to show the work", || {
         let row = world.cli().container("runner")?;

@@ -1,4 +1,4 @@
-//! More VRAM is to be offloaded at the same time than host memory can hold.
+//! Tests in which host memory does not suffice for all offloads at the same time.
 
 use std::{
     io::Write,
@@ -30,7 +30,8 @@ sample_interval = "50ms"
 driver_overhead_mib = 64
 "#;
 const VRAM_MIB: u64 = 512;
-/// Host memory for one container and the driver's own need, but not for two containers.
+/// Host memory in MiB that suffices for one container and the driver's own need, but not for two
+/// containers.
 const ROOM_MIB: u64 = 900;
 
 /// Two containers of one pod, whose memory limit allows one offload.
@@ -80,10 +81,10 @@ fn one_leaves_and_one_stays(engine: &str) -> Result<()> {
     assert_eq!(said.iter().filter(|said| said.done).count(), 1, "{engine}: {said:?}");
     let (out, stays) = if said[0].done { (0, 1) } else { (1, 0) };
     assert_eq!(said[stays].reason, "cgroup-memory", "{engine}: {said:?}");
-    // Both processes live, with unchanged contents.
+    // Both processes continue, with unchanged contents.
     assert!(pod.workers[stays].verify()?, "{engine}");
     assert!(pod.workers[out].verify()?, "{engine}");
-    // The end of the first one frees its host memory, and its reservation.
+    // The end of the offloaded container frees its host memory and its reservation.
     pod.workers[out].running.kill(&pod.world)?;
     until("the other container to be offloaded", || {
         let said = pod.world.cli().offload(NAMES[stays])?;
@@ -118,7 +119,8 @@ impl PodNeighbour {
     fn start(pod: &Path) -> Result<PodNeighbour> {
         let folder = pod.join("neighbour");
         std::fs::create_dir_all(&folder)?;
-        // `tail` looks for the beginning of the last line, and there is none.
+        // `tail` keeps reading to find the last line, but the input has no line end, so it stores
+        // all of it.
         let script = format!(
             "echo $$ > {}/cgroup.procs && echo ready && read mib && \
              (head -c ${{mib}}M /dev/zero; exec sleep 1000) | tail",
@@ -204,7 +206,8 @@ fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
     let before_bytes = used_bytes()?;
     let limit_bytes = before_bytes + ROOM_MIB * MIB;
     memory_cgroup::set_limit(&folder, Some(limit_bytes))?;
-    // Some seconds for what takes a fraction of one.
+    // The CPU limit makes the copy take seconds instead of a fraction of one. The neighbour can then
+    // act during it.
     let pid = worker.running.pid(&world)?;
     cpu_cgroup::set_percent(pid, Some(5))?;
     let cli = world.cli();
@@ -224,7 +227,7 @@ fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
     assert_eq!((said.done, said.reason.as_str()), (false, "cgroup-memory"), "{said:?}");
     cpu_cgroup::set_percent(pid, None)?;
     assert!(worker.verify()?);
-    // It is resident, as before, and is offloaded once the neighbour has gone.
+    // The container is still resident, and is offloaded after the neighbour has ended.
     drop(neighbour);
     until("the offload", || Ok(cli.offload(NAME)?.done.then_some(())))?;
     assert!(worker.verify()?);

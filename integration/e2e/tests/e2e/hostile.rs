@@ -27,7 +27,7 @@ fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
     let socket = world.cli().run_dir().join("containers").join(key).join("mount/agent.sock");
     for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], &[0; 128], b"x"] {
         let mut stream = UnixStream::connect(&socket)?;
-        // The controller may close the connection in the middle.
+        // The controller may close the connection during the write.
         let _ = stream.write_all(garbage);
     }
     world.cli().wait_for_state("good", "Offloaded")?;
@@ -64,14 +64,15 @@ fn a_scribbled_page_harms_nobody_else() -> Result<()> {
 const FLOOD: usize = 2000;
 const MAX_OPEN: usize = 512;
 
-/// Whether the peer still has the connection open.
+/// Whether the peer has kept the connection open.
 fn is_open(mut stream: &UnixStream) -> bool {
-    // The controller sends nothing before a greeting: a read finds nothing, or the end.
+    // The controller sends nothing before a greeting. A read therefore returns either an error (no
+    // data) or the end of the stream.
     !matches!(stream.read(&mut [0]), Ok(0)) && stream.peer_addr().is_ok()
 }
 
-/// A container that opens connections without limit is disconnected, and its neighbour is still
-/// served.
+/// A container that opens connections without limit is disconnected. The controller still serves
+/// the container's neighbour.
 #[test]
 fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -104,7 +105,8 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
 }
 
 /// A container makes all attacks of `attack.c` at the same time. Offloads and restores of its
-/// neighbour continue. The controller's cost for the attacker is bounded, and released at the end.
+/// neighbour continue. The resources that the attacker uses in the controller are limited, and
+/// released at the end.
 #[test]
 fn combined_attack_harms_no_other_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -154,7 +156,7 @@ fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
     without.sort();
     assert_eq!(with, without);
 
-    // Only shell built-ins: the image has few other programs.
+    // The script uses only built-ins of the shell, because the image has few other programs.
     let look = r#"for path in /.affinode/* /.affinode/*/* /.affinode/run/.[!.]*; do echo "$path"; done
         for path in /.affinode/run/x /.affinode/run/engine /.affinode/run/pressure /.affinode/run/state /.affinode/lib/x /etc/ld.so.preload; do
             (: >> "$path") 2>/dev/null && echo "can write $path"
@@ -219,7 +221,7 @@ fn host_users_cannot_reach_container_socket() -> Result<()> {
     Ok(())
 }
 
-/// A container that cannot be managed runs as it does with the stock shim.
+/// A container that cannot be managed runs as with the stock shim.
 #[test]
 fn container_runs_with_invalid_configuration() -> Result<()> {
     let world = TestbedConfig::default().config("[policy]\nmode = \"sometimes\"\n").world()?;

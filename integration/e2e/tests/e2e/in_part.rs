@@ -1,4 +1,4 @@
-//! Processes of which only a part can be offloaded: some of their memory stays on the GPU.
+//! Tests of processes that are offloaded in part: some of their memory stays on the GPU.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -9,11 +9,11 @@ use anyhow::Result;
 
 use crate::offload::MANUAL;
 
-/// The program's own memory, without that of the hazard.
+/// Memory of the program in MiB, without the hazard's memory.
 const PLAIN_MIB: u64 = 64;
 
-/// Managed memory stays with the context, and all other memory leaves. `hazards` checks the
-/// contents of both.
+/// Managed memory stays with the context, and all other memory is offloaded. The program `hazards`
+/// checks the contents of both.
 #[test]
 fn managed_memory_stays_and_the_rest_leaves() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,5 +1,5 @@
-//! Tests `affinode install` and `uninstall` on each containerd. Pods can name the handler, and
-//! afterwards all files are unchanged.
+//! Tests of `affinode install` and `uninstall` on each containerd. After the install, pods can use
+//! the handler. After the uninstall, all files are as before.
 
 use std::{
     fs,
@@ -91,8 +91,8 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The handler is added to a file that overrides the main one. NVIDIA's toolkit adds such a file,
-/// and with containerd 1.x it replaces the whole section.
+/// The handler is added to a file that overrides the main one. NVIDIA's toolkit adds such a file.
+/// With containerd 1.x, that file replaces the whole section of the main file.
 #[test]
 fn overriding_file_gets_the_handler() -> Result<()> {
     for line in [Line::V1_6, Line::V1_7] {
@@ -126,12 +126,13 @@ fn overriding_file_gets_the_handler() -> Result<()> {
             let id = cri.run_pod(&pod, handler)?;
             cri.remove_pod(&id)?;
         }
-        // NVIDIA's toolkit makes that file from containerd's own, so that one has the handler too.
+        // NVIDIA's toolkit creates its file from containerd's own, so containerd's own file must
+        // have the handler, too.
         fs::remove_file(&covering)?;
         restart()?;
         let said = place.done("status", &[])?;
         ensure!(said.contains("served by containerd"), "{said}");
-        // An older copy of that file gets it again.
+        // An older copy of the toolkit's file, without the handler, gets the handler again.
         fs::write(&covering, &before.1)?;
         restart()?;
         let said = String::from_utf8(place.run("status", &[])?.stdout)?;
@@ -144,8 +145,8 @@ fn overriding_file_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// The installer runs in a container of the node. It does not see containerd, its configuration or
-/// the installed files directly.
+/// The installer runs in a container of the node. It cannot see containerd, containerd's
+/// configuration or the installed files directly.
 #[test]
 fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -210,7 +211,7 @@ fn failed_install_keeps_configuration() -> Result<()> {
     refused(&["--restart-mode", "none"], "another affinode install")?;
     drop(held);
 
-    // A file that containerd could not parse is not edited further.
+    // The installer does not edit a file that containerd cannot parse.
     let broken = [original.as_slice(), b"\nimports = 3\n[plugins\n"].concat();
     fs::write(place.config(), &broken)?;
     let said = place.refused("install", &["--restart-mode", "none"])?;
@@ -221,7 +222,8 @@ fn failed_install_keeps_configuration() -> Result<()> {
     ensure!(fs::read(place.config())? == broken);
     fs::write(place.config(), &original)?;
 
-    // Files that differ from the installation, or are not served yet, are reported.
+    // Installed files that have changed are reported. A handler that containerd does not serve yet
+    // is reported, too.
     place.done("install", &["--restart-mode", "none"])?;
     let status = || -> Result<String> {
         let output = place.run("status", &[])?;
@@ -253,7 +255,7 @@ fn failed_install_keeps_configuration() -> Result<()> {
     ensure!(fs::read(place.config())? == original);
     ensure!(!place.shim().exists());
 
-    // A handler that was changed by hand is replaced, and removed without the rest of its file.
+    // A handler that was changed by hand is replaced. Its removal keeps the rest of the file.
     place.done("install", &["--restart-mode", "none"])?;
     let text = fs::read_to_string(place.config())?;
     let (before, block) = text.split_at(original.len());
@@ -286,7 +288,8 @@ fn a_handler_that_is_there_is_used() -> Result<()> {
     Ok(())
 }
 
-/// A pod with a running shim can still start containers. They need the handler of the old name.
+/// A pod with a running shim can still start containers. For them, containerd needs the handler
+/// under the old name.
 #[test]
 fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -352,7 +355,8 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
     running.wait()?;
     ensure!(waiting.wait()?.success());
     ensure!(!shim.exists());
-    // A controller without containers is the same program, and no obstacle.
+    // A controller without containers runs from the same program file, but does not prevent the
+    // uninstallation.
     place.done("install", &["--restart-mode", "none"])?;
     let run_dir = place.file("run");
     let mut controller =

@@ -1,4 +1,4 @@
-//! Every way in which programs reach the driver is intercepted, counted and gated.
+//! Tests that calls are counted and wait at the gate, in whatever way a program reaches the driver.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -19,7 +19,8 @@ fn cycle(spec: Spec, first: &[&str]) -> Result<()> {
     let row = world.cli().wait_for_state(&id, "Offloaded")?;
     assert_eq!(row.processes.len(), 1, "{row:?}");
     wait_gpu_empty(&world)?;
-    // A call on the default stream wakes it; it then computes with the right contents.
+    // A call on the default stream wakes the process, which then computes with the correct
+    // contents.
     worker.call("touch")?;
     worker.call("sync")?;
     assert!(worker.verify()?);

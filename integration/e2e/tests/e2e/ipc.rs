@@ -1,5 +1,5 @@
-//! Legacy IPC of swappable memory: with every engine, processes can open each other's memory. That
-//! memory stays resident, and so does a process that holds no other.
+//! Legacy IPC of swappable memory. With every engine, processes can open each other's memory.
+//! Shared memory stays resident. A process that has only shared memory is not offloaded.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -73,7 +73,7 @@ fn stays(world: &Testbed, id: &str) -> Result<()> {
 
 const OWN_MIB: u64 = 32;
 
-/// Offloads the container. Requires that all memory that is not shared leaves, and no other.
+/// Offloads the container. Requires that all memory except shared memory is offloaded.
 fn leaves_in_part(world: &Testbed, id: &str) -> Result<()> {
     world.cli().move_out(id)?;
     let row = world.cli().known(id)?;
@@ -127,8 +127,8 @@ fn remove(world: &Testbed, worker: &Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// The engine `checkpoint` comes first: it uses the driver's own memory, and so shows the driver's
-/// behaviour.
+/// The engine `checkpoint` comes first. It uses the driver's own memory, and therefore shows the
+/// behaviour that the other engines must match.
 #[test]
 fn memory_is_shared_whoever_carries_it() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -213,7 +213,8 @@ fn invalid_handle_opens_nothing() -> Result<()> {
     for flags in [0, 2, 3] {
         assert_eq!(result(&mut taker, &format!("flags {shared} {flags}"))?, 1, "{flags}");
     }
-    // Each part of it counts: the owner, the magic word, the exporter's socket, the memory.
+    // Each part of the handle is checked: the owner, the magic word, the exporter's socket, the
+    // memory.
     for at in (0..64).step_by(5).chain([8, 24, 40, 48, 56]) {
         let (before, after) = (&shared[..2 * at], &shared[2 * at + 2..]);
         let byte = u8::from_str_radix(&shared[2 * at..2 * at + 2], 16)? ^ 0x10;
@@ -223,15 +224,15 @@ fn invalid_handle_opens_nothing() -> Result<()> {
     assert_eq!(open(&mut taker, &shared)?, (0, true));
     assert!(taker.verify()?);
 
-    // In another network namespace that socket does not exist.
+    // The exporter's socket does not exist in another network namespace.
     let mut stranger = Worker::start_as(&world, program("stranger", "full", &[]))?;
     stranger.wait_filled()?;
     assert_eq!(open(&mut stranger, &shared)?.0, 1);
     Ok(())
 }
 
-/// Other processes of the network namespace can neither block an exporter's importers nor get its
-/// memory.
+/// Other processes of the network namespace can neither block a process that imports memory nor get
+/// the exporter's memory.
 #[test]
 fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -255,12 +256,12 @@ fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
     stays(&world, "giver")
 }
 
-/// If either process ends, the other keeps the memory. Only the handle is invalid then.
+/// If one of the two processes ends, the other keeps the memory. Only the handle becomes invalid.
 #[test]
 fn imported_memory_outlives_its_exporter() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut giver = exporter(&world, "giver", "full")?;
-    // Keeps the network namespace alive.
+    // This process keeps the network namespace alive.
     let mut other = importer(&world, "other", "full", &giver)?;
     let mut taker = importer(&world, "taker", "checkpoint", &other)?;
     let shared = handle(&mut giver)?;

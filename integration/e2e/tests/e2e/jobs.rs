@@ -1,4 +1,5 @@
-//! Jobs: programs that `affinode run` runs under the controller without a container.
+//! Tests of jobs: programs that `affinode run` starts without a container, and the controller
+//! manages.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -172,14 +173,15 @@ fn idle_job_is_offloaded_and_restored() -> Result<()> {
     assert!(worker.verify()?);
     until("the restore to be counted", || Ok(node.job("train")?.filter(|row| row.restores == 1)))?;
 
-    // Any kind of end leaves nothing, even of an offloaded job without a process to report it.
+    // No kind of end leaves anything behind. This includes the end of an offloaded job, whose
+    // processes cannot report it.
     node.wait_offloaded("train")?;
     drop(worker);
     node.wait_nothing_left("train")
 }
 
-/// The engine also applies without a controller, because an earlier one wrote its name next to the
-/// socket.
+/// The engine also applies without a running controller, because an earlier controller wrote the
+/// engine's name next to the socket.
 #[test]
 fn job_engine_applies_from_first_allocation() -> Result<()> {
     let node = Node::new("enabled = true")?;
@@ -188,8 +190,8 @@ fn job_engine_applies_from_first_allocation() -> Result<()> {
     let words = ["--annotation", "engine=full", "--", "/bin/sh", "-c", &script];
     let mut worker = node.worker(0, "early", &words)?;
     node.start_controller()?;
-    // The copier, which may be in the same cgroup as the job, does not count as an unmanaged
-    // process of it.
+    // The copier may be in the same cgroup as the job. It does not count as an unmanaged process of
+    // the job.
     let offloaded = node.wait_offloaded("early")?;
     assert_eq!(offloaded.process()?.swappable_bytes, 64 * MIB, "{offloaded:?}");
     assert!(worker.verify()?);
@@ -209,7 +211,7 @@ fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
     Ok(())
 }
 
-/// A library that a job preloads itself works, and its calls pass Affinode's gate.
+/// A library that a job preloads itself works, and the library's calls pass Affinode's gate.
 #[test]
 fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
     let node = Node::new("enabled = true")?;
@@ -233,7 +235,7 @@ fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
 #[test]
 fn job_survives_controller_and_parent_death() -> Result<()> {
     let node = Node::new("enabled = true")?;
-    // A shell that waits for the program: the job's first process is not the GPU process.
+    // The job's first process is a shell that waits for the program, so it is not the GPU process.
     let shell = ["--", "sh", "-c", "exec 3<&0; \"$@\" <&3 & wait", "sh"];
     let mut worker = node.worker(0, "train", &shell)?;
     let before = node.wait_offloaded("train")?;
@@ -248,7 +250,7 @@ fn job_survives_controller_and_parent_death() -> Result<()> {
     node.shoot_controller()?;
     node.wait_offloaded("train")?;
     assert!(worker.verify()?);
-    // The program ends with its input.
+    // The program ends when its input ends.
     let pid = until("its process to be registered", || {
         Ok(node.job("train")?.and_then(|row| Some(row.processes.first()?.pid)))
     })?;
@@ -282,7 +284,7 @@ fn job_rights_are_checked_per_user() -> Result<()> {
     let mut worker = node.worker(UNPRIVILEGED, "notebook", &["--"])?;
     let row = node.wait_offloaded("notebook")?;
     assert!(row.namespace.starts_with("user-"), "{row:?}");
-    // Other users do not reach a user's own job.
+    // Other users cannot reach the files of a user's job.
     let mount = node.world.cli().run_dir().join("containers").join(&row.key).join("mount");
     let stranger = Command::new("ls").arg(&mount).uid(1).gid(1).stdin(Stdio::null()).output()?;
     assert!(!stranger.status.success());

@@ -160,13 +160,14 @@ fn on_a_terminal(mut command: Command) -> Result<String> {
     let pty = nix::pty::openpty(None, None)?;
     let end = || -> Result<Stdio> { Ok(pty.slave.try_clone()?.into()) };
     let mut child = command.stdin(end()?).stdout(end()?).stderr(end()?).spawn()?;
-    // This end must be closed, or the terminal never ends.
+    // The parent's copy of the terminal must be closed. Otherwise the terminal never reports its
+    // end.
     drop(command);
     drop(pty.slave);
     let mut said = Vec::new();
     let mut terminal = std::fs::File::from(pty.master);
     let mut chunk = [0; 1024];
-    // The end of a terminal is an error, EIO.
+    // The terminal reports its end as the error EIO.
     while let Ok(count) = terminal.read(&mut chunk) {
         if count == 0 {
             break;

@@ -20,7 +20,8 @@ use affinode_proto::wire::{
 };
 use anyhow::{Context, Result, ensure};
 
-/// Time limit for the report of a copy that waits for the lock. The agent reports it far earlier.
+/// Time limit for the agent's report that a copy waits for the lock. The agent reports this far
+/// earlier.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(30);
 const VRAM_BYTES: u64 = 8 << 20;
 const CLOSE: Action = Action::Close { deadline_ms: 5_000 };
@@ -123,12 +124,13 @@ fn constructor_at_the_gate_is_no_deadlock() -> Result<()> {
     program.answer("ready")?;
     program.done(&[CLOSE, LOCK])?;
     program.ask("load")?;
-    // The constructor's call waits.
+    // The call in the constructor is waiting now.
     while !matches!(program.receive()?, AgentMessage::Wake { .. }) {}
     assert_eq!(program.order(COPY_OUT)?, (Outcome::Busy, Phase::Closed));
     program.done(&[Action::Open])?;
     assert_eq!(program.answer("load")?.ok, Some(true));
-    // Without such a thread it leaves, and comes back as it was.
+    // When no thread holds the lock, the process is offloaded, and restored with its contents
+    // unchanged.
     until("the agent to release the lock", || {
         program.done(&[CLOSE])?;
         let is_locked = program.order(LOCK)?.0 == Outcome::Done;

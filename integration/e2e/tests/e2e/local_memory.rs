@@ -1,4 +1,4 @@
-//! Local memory of contexts, which leaves the GPU with the memory that the library copies.
+//! Local memory of contexts, which is offloaded with the memory that the library copies.
 
 use affinode_e2e::{
     testbed::{MIB, TestbedConfig},
@@ -11,12 +11,12 @@ use crate::offload::MANUAL;
 const WORKER_MIB: u64 = 64;
 /// Bytes of local memory for each thread: twice as much as in a new context.
 const STACK_BYTES: i32 = 2048;
-/// A context of the simulated GPU without local memory; with the usual stack limit it takes twice as
-/// much.
+/// Size in MiB of a context of the simulated GPU without local memory. With the usual stack limit a
+/// context takes twice as much.
 const CONTEXT_MIB: u64 = 8;
 
-/// The stack limit is as the program set it after each restore, and its memory counts as needed for
-/// the restore.
+/// After each restore, the stack limit is as the program set it. The VRAM for local memory counts
+/// as needed for the restore.
 #[test]
 fn local_memory_leaves_with_the_copy() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

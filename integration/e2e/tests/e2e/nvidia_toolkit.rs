@@ -1,7 +1,7 @@
-//! Tests `affinode install` next to NVIDIA's toolkit, which writes containerd's files anew at each
-//! of its starts. The tests write the same files themselves, in the form that `cargo xtask matrix`
-//! observes: keys sorted, comments removed, the section of CRI copied into a file that containerd
-//! imports.
+//! Tests of `affinode install` next to NVIDIA's toolkit, which writes containerd's files anew
+//! whenever it starts. The tests write the same files themselves, in the form that `cargo xtask
+//! matrix` observes. Keys are sorted, comments are removed, and the section of CRI is copied into a
+//! file that containerd imports.
 
 use std::{
     fs,
@@ -37,7 +37,7 @@ const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.r
 enum Source {
     /// Only containerd's file, as with `nvidia-ctk runtime configure`.
     File,
-    /// What containerd reads from all files, as with GPU Operator.
+    /// The merged configuration that containerd reads from all files, as with GPU Operator.
     Command,
 }
 
@@ -181,14 +181,15 @@ impl<'a> Node<'a> {
     }
 }
 
-/// The handler stays served, whichever of both was installed first and however often the toolkit
-/// starts.
+/// The handler stays served. Neither the order of the two installations nor the number of the
+/// toolkit's starts matters.
 fn toolkit_keeps_the_handler_served(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     node.each(|node, source| {
         node.place.restarted(|| node.place.done("install", &[]))?;
         node.is_served()?;
-        // containerd 1.6 has no CDI, so pods need NVIDIA's program from then on.
+        // containerd 1.6 has no CDI. After the toolkit's installation, its pods therefore need
+        // NVIDIA's program.
         let follows = usize::from(world.containerd().release().line == Line::V1_6);
         for expected in [follows, 0, 0] {
             node.toolkit(source, false)?;
@@ -233,7 +234,7 @@ fn uninstall_reaches_the_toolkits_copy(world: &Testbed) -> Result<()> {
     })
 }
 
-/// Affinode's handler is a copy of the default handler, also after the default handler has changed.
+/// Affinode's handler is a copy of the default handler, even after the default handler has changed.
 fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     let program = |node: &Node<'_>| -> Result<String> {
@@ -251,7 +252,7 @@ fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
             let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
             ensure!(said.contains("not as it should be now"), "{said}");
         }
-        // Without a restart containerd serves it as it was.
+        // Until it is restarted, containerd serves the handler in its earlier form.
         node.place.done("install", &["--restart-mode", "none"])?;
         let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
         ensure!(said.contains("as it was before: restart containerd"), "{said}");
@@ -262,7 +263,8 @@ fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
         node.toolkit(source, true)?;
         ensure!(node.look()? == 0, "restarted without a change");
         if has_cdi {
-            // A container that requests no GPU must not get all of them by a variable.
+            // A container that requests no GPU must not get all GPUs through an environment
+            // variable.
             node.toolkit(source, false)?;
             ensure!(node.look()? == 1 && program(node)?.is_empty(), "{}", program(node)?);
         }

@@ -1,5 +1,5 @@
-//! NVML in a container's own processes: a monitor, the first initialisation, and a call in
-//! progress.
+//! NVML in a container's own processes: a monitor, the first initialisation, and a call that is in
+//! progress during an offload.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -13,7 +13,7 @@ use crate::offload::{EAGER, MANUAL, wait_gpu_empty};
 
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 const WORKER_MIB: u64 = 64;
-/// Number of the monitor's queries after its offload.
+/// Number of queries that the monitor makes after the offload.
 const QUESTIONS: u32 = 30;
 
 fn start(
@@ -55,7 +55,7 @@ fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
             (offloaded.offloads, offloaded.restores),
             "{engine}"
         );
-        // With `copy`, only the context of the container is left.
+        // With the engine `copy`, only the container's context still uses VRAM.
         let gpu = world.cli().ps()?.gpus.remove(0);
         let answer = worker.call("ask")?;
         let free = gpu.vram_total_bytes - gpu.vram_used_bytes;
@@ -81,7 +81,7 @@ fn figures_while_offloaded_are_current() -> Result<()> {
     let offloaded =
         worker.call("ask")?.free_bytes.context("the reply has no field `free_bytes`")?;
     assert!(offloaded >= before + WORKER_MIB * MIB, "{before} {offloaded}");
-    // A neighbour that starts meanwhile is counted.
+    // A neighbour that starts during the offload appears in the result of the query.
     let mut neighbour = Worker::start(&world, "neighbour", 128)?;
     let mut last = offloaded;
     until("NVML to show the neighbour's memory", || {
@@ -101,12 +101,13 @@ fn first_init_while_offloaded_restores() -> Result<()> {
         let mut worker = start(&world, "nvml", engine, |spec| spec)?;
         world.cli().move_out(engine)?;
         worker.call("init")?;
-        // NVML returns from the driver's unlock on, a moment before the container is active.
+        // NVML calls return after the driver's unlock, a moment before the controller shows the
+        // container as active.
         world
             .cli()
             .wait_for(engine, "to be restored", |row| row.restores == 1 && row.state == "Active")?;
         worker.call("ask")?;
-        // The library has no recorded reply to this query.
+        // The library has recorded no reply to this query, so the query causes a restore.
         world.cli().move_out(engine)?;
         worker.call("utilization")?;
         world.cli().wait_for(engine, "to have two restores", |row| row.restores == 2)?;
@@ -138,7 +139,7 @@ fn python_queries_by_ctypes_while_offloaded() -> Result<()> {
     Ok(())
 }
 
-/// The simulated NVML ends a process that is locked during a call of NVML.
+/// The simulated NVML kills a process that is locked during a call of NVML.
 #[test]
 fn lock_waits_for_a_call_inside_nvml() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -1,4 +1,5 @@
-//! The main function, with every containerd: a container is idle, offloaded, called and restored.
+//! The main function, with every containerd: a container becomes idle, is offloaded, and is
+//! restored by a call.
 
 use affinode_e2e::{
     image,
@@ -39,8 +40,8 @@ on_every_containerd!(
 
 const WORKER_MIB: u64 = 256;
 
-/// Waits until `wanted` returns true for the VRAM in use on the node's GPU, from NVML and without
-/// the copier's.
+/// Waits until `wanted` returns true for the VRAM in use on the node's GPU. The value comes from
+/// NVML, and the copier's VRAM is subtracted.
 pub fn wait_vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     let mut last = None;
     until("the VRAM in use to change", || {
@@ -61,7 +62,7 @@ fn goes_when_idle_and_comes_back_when_called(world: &Testbed) -> Result<()> {
     let row = world.cli().wait_for_state("worker", "Offloaded")?;
     assert!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
     assert_eq!(row.offloads, 1);
-    // No byte is left, not even of the context.
+    // No VRAM is in use, not even for the context.
     wait_gpu_empty(world)?;
     world.cli().wait_for("worker", "to hold no VRAM", |row| row.vram_bytes == 0)?;
 
@@ -91,7 +92,7 @@ fn survives_containerd_restart_while_offloaded(world: &Testbed) -> Result<()> {
     let mut worker = Worker::start(world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     world.containerd().stop(nix::sys::signal::Signal::SIGTERM)?;
-    // The container is restored without containerd, and after its restart.
+    // The container is restored without containerd, and then again after containerd's restart.
     assert!(worker.verify()?);
     world.cli().wait_for_state("worker", "Offloaded")?;
     world.start_containerd()?;
@@ -101,7 +102,7 @@ fn survives_containerd_restart_while_offloaded(world: &Testbed) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// The same program with the same seed has the same results with and without an offload.
+/// A program gives the same results with and without an offload.
 #[test]
 fn results_are_equal_with_and_without_offload() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

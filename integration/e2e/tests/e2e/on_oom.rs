@@ -56,7 +56,7 @@ fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
 fn idle_neighbour_is_evicted_for_allocation() -> Result<()> {
     let world = world()?;
     let mut idle = start(&world, Worker::spec("idle", USUAL, 320))?;
-    // Also its first allocation, and the context before it.
+    // The container's first allocation waits, too, and so does its context before that.
     let mut newcomer = start(&world, waiting("newcomer", 300))?;
     world.cli().wait_for_state("idle", "Offloaded")?;
     assert!(newcomer.verify()?);
@@ -87,7 +87,7 @@ fn oversized_allocation_fails_waiting_times_out() -> Result<()> {
     wait_for_reasons(&world, "short", &["no-room"])?;
     assert_eq!(short.ask("alloc 300")?.result, OUT_OF_MEMORY);
     wait_for_reasons(&world, "short", &["no-room", "allocation-waits", "no-room-in-time"])?;
-    // It runs on, and the container in use was left alone.
+    // The process continues, and the container in use was not offloaded.
     assert!(short.verify()?);
     assert_eq!(world.cli().container("busy")?.map(|row| row.offloads), Some(0));
     busy.expect("period").map(|_| ())
@@ -106,7 +106,7 @@ fn waiting_allocation_is_shown_and_can_end() -> Result<()> {
     assert!(!waiter.has_answer()?);
     waiter.running.kill(&world)?;
     waiter.running.delete(&world)?;
-    // No state of it is left: the next one is served.
+    // The controller keeps no state of the ended process, so the next one is served.
     let mut next = start(&world, waiting("next", 64))?;
     next.send("alloc 300")?;
     busy.running.kill(&world)?;

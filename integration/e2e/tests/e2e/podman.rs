@@ -1,5 +1,5 @@
-//! Tests with the machine's Podman, which takes no shims. Its containers of the runtime
-//! `affinode-runtime` are offloaded, woken and killed next to those of its own runtime.
+//! Tests with the machine's Podman, which does not use shims. Containers of the runtime
+//! `affinode-runtime` are offloaded, woken and killed, next to containers of Podman's own runtime.
 
 use std::{fs, path::Path};
 
@@ -23,7 +23,7 @@ use crate::{
 
 const WORKER_MIB: u64 = 64;
 
-/// Podman's programs. `None`: this machine can have none; the skip is recorded.
+/// Podman's programs. `None`: this machine cannot have them. The skip is recorded.
 fn programs() -> Option<PodmanPrograms> {
     let found = PodmanPrograms::find();
     if found.is_none() {
@@ -32,7 +32,7 @@ fn programs() -> Option<PodmanPrograms> {
     found
 }
 
-/// Runs a case with a Podman whose runtime Affinode is one.
+/// Runs a case with a Podman that has Affinode as one of its runtimes.
 fn with_podman(
     case: impl FnOnce(&Testbed, &Podman<'_>, &PodmanPrograms) -> Result<()>,
 ) -> Result<()> {
@@ -74,7 +74,8 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         ensure!(row.name == "podman/trainer", "{row:?}");
         ensure!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
         wait_gpu_empty(world)?;
-        // conmon adopts what its descendants leave, and newer versions wait for it at their end.
+        // conmon adopts orphans of its descendants, and newer versions wait for them before they
+        // end.
         for monitor in pids(world, "conmon")? {
             let ours = processes::named("affinode-", monitor.as_raw())?;
             let kept = ours.iter().find(|process| process.command.contains("followed"));
@@ -96,7 +97,7 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         podman.run(&["wait", "trainer"])?;
         let state = podman.inspect("trainer", "{{.State.Status}} {{.State.ExitCode}}")?;
         ensure!(state == "exited 137", "{state}");
-        // It ends, although `podman rm` has not been run.
+        // The container is removed from the controller although `podman rm` has not been run.
         wait_forgotten(world, &id)?;
         wait_gpu_empty(world)?;
         ensure!(folders(world)? == 0, "the container's folder is left");
@@ -110,7 +111,7 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
     })
 }
 
-/// Kills the controller, then the keeper as well. The next container brings both back.
+/// Kills the controller, then the keeper as well. The next container starts both again.
 #[test]
 fn podman_container_outlives_the_controller() -> Result<()> {
     with_podman(|world, podman, _| {
@@ -134,7 +135,7 @@ fn podman_container_outlives_the_controller() -> Result<()> {
         ensure!(row.name == "podman/trainer", "{row:?}");
         ensure!(worker.verify()?, "its memory is not as it was");
         shoot_controller(world)?;
-        // A container that ends while no controller runs is gone for the next one.
+        // The next controller does not list a container that ended while no controller ran.
         world.cli().registered(&id)?;
         podman.run(&["rm", "--force", "--time=0", "trainer", "other"])?;
         wait_forgotten(world, &id)?;
@@ -142,7 +143,7 @@ fn podman_container_outlives_the_controller() -> Result<()> {
     })
 }
 
-/// A container without a GPU, and one that is not managed, are those of the runtime alone.
+/// The original runtime alone runs containers that have no GPU or are not managed.
 #[test]
 fn podman_plain_container_is_untouched() -> Result<()> {
     with_podman(|world, podman, _| {
@@ -168,7 +169,8 @@ fn podman_plain_container_is_untouched() -> Result<()> {
         ensure!(created("plain", &[])?, "the spec of a container without a GPU has changed");
         let gpu = "--env=NVIDIA_VISIBLE_DEVICES=all";
         ensure!(!created("gpu", &[gpu])?, "the spec of a container with a GPU is as it was");
-        // A volume over /etc: the reason is in the log that Podman reads.
+        // A volume hides /etc. The reason why the container is not managed is in the log that
+        // Podman reads.
         let volume = format!("--volume={}:/etc", world.dir().join("affinode").display());
         ensure!(created("covered", &[gpu, &volume])?, "the spec is not as it was");
         let pid_file = podman.inspect("covered", "{{.ConmonPidFile}}")?;
@@ -198,7 +200,7 @@ fn podman_container_survives_a_second_create() -> Result<()> {
     })
 }
 
-/// The container's root is another user of the machine.
+/// The container's root user is mapped to another user of the machine.
 #[test]
 fn podman_container_has_users_of_its_own() -> Result<()> {
     with_podman(|world, podman, _| {
@@ -228,7 +230,8 @@ fn podman_container_that_fails_leaves_nothing() -> Result<()> {
     })
 }
 
-/// A container stays with the runtime that created it, and is started again after its end.
+/// A container keeps the runtime with which it was created. Podman can start it again after it has
+/// ended.
 #[test]
 fn podman_container_keeps_its_own_runtime() -> Result<()> {
     with_podman(|world, podman, programs| {
@@ -238,7 +241,7 @@ fn podman_container_keeps_its_own_runtime() -> Result<()> {
         podman.write_runtime(&programs.crun)?;
         ensure!(podman.run(&["exec", "trainer", "/bin/sh", "-c", "echo here"])? == "here");
         ensure!(worker.verify()?, "its memory is not as it was");
-        // Podman starts it again as it was told, now with crun.
+        // Podman starts the container again as its restart policy says, now with crun.
         let first = podman.inspect("trainer", "{{.State.Pid}}")?.parse()?;
         kill(Pid::from_raw(first), Signal::SIGKILL)?;
         worker.wait_filled()?;

@@ -1,4 +1,5 @@
-//! `affinode install` on a machine with Podman: a program and a file of Podman's configuration.
+//! `affinode install` on a machine with Podman. It installs a program and a file of Podman's
+//! configuration.
 
 use std::{fs, path::PathBuf, process::Output};
 
@@ -33,7 +34,8 @@ impl Installation<'_> {
         let name = |flag: &str, path: PathBuf| format!("--{flag}={}", path.display());
         command.arg(verb).arg(name("prefix", self.path("prefix")));
         command.arg(name("state-dir", self.path("state-affinode")));
-        // The controller that the testbed's containerd has started is not this installation's.
+        // The testbed's containerd has started a controller. It does not belong to this
+        // installation.
         command.env("AFFINODE_RUN_DIR", self.path("other-run"));
         if verb == "install" {
             command.args(["--no-docker", "--restart-mode=none"]);
@@ -68,7 +70,7 @@ fn with_installation(
     case(&Installation { world: &world }, &podman).inspect_err(|_| world.show_logs())
 }
 
-/// Podman uses what is installed, and nothing of it is removed while a container needs it.
+/// Podman uses the installed runtime. The runtime is not removed while a container needs it.
 #[test]
 fn podman_uses_what_is_installed() -> Result<()> {
     with_installation(|installation, podman| {
@@ -112,7 +114,7 @@ fn podman_file_of_a_user_stays() -> Result<()> {
         ensure!(installation.program().exists(), "the program is needed by it");
         installation.done("uninstall")?;
         ensure!(fs::read_to_string(installation.file())? == own, "it was removed");
-        // One that was installed, and changed afterwards.
+        // A file that was installed and then changed is kept, too.
         fs::remove_file(installation.file())?;
         installation.done("install")?;
         fs::write(installation.file(), own)?;

@@ -113,7 +113,7 @@ fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
         Ok((told.iter().filter(|event| event.kind == "request").count() == 2).then_some(()))
     })?;
 
-    // The process has begun with this engine, so none of its memory can be copied.
+    // The process starts with the engine `checkpoint`, so none of its memory can be copied.
     let eager = EAGER.replace("[policy]", "[policy]\nengine = \"checkpoint\"");
     std::fs::write(world.dir().join("affinode/config.toml"), eager)?;
     shoot_controller(&world)?;
@@ -142,8 +142,8 @@ fn value_of(world: &Testbed, container: &str, name: &str) -> Result<(String, Str
     Ok((row[2].to_owned(), row[3].to_owned()))
 }
 
-/// The node's policy can be set and reset, is shown with its origin, and outlives the controller.
-/// An invalid value changes nothing.
+/// The node's policy can be set, shown with its origin, and reset. It still applies after the
+/// controller has ended. An invalid value changes nothing.
 #[test]
 fn a_policy_is_set_shown_and_taken_back() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -27,7 +27,7 @@ fn world() -> Result<Testbed> {
     TestbedConfig::default().config(MANUAL).world()
 }
 
-/// A worker with an idle time that is just long enough for the prefault.
+/// Starts a worker with an idle timeout that is just long enough for the prefault.
 fn start(world: &Testbed, spec: Spec) -> Result<Worker> {
     let mut worker = Worker::start_as(world, spec.prepared())?;
     worker.wait_filled()?;
@@ -44,16 +44,16 @@ fn wait_prepared(world: &Testbed) -> Result<Pid> {
     Ok(Pid::from_raw(world.cli().wait_gpu("host memory that is ready", ready)?.copier_pid))
 }
 
-/// Waits until neither the process nor the copier holds the memory. The copier keeps only its
-/// context.
+/// Waits until neither the process nor the copier holds the memory on the device. The copier keeps
+/// only its context.
 fn wait_nowhere_on_the_device(world: &Testbed) -> Result<()> {
     until("the memory to be released", || {
         Ok((world.cli().gpu()?.vram_used_bytes < WORKER_MIB * MIB).then_some(()))
     })
 }
 
-/// Number of offloads by copiers, read when the worker is prefaulted again. An offload is reported
-/// before that.
+/// Number of offloads by copiers. It is read when the worker is prefaulted again, because an
+/// offload is reported before that.
 fn copies(world: &Testbed) -> Result<u64> {
     wait_prepared(world)?;
     Ok(world.cli().gpu()?.copier_offloads)
@@ -70,7 +70,7 @@ fn leaves_and_returns(world: &Testbed, worker: &mut Worker) -> Result<()> {
 }
 
 /// Offloads the worker until a copier has copied it out once. While other tests run, the process
-/// may copy its memory itself a few times.
+/// may copy out its memory itself a few times.
 fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = copies(world)?;
     for _ in 0..12 {
@@ -82,9 +82,9 @@ fn leaves_through_the_copier_once(world: &Testbed, worker: &mut Worker) -> Resul
     bail!("in 12 rounds the copier has not copied it out")
 }
 
-/// Requires that a copier copies out in most rounds. A machine runs one export at a time, so while
-/// other tests run, the process copies itself in some of the rounds. On a GPU the suite requires
-/// all of them.
+/// Requires that a copier copies out in most rounds. A machine runs one export at a time. While
+/// other tests run, the process therefore copies out its memory itself in some rounds. On a real
+/// GPU the suite requires the copier in all rounds.
 fn leaves_through_the_copier(world: &Testbed, worker: &mut Worker, what: &str) -> Result<()> {
     const ROUNDS: u64 = 8;
     let before = copies(world)?;
@@ -118,7 +118,8 @@ fn prefaulted_process_offloads_through_copier() -> Result<()> {
     leaves_through_the_copier(&world, &mut worker, "offloads of prepared memory by the copier")
 }
 
-/// The driver does not export such memory, so it is first copied on the device.
+/// The driver cannot export this kind of memory, so its contents are first copied into other memory
+/// on the device.
 #[test]
 fn unexportable_memory_offloads_through_copier() -> Result<()> {
     let world = world()?;
@@ -136,7 +137,7 @@ fn call_ends_prefault_until_next_idle() -> Result<()> {
     let world = world()?;
     let mut worker = plain(&world)?;
     wait_prepared(&world)?;
-    // In use for longer than an idle timeout, call by call.
+    // Calls keep the container in use for longer than an idle timeout.
     until("the prefault to end", || {
         worker.call("streamsync")?;
         Ok((world.cli().gpu()?.copier_prefaulted == 0).then_some(()))
@@ -162,7 +163,7 @@ fn prefaulted_process_without_copier_offloads() -> Result<()> {
 }
 
 /// Requests an offload while the copier is stopped. While other tests run, the process sometimes
-/// copies its memory itself; then the request is repeated.
+/// copies out its memory itself. The request is then repeated.
 fn hands_over_in_vain(
     world: &Testbed,
     worker: &mut Worker,
@@ -177,7 +178,7 @@ fn hands_over_in_vain(
         if !asked.wait()?.success() {
             return Ok(copier);
         }
-        // Nothing depends on the copier now, whether it still exists or not.
+        // Nothing depends on the copier now, so it does not matter whether it still exists.
         let _ = kill(copier, Signal::SIGCONT);
         assert!(worker.verify()?);
     }
@@ -194,7 +195,7 @@ fn exports_to_stopped_copier_are_restored() -> Result<()> {
     assert!(worker.verify()?);
     world.cli().wait_for("worker", "to hold its VRAM", |row| row.vram_bytes >= WORKER_MIB * MIB)?;
     kill(copier, Signal::SIGCONT)?;
-    // The copier releases the exported memory, and nothing is in memory twice.
+    // The copier releases the exported memory, so that no contents are in memory twice.
     until("the copier to release the memory", || {
         let used = world.cli().gpu()?.vram_used_bytes;
         Ok((used < 2 * WORKER_MIB * MIB).then_some(()))

@@ -1,4 +1,4 @@
-//! Affinode's library together with another library that hooks the driver: both work.
+//! Tests of Affinode's library together with another library that hooks the driver. Both must work.
 
 use std::{fs, path::Path};
 
@@ -18,7 +18,8 @@ use crate::{
 const OUT_OF_MEMORY: i32 = 2;
 /// An image with its own `/etc/ld.so.preload`.
 const LIMITED: &str = "localhost/affinode/limited:1";
-/// VRAM that each program allocates. The other library's limit follows.
+/// VRAM that each program allocates, in MiB. The next constant is the limit that the other library
+/// sets.
 const HELD_MIB: u64 = 32;
 const LIMIT_MIB: &str = "48";
 
@@ -44,7 +45,7 @@ fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// The node's operator mounts the list, as HAMi's device plugin does.
+/// The node's operator mounts a list of libraries to preload, as HAMi's device plugin does.
 #[test]
 fn a_library_that_the_host_preloads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -58,7 +59,7 @@ fn a_library_that_the_host_preloads() -> Result<()> {
     Ok(())
 }
 
-/// The image's own list has the other library.
+/// The image's own list contains the other library.
 #[test]
 fn a_library_that_the_image_preloads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -73,7 +74,7 @@ fn a_library_that_the_image_preloads() -> Result<()> {
     Ok(())
 }
 
-/// The program's own environment has the other library.
+/// The program's own environment names the other library.
 #[test]
 fn a_library_of_the_environment() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

@@ -1,4 +1,4 @@
-//! More VRAM is needed than the GPU has.
+//! Tests in which containers need more VRAM than the GPU has.
 
 use affinode_e2e::{
     gpu::Gpu,
@@ -36,8 +36,8 @@ fn two_that_do_not_fit_take_turns() -> Result<()> {
     Ok(())
 }
 
-/// A container that waits shows the reason in its state, and is restored when the other becomes
-/// idle. No process is lost.
+/// A container that waits for VRAM shows this reason. It is restored when the other container
+/// becomes idle. No process is lost.
 #[test]
 fn a_return_waits_for_room() -> Result<()> {
     let world = small_world(EAGER)?;
@@ -47,7 +47,7 @@ fn a_return_waits_for_room() -> Result<()> {
     let mut busy = Worker::start_as(&world, spec)?;
     busy.wait_filled()?;
     alpha.send("verify")?;
-    // While the free VRAM is being proven, its reason is still the call.
+    // While the proof of the free VRAM is made, the shown reason is still the call.
     until("alpha to wait for VRAM", || {
         let row = world.cli().container("alpha")?;
         Ok(row.filter(|row| row.state == "Queued" && row.reason == "waiting-for-vram"))
@@ -81,7 +81,7 @@ fn an_idle_neighbour_makes_room() -> Result<()> {
     })?;
     world.cli().move_out("alpha")?;
     let mut beta = Worker::start(&world, "beta", EACH_MIB)?;
-    // Alpha's restore gets the VRAM of beta as soon as beta is idle.
+    // The restore of alpha gets the VRAM of beta as soon as beta is idle.
     assert!(alpha.verify()?);
     world.cli().wait_for_state("beta", "Offloaded")?;
     assert!(beta.verify()?);

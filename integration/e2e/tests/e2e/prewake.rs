@@ -1,4 +1,4 @@
-//! Restores ahead of calls, because a connection arrived.
+//! Tests of restores before a call, because a network connection arrived.
 
 use affinode_e2e::{
     suite::connect,
@@ -32,7 +32,8 @@ fn connection_prewakes_only_its_container() -> Result<()> {
     for id in ["listens", "sleeps"] {
         world.cli().wait_for_state(id, "Offloaded")?;
     }
-    // Connections before the first check do not count, so repeat until one does.
+    // Connections before the controller's first check do not count, so they are repeated until one
+    // prewakes the container.
     until("the connection to prewake the container", || {
         connect(&world, "sleeps")?;
         connect(&world, "listens")?;

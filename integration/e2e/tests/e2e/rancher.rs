@@ -30,22 +30,22 @@ const HANDLER: &str = "test-idle";
 const NEWER: &str = "config-v3.toml.tmpl";
 const THEIRS: &str = "# theirs\n{{ template \"base\" . }}\n";
 
-/// Without a folder to import, the handler is added to the template. Only newer versions import
-/// one, and only with containerd 2.
+/// If containerd's configuration imports no folder, the handler is added to the template. Newer
+/// versions of k3s and rke2 import a folder, but only with containerd 2.
 #[test]
 fn template_gets_handler_without_imports() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(false))? else {
         return Ok(());
     };
     the_handler_outlives_every_new_configuration(&world)?;
-    // The template of another version is unchanged.
+    // The template for the other configuration version is not changed.
     fs::write(world.containerd().config_file().with_file_name(NEWER), THEIRS)?;
     world.restart_containerd()?;
     the_handler_outlives_every_new_configuration(&world)
 }
 
-/// A template for containerd before 2.0 gets the handler. k3s and rke2 generate a file in the old
-/// form from it, which imports another folder.
+/// The handler is added to a template for containerd before 2.0. k3s and rke2 generate a file in
+/// the old form from such a template, and that file imports another folder.
 #[test]
 fn old_template_gets_the_handler() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {
@@ -56,7 +56,7 @@ fn old_template_gets_the_handler() -> Result<()> {
     the_handler_outlives_every_new_configuration(&world)?;
     let place = Installation::new(&world, &world.prefix(), HANDLER)?;
     let said = place.done("install", &["--dry-run"])?;
-    // containerd 2 runs the shim's -info only with this setting.
+    // containerd 2 runs the shim's `-info` only with this setting.
     ensure!(
         said.contains("config.toml.tmpl") && said.contains("runtime_path"),
         "expected `config.toml.tmpl` and `runtime_path` in: {said}"
@@ -64,8 +64,8 @@ fn old_template_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// If the configuration does not import the folder, that is reported and the folder is kept. An
-/// older k3s does not import it, nor does a user's complete template.
+/// If the configuration does not import the folder, the installer reports this and keeps the
+/// folder. Neither an older k3s nor a user's complete template imports it.
 #[test]
 fn unimported_folder_is_reported_and_kept() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {
@@ -111,7 +111,8 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
         plan.contains("config-v3.toml.d/affinode.toml") || plan.contains(".tmpl"),
         "expected `config-v3.toml.d/affinode.toml` or `.tmpl` in: {plan}"
     );
-    // They find NVIDIA's runtime by themselves, and ours is a copy of that.
+    // k3s and rke2 detect NVIDIA's runtime themselves. Affinode's handler is a copy of that
+    // runtime's handler.
     ensure!(
         plan.contains("nvidia-container-runtime"),
         "expected `nvidia-container-runtime` in: {plan}"
@@ -128,13 +129,13 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
     for handler in ["runc", HANDLER] {
         let id = cri.run_pod(&pod, handler)?;
         let container = cri.run_container(&id, &sleeper, &pod)?;
-        // Another program restarts them.
+        // The restart imitates another program that restarts k3s or rke2.
         world.restart_containerd()?;
         let cri = Cri::connect(&world.containerd().socket())?;
         ensure!(cri.exec(&container, &["/bin/echo", "still"])?.stdout == b"still\n");
         cri.remove_pod(&id)?;
     }
-    // It uses its own containerd, whichever others run.
+    // The command finds the containerd of k3s or rke2, even if other ones run.
     let mut status = Command::new(world.artifacts().bin("affinode")?);
     status.args(["status", "--state-dir"]).arg(place.state("")).arg("--prefix").arg(world.prefix());
     let said = containerd::run(status.env_remove("CONTAINERD_ADDRESS"))?;

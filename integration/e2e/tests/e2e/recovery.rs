@@ -21,7 +21,7 @@ pub fn shoot_controller(world: &Testbed) -> Result<()> {
         let now = world.controller()?;
         Ok(now.filter(|now| now.pid != controller.pid))
     })?;
-    // It answers, and knows what the dead one knew.
+    // The next controller replies, and knows the state of the one that was killed.
     until("the new controller to reply", || Ok(world.cli().ps_now().ok())).map(|_| ())
 }
 
@@ -114,7 +114,7 @@ fn container_killed_while_offloaded_is_removed() -> Result<()> {
     nothing_is_left(&world)
 }
 
-/// A signal ends a thread that waits at the gate like any other thread.
+/// A signal ends a thread that waits at the gate, as it ends any other thread.
 #[test]
 fn a_waiting_caller_obeys_signals() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

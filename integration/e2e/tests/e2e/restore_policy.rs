@@ -32,7 +32,7 @@ fn immediate_restore_ends_only_immovable() -> Result<()> {
 
 #[test]
 fn in_the_queue_who_is_in_use_is_waited_for() -> Result<()> {
-    // VRAM for one.
+    // The VRAM suffices for one container.
     let world = world(160)?;
     let spec = Worker::spec("asker", USUAL, 80).annotation("affinode.io/restore", "queue");
     let mut asker = Worker::start_as(&world, spec)?;
