@@ -1,7 +1,7 @@
-//! Fetches packages of other suites of this machine's distribution into a private folder: nothing
+//! Fetches packages from other suites of this machine's distribution into a private folder. Nothing
 //! is installed, and apt verifies every signature and checksum.
 //!
-//! Mirror and keyring are those of the machine's own configuration; only the suite differs.
+//! Mirror and keyring come from the machine's own configuration. Only the suite differs.
 
 use std::{
     collections::BTreeMap,
@@ -58,7 +58,7 @@ pub fn unpack_own(package: &str, target: &Path) -> Result<()> {
         sh::read(&mut command)
     };
     if download().is_err() {
-        // The machine's indexes are outdated or were never fetched.
+        // The machine's package indexes are outdated or were never fetched.
         sh::read(Command::new("apt-get").arg("update"))?;
         download()?;
     }
@@ -84,7 +84,7 @@ impl Suites {
         Ok(opened)
     }
 
-    /// Versions of a package, with the suite that has each, newest first.
+    /// Versions of a package, newest first, each with its suite.
     pub fn versions(&self, package: &str) -> Result<Vec<(String, String)>> {
         // containerd | 2.1.9+ds1-5 | http://… forky/main amd64 Packages
         let table = sh::read(self.apt("apt-cache").args(["madison", package]))?;
@@ -100,7 +100,7 @@ impl Suites {
     /// Fetches a package and unpacks it, without installing it, into `target`.
     pub fn unpack(&self, package: &str, version: &str, target: &Path) -> Result<()> {
         let debs = self.folder.join("debs");
-        // The folder is emptied first, so that it then holds exactly the requested file.
+        // The folder is emptied first, so that the fetched package is its only file.
         if debs.exists() {
             std::fs::remove_dir_all(&debs)?;
         }
@@ -143,7 +143,7 @@ pub fn source_line(codename: &str) -> Result<String> {
     Ok(serving(codename)?.line(codename))
 }
 
-/// The source that serves this suite to this machine.
+/// The source in apt's configuration that serves this suite.
 fn serving(codename: &str) -> Result<Source> {
     machine_sources()?
         .into_iter()

@@ -1,15 +1,15 @@
-//! `cargo xtask bench`: the overhead of Affinode: each figure with and without it, from the same
-//! run.
+//! `cargo xtask bench`: measures the overhead of Affinode. Each figure is measured with and without
+//! Affinode in the same run.
 //!
-//! A figure is the median of several runs of each side, made in turn. Its noise is the difference
-//! between the medians of two halves of the runs without Affinode.
+//! A figure is the median of several runs of each side, which alternate. Its noise is the
+//! difference between the medians of two halves of the runs without Affinode.
 //!
 //! | figure | method |
 //! | --- | --- |
 //! | hooked call | a program times calls of a driver function that does nothing, with and without the preload library |
 //! | start to exit | `ctr run --rm` of `/bin/true`, with the stock shim and Affinode's in turn, medians |
 //! | memory | resident set of all shims of one running container, stock and Affinode's |
-//! | wake | time that a waiting call took beyond the driver's own restore and unlock |
+//! | wake | time of a waiting call minus the time of the driver's own restore and unlock |
 //! | engines | the same programs offloaded with each engine, and the goals (`--engines`, or on a machine with a GPU) |
 
 mod calls;
@@ -54,7 +54,7 @@ pub struct Figure {
     without: f64,
     with: f64,
     /// Difference between the medians of two halves of one side's runs, in the unit of the figure.
-    /// Smaller differences are not significant.
+    /// A smaller difference between the sides is not significant.
     noise: f64,
     /// The project's goal for the figure.
     goal: &'static str,

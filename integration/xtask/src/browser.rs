@@ -1,6 +1,6 @@
-//! `cargo xtask browser`: the dashboard in a headless Chromium, against containers on a
-//! simulated GPU, and with a thousand synthetic rows. Not part of `cargo xtask test`,
-//! because few machines have a browser.
+//! `cargo xtask browser`: tests the dashboard in a headless Chromium, with containers on a
+//! simulated GPU, and with a thousand synthetic rows. It is not part of `cargo xtask test`, because
+//! few machines have a browser.
 
 use std::{path::PathBuf, process::Command, sync::mpsc::RecvTimeoutError, time::Duration};
 
@@ -44,7 +44,7 @@ pub struct Options {
 /// Builds, starts three containers, and runs the browser test against them.
 pub fn run(options: &Options) -> Result<()> {
     let folder = workspace_dir().join("integration/browser");
-    // As browser.mjs looks for it.
+    // The same path as in browser.mjs.
     let chromium = std::env::var("CHROMIUM").unwrap_or_else(|_| "/usr/bin/chromium".into());
     for tool in ["node", "npm", &chromium] {
         if sh::read(Command::new(tool).arg("--version")).is_err() {

@@ -1,4 +1,4 @@
-//! Builds everything into one folder, under the names that programs use.
+//! Builds everything into one folder, under the file names that the programs expect.
 
 use std::{fs, path::Path, process::Command};
 
@@ -99,12 +99,13 @@ pub fn all(profile: Profile) -> Result<Artifacts> {
     Ok(artifacts)
 }
 
-/// Copies a file and renames it to its place, so that a process that has mapped the old file keeps
-/// its pages.
+/// Copies a file and then renames the copy to its final path. A process that has mapped the old
+/// file keeps its contents.
 fn place(from: &Path, to: &Path) -> Result<()> {
     let folder = to.parent().context("the file's path has no folder")?;
     fs::create_dir_all(folder)?;
-    // Another build may be placing the same file.
+    // The temporary name contains the process id, because another build may write the same file at
+    // this time.
     let fresh = to.with_extension(format!("new-{}", std::process::id()));
     fs::copy(from, &fresh).with_context(|| format!("cannot copy {}", from.display()))?;
     fs::rename(&fresh, to).with_context(|| format!("cannot place {}", to.display()))
@@ -132,7 +133,7 @@ fn clients(artifacts: &Artifacts) -> Result<()> {
             .args(["-ldl", "-pthread"]);
         sh::run(&mut gcc)?;
     }
-    // One may be imported by another: all of them travel.
+    // The programs import each other, so all of them are copied.
     for entry in fs::read_dir(&own)? {
         let program = entry?.path();
         if program.extension().is_some_and(|ending| ending == "py") {

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! A test that passes with the stock runtime must pass with Affinode. A test that fails only with
-//! Affinode is repeated alone with both, because some of these tests depend on the state of the
-//! whole machine.
+//! Affinode is run again on its own with both runtimes, because some tests depend on the state of
+//! the whole machine.
 
 mod client;
 mod critest;
@@ -58,7 +58,7 @@ enum Suite {
     Critest,
 }
 
-/// Runs everything, prints the tables, and fails if a test passes with the stock runtime only.
+/// Runs everything and prints the tables. Fails if a test passes only with the stock runtime.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the suites start containerd and containers: run as root");
@@ -113,7 +113,7 @@ impl Suite {
     }
 }
 
-/// Runs a suite with both runtimes. `alone` returns the expression that matches one test.
+/// Runs a suite with both runtimes. `alone` returns the expression that selects a single test.
 fn compare(
     run: &dyn Fn(bool, Option<&str>) -> Result<Outcomes>,
     alone: &dyn Fn(&str) -> String,

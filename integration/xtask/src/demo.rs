@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: two containers on one GPU whose VRAM suffices for one of them.
+//! `cargo xtask demo`: two containers on one GPU, whose VRAM suffices for one of them.
 //!
 //! ```text
 //!  alpha:  fills its VRAM ── idle ── OFFLOADED ─────────────── called: waits, wakes ── contents as before
@@ -8,7 +8,7 @@
 //! With `--dashboard` the demo runs until Ctrl-C, and serves the dashboard.
 //!
 //! Containers, images and containerd are private to the demo. All of them are removed at the end,
-//! also after Ctrl-C.
+//! even after Ctrl-C.
 
 pub mod dashboard;
 mod options;
@@ -35,12 +35,12 @@ use crate::{build, deps, output};
 
 pub use options::{GpuChoice, Options};
 
-/// Whether Ctrl-C was pressed. A later error is then a result of the clean-up.
+/// Whether Ctrl-C was pressed. An error after that is a consequence of the clean-up.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 /// VRAM of the simulated GPU.
 const SIMULATED_VRAM_BYTES: u64 = 1024 * MIB;
 
-/// Installs packages, builds, plays, checks and cleans up.
+/// Installs packages, builds, runs the demo, checks its result, and cleans up.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the demo starts containerd and containers: run as root");
@@ -88,7 +88,8 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Prints the logs after an error. After Ctrl-C it only waits: the signal handler ends the process.
+/// Prints the logs after an error. After Ctrl-C it only waits, because the signal handler ends the
+/// process.
 fn explain(world: &Testbed) {
     while INTERRUPTED.load(Ordering::Acquire) {
         std::thread::park();

@@ -1,8 +1,8 @@
-//! The containerd releases to test with, and an old C library.
+//! The containerd releases that the tests use, and an old C library.
 //!
-//! The machine's own containerd comes first. The other lines come from other suites of the same
-//! distribution, and are unpacked next to it. Each suite of Ubuntu has only one line, so on Ubuntu
-//! only the machine's own containerd is used.
+//! The machine's own containerd is listed first. Other release lines come from other suites of the
+//! same distribution, and are unpacked next to it. All suites of Ubuntu have the same line, so on
+//! Ubuntu only the machine's own containerd is used.
 
 use std::{
     fs,
@@ -24,9 +24,9 @@ use crate::{
 const SUITES: [&str; 5] = [OLD_SUITE, "bookworm", "trixie", "forky", "sid"];
 /// The suite whose C library represents old images.
 const OLD_SUITE: &str = "bullseye";
-/// Packages of that suite: the library, and a few programs that were built for it.
+/// Packages of that suite: the C library, and a few programs that were built for it.
 const OLD_PACKAGES: [&str; 3] = ["libc6", "dash", "coreutils"];
-/// Folder of that library in the cache.
+/// Folder in the cache with the old C library.
 pub const OLD_LIBC: &str = "libc-old";
 
 /// Installs what is missing and fills `target/affinode/cache`.
@@ -54,8 +54,8 @@ pub fn all() -> Result<Releases> {
     Ok(releases)
 }
 
-/// The folder with Prometheus's own checker of metrics and rules. It is fetched if the machine has
-/// none.
+/// The folder with `promtool`, Prometheus's own checker of metrics and rules. It is fetched if the
+/// machine has none.
 pub fn promtool() -> Result<PathBuf> {
     let unpacked = Artifacts::at(target_dir().join("affinode")).cache_dir().join("prometheus");
     let program = match sh::find("promtool") {

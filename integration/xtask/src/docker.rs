@@ -1,5 +1,5 @@
-//! The dockerd of the tests: the package of the machine's distribution, unpacked and not installed.
-//! Debian 12 has an older version, so there it comes from another suite of Debian.
+//! The dockerd of the tests. It comes from the distribution's package, which is unpacked but not
+//! installed. Debian 12 has an older version, so there dockerd comes from a later suite of Debian.
 
 use std::{fs, path::Path, process::Command};
 
@@ -13,13 +13,13 @@ use crate::{
 
 /// Debian's suites with a Docker that is new enough, oldest first.
 const SUITES: [&str; 3] = ["trixie", "forky", "sid"];
-/// Packages of the daemon and of the command.
+/// Packages of dockerd and of the command `docker`.
 const PACKAGES: [&str; 2] = ["docker.io", "docker-cli"];
 /// Oldest major version that the tests support.
 const MIN_VERSION: u32 = 26;
 
-/// Unpacks dockerd, unless it is unpacked already. If this machine cannot have one, prints the
-/// reason; the tests that need it are then recorded as skipped.
+/// Unpacks dockerd, unless it is unpacked already. If this machine cannot have dockerd, prints the
+/// reason. The tests that need it are then recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = fetch(artifacts) {
         output::note(&format!("no dockerd: {error:#}"));
@@ -44,7 +44,8 @@ fn fetch(artifacts: &Artifacts) -> Result<()> {
     unpacked
 }
 
-/// Unpacks the newest version that runs on this machine. A newer one may need a newer C library.
+/// Unpacks the newest version that runs on this machine. A version may need a newer C library than
+/// the machine has.
 fn newest(suites: &Suites, folder: &Path) -> Result<()> {
     let mut last = None;
     for (version, _) in suites.versions(PACKAGES[0])? {
@@ -79,7 +80,7 @@ fn examine(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns the major version, 28 from `Docker version 28.5.2+dfsg4, build 3ef3c07`.
+/// Returns the major version, for example 28 from `Docker version 28.5.2+dfsg4, build 3ef3c07`.
 fn major(said: &str) -> Option<u32> {
     said.split_whitespace().nth(2)?.split('.').next()?.parse().ok()
 }

@@ -1,4 +1,4 @@
-//! `cargo xtask docs`: the pages generated from the code, and the limits of language.
+//! `cargo xtask docs`: generates pages from the code, and lowers the limits of avoided words.
 
 mod api;
 mod chart;
@@ -30,7 +30,7 @@ pub struct Options {
     limits: bool,
 }
 
-/// A page, relative to the repository, and its text.
+/// Path of a page in the repository, and the page's text.
 type Page = (&'static str, String);
 
 pub fn run(options: &Options) -> Result<()> {

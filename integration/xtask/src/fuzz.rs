@@ -1,8 +1,8 @@
-//! `cargo xtask fuzz`: libFuzzer over every target of `integration/fuzz`, guided by coverage, on
-//! the stable compiler, with LLVM's own coverage passes.
+//! `cargo xtask fuzz`: runs libFuzzer, guided by coverage, on every target of `integration/fuzz`.
+//! The stable compiler is used, with LLVM's own coverage passes.
 //!
-//! New inputs of a run stay in `target/fuzz/corpus`, failing ones in `target/fuzz/artifacts`. A
-//! failure ends the command.
+//! New inputs of a run are stored in `target/fuzz/corpus`, and failing inputs in
+//! `target/fuzz/artifacts`. A failure ends the command.
 
 use std::{
     fs,
@@ -16,18 +16,18 @@ use clap::Args;
 
 use crate::{output, sh};
 
-/// Compiler flags for counters at every edge and traces of comparisons, which libFuzzer needs.
+/// Compiler flags that libFuzzer needs. They count every edge and trace comparisons.
 const COVERAGE: &str = "-Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
     -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares";
-/// Target of the build. It is given explicitly, so that build scripts and macros are built without
-/// the counters.
+/// Target triple of the build. It is passed explicitly, so that build scripts and macros are built
+/// without the counters.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// Time in seconds after which an input counts as a failure.
 const SLOW_S: u32 = 10;
-/// Memory limit in MiB: no parser may need more for an input of a few KiB.
+/// Memory limit in MiB. No parser may need more for an input of a few KiB.
 const MEMORY_MIB: u32 = 1024;
 
 #[derive(Args)]

@@ -1,5 +1,5 @@
-//! `cargo xtask gpu-kit`: everything that a machine with a GPU needs to run the suite,
-//! in one folder: `run.sh` and `payload.tar.gz`.
+//! `cargo xtask gpu-kit`: packs everything that a machine with a GPU needs to run the suite into
+//! one folder. The folder contains `run.sh` and `payload.tar.gz`.
 //!
 //! ```text
 //!  payload.tar.gz
@@ -20,7 +20,7 @@ use clap::Args;
 
 use crate::{build, deps, output, sh};
 
-/// Maximum size of the kit, which is copied to other machines.
+/// Maximum size of the kit in bytes. The kit is copied to other machines.
 const LIMIT_BYTES: u64 = 60 << 20;
 const RUN: &str = include_str!("kit/run.sh");
 /// Affinode's binaries that the suite uses.

@@ -1,5 +1,5 @@
-//! A helm for tests that render the chart, built from the source of Go's module proxy: few
-//! distributions have a package of it.
+//! A helm for the tests that render the chart. It is built from source that Go's module proxy
+//! provides, because few distributions have a package of helm.
 
 use std::{
     fs,
@@ -16,8 +16,8 @@ pub const MODULE: &str = "helm.sh/helm/v3";
 /// The newest release at the time of the last update.
 pub const VERSION: &str = "v3.22.0";
 
-/// The folder with a helm: the machine's own, or one that is built here once. `None`: Go is missing
-/// or too old, which is printed; tests that need helm are then recorded as skipped.
+/// The folder with a helm, either the machine's own or one that is built here once. `None`: Go is
+/// missing or too old. The reason is printed, and the tests that need helm are recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) -> Option<PathBuf> {
     match folder(artifacts) {
         Ok(folder) => folder,
@@ -34,7 +34,8 @@ fn folder(artifacts: &Artifacts) -> Result<Option<PathBuf>> {
     }
     let folder = artifacts.cache_dir().join("helm");
     let bin = folder.join("bin");
-    // Built from a module, helm does not print its version: a file has it.
+    // A helm that was built from a module does not print its version, so the version is stored in a
+    // file.
     let built = folder.join("built");
     if fs::read_to_string(&built).is_ok_and(|version| version == VERSION) {
         return Ok(Some(bin));

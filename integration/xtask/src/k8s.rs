@@ -1,8 +1,8 @@
-//! `cargo xtask k8s`: a real cluster, on a private network.
+//! `cargo xtask k8s`: tests on a real cluster, in a private network.
 //!
-//! Shows what an operator and a user of a cluster do and see. The GPU is simulated, and a small
-//! device plugin assigns it; everything else is what clusters run. It stays out of CI: the first
-//! run builds Kubernetes and helm.
+//! The tests check what operators and users of a cluster do and see. The GPU is simulated, and a
+//! small device plugin assigns it. All other parts are those of real clusters. CI does not run
+//! these tests, because the first run builds Kubernetes and helm.
 
 mod control_plane;
 mod crds;
@@ -40,12 +40,12 @@ pub struct Options {
     nodes: u8,
 }
 
-/// Gives the pods of a testbed a network, by the plugins of this folder.
+/// Configures the network of a testbed's pods, with the CNI plugins of this folder.
 pub fn pods(world: &Testbed, plugins: &Path) -> Result<()> {
     files::cni(&world.dir().join("cni"), plugins, "10.98.0.0/24")
 }
 
-/// Builds, starts, checks, cleans up.
+/// Builds, starts the cluster, runs the checks, and cleans up.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("a cluster starts containers: run as root");

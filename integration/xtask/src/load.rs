@@ -1,13 +1,13 @@
-//! `cargo xtask load`: the cost of the controller on a full node without changes, and the delay
-//! until watchers see a change.
+//! `cargo xtask load`: measures the cost of the controller on a full node on which nothing changes,
+//! and the delay until watchers see a change.
 //!
 //! ```text
 //!  1,000 processes with the preload library, on the simulated GPU ──> 200 sockets ──> controller
 //!  this program: announces the 200 containers, watches over HTTP, reads /proc
 //! ```
 //!
-//! The processes run outside of containers: only the controller is measured. The figures depend on
-//! other load of the machine, so this is not a test.
+//! The processes run outside of containers, so only the controller is measured. The figures depend
+//! on other load of the machine, so this is not a test.
 
 mod processes;
 mod watchers;
@@ -68,7 +68,7 @@ pub fn run(options: &Options) -> Result<()> {
         .gpu(Gpu::Simulated { vram_bytes: (total + 64) * 32 * MIB })
         .config(CONFIG)
         .world()?;
-    // Its shim starts the controller.
+    // The container's shim starts the controller.
     let _seed = Worker::start(&world, "seed", 16)?;
     output::step(&format!("{} containers with {total} processes", options.containers));
     let load = LoadProcesses::gather(&world, options.containers, options.processes)?;
@@ -115,7 +115,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Processor time of a process over a span, in percent of one core.
+/// Processor time of a process during a time span, in percent of one core.
 fn percent(pid: i32, span: Duration) -> Result<f64> {
     let before = processor_ticks(pid)?;
     std::thread::sleep(span);
@@ -127,7 +127,8 @@ fn percent(pid: i32, span: Duration) -> Result<f64> {
 
 fn processor_ticks(pid: i32) -> Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The name is in brackets and may hold anything; utime and stime are 14 and 15.
+    // The command name is in brackets and can contain any character. utime and stime are fields 14
+    // and 15.
     let (_, rest) = stat.rsplit_once(") ").context("/proc/PID/stat has too few fields")?;
     let fields: Vec<&str> = rest.split(' ').collect();
     let field = |n: usize| -> Result<u64> {

@@ -1,4 +1,4 @@
-//! `cargo xtask`: the commands of developers and of CI.
+//! `cargo xtask`: the commands for developers and CI.
 
 use std::process::ExitCode;
 

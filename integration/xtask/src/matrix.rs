@@ -1,15 +1,17 @@
-//! `cargo xtask matrix`: the life cycle of an installation, on each containerd.
+//! `cargo xtask matrix`: installation, use, upgrade and removal on each containerd.
 //!
 //! ```text
 //!  Debian's archive ─── 1.6, 1.7, 2.1 ──┐
 //!  Go's module proxy ── newest 2.x ─────┴─> a node of its own for each ──> steps ──> table
 //! ```
 //!
-//! The faults of an installation follow, each on its own node, and the life beside NVIDIA's container
-//! toolkit, which is built too. A step passes if its result was
-//! observed; the cell contains the observation. The GPU is simulated. The programs are installed
-//! into the node's own folders, and a stand-in for systemctl restarts containerd. It stays out of
-//! CI: the first run builds a containerd.
+//! Each containerd has a node of its own, on which the steps run. The faults of an installation follow,
+//! each on a new node. Then come the steps next to NVIDIA's container toolkit, which is built as
+//! well.
+//!
+//! A step passes if its result was observed, and its cell contains the observation. The GPU is
+//! simulated. The programs are installed into the node's own folders, and a stand-in for systemctl
+//! restarts containerd. CI does not run the matrix, because the first run builds a containerd.
 
 mod newest;
 mod steps;

@@ -1,4 +1,4 @@
-//! `cargo xtask package`: the files of a release, built without a registry and without a daemon.
+//! `cargo xtask package`: creates the files of a release, without a registry and without a daemon.
 //!
 //! ```text
 //!  build ──> programs ──┬──> contents of a node's package ──┬──> .deb
@@ -6,8 +6,8 @@
 //!                       └──> contents of the image ────────────> OCI archive    SBOM, SHA256SUMS
 //! ```
 //!
-//! The output depends on the commit only: names are sorted, times are the commit's, owners are
-//! root. The files are packed twice and compared.
+//! The output depends only on the commit. Names are sorted, times are those of the commit, and root
+//! owns all files. The files are packed twice and compared.
 
 mod build;
 mod check;
@@ -62,7 +62,7 @@ pub struct About {
 }
 
 impl About {
-    /// The version in the form that .deb and .rpm sort: a pre-release has a tilde.
+    /// The version in a form that .deb and .rpm sort correctly: a pre-release has a tilde.
     pub fn package_version(&self) -> String {
         self.version.replacen('-', "~", 1).replace('-', ".")
     }
@@ -100,7 +100,7 @@ pub fn run(options: &Options) -> Result<()> {
     if options.check { check::all(&out, &about) } else { Ok(()) }
 }
 
-/// The container image of a build, for tests, under the name of a release's image.
+/// The container image of a build. It is for tests, and has the name of a release's image.
 pub fn image_of(artifacts: &Artifacts) -> Result<Vec<u8>> {
     let built = build::of(artifacts)?;
     let (version, epoch_seconds) = (version(None)?, epoch_seconds()?);
@@ -152,7 +152,7 @@ fn version(asked: Option<&str>) -> Result<String> {
     Ok(asked.to_owned())
 }
 
-/// Time of the commit in Unix seconds. Outside of a git checkout: `SOURCE_DATE_EPOCH`.
+/// Time of the commit in Unix seconds. Outside of a git checkout it is `SOURCE_DATE_EPOCH`.
 fn epoch_seconds() -> Result<u32> {
     let text = match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) => text,

@@ -19,13 +19,13 @@ const NEEDED: [(&str, &str); 8] = [
     ("/usr/include/stdio.h", "libc6-dev"),
 ];
 
-/// Installs missing packages with apt, which every command needs.
+/// Installs the packages that every command needs, with apt, if they are missing.
 pub fn install_missing() -> Result<()> {
     install(&NEEDED)
 }
 
-/// Installs missing packages with apt. Each is recognised by a file. Does nothing if none is
-/// missing.
+/// Installs missing packages with apt. A package counts as installed if its file exists. Does
+/// nothing if none is missing.
 pub fn install(needed: &[(&str, &str)]) -> Result<()> {
     let missing: Vec<&str> =
         needed.iter().filter(|(sign, _)| !is_there(sign)).map(|(_, package)| *package).collect();
@@ -46,7 +46,8 @@ pub fn install(needed: &[(&str, &str)]) -> Result<()> {
     let mut install = Command::new("apt-get");
     install.env("DEBIAN_FRONTEND", "noninteractive");
     install.args(["install", "--yes", "--no-install-recommends"]).args(missing);
-    // The package starts the machine's own containerd service, which the tests do not use.
+    // The package of containerd starts the machine's own containerd service. The tests do not use
+    // it.
     sh::read(&mut install).map(|_| ())
 }
 

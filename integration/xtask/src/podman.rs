@@ -1,13 +1,13 @@
-//! Podman of the machine's distribution, for the tests of `affinode-runtime`. It has no daemon, so it
-//! is installed as it is.
+//! Podman from the machine's distribution, for the tests of `affinode-runtime`. Podman has no
+//! daemon, so its package can be installed without side effects.
 
 use crate::{output, packages};
 
-/// Programs of the packages. runc is needed by every test.
+/// Programs and their packages. `runc` is not listed, because every test needs it.
 const NEEDED: [(&str, &str); 3] = [("podman", "podman"), ("conmon", "conmon"), ("crun", "crun")];
 
-/// Installs Podman if it is missing. If this machine cannot have it, prints the reason; the tests
-/// that need it are then recorded as skipped.
+/// Installs Podman if it is missing. If this machine cannot have Podman, prints the reason. The
+/// tests that need it are then recorded as skipped.
 pub fn prepare() {
     if let Err(error) = packages::install(&NEEDED) {
         output::note(&format!("no Podman: {error:#}"));

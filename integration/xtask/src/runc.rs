@@ -1,4 +1,4 @@
-//! A runc that maps the users of mounts (1.2 and later), which pods with a user namespace need. The
+//! A runc that supports id-mapped mounts (1.2 and later). Pods with a user namespace need it. The
 //! distribution's runc may be older, so this one is built from source that Go's module proxy
 //! provides.
 
@@ -10,11 +10,11 @@ use anyhow::{Context, Result};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/opencontainers/runc";
-/// Release of runc: the newest at the time of the last update.
+/// Release of runc. It was the newest one at the time of the last update.
 const VERSION: &str = "1.4.3";
 
-/// Builds runc, unless it is built already. If Go is missing or too old, prints that, and the tests
-/// that need this runc are recorded as skipped.
+/// Builds runc, unless it is built already. If Go is missing or too old, prints that. The tests
+/// that need this runc are then recorded as skipped.
 pub fn prepare(artifacts: &Artifacts) {
     if let Err(error) = build(artifacts) {
         output::note(&format!("no runc for user namespaces: {error:#}"));
@@ -39,8 +39,8 @@ fn build(artifacts: &Artifacts) -> Result<()> {
     let mut go = Command::new("nice");
     go.args(["go", "build", "-trimpath", "-ldflags"]);
     go.arg(format!("-s -w -X main.version={VERSION}")).arg("-o").arg(&program).arg(MODULE);
-    // runc enters namespaces in C, so it needs cgo. Without libseccomp it has no filters, which no
-    // test uses.
+    // runc enters namespaces in C code, so the build needs cgo. It is built without libseccomp,
+    // because no test uses seccomp filters.
     go.current_dir(&bin).env("CGO_ENABLED", "1");
     sh::run(go.env("GOFLAGS", "-mod=mod -modcacherw -buildvcs=false -p=2"))
 }

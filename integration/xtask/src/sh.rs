@@ -1,4 +1,4 @@
-//! Running other programs.
+//! Runs other programs.
 
 use std::process::Command;
 
@@ -23,7 +23,7 @@ pub fn read(command: &mut Command) -> Result<String> {
     String::from_utf8(output.stdout).with_context(|| format!("{} printed no text", name(command)))
 }
 
-/// Path of a program on the PATH, or in the folders of root's programs.
+/// Path of a program in PATH or in the usual folders of root's programs.
 pub fn find(program: &str) -> Option<std::path::PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)

@@ -1,4 +1,4 @@
-//! A step and its outcome, which is a cell of the tables of `matrix` and `systemd`.
+//! A step and its outcome. The tables of `matrix` and `systemd` have a cell for each.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: all tests of this machine.
+//! `cargo xtask test`: runs all tests that can run on this machine.
 
 use std::{collections::BTreeSet, ffi::OsStr, fs, path::PathBuf, process::Command};
 
@@ -20,7 +20,7 @@ pub struct Options {
     rest: Vec<String>,
 }
 
-/// Builds, then runs crate tests, then end-to-end tests.
+/// Builds everything, then runs the crates' tests, then the end-to-end tests.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the end-to-end tests start containerd and mount: run as root");
@@ -40,9 +40,10 @@ pub fn run(options: &Options) -> Result<()> {
         let mut command = Command::new(&cargo);
         command.current_dir(workspace_dir()).arg("test").args(selection).args(&options.rest);
         command.env(ARTIFACTS_ENV, artifacts.root()).env("PATH", &path).env(NOTES_ENV, &notes);
-        // promtool is present here: a test that cannot find it must fail.
+        // promtool was installed before, so a test that cannot find it must fail instead of being
+        // skipped.
         command.env("AFFINODE_NEEDS_PROMTOOL", "1");
-        // A failed check names the failure; a backtrace adds nothing.
+        // The message of a failed check names the failure, so no backtrace is printed.
         command.env("RUST_LIB_BACKTRACE", "0");
         sh::run(&mut command)
     };

@@ -1,5 +1,5 @@
-//! `cargo xtask systemd`: a real systemd, containerd's unit, the controller's unit, and jobs by
-//! systemd-run and by Slurm, on a private node.
+//! `cargo xtask systemd`: tests on a private node with a real systemd. They cover containerd's
+//! unit, the controller's unit, and jobs of systemd-run and Slurm.
 //!
 //! ```text
 //! Debian's archive ──> tree ──copy──> node: systemd is process 1, own pid, mount, uts, ipc, network
@@ -7,8 +7,8 @@
 //!                                       ──> steps ──> table ──> power off, nothing is left
 //! ```
 //!
-//! A step passes if its result was observed; its row contains the observation. It stays out of CI:
-//! the first run fetches a Debian.
+//! A step passes if its result was observed, and its row contains the observation. CI does not run
+//! these tests, because the first run fetches a Debian.
 
 mod controller;
 mod install;

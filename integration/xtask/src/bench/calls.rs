@@ -1,6 +1,6 @@
 //! The cost of a hooked call against a direct one, with a driver that does nothing.
 //!
-//! Runs the preload library's own benchmark: the function of the stand-in for libcuda returns
+//! Runs the preload library's own benchmark. The function in the stand-in for libcuda returns
 //! immediately, so only the hook is measured. No container is needed.
 
 use std::{
@@ -89,7 +89,7 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Number of starts of each side, because a whole start runs faster or slower.
+/// Number of program starts on each side. The speed can differ from start to start.
 const STARTS: usize = 6;
 
 /// Medians of the starts of both sides, and the noise of the first side.
@@ -116,8 +116,8 @@ fn watch(folder: &Path) -> Result<PathBuf> {
             agent.read_exact(&mut [0; FRAME_BYTES])?;
             let engine = affinode_proto::wire::Engine::Checkpoint;
             let welcome = ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0, engine };
-            // The sampling rate that a controller requests from a process with this call rate; the
-            // ring never fills.
+            // A controller requests this sampling rate from a process with the benchmark's call
+            // rate. The read position is so high that the ring never fills.
             let watch = ControllerMessage::SampleCalls { one_in: 1_000_000, read: 1 << 60 };
             let _ = agent.write_all(&[welcome.encode(), watch.encode()].concat());
             // Reads until the process ends.

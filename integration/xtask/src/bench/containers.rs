@@ -23,7 +23,7 @@ const PODS: usize = 4;
 pub fn measure(world: &Testbed, rounds: usize) -> Result<Vec<Figure>> {
     let plain = |runtime: &str| Spec::plain("plain", &["/bin/true"]).runtime(runtime);
     let gpu = |runtime: &str| Spec::gpu("gpu", &["/bin/true"]).runtime(runtime);
-    // The controller runs from here on, as on a node in use.
+    // This container starts the controller, which then runs as on a node in use.
     start_to_exit_ms(world, &gpu(AFFINODE))?;
     let mut figures = Vec::new();
     for (name, make) in [
@@ -80,7 +80,7 @@ fn start_to_exit_ms(world: &Testbed, spec: &Spec) -> Result<f64> {
 fn shims_kib(world: &Testbed, runtime: &str) -> Result<f64> {
     until("earlier shims to end", || Ok(world.shims()?.is_empty().then_some(())))?;
     let running = Spec::gpu("memory", &["/bin/sleep", "infinity"]).runtime(runtime).start(world)?;
-    // The launcher with which containerd started the shim has ended, or ends soon.
+    // containerd started the shim through a launcher, which has ended or is about to end.
     let expected = if runtime == STOCK { 1 } else { 2 };
     let shims =
         until("the shims", || Ok(Some(world.shims()?).filter(|shims| shims.len() == expected)))?;

@@ -21,7 +21,7 @@ pub fn measure(artifacts: &Artifacts, release: &Release) -> Result<bool> {
         output::out("The GPU is simulated: the results show that it works, not how fast it is.");
         suite.arg("simulated");
     }
-    // A missed goal is in the table, and an error only with --strict.
+    // A missed goal is shown in the table. It is an error only with `--strict`.
     let ended = suite.arg("engines").status()?;
     if !ended.success() {
         output::out("A goal was missed, or a part failed: see above.");

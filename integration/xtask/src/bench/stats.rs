@@ -11,8 +11,8 @@ pub fn median(samples: &[f64]) -> f64 {
     }
 }
 
-/// Difference between the medians of every second sample and of the others. Samples are in the
-/// order of time, so both halves ran under the same conditions.
+/// Difference between the median of every second sample and the median of the others. The samples
+/// are in the order of time, so both halves were measured under the same conditions.
 pub fn noise(samples: &[f64]) -> f64 {
     let half = |first: usize| samples.iter().copied().skip(first).step_by(2).collect::<Vec<_>>();
     (median(&half(0)) - median(&half(1))).abs()

@@ -8,10 +8,10 @@ use super::{
     stats::{median, noise},
 };
 
-/// Number of rounds. Each has ten processes of both kinds on one GPU.
+/// Number of rounds. In each round, ten processes of each kind run on one GPU.
 const GOES: usize = 4;
 
-/// Measures restore and unlock by the driver alone, and a call that wakes.
+/// Measures restore and unlock by the driver, and a call that wakes.
 pub fn measure(world: &Testbed) -> Result<Vec<Figure>> {
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for _ in 0..GOES {

@@ -1,4 +1,5 @@
-//! containerd's own client tests: they start their own containerd and use it through its Go client.
+//! containerd's own client tests. They start a containerd of their own and use it through the Go
+//! client.
 
 use std::{
     fs,
@@ -16,7 +17,7 @@ const MODULE: &str = "github.com/containerd/containerd/v2";
 const PACKAGE: &str = "integration/client";
 /// Source file with the names of the suite's images.
 const IMAGES: &str = "integration/images/image_list.go";
-/// Fixed folders of the tests' containerd.
+/// Folders that the tests' containerd always uses.
 const PLACES: [&str; 2] = ["/var/lib/containerd-test", "/run/containerd-test"];
 /// Test that needs an external registry, and is skipped.
 const SKIPPED: &str = "TestBindLowPort";
@@ -39,7 +40,8 @@ impl Client {
         let own: String = own.chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();
         let version = format!("v{own}");
         let source = go::source(&cache, MODULE, &version)?;
-        // Read before the flag that could name other images.
+        // The tests read this list before they parse the flag that could name other images, so the
+        // list itself is changed.
         let list = source.join(IMAGES);
         let names = fs::read_to_string(&list)?.replace("ghcr.io/containerd", registry::ADDRESS);
         fs::write(&list, names).with_context(|| format!("cannot write {}", list.display()))?;

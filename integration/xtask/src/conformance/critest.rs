@@ -1,8 +1,8 @@
-//! critest, the validation suite of the container runtime interface: it sends requests to a
+//! critest, the validation suite of the container runtime interface. It sends requests to a
 //! containerd as a kubelet does, and names the runtime handler of each pod.
 //!
-//! Each run has its own environment: a containerd, a network with pods in it, and on its loopback a
-//! registry in place of the two that the suite pulls from.
+//! Each run has its own environment: a containerd, a network for the pods, and a registry on the
+//! loopback of that network. The registry replaces the two from which the suite pulls.
 
 use std::{
     fs,
@@ -28,8 +28,7 @@ const MODULE: &str = "sigs.k8s.io/cri-tools";
 pub const VERSION: &str = "1.36.0";
 /// Source file with the names of the suite's images.
 const IMAGES: &str = "pkg/validate/consts.go";
-/// Beginning of the name of an image that the suite pulls by digest. The local image has another
-/// digest.
+/// Prefix of an image name that the suite pulls by digest. The local image has another digest.
 const DIGESTED: &str = "test-image-digest@sha256:";
 const REGISTRIES: [&str; 3] = ["registry.k8s.io", "k8s.gcr.io", "gcr.io"];
 const PLUGINS: &str = "containernetworking-plugins";
@@ -77,7 +76,7 @@ impl Critest {
         let mut command = world.keeper().command(&self.program);
         command.arg(format!("-runtime-endpoint=unix://{}", world.containerd().socket().display()));
         command.arg(format!("-runtime-handler={handler}"));
-        // The same order in both runs.
+        // The fixed seed gives both runs the same order of tests.
         command.args(["-ginkgo.seed=1", "-ginkgo.no-color", "-test.timeout=60m"]);
         command.arg(format!("-ginkgo.json-report={}", report.display()));
         command.args(only.map(|only| format!("-ginkgo.focus={only}")));
@@ -101,7 +100,7 @@ impl Critest {
         let network = format!("/proc/{}/ns/net", world.keeper().pid());
         registry::serve(Some(File::open(network)?))?;
         k8s::pods(&world, &self.plugins)?;
-        // The programs of an installed Affinode.
+        // The folders of an installed Affinode, for its programs.
         fs::create_dir_all(world.prefix().join("lib"))?;
         symlink(self.artifacts.bin_dir(), world.prefix().join("bin"))?;
         symlink(self.artifacts.lib_dir(), world.prefix().join("lib/affinode"))?;
@@ -139,8 +138,8 @@ fn mirror(dir: &Path) -> Result<()> {
     Ok(fs::write(dir.join("conf.d/registry.toml"), config)?)
 }
 
-/// The suite's list of images with another digest. The name of the Windows image is longer, and
-/// later in the list.
+/// Replaces the digest in the suite's list of images. The name of the Windows image is longer and
+/// comes later in the list, so it is not changed.
 fn with_digest(list: &str, digest: &str) -> Option<String> {
     let (before, after) = list.split_once(DIGESTED)?;
     let (_, rest) = after.split_once('"')?;

@@ -1,4 +1,4 @@
-//! Outcomes of tests with one runtime and with the other.
+//! Outcomes of tests with the stock runtime and with Affinode.
 
 use std::{collections::BTreeMap, fmt::Write};
 
@@ -14,7 +14,7 @@ pub enum Outcome {
     Skip,
 }
 
-/// Outcomes by test name; subtests are not counted.
+/// Outcomes by test name. Subtests are not counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcomes(BTreeMap<String, Outcome>);
 

@@ -1,4 +1,4 @@
-//! The page that collects the tables.
+//! The Markdown page that contains the tables of all suites.
 
 use std::{fs, path::Path, process::Command};
 
@@ -25,7 +25,7 @@ pub fn machine(release: &Release) -> Result<String> {
         date.trim(),
         release.version,
         runc.lines().next().unwrap_or("runc"),
-        // The rest is the distribution's own suffix.
+        // The text after the first hyphen is the distribution's suffix.
         kernel.trim().split('-').next().unwrap_or_default(),
     ))
 }

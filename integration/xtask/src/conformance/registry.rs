@@ -40,7 +40,7 @@ pub fn serve(network: Option<File>) -> Result<()> {
     std::thread::spawn(move || {
         let listening = || -> Result<(Runtime, TcpListener)> {
             if let Some(network) = network {
-                // Applies to this thread only.
+                // `setns` changes the network namespace of this thread only.
                 setns(network, CloneFlags::CLONE_NEWNET)?;
             }
             let runtime = runtime::Builder::new_current_thread().enable_all().build()?;
@@ -66,8 +66,8 @@ pub fn digest(name: &str) -> Result<String> {
 
 /// The image that a suite pulls by its digest.
 pub const DIGESTED: &str = "k8s-staging-cri-tools/test-image-digest:latest";
-/// Names that the suites use, for images that start a shell. Names of one repository are the same
-/// image.
+/// Names under which the suites pull images that start a shell. Names of one repository refer to
+/// the same image.
 const NAMES: [&str; 14] = [
     "alpine:3.14.0",
     "busybox:1.36",
@@ -84,7 +84,7 @@ const NAMES: [&str; 14] = [
     "k8s-staging-cri-tools/test-image-tags:2",
     "k8s-staging-cri-tools/test-image-tags:3",
 ];
-/// Images that run as a user, and that user.
+/// Images whose program runs as a certain user, and that user.
 const USERS: [(&str, &str); 5] = [
     ("test-image-user-uid", "1002"),
     ("test-image-user-username", "www-data"),
@@ -98,7 +98,8 @@ const SERVERS: [(&str, &str); 3] = [
     ("e2e-test-images/httpd:2.4.39-4", "80"),
     ("k8s-staging-cri-tools/hostnet-nginx-amd64:latest", "12003"),
 ];
-/// The program that serves the page. Tests check nginx's name, its first process, and its file.
+/// Script in place of nginx, which serves the page. Tests check its name, its first process and its
+/// file.
 const NGINX: &[u8] = b"#!/bin/sh
 echo $$ > /var/run/nginx.pid
 httpd -f -p \"$2\" -h /srv
@@ -155,7 +156,7 @@ fn layer() -> Result<Vec<u8>> {
     }
     let busybox = Path::new(BUSYBOX);
     let mut layer = Layer::base()?;
-    // These files replace the usual ones.
+    // These files replace those of the usual layer.
     layer.file("etc/passwd", 0o644, PASSWD.as_bytes())?;
     layer.file("etc/group", 0o644, GROUP.as_bytes())?;
     layer.folder("home", 0o777)?;
@@ -164,7 +165,8 @@ fn layer() -> Result<Vec<u8>> {
     layer.file("bin/nginx", 0o755, NGINX)?;
     layer.file("bin/pgrep", 0o755, PGREP)?;
     layer.copy(busybox, busybox)?;
-    // One test hides this file; as a link, it would hide all applets.
+    // One test hides this file. If it were a link to busybox, all other applets would be hidden,
+    // too.
     layer.copy(busybox, Path::new("/bin/ls"))?;
     for applet in sh::read(Command::new(busybox).arg("--list"))?.lines() {
         if !["busybox", "ls", "pgrep"].contains(&applet) {
@@ -182,13 +184,13 @@ async fn accept(listener: &TcpListener) {
                 let answer = answer(images, &request);
                 async move { Ok::<_, Infallible>(answer) }
             });
-            // An ended connection concerns the client only.
+            // An error of a connection affects only its client, so it is ignored.
             let _ = http1::Builder::new().serve_connection(TokioIo::new(stream), answer).await;
         });
     }
 }
 
-/// Answers the read requests of the OCI distribution protocol, for manifests and whole blobs.
+/// Replies to the read requests of the OCI distribution protocol, for manifests and whole blobs.
 fn answer(images: &Archive, request: &Request<Incoming>) -> Response<Full<Bytes>> {
     let path = request.uri().path().trim_start_matches("/v2/");
     let split = |word: &str| path.split_once(word);

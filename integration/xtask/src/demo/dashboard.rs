@@ -25,7 +25,7 @@ pub fn free_address() -> Result<SocketAddr> {
 /// The scenario's configuration, with the address of the page.
 pub fn config(scene: &str, address: Option<SocketAddr>) -> String {
     let http = address.map_or_else(String::new, |address| {
-        // Each user of this machine may move the demo's containers.
+        // Any user of this machine may offload and restore the demo's containers.
         let http = format!("[http]\nlisten = \"{address}\"\nactions = \"any-client\"\n");
         format!("{http}[report]\nprice_per_gpu_hour = 2.5\n")
     });
@@ -38,7 +38,8 @@ pub fn live(world: &Testbed) -> Result<()> {
         Gpu::Simulated { vram_bytes } => vram_bytes / MIB / 10 * 3,
         Gpu::Real => REAL_MIB,
     };
-    // Together more than a simulated GPU holds: each start waits until VRAM is free.
+    // Together the containers need more VRAM than a simulated GPU has. Each start waits until VRAM
+    // is free.
     let names = ["notebook", "server", "trainer", "agent"];
     let mut workers = Vec::new();
     for name in names {
@@ -46,7 +47,7 @@ pub fn live(world: &Testbed) -> Result<()> {
         world.cli().wait_for_state(name, "Offloaded")?;
     }
     for round in 0.. {
-        // Each container calls at its own interval.
+        // Each container makes calls at an interval of its own.
         for (number, worker) in workers.iter_mut().enumerate() {
             if round % (number + 1) == 0 {
                 worker.verify()?;

@@ -42,10 +42,10 @@ struct Transition {
 }
 
 impl Report {
-    /// Builds the report from the observations.
+    /// Builds the report from the data that the demo recorded.
     ///
     /// # Errors
-    /// If no event has the bytes of a move, because its duration is then unknown.
+    /// If no event reports a move's bytes. The duration of that move is then unknown.
     pub fn new(world: &Testbed, seen: &Seen, elapsed: Duration) -> Result<Self> {
         let runc = sh::read(Command::new("runc").arg("--version")).unwrap_or_default();
         Ok(Self {
@@ -102,7 +102,7 @@ impl Report {
     }
 }
 
-/// Duration of the first move to a state that moved memory.
+/// Duration in milliseconds of the first move to a state that moved memory.
 fn first_move_ms(events: &[EventRow], to: &str) -> Result<u64> {
     let moved = |event: &&EventRow| event.to == to && event.bytes > 0;
     let event = events.iter().find(moved);

@@ -22,18 +22,18 @@ minimum_residency = "1ms"
 sample_interval = "100ms"
 "#;
 
-/// VRAM of each container on the machine's own GPU: large enough to see, small enough to move
-/// quickly.
+/// VRAM of each container on the machine's own GPU. It is large enough to be visible, and small
+/// enough to be moved quickly.
 const REAL_BYTES: u64 = 2048 * MIB;
 
 pub struct Seen {
     /// The GPU as the controller reports it at the end.
     pub gpu: GpuRow,
-    /// VRAM that each container filled.
+    /// VRAM that each container fills.
     pub each_bytes: u64,
     /// Decrease of the device's used VRAM when the first container was offloaded.
     pub freed_bytes: u64,
-    /// Whether every byte was unchanged, in both containers.
+    /// Whether every byte in both containers was unchanged.
     pub verified: bool,
     /// Every change of state, oldest first.
     pub events: Vec<EventRow>,
@@ -41,7 +41,8 @@ pub struct Seen {
 
 pub fn play(world: &Testbed, quiet: bool) -> Result<Seen> {
     let each_bytes = match world.gpu() {
-        // Whole MiB: exactly these bytes leave, and the context stays.
+        // The size is a whole number of MiB, so that the offload frees exactly these bytes and the
+        // context stays.
         Gpu::Simulated { vram_bytes } => vram_bytes / 10 * 6 / MIB * MIB,
         Gpu::Real => REAL_BYTES,
     };
@@ -84,7 +85,7 @@ fn gpu(world: &Testbed) -> Result<GpuRow> {
     node.gpus.into_iter().next().context(error)
 }
 
-/// Waits until NVML shows this amount of VRAM in use.
+/// Waits until `wanted` returns true for the VRAM in use that NVML reports.
 fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
     until("NVML to show it", || Ok(Some(gpu(world)?.vram_used_bytes).filter(|used| wanted(*used))))
 }

@@ -1,4 +1,4 @@
-//! The live table: one row per change of state, from `affinode events --follow`.
+//! A live table with one row for each change of state, from `affinode events --follow`.
 
 use std::{
     io::{BufRead, BufReader},
@@ -64,7 +64,7 @@ impl Watch {
         Ok(Self { child, shown, reader })
     }
 
-    /// Ends the command after every event so far was printed. Returns all events.
+    /// Waits until every event so far was printed, and ends the command. Returns all events.
     pub fn finish(mut self, world: &Testbed) -> Result<Vec<EventRow>> {
         let last = world.cli().events()?.last().map_or(0, |event| event.sequence);
         until("the last rows", || Ok((self.shown.load(Ordering::Acquire) >= last).then_some(())))?;

@@ -1,11 +1,11 @@
-//! `docs/reference/api.md`: the HTTP API from openapi.yaml, the control API from control.proto.
+//! `docs/reference/api.md`: the HTTP API from openapi.yaml, and the control API from control.proto.
 
 use anyhow::{Context, Result};
 use serde_json::{Map, Value};
 
 use super::markdown::{Markdown, code, codes, plain};
 
-/// The methods of openapi.yaml.
+/// HTTP methods that openapi.yaml can contain.
 const METHODS: [&str; 4] = ["get", "post", "put", "delete"];
 
 pub fn page(openapi: &str, proto: &str) -> Result<String> {
@@ -103,7 +103,7 @@ struct Call {
     comment: String,
 }
 
-/// The lines `rpc Name(Request) returns (Answer);` with the comment above each.
+/// Parses the lines `rpc Name(Request) returns (Answer);`, each with the comment above it.
 fn calls(proto: &str) -> Vec<Call> {
     let (mut found, mut comment) = (Vec::new(), Vec::new());
     for line in proto.lines().map(str::trim) {

@@ -52,7 +52,7 @@ struct Leaf {
     description: String,
 }
 
-/// Collects every value that the schema does not divide further. Those of the root come first.
+/// Collects every value that the schema does not divide further. Values of the root come first.
 fn walk(values: &Value, schema: &Value, path: &str, leaves: &mut Vec<Leaf>) -> Result<()> {
     let Some(map) = values.as_object() else { bail!("{path} in values.yaml is not a map") };
     let divided = |name: &str| schema["properties"][name]["properties"].is_object();

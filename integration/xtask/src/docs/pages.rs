@@ -83,12 +83,12 @@ struct Argument {
     environment: String,
 }
 
-/// Completes a sentence from the code, which may lack its capital letter and full stop.
+/// Makes a sentence of a text from the code, which may lack the capital letter or the full stop.
 fn sentence(text: &str) -> String {
     let text = plain(text);
     let mut chars = text.chars();
     let Some(first) = chars.next() else { return text };
-    // The first word may be literal input, which keeps its case.
+    // If the first word is literal input, its case is kept.
     if text.split(' ').next().is_some_and(|word| word.contains(['/', '_', '='])) {
         return text;
     }

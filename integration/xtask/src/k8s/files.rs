@@ -1,5 +1,5 @@
-//! Files that the components of a cluster read: credentials, kubeconfigs, the configuration of the
-//! kubelet and CNI; and the components' arguments.
+//! Files that the components of a cluster read, and the components' arguments. The files are
+//! credentials, kubeconfigs, and the configuration of kubelet and CNI.
 
 use std::{fs, io, os::unix::fs::symlink, path::Path};
 
@@ -104,7 +104,7 @@ pub fn kubelet(node: &Node<'_>) -> Value {
     })
 }
 
-/// Creates the cgroups below which the kubelet creates those of pods.
+/// Creates the cgroups below which the kubelet creates the pods' cgroups.
 pub fn cgroups(parent: &str) -> Result<()> {
     let root = Path::new("/sys/fs/cgroup");
     let hierarchies = match root.join("cgroup.controllers").exists() {

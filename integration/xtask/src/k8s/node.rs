@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::{control_plane::Plane, files, programs::DEVICE_PLUGIN_NAME};
 use crate::output;
 
-/// The resource that pods request, and its number on a node.
+/// The resource that pods request. The next constant is its number on each node.
 pub const RESOURCE: &str = "nvidia.com/gpu";
 const DEVICES: u32 = 4;
 
@@ -142,8 +142,8 @@ impl<'a> Node<'a> {
         })
     }
 
-    /// Starts the device plugin and waits until the node has GPUs. A container that requests a GPU
-    /// gets the device files that NVIDIA's toolkit would add.
+    /// Starts the device plugin and waits until the node offers GPUs. The plugin adds the device
+    /// files that NVIDIA's toolkit would add to a container that requests a GPU.
     fn gpus(&self, plane: &Plane<'_>) -> Result<()> {
         let world = self.world;
         let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
@@ -201,7 +201,7 @@ impl<'a> Node<'a> {
     }
 }
 
-/// The name of the node with that number, from 1.
+/// The name of the node with this number. Numbers start at 1.
 pub fn name(number: u8) -> String {
     format!("node-{number}")
 }

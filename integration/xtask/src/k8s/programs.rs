@@ -137,7 +137,7 @@ fn source(folder: &Path) -> Result<PathBuf> {
     }
     let mut download = Command::new("go");
     download.args(["mod", "download", "-json", &format!("{KUBERNETES}@v{VERSION}")]);
-    // A module file of an earlier run would be used instead.
+    // Go would use a module file from an earlier run, so it was removed.
     download.current_dir(folder).env("GO111MODULE", "on").env("GOFLAGS", "-modcacherw");
     let told = sh::read(&mut download)?;
     let found: Module =

@@ -1,4 +1,5 @@
-//! Affinode's release as a cluster gets it: an image with its programs, and the chart.
+//! Affinode's release in the form in which a cluster gets it: an image with its programs, and the
+//! chart.
 
 use std::{fs, os::unix::fs::symlink, path::PathBuf};
 
@@ -20,7 +21,7 @@ pub const NAMESPACE: &str = "affinode-system";
 /// Name of the helm release.
 pub const RELEASE: &str = "affinode";
 
-/// A link to a node's root, in its folder.
+/// Name of a link in the node's folder, which points to the node's root.
 const ROOT: &str = "root";
 
 pub fn chart() -> PathBuf {
@@ -57,7 +58,7 @@ fn host_root(plane: &Plane<'_>) -> Result<String> {
     Ok(format!("/proc/{}/root{}", std::process::id(), of_each(plane, ROOT)?))
 }
 
-/// The values file for this cluster; its nodes have no systemd.
+/// The chart's values for this cluster. Its nodes have no systemd.
 fn values(plane: &Plane<'_>) -> Result<Value> {
     let place = |below: &str| format!("{HOME}/{below}");
     Ok(json!({
@@ -72,13 +73,15 @@ fn values(plane: &Plane<'_>) -> Result<Value> {
             "restart": "none",
             "hostRoot": host_root(plane)?,
             "containerdSocket": place("containerd.sock"),
-            // Nodes see each other's processes: shims are distinguished by the path of their file.
+            // Nodes see each other's processes. The path of the shim's file therefore contains the
+            // node's folder.
             "prefix": of_each(plane, "prefix")?,
             "stateDir": place("state-affinode"),
             "runDir": place("run"),
             "configDir": place("affinode"),
             "drain": "2s",
-            // The node with a broken configuration keeps its slot.
+            // A node whose configuration is broken keeps its place in the rollout, so all nodes may
+            // be updated at once.
             "rollout": {"maxConcurrent": plane.nodes().len()},
         },
         // On a cluster of one node, a second replica would stay pending.

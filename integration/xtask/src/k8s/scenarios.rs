@@ -22,9 +22,9 @@ use crate::output;
 
 /// The label of a node that serves the runtime.
 const LABEL: &str = "affinode.io/runtime";
-/// The label of a pod with the place of its GPU memory.
+/// Label of a pod that says where its GPU memory is.
 const GPU_STATE: &str = "affinode.io/gpu-state";
-/// Condition of a pod: whether its GPU memory is on the GPU.
+/// Condition of a pod that says whether its GPU memory is in VRAM.
 const RESIDENT: &str = "affinode.io/GpuResident";
 /// The annotation in which an agent reports its node's state.
 const STATE: &str = "affinode.io/state";

@@ -91,7 +91,7 @@ fn announce(world: &Testbed, keys: &[String]) -> Result<()> {
                 pod: format!("pod-{n}"),
                 container: "main".into(),
                 annotations: HashMap::new(),
-                // An existing folder, which stays.
+                // Any existing folder will do. It is not changed.
                 bundle: world.dir().display().to_string(),
                 ..Announcement::default()
             };

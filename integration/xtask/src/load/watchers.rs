@@ -1,4 +1,4 @@
-//! Watchers: streams of the node, read as a browser reads them.
+//! Watchers, which read the node's event streams as a browser does.
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 /// Time limit for a change to reach a watcher.
 const GUARD: Duration = Duration::from_secs(10);
 
-/// One stream: the lines of its messages, and the time of each.
+/// One stream: the lines of its messages, each with its arrival time.
 pub struct Watcher {
     lines: Receiver<(Instant, String)>,
     stream: UnixStream,

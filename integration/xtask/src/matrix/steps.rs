@@ -21,12 +21,13 @@ use anyhow::{Context, Result, ensure};
 use super::table::Column;
 
 pub(super) const HANDLER: &str = "affinode";
-/// VRAM of a pod.
+/// VRAM of a pod in MiB.
 const POD_MIB: u64 = 64;
 /// Configuration in which no container is offloaded without a request.
 pub(super) const CONFIG: &str = "[policy]\nmode = \"manual\"\nminimum_residency = \"1ms\"\n";
 
-/// Time limit for the end of the controller, which first waits a minute for another container.
+/// Time limit for the end of the controller. The controller first waits a minute for another
+/// container.
 pub(super) const CONTROLLER_ENDS: Duration = Duration::from_secs(180);
 
 type Step = fn(&mut Course<'_>) -> Result<String>;
@@ -44,7 +45,7 @@ const STEPS: [(&str, Step); 11] = [
     ("the node as before", as_before),
 ];
 
-/// Runs all steps on one containerd. After a failed step the rest is skipped.
+/// Runs all steps on one containerd. After a failed step the remaining steps are skipped.
 pub fn run(column: &mut Column, release: &Release, artifacts: &Artifacts, upgrade: &Path) {
     let recipe = TestbedConfig::default().node().artifacts(artifacts.clone()).release(release);
     let world = match recipe.config(CONFIG).world() {

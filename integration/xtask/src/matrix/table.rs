@@ -1,4 +1,4 @@
-//! The results of the matrix, as a table for people and as JSON.
+//! The results of the matrix, as a table and as JSON.
 
 use std::{
     fmt::{self, Write},
@@ -41,7 +41,7 @@ impl Column {
         Self { containerd, cells: Vec::new() }
     }
 
-    /// Runs a step and records the text that it returns.
+    /// Runs a step and records the text that it returns. Returns whether the step passed.
     pub fn step(&mut self, step: &str, work: impl FnOnce() -> Result<String>) -> bool {
         let tried = Tried::step(step, work);
         let passed = tried.passed();
@@ -49,7 +49,7 @@ impl Column {
         passed
     }
 
-    /// Records a step that failed before it ran.
+    /// Records the failure of a step's preparation.
     pub fn failed(&mut self, step: &str, error: &anyhow::Error) {
         self.step(step, || bail!("{error:#}"));
     }
@@ -61,7 +61,7 @@ impl Column {
 }
 
 impl Table {
-    /// A table for this machine, without columns.
+    /// Creates a table for this machine, without columns.
     pub fn here() -> Result<Self> {
         let read = |program: &str, argument: &str| sh::read(Command::new(program).arg(argument));
         let runc = read("runc", "--version")?;
@@ -69,7 +69,7 @@ impl Table {
         Ok(Self {
             date: read("date", "--iso-8601")?.trim().to_owned(),
             runc: runc.lines().next().unwrap_or("runc").to_owned(),
-            // The rest is the distribution's own suffix.
+            // The text after the first hyphen is the distribution's suffix.
             kernel: kernel.trim().split('-').next().unwrap_or_default().to_owned(),
             columns: Vec::new(),
         })

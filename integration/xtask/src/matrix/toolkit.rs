@@ -1,5 +1,5 @@
-//! NVIDIA's container toolkit, built from the source of Go's module proxy. Its program rewrites
-//! containerd's files as GPU Operator does at each start.
+//! NVIDIA's container toolkit, built from source that Go's module proxy provides. Its program
+//! rewrites containerd's files, as GPU Operator does at each start.
 
 use std::{
     fmt, fs,
@@ -14,13 +14,13 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/NVIDIA/nvidia-container-toolkit";
-/// Versions, and whether each writes a file of its own: the newest release at the time of the last
-/// update, and the last one that does not.
+/// Versions, and whether each writes a separate file. The first is the newest release at the time
+/// of the last update, the second is the last release without a separate file.
 const VERSIONS: [(&str, bool); 2] = [("1.20.1", true), ("1.17.8", false)];
 /// Name of the toolkit's file in the folder that containerd imports.
 const DROP_IN: &str = "99-nvidia.toml";
 
-/// Configuration that the toolkit copies into its file.
+/// Source of the configuration that the toolkit copies into its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// Only the file that containerd reads first.
@@ -33,11 +33,11 @@ pub enum Source {
 pub struct Toolkit {
     program: PathBuf,
     version: &'static str,
-    /// Whether the toolkit writes a file of its own.
+    /// Whether the toolkit writes a separate file.
     pub drops_in: bool,
 }
 
-/// Returns the releases. They are built, unless that was done before.
+/// Returns the toolkit's releases. Builds them if they are not built yet.
 pub fn releases(artifacts: &Artifacts) -> Result<Vec<Toolkit>> {
     let build = |(version, drops_in): (&'static str, bool)| {
         let folder = artifacts.cache_dir().join(format!("nvidia-ctk-{version}"));
@@ -58,12 +58,12 @@ fn make(folder: &Path, program: &Path, version: &str) -> Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let module = format!("module affinode.io/test\n\ngo 1.26.0\n\nrequire {MODULE} v{version}\n");
     fs::write(folder.join("go.mod"), module)?;
-    // A build that was stopped must leave no program.
+    // The build writes to a temporary name, so that an interrupted build leaves no program.
     let fresh = program.with_extension("new");
     let mut go = Command::new("nice");
     go.args(["go", "build", "-trimpath", "-o"]).arg(&fresh);
     go.arg(format!("{MODULE}/cmd/nvidia-ctk"));
-    // Its bindings of NVML are in C, and full of warnings.
+    // The Go bindings of NVML contain C code that causes many warnings, so warnings are off.
     go.current_dir(folder).env("CGO_ENABLED", "1").env("CGO_CFLAGS", "-g -O2 -w");
     go.env("GOFLAGS", "-mod=mod -modcacherw -buildvcs=false -p=2");
     sh::run(&mut go)?;
@@ -76,7 +76,8 @@ impl Toolkit {
         let file = world.containerd().config_file();
         let folder = world.dir().join("tools");
         fs::create_dir_all(&folder)?;
-        // The toolkit runs `containerd config dump`, which reads the machine's file.
+        // The toolkit runs `containerd config dump`. Without this wrapper it would read the
+        // machine's file.
         let wrapper = folder.join("containerd-of-the-node");
         let program = world.containerd().release().bin_dir.join("containerd");
         let text =

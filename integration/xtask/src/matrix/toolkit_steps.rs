@@ -1,5 +1,5 @@
-//! Steps on a node that also has NVIDIA's Container Toolkit. The toolkit is started again before,
-//! between and after the steps of Affinode.
+//! Steps on a node that also has NVIDIA's Container Toolkit. The toolkit is started before, between
+//! and after the steps of Affinode.
 
 use std::{fmt, fs, path::Path, process::Command};
 
@@ -21,7 +21,7 @@ use super::{
 
 /// Number of starts of the toolkit in a row.
 const STARTS: usize = 10;
-/// Whether the toolkit was on the node before Affinode.
+/// Whether the toolkit was installed on the node before Affinode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     OursFirst,
@@ -37,8 +37,8 @@ struct Scene<'a> {
     restarts: usize,
 }
 
-/// Adds one cell for each combination of toolkit, source, configuration and order on this
-/// containerd.
+/// Adds one cell to this containerd's column for each combination of toolkit, source, configuration
+/// version and order.
 pub fn run(
     column: &mut Column,
     release: &Release,
@@ -72,13 +72,14 @@ pub fn run(
     }
 }
 
-/// Returns the versions of configuration files that this containerd reads and a node may have.
+/// Returns the versions of configuration files that this containerd can read.
 fn versions(release: &Release) -> &'static [u32] {
     let minor = release.version.trim_start_matches('v').split('.').nth(1);
     match release.line {
         Line::V1_6 | Line::V1_7 => &[2],
-        // Beside the toolkit's file of version 3, containerd 2 loses the sandbox's image of a first
-        // file of version 2, and testbeds have no other: that pair is not played.
+        // With the toolkit's file in version 3 and a first file in version 2, containerd 2 loses
+        // the setting of the sandbox image. Testbeds have no other sandbox image, so this
+        // combination is left out.
         Line::V2 if minor.and_then(|minor| minor.parse().ok()).unwrap_or(0) < 3 => &[3],
         Line::V2 => &[3, 4],
     }
@@ -130,7 +131,7 @@ impl Scene<'_> {
         ensure!(said.contains("2 shims run"), "{said}");
         self.end_pods()?;
         let restarts = self.restarts;
-        // containerd 1.6 has no CDI: there pods need NVIDIA's program once it is on the node.
+        // containerd 1.6 has no CDI. Its pods need NVIDIA's program as soon as the node has it.
         let allowed = usize::from(
             order == Order::OursFirst && world.containerd().release().line == Line::V1_6,
         );
@@ -174,7 +175,7 @@ impl Scene<'_> {
         built.display().to_string()
     }
 
-    /// Starts the toolkit several times. The node agent's check follows each start.
+    /// Starts the toolkit several times. After each start, the node agent's check runs.
     fn start(&mut self, times: usize) -> Result<()> {
         for _ in 0..times {
             self.toolkit.start(self.course.world, self.source, false)?;
@@ -183,7 +184,7 @@ impl Scene<'_> {
         Ok(())
     }
 
-    /// Does what the node agent does at a check.
+    /// Runs the same check as the node agent.
     fn look(&mut self) -> Result<()> {
         if !self.course.installation.run("status", &[])?.status.success() {
             let from = self.from();
@@ -192,11 +193,12 @@ impl Scene<'_> {
         self.is_served()
     }
 
-    /// Changes the default handler. Affinode's handler changes as well, with one restart each time.
+    /// Changes the default handler. Affinode's handler must follow, with one restart for each
+    /// change.
     fn follow(&mut self) -> Result<()> {
         let has_cdi = self.course.world.containerd().release().line != Line::V1_6;
         let runtime = toolkit::runtime(self.course.world)?.display().to_string();
-        // 1.17 sets a default handler and never takes it back.
+        // Release 1.17 sets a default handler and never resets it.
         let drops = self.toolkit.drops_in;
         for (default, changes) in
             [(true, has_cdi), (true, false), (false, has_cdi && drops), (false, false)]

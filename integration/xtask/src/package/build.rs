@@ -1,6 +1,6 @@
 //! Builds the programs of a release. Programs that load NVML are linked against an old C library,
-//! so that they run on old nodes. The other program is static. No program contains a path of this
-//! machine.
+//! so that they run on old nodes. The remaining program is static. No program contains a path of
+//! this machine.
 
 use std::{
     fs,
@@ -23,7 +23,7 @@ const MUSL: &str = "x86_64-unknown-linux-musl";
 const OLD_SUITE: &str = "bullseye";
 /// Version of that library. A program that needs a newer version was not linked against it.
 const OLD_GLIBC: (u32, u32) = (2, 31);
-/// Packages needed to link and compile against it.
+/// Packages that are needed to compile and link against that library.
 const OLD_PACKAGES: [&str; 4] = ["libc6", "libc6-dev", "libgcc-s1", "linux-libc-dev"];
 
 pub struct Built {
@@ -61,7 +61,7 @@ pub fn dev() -> Result<Built> {
     of(&build::all(Profile::Dev)?)
 }
 
-/// The files of an existing build.
+/// The files of an existing build, as if they were built for a release.
 pub fn of(artifacts: &Artifacts) -> Result<Built> {
     Ok(Built {
         command: artifacts.bin("affinode")?,
@@ -125,7 +125,8 @@ fn cargo(target: &str, sysroot: Option<&Path>, arguments: &[&str]) -> Result<()>
         let root = format!("--sysroot={}", sysroot.display());
         command.env(format!("CFLAGS_{}", target.replace('-', "_")), &root);
         flags.push(format!("-Clink-arg={root}"));
-        // gcc searches its own folders before those below the root.
+        // gcc searches its own folders before those below the sysroot, so the sysroot's folders are
+        // named explicitly.
         for folder in ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"] {
             let folder = sysroot.join(folder);
             for option in ["-B", "-L"] {
@@ -183,7 +184,7 @@ fn sysroot() -> Result<Option<PathBuf>> {
     Ok(Some(folder))
 }
 
-/// Changes links to `/…` so that their targets are below a root.
+/// Rewrites links to absolute paths, so that their targets are below a root.
 fn stay_inside(root: &Path, folder: &Path) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;

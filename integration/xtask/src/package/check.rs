@@ -1,5 +1,6 @@
-//! Tests the packages: dpkg and rpm install them in private roots and remove them again, and a
-//! private containerd runs the image. On this machine, only `rpm` is installed if it is missing.
+//! Tests the packages. dpkg and rpm install them in private roots and remove them again. A private
+//! containerd runs the image. The only change to this machine is the installation of `rpm`, if it
+//! is missing.
 
 use std::{
     collections::BTreeSet,
@@ -50,7 +51,8 @@ fn debian(package: &Path) -> Result<()> {
     let dpkg = |arguments: &[&str]| {
         let mut command = Command::new("dpkg");
         command.arg(format!("--root={}", root.display()));
-        // This root has no C library and no shell; the machine's are used.
+        // This root has neither a C library nor a shell, so dependencies are ignored and the
+        // machine's shell runs the scripts.
         command.args(["--force-depends", "--force-script-chrootless", "--log=/dev/null"]);
         sh::read(command.args(arguments))
     };
@@ -91,14 +93,14 @@ fn red_hat(package: &Path) -> Result<()> {
     let root = root.path();
     let rpm = |arguments: &[&str]| {
         let mut command = Command::new("rpm");
-        // Not the folder below `/root`, which Debian's rpm uses.
+        // Debian's rpm would otherwise use a database folder below `/root`.
         command.arg("--root").arg(root).args(["--dbpath", "/var/lib/rpm"]);
         sh::read(command.args(arguments))
     };
     let path = package.to_string_lossy();
     let checked = rpm(&["--checksig", "--nosignature", &path])?;
     ensure!(checked.trim().ends_with("OK"), "unexpected output of rpm: {checked}");
-    // This root has no C library and no shell.
+    // This root has neither a C library nor a shell, so dependencies and scripts are skipped.
     rpm(&["--install", "--nodeps", "--noscripts", &path])?;
     let listed = rpm(&["--query", "--list", "affinode"])?;
     for path in listed.lines() {
@@ -118,7 +120,7 @@ fn runs(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Requires that nothing is left below a root, except in these folders.
+/// Requires that no files are left below a root, except in the folders `but`.
 fn left_nothing(root: &Path, but: &[&str]) -> Result<()> {
     let mut left = BTreeSet::new();
     let mut folders = vec![root.to_owned()];
@@ -158,7 +160,7 @@ fn containers(archive: &Path, package: &Path, about: &About) -> Result<()> {
     }
     let state = tempfile::tempdir()?;
     let mut install = Command::new(package.join("usr/bin/affinode"));
-    // The testbed's containerd has a handler affinode.
+    // The name differs from the handler `affinode`, which the testbed's containerd already has.
     install.args(["install", "--dry-run", "--runtime-name", "packaged"]);
     install.arg("--containerd").arg(daemon.socket());
     install.arg("--state-dir").arg(state.path()).arg("--prefix").arg(state.path());

@@ -1,4 +1,4 @@
-//! The .deb, built by dpkg-deb, which takes all times from `SOURCE_DATE_EPOCH`.
+//! The .deb. dpkg-deb builds it, and sets all times from `SOURCE_DATE_EPOCH`.
 
 use std::{
     fs,
@@ -23,7 +23,7 @@ gives the GPU of idle containers to others
 /// Script that runs after unpacking. It prints the next steps, and changes nothing, because a
 /// change may restart containerd.
 pub const AFTER: &str = include_str!("after.sh");
-/// Script that runs before removal. It prints what stays.
+/// Script that runs before removal. It prints what remains on the node.
 pub const BEFORE_REMOVAL: &str = include_str!("before-removal.sh");
 
 pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
@@ -40,7 +40,8 @@ pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
     sh::read(
         Command::new("dpkg-deb")
             .env("SOURCE_DATE_EPOCH", about.epoch_seconds.to_string())
-            // Several threads would compress other pieces. Old dpkg supports xz.
+            // Several threads would divide the data differently, so the bytes would vary. xz is
+            // used because old versions of dpkg support it.
             .args(["--root-owner-group", "-Zxz", "--threads-max=1", "--build"])
             .args([&root, &package]),
     )?;

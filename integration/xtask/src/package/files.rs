@@ -1,5 +1,5 @@
-//! The contents of a node's package. `affinode install` copies programs and library from it. The
-//! package alone does not change the node.
+//! The contents of a node's package. `affinode install` copies programs and library from the
+//! package. The installation of the package alone does not change the node's runtime.
 
 use std::{
     collections::BTreeMap,
@@ -42,7 +42,7 @@ const DOCUMENTS: [(&str, &str); 10] = [
     ("config/config.toml", "config.toml"),
 ];
 
-/// The library, and the programs without their symbols.
+/// The library, and the stripped programs.
 pub struct Programs {
     pub command: Vec<u8>,
     pub shim: Vec<u8>,
@@ -95,7 +95,7 @@ pub fn all(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
     Ok(tree)
 }
 
-/// The documents by their path in the package. Pages below `docs` keep theirs, because
+/// The documents by their path in the package. Pages below `docs` keep their relative path, because
 /// README.md and ARCHITECTURE.md link to them.
 pub fn documents() -> Result<BTreeMap<String, Vec<u8>>> {
     let root = workspace_dir();
@@ -118,7 +118,7 @@ pub fn documents() -> Result<BTreeMap<String, Vec<u8>>> {
     Ok(documents)
 }
 
-/// The manual pages, compressed as packages have them.
+/// The manual pages, compressed as in packages.
 fn manuals(tree: &mut Tree, command: &Path) -> Result<()> {
     let folder = tempfile::tempdir()?;
     sh::read(Command::new(command).arg("man").arg(folder.path()))?;
@@ -126,7 +126,7 @@ fn manuals(tree: &mut Tree, command: &Path) -> Result<()> {
         let path = entry?.path();
         let name =
             path.file_name().context("the path has no file name")?.to_string_lossy().into_owned();
-        // Without name and time in the header, for reproducible bytes.
+        // The gzip header has neither name nor time, so that the bytes are reproducible.
         let mut packed = GzBuilder::new().write(Vec::new(), Compression::best());
         packed.write_all(&read(&path)?)?;
         tree.file(format!("/usr/share/man/man1/{name}.gz"), packed.finish()?);
@@ -134,7 +134,7 @@ fn manuals(tree: &mut Tree, command: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A program without its symbols.
+/// The contents of a program without its symbols.
 fn stripped(program: &Path) -> Result<Vec<u8>> {
     let file = tempfile::NamedTempFile::new()?;
     sh::run(Command::new("strip").arg("--strip-all").arg("-o").arg(file.path()).arg(program))?;

@@ -1,5 +1,5 @@
-//! The container image: all programs, the library, and the C library that the node's programs
-//! need. No shell, no package manager, no registry.
+//! The container image. It contains all programs, the library, and the C library that the programs
+//! need on a node. It has neither a shell nor a package manager.
 
 use std::{collections::BTreeSet, path::PathBuf};
 
@@ -21,9 +21,10 @@ use super::{
 /// Uid and gid of programs that need no root.
 const UNPRIVILEGED: u32 = 65532;
 
-/// Prefix that the chart expects. `affinode install` finds the shim next to it.
+/// Prefix of the programs, which the chart expects. `affinode install` finds the shim below this
+/// prefix.
 const PREFIX: &str = "/usr/local";
-/// The PATH of the image. It also applies on the node, whose root the installer enters.
+/// The image's PATH. The installer also uses it after it has entered the node's root.
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// The files of the image.
@@ -52,7 +53,7 @@ pub fn tree(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
     Ok(tree)
 }
 
-/// The shared libraries of its programs, loader included.
+/// The shared libraries that the image's programs need, including the loader.
 pub fn libraries(built: &Built) -> Result<BTreeSet<PathBuf>> {
     let mut all = BTreeSet::new();
     for program in [&built.command, &built.shim, &built.cluster] {
@@ -61,7 +62,7 @@ pub fn libraries(built: &Built) -> Result<BTreeSet<PathBuf>> {
     Ok(all)
 }
 
-/// The image's name for `ctr images import` and the kubelet.
+/// The image's name, as `ctr images import` and the kubelet use it.
 pub fn name(about: &About) -> String {
     format!("docker.io/affinode/affinode:{}", about.version)
 }

@@ -1,5 +1,6 @@
-//! The bill of materials, CycloneDX 1.5: every crate that is linked into a program of a release,
-//! with licence, checksum and dependencies, and the system libraries in the image.
+//! The bill of materials in the format CycloneDX 1.5. It lists the system libraries in the image,
+//! and every crate that is linked into a program of a release, with licence, checksum and
+//! dependencies.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +16,7 @@ use serde_json::{Value, json};
 use super::About;
 use crate::sh;
 
-/// The crates whose dependencies are in the release.
+/// Crates of the released programs. Their dependencies are listed.
 const ROOTS: [&str; 4] =
     ["affinode-cluster", "affinode-controller", "affinode-preload", "affinode-shim"];
 
@@ -85,7 +86,7 @@ pub fn of(about: &About, metadata: &Value, sums: &BTreeMap<String, String>) -> R
     }))
 }
 
-/// The crates to which a crate is linked, without those of tests and build scripts.
+/// The crates that a crate is linked with. Dependencies of tests and build scripts are left out.
 fn linked(node: &Value) -> Vec<&str> {
     let is_linked =
         |dependency: &&Value| list(&dependency["dep_kinds"]).any(|kind| kind["kind"].is_null());
@@ -114,7 +115,7 @@ fn url(package: &Value) -> String {
     format!("pkg:cargo/{}@{}", text("name"), text("version"))
 }
 
-/// SHA-256 of each crate's archive, by its url, from Cargo.lock.
+/// SHA-256 of each crate's archive from Cargo.lock, by the crate's package URL.
 fn checksums(lock: &str) -> BTreeMap<String, String> {
     let entry = |entry: &str| {
         let field = |key: &str| {
@@ -127,11 +128,11 @@ fn checksums(lock: &str) -> BTreeMap<String, String> {
     lock.split("[[package]]").filter_map(entry).collect()
 }
 
-/// The packages of this machine that libraries belong to, if dpkg knows them.
+/// The Debian packages of this machine that contain the libraries, as far as dpkg knows them.
 fn debian(libraries: &BTreeSet<PathBuf>) -> Result<Vec<Value>> {
     let mut owners = BTreeSet::new();
     for library in libraries {
-        // dpkg may list a file under its path without the link of /lib.
+        // dpkg may list a file under its real path, without the link /lib.
         let real = std::fs::canonicalize(library)?;
         let names = [library.clone(), PathBuf::from("/usr").join(library.strip_prefix("/")?), real];
         let owner = names.iter().find_map(|name| {

@@ -16,7 +16,7 @@ fn about() -> About {
 
 fn tree() -> Tree {
     let mut tree = Tree::default();
-    // Added in another order than they are packed.
+    // The order in which files are added must not affect the packed order.
     tree.link("/usr/bin/affinode", "../lib/affinode/bin/affinode");
     tree.file("/usr/share/doc/affinode/copyright", "Apache-2.0");
     tree.program("/usr/lib/affinode/bin/affinode", vec![7; 100_000]);
@@ -30,7 +30,7 @@ fn packed() -> Packages {
 #[test]
 fn packing_again_gives_the_same_bytes() {
     let first = packed();
-    // A later second, another umask, other temporary folders.
+    // The second build has a later time, another umask and other temporary folders.
     let since = std::time::Instant::now();
     affinode_e2e::wait::until("a second", || Ok((since.elapsed().as_secs() >= 1).then_some(())))
         .unwrap();

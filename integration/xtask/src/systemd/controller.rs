@@ -1,4 +1,4 @@
-//! The controller as a unit: the effect of its kill, restart and end on offloaded containers.
+//! The controller as a unit: how its kill, restart and end affect offloaded containers.
 
 use std::{fs, time::Instant};
 
@@ -40,7 +40,7 @@ const KILLS: usize = 3;
 /// Number of the controller's own sockets in the descriptor store.
 const OWN_SOCKETS: usize = 2;
 
-/// A node with the unit, a container, and a job in a unit of its own.
+/// A node with the controller's unit, a container, and a job in a unit of its own.
 pub struct Controller<'a> {
     node: &'a Node,
     container: Program,
@@ -66,7 +66,7 @@ impl<'a> Controller<'a> {
         self.job.verify()
     }
 
-    /// Waits until a controller other than this one serves.
+    /// Waits until a controller other than the process `old` serves. Returns its pid.
     fn another_than(&self, old: i32) -> Result<i32> {
         until("another controller", || {
             let pid = self.node.cli().ps_now().map(|node| node.controller_pid).ok();
@@ -110,8 +110,8 @@ fn written(controller: &mut Controller<'_>) -> Result<String> {
     Ok("active, enabled, its process serves".into())
 }
 
-/// Kills the controller while a program is offloaded, and calls that program, several times.
-/// Returns the times that the calls waited.
+/// Several times, kills the controller while a program is offloaded, and then calls that program.
+/// Returns how long each call waited.
 fn killed(node: &Node, program: &mut Program) -> Result<String> {
     let mut waited = Vec::new();
     for _ in 0..KILLS {
@@ -154,7 +154,7 @@ fn kill_without_store(controller: &mut Controller<'_>) -> Result<String> {
     Ok(format!("{seen}; a job that begins meanwhile: {:?} {said}", output.status.code()))
 }
 
-/// Waits until the store has this number of sockets.
+/// Waits until systemd stores this number of sockets.
 fn stored_are(node: &Node, number: usize) -> Result<()> {
     let mut stored = String::new();
     until(&format!("{number} sockets in the store"), || {

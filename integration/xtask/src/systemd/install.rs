@@ -1,4 +1,4 @@
-//! An installation that restarts containerd through systemd, and its removal.
+//! An installation that restarts containerd through systemd, and the removal of that installation.
 
 use affinode_e2e::snapshot::Snapshot;
 use anyhow::{Context, Result, ensure};
@@ -32,7 +32,7 @@ const DROP_IN: &str = "/etc/systemd/system/containerd.service.d/fault.conf";
 /// Shell command that checks whether the handler is in containerd's file.
 const HAS_HANDLER: &str = "grep -q affinode /etc/containerd/config.toml";
 
-/// A node, and its files before the installation.
+/// A node, and a snapshot of its files before the installation.
 pub struct Install<'a> {
     node: &'a Node,
     before: Vec<Snapshot>,

@@ -1,5 +1,5 @@
-//! A private node: systemd as process 1 in its own namespaces and cgroups, with no network but
-//! loopback. A supervisor owns it, so nothing of it is left when the command ends or is killed.
+//! A private node. systemd is process 1 in namespaces and cgroups of its own, and the only network
+//! is loopback. A supervisor owns the node, so nothing remains when the command ends or is killed.
 
 use std::{
     collections::BTreeMap,
@@ -26,7 +26,7 @@ use crate::sh;
 const BOOT: Duration = Duration::from_secs(180);
 /// Time limit of a command on the node, in seconds.
 const LIMIT: &str = "180";
-/// Name of the node's user that is not root.
+/// Name of the unprivileged user on the node.
 pub const USER: &str = "alice";
 
 const FILES: [(&str, &str); 7] = [
@@ -91,7 +91,7 @@ impl Node {
         Ok(node)
     }
 
-    /// Path on this machine of a file of the node.
+    /// Path on this machine of a file in the node's root.
     pub fn file(&self, path: &str) -> PathBuf {
         self.dir.join("root").join(path.trim_start_matches('/'))
     }
@@ -160,7 +160,7 @@ impl Node {
         self.sh(&format!("systemctl show --value --property {name} {unit}"))
     }
 
-    /// Powers the node off, and requires that nothing of it is left.
+    /// Powers the node off, and requires that no process or file of the node is left.
     pub fn end(self) -> Result<String> {
         // The connection to systemd may end before the reply.
         let _ = self.output("systemctl poweroff");
@@ -177,7 +177,7 @@ impl Node {
         Ok("the node powered off; no process, cgroup, mount or file is left".into())
     }
 
-    /// The logs of its programs, for a failed step.
+    /// The logs of the node's programs, for a failed step.
     pub fn log(&self) -> String {
         let script = "journalctl --no-pager --lines 60 --output short-precise; \
                       tail --lines 30 /run/affinode/controller.log";
@@ -195,7 +195,7 @@ impl Drop for Node {
     }
 }
 
-/// The child that is the first process of its own pid namespace.
+/// Finds the child of `parent` that is the first process of a new pid namespace.
 fn first_process(parent: u32) -> Option<u32> {
     let children = fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;
     children.split_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
@@ -205,8 +205,7 @@ fn first_process(parent: u32) -> Option<u32> {
     })
 }
 
-/// Creates the files of a GPU node without Affinode: a driver, a configuration, users, images to
-/// run.
+/// Creates the files of a GPU node without Affinode: a driver, a configuration, users, and images.
 fn furnish(root: &Path, artifacts: &Artifacts) -> Result<()> {
     let put = |path: &str, text: &str| -> Result<PathBuf> {
         let path = root.join(path);

@@ -18,13 +18,13 @@ pub struct Program {
 }
 
 impl Program {
-    /// Creates its pipes; a step starts the program.
+    /// Creates the program's pipes. A step starts the program later.
     pub fn prepare(node: &Node, name: &'static str) -> Result<Self> {
         let folder = make_pipes(&node.file("/srv"), name)?;
         Ok(Self { name, lines: Lines::open(&folder)? })
     }
 
-    /// The shell command that runs it on its pipes on the node.
+    /// Shell command that runs the program on the node, connected to its pipes.
     pub fn command(&self) -> String {
         let (name, seed) = (self.name, self.name.len() + self.name.as_bytes()[0] as usize);
         format!(
@@ -33,7 +33,7 @@ impl Program {
         )
     }
 
-    /// Waits until it has filled its VRAM.
+    /// Waits until the program has filled its VRAM.
     pub fn wait_filled(&mut self) -> Result<()> {
         self.expect("open")?;
         self.expect("fill").map(drop)

@@ -1,4 +1,4 @@
-//! The observation of each step, as a table and as JSON.
+//! The results of all steps, as a table and as JSON.
 
 use std::fmt;
 

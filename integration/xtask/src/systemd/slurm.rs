@@ -1,4 +1,4 @@
-//! Slurm jobs with config/slurm/job.sh, submitted by a user of the node.
+//! Slurm jobs that use config/slurm/job.sh and are submitted by a user of the node.
 
 use std::fs;
 
@@ -25,7 +25,7 @@ pub fn steps<'a>() -> [Step<Slurm<'a>>; 6] {
     ]
 }
 
-/// A node, and a program in a job's step.
+/// A node, and a program that runs in a step of a Slurm job.
 pub struct Slurm<'a> {
     node: &'a Node,
     program: Program,
@@ -43,7 +43,7 @@ impl<'a> Slurm<'a> {
         format!("slurm-{}", self.job)
     }
 
-    /// Submits the script of config/slurm with this program in it.
+    /// Submits the script of config/slurm with this program as its command.
     fn submit(&mut self) -> Result<()> {
         let mut script = fs::read_to_string(workspace_dir().join("config/slurm/job.sh"))?;
         for (theirs, ours) in [
@@ -116,7 +116,7 @@ fn idle(slurm: &mut Slurm<'_>) -> Result<String> {
 }
 
 impl Slurm<'_> {
-    /// Memory use of a cgroup of either version.
+    /// Memory use of a cgroup in bytes, with either cgroup version.
     fn memory_of(&self, cgroup: &str) -> Result<u64> {
         let files = [
             format!("/sys/fs/cgroup/memory{cgroup}/memory.usage_in_bytes"),

@@ -17,7 +17,7 @@ const TOOLS: [(&str, &str); 2] =
 /// Packages of the tree in addition to the essential ones.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus,iproute2,containerd,runc,kmod,munge,\
                         slurmctld,slurmd,slurm-client";
-/// File of the tree that is written last. It lists the packages from which the tree was made.
+/// File that is written last when the tree is created. It lists the packages in the tree.
 const MADE: &str = "etc/affinode-node";
 
 /// The folder of the tree. The tree is created if it does not exist.

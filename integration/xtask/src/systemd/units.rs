@@ -81,7 +81,7 @@ fn stop(units: &mut Units<'_>) -> Result<String> {
     Ok("no longer listed; no VRAM, process or folder of it is left".into())
 }
 
-/// Waits until nothing of a job is left.
+/// Waits until no trace of a job is left.
 pub fn gone(node: &Node, name: &str) -> Result<()> {
     until(&format!("{name} to be no longer listed"), || {
         Ok(node.row(name)?.is_none().then_some(()))

@@ -57,7 +57,7 @@ impl<'a> Looker<'a> {
         fetch(self.plane, &self.url(path), Some(&self.token))
     }
 
-    /// The page's row of a node, once it satisfies `is_it`.
+    /// The page's row of a node. Waits until the row satisfies `is_it`.
     pub fn row(&self, node: &str, is_it: impl Fn(&Value) -> bool) -> Result<Value> {
         let mut last = String::new();
         // A denial is cached for 10 s; then the nodes are polled.
@@ -82,7 +82,7 @@ impl<'a> Looker<'a> {
     }
 }
 
-/// An account with the right sees all nodes and reaches each; others see nothing.
+/// An account with the right sees all nodes and reaches each of them. Other accounts see nothing.
 pub fn shows_nodes(plane: &Plane<'_>) -> Result<()> {
     step("The page of all nodes");
     let looker = Looker::stranger(plane)?;

@@ -44,7 +44,7 @@ pub fn by_webhook(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Checks that exactly those pods get the class that request a GPU and do not opt out.
+/// Checks which pods get the class: exactly those that request a GPU and do not opt out.
 fn pods_get_the_class(plane: &Plane<'_>, name: &str) -> Result<()> {
     let class = |pod: &Value| -> Result<Value> {
         let file = plane.world().dir().join("pod.json");

@@ -1,4 +1,5 @@
-//! `helm install`: nodes that serve the runtime have the label; the others report the reason.
+//! Checks of `helm install`. A node that serves the runtime gets the label. Any other node reports
+//! the reason.
 
 use std::fs;
 
@@ -41,8 +42,8 @@ pub fn all_but_the_broken(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Checks that an agent leaves a node to another installation. Two installations on one node would
-/// undo each other's changes.
+/// Checks that an agent does not install on a node that has another installation. Two installations
+/// on one node would undo each other's changes.
 fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
     let first = plane.first();
     let before = fs::read(first.config_file())?;

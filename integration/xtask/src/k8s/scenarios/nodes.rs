@@ -21,7 +21,7 @@ use crate::{
     output,
 };
 
-/// Marker in the files of the other build.
+/// Text that marks the files of the other build.
 const SIGN: &str = "another build, for a test";
 /// Tag of the other build's image.
 const NEXT: &str = "next";
@@ -93,7 +93,7 @@ fn another(plane: &Plane<'_>) -> Result<Artifacts> {
     Ok(fresh)
 }
 
-/// Whether an installed file is of the other build.
+/// Whether an installed file belongs to the other build.
 fn is_another(file: &Path) -> Result<bool> {
     let mut grep = Command::new("grep");
     Ok(grep.args(["--quiet", "--text", "--fixed-strings", SIGN]).arg(file).status()?.success())

@@ -1,5 +1,5 @@
-//! The chart's default: the agent restarts containerd through systemd. Each node has a `systemctl`
-//! that requests the restart from this program.
+//! Checks of the chart's default, with which the agent restarts containerd through systemd. Each
+//! node has a `systemctl` that sends the request to this program.
 
 use std::{
     fs,
