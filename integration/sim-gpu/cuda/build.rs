@@ -9,8 +9,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // cuGetProcAddress must return this library's functions, even if another library exports the
     // same names first.
     println!("cargo:rustc-cdylib-link-arg=-Wl,-Bsymbolic-functions");
-    // std is linked to libgcc_s.so.1, which a container may lack. This linker script stands in
-    // its place and takes the unwinder from the compiler's static library.
+    // std is linked to libgcc_s.so.1, which a container may lack. This linker script replaces that
+    // library, and takes the unwinder from the compiler's static library.
     let folder = PathBuf::from(env::var("OUT_DIR")?);
     fs::write(folder.join("libgcc_s.so"), "INPUT ( -lgcc_eh -lgcc )\n")?;
     println!("cargo:rustc-link-search=native={}", folder.display());

@@ -190,7 +190,7 @@ fn verify_and_check_see_every_byte() {
         for offset in [0, 700_003, last - 8, last] {
             worker.expect(&format!("poke {offset}{place}"), 0);
             looks(&mut worker, false);
-            // The same again takes it back.
+            // The same command again restores the byte.
             worker.expect(&format!("poke {offset}{place}"), 0);
         }
     }

@@ -1,4 +1,5 @@
-//! Tests of the daemon with clients that are not Affinode's libraries, and with hostile ones.
+//! Tests of the daemon with clients that do not use the simulated libraries, and with hostile
+//! clients.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 
@@ -49,7 +50,7 @@ fn obey(node: &Node) {
 fn exporter_is_restored_apart_from_importer() {
     let node = Node::start(&[]);
     let importer = attach(&node);
-    // The latest attachment of a pid is the process that checkpoint calls mean.
+    // Checkpoint calls mean the process that attached last with this pid.
     let owner = attach(&node);
     obey(&node);
     let Reply::Object { object, .. } = ask(&owner, &Request::Allocate { gpu: 0, bytes: MIB })
@@ -59,7 +60,7 @@ fn exporter_is_restored_apart_from_importer() {
     let (_, exported) = ask_with(&owner, &Request::Export { object }, None);
     let exported = exported.unwrap();
 
-    // Exported alone it is no obstacle.
+    // Memory that is only exported does not prevent the checkpoint.
     assert_eq!(checkpoint(&node, Operation::Lock { timeout_ms: 0 }), Reply::Done);
     assert_eq!(checkpoint(&node, Operation::RestoreThread), Reply::Thread(7));
     assert_eq!(checkpoint(&node, Operation::Save), Reply::Done);

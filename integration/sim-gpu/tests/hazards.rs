@@ -1,5 +1,4 @@
-//! Tests of the failures of checkpoints, and of the cases that succeed, as measured on a real
-//! driver.
+//! Tests of checkpoints that fail and of cases that succeed, as measured on a real driver.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 
@@ -111,7 +110,7 @@ fn some_calls_return_while_checkpointed() {
     let mut worker = node.worker(2);
     assert_eq!(node.checkpoint(worker.pid(), &AWAY), [0, 0]);
     worker.expect("meminfo", 304);
-    // It asks for the device's name.
+    // `exec-info` queries the device's name.
     worker.expect("exec-info", 304);
     worker.expect("version", 0);
     let fork = worker.ask("fork");
@@ -154,7 +153,7 @@ fn a_lock_waits_for_kernels_as_long_as_it_may() {
     worker.expect("spin 3600000", 0);
     assert_eq!(node.checkpoint(worker.pid(), &["lock=50"]), [600]);
     assert_eq!(node.state(worker.pid()), 0);
-    // Not harmed: calls that do not wait for the kernel go through.
+    // Calls that do not wait for the kernel still succeed.
     worker.expect("streamcreate", 0);
     worker.kill();
 
@@ -190,7 +189,7 @@ fn shared_memory_is_restored_as_a_silent_copy() {
     giver.expect("touch", 0);
     giver.expect_intact();
     taker.expect_intact();
-    // The importer is lost.
+    // The importing process is lost.
     assert_eq!(node.checkpoint(taker.pid(), &["lock", "checkpoint", "restore"]), [0, 0, 1]);
     giver.expect("free", 0);
     giver.kill();
@@ -266,7 +265,8 @@ fn the_caller_may_die_the_operation_does_not() {
         let mut caller = node.command(products().clients.join("checkpoint"));
         let mut caller =
             caller.arg(worker.pid().to_string()).arg(call).stdout(Stdio::null()).spawn().unwrap();
-        // The VRAM moves at the beginning of the simulated time, so the call is under way.
+        // The VRAM moves at the beginning of the simulated time. The change therefore shows that
+        // the call is in progress.
         node.wait_used(0, if call == "checkpoint" { 0 } else { 8 * MIB + CONTEXT });
         caller.kill().unwrap();
         caller.wait().unwrap();
@@ -314,7 +314,8 @@ fn calls_on_oneself_work_in_a_pid_namespace() {
         return;
     }
     let node = Node::start(&[]);
-    // In its namespace the worker is pid 1, and root's call from outside goes by the outer pid.
+    // In its own pid namespace the worker has pid 1. A call by root from outside uses the outer
+    // pid.
     let worker = products().clients.join("api_check");
     let output = node
         .command("unshare")
@@ -344,7 +345,7 @@ fn checkpoint_above_memory_limit_kills() {
     node.wait_used(0, 8 * MIB + CONTEXT);
 }
 
-/// A memory cgroup of this test, if the test may create one.
+/// A memory cgroup for this test. `create` returns `None` if the test may not create one.
 struct MemoryGroup(std::path::PathBuf);
 
 impl MemoryGroup {
@@ -373,7 +374,7 @@ impl MemoryGroup {
 impl Drop for MemoryGroup {
     fn drop(&mut self) {
         let group = self.0.clone();
-        // It empties when the processes that were killed are reaped.
+        // The cgroup is empty after the killed processes have been reaped.
         wait_for("an empty cgroup", || {
             std::fs::read_to_string(group.join("cgroup.procs")).is_ok_and(|p| p.is_empty())
         });
@@ -385,13 +386,14 @@ impl Drop for MemoryGroup {
 fn many_threads_survive_cycles() {
     let node = Node::start(&[]);
     let mut threads = node.client("threads", &["--threads", "8", "--mib", "1", "--rounds", "3000"]);
-    // Verified sums stay right while the process is checkpointed repeatedly.
+    // Verified checksums stay correct while the process is checkpointed repeatedly.
     assert_eq!(threads.answer("open")["result"], 0);
     for _ in 0..8 {
         assert_eq!(threads.answer("fill")["result"], 0);
     }
     for _ in 0..3 {
-        // Threads call cuCtxSynchronize: without a gate in front, only a lock is survivable.
+        // The threads call cuCtxSynchronize. Without Affinode's gate they survive a lock, but not a
+        // checkpoint.
         assert_eq!(node.checkpoint(threads.pid(), &["lock=60000", "unlock"]), [0, 0]);
         assert_eq!(threads.answer("round")["ok"], true);
     }

@@ -1,4 +1,4 @@
-//! Tests of the driver's private tables and of tools that use them. Each result is as measured on a
+//! Tests of the driver's private tables and of tools that use them. All results were measured on a
 //! real driver.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
@@ -52,7 +52,7 @@ fn profiler_without_context_loses_process() {
     }
 }
 
-/// The checkpoint comes before the profiler begins, in the middle of its begin, or after it.
+/// The checkpoint happens before the profiler begins, while it begins, or after that.
 #[test]
 fn profiler_during_checkpoint_loses_process() {
     let node = Node::start(&[]);
@@ -63,7 +63,7 @@ fn profiler_during_checkpoint_loses_process() {
     assert!(code == [LOST[0]] || program.fatal_signal() == Some(SIGSEGV), "{code:?}");
 }
 
-/// The profiler leaves a thread behind, which continues.
+/// A profiler that has ended leaves a thread behind, which still calls the driver.
 #[test]
 fn ended_profiler_still_reaches_driver() {
     let node = Node::start(&[]);
@@ -72,7 +72,7 @@ fn ended_profiler_still_reaches_driver() {
     program.expect("end", 0);
     program.expect_intact();
     assert_eq!(node.checkpoint(program.pid(), &AWAY), [0, 0]);
-    // Its input stays open: it does not end by itself.
+    // The program's input stays open, so that the program does not end by itself.
     let file = format!("/proc/{}/stat", program.pid());
     wait_for("its end", || std::fs::read_to_string(&file).is_ok_and(|stat| stat.contains(") Z ")));
     assert_eq!(program.fatal_signal(), Some(SIGSEGV));

@@ -1,4 +1,4 @@
-//! Types and numbers of the CUDA 13 driver interface, as far as they are used here.
+//! The types and constants of the CUDA 13 driver interface that this library uses.
 
 use std::ffi::c_void;
 
@@ -11,7 +11,7 @@ pub type CUdeviceptr = u64;
 /// Type of every opaque handle: `CUcontext`, `CUstream`, `CUevent`, `CUmodule` and `CUfunction`.
 /// See [`handle`].
 pub type Handle = usize;
-/// A pointer to host memory that is only ever used inside copies.
+/// Address of host memory. It is dereferenced only inside copies.
 pub type HostAddress = usize;
 
 pub const INVALID_VALUE: CUresult = 1;
@@ -57,12 +57,13 @@ pub enum Kind {
     Graph = 7,
 }
 
-/// Makes a handle. It is not a valid address and contains its kind, so that a confusion is noticed.
+/// Makes a handle from a kind and a number. The handle is not a valid address, and a handle of
+/// another kind is detected.
 pub fn handle(kind: Kind, id: u64) -> Handle {
     ((kind as usize) << 56) | ((id as usize) << 4)
 }
 
-/// The number in a handle of this kind.
+/// Returns the number in a handle, if the handle is of this kind.
 pub fn number(kind: Kind, handle: Handle) -> Outcome<u64> {
     if handle >> 56 == kind as usize {
         Ok(((handle << 8) >> 12) as u64)

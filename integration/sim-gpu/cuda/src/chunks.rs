@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::abi::{HostAddress, INVALID_VALUE, Outcome};
 use crate::pages::Pages;
 
-/// A piece of memory that stays valid while this exists.
+/// A piece of memory. The memory stays valid while this value exists.
 #[derive(Clone)]
 pub struct Piece {
     address: usize,
@@ -14,14 +14,14 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// A part of a window, which it keeps mapped.
+    /// A part of a window. The piece keeps the window mapped.
     pub fn of(window: Arc<Pages>, offset: usize, bytes: usize) -> Self {
         let bytes = bytes.min(window.bytes().saturating_sub(offset));
         Self { address: window.start() + offset, bytes, _window: Some(window) }
     }
 }
 
-/// Host memory of the application, which is valid because the application passes its address.
+/// Host memory of the application. It is valid because the application passes its address.
 pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
     if address == 0 && bytes > 0 {
         return Err(INVALID_VALUE);
@@ -29,7 +29,8 @@ pub fn host_piece(address: HostAddress, bytes: usize) -> Outcome<Vec<Piece>> {
     Ok(vec![Piece { address, bytes, _window: None }])
 }
 
-/// Returns a copy of a source's contents. The owner may change the source before the copy is made.
+/// Returns a copy of the contents of these pieces. The owner may then change the source before the
+/// copy operation runs.
 pub fn snapshot(pieces: &[Piece]) -> Outcome<Vec<Piece>> {
     let bytes = pieces.iter().map(|piece| piece.bytes).sum();
     let pages = Arc::new(Pages::host(bytes)?);

@@ -1,5 +1,5 @@
-//! Connections to the daemon: one for the life of this CUDA process, and a short one for each
-//! checkpoint call, which may take long and needs no `cuInit`.
+//! Connections to the daemon. One lasts as long as this CUDA process. Each checkpoint call opens a
+//! short one, because the call may take long and does not need `cuInit`.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;

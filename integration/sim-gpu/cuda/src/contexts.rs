@@ -16,7 +16,8 @@ use crate::streams::{StreamId, StreamKind};
 #[derive(Debug)]
 struct Context {
     device: CUdevice,
-    /// Number of times that the context is retained; `None`: it is not a primary context.
+    /// Number of times that the primary context is retained. `None`: the context is not a primary
+    /// one.
     retained: Option<u32>,
     legacy: StreamId,
     flags: u32,
@@ -29,7 +30,8 @@ struct Context {
 pub struct Contexts {
     contexts: BTreeMap<u64, Context>,
     peers: BTreeSet<(u64, u64)>,
-    /// Whether peer access was used before a checkpoint, so that enabling it again fails.
+    /// Whether peer access was used before a checkpoint. Later attempts to enable peer access then
+    /// fail.
     peers_spoilt: bool,
     peers_used: bool,
     next: u64,
@@ -94,8 +96,7 @@ pub fn set(context: Option<u64>) {
 }
 
 impl Contexts {
-    /// The context behind a handle.
-    /// The default stream of a context.
+    /// The legacy default stream of a context.
     pub fn legacy_of(&self, id: u64) -> Outcome<StreamId> {
         self.contexts.get(&id).map(|context| context.legacy).ok_or(INVALID_CONTEXT)
     }
@@ -141,7 +142,8 @@ impl Contexts {
         if self.peers.remove(&(from, to)) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
     }
 
-    /// Whether peer access is enabled. Records that the checkpoint disables it permanently.
+    /// Whether peer access is enabled. If it was ever used, records that it cannot be enabled again
+    /// after the checkpoint.
     pub fn peer_access_before_checkpoint(&mut self) -> bool {
         self.peers_spoilt |= self.peers_used;
         !self.peers.is_empty()
@@ -157,7 +159,7 @@ impl Driver {
         Ok(Current { context, device: found.device, legacy: found.legacy })
     }
 
-    /// Changes the stack limit of the current context, which frees or takes VRAM at once.
+    /// Changes the stack limit of the current context. This frees or takes VRAM immediately.
     pub fn set_stack_limit(&self, bytes: u64) -> Outcome {
         let current = self.current()?;
         self.link.tell(&Request::SetStackLimit { gpu: self.gpu(current.device)?, bytes })?;
@@ -247,7 +249,7 @@ impl Driver {
                 let known = STREAMS.try_with(|streams| {
                     *streams.borrow_mut().0.entry(context).or_insert_with(create)
                 });
-                // The thread ends: a stream for this one call.
+                // The thread is ending, so the stream is created for this one call.
                 Ok(known.unwrap_or_else(|_| create()))
             }
             _ => {

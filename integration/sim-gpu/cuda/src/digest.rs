@@ -1,6 +1,6 @@
 //! Simulates the preload library's kernel `affinode_digest`. Each entry of its table is the address
-//! of 2 MiB. The kernel replaces it by the digest of those bytes. The kernel for a real device is
-//! `preload/src/swap/digest.ptx`.
+//! of 2 MiB of memory. The kernel replaces the entry by the digest of that memory. The kernel for a
+//! real device is `preload/src/swap/digest.ptx`.
 
 use crate::abi::{ILLEGAL_ADDRESS, Outcome};
 use crate::chunks::each_word;
@@ -8,7 +8,7 @@ use crate::driver::Driver;
 
 const SLOT_BYTES: usize = 2 << 20;
 const THREADS: usize = 256;
-/// Digest of memory that is all zero.
+/// Digest of memory that contains only zeros.
 const ZERO: [u64; 2] = [0, u64::MAX];
 
 /// Runs the kernel on a table with this number of entries.
@@ -65,7 +65,8 @@ impl Digest {
             return ZERO;
         }
         let [low, high] = self.sums();
-        // No other memory has what zeros have, or nothing.
+        // The first half is never 0, because two values with this half are reserved: the digest of
+        // zeros, and an empty entry.
         [if low == 0 { 1 } else { low }, high]
     }
 
@@ -105,7 +106,7 @@ mod tests {
         }
     }
 
-    /// The expected values were computed on an H200 with the kernel in `digest.ptx`.
+    /// Compares with values that an H200 computed with the kernel in `digest.ptx`.
     #[test]
     fn it_is_the_device_s() {
         const WORDS: usize = SLOT_BYTES / 8;

@@ -1,9 +1,9 @@
 //! The one instance of the driver in a process.
 //!
-//! A child that forks after `cuInit` has no driver, as with the real one: every call returns
-//! NOT_INITIALIZED. It closes the parent's connections immediately, so that the parent's end is
-//! noticed. After `exit` has begun, every call returns DEINITIALIZED, including those of the
-//! checkpoint interface.
+//! As with the real driver, a child that is forked after `cuInit` has no driver, and its calls
+//! return NOT_INITIALIZED. The child closes the parent's connections immediately, so that the
+//! daemon notices the parent's end. After `exit` has begun, every call returns DEINITIALIZED,
+//! including those of the checkpoint interface.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -29,10 +29,11 @@ pub struct Driver {
     pub link: Link,
     pub streams: Streams,
     pub stats: Stats,
-    /// State of the private tables and the tools that use them.
+    /// State of the private tables, and of the tools that use them.
     pub tools: Tools,
     gpus: Vec<GpuInfo>,
-    /// GPU of each device ordinal, from CUDA_VISIBLE_DEVICES and the moves of restores.
+    /// Index of the GPU for each device ordinal. CUDA_VISIBLE_DEVICES sets it, and restores on
+    /// other GPUs change it.
     ordinals: Mutex<Vec<usize>>,
     contexts: Mutex<Contexts>,
     memory: Mutex<Memory>,
@@ -152,7 +153,7 @@ impl Driver {
     /// Number of multiprocessors of a GPU.
     pub fn multiprocessors(&self, gpu: usize) -> i32 {
         let count = self.gpus.get(gpu).map_or(0, |gpu| gpu.multiprocessors);
-        // A program may divide by it.
+        // A program may divide by this number, so it is at least 1.
         i32::try_from(count).unwrap_or(i32::MAX).max(1)
     }
 
@@ -164,7 +165,7 @@ impl Driver {
             .map_or(-1, |ordinal| ordinal as i32)
     }
 
-    /// The daemon's data about the GPU of an ordinal.
+    /// The daemon's data about the GPU of a device ordinal.
     pub fn info(&self, device: i32) -> Outcome<&GpuInfo> {
         self.gpus.get(self.gpu(device)?).ok_or(INVALID_DEVICE)
     }

@@ -22,10 +22,11 @@ use crate::abi::{CUresult, OPERATING_SYSTEM};
 /// Behaviour of a function at the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
-    /// Needs `cuInit` but no GPU. (`Always` in the lists: does not need `cuInit` either.)
+    /// The function needs `cuInit` but no GPU. (Functions of class `Always` in the lists do not
+    /// need `cuInit` either.)
     Instant,
     Work,
-    /// Reads GPU state, which does not exist while the process is checkpointed.
+    /// The function reads GPU state, which does not exist while the process is checkpointed.
     Sync,
     MemInfo,
 }
@@ -50,7 +51,7 @@ pub struct Gate {
     changed: Condvar,
 }
 
-/// A call inside the driver. It leaves when this is dropped.
+/// A call inside the driver. Dropping this value ends the call.
 pub struct Inside<'a>(Option<&'a Gate>);
 
 impl Drop for Inside<'_> {
@@ -91,8 +92,8 @@ impl Gate {
         Ok(Inside(Some(self)))
     }
 
-    /// Closes the gate, then waits for the calls inside. Returns false if they did not return in
-    /// time; nothing is changed then.
+    /// Closes the gate, then waits for the calls inside. Returns false if they did not return
+    /// before the deadline. The gate is then open as before.
     pub fn close(&self, deadline: Option<Instant>) -> bool {
         let mut inner = self.lock();
         inner.phase = Phase::Closed;
@@ -108,20 +109,20 @@ impl Gate {
         true
     }
 
-    /// Records that the contents have left the GPU.
+    /// Records that the contents are no longer on the GPU.
     pub fn leave(&self) {
         self.lock().phase = Phase::Checkpointed;
     }
 
-    /// Reads the context without waiting for a lock. If the context is checkpointed, the process
-    /// ends with SIGSEGV.
+    /// Simulates a read of the context without a wait at the gate. If the process is checkpointed,
+    /// it ends with SIGSEGV.
     pub fn look(&self) {
         if self.is_offloaded() {
             segfault();
         }
     }
 
-    /// Whether the contents have left the GPU.
+    /// Whether the contents are in host memory instead of on the GPU.
     pub fn is_offloaded(&self) -> bool {
         self.lock().phase == Phase::Checkpointed
     }
@@ -142,7 +143,7 @@ impl Gate {
     }
 }
 
-/// Waits for a change; `None` once the deadline has passed.
+/// Waits for a change of the state. `None`: the deadline has passed.
 pub fn wait_until<'a, T>(
     changed: &Condvar,
     guard: MutexGuard<'a, T>,
@@ -163,7 +164,7 @@ fn segfault() -> ! {
     unsafe {
         std::arch::asm!("mov {0}, qword ptr [{0}]", inout(reg) 0usize => _, options(nostack));
     }
-    // Elsewhere, or where the application handles SIGSEGV by going on.
+    // Reached on another architecture, or if the application's SIGSEGV handler continues.
     std::process::abort()
 }
 

@@ -1,4 +1,4 @@
-//! Host memory that the driver knows: pinned, registered, managed.
+//! Host memory that the driver has recorded: pinned, registered and managed memory.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use crate::abi::{
 };
 use crate::pages::Pages;
 
-/// Kind of host memory that the driver knows at an address.
+/// How a block of host memory became known to the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostKind {
     /// Memory that `cuMemHostAlloc` has allocated.
@@ -25,14 +25,14 @@ struct HostBlock {
     _pages: Option<Pages>,
 }
 
-/// Blocks of host memory that the driver knows, by address.
+/// Blocks of host memory that are known to the driver, by address.
 #[derive(Debug, Default)]
 pub struct HostMemory {
     blocks: BTreeMap<HostAddress, HostBlock>,
 }
 
 impl HostMemory {
-    /// Adds host memory that the driver allocates or registers. `None`: the driver allocates it.
+    /// Adds a block of host memory. `None` as address: the driver allocates the block.
     pub fn add(
         &mut self,
         address: Option<HostAddress>,
@@ -57,7 +57,7 @@ impl HostMemory {
         Ok(start)
     }
 
-    /// Removes a block of one of these kinds.
+    /// Removes the block at this address, if it is of one of these kinds.
     pub fn remove(&mut self, address: HostAddress, kinds: &[HostKind]) -> Outcome {
         match self.blocks.get(&address) {
             Some(block) if kinds.contains(&block.kind) => {

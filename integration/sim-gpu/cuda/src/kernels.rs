@@ -9,7 +9,7 @@
 //! | `spin_ms` | `u32 milliseconds` | keeps the stream busy |
 //! | `affinode_digest` | `u64 table, u32 many` | see [`crate::digest`] |
 //!
-//! Kernels of these names for a real GPU do the same in any launch configuration.
+//! Real GPUs have kernels of the same names, with the same effect in any launch configuration.
 
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ pub enum Call {
     Digest { table: u64, many: u32 },
 }
 
-/// Place of the arguments of a launch.
+/// Where the arguments of a launch are.
 #[derive(Debug, Clone, Copy)]
 pub enum Arguments {
     /// An array of pointers, one per argument.

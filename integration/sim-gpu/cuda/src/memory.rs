@@ -4,8 +4,8 @@
 //!  address ──> Mapping ──> Physical ──> window onto the daemon's memory file   (Running, Locked)
 //!                                  └──> copy in host memory, no window         (Checkpointed)
 //! ```
-//!
 //! `cuMemAlloc` makes a reservation, a physical object and a mapping in one call. With the VMM
+//! calls, a program makes them one by one. A checkpoint and restore do not change addresses.
 //! calls, a program makes them one by one. Addresses do not change over a checkpoint.
 
 use std::collections::BTreeMap;
@@ -73,7 +73,7 @@ struct Mapping {
     freed: bool,
     /// Number of times that memory of another process was opened.
     times: u32,
-    /// The address range, unless `cuMemAddressReserve` made it.
+    /// The address range. `None` if `cuMemAddressReserve` has reserved it.
     _pages: Option<Pages>,
 }
 
@@ -84,7 +84,7 @@ pub struct Memory {
     reservations: BTreeMap<u64, Pages>,
     /// Host memory that the driver knows.
     pub host: HostMemory,
-    /// Host memory of the checkpoint in addition to the contents.
+    /// Host memory that a checkpoint takes in addition to the contents.
     extra: Option<Pages>,
 }
 
@@ -135,7 +135,7 @@ impl Memory {
         physical.and_then(|physical| physical.property).ok_or(INVALID_VALUE)
     }
 
-    /// The handle types with which an object can be exported.
+    /// Handle types with which an object can be exported.
     pub fn handle_types(&self, object: ObjectId) -> u32 {
         let property = self.physical.get(&object).and_then(|physical| physical.property);
         property.map_or(0, |property| property.requested_handle_types)
@@ -180,7 +180,7 @@ impl Memory {
         dead
     }
 
-    /// Maps an object at an address of its own. The mapping owns its handle.
+    /// Maps an object at a new address. The mapping owns its handle of the object.
     pub fn place(
         &mut self,
         object: ObjectId,
@@ -367,7 +367,7 @@ impl Memory {
         Ok((self.physical.get(&mapping.object).ok_or(INVALID_VALUE)?.gpu, mapping.access))
     }
 
-    /// The VMM mappings that make up exactly this range.
+    /// Addresses of the VMM mappings that together cover exactly this range.
     fn vmm_range(&self, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<u64>> {
         let end = address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
         let mut next = address;
@@ -429,8 +429,8 @@ impl Memory {
         host_piece(address as HostAddress, bytes)
     }
 
-    /// Moves the contents off the GPU. Returns the result of every restore, which fails if there is
-    /// memory of other processes.
+    /// Copies the contents to host memory and removes them from the GPU. Returns the result that
+    /// every restore will have. A restore fails if the process has memory of other processes.
     pub fn save(&mut self, extra_bytes: usize) -> Outcome<CUresult> {
         if self.host.has_managed() {
             return Err(NOT_SUPPORTED);
@@ -449,7 +449,7 @@ impl Memory {
             physical.window = None;
         }
         let of = |source| self.physical.values().any(|physical| physical.source == source);
-        // The driver can restore neither, and returns different errors.
+        // The driver cannot restore either kind, but returns a different error for each.
         Ok(match (of(Source::LegacyIpc), of(Source::Shared)) {
             (true, _) => INVALID_VALUE,
             (_, true) => NOT_SUPPORTED,

@@ -7,8 +7,8 @@ use crate::kernels::Kernel;
 
 #[derive(Debug, Default)]
 pub struct Modules {
-    /// The entries of each module's PTX text; `None` for another image, in which every kernel name
-    /// is accepted.
+    /// The entries of each module's PTX text. `None` for an image in another format, in which every
+    /// kernel name is accepted.
     modules: BTreeMap<u64, Option<Vec<String>>>,
     functions: BTreeMap<u64, (u64, Kernel)>,
     next: u64,

@@ -1,4 +1,4 @@
-//! Memory pools of stream-ordered allocations, which keep memory between them.
+//! Memory pools of stream-ordered allocations. A pool keeps freed memory for later allocations.
 //!
 //! ```text
 //! cuMemAllocAsync ──> in use ──cuMemFreeAsync──> after the stream's work: held ──> in use again
@@ -21,8 +21,8 @@ use crate::pages::PAGE_BYTES;
 #[derive(Debug, Default)]
 pub struct Pool {
     pub device: CUdevice,
-    /// Settings of the reuse of memory: by event order, after completion, and by making streams
-    /// wait.
+    /// Settings for the reuse of memory: by event order, after completion, and with a wait inserted
+    /// into the stream.
     pub reuse: [i32; 3],
     pub threshold: u64,
     pub used: Level,
@@ -31,7 +31,7 @@ pub struct Pool {
     held: Vec<(ObjectId, u64)>,
 }
 
-/// Current number of bytes, and its maximum.
+/// Current number of bytes, and the highest number since the last reset.
 #[derive(Debug, Default)]
 pub struct Level {
     pub bytes: u64,
@@ -102,7 +102,7 @@ impl Pools {
         self.pools.get_mut(&number(Kind::Pool, pool)?).ok_or(INVALID_VALUE)
     }
 
-    /// Destroys a pool; allocations in use stay valid.
+    /// Destroys a pool. Its allocations that are in use stay valid.
     fn remove(&mut self, pool: Handle) -> Outcome<Vec<ObjectId>> {
         if self.get(pool)?.is_default {
             return Err(INVALID_VALUE);
@@ -111,7 +111,7 @@ impl Pools {
         Ok(removed.into_iter().flat_map(|pool| pool.held).map(|(object, _)| object).collect())
     }
 
-    /// The pool of an allocation; 0: none.
+    /// Handle of the pool that an allocation belongs to. 0: none.
     pub fn of(&self, address: CUdeviceptr) -> Handle {
         self.allocations.get(&address).map_or(0, |of| handle(Kind::Pool, of.pool))
     }
@@ -170,7 +170,7 @@ impl Driver {
         })
     }
 
-    /// Releases memory above the thresholds. Called after a wait for work.
+    /// Releases unused memory above the pools' thresholds. Called after a wait for work.
     pub fn trim_pools(&self) -> Outcome {
         self.trim_all(|pool| pool.threshold)
     }
@@ -224,10 +224,11 @@ impl Driver {
         Ok(address)
     }
 
-    /// Returns the memory of an allocation to its pool, or frees it if the pool does not exist any
-    /// longer. Called when no work uses the allocation.
+    /// Returns the memory of an allocation to its pool. If the pool has been destroyed, the memory
+    /// is freed. Called when no work uses the allocation.
     pub fn pool_takes_back(&self, address: CUdeviceptr) -> Outcome {
-        // First: as soon as nothing is mapped there, the address may be the next allocation's.
+        // This is done first, because the next allocation may get this address as soon as the
+        // address is unmapped.
         let of = {
             let mut pools = self.pools();
             pools.is_freed(address);

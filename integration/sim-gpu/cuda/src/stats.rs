@@ -1,4 +1,5 @@
-//! The page in which this process counts how long its kernels ran, for utilisation figures.
+//! The page in which this process records how long its kernels ran. The daemon computes utilisation
+//! from it.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,9 +1,9 @@
 //! Streams. Each has a queue and a worker thread, and all work of the GPU is an [`Op`] on a stream.
 //!
-//! Tickets define the order between streams: each operation of a stream has the next number. An
-//! operation may wait for `(stream, ticket)` pairs. All of them were submitted before it, so there
-//! is no cycle. The legacy default stream of a context waits for the context's blocking streams,
-//! and they wait for it. An event refers to a ticket.
+//! Tickets define the order between streams: the operations of a stream are numbered. An operation
+//! may wait for `(stream, ticket)` pairs. All of these were submitted earlier, so there is no
+//! cycle. The legacy default stream of a context waits for the context's blocking streams, and they
+//! wait for it. An event refers to a ticket.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
@@ -22,7 +22,8 @@ use crate::stats::now_ns;
 pub type StreamId = u64;
 /// A point in the order of a stream's operations.
 pub type Mark = (StreamId, u64);
-/// A piece of work on the GPU. As on a real GPU, its error stays with the process.
+/// Work that is executed on the GPU. As on a real GPU, later calls of the process also return its
+/// error.
 pub type Op = Box<dyn FnOnce() -> Outcome + Send>;
 
 struct Stream {
@@ -36,10 +37,10 @@ struct Stream {
     capture: Option<Capture>,
 }
 
-/// A capture of a stream: its calls go into a graph.
+/// A capture of a stream. Calls on the stream are added to a graph instead of being executed.
 #[derive(Debug, Clone, Copy)]
 struct Capture {
-    /// Whether no thread may make a call that could wait.
+    /// Whether calls that can wait are forbidden in all threads during the capture.
     is_global: bool,
     /// Whether a call has invalidated the capture.
     spoilt: bool,
@@ -56,7 +57,7 @@ pub enum StreamKind {
 
 struct Event {
     mark: Option<Mark>,
-    /// Time at which the event occurred; 0: not yet.
+    /// Time at which the event occurred. 0: it has not occurred yet.
     at_ns: Arc<AtomicU64>,
 }
 
@@ -105,7 +106,7 @@ impl Streams {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the error of a kernel, which every later call returns, too.
+    /// Returns the error of a failed kernel. Every later call returns it, too.
     pub fn check(&self) -> Outcome {
         match self.failure.load(Ordering::Relaxed) {
             0 => Ok(()),
@@ -153,13 +154,13 @@ impl Streams {
         self.lock().streams.get(&id).is_some_and(|stream| stream.capture.is_some())
     }
 
-    /// Invalidates the capture of the call's own stream.
+    /// Returns an error if this stream is being captured, and invalidates the capture.
     pub fn spoils_own(&self, id: StreamId) -> Outcome {
         self.spoil(|of, _| of == id)
     }
 
-    /// Invalidates every capture that forbids this call in all threads, unless the call is
-    /// `relaxed`.
+    /// Returns an error if a capture forbids this call, and invalidates the capture. A `relaxed`
+    /// call is not forbidden.
     pub fn spoils_global(&self, relaxed: bool) -> Outcome {
         self.spoil(|_, capture| capture.is_global && !relaxed)
     }
@@ -278,7 +279,7 @@ impl Streams {
         self.check()
     }
 
-    /// The last operation that was queued on a stream.
+    /// The operation that was queued last on a stream.
     pub fn last(&self, id: StreamId) -> Outcome<Mark> {
         let state = self.lock();
         let stream =
@@ -291,7 +292,8 @@ impl Streams {
         self.lock().reached(mark)
     }
 
-    /// Waits for the streams of a context, or for all. Returns false if the deadline passed.
+    /// Waits until the streams of a context, or all streams, have no work. Returns false if the
+    /// deadline has passed.
     pub fn wait_idle(&self, context: Option<u64>, deadline: Option<Instant>) -> bool {
         let mut state = self.lock();
         let concerns = |stream: &Stream| context.is_none_or(|context| stream.context == context);
@@ -341,8 +343,9 @@ impl Streams {
         Ok(())
     }
 
-    /// Records an event of a context: it occurs when all of its streams have completed the work queued
-    /// so far. `legacy`: its default stream. It invalidates every capture in the context.
+    /// Records an event of a context. It occurs when all streams of the context have completed the
+    /// work queued so far. `legacy` is the context's default stream. Every capture in the context
+    /// is invalidated.
     pub fn record_context(&'static self, event: u64, context: u64, legacy: StreamId) -> Outcome {
         let mut state = self.lock();
         let mut captured = false;
@@ -380,7 +383,7 @@ impl Streams {
 }
 
 impl Driver {
-    /// Queues a kernel, whose time counts as use of the GPU.
+    /// Queues a kernel. Its running time counts as use of the GPU.
     pub fn submit_kernel(&'static self, stream: StreamId, gpu: usize, kernel: Op) -> Outcome {
         let op = move || {
             let _busy = self.stats.kernel(gpu);

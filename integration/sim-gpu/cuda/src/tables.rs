@@ -1,4 +1,4 @@
-//! The driver's private tables (`cuGetExportTable`): functions without a public name.
+//! The driver's private tables (`cuGetExportTable`). They contain functions without a public name.
 //!
 //! | table | requested by | functions |
 //! | --- | --- | --- |
@@ -6,10 +6,10 @@
 //! | [`VIDEO`] | the video library | `settle` |
 //! | any other | tools | `attach`, `detach`, `look` |
 //!
-//! `settle` and `look` need the context: the application dies if one of them is called while the
-//! context is checkpointed. If a tool attaches while the context is checkpointed, or during a
-//! checkpoint, it hangs, and no restore of that process succeeds (torch.profiler, H200, 580.159). A
-//! checkpoint of a process with an attached tool is assumed to end in the same way.
+//! `settle` and `look` need the context: a call while the context is checkpointed ends the
+//! application. A tool that attaches while the context is checkpointed, or during a checkpoint,
+//! hangs. No restore of that process then succeeds (torch.profiler, H200, 580.159). A checkpoint of
+//! a process with an attached tool is assumed to have the same result.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::thread;
@@ -36,8 +36,8 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Records that the context is checkpointed. Returns the error code of later restores; 0 if
-    /// they can succeed.
+    /// Records that the context is checkpointed. Returns the error code that later restores will
+    /// have, or 0 if they can succeed.
     pub fn save(&self) -> i32 {
         self.saves.fetch_add(1, Ordering::SeqCst);
         if self.attached.load(Ordering::SeqCst) > 0 { code::UNKNOWN } else { 0 }
@@ -61,7 +61,7 @@ impl Tools {
     }
 }
 
-/// A private table: its size in bytes, then functions.
+/// A private table: first its size in bytes, then its functions.
 #[repr(C)]
 pub struct Table {
     bytes: usize,
@@ -88,8 +88,8 @@ pub fn find(id: &Uuid) -> &'static Table {
     }
 }
 
-/// Returns an error unless the caller has the driver's own table, in the process for which it was
-/// made.
+/// Checks that the caller has the driver's own table, in the process for which the table was made.
+/// Otherwise returns an error.
 unsafe extern "C" fn check(hash: u64, _: u64) -> CUresult {
     status(if hash == expected_hash(std::process::id()) { Ok(()) } else { Err(INVALID_VALUE) })
 }
@@ -100,7 +100,7 @@ fn expected_hash(pid: u32) -> u64 {
     seen.fold(0xcbf2_9ce4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// Returns the storage that the runtime has at a context. It works in every state.
+/// Returns the storage that the CUDA runtime attached to a context. It works in every state.
 unsafe extern "C" fn storage(_: u64, _: u64) -> CUresult {
     with(Class::Instant)
 }
@@ -109,7 +109,7 @@ unsafe extern "C" fn settle(_: u64, _: u64) -> CUresult {
     with(Class::Sync)
 }
 
-/// Attaches a tool. Takes `takes_ms` milliseconds, during which no public function is called.
+/// Attaches a tool. This takes `takes_ms` milliseconds, during which no public function is called.
 unsafe extern "C" fn attach(takes_ms: u64, _: u64) -> CUresult {
     let attach = |driver: &Driver| driver.tools.attach(driver, Duration::from_millis(takes_ms));
     status(driver().map(attach))

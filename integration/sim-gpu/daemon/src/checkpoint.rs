@@ -1,4 +1,4 @@
-//! The checkpoint calls, which a process makes for itself or for another one.
+//! The checkpoint calls. A process makes them for itself or for another process.
 //!
 //! ```text
 //!            Lock                Save                 Restore
@@ -9,8 +9,8 @@
 //!                                            Lost (reads as CHECKPOINTED; every restore 304)
 //! ```
 //!
-//! An operation is completed even if its caller ends. The next operation on the same process,
-//! `GetState` too, waits for it.
+//! An operation is completed even if its caller ends. The next operation on the same process waits
+//! for it. This includes `GetState`.
 
 use std::sync::Arc;
 use std::thread;
@@ -103,8 +103,9 @@ fn save(driver: &Driver, process: &Process, stage: &mut Stage) -> Result<(), i32
     let cost = driver.config.checkpoint_cost(bytes);
     let extra_bytes = driver.config.checkpoint_extra_bytes();
     if node::memory_limit_bytes(process.pid).is_some_and(|limit| limit < bytes + extra_bytes) {
-        // The contents go to host memory of the process's own cgroup, which is too small: the OOM
-        // killer ends the process during the copy, and the call finds no process.
+        // The contents go to host memory, which is charged to the process's own cgroup. Here the
+        // cgroup's limit is too low. The OOM killer therefore ends the process during the copy, and
+        // the call finds no process.
         thread::sleep(cost / 2);
         kill_process(process.pid);
         return Err(code::OPERATING_SYSTEM);
@@ -114,7 +115,7 @@ fn save(driver: &Driver, process: &Process, stage: &mut Stage) -> Result<(), i32
     let mut state = driver.state();
     let (saved, gone) = state.ledger.evict(process.id);
     for object in gone {
-        // Only the contents go: the object keeps its number and its IPC handle.
+        // Only the contents are removed. The object keeps its number and its IPC handle.
         state.memories.remove(&object);
     }
     drop(state);
@@ -140,7 +141,7 @@ fn restore(
     };
     let started = Instant::now();
     let gpu_map = gpu_map(driver, pairs).ok_or(code::INVALID_VALUE)?;
-    // From here on every failure is the end of the process, as on the real driver.
+    // As on the real driver, every failure from here on loses the process.
     *stage = Stage::Lost;
     check(Report { code: restore_code, ..Report::default() })?;
     driver.state().ledger.readmit(process.id, &saved, &gpu_map).map_err(|_| code::OUT_OF_MEMORY)?;
@@ -175,7 +176,7 @@ fn refill(
     check(order(process, &Order::Resume { gpu_map }, None)?)
 }
 
-/// Returns the new GPU of each old GPU, by index. `None`: the pairs are not a permutation of all
+/// Returns the new GPU for each old GPU, by index. `None` if the pairs are not a permutation of all
 /// GPUs.
 fn gpu_map(driver: &Driver, pairs: &GpuPairs) -> Option<Vec<usize>> {
     let gpus = driver.config.gpu_infos();

@@ -1,8 +1,8 @@
 //! The state of the node, and the effect of each request.
 //!
-//! One mutex guards the ledger. It is held only briefly: filling memory, waiting for processes and
-//! sleeping happen without it. The checkpoint state of a process has its own mutex, which is held
-//! for the whole operation.
+//! One mutex guards the ledger. It is held only briefly, and never while memory is filled or a
+//! thread waits or sleeps. The checkpoint state of a process has its own mutex, which is held for
+//! the whole operation.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -20,8 +20,8 @@ use crate::ledger::{ClientId, Ledger};
 use crate::memory;
 use crate::usage::Usage;
 
-/// Maximum number of objects. Each keeps a descriptor open, and a container must not use up all
-/// descriptors.
+/// Maximum number of objects. Each object keeps a descriptor open, and no container may use up the
+/// daemon's descriptors.
 const MAX_OBJECTS: usize = 16 * 1024;
 const MAX_EXPORTS: usize = 256;
 const MAX_TOKENS: usize = 4096;
@@ -162,7 +162,7 @@ impl Driver {
                 state.memories.insert(object, Arc::clone(&memory));
                 Ok((Reply::Object { object, gpu, bytes }, Some(memory)))
             }
-            // No host memory to simulate VRAM with, or the process is gone meanwhile.
+            // Host memory to simulate VRAM is missing, or the process has ended meanwhile.
             _ => {
                 state.ledger.release(client, object);
                 Err(code::OUT_OF_MEMORY)
@@ -223,7 +223,7 @@ impl Driver {
         if state.tokens.len() >= MAX_TOKENS {
             return Err(code::OUT_OF_MEMORY);
         }
-        // The kernel's own random UUIDs: a token cannot be guessed by another process.
+        // The token is a random UUID of the kernel, so that other processes cannot guess it.
         let token = std::fs::read_to_string("/proc/sys/kernel/random/uuid")
             .map_err(|_| code::OPERATING_SYSTEM)?;
         let token = token.trim().replace('-', "");

@@ -1,7 +1,7 @@
-//! Accounting of VRAM by process. It is pure: its input and output are ids and numbers.
+//! Accounts VRAM by process. It is pure: its input and output are ids and numbers.
 //!
 //! An object exists while a client holds it, or while an exported descriptor of it is open. It
-//! counts once for its GPU. NVML counts it for its first holder.
+//! counts once for its GPU. In NVML's figures it counts for its first holder.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -41,7 +41,7 @@ impl Saved {
 pub struct Ledger {
     capacities: Vec<u64>,
     context_bytes: u64,
-    /// Local memory in bytes for each byte of stack limit, which is the number of threads.
+    /// Number of threads of a GPU. Each byte of stack limit takes this many bytes of VRAM.
     threads: u64,
     /// Stack limits that were set, by client and GPU.
     stack_limits: BTreeMap<(ClientId, usize), u64>,
@@ -114,7 +114,7 @@ impl Ledger {
         let before = self.context_bytes(client, gpu);
         let former = self.stack_limits.insert((client, gpu), bytes).unwrap_or(STACK_LIMIT);
         let more = self.context_bytes(client, gpu).saturating_sub(before);
-        // With the new limit, what is used may be more than there is.
+        // With the new limit, more VRAM could be in use than the GPU has.
         if more > 0 && self.used_bytes(gpu) > self.capacities.get(gpu).copied().unwrap_or(0) {
             self.stack_limits.insert((client, gpu), former);
             return Err(NoRoom);
@@ -177,12 +177,12 @@ impl Ledger {
         Ok(id)
     }
 
-    /// Returns the object that a client means by an id: its own copy, if it has one.
+    /// Returns the object that an id means for this client: the client's own copy, if it has one.
     pub fn meant(&self, client: ClientId, id: ObjectId) -> ObjectId {
         self.copies.get(&(client, id)).copied().unwrap_or(id)
     }
 
-    /// Releases a client's hold. Returns the object if that frees it.
+    /// Ends a client's hold on an object. Returns the object if it must then be freed.
     pub fn release(&mut self, client: ClientId, id: ObjectId) -> Option<ObjectId> {
         let id = self.copies.remove(&(client, id)).unwrap_or(id);
         if let Some(object) = self.objects.get_mut(&id) {
@@ -191,14 +191,14 @@ impl Ledger {
         self.bury(id).then_some(id)
     }
 
-    /// Whether a client is a holder of an object.
+    /// Whether a client holds an object.
     pub fn holds(&self, client: ClientId, id: ObjectId) -> bool {
         let id = self.meant(client, id);
         self.objects.get(&id).is_some_and(|object| object.holders.contains(&client))
     }
 
-    /// Whether a client has memory that another client has created, even if the other has released
-    /// it (measured with driver 580).
+    /// Whether a client has memory that another client created, even if the creator has released it
+    /// (measured with driver 580).
     pub fn has_of_others(&self, client: ClientId) -> bool {
         let of_another = |object: &Object| object.maker != client;
         self.objects.values().any(|object| of_another(object) && object.holders.contains(&client))
@@ -252,7 +252,8 @@ impl Ledger {
         copy.map_or(id, |((_, name), _)| *name)
     }
 
-    /// Removes a client from the GPUs. Returns its saved contents, and the freed objects.
+    /// Removes a client's objects and contexts from the GPUs. Returns them as saved contents, and
+    /// the objects that must be freed.
     pub fn evict(&mut self, client: ClientId) -> (Saved, Vec<ObjectId>) {
         let saved = self.holdings(client);
         self.contexts.remove(&client);
@@ -261,7 +262,8 @@ impl Ledger {
             let id = self.copies.remove(&(client, *name)).unwrap_or(*name);
             if let Some(object) = self.objects.get_mut(&id) {
                 object.holders.remove(&client);
-                // An exported descriptor alone does not keep checkpointed memory on the GPU.
+                // An open exported descriptor does not keep checkpointed memory on the GPU if no
+                // client holds the memory.
                 if object.holders.is_empty() {
                     self.erase(id);
                     gone.push(id);
@@ -271,8 +273,8 @@ impl Ledger {
         (saved, gone)
     }
 
-    /// Puts a client back on the GPUs: from each GPU `gpu` to `gpu_map[gpu]`. If one of them has
-    /// too little free VRAM, nothing is changed.
+    /// Allocates a client's saved objects and contexts on the GPUs again, those of GPU n on GPU
+    /// `gpu_map[n]`. If one of the GPUs has too little free VRAM, nothing is changed.
     pub fn readmit(
         &mut self,
         client: ClientId,
@@ -301,7 +303,7 @@ impl Ledger {
                 holders: BTreeSet::from([client]),
             };
             if self.objects.contains_key(id) {
-                // Others have it still, and go on without this client.
+                // Other clients still hold the object and continue without this client.
                 let copy = self.next_object;
                 self.next_object += 1;
                 self.copies.insert((client, *id), copy);
@@ -315,7 +317,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Removes a client that has ended. Returns the freed objects.
+    /// Removes a client that has ended. Returns the objects that must be freed.
     pub fn remove(&mut self, client: ClientId) -> Vec<ObjectId> {
         self.contexts.remove(&client);
         self.stack_limits.retain(|(of, _), _| *of != client);

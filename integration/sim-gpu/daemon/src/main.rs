@@ -6,9 +6,9 @@
 //!     [--checkpoint-fixed-ms 0] [--checkpoint-gib-per-s 0] [--restore-fixed-ms 0] [--restore-gib-per-s 0]
 //! ```
 //!
-//! Prints one line, `ready`, when it listens. It runs as root if processes of several users or
-//! containers share the GPU. It ends on SIGTERM and SIGINT, and the contents of every simulated GPU
-//! are then lost.
+//! Prints one line, `ready`, as soon as it listens. It must run as root if processes of several
+//! users or containers share the GPU. It ends on SIGTERM and SIGINT. The contents of every
+//! simulated GPU are then lost.
 //!
 //! | module | content |
 //! | --- | --- |

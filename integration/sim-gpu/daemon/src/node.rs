@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 /// Returns the host pid of the process that has the pid `pid` for `caller`.
 ///
-/// A real kernel driver translates it in the caller's pid namespace. This function reads `NSpid`.
+/// A real kernel driver translates the pid in the caller's pid namespace. This function reads
+/// `NSpid` instead.
 pub fn resolve_pid(caller: u32, pid: i32) -> Option<u32> {
     let wanted = u32::try_from(pid).ok().filter(|pid| *pid > 0)?;
     let namespace = pid_namespace(caller)?;
@@ -64,7 +65,7 @@ fn lowest(root: &Path, path: &str, file: &str) -> Option<u64> {
     let group = root.join(path);
     let limits =
         group.ancestors().take_while(|group| group.starts_with(root)).filter_map(|group| {
-            // "max" (no limit) is not a number, and a group above ours may be hidden from us.
+            // "max" means no limit and is not a number. A cgroup above this one may not be visible.
             fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok()
         });
     limits.min()

@@ -63,7 +63,8 @@ pub fn run(config: Config) -> Result<(), Error> {
     let connections = Arc::new(AtomicUsize::new(0));
     loop {
         let Ok(client) = listener.accept() else {
-            // Out of descriptors, most likely: they come back when a client leaves.
+            // Usually the daemon has no free descriptors. Descriptors are released when a client
+            // ends.
             thread::sleep(usage::PERIOD);
             continue;
         };
@@ -120,7 +121,8 @@ fn serve(driver: &Arc<Driver>, client: Packet) {
                 }),
             Request::Control { tid } => {
                 let Some(process) = driver.process(pid) else { return };
-                // Register first: an order may follow as soon as the process has the reply.
+                // The thread is registered before the reply is sent, because an order may follow as
+                // soon as the process has the reply.
                 let mut control = lock(&process.control);
                 if control.is_none() && client.send(&Reply::Done, None).is_ok() {
                     *control = Some((client, tid));
@@ -174,8 +176,8 @@ fn handle(
 }
 
 /// Exports an object as a descriptor of a character device, which cannot be mapped, as with the
-/// real driver. The descriptor is one end of a terminal, whose number names the object. The daemon
-/// keeps the other end: it reads an error when the last copy of the descriptor is closed.
+/// real driver. The descriptor is one end of a terminal, whose number identifies the object. The
+/// daemon keeps the other end. A read from it fails when the last copy of the descriptor is closed.
 fn export(driver: &Arc<Driver>, process: &Process, object: u64) -> Answer {
     let (ours, theirs) = terminal().map_err(|_| code::OPERATING_SYSTEM)?;
     let name = name(&theirs)?;
@@ -183,7 +185,7 @@ fn export(driver: &Arc<Driver>, process: &Process, object: u64) -> Answer {
     let (watcher, mut ours) = (Arc::clone(driver), File::from(ours));
     let watch = start(move || {
         let _ = io::copy(&mut ours, &mut io::sink());
-        // The name is given again once ours is closed, too.
+        // The name can be used again after the daemon's end is closed, too.
         watcher.close_export(name);
     });
     match watch {
@@ -203,8 +205,9 @@ fn terminal() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// Returns the name of a descriptor: file system and number of its terminal, unique while one end
-/// is open. The file system is included because a container has its own one for terminals.
+/// Returns the name of a descriptor: file system and number of its terminal. The name is unique
+/// while one end is open. It includes the file system, because each container has its own file
+/// system for terminals.
 fn name(fd: &impl AsFd) -> Result<u64, i32> {
     let stat = fstat(fd).map_err(|_| code::OPERATING_SYSTEM)?;
     let is_device = stat.st_mode & nix::libc::S_IFMT == nix::libc::S_IFCHR;

@@ -1,5 +1,6 @@
 //! Utilisation of GPUs and processes during the last second, from the statistics pages that the
-//! processes write. A process may write any value, but it affects only its own figure.
+//! processes write. A process may write any value, but the value affects only the figure of that
+//! process.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -28,7 +29,8 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// Reads every page again, and drops processes that are not in the list.
+    /// Reads the pages of all processes in the list, and removes processes that are no longer in
+    /// it.
     pub fn sample<'a>(
         &mut self,
         now_ns: u64,
@@ -49,7 +51,7 @@ impl Usage {
         self.samples = kept;
     }
 
-    /// Share of the sampled time in which a kernel of this process ran.
+    /// Percentage of the sampled time in which a kernel of this process ran.
     pub fn busy_percent(&self, client: ClientId, gpu: usize) -> u32 {
         let Some([first, .., last]) = self.samples.get(&(client, gpu)).map(Vec::as_slice) else {
             return 0;

@@ -160,7 +160,8 @@ nvml_api! {
             encoder: 0,
             decoder: 0,
         };
-        // Only busy processes, as NVIDIA's does; samples are of the present moment.
+        // As with the real NVML, only busy processes have a sample. All samples are of the present
+        // moment.
         let busy: Vec<_> = gpu.processes.iter().filter(|p| p.busy_percent > 0).map(sample).collect();
         if busy.is_empty() || after_us >= now {
             return Err(NOT_FOUND);
@@ -206,7 +207,7 @@ fn bus_id(number: usize) -> String {
     format!("00000000:{:02X}:00.0", number + 1)
 }
 
-/// Writes items to the caller's array, and their number to `count`. Before the call, `count` has
+/// Writes items to the caller's array, and their number to `count`. At the call, `count` contains
 /// the size of the array.
 fn list<T>(items: Vec<T>, count: Out<u32>, to: Out<T>) -> Outcome {
     let room = count.get().ok_or(INVALID_ARGUMENT)?;

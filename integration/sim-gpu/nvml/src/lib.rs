@@ -1,8 +1,9 @@
 //! The simulated GPU's `libnvidia-ml.so.1`.
 //!
-//! Each call queries the daemon: device names, UUIDs, memory, utilisation over the last second, and
-//! the processes that hold VRAM by their pids on the host. A checkpointed process is in no list.
-//! Clocks, power, temperature, ECC, MIG and events are not simulated. The few functions for them
+//! Each call queries the daemon for device names, UUIDs, memory, utilisation over the last second,
+//! and the processes that hold VRAM by their pids on the host. A checkpointed process is not
+//! listed. Clocks, power, temperature, ECC, MIG and events are not simulated. Of their functions,
+//! those that tools often call return "not supported".
 //! that tools often call return "not supported".
 
 #![allow(

@@ -19,9 +19,9 @@ const POLL: std::time::Duration = std::time::Duration::from_millis(10);
 /// `nvmlDevice_t`: the index plus one, so that it is never null.
 pub type Device = usize;
 
-/// Environment variable with the duration of each request in milliseconds, for tests of a lock
-/// during a request. A process that is locked in the middle of a request ends, because the real
-/// driver's behaviour is unknown.
+/// Environment variable that sets the duration of each request in milliseconds. Tests use it to
+/// lock a process during a request. A process that is locked during a request ends, because the
+/// real driver's behaviour in this case is unknown.
 const SLOW_ENV: &str = "AFFINODE_SIM_NVML_SLOW_MS";
 
 /// Simulates the function `nvmlInit`.
@@ -71,7 +71,7 @@ fn own_state() -> Option<ProcessState> {
     }
 }
 
-/// Waits while this process is checkpointed, until it is unlocked. Every call of NVIDIA's driver
+/// If this process is checkpointed, waits until it is unlocked. With NVIDIA's driver every call
 /// blocks in the same way.
 pub fn wait_until_unlocked() {
     let mut was_checkpointed = false;
@@ -102,7 +102,7 @@ fn ask() -> Outcome<Vec<GpuSnapshot>> {
     }
 }
 
-/// Sends a request on a new connection. A connection that stays open would have to survive a fork
+/// Sends a request on a new connection. A connection that stayed open would have to survive a fork
 /// and a restart of the daemon.
 fn put_question(request: &Request) -> Outcome<Reply> {
     let path = std::env::var_os(SOCKET_ENV).map_or_else(|| PathBuf::from(SOCKET), PathBuf::from);
@@ -114,12 +114,12 @@ fn put_question(request: &Request) -> Outcome<Reply> {
     }
 }
 
-/// Writes a value; a null pointer is an invalid argument.
+/// Writes a value. Returns "invalid argument" for a null pointer.
 pub fn put<T>(to: Out<T>, value: T) -> Outcome {
     to.set(value).map_err(|_| INVALID_ARGUMENT)
 }
 
-/// Writes a text with its closing zero, if the buffer is large enough.
+/// Writes a text and its terminating zero. Returns an error if the buffer is too small.
 pub fn put_text(to: Out<c_char>, room: u32, text: &str) -> Outcome {
     if text.len() >= room as usize {
         return Err(INSUFFICIENT_SIZE);
@@ -130,7 +130,7 @@ pub fn put_text(to: Out<c_char>, room: u32, text: &str) -> Outcome {
         .map_err(|_| INVALID_ARGUMENT)
 }
 
-/// Returns a text in an array of fixed size. It is cut if necessary, and followed by zeros.
+/// Returns a text in an array of fixed size. It is truncated if necessary, and filled with zeros.
 pub fn fixed_text<const N: usize>(text: &str) -> [c_char; N] {
     let mut array = [0; N];
     for (place, byte) in array.iter_mut().zip(text.bytes().take(N - 1)) {

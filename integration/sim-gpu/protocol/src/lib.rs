@@ -10,7 +10,8 @@
 //! | [`Request::Control`] | the driver's channel into that process | the daemon, with [`Order`]s |
 //! | anything else | one request, one reply | the client |
 //!
-//! `SO_PEERCRED` identifies a client; the daemon trusts nothing that the client sends about itself.
+//! The daemon identifies a client by `SO_PEERCRED`. It does not trust anything that a client sends
+//! about itself.
 
 mod packet;
 mod pointers;
@@ -33,15 +34,16 @@ pub const CUDA_VERSION: i32 = 13000;
 /// Maximum number of GPUs that a daemon simulates.
 pub const MAX_GPUS: usize = 16;
 
-/// Id of an allocation of device memory, the same in the daemon and in its holders.
+/// Id of an allocation of device memory. The daemon and all holders of the allocation use the same
+/// id.
 pub type ObjectId = u64;
 
 /// `CUresult`s that messages contain.
 pub mod code {
     /// The call succeeded, `CUDA_SUCCESS`.
     pub const SUCCESS: i32 = 0;
-    /// A bad argument. Also the result of a restore with a partial GPU map, or after peer access
-    /// was used.
+    /// An argument is invalid. Also the result of a restore with a partial GPU map, or after peer
+    /// access was used.
     pub const INVALID_VALUE: i32 = 1;
     /// The GPU has too little free VRAM.
     pub const OUT_OF_MEMORY: i32 = 2;
@@ -49,16 +51,16 @@ pub mod code {
     pub const NOT_INITIALIZED: i32 = 3;
     /// The device ordinal is out of range.
     pub const INVALID_DEVICE: i32 = 101;
-    /// Error of the operating system. Also returned if the process has ended, is lost, or may not
-    /// be accessed.
+    /// The operating system returned an error. Also the result if the process has ended, is lost,
+    /// or may not be accessed.
     pub const OPERATING_SYSTEM: i32 = 304;
     /// The handle is invalid, `CUDA_ERROR_INVALID_HANDLE`.
     pub const INVALID_HANDLE: i32 = 400;
-    /// The operation does not fit the checkpoint state.
+    /// The operation is not allowed in this checkpoint state.
     pub const ILLEGAL_STATE: i32 = 401;
     /// A kernel is still running, `CUDA_ERROR_NOT_READY`.
     pub const NOT_READY: i32 = 600;
-    /// The call is not supported, as with managed memory and shared memory.
+    /// The call is not supported, for example with managed or shared memory.
     pub const NOT_SUPPORTED: i32 = 801;
     /// Any other error, `CUDA_ERROR_UNKNOWN`.
     pub const UNKNOWN: i32 = 999;
@@ -66,7 +68,7 @@ pub mod code {
 
 /// Stack limit of a new context, in bytes for each thread.
 pub const STACK_LIMIT: u64 = 1024;
-/// Number of threads that a multiprocessor runs at once.
+/// Number of threads that a multiprocessor can run at the same time.
 pub const THREADS: u32 = 2048;
 
 /// Requests of a client to the daemon.
@@ -103,7 +105,7 @@ pub enum Request {
         /// Size in bytes to allocate.
         bytes: u64,
     },
-    /// Release this process's hold of an object.
+    /// End this process's hold on an object.
     Free {
         /// Id of the object.
         object: ObjectId,
@@ -113,14 +115,15 @@ pub enum Request {
         /// Id of the object.
         object: ObjectId,
     },
-    /// Import an object by the descriptor of an `Export`. Reply as to `Allocate`.
+    /// Import an object. The request contains the descriptor from `Export`. The reply is that of
+    /// `Allocate`.
     Import,
     /// Make a handle of legacy IPC. Reply: [`Reply::Token`].
     IpcExport {
         /// Id of the object.
         object: ObjectId,
     },
-    /// Open a handle of legacy IPC. Reply as to `Allocate`.
+    /// Open a handle of legacy IPC. The reply is that of `Allocate`.
     IpcOpen {
         /// Text of a [`Reply::Token`].
         token: String,
@@ -144,16 +147,16 @@ pub enum Request {
 /// One of the `cuCheckpointProcess*` calls.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Operation {
-    /// Stop calls, and wait for work in progress.
+    /// Hold new calls, and wait for work in progress.
     Lock {
-        /// Time limit; 0: no limit.
+        /// Time limit in milliseconds. 0: no limit.
         timeout_ms: u32,
     },
     /// Move VRAM to host memory.
     Save,
     /// Restore the process on these GPUs.
     Restore {
-        /// Pairs of old and new UUID; empty: the same GPUs.
+        /// Pairs of old and new UUID. Empty: restore on the same GPUs.
         gpu_pairs: Vec<([u8; 16], [u8; 16])>,
     },
     /// Let waiting calls continue.
@@ -189,7 +192,7 @@ pub enum Reply {
         /// Every GPU of the node.
         gpus: Vec<GpuInfo>,
     },
-    /// Device memory. The message has the descriptor of its file.
+    /// Device memory. The message also carries the descriptor of its file.
     Object {
         /// Name of the object.
         object: ObjectId,
@@ -220,7 +223,7 @@ pub enum Reply {
 pub enum Order {
     /// Hold new calls, and wait for calls inside the driver and for the streams.
     Lock {
-        /// Time limit; 0: no limit.
+        /// Time limit in milliseconds. 0: no limit.
         timeout_ms: u32,
     },
     /// Copy every object to host memory, and unmap it.
@@ -228,7 +231,8 @@ pub enum Order {
         /// Host memory that the driver takes in addition to the contents, in bytes.
         extra_bytes: u64,
     },
-    /// Map the new memory of an object, whose descriptor is in this message, and fill it.
+    /// Map the new memory of an object, and copy the saved contents into it. The message carries
+    /// the descriptor of the memory.
     Map {
         /// Id of the object.
         object: ObjectId,
@@ -247,7 +251,7 @@ pub enum Order {
 pub struct Report {
     /// Value of a `CUresult`.
     pub code: i32,
-    /// After `Save`: the result of every later restore; 0 if it can succeed.
+    /// After `Save`: the result that every later restore will have. 0 if restores can succeed.
     pub restore_code: i32,
 }
 
@@ -275,7 +279,7 @@ pub struct GpuSnapshot {
     pub used_bytes: u64,
     /// VRAM released since the last allocation on this GPU; not part of NVML.
     pub unnoted_bytes: u64,
-    /// Share of the last sample period in which a kernel ran.
+    /// Percentage of the last sample period in which a kernel ran.
     pub busy_percent: u32,
     /// Processes that hold VRAM on the GPU.
     pub processes: Vec<ProcessUse>,
@@ -288,15 +292,17 @@ pub struct ProcessUse {
     pub pid: u32,
     /// VRAM that the process holds, in bytes.
     pub used_bytes: u64,
-    /// Share of the sample period in which a kernel of the process ran.
+    /// Percentage of the sample period in which a kernel of the process ran.
     pub busy_percent: u32,
 }
 
-/// Size of the statistics page. For each GPU it has two u64: `busy_ns` and `busy_since_ns`
-/// (CLOCK_MONOTONIC, 0 when idle). The process writes it, the daemon reads it.
+/// Size of the statistics page in bytes. For each GPU the page has two u64: `busy_ns` and
+/// `busy_since_ns` (CLOCK_MONOTONIC, 0 while idle). The process writes the page, and the daemon
+/// reads it.
 pub const STATS_BYTES: usize = MAX_GPUS * 16;
 
-/// The UUID of the GPU with this index. It is readable, and never equals a real GPU's.
+/// The UUID of the GPU with this index. It is a readable text, and never equals the UUID of a real
+/// GPU.
 pub fn gpu_uuid(index: usize) -> [u8; 16] {
     let mut uuid = *b"affinode-sim-000";
     for (place, digit) in uuid[13..].iter_mut().zip([index / 100, index / 10, index]) {

@@ -52,7 +52,7 @@ impl Packet {
         Ok(socket::getsockopt(&self.0, sockopt::PeerCredentials)?)
     }
 
-    /// Wakes every thread that waits on this connection, at both ends.
+    /// Shuts the connection down, which wakes every thread that waits on it at either end.
     pub fn hang_up(&self) {
         let _ = socket::shutdown(self.0.as_raw_fd(), socket::Shutdown::Both);
     }
@@ -116,8 +116,8 @@ fn own(fd: RawFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
-/// Repeats a system call that a signal has interrupted: a signal handler of the application must
-/// not appear as a failed driver call.
+/// Repeats a system call that a signal has interrupted. Otherwise a signal handler of the
+/// application would cause a failed driver call.
 fn retry<T>(mut call: impl FnMut() -> nix::Result<T>) -> nix::Result<T> {
     loop {
         match call() {

@@ -1,4 +1,4 @@
-//! Pointers that C callers pass to the libraries. All dereferences are in this module.
+//! Pointers that C callers pass to the libraries. All of them are dereferenced in this module.
 
 #![allow(unsafe_code, reason = "the arguments of a C interface are raw pointers")]
 
@@ -6,12 +6,12 @@ use std::ffi::{CStr, c_char};
 
 use crate::code::INVALID_VALUE;
 
-/// Pointer through which a function writes a result. Only C callers make one. The contract of each
-/// function requires that it is null or valid for a write.
+/// Pointer through which a function writes a result. Only C callers create one. The contract of
+/// each function requires that the pointer is null or valid for a write.
 #[repr(transparent)]
 pub struct Out<T>(*mut T);
 
-// Derived, they would ask the same of T.
+// A derived implementation would require T to be Clone as well.
 impl<T> Clone for Out<T> {
     fn clone(&self) -> Self {
         *self
@@ -21,7 +21,7 @@ impl<T> Clone for Out<T> {
 impl<T> Copy for Out<T> {}
 
 impl<T> Out<T> {
-    /// Writes the value. A null pointer is an invalid value.
+    /// Writes the value. Returns "invalid value" for a null pointer.
     pub fn set(self, value: T) -> Result<(), i32> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
@@ -38,7 +38,7 @@ impl<T> Out<T> {
         }
     }
 
-    /// The same pointer, for a value whose type another argument determines.
+    /// The same pointer, for a value whose type depends on another argument.
     pub fn cast<U>(self) -> Out<U> {
         Out(self.0.cast())
     }
@@ -50,7 +50,8 @@ impl<T> Out<T> {
 }
 
 impl<T: Copy> Out<T> {
-    /// The value that the caller has written there, for a parameter that is both input and output.
+    /// Reads the value that the caller has stored there, for a parameter that is both input and
+    /// output.
     pub fn get(self) -> Option<T> {
         In(self.0.cast_const()).get()
     }
@@ -79,7 +80,8 @@ impl<T: Copy> In<T> {
     }
 }
 
-/// A pointer from a field of another structure. It is as valid as that structure.
+/// Converts an address from a field of another structure to a pointer. It is as valid as that
+/// structure.
 ///
 /// # Safety
 /// `address` is null or valid for reads of `T`.

@@ -17,12 +17,12 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 pub const MIB: u64 = 1 << 20;
-/// VRAM that the tests' daemons count for a context.
+/// VRAM that the tests' daemons count for a context, in bytes.
 pub const CONTEXT: u64 = 16 * MIB;
 /// Time limit for an expected event.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The built products. They are built once per test binary.
+/// The built products. Each test binary builds them once.
 pub struct Products {
     pub daemon: PathBuf,
     /// Folder with libcuda.so.1 and libnvidia-ml.so.1.
@@ -42,8 +42,8 @@ pub fn products() -> &'static Products {
             .args(["-p", "affinode-sim-gpud", "-p", "affinode-sim-cuda", "-p", "affinode-sim-nvml"])
             .status();
         assert!(build.unwrap().success());
-        // A static is never dropped: this is a folder of the test binary itself, emptied by its
-        // next run.
+        // Statics are never dropped, so a temporary folder would remain. This folder belongs to the
+        // test binary, whose next run empties it.
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(test.file_name().unwrap());
         let _ = std::fs::remove_dir_all(&folder);
         let (libraries, clients) = (folder.join("lib"), folder.join("clients"));
@@ -67,7 +67,7 @@ pub struct Node {
 impl Node {
     pub fn start(options: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        // Other users are to reach the socket.
+        // Other users must be able to reach the socket.
         let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         std::fs::set_permissions(folder.path(), open).unwrap();
         let mut daemon = Command::new(&products().daemon)
@@ -165,7 +165,7 @@ impl Client {
     pub fn start(mut command: Command) -> Self {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take().unwrap());
-        // Read apart, so that an answer that never comes fails the test and does not hang it.
+        // A separate thread reads, so that a missing reply fails the test instead of blocking it.
         let (sender, lines) = mpsc::channel();
         thread::spawn(move || {
             let mut lines = BufReader::new(stdout).lines();
@@ -217,7 +217,7 @@ impl Client {
         self.send(command);
         let futex = format!("{} ", nix::libc::SYS_futex);
         let syscall = format!("/proc/{}/syscall", self.pid());
-        // It waits for commands in poll, never in futex.
+        // The program waits for commands in `poll`, never in `futex`.
         wait_for("a blocked call", || {
             std::fs::read_to_string(&syscall).is_ok_and(|call| call.starts_with(&futex))
         });

@@ -20,7 +20,7 @@ cuda_api! {
         if address == 0 {
             return Ok(());
         }
-        // Work in flight may still use it.
+        // Queued work may still use the memory.
         d.streams.wait_idle(None, None);
         free(d, address)
     }

@@ -1,4 +1,4 @@
-//! The checkpoint calls. They do not pass the gate, and work on other processes and on the caller
+//! The checkpoint calls. They do not pass the gate. Their target is another process or the caller
 //! itself. They go to the daemon, which sends orders to the checkpoint thread of the target.
 
 use affinode_sim_protocol::{Operation, Reply};
@@ -38,7 +38,8 @@ pub struct RestoreArgs {
 
 type PlainArgs = [u64; 8];
 
-/// Ends a process that calls the checkpoint although `AFFINODE_SIM_NO_CHECKPOINT` is set in it.
+/// Ends a process that makes a checkpoint call although `AFFINODE_SIM_NO_CHECKPOINT` is set in its
+/// environment.
 fn end_if_barred() {
     if std::env::var_os("AFFINODE_SIM_NO_CHECKPOINT").is_some() {
         std::process::abort();

@@ -1,7 +1,8 @@
 //! Driver functions that copy and fill memory.
 //!
-//! A synchronous copy is complete when the call returns. As on a real GPU, an asynchronous copy of
-//! pageable host memory reads its source during the call, and a copy to pageable host memory waits.
+//! A synchronous copy is complete when the call returns. As on a real GPU, an asynchronous copy
+//! from pageable host memory reads its source during the call, and a copy to pageable host memory
+//! waits until it is complete.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -77,8 +78,8 @@ cuda_api! {
     }
 }
 
-/// Returns the present content of a range of device or managed memory. An invalid range is an error
-/// of the call itself, not of a kernel.
+/// Returns the present content of a range of device or managed memory. For an invalid range, the
+/// call itself returns an error, as the real driver does for a copy.
 fn device_or_managed(driver: &Driver, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<Piece>> {
     let memory = driver.memory();
     match memory.device(address, bytes) {
@@ -145,8 +146,8 @@ fn queue(
 /// First byte that a faulty copy writes.
 const WRONG: [u8; 1] = [0xb5];
 
-/// Whether this copy to the device is the faulty one. `AFFINODE_SIM_SPOIL_COPY` is its number among
-/// the large copies, from 1.
+/// Whether this copy to the device must write wrong contents. `AFFINODE_SIM_SPOIL_COPY` is the
+/// number of that copy, counted from 1 among the large copies.
 fn is_spoilt(bytes: usize) -> bool {
     const LARGE_BYTES: usize = 1 << 20;
     static WHICH: LazyLock<u64> = LazyLock::new(|| {

@@ -15,7 +15,7 @@ cuda_api! {
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
-        // A second call waits while the process is checkpointed, as any work does.
+        // A further call of `cuInit` waits while the process is checkpointed, as other work does.
         driver::init()?.gate.enter(Class::Work).map(drop)
     }
     Always 2020 fn cuDriverGetVersion(version: Out<i32>) |_d, _z| { version.set(CUDA_VERSION) }
@@ -24,7 +24,7 @@ cuda_api! {
         d.gpu(ordinal)?;
         device.set(ordinal)
     }
-    // 304 while checkpointed, as measured.
+    // Returns 304 while the process is checkpointed, as measured on a real driver.
     MemInfo 2000 fn cuDeviceGetName(name: Out<c_char>, length: i32, device: CUdevice) |d, _z| {
         write_text(name, length, &d.info(device)?.name)
     }

@@ -41,8 +41,8 @@ fn find(name: Text, version: i32, flags: u64) -> Outcome<(Search, Option<&'stati
     Ok(look_up(name.get()?, version, flags == PER_THREAD_DEFAULT_STREAM))
 }
 
-/// Finds the latest version of a function that is not later than the version for which the caller
-/// was built. Prefers the variant for per-thread default streams, if it is wanted and exists.
+/// Finds the latest version of a function that is not later than the caller's CUDA version. Prefers
+/// the variant for per-thread default streams, if it is requested and exists.
 fn look_up(name: &str, version: i32, per_thread: bool) -> (Search, Option<&'static Symbol>) {
     let named = || symbols().filter(|symbol| base(symbol.name).0 == name);
     let best = |per_thread: bool| {
@@ -58,8 +58,8 @@ fn look_up(name: &str, version: i32, per_thread: bool) -> (Search, Option<&'stat
     }
 }
 
-/// Base name of a function, and whether it is the per-thread variant: `cuMemcpyHtoD_v2_ptds` is
-/// `cuMemcpyHtoD`, per thread.
+/// Base name of a function, and whether the name is that of the per-thread variant.
+/// `cuMemcpyHtoD_v2_ptds` returns `cuMemcpyHtoD` and true.
 fn base(name: &str) -> (&str, bool) {
     let plain = name.strip_suffix("_ptds").or_else(|| name.strip_suffix("_ptsz"));
     let (name, per_thread) = (plain.unwrap_or(name), plain.is_some());

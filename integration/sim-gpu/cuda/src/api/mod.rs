@@ -38,7 +38,7 @@ pub struct Symbol {
     pub address: Address,
 }
 
-/// The address of a function.
+/// Address of an exported function.
 #[derive(Clone, Copy)]
 pub struct Address(pub *const c_void);
 

@@ -29,7 +29,7 @@ cuda_api! {
     Instant 11070 fn cuModuleGetLoadingMode(mode: Out<u32>) |_d, _z| { mode.set(1) }
     Instant 2020 fn cuFuncGetAttribute(value: Out<i32>, attribute: u32, function: Handle) |d, _z| {
         d.modules().kernel(function)?;
-        // Threads per block, PTX and binary version; the others are 0.
+        // Threads per block, PTX version and binary version. All other attributes are 0.
         value.set(match attribute {
             0 => 1024,
             5 | 6 => 90,
@@ -55,8 +55,8 @@ cuda_api! {
     }
 }
 
-/// Loads an image, whose length the caller does not pass. A PTX text ends with 0, and any other
-/// image begins with bytes that are not text.
+/// Loads an image whose length the caller does not pass. A PTX text ends with a zero byte. All
+/// other images begin with bytes that are not text.
 fn load(driver: &Driver, module: Out<Handle>, image: In<c_char>) -> Outcome {
     const MAX_PTX_BYTES: usize = 16 << 20;
     driver.current()?;
@@ -74,7 +74,7 @@ fn load(driver: &Driver, module: Out<Handle>, image: In<c_char>) -> Outcome {
 }
 
 /// Takes the dynamic loader's lock, as the real driver does when it loads its compiler for a PTX
-/// text.
+/// image.
 fn find_compiler() {
     // SAFETY: a name that zero ends; nothing is loaded that is not there already.
     unsafe {

@@ -17,7 +17,7 @@ cuda_api! {
         for index in 0..count as usize {
             let attribute = attributes.at(index).ok_or(INVALID_VALUE)?;
             let place = data.at(index).ok_or(INVALID_VALUE)?;
-            // An address that the driver does not know answers with zeros here, with an error above.
+            // For an unknown address, this call writes zeros, but the call above returns an error.
             Fact::of(d, attribute, address)?.unwrap_or(Fact::zero(attribute)).write(place_for(place))?;
         }
         Ok(())

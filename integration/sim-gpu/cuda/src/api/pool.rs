@@ -87,7 +87,8 @@ cuda_api! {
         let pool = pools.get(pool)?;
         match attribute {
             1..=3 => {
-                // An int: the rest of the word is not the application's.
+                // The attribute is an int. The other bytes of the word do not belong to the
+                // application.
                 pool.reuse[attribute as usize - 1] = value.get().ok_or(INVALID_VALUE)? as i32;
                 Ok(())
             }
@@ -113,7 +114,8 @@ fn allocate(
     stream: StreamId,
 ) -> Outcome {
     if driver.streams.is_capturing(stream) {
-        // It would be a node of the graph, which is not there.
+        // During a capture, the allocation would become a node of the graph. Graphs are not
+        // simulated.
         return Err(STREAM_CAPTURE_UNSUPPORTED);
     }
     address.set(driver.pool_allocate(pool, bytes, driver.current()?)?)

@@ -59,13 +59,14 @@ cuda_api! {
         d.memory().map(address, bytes, offset, handle)
     }
     Work 10020 fn cuMemUnmap(address: CUdeviceptr, bytes: usize) |d, _z| {
-        // Not even for work that uses it: the caller has to wait, as with the real one.
+        // `cuMemUnmap` does not even wait for work that uses the memory. As with the real driver,
+        // the caller must wait.
         d.streams.spoils_global(is_relaxed())?;
         let freed = d.memory().unmap(address, bytes)?;
         freed.into_iter().try_for_each(|object| d.link.tell(&Request::Free { object }))
     }
     Work 10020 fn cuMemSetAccess(address: CUdeviceptr, bytes: usize, descriptions: In<AccessDesc>, count: usize) |d, _z| {
-        // Access rights of single devices are not simulated: the last description applies.
+        // Access rights of single devices are not simulated, so only the last description is used.
         let last = count.checked_sub(1).and_then(|last| descriptions.at(last)).ok_or(INVALID_VALUE)?;
         if last.location.kind != LOCATION_DEVICE {
             return Err(INVALID_VALUE);

@@ -4,7 +4,7 @@ use crate::chunks::{copy_pieces, each_word};
 use crate::host::HostKind;
 
 fn granted(object: ObjectId, bytes: usize) -> Granted {
-    // Any file of that size does as device memory.
+    // Any file of this size can serve as device memory.
     let file = tempfile::tempfile().unwrap();
     file.set_len(bytes as u64).unwrap();
     let memory = OwnedFd::from(file);
