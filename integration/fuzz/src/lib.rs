@@ -2,12 +2,13 @@
 //! that panics when it finds a fault.
 //!
 //! - `cargo test -p affinode-fuzz` runs each target on its corpus (`corpus/<target>`) and on random
-//!   changes of it. `PROPTEST_CASES` sets their number.
+//! - `cargo test -p affinode-fuzz` runs each target on its corpus (`corpus/<target>`) and on random
+//!   changes of the corpus. `PROPTEST_CASES` sets the number of changes.
 //! - `cargo xtask fuzz --seconds 300` runs libFuzzer, guided by coverage. It stores inputs that
-//!   reach new code in `target/fuzz/corpus`; `--keep` adds the smallest set of them to the corpora
-//!   here.
+//!   reach new code in `target/fuzz/corpus`. With `--keep`, it adds the smallest set of them to the
+//!   corpora here.
 //!
-//! Of the crates of `integration`, only this one links the product's crates, because it tests
+//! Among the crates of `integration`, only this one links the product's crates, because it tests
 //! functions instead of programs.
 
 pub mod targets;

@@ -1,4 +1,4 @@
-//! libFuzzer on one target, named by `AFFINODE_FUZZ_TARGET`. `cargo xtask fuzz` runs it.
+//! Runs libFuzzer on the target that `AFFINODE_FUZZ_TARGET` names. `cargo xtask fuzz` starts it.
 #![no_main]
 #![expect(unsafe_code, reason = "libFuzzer calls exported functions")]
 

@@ -9,8 +9,9 @@ use affinode_proto::wire::{
     message::{AgentMessage, ControllerMessage, FRAME_BYTES},
 };
 
-/// Overwrites counters: two bytes give the position, eight the new content. Also decodes the input
-/// itself as counters, for other sizes.
+/// Decodes a page of counters after random changes. Each change takes ten bytes of the input: two
+/// for the position in a valid page, and eight for the new content. The unmodified input is decoded
+/// as a page, too, to test other sizes.
 pub fn page(data: &[u8]) {
     let _ = CounterSnapshot::decode(data);
     let mut bytes = valid_page();
@@ -19,7 +20,8 @@ pub fn page(data: &[u8]) {
         bytes[at..at + 8].copy_from_slice(&change[2..]);
     }
     if let Some(page) = bytes.first_chunk() {
-        // Twice: the second time ends transfers that the first time began.
+        // The page is read twice, because the second read completes transfers that the first has
+        // begun.
         let mut reader = CallRingReader::default();
         for _ in 0..2 {
             let mut taken = 0;
@@ -41,7 +43,7 @@ fn valid_page() -> Vec<u8> {
     bytes
 }
 
-/// Decodes frames of both directions. A decoded frame must equal itself after encoding.
+/// Decodes frames of both directions. A decoded frame must encode to the same frame again.
 pub fn messages(data: &[u8]) {
     let mut frame = [0; FRAME_BYTES];
     let taken = data.len().min(FRAME_BYTES);

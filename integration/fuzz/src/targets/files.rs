@@ -15,7 +15,7 @@ use affinode_controller::{
 };
 use tempfile::TempDir;
 
-/// A configuration file, which is either accepted as a whole or refused with a reason.
+/// A configuration file. It must be accepted as a whole, or refused with a reason.
 pub fn config(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     match Config::from_toml(text) {
@@ -24,8 +24,8 @@ pub fn config(data: &[u8]) {
     }
 }
 
-/// A pod's annotations, one `name=value` a line: each is accepted or named in a warning, and the
-/// result is a policy that the node can satisfy.
+/// A pod's annotations, one `name=value` per line. Each is accepted or named in a warning. The
+/// result must be a policy that the node can satisfy.
 pub fn annotations(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     let pairs = text.lines().filter_map(|line| line.split_once('='));
@@ -38,8 +38,8 @@ pub fn annotations(data: &[u8]) {
     assert_within_the_operators_limits(&pairs);
 }
 
-/// Asserts that a pod can choose to end processes of others, or to use memory of the node, only if
-/// the operator allows that.
+/// Asserts that a pod can use two settings only if the operator allows them: to end other
+/// containers' processes, and to use the node's memory.
 fn assert_within_the_operators_limits(pairs: &BTreeMap<String, String>) {
     for restore in [Restore::Queue, Restore::ByAnnotation, Restore::Immediate] {
         for dedup in [false, true] {
@@ -71,7 +71,8 @@ pub fn query(data: &[u8]) {
     }
 }
 
-/// A trace for `affinode simulate`: accepted events are in order and can be summed.
+/// A trace for `affinode simulate`. Accepted events must be in order, and their sum must not
+/// overflow.
 pub fn trace(data: &[u8]) {
     let assumed = TraceDefaults { vram_bytes: 1 << 30, service_ms: 10, seed: 1 };
     let Ok(trace) = WorkloadTrace::parse(data, "fuzz", assumed) else { return };
@@ -90,8 +91,9 @@ pub fn hint(data: &[u8]) {
     assert_eq!(Hint::last(&written), Some(hint), "the hint changes when it is written again");
 }
 
-/// A record of the journal, once as the file and once with a matching checksum. It is read, or
-/// rejected with a reason. A record that was read is unchanged after it is written and read again.
+/// A record of the journal. The input is used as the file, and again with a matching checksum. The
+/// record is read, or rejected with a reason. A record that was read must be equal after it is
+/// written and read again.
 pub fn journal(data: &[u8]) {
     thread_local! {
         static FOLDER: Option<TempDir> = tempfile::tempdir().ok();

@@ -1,4 +1,4 @@
-//! Folders and files of an image, whose author is untrusted.
+//! Files and folders of a container image. The author of an image is not trusted.
 
 use std::{
     fs::{self, File},
@@ -15,9 +15,9 @@ use rustix::fs::{Mode, OFlags, ResolveFlags, XattrFlags};
 /// The path that the shim looks up.
 const ASKED: &str = "/etc/ld.so.preload";
 const MAX_BYTES: u64 = 64;
-/// Names in paths: those of the path that is looked up, and others.
+/// Names from which paths are made: those of the path that is looked up, and others.
 const NAMES: [&str; 8] = ["etc", "ld.so.preload", "a", "b", ".wh.etc", "usr", "..", "."];
-/// Content that no file of the image has.
+/// Content of a file outside the image. No file of the image has this content.
 const OUTSIDE: &[u8] = b"outside";
 
 /// Interprets the bytes as layers, and looks up a file in them. Files outside of the layers are
@@ -58,7 +58,7 @@ fn mount(layers: &[PathBuf]) -> Mount {
     }
 }
 
-/// Content that a process in that root would read.
+/// The content that a process in this root would read, according to the kernel.
 fn by_the_kernel(layer: &Path) -> Option<Vec<u8>> {
     let root = File::open(layer).ok()?;
     let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
@@ -93,7 +93,7 @@ fn build(folder: &Path, bytes: &mut Unstructured<'_>) -> Result<Vec<PathBuf>> {
         }
         let layer = &layers[bytes.choose_index(layers.len())?];
         let at = layer.join(path(bytes, false)?);
-        // Links of the image are not followed while it is made.
+        // Links of the image are not followed while the image is created.
         if at
             .parent()
             .and_then(|parent| parent.canonicalize().ok())

@@ -1,6 +1,6 @@
-//! A node with one hostile container, and honest containers of every engine on two GPUs. For all
-//! inputs of the hostile container, the others are restored in limited time when they make a call,
-//! and nothing panics.
+//! A node with one hostile container, and honest containers of every engine on two GPUs. Whatever
+//! the hostile container sends, honest containers must be restored within a time limit after a
+//! call, and nothing may panic.
 
 use std::collections::VecDeque;
 
@@ -25,22 +25,23 @@ const LIAR: char = 'f';
 const GPUS: [&str; 2] =
     ["GPU-07070707-0707-0707-0707-070707070707", "GPU-08080808-0808-0808-0808-080808080808"];
 const HONEST_VRAM: u64 = 100;
-/// Bytes of its VRAM that an agent copies, with the engines that copy.
+/// Bytes of an honest container's VRAM that its agent copies, if the engine copies.
 const CARRIED: u64 = 75;
 const LIAR_VRAM: u64 = 50;
-/// VRAM of a GPU, enough for all containers: only false values could keep an honest container from
-/// its restore.
+/// VRAM of a GPU. It suffices for all containers, so only false values of the hostile container
+/// could prevent a restore.
 const TOTAL_VRAM: u64 = 1_000;
 /// Maximum number of steps before the honest containers are called.
 const STEPS: usize = 400;
-/// Number of inputs of the hostile container in each round while the others are restored.
+/// Number of inputs from the hostile container in each round in which the others are restored.
 const LIES_A_ROUND: usize = 3;
 const ROUND_MS: u64 = 50;
-/// Time limit, in the model's time, for the honest containers' restores. The hostile container may
-/// delay its own turn by up to 10 s for an allocation, and as long for a restore.
+/// Time limit, in the model's time, for the restores of the honest containers. The hostile
+/// container may delay its own grant by up to 10 s for an allocation, and by another 10 s for a
+/// restore.
 const BOUND_MS: u64 = 40_000;
 
-/// An honest process, which executes its orders.
+/// An honest process. It executes its orders.
 struct Honest {
     id: ProcessId,
     pid: u32,
@@ -61,7 +62,7 @@ struct World {
     questions: VecDeque<Effect>,
     /// Whether host memory is short, so that every offload is refused.
     refuses: bool,
-    /// Number of the hostile container's connection.
+    /// Id of the hostile container's connection.
     liar: u64,
     /// Orders that the hostile container has received.
     told: VecDeque<u64>,
@@ -164,7 +165,7 @@ impl World {
         match bytes.int_in_range(0..=15)? {
             0 => self.feed(Input::Message(liar, wake(bytes)?)),
             1 | 2 => self.feed(Input::Message(liar, report(bytes, None)?)),
-            // To an order that it was given.
+            // Replies to an order that the hostile container has received.
             3..=5 => {
                 let order = self.told.pop_front();
                 self.feed(Input::Message(liar, report(bytes, order)?));
@@ -190,7 +191,7 @@ impl World {
         Ok(())
     }
 
-    /// Connects the same hostile process again, or another one.
+    /// Connects the hostile process again, or another process of the same container.
     fn liar_joins(&mut self, bytes: &mut Unstructured<'_>) -> Result<()> {
         self.liar += 1;
         self.told.clear();
@@ -231,8 +232,8 @@ impl World {
         });
     }
 
-    /// Replies to all orders of the hostile container, and to the orders that follow, with the same
-    /// outcome.
+    /// Replies to all orders of the hostile container with the same outcome, including orders that
+    /// follow from these replies.
     fn answer_alike(&mut self, outcome: Outcome) {
         const MAX_ROUNDS: usize = 1_000;
         for answered in 0.. {
@@ -358,11 +359,11 @@ impl World {
         self.feed(Input::Message(id, wake));
     }
 
-    /// Calls all honest containers, which stay in use from then on. The hostile container repeats
-    /// its bytes.
+    /// Makes a call in all honest containers, which stay in use from then on. The hostile container
+    /// sends the input's bytes again and again.
     fn restore_container(&mut self, data: &[u8]) {
         let mut bytes = Unstructured::new(data);
-        // Or it is connected, and gives the same reply to all orders.
+        // Alternatively, the hostile container is connected and gives the same reply to all orders.
         let alike = [None, Some(Outcome::Busy), Some(Outcome::Late), Some(Outcome::Done)];
         let alike = *bytes.choose(&alike).unwrap_or(&None);
         if alike.is_some() {
@@ -470,7 +471,7 @@ fn wake(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
 
 fn want(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
     Ok(AgentMessage::AllocWait {
-        // Small numbers are used again.
+        // The range is small, so that numbers are used repeatedly.
         ticket: bytes.int_in_range(0..=3)?,
         bytes: u64::from(bytes.arbitrary::<u16>()?),
         uuid: *bytes.choose(&[[7; 16], [8; 16]])?,
@@ -479,7 +480,7 @@ fn want(bytes: &mut Unstructured<'_>) -> Result<AgentMessage> {
 }
 
 fn report(bytes: &mut Unstructured<'_>, order: Option<u64>) -> Result<AgentMessage> {
-    // Small numbers meet orders that were given.
+    // Small numbers are likely to match orders that were sent.
     let guess = if bytes.ratio(1, 8)? { bytes.arbitrary()? } else { bytes.int_in_range(0..=63)? };
     let order = order.unwrap_or(guess);
     Ok(AgentMessage::Report {

@@ -19,7 +19,7 @@ use containerd_shim_protos::{api::CreateTaskRequest, protobuf::well_known_types:
 use serde_json::Value;
 use tokio::io::{AsyncRead, ReadBuf};
 
-/// Bytes of a peer. It lets other tasks run between two pieces.
+/// Bytes that a peer sends. The peer lets other tasks run between two pieces.
 struct Peer<'a> {
     left: &'a [u8],
     waited: bool,
@@ -103,7 +103,7 @@ pub fn spec(data: &[u8]) {
     });
     let mut edited = before.clone();
     if spec::add_mounts(&mut edited, &mounts).is_err() {
-        // Those that are ours already may have been taken out first.
+        // Affinode's earlier mounts may have been removed from the spec before the failure.
         return;
     }
     let listed = edited["mounts"].as_array().map_or(0, Vec::len);
@@ -119,7 +119,8 @@ pub fn spec(data: &[u8]) {
     assert_eq!(without(edited), without(before), "something else changed");
 }
 
-/// An image's `/etc/ld.so.preload`. Affinode's line is added once, and the image's own list stays.
+/// An image's `/etc/ld.so.preload`. Affinode's line is added once, and the image's own list is
+/// kept.
 pub fn preload(data: &[u8]) {
     let merged = merge(data);
     assert!(merged.starts_with(data));
@@ -156,8 +157,8 @@ pub fn options(data: &[u8]) {
     }
 }
 
-/// Docker's file of a container gives names that are safe on a terminal and of bounded length, or
-/// none.
+/// Docker's file of a container. The names in it must be safe on a terminal and limited in length,
+/// or absent.
 pub fn docker(data: &[u8]) {
     let Ok(names) = docker::parse(data) else { return };
     let safe = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-/".contains(&byte);
