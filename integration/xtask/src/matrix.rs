@@ -5,9 +5,9 @@
 //!  Go's module proxy ── newest 2.x ─────┴─> a node of its own for each ──> steps ──> table
 //! ```
 //!
-//! Each containerd has a node of its own, on which the steps run. The faults of an installation follow,
-//! each on a new node. Then come the steps next to NVIDIA's container toolkit, which is built as
-//! well.
+//! Each containerd has a node of its own, on which the steps run. The faults of an installation
+//! follow, each on a new node. Then come the steps next to NVIDIA's container toolkit, which is
+//! built as well.
 //!
 //! A step passes if its result was observed, and its cell contains the observation. The GPU is
 //! simulated. The programs are installed into the node's own folders, and a stand-in for systemctl

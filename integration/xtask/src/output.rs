@@ -1,7 +1,7 @@
 //! The only module that prints.
 #![expect(clippy::print_stderr, clippy::print_stdout, reason = "a tool for people")]
 
-/// Prints the step that begins.
+/// Prints the name of the step that begins.
 pub fn step(text: &str) {
     eprintln!("==> {text}");
 }
