@@ -1,9 +1,10 @@
-/* What the driver promises, checked call by call, so that the simulated GPU can be held against a real one.
+/* Checks the documented behaviour of the driver call by call, to compare the simulated GPU with a real one.
  *
- *   api_check [NAME...]      all groups, or those named; a line of JSON per check; exit status 0 when all hold
+ *   api_check [NAME...]      runs all groups, or those named; one line of JSON per check; exit status 0 if all pass
  *
  * Groups: memory pointers streams legacy modules vmm share ipc entry checkpoint
- * Every expectation was seen to hold on an H200 with driver 580.159.04. One GPU is enough. `share` and `ipc` fork before the driver is used. */
+ * All checks passed on an H200 with driver 580.159.04. One GPU is enough. `share` and `ipc` fork before they use the
+ * driver. */
 #include "client.h"
 
 #include <pthread.h>
@@ -77,7 +78,7 @@ static void judge(const char *name, CUresult result, CUresult expected, int hold
     answer(name, result, 0, "\"expected\":%d,\"ok\":%s", expected, ok ? "true" : "false");
 }
 
-/* The call first, then what must hold after it. */
+/* Makes the call, compares its result, then checks a condition that must hold after it. */
 #define check(name, call, expected, holds)                                                                            \
     do {                                                                                                              \
         CUresult result_ = (call);                                                                                    \
@@ -195,7 +196,7 @@ static void stream_checks(void)
     cuStreamDestroy_v2(two);
 }
 
-/* A blocking stream and the legacy default stream wait for each other; a non-blocking one does not. */
+/* A blocking stream and the legacy default stream wait for each other. A non-blocking stream does not wait. */
 static void legacy_checks(void)
 {
     CUdeviceptr a = 0;
@@ -322,7 +323,7 @@ static int receive_fd(int socket)
     return fd;
 }
 
-/* Reads or writes the whole of a small thing: a step of the dance between two processes. */
+/* Writes a short message to the other process, as a whole. */
 static void say(int socket, const void *data, size_t bytes)
 {
     if (write(socket, data, bytes) != (ssize_t)bytes)
@@ -532,7 +533,7 @@ int main(int argc, char **argv)
         if (!wanted)
             continue;
         answer("group", 0, 0, "\"name\":\"%s\"", groups[i].name);
-        /* Each group in a process of its own: a driver, once used, cannot be used after a fork. */
+        /* Each group runs in a process of its own, because a driver that was used cannot be used after a fork. */
         pid_t pid = fork();
         if (pid == 0) {
             if (groups[i].run == NULL)

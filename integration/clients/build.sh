@@ -1,6 +1,6 @@
 #!/bin/sh
 # Builds the client programs into a folder: build.sh FOLDER
-# Needs a C compiler (CC, else gcc) and libc's headers; no CUDA toolkit and no driver.
+# Needs a C compiler (CC, otherwise gcc) and libc's headers, but neither a CUDA toolkit nor a driver.
 set -eu
 
 src=$(cd "$(dirname "$0")" && pwd)
@@ -14,7 +14,7 @@ trap 'rm -rf "$stub"' EXIT
 build() { # NAME SOURCE... [FLAG...]
     name=$1
     shift
-    # Under another name and then in place, so that a running copy is not in the way.
+    # Built under another name and then renamed, because a running program's file cannot be overwritten.
     (cd "$src" && $cc $flags -o "$out/.$name.new" "$@" && mv "$out/.$name.new" "$out/$name")
 }
 

@@ -1,10 +1,10 @@
-/* The driver's checkpoint calls from a shell.
+/* Makes the driver's checkpoint calls from a shell.
  *
  *   checkpoint PID [lock[=TIMEOUT_MS] | checkpoint | restore[=swap] | unlock | state | thread | announce]...
  *
- * PID 0 is the program itself, after cuInit. restore=swap moves the process from GPU 0 to 1 and back,
- * restore=partial gives a map of one GPU only. announce is a line and nothing else: the call after it begins now. One line of JSON per call; goes on after a failure; exit status 0 when
- * every call succeeded. */
+ * PID 0 is the program itself, after cuInit. restore=swap exchanges GPU 0 and 1, restore=partial passes a map of only
+ * one GPU. announce only prints a line: the next call begins immediately after it. Prints one line of JSON per call.
+ * Continues after a failure. Exit status 0 if every call succeeded. */
 #include "client.h"
 
 #include <dlfcn.h>

@@ -8,7 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Kernels for a real GPU, in any launch configuration. The simulated GPU knows them by name. */
+/* Kernels for a real GPU, in any launch configuration. The simulated GPU recognises them by their names. */
 static const char PTX[] =
     ".version 6.4\n"
     ".target sm_70\n"
@@ -38,7 +38,7 @@ static const char PTX[] =
     "  ret;\n"                                                                                                        \
     "}\n"
 #define REGISTERS "{\n  .reg .pred %p<2>;\n  .reg .b32 %r<8>;\n  .reg .b64 %rd<10>;\n"
-/* pattern() of the seed in r1 and the index in rd3, to r6. */
+/* Computes pattern() of the seed in r1 and the index in rd3, and stores it in r6. */
 #define PATTERN                                                                                                       \
     "  add.u64 %rd7, %rd3, 1;\n"                                                                                      \
     "  mul.lo.u64 %rd7, %rd7, 0x9e3779b97f4a7c15;\n"                                                                  \
@@ -151,7 +151,7 @@ CUresult client_pattern(struct client *client, CUdeviceptr at, size_t words, uin
 
 CUresult client_check(struct client *client, CUdeviceptr at, size_t words, struct content content, uint64_t *wrong)
 {
-    /* The kernel counts in the last two words, which are compared here: it needs no memory beside. */
+    /* The kernel counts in the last two words, so it needs no further memory. These words are compared here. */
     uint64_t address = at, count = words - 2, counter = at + count * 4, counted = 0;
     uint32_t last[2];
     void *parameters[] = {&address, &count, &content.seed, &content.scale, &content.add, &counter};
@@ -241,7 +241,7 @@ void answer(const char *command, CUresult result, uint64_t elapsed_us, const cha
     int length = snprintf(line, sizeof line, "{\"command\":\"%s\",\"result\":%d,\"elapsed_us\":%llu,\"at_us\":%llu%s%s}\n",
                           command, result, (unsigned long long)elapsed_us, (unsigned long long)now_us(),
                           rest[0] ? "," : "", rest);
-    /* One write per line: lines of threads and forked children do not mix. */
+    /* A line is written with one call, so that lines of threads and forked children are not mixed. */
     for (int at = 0; at < length;) {
         ssize_t written = write(STDOUT_FILENO, line + at, length - at);
         if (written < 0 && errno != EINTR)

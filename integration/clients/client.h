@@ -1,5 +1,5 @@
-/* What the client programs share: the driver's functions, a GPU set up for use,
- * a pattern in its memory, and answers as lines of JSON. */
+/* The parts that the client programs share: the driver's functions, the setup of a GPU,
+ * a pattern in its memory, and replies as lines of JSON. */
 #ifndef CLIENT_H
 #define CLIENT_H
 
@@ -11,7 +11,7 @@ struct cuda {
 };
 #undef X
 
-/* Returns what a call did not like, from a function that returns such. */
+/* If a call fails, returns its error from the calling function, which must return a CUresult. */
 #define TRY(call)                                                                                                     \
     do {                                                                                                              \
         CUresult result_ = (call);                                                                                    \
@@ -19,12 +19,13 @@ struct cuda {
             return result_;                                                                                           \
     } while (0)
 
-/* Fills the table. One loader is linked into each program; it says on stderr what is missing. 0: all there. */
+/* Fills the table. One loader is linked into each program. It prints missing functions to stderr. 0: none missing. */
 int cuda_load(struct cuda *cuda);
-/* A function of the driver beyond the table; the program ends with status 3 when there is none. Of load_dlsym.c. */
+/* Returns a driver function that is not in the table. If there is none, the program ends with status 3. Defined in
+ * load_dlsym.c. */
 void *cuda_function(const char *name);
 
-/* One allocation, filled by seed, on a device made ready. */
+/* An initialised device, and one allocation that is filled by a seed. */
 struct client {
     struct cuda cuda;
     CUdevice device;
@@ -37,37 +38,37 @@ struct client {
     uint32_t touches;
 };
 
-/* cuInit, primary context, kernels. Returns the first CUresult that is not 0. */
+/* Calls cuInit, retains the primary context and loads the kernels. Returns the first CUresult that is not 0. */
 CUresult client_open(struct client *client, int device);
-/* Allocates and fills by seed. */
+/* Allocates memory and fills it by the seed. */
 CUresult client_fill(struct client *client, size_t mib, uint32_t seed);
-/* Fills by seed the words that are at memory. */
+/* Fills the words of the allocation by the seed. */
 CUresult client_write(struct client *client, uint32_t seed);
-/* Obeys each line of stdin, until it is told not to (0) or there is none. */
+/* Calls obey for each line of stdin, until it returns 0 or the input ends. */
 void client_listen(int (*obey)(char *command));
-/* Adds 1 to every word with a kernel, on the default stream; does not wait. */
+/* Adds 1 to every word with a kernel on the default stream. Does not wait for the kernel. */
 CUresult client_touch(struct client *client);
-/* Keeps the default stream busy; does not wait. */
+/* Keeps the default stream busy for this time. Does not wait. */
 CUresult client_spin(struct client *client, unsigned ms);
-/* Reads everything back: the number of wrong words, and a checksum of all. */
+/* Copies all words to the host. Returns the number of wrong words, and a checksum of all words. */
 CUresult client_verify(struct client *client, uint64_t *wrong, uint64_t *checksum);
 
-/* What words hold: the pattern of the seed at each index, times scale, plus add. */
+/* Expected value of each word: the seed's pattern at its index, times scale, plus add. */
 struct content {
     uint32_t seed, scale, add;
 };
 
-/* Fills words by seed with a kernel, each by its place, as client_write does; does not wait. */
+/* Fills words by the seed and their index with a kernel, as client_write does. Does not wait for the kernel. */
 CUresult client_pattern(struct client *client, CUdeviceptr at, size_t words, uint32_t seed);
-/* Reads all words with a kernel and adds to wrong how many are not so. Waits. */
+/* Compares all words in a kernel, and adds the number of wrong words to *wrong. Waits for the kernel. */
 CUresult client_check(struct client *client, CUdeviceptr at, size_t words, struct content content, uint64_t *wrong);
 
-/* CLOCK_MONOTONIC in microseconds, in nanoseconds. */
+/* CLOCK_MONOTONIC, in microseconds and in nanoseconds. */
 uint64_t now_us(void);
 uint64_t now_ns(void);
-/* Sleeps, over signals too. */
+/* Sleeps for the whole time, even if signals arrive. */
 void sleep_ms(unsigned ms);
-/* One line of JSON: command, result, elapsed_us and what more says, printed at once. */
+/* Prints one line of JSON with a single write: command, result, elapsed_us, and the fields in more. */
 void answer(const char *command, CUresult result, uint64_t elapsed_us, const char *more, ...)
     __attribute__((format(printf, 4, 5)));
 

@@ -1,11 +1,12 @@
-/* Loads a library whose constructor makes a CUDA call: the thread has the dynamic loader's lock until that returns.
+/* Loads a library whose constructor makes a CUDA call. The thread holds the dynamic loader's lock until that call
+ * returns.
  *
  *   constructor [MIB]
  *
- * It fills MIB (default 8) of memory and says so ("ready"). Then it obeys, a line each:
+ * It fills MIB (default 8) of memory and prints "ready". Then it executes commands, one per line:
  *
- *   load     a thread loads the library; the answer comes when it has
- *   verify   "ok": whether all memory is as it was */
+ *   load     a thread loads the library; the reply is sent after that
+ *   verify   "ok": whether all memory is unchanged */
 #ifdef LIBRARY
 
 #include <dlfcn.h>

@@ -1,9 +1,10 @@
-/* Makes one of the five calls that kill an unguarded application while its context is checkpointed.
+/* Makes one of the five calls that end an application while its context is checkpointed, unless Affinode's gate holds
+ * the call.
  *
  *   crashers ctx-sync|stream-sync|stream-query|event-query|event-sync [MIB]
  *
- * It fills MIB (default 64) of memory, prints that, waits for a line on stdin, makes the call, verifies its memory, and
- * waits for the next line; it ends with stdin. */
+ * It fills MIB (default 64) of memory and prints a line. For each line on stdin, it makes the call and verifies its
+ * memory. It ends when stdin ends. */
 #include "client.h"
 
 #include <stdio.h>

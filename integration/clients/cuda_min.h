@@ -1,8 +1,8 @@
-/* The part of the CUDA driver interface that these programs use: types and
- * signatures as every CUDA 11 to 13 driver has them.
+/* The part of the CUDA driver interface that these programs use. Types and
+ * signatures are the same in all drivers of CUDA 11 to 13.
  *
- * CUDA_FUNCTIONS names each function once, in the four ways in which a program may
- * ask for it: X(field, exported name, name with per-thread default stream, base name, parameters)
+ * CUDA_FUNCTIONS lists each function once, with all names by which a program may
+ * look it up: X(field, exported name, name with per-thread default stream, base name, parameters)
  */
 #ifndef CUDA_MIN_H
 #define CUDA_MIN_H
@@ -19,7 +19,7 @@ typedef struct CUevent_st *CUevent;
 typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
 
-/* Of the calls that manage physical memory: handle, CUmemLocation, CUmemAllocationProp, CUmemAccessDesc. */
+/* Types of the calls that manage physical memory: handle, CUmemLocation, CUmemAllocationProp, CUmemAccessDesc. */
 typedef unsigned long long memory_handle;
 struct location {
     int kind, id;

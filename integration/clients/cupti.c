@@ -1,8 +1,8 @@
-/* A stand-in for CUPTI: libcupti.so.12 of programs that run on the simulated GPU. It gets a tool's
- * private table of the driver, starts slowly, and keeps a thread that calls the driver through it, also after the end.
- * With CUPTI_WAITS in the environment, that thread waits for the GPU's work, too.
+/* A stand-in for CUPTI: the libcupti.so.12 of programs on the simulated GPU. Like CUPTI, it requests the driver's
+ * private table for tools, and starts slowly. A thread of it calls the driver through the table, even after end().
+ * If CUPTI_WAITS is set in the environment, the thread also waits for the GPU's work.
  *
- *   begin(ms)   attaches, the first time for this many milliseconds without a call of a public function
+ *   begin(ms)   attaches; the first time this takes ms milliseconds, without a call of a public function
  *   end()       detaches */
 #include "cuda_min.h"
 
@@ -19,7 +19,7 @@ struct tool_table {
     CUresult (*look)(uint64_t unused, uint64_t unused_too);
 };
 
-/* The first that CUPTI asks for. */
+/* Id of the first table that CUPTI requests. */
 static const unsigned char TABLE[16] = {0x2c, 0x8e, 0x0a, 0xd8, 0x07, 0x10, 0xab, 0x4e,
                                         0x90, 0xdd, 0x54, 0x71, 0x9f, 0xe5, 0xf7, 0x4b};
 

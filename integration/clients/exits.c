@@ -1,14 +1,14 @@
-/* Ends while it has memory on the GPU, and says what its exit handler got from the driver.
+/* Ends while it has memory on the GPU, and prints the results of the driver calls in its exit handler.
  *
  *   exits release|ended|results [MIB]
  *
- * It fills MIB (default 64) of memory, says so ("ready"), waits for a line on stdin, and calls exit(7). Its exit
- * handler answers once ("exit").
+ * It fills MIB (default 64) of memory, prints "ready", waits for a line on stdin, and calls exit(7). Its exit handler
+ * prints one reply, "exit".
  *
- *   release   the handler runs before the driver's own and releases everything: the results of these calls
- *   ended     the handler runs after the driver's own: the results of the same calls
- *   results   the handler runs before the driver's own and reads all memory back: whether it is right, and its sum;
- *             then the memory is freed */
+ *   release   the handler runs before the driver's own and releases everything; prints the results of these calls
+ *   ended     the handler runs after the driver's own and makes the same calls; prints their results
+ *   results   the handler runs before the driver's own and copies all memory to the host; prints whether it is correct,
+ *             and its checksum; then frees the memory */
 #include "client.h"
 
 #include <stdio.h>

@@ -1,7 +1,7 @@
-/* Looks up the driver, forks, and lets the child be the worker: fork_then_use [options of worker.c]
+/* Looks up the driver and forks. The child is the worker: fork_then_use [options of worker.c]
  *
- * This is what servers with worker processes do. The parent makes one call that needs no GPU, waits for
- * the child and ends as it ended. */
+ * Servers with worker processes do the same. The parent makes one call that needs no GPU, waits for the child, and ends
+ * with the child's exit status. */
 #include "client.h"
 
 #include <signal.h>

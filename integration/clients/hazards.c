@@ -1,9 +1,9 @@
-/* Does one thing that makes a checkpoint dangerous, or might.
+/* Does one thing that makes, or could make, a checkpoint unsafe.
  *
  *   hazards plain|managed|peer|ipc-import|ipc-export|pinned|async|exit [MIB]
  *
- * It fills MIB (default 16) of memory, runs the hazard, and prints "ready". For each line on stdin it verifies all
- * its memory, that of the hazard too ("verify": "ok"); it ends with stdin.
+ * It fills MIB (default 16) of memory, creates the hazard, and prints "ready". For each line on stdin it verifies all
+ * its memory, including the hazard's (reply "verify" with "ok"). It ends when stdin ends.
  *
  *   managed      1 MiB by cuMemAllocManaged
  *   peer         peer access to the other device
@@ -28,7 +28,7 @@ struct ipc_handle {
 };
 
 static struct client client;
-/* Memory of the thing: on the device, and on the host; 0 where there is none. */
+/* Memory of the hazard on the device, and on the host. 0: none. */
 static CUdeviceptr more;
 static unsigned char *pinned;
 static size_t more_bytes;
@@ -45,7 +45,7 @@ static CUresult fill_more(void)
     return result;
 }
 
-/* How many bytes of the thing's memory are not as they were. */
+/* Counts the bytes of the hazard's memory that have changed. */
 static CUresult verify_more(uint64_t *wrong)
 {
     unsigned char *bytes = pinned ? pinned : malloc(more_bytes);
@@ -69,7 +69,8 @@ static CUresult ipc_export(struct ipc_handle *handle)
     return get(handle, client.memory);
 }
 
-/* Before this process uses the driver: a child with memory of its own, whose handle comes through a pipe. */
+/* Starts a child with memory of its own, which sends its IPC handle through a pipe. Called before this process uses the
+ * driver. */
 static int exporter(void)
 {
     int pipes[2];
@@ -93,8 +94,8 @@ static int exporter(void)
     return pipes[0];
 }
 
-/* Both devices may reach each other's memory, and a copy goes from one to the other. Restores of such processes were seen
- * to fail for good on some machines, and to succeed on others. */
+/* Enables access from each device to the other's memory, and copies from one device to the other. Restores of such
+ * processes always failed on some machines, and succeeded on others. */
 static CUresult peer_access(void)
 {
     int count = 0;
@@ -167,7 +168,7 @@ static void *call_and_wait(void *unused)
     return unused;
 }
 
-/* Registered before the driver's own handler, so run after it. */
+/* An exit handler. It is registered before the driver's own handler, so it runs after that. */
 static void linger(void)
 {
     sleep_ms(1000);

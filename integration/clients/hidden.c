@@ -1,17 +1,17 @@
-/* Reaches the driver on a way that no hook sees.
+/* Calls the driver in a way that bypasses all hooks.
  *
  *   hidden call|nvml [MIB]
  *
- * It fills MIB (default 64) of memory and says so ("ready"). Then it obeys, a line each:
+ * It fills MIB (default 64) of memory and prints "ready". Then it executes commands, one per line:
  *
- *   hidden   a thread goes that way; the answer comes when it has returned
- *   verify   "ok": whether all memory is as it was
+ *   hidden   a thread makes the call; the reply is sent after the call has returned
+ *   verify   "ok": whether all memory is unchanged
  *
- * The way:
+ * The first argument selects the call:
  *
- *   call     a function of the simulated driver's library that has no name of the driver's
- *   nvml     nvmlDeviceGetMemoryInfo, found by libc's own dlsym. A second copy of NVML, in a namespace of its own, would
- *            not do: its calls return while the process is checkpointed (H200, driver 580.159) */
+ *   call     a function of the simulated driver's library that a real driver does not have
+ *   nvml     nvmlDeviceGetMemoryInfo, found by libc's own dlsym. A second copy of NVML in a namespace of its own would
+ *            not block: its calls return while the process is checkpointed (H200, driver 580.159) */
 #define _GNU_SOURCE
 #include "client.h"
 
@@ -29,7 +29,7 @@ static void *device;
 static void *nvml;
 static char why[256];
 
-/* Keeps what failed for the answer, in a form that JSON takes. */
+/* Stores a description of the failure for the reply, escaped for JSON. */
 static void explain(const char *what, const char *error)
 {
     snprintf(why, sizeof why, "%s: %s", what, error ? error : "no text");
@@ -57,7 +57,7 @@ static CUresult open_nvml(void)
     load_nvml();
     if (nvml == NULL)
         return 500;
-    /* glibc has dlsym in libc since 2.34, and in libdl before. */
+    /* dlsym is in libc since glibc 2.34, and was in libdl before. */
     void *libc = dlopen("libc.so.6", RTLD_NOW), *libdl = dlopen("libdl.so.2", RTLD_NOW);
     void *(*find)(void *, const char *) = libc ? dlsym(libc, "dlsym") : NULL;
     if (find == NULL && libdl != NULL)

@@ -1,31 +1,31 @@
-/* Memory shared with another process by legacy IPC, on command.
+/* Shares memory with another process by legacy IPC, on command.
  *
  *   ipc [--mib N] [--seed S] [--by-name V]
  *
- * With --by-name it gets cuIpcOpenMemHandle of CUDA version V from cuGetProcAddress, as the runtime does, else
- * cuIpcOpenMemHandle_v2 from dlsym.
- * With --mib it allocates this much and fills it by seed; without, it has no memory until it opens some. Commands on
- * stdin, each with a reply of one line of JSON; result is the CUresult, or the outcome of the command's own steps:
+ * With --by-name it gets cuIpcOpenMemHandle of CUDA version V from cuGetProcAddress, as the runtime does. Otherwise
+ * it gets cuIpcOpenMemHandle_v2 from dlsym. With --mib it allocates this much memory and fills it by seed. Without --mib
+ * it has no memory until it opens some. It executes commands from stdin, and replies to each with one line of JSON.
+ * result is the CUresult, or the outcome of the command's own steps:
  *
  *   handle [OFFSET]      cuIpcGetMemHandle of an address inside: "handle", in hex
- *   open HEX MIB SEED    cuIpcOpenMemHandle; it is this process's memory from now on; "ok": not open before, or at the
+ *   open HEX MIB SEED    cuIpcOpenMemHandle; later commands use this memory; "ok": it was not open before, or has the
  *                        same address
  *   flags HEX FLAGS      the same call with other flags, for its result
- *   verify, touch, sync  as those of worker.c, on that memory
- *   touched              another process has added 1 to every word: verify knows
- *   facts                range, attributes and context of an address inside: "ok" when as of a whole allocation
- *   inner                cuIpcCloseMemHandle of an address inside
+ *   verify, touch, sync  as in worker.c, on that memory
+ *   touched              says that another process has added 1 to every word, so that verify expects it
+ *   facts                queries range, attributes and context of an inner address; "ok": as in a whole allocation
+ *   inner                cuIpcCloseMemHandle with an inner address
  *   close                cuIpcCloseMemHandle
- *   busyclose            the same while a kernel runs; "ok": it has ended then
- *   capable              "ok": CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE says so of it
+ *   busyclose            the same while a kernel runs; "ok": the kernel has ended when the call returns
+ *   capable              "ok": CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE is set for the memory
  *   free                 cuMemFree
- *   reset                ends the primary context and takes another: all imports are closed then
- *   fork                 a child that makes a CUDA call and exits: its result
- *   attack HEX           requests forbidden memory from the socket that the handle names, and floods it; "ok": it gave
- *                        only the memory of the handle
- *   reached              "ok": other devices on the bus may reach the memory (GPUDirect RDMA)
+ *   reset                ends the primary context and creates another; this closes all imports
+ *   fork                 forks a child that makes a CUDA call and exits; the result is the child's
+ *   attack HEX           requests forbidden memory from the socket that the handle names, and floods the socket; "ok":
+ *                        it sent only the memory of the handle
+ *   reached              "ok": other devices on the bus can access the memory (GPUDirect RDMA)
  *   more MIB             allocates and fills memory that is never shared
- *   verifymore           as verify, on that memory
+ *   verifymore           as verify, on the memory that is never shared
  *   meminfo              "free_bytes"
  *   quit
  */
@@ -41,7 +41,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* Of a request, and of the answer. */
+/* Size of a request, and of a reply. */
 #define FRAME_BYTES 128
 
 struct ipc_handle {
@@ -194,7 +194,7 @@ static void send_to(int socket, const void *data, size_t bytes, int fd, int flag
     sendmsg(socket, &message, flags | MSG_NOSIGNAL);
 }
 
-/* Whether a request gets an answer with a descriptor. */
+/* Whether the reply to a request contains a descriptor. */
 static int is_given(int socket, const unsigned char *frame, size_t bytes)
 {
     char space[CMSG_SPACE(sizeof(int))];
@@ -227,7 +227,7 @@ static int attack(const char *hex)
     memcpy(good + WORD, handle.bytes + 24, 16);
     memcpy(good + ADDRESS, handle.bytes + 48, 16);
     ok &= is_given(socket, good, FRAME_BYTES);
-    /* A byte that is not right, anywhere that counts. */
+    /* Requests with one wrong byte, in every position that is checked. */
     for (int at = 0; at < SINCE + 8; at++) {
         memcpy(bad, good, sizeof bad);
         bad[at] ^= 1;
@@ -235,12 +235,12 @@ static int attack(const char *hex)
     }
     for (size_t bytes = 0; bytes <= FRAME_BYTES + 1; bytes++)
         ok &= is_given(socket, good, bytes) == (bytes == FRAME_BYTES);
-    /* Right, and the answer has no way, or one that leads nowhere. */
+    /* A correct request without a descriptor for the reply, or with one to which no reply can be sent. */
     send_to(socket, good, FRAME_BYTES, -1, 0);
     send_to(socket, good, FRAME_BYTES, pipes[0], 0);
     send_to(socket, good, FRAME_BYTES, pipes[1], 0);
     send_to(socket, good, FRAME_BYTES, socket, 0);
-    /* As much as it takes and more, right and wrong. */
+    /* More correct and wrong requests than the socket's queue can hold. */
     for (int i = 0; i < 20000; i++)
         send_to(socket, i % 3 ? bad : good, FRAME_BYTES, i % 2 ? pipes[1] : -1, MSG_DONTWAIT);
     ok &= is_given(socket, good, FRAME_BYTES);
@@ -259,7 +259,7 @@ static CUresult allocate_more(const char *mib)
     return client_fill(&more, strtoul(mib, NULL, 10), 5);
 }
 
-/* 0: the program is to end. */
+/* Executes a command. Returns 0 if the program must end. */
 static int obey(char *command)
 {
     char *arguments = command + strcspn(command, " ");
@@ -332,7 +332,7 @@ int main(int argc, char **argv)
     }
     if (cuda_load(&client.cuda) != 0)
         return 3;
-    /* Only one of the two names: both return the same function. */
+    /* Only one of the two names is used, because both return the same function. */
 #define F(name, parameters)                                                                                           \
     if (!version || strcmp(#name, "cuIpcOpenMemHandle_v2") != 0)                                                      \
         *(void **)&name = cuda_function(#name);

@@ -1,8 +1,8 @@
-/* A library that limits VRAM in front of the driver, to be preloaded beside Affinode's. It takes the
- * ways that HAMi's takes: dlsym of its own, which finds the next one by dlvsym; its own functions by
- * exported names, by dlsym and by cuGetProcAddress; the driver's by dlsym from libcuda.so.1.
+/* A library that hooks the driver to limit VRAM. It is preloaded together with Affinode's library, and hooks as
+ * HAMi's does. It has a dlsym of its own, which finds the next dlsym by dlvsym. A program finds its functions by
+ * their exported names, by dlsym or by cuGetProcAddress. It finds the driver's functions by dlsym from libcuda.so.1.
  *
- * LIMIT_MIB in the environment: more than that fails with "out of memory".
+ * Allocations beyond LIMIT_MIB (environment variable) fail with "out of memory".
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -36,7 +36,7 @@ static dlsym_fn next_dlsym(void)
     return next;
 }
 
-/* The driver's function, by the dlsym that comes after this one. */
+/* Finds the driver's function with the dlsym that comes next after this library's. */
 static void *driver(const char *name)
 {
     void *found = next_dlsym()(dlopen("libcuda.so.1", RTLD_NOW | RTLD_NODELETE), name);
@@ -88,7 +88,7 @@ VISIBLE CUresult cuMemFree_v2(CUdeviceptr address)
 VISIBLE CUresult cuGetProcAddress(const char *, void **, int, uint64_t);
 VISIBLE CUresult cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *);
 
-/* Ours for a name as cuGetProcAddress has it. */
+/* Returns this library's function for a base name, as passed to cuGetProcAddress. */
 static void *ours(const char *base)
 {
     if (strcmp(base, "cuMemAlloc") == 0)

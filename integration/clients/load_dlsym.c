@@ -1,4 +1,5 @@
-/* The driver's functions by dlopen and dlsym; with PTDS defined, those of the per-thread default stream. */
+/* Finds the driver's functions by dlopen and dlsym. If PTDS is defined, uses the variants for the per-thread default
+ * stream. */
 #include "client.h"
 
 #include <dlfcn.h>

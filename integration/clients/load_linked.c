@@ -1,4 +1,4 @@
-/* The driver's functions by linking to libcuda.so.1. */
+/* Finds the driver's functions by linking to libcuda.so.1. */
 #include "client.h"
 
 #define X(field, symbol, ptds, base, parameters) CUresult symbol parameters;

@@ -1,5 +1,5 @@
-/* The driver's functions by cuGetProcAddress, as the CUDA runtime asks for them: with VERSION 1 by the
- * signature of CUDA 11.3, with VERSION 2 by that of CUDA 12. */
+/* Finds the driver's functions by cuGetProcAddress, as the CUDA runtime does. VERSION 1 uses the signature of
+ * CUDA 11.3, VERSION 2 that of CUDA 12. */
 #include "client.h"
 
 #include <dlfcn.h>

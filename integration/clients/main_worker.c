@@ -1,4 +1,4 @@
-/* The worker by itself: see worker.c. */
+/* The main function of the worker program, see worker.c. */
 int worker_main(int argc, char **argv);
 
 int main(int argc, char **argv)

@@ -1,9 +1,9 @@
-/* Properties of device memory that applications rely on beyond single calls, for any backing.
+/* Checks properties of device memory that applications rely on and that concern more than a single call.
  *
- *   memory_check             a line of JSON per check; exit status 0 when all hold
+ *   memory_check             prints a line of JSON per check; exit status 0 if all pass
  *
- * Every expectation holds for the driver's own allocations, so it must hold for those that Affinode
- * backs: waiting for work, contexts and what ends with them, pitch, attributes, threads, fork.
+ * The driver's own allocations have all these properties, so allocations that Affinode makes must have them, too. The
+ * checks cover waits for work, contexts and objects that end with them, pitch, attributes, threads and fork.
  */
 #include "client.h"
 
@@ -101,7 +101,7 @@ static void waiting(void)
     CUresult result;
     cuda->stream_create(&stream, 1);
     check("alloc", cuda->mem_alloc(&a, 8 * MIB), 0, 1);
-    /* A machine that is busy with others may look too late: longer work, then. */
+    /* On a busy machine this thread may check too late. It then tries again with longer work. */
     do {
         check("work", cuda->launch(client.spin, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL), 0, 1);
         result = cuda->stream_query(stream);
@@ -164,7 +164,7 @@ static void threads(void)
     check("threads", 0, 0, right);
 }
 
-/* A child has no driver: nothing that it does touches its parent's memory. */
+/* A forked child has no driver, so none of its calls may change the parent's memory. */
 static void forked(void)
 {
     CUdeviceptr a = 0;
@@ -186,7 +186,7 @@ static void forked(void)
     check("free after a fork", cuda->mem_free(a), 0, 1);
 }
 
-/* What ends with a context takes its memory along. */
+/* The end of a context frees the memory of that context. */
 static void contexts(void)
 {
     CUdeviceptr a = 0, b = 0;

@@ -3,9 +3,9 @@
  *   no_checkpoint [MIB]
  *
  * It fills MIB (default 64) of memory, overwrites the driver's checkpoint functions with an instruction that no
- * processor has, and says so ("ready"). Then it obeys, a line each:
+ * processor has, and prints "ready". Then it executes commands, one per line:
  *
- *   verify   "ok": whether all memory is as it was */
+ *   verify   "ok": whether all memory is unchanged */
 #define _GNU_SOURCE
 #include "client.h"
 
@@ -38,11 +38,12 @@ static int trap(char *function)
     return mprotect(start, length, PROT_READ | PROT_EXEC);
 }
 
-/* Returns the number of functions that are overwritten, found by libc's own dlsym: not those of a hook. */
+/* Overwrites the functions and returns their number. They are found by libc's own dlsym, so that hooks of the same name
+ * are not overwritten instead. */
 static int trap_all(void)
 {
     void *driver = dlopen("libcuda.so.1", RTLD_NOW), *libc = dlopen("libc.so.6", RTLD_NOW);
-    /* glibc has dlsym in libc since 2.34, and in libdl before. */
+    /* dlsym is in libc since glibc 2.34, and was in libdl before. */
     void *(*find)(void *, const char *) = libc ? dlsym(libc, "dlsym") : NULL;
     void *libdl = find == NULL ? dlopen("libdl.so.2", RTLD_NOW) : NULL;
     int trapped = 0;

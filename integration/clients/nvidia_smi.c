@@ -1,6 +1,6 @@
 /* nvidia-smi of the simulated GPU: nvidia-smi --query-gpu=FIELD,... --format=csv,noheader,nounits
  *
- * Answers the few fields below from libnvidia-ml.so.1, one line per device, memory in MiB. */
+ * Prints the values of the few fields below, from libnvidia-ml.so.1. One line per device, memory in MiB. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>

@@ -1,16 +1,16 @@
-/* Uses CUDA, and asks NVML beside it: by dlopen and dlsym, or, with LINKED, by a direct link.
+/* Uses CUDA and makes NVML queries. NVML is found by dlopen and dlsym, or, if LINKED is defined, by a direct link.
  *
  *   nvml [MIB]
  *
- * It fills MIB (default 16) of memory and prints "ready". It executes lines on stdin; "result" is NVML's:
+ * It fills MIB (default 16) of memory and prints "ready". Then it executes commands from stdin. "result" is NVML's:
  *
- *   init         nvmlInit_v2, and the handle of the first device
+ *   init         calls nvmlInit_v2, and gets the handle of the first device
  *   shutdown     nvmlShutdown
- *   ask          memory and utilisation of the device ("free_bytes")
- *   utilization  of its processes: it does not return while the process is checkpointed
+ *   ask          queries memory and utilisation of the device ("free_bytes")
+ *   utilization  queries the utilisation of the device's processes; blocks while the process is checkpointed
  *   monitor MS   a thread queries every MS milliseconds
- *   asked        number of its queries ("polls"); elapsed_us is the longest, result the last error
- *   verify       its memory ("ok") */
+ *   asked        number of the monitor's queries ("polls"); elapsed_us is the longest query, result the last error
+ *   verify       verifies the program's memory ("ok") */
 #include "client.h"
 
 #include <dlfcn.h>
@@ -40,7 +40,7 @@ struct sample {
     X(nvmlDeviceGetProcessUtilization, (void *device, struct sample *samples, unsigned *count, unsigned long long after))
 
 #ifdef STUB
-/* Stands in for libnvidia-ml.so.1 when the program is linked on a machine without a driver. Never installed. */
+/* Replaces libnvidia-ml.so.1 while the program is linked on a machine without a driver. It is never installed. */
 #define DEFINE(name, parameters)                                                                                      \
     int name parameters                                                                                               \
     {                                                                                                                 \
@@ -117,11 +117,11 @@ static int obey(char *command)
         answer(command, (CUresult)result, now_us() - start, "\"free_bytes\":%llu", memory.free);
         return 1;
     } else if (strcmp(command, "utilization") == 0) {
-        /* A real driver requires room for every sample that it may have, else it returns 7. */
+        /* A real driver returns 7 if the array cannot hold all samples that the driver may have. */
         static struct sample samples[4096];
         unsigned count = sizeof samples / sizeof *samples;
         result = CALL(nvmlDeviceGetProcessUtilization)(device, samples, &count, 0);
-        /* None was busy just now. */
+        /* 6: no process was busy in the sampled time. */
         result = result == 6 ? 0 : result;
     } else if (sscanf(command, "monitor %u", &pause_ms) == 1) {
         pthread_t thread;

@@ -1,25 +1,25 @@
-/* An application whose memory comes in the order of streams (cudaMallocAsync), from two pools.
+/* An application with stream-ordered memory (cudaMallocAsync) from two pools.
  *
  *   pools [--mib N] [--seed S] [--piece-mib P]
  *
- * N MiB (default 64) in pieces of P MiB (default 4), filled by seed (default 1): the first half from the device's pool in
- * one stream, the second from a pool of its own in another.
- * Then it obeys commands on stdin, each answered by a line of JSON as in worker.c. "ok" is false when something is not as
- * the driver promises, and "line" is where:
+ * It allocates N MiB (default 64) in pieces of P MiB (default 4), and fills them by seed (default 1). The first half
+ * comes from the device's pool in one stream, the second half from a pool of the program in another stream.
+ * Then it executes commands from stdin, and replies to each with a line of JSON as in worker.c. "ok" is false if a
+ * check failed. "line" is then the source line of that check:
  *
- *   verify, touch, streamsync     as there
- *   churn           every second piece freed and allocated anew in its stream, and filled as it was
- *   swap            the same, each in the other's stream
- *   twice           a piece freed a second time, in a stream and without
- *   attributes      of a piece and of the pools
- *   threshold       what unused memory stays, and what goes at which call
- *   early           a stream does not get what another may still use
- *   capture         beside a stream that is captured
- *   outlive         memory of a context that ends is there for another
- *   full            nearly the whole GPU freed and held by a pool is there for others
- *   hold            unused memory is held from now on, as much as is in use; drop: the end of that
- *   cost            10,000 times a piece allocated and freed that is held: "elapsed_us"
- *   end             everything freed: "missing_bytes" are free no more that were before
+ *   verify, touch, streamsync     as in worker.c
+ *   churn           frees every second piece, allocates it again in its stream, and fills it with the same contents
+ *   swap            the same, but each piece is allocated in the other stream
+ *   twice           frees a piece a second time, in a stream and without a stream
+ *   attributes      checks the attributes of a piece and of the pools
+ *   threshold       checks how much unused memory a pool keeps, and which calls release it
+ *   early           checks that a stream does not get memory that another stream may still use
+ *   capture         allocates and frees while another stream is captured
+ *   outlive         checks that another context can use memory of a context that has ended
+ *   full            checks that other allocations get the freed memory that a pool holds, nearly the whole GPU
+ *   hold            from now on the pools keep as much unused memory as is in use; drop: ends that
+ *   cost            allocates and frees a piece from held memory 10,000 times: "elapsed_us"
+ *   end             frees everything; "missing_bytes": memory that was free at the start but is not now
  *   quit
  */
 #include "client.h"
@@ -67,7 +67,7 @@ typedef struct CUpool_st *pool_handle;
 MORE_FUNCTIONS(F)
 #undef F
 
-/* Of a call beside a capture, and of the capture then. */
+/* Accepted results of a call during a capture, and of the capture after it. */
 enum { REFUSED = 900, SPOILT = 901 };
 enum { THRESHOLD = 4, RESERVED = 5, USED = 7, USED_HIGH = 8 };
 #define MOST 1024
@@ -79,10 +79,10 @@ static uint32_t seed = 1;
 static CUstream streams[2];
 static pool_handle pools[2];
 static int failed_line;
-/* Beside a capture what makes the driver's own pool grow may be refused; carried memory may not. */
+/* During a capture, a call that makes the driver's own pool grow may be refused. Calls for swappable memory may not. */
 static int may_refuse;
 
-/* What must hold; the first that does not is told. */
+/* Checks a condition. The line of the first one that fails is reported. */
 #define HOLDS(what)                                                                                                   \
     do {                                                                                                              \
         if (!(what) && failed_line == 0)                                                                              \
@@ -101,7 +101,7 @@ static CUresult allocate(CUdeviceptr *address, size_t bytes, int which)
     return cuMemAllocFromPoolAsync(address, bytes, pools[1], streams[1]);
 }
 
-/* The piece, filled: by calls of the default stream, which waits for neither of these. */
+/* Allocates a piece and fills it. The fill runs on the default stream, which waits for neither of the two streams. */
 static CUresult make(size_t piece)
 {
     struct client *part = &parts[piece];
@@ -167,7 +167,7 @@ static CUresult touch(void)
     return client.cuda.ctx_sync();
 }
 
-/* All of it without a wait between: what a loop of a framework does. */
+/* Frees and allocates pieces without a wait in between, as a framework's loop does. */
 static CUresult churn(int other)
 {
     CUevent event;
@@ -195,7 +195,7 @@ static CUresult twice(void)
     HOLDS(client.cuda.mem_free(parts[0].memory) == 1);
     HOLDS(cuMemFreeAsync(parts[1].memory + piece_bytes / 2, streams[0]) == 1);
     TRY(make(0));
-    /* Freed as if it were of no stream. */
+    /* Frees the piece with the call for memory that belongs to no stream. */
     TRY(client.cuda.mem_free(parts[0].memory));
     HOLDS(cuMemFreeAsync(parts[0].memory, streams[0]) == 1);
     return make(0);
@@ -244,7 +244,7 @@ static CUresult attributes(void)
     return 0;
 }
 
-/* Frees one more in the stream, with this many bytes to be kept. */
+/* Sets the pool's threshold to this many bytes, then allocates and frees the size of eight pieces in the stream. */
 static CUresult free_one(uint64_t keep_bytes)
 {
     CUdeviceptr address;
@@ -329,11 +329,11 @@ static CUresult capture(void)
     TRY(client.cuda.ctx_sync());
     for (int round = 0; round < 2; round++) {
         CUdeviceptr beside = 0, old = round == 0 ? address : plain;
-        /* No thread may wait for anything meanwhile. */
+        /* During this kind of capture, calls that can wait are forbidden in all threads. */
         TRY(cuStreamBeginCapture_v2(captured, 0));
         if (cuMemAllocAsync(&in_graph, piece_bytes, captured) == 0)
             TRY(cuMemFreeAsync(in_graph, captured));
-        /* Where it refuses, the capture is of no use. */
+        /* If the call is refused, the capture is invalid afterwards. */
         CUresult made = cuMemAllocFromPoolAsync(&beside, 3 * piece_bytes, pools[1], streams[1]);
         if (made == 0)
             TRY(cuMemFreeAsync(beside, streams[1]));
@@ -376,7 +376,7 @@ static CUresult outlive(void)
     return client.cuda.ctx_sync();
 }
 
-/* Allocates until VRAM is full, at most this many pieces. */
+/* Allocates pieces until VRAM is full, at most *many. */
 static CUresult fill_up(CUdeviceptr *at, size_t *many, size_t bytes)
 {
     CUresult result = 0;
@@ -398,7 +398,7 @@ static CUresult full(void)
             TRY(cuMemFreeAsync(at[i], streams[1]));
         TRY(client.cuda.ctx_sync());
         HOLDS(free_bytes() < room / 4);
-        /* More than is free, at once: to a call of no stream, to another size in a stream, to the other pool. */
+        /* Requests more than is free: without a stream, in another size in a stream, and from the other pool. */
         if (turn == 0) {
             TRY(client.cuda.mem_alloc(&address, bytes * (many / 2)));
             TRY(client.cuda.mem_free(address));
@@ -449,7 +449,7 @@ static CUresult end(size_t *missing)
     return 0;
 }
 
-/* 0: the program is to end. */
+/* Executes a command. Returns 0 if the program must end. */
 static int obey(char *command)
 {
     size_t missing = 0;

@@ -1,15 +1,15 @@
-/* Looks the driver up as libcudart does, on the simulated GPU: cuGetProcAddress for every function, in both variants
- * of the default stream, hundreds of times; then private tables, which it checks by a hash over its process and all
- * addresses, and uses between its calls.
+/* Looks up the driver's functions as libcudart does, on the simulated GPU. It calls cuGetProcAddress for every
+ * function, in both variants of the default stream, hundreds of times. Then it requests private tables, checks them by a
+ * hash over its process and all addresses, and uses them between its calls.
  *
  *   runtime [MIB]
  *
- * It fills MIB (default 16) of memory and says so ("ready"). Then it obeys, a line each:
+ * It fills MIB (default 16) of memory and prints "ready". Then it executes commands, one per line:
  *
  *   check    "ok": whether the table is the driver's own
  *   touch    adds 1 to every word, with uses of the table before and after
- *   settle   a function of the table that needs the context: with a checkpointed one the program dies
- *   verify   "ok": whether all memory is as it was */
+ *   settle   calls a function of the table that needs the context: if the context is checkpointed, the program ends
+ *   verify   "ok": whether all memory is unchanged */
 #include "client.h"
 
 #include <dlfcn.h>
@@ -27,7 +27,7 @@ struct runtime_table {
     CUresult (*settle)(uint64_t unused, uint64_t unused_too);
 };
 
-/* One that libcudart asks for. */
+/* Id of a table that libcudart requests. */
 static const unsigned char TABLE[16] = {0x6b, 0xd5, 0xfb, 0x6c, 0x5b, 0xf4, 0xe7, 0x4a,
                                         0x89, 0x87, 0xd9, 0x39, 0x12, 0xfd, 0x9d, 0xf9};
 #define LOOK_UPS 12
@@ -68,7 +68,7 @@ static CUresult check(void)
 
 static CUresult touch(void)
 {
-    /* There at any time; the driver's context is looked at behind a call with a name alone. */
+    /* storage works in every state, so it may be called here. The public function after it waits at the gate. */
     TRY(table->storage(0, 0));
     TRY(client_touch(&client));
     TRY(client.cuda.ctx_sync());

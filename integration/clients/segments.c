@@ -1,21 +1,21 @@
-/* An application that maps its memory by itself, as allocators with growing segments do.
+/* An application that maps its memory itself, as allocators with growing segments do.
  *
  *   segments [--mib N] [--seed S] [--piece-mib P] [--handle-types T]
  *
- * N MiB (default 64) at one run of addresses, in pieces of P MiB (default 4), filled by seed (default 1), made to be
- * exported as T (default 1, a descriptor; 0: not at all).
- * Then it obeys commands on stdin, each answered by a line of JSON as in worker.c:
+ * It maps N MiB (default 64) at consecutive addresses, in pieces of P MiB (default 4), and fills them by seed
+ * (default 1). The memory can be exported as handle type T (default 1: a descriptor; 0: it cannot be exported).
+ * Then it executes commands from stdin, and replies to each with a line of JSON as in worker.c:
  *
- *   verify, touch, streamsync     as there
- *   swap            the first piece's memory where the last one's was, and the other way round
- *   release         all handles, while everything is mapped; retain: takes them back by address
- *   alias           the second piece a second time, at other addresses: "ok" when both show the same
- *   unalias         the end of that
- *   readonly        the third piece may only be read; writable: the end of that
- *   export          a descriptor of the fourth piece, closed at once
- *   properties      of the second piece: "ok" when they are what it was made with
- *   replace         the last piece unmapped and released, a new one in its place, filled as it was
- *   end             everything unmapped and released: "missing_bytes" are free no more that were before
+ *   verify, touch, streamsync     as in worker.c
+ *   swap            exchanges the memory of the first and the last piece
+ *   release         releases all handles while everything is mapped; retain: gets them again by address
+ *   alias           maps the second piece a second time, at other addresses; "ok" if both have the same contents
+ *   unalias         removes the second mapping
+ *   readonly        makes the third piece read-only; writable: makes it writable again
+ *   export          exports a descriptor of the fourth piece, and closes it immediately
+ *   properties      reads the properties of the second piece; "ok" if it was created with them
+ *   replace         unmaps and releases the last piece, and maps a new one with the same contents in its place
+ *   end             unmaps and releases everything; "missing_bytes": memory that was free at the start but is not now
  *   quit
  */
 #include "client.h"
@@ -198,7 +198,7 @@ static CUresult verify(int *ok)
     return 0;
 }
 
-/* 0: the program is to end. */
+/* Executes a command. Returns 0 if the program must end. */
 static int obey(char *command)
 {
     int ok = 1;

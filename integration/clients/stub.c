@@ -1,4 +1,4 @@
-/* Stands in for libcuda.so.1 when `linked` is linked on a machine without a driver. Never installed. */
+/* Replaces libcuda.so.1 while the program `linked` is linked on a machine without a driver. It is never installed. */
 #include "cuda_min.h"
 
 #define X(field, symbol, ptds, base, parameters)                                                                      \

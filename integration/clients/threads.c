@@ -1,10 +1,10 @@
-/* Many threads that use the GPU at once.
+/* Many threads that use the GPU at the same time.
  *
  *   threads [--threads N] [--mib M] [--rounds R] [--period-ms P]
  *
- * Each of N threads (default 8) fills M MiB (default 4) by its own seed, then R times (default 10, 0: for ever) sleeps
- * P ms (default 0), adds 1 to every word, synchronises and verifies. One line of JSON per thread and round;
- * exit status 0 when every word of every round was right. */
+ * Each of N threads (default 8) fills M MiB (default 4) by its own seed. Then it runs R rounds (default 10; 0: without
+ * end). In each round it sleeps P ms (default 0), adds 1 to every word, synchronises, verifies, and prints a line of
+ * JSON. Exit status 0 if every word was correct in every round. */
 #include "client.h"
 
 #include <pthread.h>

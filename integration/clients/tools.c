@@ -1,14 +1,14 @@
-/* A program with a tool in it, on the simulated GPU.
+/* A program that has loaded a tool, on the simulated GPU.
  *
  *   tools [MIB]
  *
- * It fills MIB (default 16) of memory and prints "ready". Then it executes commands, one a line:
+ * It fills MIB (default 16) of memory and prints "ready". Then it executes commands, one per line:
  *
- *   begin [MS]   the profiler begins; the first time it takes MS milliseconds (default 0)
- *   end          it ends
- *   video        a video library gets its private table
+ *   begin [MS]   starts the profiler; the first time this takes MS milliseconds (default 0)
+ *   end          ends the profiler
+ *   video        requests the private table as a video library does
  *   devices      queries constants: the number of devices, and the first one's name
- *   verify       "ok": whether all memory is as it was */
+ *   verify       "ok": whether all memory is unchanged */
 #include "client.h"
 
 #include <dlfcn.h>
@@ -17,13 +17,13 @@
 #include <string.h>
 #include <unistd.h>
 
-/* The one that libnvcuvid asks for. */
+/* Id of the table that libnvcuvid requests. */
 static const unsigned char VIDEO[16] = {0x9a, 0xf0, 0x70, 0x7b, 0x8e, 0x2d, 0xd8, 0x4c,
                                         0x8e, 0x4e, 0xb9, 0x94, 0xc8, 0x2d, 0xdc, 0x35};
 
 static struct client client;
 
-/* By the search path of this program: the folder that it is in. */
+/* Finds a function of CUPTI, which is loaded by this program's search path: the folder that contains the program. */
 static void *of_cupti(const char *name)
 {
     void *library = dlopen("libcupti.so.12", RTLD_NOW);

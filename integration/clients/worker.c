@@ -1,47 +1,48 @@
-/* A CUDA application on command.
+/* A CUDA application that executes commands.
  *
  *   PROGRAM [--mib N] [--seed S] [--device D] [--script "touch;sleep 2000;verify"] [--period-ms P]
  *
- * It allocates N MiB (default 64), fills them by seed (default 1), then obeys commands: those of
- * --script and then those on stdin, one per line. With --script it ends when the script does, unless the
- * script ends in "stdin". With --period-ms it launches a kernel and waits for it every P ms, between commands
- * that come on stdin, for ever. Every step is answered by one line of JSON on stdout:
+ * It allocates N MiB (default 64), fills them by seed (default 1), then executes commands, one per line: first those of
+ * --script, then those from stdin. With --script it ends at the end of the script, unless the script ends with "stdin".
+ * With --period-ms, it launches a kernel every P ms and waits for it, between the commands from stdin, without end. It
+ * replies to every command with one line of JSON on stdout:
  *
  *   {"command":"touch","result":0,"elapsed_us":12,"at_us":3456, ...}
  *
  * result is the CUresult, elapsed_us the time of the call, at_us CLOCK_MONOTONIC.
  *
- *   verify          read all of every allocation and compare: "ok", "wrong", "bytes" compared, "checksum"; the first
- *                   on the host, the others with a kernel
- *   check           the same with kernels alone, which on a GPU takes a second for 60 GiB; no "checksum"
- *   touch           add 1 to every word with a kernel (verify knows), do not wait
+ *   verify          compares all allocations: "ok", "wrong", "bytes" compared, "checksum"; the first allocation is
+ *                   compared on the host, the others by a kernel
+ *   check           compares with kernels only, which on a GPU takes a second for 60 GiB; no "checksum"
+ *   touch           adds 1 to every word with a kernel (verify expects it), does not wait
  *   sync            cuCtxSynchronize
- *   streamsync, streamquery, eventsync, eventquery     on an own stream, and an event recorded on it
+ *   streamsync, streamquery, eventsync, eventquery     on the program's own stream, and an event recorded on it
  *   record          cuEventRecord of that event
  *   streamcreate    cuStreamCreate
  *   meminfo         cuMemGetInfo: "free_bytes", "total_bytes"
- *   alloc N [V]     N MiB more, filled with a pattern in which each word depends on its place, or with V in every
- *                   word; with - as V neither filled nor verified; free: the last
- *   set N V         every word of the Nth of them, counted from 0, is V from now on
- *   poke OFFSET [N] another byte there, in the first allocation or in the Nth of the others; verify does not know
- *   stack N         N bytes of local memory for each thread of the GPU
- *   limit           that number: "value"
- *   spin MS         a kernel of MS milliseconds, do not wait
- *   managed         1 MiB of managed memory
+ *   alloc N [V]     allocates N MiB more, filled with a pattern in which each word depends on its index, or with V in
+ *                   every word; if V is -, it is neither filled nor verified
+ *   free            frees the allocation that was made last
+ *   set N V         sets every word of the Nth further allocation (counted from 0) to V
+ *   poke OFFSET [N] changes a byte in the first allocation, or in the Nth further one; verify does not expect it
+ *   stack N         sets the local memory of each thread of the GPU to N bytes
+ *   limit           returns that number: "value"
+ *   spin MS         launches a kernel of MS milliseconds, does not wait
+ *   managed         allocates 1 MiB of managed memory
  *   stray           flips one bit of host memory with its copied-out contents
- *   peer            peer access from this device's context to the other device's
- *   fork            a child that makes a CUDA call and exits: "child_result", "child_status"
- *   orphan          a child that does nothing and outlives this program by up to a minute: "child"
+ *   peer            enables peer access from this device's context to the other device's
+ *   fork            forks a child that makes a CUDA call and exits: "child_result", "child_status"
+ *   orphan          forks a child that does nothing and outlives this program by up to a minute: "child"
  *   exec-info       "pid", "uid", "device_name", "driver_version", "program"
- *   init            cuInit again
+ *   init            calls cuInit again
  *   version         cuDriverGetVersion
- *   poll MS         from now on a thread asks every MS whether the stream and the event are done
- *   polled          how often it has: "polls", "ok" when the answer was always yes
+ *   poll MS         starts a thread that queries the stream and the event every MS milliseconds
+ *   polled          number of these queries: "polls"; "ok" if all returned that the work is done
  *   sleep MS
  *   quit
  *
- * The programs linked, dlopen_dlsym, proc_address_v1, proc_address_v2 and ptds are this one,
- * each with another way to the driver.
+ * The programs linked, dlopen_dlsym, proc_address_v1, proc_address_v2 and ptds are built from this file. Each finds the
+ * driver's functions in a different way.
  */
 #include "client.h"
 
@@ -102,7 +103,7 @@ static CUresult alloc_more(size_t mib, const char *value)
     return client_pattern(&client, allocations[index], allocation_words[index], allocation_contents[index].seed);
 }
 
-/* How many words of all that were filled are not what they should be. */
+/* Counts the words with a wrong value, in all filled allocations. */
 static CUresult verify_more(uint64_t *wrong, uint64_t *bytes)
 {
     for (int index = 0; index < allocation_count; index++) {
@@ -121,7 +122,7 @@ static CUresult free_last(void)
     return client.cuda.mem_free(allocations[--allocation_count]);
 }
 
-/* As a stray pointer of the program's own would. */
+/* Flips a bit of host memory, as a stray pointer in the program could. */
 static CUresult stray(void)
 {
     char line[512], *at = NULL;
@@ -214,7 +215,7 @@ static void orphan(const char *command)
 
 static unsigned poll_ms, polls, polls_wrong;
 
-/* What an idle framework does: its context made current, a look at a stream and at an event. */
+/* Makes the calls of an idle framework: makes its context current, then queries a stream and an event. */
 static void *poll_for_ever(void *unused)
 {
     for (;; sleep_ms(poll_ms)) {
@@ -253,7 +254,7 @@ static void exec_info(const char *command)
            (int)getpid(), (int)getuid(), name, version, program);
 }
 
-/* Another byte at an offset of the memory, or of the Nth allocation that came later. */
+/* Changes a byte at this offset, in the first allocation or in the Nth of the later ones. */
 static CUresult poke(size_t offset, const char *which)
 {
     unsigned char byte = 0;
@@ -274,7 +275,7 @@ static void limit(const char *command)
     answer(command, result, now_us() - start, "\"value\":%zu", value);
 }
 
-/* 0: the program is to end. */
+/* Executes a command. Returns 0 if the program must end. */
 static int obey(char *line)
 {
     char *save = NULL;
@@ -354,7 +355,8 @@ static int obey(char *line)
     return 1;
 }
 
-/* Commands from stdin until quit or its end; with a period, work in between, and for ever. */
+/* Executes commands from stdin until `quit` or the end of input. With a period, it also works between commands, and
+ * continues after the end of input. */
 static void obey_stdin(unsigned period_ms)
 {
     static char buffer[4096];
@@ -437,7 +439,7 @@ int worker_main(int argc, char **argv)
     answer("fill", result, now_us() - start, "\"mib\":%zu,\"seed\":%u", mib, seed);
     if (result != 0)
         return 4;
-    /* After the reply to fill no call of the start follows: a freeze now comes between calls. */
+    /* No call of the start follows the reply to `fill`, so a freeze after that reply hits no call. */
     int from_stdin = script == NULL || period_ms > 0;
     char *save = NULL;
     for (char *command = script ? strtok_r(script, ";", &save) : NULL; command; command = strtok_r(NULL, ";", &save)) {
