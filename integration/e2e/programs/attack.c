@@ -1,7 +1,7 @@
-/* What a hostile container can do with the socket that it sees, all at once: valid
- * registrations with pages of faked counters, messages without end and never a read,
- * noise, wrong descriptors, more connections than there are places. Arguments: a Hello and
- * any other message, in hex, and the size of a page. Says "ready", goes on for ever. */
+/* Makes all attacks that a hostile container can make on its agent socket, at the same
+ * time: valid registrations with pages of faked counters, endless messages without a read,
+ * noise, wrong descriptors, and more connections than the controller accepts. Arguments: a
+ * Hello and any other message, in hex, and the size of a page. Prints "ready", never ends. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -16,8 +16,9 @@
 
 #define SOCKET "/.affinode/run/agent.sock"
 #define TALKERS 16
-/* These connect before all others: 512 are accepted at once, then 50 a second, from a backlog of
- * thousands. Connections that noise closes fill that backlog for more than a minute. */
+/* Number of threads that only hold connections. They connect before all others, because 512 connections are accepted at
+ * once, then 50 a second, from a backlog of thousands. Connections that noise closes fill that backlog for more than a
+ * minute. */
 #define HOLDERS 12
 #define HELD_BY_EACH 75
 
@@ -60,7 +61,7 @@ static void say_hello(int fd, int page)
     sendmsg(fd, &header, MSG_NOSIGNAL);
 }
 
-/* Registers with a page that begins as a real one does and holds noise from there on. */
+/* Registers with a page that begins like a real one and contains noise after that. */
 static void *talk(void *argument)
 {
     unsigned seed = (unsigned)(uintptr_t)argument;
@@ -68,7 +69,7 @@ static void *talk(void *argument)
     if (ftruncate(page, (off_t)page_bytes) != 0)
         return NULL;
     unsigned char *bytes = mmap(NULL, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, page, 0);
-    /* Magic word, version, number of slots: as the library's own page in this process would have. */
+    /* Magic word, version and number of slots, as in the library's own page. */
     memcpy(bytes, "AFNPAGE\0", 8);
     memcpy(bytes + 8, hello + 8, 4);
     uint32_t slots = (uint32_t)((page_bytes - 4096) / 64);
@@ -99,7 +100,7 @@ static void *noise(void *argument)
     return argument;
 }
 
-/* Holds every place there is, and says nothing; takes another where it is cut off, no sooner. */
+/* Holds as many connections as possible and sends nothing. Opens a new connection only when one is closed. */
 static void *hold(void *argument)
 {
     int held[HELD_BY_EACH];

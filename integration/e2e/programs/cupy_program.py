@@ -3,7 +3,7 @@
 import cupy
 
 WIDTH = 2048
-# Words of a GiB.
+# Number of 8-byte words in a GiB.
 GIB = (1 << 30) // 8
 
 shuffle = cupy.ElementwiseKernel(
@@ -50,7 +50,7 @@ class Cupy:
         self.sync()
 
     def check(self):
-        # Wraps around, the same way each time; weighted, so that no two words may swap.
+        # The sum wraps around in the same way each time. It is weighted, so that exchanged words change it.
         weights = cupy.arange(1, GIB + 1, dtype=cupy.uint64)
         sums = [int((words * weights).sum()) for words in self.held]
         del weights

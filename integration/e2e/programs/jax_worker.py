@@ -40,7 +40,7 @@ def train(parameters, batch):
 
 @jax.jit
 def weigh(words):
-    # Wraps around, the same way each time; weighted, so that no two words may swap.
+    # The sum wraps around in the same way each time. It is weighted, so that exchanged words change it.
     return (words * jnp.arange(1, words.size + 1, dtype=jnp.uint32)).sum(dtype=jnp.uint32)
 
 

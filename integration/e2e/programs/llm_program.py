@@ -8,7 +8,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E4
 
 from torch_programs import DEVICE, TorchProgram, data  # noqa: E402
 
-# Nearly 3 GiB.
+# These sizes result in nearly 3 GiB of weights.
 CONFIG = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -20,10 +20,10 @@ CONFIG = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-# Number of conversations at once, and tokens of their prompt.
+# Number of concurrent conversations, and number of tokens of their prompt.
 BATCH = 8
 PROMPT = 64
-# Tokens of a step, and of a reply that transformers generates by itself.
+# Number of tokens of a step, and of a reply that transformers generates itself.
 TOKENS = 4
 ANSWER = 12
 # Conversations and tokens of their context in the measurement: at least 10 ms of work for a large GPU.
@@ -36,7 +36,7 @@ class Llm(TorchProgram):
 
     def __init__(self, seed):
         super().__init__(seed)
-        # Faster kinds of attention add up in an order that differs from start to start.
+        # Faster kinds of attention sum in an order that differs from start to start.
         config = LlamaConfig(**CONFIG, attn_implementation="eager")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.set_default_dtype(torch.bfloat16)
@@ -77,7 +77,7 @@ class Llm(TorchProgram):
         """One token for each of many conversations, of always the same length."""
         config = self.model.config
         heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-        # With room for the token that is taken back: later blocks are of the same size, and are used again.
+        # Includes space for the token that is removed again. Later blocks have the same size, so they are reused.
         shape = (MEASURED_BATCH, heads, MEASURED_CONTEXT + 1, size)
         cache = DynamicCache()
         for layer in range(config.num_hidden_layers):

@@ -1,17 +1,17 @@
-/* What memory costs, for a container's program: a line of JSON per figure.
+/* Measures the cost of memory for a container's program. Prints a line of JSON per figure.
  *
- *   N MiB     cuMemAlloc and cuMemFree of as much, the median of many pairs, in microseconds: with nothing else
- *             allocated, and "beside others", 500 of 2 MiB
+ *   N MiB     time of one cuMemAlloc and cuMemFree of N MiB, in microseconds, the median of many pairs: with nothing
+ *             else allocated, and "beside others", while 500 allocations of 2 MiB exist
  *
- * Or, as "memory_cost copy", how fast pinned host memory comes to the device, and back:
+ * "memory_cost copy" measures copies from pinned host memory to the device, and back:
  *
- *   in, out   in bytes per second, the median of some
+ *   in, out   bytes per second, the median of several copies
  *
- * Or, as "memory_cost large N", the same for N MiB of as much host memory:
+ * "memory_cost large N" measures a copy of N MiB of host memory to the device:
  *
- *   large     in bytes per second, the median of some
+ *   large     bytes per second, the median of several copies
  *
- * Run it with and without the preload library: the difference is the library's. */
+ * Run it with and without the preload library: the difference is the library's cost. */
 #include "client.h"
 
 #include <dlfcn.h>
@@ -73,7 +73,7 @@ static int copies(struct cuda *cuda)
     return 0;
 }
 
-/* As much host memory as there is to copy, on huge pages where they are to be had. */
+/* Measures copies of this much host memory to the device. The memory is on huge pages, if they are available. */
 static int large(struct cuda *cuda, size_t mib)
 {
     enum { PIECE = 128 << 20 };

@@ -39,7 +39,7 @@ KINDS = {
 WARM_UP = 5
 MEASURED = 30
 
-# Libraries print what they like; this is for answers alone.
+# The original stdout is only for replies. Text that libraries print goes to stderr.
 ANSWERS = sys.stdout
 sys.stdout = sys.stderr
 
@@ -74,7 +74,7 @@ def bench(program):
         program.sync()
 
     times = [milliseconds(step) for _ in range(WARM_UP + MEASURED)][WARM_UP:]
-    # Frees its memory, so that it does not affect the others.
+    # Frees the program's memory, so that it does not affect the other programs.
     del one
     program.tidy()
     return {"step_ms": statistics.median(times), "best_ms": min(times)}

@@ -1,6 +1,6 @@
-/* A CUDA program that overwrites every page that it shares with others, once it has
- * registered, and goes on calling: what a container can do to the page of the preload
- * library. Says "ready" before and "scribbled" after. */
+/* A CUDA program that overwrites every page that it shares with other processes, as a hostile
+ * container can do with the preload library's page of counters. It does so after it has
+ * registered, and then continues to make calls. Prints "ready" before and "scribbled" after. */
 #include "client.h"
 
 #include <stdio.h>

@@ -25,7 +25,7 @@ PATIENCE_S = 60
 MIB = 64
 STEPS = 8
 
-# Libraries print what they like; this is for answers alone.
+# The original stdout is only for replies. Text that libraries print goes to stderr.
 ANSWERS = sys.stdout
 sys.stdout = sys.stderr
 
@@ -127,7 +127,7 @@ class Process:
         codes.append(library.cuvidCreateDecoder(ctypes.byref(decoder), ctypes.byref(wanted)))
         if any(codes):
             raise RuntimeError(f"cuvid returned {codes}")
-        # Kept: a session is in progress from here on.
+        # The decoder is kept, so a session is in progress from here on.
         self.decoders.append((library, lock, decoder))
         return {}
 
@@ -188,7 +188,7 @@ def main():
     except Exception as error:
         say(command="absent", result=1, why=f"{type(error).__name__}: {error}"[:300])
         return 1
-    # The parent has no context: each child makes its own.
+    # The parent has no context. Each child creates its own.
     context = multiprocessing.get_context("fork")
     pipes = []
     for seed in range(count):
@@ -196,7 +196,7 @@ def main():
         context.Process(target=live, args=(torch, seed, ranges, other), daemon=True).start()
         other.close()
         pipes.append(pipe)
-    # Each makes a context, all at once.
+    # All children create a context at the same time.
     tell("ready", answers(pipes, 2 * PATIENCE_S))
     for line in sys.stdin:
         command = line.strip()
@@ -210,7 +210,7 @@ def main():
 
 if __name__ == "__main__":
     status = main()
-    # Processes that hang are not waited for.
+    # Does not wait for processes that hang.
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(status)

@@ -4,10 +4,10 @@ import torch
 
 DEVICE = torch.device("cuda")
 WIDTH = 2048
-# So many that a step is 10 ms and more of work for a large GPU: launches hide behind it.
+# Large enough that a step takes at least 10 ms on a large GPU, so that the time of launches is hidden.
 BATCH = 4096
 LAYERS = 6
-# Words of a GiB.
+# Number of 8-byte words in a GiB.
 GIB = (1 << 30) // 8
 
 
@@ -20,7 +20,7 @@ class TorchProgram:
     """What all programs with torch's allocator have in common."""
 
     def __init__(self, seed):
-        # Some calls have no such algorithm and need none: torch warns about them on stderr.
+        # Some calls have no deterministic algorithm and do not need one. torch prints warnings about them to stderr.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(seed)
         self.held = []
@@ -35,7 +35,7 @@ class TorchProgram:
         torch.cuda.synchronize()
 
     def check(self):
-        # Wraps around, the same way each time; weighted, so that no two words may swap.
+        # The sum wraps around in the same way each time. It is weighted, so that exchanged words change it.
         weights = torch.arange(1, GIB + 1, device=DEVICE)
         sums = [int((tensor * weights).sum()) for tensor in self.held]
         del weights
@@ -62,7 +62,7 @@ class Training(TorchProgram):
         for _ in range(LAYERS):
             layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.LayerNorm(WIDTH)]
         self.model = torch.nn.Sequential(*layers).to(DEVICE)
-        # Capturable: its counter of steps is on the device, as a graph needs it.
+        # capturable: the step counter is on the device, as a CUDA graph requires.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, capturable=True)
         self.batch = torch.randn(BATCH, WIDTH, device=DEVICE)
 

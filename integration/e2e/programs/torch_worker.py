@@ -78,7 +78,7 @@ def main():
             torch.cuda.synchronize()
             say(command="hold", result=0)
         elif words[0] == "check":
-            # Wraps around, the same way each time; weighted, so that no two words may swap.
+            # The sum wraps around in the same way each time. It is weighted, so that exchanged words change it.
             weights = torch.arange(1, (1 << 30) // 8 + 1, device=device)
             sums = [int((tensor * weights).sum()) for tensor in held]
             del weights
