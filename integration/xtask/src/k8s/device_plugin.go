@@ -1,6 +1,6 @@
-// A device plugin for the kubelet: this many devices of one resource, and the mounts and devices
-// of a container that gets one, read from a file. The file lists those of the simulated GPU, as
-// NVIDIA's plugin and container toolkit add those of a real one.
+// A device plugin for the kubelet. It offers a number of devices of one resource. A container that
+// gets a device also gets the mounts and device files that a file lists. The file lists the parts of
+// the simulated GPU. For a real GPU, NVIDIA's plugin and container toolkit add these parts.
 package main
 
 import (

@@ -137,7 +137,7 @@ fn source(folder: &Path) -> Result<PathBuf> {
     }
     let mut download = Command::new("go");
     download.args(["mod", "download", "-json", &format!("{KUBERNETES}@v{VERSION}")]);
-    // Go would use a module file from an earlier run, so it was removed.
+    // A module file of an earlier run would be used instead.
     download.current_dir(folder).env("GO111MODULE", "on").env("GOFLAGS", "-modcacherw");
     let told = sh::read(&mut download)?;
     let found: Module =

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Registering the runtime may restart containerd: that is for a person to do.
+# The registration of the runtime may restart containerd, so it is left to the administrator.
 set -e
 if [ -e "${DPKG_ROOT:-}/var/lib/affinode/install.json" ]; then
     echo "affinode: run /usr/bin/affinode install to put this version in use"

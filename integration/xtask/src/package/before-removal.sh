@@ -1,5 +1,5 @@
 #!/bin/sh
-# Containers of this node may use what affinode install put in place: it is left there.
+# Running containers may use the files that `affinode install` has copied, so these files are kept.
 set -e
 case "$1" in
 remove | 0)

@@ -11,16 +11,16 @@ for hierarchy in $hierarchies; do
     own=$hierarchy/$2
     mkdir -p "$own"
     if [ -e "$own/cpuset.effective_cpus" ]; then
-        # cgroup v1 accepts no process before these are set.
+        # A cgroup of version 1 accepts no process until these values are set.
         cat "$hierarchy/cpuset.cpus" > "$own/cpuset.cpus"
         cat "$hierarchy/cpuset.mems" > "$own/cpuset.mems"
     fi
     echo $$ > "$own/cgroup.procs"
 done
-# What systemd-nspawn notes about its nodes stays in these mounts.
+# The files that systemd-nspawn writes about its containers stay in these mounts.
 mkdir -p /run/systemd
 mount -t tmpfs tmpfs /run/systemd
-# As on a machine of its own: every capability, every system call, keys.
+# All capabilities, all system calls and kernel keyrings, as on a real machine.
 export SYSTEMD_SECCOMP=0
 exec systemd-nspawn --directory="$1" --machine=node --hostname=node --keep-unit --register=no \
     --private-network --capability=all --console=pipe --resolv-conf=off --timezone=off \

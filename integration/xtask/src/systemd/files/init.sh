@@ -1,6 +1,6 @@
 #!/bin/sh
-# What systemd-nspawn leaves for a machine's firmware and kernel to do: cgroups that may be
-# written, and a second address, without which names of this machine are not looked up.
+# Does the setup that systemd-nspawn leaves out: it makes cgroups writable, and adds a second
+# address, without which the names of this machine are not resolved.
 for hierarchy in /sys/fs/cgroup/*/; do
     mount -o remount,bind,rw "$hierarchy" 2>/dev/null
 done
