@@ -1,15 +1,15 @@
-// A headless Chromium for the tests, and what they have in common.
+// A headless Chromium for the tests, and helpers that all of them use.
 import { readFileSync } from "node:fs";
 import { createServer } from "node:http";
 import { createRequire } from "node:module";
 import { chromium } from "playwright-core";
 
 const executablePath = process.env.CHROMIUM ?? "/usr/bin/chromium";
-// Root in a container cannot use the sandbox; nothing but our own page is opened.
+// Root in a container cannot use the sandbox. Only the project's own pages are opened.
 const args = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
   "--disable-component-update", "--disable-sync"];
 
-// `time`: the clock of the page, milliseconds since 1970.
+// `time`: time that the page's clock shows, in milliseconds since 1970.
 export async function open(url, options = {}, time = null) {
   const browser = await chromium.launch({ executablePath, headless: true, args });
   const page = await browser.newPage({ viewport: { width: 1440, height: 900 }, ...options });
@@ -21,7 +21,7 @@ export async function open(url, options = {}, time = null) {
   return { browser, page, complaints };
 }
 
-// A stand-in for the controller: the page's own files, and answers for some paths.
+// A stand-in for the controller. It serves the page's own files, and fixed replies for some paths.
 const KINDS = { html: "text/html", css: "text/css", js: "text/javascript", svg: "image/svg+xml" };
 export async function serve(folder, answers) {
   const server = createServer((request, reply) => {
@@ -46,9 +46,9 @@ export function check(what, fine, seen = "") {
   if (!fine) process.exitCode = 1;
 }
 
-// What axe-core finds seriously wrong with the page as it is now.
+// Serious faults that axe-core finds in the present page.
 export async function barriers(page) {
-  // Not a script of the page: its policy would refuse it, rightly.
+  // axe-core is not loaded as a script of the page, because the page's security policy would refuse that.
   await page.evaluate(readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8"));
   const { violations } = await page.evaluate(() => globalThis.axe.run(document, { resultTypes: ["violations"] }));
   const grave = violations.filter((found) => ["serious", "critical"].includes(found.impact));

@@ -1,5 +1,5 @@
 // The dashboard on a live controller with three containers: `first` and `second` move only
-// when they are told to, `watched` calls CUDA all the time.
+// on request, `watched` makes CUDA calls all the time.
 //
 //   node demo.mjs <address of the dashboard> [<folder for screenshots>]
 import { barriers, check, open, until } from "./browser.mjs";
@@ -17,7 +17,7 @@ check("it is live", (await page.locator("#link-text").textContent()) === "Live")
 check("the GPU is named as simulated", (await page.locator(".gpu .tag").textContent()) === "simulated");
 await state("first", "Idle");
 
-// A move by mouse: the row follows without a reload, and so does the node.
+// A move by mouse. The row and the node's figures change without a reload.
 await row("first").getByRole("button", { name: "Offload first" }).or(row("first").locator(".act .move")).first().click();
 check("a click offloads", Boolean(await state("first", "Offloaded")));
 const known = (await node()).containers.find((container) => container.id === "first");
@@ -28,7 +28,7 @@ check("the requester is recorded", (await page.locator(".feed li", { hasText: "r
 
 check("the host memory that it takes is shown with what there is", /MiB of .* [GT]iB/.test(await page.locator("#tiles").textContent()), await page.locator("#tiles div").first().textContent());
 
-// By keyboard alone.
+// The same with the keyboard only.
 await page.keyboard.press("j");
 check("j goes to the first row", (await page.evaluate(() => document.activeElement.className)) === "name");
 await page.keyboard.press("Enter");
@@ -51,7 +51,7 @@ check("/ filters", (await page.locator(".item").count()) === 1);
 await page.keyboard.press("Escape");
 check("Escape clears the filter", Boolean(await until("three rows again", async () => (await page.locator(".item").count()) === 3)));
 
-// The feed can be held.
+// The list of events can be paused.
 await page.locator("#feed-pause").click();
 const before = await page.locator(".feed li").count();
 await row("second").locator(".act .move").click();
@@ -61,7 +61,7 @@ check("a paused feed stands still", (await page.locator(".feed li").count()) ===
 await page.locator("#feed-pause").click();
 check("and goes on", Boolean(await until("the feed", async () => (await page.locator(".feed li").count()) > before)));
 
-// Call tracing: nothing before it, then calls by name, filtered, paused, and ended.
+// Call tracing. No calls are shown before it. Then calls are shown by name, filtered, paused, and ended.
 const functions = () => page.locator("#calls-rows tr").count();
 check("calls are not traced at first", await page.locator("#calls-body").isHidden());
 await page.locator("#calls-watch").click();
@@ -95,7 +95,7 @@ for (const scheme of ["light", "dark"]) {
 }
 await page.emulateMedia({ colorScheme: "light" });
 
-// On a telephone: nothing hangs over the edge, and all of it can be reached.
+// On a narrow screen, nothing extends beyond the edge, and everything can be reached.
 await page.setViewportSize({ width: 390, height: 844 });
 await row("first").locator(".name").click();
 await until("the detail", async () => (await page.locator(".timeline rect").count()) > 0);
@@ -115,7 +115,7 @@ check("one container's calls are none of another's", Boolean(await until("an emp
 await page.locator("#calls-watch").click();
 check("the watch ends", await page.locator("#calls-body").isHidden());
 
-// By keyboard: the calls of a row, a question that is answered, and every control in turn.
+// By keyboard: the calls of a row, a confirmation, and every control in turn.
 await row("watched").locator(".name").focus();
 await page.keyboard.press("c");
 check("c watches the calls of a row", Boolean(await until("its calls", async () => (await sync.count()) > 0)), await page.locator("#calls-of").evaluate((e) => e.selectedOptions[0].text));
@@ -143,7 +143,7 @@ const missed = await page.evaluate((marks) => [...document.querySelectorAll("but
   .map((e) => e.id || `${e.className} ${e.getAttribute("aria-label") ?? e.textContent}`).filter((mark) => !marks.includes(mark)), [...reached]);
 check("Tab reaches every control", missed.length === 0, missed.join("; ") || `${reached.size} stops`);
 
-// What an operator chose: a pin for one, a switch for the node.
+// Operator overrides: a pin for one container, and the switch for the node.
 await row("first").locator(".act .ghost").click();
 check("a click pins", Boolean(await until("the pin", async () => (await node()).containers.find((c) => c.id === "first").pinned)));
 check("the row says so", Boolean(await until("the word", async () => (await row("first").locator(".policy").textContent()) === "pinned")));
@@ -155,7 +155,7 @@ check("the switch turns auto-offload off", Boolean(await until("the switch", asy
 await page.locator("#auto").click();
 check("and on again", Boolean(await until("the switch", async () => (await node()).auto_offload === true)));
 
-// The controller dies; a shim brings the next one.
+// The controller is killed, and a shim starts the next one.
 await page.waitForTimeout(4000); // What ended is on disk within three seconds.
 const pid = (await node()).controller_pid;
 process.kill(pid, "SIGKILL");
@@ -167,7 +167,7 @@ check("which lists the offloaded container", Boolean(await state("second", "Offl
 await row("second").locator(".name").click();
 check("the history outlives the controller", Boolean(await until("spans from before", async () => (await page.locator(".timeline rect").count()) > 2)));
 
-// What a screen reader needs: names for all that can be pressed, one main heading.
+// Requirements of screen readers: all controls have names, and there is one main heading.
 const nameless = await page.evaluate(() => [...document.querySelectorAll("button, input, select, a")].filter((e) => !(e.getAttribute("aria-label") || e.textContent.trim() || e.closest("label"))).map((e) => e.outerHTML.slice(0, 80)));
 check("everything that can be pressed has a name", nameless.length === 0, nameless.join());
 check("every row belongs to a table", await page.evaluate(() => [...document.querySelectorAll("[role=row]")].every((e) => e.closest("[role=table]"))));

@@ -1,5 +1,5 @@
-// The page of all nodes: a stand-in for its server gives the page's own files, and nodes of every
-// kind; then very many.
+// The page of all nodes. A stand-in for its server serves the page's own files and nodes of every
+// kind, later very many nodes.
 //
 //   node fleet.mjs <folder of the fleet's page> <folder of a node's page> [<folder for screenshots>]
 import { cpSync, mkdtempSync, readFileSync, rmSync } from "node:fs";
@@ -10,7 +10,7 @@ import { barriers, check, open, serve, until } from "./browser.mjs";
 const [folder, shared, shots] = process.argv.slice(2);
 const GIB = 2 ** 30;
 
-// As the server puts them together.
+// Combines the files as the server does.
 const files = mkdtempSync(join(tmpdir(), "fleet-"));
 for (const name of ["style.css", "icon.svg", "format.js", "stream.js", "theme.js"]) cpSync(join(shared, name), join(files, name));
 cpSync(shared, join(files, "nodes/dev-box"), { recursive: true });
@@ -44,7 +44,7 @@ const server = await serve(files, {
     if (token && request.headers.authorization !== `Bearer ${token}`) return json(401, { error: "send a Kubernetes token" });
     return json(200, { unix_ms: Date.now(), left_out: 0, nodes });
   },
-  // Below a node's name is the page that every node has.
+  // The path of a node's name leads to the node's own dashboard.
   "/nodes/dev-box/": (request, reply) => {
     reply.writeHead(200, { "content-type": "text/html" });
     reply.end(readFileSync(join(shared, "index.html")));
@@ -76,7 +76,7 @@ for (const scheme of ["light", "dark"]) {
 }
 await page.emulateMedia({ colorScheme: "light" });
 
-// By mouse: groups, order. By keyboard: filter, rows, a node.
+// By mouse: groups and order. By keyboard: filter, rows, and a node.
 await page.getByRole("button", { name: "Trouble" }).click();
 check("a group narrows", (await rows()) === 4, `${await rows()}`);
 await page.getByRole("button", { name: "All" }).click();
@@ -99,7 +99,7 @@ await page.getByRole("link", { name: "All nodes" }).click();
 check("and leads back", page.url() === server.url, page.url());
 await until("all nodes again", async () => (await rows()) === nodes.length);
 
-// On a telephone: nothing hangs over the edge.
+// On a narrow screen, nothing extends beyond the edge.
 await page.setViewportSize({ width: 390, height: 844 });
 const wide = await page.evaluate(() => document.documentElement.scrollWidth);
 check("390 pixels are enough", wide === 390, `${wide}`);
@@ -108,7 +108,7 @@ check("narrow: axe finds no serious barrier", narrow.length === 0, narrow.join("
 if (shots) await page.screenshot({ path: `${shots}/fleet-narrow.png`, fullPage: true });
 await page.setViewportSize({ width: 1440, height: 900 });
 
-// The server is gone for a while; then it wants a token.
+// The server cannot be reached for a while, then it requires a token.
 fails = true;
 check("the page says that it reconnects", Boolean(await until("the page to notice", async () => (await page.locator("#link-text").textContent()) === "Reconnecting")));
 check("and keeps what it had", (await rows()) === nodes.length);

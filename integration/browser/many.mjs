@@ -1,4 +1,4 @@
-// A thousand rows: a stand-in for the controller serves the page's own files and a
+// A thousand rows. A stand-in for the controller serves the page's own files and a
 // stream of synthetic containers, a tenth of which change every second.
 //
 //   node many.mjs <folder of the page> [<folder for screenshots>]
@@ -53,7 +53,7 @@ for (const colorScheme of ["light", "dark"]) {
   check(`${colorScheme}: a thousand rows are there`, true, `${Math.round(performance.now() - began)} ms after the browser was started`);
   const ready = await page.evaluate(() => performance.getEntriesByType("paint").map((p) => `${p.name} ${Math.round(p.startTime)} ms`).join(", "));
   console.log(`     ${ready}`);
-  // Frames during changes and scrolling: printed, not judged, because the machine may be busy.
+  // The frame rate during changes and scrolling is only printed, because the machine may be busy.
   const frames = await page.evaluate(() => new Promise((done) => {
     const times = [];
     let last = performance.now();

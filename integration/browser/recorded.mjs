@@ -1,5 +1,5 @@
-// The dashboard of another machine: a stand-in for its controller serves the page's own files and
-// what the machine's controller said, at the pace at which it said it.
+// Replays a recording of another machine's dashboard. A stand-in for the controller serves the page's
+// own files, and the recorded replies of that machine's controller at their original times.
 //
 //   node recorded.mjs <folder of the page> <recording.jsonl> [<folder for screenshots>]
 import { readFileSync } from "node:fs";
@@ -23,7 +23,7 @@ const server = await serve(folder, {
   "/api/v1/report": recorded("report"),
 });
 
-// The clock of that machine, so that ages are what they were.
+// The page's clock is set to that machine's time, so that it shows the recorded ages.
 const time = Math.max(...node.containers.map((container) => container.since_unix_ms)) + 1000;
 const { browser, page, complaints } = await open(server.url, {}, time);
 await until("all containers", async () => (await page.locator(".item").count()) === node.containers.length);
