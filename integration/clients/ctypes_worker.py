@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The worker in Python, with the driver reached by ctypes.
+"""The worker in Python, which calls the driver by ctypes.
 
     ctypes_worker.py [--mib N] [--seed S] [--script "touch;sleep 2000;verify"]
 
-Commands and answers as in worker.c: verify, touch, sync, meminfo, spin MS, sleep MS, exec-info, quit.
-And of NVML: nvml-init, nvml (the memory of the first device).
+Commands and replies are those of worker.c: verify, touch, sync, meminfo, spin MS, sleep MS, exec-info, quit.
+Commands for NVML: nvml-init, nvml (queries the memory of the first device).
 """
 
 import argparse
@@ -96,7 +96,7 @@ class Worker:
         return self.cuda.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, None, pointers, None)
 
     def obey(self, command, number):
-        """The CUresult, and what more is to be said."""
+        """Returns the CUresult, and further fields of the reply."""
         if command == "touch":
             result = self.launch(self.add, 128, 256, self.memory, ctypes.c_uint64(self.words), ctypes.c_uint32(1))
             self.touches += result == 0

@@ -1,4 +1,4 @@
-"""A program of CuPy for programs.py, with the pool that it has of its own."""
+"""A CuPy program for programs.py, which uses CuPy's own memory pool."""
 
 import cupy
 
@@ -15,13 +15,13 @@ shuffle = cupy.ElementwiseKernel(
 
 
 def noise(seed, *shape):
-    """Random enough, without a library of its own: within -1 and 1."""
+    """Returns pseudo-random values between -1 and 1, without a library for random numbers."""
     words = shuffle(cupy.arange(WIDTH * WIDTH, dtype=cupy.uint64), cupy.uint64(seed))
     return ((words >> 40).astype(cupy.float32) / 2.0**23 - 1).reshape(shape)
 
 
 class Cupy:
-    """A matrix that is multiplied, a stream of its own, temporaries from the pool."""
+    """Multiplies a matrix in a stream of its own, with temporary arrays from the pool."""
 
     def __init__(self, seed):
         self.seed = seed

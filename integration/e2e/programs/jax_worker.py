@@ -1,10 +1,10 @@
-"""Trains a small model with JAX on command, deterministically. The commands are those of torch_worker.py,
-but for bench.
+"""Trains a small model with JAX on command, deterministically. The commands are those of torch_worker.py
+except `bench`.
 
-    step N     N training steps: "digest" over all parameters afterwards
-    hold N     N GiB more, filled at random
-    check      "digest" over that
-    sync       how long a small piece of work takes: "sync_ms"
+    step N     runs N training steps: "digest" over all parameters afterwards
+    hold N     allocates N GiB more, filled with random values
+    check      "digest" over that memory
+    sync       "sync_ms": duration of a small piece of work
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""A language model of transformers for programs.py, with random weights: nothing is loaded."""
+"""A language model of transformers for programs.py. Its weights are random, so no file is loaded."""
 
 import os
 
@@ -32,7 +32,7 @@ MEASURED_CONTEXT = 320
 
 
 class Llm(TorchProgram):
-    """Greedy decoding: a conversation whose cache stays, and answers to one prompt."""
+    """Greedy decoding: one conversation that keeps its cache, and replies to one prompt."""
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -50,7 +50,7 @@ class Llm(TorchProgram):
 
     @torch.inference_mode()
     def ask(self, tokens, cache):
-        """The logits that follow."""
+        """Returns the logits for the next token."""
         out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1]
 
@@ -74,7 +74,7 @@ class Llm(TorchProgram):
         return (data(t) for t in (*self.tokens, self.logits, answer.sequences, *answer.logits))
 
     def measured(self):
-        """One token for each of many conversations, of always the same length."""
+        """Generates one token for each of many conversations, whose length is always the same."""
         config = self.model.config
         heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
         # Includes space for the token that is removed again. Later blocks have the same size, so they are reused.

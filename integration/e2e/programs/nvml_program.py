@@ -1,12 +1,12 @@
-"""Uses CUDA by ctypes, and asks NVML beside it by pynvml.
+"""Uses CUDA by ctypes, and makes NVML queries by pynvml.
 
 Commands on stdin, one JSON object per line on stdout:
 
-    init       nvmlInit, and the handle of the first device
-    shutdown   nvmlShutdown
-    facts      "digest" over what does not change: count, name, UUID, versions, bus, capability, memory
-    figures    memory, utilisation, temperature, power, processes: "free_bytes"
-    verify     whether its memory is as it was: "ok"
+    init       calls nvmlInit, and gets the handle of the first device
+    shutdown   calls nvmlShutdown
+    facts      "digest" over constant data: count, name, UUID, versions, bus, capability, memory
+    figures    queries memory, utilisation, temperature, power and processes: "free_bytes"
+    verify     "ok": whether the program's memory is unchanged
 
 The first line is "ready", or "absent" with "why".
 """

@@ -1,4 +1,4 @@
-"""Two processes of one container for programs.py: each trains with memory of its own."""
+"""Two processes of one container for programs.py. Each trains with memory of its own."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from torch_programs import Training
 
 
 class Pair(Training):
-    """Trains, and has a second process train beside it with another seed."""
+    """Trains, while a second process trains with another seed."""
 
     def __init__(self, seed):
         program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "programs.py")

@@ -1,15 +1,15 @@
-"""Runs a program of one kind on command, deterministically: programs.py KIND [SEED].
+"""Runs the program of this kind on command, deterministically: programs.py KIND [SEED].
 
 Commands on stdin, one JSON object per line on stdout:
 
-    step N     N steps: "digest" over all results afterwards
-    bench      of 30 steps after 5 to warm up the median and the fastest: "step_ms", "best_ms"
-    hold N     N GiB more, filled at random
-    check      "digest" over that, and "held_bytes": all that its allocators have of the device
-    sync       how long a wait for the device takes: "sync_ms"
+    step N     runs N steps: "digest" over all results afterwards
+    bench      runs 30 steps after 5 for warm-up: median "step_ms", fastest "best_ms"
+    hold N     allocates N GiB more, filled with random values
+    check      "digest" over that memory, and "held_bytes": device memory that all allocators of the program hold
+    sync       "sync_ms": duration of a wait for the device
 
-The first line is "ready", or "absent" with "why": what it needs is not installed. A "result" other than 0 is
-a failure, told in "why", and its end.
+The first line is "ready", or "absent" if required software is not installed ("why" names it). If "result" is not 0,
+the program has failed and ends, and "why" contains the reason.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Two processes of one container for programs.py that have memory in common: by legacy IPC, and by NCCL."""
+"""Two processes of one container for programs.py that share memory, by legacy IPC and by NCCL."""
 
 import os
 
@@ -11,7 +11,7 @@ NUMBERS = 8 << 20
 
 
 class Together:
-    """This process and another, which serves what is asked through a queue."""
+    """This process, and another one that executes the requests in a queue."""
 
     def begin(self, serve, *arguments):
         spawn = mp.get_context("spawn")
@@ -28,7 +28,7 @@ class Together:
 
 
 def adds(commands, answers):
-    """Has a tensor of its own that the first process reads, and adds what that one has to another."""
+    """Has a tensor that the first process reads. Adds the first process's tensor to another one of its own."""
     first, second = commands.get(timeout=PATIENCE_S)
     own = torch.zeros(NUMBERS, device="cuda")
     answers.put(own)
@@ -40,7 +40,7 @@ def adds(commands, answers):
 
 
 class Sharing(Together):
-    """torch.multiprocessing: tensors of one process that the other reads and writes, and the other way round."""
+    """torch.multiprocessing: each process reads and writes tensors of the other process."""
 
     def __init__(self, seed):
         self.begin(adds)
@@ -79,7 +79,7 @@ def serves(place, commands, answers):
 
 
 class Ranks(Together):
-    """NCCL: two processes, each on a GPU of its own, whose sums both have."""
+    """NCCL: two processes on one GPU each. Both get the sum of their tensors."""
 
     def __init__(self, seed):
         place = f"/tmp/affinode-ranks-{os.getpid()}-{seed}"
@@ -97,7 +97,7 @@ class Ranks(Together):
 
 
 class Peers:
-    """One process with tensors on both GPUs, which copies from the one to the other."""
+    """One process with tensors on both GPUs, which copies from one GPU to the other."""
 
     def __init__(self, seed):
         self.near = torch.arange(NUMBERS, device="cuda:0", dtype=torch.float32) + seed

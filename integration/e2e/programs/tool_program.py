@@ -1,14 +1,14 @@
-"""CUDA processes with tools in them: tool_program.py PROCESSES [nvtx].
+"""CUDA processes that use tools: tool_program.py PROCESSES [nvtx].
 
-It imports torch once and forks PROCESSES processes, each with its own context, memory and profiler. All execute
-each command at once. Commands on stdin, one JSON object per line on stdout:
+It imports torch once and forks PROCESSES processes, each with its own context, memory and profiler. All of them
+execute each command at the same time. Commands on stdin, one JSON object per line on stdout:
 
-    step       a few steps, inside NVTX ranges where that is wanted: "digest" over the results of all processes
-    begin      torch.profiler begins
-    end        it ends: "events" is the smallest number of GPU events that a process has recorded
-    video      a session of NVDEC: "why" if the machine has no libnvcuvid
+    step       runs a few steps, with nvtx inside NVTX ranges: "digest" over the results of all processes
+    begin      starts torch.profiler
+    end        ends the profiler: "events" is the lowest number of GPU events that any process has recorded
+    video      opens a session of NVDEC: "why" if the machine has no libnvcuvid
 
-"count" is how many processes have answered well within a minute. The first line is "ready".
+"count" is the number of processes that replied with success within a minute. The first line is "ready".
 """
 
 import contextlib
@@ -67,7 +67,7 @@ class DecoderRequest(ctypes.Structure):
 
 
 class Process:
-    """What one forked process does."""
+    """Executes the commands in a forked process."""
 
     H264, CHROMA_420, PREFER_CUVID = 4, 1, 4
 
@@ -158,7 +158,7 @@ def live(torch, seed, ranges, pipe):
 
 
 def answers(pipes, within_s=PATIENCE_S):
-    """Replies by process; None for one that hangs or has ended."""
+    """Returns a reply for each process; None if the process hangs or has ended."""
     end = time.monotonic() + within_s
     found = []
     for pipe in pipes:

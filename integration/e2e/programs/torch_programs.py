@@ -1,4 +1,4 @@
-"""Programs of torch for programs.py: training loops, one of them as a CUDA graph as well, and many streams."""
+"""Programs of torch for programs.py: training loops, one of them also as a CUDA graph, and work in many streams."""
 
 import torch
 
@@ -12,12 +12,12 @@ GIB = (1 << 30) // 8
 
 
 def data(tensor):
-    """The bytes of a tensor of any type."""
+    """Returns the bytes of a tensor of any type."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 class TorchProgram:
-    """What all programs with torch's allocator have in common."""
+    """Base class of all programs that use torch's allocator."""
 
     def __init__(self, seed):
         # Some calls have no deterministic algorithm and do not need one. torch prints warnings about them to stderr.
@@ -26,7 +26,7 @@ class TorchProgram:
         self.held = []
 
     def measured(self):
-        """One step of `bench`."""
+        """Runs one step of `bench`."""
         return self.step
 
     def hold(self, gib):
@@ -43,7 +43,7 @@ class TorchProgram:
         return sums
 
     def tidy(self):
-        """Gives back what is not in use."""
+        """Releases unused memory of the allocator."""
         torch.cuda.empty_cache()
 
     def held_bytes(self):
@@ -54,7 +54,7 @@ class TorchProgram:
 
 
 class Training(TorchProgram):
-    """A small model and AdamW."""
+    """Trains a small model with AdamW."""
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -80,7 +80,7 @@ class Training(TorchProgram):
 
 
 class Graph(Training):
-    """The same step, captured once and replayed over batches that are copied in."""
+    """Runs the same step as a CUDA graph. It is captured once and replayed for each batch, which is copied in."""
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -104,7 +104,7 @@ class Graph(Training):
 
 
 class Convolutions(TorchProgram):
-    """A convolutional network with running statistics and AdamW: what cuDNN computes."""
+    """Trains a convolutional network with running statistics and AdamW. cuDNN computes it."""
 
     IMAGES = 128
     SIDE = 64
@@ -136,8 +136,8 @@ class Convolutions(TorchProgram):
 
 
 class Streams(TorchProgram):
-    """Four streams that work beside each other and look at their neighbour's result once a step; copies from
-    and to pinned memory."""
+    """Works in four concurrent streams. Each reads its neighbour's result once per step. Copies from and to pinned
+    memory."""
 
     COUNT = 4
 

@@ -1,12 +1,12 @@
-"""Trains a small model on command, deterministically; as "torch_worker.py inference" it uses one.
+"""Trains a small model on command, deterministically. "torch_worker.py inference" runs inference instead.
 
 Commands on stdin, one JSON object per line on stdout:
 
-    step N     N training steps: "digest" over all parameters afterwards; or N passes: over the last
-    bench      of 300 steps after 100 to warm up the median and the fastest: "step_ms", "best_ms"
-    hold N     N GiB more, filled at random
-    check      "digest" over that
-    sync       how long torch.cuda.synchronize takes: "sync_ms"
+    step N     runs N training steps: "digest" over all parameters afterwards; for inference, over the last pass
+    bench      runs 300 steps after 100 for warm-up: median "step_ms", fastest "best_ms"
+    hold N     allocates N GiB more, filled with random values
+    check      "digest" over that memory
+    sync       "sync_ms": duration of torch.cuda.synchronize
 """
 
 import hashlib

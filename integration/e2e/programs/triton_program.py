@@ -1,4 +1,4 @@
-"""A kernel of Triton's own for programs.py, over memory of torch."""
+"""A Triton kernel for programs.py, which works on memory of torch."""
 
 import torch
 import triton
@@ -23,7 +23,7 @@ def shuffle(to, words, others, count, turn, BLOCK: tl.constexpr):
 
 
 class Triton(TorchProgram):
-    """Three buffers in turn."""
+    """Works on three buffers in turn."""
 
     def __init__(self, seed):
         super().__init__(seed)

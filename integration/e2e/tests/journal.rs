@@ -11,8 +11,8 @@ use std::{
 use affinode_e2e::{artifacts::Artifacts, cli::Cli, wait::until};
 use anyhow::{Context, Result};
 
-/// Shell script that mounts the socket's folder at the journal's path, for this process and its
-/// children.
+/// Shell script that makes the folder of the socket appear at the journal's path, for this process
+/// and its children.
 const PLACE: &str = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
     mount --bind \"$1\" /run/systemd/journal && exec \"$2\" controller";
 

@@ -20,7 +20,8 @@ fn world(name: &str) -> Result<PathBuf> {
     Ok(dir)
 }
 
-/// Starts children that are hard to find: in the background, in their own session, orphaned.
+/// A job that starts children that are hard to find: background processes, in a session of their
+/// own, and orphaned.
 fn flee(mark: &str) -> Job {
     let script = format!(
         "sleep {mark} & setsid sleep {mark} & (setsid sh -c 'setsid sleep {mark} &' &) ; mount -t tmpfs x \"$DIR\"; wait"
@@ -65,13 +66,13 @@ fn dropping_it_ends_everything() -> Result<()> {
     Ok(())
 }
 
-/// Kills the parent with SIGKILL, as for a test or the demo. The supervisor learns of it only from
-/// its pipe.
+/// Kills the parent with SIGKILL, as a test or the demo may be killed. The supervisor notices this
+/// only because its pipe is closed.
 #[test]
 fn the_death_of_its_parent_ends_everything() -> Result<()> {
     let dir = world("death")?;
     let mark = "98762";
-    // A shell is the parent: it starts the supervisor, requests a job, and is killed.
+    // The parent is a shell. It starts the supervisor, requests a job, and is killed.
     let mut job = flee(mark);
     job.env.insert("DIR".into(), dir.join("mounted").display().to_string());
     let request = serde_json::to_string(&job)?;
@@ -85,7 +86,7 @@ fn the_death_of_its_parent_ends_everything() -> Result<()> {
         .spawn()
         .context("cannot start a shell")?;
     until("the children", || Ok((with_mark(mark)? == 3).then_some(())))?;
-    // The whole session of the parent, which the supervisor has left.
+    // The signal reaches the whole session of the parent. The supervisor runs in another session.
     Command::new("kill").args(["-9", "--", &format!("-{}", parent.id())]).status()?;
     parent.wait()?;
     until("the children to end", || Ok((with_mark(mark)? == 0).then_some(())))?;

@@ -1,5 +1,5 @@
-//! Checks the language of the project: counts only decrease, links lead to existing targets, and
-//! documents stay short.
+//! Checks the language of the project. The counts of avoided words only decrease, links lead to
+//! existing targets, and documents stay short.
 
 use std::{collections::BTreeSet, fs};
 
@@ -31,7 +31,7 @@ fn links_lead_to_files_and_headings() -> Result<()> {
 
 #[test]
 fn readme_and_architecture_stay_short() -> Result<()> {
-    // Words, and words of the longest paragraph, outside code blocks.
+    // Maximum number of words, and of words in the longest paragraph. Code blocks do not count.
     for (document, most, longest) in
         [("README.md", 900, Some(80)), ("ARCHITECTURE.md", 2_500, None)]
     {

@@ -52,7 +52,8 @@ fn queries() -> Result<BTreeSet<String>> {
                 let query = query.replace("$price", "2").replace("$cluster", ".*");
                 let query = query.replace("$node", ".*").replace("$namespace", ".*");
                 ensure!(!query.contains('$'), "an unknown variable in {query}");
-                // Those of the node agents, which run in a cluster only.
+                // Queries for metrics of node agents are left out, because agents run only in a
+                // cluster.
                 if !query.contains("affinode_agent_") {
                     queries.insert(query);
                 }
@@ -86,7 +87,7 @@ fn prometheus_scrapes_and_dashboards_have_data() -> Result<()> {
     let scraper = free_address()?;
     let folder = world.dir().join("prometheus");
     std::fs::create_dir(&folder)?;
-    // As docs/operations.md shows it for nodes without the chart.
+    // The same configuration as in docs/operations.md for nodes without the chart.
     let target = format!("{{ targets: [ \"{node}\" ], labels: {{ node: one }} }}");
     let rules = workspace_dir().join("config/prometheus/affinode.rules.yml");
     let scrape = format!(
@@ -106,7 +107,8 @@ fn prometheus_scrapes_and_dashboards_have_data() -> Result<()> {
             .spawn()?,
     );
 
-    // Something of everything: moves offload and restore, one that is refused, a stranger.
+    // The following steps produce data for all metrics: moves, a refused move, and an unmanaged
+    // process.
     world.cli().move_out("offloaded")?;
     world.cli().move_out("worker")?;
     assert!(worker.verify()?);

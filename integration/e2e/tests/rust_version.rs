@@ -1,4 +1,5 @@
-//! One Rust version: declared in Cargo.toml, pinned in rust-toolchain.toml, and so the tested one.
+//! Checks that one Rust version is used: Cargo.toml declares it, and rust-toolchain.toml pins the
+//! same version, which is therefore the tested one.
 
 use std::{fs, process::Command};
 
@@ -22,7 +23,7 @@ fn declared_rust_version_is_the_tested_one() -> Result<()> {
     Ok(())
 }
 
-/// The text of the first `key = "text"`.
+/// The text in the first line of the form `key = "text"`.
 fn value(toml: &str, key: &str) -> Result<String> {
     let text = toml.lines().find_map(|line| {
         line.strip_prefix(key)?
@@ -39,7 +40,7 @@ fn read(path: &str) -> Result<String> {
     fs::read_to_string(workspace_dir().join(path)).with_context(|| format!("cannot read {path}"))
 }
 
-/// All packages of this platform; what is built here is fetched already.
+/// Metadata of all packages for this platform. The build has already downloaded these packages.
 fn metadata() -> Result<Value> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)

@@ -8,8 +8,8 @@ use serde_json::Value;
 
 /// Folder of a crate, and the crates of the workspace that it may use.
 ///
-/// `integration` uses the product as binaries only: if it linked to them, the tests would test
-/// programs that no user runs.
+/// `integration` uses the product only as binaries. If it linked the product's crates, the tests
+/// would test programs that users do not run.
 const ALLOWED: [(&str, &[&str]); 5] = [
     ("proto", &[]),
     ("preload", &["affinode-proto", "affinode-cuda-sys"]),
@@ -21,7 +21,7 @@ const ALLOWED: [(&str, &[&str]); 5] = [
     ("integration", &["affinode-proto", "affinode-e2e", "affinode-sim-protocol", TEST_NOTES]),
 ];
 
-/// Contents of the root, without dot files.
+/// Names that the root folder may contain, without dot files.
 const ROOT: [&str; 15] = [
     "ARCHITECTURE.md",
     "CHANGELOG.md",
@@ -42,9 +42,10 @@ const ROOT: [&str; 15] = [
 /// Configuration files of tools that read them only from the root.
 const TOOL_FILES: [&str; 4] = ["clippy.toml", "deny.toml", "rust-toolchain.toml", "rustfmt.toml"];
 
-/// A crate that tests of every crate may use. No product is linked to it.
+/// A crate that the tests of all crates may use. No product program links it.
 const TEST_NOTES: &str = "affinode-test-notes";
-/// A crate that tests functions that read bytes, so it is linked to them. No crate is linked to it.
+/// A crate that tests functions that parse bytes. It therefore links the crates of these functions.
+/// No crate links it.
 const FUZZ: &str = "affinode-fuzz";
 
 #[test]
@@ -90,7 +91,7 @@ fn shim_names_controller_only_in_main() -> Result<()> {
     Ok(())
 }
 
-/// The core decides with types of its own. Its two lists for users are made in the API's.
+/// The core uses types of its own. Only its two lists for users contain types of the API.
 #[test]
 fn core_names_the_api_only_in_its_lists() -> Result<()> {
     let core = workspace_dir().join("controller/src/core");
@@ -124,7 +125,7 @@ fn the_root_holds_what_the_design_says() -> Result<()> {
         let known = ROOT.contains(name) || TOOL_FILES.contains(name);
         assert!(known, "{name} does not belong in the root");
     }
-    // Outside a git checkout, as in an unpacked release, there is nothing to compare.
+    // Outside of a git checkout, as in an unpacked release, there is no list to compare with.
     if listed.status.success() {
         for name in ROOT {
             assert!(names.contains(name), "{name} is missing from the root");

@@ -1,4 +1,4 @@
-//! Notes of tests for the user who runs all tests.
+//! Notes that tests write for the user who runs them.
 //!
 //! `cargo test` prints no output of a passing test, so a skipped check would not be noticed. A test
 //! that cannot run on a machine calls [`skip`]. A test that counts successes of repeated attempts
@@ -15,11 +15,11 @@ pub const NOTES_ENV: &str = "AFFINODE_TEST_NOTES";
 /// Environment variable that names a file with the permitted reasons to skip: one word per line,
 /// `#` begins a comment.
 pub const MAY_SKIP_ENV: &str = "AFFINODE_MAY_SKIP";
-/// Text at the beginning of a skipped test's line.
+/// First word of the line for a skipped test.
 pub const SKIPPED: &str = "skipped ";
 
-/// Notes that the running test is skipped. `missing` is one word for what the machine lacks; `why`
-/// is an explanation.
+/// Records that the running test is skipped. `missing` is one word for what the machine lacks, and
+/// `why` is an explanation.
 ///
 /// # Panics
 /// When there is a list of permitted reasons, and `missing` is not on it.
@@ -36,7 +36,7 @@ pub fn skip(missing: &str, why: &str) {
     }
 }
 
-/// Notes the number of successes among `of` attempts.
+/// Records the number of successes among `of` attempts.
 ///
 /// # Panics
 /// When the share of successes is below `least`, which every machine must reach.
@@ -50,7 +50,7 @@ fn test() -> String {
     let thread = std::thread::current().name().unwrap_or("a thread of a test").to_owned();
     let program = std::env::args().next().unwrap_or_default();
     let program = Path::new(&program).file_stem().unwrap_or_default().to_string_lossy();
-    // Without the hash that cargo puts behind it.
+    // Removes the hash that cargo appends to the name.
     let program = program.rsplit_once('-').map_or(&*program, |(name, _)| name);
     format!("{program}::{thread}")
 }
@@ -58,7 +58,7 @@ fn test() -> String {
 fn note(line: &str) {
     let Some(path) = std::env::var_os(NOTES_ENV) else { return };
     let file = OpenOptions::new().append(true).create(true).open(&path);
-    // One write for each line: tests write concurrently.
+    // Each line is written with one call, because tests write concurrently.
     let written = file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
     written.unwrap_or_else(|error| panic!("cannot write {}: {error}", path.display()));
 }

@@ -26,7 +26,7 @@ pub enum Undo {
     Thaw(PathBuf),
     /// Continue the container of this id with `ctr tasks resume`.
     Resume(String),
-    /// Start containerd.
+    /// Start containerd, which the fault has ended.
     StartContainerd,
 }
 

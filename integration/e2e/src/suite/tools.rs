@@ -233,7 +233,7 @@ impl<'w> Subject<'w> {
         Ok(())
     }
 
-    /// Profiles one step.
+    /// Profiles one step of the program.
     fn profile(&mut self) -> Result<()> {
         ["begin", "step", "end"].into_iter().try_for_each(|command| self.ask(command))
     }

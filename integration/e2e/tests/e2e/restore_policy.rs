@@ -44,7 +44,7 @@ fn in_the_queue_who_is_in_use_is_waited_for() -> Result<()> {
         let row = world.cli().container("asker")?;
         Ok(row.filter(|row| row.state == "Queued" && row.reason == "waiting-for-vram"))
     })?;
-    // A hundred times it had its turn.
+    // The container continues after its restore: it makes a hundred more calls.
     (0..100).try_for_each(|_| busy.expect("period").map(|_| ()))?;
     assert!(!asker.has_answer()?);
     assert_eq!(world.cli().container("busy")?.map(|row| row.offloads), Some(0));
@@ -52,7 +52,7 @@ fn in_the_queue_who_is_in_use_is_waited_for() -> Result<()> {
     asker.expect("verify").map(|_| ())
 }
 
-/// Only an operator can allow containers to end processes of others.
+/// A container may end processes of other containers only if the operator allows it.
 #[test]
 fn an_annotation_alone_ends_nobody() -> Result<()> {
     let config = IMMEDIATE.replace("by-annotation", "queue");

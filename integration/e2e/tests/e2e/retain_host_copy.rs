@@ -1,4 +1,4 @@
-//! Tests of `retain_host_copy`: the copy in host memory stays after a restore, and unchanged
+//! Tests of `retain_host_copy`. The copy in host memory is kept after a restore, and unchanged
 //! contents are not copied again.
 
 use affinode_e2e::{
@@ -29,8 +29,8 @@ fn process(world: &Testbed, id: &str) -> Result<ProcessRow> {
     Ok(world.cli().registered(id)?.process()?.clone())
 }
 
-/// Offloads and restores the worker. Returns the MiB that were copied out, and the MiB of them that
-/// were unchanged and not copied.
+/// Offloads and restores the worker. Returns how many MiB were copied out in total, and how many of
+/// them were unchanged and not copied again.
 fn cycle(world: &Testbed, id: &str, worker: &mut Worker) -> Result<(u64, u64)> {
     world.cli().move_out(id)?;
     let offloaded = process(world, id)?;
@@ -59,7 +59,7 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
         }
         assert_eq!(cycle(&world, engine, &mut worker)?, (all, all), "{engine}: nothing changed");
         worker.call("free")?;
-        // Whatever the addresses: the older keeps its place in the pool.
+        // The older allocation keeps its position in the pool, whatever the addresses are.
         assert_eq!(cycle(&world, engine, &mut worker)?, (WORKER_MIB, WORKER_MIB), "{engine}");
         assert!(worker.verify()?, "{engine}: after a part was freed");
         worker.running.kill(&world)?;
@@ -104,7 +104,7 @@ fn retained_copy_stays_far_from_the_limit() -> Result<()> {
     let mut blind = Worker::start_as(&world, spec("blind"))?;
     blind.wait_filled()?;
     cycle(&world, "blind", &mut blind)?;
-    // The other one has looked before.
+    // `sees` was restored first, so it has already decided how much to retain.
     until("the retained copy to be freed", || {
         let kept = process(&world, "blind")?.kept_bytes;
         Ok((0 < kept && kept <= MIN_MIB * MIB).then_some(()))

@@ -1,5 +1,5 @@
-//! Device memory that a move releases. The driver notices the scrubbed memory in the next
-//! allocation, which must not be a restore's.
+//! Tests of device memory that a move releases. The driver notices that the memory is scrubbed only
+//! during the next allocation. That allocation must not belong to a restore.
 
 use affinode_e2e::{
     testbed::{MIB, Testbed, TestbedConfig},
@@ -12,10 +12,10 @@ use anyhow::{Context, Result, bail};
 use crate::offload::MANUAL;
 
 const WORKER_MIB: u64 = 64;
-/// Size of the small allocation, which is released, too.
+/// Size in bytes of the small allocation that absorbs the wait. It is released as well.
 const LITTLE_BYTES: u64 = 2 * MIB;
 
-/// VRAM whose release the driver has not noticed yet, on all GPUs in bytes.
+/// VRAM whose release the driver has not noticed yet, in bytes, summed over all GPUs.
 fn unnoted_bytes(world: &Testbed) -> Result<u64> {
     let packet = Packet::connect(&world.dir().join("sim/gpu.sock"))?;
     packet.send(&Request::Snapshot, None)?;
@@ -25,7 +25,7 @@ fn unnoted_bytes(world: &Testbed) -> Result<u64> {
     }
 }
 
-/// The agent makes the small allocation if the context stays, otherwise the copier does.
+/// If the context stays, the agent makes the small allocation. Otherwise the copier makes it.
 #[test]
 fn restore_does_not_wait_for_scrub() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

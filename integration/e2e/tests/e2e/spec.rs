@@ -38,7 +38,7 @@ fn without_a_gpu_config_json_is_untouched(world: &Testbed) -> Result<()> {
 }
 
 fn with_a_gpu_it_gets_the_library(world: &Testbed) -> Result<()> {
-    // The controller makes the socket when the container is announced.
+    // The controller creates the socket when the container is announced.
     let wait = "until [ -S /.affinode/run/agent.sock ]; do sleep 0.1; done";
     let show = "cat /etc/ld.so.preload; ls /.affinode/lib /.affinode/run; touch /.affinode/lib/x 2>/dev/null && echo writable";
     let said =

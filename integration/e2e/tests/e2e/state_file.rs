@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::offload::MANUAL;
 
-/// The file, once it has this state.
+/// The content of the file, as soon as it shows this state.
 fn wait_for_state(world: &Testbed, worker: &Worker, state: &str) -> Result<Value> {
     until(&format!("the state {state} in the file"), || {
         let Ok(text) = worker.running.exec(world, &["/bin/cat", "/.affinode/run/state"]) else {

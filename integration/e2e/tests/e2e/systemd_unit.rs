@@ -25,7 +25,7 @@ use rustix::{
 const HAND_OVER: &str = "n=3; while [ \"$1\" != -- ]; do eval \"exec $n<&$1\"; n=$((n+1)); shift; done; \
                          shift; export LISTEN_PID=$$ LISTEN_FDS=$((n-3)); exec \"$@\"";
 
-/// A simulated systemd, as far as the controller uses it.
+/// A simulated systemd, with the functions that the controller uses.
 struct Supervisor {
     artifacts: Artifacts,
     dir: tempfile::TempDir,
@@ -53,7 +53,8 @@ impl Supervisor {
         let mut command = Command::new("bash");
         command.args(["-c", HAND_OVER, "bash"]);
         for (_, kept) in &self.store {
-            // It is for the child; another test's child may get it too, and does not know it.
+            // The descriptor is meant for the child. A child of another test may inherit it as
+            // well, but does not use it.
             rustix::io::fcntl_setfd(kept, FdFlags::empty())?;
             command.arg(kept.as_raw_fd().to_string());
         }
@@ -94,7 +95,8 @@ impl Supervisor {
                 self.store.retain(|(kept, _)| kept != name);
             } else if text.contains("FDSTORE=1") {
                 let fd = fds.next().context("the message has no descriptor")?;
-                // Far from the numbers that it will be handed over by.
+                // A high number, so that it does not collide with the numbers under which
+                // descriptors are passed on.
                 let fd = rustix::io::fcntl_dupfd_cloexec(fd, 100)?;
                 self.store.push((name.to_owned(), fd));
             }
@@ -159,7 +161,8 @@ fn job_waits_for_the_next_controller() -> Result<()> {
     names.sort_unstable();
     assert_eq!(names, ["containers", "control.sock", "jobs.sock"]);
 
-    // No connection is refused: the next controller replies to it.
+    // No connection is refused. The next controller replies to the connections that were made
+    // meanwhile.
     let _agent = connect(&agent)?;
     let _shim = connect(&systemd.path("run/control.sock"))?;
     let late = systemd.job("late")?;
@@ -186,8 +189,8 @@ fn job_waits_for_the_next_controller() -> Result<()> {
 #[test]
 fn unit_waits_for_serving_controller_to_end() -> Result<()> {
     let (mut systemd, mut shim) = (Supervisor::new()?, Supervisor::new()?);
-    // A controller that a shim started has no supervisor to notify, and ends immediately beside
-    // another.
+    // A controller that was started by a shim has no supervisor to notify. It ends immediately if
+    // another controller runs.
     let unsupervised = |of: &Supervisor| -> Result<Command> {
         let mut command = Command::new(of.artifacts.bin("containerd-shim-affinode-v1")?);
         command.arg("controller").env("AFFINODE_RUN_DIR", systemd.path("run"));

@@ -1,4 +1,5 @@
-//! Programs that enter the driver without its public functions, and calls that need no GPU.
+//! Tests of programs that use the driver without its public functions, and of calls that need no
+//! GPU.
 
 use affinode_e2e::{
     container::{CLIENTS, Spec},
@@ -58,12 +59,13 @@ fn device_queries_while_offloaded_wake_nothing() -> Result<()> {
     Ok(())
 }
 
-/// After a profile, a thread of the profiler still runs. The container can become idle all the
-/// same.
+/// A thread of the profiler still runs after the profile. The container can become idle
+/// nevertheless.
 #[test]
 fn profile_that_ended_leaves_container_idle() -> Result<()> {
     let world = TestbedConfig::default().config(crate::offload::EAGER).world()?;
-    // A thread of the profiler waits for work several times a second, before and after its end.
+    // A thread of the profiler waits for GPU work several times a second, both during the profile
+    // and after it.
     let argv = [&format!("{CLIENTS}/tools"), "64"];
     let spec = Spec::gpu("profiled", &argv).annotation("affinode.io/engine", "copy");
     let mut worker = Worker::start_as(&world, spec.env("CUPTI_WAITS", "1"))?;
@@ -74,7 +76,7 @@ fn profile_that_ended_leaves_container_idle() -> Result<()> {
         let row = world.cli().wait_for_state("profiled", "Offloaded")?;
         assert_eq!(row.process()?.phase, "CopiedOut");
         assert_eq!(row.process()?.hazards, ["tools"]);
-        // The profiler uses the context, so its local memory stays.
+        // The profiler uses the context, so the context's local memory stays on the GPU.
         assert_eq!(row.offloaded_bytes, 64 * MIB, "{row:?}");
         assert!(worker.verify()?);
     }

@@ -22,7 +22,7 @@ use crate::{
 };
 
 const WORKER_MIB: u64 = 64;
-/// A network plugin that connects the pod to no network.
+/// CNI plugin that leaves the pod without any network connection.
 const ALONE: &str = r#"#!/bin/sh
 [ "$CNI_COMMAND" = ADD ] || exit 0
 echo '{"cniVersion":"1.0.0","interfaces":[{"name":"eth0","sandbox":"'"$CNI_NETNS"'"}],
@@ -61,7 +61,7 @@ fn offload_and_wake(world: &Testbed) -> Result<()> {
     let row = world.cli().wait_for_state(&id, "Offloaded")?;
     assert!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
     wait_gpu_empty(world)?;
-    // It is root in the container, and an unprivileged user here.
+    // The process is root in the container, and an unprivileged user on the host.
     let pid = row.process()?.pid;
     assert_eq!(fs::metadata(format!("/proc/{pid}"))?.uid(), cri::OWN_USERS.host_id);
     let said = cri.exec(&id, &["/bin/sh", "-c", "id -u; cat /proc/self/maps"])?;
@@ -74,7 +74,7 @@ fn offload_and_wake(world: &Testbed) -> Result<()> {
         assert!(line.contains(&format!("\"command\":\"{command}\",\"result\":0")), "{line}");
     }
     world.cli().wait_for(&id, "to have one restore", |row| row.restores == 1)?;
-    // From there it may also write its hints and read its pressure file.
+    // The process can write its hints and read its pressure file, too.
     let hint = "echo busy > /.affinode/run/hint && cat /.affinode/run/pressure";
     let told = cri.exec(&id, &["/bin/sh", "-c", hint])?;
     assert_eq!(told.exit_code, 0, "{}", String::from_utf8_lossy(&told.stderr));
@@ -93,7 +93,7 @@ fn network(world: &Testbed) -> Result<()> {
     for folder in ["bin", "net.d"] {
         fs::create_dir_all(cni.join(folder))?;
     }
-    // containerd brings the loopback interface up by a plugin as well.
+    // containerd also needs a plugin to activate the loopback interface.
     for name in ["alone", "loopback"] {
         plugin(name)?;
     }

@@ -1,4 +1,5 @@
-//! `control.view_group`: its members look with the command line, and change nothing.
+//! Tests of `control.view_group`. Members of this group can read with the command line, but cannot
+//! change anything.
 
 use std::{
     fs,
@@ -15,7 +16,7 @@ use anyhow::{Result, ensure};
 
 use crate::offload::MANUAL;
 
-/// Group that the configuration names, and a user without any other right.
+/// Group that the configuration names. The next constant is a user without any other right.
 const GROUP: u32 = 60_100;
 const USER: u32 = 60_101;
 

@@ -1,5 +1,5 @@
-//! Memory that is all zero is not stored while its process is offloaded, and is zero after the
-//! restore.
+//! Memory that contains only zeros is not stored while its process is offloaded. It contains zeros
+//! after the restore.
 
 use std::fs;
 
@@ -43,7 +43,7 @@ fn cycle(world: &Testbed, worker: &mut Worker) -> Result<(ProcessRow, u64)> {
     let offloaded = row.process()?.clone();
     assert_eq!(node.host_used_bytes, row.offloaded_bytes - offloaded.zero_bytes, "{offloaded:?}");
     let resident = resident_mib(offloaded.pid)?;
-    // A process that can be restored through a copier is.
+    // A copier restores every process that it can restore.
     until("the copier", || {
         Ok(world.cli().ps()?.gpus.iter().all(|gpu| gpu.copier_registering == 0).then_some(()))
     })?;
@@ -74,7 +74,8 @@ fn zero_memory_takes_no_host_memory() -> Result<()> {
             assert!(resident < all * 2 / 3, "{engine}, {keep}: {resident} MiB, round {round}");
             worker.call("touch")?;
         }
-        // Zeros where something else was, in the pool too; and something else where zeros were.
+        // The test writes zeros where other contents were, including in the pool, and other
+        // contents where zeros were.
         for (set, zeros) in [
             ("set 0 0", MORE_MIB + ZERO_MIB),
             ("set 0 5", ZERO_MIB),
@@ -90,9 +91,9 @@ fn zero_memory_takes_no_host_memory() -> Result<()> {
     Ok(())
 }
 
-/// With few zeros, the copier saves more time than skipping them would: they are stored, and the
-/// copier is used. The copier cannot restore skipped pages, because their earlier contents must not
-/// come back.
+/// With few zeros, the copier saves more time than skipping the zeros would. The zeros are then
+/// stored, and the copier is used. The copier cannot restore a process that skips pages, because
+/// earlier contents of these pages must not appear again.
 #[test]
 fn copier_restores_process_that_skips_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -102,20 +103,22 @@ fn copier_restores_process_that_skips_nothing() -> Result<()> {
         worker.call(&format!("alloc {mib}"))?;
     }
     worker.call("set 2 0")?;
-    // The first makes the copier, and may be too early for it.
+    // The first offload starts the copier, which may be too late for this cycle.
     cycle(&world, &mut worker)?;
     filled_with_zeros_stored(&world, &mut worker)?;
     worker.call("set 1 0")?;
     let before = fills(&world)?;
     let (offloaded, _) = cycle(&world, &mut worker)?;
     assert_eq!((offloaded.zero_bytes / MIB, fills(&world)? - before), (64, 0), "half of it");
-    // And when it has more to store again, the copier is there again, at the latest the time after.
+    // When the process has more contents to store again, a copier serves it again after one or two
+    // cycles.
     worker.call("set 1 7")?;
     cycle(&world, &mut worker)?;
     filled_with_zeros_stored(&world, &mut worker)
 }
 
-/// Offloads and restores until the copier was in time. On a busy machine it may be late.
+/// Offloads and restores until a copier has restored the worker. On a busy machine the copier may
+/// be too late.
 fn filled_with_zeros_stored(world: &Testbed, worker: &mut Worker) -> Result<()> {
     let before = fills(world)?;
     for _ in 0..12 {
