@@ -191,8 +191,8 @@ impl Containerd {
             if gone(pid) {
                 bail!("containerd ended; its log: {}", self.log().display());
             }
-            // containerd loads its services one after the other. The namespace service replies
-            // before CRI does, so both are queried.
+            // containerd loads its services one after the other. The namespace service replies too
+            // early for CRI, so the test lists the plugins instead.
             let answer =
                 self.ctr(keeper, "default").args(["plugins", "list", "--quiet"]).output()?;
             Ok((answer.status.success() && self.socket().exists()).then_some(()))

@@ -184,7 +184,7 @@ fn listed_holders(text: &str) -> Result<BTreeMap<i32, u64>> {
     lines.map(holder).collect()
 }
 
-/// What a container needs to become a GPU container.
+/// Environment variables, mounts and devices that make a container a GPU container.
 #[derive(Clone, Debug, Default)]
 pub struct ContainerParts {
     /// Environment variables for the container's program.

@@ -13,7 +13,7 @@ use nix::unistd::Pid;
 /// A process and how it was started.
 #[derive(Clone, Debug)]
 pub struct Process {
-    /// Its process id on the host.
+    /// Process id on the host.
     pub pid: Pid,
     /// Program and arguments, separated by blanks.
     pub command: String,

@@ -70,7 +70,7 @@ pub struct Releases {
 }
 
 impl Releases {
-    /// Path of the list.
+    /// Path of the list of releases.
     #[must_use]
     pub fn file(artifacts: &Artifacts) -> PathBuf {
         artifacts.cache_dir().join("releases.json")

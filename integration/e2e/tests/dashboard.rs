@@ -197,7 +197,7 @@ fn start_unit(world: &Testbed) -> Result<()> {
     for (name, value) in [
         ("AFFINODE_RUN_DIR", world.cli().run_dir().display().to_string()),
         ("AFFINODE_CONFIG", path("affinode/config.toml")),
-        // No process reads the notifications.
+        // The variable is set as systemd does, but no process reads the notifications.
         ("NOTIFY_SOCKET", path("notify")),
     ] {
         env.insert(name.into(), value);

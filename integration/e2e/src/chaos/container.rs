@@ -43,7 +43,7 @@ pub struct Process {
 pub struct ChaosContainer {
     /// The running container; its name differs after each restart.
     pub running: Running,
-    /// Its CUDA processes, in the order of their start.
+    /// CUDA processes of the container, in the order of their start.
     pub processes: Vec<Process>,
     /// The pipes of the process that was started with exec, and the `ctr` command that started it.
     pub guest: Option<(Lines, Child)>,

@@ -342,7 +342,7 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
     let said = place.refused("uninstall", &["--restart-mode", "none"])?;
     ensure!(said.contains("1 shim runs:"), "expected `1 shim runs:` in: {said}");
     ensure!(shim.exists());
-    // With --drain it waits for the containers' end.
+    // With `--drain`, the uninstallation waits until the containers have ended.
     let mut waiting =
         place.command("uninstall", &["--restart-mode", "none", "--drain", "10m"])?.spawn()?;
     until("the command to begin", || {

@@ -18,7 +18,7 @@ use crate::chunks::each_word;
 use crate::digest;
 use crate::driver::Driver;
 
-/// One of the kernels.
+/// A kernel that the simulated GPU can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
     FillU32,

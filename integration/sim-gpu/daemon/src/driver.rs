@@ -39,9 +39,9 @@ pub struct Process {
     pub uid: u32,
     /// File in which the process records its kernels' times.
     pub stats: File,
-    /// Its checkpoint state, locked while an operation runs.
+    /// Checkpoint state of the process. It is locked while an operation runs.
     pub stage: Mutex<Stage>,
-    /// Connection to its checkpoint thread, and the id of that thread.
+    /// Connection to the checkpoint thread of the process, and the id of that thread.
     pub control: Mutex<Option<(Arc<Packet>, i32)>>,
 }
 

@@ -41,7 +41,7 @@ macro_rules! nvml_functions {
         $crate::nvml_functions! { [$($more)*] $arguments $body }
     };
     ($name:ident ( $($argument:ident: $type:ty),* $(,)? ) $body:block) => {
-        /// As in NVIDIA's management interface.
+        /// Function of this name in NVIDIA's management interface.
         ///
         /// # Safety
         /// Pointers are null or valid for what the interface does with them.

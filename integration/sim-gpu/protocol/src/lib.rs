@@ -255,7 +255,7 @@ pub struct Report {
     pub restore_code: i32,
 }
 
-/// One of the simulated GPUs.
+/// Identity and size of a simulated GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuInfo {
     /// Product name, which always contains "Simulated".

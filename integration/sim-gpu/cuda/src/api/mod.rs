@@ -98,7 +98,7 @@ macro_rules! cuda_function {
         $crate::api::cuda_function! { $class $name Legacy ( $($argument)* ) |$d, $zero| $body }
     };
     (Always $name:ident $means:ident ( $($argument:ident: $type:ty),* $(,)? ) |$d:ident, $zero:ident| $body:block) => {
-        /// As in NVIDIA's driver interface.
+        /// Function of this name in NVIDIA's driver interface.
         ///
         /// # Safety
         /// Pointers are null or valid for what the interface does with them.
@@ -109,7 +109,7 @@ macro_rules! cuda_function {
         }
     };
     ($class:ident $name:ident $means:ident ( $($argument:ident: $type:ty),* $(,)? ) |$d:ident, $zero:ident| $body:block) => {
-        /// As in NVIDIA's driver interface.
+        /// Function of this name in NVIDIA's driver interface.
         ///
         /// # Safety
         /// Pointers are null or valid for what the interface does with them.
