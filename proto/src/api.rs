@@ -1,7 +1,7 @@
 //! The control API, generated from `control.proto`: messages in [`control`],
 //! ttrpc client and service in [`control_ttrpc`].
 
-/// Reads and writes a message as bytes. Containers' announcements are kept in files.
+/// Encodes and decodes messages. The shims' announcements are stored in files in this form.
 pub use protobuf::Message;
 
 /// The generated messages of the API.

@@ -1,4 +1,4 @@
-//! The kinds of events. The API, the metrics, the log, the dashboard and the CLI show the same words.
+//! Kinds of events, each with one word that the API, metrics, log, dashboard and CLI use.
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $word:literal;)*) => {
@@ -10,7 +10,7 @@ macro_rules! kinds {
             /// Every kind, in the order of declaration.
             pub const ALL: &'static [EventKind] = &[$(EventKind::$name,)*];
 
-            /// The stable word, as JSON, events and metric labels have it.
+            /// The stable word that JSON, events and metric labels use.
             #[must_use]
             pub const fn as_str(self) -> &'static str {
                 match self { $(EventKind::$name => $word,)* }
@@ -22,17 +22,17 @@ macro_rules! kinds {
 kinds! {
     /// The state of a container changed.
     State = "state";
-    /// An offload was refused or given up, or an order failed.
+    /// An offload was refused or cancelled, or an order failed.
     Refused = "refused";
     /// An annotation is invalid, or has no effect.
     Annotation = "annotation";
-    /// News of one process.
+    /// A fact about a single process, such as its registration or end.
     Process = "process";
     /// An operator made a request.
     Request = "request";
     /// An allocation waits for VRAM, or its wait ended.
     Allocation = "allocation";
-    /// A hint says that a container is idle or busy.
+    /// A hint reported a container as idle or busy.
     Hint = "hint";
     /// The pressure on a GPU began or ended.
     Pressure = "pressure";
@@ -42,14 +42,14 @@ kinds! {
     Prewake = "prewake";
     /// No call followed a prewake.
     PrewakeInVain = "prewake-in-vain";
-    /// The memory of a process came back changed.
+    /// The memory of a process differs after a restore.
     Damaged = "damaged";
-    /// A process calls the driver past the hooks.
+    /// A process called the driver on a path without a hook.
     HiddenWay = "hidden-way";
 }
 
 impl EventKind {
-    /// The kind with this word, if there is one.
+    /// The kind with this word; `None` if there is none.
     #[must_use]
     pub fn parse(word: &str) -> Option<EventKind> {
         EventKind::ALL.iter().copied().find(|kind| kind.as_str() == word)

@@ -1,5 +1,5 @@
-//! Paths of files, folders and sockets. Host paths are below one run directory, so that several
-//! private installations (tests, the demo) can be on one machine.
+//! Paths of files, folders and sockets. All host paths of runtime state are below one run
+//! directory, so that several private installations (tests, the demo) can run on one machine.
 
 /// Environment variable that names the run directory, for shim, controller and CLI.
 pub const RUN_DIR_ENV: &str = "AFFINODE_RUN_DIR";
@@ -9,7 +9,8 @@ pub const RUN_DIR: &str = "/run/affinode";
 pub const LIB_DIR_ENV: &str = "AFFINODE_LIB_DIR";
 /// The folder of the preload library on the host when [`LIB_DIR_ENV`] is not set.
 pub const LIB_DIR: &str = "/usr/local/lib/affinode";
-/// File name of the preload library in that folder. It is a link to a versioned file, or its copy.
+/// File name of the preload library in that folder: a link to a versioned file, or a copy of that
+/// file.
 pub const LIB_FILE: &str = "libaffinode_preload.so";
 /// Environment variable that names the configuration file.
 pub const CONFIG_ENV: &str = "AFFINODE_CONFIG";
@@ -18,10 +19,11 @@ pub const CONFIG_FILE: &str = "/etc/affinode/config.toml";
 
 /// Below the run directory: the controller's ttrpc socket, root only.
 pub const CONTROL_SOCKET: &str = "control.sock";
-/// Below the run directory: the controller's ttrpc socket for the members of `control.view_group`,
-/// which may look and change nothing.
+/// Below the run directory: the controller's ttrpc socket for members of `control.view_group`. They
+/// can read, but cannot change anything.
 pub const VIEW_SOCKET: &str = "view.sock";
-/// Below the run directory: the lock file of the node's only controller, held with `flock`.
+/// Below the run directory: the file that the controller locks with `flock`, so that a node has
+/// only one.
 pub const CONTROLLER_LOCK: &str = "controller.lock";
 /// Below the run directory: the journal. The controller writes it before each destructive step.
 pub const JOURNAL_DIR: &str = "journal";
@@ -31,18 +33,19 @@ pub const CONTAINERS_DIR: &str = "containers";
 pub const MOUNT_DIR: &str = "mount";
 /// In the mounted folder: the socket on which the controller accepts this container's agents.
 pub const AGENT_SOCKET: &str = "agent.sock";
-/// In the mounted folder, next to the socket: the name of the engine. Processes read it if they
-/// look up driver functions before they have the controller's Welcome.
+/// In the mounted folder, next to the socket: a file with the name of the engine. A process reads
+/// it if its first call to the driver comes before the controller's Welcome.
 pub const ENGINE_FILE: &str = "engine";
-/// In the mounted folder: a pipe that takes the words `idle` and `busy` from the container.
+/// In the mounted folder: a pipe into which the container's programs write `idle` or `busy`.
 pub const HINT_PIPE: &str = "hint";
-/// In the mounted folder: whether VRAM is short on the container's GPUs, for the container to read.
+/// In the mounted folder: a file that shows the container whether VRAM is short on its GPUs.
 pub const PRESSURE_FILE: &str = "pressure";
-/// In the mounted folder: the container's own state, for its programs to read.
+/// In the mounted folder: a file with the container's state, for the container's programs.
 pub const STATE_FILE: &str = "state";
-/// In a container's folder: its announcement, if no shim announces it again to a later controller.
+/// In a container's folder: the announcement of a container that has no shim. A later controller
+/// reads it.
 pub const ANNOUNCEMENT_FILE: &str = "announcement";
-/// In a container's folder: the generation of the container that owns the folder.
+/// In a container's folder: a file with the generation of the container that owns the folder.
 pub const GENERATION_FILE: &str = "generation";
 /// In a container's folder: the merged `/etc/ld.so.preload`.
 pub const PRELOAD_FILE: &str = "ld.so.preload";
@@ -51,11 +54,11 @@ pub const PRELOAD_FILE: &str = "ld.so.preload";
 pub const CONTAINER_LIB_DIR: &str = "/.affinode/lib";
 /// In the container: the folder with the agent socket, read-only.
 pub const CONTAINER_RUN_DIR: &str = "/.affinode/run";
-/// In the container: the line that `/etc/ld.so.preload` gets.
+/// In the container: path of the preload library, as written into `/etc/ld.so.preload`.
 pub const CONTAINER_LIB: &str = "/.affinode/lib/libaffinode_preload.so";
 /// In the container: the socket that the agent connects to.
 pub const CONTAINER_AGENT_SOCKET: &str = "/.affinode/run/agent.sock";
-/// Environment variable that names another agent socket, for processes without a container.
+/// Environment variable that sets another agent socket. Processes outside containers use it.
 pub const AGENT_SOCKET_ENV: &str = "AFFINODE_SOCKET";
 /// Environment variable that disables the preload library when it is `1`.
 pub const DISABLE_ENV: &str = "AFFINODE_DISABLE";

@@ -1,7 +1,7 @@
 //! Reasons: why a container is resident or offloaded, or why an order failed.
 //!
 //! A reason is a stable word for machines (metric labels, JSON) and a sentence for operators, which
-//! says what is the case and what to do.
+//! describes the cause and what to do.
 
 macro_rules! reasons {
     ($($(#[$doc:meta])* $name:ident = $word:literal, $sentence:literal;)*) => {
@@ -19,8 +19,8 @@ macro_rules! reasons {
                 match self { $(Reason::$name => $word,)* }
             }
 
-            /// One sentence for operators: what is the case, and what to do if something can be
-            /// done.
+            /// One sentence for operators: the cause, and the command or setting that changes it,
+            /// if there is one.
             #[must_use]
             pub const fn sentence(self) -> &'static str {
                 match self { $(Reason::$name => $sentence,)* }
@@ -36,19 +36,19 @@ reasons! {
     CallInProgress = "call-in-progress", "a CUDA call is in progress";
     /// Work that was launched earlier still runs on the GPU.
     GpuBusy = "gpu-busy", "NVML reports that the GPU still runs work that was launched earlier";
-    /// Calls did not drain before the deadline of the close.
+    /// Calls in progress did not end before the deadline of the close.
     Busy = "busy", "calls in progress did not end in time; the offload is tried again later";
     /// A CUDA call arrived while the container was being closed.
     WokenMeanwhile = "woken-meanwhile", "a CUDA call arrived during the offload, which was undone";
-    /// Mode pressure, and no container needs the VRAM.
+    /// The mode is `pressure`, and no container needs the VRAM.
     NoPressure = "no-pressure", "mode is pressure, and no container needs the VRAM";
-    /// Mode auto, and the containers of the GPU need more VRAM than it has.
+    /// The mode is `auto`, and the containers of the GPU need more VRAM than it has.
     Oversubscribed = "oversubscribed", "the containers of its GPU together need more VRAM than the GPU has: it stays resident until another container needs its VRAM";
     /// The time is outside the offload window.
     OutsideWindow = "outside-window", "the time is outside its offload window: it stays resident until another container needs its VRAM";
     /// The container holds too little VRAM for an offload.
     TooSmall = "too-small", "holds less VRAM than minimum_vram_mib";
-    /// The first level of an offload would free nothing, and nothing requires the second.
+    /// A copy out would free no VRAM, and no container needs the VRAM of the context.
     NothingToCopy = "nothing-to-copy", "holds no memory that the library can copy: its context stays until another container needs the VRAM";
     /// A hint says that the container is busy.
     HintedBusy = "hinted-busy", "a hint reports it as busy (its hint file or `affinode hint`)";
@@ -60,15 +60,15 @@ reasons! {
     ModeOff = "mode-off", "mode is off: the container is never offloaded";
     /// An operator pinned the container.
     Pinned = "pinned", "an operator pinned it: run `affinode unpin` to release it";
-    /// An operator turned offloads off on the node.
+    /// An operator turned automatic offloads off on this node.
     AutoOff = "auto-offload-off", "auto-offload is off on this node: run `affinode auto-offload on` to turn it on";
     /// The container was restored less than the minimum residency ago.
     MinimumResidency = "minimum-residency", "was restored less than the minimum residency ago";
     /// No CUDA process has registered.
     NotRegistered = "not-registered", "no process of the container uses CUDA now";
-    /// NVML shows no VRAM of the container.
+    /// NVML reports no VRAM of the container.
     NoVram = "no-vram", "NVML reports no VRAM of the container, so there is nothing to offload";
-    /// Some CUDA process of the container is not under management.
+    /// At least one CUDA process of the container is unmanaged.
     UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, or AFFINODE_DISABLE)";
     /// A process uses managed memory (`cuMemAllocManaged`), so it must not be checkpointed. With the
     /// current engine the offload needs a checkpoint, or no other memory can be copied.
@@ -89,18 +89,18 @@ reasons! {
     /// A video library is in a process, so its context must not be checkpointed. With the current
     /// engine the offload needs a checkpoint.
     Video = "video", "a process has a video library loaded (NVDEC, NVENC), so the context stays on the GPU; the engines auto, full and copy can copy the memory";
-    /// A thread entered the driver on a path that no hook sees while the process was offloaded, so its
+    /// A thread entered the driver on a path without a hook while the process was offloaded, so its
     /// context is not checkpointed again. With the current engine the offload needs a checkpoint.
     HiddenWay = "hidden-way", "a thread blocked in a driver call that no hook sees, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The process's memory after a restore differs from what was offloaded.
     DamagedMemory = "damaged-memory", "its memory was different after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart it";
     /// The process runs on a GPU in MIG mode.
     Mig = "mig", "runs on a GPU in MIG mode, where the VRAM of one instance cannot be proven free";
-    /// Driver or libcuda has no checkpoint API.
+    /// The driver or libcuda has no checkpoint API.
     DriverTooOld = "driver-too-old", "the NVIDIA driver has no checkpoint API: 570 or newer is needed";
-    /// The memory cgroup has too little free memory for the VRAM.
+    /// The memory cgroup of the container has less free memory than the VRAM needs.
     CgroupMemory = "cgroup-memory", "the container's memory limit is too low for its VRAM: raise the limit by the VRAM plus 1 GiB";
-    /// The node has too little free host memory for the VRAM.
+    /// The node has less free host memory than the VRAM needs.
     HostMemory = "host-memory", "the node has too little free host memory for its VRAM (memory.node_reserve_mib is kept)";
     /// The container's cgroup is frozen: the container is paused or stopped.
     Frozen = "frozen", "the container is paused or stopped";
@@ -110,15 +110,15 @@ reasons! {
     RoomFound = "room-found", "VRAM was freed for its allocation";
     /// An allocation waited for VRAM until its timeout.
     NoRoomInTime = "no-room-in-time", "no VRAM was freed for its allocation in time";
-    /// An allocation failed at once, because it can never be served.
+    /// An allocation failed at once, because the VRAM that it needs can never be freed.
     NoRoomEver = "no-room", "its allocation needs more VRAM than can be freed, so it fails at once";
-    /// VRAM for the restore is not free.
+    /// The VRAM that the restore needs is not free.
     WaitingForVram = "waiting-for-vram", "waits for VRAM that other containers hold";
-    /// NVML cannot be read.
+    /// NVML does not report the free VRAM.
     VramUnknown = "vram-unknown", "NVML does not report the free VRAM, so no restore can be proven safe";
     /// The process is running, but its agent's connection has ended.
     AgentSilent = "agent-silent", "the agent in the process does not reply";
-    /// The driver refused or failed.
+    /// A call of the driver's checkpoint API returned an error.
     DriverError = "driver-error", "the driver returned an error; the process was left as it was";
     /// The driver reported that it cannot restore the process.
     DriverLost = "driver-lost", "the driver reports a failed restore";

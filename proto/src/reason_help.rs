@@ -1,6 +1,6 @@
-//! The cause of each [`Reason`] and what to do about it: the text of the troubleshooting page.
+//! Cause and remedy of each [`Reason`]: the text of the troubleshooting page.
 //!
-//! The match is exhaustive, so a new reason does not compile without them.
+//! The match is exhaustive: a new reason does not compile until its cause and remedy are added.
 
 use crate::reason::Reason;
 

@@ -1,5 +1,5 @@
-//! The states of a container's GPU memory. The API, the metrics, the dashboard and the CLI show
-//! the same words.
+//! The states of a container's GPU memory, each with one word that the API, metrics, dashboard and
+//! CLI use.
 //!
 //! ```text
 //! Unregistered ──first CUDA call──> Active
@@ -64,7 +64,7 @@ impl State {
         }
     }
 
-    /// The state with this word, if there is one.
+    /// The state with this word; `None` if there is none.
     #[must_use]
     pub fn parse(word: &str) -> Option<State> {
         State::ALL.into_iter().find(|state| state.as_str() == word)

@@ -8,8 +8,8 @@ pub struct CopyOptions {
     /// The host copy is retained after the restore, so that unchanged memory is not copied again.
     /// Requires [`Capabilities::RETAINS_HOST_COPY`].
     pub keep: bool,
-    /// A checkpoint follows, during which a copier may copy: the phase is CopiedOut before all
-    /// memory has left the GPU. Requires [`Capabilities::PREFAULTS`].
+    /// True: a checkpoint follows, and a copier may copy while it runs. The phase is then CopiedOut
+    /// before all memory has left the GPU. Requires [`Capabilities::PREFAULTS`].
     pub then_checkpoint: bool,
     /// The restore verifies that the memory is unchanged. Requires
     /// [`Capabilities::CHECKS`].
@@ -17,7 +17,7 @@ pub struct CopyOptions {
 }
 
 impl CopyOptions {
-    /// What a library must be able to do for these options.
+    /// Capabilities that the library must have for these options.
     #[must_use]
     pub const fn requires(self) -> Capabilities {
         let keep = if self.keep { Capabilities::RETAINS_HOST_COPY.0 } else { 0 };
@@ -56,9 +56,9 @@ pub enum Action {
         /// Timeout of the driver's lock, in milliseconds.
         timeout_ms: u32,
     },
-    /// Closed → CopiedOut: wait for the GPU's work, copy swappable memory to host memory and free it
-    /// on the GPU. Requires [`Capabilities::AWAITS_WORK`]. Locked → CopiedOut: unlock in place of the
-    /// wait. On an error nothing was freed, and the phase is Closed.
+    /// Closed → CopiedOut: wait for the GPU's work, copy swappable memory to host memory and free
+    /// it on the GPU. Requires [`Capabilities::AWAITS_WORK`]. From Locked, the agent unlocks the
+    /// process instead of waiting. On an error no memory was freed, and the phase is Closed.
     CopyOut {
         /// Largest VRAM that the process holds on one GPU, in bytes. The agent uses it for a
         /// restore without a controller.
@@ -67,8 +67,8 @@ pub enum Action {
         how: CopyOptions,
     },
     /// Locked → Checkpointed: `cuCheckpointProcessCheckpoint`. CopiedOut → Checkpointed: lock, then
-    /// the same call. The agent waits for the copier; if the copier does not copy, the process is
-    /// restored.
+    /// the same call. The agent waits until the copier has copied. If the copier does not copy, the
+    /// process is restored.
     Checkpoint {
         /// Largest VRAM that the process holds on one GPU, in bytes. The agent uses it for a
         /// restore without a controller.
@@ -82,8 +82,8 @@ pub enum Action {
     /// free VRAM loses the process.
     Restore,
     /// Like [`Action::Restore`] of a checkpointed process, but the process's GPU is exchanged with
-    /// another of the same model. Both are positions in the list of the
-    /// [`ControllerMessage::Gpus`](super::message::ControllerMessage::Gpus) sent before. Requires
+    /// another GPU of the same model. Both fields are positions in the list that was sent before in
+    /// [`ControllerMessage::Gpus`](super::message::ControllerMessage::Gpus). Requires
     /// [`super::ProcessFlags::MOVABLE`].
     RestoreOnGpu {
         /// Position of the GPU that the process was on.
@@ -104,13 +104,13 @@ pub enum Action {
 }
 
 impl Action {
-    /// Whether the order takes VRAM, so that it needs VRAM promised to the process.
+    /// Whether the order takes VRAM. Such an order needs a grant.
     #[must_use]
     pub const fn is_restore(self) -> bool {
         matches!(self, Action::Restore | Action::RestoreOnGpu { .. })
     }
 
-    /// What a library must be able to do to carry out the order.
+    /// Capabilities that the library must have to execute the order.
     #[must_use]
     pub const fn requires(self) -> Capabilities {
         match self {

@@ -9,17 +9,18 @@
 //!   256  record 0 … record 119
 //! ```
 //!
-//! `sample_every` is next to the gate, so the one comparison that every call makes sees both. A
-//! thread that records a call increments `claimed`, fills the record of that number and writes the
-//! number last. It never waits: at the limit it only increments `dropped`. With each
-//! [`super::message::ControllerMessage::SampleCalls`] the reader sends how far it has read, and the
-//! limit moves, so no record is overwritten before it was read.
+//! `sample_every` is next to the gate, so each call reads both with one comparison. A thread that
+//! records a call increments `claimed`, fills the record of that number and writes the number last.
+//! It never waits: at the limit it only increments `dropped`. With each
+//! [`super::message::ControllerMessage::SampleCalls`] the reader sends the number of the first
+//! record that it has not read, and the limit moves. So no record is overwritten before it was
+//! read.
 //!
-//! A record counts itself and the calls of its thread since the previous record. So sums are exact
-//! up to the last record, at any sampling rate.
+//! A record counts its own call and the calls of its thread since the previous record. Sums are
+//! therefore exact up to the last record, at any sampling rate.
 //!
-//! The container can write all of this. Whatever it writes, one reading yields at most [`RECORDS`]
-//! records, and none twice.
+//! The container can write all of this part. Whatever it writes, one reading yields at most
+//! [`RECORDS`] records, and none of them twice.
 
 use super::counters::{PAGE_BYTES, SLOTS_OFFSET, u32_at, u64_at};
 
@@ -29,7 +30,7 @@ pub const SAMPLE_EVERY: usize = 68;
 pub const CLAIMED: usize = 192;
 /// u64: number of the first record that may not be begun yet.
 pub const LIMIT: usize = 200;
-/// u64: calls that found the ring full.
+/// u64: number of calls that were not recorded because the ring was full.
 pub const DROPPED: usize = 208;
 /// Offset of the first record in bytes.
 pub const RING_OFFSET: usize = 256;
@@ -40,19 +41,19 @@ pub const RECORDS: usize = (SLOTS_OFFSET - RING_OFFSET) / RECORD_BYTES;
 
 /// Record offsets in bytes, from the record's start.
 pub mod record {
-    /// u32: its number plus one, cut to 32 bits. Written last.
+    /// u32: number of the record plus one, cut to 32 bits. Written last.
     pub const SEQUENCE: usize = 0;
     /// u16: index of the hook in the table of names.
     pub const HOOK: usize = 4;
     /// u16: result code of the driver.
     pub const RESULT: usize = 6;
-    /// u32: calls of the thread since its last record, this one included.
+    /// u32: number of calls of the thread since its last record, including this call.
     pub const STANDS_FOR: usize = 8;
     /// u32: thread id in its pid namespace.
     pub const THREAD: usize = 12;
     /// u64: duration of the driver's call, in nanoseconds.
     pub const DURATION_NS: usize = 16;
-    /// u64: number of bytes that the call's arguments name; 0: none.
+    /// u64: number of bytes in the call's arguments; 0: none.
     pub const BYTES: usize = 24;
 }
 
@@ -69,7 +70,7 @@ pub struct CallRecord {
     pub thread: u32,
     /// Duration of the driver call, in nanoseconds.
     pub duration_ns: u64,
-    /// Bytes moved, filled or requested.
+    /// Bytes that the call copies, sets or allocates.
     pub bytes: u64,
 }
 
@@ -80,40 +81,41 @@ pub struct CallRingReader {
     read: u64,
     /// `dropped` at the last reading.
     dropped: u64,
-    /// The record at `read` was unfinished when it was last read.
+    /// True if the record at `read` was unfinished at the last reading.
     stuck: bool,
 }
 
 /// Calls and records that one reading lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallBatch {
-    /// Calls that found the ring full since the last reading.
+    /// Number of calls that found the ring full since the last reading.
     pub dropped: u64,
-    /// Records that the reader skipped: never finished, or overwritten against the protocol.
+    /// Number of records that the reader skipped: never finished, or overwritten against the
+    /// protocol.
     pub torn: u64,
 }
 
 impl CallRingReader {
-    /// Creates a reader that begins with the next record.
+    /// Creates a reader that skips the records begun so far.
     #[must_use]
     pub fn at_present(page: &[u8; PAGE_BYTES]) -> CallRingReader {
         CallRingReader { read: u64_at(page, CLAIMED), dropped: u64_at(page, DROPPED), stuck: false }
     }
 
-    /// Number of the next record to read, for the limit.
+    /// Number of the next record to read. The library gets it as the new limit.
     #[must_use]
     pub fn read(&self) -> u64 {
         self.read
     }
 
-    /// Passes the new records of one reading to `each`: at most [`RECORDS`].
+    /// Passes the new records, at most [`RECORDS`], to `each`.
     pub fn take(&mut self, page: &[u8; PAGE_BYTES], mut each: impl FnMut(CallRecord)) -> CallBatch {
         let claimed = u64_at(page, CLAIMED);
         let dropped = u64_at(page, DROPPED);
         let mut news = CallBatch { dropped: dropped.wrapping_sub(self.dropped), torn: 0 };
         self.dropped = dropped;
         if claimed.wrapping_sub(self.read) > RECORDS as u64 {
-            // No library writes this: start again from the claimed number.
+            // No library writes such a number. Skip all records and continue from it.
             *self = CallRingReader { read: claimed, dropped, stuck: false };
             news.torn = RECORDS as u64;
             return news;

@@ -1,6 +1,6 @@
 //! Messages on the sockets of a copier, in the same frames as [`message`](super::message), one per
 //! packet (`SOCK_SEQPACKET`). A copier is a process of the node with a context on one GPU. It fills
-//! the memory of processes during their restore, while the driver restores their contexts.
+//! the memory of a process during its restore, while the driver restores the process's context.
 //!
 //! ```text
 //! agent                                     copier                          controller
@@ -15,7 +15,7 @@
 //!   closes the socket ──────────────────────>  releases everything ──── Detached ──>
 //! ```
 //!
-//! For a prefaulted process the copier has registered the memory before, and copies out as well:
+//! For a prefaulted process the copier has registered the memory earlier, and also copies it out:
 //!
 //! ```text
 //!   Prefaulted + memory file ───────────────>  registers ──── Prefaulted ────>
@@ -27,8 +27,8 @@
 //!   Checkpointed ───────────────────────────>  then as above
 //! ```
 //!
-//! If another process of the same tenant holds the same content (`dedup`), the copier offers both
-//! to store it once while they are offloaded:
+//! If another process of the same dedup domain has the same content, the copier offers each of them
+//! a sealed file with that content, to store it once while they are offloaded:
 //!
 //! ```text
 //!                        <────────── Same + a sealed file, for a chunk of the memory file
@@ -37,20 +37,21 @@
 //! ```
 //!
 //! Either side may close the socket at any time, which ends the exchange. No content is lost: it is
-//! in the process's own memory, or in GPU memory that the process keeps by a descriptor.
+//! in the process's own memory, or in GPU memory of which the process has a descriptor.
 
 use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
-/// Maximum number of pieces of one process. With more pieces, their fixed costs exceed the cost of
-/// the copies.
+/// Maximum number of pieces of one process. With more pieces, the fixed cost of all pieces exceeds
+/// the cost of the copies.
 pub const MAX_PIECES: usize = 4096;
-/// Minimum mean size of the pieces. If they are smaller, a restore without a copier is faster: to
-/// allocate and export one piece takes as long as to copy this many bytes (H200: 0.1 to 0.15 ms).
+/// Minimum mean size of the pieces in bytes. With smaller pieces a restore without a copier is
+/// faster: to allocate and export one piece takes as long as to copy this many bytes (H200: 0.1 to
+/// 0.15 ms).
 pub const MIN_MEAN_BYTES: u64 = 8 << 20;
-/// Sizes of pieces are multiples of this.
+/// Unit of the sizes of pieces: each size is a multiple of it.
 pub const UNIT_BYTES: u64 = 2 << 20;
-/// Size of the parts in which a memory file is registered. [`FromCopier::Same`] numbers these
-/// parts.
+/// Size in bytes of the parts in which a memory file is registered. [`FromCopier::Same`] numbers
+/// these parts.
 pub const CHUNK_BYTES: u64 = 128 << 20;
 /// Number of pieces in one [`ToCopier::Chunks`].
 pub const PIECES_A_FRAME: usize = 28;
@@ -60,14 +61,14 @@ pub const PIECES_A_FRAME: usize = 28;
 pub struct Piece {
     /// Size in bytes, a multiple of [`UNIT_BYTES`].
     pub bytes: u64,
-    /// Whether other devices on the bus may access it (`gpuDirectRDMACapable`).
+    /// Whether other devices on the bus may access the piece (`gpuDirectRDMACapable`).
     pub rdma: bool,
 }
 
 impl Piece {
     const RDMA: u32 = 1 << 31;
 
-    /// The piece as a word of a frame; `None` if the size is invalid.
+    /// Encodes the piece as a word of a frame; `None` if the size is invalid.
     #[must_use]
     pub fn word(self) -> Option<u32> {
         let units = u32::try_from(self.bytes / UNIT_BYTES).ok()?;
@@ -75,7 +76,7 @@ impl Piece {
         fits.then_some(if self.rdma { units | Self::RDMA } else { units })
     }
 
-    /// The piece of a word; `None` if the size is 0.
+    /// Decodes the piece of a word; `None` if the size is 0.
     #[must_use]
     pub fn from_word(word: u32) -> Option<Piece> {
         let units = u64::from(word & !Self::RDMA);
@@ -86,7 +87,8 @@ impl Piece {
 /// Messages from an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToCopier {
-    /// The memory file in this message is to be registered. It has no content yet.
+    /// Requests that the copier registers the memory file in this message. The file has no content
+    /// yet.
     Prefaulted {
         /// Bytes of the file that will be used.
         bytes: u64,
@@ -96,14 +98,14 @@ pub enum ToCopier {
     /// The message has the descriptor of the next piece, in the order of the list. The copier
     /// copies that piece to its place in the file.
     CopyOut,
-    /// The content of the pieces is, or will be, in the memory file of this message or of
-    /// Prefaulted. The pieces follow each other without gaps.
+    /// Announces the list of pieces. Their content is, or will be, in the memory file of this
+    /// message or of Prefaulted, in the order of the list and without gaps.
     CopiedOut {
-        /// Bytes of all pieces.
+        /// Size of all pieces in bytes.
         bytes: u64,
-        /// VRAM that the driver needs for the rest of the process's memory, in bytes.
+        /// VRAM that the driver needs to restore the rest of the process's memory, in bytes.
         rest_bytes: u64,
-        /// Number of pieces that follow.
+        /// Number of pieces in the Chunks that follow.
         pieces: u32,
         /// UUID of the GPU that the pieces were on, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
@@ -112,16 +114,16 @@ pub enum ToCopier {
     Chunks {
         /// Number of valid `words`.
         many: u32,
-        /// The pieces, see [`Piece::word`].
+        /// The pieces. See [`Piece::word`].
         words: [u32; PIECES_A_FRAME],
     },
-    /// The driver has checkpointed the rest. Only now may the memory be registered: an earlier
-    /// registration slows the checkpoint.
+    /// The driver has checkpointed the rest of the process. Only now may the copier register the
+    /// memory: an earlier registration slows the checkpoint.
     Checkpointed,
-    /// The driver is about to restore the rest: the VRAM for all of it belongs to this process
-    /// now.
+    /// The driver is about to restore the rest. From now on the VRAM for all of the process's
+    /// memory is granted to this process.
     Restoring,
-    /// The driver has restored the rest.
+    /// The driver has restored the rest of the process.
     Restored,
     /// The reply to [`FromCopier::Same`].
     Mapped {
@@ -145,7 +147,7 @@ pub enum FromCopier {
     },
     /// All pieces are filled.
     Filled,
-    /// The file is registered: the copier can copy out.
+    /// The memory file is registered, so the copier can copy out.
     Ready,
     /// All pieces are copied to the file.
     Copied,
@@ -159,7 +161,7 @@ pub enum FromCopier {
 /// Messages from the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopierOrder {
-    /// The message has a socket that leads to this process.
+    /// Attaches a process. The message has a socket that is connected to its agent.
     Attach {
         /// Number that the controller has given the process.
         process: u64,
@@ -168,16 +170,16 @@ pub enum CopierOrder {
         /// Dedup domain: content may be shared with processes of the same number. 0: no sharing.
         domain: u64,
     },
-    /// VRAM is granted and proven for the process: fill once it sends Restoring.
+    /// VRAM is granted and proven for the process. The copier fills it as soon as the process sends
+    /// Restoring.
     Fill {
-        /// The controller's number of the process.
+        /// Number that the controller has given the process.
         process: u64,
-        /// Granted VRAM in bytes. If more of the process's memory is copied out, the process
-        /// restores itself.
+        /// Granted VRAM in bytes. If the process has more memory copied out, it restores itself.
         most_bytes: u64,
     },
-    /// VRAM is being proven or taken for a container. Until this ends, only [`CopierOrder::Fill`]
-    /// may take VRAM.
+    /// VRAM is being proven or taken for a container. Until this pause ends, the copier allocates
+    /// VRAM only for a [`CopierOrder::Fill`].
     HoldVram {
         /// True: the pause begins. False: it ends.
         on: bool,
@@ -189,48 +191,49 @@ pub enum CopierOrder {
 pub enum CopierReport {
     /// The copier has its context.
     Ready,
-    /// The memory of a process is registered, so it can be filled at the speed of the bus.
+    /// The memory of an offloaded process is registered, so the copier can fill it at the speed of
+    /// the bus.
     Registered {
-        /// The controller's number of the process.
+        /// Number that the controller has given the process.
         process: u64,
         /// Registered memory in bytes.
         bytes: u64,
     },
     /// The prefaulted host memory of a resident process is registered.
     Prefaulted {
-        /// The controller's number of the process.
+        /// Number that the controller has given the process.
         process: u64,
         /// Registered memory in bytes.
         bytes: u64,
     },
     /// The memory of a process is copied out to its file.
     Copied {
-        /// The controller's number of the process.
+        /// Number that the controller has given the process.
         process: u64,
         /// Copied memory in bytes.
         bytes: u64,
         /// Time since the first piece, in microseconds.
         elapsed_us: u64,
     },
-    /// The memory of a process is filled.
+    /// The copier has filled all memory of a process.
     Filled {
-        /// The controller's number of the process.
+        /// Number that the controller has given the process.
         process: u64,
         /// Filled memory in bytes.
         bytes: u64,
-        /// Time since the order, in microseconds.
+        /// Time since the Fill order, in microseconds.
         elapsed_us: u64,
     },
     /// The socket of a process was closed, by either side.
     Detached {
-        /// The controller's number of the process.
+        /// Number that the controller has given the process.
         process: u64,
     },
     /// The driver has released all memory of the detached processes.
     Released,
     /// Part of a process's content is stored in sealed files, shared with other processes.
     Shared {
-        /// The controller's number of the process.
+        /// Number that the controller has given the process.
         process: u64,
         /// Shared content of the process, in bytes.
         bytes: u64,
@@ -263,7 +266,7 @@ impl ToCopier {
     /// Reads a frame that an agent sent.
     ///
     /// # Errors
-    /// [`FrameError`] names what is wrong with it.
+    /// [`FrameError`] names the invalid part of the frame.
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<ToCopier, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
@@ -309,7 +312,7 @@ impl FromCopier {
     /// Reads a frame that a copier sent.
     ///
     /// # Errors
-    /// [`FrameError`] names what is wrong with it.
+    /// [`FrameError`] names the invalid part of the frame.
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<FromCopier, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
@@ -343,7 +346,7 @@ impl CopierOrder {
     /// Reads a frame that the controller sent.
     ///
     /// # Errors
-    /// [`FrameError`] names what is wrong with it.
+    /// [`FrameError`] names the invalid part of the frame.
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<CopierOrder, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
@@ -384,7 +387,7 @@ impl CopierReport {
     /// Reads a frame that a copier sent.
     ///
     /// # Errors
-    /// [`FrameError`] names what is wrong with it.
+    /// [`FrameError`] names the invalid part of the frame.
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<CopierReport, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {

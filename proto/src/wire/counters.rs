@@ -11,10 +11,11 @@
 //! ```
 //!
 //! The counters belong to the process, not to a connection: counts begin before the first
-//! registration and continue across controllers. The process writes them, except for one word
-//! ([`header::TURN_BACK`]) that the controller writes with `pwrite`. The controller reads them with
-//! `pread` into a buffer and decodes that ([`CounterSnapshot::decode`]). So no change of the file
-//! by the container can fault the controller, or change a value between check and use.
+//! registration and continue when the controller is replaced. The process writes all words but
+//! [`header::TURN_BACK`], which the controller writes with `pwrite`. The controller reads the file
+//! with `pread` into a buffer and decodes the buffer ([`CounterSnapshot::decode`]). A container
+//! that changes the file can therefore neither fault the controller nor change a value between
+//! check and use.
 
 use super::{Hazards, Phase, ProcessFlags, WIRE_VERSION};
 
@@ -24,15 +25,15 @@ pub const PAGE_BYTES: usize = 16 * 1024;
 pub const PAGE_MAGIC: u64 = u64::from_le_bytes(*b"AFNPAGE\0");
 /// Offset of the first slot in bytes.
 pub const SLOTS_OFFSET: usize = 4096;
-/// Size of a slot in bytes: one cache line, so that threads do not share one.
+/// Size of a slot in bytes: one cache line, so that no two threads write to the same line.
 pub const SLOT_BYTES: usize = 64;
 /// Number of slots, including the shared one.
 pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
 
-/// Upper bound for the cost of a hook, as the container reports it: 1 microsecond.
+/// Maximum cost of a hook that the controller accepts from a container: 1 microsecond.
 pub const MAX_CALL_COST_PS: u32 = 1_000_000;
-/// Upper bound for retained memory, as the container reports it: 1 pebibyte. Sums over thousands of
-/// processes do not overflow.
+/// Maximum of retained memory that the controller accepts from a container: 1 pebibyte. Sums over
+/// thousands of processes then do not overflow.
 pub const MAX_KEPT_BYTES: u64 = 1 << 50;
 
 /// Header offsets in bytes.
@@ -45,50 +46,50 @@ pub mod header {
     pub const SLOT_COUNT: usize = 12;
     /// u32: the agent's [`crate::wire::Phase`].
     pub const PHASE: usize = 16;
-    /// u64: bytes of host memory retained for the next copy out while nothing is copied out.
+    /// u64: host memory retained for the next copy out, in bytes; 0 while memory is copied out.
     pub const KEPT_BYTES: usize = 24;
-    /// u64: generation whose copy out is cancelled at its next step, because host memory outside
-    /// the container's own limit runs short. Only the controller writes it. It does not apply to a
-    /// copy of another generation, so it needs no reset.
+    /// u64: the generation whose copy out must be cancelled at its next step. The controller, which
+    /// is the only writer, sets it when host memory outside the container's own limit runs short.
+    /// It needs no reset, because a copy out of another generation ignores it.
     pub const TURN_BACK: usize = 32;
-    /// u64: bytes of host memory that the copy out in progress has yet to touch.
+    /// u64: bytes of host memory that the copy out in progress has not yet touched.
     pub const FILLING_BYTES: usize = 40;
-    /// u32: a [`super::Gate`] value. It is the futex word on which waiting calls sleep, and has a
-    /// cache line of its own.
+    /// u32: a [`super::Gate`] value. Waiting calls sleep on this word (futex). It has a cache line
+    /// of its own.
     pub const GATE: usize = 64;
-    /// u32: callers that wait at the gate now.
+    /// u32: number of callers that wait at the gate now.
     pub const WAITERS: usize = 128;
     /// u32: bits of [`crate::wire::Hazards`] found so far.
     pub const HAZARDS: usize = 132;
     /// u64: offload generation: grows by one each time the gate closes.
     pub const GENERATION: usize = 136;
-    /// u64: bytes of device memory allocated and not freed, as the hooks counted them.
+    /// u64: bytes of device memory allocated and not yet freed, as counted by the hooks.
     pub const ALLOCATED_BYTES: usize = 144;
-    /// u64: device allocations alive, as the hooks counted them.
+    /// u64: number of device allocations not yet freed, as counted by the hooks.
     pub const ALLOCATIONS: usize = 152;
     /// u64: bytes of GPU memory that the agent can copy.
     pub const SWAPPABLE_BYTES: usize = 160;
     /// u64: bytes of that memory that are copied out to host memory now.
     pub const COPIED_OUT_BYTES: usize = 168;
-    /// u32: bits of [`crate::wire::ProcessFlags`] that hold now.
+    /// u32: the current bits of [`crate::wire::ProcessFlags`].
     pub const NOTES: usize = 176;
-    /// u32: cost of the hook per call, in picoseconds, measured once; 0: unknown.
+    /// u32: time that the hook adds to a call, in picoseconds, measured once; 0: unknown.
     pub const CALL_COST_PS: usize = 180;
-    /// u64: time that calls have waited at the gate, summed, in microseconds.
+    /// u64: sum of the times that calls waited at the gate, in microseconds.
     pub const HELD_US: usize = 184;
 }
 
 /// Slot offsets in bytes, from the slot's start.
 pub mod slot {
-    /// u32: calls of this slot's threads inside the driver.
+    /// u32: number of calls of this slot's threads that are inside the driver.
     pub const INFLIGHT: usize = 0;
-    /// u32: index of the hook last entered, into the table of names.
+    /// u32: number of the hook that was entered last, an index into the table of names.
     pub const LAST_HOOK: usize = 4;
     /// u64: number of calls, without polls.
     pub const CALLS: usize = 8;
-    /// u64: number of poll calls (`cuEventQuery`, `cuStreamQuery`), which alone are not activity.
+    /// u64: number of poll calls (`cuEventQuery`, `cuStreamQuery`). They do not count as activity.
     pub const POLLS: usize = 16;
-    /// u32: thread id of the owner in its pid namespace; 0: free.
+    /// u32: thread id of the owner in its pid namespace; 0: the slot is free.
     pub const OWNER_TID: usize = 24;
 }
 
@@ -117,26 +118,26 @@ pub struct CounterSnapshot {
     pub hazards: Hazards,
     /// Number of times that the gate has closed.
     pub generation: u64,
-    /// Device memory that the hooks saw allocated, in bytes. The container's claim.
+    /// Device memory that the hooks counted, in bytes. The container's claim.
     pub allocated_bytes: u64,
-    /// Live device allocations that the hooks saw. The container's claim.
+    /// Number of device allocations that the hooks counted. The container's claim.
     pub allocations: u64,
     /// GPU memory that the agent can copy, in bytes. The container's claim.
     pub swappable_bytes: u64,
-    /// Copied-out part of that memory, in bytes. The container's claim.
+    /// The part of that memory that is copied out, in bytes. The container's claim.
     pub copied_out_bytes: u64,
     /// Facts that affect how the process can be offloaded.
     pub notes: ProcessFlags,
-    /// Cost of the hook per call, in picoseconds; 0: unknown. The container's claim, at most
-    /// [`MAX_CALL_COST_PS`].
+    /// Time that the hook adds to a call, in picoseconds; 0: unknown. The container's claim, at
+    /// most [`MAX_CALL_COST_PS`].
     pub call_cost_ps: u32,
-    /// Time that calls have waited at the gate, in microseconds. The container's claim.
+    /// Sum of the times that calls waited at the gate, in microseconds. The container's claim.
     pub held_us: u64,
     /// Host memory retained for the next copy out, in bytes. The container's claim, at most
     /// [`MAX_KEPT_BYTES`].
     pub kept_bytes: u64,
-    /// Host memory that the copy out in progress has yet to touch, in bytes. The container's claim,
-    /// at most [`MAX_KEPT_BYTES`].
+    /// Host memory that the copy out in progress has not yet touched, in bytes. The container's
+    /// claim, at most [`MAX_KEPT_BYTES`].
     pub filling_bytes: u64,
     /// Number of calls since the process registered, without polls. The sum wraps.
     pub calls: u64,
@@ -144,8 +145,8 @@ pub struct CounterSnapshot {
     pub polls: u64,
     /// Number of calls inside the driver now.
     pub inflight: u64,
-    /// Index of a hook: that of the first slot with a call in progress; otherwise that of the first
-    /// slot with any call.
+    /// Number of the hook last entered in the first slot with a call in progress, or else in the
+    /// first slot with any call. 0: there was no call.
     pub last_hook: u32,
 }
 
@@ -188,10 +189,11 @@ pub(super) fn u64_at(bytes: &[u8], offset: usize) -> u64 {
 }
 
 impl CounterSnapshot {
-    /// Decodes one reading of a page. Every value is checked or harmless at any value.
+    /// Decodes one reading of a page. Each value is checked, unless every value of its field is
+    /// harmless.
     ///
     /// # Errors
-    /// [`CounterError`] names the field that is wrong.
+    /// [`CounterError`] names the invalid field.
     pub fn decode(bytes: &[u8]) -> Result<CounterSnapshot, CounterError> {
         if bytes.len() != PAGE_BYTES {
             return Err(CounterError::Size(bytes.len()));

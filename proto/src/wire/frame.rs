@@ -11,7 +11,7 @@ pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"AFNf");
 pub enum FrameError {
     /// The frame does not begin with [`FRAME_MAGIC`].
     Magic(u32),
-    /// The frame's kind is not one that this side receives.
+    /// This side does not receive frames of this kind.
     Kind(u32),
     /// A field has a value that the protocol does not define.
     Value(&'static str, u32),
@@ -48,8 +48,8 @@ impl Writer {
         self.bytes(&value.to_le_bytes())
     }
 
-    /// Appends bytes. Every message fits into a frame; the length is still checked, because a panic
-    /// in the preload library would end the application.
+    /// Appends bytes. Every message fits into a frame. The length is checked nevertheless, because
+    /// a panic in the preload library would end the application.
     pub(super) fn bytes<const N: usize>(mut self, bytes: &[u8; N]) -> Writer {
         if let Some(to) = self.frame.get_mut(self.at..).and_then(<[u8]>::first_chunk_mut) {
             *to = *bytes;

@@ -1,5 +1,5 @@
-//! Legacy IPC between two processes with the library, for memory that the driver does not share by
-//! `cuIpcGetMemHandle`: the 64 bytes of a handle, and the two frames that pass when it is opened.
+//! Legacy IPC between two processes with the library, for memory that `cuIpcGetMemHandle` cannot
+//! share: the 64 bytes of a handle, and the two frames that are exchanged when it is opened.
 //!
 //! ```text
 //! importer                                             exporter's agent
@@ -8,28 +8,28 @@
 //! ```
 //!
 //! Every process in the network namespace can send to the exporter's socket, so the exporter
-//! replies only to a sender with the handle. A process that has taken the exporter's name cannot
-//! reply without the handle.
+//! replies only to a sender that has the handle. Another process that has bound the exporter's
+//! socket name cannot send a valid reply without the handle.
 
 use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
 /// Size of a `CUipcMemHandle`.
 pub const HANDLE_BYTES: usize = 64;
-/// First bytes of every handle that the library makes. A handle of the driver begins with them with
-/// a probability of 2^-64.
+/// First bytes of every handle that the library creates. A handle of the driver begins with the
+/// same bytes with a probability of 2^-64.
 pub const HANDLE_MAGIC: [u8; 8] = *b"AFNipc\x001";
-/// Length of a socket's name.
+/// Length of a socket's name in bytes.
 pub const NAME_BYTES: usize = NAME_BEGIN.len() + 32;
 const NAME_BEGIN: &[u8; 13] = b"affinode-ipc-";
 
-/// A handle: it names one allocation of one process.
+/// An IPC handle. It identifies one allocation of one process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IpcHandle {
     /// Random part of the exporter's socket name.
     pub socket: [u8; 16],
-    /// Secret that shows the exporter that the sender has the handle.
+    /// Secret with which the importer proves that it has the handle.
     pub word: [u8; 16],
-    /// Secret that shows the importer that the sender is the exporter.
+    /// Secret with which the exporter proves that it created the handle.
     pub proof: u64,
     /// The allocation's address in the exporter.
     pub address: u64,
@@ -50,7 +50,7 @@ impl IpcHandle {
         bytes
     }
 
-    /// Decodes a handle; `None` if it is not of this library.
+    /// Decodes a handle; `None` if this library did not create it.
     #[must_use]
     pub fn decode(bytes: &[u8; HANDLE_BYTES]) -> Option<IpcHandle> {
         let (magic, rest) = bytes.split_first_chunk()?;
@@ -68,8 +68,8 @@ impl IpcHandle {
         })
     }
 
-    /// The abstract name of the exporter's socket, in hexadecimal digits, so that `/proc/net/unix`
-    /// shows it in readable form.
+    /// The abstract name of the exporter's socket. It consists of hexadecimal digits, so that it is
+    /// readable in `/proc/net/unix`.
     #[must_use]
     pub fn socket_name(&self) -> [u8; NAME_BYTES] {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
@@ -83,7 +83,7 @@ impl IpcHandle {
     }
 }
 
-/// Request of an importer. The message has the socket for the reply.
+/// Request of an importer. The message contains a socket for the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpcRequest {
     /// [`IpcHandle::word`] of the handle.
@@ -104,7 +104,7 @@ impl IpcRequest {
     /// Reads a frame that any process may have sent.
     ///
     /// # Errors
-    /// [`FrameError`] names what is wrong with it.
+    /// [`FrameError`] names the invalid part of the frame.
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<IpcRequest, FrameError> {
         match Reader::open(frame)? {
             (241, mut r) => Ok(IpcRequest { word: r.bytes(), address: r.u64(), since: r.u64() }),
@@ -113,7 +113,7 @@ impl IpcRequest {
     }
 }
 
-/// Reply of the exporter. The message has a shareable descriptor of the memory.
+/// Reply of the exporter. The message contains a shareable descriptor of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpcReply {
     /// [`IpcHandle::proof`] of the handle.
@@ -134,7 +134,7 @@ impl IpcReply {
     /// Reads a frame that was received as a reply.
     ///
     /// # Errors
-    /// [`FrameError`] names what is wrong with it.
+    /// [`FrameError`] names the invalid part of the frame.
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<IpcReply, FrameError> {
         match Reader::open(frame)? {
             (242, mut r) => Ok(IpcReply { proof: r.u64(), bytes: r.u64(), asked_bytes: r.u64() }),
@@ -170,7 +170,7 @@ mod tests {
     }
 
     proptest! {
-        /// Each of the 64 bytes counts: a change of any byte gives another handle.
+        /// All 64 bytes are significant: a change of any byte gives another handle.
         #[test]
         fn every_handle_byte_is_significant(
             bytes: [u8; 32], more: [u8; 32], at in 0_usize..HANDLE_BYTES, change in 1_u8..,

@@ -1,6 +1,6 @@
 //! Frames between an agent and the controller: 128 bytes each, little endian, on a Unix stream
-//! socket. Bytes 0..4 are the magic, 4..8 the kind, then the fields in order, the rest zero. The
-//! descriptor of the counters comes with the Hello (`SCM_RIGHTS`).
+//! socket. Bytes 0..4 are the magic, 4..8 the kind. The fields follow in order, and the rest is
+//! zero. The Hello has the descriptor of the counters (`SCM_RIGHTS`).
 //!
 //! ```text
 //! agent                                    controller
@@ -25,12 +25,12 @@ use super::{Capabilities, Engine, Hazards, Phase, wire_enum};
 
 /// Interval at which an agent with a waiting call repeats its Wake, in milliseconds.
 pub const WAKE_REPEAT_MS: u64 = 1_000;
-/// Time after which an agent with waiting calls restores its process itself, in milliseconds. It
-/// counts from a Wake without a reply, or from the loss of the controller.
+/// Time after which an agent with waiting calls restores its process itself, in milliseconds. It is
+/// measured from the first Wake without a reply, or from the loss of the controller.
 pub const RESCUE_AFTER_MS: u64 = 5_000;
 /// Time after which the controller's proof of free VRAM is no longer valid, in milliseconds, if the
-/// agent receives no other message. Other processes may then restore themselves and take the VRAM.
-/// Shorter than [`RESCUE_AFTER_MS`] by more than [`WAKE_REPEAT_MS`].
+/// agent receives no other message. After [`RESCUE_AFTER_MS`] other processes may restore
+/// themselves and take the VRAM, so this time is shorter, by more than [`WAKE_REPEAT_MS`].
 pub const PROOF_TTL_MS: u64 = 3_000;
 
 wire_enum! {
@@ -38,29 +38,31 @@ wire_enum! {
     pub enum Outcome {
         /// The order was executed; the report has the new phase.
         Done = 0,
-        /// The deadline passed: calls did not drain, or the driver did not lock. For a copy out:
-        /// another thread has the dynamic loader's lock. Everything is undone.
+        /// The deadline passed: calls in progress did not end, or the driver did not lock the
+        /// process. For a copy out: another thread holds the dynamic loader's lock. Every step was
+        /// undone.
         Busy = 1,
-        /// The order does not fit the phase; nothing was done.
+        /// The order is not valid in this phase. Nothing was done.
         WrongPhase = 2,
-        /// The driver returned an error (see `cuda_error`); the phase is the observed one.
+        /// The driver returned an error (see `cuda_error`). The report has the observed phase.
         DriverError = 3,
-        /// libcuda has no checkpoint entry points; nothing was done.
+        /// libcuda has no checkpoint entry points. Nothing was done.
         Unsupported = 4,
         /// The order takes VRAM and arrived more than [`PROOF_TTL_MS`] after its decision. Nothing
         /// was done.
         Late = 5,
-        /// The order is a checkpoint, and the process has memory imported from a copier, which the
-        /// driver could not restore. Nothing was done.
+        /// The order is a checkpoint, but the process has memory imported from a copier. The driver
+        /// could not restore such memory. Nothing was done.
         Imported = 6,
         /// The order is a migration, but the process cannot reach every GPU of the node, or its
         /// driver does not support migration. Nothing was done.
         Unreachable = 7,
         /// The copier did not copy during the checkpoint. The phase is Checkpointed, but the
-        /// swappable memory is still on the GPU, and only the process holds it. A restore needs
-        /// VRAM for the rest only.
+        /// swappable memory is still on the GPU, held only by descriptors of the process. A restore
+        /// needs VRAM for the rest only.
         NotCopied = 8,
-        /// The copy out stopped because other processes took the host memory. It is undone.
+        /// Other processes took the host memory that the copy out needs, so it was cancelled and
+        /// undone.
         NoHostMemory = 9,
     }
 }
@@ -68,7 +70,7 @@ wire_enum! {
 /// `cuda_error` of a lock that is [`Outcome::Busy`] because a thread is inside NVML. The driver
 /// does not use this code.
 pub const BUSY_NVML: u32 = 0xffff_0003;
-/// `cuda_error` of a lock or copy out that is [`Outcome::Busy`] because another thread has the
+/// `cuda_error` of a lock or copy out that is [`Outcome::Busy`] because another thread holds the
 /// dynamic loader's lock. The driver does not use this code.
 pub const BUSY_LOADER: u32 = 0xffff_0002;
 
@@ -82,11 +84,11 @@ pub const GPUS_PER_FRAME: usize = 5;
 pub struct Gpu {
     /// UUID of the GPU, as the driver reports it.
     pub uuid: [u8; 16],
-    /// Minor number of the device file: `/dev/nvidia` and this number.
+    /// Minor number of the device file `/dev/nvidia<minor>`.
     pub minor: u32,
 }
 
-/// Value of a field of [`GpuReading`] for which the controller has no reading.
+/// Value that a field of [`GpuReading`] has if the controller has no reading for it.
 pub const UNKNOWN_UTILIZATION: u32 = u32::MAX;
 
 /// The controller's last reading of a GPU.
@@ -103,8 +105,8 @@ pub struct GpuReading {
     /// Share of the last sample period in which a kernel ran, in percent, or
     /// [`UNKNOWN_UTILIZATION`].
     pub gpu_percent: u32,
-    /// Share of the last sample period in which memory was read or written, in percent, or
-    /// [`UNKNOWN_UTILIZATION`].
+    /// Share of the last sample period in which memory of the GPU was read or written, in percent,
+    /// or [`UNKNOWN_UTILIZATION`].
     pub memory_percent: u32,
     /// Temperature in degrees Celsius, or [`UNKNOWN_UTILIZATION`].
     pub temperature_c: u32,
@@ -115,13 +117,15 @@ pub struct GpuReading {
 /// Messages from the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AgentMessage {
-    /// First message of a connection. It has the descriptor of the counters.
+    /// First message of a connection. It is sent together with the descriptor of the counters.
     Hello {
         /// [`super::WIRE_VERSION`] of the library.
         version: u32,
-        /// Process id in the process's own pid namespace. The socket's credentials have the host's.
+        /// Process id in the process's own pid namespace. The socket's credentials have the host's
+        /// id.
         pid_in_namespace: u32,
-        /// Phase of the process. After a controller crash it may be another than Open.
+        /// Phase of the process. It can be another phase than Open if a controller before this one
+        /// crashed.
         phase: Phase,
         /// Number of times that the gate has closed.
         generation: u64,
@@ -135,17 +139,18 @@ pub enum AgentMessage {
         swappable_bytes: u64,
         /// Bytes of that memory that are copied out to host memory.
         copied_out_bytes: u64,
-        /// VRAM for local memory that the contexts released and take again. 0 for older libraries.
+        /// VRAM for local memory that the contexts have released and need again at the restore, in
+        /// bytes. 0 for older libraries.
         local_memory_bytes: u64,
     },
-    /// A call waits at the gate: the process is not Open, or its allocations are held. Repeated
-    /// every [`WAKE_REPEAT_MS`] while a call waits.
+    /// A call waits at the gate, because the process is not Open or its allocations are held.
+    /// Repeated every [`WAKE_REPEAT_MS`] while any call waits.
     Wake {
         /// Generation of the closed gate.
         generation: u64,
         /// Number of waiting calls.
         waiters: u32,
-        /// Index of the hook of the waiting call.
+        /// Number of the hook of the waiting call.
         hook: u32,
     },
     /// The report on an order.
@@ -164,11 +169,12 @@ pub enum AgentMessage {
         swappable_bytes: u64,
         /// Bytes of that memory that are copied out to host memory now.
         copied_out_bytes: u64,
-        /// Bytes that the last CopyOut found unchanged in host memory and did not copy.
+        /// Bytes that the last CopyOut did not copy because host memory had the same content.
         unchanged_bytes: u64,
-        /// Bytes that were not stored because they are all zero.
+        /// Bytes that the last CopyOut did not store because they are all zero.
         zero_bytes: u64,
-        /// VRAM for local memory that the contexts released and take again. 0 for older libraries.
+        /// VRAM for local memory that the contexts have released and need again at the restore, in
+        /// bytes. 0 for older libraries.
         local_memory_bytes: u64,
     },
     /// New hazards were found.
@@ -176,28 +182,28 @@ pub enum AgentMessage {
         /// All hazards known so far.
         hazards: Hazards,
     },
-    /// An allocation found no VRAM and waits for it, outside the driver. The agent repeats it after
-    /// each further failure and after each Welcome. It sends it only after a
-    /// [`ControllerMessage::Welcome`] that allows it.
+    /// An allocation found no VRAM and waits outside the driver until VRAM is free. The agent sends
+    /// this message again after each failed attempt and after each Welcome. It sends the message
+    /// only if the last [`ControllerMessage::Welcome`] allows such waits.
     AllocWait {
         /// Number of the allocation, unique in the process.
         ticket: u64,
-        /// Requested bytes; 0 if only the driver knows them (a context, a module).
+        /// Requested bytes; 0 if only the driver knows the size (of a context or a module).
         bytes: u64,
         /// UUID of the GPU, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
-        /// Number of failed further attempts.
+        /// Number of failed attempts after the first.
         attempts: u32,
     },
     /// The allocation succeeded or failed, and no longer waits.
     AllocWaitDone {
         /// Number of the allocation.
         ticket: u64,
-        /// Whether the allocation was made.
+        /// Whether the allocation succeeded.
         served: bool,
     },
-    /// A call to NVML needs readings, and NVML must not be reached. The reply is a
-    /// [`ControllerMessage::Reading`] for each GPU.
+    /// A call to NVML needs readings of the GPUs, but must not reach the driver's NVML now. The
+    /// reply is a [`ControllerMessage::Reading`] for each GPU.
     AskReadings,
 }
 
@@ -208,22 +214,22 @@ pub enum ControllerMessage {
     Welcome {
         /// The controller's number for the process.
         process: u64,
-        /// Maximum wait of an allocation without VRAM, in milliseconds. 0: it fails at once, as
-        /// without Affinode.
+        /// Maximum time that an allocation waits for VRAM, in milliseconds. 0: the allocation fails
+        /// at once, as without Affinode.
         wait_for_room_ms: u32,
-        /// Engine for memory that is allocated from now on. The library's first allocation waits
-        /// for this message.
+        /// Engine for memory that is allocated from now on. The first allocation of a process waits
+        /// until the library has received this message.
         engine: Engine,
     },
-    /// The process is not managed and runs as without Affinode. The connection ends; if `retry` is
-    /// false, the agent does not reconnect.
+    /// The process is not managed and runs as without Affinode. The controller then closes the
+    /// connection. The agent connects again only if `retry` is true.
     Refuse {
         /// [`super::WIRE_VERSION`] of the controller.
         version: u32,
-        /// Whether another attempt may succeed.
+        /// Whether another attempt can succeed.
         retry: bool,
     },
-    /// An order. Orders are executed one at a time, in order.
+    /// An order. The agent executes one order at a time, in the sequence in which it receives them.
     Order {
         /// Number of the order, for the report.
         order: u64,
@@ -237,36 +243,37 @@ pub enum ControllerMessage {
     WakeAck {
         /// Generation of the wake.
         generation: u64,
-        /// Place in the queue; 0: being restored now.
+        /// Position in the queue; 0: the process is being restored now.
         position: u32,
     },
     /// The reply to an [`AgentMessage::AllocWait`].
     AllocGrant {
         /// Number of the allocation.
         ticket: u64,
-        /// Whether VRAM is free now. If not, the allocation fails.
+        /// Whether VRAM is free now. If it is not, the allocation fails.
         granted: bool,
     },
-    /// Start or stop recording calls. Recording also stops when the connection ends. Sent only to a
-    /// library with [`Capabilities::RECORDS_CALLS`].
+    /// Starts or stops the recording of calls. The recording also stops when the connection ends.
+    /// Sent only to a library with [`Capabilities::RECORDS_CALLS`].
     SampleCalls {
-        /// About one call in this many is recorded; 0: none.
+        /// About one of this many calls is recorded; 0: none.
         one_in: u32,
-        /// Number of the first record that is not read yet: the places of earlier records are free.
+        /// Number of the first record that the controller has not read. The places of earlier
+        /// records are free.
         read: u64,
     },
-    /// The message has a socket to a copier, for the next checkpoint and its restore. Sent only to
-    /// a library with [`Capabilities::USES_COPIER`].
+    /// The message contains a socket that is connected to a copier, for the next checkpoint and its
+    /// restore. Sent only to a library with [`Capabilities::USES_COPIER`].
     Copier,
-    /// Prefault host memory for the swappable memory and have the copier register it, or release
-    /// it. It is also released when the connection ends. Sent only to a library with
-    /// [`Capabilities::PREFAULTS`].
+    /// Prefaults host memory for the swappable memory and has the copier register it, or releases
+    /// this host memory. The agent also releases it when the connection ends. Sent only to a
+    /// library with [`Capabilities::PREFAULTS`].
     Prefault {
         /// True: prefault. False: release the memory.
         on: bool,
     },
-    /// GPUs of the node, at most [`MAX_GPUS`], in several messages if needed. An
-    /// [`Action::RestoreOnGpu`] that follows names them by position.
+    /// GPUs of the node, at most [`MAX_GPUS`], in several messages if needed. A later
+    /// [`Action::RestoreOnGpu`] refers to them by position.
     Gpus {
         /// Position of the first GPU of this message.
         first: u8,
@@ -346,7 +353,7 @@ impl AgentMessage {
     /// Reads a frame that an agent sent.
     ///
     /// # Errors
-    /// [`FrameError`] names what is wrong with it.
+    /// [`FrameError`] names the invalid part of the frame.
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<AgentMessage, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {
@@ -441,7 +448,7 @@ impl ControllerMessage {
     /// Reads a frame that a controller sent.
     ///
     /// # Errors
-    /// [`FrameError`] names what is wrong with it.
+    /// [`FrameError`] names the invalid part of the frame.
     pub fn decode(frame: &[u8; FRAME_BYTES]) -> Result<ControllerMessage, FrameError> {
         let (kind, mut r) = Reader::open(frame)?;
         match kind {

@@ -1,13 +1,13 @@
 //! The protocols between preload library, controller and copier.
 //!
-//! The library writes shared counters that the controller reads ([`counters`], with a [`call_ring`]
-//! in them). Agent and controller exchange fixed-size frames ([`message`]). A third channel exists,
-//! to a copier, during an offload and its restore ([`copier`]). Processes that share memory
-//! exchange frames with each other ([`ipc`]).
+//! The library writes shared counters that the controller reads ([`counters`]). They contain a
+//! [`call_ring`]. Agent and controller exchange fixed-size frames ([`message`]). During an offload
+//! and its restore, agent and copier exchange frames too ([`copier`]). Two processes that share
+//! memory exchange frames with each other ([`ipc`]).
 //!
-//! The container owns its end of both channels to the controller, so the controller trusts neither.
-//! It reads the counters with `pread` (a truncated or replaced file is an error, not a signal), and
-//! decodes every frame with checks.
+//! A container can write anything into its counters and its end of the socket, so the controller
+//! trusts neither. It reads the counters with `pread`, which returns an error for a truncated or
+//! replaced file and raises no signal. It checks every frame while it decodes it.
 
 mod action;
 pub mod call_ring;
@@ -17,8 +17,8 @@ mod frame;
 pub mod ipc;
 pub mod message;
 
-/// Version of the counters and of the agent's frames. A peer of another version is refused with a
-/// reason, and its application runs unmanaged.
+/// Version of the counters and of the agent's frames. The controller refuses a peer of another
+/// version with a reason, and the application of that peer runs unmanaged.
 pub const WIRE_VERSION: u32 = 1;
 
 /// Facts about a process that make a checkpoint unsafe, as a bit set. A bit, once set, stays set
@@ -29,33 +29,33 @@ pub struct Hazards(pub u32);
 impl Hazards {
     /// A call of `cuMemAllocManaged` succeeded.
     pub const MANAGED_MEMORY: Hazards = Hazards(1);
-    /// `cuCtxEnablePeerAccess` succeeded, or access to memory was given to another device.
+    /// `cuCtxEnablePeerAccess` succeeded, or another device got access to memory of the process.
     pub const PEER_ACCESS: Hazards = Hazards(1 << 1);
-    /// Memory was exported to another process or imported from one, by legacy IPC or a shareable
-    /// handle. A library without [`Capabilities::LEAVES_IN_PART`] reports [`Self::DIRECT_ACCESS`]
-    /// with this bit.
+    /// Memory was exported to another process or imported from another process, by legacy IPC or a
+    /// shareable handle. A library without [`Capabilities::LEAVES_IN_PART`] reports
+    /// [`Self::DIRECT_ACCESS`] together with this bit.
     pub const SHARED_MEMORY: Hazards = Hazards(1 << 2);
     /// The process is connected to an MPS server.
     pub const MPS: Hazards = Hazards(1 << 3);
     /// libcuda has no checkpoint entry points.
     pub const NO_CHECKPOINT_API: Hazards = Hazards(1 << 4);
-    /// Restored memory differed from what was offloaded: calls of the process return an error.
+    /// Restored memory differs from what was offloaded. Calls of the process return an error.
     pub const DAMAGED_MEMORY: Hazards = Hazards(1 << 5);
     /// A tool has obtained the driver's private tables (CUPTI, compute-sanitizer), was injected by
-    /// the environment, or traces the process.
+    /// an environment variable, or traces the process.
     pub const TOOLS: Hazards = Hazards(1 << 6);
     /// A video library (NVDEC, NVENC) is loaded, or has obtained the driver's private tables.
     pub const VIDEO: Hazards = Hazards(1 << 7);
-    /// A thread blocked inside the driver while the process was offloaded, on a path that no hook
-    /// sees.
+    /// A thread blocked inside the driver while the process was offloaded, on a path without a
+    /// hook.
     pub const HIDDEN_WAY: Hazards = Hazards(1 << 8);
     /// Another device on the bus or another API may access memory of the process, without a call
     /// that the library sees.
     pub const DIRECT_ACCESS: Hazards = Hazards(1 << 9);
-    /// Hazards of single allocations. The library leaves these allocations on the GPU, and can
-    /// copy all others.
+    /// Hazards that concern single allocations. The library leaves these allocations on the GPU and
+    /// can copy all others.
     pub const KEEPS_MEMORY: Hazards = Hazards(Hazards::MANAGED_MEMORY.0 | Hazards::SHARED_MEMORY.0);
-    /// Hazards with which the driver must not checkpoint the process. Its memory can be copied;
+    /// Hazards with which the driver must not checkpoint the process. Its memory can be copied, but
     /// the context stays on the GPU.
     pub const KEEPS_CONTEXT: Hazards = Hazards(
         Hazards::TOOLS.0 | Hazards::VIDEO.0 | Hazards::HIDDEN_WAY.0 | Hazards::KEEPS_MEMORY.0,
@@ -96,10 +96,10 @@ impl Capabilities {
     pub const PREFAULTS: Capabilities = Capabilities(1 << 3);
     /// The library can verify memory after a restore.
     pub const CHECKS: Capabilities = Capabilities(1 << 4);
-    /// The library can share identical content with other processes, so that it is stored once,
-    /// while it is offloaded ([`copier::FromCopier::Same`]).
+    /// The library can map one file in place of content that other processes have too, so that the
+    /// content is stored once while they are offloaded ([`copier::FromCopier::Same`]).
     pub const DEDUPS: Capabilities = Capabilities(1 << 5);
-    /// The library waits for the GPU's work by itself, so a copy out needs no lock of the driver.
+    /// The library waits for the GPU's work itself, so a copy out does not need the driver's lock.
     pub const AWAITS_WORK: Capabilities = Capabilities(1 << 6);
     /// The library can copy the memory of a process with [`Hazards::KEEPS_MEMORY`].
     pub const LEAVES_IN_PART: Capabilities = Capabilities(1 << 7);
@@ -125,7 +125,7 @@ macro_rules! wire_enum {
         $vis enum $name { $($(#[$vdoc])* $variant = $value,)* }
 
         impl $name {
-            /// The variant with this number, if there is one.
+            /// The variant with this number; `None` if there is none.
             #[must_use]
             pub const fn from_u32(value: u32) -> Option<$name> {
                 match value { $($value => Some($name::$variant),)* _ => None }
@@ -149,9 +149,9 @@ wire_enum! {
     pub enum Phase {
         /// Calls are passed to the driver.
         Open = 0,
-        /// New calls wait; calls in progress may finish.
+        /// New calls wait; calls in progress can end.
         Closing = 1,
-        /// New calls wait; none is in progress.
+        /// New calls wait; no call is in progress.
         Closed = 2,
         /// The driver's lock call is running.
         Locking = 3,
@@ -184,19 +184,19 @@ impl Phase {
 }
 
 wire_enum! {
-    /// Way in which the memory of a process leaves its GPU.
+    /// Method by which the memory of a process is moved out of VRAM.
     pub enum Engine {
         /// The driver's checkpoint moves all memory; the library does not touch allocations.
         Checkpoint = 0,
-        /// The agent copies big allocations; the context stays on the GPU.
+        /// The agent copies allocations of 2 MiB and more; the context stays on the GPU.
         Copy = 1,
-        /// The agent copies big allocations; the driver's checkpoint moves the rest.
+        /// The agent copies allocations of 2 MiB and more; the driver's checkpoint moves the rest.
         Full = 2,
     }
 }
 
 impl Engine {
-    /// The engine for a word of the configuration; `None` for another word.
+    /// The engine with this name in the configuration; `None` if there is none.
     #[must_use]
     pub fn parse(word: &[u8]) -> Option<Engine> {
         match word {
@@ -213,20 +213,20 @@ impl Engine {
 pub struct ProcessFlags(pub u32);
 
 impl ProcessFlags {
-    /// `cuIpcGetMemHandle` failed for swappable memory.
+    /// `cuIpcGetMemHandle` failed, because the memory is swappable.
     pub const IPC_REFUSED: ProcessFlags = ProcessFlags(1);
-    /// The process has memory imported from a copier: a checkpoint without a copy out is refused.
+    /// The process has memory imported from a copier. A checkpoint without a copy out is refused.
     /// Cleared when that memory is freed.
     pub const IMPORTED: ProcessFlags = ProcessFlags(1 << 1);
-    /// At the process's last copy out, no copier could have restored its memory. Cleared when a
-    /// copier can.
+    /// At the last copy out of the process, no copier could have restored its memory. Cleared when
+    /// a copier can restore it.
     pub const NO_COPIER: ProcessFlags = ProcessFlags(1 << 2);
-    /// Memory exported to a copier is not copied: it is on the GPU, in every phase. Cleared when it
-    /// is copied, or when the process has mapped it again.
+    /// Some memory was exported to a copier and is not copied yet. It stays in VRAM in every phase.
+    /// Cleared when all of it is copied or mapped in the process again.
     pub const EXPORTED_TO_COPIER: ProcessFlags = ProcessFlags(1 << 4);
-    /// Library and driver can restore the process on another GPU.
+    /// Library and driver can restore the process on another GPU of the node.
     pub const MOVABLE: ProcessFlags = ProcessFlags(1 << 3);
-    /// The driver shows the process one GPU, so it never has memory on several.
+    /// The driver shows only one GPU to the process, so its memory is never on several GPUs.
     pub const ONE_GPU: ProcessFlags = ProcessFlags(1 << 5);
 
     /// Whether any bit of `other` is set.
