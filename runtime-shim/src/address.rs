@@ -1,7 +1,7 @@
 //! Addresses of shims: `unix://` and a path named by a hash.
 //!
-//! The proxy's address is derived from the stock shim's, so the stock shim alone decides which
-//! containers form a group.
+//! The proxy's address is derived from the address of the stock shim. The stock shim therefore
+//! decides which containers form a group.
 
 use std::path::{Path, PathBuf};
 
@@ -63,8 +63,8 @@ impl SocketAddress {
         &self.path
     }
 
-    /// Inode of the socket, which differs from that of a later socket of the same name. `None` if
-    /// there is no such file.
+    /// Inode of the socket. It distinguishes the socket from a later one of the same name. `None`
+    /// if there is no such file.
     #[must_use]
     pub fn inode(&self) -> Option<u64> {
         use std::os::unix::fs::MetadataExt;
@@ -75,7 +75,7 @@ impl SocketAddress {
     /// already.
     pub fn unlink(&self, inode: Option<u64>) {
         if inode.is_some() && self.inode() == inode {
-            // A file that is already gone is the wanted result.
+            // The file is to be removed, so it is not an error if it is missing.
             let _ = std::fs::remove_file(&self.path);
         }
     }

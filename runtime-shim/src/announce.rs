@@ -29,13 +29,13 @@ use crate::rpc::{RpcCaller, RpcError};
 
 /// Maximum time between two attempts to connect to the controller.
 const BACK_OFF_MAX: Duration = Duration::from_secs(30);
-/// Time after the first failed attempt; doubles with each further one.
+/// Time after the first failed attempt. It doubles with each further failed attempt.
 const BACK_OFF: Duration = Duration::from_millis(250);
 /// Time over which shims spread their first reconnection, because all of them lose the controller
 /// at the same moment.
 const SPREAD_MS: u32 = 200;
 
-/// Handle of the task that talks to the controller.
+/// Handle of the task that sends announcements to the controller.
 #[derive(Debug)]
 pub struct Announcer {
     orders: mpsc::UnboundedSender<AnnounceOrder>,
@@ -57,7 +57,7 @@ impl Announcer {
         Announcer { orders, task }
     }
 
-    /// Announces a container that is being created.
+    /// Announces a container whose Create is in progress.
     pub fn add(&self, container: Announcement) {
         // Sending fails only if the task has ended, which it does when its last sender is dropped.
         let _ = self.orders.send(AnnounceOrder::Add(Box::new(container)));
@@ -78,7 +78,7 @@ impl Announcer {
 struct AnnouncerState {
     launcher: Launcher,
     containers: BTreeMap<String, Announcement>,
-    /// A connection without traffic. Its end shows that the controller has ended.
+    /// A connection without traffic. When it ends, the controller has ended.
     watch: Option<UnixStream>,
     failures: u32,
     next_attempt: Instant,
@@ -99,8 +99,8 @@ impl AnnouncerState {
         loop {
             let seeking = self.watch.is_none() && !self.containers.is_empty();
             tokio::select! {
-                // Orders first, so that an order that came before the end of the connection is
-                // carried out.
+                // Orders first: an order that arrived before the connection ended must still be
+                // executed.
                 biased;
                 order = inbox.recv() => match order {
                     Some(AnnounceOrder::Add(container)) => self.add(*container).await,
@@ -197,7 +197,7 @@ impl AnnouncerState {
     }
 }
 
-/// The pause after this number of failed attempts, without the present one.
+/// The pause after this number of earlier failures. The present failure is not counted.
 pub(crate) fn back_off(failures: u32) -> Duration {
     BACK_OFF.saturating_mul(1 << failures.min(10)).min(BACK_OFF_MAX)
 }

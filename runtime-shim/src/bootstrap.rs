@@ -22,14 +22,14 @@ pub enum BootstrapInput {
     Options(Any),
     /// The whole invocation as a message, from containerd 2.3 on.
     Bootstrap(BootstrapParams),
-    /// A newer form, passed on unchanged.
+    /// A newer form that this version does not know. It is passed on unchanged.
     Unknown(Vec<u8>),
 }
 
 /// Reply of the stock shim's `start` on stdout.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BootstrapReply {
-    /// The address alone, as for containerd 1.6 and 1.7.
+    /// Only the address, as for containerd 1.6 and 1.7.
     Plain(String),
     /// JSON with version, address and protocol, as for containerd 2.0 to 2.2.
     Json(Value),
@@ -64,8 +64,8 @@ impl BootstrapInput {
         }
     }
 
-    /// Returns the same input, encoded, with options that the stock shim accepts, and the cgroup in
-    /// which they place the shim.
+    /// Encodes the input again, with options that the stock shim accepts. Also returns the cgroup
+    /// that the options name for the shim.
     pub fn translate(
         self,
         cgroups_path: Option<&str>,
@@ -74,8 +74,7 @@ impl BootstrapInput {
             message().map_err(|source| OptionsError::Decode { kind: "start", source })
         };
         match self {
-            // Without input, stock start applies only the shim's cgroup: there is nothing to
-            // derive.
+            // Without input there are no options to translate.
             BootstrapInput::Nothing => Ok((Vec::new(), None)),
             BootstrapInput::Unknown(bytes) => Ok((bytes, None)),
             BootstrapInput::Options(any) => {
@@ -148,7 +147,7 @@ impl BootstrapReply {
         }
     }
 
-    /// Encodes the same reply with another address, in the same form.
+    /// Encodes the reply in the same form, with another address.
     pub fn with_address(self, address: &str) -> Result<Vec<u8>, BootstrapReplyError> {
         let failed = || BootstrapReplyError(address.to_owned());
         match self {

@@ -1,5 +1,5 @@
-//! A container's bundle folder: reading and replacing config.json, the address files that
-//! containerd reads after a restart, and Affinode's own note next to them.
+//! A container's bundle folder: config.json, the address files that containerd reads after a
+//! restart, and the note that Affinode stores next to them.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
@@ -11,13 +11,13 @@ use serde_json::Value;
 
 use crate::probe::ShimIdentity;
 
-/// Upper bound for config.json; usual ones are below 1 MiB.
+/// Maximum size of config.json. Most are below 1 MiB.
 const CONFIG_MAX_BYTES: u64 = 16 << 20;
-/// Maximum size of all other files of a bundle, which are small.
+/// Maximum size of every other file of a bundle.
 const NOTE_MAX_BYTES: u64 = 64 << 10;
 const CONFIG: &str = "config.json";
 const NOTE: &str = "affinode.json";
-/// The folder that the stock shim passes to runc if its options name no other.
+/// The folder that the stock shim passes to runc unless its options name another.
 const RUNC_ROOT: &str = "/run/containerd/runc";
 const MEMBERS: &str = "affinode-members";
 
@@ -102,9 +102,9 @@ impl Bundle {
         write().map_err(|source| BundleError::Write { path: path.clone(), source })
     }
 
-    /// Replaces the address in the file `address` with the proxy's. containerd 1.x finds a shim
-    /// again by this file, in which the stock shim writes its own address; otherwise containerd
-    /// bypasses the proxy after a restart. A bundle without the file stays without it.
+    /// Replaces the address in the file `address` by the proxy's address. containerd 1.x reads this
+    /// file after a restart. The stock shim wrote its own address there, with which containerd
+    /// would bypass the proxy. If the bundle has no such file, none is created.
     pub fn rewrite_address(&self, address: &str) -> Result<(), BundleError> {
         let path = self.0.join("address");
         if !path.exists() {
@@ -113,7 +113,7 @@ impl Bundle {
         replace(&path, address.as_bytes()).map_err(|source| BundleError::Write { path, source })
     }
 
-    /// The address under which containerd reaches this container's shim, as recorded in the bundle.
+    /// The address at which containerd finds this container's shim, as recorded in the bundle.
     #[must_use]
     pub fn recorded_address(&self) -> Option<String> {
         if let Ok(bytes) = read_bounded(&self.0.join("bootstrap.json"), NOTE_MAX_BYTES) {
@@ -141,22 +141,22 @@ impl Bundle {
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// Records which containers the daemon of this bundle serves. containerd 2.x removes the
-    /// bundles of a dead group's members before it runs any `delete`, so their notes are lost by
-    /// then.
+    /// Records which containers the daemon of this bundle serves. If a group's shim has ended,
+    /// containerd 2.x removes the bundles of its containers, with their notes, before it runs any
+    /// `delete`.
     pub fn write_members<'a>(&self, ids: impl Iterator<Item = &'a str>) -> Result<(), BundleError> {
         let path = self.0.join(MEMBERS);
         let lines: String = ids.flat_map(|id| [id, "\n"]).collect();
         replace(&path, lines.as_bytes()).map_err(|source| BundleError::Write { path, source })
     }
 
-    /// The containers that the daemon of this bundle recorded last.
+    /// The containers in the daemon's last record of this bundle.
     #[must_use]
     pub fn members(&self) -> Vec<String> {
         let bytes = read_bounded(&self.0.join(MEMBERS), NOTE_MAX_BYTES).unwrap_or_default();
         let text = String::from_utf8_lossy(&bytes);
         text.lines()
-            // An id is used as a file name, so entries that are no plain file name are dropped.
+            // An id is used as a file name, so entries that are not plain file names are dropped.
             .filter(|id| !id.is_empty() && !id.contains('/') && *id != "." && *id != "..")
             .map(str::to_owned)
             .collect()
@@ -218,7 +218,7 @@ fn read_bounded(path: &Path, max_bytes: u64) -> Result<Vec<u8>, BundleError> {
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let fresh = path.with_file_name(format!(".{name}.affinode"));
-    // A file that a killed process left.
+    // Remove the file of an earlier attempt that was killed.
     let _ = fs::remove_file(&fresh);
     let write = || {
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&fresh)?;

@@ -1,5 +1,5 @@
-//! Places a process in a cgroup: the shim's daemon in the one that the options name, the controller
-//! in one of its own.
+//! Places a process in a cgroup: the shim's daemon in the cgroup that the options name, the
+//! controller in its own cgroup.
 
 use std::fs;
 use std::io;

@@ -57,7 +57,7 @@ pub struct ShimInvocation {
 /// The command line is not one that containerd writes.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
-    /// A flag that the stock shim does not have either.
+    /// A flag that the stock shim does not have.
     #[error(
         "flag provided but not defined: -{0}; this is a containerd shim, it is started by containerd"
     )]
@@ -81,10 +81,10 @@ pub enum CliError {
     /// An action that the shim does not have.
     #[error("unknown action {0:?}: expected start or delete, or the flag -info or -v")]
     UnknownAction(String),
-    /// An argument is not UTF-8.
+    /// An argument that is not UTF-8.
     #[error("argument {0:?} is not UTF-8")]
     NotUtf8(OsString),
-    /// No namespace is given; the stock shim rejects this too.
+    /// The namespace is empty. The stock shim rejects this too.
     #[error("shim namespace cannot be empty: pass -namespace")]
     NoNamespace,
 }

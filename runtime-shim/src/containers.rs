@@ -49,7 +49,7 @@ impl Containers {
         self.announcer.finish(patience).await;
     }
 
-    /// Writes the group's list of containers for `delete`, if the bundle still exists.
+    /// Writes the list of the group's containers for `delete`, if the bundle still exists.
     fn note_members(&self) {
         if !self.bundle.path().is_dir() {
             return;

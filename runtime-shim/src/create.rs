@@ -8,9 +8,8 @@
 //!                              └─ yes ───────────> folder made, config.json replaced, announced
 //! ```
 //!
-//! Nothing here fails a Create: the worst outcome is the container that stock runc would have run.
-//! An exec in the container needs no edit of its own: it sees the mounted `/etc/ld.so.preload` like
-//! every process.
+//! No failure here makes a Create fail: at worst the container runs as with the stock runc. An exec
+//! needs no edit, because every process of the container sees the mounted `/etc/ld.so.preload`.
 
 use std::path::Path;
 
@@ -136,8 +135,8 @@ fn manage(
     }
 }
 
-/// A number that differs between containers, also between those of the same id: nanoseconds since
-/// 1970.
+/// A number that differs between containers, even between containers with the same id: nanoseconds
+/// since 1970.
 fn generation() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.ok().and_then(|now| u64::try_from(now.as_nanos()).ok()).unwrap_or(1)
@@ -160,8 +159,8 @@ fn edit(
     if !rootfs.writable() {
         return Err(NotManaged::ReadOnly);
     }
-    // A mount of the shim's own file, from an earlier Create, is ignored if that file is gone: the
-    // list is then built from the image again.
+    // An earlier Create may have mounted the shim's own file here. If that file no longer exists,
+    // ignore the mount: the list is built from the image again.
     let list = spec::take_file_mount(spec, ld_so_preload::FILE)
         .filter(|path| *path != folder.preload() || path.exists());
     let theirs = match list {
@@ -177,8 +176,8 @@ fn edit(
     folder
         .make(announcement.generation, &ld_so_preload::merge(&theirs))
         .map_err(NotManaged::Folder)?;
-    // A process may look up driver functions before the controller has sent the engine: the file
-    // lets the library choose the wrappers that this engine needs.
+    // A process may look up driver functions before the controller has sent the engine. With this
+    // file the library chooses the wrappers that the engine needs.
     folder.write_engine(engine).map_err(NotManaged::Folder)?;
     bundle.write_spec(spec)?;
     Ok(())

@@ -28,10 +28,10 @@ use crate::runc_shim::{RuncShim, RuncShimError};
 const BUDGET: Duration = Duration::from_millis(4000);
 /// Time limit for a proxy's reply to a probe.
 const PROXY_REPLY_TIMEOUT: Duration = Duration::from_millis(500);
-/// Pause before the first repeated clean-up; doubles each time, up to [`PAUSE_MAX`].
+/// Pause before the first repetition of the clean-up. It doubles each time, up to [`PAUSE_MAX`].
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(200);
-/// Time limit for a killed stock shim to end.
+/// Time limit for the end of a stock shim that was killed.
 const END: Duration = Duration::from_secs(1);
 
 /// Reason why `delete` failed.
@@ -48,7 +48,7 @@ pub enum DeleteError {
     Run(#[source] std::io::Error),
 }
 
-/// Runs `delete`. stdout and stderr are the stock shim's; returns its exit code.
+/// Runs `delete`. stdout and stderr are those of the stock shim; returns its exit code.
 pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     crate::log::init(LevelFilter::WARN);
     let deadline = Instant::now() + BUDGET;
@@ -96,8 +96,8 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
 
-/// The note of this bundle, or that of its group's sandbox: containerd 2.x runs `start` for the
-/// sandbox alone.
+/// The note of this bundle or of its group's sandbox: containerd 2.x runs `start` only for the
+/// sandbox.
 fn group_note(bundle: &Bundle) -> Option<BundleNote> {
     if let Some(note) = bundle.note() {
         return Some(note);
@@ -107,7 +107,7 @@ fn group_note(bundle: &Bundle) -> Option<BundleNote> {
 }
 
 /// Ends the stock shim of a group whose proxy has ended. Returns the ids of the group's other
-/// containers that containerd does not clean up: those without a `start` of their own.
+/// containers that had no `start` of their own: containerd does not clean them up.
 fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
     let Ok(listen) = SocketAddress::parse(&note.address) else {
         return BTreeSet::new();
@@ -115,7 +115,7 @@ fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
     match probe::ask(&listen, PROXY_REPLY_TIMEOUT) {
         ProbedPeer::Dead => {}
         ProbedPeer::Alive(_) => return BTreeSet::new(),
-        // A leaked shim is better than a live pod that is killed.
+        // It is better to leak a shim than to kill a running pod.
         ProbedPeer::Silent(error) => {
             warn!("proxy {listen}: no reply to the probe, its group is kept: {error}");
             return BTreeSet::new();
@@ -239,10 +239,10 @@ mod tests {
     fn dead_group_and_its_stock_shim_are_deleted() {
         let dir = tempfile::tempdir().unwrap();
         let (bundle, note, mut stock) = group(dir.path());
-        // "gone" has no bundle; "found" is known by its address only.
+        // "gone" has no bundle. "found" is found only by its address.
         bundle.write_members(["pod", "gone"].into_iter()).unwrap();
         record(&bundle.sibling("found"), &note.address);
-        // "stranger" belongs to another group; containerd cleans "started" up by itself.
+        // "stranger" belongs to another group. containerd cleans up "started" itself.
         record(&bundle.sibling("stranger"), "unix:///run/other");
         record(&bundle.sibling("started"), &note.address);
         bundle.sibling("started").write_note(&note).unwrap();

@@ -1,4 +1,4 @@
-//! Reads the names that Docker has for a container. containerd knows only its id.
+//! Reads the names that Docker gives a container. containerd knows only the container's id.
 //!
 //! dockerd keeps them in `containers/ID/config.v2.json` below its data folder. The mounts of a
 //! container show where that folder is: its `/etc/hosts` and similar files are next to
@@ -15,17 +15,17 @@ use serde_json::Value;
 
 /// containerd's namespace of Docker's containers.
 pub const NAMESPACE: &str = "moby";
-/// dockerd's data folder if its configuration names no other.
+/// dockerd's data folder unless its configuration names another.
 const DATA_ROOT: &str = "/var/lib/docker";
 const CONTAINERS: &str = "containers";
 const FILE: &str = "config.v2.json";
-/// Files that dockerd mounts from a container's folder. If a container shares the network of
-/// another, they come from the folder of the other one.
+/// Files that dockerd mounts from a container's folder. If a container uses the network of another
+/// container, the files come from the folder of that other container.
 const MOUNTED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
-/// Maximum size of a container's file. 10 KiB are usual, but environment, labels and outputs of
-/// health checks are in it too.
+/// Maximum size of a container's file. 10 KiB are usual, but the file also has the environment,
+/// labels and outputs of health checks.
 const MAX_BYTES: u64 = 2 << 20;
-/// Maximum length of a name, in bytes. Docker accepts only shorter names for a host.
+/// Maximum length of a name in bytes. Docker accepts only shorter names.
 const MAX_NAME_BYTES: usize = 128;
 const MAX_IMAGE_BYTES: usize = 512;
 /// Number of digits of a container's id.
@@ -52,7 +52,7 @@ pub enum NamesError {
         /// Error of the system call.
         source: io::Error,
     },
-    /// The content differs from what dockerd writes.
+    /// The content differs from the format of dockerd.
     #[error("{path} is not a container's configuration of Docker")]
     Content {
         /// Path of the file.

@@ -1,7 +1,8 @@
 //! Starts the controller, once per node, from the shim that needs it first.
 //!
-//! The shim runs this binary's `launch`, which leaves the pod's session and cgroup, starts
-//! `controller` and ends. So the controller is a child of no shim, and ends with no pod.
+//! The shim runs this binary's command `launch`, which leaves the pod's session and cgroup, starts
+//! `controller` and exits. So the controller is not a child of any shim, and does not end with a
+//! pod.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
@@ -28,7 +29,7 @@ const CONTROLLER_START_TIMEOUT: Duration = Duration::from_secs(3);
 /// Interval between the attempts to connect to a started controller.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Finds the controller, or starts it.
+/// Connects to the controller, or starts it.
 #[derive(Clone, Debug)]
 pub struct Launcher {
     /// Folders and sockets of the installation.
@@ -152,7 +153,8 @@ pub fn launch() -> Result<(), LaunchError> {
     let _ = cgroup::make_and_join(CGROUP, std::process::id());
     let program = installed(std::env::current_exe().ok());
     let mut controller = Command::new(program);
-    // systemd passed these to containerd's unit; the controller belongs to no unit.
+    // systemd passed these variables to containerd's unit. The controller does not belong to that
+    // unit.
     for name in ["NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
         controller.env_remove(name);
     }

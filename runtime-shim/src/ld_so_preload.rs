@@ -1,5 +1,5 @@
-//! The merged `/etc/ld.so.preload`: the image's list, or that of a file mounted there, then
-//! Affinode's line.
+//! The merged `/etc/ld.so.preload`: the list of the image, or of a file that is mounted there,
+//! followed by Affinode's line.
 //!
 //! glibc reads names separated by blanks, colons and newlines, and comments from `#` to the end of
 //! a line. musl and static programs do not read the file.
@@ -50,8 +50,8 @@ pub enum HostFileError {
 }
 
 /// Appends Affinode's line to the list of the image or node. A library of that list that hooks the
-/// driver (HAMi's) then stays between the program and Affinode. After Affinode's line, its calls
-/// would reach the driver without passing the gate.
+/// driver (such as HAMi's) is then called before Affinode's. If its line came after Affinode's
+/// line, its calls would reach the driver without passing the gate.
 #[must_use]
 pub fn merge(theirs: &[u8]) -> Vec<u8> {
     if names(theirs).any(|name| name == CONTAINER_LIB.as_bytes()) {
@@ -61,9 +61,9 @@ pub fn merge(theirs: &[u8]) -> Vec<u8> {
     [theirs, end, CONTAINER_LIB.as_bytes(), b"\n"].concat()
 }
 
-/// Reads the host's file that a mount puts at [`FILE`]. A pod may name any file, and the shim runs
-/// as root on the host. So only content that every user of the host can read may be shown to the
-/// pod.
+/// Reads the host's file that a mount puts at [`FILE`]. A pod can name any file, and the shim runs
+/// as root on the host. The shim therefore shows the pod only content that every user of the host
+/// can read.
 ///
 /// # Errors
 /// If the file is not a regular, world-readable file of a local disk, is too large, or cannot be

@@ -1,6 +1,5 @@
-//! Writes logs as the stock shim does: lines on stderr. For the daemon, stderr is the pipe `log` in
-//! the bundle, which containerd copies to its own log. stdout has the reply to containerd, and
-//! never a log line.
+//! Writes log lines to stderr, as the stock shim does. For the daemon, stderr is the pipe `log` in
+//! the bundle, which containerd copies to its own log. stdout is only for the reply to containerd.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};

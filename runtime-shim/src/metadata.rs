@@ -10,8 +10,8 @@ use crate::paths::container_key;
 use crate::{docker, report, spec};
 
 const OWN_PREFIX: &str = "affinode.io/";
-/// Maximum number of a pod's annotations that are read, about three times as many as exist. The
-/// next constant is longer than any valid value.
+/// Maximum number of a pod's annotations that are read, about three times the number of annotations
+/// that exist. The next constant limits the length of a value; valid values are shorter.
 const MAX_ANNOTATIONS: usize = 48;
 const MAX_ANNOTATION_BYTES: usize = 512;
 

@@ -1,4 +1,4 @@
-//! The OCI runtime of Affinode, for engines that take no shim: Podman and CRI-O.
+//! The OCI runtime of Affinode, for engines that do not use shims: Podman and CRI-O.
 //!
 //! ```text
 //! podman ── conmon ── affinode-runtime create ── edits config.json ─── becomes crun or runc
@@ -8,8 +8,9 @@
 //! podman ──────────── affinode-runtime kill, delete, exec, … ────────── becomes crun or runc
 //! ```
 //!
-//! No process of Affinode stays with the container. Its announcement is in its folder, where the
-//! next controller finds it, with the container's first process, whose end is the container's.
+//! No process of Affinode stays with the container. The container's folder has its announcement,
+//! which the next controller reads. The announcement names the container's first process, and the
+//! container ends with that process.
 //!
 //! | module | content |
 //! | --- | --- |
@@ -104,7 +105,7 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
     let mut request = CreateTaskRequest::new();
     request.id.clone_from(id);
     bundle.to_str()?.clone_into(&mut request.bundle);
-    // The runtime says what is wrong with a spec that cannot be read.
+    // The runtime reports a spec that cannot be read.
     let spec = Bundle::new(&bundle).read_spec().ok()?;
     let namespace = names::namespace(&spec);
     if is_rootless() {
@@ -116,7 +117,7 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
         return None;
     }
     let preparing = paths.clone();
-    // As in the shim, a fault in the edit is not one of the container.
+    // A panic in the edit must not make the container fail, as in the shim.
     let prepared = std::thread::spawn(move || {
         create::prepare(&preparing, namespace, &request, engine_of).container
     });
@@ -135,8 +136,8 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
     }
 }
 
-/// Whether the engine runs for a user other than root of the machine. In a user namespace, the root
-/// folder does not belong to that namespace's root.
+/// Whether the engine runs for a user other than the machine's root. In a user namespace, the root
+/// folder does not belong to the root user of that namespace.
 fn is_rootless() -> bool {
     let root = rustix::process::geteuid().is_root();
     !root || std::fs::metadata("/").is_ok_and(|folder| folder.uid() != 0)
@@ -151,7 +152,7 @@ fn name(announcement: &mut Announcement) {
     }
 }
 
-/// The key of a container that was edited at its Create.
+/// The key of a container that was edited when it was created.
 fn known(paths: &ShimPaths, id: &str) -> Option<String> {
     let keys = names::NAMESPACES.iter().map(|namespace| container_key(namespace, id));
     keys.into_iter().find(|key| paths.container(key).is_kept())

@@ -61,8 +61,8 @@ pub enum OptionsError {
     },
 }
 
-/// Returns options for the stock shim. `None` if it accepts the given ones. `cgroups_path` is the
-/// spec's `linux.cgroupsPath`.
+/// Returns options for the stock shim. `None` if the stock shim accepts the given options.
+/// `cgroups_path` is the spec's `linux.cgroupsPath`.
 pub fn translate(
     given: Option<&Any>,
     cgroups_path: Option<&str>,
@@ -100,7 +100,7 @@ pub fn translate(
     pack(&options).map(Some)
 }
 
-/// The cgroup in which these options place the shim. `None`: not named.
+/// The cgroup in which these options place the shim. `None`: they name no cgroup.
 #[must_use]
 pub fn shim_cgroup(any: Option<&Any>) -> Option<String> {
     let any = any.filter(|any| type_name(any) == RUNC_OPTIONS)?;

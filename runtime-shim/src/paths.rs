@@ -16,9 +16,9 @@ use crate::address::hex;
 /// The folders of an installation.
 #[derive(Clone, Debug)]
 pub struct ShimPaths {
-    /// Holds sockets, locks and containers' folders.
+    /// Folder with sockets, locks and containers' folders.
     pub run_dir: PathBuf,
-    /// Holds the preload library.
+    /// Folder with the preload library.
     pub lib_dir: PathBuf,
     /// Path of the node's config.toml.
     pub config: PathBuf,
@@ -54,14 +54,14 @@ impl ShimPaths {
         ContainerDir(self.run_dir.join(names::CONTAINERS_DIR).join(key))
     }
 
-    /// Whether the announcement of any container is kept.
+    /// Whether any container's folder has an announcement.
     #[must_use]
     pub fn keeps_any(&self) -> bool {
         let folders = fs::read_dir(self.run_dir.join(names::CONTAINERS_DIR));
         folders.into_iter().flatten().flatten().any(|folder| ContainerDir(folder.path()).is_kept())
     }
 
-    /// Creates the run directory, which containers of every user may traverse.
+    /// Creates the run directory. Containers of every user may traverse it.
     pub fn make_run_dir(&self) -> io::Result<()> {
         make_dir(&self.run_dir)
     }
@@ -87,7 +87,7 @@ impl ContainerDir {
 
     fn fill(&self, generation: u64, preload: &[u8]) -> io::Result<()> {
         make_dir(&self.0)?;
-        // Containers reach their folder through mounts only. On the host only root may reach their
+        // Containers reach their folder through mounts only. On the host only root may reach the
         // sockets.
         fs::set_permissions(&self.0, Permissions::from_mode(0o700))?;
         make_dir(&self.mount())?;
@@ -119,7 +119,7 @@ impl ContainerDir {
         Ok(true)
     }
 
-    /// The announcement that was kept.
+    /// The announcement that was stored by `keep`.
     pub fn kept(&self) -> io::Result<Announcement> {
         let bytes = fs::read(self.announcement_file())?;
         Announcement::parse_from_bytes(&bytes).map_err(io::Error::other)
@@ -169,8 +169,8 @@ impl ContainerDir {
         if self.generation() == generation { self.clear() } else { Ok(()) }
     }
 
-    /// Locks the folder of all containers, because creating and removing a container's folder take
-    /// several system calls each.
+    /// Locks the folder of all containers. Creating or removing a container's folder takes several
+    /// system calls, and another process must not see the folder in between.
     fn lock(&self) -> io::Result<File> {
         let containers = File::open(self.0.parent().unwrap_or(Path::new("/")))?;
         containers.lock()?;

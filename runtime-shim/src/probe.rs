@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::address::SocketAddress;
 use crate::frame::HEADER_BYTES;
 
-/// Bytes of the request: a length beyond ttrpc's bound, then a name.
+/// Bytes of the request: a length above ttrpc's maximum, then a name.
 pub const QUESTION: [u8; HEADER_BYTES] = *b"\xff\xff\xff\xffaffin?";
 /// Upper bound for the reply.
 const ANSWER_MAX_BYTES: u64 = 4096;

@@ -32,7 +32,7 @@ pub fn kill(pid: i32, began: u64, patience: Duration) -> io::Result<bool> {
         Err(rustix::io::Errno::SRCH) => return Ok(false),
         Err(error) => return Err(error.into()),
     };
-    // From here on the descriptor refers to one process, whatever happens to the pid.
+    // The descriptor now refers to this process, even if its pid is used again later.
     if start_ticks(pid.as_raw_nonzero().get()) != Some(began) {
         return Ok(false);
     }

@@ -29,8 +29,8 @@ const AHEAD_BYTES: usize = 2 << 10;
 
 /// Callbacks for the calls on a connection that concern containers.
 pub trait TaskService {
-    /// A Create was received; it is forwarded after this returns. Returns options that replace its
-    /// own.
+    /// Called when a Create was received. The Create is forwarded after this returns, with the
+    /// returned options in place of its own.
     fn create(&self, request: &CreateTaskRequest) -> impl Future<Output = Option<Any>>;
     /// The stock shim replied to a Create. `done`: the reply reports success.
     fn created(&self, id: &str, done: bool);
@@ -56,8 +56,8 @@ pub async fn run(
     tasks: &impl TaskService,
 ) -> Result<(), FrameError> {
     let watched = Watched::default();
-    // If either side ends, both directions end. By then, everything that the stock shim sent before
-    // its end has been passed on.
+    // If either side ends, both directions end. Everything that the stock shim sent before its end
+    // has been forwarded by then.
     tokio::select! {
         result = requests(first, client.0, stock.1, tasks, &watched) => result,
         result = responses(stock.0, client.1, tasks, &watched) => result,
@@ -161,7 +161,7 @@ async fn read_payload(
     from: &mut (impl AsyncRead + Unpin),
     header: &FrameHeader,
 ) -> Result<Vec<u8>, FrameError> {
-    // The buffer grows with the bytes that arrive, not with the length in the header.
+    // The buffer grows with the received bytes: the length in the header is not trusted.
     let mut payload = Vec::new();
     from.take(header.payload_bytes.into()).read_to_end(&mut payload).await?;
     if payload.len() < header.payload_bytes as usize {

@@ -1,6 +1,6 @@
 //! Blocking ttrpc calls to a stock shim and to the controller, one at a time, each with a time
-//! limit. The short commands need no more. The daemon makes its few calls on a temporary thread,
-//! because a full client would take memory in the shim of every pod.
+//! limit. This is enough for the short commands. The daemon makes its few calls on a temporary
+//! thread, because an asynchronous client would take more memory in the shim of every pod.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;

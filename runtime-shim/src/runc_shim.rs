@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 
 /// Name of the stock shim's binary.
 pub const NAME: &str = "containerd-shim-runc-v2";
-/// Environment variable with its path, for a binary that is not found by name.
+/// Environment variable with the path of the stock shim, if it cannot be found by its name.
 pub const PATH_ENV: &str = "AFFINODE_STOCK_SHIM";
 
 /// Path of the stock shim's binary.
@@ -81,7 +81,7 @@ impl RuncShim {
         Ok(RuncShim(path))
     }
 
-    /// A command that runs it with these arguments.
+    /// A command that runs the stock shim with these arguments.
     #[must_use]
     pub fn command(&self, argv: &[OsString]) -> Command {
         let mut command = Command::new(&self.0);
@@ -89,8 +89,8 @@ impl RuncShim {
         command
     }
 
-    /// Runs it with `stdin` as its input. Returns its pid and its stdout; an error carries stdout
-    /// and stderr.
+    /// Runs the stock shim with `stdin` as its input. Returns its pid and its stdout. An error
+    /// contains stdout and stderr.
     pub fn run(&self, argv: &[OsString], stdin: &[u8]) -> Result<(u32, Vec<u8>), RuncShimError> {
         let failed = |source| RuncShimError::Run { path: self.0.clone(), source };
         let mut child = self

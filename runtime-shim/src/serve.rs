@@ -32,7 +32,7 @@ use crate::proxy;
 use crate::rpc::{RpcCaller, RpcError};
 use crate::{EngineOf, report};
 
-/// Time in which clients may still receive the stock shim's last replies.
+/// Time limit for the delivery of the stock shim's last replies to clients.
 const DRAIN: Duration = Duration::from_secs(1);
 /// Time limit for withdrawing the last containers from the controller.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
@@ -170,8 +170,9 @@ async fn serve(
     drop(listener);
     if stock_gone {
         info!("proxy: the stock shim ended");
-        // A stock shim of containerd 1.x removes the address that it finds in the bundle, which is
-        // the proxy's. One that was killed removes none.
+        // A stock shim of containerd 1.x removes the socket whose address it finds in the bundle,
+        // which is the proxy's address. A killed stock shim removes no socket. So the stock shim's
+        // own socket is removed here.
         upstream.unlink(Some(identity.socket_inode));
         let drained = async { while clients.join_next().await.is_some() {} };
         let _ = tokio::time::timeout(DRAIN, drained).await;

@@ -6,8 +6,8 @@
 //!                                       answer with our address <─ note and `address` written <─────┘
 //! ```
 //!
-//! containerd reads stdout and stderr together, so only the reply is printed. If `start` fails
-//! after it started the stock shim, it ends that stock shim.
+//! containerd reads stdout and stderr together, so `start` prints only the reply. If `start` fails
+//! after it has started the stock shim, it ends the stock shim.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read};
@@ -35,7 +35,7 @@ use crate::spec;
 const PROXY_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of attempts to replace a stale socket.
 const ATTEMPTS: usize = 5;
-/// Maximum size of the daemon's message before it serves.
+/// Maximum size of the message that the daemon sends when it is ready to serve.
 const READY_MAX_BYTES: u64 = 4096;
 
 /// Reason why `start` failed.
@@ -95,7 +95,7 @@ pub enum StartError {
 pub fn start(flags: &ShimFlags, argv: &[OsString]) -> Result<Vec<u8>, StartError> {
     let stdin = read_stdin().map_err(StartError::Input)?;
     let bundle = Bundle::new(std::env::current_dir().map_err(StartError::Input)?);
-    // An unreadable spec is no error here: the stock shim reports it in its own words.
+    // It is not an error here if the spec cannot be read: the stock shim reports that itself.
     let spec = bundle.read_spec().ok();
     let cgroups_path = spec.as_ref().and_then(spec::cgroups_path);
     let (stdin, shim_cgroup) =
@@ -156,7 +156,7 @@ impl ShimDaemon<'_> {
                 {
                     return Ok(identity);
                 }
-                // No proxy, or one that ends with an earlier stock shim.
+                // There is no proxy, or its stock shim is an earlier one, so it will end.
                 ProbedPeer::Alive(_) | ProbedPeer::Dead => {
                     clear(self.listen, inode).map_err(failed)?
                 }
@@ -173,8 +173,8 @@ impl ShimDaemon<'_> {
             crate::log::open_pipe(self.bundle.path()).map_or_else(|_| Stdio::null(), Stdio::from);
         let version = self.version.to_string();
         let (listen, upstream) = (self.listen.to_string(), self.upstream.to_string());
-        // Runs the daemon under its full path: when rke2's unit stops, it ends processes that run
-        // under the name of containerd.
+        // The daemon runs under its full path: when rke2's unit stops, rke2 ends processes that
+        // were started under the name of containerd's binary.
         let mut command = Command::new(std::env::current_exe().map_err(StartError::Spawn)?);
         command.args(["-namespace", &self.flags.namespace, "-id", &self.flags.id]);
         command.args(["-address", &self.flags.address, "-listen", &listen]);
@@ -222,7 +222,7 @@ fn bind(address: &SocketAddress) -> io::Result<UnixListener> {
 }
 
 /// Removes a socket without a listener, under the lock of its folder. A socket that another `start`
-/// bound meanwhile has another inode, and stays.
+/// has bound meanwhile stays: it has another inode.
 fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     let folder = std::fs::File::open(address.path().parent().unwrap_or(Path::new("/")))?;
     folder.lock()?;
@@ -230,8 +230,8 @@ fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the stock shim if this `start` started it. That is so if the stock start (`stock_pid`)
-/// created the listener; the stock shim has no containers yet.
+/// Ends the stock shim if this `start` started it. This is the case if the stock start
+/// (`stock_pid`) created the listener. That stock shim has no containers yet.
 fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     let inode = address.inode();
     let maker = || -> io::Result<i32> {

@@ -186,7 +186,7 @@ async fn containers_are_reannounced_after_restart() {
     drop(announcer);
 }
 
-/// The shim may report the end of the first container late.
+/// The end of the first container may be reported after the next container of its id was created.
 #[tokio::test]
 async fn the_next_container_of_an_id_keeps_its_folder() {
     let node = Node::new();

@@ -62,7 +62,7 @@ impl World {
         fs::read_to_string(self.config()).unwrap()
     }
 
-    /// Prepares a container, and separates its generation, which differs each time.
+    /// Prepares a container. Returns its generation separately, because it differs each time.
     fn prepare(&self) -> PreparedContainer {
         let mut prepared = prepare(&self.paths, "ns", &self.request, engine_of);
         if let Some(container) = &mut prepared.container {
@@ -75,7 +75,7 @@ impl World {
         self.paths.container(&container_key("ns", "box")).preload()
     }
 
-    /// Asserts that the bundle is unchanged, to the last byte.
+    /// Asserts that the bundle is unchanged, byte by byte.
     fn assert_untouched(&self, why: &str) {
         let before = fs::read(self.config()).ok();
         assert_eq!(self.prepare().container, None, "{why}");
@@ -135,8 +135,7 @@ fn the_engine_is_left_in_the_container() {
     assert_eq!(fs::read_to_string(folder.join(ENGINE_FILE)).unwrap(), ENGINE);
 }
 
-/// HAMi's device plugin mounts such a list. HAMi's library must stay between the program and
-/// Affinode's.
+/// HAMi's device plugin mounts such a list. HAMi's library must be called before Affinode's.
 #[test]
 fn a_list_that_the_host_mounts_comes_before_ours() {
     let world = world(&gpu());

@@ -1,5 +1,6 @@
-//! The command line of an OCI runtime. runc and crun accept different options, so only those that
-//! matter here are known, and those with a value of their own. All others are passed on unseen.
+//! The command line of an OCI runtime. runc and crun accept different options. This module knows
+//! only the options that it needs, and those with a separate value. It passes on all others
+//! unchanged.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -11,7 +12,7 @@ const GLOBAL_VALUES: [&str; 7] =
 const CREATE_VALUES: [&str; 8] =
     ["bundle", "b", "console-socket", "pid-file", "preserve-fds", "pidfd-socket", "config", "f"];
 
-/// The command of the line, as far as it concerns Affinode.
+/// The command of the line, as far as Affinode needs it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum OciCommand {
     /// Create a container, whose program does not run yet.
@@ -33,11 +34,11 @@ pub enum OciCommand {
 pub struct NewContainer {
     /// Id of the container.
     pub id: String,
-    /// Its bundle. `None`: the working folder.
+    /// Bundle of the container. `None`: the working folder.
     pub bundle: Option<PathBuf>,
 }
 
-/// Where the runtime writes its messages.
+/// Destination of the runtime's messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LogTarget {
     /// Path of the file. `None`: stderr.
@@ -55,7 +56,7 @@ pub struct OciInvocation {
     pub root: Option<PathBuf>,
     /// The command that the line names.
     pub command: OciCommand,
-    /// Arguments of the command that are no options. One is the container's id.
+    /// Arguments of the command that are not options. One of them is the container's id.
     pub words: Vec<String>,
 }
 
@@ -66,8 +67,8 @@ enum OciArgument<'a> {
 }
 
 impl OciInvocation {
-    /// Parses the arguments after the program's name. Never fails: a line that cannot be
-    /// understood is [`OciCommand::Other`], and the runtime says what is wrong with it.
+    /// Parses the arguments after the program's name. Never fails: a line that cannot be parsed is
+    /// [`OciCommand::Other`], and the runtime reports its error.
     #[must_use]
     pub fn parse(argv: &[OsString]) -> OciInvocation {
         let mut invocation = OciInvocation::default();
@@ -118,7 +119,8 @@ impl OciInvocation {
         }
         let Some(id) = self.words.first().cloned() else { return };
         self.command = match command {
-            // The spec is another file than the one that would be edited.
+            // The command names another spec than the bundle's config.json, which is the file that
+            // would be edited.
             "create" | "run" if other_spec => OciCommand::Other,
             "create" => OciCommand::Create(NewContainer { id, bundle }),
             "run" => OciCommand::Run(NewContainer { id, bundle }),
@@ -128,8 +130,8 @@ impl OciInvocation {
     }
 }
 
-/// The file that `--log` names. crun also takes a destination before a colon, and only one of these
-/// is a file.
+/// The file that `--log` names; `None` if there is none. For crun the value can also be a
+/// destination and a colon, and only the destination `file:` is a file.
 fn log_file(value: &str) -> Option<PathBuf> {
     let elsewhere = ["journald:", "syslog:"].iter().any(|kind| value.starts_with(kind));
     let path = value.strip_prefix("file:").unwrap_or(value);
@@ -145,7 +147,7 @@ fn argument<'a>(word: &'a str, values: &[&str]) -> OciArgument<'a> {
         (None, None) => return OciArgument::Word(word),
     };
     if text.is_empty() {
-        // "--" ends the options, and a lone "-" is one of none.
+        // "--" ends the options. A lone "-" is an option without a name.
         return OciArgument::Option("", None);
     }
     if let Some((name, value)) = text.split_once('=') {

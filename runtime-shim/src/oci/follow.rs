@@ -7,9 +7,9 @@
 //! start ──> follow: first process ──────> announcement kept, controller started, announced ─> keeper
 //! ```
 //!
-//! `create` runs below conmon, which adopts all processes that are left behind and waits for their
-//! end. Therefore the controller and the keeper are started by `start`, which the engine runs
-//! itself, before the container's program runs.
+//! `create` runs below conmon, which adopts all processes that `create` leaves behind and waits for
+//! their end. The controller and the keeper are therefore started by `start`, which the engine
+//! itself runs, before the container's program runs.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
@@ -34,13 +34,13 @@ use crate::{BINARY, cgroup, report};
 
 /// Command of the first process, which leaves the engine's session and cgroup.
 const FOLLOW: &str = "affinode-follow";
-/// Command of the second, which has no parent that waits for it.
+/// Command of the second process, which has no parent that waits for it.
 const FOLLOWED: &str = "affinode-followed";
-/// Time between two looks for the container that `run` creates; doubles each time.
+/// Pause between two attempts to find the container that `run` creates. It doubles each time.
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// The step of a container's life that the runtime carries out.
+/// The step of a container's life that the runtime executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FollowedStep {
     /// The container is created; the runtime then ends.
@@ -56,13 +56,13 @@ pub enum FollowedStep {
 pub struct FollowOrder {
     /// Key of the container.
     pub key: String,
-    /// Its id in the runtime.
+    /// Id of the container in the runtime.
     pub id: String,
     /// The runtime that knows the container.
     pub runtime: OciRuntime,
-    /// Folder of the runtime's state, if the engine names one.
+    /// Folder of the runtime's state. `None`: the engine names none.
     pub root: Option<PathBuf>,
-    /// What the runtime does.
+    /// Step that the runtime executes.
     pub step: FollowedStep,
 }
 
@@ -99,7 +99,7 @@ pub fn spawn(paths: &ShimPaths, order: &FollowOrder) -> io::Result<()> {
     if status.success() { Ok(()) } else { Err(io::Error::other(status.to_string())) }
 }
 
-/// Runs the two internal commands. `None`: the line is one for the runtime.
+/// Runs the two internal commands. `None`: the command line is one for the runtime.
 pub fn main(argv: &[OsString]) -> Option<ExitCode> {
     let [command, order] = argv else { return None };
     let paths = ShimPaths::own();
@@ -120,7 +120,7 @@ fn leave(paths: &ShimPaths, order: &OsStr) -> io::Result<()> {
     command(paths, &[FOLLOWED.into(), order.to_owned()])?.spawn().map(drop)
 }
 
-/// A command of this program. Its messages are with those of the controller's start.
+/// A command of this program. Its messages go to the file with those of the controller's start.
 fn command(paths: &ShimPaths, words: &[OsString]) -> io::Result<Command> {
     let log = || -> io::Result<File> {
         OpenOptions::new().create(true).append(true).mode(0o640).open(paths.run_dir.join(LOG))

@@ -1,7 +1,8 @@
 //! Keeps a controller alive while containers without a shim exist, and announces them to it.
 //!
-//! The keeper is one process per node. A shim does this for its own containers; where systemd runs
-//! the controller, the keeper finds the one that systemd has started.
+//! The keeper is one process per node. Where containers have a shim, the shim does this for them.
+//! Where systemd runs the controller, the keeper connects to the controller that systemd has
+//! started.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -20,7 +21,7 @@ use crate::rpc::RpcCaller;
 /// File below the run directory, locked by the keeper.
 const LOCK: &str = "keeper.lock";
 
-/// Announces a container to the controller that runs now.
+/// Announces a container to the running controller.
 pub async fn announce(paths: &ShimPaths, announcement: Announcement) {
     let (socket, id) = (paths.control_socket(), announcement.id.clone());
     let call = move || RpcCaller::control(&socket)?.announce(announcement);
@@ -37,10 +38,11 @@ pub async fn announce(paths: &ShimPaths, announcement: Announcement) {
     }
 }
 
-/// Stays until no announcement is kept. Returns at once if another keeper stays.
+/// Runs until there is no announcement to keep. Returns at once if another keeper runs.
 pub async fn keep(launcher: &Launcher) {
-    // The announcement of a container may be kept after the last look: it is seen by the second
-    // look, because its own keeper has ended at the lock.
+    // An announcement can be added after the last check in `watch`. Its own keeper then ends,
+    // because this keeper still holds the lock. The check of this loop, after the lock is released,
+    // finds that announcement.
     while launcher.paths.keeps_any() {
         match lock(&launcher.paths) {
             Ok(Some(_lock)) => watch(launcher).await,

@@ -1,6 +1,6 @@
-//! Messages as crun and runc write them: into the file of `--log`, as text or as JSON, otherwise to
-//! stderr. Only warnings and errors: the engine shows what is in that file, and stderr of `create`
-//! is the container's.
+//! Messages in the form of crun and runc: to the file of `--log`, as text or as JSON, otherwise to
+//! stderr. Only warnings and errors are written, because the engine shows the content of that file,
+//! and stderr of `create` belongs to the container.
 
 use std::fs::OpenOptions;
 use std::sync::Mutex;

@@ -7,7 +7,7 @@ use crate::spec::annotation;
 
 /// Annotation in which Podman and CRI-O name themselves.
 const MANAGER: &str = "io.container.manager";
-/// Namespaces of such containers. The last is that of any other engine.
+/// Namespaces of such containers. The last one is for every other engine.
 pub const NAMESPACES: [&str; 3] = ["podman", "cri-o", "oci"];
 const MONITOR: &str = "conmon";
 
@@ -30,8 +30,8 @@ pub fn given(parent: u32) -> Option<String> {
     named(&String::from_utf8_lossy(&line))
 }
 
-/// Whether a process is conmon or has been started by one. conmon adopts what its descendants
-/// leave behind, and does not end before these have ended.
+/// Whether a process is conmon or a descendant of a conmon. conmon adopts the processes that its
+/// descendants leave behind, and waits for their end.
 #[must_use]
 pub fn is_below_monitor(mut pid: u32) -> bool {
     while pid > 1 {
@@ -46,7 +46,7 @@ pub fn is_below_monitor(mut pid: u32) -> bool {
     false
 }
 
-/// Reads the name from a command line of conmon, whose arguments end with a zero byte each.
+/// Reads the name from a command line of conmon. A zero byte ends each argument.
 fn named(line: &str) -> Option<String> {
     let mut words = line.split('\0');
     let program = words.next()?.rsplit('/').next()?;

@@ -1,7 +1,8 @@
 //! The runtime that this process becomes.
 //!
-//! A container belongs to the runtime that created it. Therefore a command for a container that one
-//! of the installed runtimes knows goes to that one, whatever the configuration says by now.
+//! A container belongs to the runtime that created it. A command for a container that an installed
+//! runtime knows is therefore passed to that runtime, even if the configuration now names another
+//! one.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -14,13 +15,13 @@ use serde::Deserialize;
 use super::cli::{OciCommand, OciInvocation};
 use crate::runc_shim::{is_program, is_same_file};
 
-/// Runtimes in the order in which they are looked for, which is Podman's, and the file that each
-/// keeps in the folder of a container.
+/// Runtimes in Podman's order of search, each with the file that it keeps in the folder of a
+/// container.
 const KNOWN: [(&str, &str); 2] = [("crun", "status"), ("runc", "state.json")];
 /// Podman runs some commands without PATH.
 const USUAL_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// An OCI runtime: crun, runc, or one with their command line.
+/// An OCI runtime: crun, runc, or another program with their command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OciRuntime {
     /// Path of the program.
@@ -47,7 +48,7 @@ pub enum RuntimeError {
     Ourselves(PathBuf),
 }
 
-/// The part of a runtime's answer to `state` that is used.
+/// The fields that are used of a runtime's reply to `state`.
 #[derive(Deserialize)]
 struct StateAnswer {
     #[serde(default)]
@@ -118,8 +119,8 @@ impl OciRuntime {
     }
 }
 
-/// The runtime that has created the container of the command, otherwise the first. A container that
-/// exists can be ended even if the configuration is wrong.
+/// The runtime that has created the container of the command, otherwise the first one. So an
+/// existing container can be ended even if the configuration is wrong.
 fn choose(
     first: Result<OciRuntime, RuntimeError>,
     others: &[OciRuntime],
@@ -141,8 +142,8 @@ fn folders(search: Option<OsString>) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The known runtimes of these folders, each once. A program of such a name that is this one is
-/// left out.
+/// The known runtimes in these folders, each once. This program is skipped if it has the name of a
+/// runtime.
 fn installed(folders: &[PathBuf], own: Option<&Path>) -> Vec<OciRuntime> {
     let find = |name: &str| {
         let paths = folders.iter().map(|folder| folder.join(name));

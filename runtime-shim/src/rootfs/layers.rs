@@ -51,8 +51,8 @@ pub enum RootfsError {
 }
 
 impl RootfsLayers {
-    /// The layers of the rootfs that a Create request will make. Without mounts, the only layer is
-    /// the spec's `root.path`, relative to the bundle.
+    /// The layers of the rootfs that a Create request will mount. If the request has no mounts, the
+    /// only layer is the spec's `root.path`, relative to the bundle.
     pub fn new(
         mounts: &[Mount],
         root_path: Option<&str>,
@@ -124,8 +124,8 @@ impl RootfsLayers {
         self.writable
     }
 
-    /// The entry that the container will find at this absolute path. Reads a regular file of at
-    /// most `max_bytes`.
+    /// The entry that the container will find at this absolute path. A regular file is read, up to
+    /// `max_bytes`.
     pub fn find(&self, path: &str, max_bytes: u64) -> Result<ResolvedPath, RootfsError> {
         let open = |layer: &PathBuf| -> Result<OwnedFd, RootfsError> {
             rustix::fs::open(

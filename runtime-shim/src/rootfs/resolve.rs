@@ -163,7 +163,8 @@ fn has_attribute(entry: &OwnedFd, name: &str) -> Result<bool, Errno> {
     Ok(attribute(entry, name)?.is_some())
 }
 
-/// First byte of an overlayfs attribute, of either prefix; 0 for an empty one.
+/// First byte of an overlayfs attribute, with either prefix; 0 for an empty attribute. `None` if
+/// the entry does not have it.
 fn attribute(entry: &OwnedFd, name: &str) -> Result<Option<u8>, Errno> {
     // Attributes cannot be read through an O_PATH descriptor itself.
     let path = format!("/proc/self/fd/{}", entry.as_raw_fd());
@@ -192,8 +193,8 @@ fn read(file: &OwnedFd, max_bytes: u64, path: &Path) -> Result<Vec<u8>, RootfsEr
     Ok(bytes)
 }
 
-/// Splits a path into names. Empty names and `.` stay, because the name before one of them must be
-/// a folder.
+/// Splits a path into names. Empty names and `.` are kept, because they require that the name
+/// before them is a folder.
 fn split(path: &OsStr) -> VecDeque<OsString> {
     path.as_bytes()
         .split(|byte| *byte == b'/')

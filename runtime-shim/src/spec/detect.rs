@@ -26,7 +26,7 @@ pub struct GpuDecision {
 /// Decides from the spec alone.
 #[must_use]
 pub fn decide(spec: &Value) -> GpuDecision {
-    // The sandbox carries the pod's annotations, but runs no CUDA program.
+    // The sandbox has the pod's annotations, but runs no CUDA program.
     let kind = |name| annotation(spec, name) == Some("sandbox");
     if kind(CONTAINER_TYPE) || kind(CRIO_CONTAINER_TYPE) {
         return GpuDecision::default();
@@ -72,7 +72,7 @@ fn has_cdi_device(spec: &Value) -> bool {
             let Some((vendor, class)) = kind.split_once('/') else {
                 return false;
             };
-            // nvidia.com itself, or k8s.device-plugin.nvidia.com and the like.
+            // The vendor is nvidia.com itself, or a subdomain such as k8s.device-plugin.nvidia.com.
             let nvidia = vendor == "nvidia.com" || vendor.ends_with(".nvidia.com");
             nvidia && (class == "gpu" || class.starts_with("mig"))
         })
@@ -80,7 +80,7 @@ fn has_cdi_device(spec: &Value) -> bool {
 
 fn has_visible_devices(spec: &Value) -> bool {
     let env = spec.get("process").and_then(|process| process.get("env")).and_then(Value::as_array);
-    // The last entry of a name applies, as in the process.
+    // If a name occurs more than once, the last entry applies, as in the process.
     env.into_iter()
         .flatten()
         .filter_map(|entry| entry.as_str()?.strip_prefix("NVIDIA_VISIBLE_DEVICES="))

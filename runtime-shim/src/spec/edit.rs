@@ -40,8 +40,8 @@ pub enum EditError {
     Build(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// Adds the mounts. A spec that has them already (a second Create, a restore) keeps one of each. If
-/// a mount of the container itself conflicts with a destination, the edit fails.
+/// Adds the mounts. If the spec has them already (a second Create, a restore), they are not added
+/// again. If a mount of the container itself conflicts with a destination, the edit fails.
 pub fn add_mounts(spec: &mut Value, mounts: &[BindMount]) -> Result<(), EditError> {
     if !spec.is_object() || spec.get("mounts").is_some_and(|m| !m.is_array() && !m.is_null()) {
         return Err(EditError::NotAList);
@@ -64,8 +64,8 @@ pub fn add_mounts(spec: &mut Value, mounts: &[BindMount]) -> Result<(), EditErro
     Ok(())
 }
 
-/// Removes a read-only bind mount of exactly this file, and returns its source, a path of the host.
-/// Any other mount there stays, and [`add_mounts`] fails.
+/// Removes a read-only bind mount of exactly this file, and returns its source, a path on the host.
+/// Another kind of mount at this path stays, and [`add_mounts`] then fails.
 pub fn take_file_mount(spec: &mut Value, file: &str) -> Option<PathBuf> {
     let list = spec.get_mut("mounts")?.as_array_mut()?;
     let is_over = |mount: &Value| {
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn mount_of_another_container_counts_as_volume() {
-        // Nested: the spec is a copy of a managed container's.
+        // A nested container: its spec is a copy of a managed container's spec.
         let mut spec: Value = serde_json::from_str(&AFTER.replace("/00/", "/11/")).unwrap();
         assert!(matches!(add_mounts(&mut spec, &ours()), Err(EditError::Covered { .. })));
     }

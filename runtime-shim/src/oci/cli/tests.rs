@@ -46,7 +46,7 @@ fn log_is_written_to_files_alone() {
     }
 }
 
-/// Words that a command of the runtime has, and that name no container to edit.
+/// Words that are also commands of the runtime, but name no container to edit.
 #[test]
 fn all_other_commands_pass_unseen() {
     for line in [

@@ -19,7 +19,7 @@ fn crun_comes_before_runc() {
     let crun = program(two.path(), "crun");
     let found = |own| installed(&folders, own).into_iter().map(|it| it.path).collect::<Vec<_>>();
     assert_eq!(found(None), [crun.clone(), runc.clone()]);
-    // This program under the name of a runtime does not run itself.
+    // This program does not run itself if it has the name of a runtime.
     std::os::unix::fs::symlink(&crun, one.path().join("crun")).unwrap();
     assert_eq!(found(Some(&crun)), [runc]);
 }
@@ -72,7 +72,7 @@ fn container_can_be_ended_with_a_bad_setting() {
     };
     assert_eq!(choose("kill c1 KILL").unwrap(), runc);
     assert_eq!(choose("delete --force c1").unwrap(), runc);
-    // The engine is told, before a container depends on another runtime than the configured one.
+    // The error is reported before a container depends on another runtime than the configured one.
     for line in ["create c1", "run c2", "kill c2", "features"] {
         assert!(choose(line).is_err(), "{line}");
     }
