@@ -1,6 +1,6 @@
-//! Reserved addresses of freed allocations. The next allocation of the same size gets them, as the
-//! driver reuses addresses, too. A new reservation with its page tables takes a quarter of the time
-//! of a pair of `cuMemAlloc` and `cuMemFree` of 2 MiB (H200, driver 580.159).
+//! Reserved addresses of freed allocations. The next allocation of the same size reuses them, as
+//! the driver's own allocator does. To reserve new addresses with their page tables takes a quarter
+//! of the time of one `cuMemAlloc` and `cuMemFree` of 2 MiB (H200, driver 580.159).
 
 use affinode_cuda_sys::result;
 
@@ -17,8 +17,8 @@ struct AddressRange {
     bytes: u64,
 }
 
-/// The kept ranges. They are freed when a context ends, because its effect on reservations is
-/// undocumented. An all-zero value is empty.
+/// The kept ranges. They are freed when a context ends, because it is undocumented whether
+/// reservations outlive a context. An all-zero value is empty.
 #[repr(C)]
 pub struct AddressReservations {
     kept: [AddressRange; MAX_RANGES],
@@ -39,7 +39,7 @@ impl AddressReservations {
         self.kept.iter_mut().find(|range| range.bytes > 0).map(core::mem::take)
     }
 
-    /// Keeps a range; returns the one that it replaces.
+    /// Keeps a range. If it replaces another range, returns that one.
     fn keep(&mut self, range: AddressRange) -> Option<AddressRange> {
         if let Some(free) = self.kept.iter_mut().find(|range| range.bytes == 0) {
             *free = range;
@@ -51,7 +51,7 @@ impl AddressReservations {
     }
 }
 
-/// Returns a range of addresses without a mapping. `None`: the driver cannot reserve one.
+/// Returns a range of addresses without a mapping. `None`: the driver could not reserve one.
 pub fn reserve(bytes: usize) -> Option<u64> {
     if let Some(address) = tables(|tables| tables.addresses.take(bytes as u64)) {
         return Some(address);
@@ -61,7 +61,7 @@ pub fn reserve(bytes: usize) -> Option<u64> {
     (code == result::SUCCESS).then_some(address)
 }
 
-/// Keeps a range that is no longer mapped. If another range is replaced, that one is freed.
+/// Keeps a range that is no longer mapped. If it replaces another range, frees that one.
 pub fn free(address: u64, bytes: u64) {
     if let Some(oldest) = tables(|tables| tables.addresses.keep(AddressRange { address, bytes })) {
         call!(mem_address_free(oldest.address, oldest.bytes as usize));

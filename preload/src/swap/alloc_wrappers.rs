@@ -49,7 +49,8 @@ pub unsafe extern "C" fn mem_alloc_pitch(
     call!(mem_alloc_pitch(address, pitch, width, height, element))
 }
 
-/// The pitch that the driver uses for a width. An allocation of one row shows it.
+/// The pitch that the driver uses for rows of this width. The driver reports it for an allocation
+/// of one row.
 fn pitch_of(width: usize, element: u32) -> Option<usize> {
     let (mut row, mut pitch) = (0, 0);
     if call!(mem_alloc_pitch(&raw mut row, &raw mut pitch, width, 1, element)) != result::SUCCESS {
@@ -102,12 +103,12 @@ pub(super) fn make(
     if let Ok(handle) = back_with_room(&piece) {
         return Some(AllocationPiece { handle, ..piece });
     }
-    // The addresses are not reused: whether anything is mapped there is unknown.
+    // The addresses are not reused, because it is unknown whether anything is mapped there.
     call!(mem_address_free(address, bytes));
     None
 }
 
-/// Unmaps and frees what [`make`] has created.
+/// Unmaps and frees the memory and the addresses that [`make`] has created.
 pub(super) fn unmake(piece: &AllocationPiece) {
     unback(piece);
     call!(mem_address_free(piece.address, piece.bytes as usize));
@@ -172,7 +173,7 @@ pub(super) fn release(piece: &AllocationPiece) {
     }
 }
 
-/// The allocation or the imported memory that contains an address.
+/// The allocation or the opened memory of another process that contains an address.
 fn known_at(address: u64) -> Option<Allocation> {
     tables(|tables| {
         let swappable = tables.allocations.around(address).copied();
@@ -201,14 +202,14 @@ pub unsafe extern "C" fn mem_get_address_range(
 }
 
 /// Replaces an attribute that the driver returned for memory which this library mapped. The new
-/// value is what memory of the driver's own allocator would have.
+/// value is the one that memory of `cuMemAlloc` would have.
 ///
 /// # Safety
 /// The driver must have written the attribute's value to `data` with success.
 unsafe fn correct(data: *mut c_void, attribute: u32, allocation: &Allocation) {
     let pooled = allocation.pool != 0;
     let first_byte = |value| {
-        // SAFETY: the value is one byte, or begins with the one that counts.
+        // SAFETY: the value is one byte, or only its first byte is significant.
         unsafe { data.cast::<u8>().write(value) };
     };
     let value = match attribute {

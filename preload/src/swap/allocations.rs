@@ -16,9 +16,9 @@ pub struct AllocationPiece {
     pub address: u64,
     /// Size of the memory and of its mapping.
     pub bytes: u64,
-    /// Properties with which the memory is created, each time anew.
+    /// Properties with which the memory is created, at first and at each restore.
     pub property: MemAllocationProp,
-    /// The driver's handle of the memory; meaningless while the content is in the pool.
+    /// The driver's handle of the memory. It is invalid while the content is in the pool.
     pub handle: u64,
     /// Context that was current when the piece was created; 0: unknown.
     pub context: usize,
@@ -30,14 +30,14 @@ pub struct AllocationPiece {
     pub imported: bool,
     /// Where the content is now.
     pub place: MemoryPlace,
-    /// True if the last copy-out included the piece.
+    /// True if the last copy out included the piece.
     pub has_left: bool,
     /// Offset of the content in the pool, while it is there.
     pub offset: u64,
     /// Descriptor of the exported memory, while the content is only in that memory.
     pub shared: Option<TrackedFd>,
-    /// Time of its creation. It tells apart two contexts that have the same number one after the
-    /// other.
+    /// Time of the piece's creation. It distinguishes two contexts that have the same handle one
+    /// after the other.
     pub since: u64,
 }
 
@@ -52,7 +52,7 @@ pub enum MemoryPlace {
     Pool = 1,
     /// In the pool; physical memory is mapped again, and not filled yet.
     Mapped = 2,
-    /// In device memory that is not mapped here: a copier copies it to the pool.
+    /// In device memory that is not mapped in this process. A copier copies it to the pool.
     Handed = 3,
 }
 
@@ -62,15 +62,15 @@ impl AllocationPiece {
         !self.stays && self.address != 0 && self.context != 0
     }
 
-    /// Whether something may still hold the memory after the piece has left the tables: a copier
-    /// created it, and it was marked to stay because of another reference.
+    /// Whether another reference can keep the memory after the piece has left the tables. This is
+    /// so if a copier created the memory and the piece was marked to stay.
     pub fn may_stray(&self) -> bool {
         self.imported
             && self.stays
             && matches!(self.place, MemoryPlace::Device | MemoryPlace::Mapped)
     }
 
-    /// Whether the next copy-out removes it from the device.
+    /// Whether the next copy out removes the piece from the device.
     pub fn leaves(&self) -> bool {
         self.is_swappable() && self.place == MemoryPlace::Device
     }
@@ -85,7 +85,7 @@ pub struct Allocation {
     pub asked_bytes: u64,
     /// The number of the pool that it was allocated from; 0: none.
     pub pool: u64,
-    /// Mark of the free in a stream, with an event of this library.
+    /// Point in a stream's work after which the memory is unused. It has an event of this library.
     pub mark: CompletionMark,
 }
 
@@ -130,7 +130,7 @@ impl AllocationId {
     }
 }
 
-/// All swappable memory. An all-zero value is empty.
+/// The tables of all swappable memory. An all-zero value is empty.
 #[repr(C)]
 pub struct AllocationTables {
     /// Allocations of `cuMemAlloc` and similar functions.
@@ -167,7 +167,7 @@ impl AllocationTables {
         self.noted
     }
 
-    /// The lowest id of all pieces.
+    /// Adds an allocation and sets its time of creation. False: out of memory.
     pub fn insert(&mut self, mut allocation: Allocation) -> bool {
         allocation.piece.since = self.now();
         self.allocations.insert(allocation)

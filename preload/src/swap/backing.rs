@@ -11,13 +11,13 @@ use super::{
     DEVICES, GRANULE_BYTES, SWAP, allocations::AllocationPiece, driver::call, peer_devices,
 };
 
-/// What each device supports, as a bit set; 0: not queried yet.
+/// Abilities of each device, as a bit set; 0: not queried yet.
 static ABILITIES: [AtomicU32; DEVICES] = [const { AtomicU32::new(0) }; DEVICES];
 /// Bit: the device was queried.
 const KNOWN: u32 = 1;
 /// Bit: memory of the device can be swappable.
 const ABLE: u32 = 1 << 1;
-/// Bit: memory may be created for access by other devices on the bus.
+/// Bit: memory can be created so that other devices on the bus can access it.
 const RDMA: u32 = 1 << 2;
 /// Bit: memory of the device can be exported.
 const SHARES: u32 = 1 << 3;
@@ -89,7 +89,7 @@ pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
     let try_once = || call!(mem_map(piece.address, bytes, 0, handle, 0));
     let mapped = match try_once() {
         result::SUCCESS => result::SUCCESS,
-        // A mapping is left there that could not be unmapped at an earlier failure.
+        // An earlier failure may have left a mapping there that could not be unmapped then.
         _ if call!(mem_unmap(piece.address, bytes)) == result::SUCCESS => try_once(),
         code => code,
     };
@@ -103,7 +103,7 @@ pub(super) fn map(piece: &AllocationPiece, handle: u64) -> Result<(), u32> {
         result::SUCCESS => Ok(()),
         code => {
             if !unback(&AllocationPiece { handle, ..*piece }) {
-                // The memory is freed with its mapping, which is in no table.
+                // The memory is freed when its mapping ends. That mapping is in no table.
                 call!(mem_release(handle));
             }
             Err(code)
@@ -121,12 +121,12 @@ pub(super) fn unback(piece: &AllocationPiece) -> bool {
     unmapped
 }
 
-/// Records that something outside the tables may hold memory imported from a copier.
+/// Records that references outside the tables may keep memory that was imported from a copier.
 pub(super) fn strays() {
     SWAP.strayed.store(1, Ordering::Release);
 }
 
-/// Gives the device itself access to a piece, and the peers that the application has enabled.
+/// Gives access to a piece to its own device and to the peers that the application has enabled.
 pub(super) fn give_access(piece: &AllocationPiece) -> u32 {
     match give(piece, piece.property.location_id) {
         result::SUCCESS => {}
@@ -141,8 +141,8 @@ pub(super) fn give_access(piece: &AllocationPiece) -> u32 {
     result::SUCCESS
 }
 
-/// Same as [`give_access`] for memory of another process. It may be opened on another device than
-/// its own. Peers of the device on which it is opened get access if the driver allows that.
+/// Same as [`give_access`] for memory of another process, which may be opened on another device
+/// than its own. Peers of the device on which it is opened get access if the driver allows it.
 pub(super) fn give_access_to_opened(piece: &AllocationPiece) -> u32 {
     let code = give(piece, piece.property.location_id);
     if code == result::SUCCESS {

@@ -9,9 +9,9 @@
 //!         └──> damaged: every call returns an error from then on
 //! ```
 //!
-//! Content can change for two reasons. The pool is memory of the application's own process, so a
-//! stray write can reach it; and the content crosses the bus twice. A difference is reported like
-//! faulty device memory, as an uncorrectable error, so that no result is computed from it.
+//! Content can change for two reasons: the pool is memory of the application's own process, so a
+//! stray write can change it, and the content crosses the bus twice. A difference is reported as an
+//! uncorrectable error, as faulty device memory would be, so that no result is computed from it.
 
 use core::sync::atomic::Ordering;
 
@@ -29,7 +29,7 @@ pub(super) fn set(on: bool) {
     SWAP.checks.store(u32::from(on), Ordering::Relaxed);
 }
 
-/// Checks restored content. If it differs, a hazard is added to the counters.
+/// Compares restored content with its digests. If it differs, adds a hazard to the counters.
 pub(super) fn look() {
     if SWAP.checks.load(Ordering::Relaxed) == 1
         && !is_intact()
@@ -39,14 +39,15 @@ pub(super) fn look() {
     }
 }
 
-/// Whether restored content equals what was copied out. Content without a known digest counts as
-/// equal.
+/// Whether restored content equals the content that was copied out. Content without a known digest
+/// counts as equal.
 fn is_intact() -> bool {
     with_pool(|pool| match compare(pool) {
         ChecksumResult::Same | ChecksumResult::Unknown => true,
         ChecksumResult::Other(slots) => {
             copy_again(pool, slots.all());
-            // A check that cannot be repeated leaves the result of the first one: it differed.
+            // If the second comparison is impossible, the result of the first one applies: the
+            // content differed.
             matches!(compare(pool), ChecksumResult::Same)
         }
     })

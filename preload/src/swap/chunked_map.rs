@@ -109,7 +109,7 @@ impl<T: HasKey> ChunkedMap<T> {
             (group, place) = (group + 1, 0);
         } else if many.is_none_or(|many| many >= Self::MAX_GROUP_LEN) {
             let keeps = match many {
-                // Entries that arrive in order leave full groups behind.
+                // Entries that are inserted in ascending order then leave full groups behind.
                 Some(many) if place == many => many,
                 Some(many) => many / 2,
                 None => 0,
@@ -227,7 +227,8 @@ mod tests {
         assert_eq!(all(&sorted), [1, 5]);
     }
 
-    /// The entries are large. A group holds few of them, so groups are created and removed often.
+    /// The entries are large, so that a group has few of them, and groups are created and removed
+    /// often.
     #[test]
     fn it_is_as_a_tree_whatever_comes_and_goes() {
         let mut seed = 1_u64;

@@ -17,16 +17,17 @@ pub(super) fn current_context() -> Option<usize> {
     (call!(ctx_get_current(&raw mut context)) == result::SUCCESS).then_some(context)
 }
 
-/// Waits for work as `cuMemFree` does, and fails where that fails: during the capture of a stream,
-/// or after an error. For this it frees a small allocation of the same context. For memory that has
-/// outlived its context (0), it waits in the current context.
+/// Waits for work as `cuMemFree` does: it frees a small allocation of the same context. So it fails
+/// where `cuMemFree` fails, which is during the capture of a stream or after an error. For memory
+/// that has outlived its context (`context` is 0), it waits in the current context.
 pub(super) fn wait_for_work(context: usize) -> u32 {
     const SMALL_BYTES: usize = 256;
     let context = if context == 0 { current_context().unwrap_or(0) } else { context };
     in_context(context, || {
         let mut small = 0;
         match call!(mem_alloc(&raw mut small, SMALL_BYTES)) {
-            // The first one stays: with it the driver keeps the block that it serves small requests from.
+            // Keep the first small allocation: while it exists, the driver keeps the block for
+            // small requests.
             result::SUCCESS if keeps_first(context) => {
                 let mut second = 0;
                 match call!(mem_alloc(&raw mut second, SMALL_BYTES)) {
@@ -41,8 +42,8 @@ pub(super) fn wait_for_work(context: usize) -> u32 {
     })
 }
 
-/// Records a context that has no permanent small allocation yet. False: it has one already, or the
-/// list is full.
+/// Records that a small allocation stays in this context. False: the context has one already, or
+/// the list is full.
 fn keeps_first(context: usize) -> bool {
     let known = |place: &AtomicUsize| place.load(Ordering::Relaxed) == context;
     let take = |place: &AtomicUsize| {
@@ -66,8 +67,8 @@ pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
     code
 }
 
-/// Ends a context and its allocations. `which` returns the context. It is called at a time when no
-/// other context can end.
+/// Ends a context and its allocations. `which` returns the context. It is called while no other
+/// context can end.
 fn ends(
     which: impl FnOnce() -> Option<usize>,
     end: impl FnOnce() -> u32,
@@ -81,7 +82,8 @@ fn ends(
         context = found;
         loader_lock::wait_for_load();
         SWAP.unused_lock.hold(|| {
-            // Not earlier: another thread that waited for this lock may have gone first.
+            // Set the time only now: while this thread waited for the lock, another thread may have
+            // ended the context.
             before = tables(AllocationTables::now);
             let code = end();
             ended = code == result::SUCCESS && has_ended();
@@ -98,7 +100,7 @@ fn ends(
             code
         })
     });
-    // Since then another thread may have created a context of the same number, and memory in it.
+    // Another thread may have created a context with the same handle since then, and memory in it.
     let of_it = |piece: &AllocationPiece| piece.context == context && piece.since < before;
     if ended {
         blocks(|blocks| blocks.context_ends(context, before));
@@ -119,10 +121,10 @@ fn ends(
     code
 }
 
-/// Removes the ended context from the next allocation of a memory pool that was made in it, and
-/// marks the allocation to stay on the device. Pool memory outlives the context in which it was
-/// allocated (measured, H200, driver 580.159). It must stay because no context is left in which it
-/// could be copied in. Returns the bytes that are no longer swappable, or `None` if no such
+/// Removes the ended context from one allocation of a memory pool that was made in it, and marks
+/// the allocation to stay on the device. Pool memory outlives its context (measured, H200, driver
+/// 580.159), but there is no longer a context in which it could be copied in. Returns the bytes
+/// that are no longer swappable, or `None` if no such allocation is left.
 /// allocation is left.
 fn outlives(table: &mut Allocations, of_it: impl Fn(&AllocationPiece) -> bool) -> Option<u64> {
     let mut pooled = table.iter_mut().filter(|a| a.pool != 0);
@@ -141,9 +143,9 @@ fn is_primary_active(device: i32) -> bool {
     code == result::SUCCESS && active != 0
 }
 
-/// The device's primary context, if it exists now. No context may end during the call. The function
-/// takes a reference for a short time. If another thread released its own reference meanwhile, this
-/// one would be the last.
+/// The device's primary context, if it exists now. No context may end during the call, because the
+/// function takes a reference for a short time. If another thread released its own reference in
+/// this time, this reference would be the last one.
 fn primary_context(device: i32) -> Option<usize> {
     let mut context = 0;
     if !is_primary_active(device)

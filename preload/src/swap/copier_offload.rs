@@ -8,9 +8,9 @@
 //!   └── imported by its own descriptor, mapped ──any failure── Handed ──the copier sends Copied──> Pool
 //! ```
 //!
-//! Until the copier reports Copied, the content is in device memory that a descriptor of this process
-//! keeps, so it survives the end of the copier and of the controller. A pool that the copier may
-//! still be writing to is not used again.
+//! Until the copier reports Copied, the content is in device memory of which this process has a
+//! descriptor. So the content survives the end of the copier and of the controller. A pool to which
+//! the copier may still be writing is not used again.
 
 use affinode_cuda_sys::{POSIX_DESCRIPTOR, result};
 
@@ -37,11 +37,12 @@ fn is_exported(piece: &AllocationPiece) -> bool {
     piece.place == MemoryPlace::Handed
 }
 
-/// Exports everything that leaves the device. False: nothing was exported, and everything is on the
+/// Exports all memory that leaves the device. False: nothing was exported, and all memory is on the
 /// device as before.
 ///
 /// # Errors
-/// The driver's code. Some of it stays exported, and the connection to the copier is closed.
+/// The driver's code. Some of the memory stays exported, and the connection to the copier is
+/// closed.
 pub fn export_to_copier(pool: &mut StagingPool, vram_bytes: u64) -> Result<bool, u32> {
     // The copier needs all pages of the pool: end the prefault.
     pool.end();
@@ -60,7 +61,7 @@ fn export_all(pool: &StagingPool, vram_bytes: u64) -> Option<()> {
     // The descriptors are in the application's table until the copier is done: use a quarter of it.
     (many <= sys::descriptor_limit() / 4).then_some(())?;
     copier_restore::announce_copied_out(pool, summary, AllocationPiece::leaves, vram_bytes)?;
-    // The controller's hold on allocations lasts only a little longer than this deadline.
+    // The controller's hold on allocations ends only a little later than this deadline.
     let end_us = sys::now_us() + WITHIN_US;
     for place in 0..many {
         let (id, piece) = order.piece(place)?;
@@ -82,7 +83,7 @@ fn hand(id: AllocationId, piece: &AllocationPiece, end_us: u64) -> Option<()> {
     // Unmapped only once the copier's descriptor is sent: until then a failure changes nothing.
     let gone = sent.is_some() && unback(piece);
     if !exportable {
-        // From here on only the descriptor keeps the memory.
+        // From now on only the descriptor keeps the memory alive.
         call!(mem_release(handed));
     }
     let (shared, owned) = sent.filter(|_| gone)?;
@@ -132,7 +133,7 @@ fn copy_across(to: u64, piece: &AllocationPiece) -> u32 {
             result::SUCCESS => {}
             code => return code,
         }
-        // SAFETY: both are mapped, of this size, and nothing else uses either now.
+        // SAFETY: both ranges are mapped with this size, and nothing else uses them now.
         let begun = unsafe { copy(to, piece.address, piece.bytes as usize, stream) };
         let ended = call!(stream_synchronize(stream));
         call!(stream_destroy(stream));
@@ -187,7 +188,8 @@ fn take_back() -> Result<(), u32> {
             result::SUCCESS => {}
             code => return code,
         }
-        // As if a copier had made it: whether a checkpoint with such memory can be restored is unknown.
+        // Treat it as memory that a copier created: it is unknown whether the driver can restore a
+        // checkpoint with it.
         if let Err(code) = map(&AllocationPiece { imported: true, ..*piece }, handle) {
             return code;
         }

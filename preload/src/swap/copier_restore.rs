@@ -1,5 +1,5 @@
-//! Restore through a copier: another process creates and fills the memory while the driver restores
-//! this one's context; this process only imports and maps it.
+//! Restore through a copier: the copier creates and fills the memory while the driver restores the
+//! context of this process. This process only imports and maps the memory.
 //!
 //! ```text
 //! offer: copied out, about to be checkpointed ──> the pool's file and the list of pieces, to the copier
@@ -10,8 +10,8 @@
 //!                 still has the content, and the process copies it from there
 //! ```
 //!
-//! One socket serves one offload. A restore does not need the copier: a process without one
-//! copies by itself.
+//! One socket serves one offload. A restore does not need the copier: without a copier, the process
+//! copies the content itself.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -35,19 +35,20 @@ use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, task};
 
-/// Time limit for the copier's Begin after the driver's restore. A copier that fills memory has
-/// begun during the restore, and any other has closed the connection. So the message has usually
-/// arrived already, unless the copier is stopped.
+/// Time limit for the copier's Begin after the driver's restore. The message has usually arrived by
+/// then, because a copier that fills memory begins during the restore, and another one closes the
+/// connection. Only a stopped copier does neither.
 const BEGIN_WITHIN_MS: u64 = 500;
 /// Time limit for the next block, in addition to the time for its bytes.
 const BLOCK_WITHIN_MS: u64 = 2_000;
-/// Bytes per millisecond of the slowest bus for which it is worth waiting.
+/// Bytes per millisecond of the slowest copier for which a wait is faster than a copy by the
+/// process.
 const BYTES_A_MS: u64 = 2_000_000;
 
-/// 1: the copied-out content was offered to the copier on the current socket.
+/// 1: this process has offered its copied-out content to the copier on the current socket.
 static OFFERED: AtomicU32 = AtomicU32::new(0);
 
-/// Stores the copier's socket that the controller has sent.
+/// Stores the copier's socket, which the controller has sent.
 pub fn meet(socket: Option<Descriptor>) {
     hang_up();
     if let Some(socket) = socket {
@@ -66,7 +67,7 @@ pub fn meet(socket: Option<Descriptor>) {
 /// handle exists.
 pub fn hang_up() {
     if let Some(copier) = fds::COPIER.get() {
-        // A forked child may have the socket as well.
+        // A forked child may have the socket too, so it is shut down and not only closed.
         sys::shut_down(copier);
         while receive(0).is_some() {}
     }
@@ -92,8 +93,8 @@ pub fn offer(pool: &StagingPool, vram_bytes: u64) {
     }
 }
 
-/// Tells the copier that the process is checkpointed. From now on a message of the copier wakes the
-/// agent.
+/// Reports to the copier that the process is checkpointed. From now on a message of the copier
+/// wakes the agent.
 pub fn announce_offloaded() {
     if let Some(copier) = fds::COPIER.get() {
         let _ = sys::notify(copier, sys::gettid(), sys::SIGURG);
@@ -101,7 +102,7 @@ pub fn announce_offloaded() {
     send(ToCopier::Checkpointed, None);
 }
 
-/// Whether a caller waits at the gate, or the controller has sent something.
+/// Whether a caller waits at the gate, or a message of the controller has arrived.
 fn is_wanted() -> bool {
     process::page().is_some_and(CounterPage::has_waiters)
         || fds::SOCKET.get().is_some_and(|socket| task::wait_readable(socket, 0))
@@ -118,18 +119,19 @@ pub fn recv() -> bool {
                 with_pool(|pool| pool.share(chunk as usize, file.number(), is_wanted))
             });
             if send(ToCopier::Mapped { chunk, taken }, None).is_none() {
-                // The copier does not know where the content is.
+                // The copier still expects the content in the chunk, so it could not restore the
+                // process.
                 hang_up();
             }
         }
-        // Too late to be of use.
+        // The message is too late to be used.
         (FromCopier::Ready, None) => {}
         _ => hang_up(),
     }
     true
 }
 
-/// Tells the copier that the driver restores the process from now on.
+/// Reports to the copier that the driver now restores the process.
 pub fn announce_restore() {
     send(ToCopier::Restoring, None);
 }
@@ -179,7 +181,7 @@ fn send(message: ToCopier, descriptor: Option<i32>) -> Option<()> {
     sys::send(fds::COPIER.get()?, &message.encode(), descriptor).ok().map(drop)
 }
 
-/// Asks the copier to register the pool, which is still empty.
+/// Requests that the copier registers the pool, which is still empty.
 pub(super) fn announce_prefault(pool: &StagingPool, bytes: u64) -> Option<()> {
     let (.., device) = summary(MemoryPlace::Device)?;
     send(ToCopier::Prefaulted { bytes, uuid: uuid_of(device)? }, Some(pool.file()?))
@@ -201,7 +203,7 @@ pub(super) fn announce_copied_out(
     let file = pool.file()?;
     let uuid = uuid_of(device)?;
     let rest_bytes = vram_bytes.saturating_sub(bytes);
-    // After a prefault the copier has the file already.
+    // The copier already has the file if the process was prefaulted.
     let file = Some(file).filter(|_| !prefault_ahead::is_told());
     send(ToCopier::CopiedOut { bytes, rest_bytes, pieces, uuid }, file)?;
     let (mut many, mut words) = (0, [0; PIECES_A_FRAME]);
@@ -272,7 +274,7 @@ pub(super) fn summary(place: MemoryPlace) -> Option<Summary> {
 /// copied out as before.
 pub fn import_from_copier() -> bool {
     if OFFERED.load(Ordering::Relaxed) == 0 {
-        // A process that turns back before its checkpoint has offered nothing.
+        // A process whose offload was cancelled before its checkpoint has offered nothing.
         hang_up();
         return false;
     }
@@ -295,7 +297,7 @@ fn take_all() -> Option<()> {
     loop {
         match receive(BEGIN_WITHIN_MS)?.0 {
             FromCopier::Begin => break,
-            // Too late to be of use.
+            // The message is too late to be used.
             FromCopier::Ready | FromCopier::Same { .. } => {}
             _ => return None,
         }

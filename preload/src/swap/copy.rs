@@ -33,11 +33,11 @@ use crate::process;
 /// controller then orders a checkpoint by the driver.
 const MAX_CONTEXTS: usize = 16;
 
-/// Error of [`copy_out`]: other processes took the host memory that it was about to fill. Not a
-/// code of the driver.
+/// Error of [`copy_out`]: other processes took the host memory that the copy needs. The driver does
+/// not use this code.
 pub const NO_HOST_MEMORY: u32 = 0xffff_0001;
-/// Error of [`copy_out`]: another thread has the dynamic loader's lock, and may be waiting for the
-/// gate. Not a code of the driver.
+/// Error of [`copy_out`]: another thread holds the dynamic loader's lock, and may itself wait at
+/// the gate. The driver does not use this code.
 pub const LOADER_HELD: u32 = affinode_proto::wire::message::BUSY_LOADER;
 
 /// Whether any content is in the staging pool, or local memory is released.
@@ -50,10 +50,9 @@ pub fn is_copied_out() -> bool {
 
 /// Copies all swappable memory to host memory and frees it on the device.
 ///
-/// `keep`: the copy is retained after the restore. Content that the last copy holds unchanged is
-/// not copied again. `check`: the restore verifies checksums. `handed`: if it is `Some`, a
-/// checkpoint follows, and a copier may copy the memory during the checkpoint. The value is the
-/// process's VRAM in bytes.
+/// `keep`: retain the copy after the restore. Content that is unchanged since the last copy is not
+/// copied again. `check`: the restore verifies checksums. `handed`: `Some` if a checkpoint follows,
+/// during which a copier may copy the memory. The value is the process's VRAM in bytes.
 ///
 /// # Errors
 /// The driver's code, [`NO_HOST_MEMORY`] or [`LOADER_HELD`]. Everything is on the device as before.
@@ -66,7 +65,8 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
         return Err(result::NOT_SUPPORTED);
     }
     relax_captures();
-    // Unused memory of stream pools would stay on the device.
+    // Release it, because unused memory of stream pools is in no table and would stay on the
+    // device.
     stream_pools::clear();
     checksum::set(check);
     with_pool(|pool| {
@@ -87,10 +87,11 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
             return Err(result::OUT_OF_MEMORY);
         }
         pool.set_keeps(keep);
-        // Before the first copy: digests decide what is copied, and which zero pages are skipped.
+        // Before the first copy, because the digests decide which content is copied and which zero
+        // pages are skipped.
         let mut found = digest::of(bytes, AllocationPiece::leaves);
         let zero_bytes = found.as_mut().map_or(0, |found| pool.leave_out(found));
-        // The copier copies everything, so it is only used if most of the content is new and no
+        // The copier copies all content. So it is used only if most of the content is new and no
         // zero page is skipped.
         let handed = handed.filter(|_| {
             let all_new = zero_bytes == 0 && is_new(pool, found.as_ref(), bytes as u64);
@@ -99,7 +100,7 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
         if let Some(vram_bytes) = handed
             && copier_offload::export_to_copier(pool, vram_bytes)?
         {
-            // If the copier does not copy it, the pool is tainted and not used again.
+            // If the copier fails to copy the content, the pool is marked and not used again.
             pool.learn(found.unwrap_or(DigestTable::none()));
             update_kept_counter(0);
             local_memory::release();
@@ -114,18 +115,19 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
             CopyOutProgress { pool, copies: CopyStreams::new(), found, unchanged_bytes: 0 };
         let copied = as_result(each(AllocationPiece::leaves, |_, piece| out.copy(piece)));
         let CopyOutProgress { pool, copies, found, unchanged_bytes } = out;
-        // In any case: no copy may still run when the pool or the memory is freed.
+        // Also after a failure: no copy may still run when the pool or the memory is freed.
         let finished = copies.finish();
         pool.end();
         if copied == Err(NO_HOST_MEMORY) {
             pool.give_back_unused();
         }
         copied.and(finished)?;
-        // Without digests the content of the pool is unknown from here on, also what was not copied.
+        // Without digests, nothing is known of the pool's content from now on, even of parts that
+        // were not copied.
         pool.learn(found.unwrap_or(DigestTable::none()));
         SWAP.unchanged_bytes.store(unchanged_bytes, Ordering::Relaxed);
         SWAP.zero_bytes.store(zero_bytes, Ordering::Relaxed);
-        // What is in use does not count as retained.
+        // The pool is in use now, so none of it counts as retained.
         update_kept_counter(0);
         give_back();
         local_memory::release();
@@ -133,7 +135,7 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
     })
 }
 
-/// Whether the pool has less than half of the content, as far as digests tell.
+/// Whether the pool has less than half of the content, as the known digests show.
 fn is_new(pool: &StagingPool, found: Option<&DigestTable>, bytes: u64) -> bool {
     found.is_none_or(|found| pool.unchanged(found) < bytes / 2)
 }
@@ -252,7 +254,8 @@ pub(super) fn copy_to_host(
     while done < piece.bytes {
         let offset = (piece.offset + done) as usize;
         let left = (piece.bytes - done) as usize;
-        // The driver refuses a copy that crosses into another registration: not beyond the chunk.
+        // The driver refuses a copy that crosses the end of a registration, so a copy ends with its
+        // chunk.
         let (is_zero, bytes) = pool.left_out(offset, left);
         let device = piece.address + done;
         let code = copies.on_stream(piece.context, |stream| match is_zero {
@@ -282,7 +285,7 @@ fn give_back() {
     update_counters();
 }
 
-/// Writes to the counters how much is copied out, and whether the rest includes imported memory.
+/// Updates the counters: the copied-out bytes, and whether memory on the device was imported.
 pub(super) fn update_counters() {
     let in_pool =
         |piece: &AllocationPiece| matches!(piece.place, MemoryPlace::Pool | MemoryPlace::Mapped);
@@ -307,17 +310,17 @@ pub fn copy_in() -> Result<(), u32> {
     relax_captures();
     let copied = with_pool(|_| local_memory::restore()).and_then(|()| copy_in_content());
     if copied.is_err() {
-        // The restore is tried again, perhaps much later: nothing stays on the device until then.
+        // The next attempt may be much later. Until then nothing may stay on the device.
         with_pool(|_| local_memory::release());
     }
     copied?;
-    // Only once all content is back: the digests are computed on the device.
+    // Only after all content is copied in, because the device computes the digests.
     checksum::look();
     Ok(())
 }
 
 fn copy_in_content() -> Result<(), u32> {
-    // First what is exported: it is still on the device, and is only mapped again.
+    // First the exported memory: it is still on the device and needs only a mapping.
     copier_offload::restore_from_copier()?;
     let returned = if copier_restore::import_from_copier() {
         update_counters();
@@ -334,7 +337,7 @@ fn copy_to_device() -> Result<(), u32> {
         let mut copies = CopyStreams::new();
         let is_copied = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
         let begun = as_result(each(is_copied, |id, piece| fill(pool, &mut copies, id, piece)));
-        // In any case: no copy may still run when the memory is unmapped again.
+        // Also after a failure: no copy may still run when the memory is unmapped again.
         let finished = copies.finish();
         let copied = begun.and(finished);
         each(
@@ -403,7 +406,7 @@ fn fill(
 }
 
 /// Frees a part of the unused pool while the application runs, unless the pool is retained and host
-/// memory suffices.
+/// memory is sufficient.
 pub fn tidy() -> TrimResult {
     if !is_in_use() || is_copied_out() {
         return TrimResult::All;
@@ -412,7 +415,7 @@ pub fn tidy() -> TrimResult {
         (pool.tidy(prefault_ahead::is_on(), host_pressure::is_near), pool.kept_bytes())
     };
     let Some((tidied, kept_bytes)) = with_pool_if_free(tidy) else {
-        // Tried again after the same interval as for retained memory.
+        // Try again after the interval that applies to retained memory.
         return TrimResult::Kept;
     };
     update_kept_counter(kept_bytes);

@@ -1,5 +1,5 @@
-//! Digests of device memory, which tell what content the pool already has. The device computes them
-//! at the speed of its memory, some hundred times faster than a copy to the host.
+//! Digests of device memory, which show what content the pool already has. The device computes them
+//! at the speed of its memory, about a hundred times faster than a copy to the host.
 //!
 //! ```text
 //! slot of the pool (2 MiB):  not known ──copied, with its digest──> known
@@ -27,7 +27,7 @@ const THREADS: u32 = 256;
 const NAME: *const c_char = c"affinode_digest".as_ptr();
 const IMAGE: &str = concat!(include_str!("digest.ptx"), "\0");
 
-/// A digest of one slot. An all-zero value: the content is not known.
+/// A digest of one slot. An all-zero value means that the content is unknown.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Digest {
@@ -136,7 +136,7 @@ fn of_context(
     let mut device = -1;
     (in_context(context, || call!(ctx_get_device(&raw mut device))) == result::SUCCESS)
         .then_some(())?;
-    // Whether a kernel of this context can read memory of another device is unknown.
+    // It is unknown whether a kernel of this context can read memory of another device.
     let here = |piece: &AllocationPiece| {
         which(piece) && piece.context == context && piece.property.location_id == device
     };
@@ -194,7 +194,7 @@ fn run(kernel: usize, work: &mut [Digest]) -> u32 {
     let code = match call!(stream_create(&raw mut stream, NON_BLOCKING)) {
         result::SUCCESS => {
             let code = run_on(kernel, table, work, stream);
-            // In any case: the device must not use the table once it is freed.
+            // Also after a failure: the device must not use the table after it is freed.
             let finished = call!(stream_synchronize(stream));
             call!(stream_destroy(stream));
             if code == result::SUCCESS { finished } else { code }

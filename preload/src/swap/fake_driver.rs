@@ -1,4 +1,4 @@
-//! A driver for unit tests: physical memory, addresses and descriptors of it, counted one by one.
+//! A driver for unit tests. It counts physical memory, addresses and descriptors one by one.
 //!
 //! It has the limits that were measured on the real driver. It does not export memory that was
 //! imported, or that was created without a handle type. A copy must be inside one registration of
@@ -41,7 +41,7 @@ pub struct Held {
     pub mappings: usize,
     /// Ranges of reserved addresses.
     pub ranges: usize,
-    /// Exports of which any descriptor is still open.
+    /// Number of exports with at least one open descriptor.
     pub descriptors: usize,
     /// Number of existing streams.
     pub streams: usize,
@@ -86,11 +86,11 @@ struct Device {
     events: BTreeSet<usize>,
     /// Pools that exist now.
     pools: BTreeSet<usize>,
-    /// Other contexts that were made current.
+    /// All contexts other than [`CONTEXT`] that were pushed so far.
     pushed: Vec<usize>,
     /// Contexts for which an event was recorded, in order.
     awaited: Vec<usize>,
-    /// Contexts that are current now, above [`CONTEXT`].
+    /// Contexts that are pushed now, above [`CONTEXT`].
     current: Vec<usize>,
     /// Stack limits that are not [`STACK_LIMIT`], by context.
     limits: BTreeMap<usize, usize>,

@@ -1,9 +1,9 @@
 //! Decides whether retained host memory must be freed, before the application reaches the
 //! container's memory limit or uses up the node's memory.
 //!
-//! An eighth of the limit, at least 1 GiB, must stay free, and an eighth of the node's memory. If a
-//! value cannot be read, host memory counts as short, and nothing is retained. Limits above the container's own are not
-//! visible from inside.
+//! Host memory is short unless an eighth of the limit (at least 1 GiB) and an eighth of the node's
+//! memory stay free. It also counts as short if a value cannot be read; then nothing is retained.
+//! Limits of cgroups above the container's own are not visible inside the container.
 
 use core::ffi::CStr;
 
@@ -61,7 +61,7 @@ fn group() -> Option<(u64, u64)> {
     let own = sys::read_file(c"/proc/self/cgroup", &mut own).and_then(path_of).unwrap_or(b"/");
     let mut paths = [const { [0; PATH_BYTES] }; 3];
     let [first, second, third] = &mut paths;
-    // If the groups of the whole node are visible, the container's own is among them.
+    // If this process sees the cgroups of the whole node, its own cgroup is among them.
     let folder = if exists(own, UNIFIED[0]) { own } else { b"/" };
     let unified = exists(folder, UNIFIED[0]);
     let [limit, usage, stat] = if unified {

@@ -1,6 +1,6 @@
 //! The order of swappable memory in the pool: by age, the oldest first. Memory that a program
-//! allocates at its start, such as the weights of a model, keeps its offset when newer memory
-//! changes.
+//! allocates at its start, such as the weights of a model, then keeps its offset when newer memory
+//! is allocated or freed.
 //!
 //! Allocations come before the application's own blocks. Names of blocks are ascending numbers.
 

@@ -25,7 +25,8 @@ use crate::process;
 
 /// `CU_LIMIT_STACK_SIZE`: bytes of local memory for each thread.
 const STACK_SIZE: u32 = 0;
-/// With them, tools or other parts of the driver use the context.
+/// Hazards with which tools or other parts of the driver use the context, so that its limit is not
+/// changed.
 const LEFT_ALONE: Hazards = Hazards::KEEPS_CONTEXT.without(Hazards::KEEPS_MEMORY);
 
 /// A context whose local memory is released. All are 0 in a free slot.
@@ -76,7 +77,7 @@ pub(super) fn is_released() -> bool {
     SWAP.limits.released().next().is_some()
 }
 
-/// VRAM that the contexts take again at their restore, in bytes.
+/// VRAM that the contexts need again at their restore, in bytes.
 pub fn released_bytes() -> u64 {
     SWAP.limits.released().map(|slot| slot.bytes.load(Ordering::Relaxed) as u64).sum()
 }
@@ -140,7 +141,7 @@ fn threads_of_device() -> usize {
         .saturating_mul(attribute(device_attribute::MAX_THREADS_PER_MULTIPROCESSOR))
 }
 
-/// Gives all contexts their local memory again. No context may end during the call.
+/// Allocates the local memory of all contexts again. No context may end during the call.
 ///
 /// # Errors
 /// The driver's code; `OUT_OF_MEMORY` if VRAM is short. The rest stays released, and the call can be

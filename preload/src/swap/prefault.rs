@@ -204,8 +204,9 @@ impl Prefault {
     }
 
     /// Counts `bytes` as being touched. False: host memory would become short, or the copy out was
-    /// cancelled. While little memory is left, helpers continue one after the other. The bytes that
-    /// other helpers are touching then count twice: in the reading of free memory, and here.
+    /// cancelled. While little memory is left, helpers run one after the other, because the bytes
+    /// that other helpers touch at the same time are counted twice: in the reading of free memory,
+    /// and here.
     fn may_touch(&self, bytes: u64) -> bool {
         loop {
             let seen = self.progress.load(Ordering::Acquire);
@@ -353,11 +354,11 @@ pub mod tests {
             assert!(!fill(), "it would be touched");
             assert_eq!((resident(), PREFAULT.touching.load(Ordering::Acquire)), (0, 0));
             assert_eq!(page.filling_bytes.load(Ordering::Relaxed), 0, "it is over");
-            // Memory that is made ready ahead of a copy is none of that copy.
+            // A prefault ahead of a copy out does not belong to that copy out.
             page.set_phase(Phase::Open);
             assert!(fill());
             PREFAULT.resident.clear();
-            // The word was for an earlier copy.
+            // The order applied to an earlier copy.
             page.generation.fetch_add(1, Ordering::Relaxed);
             page.set_phase(Phase::CopyingOut);
             assert!(fill());

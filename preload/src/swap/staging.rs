@@ -80,8 +80,8 @@ pub enum TrimResult {
     Kept,
 }
 
-/// Returns the size of the address range for a pool of `bytes` bytes: an eighth more, so that a
-/// process that grows a little keeps its pool. A small pool gets no addition, because an extra
+/// Returns the size of the address range for a pool of `bytes` bytes. An eighth is added, so that a
+/// process that grows a little keeps its pool. A small pool gets no addition, because one more
 /// chunk would be a large part of it.
 fn with_room_to_grow(bytes: usize) -> usize {
     if bytes < KEPT_CHUNKS * CHUNK_BYTES {
@@ -168,7 +168,8 @@ impl StagingPool {
         self.tainted = 0;
         PREFAULT.resident.clear();
         if self.start != 0 {
-            // A file's pages would stay as long as a forked child has the descriptor.
+            // The pages of a file would exist for as long as a forked child has the descriptor, so
+            // they are freed here.
             let own = |chunk: &usize| !self.shared.has(*chunk);
             for chunk in (0..self.chunks()).filter(own) {
                 let (at, bytes) =
@@ -176,8 +177,8 @@ impl StagingPool {
                 // SAFETY: mapped here, and the pool is empty.
                 unsafe { sys::discard(at, bytes, self.of_file == 1) };
             }
-            // A chunk that is still registered keeps its addresses: the driver would take later memory
-            // of the application there for the chunk.
+            // Keep the addresses of a chunk that is still registered: the driver would treat later
+            // memory of the application at these addresses as that chunk.
             if is_free {
                 // SAFETY: as above.
                 unsafe { sys::unmap_private(self.start as *mut u8, self.bytes) };
@@ -222,7 +223,7 @@ impl StagingPool {
     /// Waits until an offset can be copied to, and returns its host address. `None`: other
     /// processes have taken the host memory.
     pub fn ready(&mut self, offset: usize) -> Option<*mut c_void> {
-        // Waits also for a chunk that is still registered: the prefault writes to it.
+        // Also wait if the chunk is still registered, because the prefault writes to its pages.
         PREFAULT.wait(offset / CHUNK_BYTES).then(|| self.held(offset))
     }
 

@@ -30,8 +30,8 @@ fn one_at_a_time(body: impl FnOnce() -> u32) -> u32 {
     SWAP.vmm_lock.hold(body)
 }
 
-/// Runs `body` with the driver's handle for the application's handle, and with true if the latter
-/// is a name.
+/// Runs `body` with the driver's handle for the application's handle. The second argument is true
+/// if the application's handle is a name.
 fn with_handle(given: u64, body: impl FnOnce(u64, bool) -> u32) -> u32 {
     match blocks(|blocks| blocks.handle(given)) {
         Handle::Drivers => body(given, false),
@@ -203,7 +203,7 @@ pub(super) unsafe extern "C" fn mem_get_property(
             Some(piece.property)
         });
         with_handle(given, |handle, _| match made_as {
-            // The driver would return the properties that the copier has created it with.
+            // The driver would return the properties with which the copier has created the memory.
             Some(known) if !property.is_null() => {
                 // SAFETY: the application's own place for the properties.
                 unsafe { property.write(known) };

@@ -1,9 +1,9 @@
 //! Physical memory that the application created itself (`cuMemCreate`), and its mappings.
 //!
 //! The application knows a block by a name of this library, which stays the same when the driver's
-//! handle changes. A block is swappable while it is mapped as a whole exactly once, and only its own
-//! device may read and write it there: frameworks with segments that grow use it so. Any other
-//! block is left to the driver.
+//! handle changes. A block is swappable while all of it is mapped exactly once and only its own
+//! device may read and write it there. Frameworks with growing segments map blocks in this way. Any
+//! other block is left to the driver.
 //!
 //! ```text
 //! cuMemCreate ──> named ──cuMemMap──> mapped ──cuMemSetAccess──> swappable
@@ -110,12 +110,12 @@ impl VmmHandleTable {
         }
     }
 
-    /// Bytes of the blocks that are swappable now.
+    /// Total size of the blocks that are swappable now, in bytes.
     pub fn swappable_bytes(&self) -> u64 {
         self.swappable_bytes
     }
 
-    /// The block with this name.
+    /// The block that the application knows by this name. `None`: it does not exist.
     pub fn at(&mut self, name: u64) -> Option<&mut VmmHandle> {
         self.blocks.at(name)
     }

@@ -22,7 +22,7 @@ const PIECE_BYTES: u64 = 8 * MIB;
 const PIECES: usize = 3;
 const LATER_US: u64 = u64::MAX;
 
-/// How the memory was made.
+/// Kind of memory with which a test begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Made {
     /// The process can export the memory.
@@ -69,7 +69,8 @@ impl World {
         };
         let code = call!(mem_address_reserve(&raw mut piece.address, bytes as usize, 0, 0, 0));
         assert_eq!(code, result::SUCCESS);
-        // The driver knows what it may export, whatever is noted here.
+        // The driver decides by the memory itself whether it can be exported, not by the recorded
+        // properties.
         let handle_types = if made == Exportable { piece.property.handle_types } else { 0 };
         let property = MemAllocationProp { handle_types, ..piece.property };
         piece.handle = back(&AllocationPiece { property, ..piece }).unwrap();
@@ -121,8 +122,8 @@ impl World {
         self.pieces().iter().map(|piece| piece.place).collect()
     }
 
-    /// Whether all is on the device, at the same addresses with the same contents, and nothing else
-    /// is held.
+    /// Whether all memory is on the device, at the same addresses with the same contents, and no
+    /// other object of the device is held.
     fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
@@ -148,12 +149,12 @@ impl Drop for World {
     }
 }
 
-/// What the device holds with this number of mapped pieces.
+/// Objects on the device with this number of mapped pieces.
 fn usual(many: usize) -> Held {
     Held { handles: many, mappings: many, ranges: many, descriptors: 0, streams: 0 }
 }
 
-/// What the device holds of pieces whose content is elsewhere: only their addresses.
+/// Objects on the device of pieces whose content is elsewhere: only their addresses.
 fn offloaded(descriptors: usize) -> Held {
     Held { handles: 0, mappings: 0, ranges: PIECES, descriptors, streams: 0 }
 }
@@ -277,7 +278,7 @@ fn failed_take_back_is_repeated() {
     }
 }
 
-/// A checkpoint of a process with unreleased imported memory would lose the process.
+/// The driver could not restore a process that was checkpointed with imported memory.
 #[test]
 fn unreleased_import_is_reported() {
     let world = World::new(1, Exportable);
@@ -320,7 +321,7 @@ fn unread_socket_is_awaited_until_deadline() {
     assert!(copier_restore::send_piece(world.copier.as_raw_fd(), sys::now_us()).is_none());
 }
 
-/// The other descriptors are left to the application.
+/// Three quarters of the process's descriptors are left to the application.
 #[test]
 fn export_uses_a_quarter_of_the_descriptors() {
     const MANY: usize = 300;
@@ -356,7 +357,7 @@ fn copier_is_ready_for_the_announced_bytes() {
     assert!(!prefault_ahead::is_ready(PIECE_BYTES + 1));
     assert!(prefault_ahead::is_ready(PIECE_BYTES) && prefault_ahead::is_told());
     assert_eq!(fds::COPIER.owned(), own);
-    // Its pages are not those that the copier has registered any more.
+    // The pool's pages are no longer those that the copier has registered.
     prefault_ahead::is_spoilt();
     assert!(
         fds::COPIER.get().is_none() && !prefault_ahead::is_told() && !prefault_ahead::is_ready(0)

@@ -79,8 +79,8 @@ impl World {
         locked(|allocations| allocations.iter().map(|one| one.piece).collect())
     }
 
-    /// Whether all is on the device, at the same addresses with the same contents, and nothing else
-    /// is held.
+    /// Whether all memory is on the device, at the same addresses with the same contents, and no
+    /// other object of the device is held.
     fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device

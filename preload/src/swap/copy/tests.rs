@@ -49,8 +49,8 @@ impl World {
         locked(|allocations| allocations.iter().map(|one| one.piece).collect())
     }
 
-    /// Whether all is on the device, at the same addresses with the same contents, and nothing else
-    /// is held.
+    /// Whether all memory is on the device, at the same addresses with the same contents, and no
+    /// other object of the device is held.
     fn is_resident(&self) -> bool {
         let right = |(n, piece): (usize, &AllocationPiece)| {
             piece.place == MemoryPlace::Device
@@ -71,7 +71,7 @@ impl Drop for World {
     }
 }
 
-/// What the device holds with this number of mapped pieces.
+/// Objects on the device with this number of mapped pieces.
 fn held(many: usize) -> Held {
     Held { handles: many, mappings: many, ranges: PIECES, descriptors: 0, streams: 0 }
 }
@@ -120,7 +120,7 @@ fn allocation_with_other_holders_stays() {
     }
 }
 
-/// An exported block of the application's own stays where the importer has it.
+/// A block that the application has exported stays, because the importer has it mapped.
 #[test]
 fn exported_block_stays() {
     use affinode_cuda_sys::{ACCESS_READ_WRITE, LOCATION_DEVICE, MemAccessDesc, POSIX_DESCRIPTOR};
@@ -201,8 +201,8 @@ fn copy_stops_where_others_took_host_memory() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// The controller sees the limit of the pod and cancels the copy. The order applies to this copy
-/// only.
+/// The controller cancels the copy, because it sees the limit of the pod. The order applies to this
+/// copy only.
 #[test]
 fn copy_turned_back_by_controller_leaves_all() {
     use affinode_proto::wire::Phase;
@@ -225,7 +225,7 @@ fn failed_copy_out_leaves_all_on_the_device() {
     for call in ["cuStreamCreate", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"] {
         for which in 0..if call == "cuMemcpyDtoHAsync_v2" { PIECES } else { 1 } {
             let world = World::new();
-            // Digests take one of each.
+            // The digests need one call of each of these functions before.
             world.fake.fail(call, 1 + which);
             assert_eq!(copy_out(true, false, None), Err(result::OUT_OF_MEMORY), "{call}, {which}");
             assert!(world.is_resident() && !is_copied_out(), "{call}, {which}");
