@@ -186,9 +186,10 @@ impl CounterPage {
         })
     }
 
-    /// Records that a thread of this slot begins to wait at the gate. The thread renews the wait once a
-    /// second ([`CounterPage::renew_wait`]). If it leaves the wait by a jump out of a signal handler,
-    /// by an exception or by its end, it stops counting after [`WAIT_COUNTS_US`].
+    /// Records that a thread of this slot begins to wait at the gate. A waiting thread renews its
+    /// wait once a second ([`CounterPage::renew_wait`]). A thread can leave the wait without a call
+    /// here: by a jump out of a signal handler, by an exception or by its end. Its wait is then no
+    /// longer counted after [`WAIT_COUNTS_US`].
     pub fn begin_wait(&self, slot: &ThreadSlot, now_us: u64) {
         if slot.owner.tid() == 0 {
             slot.waiting.fetch_add(1, Ordering::SeqCst);

@@ -13,19 +13,19 @@
 //!          Damaged ─> error: the content of memory is lost, nothing reaches the driver
 //! ```
 //!
-//! A poll (`cuStreamQuery`, `cuEventQuery`) queries whether work has finished. The driver's lock
-//! waits for all work. So from the lock until the process is resident again, all work has finished.
-//! The poll then returns SUCCESS without the driver, and no wake is sent, because an idle framework
-//! polls.
+//! A poll (`cuStreamQuery`, `cuEventQuery`) queries whether work has ended. The driver's lock waits
+//! for all work. From the lock until the process is resident again, no work can run, so a poll
+//! returns SUCCESS without a call into the driver. It sends no Wake, because a framework that is
+//! idle still polls.
 //!
 //! # Calls inside calls
 //!
-//! A call is nested if it is made while another call of its thread is counted. A callback of the
-//! driver makes such calls, and so does a signal handler that interrupts a call. The outer call may
-//! need the nested one to end, so a nested call passes a closed gate while the gate is not sealed.
-//! A counted outer call may not have passed the gate. A signal can arrive after the outer call was
-//! counted and before it read the gate, when the closer has already seen every count at zero. So a
-//! nested call must also pass a second gate, the seal:
+//! A call is nested if it is made while another call of its thread is counted. Callbacks of the
+//! driver make such calls, and so do signal handlers that interrupt a call. The outer call may need
+//! the nested call to end, so a nested call passes a closed gate until the gate is sealed. The
+//! count of the outer call does not prove that this call has passed the gate: a signal can arrive
+//! after the outer call was counted and before it read the gate, when the closer has already seen
+//! every count at zero. A nested call must therefore also pass a second gate, the seal:
 //!
 //! - The nested call adds its own count before it reads `sealed`. The closer writes `sealed`
 //!   before it reads the counts for the last time. All four are sequentially consistent (the slow
@@ -37,9 +37,9 @@
 //! - If the outer call was only counted, the gate holds it as soon as it reads the gate, whatever
 //!   its handler has done.
 //!
-//! Held allocations are sealed in the same way, by the counts of allocating calls: a nested
-//! allocation passes until the hold is reported, and waits from then on, whatever its outer call
-//! is. The fast path needs no seal, because it passes only an open gate.
+//! Held allocations are sealed in the same way, by the counts of allocating calls. A nested
+//! allocation passes until the agent reports the hold, and waits from then on, even if its outer
+//! call is not an allocation. The fast path needs no seal, because it passes only an open gate.
 
 use core::sync::atomic::Ordering;
 
@@ -68,7 +68,8 @@ pub struct HookFrame {
     rdx: u64,
     /// Address that the thunk calls, or to which it jumps.
     target: usize,
-    /// Time limit of the wait for free VRAM; 0 (set by the thunk): the call has not waited yet.
+    /// Time at which the wait for free VRAM ends; 0 (set by the thunk): the call has not waited
+    /// yet.
     waits_until_us: u64,
     /// Start time of the call if it is recorded, else 0.
     began_ns: u64,
@@ -105,8 +106,9 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
     // SAFETY: stubs pass entries, which are static.
     let entry = unsafe { &*frame.entry };
     let Some(real) = entry.resolve(libcuda::function) else {
-        // Only exported names arrive here. Some programs define functions of these names
-        // that load libcuda when they are called; without this library those would be called.
+        // This is a call of an exported name. Some programs define functions of such names
+        // themselves, which load libcuda when they are called. Without this library the program
+        // would have called its own function, so find and call that one.
         let Some(stand_in) =
             hook::name(entry.number()).map(str::as_bytes).and_then(elf::find_function)
         else {
@@ -140,8 +142,9 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
             return ThunkAction::Pass;
         };
         frame.place = place;
-        // The hazard is added before the call counts or waits. An agent that has found every call
-        // ended sees it; a call that arrives later waits until the process is resident.
+        // The hazard is added before the call is counted or waits. If the call was counted, the
+        // agent sees the hazard after every count is zero; if not, the call waits until the process
+        // is resident.
         if !tool.is_empty() && page.add_hazards(tool) {
             hook_table::see_waits();
             process::poke_agent();
@@ -150,8 +153,8 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
             EnterResult::Through => {
                 exit::catch_up();
                 frame.began_ns = place.slot().map_or(0, |slot| call_recorder::begin(page, slot));
-                // The engine is known only now: a first allocation waits at the gate for the
-                // controller's Welcome.
+                // Choose the wrapper only now: a first allocation waits at the gate for the
+                // controller's Welcome, which contains the engine.
                 frame.target = swap::stand_in(entry.number(), real).unwrap_or_else(|| {
                     if may_take_handles(entry) {
                         swap::translate(&mut frame.arguments);
@@ -182,7 +185,9 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
                 }
                 page.wait_a_moment();
             }
-            // A nested call needs its outer call, and before the driver's lock work may still run.
+            // Answer only calls that are not nested, because the outer call of a nested call may
+            // still need the driver. Answer only after the driver's lock, because before it work
+            // may still run.
             Some(slot)
                 if !nested
                     && page.is_finished()
@@ -217,7 +222,8 @@ pub unsafe extern "C" fn leave(frame: &mut HookFrame) -> u32 {
         // SAFETY: these are the arguments of a call of this function that succeeded.
         unsafe { constants::remember(entry.number(), &frame.arguments) };
     }
-    // While the call still counts, so that no gate closes before its hazards are known.
+    // Add the hazards while the call is still counted, so that no gate closes before they are
+    // known.
     if frame.result as u32 == 0 && class.is_special() {
         // SAFETY: these are the arguments of a call of this class that succeeded.
         let hazards = unsafe { hazard::of_call(class, &frame.arguments) };
@@ -256,8 +262,8 @@ fn may_take_handles(entry: &HookEntry) -> bool {
     entry.class() == Class::Peer || entry.number() == hook::UNLISTED
 }
 
-/// Whether the call that has just returned was nested in another one. The outer call is still
-/// counted, and must not wait for free VRAM.
+/// Whether the call that has just returned was nested in another call. The outer call is still
+/// counted, so the nested call must not wait for free VRAM: no gate could close during that wait.
 fn is_inside_another(place: SlotLocation) -> bool {
     // SAFETY: the calling thread's own block.
     let depth = unsafe { (*process::thread()).depth };
@@ -322,16 +328,17 @@ fn try_enter(place: SlotLocation, page: &CounterPage, entry: &HookEntry) -> Ente
     EnterResult::Through
 }
 
-/// Whether a call only asks whether work has ended. With a profiler in the process this includes waits
-/// for work: after a profile, a thread of CUPTI's calls `cuCtxSynchronize` several times a second (H200,
-/// driver 580.159), although the program is idle.
+/// Whether a call only queries whether work has ended. With a profiler in the process, waits for
+/// work are included: after a profile, a thread of CUPTI calls `cuCtxSynchronize` several times a
+/// second (H200, driver 580.159), although the program is idle.
 fn is_poll(page: &CounterPage, class: Class) -> bool {
     class == Class::Poll || (class == Class::Sync && page.hazards().intersects(Hazards::TOOLS))
 }
 
 fn uncount(place: SlotLocation, class: Class) {
     let Some(slot) = place.slot() else {
-        // The process has forked meanwhile: the count is the parent's, the block is reset.
+        // The process was forked in the meantime: the count belongs to the parent, and the thread's
+        // block was reset.
         return;
     };
     let thread = process::thread();
@@ -370,11 +377,11 @@ fn holds(page: &CounterPage, class: Class, nested: bool) -> bool {
     look(page, class) == GateCheck::Holds && (!nested || page.is_sealed())
 }
 
-/// Sleeps until the gate lets calls of this class through. Signal handlers run as usual, and
-/// signals that end the process end it.
+/// Sleeps until the gate passes calls of this class. Signal handlers run as usual, and signals that
+/// end the process end it.
 fn wait(place: SlotLocation, page: &CounterPage, entry: &HookEntry, nested: bool) {
-    // The agent wakes all waiters when it opens the gate; the interval is a guard, and renews the
-    // wait before it stops counting.
+    // The agent wakes all waiters when it opens the gate. The sleep still has a time limit: it is a
+    // safeguard, and it renews the wait before the wait is no longer counted.
     const LOOK_AGAIN_MS: u64 = 1_000;
     let Some(slot) = place.slot() else {
         return;
@@ -389,7 +396,8 @@ fn wait(place: SlotLocation, page: &CounterPage, entry: &HookEntry, nested: bool
         if gate != Gate::Open as u32 {
             sys::futex_wait(&page.gate, gate, LOOK_AGAIN_MS);
         }
-        // The wait had lapsed: the process was stopped for long, or a nested wait has ended it.
+        // The wait was no longer counted: the process was stopped for a long time, or a nested wait
+        // has ended it.
         if place.slot().is_some() && page.renew_wait(slot, sys::now_us()) {
             process::poke_agent();
         }

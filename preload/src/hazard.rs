@@ -1,4 +1,4 @@
-//! Detects from a process's calls what makes its checkpoint unsafe.
+//! Detects hazards, which make a checkpoint unsafe, from the calls of a process.
 
 use core::ffi::{CStr, c_void};
 

@@ -1,4 +1,5 @@
-//! The table of hooked functions. Each has one entry, with the stub through which it is called.
+//! The table of hooked functions. Each function has one entry, with the stub through which the
+//! function is called.
 //!
 //! The entry of an exported name is next to that name (`exports`). A function that the application
 //! gets as an address has an entry in a pool. The entry is found by address, so that repeated
@@ -78,7 +79,7 @@ impl HookEntry {
         })
     }
 
-    /// Puts a function that waits for work on the thorough path.
+    /// Makes calls of a function that waits for work take the thorough path.
     fn see_wait(&self) {
         // An incomplete entry has no class; the thread that completes it calls this afterwards.
         if (self.meta.load(Ordering::SeqCst) >> 56) as u8 == Class::Sync as u8 {
@@ -118,7 +119,8 @@ static SEES_WAITS: AtomicBool = AtomicBool::new(false);
 static EXPORTED_WAITS: [AtomicPtr<HookEntry>; 8] =
     [const { AtomicPtr::new(core::ptr::null_mut()) }; 8];
 
-/// Puts calls that wait for work on the thorough path from now on. Before, they have no extra cost.
+/// Makes all calls that wait for work take the thorough path from now on. Before that, they have no
+/// extra cost.
 pub fn see_waits() {
     if !SEES_WAITS.load(Ordering::Relaxed) && !SEES_WAITS.swap(true, Ordering::SeqCst) {
         ENTRIES.iter().for_each(HookEntry::see_wait);
@@ -217,7 +219,7 @@ mod tests {
         assert_eq!(exported.resolve(|_| Some(77)), Some(77));
         assert!(SEES_WAITS.load(Ordering::Relaxed) || !is_seen(), "nothing is to be seen yet");
         see_waits();
-        // Another test may have been first, and its `see_waits` not complete.
+        // Another test may have called `see_waits` before, without completing it.
         EXPORTED_WAITS.iter().for_each(|place| {
             // SAFETY: as in `see_waits`.
             unsafe { place.load(Ordering::SeqCst).as_ref() }

@@ -1,6 +1,6 @@
-//! `libaffinode_preload.so`: the part of Affinode inside each CUDA process of a
-//! container. It counts the calls into the driver, holds them while the process is
-//! offloaded, and carries out the controller's orders on its own process.
+//! `libaffinode_preload.so`: the part of Affinode inside each CUDA process of a container. It
+//! counts the calls into the driver, holds them while the process is offloaded, and executes the
+//! controller's orders on its own process.
 //!
 //! ```text
 //! application ──dlsym, cuGetProcAddress──> lookup ──┐ (returns a stub)

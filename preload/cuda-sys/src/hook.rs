@@ -19,8 +19,9 @@ pub enum Class {
     Access = 5,
     /// `cuMemPoolSetAccess`. Like [`Class::Access`], for a memory pool.
     PoolAccess = 6,
-    /// Success means that memory is shared with another process, or may be shared later. The driver
-    /// would restore a separate copy for an exporter, apart from the importer's memory.
+    /// Success means that memory is shared with another process, or can be shared later. After a
+    /// checkpoint the driver would restore a separate copy for the exporter, apart from the
+    /// importer's memory.
     Import = 7,
     /// Held and counted like [`Class::Work`]. The library has a wrapper for it, because it concerns
     /// swappable memory, contexts or captures.
@@ -29,8 +30,9 @@ pub enum Class {
     /// has swappable memory, it is handled like [`Class::Poll`], because such memory has no
     /// attributes while it is copied out.
     Pointer = 9,
-    /// A wait for work, handled like [`Class::Work`]. Memory that was freed in a stream is released
-    /// after it. Such calls therefore take the thorough path once the library may have such memory.
+    /// A wait for work, handled like [`Class::Work`]. After it, the library releases memory that
+    /// was freed in a stream. Such calls therefore take the thorough path once the library can have
+    /// such memory.
     Sync = 10,
     /// `cuGetExportTable`. Requests for tables of the CUDA runtime and its libraries pass
     /// unrecorded. Any other request is recorded, then held and counted like [`Class::Work`].
@@ -250,7 +252,7 @@ mod tests {
             ("cuCtxEnablePeerAccess", Class::Peer),
             ("cuMemSetAccess", Class::Access),
             ("cuIpcOpenMemHandle_v2", Class::Import),
-            // A process that opens such an event works on when this process has finished.
+            // A process that opens such an event continues when this process has finished its work.
             ("cuIpcGetEventHandle", Class::Import),
             // Each returns a handle by which another process opens the memory.
             ("cuIpcGetMemHandle", Class::Import),

@@ -1,8 +1,8 @@
-//! Threads that block inside the driver while the process is offloaded, in calls that no hook sees.
+//! Threads that block inside the driver while the process is offloaded, in calls without a hook.
 //!
-//! A call that reaches a driver library past the hooks waits there until the process is resident.
-//! No Wake is sent for it, so it would hang permanently. The agent therefore samples the threads of
-//! its process:
+//! A call that reaches a driver library without a hook waits there until the process is resident.
+//! No Wake is sent for such a call, so it would wait permanently. The agent therefore samples the
+//! threads of its process:
 //!
 //! ```text
 //! before the driver's lock: where each thread is
@@ -65,13 +65,13 @@ pub struct BlockedThreadWatch {
     count: usize,
     excused: [(u32, ThreadLocation); MAX_EXCUSED],
     excused_count: usize,
-    /// The thread for which the process is restored, its place, and the time at which it was first
-    /// seen resident.
+    /// The thread for which the process is restored, its place, and the time of the first check at
+    /// which the process was resident again.
     suspect: Option<(u32, ThreadLocation, Option<u64>)>,
     false_alarms: u32,
     due_us: u64,
-    /// Context switches of all threads but the agent at the last look. The next field is the number
-    /// of consecutive looks that found the same.
+    /// Sum of the context switches of all threads except the agent at the last sample. The next
+    /// field is the number of consecutive samples with the same sum.
     switches: u64,
     quiet_looks: u32,
 }
@@ -129,7 +129,7 @@ impl BlockedThreadWatch {
             return false;
         }
         self.due_us = now_us + INTERVAL_US;
-        // A blocked thread is found at the third look after it has run.
+        // A blocked thread is detected at the third sample after it has run.
         const LOOKS: u32 = 3;
         let switches = sys::switches_of_others();
         self.quiet_looks = if switches == self.switches { self.quiet_looks + 1 } else { 0 };
@@ -308,7 +308,7 @@ enum Code {
 }
 
 impl Code {
-    /// Classifies code by the path of the mapped file.
+    /// The owner of code, found by the path of the mapped file.
     fn of(path: &[u8]) -> Code {
         // One string each: a table of references would cost every process a relocation per name.
         const DRIVER: &[u8] = b"libcuda.so libnvidia- libcupti libnvcuvid libnvoptix \
@@ -380,7 +380,7 @@ fn attribute(words: &mut Words) -> bool {
         if bytes == 0 {
             return true;
         }
-        // A line longer than the buffer has a path that is no driver library's.
+        // The path in a line that exceeds the buffer is not that of a driver library.
         let used = if used == 0 && filled == BUFFER_BYTES { filled } else { used };
         let mut line = [0_u8; BUFFER_BYTES];
         let rest = buffer.get(used..filled).unwrap_or(&[]);

@@ -13,10 +13,11 @@ const MAX_BACKOFF_MS: u64 = 5_000;
 /// Time limit for the arrival of the Welcome.
 const WELCOME_WITHIN_US: u64 = 5_000_000;
 
-/// Value of the variable that names another socket; null: it is not set. To be called on the
-/// application's thread, because the application may change its environment right afterwards.
+/// Value of the environment variable that names another socket; null if it is not set. The
+/// application's thread must make this call, because the application may change its environment
+/// later.
 pub fn named_socket() -> *mut c_void {
-    // The environment of a setuid program is its caller's.
+    // The caller of a setuid program controls the program's environment, so it is ignored.
     let value = libc::environment(AGENT_SOCKET_ENV.as_bytes()).filter(|_| !libc::is_secure());
     value.map_or(core::ptr::null_mut(), |v| v.as_ptr().cast_mut().cast())
 }
@@ -47,7 +48,7 @@ pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Optio
 /// Maximum length of a socket's path, with its terminating zero.
 pub const PATH_BYTES: usize = 108;
 
-/// A connection, or the wait for one.
+/// The connection to the controller, or the wait for the next attempt to connect.
 pub struct ControllerConnection {
     path: [u8; PATH_BYTES],
     path_bytes: usize,
@@ -103,7 +104,7 @@ impl ControllerConnection {
         self.welcomed
     }
 
-    /// Whether there is no connection: the last attempt failed, or the connection has ended.
+    /// Whether there is no connection, because the last attempt failed or the connection has ended.
     pub fn is_alone(&self) -> bool {
         self.socket.is_none()
     }
@@ -114,8 +115,8 @@ impl ControllerConnection {
         self.backoff_ms = FIRST_BACKOFF_MS;
     }
 
-    /// Connects and sends the Hello when that is due. Ends a connection if the Welcome does not
-    /// arrive in time, or if the application has closed its descriptor.
+    /// Connects and sends the Hello if the time of the next attempt has come. Closes a connection
+    /// if the Welcome does not arrive in time, or if the application has closed its descriptor.
     pub fn keep(&mut self, now_us: u64, hello: impl FnOnce() -> AgentMessage) {
         if let Some(socket) = self.socket {
             let overdue = !self.welcomed && now_us >= self.due_us;
@@ -166,7 +167,7 @@ impl ControllerConnection {
         }
     }
 
-    /// Sends a message. If the socket does not take it whole, the connection ends.
+    /// Sends a message. If the socket does not accept the whole message, the connection ends.
     pub fn send(&mut self, now_us: u64, message: &AgentMessage) {
         let fd = self.socket.and_then(|socket| socket.get());
         let sent = fd.is_some_and(|fd| sys::send(fd, &message.encode(), None) == Ok(FRAME_BYTES));
@@ -175,7 +176,7 @@ impl ControllerConnection {
         }
     }
 
-    /// Receives the next message, without waiting for one.
+    /// Receives the next message if it has arrived. Does not wait.
     pub fn receive(&mut self, now_us: u64) -> ReceivedMessage {
         let Some(socket) = self.socket else {
             return ReceivedMessage::Nothing;

@@ -25,21 +25,22 @@ pub struct DriverHost {
     pub page: &'static CounterPage,
     /// The node's GPUs, as the controller lists them.
     pub gpus: GpuMap,
-    /// Watches threads for calls past the hooks.
+    /// Watches threads for calls to the driver without a hook.
     pub watch: BlockedThreadWatch,
-    /// The node's lock, held during a self-restore; `None`: no self-restore is running.
+    /// The node's lock, held while this process restores itself; `None`: it does not.
     pub turn: Option<sys::FolderLock>,
     /// Limits how long a copy-out with the copier waits for the node's lock.
     pub patience: WaitBudget,
 }
 
-/// The library's folder, which self-restores lock. It is the same file in every container of the
-/// node.
+/// The library's folder. A process locks it while it restores itself. It is the same file in every
+/// container of the node.
 const FOLDER: &CStr = c"/.affinode/lib";
 
-/// Budget for waits for the node's lock: true if the last wait failed. The lock is tried up to
-/// [`Self::MAX_TRIES`] times, a millisecond apart. Any container can hold the lock for any time. So
-/// after a failed wait the lock is tried only once each time, until it is free again.
+/// Limits the waits for the node's lock, because any container can hold that lock for any time.
+/// True if the last wait failed. A wait tries the lock up to [`Self::MAX_TRIES`] times, a
+/// millisecond apart. After a failed wait, the lock is tried only once each time, until it is free
+/// again.
 #[derive(Debug, Default)]
 pub struct WaitBudget {
     refused: bool,
@@ -64,7 +65,7 @@ impl WaitBudget {
     }
 }
 
-/// Time limit, before a lock, of the wait for a call that is inside NVML.
+/// Time limit for calls inside NVML to end before the driver's lock.
 const MAX_NVML_MS: u32 = 2_000;
 
 fn own_pid() -> i32 {
@@ -99,7 +100,7 @@ pub fn sees_one_gpu() -> bool {
 }
 
 impl DriverHost {
-    /// Records tools in this process. From then on, waits for work do not count as use.
+    /// Records that tools are in this process. From then on, waits for work do not count as use.
     fn note_tools(&self) {
         if self.page.add_hazards(tools::found()) {
             hook_table::see_waits();
@@ -168,7 +169,7 @@ impl Host for DriverHost {
 
     fn call(&mut self, call: DriverCall) -> Option<u32> {
         if matches!(call, DriverCall::Lock(_)) && swap::loader_lock::is_awaited() {
-            // Nothing of the driver's is called beside that thread.
+            // No function of the driver is called while that thread may use it.
             return Some(BUSY_LOADER);
         }
         if let DriverCall::Lock(timeout_ms) = call
@@ -197,7 +198,7 @@ impl Host for DriverHost {
                 }
                 DriverCall::RestoreOn(from, to) => {
                     let pairs = self.gpus.exchanged(from, to)?;
-                    // From then on the driver shows the process the other GPU.
+                    // After this the driver shows the other GPU to the process.
                     constants::forget();
                     let all = pairs.all();
                     let mut arguments = CheckpointRestoreArgs {
@@ -238,7 +239,7 @@ impl Host for DriverHost {
 
     fn await_work(&mut self, end_us: u64) -> GpuWork {
         if !swap::is_in_use() {
-            // Nothing is copied, so no work can change it.
+            // No memory is copied, so work on the GPU cannot change it during a copy.
             return GpuWork::Done;
         }
         let page = self.page;
@@ -251,7 +252,8 @@ impl Host for DriverHost {
     }
 
     fn copy_out(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32> {
-        // A process that restores itself must not take the VRAM into which the copier still copies.
+        // This is the lock of self-restores: no process that restores itself may take VRAM while
+        // the copier still copies.
         let hands_over = how.then_checkpoint && swap::is_prepared();
         let try_lock = || sys::lock_folder(FOLDER);
         let mut take = || self.patience.take(try_lock, || sys::sleep_us(1_000));
@@ -308,7 +310,8 @@ impl Host for DriverHost {
     }
 
     fn begin_return(&mut self, vram_bytes: u64) -> bool {
-        // Each process would find the same VRAM free: one self-restore at a time on the node.
+        // If several processes restored themselves at once, each would find the same VRAM free. So
+        // only one of them on the node may do so at a time.
         self.turn = sys::lock_folder(FOLDER);
         self.turn.is_some() && vram::has_room(vram_bytes)
     }

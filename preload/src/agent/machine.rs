@@ -1,4 +1,4 @@
-//! The phases of a process and the steps of each order. [`Host`] carries out the single steps.
+//! The phases of a process and the steps of each order. [`Host`] executes the single steps.
 //!
 //! ```text
 //!        Close            Lock                  Checkpoint
@@ -54,7 +54,8 @@ pub struct OrderMachine {
     broken: Option<u32>,
 }
 
-/// Maximum wait for the GPU's work in a process that made no call for its idle timeout.
+/// Maximum time of the wait for the GPU's work, in a process that made no call for its idle
+/// timeout.
 const MAX_WORK_MS: u32 = 5_000;
 
 /// Number of failed restores after which calls return an error. The restore is repeated because the
@@ -62,8 +63,8 @@ const MAX_WORK_MS: u32 = 5_000;
 const MAX_LOST_RETURNS: u32 = 3;
 
 impl OrderMachine {
-    /// The machine of a process that runs. Its allocations are held until the controller has sent
-    /// its Welcome, because the VRAM may be granted to another process.
+    /// Creates the machine of a running process. Its allocations are held until the controller has
+    /// sent its Welcome, because the free VRAM may be granted to another process.
     pub fn new() -> OrderMachine {
         OrderMachine {
             phase: Phase::Open,
@@ -83,9 +84,9 @@ impl OrderMachine {
         self.allocations_held
     }
 
-    /// Carries out an order that the controller decided at `decided_ms` (0: time unknown). An order
-    /// that takes VRAM and is older than [`PROOF_TTL_MS`] is refused. This process or the
-    /// controller was then stopped in between, and the VRAM may be granted to another process.
+    /// Executes an order that the controller decided at `decided_ms` (0: time unknown). An order
+    /// that takes VRAM and is older than [`PROOF_TTL_MS`] is refused: this process or the
+    /// controller was stopped in between, and the VRAM may now be granted to another process.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
         let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
         let late = decided_ms > 0 && age_ms > PROOF_TTL_MS;

@@ -101,7 +101,7 @@ fn thread_that_goes_on_is_recognised() {
     let mut watch = BlockedThreadWatch::new();
     watch.suspect = Some((tid, place, None));
     assert!(watch.has_blocked());
-    // Resident, and where it was.
+    // The process is resident, and the thread is still at the same place.
     assert!(!watch.settle(1_000_000));
     assert!(!watch.has_blocked(), "it is not restored twice");
     assert!(!watch.settle(1_000_000 + GOES_ON_WITHIN_US));
