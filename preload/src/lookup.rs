@@ -9,8 +9,8 @@ use affinode_cuda_sys::{hook, result};
 
 use crate::{elf, hook_table, libcuda, nvml, process, thunk};
 
-/// True if the application got a function without a stub. Its calls do not pass the gate, so the gate
-/// is no longer reliable.
+/// True if the application got a function without a stub. Calls of that function do not pass the
+/// gate, so the gate no longer holds all calls.
 static LEAKING: AtomicBool = AtomicBool::new(false);
 
 /// Whether the gate holds every function that the application has looked up so far.

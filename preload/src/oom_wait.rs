@@ -120,7 +120,8 @@ impl OomWaiter {
         }
     }
 
-    /// Makes the thread the owner. False: that was not possible before `until_us`.
+    /// Makes the calling thread the owner of the wait. False: another thread was the owner until
+    /// `until_us`.
     fn take(&self, tid: u32, until_us: u64) -> bool {
         loop {
             let owner =
@@ -128,7 +129,8 @@ impl OomWaiter {
                     Ok(_) => return true,
                     Err(owner) => owner,
                 };
-            // The owner is this thread: a signal handler's allocation interrupts the one that waits.
+            // The owner is this thread: a signal handler makes an allocation and has interrupted
+            // the waiting one.
             let left_us = until_us.saturating_sub(sys::now_us());
             if owner == tid || left_us == 0 {
                 return false;

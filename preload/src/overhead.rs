@@ -14,7 +14,8 @@ use affinode_proto::wire::counters::{MAX_CALL_COST_PS, PAGE_BYTES};
 use crate::counters::CounterPage;
 use crate::{hook_table, libc, process, sys, thunk};
 
-/// Number of rounds. The fastest one counts, because interruptions only make a round slower.
+/// Number of rounds. The fastest round is the result, because interruptions only make a round
+/// slower.
 const ROUNDS: u32 = 16;
 const CALLS: u64 = 256;
 type Nothing = extern "C" fn();
@@ -27,7 +28,7 @@ extern "C" fn nothing() {
 /// clock, the counter stays 0, which means not measured.
 pub fn measure(page: &CounterPage) {
     if !process::is_fenced() {
-        // Calls take the slow path in such a process, which this does not measure.
+        // In such a process calls take the slow path, which this function does not measure.
         return;
     }
     let real = nothing as Nothing as usize;
@@ -72,7 +73,8 @@ mod tests {
 
     #[test]
     fn a_call_through_nothing_costs_nothing_more() {
-        // The same function both times: what is left is noise, and no jump of the clock.
+        // The same function is measured both times, so the difference is noise and contains no
+        // clock jump.
         let cost = difference_ps(nothing).unwrap();
         assert!((1..=MAX_CALL_COST_PS).contains(&cost), "{cost}");
     }

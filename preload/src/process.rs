@@ -30,7 +30,7 @@ const UNMANAGED: u32 = 3;
 #[repr(C, align(4096))]
 pub struct Process {
     /// Token of this registration, a multiple of [`TOKEN_STEP`]; 0 while the process is not registered.
-    /// It is the first field, because the thunk compares it.
+    /// This is the first field, because the thunk compares it.
     token: AtomicU64,
     page: AtomicPtr<CounterPage>,
     state: AtomicU32,
@@ -67,8 +67,8 @@ pub static PROCESS: Process = Process {
 };
 
 const TOKEN_STEP: u64 = 16;
-/// Added to the token of a thread that uses the shared slot. The token then differs, so the thread
-/// does not take the thunk's fast path.
+/// Added to the token of a thread that uses the shared slot. The token then differs from the
+/// process's token, so the thread does not take the thunk's fast path.
 const SHARED: u64 = 1;
 
 /// A thread's block, in its initial thread-local storage.
@@ -78,7 +78,7 @@ pub struct ThreadState {
     slot: *const ThreadSlot,
     /// The registration's token. Before the thread's first call it is -1, which is not a token.
     token: u64,
-    /// Number of slow-path calls that this thread is inside.
+    /// Number of slow-path calls that this thread is in now, nested calls included.
     pub depth: u32,
     /// 1 on the agent's thread, whose calls are never held.
     pub is_agent: u32,

@@ -74,7 +74,8 @@ mod number {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Errno(pub i32);
 
-/// The signal that wakes the agent, which has it blocked. It is ignored by default.
+/// The signal that wakes the agent, which blocks it and waits for it. Its default action is to be
+/// ignored.
 pub const SIGURG: u64 = 23;
 
 /// `O_CLOEXEC`, as of `open`.
@@ -123,7 +124,7 @@ pub fn gettid() -> u32 {
     plain(number::GETTID, [0; 6]).unwrap_or(0) as u32
 }
 
-/// Whether a thread of this process lives. True also if that cannot be found out.
+/// Whether a thread of this process exists. True also if this cannot be determined.
 pub fn thread_lives(tid: u32) -> bool {
     signal_thread(tid, 0) != Err(ESRCH)
 }
@@ -141,7 +142,7 @@ pub fn set_thread_name(name: &CStr) {
     let _ = plain(number::PRCTL, args);
 }
 
-/// Sets the calling thread's signal mask, and returns the previous one.
+/// Sets the signal mask of the calling thread. Returns the previous mask.
 pub fn set_signal_mask(mask: u64) -> u64 {
     const SIG_SETMASK: usize = 2;
     let mut old = 0_u64;
@@ -306,7 +307,8 @@ pub fn switches_of_others() -> u64 {
     of(SELF).wrapping_sub(of(THREAD))
 }
 
-/// Reads memory of this process that may be unmapped. False: not all of it could be read.
+/// Reads memory of this process that may be unmapped. False: at least a part of it could not be
+/// read.
 pub fn read_own_memory(at: usize, words: &mut [usize]) -> bool {
     let bytes = size_of_val(words);
     let (to, from) = ([words.as_mut_ptr() as usize, bytes], [at, bytes]);
@@ -334,7 +336,7 @@ fn fcntl(fd: i32, command: usize, argument: usize) -> Result<usize, Errno> {
 }
 
 /// Moves a descriptor to a high number and closes the old one, because some programs rely on low
-/// numbers. Returns it unchanged if the limit of descriptors is too low.
+/// numbers. Returns the old number if the limit of descriptors is too low.
 pub fn lift(fd: i32) -> i32 {
     const F_DUPFD_CLOEXEC: usize = 1030;
     for lowest in [1000, 400, 200] {
@@ -387,7 +389,8 @@ pub fn connect(path: &[u8], tid: u32, signal: u64) -> Result<i32, Errno> {
     Ok(fd)
 }
 
-/// Requests `signal` on thread `tid` whenever `fd` becomes readable or its other end is closed.
+/// Requests that the kernel sends `signal` to thread `tid` whenever `fd` becomes readable or its
+/// other end is closed.
 pub fn notify(fd: i32, tid: u32, signal: u64) -> Result<usize, Errno> {
     const F_SETFL: usize = 4;
     const F_SETSIG: usize = 10;
@@ -399,8 +402,8 @@ pub fn notify(fd: i32, tid: u32, signal: u64) -> Result<usize, Errno> {
     fcntl(fd, F_SETFL, O_RDWR_NONBLOCK_ASYNC)
 }
 
-/// Sends bytes on a socket, with a descriptor if given. A frame is sent whole or not at all.
-/// Neither blocks nor raises SIGPIPE.
+/// Sends bytes on a socket, with a descriptor if one is given. A frame is sent whole or not at all.
+/// The call neither blocks nor raises SIGPIPE.
 pub fn send(fd: i32, bytes: &[u8], descriptor: Option<i32>) -> Result<usize, Errno> {
     const SOL_SOCKET: u64 = 1;
     const SCM_RIGHTS: u64 = 1;
@@ -462,7 +465,7 @@ pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<(usize, Option<Descriptor>)
     message[2] = part.as_ptr() as usize;
     message[3] = 1;
     message[4] = control.as_mut_ptr() as usize;
-    // No space for a second descriptor, which 24 bytes would have.
+    // There is space for only one descriptor: 24 bytes would hold two.
     message[5] = ONE_DESCRIPTOR as usize;
     let at = message.as_mut_ptr() as usize;
     let bytes = plain(number::RECVMSG, [fd as usize, at, DONTWAIT_CLOEXEC, 0, 0, 0])?;
@@ -481,7 +484,7 @@ pub fn shut_down(fd: i32) {
 pub enum FolderLock {
     /// Held until this is dropped.
     Held(i32),
-    /// The folder does not exist, so no other process can lock it.
+    /// The folder does not exist, so another process cannot lock it either.
     Missing,
 }
 

@@ -72,7 +72,8 @@ global_asm!(
     "push qword ptr [rbp + 24]",
     "push qword ptr [rbp + 16]",
     "call qword ptr [r11 + {real}]",
-    // A child forked inside the call returns here too: the slot in r10 is its parent's.
+    // A child that was forked inside the call returns here too. The slot in r10 is then that of its
+    // parent.
     "mov rcx, qword ptr [rip + affinode_thread@GOTTPOFF]",
     "mov r10, qword ptr fs:[rcx + 8]",
     "cmp r10, qword ptr [rip + {process}]",
@@ -85,13 +86,14 @@ global_asm!(
     ".cfi_def_cfa rsp, 8",
     "ret",
     ".cfi_restore_state",
-    // Open, but calls are recorded: most calls go on, the slow path records the others.
+    // The gate is open, but calls are recorded: most calls continue, and the slow path records the
+    // others.
     "7:",
     "cmp dword ptr [rax + {gate}], 0",
     "jne 2f",
     "dec dword ptr [r10 + {skip}]",
     "jns 8b",
-    // Not open: take the count back, and let the slow path decide.
+    // The gate is not open: subtract the count, and let the slow path decide.
     "2:",
     "dec dword ptr [r10 + {inflight}]",
     // The slow path, with a HookFrame at rsp.
@@ -150,7 +152,7 @@ global_asm!(
     "movaps xmmword ptr [rsp + 80], xmm0",
     "mov rdi, rsp",
     "call {leave}",
-    // 1: it found no memory and has waited. Repeat it, through the gate.
+    // 1: the call found no memory and has waited. Repeat it, through the gate.
     "test eax, eax",
     "jnz 6b",
     "mov rax, qword ptr [rsp + 24]",

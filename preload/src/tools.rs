@@ -1,5 +1,5 @@
-//! Detects programs that access the driver past its public functions: profilers, sanitizers,
-//! debuggers and video libraries.
+//! Detects programs that access the driver by other ways than its public functions: profilers,
+//! sanitizers, debuggers and video libraries.
 //!
 //! The driver has private tables of functions (`cuGetExportTable`), whose calls the gate does not
 //! hold. The tables are not wrapped, because the CUDA runtime checks them by a hash. But the request
@@ -34,7 +34,7 @@ const HARMLESS: [u128; 11] = [
     0xc693336e_1121df11_a8c368f3_55d89593,
     0x263e8860_7cd26143_92f6bbd5_006dfa7e,
     0xd4082055_bde6704b_8d34ba12_3c66e1f2,
-    // cuBLASLt and cuFFT; also tools, which request further ones.
+    // cuBLASLt and cuFFT. Tools request these tables too, but also further ones.
     0x21318c60_97143248_8ca641ff_7324c8f2,
     0x6e163fbe_b958444d_835ce182_aff1991e,
     // NVRTC.
@@ -42,12 +42,12 @@ const HARMLESS: [u128; 11] = [
     // NVML.
     0x69a28e9f_24498b47_b030c5da_330ea4e9,
 ];
-/// Tables that video libraries request: NVDEC the first, NVENC the second. Tools also request the
-/// second.
+/// Tables that video libraries request: NVDEC the first one, NVENC the second one. Tools also
+/// request the second one.
 const VIDEO: [u128; 2] =
     [0x9af0707b_8e2dd84c_8e4eb994_c82ddc35, 0xb10541e1_f7c7c74a_9f64f223_be99f1e2];
 
-/// Variables that load a tool into the process.
+/// Environment variables that load a tool into the process.
 const INJECTIONS: [&[u8]; 2] = [b"CUDA_INJECTION64_PATH", b"NVTX_INJECTION64_PATH"];
 
 /// Libraries of tools that a process loads only to use them. CUPTI is not listed, because frameworks

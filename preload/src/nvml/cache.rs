@@ -1,4 +1,4 @@
-//! Cached results of calls into NVML, for calls that are made while it must not be called.
+//! Cached results of calls into NVML, for calls that are made while NVML must not be called.
 //!
 //! Entries are only added and renewed, without a lock. An odd version means that the entry is being
 //! written, and a reader ignores it. A thread that is stopped while it writes leaves an entry that

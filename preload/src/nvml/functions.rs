@@ -63,8 +63,8 @@ fn know_code(object: &LoadedObject<'_>) {
     }
 }
 
-/// Keeps the library that was just initialised loaded for the life of the process. Otherwise the
-/// counts that are kept for it could become wrong. To be called on the application's thread,
+/// Keeps the NVML library that was just initialised loaded for the life of the process. Otherwise
+/// the library's counts for it could become wrong. The application's thread must make this call,
 /// because it takes the loader's lock.
 pub fn hold_loaded() {
     if IS_HELD.load(Ordering::Acquire) {
@@ -140,7 +140,7 @@ pub fn real(place: u64) -> Option<usize> {
     if address != 0 {
         return Some(address);
     }
-    // Called by the name that the program is linked against.
+    // The program is linked to this name and calls it directly.
     let name = nvml::name(place as usize)?.as_bytes();
     let found = function(name).or_else(|| elf::find_function(name))?;
     let owner = known.compare_exchange(0, found, Ordering::AcqRel, Ordering::Acquire);

@@ -89,7 +89,7 @@ const CLOSED: u32 = 1;
 /// The application's number of `nvmlInit` calls minus its `nvmlShutdown` calls, in the library that
 /// is kept loaded. A forked child has a copy of it, like the copy of NVML's own count.
 static USERS: AtomicU32 = AtomicU32::new(0);
-/// Same as [`USERS`], but only for calls that have reached NVML.
+/// Same as [`USERS`], but counts only the calls that have reached NVML.
 static REFERENCES: AtomicU32 = AtomicU32::new(0);
 /// Same as [`REFERENCES`], for calls into another copy of NVML.
 static OTHER_REFERENCES: AtomicU32 = AtomicU32::new(0);
@@ -116,7 +116,7 @@ pub enum NvmlAction {
 /// Only the thunk calls it, with its own frame: the arguments are those of the function.
 unsafe extern "C" fn enter(frame: &mut NvmlFrame) -> NvmlAction {
     let Some(real) = functions::real(frame.place) else {
-        // The program is linked against a name that the library does not have.
+        // The program is linked to a name that the NVML library does not have.
         return frame.answer(code::FUNCTION_NOT_FOUND);
     };
     frame.target = real;
@@ -294,7 +294,7 @@ fn uncount(class: Class) {
     if class == Class::Wait && PROCESS.nvml.waits.uncount(sys::gettid()) {
         return;
     }
-    // In a child that was forked during a call, the count began anew.
+    // In a child that was forked during a call, the count has started again at 0.
     let less = |count: u32| count.checked_sub(1);
     let _ = PROCESS.nvml.inside.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
 }
@@ -363,7 +363,7 @@ pub fn set_phase(phase: Phase) {
     }
 }
 
-/// Waits until no call is inside NVML, once the gate is closed. False: a call still is.
+/// Waits until no call is inside NVML, once the gate is closed. False: a call is still inside NVML.
 pub fn drain(timeout_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end_us = sys::now_us() + u64::from(timeout_ms) * 1_000;

@@ -20,7 +20,7 @@ pub struct NvmlFrame {
     pub target: usize,
     /// Registers rdi, rsi, rdx, rcx, r8, r9.
     pub arguments: [u64; 6],
-    /// Time limit of a call that waits for events; 0 (set by the thunk): not known yet.
+    /// Time at which a wait for events ends; 0 (set by the thunk): not known yet.
     until_us: u64,
     unused: u64,
 }

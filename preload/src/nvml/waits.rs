@@ -33,7 +33,7 @@ impl EventWaits {
         self.change(tid, |entry| if entry < 2 * ONE { 0 } else { entry - ONE })
     }
 
-    /// Changes the entry of a thread. Only that thread changes it while it lives.
+    /// Changes the entry of a thread. No other thread changes the entry while this thread exists.
     fn change(&self, tid: u32, to: impl Fn(u64) -> u64) -> bool {
         let own = |entry: u64| (entry as u32 == tid).then(|| to(entry));
         let order = Ordering::SeqCst;

@@ -63,9 +63,9 @@ struct SocketStep {
 }
 
 impl ExpectedSender<'_> {
-    /// Makes the kernel drop all other datagrams during the sender's call, and close their
-    /// descriptors there. Otherwise this process would close them, which takes as long as the maker
-    /// of such a file chooses.
+    /// Makes the kernel drop all other datagrams, and close their descriptors, inside the sender's
+    /// call. Otherwise this process would have to close them, and the creator of such a file can
+    /// make the close take any time.
     fn attach(&self, socket: &Descriptor) -> Result<(), Errno> {
         const SOL_SOCKET: usize = 1;
         const ATTACH_FILTER: usize = 26;
@@ -161,7 +161,7 @@ pub fn made(fd: i32) -> Option<Descriptor> {
 /// Fills `bytes` with random numbers, or fails.
 pub fn random(bytes: &mut [u8]) -> Result<(), Errno> {
     const EIO: Errno = Errno(5);
-    // The kernel returns this few bytes whole.
+    // The kernel returns small requests such as this one in full.
     let args = [bytes.as_mut_ptr() as usize, bytes.len(), 0, 0, 0, 0];
     let given = plain(number::GETRANDOM, args)?;
     if given == bytes.len() { Ok(()) } else { Err(EIO) }
@@ -228,8 +228,8 @@ mod tests {
         assert_eq!(peek(socket.number(), &mut bytes).err(), Some(sys::EAGAIN));
     }
 
-    /// Receiving or dropping a datagram closes its descriptors, which can take as long as their
-    /// maker wants.
+    /// When a datagram is received or dropped, its descriptors are closed. The creator of their
+    /// files can make this take any time.
     #[test]
     fn unexpected_datagram_is_dropped_in_its_sender() {
         let (name, begin) = (name(), core::array::from_fn(|n| n as u8 + 1));

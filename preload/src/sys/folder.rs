@@ -19,7 +19,7 @@ pub fn has_link(path: &CStr, which: impl Fn(&[u8]) -> bool) -> Option<bool> {
     any(path, |folder, name| {
         let mut target = [0_u8; 256];
         let (name, at) = (name.as_ptr() as usize, target.as_mut_ptr() as usize);
-        // A name that is no link, or is gone by now, has no target.
+        // A name that is not a link, or no longer exists, has no target.
         let bytes = plain(number::READLINKAT, [folder, name, at, target.len(), 0, 0]);
         bytes.is_ok_and(|bytes| target.get(..bytes).is_some_and(&which))
     })

@@ -4,7 +4,7 @@ use core::ffi::{CStr, c_void};
 
 use super::{Errno, call, close, fcntl, number, plain};
 
-/// Makes a forked child find these pages zeroed.
+/// Makes these pages read as zero in a forked child.
 ///
 /// # Safety
 /// The range must be whole, private, anonymous pages that belong to the caller.
@@ -138,7 +138,7 @@ pub unsafe fn discard(start: *mut u8, bytes: usize, of_file: bool) {
 pub fn memory_file(name: &CStr, bytes: usize) -> Result<i32, Errno> {
     const CLOEXEC_ALLOW_SEALING: usize = 1 | 2;
     const EFBIG: Errno = Errno(27);
-    // The kernel would report it by a signal that ends the process.
+    // The kernel would report this error by a signal that ends the process.
     if bytes > super::file_limit_bytes() {
         return Err(EFBIG);
     }
@@ -228,7 +228,7 @@ impl SealedFile {
             core::mem::forget(self);
             PagePlacement::Taken
         } else if is_kept_from_children(start as usize, self.bytes) {
-            // Only succeeds if all of the range is still mapped, and changes nothing then.
+            // This call succeeds only if the whole range is still mapped. It changes nothing then.
             PagePlacement::AsBefore
         } else {
             PagePlacement::Broken

@@ -65,7 +65,7 @@ pub fn wait_child(pid: i32) -> Result<i32, Errno> {
     }
 }
 
-/// Kills a child that was not waited for yet.
+/// Kills a child. To be called before the child is waited for.
 pub fn kill(child: i32) {
     const SIGKILL: usize = 9;
     let _ = plain(number::KILL, [child as usize, SIGKILL, 0, 0, 0, 0]);
