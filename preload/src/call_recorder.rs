@@ -99,8 +99,8 @@ impl CallRing {
     }
 }
 
-/// Sets that about one call in `one_in` is recorded from now on; 0: none. The reader has read all
-/// records below `read`. Only the agent calls it.
+/// Sets the sampling rate: about one of `one_in` calls is recorded from now on; 0: none. The reader
+/// has read all records below `read`. Only the agent calls this function.
 pub fn watch(page: &CounterPage, one_in: u32, read: u64) {
     let before = page.one_in.load(Ordering::Relaxed);
     if one_in == 0 {

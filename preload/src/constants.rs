@@ -1,10 +1,11 @@
 //! Caches results of the driver that do not change in the life of a process, such as the number of
 //! devices and their names.
 //!
-//! A program may request them at any time (`torch.cuda.device_count()`), and none needs the GPU. While
-//! the process is offloaded, some of these calls fail in the driver (`cuDeviceGetName` returns 304,
-//! H200, driver 580.159). So none reaches it, and the gate returns the driver's earlier result. A call
-//! without an earlier result waits like any other.
+//! A program can request these results at any time (`torch.cuda.device_count()`), and no such
+//! request needs the GPU. While the process is offloaded, some of these calls fail in the driver
+//! (`cuDeviceGetName` returns 304, H200, driver 580.159). The gate therefore returns the driver's
+//! earlier result and does not forward the call. A call without an earlier result waits like any
+//! other call.
 //!
 //! ```text
 //! resident: driver ──success──> remember()    offloaded: answer() ──known──> caller
@@ -52,7 +53,7 @@ static CONSTANTS: [[CachedConstant; MAX_DEVICES]; FUNCTIONS.len()] = [const {
     }; MAX_DEVICES]
 }; FUNCTIONS.len()];
 
-/// Where a call's results are written.
+/// The addresses to which a call's results are written.
 enum ConstantQuery {
     /// One or two addresses, each with its number of bytes.
     Values([(u64, usize); 2]),
@@ -60,7 +61,8 @@ enum ConstantQuery {
     Text(u64, usize),
 }
 
-/// The cache entry of a call, and where its results are written. `None`: its results are not cached.
+/// The cache entry of a call, and the addresses for its results. `None`: its results are not
+/// cached.
 fn question(number: u32, arguments: &[u64; 6]) -> Option<(&'static CachedConstant, ConstantQuery)> {
     let row = FUNCTIONS.iter().position(|function| *function as u32 + 1 == number)?;
     let [a, b, c, ..] = *arguments;

@@ -13,7 +13,8 @@ use crate::sys;
 
 /// Counters of one thread. Slot 0 is for all threads that do not own a slot.
 ///
-/// Only its thread writes an owned slot, with plain increments. Slot 0 is written with atomic ones.
+/// Only the owner's thread writes an owned slot, with plain increments. Slot 0 is written with
+/// atomic increments.
 #[repr(C, align(64))]
 pub struct ThreadSlot {
     pub inflight: AtomicU32,
@@ -26,7 +27,7 @@ pub struct ThreadSlot {
     pub pick: CallSampler,
     /// Number of calls inside the driver that may take device memory.
     pub allocating: AtomicU32,
-    /// Number of threads that wait at the gate. Only used in slot 0.
+    /// Number of threads without a slot that wait at the gate. Only used in slot 0.
     waiting: AtomicU32,
     /// Time until which a thread of the slot counts as waiting at the gate, unless it renews the wait.
     waits_until_us: AtomicU64,
@@ -36,8 +37,8 @@ pub struct ThreadSlot {
 /// the number of times that the slot was taken.
 ///
 /// A thread takes a slot by one compare-and-exchange of the whole word: if the slot is free, if its
-/// owner is dead, or if the dead owner had this thread's id. The upper half tells an owner from a
-/// later owner with the same id, so two threads never both take the slot.
+/// owner has ended, or if the ended owner had this thread's id. The upper half distinguishes an
+/// owner from a later owner with the same id, so two threads never both take the slot.
 #[repr(transparent)]
 pub struct SlotOwner(AtomicU64);
 
@@ -79,8 +80,8 @@ pub struct CounterPage {
     /// About one call in this many is recorded; 0: none. It is next to the gate, so that one comparison
     /// covers both.
     pub one_in: AtomicU32,
-    /// 1 once all counts for which the gate waits were seen at zero. From then on nested calls wait as
-    /// well. Private to the library.
+    /// 1 from the time at which all counts for which the gate waits were seen at zero. While it is
+    /// 1, nested calls wait too. Private to the library.
     sealed: AtomicU32,
     free1: [u8; 52],
     waiters: AtomicU32,
@@ -161,11 +162,13 @@ impl CounterPage {
                 may(seen as u32) && slot.owner.take(seen, tid)
             })
         };
-        // A dead thread had the id of this one: its slot is reused, unless another thread takes it.
+        // An ended thread had the id of this thread: reuse its slot, unless another thread takes
+        // it.
         let slot = take(&|owner| owner == tid)
             .or_else(|| take(&|owner| owner == 0))
             .or_else(|| take(&|owner| !sys::thread_lives(owner)))?;
-        // A thread that was cancelled inside a call left its count behind.
+        // Reset the count, because a thread that was cancelled inside a call has not subtracted
+        // that call.
         slot.inflight.store(0, Ordering::SeqCst);
         slot.allocating.store(0, Ordering::SeqCst);
         slot.waits_until_us.store(0, Ordering::SeqCst);
@@ -174,9 +177,9 @@ impl CounterPage {
 
     /// Whether a count is zero in all slots, except those of dead threads.
     ///
-    /// To be called after a barrier on all threads. A thread that passed the gate before the barrier has
-    /// made the slot's ownership visible, and then the count. So if the owner is dead both before and
-    /// after the count is read, the count belongs to no thread.
+    /// To be called after a barrier on all threads. A thread that passed the gate before the
+    /// barrier has made the slot's ownership visible first, and then the count. So if the owner has
+    /// ended both before and after the count is read, the count belongs to no living thread.
     pub fn drained(&self, count: impl Fn(&ThreadSlot) -> &AtomicU32) -> bool {
         self.slots.iter().all(|slot| {
             let seen = slot.owner.seen();
@@ -221,7 +224,8 @@ impl CounterPage {
     }
 
     fn write_waiters(&self, mut count: impl FnMut() -> u32) -> u32 {
-        // Each further round means that a wait has begun or ended; that thread counts, too.
+        // A further round is needed only if a wait has begun or ended meanwhile. The thread of that
+        // wait counts too.
         const MAX_ROUNDS: u32 = 64;
         let mut counted = count();
         for _ in 0..MAX_ROUNDS {
@@ -305,7 +309,7 @@ impl CounterPage {
     pub fn is_turned_back(&self) -> bool {
         let turn_back = self.turn_back.load(Ordering::Relaxed);
         self.phase.load(Ordering::Relaxed) == Phase::CopyingOut as u32
-            // The gate has closed once at least before a copy.
+            // The gate was closed at least once before any copy, so 0 is no valid generation.
             && turn_back != 0
             && turn_back == self.generation.load(Ordering::Relaxed)
     }
@@ -461,7 +465,7 @@ pub mod tests {
         assert_eq!((told(&page), page.count_waiters(20)), (3, 3));
         page.end_wait(shared, 20);
         assert_eq!(told(&page), 2);
-        // A wait that never ended stops counting, until it is renewed.
+        // A wait that was never ended is no longer counted, until it is renewed.
         assert_eq!(page.count_waiters(10 + WAIT_COUNTS_US), 0);
         assert!(!page.may_have_waiters());
         assert!(page.renew_wait(own, 10 + WAIT_COUNTS_US), "it had lapsed");

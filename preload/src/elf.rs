@@ -132,7 +132,7 @@ pub fn is_own(object: &LoadedObject<'_>) -> bool {
     object.contains(is_own as *const () as usize)
 }
 
-/// A function defined by any loaded object but this library.
+/// The address of a function of this name in any loaded object except this library.
 pub fn find_function(name: &[u8]) -> Option<usize> {
     find(|object| if is_own(object) { None } else { object.function(name) })
 }

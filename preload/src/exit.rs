@@ -65,7 +65,7 @@ pub fn find_code() {
         let Some((begin, bytes)) = object.function_extent(b"exit") else { return false };
         let Some([from, to]) = places.next() else { return true };
         from.store(begin, Ordering::Relaxed);
-        // It never returns, so the call in it may be its last instruction.
+        // `exit` never returns, so the call in its code may be its last instruction.
         to.store(begin.saturating_add(bytes + 1), Ordering::Relaxed);
         false
     });
@@ -75,7 +75,7 @@ pub fn find_code() {
 fn is_in_code(word: usize) -> bool {
     CODE.iter().any(|[from, to]| {
         let from = from.load(Ordering::Relaxed);
-        // The function's own address is not a return address into it.
+        // A return address into `exit` is never the address at which `exit` begins.
         from != 0 && word > from && word < to.load(Ordering::Relaxed)
     })
 }
@@ -88,7 +88,8 @@ pub fn is_running(stack: usize) -> bool {
     let end = stack.saturating_add(MAX_STACK_BYTES);
     let mut at = stack & !(size_of::<usize>() - 1);
     while at < end {
-        // A read never crosses the end of a page: the stack's last page is read whole.
+        // A read must not cross the end of a page, so that the last page of the stack is read
+        // completely.
         let bytes = CHUNK_BYTES - at % CHUNK_BYTES;
         let Some(words) = words.get_mut(..bytes / size_of::<usize>()) else { return false };
         if !sys::read_own_memory(at, words) {
@@ -111,7 +112,7 @@ struct PendingRelease {
     arguments: [u64; 2],
 }
 
-/// The releases that were recorded, all by one thread.
+/// The recorded releases, all of one thread.
 struct RecordedRelease {
     releases: [PendingRelease; MAX_NOTED],
     count: usize,
@@ -147,7 +148,7 @@ fn becomes_owner() -> bool {
     let own = own_mark();
     let owner = OWNER.load(Ordering::SeqCst);
     let is_free = owner == 0 || owner as u32 != own as u32;
-    // No handler finds a record that is not begun.
+    // Block signals, so that a handler of this thread never finds a record that is not initialised.
     let mask = sys::set_signal_mask(!libc::internal_signals());
     let is_new = is_free
         && OWNER.compare_exchange(owner, own, Ordering::SeqCst, Ordering::SeqCst).is_ok()
@@ -193,7 +194,7 @@ impl RecordedRelease {
         true
     }
 
-    /// Takes the next recorded release that was not made in the driver. It counts as made from then on.
+    /// Returns the next recorded release that was not made in the driver, and marks it as made.
     fn take(&mut self) -> Option<PendingRelease> {
         let next = self.releases.get(..self.count)?.get(self.made).copied()?;
         self.made += 1;
@@ -204,7 +205,7 @@ impl RecordedRelease {
 /// Kind of a call inside `exit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ReleaseKind {
-    /// Its only effect is the release of a handle.
+    /// A call whose only effect is the release of a handle.
     Release,
     /// Releases a context and everything in it.
     ContextRelease,
@@ -257,7 +258,8 @@ pub fn catch_up() {
     if OWNER.load(Ordering::Relaxed) == 0 {
         return;
     }
-    // One by one: a handler that calls the driver meanwhile goes on with the next.
+    // One by one: a signal handler that calls the driver in between continues with the next
+    // release.
     while let Some(release) = with_record(RecordedRelease::take).flatten() {
         let target = swap::stand_in(release.number, release.real).unwrap_or(release.real);
         let [first, second] = release.arguments;

@@ -89,8 +89,8 @@ pub unsafe extern "C" fn cuGetProcAddress_v2() {
     )
 }
 
-/// `dlsym`. Jumps to the real one, which looks at its caller's address, unless the name
-/// begins with `cu` and a capital letter, or with `nvml`.
+/// `dlsym`. Jumps to the real `dlsym`, which uses the address of its caller, unless the name begins
+/// with `cu` and a capital letter, or with `nvml`.
 ///
 /// # Safety
 /// As its manual page has it.

@@ -1,4 +1,5 @@
-//! Tests without a controller, or with one that ends: the application is never lost.
+//! Tests without a controller, or with a controller that ends: the application continues in each of
+//! them.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -247,7 +248,7 @@ fn no_self_restore_while_vram_is_taken() {
     assert_eq!(agent.page().phase, Phase::Checkpointed);
     std::fs::write(folder.path().join("free"), ROOM).unwrap();
     assert_eq!(client.answer(), 0);
-    // A look for its children finds none.
+    // The application finds no child of its own.
     assert_eq!(client.ask("wait"), -i64::from(nix::libc::ECHILD));
 }
 
@@ -267,7 +268,7 @@ fn denied_system_calls_are_not_needed() {
     const MEMBARRIER: &str = "324";
     const MEMFD_CREATE: &str = "319";
     const MADVISE: &str = "28";
-    // Without the barrier all threads use the shared slot, and are held all the same.
+    // Without the barrier all threads use the shared slot. They are held nevertheless.
     let controller = Controller::new();
     let path = controller.path();
     let environment = [("AFFINODE_SOCKET", &*path), ("CLIENT_DENY", MEMBARRIER)];
@@ -385,7 +386,8 @@ fn libcuda_stays_loaded_after_first_call() {
     let controller = Controller::new();
     let mut client = registered(&controller);
     let mut agent = controller.welcome();
-    // The main thread and the agent: what takes the reference has ended.
+    // Two threads remain, the main thread and the agent: the thread that takes the reference has
+    // ended.
     while client.threads().len() != 2 {
         std::thread::yield_now();
     }

@@ -1,4 +1,4 @@
-//! Tests of a thread that blocks inside the driver in a call that no hook sees.
+//! Tests of a thread that blocks inside the driver, in a call without a hook.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the failure of a test")]
 
@@ -23,14 +23,14 @@ fn hidden_call_while_away_brings_it_home_once() {
     agent.done(&OFFLOAD);
     client.ask("hidden");
     client.ask("inside 1");
-    // It makes no call that a hook sees.
+    // The client makes no call with a hook.
     assert_eq!(agent.wake(), (1, 1, 0));
     assert_eq!(agent.page().phase, Phase::Checkpointed);
     agent.done(&BRING_BACK);
     assert_eq!(client.ask("join"), 0);
     assert_eq!(agent.notice(), Hazards::HIDDEN_WAY);
     assert_eq!(agent.page().hazards, Hazards::HIDDEN_WAY);
-    // Its context stays where it is from now on.
+    // The context of the process stays on the GPU from now on.
     agent.done(&[CLOSE, LOCK]);
     assert_eq!(agent.order(CHECKPOINT), (Outcome::Unsupported, Phase::Locked, 0));
 }
@@ -42,7 +42,7 @@ fn drivers_own_thread_is_no_alarm() {
     client.ask("hidden");
     client.ask("inside 1");
     agent.done(&OFFLOAD);
-    // More looks than it takes to find a thread that blocks.
+    // More samples than the agent needs to find a thread that blocks.
     assert!(agent.is_silent_for(std::time::Duration::from_secs(5)));
     client.ask("hidden");
     client.ask("inside 2");
@@ -63,7 +63,7 @@ fn without_controller_it_comes_home_by_itself() {
     agent.done(&OFFLOAD);
     client.ask("hidden");
     assert_eq!(client.ask("join"), 0);
-    // The thread goes on before the gate opens.
+    // The thread continues before the gate opens.
     while agent.page().phase != Phase::Open {
         std::thread::yield_now();
     }

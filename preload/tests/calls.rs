@@ -88,7 +88,7 @@ fn calls_are_recorded_only_while_watched() {
     for call in ["cuLaunchKernel", "cuStreamQuery", "cuMemAlloc", "cuCtxSynchronize"] {
         w.client.ask(call);
     }
-    // The client's name of it is that of the second version.
+    // The client calls the function by the name of its second version.
     let names = w.names();
     assert_eq!(names[..2], ["cuLaunchKernel", "cuStreamQuery"]);
     assert!(names[2].starts_with("cuMemAlloc") && names[3] == "cuCtxSynchronize", "{names:?}");

@@ -32,7 +32,7 @@ fn releases_at_exit_need_no_return() {
     for build in BUILDS {
         let handler = "cuStreamDestroy_v2 cuCtxSynchronize cuMemFree_v2 cuCtxDestroy_v2 count";
         let (client, agent) = offloaded(build, "", handler);
-        // The driver, which traps in every call, has seen cuInit alone.
+        // The only call that has reached the driver, which traps in every call, is cuInit.
         assert_eq!(client.last_answers(), [0, 0, 0, 0, 1], "{build:?}");
         assert_eq!(agent.wakes_until_end(), 0, "{build:?}");
     }
@@ -53,9 +53,9 @@ fn calls_after_the_drivers_end_need_no_return() {
 #[test]
 fn other_calls_at_exit_come_home_and_catch_up() {
     for (handler, answers) in [
-        // cuInit, the release made up for, and the call itself.
+        // cuInit, the recorded release, and the call itself.
         ("cuMemFree_v2 cuFutureCall count", [0, 0, 3].as_slice()),
-        // The same release again: three in the driver.
+        // The same release is made again, so the driver has three calls.
         ("cuMemFree_v2 cuMemFree_v2 count", &[0, 0, 3]),
         ("cuCtxDestroy_v2 cuMemFree_v2 count", &[0, 0, 3]),
     ] {
@@ -71,8 +71,8 @@ fn other_calls_at_exit_come_home_and_catch_up() {
     }
 }
 
-/// A signal handler's call interrupts the recorded releases. It makes the remaining ones, and repeats
-/// none.
+/// A signal handler's call interrupts the recorded releases while they are made. It makes the
+/// remaining releases, and repeats none.
 #[test]
 fn interrupted_releases_are_made_once() {
     for build in BUILDS {
@@ -83,7 +83,8 @@ fn interrupted_releases_are_made_once() {
         agent.wake();
         agent.done(&BRING_BACK[..2]);
         agent.start(BRING_BACK[2]);
-        // cuInit, two releases, the handler's call, and the call that brought it back.
+        // cuInit, two releases, the handler's call, and the call for which the process was
+        // restored.
         assert_eq!(ending.join().unwrap(), [0, 0, 0, 5], "{build:?}");
     }
 }

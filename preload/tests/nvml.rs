@@ -80,7 +80,7 @@ fn is_answered_while_away(build: Build, route: &str) {
     let after = agent.page();
     assert_eq!((after.calls, after.polls), (before.calls, before.polls), "{route}: no activity");
     assert_eq!((after.phase, after.waiters), (Phase::Checkpointed, 0), "{route}: none wakes");
-    // What is not known brings it back.
+    // A call without a cached result restores the process.
     client.send("clock 2");
     assert_eq!(agent.wake().1, 1, "{route}");
     agent.done(&BRING_BACK);
@@ -169,7 +169,7 @@ fn second_copy_is_initialised_by_itself() {
     let [first, second] = [first, second].map(|path| format!("open {}", path.display()));
     asks(&mut client, &[(&second, 0), ("users", 0), ("count", -1), ("init", 0), ("count", 1)]);
     asks(&mut client, &[("users", 1), ("shutdown", 0), ("users", 0), ("count", -1)]);
-    // The first one stays as it is, and is answered.
+    // The first copy of the library is unchanged, and its calls are answered.
     agent.done(&OFFLOAD);
     asks(&mut client, &[(&first, 0), ("count", 1), ("shutdown", 0), ("count", -1), ("init", 0)]);
     client.finish();
@@ -193,7 +193,7 @@ fn call_inside_nvml_keeps_the_process() {
     agent.done(&[CLOSE]);
     let report = agent.order(Action::Lock { timeout_ms: 1 });
     assert_eq!(report, (Outcome::Busy, Phase::Closed, BUSY_NVML));
-    // The others go on: the process is not locked.
+    // The other calls continue, because the process is not locked.
     assert_eq!(client.ask("used"), 600);
     asks(&mut client, &[("release", 0), ("join", 0)]);
     agent.done(&[LOCK, CHECKPOINT]);
@@ -249,7 +249,7 @@ fn call_while_copied_out_reaches_nvml() {
     let reached = client.ask("calls");
     assert_eq!(client.ask("clock 3"), 103);
     assert_eq!((client.ask("calls"), agent.page().waiters), (reached + 1, 0));
-    // Its context leaves after all.
+    // Now the context is checkpointed too.
     agent.done(&[CHECKPOINT]);
     assert_eq!(client.ask("clock 3"), 103);
     assert_eq!(client.ask("calls"), reached + 1);
@@ -276,7 +276,7 @@ fn wait_for_events_ends_in_time_while_away() {
     assert!(client.ask("wait 150") >= 150);
     agent.done(&OFFLOAD);
     assert!(client.ask("wait 150") >= 150);
-    // One that has begun before does not keep the process.
+    // A wait that began before the offload does not delay it.
     agent.done(&BRING_BACK);
     client.send("wait 1500");
     agent.done(&OFFLOAD);

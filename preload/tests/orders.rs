@@ -134,7 +134,7 @@ fn caller_that_jumps_out_waits_no_more() {
     agent.wake();
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGUSR1).unwrap();
     assert_eq!(client.answer(), 99);
-    // While it is offloaded, and after the restore.
+    // Once while the process is offloaded, and once after the restore.
     until_no_waiters(&agent);
     agent.done(&BRING_BACK);
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
@@ -163,7 +163,7 @@ fn caller_that_jumps_out_waits_no_more() {
 #[test]
 fn a_call_from_inside_a_call_is_not_held() {
     let controller = Controller::new();
-    // On the slow path, and on the fast path of the thunk.
+    // Once on the slow path, and once on the fast path of the thunk.
     for start in ["start cuStubCallback", "warm cuStreamWaitEvent"] {
         let mut client = registered(&controller, "dlopen");
         let mut agent = controller.welcome();
@@ -291,7 +291,7 @@ fn refused_process_runs_without_another_hello() {
     agent.send(refusal);
     agent.ended();
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
-    // Another process is the next to knock.
+    // The next connection is from another process.
     let other = registered(&controller, "dlopen");
     let next = controller.welcome();
     assert!(format!("{:?}", next.hello).contains(&format!("{}", other.pid())));
@@ -351,7 +351,7 @@ fn poll_while_closing_waits_for_lock() {
     agent.done(&[Action::Unlock, Action::Open]);
 }
 
-/// The process cannot be restored. Calls return an error on each way through the library, and none
+/// The process cannot be restored. Calls return an error on each path through the library, and none
 /// reaches the driver, which would end the process. The process sends one notice, and is not moved
 /// again.
 #[test]

@@ -35,7 +35,7 @@ fn allocation_repeats_until_vram_is_free() {
     client.send("cuMemAlloc");
     for attempts in 0..2 {
         assert_eq!(agent.want(), want(1, attempts));
-        // It waits outside the driver.
+        // The allocation waits outside the driver.
         assert_eq!(agent.page().inflight, 0);
         answer(&mut agent, 1, true);
     }
@@ -72,7 +72,7 @@ fn process_is_offloaded_while_allocation_waits() {
     client.send("cuMemAlloc");
     assert_eq!(agent.want(), want(1, 0));
     agent.done(&OFFLOAD);
-    // Room comes before the process is back: the call waits at the gate like any other.
+    // VRAM is free before the process is resident: the call waits at the gate like any other.
     answer(&mut agent, 1, true);
     agent.wake();
     assert_eq!(agent.page().phase, Phase::Checkpointed);
@@ -104,7 +104,7 @@ fn waiting_allocation_blocks_no_others() {
     assert_eq!(agent.want(), want(1, 0));
     assert_eq!(client.answer(), 0);
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
-    // Nor does it hold up an order to hold allocations, which it obeys.
+    // The waiting allocation does not delay an order to hold allocations either, and obeys it.
     agent.done(&[Action::HoldAllocations { deadline_ms: LONG_MS }]);
     answer(&mut agent, 1, true);
     while agent.page().waiters == 0 {}
@@ -125,7 +125,7 @@ fn several_threads_take_turns() {
     client.ask("short 3");
     let before = agent.page().calls;
     client.send("threads 3 cuMemAlloc");
-    // All three have failed before the first is told to go on.
+    // All three allocations have failed before the first one gets a grant.
     while agent.page().calls < before + 3 || agent.page().inflight > 0 {}
     let mut over = Vec::new();
     while over.len() < 3 {

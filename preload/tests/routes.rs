@@ -29,7 +29,7 @@ fn is_counted_and_held(build: Build, route: &str) {
     assert_eq!(after.polls - before.polls, 1, "{route}");
     assert_eq!(after.inflight, 0, "{route}");
 
-    // Polls return in between: nothing runs, and no wake is sent.
+    // Polls return meanwhile: no work runs, and no Wake is sent.
     for call in ["cuCtxSynchronize", "cuMemAlloc"] {
         agent.done(&OFFLOAD);
         let polls = agent.page().polls;
@@ -59,7 +59,7 @@ fn poll_waits_while_work_may_run_without_wake() {
     agent.done(&[CLOSE]);
     let before = agent.page();
     client.send("cuStreamQuery");
-    // Locked, and not before, it has its answer; the driver is not asked.
+    // The poll returns once the process is locked, not earlier, and does not reach the driver.
     agent.done(&[LOCK]);
     assert_eq!(client.answer(), 0);
     let after = agent.page();
@@ -88,7 +88,7 @@ fn stack_and_vector_arguments_arrive() {
     let path = controller.path();
     for build in [Build::Glibc, Build::Musl] {
         let mut client = Client::start(build, "dlopen", &[("AFFINODE_SOCKET", &path)]);
-        // First on the slow path, then on the fast one, then out of a wait.
+        // First on the slow path, then on the fast path, then after a wait at the gate.
         for call in ["cuLaunchKernel", "cuStubDoubles"] {
             assert_eq!(client.ask(call), 0, "{call}, first");
             assert_eq!(client.ask(call), 0, "{call}, second");

@@ -30,7 +30,8 @@ fn tool_table_is_remembered_and_bars_checkpoint() {
         assert_eq!(client.ask(OF_TOOL), 0);
         assert_eq!(agent.page().hazards, Hazards::TOOLS, "{route}");
         assert_eq!(agent.notice(), Hazards::TOOLS);
-        // It may be locked, which a copy-out begins with; the driver must not checkpoint it.
+        // The process may be locked, which is the first step of a copy out, but the driver must not
+        // checkpoint it.
         agent.done(&[CLOSE, LOCK]);
         assert_eq!(agent.order(CHECKPOINT), (Outcome::Unsupported, Phase::Locked, 0), "{route}");
         agent.done(&[Action::Unlock, Action::Open]);
@@ -40,7 +41,7 @@ fn tool_table_is_remembered_and_bars_checkpoint() {
 
 #[test]
 fn runtime_table_is_no_call_and_no_tool() {
-    // Two of libcudart's, NVML's, and none.
+    // Two tables of libcudart, one of NVML, and no table.
     for id in [
         "6bd5fb6c5bf4e74a8987d93912fd9df9",
         "d4082055bde6704b8d34ba123c66e1f2",
@@ -82,7 +83,7 @@ fn tool_table_request_while_away_waits_and_wakes() {
     let mut agent = controller.welcome();
     agent.done(&OFFLOAD);
     client.send(OF_TOOL);
-    // The stub ends a process that is let through now.
+    // The stub driver ends the process if a call reaches it now.
     assert_eq!(agent.wake().1, 1);
     assert_eq!(agent.page().hazards, Hazards::TOOLS);
     agent.done(&BRING_BACK);

@@ -1,5 +1,5 @@
-//! The agent: one thread per CUDA process. It carries out the controller's orders, reports
-//! waiting callers, and restores its process by itself when the controller does not respond.
+//! The agent: one thread per CUDA process. It executes the controller's orders, reports waiting
+//! callers, and restores its process itself when the controller does not respond.
 //!
 //! The agent has SIGURG blocked and sleeps until that signal is pending. The socket raises it when
 //! there is something to read, and callers raise it when the counters have changed. The agent's
@@ -62,7 +62,7 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
     sys::set_thread_name(c"affinode-agent");
     let tid = sys::gettid();
     process::become_agent(tid);
-    // Before this thread calls anything in the driver, or keeps an address in it.
+    // This must come before the thread calls the driver or stores an address of the driver.
     pin::pin_libcuda();
     let mut path = [0; connection::PATH_BYTES];
     if let Some(file) = connection::engine_file(named_socket, &mut path) {
@@ -115,7 +115,7 @@ struct Agent {
     silence: ControllerWatchdog,
     /// True if an order or an acknowledgement has arrived since the watchdog's last check.
     heard: bool,
-    /// Why allocations are held, if [`OrderMachine::allocations_held`] is true.
+    /// Reason why allocations are held, if [`OrderMachine::allocations_held`] is true.
     hold: AllocationHold,
     told_hazards: Hazards,
     /// Generation and time of the last Wake; `None`: none on this connection.
@@ -163,7 +163,8 @@ impl Agent {
             }
             let managed = self.listen();
             if !self.link.is_welcomed() {
-                // The watcher of calls is gone, as are the order to prefault and the copier.
+                // Without a connection there is neither a recording of calls nor a prefault nor a
+                // copier.
                 call_recorder::watch(self.page, 0, 0);
                 if self.machine.phase() == Phase::Open {
                     swap::end_preparation();
@@ -208,12 +209,12 @@ impl Agent {
                 ControllerMessage::Welcome { wait_for_room_ms, engine, .. } => {
                     self.link.set_welcomed();
                     PROCESS.oom_wait.set_wait_ms(wait_for_room_ms);
-                    // Before an allocation can pass the gate.
+                    // Set the engine before an allocation can pass the gate.
                     swap::set_engine(engine);
                     if self.hold != AllocationHold::Now {
                         self.machine.release_allocations(&mut self.own);
                     }
-                    // The Hello carried the state at its time; later changes are sent again.
+                    // The Hello contained the state at that time. Later changes are sent again.
                     self.told_hazards = Hazards(0);
                     (self.wake_sent, self.want_sent) = (None, None);
                 }
@@ -241,7 +242,8 @@ impl Agent {
                     self.own.gpus.take(first, total, &gpus);
                 }
                 ControllerMessage::Order { order, action, decided_ms } => {
-                    // The controller learns of a new hazard before it reads the report.
+                    // Send new hazards first, so that the controller knows them when it reads the
+                    // report.
                     self.tell_hazards();
                     if matches!(action, Action::HoldAllocations { .. }) {
                         self.hold = AllocationHold::Now;
@@ -265,7 +267,7 @@ impl Agent {
                         local_memory_bytes: swap::local_memory::released_bytes(),
                     };
                     self.link.send(now_us, &report);
-                    // After the report, for which the controller waits.
+                    // Only after the report, because the controller waits for the report.
                     if matches!(action, Action::HoldAllocations { .. })
                         && self.machine.phase() == Phase::Open
                     {
@@ -353,7 +355,8 @@ impl Agent {
         }
     }
 
-    /// Acts without the controller if its response is overdue.
+    /// Opens or restores the process without the controller if a response of the controller is
+    /// overdue.
     fn look_after(&mut self) {
         let connected = self.link.is_welcomed();
         // Without a controller no VRAM is granted to others. A controller that has ordered the
@@ -380,9 +383,9 @@ impl Agent {
     /// first. It is done piece by piece, so that orders are read in between.
     fn tidy(&mut self) {
         const PAUSE_US: u64 = 2_000_000;
-        // While copies are retained: the application may need the host memory.
+        // Interval while copies are retained, because the application may need the host memory.
         const LOOK_US: u64 = 250_000;
-        // While pages are being faulted in.
+        // Interval while pages are being faulted in.
         const SOON_US: u64 = 20_000;
         if self.machine.phase() != Phase::Open {
             self.tidy_us = None;

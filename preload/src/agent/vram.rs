@@ -1,9 +1,10 @@
 //! Proof of free VRAM for a self-restore.
 //!
-//! The process itself cannot query it: while it is checkpointed, libcuda holds the lock of its
-//! NVML (seen with 580). Another process can, so the agent runs `nvidia-smi`, which container
-//! toolkits put beside the driver's libraries. A process without the proof waits for the next
-//! controller: a restore without enough VRAM loses the process.
+//! The process itself cannot query the free VRAM: while it is checkpointed, libcuda holds a lock of
+//! the process's NVML (measured, driver 580). Another process can query it, so the agent runs
+//! `nvidia-smi`, which container toolkits install next to the driver's libraries. A process without
+//! this proof waits for the next controller, because a restore without enough VRAM loses the
+//! process.
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicU8, Ordering};
@@ -24,7 +25,7 @@ const MIB: u64 = 1 << 20;
 /// Records `PATH`. To be called on the application's thread: it may change its environment at any
 /// other time, and libc then frees the old value.
 pub fn note_path() {
-    // A setuid program's caller must not choose what it runs.
+    // The caller of a setuid program must not choose which program it runs.
     let path = if libc::is_secure() { None } else { libc::environment(b"PATH") };
     let bytes = path.unwrap_or(b"").iter().copied().chain(core::iter::repeat(0));
     let [places @ .., _] = &FOLDERS_OF_PATH;
@@ -76,7 +77,7 @@ fn has_room_everywhere(said: &[u8], vram_bytes: u64) -> Option<bool> {
             text.parse::<u64>().ok()?.checked_mul(MIB)
         };
         let (free_bytes, total_bytes) = (mib()?, mib()?);
-        // The same margin as the controller keeps free beside grants.
+        // The controller keeps the same margin free in addition to grants.
         let margin_bytes = (total_bytes / 50).min(512 * MIB);
         Some(vram_bytes.saturating_add(margin_bytes) <= free_bytes)
     });

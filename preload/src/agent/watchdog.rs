@@ -21,8 +21,8 @@ pub struct GateActivity {
 impl GateActivity {
     fn answer_is_owed(self) -> bool {
         let held = self.phase != Phase::Open || self.allocations_held;
-        // Without a controller, a process whose memory is still on the device opens by itself;
-        // an offloaded process stays offloaded until a call waits.
+        // Without a controller, a process whose memory is still on the device opens its gate
+        // itself. An offloaded process stays offloaded until a call waits.
         let stranded = !self.connected && matches!(self.phase, Phase::Closed | Phase::Locked);
         (held && self.waiters) || stranded
     }
