@@ -1,16 +1,16 @@
-//! Where a library of the driver is: where the dynamic loader finds it, or in a folder that only a
-//! Kubernetes operator or a node image uses.
+//! Finds the libraries of the NVIDIA driver. Either the dynamic loader finds them, or they are in a
+//! folder that only a Kubernetes operator or a node image uses.
 //!
-//! The folder is looked up each time a library is opened, because an operator may install the
-//! driver after the controller has started, and replaces it when its pod restarts.
+//! The folder is searched each time that a library is opened. An operator may install the driver
+//! after the controller has started, and replaces it when the operator's pod restarts.
 
 use std::path::{Path, PathBuf};
 
 use crate::config::Config;
 
-/// A folder with this file is one of a driver: every installation has NVML.
+/// File that marks a library folder of a driver: every installation has NVML.
 const MARKER: &str = "libnvidia-ml.so.1";
-/// Library folders below the root of a driver: Debian and Ubuntu, Red Hat, others.
+/// Library folders below a driver's root: Debian and Ubuntu, Red Hat, others.
 const LIB_DIRS: [&str; 4] = ["usr/lib/x86_64-linux-gnu", "usr/lib64", "lib64", "usr/lib"];
 /// Folders that the dynamic loader searches on the usual distributions.
 const LOADER_DIRS: [&str; 6] = [
@@ -46,26 +46,27 @@ impl DriverLibrary {
         }
     }
 
-    /// The management library, as configured.
+    /// NVML, by the name or path in the configuration.
     #[must_use]
     pub fn nvml(config: &Config) -> DriverLibrary {
         DriverLibrary::new(&config.nvml.library, &config.driver.root)
     }
 
-    /// The library of CUDA's driver interface, as configured.
+    /// The library of the CUDA driver API, by the name or path in the configuration.
     #[must_use]
     pub fn cuda(config: &Config) -> DriverLibrary {
         DriverLibrary::new(&config.copier.library, &config.driver.root)
     }
 
-    /// What to open: the path, or the plain name if the loader is to search for it.
+    /// Path to open. A plain file name if the dynamic loader is to search for it.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.folder().map_or_else(|| PathBuf::from(&self.name), |folder| folder.join(&self.name))
     }
 
-    /// The folder outside the loader's own that has the library and those which it opens by name.
-    /// `None`: the loader searches, or the configuration has a path.
+    /// Folder that contains the library and the libraries that it opens by name, if the loader does
+    /// not search that folder by itself. `None`: the loader searches, or the configuration has a
+    /// path.
     #[must_use]
     pub fn folder(&self) -> Option<PathBuf> {
         if self.name.contains('/') {
@@ -76,7 +77,8 @@ impl DriverLibrary {
             folders.into_iter().find(|folder| folder.join(MARKER).exists())
         };
         if !self.driver_root.as_os_str().is_empty() {
-            // While the root is empty, the error names this path. No other driver is taken.
+            // If no driver is in the configured root yet, this path is opened and the error names
+            // it. A driver elsewhere is not used.
             let first = || self.driver_root.join(LIB_DIRS[0]);
             return Some(below(&self.driver_root, &LIB_DIRS).unwrap_or_else(first));
         }
@@ -88,7 +90,7 @@ impl DriverLibrary {
     }
 }
 
-/// Whether a folder of `LD_LIBRARY_PATH` has the driver.
+/// Whether a folder of `LD_LIBRARY_PATH` contains the driver's libraries.
 fn loader_path_has_driver() -> bool {
     let folders = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     std::env::split_paths(&folders).any(|folder| folder.join(MARKER).exists())

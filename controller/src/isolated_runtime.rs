@@ -1,11 +1,11 @@
-//! A thread with a runtime of its own, for operations that a container can block.
+//! A thread with an async runtime of its own, for operations that a container can block.
 //!
-//! Reading from a Unix socket, or closing one, may close descriptors that are still in it, and the
-//! kernel returns only when that is done. Closing a lingering TCP socket waits until its peer has
-//! received everything; closing a file of a file system in user space waits until that responds. A
-//! pipe is read under a lock, which a writer holds while the kernel pages in the writer's memory.
-//! None of these waits has a timeout, so they happen on a thread that serves only the container
-//! that causes them.
+//! Reading from a Unix socket, or closing it, may close descriptors that are in transit in it. The
+//! kernel returns only when they are closed. Closing a lingering TCP socket waits until its peer
+//! has received everything. Closing a file of a file system in user space waits for a response of
+//! that file system. A pipe is read under a lock, which a writer holds while the kernel pages in
+//! the writer's memory. None of these waits has a timeout, so they happen on a thread that serves
+//! only the container that causes them.
 
 use std::{future::Future, io, thread};
 
@@ -14,8 +14,7 @@ use tokio::{
     sync::oneshot,
 };
 
-/// The thread. It ends, with all of its tasks, when this is dropped. The drop does not wait for the
-/// end.
+/// The thread. Dropping this value ends the thread and all its tasks, without waiting for the end.
 #[derive(Debug)]
 pub struct IsolatedRuntime {
     runtime: Handle,
@@ -62,7 +61,7 @@ pub mod tests {
 
     /// A connection whose last descriptor takes a minute to close, because its peer does not read.
     pub struct LingeringTask {
-        /// The peer, which is dropped first, so that the wait ends.
+        /// The peer. It is dropped first, so that the close ends.
         _peer: TcpStream,
         stream: Option<TcpStream>,
         port: u16,
@@ -86,7 +85,8 @@ pub mod tests {
             self.stream.as_ref().unwrap().as_fd()
         }
 
-        /// Closes this descriptor. The task with the last descriptor then waits.
+        /// Closes this descriptor on another thread. If the task holds another one, its close then
+        /// waits.
         pub fn let_go(&mut self) {
             let stream = self.stream.take();
             std::thread::spawn(move || drop(stream));

@@ -1,15 +1,15 @@
 //! The listening sockets of the run directory, and systemd's store for them.
 //!
 //! ```text
-//! controller ──bind, FDSTORE=1──> systemd keeps a copy
-//!     dies                          a client that connects now waits in the backlog
-//! the next one <──LISTEN_FDS──────  takes the sockets that their files still lead to
+//! |controller ──bind, FDSTORE=1──> systemd keeps a copy
+//! |    exits                       a new connection waits in the backlog
+//! |next controller <──LISTEN_FDS── uses the sockets whose files are unchanged
 //! ```
 //!
-//! A shim starts no controller if it can connect to the socket. So after a controller of the unit
-//! has ended, systemd starts the next one. Without systemd (`NOTIFY_SOCKET`) each controller binds
-//! its own sockets. The store has a maximum size (`FileDescriptorStoreMax`): a socket that does not
-//! fit is bound again.
+//! A shim starts a controller only if it cannot connect to the socket. After a controller of the
+//! unit has ended, systemd keeps the socket open and starts the next controller itself. Without
+//! systemd (`NOTIFY_SOCKET`) each controller binds its own sockets. The store has a maximum size
+//! (`FileDescriptorStoreMax`): a socket that does not fit is bound again.
 
 use std::{
     collections::HashMap,
@@ -35,7 +35,7 @@ pub fn supervised() -> bool {
     std::env::var_os("NOTIFY_SOCKET").is_some()
 }
 
-/// Notifies the supervisor, if there is one, that the service is ready, with a status text.
+/// Notifies systemd, if it supervises this process, that the service is ready, with a status text.
 pub fn tell_ready(status: &str) {
     tell(&[NotifyState::Ready, NotifyState::Status(status)]);
 }
@@ -67,8 +67,8 @@ impl ActivationSockets {
         ActivationSockets { run_dir: run_dir.to_owned(), kept, stored: HashMap::new() }
     }
 
-    /// Listens at a file below the run directory. It uses the stored socket if the file still leads
-    /// to it. Otherwise it creates a socket with this mode, which replaces the file.
+    /// Listens at a file below the run directory. If the file still belongs to the stored socket,
+    /// that socket is used. Otherwise a socket with this mode is created and replaces the file.
     ///
     /// # Errors
     /// The socket cannot be created.
@@ -108,8 +108,8 @@ impl ActivationSockets {
         }
     }
 
-    /// Removes stored sockets to which no file leads any longer: their container has ended, or
-    /// another controller has created a socket there.
+    /// Removes stored sockets whose file is gone or belongs to another socket: their container has
+    /// ended, or another controller has created a socket there.
     pub fn tidy(&mut self) {
         let run_dir = &self.run_dir;
         self.kept.retain(|kept, _| {
@@ -126,8 +126,8 @@ impl ActivationSockets {
 /// Separator between the file and its number in a socket's name.
 const NUMBER: char = '@';
 
-/// The name of a socket in the store: its file and the file's number, which is unique while the
-/// socket exists. `None` if there is no socket.
+/// The name of a socket in the store: its file, and the file's device and inode numbers, which are
+/// unique while the socket exists. `None` if there is no such file.
 fn name(file: &str, path: &Path) -> Option<String> {
     let found = fs::symlink_metadata(path).ok().filter(|found| found.file_type().is_socket())?;
     Some(format!("{file}{NUMBER}{:x}-{:x}", found.dev(), found.ino()))
@@ -138,8 +138,8 @@ fn bind(path: &Path, mode: u32) -> io::Result<UnixListener> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    // Through a descriptor of the folder: a socket address holds 107 bytes, and a run directory may
-    // be longer.
+    // Through a descriptor of the folder: a socket address has at most 107 bytes, and the path of a
+    // run directory can be longer.
     let (folder, file) = path.parent().zip(path.file_name()).ok_or(io::ErrorKind::InvalidInput)?;
     let folder = fs::File::open(folder)?;
     let address = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(file);
@@ -175,7 +175,7 @@ mod tests {
     }
 
     /// The name and descriptor that systemd passes to the next controller after a controller has
-    /// died.
+    /// exited.
     fn kept(dir: &Path, listener: &UnixListener) -> (String, OwnedFd) {
         (name(FILE, &dir.join(FILE)).unwrap(), listener.as_fd().try_clone_to_owned().unwrap())
     }
@@ -200,7 +200,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let old = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o666).unwrap();
         let kept = kept(dir.path(), &old);
-        // A controller without a supervisor ran in between.
+        // Meanwhile a controller without a supervisor ran, and created a socket of its own.
         let other = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o666).unwrap();
         drop(other);
         let mut sockets = ActivationSockets::with(dir.path(), vec![kept]);

@@ -14,8 +14,8 @@ use tokio::io::{Interest, unix::AsyncFd};
 /// # Errors
 /// The runtime cannot watch it.
 pub fn watch_readable(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an `OwnedFd` names one open description for as long as it lives; `AsyncFd`
-    // owns it, hands out no way to replace it, and takes it off the poll set before the drop.
+    // SAFETY: an `OwnedFd` names one open description during its whole life. `AsyncFd` owns it, has
+    // no method that replaces it, and removes it from the poll set before the drop.
     Ok(unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }?)
 }
 
@@ -59,7 +59,7 @@ pub fn handed_over() -> io::Result<Vec<(String, OwnedFd)>> {
         return Ok(Vec::new());
     }
     let descriptors = sd_notify::listen_fds_with_names()?;
-    // SAFETY: LISTEN_PID says that systemd opened these descriptors for this very process. They
+    // SAFETY: LISTEN_PID shows that systemd opened these descriptors for this very process. They
     // were just checked to be open, no other code here uses them, and they are taken once.
     Ok(descriptors.map(|(fd, name)| (name, unsafe { OwnedFd::from_raw_fd(fd) })).collect())
 }
@@ -82,7 +82,7 @@ pub fn wipe_on_fork_works() -> bool {
     advised.is_ok()
 }
 
-/// Takes a lease on a file, as its user could, or releases it.
+/// Takes a lease on a file, as the file's user could, or releases it.
 ///
 /// # Errors
 /// Other processes have the file open.

@@ -30,7 +30,7 @@ pub struct CopierProcess {
 }
 
 impl CopierProcess {
-    /// Starts a copier. `mail` receives its news.
+    /// Starts a copier. `mail` receives the messages about it.
     ///
     /// # Errors
     /// The process cannot be started.
@@ -49,13 +49,14 @@ impl CopierProcess {
             .env(LIBRARY_ENV, library.path())
             // The driver then ignores the other GPUs.
             .env("CUDA_VISIBLE_DEVICES", gpu)
-            // Not through an MPS server: the controller would not know its other clients.
+            // Keeps the copier from using an MPS server, whose other clients the controller would
+            // not know.
             .env("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
             .stderr(Stdio::piped());
         if let Some(folder) = library.folder() {
-            // The library opens others of the driver by their names.
+            // The CUDA library opens other libraries of the driver by name.
             let set = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
             let folders = std::iter::once(folder).chain(std::env::split_paths(&set));
             if let Ok(folders) = std::env::join_paths(folders) {
@@ -100,11 +101,11 @@ impl CopierProcess {
                         _ => break,
                     },
                     Ok(Err(_)) => break,
-                    // A spurious wakeup: there was nothing to read.
+                    // A spurious wakeup: there was no data to read.
                     Err(_) => {}
                 }
             }
-            // Without a receiver the controller is ending.
+            // There is no receiver if the controller is shutting down.
             let _ = reports.send(CopierMessage::Closed(id));
         });
         let (kill, killed) = oneshot::channel();
@@ -112,10 +113,10 @@ impl CopierProcess {
         Ok(CopierProcess { socket: ours, ear: ear.abort_handle(), kill: Some(kill), pid })
     }
 
-    /// Sends an order, and a descriptor along with it.
+    /// Sends an order, with a descriptor if `along` has one.
     ///
     /// # Errors
-    /// The copier does not read its socket.
+    /// The order cannot be sent, for example because the copier does not read its socket.
     pub fn tell(&self, order: CopierOrder, along: Option<&OwnedFd>) -> io::Result<()> {
         socket::send(self.socket.as_fd(), &order.encode(), along).map(drop)
     }
@@ -141,7 +142,7 @@ impl Drop for CopierProcess {
     }
 }
 
-/// Waits for the end of a process, and kills it when that is wanted.
+/// Waits until a process exits. Kills it when `killed` receives a message or its sender is dropped.
 async fn wait(
     mut process: Child,
     killed: oneshot::Receiver<()>,
@@ -157,6 +158,6 @@ async fn wait(
         let _ = process.start_kill();
         let _ = process.wait().await;
     }
-    // Without a receiver the controller is ending.
+    // There is no receiver if the controller is shutting down.
     let _ = mail.send(CopierMessage::Exited(id));
 }

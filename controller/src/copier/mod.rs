@@ -1,5 +1,5 @@
 //! The processes of copiers (crate `affinode-copier`), and the controller's ends of their sockets.
-//! Which GPU has a copier, and when it ends, is decided in `core/copiers.rs`.
+//! `core/copiers.rs` decides which GPUs have a copier, and when a copier ends.
 //!
 //! ```text
 //!                    ┌──Report──> the core
@@ -26,14 +26,14 @@ use crate::{
     driver_library::DriverLibrary,
 };
 
-/// News of a copier.
+/// A message about a copier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CopierMessage {
     /// The copier sent a report.
     Report(CopierId, CopierReport),
-    /// Its socket closed, or it sent what no copier sends. Its process may still live.
+    /// The copier closed its socket, or sent an invalid message. Its process may still run.
     Closed(CopierId),
-    /// Its process has exited, and so holds no memory.
+    /// The process of the copier has exited, so its memory is free.
     Exited(CopierId),
 }
 
@@ -46,7 +46,7 @@ pub enum AttachError {
     /// No socket can be created for the process.
     #[error("cannot create a socket for a copier")]
     Socket,
-    /// The copier does not read its socket.
+    /// The order cannot be sent, for example because the copier does not read its socket.
     #[error("cannot send an order to the copier")]
     Order(#[source] io::Error),
 }
@@ -63,14 +63,14 @@ pub struct CopierProcesses {
 struct RunningCopier {
     gpu: String,
     child: CopierProcess,
-    /// Whether it was told to end.
+    /// Whether the copier was killed. Its exit is not yet reported.
     ends: bool,
-    /// Its VRAM in bytes, by NVML.
+    /// VRAM of the copier in bytes, as NVML reports it.
     vram_bytes: u64,
 }
 
 impl CopierProcesses {
-    /// Creates the list without any copier. `library` is the CUDA library that they load.
+    /// Creates an empty list of copiers. `library` is the CUDA library that copiers load.
     #[must_use]
     pub fn new(
         library: DriverLibrary,
@@ -82,7 +82,7 @@ impl CopierProcesses {
     /// Starts a copier on a GPU.
     ///
     /// # Errors
-    /// Its socket or its process cannot be created.
+    /// The copier's socket or process cannot be created.
     pub fn start(&mut self, id: CopierId, gpu: &str) -> io::Result<()> {
         let (ours, theirs) = pair()?;
         let mail = self.mail.clone();
@@ -110,10 +110,10 @@ impl CopierProcesses {
         Ok(theirs)
     }
 
-    /// Sends an order. A copier that has exited gets none.
+    /// Sends an order to a copier. Does nothing if the copier has exited.
     ///
     /// # Errors
-    /// The copier does not read its socket.
+    /// The order cannot be sent, for example because the copier does not read its socket.
     pub fn tell(&self, id: CopierId, order: CopierOrder) -> io::Result<()> {
         self.running.get(&id).map_or(Ok(()), |copier| copier.child.tell(order, None))
     }
@@ -151,7 +151,7 @@ impl CopierProcesses {
         }
     }
 
-    /// Fills in the process of a GPU's copier in a list.
+    /// Sets the pid and the VRAM of the GPU's copier in a GPU of the control API.
     pub fn show(&self, gpu: &mut control::Gpu) {
         let here = |copier: &&RunningCopier| copier.gpu == gpu.uuid && !copier.ends;
         if let Some(copier) = self.running.values().find(here) {

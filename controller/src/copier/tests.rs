@@ -1,4 +1,4 @@
-//! Processes of copiers. Programs that do nothing stand in for copiers.
+//! Processes of copiers. Programs that do nothing replace the copier.
 
 use std::{process::Stdio, time::Duration};
 
@@ -51,7 +51,7 @@ async fn orders_and_reports_pass_the_socket() {
     assert!(copiers.tell(ID, CopierOrder::HoldVram { on: false }).is_err());
 }
 
-/// A proof of free VRAM waits for this report: the process holds no memory any longer.
+/// The core waits for this report before a proof of free VRAM: the process then holds no memory.
 #[tokio::test]
 async fn an_ended_copier_reports_its_exit() {
     let (mut copiers, _copier, mut from) = with_sleeper();

@@ -20,10 +20,10 @@ const VENDORS: [&str; 2] = ["k8s.device-plugin.nvidia.com", "management.nvidia.c
 /// Maximum size of a specification file that is read to find its kind.
 const MAX_SPEC_BYTES: u64 = 16 << 20;
 
-/// Whether containers get devices from CDI, judged by containerd's whole configuration and the
-/// files from which it is made. containerd 2 enables CDI by default, so the setting alone shows
-/// nothing. Either a file must turn it on, as those of NVIDIA's toolkit do, or there must be
-/// specifications for Kubernetes.
+/// Whether containers get their devices from CDI. `config` is containerd's whole configuration,
+/// `files` are the files from which it is made. containerd 2 enables CDI by default, so the setting
+/// is not sufficient. In addition, a file must enable CDI explicitly, as NVIDIA's toolkit does, or
+/// there must be CDI specifications for Kubernetes.
 #[must_use]
 pub fn injects(config: &Table, files: &[PathBuf]) -> bool {
     is_enabled(config)
@@ -40,8 +40,8 @@ fn plugin_value<'a>(config: &'a Table, key: &str) -> Option<&'a Value> {
     PLUGINS.iter().find_map(|plugin| config.get("plugins")?.get(*plugin)?.get(key))
 }
 
-/// Whether this file itself turns CDI on. The file that k3s or rke2 generates does not count,
-/// because no operator wrote it.
+/// Whether this file itself enables CDI. The file that k3s or rke2 generates does not count,
+/// because its content is not an operator's choice.
 fn says(file: &Path) -> bool {
     let text = fs::read_to_string(file).unwrap_or_default();
     let own = text.parse::<Table>().unwrap_or_default();
@@ -64,7 +64,7 @@ fn has_spec(folder: &PathBuf) -> bool {
     fs::read_dir(folder).into_iter().flatten().flatten().any(|entry| {
         let small = entry.metadata().is_ok_and(|data| data.len() <= MAX_SPEC_BYTES);
         let text = if small { fs::read_to_string(entry.path()) } else { return false };
-        // JSON is YAML too.
+        // Every JSON file is valid YAML.
         let spec = serde_yaml_ng::from_str::<CdiSpec>(&text.unwrap_or_default());
         spec.is_ok_and(|spec| {
             spec.kind.split_once('/').is_some_and(|(vendor, _)| VENDORS.contains(&vendor))

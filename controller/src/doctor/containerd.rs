@@ -26,7 +26,7 @@ const SOCKETS: [&str; 4] = [
 ];
 /// Default value of containerd's option `--config`.
 const CONFIG_FILE: &str = "/etc/containerd/config.toml";
-/// First containerd release that has all the calls that the shim serves.
+/// First containerd release with all the calls that the shim serves.
 const MIN_VERSION: (u32, u32) = (1, 6);
 
 /// A containerd that serves a socket.
@@ -63,7 +63,7 @@ pub enum ContainerdAbsent {
         #[source]
         source: std::io::Error,
     },
-    /// The folder in /proc of its process cannot be read.
+    /// The process is known, but its folder in /proc cannot be read.
     #[error("cannot examine the process behind {}", socket.display())]
     Hidden {
         /// Path of the socket.
@@ -168,10 +168,11 @@ fn dump(pid: u32, argv: &[OsString]) -> Result<toml::Table, String> {
     text.parse().map_err(|error| format!("its configuration: {error}"))
 }
 
-/// Runs containerd's program with the name (`argv[0]`) under which it runs, because some files
+/// Runs containerd's executable with the `argv[0]` of the running daemon, because some executables
 /// contain several programs.
 fn run(pid: u32, argv: &[OsString], arguments: &[OsString]) -> Result<String, String> {
-    // Through /proc: the file of the running process, even if an update has replaced it since.
+    // Through /proc: this is the executable of the running process, even if an update has replaced
+    // its file.
     let mut command = Command::new(format!("/proc/{pid}/exe"));
     command.arg0(argv.first().cloned().unwrap_or_default()).args(arguments).stdin(Stdio::null());
     let output = command.output().map_err(|error| error_chain::chain(&error))?;
@@ -212,7 +213,7 @@ pub fn process_runs(names: &[&str]) -> bool {
         .any(|comm| names.contains(&comm.trim_end()))
 }
 
-/// The checks of containerd's process and its version. `podman_alone`: Podman is installed, and
+/// The checks of containerd's process and version. `podman_alone`: Podman is installed, and
 /// containerd is not.
 #[must_use]
 pub fn judge(

@@ -106,7 +106,8 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
     group.checks
 }
 
-/// The check of the controller: its pid and version, or `None` if no controller listens.
+/// The check of the controller: its pid and version. `None` if no controller listens, `Err` if its
+/// response is invalid or missing.
 #[must_use]
 pub fn controller(said: &Result<Option<(u32, String)>, String>) -> DoctorCheck {
     let own = env!("CARGO_PKG_VERSION");

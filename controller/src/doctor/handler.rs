@@ -15,7 +15,7 @@ pub const ANNOTATIONS: &str = "affinode.io/*";
 /// Names of the stock handler, and of the handler that NVIDIA's toolkit adds.
 const STOCK: &str = "runc";
 const NVIDIA: &str = "nvidia";
-/// Options whose values must equal those of the default handler.
+/// Options that must have the same values as in the default handler.
 const OPTIONS: [&str; 2] = ["SystemdCgroup", "BinaryName"];
 
 /// Checks the configuration. `kubernetes`: whether pods run on this machine. `cdi`: whether
@@ -64,7 +64,7 @@ fn table<'a>(from: &'a Table, path: &[&str]) -> Option<&'a Table> {
     path.iter().try_fold(from, |table, key| table.get(*key)?.as_table())
 }
 
-/// Returns the name and the table of the model handler: the handler that pods had before, which
+/// Returns the name and the table of the model handler: the handler that pods used before, which
 /// Affinode's handler copies. `ours` is the name of Affinode's handler. `cdi`: whether containers
 /// get their devices from CDI.
 ///
@@ -181,7 +181,7 @@ runtime_type = "io.containerd.runc.v2"
         (folder, here)
     }
 
-    /// The provided snippets pass the checks. If one of them is missing, there is no handler.
+    /// The provided snippets pass the checks. Without the snippet there is no handler.
     #[test]
     fn the_snippets_register_the_handler() {
         let (_folder, v3) = snippet();

@@ -19,11 +19,10 @@ pub struct KernelFacts {
     pub whole_machine: bool,
     /// Release of the kernel, as in `uname -r`.
     pub release: String,
-    /// Whether membarrier(PRIVATE_EXPEDITED) works. With it, gates close without a lock in every
-    /// call.
+    /// Whether membarrier(PRIVATE_EXPEDITED) works. With it, calls need no lock to pass a gate.
     pub membarrier: bool,
-    /// Whether pidfd_open works. With it, the controller sees the end of processes and detects
-    /// reused pids.
+    /// Whether pidfd_open works. With it, the controller notices the end of a process and detects a
+    /// reused pid.
     pub pidfd: bool,
     /// Whether memfds can be sealed. Sealed counter files cannot shrink while they are read.
     pub seals: bool,
@@ -130,8 +129,8 @@ mod tests {
         assert_eq!(verdicts(&KernelFacts { membarrier: false, ..good() }), [Good, Good, Warning]);
     }
 
-    /// `gather` finds all features on the kernel that runs the tests. Other tests start agents,
-    /// which need these features, so they are always present.
+    /// `gather` finds all features on the kernel that runs the tests. The kernel must have them,
+    /// because other tests start agents, which need them.
     #[test]
     fn this_kernel_is_seen_as_it_is() {
         let facts = KernelFacts::gather();

@@ -57,7 +57,8 @@ fn cgroups(root: &Path) -> CgroupVersion {
     }
     let controllers = |path: &str| std::fs::read_to_string(root.join(path)).ok();
     match controllers("cgroup.controllers") {
-        // In a container, its own view of the hierarchy has its controllers in the same file.
+        // A container sees only its own cgroup as the root. This file lists the controllers there
+        // too.
         Some(names) if names.split_whitespace().any(|name| name == "memory") => CgroupVersion::V2,
         Some(_) => CgroupVersion::NoMemory,
         None if root.join("unified").exists() || root.join("cpu").exists() => {

@@ -22,11 +22,11 @@ const DRA: &str = "var/lib/kubelet/plugins/gpu.nvidia.com";
 const HAMI: &str = "usr/local/vgpu/ld.so.preload";
 /// Folder with one subfolder for each pod, whose name consists of namespace, pod and uid.
 const PODS: &str = "var/log/pods";
-/// Beginning of the names of the pods with which KAI reserves the GPUs that it shares.
+/// Name prefix of the pods with which KAI reserves the GPUs that it shares.
 const KAI: &str = "kai-resource-reservation_";
 /// Resource name of whole GPUs in Kubernetes.
 const GPU: &str = "nvidia.com/gpu";
-/// Beginning of the resource names of MIG instances in Kubernetes.
+/// Prefix of the resource names of MIG instances in Kubernetes.
 const MIG: &str = "nvidia.com/mig-";
 /// Folder of this project with examples of sharing.
 const EXAMPLES: &str = "config/kubernetes/sharing";
@@ -71,7 +71,7 @@ impl SharingFacts {
 }
 
 fn devices(path: &Path) -> Option<Result<BTreeMap<String, Vec<String>>, String>> {
-    // Without a kubelet, or without root's rights, there is no record.
+    // Without a kubelet, or if this process is not root, the record cannot be read.
     let file = File::open(path).ok()?;
     let mut text = Vec::new();
     let read = file.take(CHECKPOINT_BYTES).read_to_end(&mut text);
@@ -128,7 +128,7 @@ fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared
     if resource != GPU && resource != "nvidia.com/gpu.shared" {
         return;
     }
-    // The id of a GPU that is shared several times has a suffix.
+    // A shared GPU has several ids, which differ only in the suffix after "::".
     let gpus: BTreeSet<&str> = ids.iter().map(|id| id.split("::").next().unwrap_or(id)).collect();
     let found = format!("{resource}: {} for {} GPUs", ids.len(), gpus.len());
     if ids.len() > gpus.len() || shared_otherwise {
@@ -161,7 +161,7 @@ mod tests {
     fn a_machine_without_kubernetes_has_no_check() {
         assert_eq!(verdicts(&SharingFacts::default()), []);
         assert_eq!(verdicts(&facts("example.com/fpga", &["a"])), []);
-        // Its device plugin has been removed.
+        // The device plugin of the resource was removed, so the record lists no device.
         assert_eq!(verdicts(&facts(GPU, &[])), []);
     }
 

@@ -65,15 +65,15 @@ impl JobFolder {
         let containers = run_dir.join(paths::CONTAINERS_DIR);
         let job = JobFolder { path: containers.join(&text), key, uid: user.uid, request };
         fs::create_dir_all(job.mount())?;
-        // Users may enter these folders, not read them: a folder that can be opened can be locked,
-        // as shims do.
+        // Users may enter these folders but not read them: a process that can open a folder can
+        // also lock it, and shims lock these folders.
         for folder in [&containers, &job.path] {
             fs::set_permissions(folder, Permissions::from_mode(0o711))?;
         }
         let lock = File::create_new(job.lock())?;
         lock.set_permissions(Permissions::from_mode(0o400))?;
         let_read(&lock, user)?;
-        // Never owned by the user: root creates files in it by name.
+        // The user must not own this folder: root creates files in it by name.
         chown(job.mount(), None, Some(user.gid))?;
         fs::set_permissions(job.mount(), Permissions::from_mode(0o750))?;
         let record = JobRecord { uid: user.uid, request: job.request.clone() };
@@ -174,7 +174,8 @@ fn let_read(file: &File, user: &JobUser) -> io::Result<()> {
     }
     let flags = rustix::fs::XattrFlags::empty();
     match rustix::fs::fsetxattr(file, "system.posix_acl_access", &list, flags) {
-        // Without ACLs all users of the group may read, and could keep the job from ending.
+        // Without ACLs, all users of the group may read the lock file, so each of them could lock
+        // it and keep the job from ending.
         Err(Errno::OPNOTSUPP) => {
             std::os::unix::fs::fchown(file, None, Some(user.gid))?;
             file.set_permissions(Permissions::from_mode(0o440))
@@ -201,8 +202,8 @@ pub fn running(run_dir: &Path) -> usize {
 /// determined.
 #[must_use]
 pub fn unused(lock: &Path) -> bool {
-    // The user may have a lease on it, if an earlier controller gave the file to the user: a
-    // blocking open would wait for the user.
+    // If an earlier controller gave this file to the user, the user may have a lease on it. A
+    // blocking open would wait until the user releases the lease.
     let open = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(lock);
     let Ok(file) = open else { return false };
     let age = file.metadata().and_then(|data| data.modified()).map(|made| made.elapsed());
@@ -275,7 +276,7 @@ mod tests {
         assert!(!can(4713, 4714, "exec <\"$1\""), "another user");
     }
 
-    /// A process that opens a file with a lease waits up to 45 s for the holder of the lease.
+    /// Without `O_NONBLOCK`, an open of the file would wait up to 45 s for the holder of the lease.
     #[test]
     fn a_lease_of_the_user_does_not_block() {
         let dir = tempfile::tempdir().unwrap();
@@ -283,12 +284,13 @@ mod tests {
         let made = std::time::SystemTime::now() - 2 * JOB_LOCK_TIMEOUT;
         File::options().write(true).open(job.lock()).unwrap().set_modified(made).unwrap();
         let users = File::open(job.lock()).unwrap();
-        // Children of other tests have the file open until their exec.
+        // Other tests fork children, which inherit this descriptor until their exec.
         while let Err(error) = crate::sys::lease(&users, true) {
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}");
             std::thread::yield_now();
         }
-        // A waiting open succeeds when the kernel has revoked the lease.
+        // The unsuccessful open has made the kernel ask for the lease; after its release the lock
+        // is free.
         assert!(!unused(&job.lock()), "its user has it");
         crate::sys::lease(&users, false).unwrap();
         while !unused(&job.lock()) {

@@ -8,9 +8,9 @@
 //! the last process ends ──> the kernel releases the lock ──> withdrawn, folder removed
 //! ```
 //!
-//! The lock outlives every controller and needs no waiting process: a job ends when its last
-//! process is killed, and no job is lost when a controller dies. The next controller reads the name
-//! of a job from the job's folder.
+//! The lock outlives every controller and needs no waiting process. A job ends when its last
+//! process is killed, and no job is lost when a controller exits. The next controller reads the
+//! job's name from the job's folder.
 //!
 //! The kernel identifies the user of a request. Users other than root cannot affect others: they
 //! have a namespace of their own, and may not set annotations that affect other jobs.

@@ -56,7 +56,8 @@ async fn accept(listener: UnixListener, calls: mpsc::Sender<Command>) {
         };
         let calls = calls.clone();
         tokio::spawn(async move {
-            // A client that disconnects has no job, or one that ends soon.
+            // If the client disconnects before the response, its job was not created, or it is
+            // removed soon because no process locks its file.
             let _ = tokio::time::timeout(REQUEST_TIMEOUT, answer(stream, calls)).await;
             drop(place);
         });
@@ -109,8 +110,8 @@ mod tests {
     use super::*;
     use crate::isolated_runtime::tests::LingeringTask;
 
-    /// The kernel closes unread descriptors in the thread that reads. The close of this one waits
-    /// until its peer has read, or for a timeout.
+    /// The kernel closes unread descriptors in the thread that reads the message. Closing the
+    /// descriptor of this test waits until its peer has read all data, or for a timeout.
     #[test]
     fn a_sent_descriptor_delays_only_jobs() {
         let dir = tempfile::tempdir().unwrap();
@@ -133,7 +134,7 @@ mod tests {
         assert_eq!(sent.is_err(), refuses);
         if !refuses {
             lingering.let_go();
-            // The actor is not the thread that reads.
+            // The close blocks the thread of the job requests. This thread is free.
             runtime.block_on(async {
                 while lingering.is_open() {
                     tokio::task::yield_now().await;
