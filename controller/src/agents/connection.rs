@@ -49,7 +49,7 @@ enum ConnectionRefusal {
 }
 
 /// Serves a connection until it ends. `runtime` is the controller's own runtime. The end of the
-/// process is noticed there, so also while the container's runtime is blocked.
+/// process is awaited there, so that it is noticed even while the container's thread is blocked.
 pub async fn serve(
     mut stream: UnixStream,
     key: Key,
@@ -143,7 +143,7 @@ fn receive(
         rustix::net::recvmsg(stream, &mut [io::IoSliceMut::new(buffer)], &mut control, flags)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = message {
-            // At most two are kept, also if they arrive in several messages.
+            // At most two descriptors are kept, even if they arrive in several messages.
             descriptors.extend(fds.take(2_usize.saturating_sub(descriptors.len())));
         }
     }

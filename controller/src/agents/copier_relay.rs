@@ -1,5 +1,5 @@
 //! The relay between one process and its copier. A copier serves all processes of a GPU on one
-//! thread. So a descriptor is passed to it only if closing it cannot block that thread.
+//! thread. The relay therefore forwards a descriptor only if closing it cannot block that thread.
 
 use std::{io, os::fd::OwnedFd};
 
@@ -44,8 +44,8 @@ async fn pass(
     }
 }
 
-/// Whether closing this descriptor involves no other process. That is so for a file in memory and
-/// for a device, and the driver exports device memory as a device file.
+/// Whether a descriptor can be closed without involving another process. That is true for a file in
+/// memory and for a device. The driver exports device memory as a device file.
 fn is_harmless(descriptor: &OwnedFd) -> bool {
     let is_device = || {
         let stat = rustix::fs::fstat(descriptor);

@@ -15,7 +15,7 @@ use nix::{libc::O_NONBLOCK, sys::stat::Mode, unistd::mkfifo};
 
 use crate::sys;
 
-/// Maximum number of bytes in one reading. Only the end of the text counts.
+/// Maximum number of bytes per read. Only the end of the text counts.
 const MAX_BYTES: usize = 64 << 10;
 /// Number of bytes that are kept, from the end of the text.
 const KEPT_BYTES: usize = 512;
@@ -62,9 +62,9 @@ pub fn make(path: &Path) -> io::Result<()> {
     fs::set_permissions(path, Permissions::from_mode(0o622))
 }
 
-/// Reads all text that the container writes. Must run where the container may block it: opening or
-/// reading a pipe waits for a writer in the middle of a write, and that writer may be delayed by
-/// its page faults.
+/// Reads all text that the container writes. Must run on the container's own thread: opening or
+/// reading a pipe waits for a writer in the middle of a write, and page faults can delay that
+/// writer without limit.
 pub async fn listen(path: PathBuf, received: ReceivedHint) {
     let pipe = HintPipe::open(&path);
     let watched =
@@ -102,7 +102,7 @@ impl HintPipe {
         let mut buffer = [0; KEPT_BYTES];
         let mut received = Vec::new();
         let mut left = MAX_BYTES;
-        // An empty pipe is an error, too (EAGAIN), and ends the loop.
+        // A read of an empty pipe fails (EAGAIN), which ends the loop.
         while left > 0
             && let Ok(bytes @ 1..) = (&self.0).read(&mut buffer)
         {

@@ -64,8 +64,9 @@ impl AgentListener {
         let folder = run_dir.join(paths::CONTAINERS_DIR).join(key.as_str()).join(paths::MOUNT_DIR);
         fs::create_dir_all(&folder)?;
         if let (None, Some(place)) = (owner, folder.parent()) {
-            // A container reaches its socket through a mount; on the host only root does. Set
-            // before the socket exists, because its own mode lets every user connect.
+            // A container reaches its socket through a mount. On the host only root may reach it,
+            // but the socket's own mode lets every user connect. The folder's mode is therefore set
+            // before the socket exists.
             fs::set_permissions(place, fs::Permissions::from_mode(0o700))?;
         }
         let ward = IsolatedRuntime::begin("container")?;
@@ -107,10 +108,10 @@ impl AgentListener {
     }
 
     /// Writes the container's own state into a file that the container can read, unless the file
-    /// has it. `since_unix_ms`: when the state began.
+    /// already contains that state. `since_unix_ms`: start of the state.
     ///
     /// # Errors
-    /// The file cannot be written. A failure that follows another is not returned.
+    /// The file cannot be written. Only the first of consecutive failures is returned.
     pub fn write_state(&mut self, status: ContainerStatus, since_unix_ms: i64) -> io::Result<()> {
         if self.written == Some(status) {
             return Ok(());
@@ -123,7 +124,7 @@ impl AgentListener {
         });
         let replaced = self.replace(paths::STATE_FILE, &format!("{text}\n"));
         self.written = replaced.is_ok().then_some(status);
-        // It is tried again at each sample; the log has the first failure.
+        // The write is tried again at each sample, so only the first failure is logged.
         let is_new = !std::mem::replace(&mut self.state_failed, replaced.is_err());
         if is_new { replaced } else { Ok(()) }
     }

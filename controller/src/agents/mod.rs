@@ -99,8 +99,7 @@ pub struct AgentHandle {
     outbox: Option<mpsc::Sender<OutgoingFrame>>,
     page: Arc<File>,
     abilities: Capabilities,
-    /// Difference of its `CLOCK_MONOTONIC` from the controller's, in milliseconds. Positive: it is
-    /// ahead.
+    /// Time by which the process's `CLOCK_MONOTONIC` is ahead of the controller's, in milliseconds.
     clock_ahead_ms: i64,
     /// Handle of the task that waits for the end of the process, not of the connection.
     watch: AbortHandle,
@@ -136,8 +135,8 @@ impl AgentHandle {
         self.queue(message.into())
     }
 
-    /// Sends the process a connection to its copier, through a relay: the copier serves other
-    /// processes, too.
+    /// Sends the process a connection to its copier, through a relay, because the copier also
+    /// serves other processes.
     pub fn send_copier(&mut self, copier: OwnedFd) -> bool {
         let Ok((ours, theirs)) = copier::pair() else { return false };
         let message = ControllerMessage::Copier;
@@ -148,13 +147,15 @@ impl AgentHandle {
         sent
     }
 
-    /// Cancels the copy out of the process's present generation, by a word in its counters: the
-    /// process reads no messages while it copies.
+    /// Cancels the copy out of the process's current generation by a word in its counters, because
+    /// the process reads no messages while it copies.
     ///
     /// # Errors
-    /// The container has made the file of its counters read-only.
+    /// The counters cannot be read or written: the container has changed the file or made it
+    /// read-only.
     pub fn turn_back(&self) -> std::io::Result<()> {
-        // Both values are the container's own. A false one cancels its own copy, or does not.
+        // The container can change both values. A false value affects only that container's own
+        // copy.
         let mut generation = [0; 8];
         self.page.read_exact_at(&mut generation, header::GENERATION as u64)?;
         self.page.write_all_at(&generation, header::TURN_BACK as u64)
@@ -162,8 +163,8 @@ impl AgentHandle {
 
     fn queue(&mut self, outgoing: OutgoingFrame) -> bool {
         let sent = self.outbox.as_ref().is_some_and(|outbox| outbox.try_send(outgoing).is_ok());
-        // Dropping the queue ends the writer, and so the connection: a message was lost, and the
-        // agent must report its state again.
+        // A message was lost, so the agent must report its state again. Dropping the queue ends the
+        // writer, and with it the connection.
         if !sent {
             self.outbox = None;
         }

@@ -104,7 +104,7 @@ async fn an_identified_process_joins() {
     assert_eq!(answer, order);
 }
 
-/// The core orders nothing else: it knows the capabilities from the Hello.
+/// The core needs no further message after the Hello, which contains the capabilities.
 #[tokio::test]
 async fn hello_with_capabilities_tells_the_core() {
     let mut bench = bench();
@@ -210,7 +210,7 @@ async fn an_agent_that_never_reads_is_closed() {
             })
         })
         .count();
-    // The channel's places; the writer had no turn to empty it.
+    // Every place of the channel is used, because the writer task has not run in between.
     assert_eq!(sent, OUTBOX);
     assert!(matches!(bench.mail.recv().await, Some(AgentMail::Detached(_))));
 }
@@ -260,7 +260,7 @@ async fn connections_of_a_container_are_limited() {
     )
     .unwrap();
     let socket = run_dir.path().join("containers").join(key.as_str()).join("mount/agent.sock");
-    // These peers send nothing; those beyond the limit see the end of their connection.
+    // These peers send nothing. Connections above the limit are closed.
     let connect = || tokio::net::UnixStream::connect(&socket);
     let mut held = Vec::new();
     for _ in 0..listener::MAX_CONNECTIONS {
@@ -270,7 +270,8 @@ async fn connections_of_a_container_are_limited() {
     let read = tokio::io::AsyncReadExt::read(&mut one_more, &mut byte).await;
     assert!(matches!(read, Ok(0) | Err(_)), "{read:?}");
     held.clear();
-    // Their slots are free again as soon as the controller sees their ends.
+    // The controller frees the slots of these connections as soon as it notices that they are
+    // closed.
     loop {
         let peer = connect().await.unwrap().into_std().unwrap();
         peer.set_nonblocking(false).unwrap();
@@ -312,7 +313,8 @@ async fn connections_of_a_container_share_one_rate() {
             other => panic!("{other:?}"),
         }
     }
-    // A burst of 2000, then 1000 per second; each connection alone would have had 200.
+    // A burst of 2000, then 1000 per second. Without the shared limit, each connection could send
+    // 200 per second.
     assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
 }
 
@@ -333,7 +335,7 @@ async fn descriptors_of_every_wrong_kind_are_refused() {
     }
 }
 
-/// A receive of such a message can block its thread inside the kernel for an unlimited time.
+/// Receiving such a message can block the receiving thread inside the kernel without limit.
 #[tokio::test]
 async fn a_blocked_reader_blocks_one_container() {
     let run_dir = tempfile::tempdir().unwrap();
@@ -349,7 +351,7 @@ async fn a_blocked_reader_blocks_one_container() {
     };
     let ((_hostile, hostile), (_other, other)) = (open("0"), open("1"));
     let (mut hostiles, mut kept) = (Vec::new(), Vec::new());
-    // After a Hello, and instead of one.
+    // The message with the descriptor follows a Hello, or comes in its place.
     for joins in [true, false] {
         let mut lingering = LingeringTask::new();
         let peer = UnixStream::connect(&hostile).unwrap();
@@ -437,7 +439,7 @@ async fn a_copier_relay_keeps_the_order() {
         }
         copier
     });
-    // Everything that fits in the buffers is in flight.
+    // Wait until the copier stops sending because all buffers are full.
     let mut before = usize::MAX;
     while std::mem::replace(&mut before, sent.load(Ordering::SeqCst)) != before {
         for _ in 0..1_000 {

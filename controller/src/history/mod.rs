@@ -115,8 +115,8 @@ impl NodeHistory {
         }
     }
 
-    /// Spans that overlap a time range, the oldest first; of the container `key`, or of all
-    /// (`None`).
+    /// Spans that overlap a time range, the oldest first. `key`: the container; `None`: all
+    /// containers.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -127,7 +127,7 @@ impl NodeHistory {
         key: Option<&str>,
     ) -> Result<Vec<StateSpan>, StoreError> {
         let mut spans = self.store.spans(since_ms, until_ms, key)?;
-        // Spans that grew since they were written replace their written version.
+        // A growing span is newer than its written version, and replaces it.
         for span in self.tape().all() {
             if !span.overlaps(since_ms, until_ms) || key.is_some_and(|key| key != span.key) {
                 continue;

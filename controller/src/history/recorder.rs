@@ -13,10 +13,11 @@ use affinode_proto::{event::EventKind, state::State};
 use super::StateSpan;
 use crate::schema::{Container, Event, Gpu, Node};
 
-/// Maximum length of a span, so that the values of a span describe its whole time. A longer stay
-/// has several spans.
+/// Maximum length of a span. A longer stay has several spans, so that the values of a span describe
+/// all of its time.
 pub const MAX_MS: i64 = 3_600_000;
-/// Time after which a late observation is not used for the time before it.
+/// Maximum time between two observations that is counted. A longer time is not counted, because the
+/// use of VRAM in it is unknown.
 const STALE_AFTER_MS: i64 = 60_000;
 /// Minimum length of a recorded pause. Observations are too far apart to show shorter pauses.
 const PAUSE_MS: i64 = 10_000;
@@ -52,7 +53,7 @@ impl SpanRecorder {
             return;
         }
         let Some(open) = self.open.get_mut(&event.key) else {
-            return; // The next look begins its first span.
+            return; // The next observation begins its first span.
         };
         open.grow(event.unix_ms);
         let ended = open.next(event.unix_ms, &event.to, &event.reason);
@@ -126,7 +127,7 @@ impl OpenSpan {
             container: if pod { c.container.clone() } else { c.id.clone() },
             state: c.state.clone(),
             reason: c.reason.clone(),
-            // A controller that has just started does not know the time before.
+            // A controller that has just started did not observe the time before its start.
             from_ms: c.since_unix_ms.clamp(now_ms - STALE_AFTER_MS, now_ms),
             to_ms: now_ms,
             ..StateSpan::default()
@@ -160,8 +161,8 @@ impl OpenSpan {
 
     fn look(&mut self, c: &Container, gpus: &[Gpu]) {
         let now = calls(c);
-        // Fewer than before: a process ended, and its count with it. The container reports the
-        // number, so it can have any value.
+        // The count is lower than before if a process has ended. The container reports the count,
+        // so it can have any value.
         self.span.calls = self.span.calls.saturating_add(now.saturating_sub(self.calls));
         self.calls = now;
         if !c.processes.is_empty() {

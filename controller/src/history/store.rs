@@ -16,11 +16,11 @@ use super::{StateSpan, recorder::MAX_MS};
 const SPANS: TableDefinition<(u64, &str), &[u8]> = TableDefinition::new("spans-1");
 /// Counters of the history, by name.
 const NUMBERS: TableDefinition<&str, u64> = TableDefinition::new("numbers-1");
-/// How often a controller started.
+/// Name of the counter of controller starts.
 const STARTS: &str = "starts";
-/// How often a controller ended without recording it.
+/// Name of the counter of controllers that ended without recording their end.
 const UNEXPECTED_ENDS: &str = "unexpected-ends";
-/// 1 from a controller's start until it records its end.
+/// Name of the flag that is 1 from a controller's start until it records its end.
 const RUNNING: &str = "running";
 /// Memory for cached pages of the file.
 const CACHE_BYTES: usize = 4 << 20;
@@ -34,8 +34,8 @@ const CLEAN_EVERY: u64 = 20;
 pub struct ControllerRuns {
     /// Starts, including the present one.
     pub starts: u64,
-    /// Ends that were neither an end for lack of containers nor requested by a signal: a crash, a
-    /// kill, or the loss of the machine.
+    /// Unexpected ends: a crash, a SIGKILL, or the loss of the machine. An end for lack of
+    /// containers, or by a request or signal that the controller handles, does not count.
     pub unexpected_ends: u64,
 }
 
@@ -91,7 +91,7 @@ impl SpanStore {
     /// Opens or creates the file.
     ///
     /// # Errors
-    /// [`StoreError`]: the file is in use or cannot be created.
+    /// [`StoreError`]: another process has the file open, or the file cannot be created.
     pub fn open(path: &Path, limits: StoreLimits) -> Result<SpanStore, StoreError> {
         let file = |what| move |source| StoreError::File { what, path: path.to_owned(), source };
         if let Some(folder) = path.parent() {
@@ -100,7 +100,7 @@ impl SpanStore {
         let create = || Database::builder().set_cache_size(CACHE_BYTES).create(path);
         let database = match create() {
             Ok(database) => database,
-            // Another controller or a report has it open: do not wait.
+            // Another controller or a report has the file open: do not wait for it.
             Err(error @ redb::DatabaseError::DatabaseAlreadyOpen) => return Err(error.into()),
             Err(error) => {
                 let aside = path.with_extension("bad");
@@ -116,8 +116,8 @@ impl SpanStore {
         Ok(SpanStore { database, limits, writes: 0.into() })
     }
 
-    /// Counts one more start of a controller, and the end of the one before, if it did not record
-    /// its end itself.
+    /// Counts a start of a controller. Also counts an unexpected end if the previous controller did
+    /// not record its end.
     ///
     /// # Errors
     /// [`StoreError`]: the file cannot be written.
@@ -187,7 +187,8 @@ impl SpanStore {
             Err(TableError::TableDoesNotExist(_)) => return Ok(Vec::new()),
             Err(error) => return Err(error.into()),
         };
-        // No span is longer, so none that began earlier overlaps the range.
+        // No span is longer than MAX_MS, so a span with an earlier start cannot overlap the range.
+        // A minute is added for safety.
         let (first, end) = (begin(since_ms - MAX_MS - 60_000), begin(until_ms));
         let mut spans = Vec::new();
         for entry in table.range((first, "")..(end, ""))? {
