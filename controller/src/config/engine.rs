@@ -25,8 +25,8 @@ pub fn engine_of(file: &Path, announcement: &Announcement) -> &'static str {
     policy_of(&config.settings().policies, &spec).0.engine.as_str()
 }
 
-/// The OCI runtime that the configuration names. Empty: it names none, or cannot be read; the
-/// controller reports that.
+/// The OCI runtime from the configuration. Empty if the configuration has none, or if it cannot be
+/// read; the controller then reports the error.
 #[must_use]
 pub fn oci_runtime_of(file: &Path) -> PathBuf {
     Config::load(file).map(|config| config.oci.runtime).unwrap_or_default()

@@ -106,7 +106,7 @@ pub struct PolicySection {
     pub wake_cost: Millis,
     /// Whether a container is restored ahead of a call that its history makes likely.
     pub prewake: bool,
-    /// Cause of a wake: a call, or also a connection.
+    /// Causes of a wake: only calls, or calls and connections.
     pub wake_on: WakeOn,
     /// Way in which a container is restored when its VRAM is in use: queue, immediate or
     /// by-annotation.

@@ -62,7 +62,7 @@ pub enum HttpAuth {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ControlSection {
-    /// Group whose members may look, and change nothing; empty: root alone may look.
+    /// Group whose members may read the state but change nothing; empty: only root may read it.
     pub view_group: String,
 }
 
@@ -174,7 +174,7 @@ impl HttpSection {
     /// Checks whether clients of an address may move containers.
     ///
     /// # Errors
-    /// They may not. The text says how to allow it.
+    /// Clients may not move containers. The text describes how to allow it.
     pub fn may_act(&self, listen: &ListenAddress) -> Result<(), &'static str> {
         let authenticated = self.auth == HttpAuth::TokenReview
             || !self.token_file.is_empty()
@@ -203,7 +203,8 @@ impl HttpSection {
                     "http.listen: other hosts can reach {address}: set http.token_file or http.auth = \"token-review\""
                 ));
             }
-            // A Kubernetes token is valid for more than this node.
+            // A Kubernetes token is valid for more than this node, so clients must not send it
+            // without TLS.
             if reviewed && self.tls_cert_file.is_empty() {
                 return bad(format!(
                     "http.listen: other hosts can reach {address}: set http.tls_cert_file and http.tls_key_file, so that Kubernetes tokens are encrypted"

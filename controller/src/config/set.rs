@@ -1,5 +1,5 @@
-//! The values that `affinode policy set` sets for the node: in a drop-in of its own. So they
-//! persist, and are visible next to the rest of the configuration.
+//! Stores the node's values from `affinode policy set` in a drop-in of their own, so that they
+//! persist and are visible next to the rest of the configuration.
 //!
 //! ```text
 //! changes ──> new drop-in ──load the configuration with it──invalid──> nothing is written

@@ -6,7 +6,7 @@ use figment::{
     value::{Dict, Map, Num, Value},
 };
 
-/// Largest number up to which a float holds every whole number.
+/// Largest number up to which an f64 represents every whole number exactly.
 const EXACT: f64 = 9_007_199_254_740_992.0;
 
 /// A source whose floats without a fraction are read as integers.
@@ -24,7 +24,7 @@ impl<P: Provider> Provider for WholeNumbers<P> {
     }
 }
 
-/// A key that takes a fraction takes the integer too.
+/// Converts floats without a fraction to integers. A key of a float type accepts an integer, too.
 fn make_whole(value: &mut Value) {
     match value {
         Value::Num(_, number) => {

@@ -55,13 +55,13 @@ use crate::{
 /// Maximum number of messages of agents that wait for the actor. Further messages wait in the
 /// sockets of their senders.
 const INBOX: usize = 1024;
-/// Time without containers after which the controller ends. The next shim starts another.
+/// Time without containers after which the controller ends. The next shim starts a new controller.
 const LINGER: Duration = Duration::from_secs(60);
 /// Time between two readings of the GPUs when no container waits.
 const GPU_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Minimum time between two readings of the processes' utilization. Otherwise it is read as often
-/// as the counters.
+/// Minimum time between two readings of the processes' utilization. The usual time is the sample
+/// interval.
 const WITNESS_INTERVAL: Duration = Duration::from_millis(250);
 
 pub(super) struct NodeActor {
@@ -74,7 +74,7 @@ pub(super) struct NodeActor {
     pub(super) listeners: HashMap<Key, AgentListener>,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) mail: mpsc::Sender<AgentMail>,
-    /// Inputs that come of effects in progress.
+    /// Inputs that effects produced and that were not fed to the core yet.
     pub(super) later: VecDeque<Input>,
     pub(super) inventory: Inventory,
     witness: ProcessUtilization,
@@ -287,8 +287,8 @@ impl NodeActor {
         Ok(())
     }
 
-    /// Feeds an input, then those that its effects gave rise to: effects are carried out in the
-    /// order of the decisions.
+    /// Feeds an input, then the inputs that its effects produce. Effects are executed in the order
+    /// of the decisions.
     pub(super) fn feed(&mut self, input: Input) {
         self.later.push_back(input);
         while let Some(input) = self.later.pop_front() {
@@ -304,7 +304,7 @@ impl NodeActor {
         }
     }
 
-    /// While copies out are in progress the levels of host memory above them are read again and again.
+    /// While a copy out is in progress, the host memory available to it is read at short intervals.
     fn read_levels(&mut self) {
         let copies = self.node.copies_in_progress();
         let next = tokio::time::Instant::now() + Duration::from_millis(LEVELS_INTERVAL_MS);
@@ -316,11 +316,12 @@ impl NodeActor {
 
     fn found(&mut self, finding: InventoryResult) {
         if matches!(finding, InventoryResult::HostLevels(_)) {
-            // After the levels: in between a copy touches more, and has less left to touch.
+            // After the levels. A copy that progresses in between then needs less than was read, so
+            // its need can be underestimated but not overestimated.
             let copying = self.node.copies_in_progress().into_iter();
             copying.flat_map(|copy| copy.processes).for_each(|(id, _)| self.read_page(id));
         }
-        // A change during the reading is not in it, so another reading follows.
+        // The reading may not show a change that happened during it, so another reading follows.
         if matches!(finding, InventoryResult::Gpus(_)) && self.readings.came() {
             self.inventory.ask(InventoryQuery::Gpus);
         }
@@ -413,7 +414,8 @@ impl NodeActor {
             }
             Command::Act(name, request, answer) => match self.node.find(&name) {
                 Ok(key) => {
-                    // The last sample may be older than the memory that is to leave.
+                    // The last sample of the counters may be older than the memory that the offload
+                    // moves.
                     for id in self.node.connected_of(&key) {
                         self.read_page(id);
                     }

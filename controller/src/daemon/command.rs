@@ -55,9 +55,10 @@ pub enum Command {
     Withdraw(String, u64),
     /// The state of the node with all GPUs and containers.
     List(oneshot::Sender<ListResponse>),
-    /// The processes of these containers, or of all, that are connected.
+    /// The connected processes of these containers; `None`: of all containers.
     Sights(Option<Vec<Key>>, oneshot::Sender<Vec<CallSource>>),
-    /// The key of the container with this name, or an instruction if there is not exactly one.
+    /// The key of the container with this name. If there is not exactly one, the error describes
+    /// how to name it.
     Find(String, oneshot::Sender<Result<Key, FindError>>),
     /// Offload or restore the container with this name.
     Act(String, Request, oneshot::Sender<ActionResponse>),

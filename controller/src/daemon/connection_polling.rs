@@ -1,4 +1,4 @@
-//! Counts TCP connections of offloaded containers that are restored by a connection.
+//! Counts the TCP connections of offloaded containers that a new connection restores (`wake_on`).
 
 use super::actor::NodeActor;
 use crate::{

@@ -25,7 +25,7 @@ impl NodeActor {
         self.announce(key, announcement.into())
     }
 
-    /// A container was created, or a job granted. Returns its invalid annotations.
+    /// A container was created, or a job admitted. Returns its invalid annotations.
     pub(super) fn announce(
         &mut self,
         key: Key,
@@ -78,7 +78,7 @@ impl NodeActor {
         }
     }
 
-    /// Withdraws containers that do not exist any longer and that their shim has not withdrawn.
+    /// Withdraws containers that do not exist any longer but that their shim has not withdrawn.
     /// Does nothing before its interval has passed.
     pub(super) fn withdraw_the_gone(&mut self) {
         if let Some(gone) = self.sweep.gone(self.node.deserted(process::lives)) {

@@ -1,4 +1,4 @@
-//! Effects that concern the copiers of the node, and their news.
+//! Executes the effects that concern copiers, and handles the messages from copiers.
 
 use affinode_proto::wire::copier::{CopierOrder, CopierReport};
 
@@ -44,7 +44,7 @@ impl NodeActor {
         }
     }
 
-    /// Sends a copier an order. One that does not read its socket has ended, for the core.
+    /// Sends an order to a copier. If that fails, the core is informed that the copier has ended.
     pub(super) fn order_copier(&mut self, copier: CopierId, order: CopierOrder) {
         if let Err(error) = self.copiers.tell(copier, order) {
             self.unreachable(copier, &error);

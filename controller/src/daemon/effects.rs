@@ -77,7 +77,7 @@ impl NodeActor {
 
     pub(super) fn publish(&mut self, event: Event) {
         if event.to == State::Offloaded.as_str() || event.to == State::Active.as_str() {
-            // VRAM has moved: the dashboard shows the new reading soon.
+            // The move has changed the use of VRAM, which the dashboard shows after a new reading.
             self.ask_gpus();
         }
         tracing::info!(

@@ -42,8 +42,8 @@ impl EventLog {
         self.added.notify_waiters();
     }
 
-    /// Events after a number. Waits up to `wait` for the first one. If the number is higher than
-    /// the newest, it is of an earlier controller, and all events are returned.
+    /// Events after a number. Waits up to `wait` for the first one. A number above the newest is
+    /// from an earlier controller; then all events are returned.
     pub async fn after(&self, sequence: u64, wait: Duration) -> Vec<Event> {
         let deadline = tokio::time::Instant::now() + wait;
         loop {

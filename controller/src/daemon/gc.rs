@@ -60,8 +60,8 @@ impl GarbageCollector {
         Some(gone(deserted))
     }
 
-    /// Removes the folder of a container in the run directory, unless a later container of the same
-    /// id owns it already. A generation of 0 is that of any container. If a program prepares a
+    /// Removes the folder of a container in the run directory, unless it already belongs to a later
+    /// container of the same id. Generation 0 matches every container. If a program prepares a
     /// container at this moment, the folder is removed at a later scan.
     pub fn remove_folder(&mut self, key: &Key, generation: u64) {
         let containers = self.run_dir.join(paths::CONTAINERS_DIR);

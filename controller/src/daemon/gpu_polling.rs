@@ -1,5 +1,6 @@
-//! Limits the readings of the GPUs: one in progress, and one after it if a change happened
-//! meanwhile. So a survey waits for at most two readings, even if a container causes many changes.
+//! Limits the readings of the GPUs: one in progress, and another after it if a change happened
+//! meanwhile. A change is therefore visible after at most two readings, even if a container causes
+//! many changes.
 
 /// Whether a reading is in progress, and whether another one must follow.
 #[derive(Debug, Default)]

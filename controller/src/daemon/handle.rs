@@ -41,7 +41,7 @@ impl ControllerHandle {
         self.ask(Command::List).await
     }
 
-    /// The processes of these containers, or of all, that are connected.
+    /// The connected processes of these containers; `None`: of all containers.
     ///
     /// # Errors
     /// [`ShuttingDown`]: the controller is shutting down.

@@ -41,7 +41,7 @@ impl NodeActor {
         Ok(JobReply::Granted { folder, lock, warnings })
     }
 
-    /// Finds the jobs that an earlier controller admitted. Those that have ended since are
+    /// Finds the jobs that an earlier controller admitted. Jobs that have ended since then are
     /// garbage-collected like containers.
     pub(super) fn recall_jobs(&mut self) {
         let jobs = kept(&self.run_dir).unwrap_or_else(|error| {
@@ -60,7 +60,8 @@ impl NodeActor {
         let spec = job.spec();
         let (policy, _) = policy_of(&self.config.settings().policies, &spec);
         if let Err(error) = job.write_engine(policy.engine.as_str()) {
-            // Allocations before the controller's greeting then use the engine checkpoint.
+            // Without the file, allocations use the engine checkpoint until the controller's first
+            // message.
             tracing::warn!(key = %job.key(), %error, "job {}: cannot write its engine", job.key());
         }
         self.announce(job.key().clone(), spec)

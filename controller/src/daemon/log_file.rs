@@ -11,7 +11,7 @@ use std::{
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Maximum size of a log file, after which it is renamed. Two such files are in /run, which is
+/// Maximum size of a log file, after which it is renamed. Two such files are in /run, which is in
 /// memory.
 const MAX_BYTES: u64 = 4 << 20;
 
@@ -63,7 +63,7 @@ impl<'a> MakeWriter<'a> for LogOutput {
 impl Write for LogOutput {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let mut sink = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // If no new file can be created, the old one is used further.
+        // If no new file can be created, logging continues in the old file.
         if let Some(file) = sink.full()
             && let Ok(fresh) = turn(&file)
         {

@@ -1,5 +1,5 @@
-//! The control API for the members of `control.view_group`: a socket of its own, on which they may
-//! look and change nothing.
+//! The control API for the members of `control.view_group`: a separate socket, on which they can
+//! read the state but change nothing.
 //!
 //! Shims and root use another socket, so the members can fill neither its backlog nor the actor's
 //! thread. The kernel checks the membership when a client connects, by the socket's mode, with all
@@ -55,7 +55,8 @@ pub(super) fn serve(
 ) -> Option<IsolatedRuntime> {
     let path = run_dir.join(paths::VIEW_SOCKET);
     if group.is_empty() {
-        // A client would wait at the socket of an earlier configuration.
+        // Removes the socket of an earlier configuration, at which a client would wait without a
+        // response.
         let _ = fs::remove_file(path);
         return None;
     }
@@ -74,7 +75,8 @@ pub(super) fn serve(
 /// Opens the socket to the group, and serves it.
 async fn admit(listener: net::UnixListener, path: PathBuf, group: String, service: ControlService) {
     let opened = async {
-        // Before Linux 6.16 a client can send descriptors, which are closed when they are read.
+        // Before Linux 6.16 the kernel cannot refuse them. A client can then send descriptors,
+        // which are closed when they are read.
         let _ = sys::refuse_descriptors(&listener);
         let listener = UnixListener::from_std(listener)?;
         open_to(&path, gid_of(&group)?)?;
@@ -93,7 +95,7 @@ async fn admit(listener: net::UnixListener, path: PathBuf, group: String, servic
     }
 }
 
-/// The number of a group that is given by name or number.
+/// The id of a group that is given by name or by id.
 fn gid_of(group: &str) -> io::Result<u32> {
     if let Ok(gid) = group.parse() {
         return Ok(gid);
@@ -203,8 +205,8 @@ impl AsyncWrite for ViewerConnection {
     }
 }
 
-/// The control API without the methods that change something: those are not supported here, and
-/// neither is a method that is added later and not named.
+/// The control API with its reading methods only. The trait's default rejects each method that is
+/// not implemented here, so a method that is added later is rejected, too.
 struct ViewService(ControlService);
 
 #[async_trait]
