@@ -7,15 +7,16 @@ use affinode_proto::wire::call_ring::{CallRecord, RECORDS};
 
 use super::{FunctionCalls, RecordedCall};
 
-/// Number of records wanted per reading: half of the ring, so that a program may double its rate
-/// without losing records.
+/// Number of records wanted per reading: half of the ring, so that a program can double its call
+/// rate without losing records.
 const WANTED: u64 = RECORDS as u64 / 2;
 /// Maximum number of records per reading that are returned one by one.
 const SHOWN: usize = 40;
 /// `CUDA_ERROR_NOT_READY`: the normal result of a query, not a failure.
 const NOT_READY: u16 = 600;
 
-/// Sampling rate for a number of calls between two readings: record one call in this many.
+/// Sampling rate for `calls` calls between two readings. With a result of n, one in n calls is
+/// recorded.
 #[must_use]
 pub fn one_in(calls: u64) -> u32 {
     u32::try_from(calls.div_ceil(WANTED)).unwrap_or(u32::MAX).max(1)

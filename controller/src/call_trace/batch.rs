@@ -1,4 +1,4 @@
-//! The calls of a fifth of a second, as watchers receive them: the same fields in JSON and on the
+//! The calls of a fifth of a second, as sent to watchers, with the same fields in JSON and on the
 //! control socket.
 
 use affinode_proto::api::control;
@@ -7,7 +7,7 @@ use serde::Serialize;
 /// The calls of all watched processes between two readings.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct CallTraceBatch {
-    /// Number of the batch, counted up from the previous batch.
+    /// Number of the batch: the previous batch's number plus one.
     pub sequence: u64,
     /// Time of the reading, in milliseconds since 1970.
     pub unix_ms: i64,
@@ -71,11 +71,12 @@ pub struct RecordedCall {
     pub thread: u32,
     /// Duration of the driver's function, in nanoseconds.
     pub duration_ns: u64,
-    /// Number of bytes that the call's arguments name.
+    /// Number of bytes that the call's arguments state.
     pub bytes: u64,
     /// Result code of the driver, a `CUresult`.
     pub result: u32,
-    /// Calls of the thread since its previous recorded call, including this one.
+    /// Number of calls that this record represents: the thread's calls since its previous recorded
+    /// call, including this call.
     pub stands_for: u32,
 }
 

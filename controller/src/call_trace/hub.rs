@@ -12,7 +12,7 @@ use tokio::{sync::Notify, time::Instant};
 use super::CallTraceBatch;
 use crate::core::Key;
 
-/// Number of batches that are kept for watchers: those of ten seconds.
+/// Number of batches that are kept for watchers: the batches of ten seconds.
 const KEPT: usize = 50;
 /// Maximum time that a request waits for a batch.
 const MAX_WAIT: Duration = Duration::from_secs(2);
@@ -40,7 +40,7 @@ struct CallTraceHubState {
 
 impl CallTraceHub {
     /// Batches after a number. Waits for the first one. Without a number, or with a number of
-    /// another controller, it returns only new batches.
+    /// another controller, it returns only batches that arrive later.
     pub async fn after(
         &self,
         scope: &Scope,

@@ -1,4 +1,4 @@
-//! The call trace: the CUDA calls that processes make, live, while a watcher requests it.
+//! The call trace: the CUDA calls of processes, read live while a watcher requests them.
 //!
 //! ```text
 //!  watcher ──after()──> CallTraceHub ──watched()──> CallSampler ──SampleCalls──> agent: call ring
@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Processes record a sample of their calls in a ring ([`affinode_proto::wire::call_ring`]). The
-//! [`CallSampler`] reads it five times a second and sends each agent the sampling rate that it
-//! wants. It runs on the frontend's thread. Two seconds after the last request it orders the agents
+//! [`CallSampler`] reads the ring five times a second and sends each agent the wanted sampling
+//! rate. It runs on the frontend's thread. Two seconds after the last request, it orders the agents
 //! to stop.
 
 mod aggregate;

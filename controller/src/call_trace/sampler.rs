@@ -69,7 +69,7 @@ impl CallSampler {
         CallSampler { door, hub, watched: HashMap::new(), called_roll: None, read: Instant::now() }
     }
 
-    /// Runs until the controller ends.
+    /// Runs until the controller shuts down.
     pub async fn run(mut self) {
         loop {
             let scopes = self.hub.watched();
@@ -136,7 +136,8 @@ fn begin(sight: CallSource) -> Option<SampledProcess> {
         last_sent: None,
         sight,
     };
-    // Its call rate is not known yet: at most the ring fills up.
+    // Its call rate is not known yet, so all calls are recorded. At worst, the ring is full before
+    // the next reading.
     watched.ask_for(1);
     Some(watched)
 }

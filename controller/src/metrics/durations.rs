@@ -43,7 +43,8 @@ impl MoveDurations {
             ("Restoring", "Active") => {
                 passed.into_iter().for_each(|took| table.restore_seconds.observe(took));
                 table.restore_bytes.observe(bytes);
-                // 0: no call waited; a person requested the restore.
+                // An event without a duration: an operator requested the restore, and no call
+                // waited.
                 if event.elapsed_ms > 0 {
                     table.wake_seconds.observe(elapsed);
                 }

@@ -64,7 +64,7 @@ impl UseLabels {
     }
 }
 
-/// Labels of a container with its settings, and why it is where it is.
+/// Labels of a container with its settings and the reason for its state.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ReasonedLabels {
     namespace: String,

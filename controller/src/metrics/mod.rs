@@ -1,9 +1,10 @@
 //! The Prometheus metrics `affinode_…`, in base units.
 //!
-//! The observer updates counters and histograms; gauges are filled from the list at each scrape.
-//! Labels are those of dcgm-exporter (`UUID`, `gpu`, `namespace`, `pod`, `container`), so that both
-//! can be joined on `UUID`. The number of series with container labels is limited: the first
-//! [`CONTAINERS`] by key have them.
+//! The observer updates counters and histograms. Gauges are filled from the list at each scrape.
+//! GPUs and containers have the labels of dcgm-exporter (`UUID`, `gpu`, `namespace`, `pod`,
+//! `container`), so that the metrics of both can be joined on `UUID`. The number of series with
+//! container labels is limited: only the first [`CONTAINERS`] containers, in order of their keys,
+//! have such series.
 
 mod durations;
 mod labels;
@@ -31,7 +32,8 @@ use crate::{history::ControllerRuns, http::DenyReason, observe::ViewHub, schema}
 
 /// Maximum number of containers with series of their own.
 pub const CONTAINERS: usize = 1000;
-/// Time after which a late observation is not used for the time before it.
+/// Maximum time between two observations that is counted. A longer time is not counted, because the
+/// use of VRAM in it is unknown.
 const STALE_AFTER_MS: i64 = 60_000;
 
 /// The metrics of this controller.
@@ -63,7 +65,7 @@ struct SeenCounters {
 struct VramShares {
     held_bytes: u64,
     offloaded_bytes: u64,
-    /// Sums over the GPUs of the container's share of each.
+    /// Sum over the GPUs: the fraction of each GPU's VRAM that the container holds.
     held_gpus: f64,
     offloaded_gpus: f64,
 }
@@ -92,8 +94,8 @@ struct HookCost {
     held_s: f64,
 }
 
-/// Maximum increase between two observations. A larger increase is ignored, because a container can
-/// report any value.
+/// Maximum increase of the overhead between two observations. A larger increase is ignored, because
+/// a container can report any value.
 const MAX_HOOK_S: f64 = 86_400.0;
 
 impl HookCost {
@@ -128,7 +130,7 @@ impl Metrics {
         Metrics { table, inner: Mutex::default() }
     }
 
-    /// Metrics of a controller whose history knows the controllers before it.
+    /// Metrics of a controller, with the starts and ends of earlier controllers from the history.
     #[must_use]
     pub fn with_runs(runs: ControllerRuns) -> Metrics {
         let metrics = Metrics::new(runs.starts);
@@ -180,7 +182,7 @@ impl Metrics {
             inner.seen.insert(container.key.clone(), seen);
         }
         for gone in known.into_values() {
-            // A container with the same names may exist now.
+            // The series stays if another container has the same labels now.
             if !inner.seen.values().any(|seen| seen.labels == gone.labels) {
                 self.table.forget(&gone.labels);
             }
@@ -203,7 +205,7 @@ impl Metrics {
         hub: &ViewHub,
         history_dropped: u64,
     ) -> Result<String, fmt::Error> {
-        // One scrape at a time: gauges are cleared and filled.
+        // One scrape at a time: a scrape clears all gauges and fills them again.
         let _inner = self.inner();
         self.fill(node);
         self.table.watchers.set(i64::try_from(hub.watchers()).unwrap_or(i64::MAX));

@@ -1,6 +1,6 @@
 //! The metrics as `/metrics` names them: name, type, labels and help, for the reference pages.
 //!
-//! A family without a series is not printed, so an example node sets each of them.
+//! A family without a series is not printed, so an example node gives every family a series.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -35,7 +35,8 @@ pub struct MetricReference {
 pub fn metrics() -> Result<Vec<MetricReference>, fmt::Error> {
     let metrics = Metrics::new(1);
     let mut node = example();
-    // Time in use and time idle have a family each, filled by the sample after them.
+    // Time in use and idle time have a family each. An observation counts the time since the
+    // previous one, so each state needs a later observation.
     for (at_ms, state) in [(1, State::Active), (2, State::Idle), (3, State::Idle)] {
         node.containers[0].state = state.as_str().into();
         metrics.observe(&node, at_ms);

@@ -68,7 +68,7 @@ fn state(from: &str, to: &str, unix_ms: i64) -> Event {
     }
 }
 
-/// Runs a sequence of observations and events that changes every metric.
+/// Runs observations and events that change every metric.
 fn lived() -> (Metrics, ViewHub) {
     let runs = ControllerRuns { starts: 2, unexpected_ends: 1 };
     let (metrics, hub) = (Metrics::with_runs(runs), ViewHub::default());
@@ -148,7 +148,7 @@ fn vram_time_is_split_by_use() {
         let line = format!("affinode_container_{name}_vram_byte_seconds_total{labels} {value}");
         assert!(text.contains(&line), "{line} is not in\n{text}");
     }
-    // Of a GPU with 8 bytes.
+    // Each GPU of the test has 8 bytes of VRAM.
     let labels = "{namespace=\"ml\",pod=\"\",container=\"one\",state=";
     for (state, value) in [("used", "0.5"), ("idle", "0.5"), ("returned", "1.125")] {
         let line = format!("affinode_container_gpu_seconds_total{labels}\"{state}\"}} {value}");
@@ -174,7 +174,7 @@ fn gpu_time_is_right_on_mixed_gpus() {
     metrics.observe(&node, 1_000);
     metrics.observe(&node, 5_000);
     let text = metrics.text(&node, &ViewHub::default(), 0).unwrap();
-    // Half of one and a quarter of the other, for 4 s.
+    // Half of one GPU and a quarter of the other GPU, for 4 s.
     assert!(text.contains("state=\"used\"} 3.0\n"), "{text}");
 }
 

@@ -1,5 +1,5 @@
-//! Finds the changes between two observations of the node. Time that passes is not a change:
-//! watchers add it themselves.
+//! Finds the changes between two observations of the node. The passing of time is not a change:
+//! watchers compute durations themselves.
 
 use std::collections::HashMap;
 
@@ -19,7 +19,7 @@ pub struct ViewChange {
 }
 
 impl ViewChange {
-    /// The changes from one observation to the next; `None` without changes.
+    /// The changes from one observation to the next; `None` if there are none.
     #[must_use]
     pub fn between(before: &Node, after: &Node) -> Option<ViewChange> {
         let old: HashMap<&str, &Container> =
@@ -68,7 +68,7 @@ fn differs(old: &Container, new: &Container) -> bool {
     if (old.since_unix_ms - new.since_unix_ms).abs() > JITTER_MS {
         return true;
     }
-    // An idle time that has become shorter means that the container was used.
+    // A shorter idle time means that the container was used in between.
     if new.idle_ms < old.idle_ms {
         return true;
     }

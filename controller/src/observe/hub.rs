@@ -1,5 +1,5 @@
-//! Distributes messages to watchers. One writer sends; each watcher has a backlog of limited size.
-//! A watcher that falls behind continues with the current state.
+//! Distributes messages to watchers. There is one sender. Each watcher has a backlog of limited
+//! size; a watcher that falls behind continues with the current state.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -36,9 +36,9 @@ pub struct ViewHub {
 /// The subscription of one watcher.
 #[derive(Debug)]
 pub struct ViewWatch {
-    /// The node when the watch began.
+    /// The node at the start of the watch.
     pub present: Arc<schema::Node>,
-    /// Messages from then on.
+    /// All messages since then.
     pub messages: broadcast::Receiver<ViewMessage>,
 }
 
@@ -107,7 +107,8 @@ impl ViewHub {
             && let Some(change) = ViewChange::between(&latest, &node)
             && let Ok(json) = serde_json::to_string(&change)
         {
-            // Under the lock, so that a new watcher has either the change or the state after it.
+            // Sent under the lock. A new watcher therefore receives either this change or the state
+            // after it.
             let _ = self.messages.send(ViewMessage::Change(json.into()));
         }
         *latest = Arc::new(node);

@@ -6,7 +6,7 @@
 //!  a clock ─┘                        └──> spans for the history ([`crate::history`])
 //! ```
 //!
-//! The observer requests the list from the actor and is the only writer of all three. It runs on a
+//! The observer requests the list from the actor, and is the only writer of all three. It runs on a
 //! thread of its own, so the actor never waits for watchers.
 
 mod diff;
@@ -53,7 +53,7 @@ impl ViewObserver {
         ViewObserver { door, hub, metrics, history }
     }
 
-    /// Runs until the controller ends.
+    /// Runs until the controller shuts down.
     pub async fn run(self) {
         let mut last = 0;
         // An error means that the controller is shutting down.
