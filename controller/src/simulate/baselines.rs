@@ -1,4 +1,4 @@
-//! The policies that a simulation compares: the configured one, and others.
+//! The policies that a simulation compares: the configured policy, and others.
 
 use crate::core::{
     Millis, Settings,
@@ -6,14 +6,14 @@ use crate::core::{
     victims::VictimRule,
 };
 
-/// Knowledge of a baseline about the future.
+/// What a simulated policy knows in advance about the calls in the trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallForesight {
     /// No knowledge of the future.
     None,
-    /// Next uses, for the choice of victims.
+    /// The times of the next uses, to choose victims.
     Victims,
-    /// Next uses. It offloads at once when the pause is long enough.
+    /// The times of the next uses, to choose victims and to offload at once before a long pause.
     Pauses,
 }
 
@@ -24,7 +24,7 @@ pub struct Baseline {
     pub name: String,
     /// The settings of the node; `None`: nothing is offloaded.
     pub settings: Option<Settings>,
-    /// Its knowledge about the future.
+    /// What the policy knows in advance about the calls.
     pub foresight: CallForesight,
     /// Whether processes are ended and started again instead of moved.
     pub reloads: bool,
@@ -32,7 +32,7 @@ pub struct Baseline {
 
 impl Baseline {
     /// The shortest idle timeout of the node and its namespaces, in milliseconds. `None`: no
-    /// container leaves when it is idle.
+    /// container is offloaded for idleness.
     #[must_use]
     pub fn shortest_timeout_ms(&self) -> Option<Millis> {
         let policies = &self.settings.as_ref()?.policies;
@@ -62,8 +62,8 @@ fn plain(settings: &Settings, change: impl FnOnce(&mut Policy), victims: VictimR
     simulated(Settings { policies, victims, ..settings.clone() })
 }
 
-/// The same settings for processes that are ended: all of their VRAM leaves at once, as with the
-/// driver's checkpoint.
+/// The same settings for processes that are ended in place of an offload: all of their VRAM is
+/// freed at once, as by the driver's checkpoint.
 fn ends_whole(mut settings: Settings) -> Settings {
     settings.policies.node.engine = Engine::Checkpoint;
     settings.policies.rules.clear();

@@ -2,8 +2,8 @@
 //! part `calibration` of the GPU kit writes a file for each engine, which replaces that engine's
 //! defaults.
 //!
-//! Every order of the core has its own cost, so that an offload costs what its steps cost,
-//! whatever the engine decides:
+//! Every order of the core has its own cost, so that an offload costs the sum of its steps with
+//! every engine:
 //!
 //! ```text
 //! copy out                              copy.offload
@@ -48,10 +48,10 @@ impl EngineCosts {
     }
 }
 
-/// The costs of moves with each engine, and of starting a program again.
+/// The costs of moves with each engine, and the cost of starting a program again.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Calibration {
-    /// The driver's checkpoint alone.
+    /// The driver's checkpoint of all memory.
     pub checkpoint: EngineCosts,
     /// The library's copy. The context stays on the GPU.
     pub copy: EngineCosts,
@@ -67,8 +67,8 @@ pub struct Calibration {
 }
 
 impl Default for Calibration {
-    /// Straight lines through the medians of 1 GiB and of torch with 24.2 GiB, H200, driver
-    /// 580.159. The starts of programs were not measured.
+    /// Straight lines through two medians: 1 GiB, and torch with 24.2 GiB (H200, driver 580.159).
+    /// The time of program starts is an assumption.
     fn default() -> Calibration {
         Calibration {
             checkpoint: EngineCosts {
@@ -89,7 +89,7 @@ impl Default for Calibration {
                 restore_fixed_ms: 210,
                 restore_bytes_per_second: 8.65e10,
             },
-            // 267 MiB of a plain process, 405 of torch.
+            // Between the measured contexts: 267 MiB of a plain process, 405 MiB of torch.
             context_bytes: 336 << 20,
             reload_fixed_ms: 15_000,
             reload_bytes_per_second: 2.0e9,
@@ -106,7 +106,7 @@ enum CalibratedEngine {
     Full,
 }
 
-/// The content of a file. A value that is missing keeps its default.
+/// The content of a calibration file. A missing value keeps its default.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CalibrationFile {
@@ -132,7 +132,7 @@ impl CalibrationFile {
         figment::Figment::from(Toml::string(&text)).extract().map_err(|e| bad(e.to_string()))
     }
 
-    /// The file's values for its engine, on top of `costs`.
+    /// Replaces the values of `costs` that the file has.
     fn apply(&self, costs: &mut EngineCosts) {
         fn set<T>(value: Option<T>, place: &mut T) {
             if let Some(value) = value {
@@ -145,7 +145,7 @@ impl CalibrationFile {
         set(self.restore_bytes_per_second, &mut costs.restore_bytes_per_second);
     }
 
-    /// Whether the file has a value that belongs to an engine.
+    /// Whether the file has a value that is specific to an engine.
     fn has_engine_costs(&self) -> bool {
         self.offload_fixed_ms.or(self.restore_fixed_ms).is_some()
             || self.offload_bytes_per_second.or(self.restore_bytes_per_second).is_some()
@@ -153,10 +153,12 @@ impl CalibrationFile {
 }
 
 impl Calibration {
-    /// Replaces the costs that a file has: TOML, or JSON if its name ends with `.json`.
+    /// Replaces the costs that a file contains. The file is TOML, or JSON if its name ends with
+    /// `.json`.
     ///
     /// # Errors
-    /// The file cannot be read or parsed, or does not say which engine it is for.
+    /// The file cannot be read or parsed, or it has costs of an engine but does not name the
+    /// engine.
     pub fn read(mut self, path: &Path) -> Result<Calibration, SimulationError> {
         let shown = path.display().to_string();
         let file = CalibrationFile::read(path, &shown)?;
@@ -189,22 +191,22 @@ impl Calibration {
         Ok(self)
     }
 
-    /// Duration of the driver's checkpoint of a process that is copied out already. `bytes` is its
-    /// copied memory, which stays registered and makes the checkpoint slower.
+    /// Duration of the driver's checkpoint of a process whose memory is already copied out. `bytes`
+    /// is the size of the copied memory. It stays registered, and so makes the checkpoint slower.
     #[must_use]
     pub fn context_checkpoint_ms(&self, bytes: u64) -> Millis {
         self.full.offload_ms(bytes).saturating_sub(self.copy.offload_ms(bytes))
     }
 
-    /// Duration of the restore of a context and of this many copied bytes. Both run at the same
-    /// time, and it is never faster than the copy.
+    /// Duration of a restore of a context and of `bytes` copied bytes. Both run at the same time,
+    /// so the restore takes at least as long as the copy.
     #[must_use]
     pub fn full_restore_ms(&self, bytes: u64) -> Millis {
         self.full.restore_ms(bytes).max(self.copy.restore_ms(bytes))
     }
 
-    /// Duration of an idle offload with this engine and its restore, if no waiter needs the
-    /// context's room.
+    /// Duration of an idle offload with this engine, plus that of its restore. No waiter needs the
+    /// VRAM of the context.
     #[must_use]
     pub fn cycle_ms(&self, engine: Engine, bytes: u64) -> Millis {
         match engine {
@@ -218,8 +220,8 @@ impl Calibration {
         }
     }
 
-    /// The costs on the same machine if a process is ended and started again in place of the
-    /// driver's checkpoint and restore.
+    /// The costs on the same machine if the process is ended in place of the driver's checkpoint,
+    /// and started again in place of the restore.
     #[must_use]
     pub fn kill_and_reload(self) -> Calibration {
         let checkpoint = EngineCosts {

@@ -21,8 +21,8 @@ fn run(trace: &WorkloadTrace, fits: u64, names: &[&str]) -> Vec<SimulationSummar
     compare(trace, machine, &chosen).unwrap()
 }
 
-/// Clients like those of low rate in ServeGen's trace: hours of ten-minute windows with few, uneven
-/// calls, and long times without calls.
+/// Clients like those with a low rate in ServeGen's trace: hours of ten-minute windows with few,
+/// uneven calls, and long times without calls.
 fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
     let mut random = RandomSource::new(11);
     let mut text = String::from("client,ts,rate,cv,pat,p1,p2\n");
@@ -44,7 +44,7 @@ fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
     WorkloadTrace::parse(text.as_bytes(), "made up", ASSUMED).unwrap()
 }
 
-/// Time for which VRAM was held, plus the cost of the wakes in the same unit.
+/// Time for which VRAM was held, plus the cost of the wakes as seconds of held VRAM.
 fn cost_s(trace: &WorkloadTrace, summary: &SimulationSummary) -> f64 {
     let lives = trace.loads.iter().filter_map(|load| {
         Some(load.arrivals_ms.last()?.saturating_sub(*load.arrivals_ms.first()?))
@@ -64,8 +64,8 @@ fn the_default_costs_less_than_fixed_timeouts() {
     assert!(costs[1..].iter().all(|fixed| costs[0] < *fixed), "{costs:?}");
 }
 
-/// Over weeks the default frees more than a fixed minute. It has a few more wakes for that, which
-/// cost less than the VRAM is worth.
+/// Over weeks, the default policy frees more VRAM than a fixed timeout of one minute. It causes a
+/// few more wakes, whose cost is lower than the gain.
 #[test]
 fn the_default_frees_more_than_a_fixed_minute() {
     let trace = low_rate_clients(12, 14);

@@ -1,4 +1,4 @@
-//! The same trace and seed give the same decisions in the daemon and in the simulation.
+//! Tests that the same trace and seed give the same decisions in the daemon and in the simulation.
 //!
 //! ```text
 //!          ┌─> engine: start and end of each use, queries when something is due ───────> decisions
@@ -6,17 +6,17 @@
 //!          └─> here: counters, GPUs and ticks at the rate of the daemon ────────────────> decisions
 //! ```
 //!
-//! [`Node`] and all its decisions are real in both. This test also has parts of the daemon that the
-//! simulation leaves out. Counters are read every half second. GPUs are read every second, and
-//! after a move. The node ticks at the rate that it requests, and every process holds its
-//! allocations before a restore is proven.
+//! [`Node`] and all its decisions are real in both. This test also includes parts of the daemon
+//! that the simulation leaves out. Counters are read every half second. GPUs are read every second,
+//! and after a move. The node ticks at the rate that it requests. Every process holds its
+//! allocations before the proof for a restore.
 //!
-//! Virtual: the clock, which jumps to the next event, so that the result does not depend on the
-//! machine; the agents, which take the time of the calibration; the GPU, which is a sum of bytes.
-//! The sockets, the shared counters and the driver in between are tested end to end.
+//! Three parts are virtual. The clock jumps to the next event, so that the result does not depend
+//! on the machine. The agents take the time of the calibration. The GPU is a sum of bytes. Sockets,
+//! shared counters and the driver are tested end to end elsewhere.
 //!
-//! The engine sees a use immediately, this test up to one reading later. So the same decision may
-//! have two different times. They differ by at most [`APART_MS`].
+//! The engine sees a use immediately, this test at its next reading. So the times of the same
+//! decision can differ, by at most [`APART_MS`].
 
 use std::{
     cmp::Reverse,
@@ -48,8 +48,8 @@ use crate::core::{
 const GIB: u64 = 1 << 30;
 /// The default of `timing.sample_interval`.
 const SAMPLE_MS: Millis = 500;
-/// Maximum difference between the times of one decision. Each victim is seen idle and then seen
-/// offloaded within two readings; the waiter, and the next waiter, take as long.
+/// Maximum difference between the times of one decision. A victim is seen idle, and then seen
+/// offloaded, each within two readings. The waiter takes two more.
 const APART_MS: Millis = 6 * SAMPLE_MS;
 
 #[derive(Clone, Debug)]
@@ -222,7 +222,7 @@ impl Live {
         }
     }
 
-    /// Passes a call to the driver: a kernel is launched, and its end is waited for.
+    /// A call reaches the driver: it launches a kernel and waits for its end.
     fn goes_through(&mut self, n: usize) {
         self.agents[n].calls += 1;
         self.agents[n].inflight += 1;
@@ -368,8 +368,8 @@ fn by_container(decisions: &[PolicyDecision]) -> BTreeMap<&str, Vec<&PolicyDecis
     by_container
 }
 
-/// Plays the trace in both ways. Returns the decisions until the first process ends: first
-/// simulated, then live.
+/// Runs the trace in the simulation and in the daemon's loop. Returns the decisions until the first
+/// process ends: first the simulated ones, then the live ones.
 fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<PolicyDecision>; 2] {
     let vram_bytes = gib * GIB + (512 << 20);
     let machine = SimulatedMachine {
@@ -388,9 +388,9 @@ fn both_ways(trace: &WorkloadTrace, gib: u64, settings: &Settings) -> [Vec<Polic
     })
 }
 
-/// Asserts that each container has the same decisions, for the same reasons, in the same order, and
-/// at the same times. So the order among containers is also the same, unless decisions are closer
-/// together than that.
+/// Asserts that each container has the same decisions: the same reasons, in the same order, and at
+/// the same times within [`APART_MS`]. The order among containers is then also the same, except for
+/// decisions that are less than [`APART_MS`] apart.
 fn assert_same([simulated, live]: &[Vec<PolicyDecision>; 2]) {
     let (simulated, live) = (by_container(simulated), by_container(live));
     assert_eq!(simulated.len(), 8);
@@ -408,8 +408,8 @@ fn count(decisions: &[PolicyDecision], to: State, reason: &str) -> usize {
     decisions.iter().filter(|d| d.to == to.as_str() && d.reason == reason).count()
 }
 
-/// Settings without learning, so that a pause that is read half a second shorter changes nothing
-/// else.
+/// Settings without learning. A pause that is read half a second shorter then changes no later
+/// decision.
 fn settings() -> Settings {
     let node =
         Policy { keep_alive: KeepAlive::Fixed, idle_timeout_ms: 60_000, ..Policy::default() };
@@ -433,7 +433,7 @@ fn with_room_for_some_victims_are_equal() {
     assert!(count(&both[0], State::Queued, "called") > 50, "{}", both[0].len());
 }
 
-/// Contexts leave only when a waiter needs their room, at the same times in both.
+/// Contexts are checkpointed only when a waiter needs their VRAM, at the same times in both.
 #[test]
 fn with_a_copying_engine_victims_are_equal() {
     let mut settings = settings();
@@ -444,8 +444,8 @@ fn with_a_copying_engine_victims_are_equal() {
 }
 
 /// The numbers of decisions differ by at most 5 %. Live pauses differ by up to half a second, so
-/// the learned times and single decisions can differ. With the engine `auto` a context may leave
-/// some polls earlier or later, and further decisions follow from that, so it is not compared here.
+/// the learned times and single decisions can differ. The engine `auto` is not compared here: it
+/// may checkpoint a context some polls earlier or later, which changes further decisions.
 #[test]
 fn the_default_policy_moves_as_many() {
     let mut settings = Settings::default();

@@ -13,21 +13,21 @@ use crate::core::{Millis, input::SwapStatus, policy::Engine};
 /// Duration of closing, locking, unlocking and opening.
 pub(super) const STEP_MS: Millis = 1;
 
-/// What has left the GPU, and by which orders.
+/// The part of a process's memory that is off the GPU, and the orders that moved it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum OffloadLevel {
     /// All memory is on the GPU.
     #[default]
     Resident,
-    /// All but the context, by the library's copy.
+    /// All memory but the context, by the library's copy.
     Copied,
-    /// Everything: the library's copy, then the driver's checkpoint of the context.
+    /// All memory, by the library's copy and then the driver's checkpoint of the context.
     CopiedAndCheckpointed,
-    /// Everything, by the driver's checkpoint alone.
+    /// All memory, by the driver's checkpoint only.
     Checkpointed,
 }
 
-/// The memory of one process, and what of it is on the GPU.
+/// The memory of one process, and the part that is on the GPU.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ProcessMemory {
     vram_bytes: u64,
@@ -45,7 +45,7 @@ impl ProcessMemory {
         }
     }
 
-    /// The same process with everything off the GPU, as this engine leaves it.
+    /// The same process, fully offloaded with this engine.
     pub(super) fn offloaded(self, engine: Engine) -> ProcessMemory {
         let level = match engine {
             Engine::Copy | Engine::Full | Engine::Auto if self.copyable_bytes > 0 => {
@@ -56,7 +56,7 @@ impl ProcessMemory {
         ProcessMemory { level, ..self }
     }
 
-    /// Memory that the library can copy. The engines' costs depend on it.
+    /// Memory that the library can copy. The costs of moves depend on its size.
     pub(super) fn copyable_bytes(&self) -> u64 {
         self.copyable_bytes
     }
@@ -75,7 +75,7 @@ impl ProcessMemory {
         self.vram_bytes - self.gone_bytes()
     }
 
-    /// What the process's agent reports.
+    /// The status that the process's agent reports.
     pub(super) fn swap(&self) -> SwapStatus {
         let is_copied =
             matches!(self.level, OffloadLevel::Copied | OffloadLevel::CopiedAndCheckpointed);
@@ -108,7 +108,8 @@ impl ProcessMemory {
                 (OffloadLevel::CopiedAndCheckpointed, Phase::Checkpointed)
             }
             (Action::Checkpoint { .. }, _) => (OffloadLevel::Checkpointed, Phase::Checkpointed),
-            // The driver leaves a process locked. After a copy in, the agent has unlocked it.
+            // The driver leaves a restored process locked. After a copy in, the agent has already
+            // unlocked it.
             (_, OffloadLevel::Checkpointed) => (OffloadLevel::Resident, Phase::Locked),
             _ => (OffloadLevel::Resident, Phase::Closed),
         };

@@ -8,10 +8,10 @@
 //! execute orders in the time given by [`calibration`], and GPUs. The node makes every decision.
 //! The clock jumps from event to event, so two weeks take seconds.
 //!
-//! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes, the copy and the
-//! checkpoint of each engine, contexts. Not simulated: failures, growth of a process, holds (a
-//! simulated process never allocates), processes on several GPUs, short host memory, copiers as
-//! processes, and options of a copy.
+//! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes, contexts, and the
+//! copy and checkpoint of each engine. Not simulated: failures, processes whose memory grows, holds
+//! (a simulated process never allocates), processes on several GPUs, lack of host memory, copiers
+//! as processes, and options of a copy.
 
 pub mod baselines;
 pub mod calibration;
@@ -98,7 +98,7 @@ pub enum SimulationError {
         "the policy restored a process without enough free VRAM: this is a bug, please report it"
     )]
     Overcommitted,
-    /// A container waits without end.
+    /// A container waits for VRAM without end.
     #[error(
         "a process never gets its VRAM: does the policy let no container be evicted (mode manual or off), \
          or do the contexts that the engine copy keeps fill a GPU? \
@@ -116,7 +116,7 @@ pub struct SimulatedMachine {
     pub vram_bytes: u64,
     /// Costs of moves on this machine.
     pub calibration: Calibration,
-    /// The objective for the wait of a call, in milliseconds.
+    /// Objective for the time that a call waits, in milliseconds.
     pub slo_ms: crate::core::Millis,
 }
 

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::core::ledger::margin_bytes;
 
-/// Nothing is offloaded: processes that do not fit are refused.
+/// Runs the trace without offloads. A process that does not fit is refused.
 pub(super) fn run(
     trace: &WorkloadTrace,
     machine: SimulatedMachine,

@@ -1,14 +1,14 @@
 //! Chooses the GPUs of a simulated node, and the GPU of each process.
 //!
 //! ```text
-//! number given        ──> that many, each process on the GPU with the least VRAM held by then
-//! trace names GPUs    ──> those GPUs, each process on its own
-//! otherwise           ──> the fewest on which all processes that exist at the same time fit,
-//!                         multiplied by the oversubscription
+//! |number given        ──> that many GPUs, each process on the GPU with the least VRAM in use
+//! |trace names GPUs    ──> those GPUs, each process on the GPU of its name
+//! |otherwise           ──> the fewest GPUs that hold all processes which exist at the same time,
+//! |                        multiplied by the oversubscription
 //! ```
 //!
-//! A process exists from its first call to the end of the trace, or to its last call if that is
-//! more than a day earlier.
+//! A process exists from its first call to the end of the trace. If its last call is more than a
+//! day before the end of the trace, it exists until that call.
 
 use std::{
     cmp::Reverse,
@@ -29,7 +29,7 @@ pub enum GpuRule {
     Given,
     /// The trace names the GPU of each process.
     Named,
-    /// The VRAM of the processes that exist at the same time.
+    /// The VRAM of the processes that exist at the same time determines it.
     Peak,
 }
 
@@ -48,8 +48,8 @@ pub struct GpuPlacement {
 
 impl GpuPlacement {
     /// Places the processes of a trace. `gpus`: the number of GPUs, if the user stated it.
-    /// `oversubscription`: VRAM that may be wanted at the same time, as a multiple of the VRAM that
-    /// containers can have.
+    /// `oversubscription`: VRAM that processes may want at the same time, as a multiple of the VRAM
+    /// that containers can have.
     ///
     /// # Errors
     /// The trace needs more than [`MAX_GPUS`].
@@ -72,7 +72,8 @@ impl GpuPlacement {
         let most_bytes = (usable_bytes * oversubscription) as u64;
         let fewest = peak_bytes.div_ceil(most_bytes.max(1)).max(1);
         for gpus in usize::try_from(fewest).unwrap_or(usize::MAX)..=MAX_GPUS {
-            // Sizes and lifetimes may leave gaps, so that more GPUs are needed than the sum says.
+            // Sizes and lifetimes may leave gaps, so the processes can need more GPUs than the sum
+            // of their VRAM does.
             let (of_process, held_bytes) = spread(trace, gpus);
             if held_bytes <= most_bytes || gpus >= trace.loads.len() {
                 return Ok(GpuPlacement { rule: GpuRule::Peak, gpus, of_process, peak_bytes });

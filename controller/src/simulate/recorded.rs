@@ -43,7 +43,7 @@ pub fn trace(
         load.vram_bytes = load.vram_bytes.max(span.vram_bytes.saturating_add(span.offloaded_bytes));
         for (begin, end) in &span.uses {
             let at = |offset: u32| u32::try_from(span.from_ms + i64::from(offset) - since_ms);
-            // Uses before the start, or more than 49 days after it, are left out.
+            // Uses that begin before the start, or more than 49 days after it, are left out.
             if let (Ok(begin), Ok(end)) = (at(*begin), at(*end)) {
                 load.arrivals_ms.extend((begin..=end).step_by(STEP_MS as usize));
             }

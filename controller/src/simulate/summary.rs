@@ -28,7 +28,7 @@ pub struct SimulationSummary {
     /// Maximum of the host memory with offloaded VRAM.
     pub host_peak_bytes: u64,
     /// Fraction of requests that found their process offloaded and woke it. Requests during a move
-    /// do not count.
+    /// are not counted.
     pub wake_share: f64,
     /// Fraction of requests that waited.
     pub delayed_share: f64,
@@ -42,17 +42,17 @@ pub struct SimulationSummary {
     pub delay_p99_ms: u64,
     /// Fraction of requests that waited longer than the objective.
     pub slow_share: f64,
-    /// The part of `slow_share` whose process had its context on the GPU: only memory was copied.
+    /// The part of `slow_share` for which the context was still on the GPU: only memory was copied.
     pub slow_copied_share: f64,
-    /// The part of `slow_share` whose process had left the GPU with its context.
+    /// The part of `slow_share` for which the context had been checkpointed.
     pub slow_context_gone_share: f64,
     /// Number of restores in the trace.
     pub restores: u64,
-    /// The restores for which the context was still on the GPU.
+    /// Number of restores for which the context was still on the GPU.
     pub restores_copied: u64,
-    /// Restores for each hour of a process.
+    /// Number of restores per hour of a process.
     pub restores_per_process_hour: f64,
-    /// Restores within a minute of the offload.
+    /// Number of restores within a minute after the offload.
     pub thrash: u64,
     /// Maximum length of the queue.
     pub queue_peak: u64,
@@ -76,7 +76,7 @@ pub struct SimulationSummary {
 
 /// Number of points in the plot.
 const POINTS: usize = 480;
-/// Number of levels for counting resident VRAM.
+/// Number of size classes in which the time at each amount of resident VRAM is counted.
 const LEVELS: usize = 1024;
 
 /// Integrates resident VRAM and queue length over time.
@@ -185,12 +185,12 @@ pub struct ContainerTotals {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CallDelay {
     pub(super) ms: u32,
-    /// The level from which its process was restored. `Resident`: the offload was turned back.
+    /// The level from which the process was restored. `Resident`: its offload was canceled.
     pub(super) from: OffloadLevel,
 }
 
-/// Computes added latency and fairness from the delays and the processes, and the share of requests
-/// that waited longer than `slo_ms`.
+/// Computes added latency and fairness from the delays and the processes. Also computes the share
+/// of requests that waited longer than `slo_ms`.
 pub(super) fn latency(
     figures: &mut SimulationSummary,
     delays: Vec<CallDelay>,

@@ -66,7 +66,7 @@ pub fn make(plan: SyntheticPlan) -> Result<WorkloadTrace, SimulationError> {
     WorkloadTrace { loads }.checked()
 }
 
-/// Load by slots: nights, days, and two or three common peaks a day.
+/// Load by time slots: nights, days, and two or three common peaks a day.
 fn curve(end_s: f64, random: &mut RandomSource) -> Vec<f64> {
     let slots = (end_s / SLOT_S).ceil() as usize;
     let day = |slot: usize| {
@@ -99,7 +99,8 @@ fn people(
     let mut t = 0.0;
     while t < end_s {
         t += random.exponential(between_s / 3.0);
-        // Thinned: a peak adds at most a third of the load.
+        // Thinning: sessions are proposed at three times the mean rate, and each is kept with the
+        // probability load / 3.
         if random.unit() * 3.0 > load(t) {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Tests of the simulation, and properties of every policy in it.
+//! Tests of the simulation, and properties that hold for every policy in it.
 
 use proptest::prelude::*;
 
@@ -46,7 +46,7 @@ fn a_long_pause_frees_vram() {
     let trace = WorkloadTrace { loads: vec![load("a", 16, &[0, 10, 1_010])] };
     let summary = engine::run(&trace, machine(16), &contender("fixed-60s")).unwrap();
     let costs = Calibration::default();
-    // Offloaded from 60 s plus the offload on, until the last call.
+    // Offloaded from the end of the offload, which begins after 60 s, until the last call.
     let bytes = 16 * GIB - costs.context_bytes;
     let offloaded_ms = 999_000 - 60_000 - costs.checkpoint.offload_ms(bytes);
     let freed = summary.freed_of_all * 1_010_000.0;
@@ -56,7 +56,8 @@ fn a_long_pause_frees_vram() {
     assert!((restore_ms..restore_ms + 10).contains(&summary.delay_p99_ms), "{summary:?}");
 }
 
-/// One process of 24 GiB that is called after a pause. The waits are those of the engines.
+/// One process of 24 GiB that is called after a pause. The call waits as long as the engine's
+/// restore takes.
 #[test]
 fn engine_decides_what_a_wake_costs() {
     let trace = WorkloadTrace { loads: vec![load("a", 24, &[0, 1_000, 2_000])] };
@@ -93,8 +94,8 @@ fn namespace_rule_decides_the_engine() {
     }
 }
 
-/// Two processes of 16 GiB take turns. With room for a context beside one of them only memory is
-/// copied, otherwise the context leaves as well.
+/// Two processes of 16 GiB are called in turn. If the GPU can hold one of them and the context of
+/// the other, only memory is copied. Otherwise the context is checkpointed as well.
 #[test]
 fn contexts_leave_when_a_waiter_needs_room() {
     let calls: Vec<u32> = (0..40).map(|n| n * 60).collect();
@@ -125,7 +126,7 @@ fn slow_calls_count_by_level() {
     assert_eq!(slow(Engine::Full, 400), [3, 0, 3]);
 }
 
-/// No container is evicted here, so the second process gets its VRAM only from the first one's end.
+/// No container is evicted here, so the second process gets VRAM only when the first one ends.
 #[test]
 fn vram_of_an_ended_process_is_free() {
     let trace =
@@ -139,7 +140,8 @@ fn vram_of_an_ended_process_is_free() {
     assert_eq!(without.refused, 0, "{without:?}");
 }
 
-/// Until the second process starts, the GPU has room for all and the mode `auto` offloads.
+/// The GPU is not oversubscribed until the second process starts, so the mode `auto` offloads until
+/// then.
 #[test]
 fn late_process_wants_no_vram_before_its_start() {
     let early = load("a", 16, &[0, 100_000, 150_000, 300_000]);
@@ -242,7 +244,7 @@ proptest! {
     #![proptest_config(config())]
 
     /// For all calls and sizes: no restore happens without enough free VRAM (the engine would
-    /// fail), and every call is served in limited time.
+    /// fail), and every call is served within a limited time.
     #[test]
     fn every_call_is_served(
         processes in proptest::collection::vec((1_u64..8, proptest::collection::vec(0_u32..3_000, 1..60)), 2..8),

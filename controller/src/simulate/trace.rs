@@ -10,9 +10,9 @@
 //! The last two may have one more column, `gpu`: a name that is unique in the trace. A process is on
 //! the GPU of its first row.
 //!
-//! A ServeGen window holds exactly rate x 600 requests. Their pauses are drawn from the
-//! distribution fitted to the window; if they take less time than the window, they are a burst at a
-//! random position in it.
+//! A ServeGen window has exactly rate x 600 requests. The pauses between them are drawn from the
+//! distribution fitted to the window. If all pauses take less time than the window, the requests
+//! are a burst at a random position in it.
 
 use std::{
     collections::BTreeMap,
@@ -31,7 +31,7 @@ pub struct TraceLoad {
     pub namespace: String,
     /// Name of its GPU; empty if the trace has none.
     pub gpu: String,
-    /// Number of the GPU that it was placed on ([`super::placement`]).
+    /// Number of the GPU on which the process was placed ([`super::placement`]).
     pub gpu_number: usize,
     /// VRAM of the process, in bytes.
     pub vram_bytes: u64,
@@ -41,13 +41,13 @@ pub struct TraceLoad {
     pub arrivals_ms: Vec<u32>,
 }
 
-/// Time without a call before the end of a trace after which a process counts as ended. A shorter
-/// time could be its night.
+/// Minimum time without a call, before the end of the trace, after which a process counts as ended.
+/// A shorter time could be a night without use.
 const ENDED_MS: u64 = 86_400_000;
 
 impl TraceLoad {
-    /// Whether the process starts only in the course of the trace: its first call is more than a day
-    /// after the begin. Otherwise it exists from the begin on.
+    /// Whether the process starts during the trace: its first call is more than a day after the
+    /// start of the trace. Otherwise it exists from the start.
     #[must_use]
     pub fn starts_late(&self) -> bool {
         self.arrivals_ms.first().is_some_and(|first| u64::from(*first) > ENDED_MS)
@@ -101,7 +101,7 @@ impl WorkloadTrace {
         WorkloadTrace::parse(plain, &shown, assumed)
     }
 
-    /// Parses a trace; `shown` names it in errors.
+    /// Parses a trace. Errors name it `shown`.
     ///
     /// # Errors
     /// A line is invalid.
@@ -176,8 +176,8 @@ impl WorkloadTrace {
             .into()
     }
 
-    /// The shortest time between two calls of a process, in milliseconds: shorter pauses are not
-    /// visible in the trace. `None` if there are too few calls to tell.
+    /// The shortest time between two calls of a process, in milliseconds. The trace does not show
+    /// shorter pauses. `None`: there are too few calls.
     #[must_use]
     pub fn step_ms(&self) -> Option<u64> {
         const MIN_REQUESTS: u64 = 100;
@@ -202,7 +202,7 @@ struct TraceRows {
     drawn: usize,
 }
 
-/// Converts seconds to milliseconds of a trace. `None` above 49 days.
+/// Converts seconds to milliseconds of a trace. `None` if the result is above 49 days.
 fn ms(seconds: f64) -> Option<u32> {
     let ms = seconds * 1000.0;
     (ms.is_finite() && (0.0..=f64::from(u32::MAX)).contains(&ms)).then_some(ms.round() as u32)

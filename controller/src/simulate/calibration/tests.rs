@@ -9,8 +9,8 @@ fn read(name: &str, text: &str) -> Result<Calibration, SimulationError> {
     Calibration::default().read(&path)
 }
 
-/// The figures of docs/figures.md, in GiB and milliseconds, with 12 % of tolerance: the lines go
-/// through the first and the second size.
+/// The figures of docs/figures.md, in GiB and milliseconds, with a tolerance of 12 %: the straight
+/// lines go through the first and the second size only.
 #[test]
 fn defaults_agree_with_the_figures() {
     let costs = Calibration::default();

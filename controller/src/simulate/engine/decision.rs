@@ -1,4 +1,4 @@
-//! The decisions of the node, with their times.
+//! The decisions of the node, with the time of each.
 
 use affinode_proto::state::State;
 
@@ -18,8 +18,8 @@ pub struct PolicyDecision {
 }
 
 impl PolicyDecision {
-    /// The decision that a change shows, if there is one. A change between idle and active is not a
-    /// decision, because nothing moves.
+    /// The decision that a state change shows. `None` for other changes: a change between idle and
+    /// active is not a decision, because nothing is moved.
     #[must_use]
     pub fn of(at_ms: Millis, change: &Change) -> Option<PolicyDecision> {
         let shown =

@@ -1,7 +1,8 @@
-//! The planned events, the earliest first; at the same time, in the order of planning.
+//! The planned events in order of time. Events of the same time are in the order of planning.
 //!
-//! Most events plan one further event in the near future. It replaces the current event at the top
-//! of the heap and moves down a few levels, which costs less than a removal and an insertion.
+//! Most events plan one further event in the near future. That event replaces the current one at
+//! the top of the heap and moves down a few levels, which costs less than a removal and an
+//! insertion.
 
 use std::{
     cmp::Ordering,
@@ -39,7 +40,7 @@ impl PartialOrd for ScheduledEvent {
     }
 }
 
-/// Orders events in reverse: the next event is the greatest, as the heap needs it.
+/// Orders events in reverse, because the heap returns the greatest entry: the earliest event.
 impl Ord for ScheduledEvent {
     fn cmp(&self, other: &ScheduledEvent) -> Ordering {
         other.place().cmp(&self.place())
@@ -50,8 +51,8 @@ impl Ord for ScheduledEvent {
 #[derive(Debug, Default)]
 pub(super) struct EventQueue {
     heap: BinaryHeap<ScheduledEvent>,
-    /// Whether the event at the top of the heap is being handled now. It is replaced or removed
-    /// next.
+    /// Whether the event at the top of the heap is being handled. The next operation replaces or
+    /// removes it.
     happens: bool,
     sequence: u64,
 }

@@ -5,9 +5,9 @@
 //! trace ──Arrival──> process.rs ──Page, Wake──> Node ──orders──> orders.rs ──Done──> Node
 //! ```
 //!
-//! The node receives the start and the end of each use, as the counters would show them. It is
-//! queried again about a container when [`Node::due_at`] says so, and twice a second while a
-//! container waits.
+//! The node receives the start and the end of each use, as the counters would show them. The engine
+//! queries the node again about a container when [`Node::due_at`] requests it, and twice a second
+//! while a container waits.
 
 mod decision;
 mod event_queue;
@@ -45,7 +45,7 @@ use crate::core::{
 const POLL_MS: Millis = 500;
 /// Time after which a waiting container counts as stuck, if no other event happens.
 const STUCK_MS: Millis = 86_400_000;
-/// Time until a query is repeated that was due but had no effect.
+/// Time after which a due query is repeated if it had no effect.
 const AGAIN_MS: Millis = 5_000;
 
 #[derive(Clone, Copy, Debug)]
@@ -80,13 +80,13 @@ struct SimulatedNode<'a> {
     resident_bytes: u64,
     offloaded_bytes: u64,
     polling: bool,
-    /// Time since which only queries were planned.
+    /// Time from which only queries have been planned, and no other events.
     quiet_since: Option<Millis>,
     wakes: u64,
     meter: SummaryMeter,
     delays: Vec<CallDelay>,
     figures: SimulationSummary,
-    /// The decisions, if they are recorded.
+    /// The decisions so far; `None`: they are not recorded.
     decisions: Option<Vec<PolicyDecision>>,
 }
 
@@ -108,7 +108,7 @@ pub fn run(
     Ok(world.finish(contender.reloads))
 }
 
-/// The decisions of one baseline, step by step; none for a baseline without offloads.
+/// Returns the decisions of one baseline, in order. A baseline without offloads has none.
 ///
 /// # Errors
 /// The same as for [`run`].
@@ -185,7 +185,7 @@ impl<'a> SimulatedNode<'a> {
         trace: &'a WorkloadTrace,
         policies: &Policies,
     ) -> Result<(), SimulationError> {
-        // A trace begins on a Monday at midnight.
+        // The trace begins on a Monday at midnight.
         self.tell(Input::Clock(4 * 86_400_000))?;
         self.begin(trace, policies)?;
         while let Some((at, event)) = self.agenda.next() {
@@ -305,7 +305,8 @@ impl<'a> SimulatedNode<'a> {
             }
             SimulationEvent::Poll => {
                 self.polling = false;
-                // Any input makes the node process its queue; this one only reads every GPU.
+                // The node processes its queue on every input. This input has no other effect than
+                // a reading of every GPU.
                 let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
                 let key = self.processes[0].key.clone();
                 self.tell(Input::Proven(key, u64::MAX, Ok(gpus)))?;

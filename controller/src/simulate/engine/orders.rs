@@ -1,5 +1,5 @@
-//! Executes the node's effects: orders, which take the time of the calibration, and readings of
-//! GPUs.
+//! Executes the node's effects. Orders take the time of the calibration; readings of GPUs take
+//! none.
 
 use affinode_proto::{
     event::EventKind,
@@ -19,7 +19,7 @@ use crate::{
     simulate::{SimulationError, memory::OffloadLevel, summary::CallDelay},
 };
 
-/// Maximum time between offload and restore that counts as thrash.
+/// Maximum time between an offload and the following restore that counts as thrash.
 const THRASH_MS: Millis = 60_000;
 
 impl SimulatedNode<'_> {
@@ -97,7 +97,8 @@ impl SimulatedNode<'_> {
                 self.processes[n].phase = Phase::Closed;
             }
             Action::Restore => self.restore_begins(n)?,
-            // Simulated processes do not allocate, and stay on their GPUs.
+            // These orders have no effect: simulated processes do not allocate, and stay on their
+            // GPUs.
             Action::RestoreOnGpu { .. }
             | Action::HoldAllocations { .. }
             | Action::ReleaseAllocations => return Ok(()),
@@ -108,7 +109,7 @@ impl SimulatedNode<'_> {
         Ok(())
     }
 
-    /// Takes the VRAM of a restore when it begins: the driver allocates before it copies.
+    /// Takes VRAM at the begin of a restore, because the driver allocates before it copies.
     fn restore_begins(&mut self, n: usize) -> Result<(), SimulationError> {
         let (now, p) = (self.now, &mut self.processes[n]);
         let bytes = p.memory.gone_bytes();
@@ -187,8 +188,8 @@ impl SimulatedNode<'_> {
         page.map_or(Ok(()), |page| self.tell(page))
     }
 
-    /// Releases the waiting calls of a process whose gate is open again. Returns the counters if
-    /// there were any.
+    /// Releases the waiting calls of a process after its gate has opened. Returns the counters if
+    /// calls were waiting.
     fn calls_continue(&mut self, n: usize) -> Option<Input> {
         let now = u32::try_from(self.now).unwrap_or(u32::MAX);
         let p = &mut self.processes[n];

@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-/// Time after a process's end at which its neighbours are queried. The node updates the
+/// Time after a process's end at which its neighbours are queried. The node updates its list of
 /// oversubscribed GPUs every 10 s.
 const NEIGHBOURS_MS: Millis = 10_000;
 
@@ -34,7 +34,7 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) memory: ProcessMemory,
     /// The engine of its policy.
     pub(super) engine: Engine,
-    /// The level from which the last restore began; reset when the calls continue.
+    /// The level from which the last restore began. It is reset when the calls continue.
     pub(super) restored_from: OffloadLevel,
     pub(super) phase_after_restore: Phase,
     /// Host memory with its offloaded memory, in bytes.
@@ -52,7 +52,7 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) used_ms: Millis,
     pub(super) went: Option<Millis>,
     pub(super) has_exited: bool,
-    /// Number of the order that it executes. It executes one at a time.
+    /// Number of the order that the process executes. It executes one order at a time.
     pub(super) order: u64,
 }
 
@@ -69,7 +69,7 @@ impl SimulatedProcess<'_> {
         self.load.arrivals_ms.last().map_or(0, |at| Millis::from(*at))
     }
 
-    /// Counts the VRAM-time that was freed until now, before the freed VRAM changes.
+    /// Adds the VRAM-time freed until now. Called before the amount of freed VRAM changes.
     pub(super) fn count_freed(&mut self, now: Millis) {
         let (from, to) = (self.freed_until.max(self.first()), now.min(self.last()));
         let bytes = u128::from(self.memory.gone_bytes());
@@ -113,7 +113,7 @@ impl SimulatedNode<'_> {
         let now = self.now;
         let p = &mut self.processes[n];
         if p.busy_until.is_some() || p.next_call() != Some(now) {
-            return Ok(()); // Taken by the use in progress.
+            return Ok(()); // The call belongs to the use in progress.
         }
         if p.phase == Phase::Open {
             let page = self.use_begins(n);
@@ -136,7 +136,7 @@ impl SimulatedNode<'_> {
         Ok(())
     }
 
-    /// Begins a use, and returns the counters that show it. Calls without a pause between them are
+    /// Begins a use, and returns the counters that show it. Calls without a pause between them form
     /// one use.
     pub(super) fn use_begins(&mut self, n: usize) -> Input {
         let now = self.now;
@@ -155,7 +155,7 @@ impl SimulatedNode<'_> {
         Input::Page(id(n), self.page(n))
     }
 
-    /// Ends a process after its last call: its VRAM is free, and its container is deleted.
+    /// Ends a process after its last call: frees its VRAM and deletes its container.
     fn exits(&mut self, n: usize) -> Result<(), SimulationError> {
         let now = self.now;
         let p = &mut self.processes[n];
@@ -172,8 +172,8 @@ impl SimulatedNode<'_> {
         Ok(())
     }
 
-    /// Plans a query about each idle neighbour of a process that has ended: the GPU may have room
-    /// for all now, and the mode `auto` then offloads without a waiter.
+    /// Plans a query about each idle neighbour of a process that has ended. If the GPU is
+    /// no longer oversubscribed, the mode `auto` offloads idle containers without a waiter.
     fn query_neighbours(&mut self, n: usize) {
         let at = self.now + NEIGHBOURS_MS;
         for m in self.by_gpu[self.processes[n].gpu].clone() {

@@ -20,10 +20,10 @@ fn choose(loads: &[TraceLoad], oversubscription: f64) -> GpuPlacement {
 #[test]
 fn simultaneous_processes_decide_gpu_count() {
     let together: Vec<TraceLoad> = (0..143).map(|n| load(16, &[n, 10_000 + n])).collect();
-    // A GPU has room for 8.
+    // Eight of these processes fit on a GPU.
     assert_eq!(choose(&together, 1.0).gpus, 18);
     assert_eq!(choose(&together, 2.0).gpus, 9);
-    // Each ends days before the next one starts.
+    // Each process ends days before the next one starts.
     let in_turn: Vec<TraceLoad> =
         (0..20).map(|n| load(16, &[n * 200_000, n * 200_000 + 5])).collect();
     let placed = choose(&in_turn, 1.0);
