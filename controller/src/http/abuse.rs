@@ -1,4 +1,4 @@
-//! Tests of invalid, oversized and excessive requests: they are refused, limited and counted.
+//! Tests that invalid, oversized and excessive requests are refused, limited and counted.
 
 use std::{future::Future, task::Poll, time::Duration};
 
@@ -151,7 +151,7 @@ async fn a_closed_connection_admits_the_next() {
     assert_eq!(waiting.await.0, 200);
 }
 
-/// A response may be as large as the whole history, and its client may read slowly.
+/// A response may be as large as the whole history, and a client may read it slowly.
 #[tokio::test]
 async fn history_responses_are_limited() {
     let site = run(true, None);
@@ -167,7 +167,7 @@ async fn history_responses_are_limited() {
     assert_eq!(wrong.status(), 400);
     let early = std::future::poll_fn(|context| Poll::Ready(next.as_mut().poll(context))).await;
     assert!(early.is_pending(), "one too many was made");
-    // All permits are held, as long as their responses exist, so the next response cannot begin.
+    // Each response holds a permit as long as it exists, so no further response can begin.
     assert_eq!(site.site.reads.available_permits(), 0);
     held.pop();
     assert_eq!(next.await.status(), 200);

@@ -9,11 +9,11 @@ use super::{
 };
 use crate::call_trace::Scope;
 
-/// Time without a batch after which a comment is sent. A failed write shows that the connection is
-/// closed.
+/// Time without a batch after which a comment is sent, because only a failed write shows that the
+/// connection is closed.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// Begins a stream. Calls are recorded while the stream is open.
+/// Begins a stream. Processes record their calls while the stream is open.
 pub fn begin(site: &Arc<AppState>, scope: Scope, hold: StreamGuard) -> StreamBody {
     let (out, body) = pipe();
     let watched = Arc::clone(site);

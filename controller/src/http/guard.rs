@@ -17,7 +17,7 @@ use crate::config::{HttpAuth, HttpSection};
 /// Minimum length of a token, so that it cannot be guessed.
 const TOKEN_CHARS: usize = 16;
 
-/// Reason why the guard cannot be created. The site is then not served.
+/// Reason why the guard cannot be created. HTTP is then not served.
 #[derive(Debug, thiserror::Error)]
 pub enum GuardError {
     /// The token file cannot be read.
@@ -49,7 +49,7 @@ pub enum DenyReason {
     Origin,
     /// The request has no token, or a wrong one.
     Token,
-    /// The user of the token does not have the right.
+    /// The user of the token does not have the required right.
     Forbidden,
     /// The token could not be checked.
     Review,
@@ -94,7 +94,7 @@ impl Denied {
     }
 }
 
-/// A right: the method `get` or `post`, and one of a few fixed paths.
+/// A right that a request needs: the method `get` or `post`, and one of a few fixed paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AccessRule {
     /// The HTTP method in lower case.
@@ -131,8 +131,8 @@ pub struct Principal {
 }
 
 impl Principal {
-    /// Returns when the user's right has ended. The right is checked once per `ALLOW_TTL`. Without
-    /// a reviewer, it never returns.
+    /// Returns when the user has lost the right, which is checked once per `ALLOW_TTL`. Never
+    /// returns if no reviewer checks tokens.
     pub async fn ended(&self) -> Denied {
         let Some((reviewer, token, access)) = &self.again else {
             return std::future::pending().await;
@@ -232,7 +232,7 @@ impl HttpGuard {
 
     fn knows(&self, host: &str) -> bool {
         let name = name(host).to_ascii_lowercase();
-        // An address cannot be rebound: a page that uses it is the node's own.
+        // DNS rebinding needs a name, so a page that was loaded by address is the node's own.
         let address = name.trim_start_matches('[').trim_end_matches(']');
         name == "localhost" || address.parse::<IpAddr>().is_ok() || self.hosts.contains(&name)
     }
@@ -251,7 +251,7 @@ fn secret(file: &str) -> Result<Vec<u8>, GuardError> {
 fn name(host: &str) -> &str {
     match host.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) && !name.is_empty() => {
-            // In `::1` the colon is part of the address; in `[::1]:80` it separates the port.
+            // In `::1` the last colon is part of the address; in `[::1]:80` it separates the port.
             if name.contains(':') && !name.ends_with(']') { host } else { name }
         }
         _ => host,

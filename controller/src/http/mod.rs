@@ -51,8 +51,8 @@ pub use tls::{TlsError, TlsIdentity};
 const CONNECTIONS: usize = 128;
 /// Maximum number of event streams.
 const STREAMS: usize = 40;
-/// Maximum number of call streams. They have a limit of their own, so that they do not displace
-/// event streams.
+/// Maximum number of call streams. It is separate from [`STREAMS`], so that call streams do not
+/// displace event streams.
 const CALL_STREAMS: usize = 16;
 /// Maximum number of moves in progress that requests have started.
 const ACTIONS: usize = 16;
@@ -63,7 +63,7 @@ const READS: usize = 2;
 const HEAD_BYTES: usize = 16 << 10;
 /// Time limit for a request's head, and for an idle connection between requests.
 const HEAD_TIME: Duration = Duration::from_secs(20);
-/// Time without progress after which a connection is closed whose client does not read.
+/// Maximum time for which a write to a client may make no progress. Then the connection is closed.
 const STALL: Duration = Duration::from_secs(20);
 
 /// The state that request handlers share.
@@ -98,8 +98,8 @@ pub struct DataSources {
 }
 
 impl AppState {
-    /// Creates the state of a site. `only_shows`: the reason why no request may offload, restore or
-    /// pin. `None`: requests may.
+    /// Creates the state that request handlers share. `only_shows`: the reason why requests may not
+    /// offload, restore or pin containers. `None`: they may.
     #[must_use]
     pub fn new(
         door: ControllerHandle,
@@ -131,7 +131,7 @@ impl AppState {
         self.note(what);
     }
 
-    /// Logs a refused request. If there are many, logs only their number.
+    /// Logs a refused request. If there are too many, logs only their number.
     fn note(&self, what: String) {
         if let Some(what) = self.refusals.tell(what) {
             tracing::warn!("{what}");
@@ -149,7 +149,8 @@ pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Probably out of descriptors, which become free when other connections end.
+                // Probably no descriptor was available. Descriptors become free when other
+                // connections end.
                 tracing::warn!(%error, "http: cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 continue;

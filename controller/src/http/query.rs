@@ -7,10 +7,11 @@ pub fn value<'a>(query: Option<&'a str>, name: &str) -> Option<&'a str> {
     query?.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='))
 }
 
-/// The value of a parameter as a whole number from 0, or `None` if the query does not have it.
+/// The value of a parameter as a whole number of at least 0, or `None` if the query does not have
+/// it.
 ///
 /// # Errors
-/// The value is not a whole number from 0.
+/// The value is not a whole number of at least 0.
 pub fn number(query: Option<&str>, name: &str) -> Result<Option<i64>, String> {
     let Some(given) = value(query, name) else { return Ok(None) };
     match given.parse() {

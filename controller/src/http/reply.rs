@@ -1,4 +1,4 @@
-//! Creates responses, with the headers that all of them have.
+//! Creates responses, and adds the headers that every response has.
 
 use std::{
     convert::Infallible,
@@ -65,8 +65,8 @@ pub fn json(status: StatusCode, value: &impl Serialize) -> Reply {
     }
 }
 
-/// Returns the response with a permit, which it holds until the client has read the response or
-/// closed the connection.
+/// Attaches a permit to the response. The permit is released when the client has read the response
+/// or closed the connection.
 pub fn until_taken(reply: Reply, permit: OwnedSemaphorePermit) -> Reply {
     reply.map(|body| StreamPermit { body, _permit: permit }.boxed_unsync())
 }

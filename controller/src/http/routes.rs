@@ -30,9 +30,9 @@ use crate::{
 const CONTAINERS: &str = "/api/v1/containers/";
 /// Prefix of the paths that turn automatic offloads on or off.
 const AUTO_OFFLOAD: &str = "/api/v1/auto-offload/";
-/// Header of event streams of a site that moves no containers.
+/// Response header of event streams. It is set if this controller accepts no actions over HTTP.
 const ACTIONS: &str = "affinode-actions";
-/// Maximum size of the body of an action, which needs none.
+/// Maximum size of the body of an action. The body is not used.
 const BODY_BYTES: usize = 4 << 10;
 /// Time limit for reading a body.
 const BODY_TIME: Duration = Duration::from_secs(5);
@@ -81,7 +81,7 @@ struct HttpCaller {
 
 /// Returns the right that a request needs. Its path has no variable part. It begins with /affinode
 /// instead of /api, because every user of a cluster may get /api/* (ClusterRole system:discovery).
-/// A path that is not in the list needs a right that no role grants by name.
+/// Any other request needs a right that no role grants by name.
 #[must_use]
 pub fn access(method: &Method, path: &str) -> AccessRule {
     const RIGHTS: [&str; 7] = [
@@ -100,7 +100,7 @@ pub fn access(method: &Method, path: &str) -> AccessRule {
         Some("restore") => "/affinode/v1/containers/restore",
         Some("pin") => "/affinode/v1/containers/pin",
         Some("unpin") => "/affinode/v1/containers/unpin",
-        // The same path as for other exporters, and in roles for Prometheus.
+        // Other exporters use this path too, and roles for Prometheus name it.
         _ if path == "/metrics" => "/metrics",
         _ => {
             let below = path.strip_prefix("/api");
@@ -111,8 +111,8 @@ pub fn access(method: &Method, path: &str) -> AccessRule {
     AccessRule { verb, path }
 }
 
-/// Whether a path requires a right. The page itself does not, because it contains no secret. It
-/// asks its user for the token.
+/// Whether a path requires a right. The page itself requires none, because it contains no secret:
+/// it asks its user for the token.
 #[must_use]
 pub fn needs_right(path: &str) -> bool {
     path.starts_with("/api/") || path == "/metrics"
@@ -228,7 +228,7 @@ pub(super) async fn past(site: &Arc<AppState>, query: Option<&str>, path: &str) 
         return reply::error(StatusCode::SERVICE_UNAVAILABLE, "the controller is shutting down");
     };
     // The disk may be slow, and this thread serves other requests. If the client disconnects
-    // meanwhile, its permit is held until the reading is done.
+    // meanwhile, the permit is held until the read has ended.
     let read = tokio::task::spawn_blocking(move || {
         let reply = match report {
             Some(prices) => history
@@ -255,7 +255,7 @@ struct SpanQuery {
     spans: Vec<crate::history::StateSpan>,
 }
 
-/// Takes a permit for a stream. `None`: all permits are in use, which is recorded as a refusal.
+/// Takes a permit for a stream. `None`: all permits are in use; a refusal is recorded.
 fn place_among(
     streams: &Arc<Semaphore>,
     site: &AppState,
@@ -282,7 +282,7 @@ async fn calls(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Incom
         let why = "invalid key: expected 32 hex digits, as in /api/v1/node";
         return reply::error(StatusCode::BAD_REQUEST, why);
     };
-    // Only existing containers are watched: unknown keys would accumulate.
+    // Only existing containers are watched. Otherwise clients could fill memory with unknown keys.
     let known = match site.door.list().await {
         Ok(list) => schema::Node::from(list).containers,
         Err(ending) => return reply::error(StatusCode::SERVICE_UNAVAILABLE, &ending.to_string()),
@@ -313,7 +313,7 @@ async fn events(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Inco
     let body = stream::begin(site, wish, started, hold);
     let mut reply = reply::with(StatusCode::OK, "text/event-stream", body);
     if site.only_shows.is_some() {
-        // The page hides its buttons.
+        // The page then hides its buttons.
         reply.headers_mut().insert(ACTIONS, HeaderValue::from_static("off"));
     }
     reply
@@ -351,7 +351,7 @@ async fn auto_offload(
 }
 
 /// Checks that a request may change something, and reads its body, which is not used. `Err`: the
-/// response to send.
+/// response that refuses the request.
 async fn may_act(
     site: &AppState,
     caller: &HttpCaller,

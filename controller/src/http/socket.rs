@@ -125,7 +125,8 @@ impl HttpListener {
         match &self.socket {
             HttpSocket::Tcp(socket) => {
                 let (stream, address) = socket.accept().await?;
-                // Each message of a stream is one write: waiting for more would only delay it.
+                // Each message of a stream is a single write, which Nagle's algorithm would only
+                // delay.
                 stream.set_nodelay(true)?;
                 Ok((HttpStream::Tcp(stream), HttpPeer::Tcp(address)))
             }
@@ -140,7 +141,7 @@ impl HttpListener {
 
 fn bind_unix(path: &Path) -> io::Result<std::os::unix::net::UnixListener> {
     match fs::symlink_metadata(path) {
-        // A socket is left by a controller that died. Any other file is not Affinode's.
+        // A socket remains if a controller was killed. Any other file is not Affinode's and stays.
         Ok(known) if known.file_type().is_socket() => fs::remove_file(path)?,
         Ok(_) => {
             return Err(io::Error::new(

@@ -1,4 +1,4 @@
-//! Serves the site on a Unix socket for tests, with an actor whose answers are fixed.
+//! A test server: serves HTTP on a Unix socket, with an actor whose answers are fixed.
 
 use std::{sync::Arc, time::Duration};
 
@@ -31,7 +31,7 @@ pub struct Running {
     pub site: Arc<AppState>,
 }
 
-/// Serves a site whose node has one container. It can be offloaded but not restored.
+/// Serves a node with one container, which can be offloaded but not restored.
 pub fn run(may_act: bool, token: Option<&str>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let token_file = folder.path().join("token");
@@ -42,7 +42,7 @@ pub fn run(may_act: bool, token: Option<&str>) -> Running {
     run_behind(folder, may_act, &HttpSection { token_file: file.into(), ..HttpSection::default() })
 }
 
-/// Serves the same site, behind the guard of a configuration.
+/// Serves the same node with the guard of a configuration.
 pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) -> Running {
     let guard = HttpGuard::new(http).unwrap();
     let only_shows = (!may_act).then_some("this site is read-only");
@@ -114,7 +114,7 @@ impl Running {
         self.folder.path().join("s")
     }
 
-    /// Sends a request unchanged, and returns the whole response.
+    /// Sends the text of a request unchanged, and returns the whole response.
     pub async fn raw(&self, request: &str) -> String {
         let mut stream = UnixStream::connect(self.socket()).await.unwrap();
         stream.write_all(request.as_bytes()).await.unwrap();
@@ -137,7 +137,7 @@ impl Running {
         self.metrics.text(&crate::schema::Node::default(), &ViewHub::default(), 0).unwrap()
     }
 
-    /// Opens a stream of the site.
+    /// Opens a stream of the test server.
     pub async fn open(&self, path: &str, headers: &str) -> Stream {
         let mut stream = UnixStream::connect(self.socket()).await.unwrap();
         let request =
@@ -154,7 +154,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Reads until the text was received. Returns `false` if the stream ended before.
+    /// Reads until `wanted` was received. Returns `false` if the stream ended first.
     pub async fn until(&mut self, wanted: &str) -> bool {
         let reading = async {
             while !self.seen.contains(wanted) {

@@ -4,12 +4,12 @@
 //! ```text
 //!  event: node     the whole node, at the start, and each time that this stream fell behind
 //!  event: change   the differences since the last message
-//!  event: event    an event; its id lets a client continue after it
+//! |event: event    an event; a client can continue after the event's id
 //! ```
 //!
-//! An id is `<start of the controller>-<number>`. A restarted controller begins with the first
-//! number again. A client with an id of an earlier controller receives all events that the new
-//! controller has.
+//! An id is `<start of the controller>-<number>`. A restarted controller counts from the first
+//! number again. A client with an id of an earlier controller receives all events of the present
+//! controller.
 
 use std::{
     convert::Infallible,
@@ -37,7 +37,7 @@ use crate::{
 const QUIET: Duration = Duration::from_secs(15);
 /// Maximum number of messages that wait to be written to the connection.
 const PIPE: usize = 8;
-/// Time after which a stream is closed whose client accepts no message.
+/// Maximum time that a stream waits for its client to accept a message. Then the stream is closed.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The permit of a stream, and the right of its user.
@@ -50,8 +50,8 @@ pub struct StreamGuard {
 }
 
 impl StreamGuard {
-    /// Spawns the writer of a stream. The stream ends when its client closes it or does not read,
-    /// or when the right ends.
+    /// Spawns the writer of a stream. The stream ends when the client closes it, does not read, or
+    /// loses its right.
     pub fn spawn(
         self,
         site: Arc<AppState>,
@@ -65,7 +65,7 @@ impl StreamGuard {
                 }
             };
             tokio::select! {
-                // `None`: the client has gone, or reads nothing.
+                // `None`: the client has disconnected or does not read.
                 _ = written => {}
                 refusal = ended => {
                     let Denied { why, detail, .. } = refusal;
@@ -81,7 +81,7 @@ impl StreamGuard {
 #[derive(Debug)]
 pub struct StreamBody(mpsc::Receiver<Bytes>);
 
-/// The end of a stream to which messages are written.
+/// The sending end of a stream.
 #[derive(Debug)]
 pub struct EventPipe(mpsc::Sender<Bytes>);
 
@@ -92,7 +92,7 @@ pub fn pipe() -> (EventPipe, StreamBody) {
 }
 
 impl EventPipe {
-    /// Sends text to the client. `None`: the client has closed the stream, or does not read.
+    /// Sends text to the client. `None`: the client has closed the stream or does not read.
     pub async fn send(&self, text: String) -> Option<()> {
         tokio::time::timeout(WRITE_TIMEOUT, self.0.send(text.into())).await.ok()?.ok()
     }
@@ -133,8 +133,8 @@ impl StreamQuery {
             let (start, number) = id.split_once('-')?;
             (start.parse() == Ok(started_unix_ms)).then_some(number.parse().ok()?)
         });
-        // With an id of an earlier controller: all events. Without an id: from now on, or with
-        // `watch=node` after the last hundred, for people.
+        // An id of an earlier controller: all events. No id: only new events; with `watch=node`
+        // also the last hundred, so that the dashboard is not empty.
         let after = match (known, last_id) {
             (Some(number), _) => number,
             (None, Some(_)) => 0,
@@ -192,7 +192,7 @@ impl EventWriter {
                 }
             };
             match message {
-                // This event was sent by `catch_up`.
+                // `catch_up` has already sent this event.
                 ViewMessage::Event(number, _) if number <= self.last => {}
                 ViewMessage::Event(number, json) => self.event(number, &json).await?,
                 ViewMessage::Change(json) if self.node => {

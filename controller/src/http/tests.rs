@@ -1,4 +1,4 @@
-//! Tests of the paths that the site serves, and of the conditions for requests.
+//! Tests of the paths that are served, and of the conditions for requests.
 
 use affinode_proto::api::control::Event;
 
@@ -53,7 +53,7 @@ async fn a_move_is_executed_and_recorded() {
     let looking = run(false, None);
     assert_eq!(looking.ask("POST", &format!("{path}/offload"), "").await.0, 403);
     assert!(looking.events.now(0).is_empty());
-    // The page hides its buttons.
+    // The page then hides its buttons.
     for (site, only_shows) in [(looking, true), (site, false)] {
         let mut stream = site.open("/api/v1/events", "").await;
         assert!(stream.begins().await);
@@ -86,7 +86,7 @@ async fn a_stream_begins_with_the_node() {
     assert!(all.seen.contains("event: node") && all.seen.contains("first"), "{}", all.seen);
     let mut rest = site.open(path, "Last-Event-ID: 77-1\r\n").await;
     assert!(rest.until("id: 77-2").await && !rest.seen.contains("first"), "{}", rest.seen);
-    // The id is of an earlier controller: all events of this one are sent.
+    // The id is from an earlier controller, so all events of this controller are sent.
     let mut anew = site.open(path, "Last-Event-ID: 66-1\r\n").await;
     assert!(anew.until("id: 77-2").await && anew.seen.contains("first"), "{}", anew.seen);
 }

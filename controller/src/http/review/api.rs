@@ -25,7 +25,7 @@ use crate::config::KubernetesSection;
 
 /// Maximum number of concurrent requests. Further requests wait, within their own timeout.
 const MAX_CONCURRENT_REVIEWS: usize = 8;
-/// Time limit for a request, which includes its wait for others.
+/// Time limit for a request, including its wait for other requests.
 const TIME: Duration = Duration::from_secs(5);
 /// Maximum size of a response in bytes.
 const ANSWER_BYTES: usize = 64 << 10;
@@ -172,7 +172,7 @@ impl ApiServer {
         })
     }
 
-    /// The user of a token. `None`: the token is invalid or for another audience.
+    /// The user to whom a token belongs. `None`: the token is invalid or for another audience.
     pub async fn whose(&self, token: &str) -> Result<Option<User>, ReviewError> {
         let question = json!({
             "apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview",
@@ -180,7 +180,7 @@ impl ApiServer {
         });
         let path = "/apis/authentication.k8s.io/v1/tokenreviews";
         let Review { status } = self.ask::<TokenStatus>("TokenReview", path, &question).await?;
-        // An API server that supports audiences returns those that are valid.
+        // An API server that supports audiences returns the valid ones of the requested audiences.
         let meant = self.audiences.is_empty()
             || status.audiences.iter().any(|held| self.audiences.contains(held));
         let name = &status.user.username;
@@ -246,7 +246,7 @@ impl ApiServer {
         let stream = self.connect().await?;
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(|e| broken(e.into()))?;
-        // The connection is dropped with this request, however it ends.
+        // Dropping the set closes the connection when this request ends, in success and in failure.
         let mut driver = JoinSet::new();
         driver.spawn(connection);
         let reply = sender.send_request(request).await.map_err(|e| broken(e.into()))?;

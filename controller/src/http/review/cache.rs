@@ -1,4 +1,4 @@
-//! A cache of results with an expiry and a limited size. It has no clock: the time is an argument.
+//! A cache of results that expire, with a limited size. It has no clock: the time is an argument.
 
 use std::{collections::HashMap, hash::Hash, time::Duration};
 
@@ -17,15 +17,15 @@ impl<K: Clone + Eq + Hash, V: Clone> ReviewCache<K, V> {
         ReviewCache { most, answers: HashMap::new() }
     }
 
-    /// The result for a question, unless it has expired.
+    /// The result for a key, unless it has expired.
     pub fn get(&self, question: &K, now: Instant) -> Option<V> {
         let (answer, until) = self.answers.get(question)?;
         (*until > now).then(|| answer.clone())
     }
 
     /// Stores a result for the time `holds`. If the cache is full, the result that expires first is
-    /// dropped. Results for invalid tokens have the shortest time, so they do not displace those
-    /// for valid ones.
+    /// removed. Results for invalid tokens are stored for the shortest time, so they do not
+    /// displace results for valid tokens.
     pub fn keep(&mut self, question: K, answer: V, now: Instant, holds: Duration) {
         if self.answers.len() >= self.most && !self.answers.contains_key(&question) {
             self.answers.retain(|_, (_, until)| *until > now);

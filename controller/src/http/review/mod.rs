@@ -1,5 +1,5 @@
-//! Checks a token with the Kubernetes API server: a TokenReview identifies its user, then a
-//! SubjectAccessReview on a non-resource URL checks the right, like kube-rbac-proxy.
+//! Checks a token with the Kubernetes API server, like kube-rbac-proxy. A TokenReview identifies
+//! the user. Then a SubjectAccessReview on a non-resource URL checks the user's right.
 //!
 //! ```text
 //!  token ──well formed──> users ──unknown──> TokenReview ──┬── invalid: refused
@@ -59,8 +59,8 @@ struct ReviewedToken {
 type TokenHash = [u8; 32];
 
 impl TokenReviewer {
-    /// Creates a reviewer for the API server of this configuration. Its files are read for each
-    /// request.
+    /// Creates a reviewer for the API server of this configuration. The files of the configuration
+    /// are read for each request.
     ///
     /// # Errors
     /// The configuration is invalid. The error names the accepted values.
@@ -75,7 +75,8 @@ impl TokenReviewer {
     /// Returns the name of the token's user, if that user has the right.
     ///
     /// # Errors
-    /// [`Denied`]: no valid token, no right, or no response of the API server.
+    /// [`Denied`]: the token is invalid, the user lacks the right, or the API server does not
+    /// respond.
     pub async fn admit(&self, token: &[u8], access: AccessRule) -> Result<String, Denied> {
         let unknown = || Denied::new(DenyReason::Token, "the API server does not know this token");
         let token = well_formed(token).ok_or_else(unknown)?;
@@ -125,15 +126,15 @@ impl TokenReviewer {
 }
 
 /// Returns the token if it has the form of RFC 6750 and a plausible length. `None`: the request is
-/// refused without a query to the API server.
+/// refused without asking the API server.
 fn well_formed(token: &[u8]) -> Option<&str> {
     let plain = |b: &u8| b.is_ascii_alphanumeric() || b"-._~+/=".contains(b);
     let fine = (1..=TOKEN_BYTES).contains(&token.len()) && token.iter().all(plain);
     std::str::from_utf8(token).ok().filter(|_| fine)
 }
 
-/// The refusal of a request whose token cannot be checked. The reason is in the log only, not in
-/// the response.
+/// The refusal of a request whose token cannot be checked. The log has the reason, the response
+/// does not.
 fn cannot_ask(error: &ReviewError) -> Denied {
     let why = "tokens cannot be checked now; try again (the controller's log has the reason)";
     Denied { detail: crate::error_chain::chain(error), ..Denied::new(DenyReason::Review, why) }

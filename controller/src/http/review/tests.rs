@@ -1,4 +1,4 @@
-//! Tests of the reviewer, and of the site behind it, with a small API server.
+//! Tests of the reviewer, and of requests that it checks, with a small API server.
 
 use std::time::Duration;
 
@@ -56,7 +56,8 @@ async fn results_are_cached_until_they_expire() {
         kind(&reviewer, "bobs-token", OFFLOAD).await.unwrap_err();
     }
     assert_eq!(fake.asked(), (3, 2));
-    // The token of anna is deleted, and bob gets a right: both take effect when the cache expires.
+    // The token of anna is deleted, and bob gets a right. Both changes take effect when the cache
+    // entries expire.
     fake.desk.users.lock().unwrap().retain(|(_, user)| *user != "anna");
     fake.desk.rights.lock().unwrap().push(("bob", "post", "/affinode/v1/containers/offload"));
     kind(&reviewer, "annas-token", NODE).await.unwrap();
@@ -182,7 +183,7 @@ async fn actions_require_rights_and_name_the_user() {
     assert_eq!(site.ask("POST", &offload, anna).await.0, 200);
     let noted = site.events.now(0);
     assert!(noted[0].text.starts_with("offload was requested by anna from "), "{}", noted[0].text);
-    // A path without a right of its own is refused, also if it is added later.
+    // A path without a right of its own is refused. This also protects paths that are added later.
     assert_eq!(site.ask("GET", "/api/v1/later", anna).await.0, 403);
     assert_eq!(site.ask("GET", "/metrics", anna).await.0, 403);
     fake.set(ApiBehavior::Forbidden);
@@ -224,7 +225,7 @@ const EVERYBODYS: [&str; 11] = [
     "/version/",
 ];
 
-/// Whether the path of a rule matches, by the rules of Kubernetes.
+/// Whether the path of a rule matches, as Kubernetes compares them.
 fn fits(rule: &str, path: &str) -> bool {
     match rule.strip_suffix('*') {
         Some(start) => path.starts_with(start),
