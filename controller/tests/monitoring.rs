@@ -26,7 +26,7 @@ fn document(name: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// A scrape of a node on which every kind of event has happened.
+/// The metrics of a node on which every kind of event has happened.
 fn scrape() -> String {
     let metrics = Metrics::new(2);
     let on = |bytes| vec![DeviceBytes { uuid: "GPU-0".into(), bytes }];
@@ -52,7 +52,8 @@ fn scrape() -> String {
     classic(&metrics.text(&node, &ViewHub::default(), 1).unwrap())
 }
 
-/// Metrics of the node agent and the webhook; the crate affinode-cluster compares their names.
+/// Whether a metric belongs to the node agent or the webhook. The crate affinode-cluster compares
+/// the names of these metrics.
 fn is_of_the_cluster(name: &str) -> bool {
     ["affinode_agent_", "affinode_webhook_"].iter().any(|prefix| name.starts_with(prefix))
         || name == "affinode_controller_up"
@@ -88,7 +89,7 @@ fn rules_and_dashboards_name_nodes_not_addresses() {
         for entry in fs::read_dir(config().join(folder)).unwrap() {
             let path = entry.unwrap().path();
             let text = fs::read_to_string(&path).unwrap();
-            // The address of an agent's pod, which changes with the pod.
+            // The label has the address of an agent's pod, which changes with the pod.
             assert!(!text.contains("instance"), "{}", path.display());
         }
     }
@@ -126,7 +127,7 @@ fn promtool(arguments: &[&str], input: &str) {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn();
-    // `cargo xtask test` fetches it. A plain `cargo test` cannot check this.
+    // `cargo xtask test` downloads promtool. Without it, a plain `cargo test` skips this check.
     let Ok(mut child) = child else {
         assert!(std::env::var_os("AFFINODE_NEEDS_PROMTOOL").is_none(), "no promtool in the PATH");
         affinode_test_notes::skip("prometheus", "promtool (Debian: prometheus) is missing");

@@ -1,21 +1,21 @@
-//! Reads the free host memory for copies in progress, at every level whose memory they take: the
-//! cgroups and the node. A thread of its own reads it, with at most one request pending, because
-//! files of cgroups can take milliseconds to read. NVML can take seconds, so another thread reads
-//! it.
+//! Reads the free host memory for copies in progress, at every level that is charged for their
+//! memory: the cgroups and the node. A separate thread reads it, with at most one request pending,
+//! because files of cgroups can take milliseconds to read. NVML can take seconds, so it has a
+//! thread of its own.
 
 use std::sync::mpsc::{self, SyncSender};
 
 use super::memory::{self, MemoryRules};
 use crate::core::copy_watch::{CopyInProgress, Levels};
 
-/// The thread that reads.
+/// The thread that reads the levels.
 #[derive(Debug)]
 pub struct HostLevels {
     questions: SyncSender<Vec<CopyInProgress>>,
 }
 
 impl HostLevels {
-    /// Starts the thread. `tell` is called with each result.
+    /// Starts the thread, which calls `tell` with each result.
     ///
     /// # Errors
     /// The thread cannot be started.

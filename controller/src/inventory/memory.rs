@@ -1,8 +1,8 @@
 //! The pools of host memory that an offload uses. The driver moves VRAM into anonymous memory of
-//! the process itself, so the container's memory cgroup is charged; without free memory the kernel
-//! kills the process in the middle of the checkpoint. Every ancestor of the cgroup counts, and the
-//! node. [`crate::core::host_memory`] decides whether a pool has enough in addition to the memory
-//! promised to others.
+//! the process, which is charged to the container's memory cgroup. If that has no free memory, the
+//! kernel kills the process in the middle of the checkpoint. The pools are the cgroup, each of its
+//! ancestors, and the node. [`crate::core::host_memory`] decides whether a pool has enough free
+//! memory besides the memory that is promised to other moves.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,8 +25,8 @@ pub struct MemoryRules {
     pub node_reserve_bytes: Option<u64>,
 }
 
-/// The reserve of a node with this much memory, in bytes: a sixteenth, at least 1 GiB. A node with
-/// more memory runs more processes that may allocate while VRAM is copied.
+/// The reserve of a node with `total_bytes` of memory, in bytes: a sixteenth, at least 1 GiB. A
+/// larger node runs more processes that can allocate memory during a copy.
 #[must_use]
 pub fn node_reserve_bytes(total_bytes: u64) -> u64 {
     (total_bytes / 16).max(1 << 30)
@@ -38,7 +38,7 @@ fn group_reserve_bytes(limit_bytes: u64) -> u64 {
 }
 
 /// The node, and each limited memory cgroup that is charged for moving these processes (pid, VRAM
-/// bytes) to host memory, with its free memory and what is needed.
+/// in bytes) to host memory. Each pool has its free memory and the memory that is needed.
 ///
 /// # Errors
 /// A process cannot be moved now, or a file of /proc or the cgroup cannot be read.
@@ -78,8 +78,8 @@ pub fn pools(
     Ok(pools)
 }
 
-/// Every pool that is charged for moving a process with this much VRAM, with what is needed,
-/// regardless of the pool's free memory and of the state of the process.
+/// Every pool that is charged for moving a process with `vram_bytes` of VRAM, and the memory that
+/// is needed from it. Ignores the pool's free memory and the state of the process.
 #[must_use]
 pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool> {
     let need_bytes = vram_bytes.saturating_add(rules.overhead_bytes);
@@ -88,10 +88,9 @@ pub fn pools_of(rules: MemoryRules, pid: u32, vram_bytes: u64) -> Vec<MemoryPool
     names.map(|group| MemoryPool { group, free_bytes: 0, need_bytes }).collect()
 }
 
-/// The node and each limited memory cgroup that is charged for these processes. For each: the
-/// memory that may still be used before the kernel's out-of-memory killer is near. Half of the
-/// reserve that was kept when the memory was promised stays unused. A group that cannot be read is
-/// left out.
+/// The node and each limited memory cgroup that is charged for these processes, each with the
+/// memory that may still be used. Half of the reserve stays free, to keep a distance from the
+/// kernel's out-of-memory killer. A cgroup that cannot be read is left out.
 #[must_use]
 pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
     let groups = pids.iter().filter_map(|pid| CgroupTree::of(*pid).ok());
@@ -112,13 +111,13 @@ pub fn levels(rules: MemoryRules, pids: &[u32]) -> Vec<MemoryPool> {
     groups.iter().filter_map(level).chain(node()).collect()
 }
 
-/// The cgroups of a process in the hierarchies that matter.
+/// The cgroups of a process, in the hierarchies for memory and for freezing.
 struct CgroupTree {
     memory: Option<PathBuf>,
     memory_root: PathBuf,
     freezer_v1: Option<PathBuf>,
-    /// Path in the hierarchy of version 2. That hierarchy can freeze processes, also if version 1
-    /// is mounted, too.
+    /// Path in the hierarchy of version 2. This hierarchy can freeze processes, even if the memory
+    /// controller is in version 1.
     unified: Option<PathBuf>,
     unified_root: PathBuf,
 }
@@ -186,8 +185,8 @@ impl CgroupTree {
     }
 }
 
-/// Free memory of a group and its limit, in bytes; `None` if it has no limit. Page cache that can
-/// be dropped counts as free.
+/// Free memory of a cgroup and its limit, in bytes; `None` if it has no limit. Page cache that the
+/// kernel can drop counts as free.
 fn headroom(group: &Path) -> Option<(u64, u64)> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = match number("memory.max") {
@@ -203,8 +202,8 @@ fn headroom(group: &Path) -> Option<(u64, u64)> {
     Some((limit.saturating_sub(usage.saturating_sub(reclaimable)), limit))
 }
 
-/// Free host memory of this node for offloads, in steps of 256 MiB, so that small allocations do
-/// not change it. 0 if it cannot be read.
+/// Free host memory of this node for offloads, rounded to steps of 256 MiB, so that small
+/// allocations do not change it. 0 if it cannot be read.
 #[must_use]
 pub fn room_bytes(reserve_bytes: Option<u64>) -> u64 {
     const STEP: u64 = 256 << 20;
@@ -308,7 +307,8 @@ mod tests {
         assert!(pools.iter().all(|pool| pool.need_bytes == node.need_bytes), "{pools:?}");
     }
 
-    /// A level leaves only half of the reserve free, so a copy within its promise is not cancelled.
+    /// A level may use half of the reserve, so a copy that stays within its promise is not
+    /// cancelled.
     #[test]
     fn levels_leave_more_than_promises() {
         let own = std::process::id();
@@ -321,7 +321,7 @@ mod tests {
         assert!(promised + (1 << 29) < level && level < promised + (3 << 29), "{promised} {level}");
     }
 
-    /// A process's pools have the same names as the pools of its survey.
+    /// The pools of a process have the same names as the pools in its container's survey.
     #[test]
     fn pools_of_a_process_are_those_of_its_survey() {
         let own = std::process::id();

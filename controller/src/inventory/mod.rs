@@ -25,7 +25,8 @@ use memory::MemoryRules;
 pub enum InventoryQuery {
     /// All GPUs with their processes and utilization.
     Gpus,
-    /// The memory of all GPUs, as proof for a restore of this container; the number is returned.
+    /// The memory of all GPUs, as proof for a restore of this container. The response repeats the
+    /// number.
     Prove(Key, u64),
     /// GPUs and host memory, for an offload of a container.
     Survey {
@@ -33,7 +34,8 @@ pub enum InventoryQuery {
         key: Key,
         /// Pids of its processes, each with its VRAM in bytes.
         processes: Vec<(u32, u64)>,
-        /// Managed processes on the GPUs, and copiers. They may share the container's cgroup.
+        /// Pids of managed processes on the GPUs, and of copiers. They may be in the container's
+        /// cgroup.
         known: Vec<u32>,
     },
 }
@@ -81,7 +83,7 @@ impl Inventory {
 
     /// Sends a request; the response is passed to `tell` later.
     pub fn ask(&self, question: InventoryQuery) {
-        // The thread ends only with the last sender, so this cannot fail.
+        // The thread runs until the last sender is dropped, so this cannot fail.
         let _ = self.questions.send(question);
     }
 }
@@ -116,7 +118,7 @@ fn host_pools(
     if let Some(stranger) = process::stranger(&ours, known, &on_gpu) {
         return Err((Reason::UnmanagedProcess, format!("process {stranger}")));
     }
-    // The current value of NVML may be higher than the one known before.
+    // NVML may report more VRAM than the core knew at its request.
     let sizes: Vec<(u32, u64)> = processes
         .iter()
         .map(|(pid, known)| {

@@ -19,7 +19,7 @@ use crate::{
 /// Time between two attempts to open the library.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// Maximum age of a utilization sample: samples are at most a second apart.
+/// Maximum age of a utilization sample. NVML takes a sample at least once a second.
 const RECENT_US: u64 = 1_200_000;
 
 /// NVML, which is opened when it is available.
@@ -31,27 +31,27 @@ pub struct NvmlDevices {
 }
 
 impl NvmlDevices {
-    /// Stores where the library is; opens nothing yet.
+    /// Stores where the library is, without opening it.
     #[must_use]
     pub fn new(library: DriverLibrary) -> NvmlDevices {
         NvmlDevices { library, nvml: None, failed: None }
     }
 
-    /// Reads every GPU; its processes and utilization only if `whole`.
+    /// Reads every GPU. Includes processes and utilization if `whole` is set.
     ///
     /// # Errors
-    /// NVML cannot be read; the text says why.
+    /// NVML cannot be read; the text has the reason.
     pub fn read(&mut self, whole: bool) -> Result<Vec<GpuSample>, String> {
         self.attempt(|nvml| {
             (0..nvml.device_count()?).map(|index| read_device(nvml, index, whole)).collect()
         })
     }
 
-    /// Reads which processes used a GPU recently; `now_us` is since 1970. A GPU without such
-    /// figures (MIG, no permission, not supported) has no samples.
+    /// Reads which processes used a GPU recently. `now_us`: microseconds since 1970. A GPU whose
+    /// utilization cannot be read (MIG, no permission, not supported) has no samples.
     ///
     /// # Errors
-    /// NVML cannot be read; the text says why.
+    /// NVML cannot be read; the text has the reason.
     pub fn read_work(&mut self, now_us: u64) -> Result<Vec<Work>, String> {
         self.attempt(|nvml| {
             let mut work = Vec::new();
@@ -94,11 +94,11 @@ impl NvmlDevices {
     }
 }
 
-/// The work of a sample, if it is not empty and recent: NVML may keep old samples and empty ones.
+/// The work that a sample shows. `None`: the sample is empty or old; NVML can return such samples.
 fn work_of(sample: &ProcessUtilizationSample, uuid: &str, now_us: u64) -> Option<Work> {
     let shares = [sample.sm_util, sample.mem_util, sample.enc_util, sample.dec_util];
     let percent = shares.into_iter().max().filter(|most| (1..=100).contains(most))?;
-    // A timestamp ahead of our clock would count as recent without end.
+    // A timestamp ahead of this machine's clock would count as recent until the clock reaches it.
     let is_ahead = sample.timestamp > now_us.saturating_add(RECENT_US);
     let age_us = now_us.saturating_sub(sample.timestamp);
     let age_ms: Millis = (age_us <= RECENT_US && !is_ahead).then_some(age_us / 1_000)?;
@@ -115,7 +115,8 @@ fn read_device(nvml: &Nvml, index: u32, whole: bool) -> Result<GpuSample, NvmlEr
         // `nvmlDeviceGetMigMode` returns NOT_SUPPORTED on GPUs without MIG.
         mig: device.mig_mode().is_ok_and(|mode| mode.current != 0),
         total_bytes: memory.total,
-        // Not `used`: memory that the driver reserves for itself is in neither figure.
+        // Not `used`: memory that the driver reserves for itself is neither in `used` nor in
+        // `free`.
         used_bytes: memory.total.saturating_sub(memory.free),
         ..GpuSample::default()
     };
@@ -162,7 +163,7 @@ mod tests {
         };
         let work = Work { uuid: "GPU-1".into(), pid: 7, percent: 40, age_ms: 200 };
         assert_eq!(sample(40, 10, NOW - 200_000), Some(work));
-        // A copy uses no multiprocessor.
+        // A copy of memory uses no multiprocessor, but counts as work.
         assert_eq!(sample(0, 10, NOW).map(|work| work.percent), Some(10));
         assert_eq!(sample(0, 0, NOW), None);
         assert_eq!(sample(40, 0, NOW - 2_000_000), None);

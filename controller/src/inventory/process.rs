@@ -33,7 +33,7 @@ pub fn end(who: &Identity, by_force: bool) -> io::Result<()> {
     send(who, if by_force { Signal::KILL } else { Signal::TERM })
 }
 
-/// Sends a daemon SIGHUP, upon which it reads its configuration again; otherwise like [`end`].
+/// Like [`end`], but sends SIGHUP, on which a daemon reads its configuration again.
 ///
 /// # Errors
 /// The kernel refuses the signal.
@@ -43,7 +43,8 @@ pub fn reload(who: &Identity) -> io::Result<()> {
 
 fn send(who: &Identity, signal: Signal) -> io::Result<()> {
     let Some(pid) = i32::try_from(who.pid).ok().and_then(Pid::from_raw) else { return Ok(()) };
-    // The descriptor names one process: what is read after it is of that process, or of none.
+    // The descriptor refers to one process. Values that are read by pid afterwards belong to that
+    // process, if it still runs.
     let pidfd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
         Err(Errno::SRCH) => return Ok(()),
         opened => opened?,
@@ -57,8 +58,8 @@ fn send(who: &Identity, signal: Signal) -> io::Result<()> {
     }
 }
 
-/// Difference of a process's `CLOCK_MONOTONIC` from the controller's, in milliseconds. It is not 0
-/// in a time namespace. Positive: the process's clock is ahead.
+/// Time by which a process's `CLOCK_MONOTONIC` is ahead of the controller's, in milliseconds. It
+/// differs from 0 only in a time namespace.
 #[must_use]
 pub fn clock_ahead_ms(pid: u32) -> i64 {
     let offsets = fs::read_to_string(format!("/proc/{pid}/timens_offsets")).unwrap_or_default();
@@ -87,7 +88,8 @@ pub fn cgroups(pid: u32) -> io::Result<String> {
     fs::read_to_string(format!("/proc/{pid}/cgroup"))
 }
 
-/// Finds a process on a GPU in a cgroup of `ours` that is neither in `ours` nor in `known`.
+/// Finds a process that uses a GPU and is in the same cgroup as a process of `ours`, but is neither
+/// in `ours` nor in `known`.
 #[must_use]
 pub fn stranger(ours: &[u32], known: &[u32], on_gpu: &[u32]) -> Option<u32> {
     let groups: HashSet<String> = ours.iter().filter_map(|pid| cgroups(*pid).ok()).collect();
@@ -105,7 +107,8 @@ struct ProcessStat {
 }
 
 fn read_stat(pid: u32) -> io::Result<ProcessStat> {
-    // A process can choose a name of any bytes: a name that is not UTF-8 must not hide it.
+    // A process can set its name to any bytes. A name that is not UTF-8 must not make the read
+    // fail.
     let bytes = fs::read(format!("/proc/{pid}/stat"))?;
     parse_stat(&String::from_utf8_lossy(&bytes)).ok_or_else(|| {
         io::Error::new(io::ErrorKind::InvalidData, format!("cannot parse /proc/{pid}/stat"))

@@ -1,6 +1,6 @@
 //! Reads from NVML which processes used a GPU recently, because the counters of calls do not show
-//! running kernels. A thread of its own reads, with at most one request pending. So decisions and
-//! proofs of free VRAM do not wait for a slow driver.
+//! running kernels. A separate thread reads it, with at most one request pending, so that decisions
+//! and proofs of free VRAM do not wait for a slow driver.
 
 use std::{
     sync::mpsc::{self, SyncSender},
@@ -17,7 +17,7 @@ pub struct ProcessUtilization {
 }
 
 impl ProcessUtilization {
-    /// Starts the thread. `tell` is called with each reading.
+    /// Starts the thread, which calls `tell` with each reading.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -29,7 +29,7 @@ impl ProcessUtilization {
         std::thread::Builder::new().name("witness".into()).spawn(move || {
             let mut nvml = NvmlDevices::new(library);
             for () in asked {
-                // Without a reading nothing is reported, and the last one expires soon.
+                // If a reading fails, none is reported, and the last one expires soon.
                 if let Ok(work) = nvml.read_work(unix_us()) {
                     tell(work);
                 }

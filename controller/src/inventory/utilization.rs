@@ -1,5 +1,5 @@
-//! The utilization of GPUs over the last minute. NVML's own figure covers a sixth of a second to a
-//! second, and fluctuates.
+//! The mean utilization of GPUs over the last minute. NVML's own value covers between a sixth of a
+//! second and a second, and fluctuates.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -7,7 +7,7 @@ use crate::core::{Millis, input::GpuSample};
 
 /// Length of the window over which the mean is taken.
 const WINDOW_MS: Millis = 60_000;
-/// Maximum time before a reading for which the reading counts.
+/// Maximum time before a reading for which the reading counts in the mean.
 const STALE_AFTER_MS: Millis = 10_000;
 
 /// Readings of the last minute, by UUID of the GPU.
@@ -23,8 +23,8 @@ impl GpuUtilization {
         for gpu in gpus {
             let readings = self.devices.entry(gpu.uuid.clone()).or_default();
             readings.push_back((now, gpu.utilization_percent));
-            // One reading older than the window is kept: it is the start of the time for which the
-            // next one counts.
+            // One reading older than the window stays: it is the start of the time for which the
+            // next reading counts.
             while readings.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= WINDOW_MS) {
                 readings.pop_front();
             }
@@ -66,7 +66,7 @@ mod tests {
         busy.note(1_000, &gpu(0));
         busy.note(2_000, &gpu(60));
         assert_eq!(busy.percent("a"), 30);
-        // Three quick readings in a short time do not outweigh one second.
+        // Three readings within a short time do not outweigh a reading that counts for a second.
         for at in [2_100, 2_200, 2_300] {
             busy.note(at, &gpu(100));
         }
