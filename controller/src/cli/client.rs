@@ -45,7 +45,8 @@ impl ControlClient {
     pub async fn connect(run_dir: &Path) -> Result<ControlClient, CliError> {
         let socket = run_dir.join(paths::CONTROL_SOCKET);
         match open(&socket, ClientRights::Full).await {
-            // Its mode lets only root connect; the other socket's mode lets a group connect.
+            // The mode of this socket lets only root connect. Members of the group use the other
+            // socket.
             Err(error) if may_not_connect(&socket) => {
                 let viewing = open(&run_dir.join(paths::VIEW_SOCKET), ClientRights::View).await;
                 viewing.map_err(|_| error)
@@ -54,8 +55,8 @@ impl ControlClient {
         }
     }
 
-    /// Refuses a request that changes something if this user may only look. The controller does not
-    /// support it on that socket either.
+    /// Refuses a request that changes something if this user may only read. The controller rejects
+    /// such a request on that socket, too.
     fn may_change(&self) -> Result<(), CliError> {
         match self.rights {
             ClientRights::Full => Ok(()),

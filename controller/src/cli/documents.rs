@@ -1,4 +1,4 @@
-//! The command lines of the documents.
+//! Tests that the command lines in the documents are accepted.
 
 use std::{
     fs,
@@ -9,12 +9,12 @@ use clap::{Parser, error::ErrorKind};
 
 use super::Args;
 
-/// Fewer would mean that the search is broken.
+/// Minimum number of command lines found. Fewer would mean that the search is broken.
 const MIN_LINES: usize = 80;
-/// What ends a command in a line of a shell.
+/// Words that end a command in a shell's line.
 const ENDS: [&str; 7] = ["#", "|", "&&", "||", ">", "<", ";"];
 
-/// Each is typed by a reader. One that only names a command may lack its arguments.
+/// Readers type these commands. A command that is only named may lack its arguments.
 #[test]
 fn every_command_of_the_documents_is_accepted() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -45,7 +45,7 @@ fn is_named_only(kind: ErrorKind) -> bool {
     )
 }
 
-/// Every document but the reference, which is made from these very arguments.
+/// Every document except the command reference, which is generated from the same arguments.
 fn documents(root: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![root.join("docs"), root.join("config")];
@@ -87,7 +87,7 @@ fn command(line: &str) -> Option<Vec<String>> {
     let words = words(line.trim().trim_start_matches("$ "));
     let skipped = words.iter().take_while(|word| *word == "sudo").count();
     let own = words.get(skipped)?;
-    // Of a name alone, or of a path of the build.
+    // A command's name, or its path in the build folder, without arguments is not a command line.
     if own != "affinode" && !own.ends_with("release/bin/affinode") || words.len() < skipped + 2 {
         return None;
     }
@@ -95,7 +95,8 @@ fn command(line: &str) -> Option<Vec<String>> {
     Some(used.take_while(|word| !ENDS.contains(&word.as_str())).map(|word| filled(&word)).collect())
 }
 
-/// A placeholder gets a value: the first of several, or one that suits any option.
+/// Replaces a placeholder by a value: the first of several alternatives, or 1, which suits any
+/// option.
 fn filled(word: &str) -> String {
     let first = word.split('|').next().unwrap_or(word);
     let name =
@@ -106,7 +107,7 @@ fn filled(word: &str) -> String {
     }
 }
 
-/// The words of a shell's line; a quoted one may have spaces.
+/// The words of a shell's line. A quoted word may contain spaces.
 fn words(line: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let mut quote = None;

@@ -86,7 +86,7 @@ pub struct InstallArgs {
 }
 
 impl InstallArgs {
-    /// As [`InstallArgs::docker`].
+    /// Podman is registered by the same rules as Docker, see [`InstallArgs::docker`].
     fn podman(&self) -> PodmanRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
         match &self.podman {
@@ -104,7 +104,7 @@ impl InstallArgs {
         }
     }
 
-    /// A call that names a containerd, or a node from a container of it, is not about Docker.
+    /// If the call names a containerd, or the root of a node, Docker is not registered by default.
     fn docker(&self) -> DockerRequest {
         let elsewhere = self.places.containerd.is_some() || self.places.host_root.is_some();
         match &self.docker {

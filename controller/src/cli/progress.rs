@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::{client::ControlClient, format};
 use crate::schema::{Container, Node};
 
-/// Minimum duration of a move that gets a bar.
+/// Minimum duration of a move for which a bar is shown.
 const SOON: Duration = Duration::from_millis(600);
 /// Time between two polls of the controller.
 const LOOK: Duration = Duration::from_millis(250);
@@ -128,7 +128,7 @@ async fn look(client: &ControlClient, name: &str) -> Option<(String, SeenProgres
     Some((container.state.clone(), seen))
 }
 
-/// The container that the controller will find for this name.
+/// The container that the controller would select for this name.
 fn find<'a>(node: &'a Node, name: &str) -> Option<&'a Container> {
     let whole = |c: &&Container| c.key == name || c.id == name || c.name == name;
     let begins =

@@ -56,7 +56,7 @@ pub fn text(
     };
     let wanted = spec.wanted(dump).ok_or(BlockError::NoCri)?;
     let mut blocks = vec![(spec.name.clone(), wanted)];
-    // containerd 1.x drops its built-in handlers when a file names one.
+    // If a file names a handler, containerd 1.x drops its built-in handlers.
     let named = handler::cri_of(own, PLUGINS[0]).and_then(|cri| cri.get("runtimes"));
     if version == 2 && named.is_none() {
         let known = handler::cri(dump).and_then(|cri| cri.get("runtimes")?.as_table());
@@ -70,8 +70,8 @@ pub fn text(
         let options = handler.remove("options");
         let _ = writeln!(text, "[{place}]");
         text.push_str(&toml::to_string(&handler).map_err(copy)?);
-        // For the other handlers also empty options: without them containerd 1.x prints another
-        // configuration.
+        // The other handlers get their options even if these are empty. Without them containerd 1.x
+        // prints another configuration.
         if let Some(Value::Table(options)) = options {
             let _ = writeln!(text, "[{place}.options]");
             text.push_str(&toml::to_string(&options).map_err(copy)?);
@@ -81,7 +81,7 @@ pub fn text(
     Ok(text)
 }
 
-/// The part of an added text that is the block.
+/// The part of an added text between the block's first and last line.
 pub fn in_text(text: &str) -> &str {
     text.find(BEGIN).map_or(text, |begin| &text[begin..])
 }

@@ -40,8 +40,8 @@ const RANCHER: [&str; 2] = ["k3s", "rke2"];
 const TICK_MS: u64 = 10;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// The way in which containerd is restarted, because it reads a new configuration only at its
-/// start.
+/// How containerd is restarted after its configuration was changed. containerd reads its
+/// configuration only at its start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RestartRequest {
     /// Through systemd, which does not stop running shims.
@@ -50,11 +50,11 @@ pub enum RestartRequest {
         /// else `containerd`.
         unit: Option<String>,
     },
-    /// Not at all: the operator restarts it.
+    /// No restart by the installer: the operator restarts containerd.
     None,
 }
 
-/// Reason why containerd's configuration was not changed, or was restored.
+/// Reason why containerd's configuration was not changed, or was put back.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     /// No containerd was found.
@@ -244,8 +244,8 @@ impl ContainerdNode {
         Ok(())
     }
 
-    /// Whether containerd's process started after that time, and so has read what was written
-    /// before it.
+    /// Whether containerd's process started after `moment`, so that it has read files that were
+    /// written before.
     pub fn runs_since(&self, moment: SystemTime) -> bool {
         let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
         let up_ms = u64::try_from(up.tv_sec * 1_000 + up.tv_nsec / 1_000_000).unwrap_or(0);
@@ -339,8 +339,8 @@ fn unit_of(cgroups: &str) -> Option<&str> {
     segments.filter_map(|segment| segment.strip_suffix(".service")).find(theirs)
 }
 
-/// Waits until no shim of the installation, no job and no container of Podman runs. Returns how
-/// many still run after `within`.
+/// Waits until no shim of the installation, no job and no container of Podman runs. Returns the
+/// numbers that still run after `within`.
 pub fn drain(prefix: &Path, run_dir: &Path, within: Duration) -> (usize, usize, usize) {
     let began = Instant::now();
     loop {
@@ -358,8 +358,8 @@ pub fn running_shims(prefix: &Path) -> usize {
     programs(prefix).iter().filter(|program| program.role == ProgramRole::Shim).count()
 }
 
-/// Process of a controller of the installation. A second one only waits for the end of the first,
-/// which is older.
+/// Pid of the installation's oldest controller. A younger controller only waits for the end of the
+/// oldest.
 pub fn running_controller(prefix: &Path) -> Option<u32> {
     let controllers = programs(prefix);
     let controllers = controllers.iter().filter(|one| one.role == ProgramRole::Controller);

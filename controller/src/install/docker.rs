@@ -163,7 +163,7 @@ pub enum DockerError {
     },
 }
 
-/// What has to be changed in Docker.
+/// The change that Docker's configuration needs.
 #[derive(Debug)]
 pub enum DockerPlan {
     /// Nothing: there is no Docker, or its configuration is not to be changed.
@@ -190,7 +190,7 @@ impl DockerPlan {
             (DockerRequest::Never, _) => return Ok(DockerPlan::LeftOut),
             (DockerRequest::Required(socket), _) => DockerDaemon::find(socket)?,
             (DockerRequest::Detected, Some(socket)) if alone => DockerDaemon::find(socket)?,
-            // A connection to systemd's socket would start a Docker that does not run.
+            // A connection to systemd's socket would start dockerd, which does not run now.
             (DockerRequest::Detected, _) if !process_runs(&[daemon::PROGRAM]) => {
                 return Ok(DockerPlan::LeftOut);
             }
@@ -257,7 +257,7 @@ pub fn remove_left(state_dir: &Path) -> Result<(), FileError> {
     files::tidy(&DockerRecord::file(state_dir))?;
     match DockerRecord::read(state_dir) {
         Ok(Some(record)) => files::tidy(&record.config_file),
-        // A record that cannot be read is the next step's error.
+        // The next step reports a record that cannot be read.
         Ok(None) | Err(_) => Ok(()),
     }
 }

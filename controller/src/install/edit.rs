@@ -1,6 +1,6 @@
-//! Edits containerd's files, or the template from which its file is made. A block is added at the
-//! end of a file and removed unchanged, so that every other byte stays. If another program has
-//! written a file anew, the handler is removed by its place in the TOML tree.
+//! Edits containerd's files, or the template from which containerd's file is made. A block is added
+//! at the end of a file and later removed unchanged, so that every other byte stays. If another
+//! program has rewritten a file meanwhile, the handler is removed by its place in the TOML tree.
 
 use std::{
     fmt, fs, io,
@@ -60,7 +60,7 @@ struct FileEdit {
     path: PathBuf,
     before: Option<String>,
     after: Option<String>,
-    /// Changed lines for the output: added ones with a plus, removed ones with a minus.
+    /// Changed lines for the output: added lines with a plus, removed lines with a minus.
     shown: Vec<String>,
 }
 
@@ -190,7 +190,7 @@ impl ConfigEdit {
 
     /// Writes the original content of the files.
     pub fn undo(&self) -> Result<(), EditError> {
-        // One file that cannot be written must not keep the others from it.
+        // A file that cannot be written must not prevent the others from being restored.
         let undone: Vec<_> =
             self.changed().map(|file| put(&file.path, file.before.as_deref())).collect();
         undone.into_iter().collect()

@@ -56,8 +56,8 @@ impl Drop for InstallLock {
         if record::exists(&self.folder) {
             return;
         }
-        // The lock is still held, so no other installer runs. A file that cannot be removed does no
-        // harm.
+        // The lock is still held, so no other installer runs. A lock file that remains causes no
+        // error later.
         let _ = fs::remove_file(self.folder.join(FILE));
         let _ = fs::remove_dir(&self.folder);
         files::remove_folders(&self.made);

@@ -363,7 +363,8 @@ impl InstallEffect<'_> {
         if let Some(spec) = &plan.wanted {
             let reaches = match spec.judge(&after) {
                 HandlerVerdict::Same => true,
-                // Replaced at each look, it would restart containerd each time.
+                // The installer would otherwise replace it at each run, and restart containerd each
+                // time.
                 HandlerVerdict::Differs => !plan.replaces,
                 HandlerVerdict::Absent | HandlerVerdict::Foreign => false,
             };
@@ -438,7 +439,7 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         let rendered = node.config_file().ends_with(RENDERED);
         node.config().map_or(Ok(()), |dump| if rendered { Ok(()) } else { gone(&plan, &dump) })?;
     }
-    // Before its program is removed. No container is left that needs a controller.
+    // The unit is removed before its program. No container is left that needs a controller.
     unit.make(&options.state_dir)?;
     for path in &ours {
         files::remove(path)?;

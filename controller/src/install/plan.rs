@@ -204,7 +204,7 @@ fn add(
     let own = if let InstallTarget::Root(path) = target { edit.table(path) } else { root.clone() };
     let there = edit.text(path).is_some();
     let version = match target {
-        // Without a file the version is that of the dump.
+        // If the file does not exist, its version is that of the dump.
         InstallTarget::Root(_) if !there => {
             dump.get("version").and_then(Value::as_integer).unwrap_or(2)
         }

@@ -35,7 +35,7 @@ pub fn is_alone(
     }
     match node {
         Ok(node) => node.dump().is_ok_and(|config| !serves_pods(&config)),
-        // A socket that was named must answer.
+        // If the user named a socket, a failure to connect is an error.
         Err(_) => options.containerd.is_none(),
     }
 }

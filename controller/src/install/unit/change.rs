@@ -136,7 +136,8 @@ impl UnitPlan {
             UnitPlan::LeftOut => Ok(()),
             UnitPlan::Start(record) => start(record, state_dir),
             UnitPlan::Update { record, .. } => {
-                // Written first: with the old record, the new text would look like an operator's.
+                // The record is written first. With the old record, the new text would look like an
+                // operator's change.
                 record.write(state_dir)?;
                 put(&record.path, &record.text)?;
                 systemctl::run(&["daemon-reload"])?;
