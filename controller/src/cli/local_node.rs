@@ -42,7 +42,7 @@ impl LocalNode {
     /// Reads the GPUs. The process id of the controller is 0.
     pub fn read(&mut self) -> schema::Node {
         let mut node = Node::new(self.config.settings());
-        // The effects are for a controller.
+        // The effects of the input are meant for a controller and are dropped.
         let _ = node.handle(monotonic_ms(), Input::Gpus(self.devices.read(true)));
         let mut list = node.list(monotonic_ms(), unix_ms());
         list.node = nix::unistd::gethostname()

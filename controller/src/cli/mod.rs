@@ -180,7 +180,8 @@ enum CliError {
 #[must_use]
 pub fn main() -> ExitCode {
     let args = match Args::parse() {
-        // Replaces this process by another program: must be done before any thread is started.
+        // This command replaces the process by another program, so it must run before any thread is
+        // started.
         Args { run_dir, command: Command::Run(asked) } => {
             return run::run(&directory(run_dir), asked);
         }

@@ -107,7 +107,7 @@ fn show(
         writeln!(out)?;
     }
     if node.containers.is_empty() {
-        // A program that reads the rows must not take the sentence for one.
+        // A program that parses the rows must not mistake the sentence for a row.
         let without = node.controller_pid == 0;
         let nothing = if without { NOTHING_RUNS } else { "no GPU containers of runtime affinode" };
         let _ = writeln!(io::stderr(), "{nothing}");

@@ -115,7 +115,7 @@ pub fn install(
     edit.remove_handlers(&specs, &merged(&specs, dump))?;
     if !stays {
         let mut texts = add(&mut edit, &target, node, dump, &spec)?;
-        // Until the new handler is served, the old text may be there.
+        // Until containerd serves the new handler, the files may still contain the old text.
         texts.extend(recorded.iter().flat_map(AddedBlock::texts));
         let mut block = AddedBlock::added(&spec.name, texts, node, cdi);
         recorded.iter().filter(|_| plan.replaces).for_each(|old| block.replaces(old, node));

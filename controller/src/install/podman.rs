@@ -1,5 +1,5 @@
-//! Podman's part of an installation: the program `affinode-runtime`, and a file in the folder from
-//! which Podman reads its configuration each time it runs. So nothing has to be restarted.
+//! Podman's part of an installation: the program `affinode-runtime`, and a file in a folder whose
+//! files Podman reads at each run. So nothing has to be restarted.
 
 use std::path::{Path, PathBuf};
 
@@ -43,9 +43,10 @@ pub struct PodmanFile {
 /// What an installation does for Podman.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PodmanPlan {
-    /// Podman is left as it is.
+    /// Podman's configuration is not changed.
     LeftOut,
-    /// The program is installed, and the file. `None`: a file of a user is in its place.
+    /// The program and the file are installed. `None`: only the program, because a user's own file
+    /// exists at that path.
     Register(Option<PodmanFile>),
 }
 
@@ -113,7 +114,7 @@ fn is_monitor(argv: &[u8], program: &Path) -> bool {
     name == Some(MONITOR.as_bytes()) && words.windows(2).any(|pair| pair == [b"-r", program])
 }
 
-/// Whether a program of this name is installed; used where no containerd answers.
+/// Whether a program of this name is installed. Called if no containerd serves a socket.
 pub fn has_containerd() -> bool {
     is_on_path("containerd")
 }

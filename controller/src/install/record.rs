@@ -202,12 +202,12 @@ impl InstallRecord {
             files.push(InstalledFile { sha256: files::digest_of(&content), path });
         }
         let mut folders = made.to_vec();
-        // containerd has loaded a handler that is not changed.
+        // A handler that is not changed is already loaded by containerd.
         let settled = plan.edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
         let containerd = older.as_ref().and_then(|older| older.containerd.clone());
         let mut former = plan.former.clone();
         if let Some(older) = older {
-            // What is removed now is recorded until it is gone.
+            // The record lists what is being removed until the removal is complete.
             let leaves =
                 |block: &AddedBlock| plan.gone.iter().any(|g| g.name == block.runtime_name);
             former.extend(older.blocks().filter(|block| leaves(block)).cloned());

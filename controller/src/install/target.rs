@@ -64,7 +64,7 @@ impl InstallTarget {
         let imports = own.get("imports").and_then(Value::as_array).into_iter().flatten();
         let mut imports = imports.filter_map(Value::as_str).map(|import| folder.join(import));
         if !file.ends_with(RENDERED) && merges {
-            // Version 1 has neither imports nor these names of plugins.
+            // Configuration version 1 has no imports, and other names for plugins.
             let last = imports.rfind(|import| version > 1 && import.ends_with("*.toml"));
             return match last.as_deref().and_then(Path::parent) {
                 Some(folder) => InstallTarget::DropIn(folder.join(DROP_IN)),
@@ -82,7 +82,8 @@ impl InstallTarget {
             return InstallTarget::DropIn(drop_ins.join(RANCHER_DROP_IN));
         }
         let (newer, older) = (folder.join(TEMPLATE_V3), folder.join(TEMPLATE));
-        // The older template is read if there is no newer one, whatever its version.
+        // If the newer template does not exist, the older one is read, whatever version the file
+        // has.
         let newest = version >= 3 && (newer.exists() || !older.exists());
         InstallTarget::Template(if newest { newer } else { older })
     }
@@ -137,7 +138,7 @@ mod tests {
             InstallTarget::of(&root, &own, &imported, version > 2)
         };
         assert_eq!(of(2), InstallTarget::Root(second));
-        // From this version on, sections are merged.
+        // From this version on, containerd merges the sections of several files.
         assert_eq!(of(3), InstallTarget::Root(root.clone()));
     }
 
@@ -171,9 +172,9 @@ mod tests {
         let newer = InstallTarget::Template(folder.join(TEMPLATE_V3));
         let older = InstallTarget::Template(folder.join(TEMPLATE));
         assert_eq!(of(&file, "version = 3\nimports = [\"/etc/x/*.toml\"]"), newer);
-        // With this version an imported file would replace all of CRI's configuration.
+        // With this version, an imported file would replace all of CRI's configuration.
         assert_eq!(of(&file, &import.replace('3', "2")), older);
-        // Another template is in use: a new one would replace it.
+        // k3s already uses another template, which a new file would replace.
         fs::write(folder.join(TEMPLATE), "").unwrap();
         assert_eq!(of(&file, "version = 3"), older);
         fs::write(folder.join(TEMPLATE_V3), "").unwrap();

@@ -94,7 +94,7 @@ pub enum UnitError {
 }
 
 impl UnitRequest {
-    /// The folder of the unit for a first installation. `None`: without a unit.
+    /// The folder for the unit in a first installation. `None`: no unit is installed.
     fn folder(&self, options: &InstallOptions) -> Option<PathBuf> {
         match self {
             UnitRequest::Never => None,
@@ -139,7 +139,7 @@ pub enum UnitState {
     Missing,
     /// The installation did not complete.
     Incomplete,
-    /// systemctl gives no answer.
+    /// systemctl does not report a state.
     Unknown,
 }
 
@@ -171,7 +171,7 @@ pub fn remove_left(state_dir: &Path) -> Result<(), FileError> {
     files::tidy(&UnitRecord::file(state_dir))?;
     match UnitRecord::read(state_dir) {
         Ok(Some(record)) => files::tidy(&record.path),
-        // A record that cannot be read is the next step's error.
+        // The next step reports a record that cannot be read.
         Ok(None) | Err(_) => Ok(()),
     }
 }

@@ -29,7 +29,7 @@ pub async fn run(run_dir: PathBuf) -> Result<(), CliError> {
     }
     let mut source = NodeSource::open(run_dir).await?;
     let mut terminal = ratatui::try_init()?;
-    // The terminal is restored on every path.
+    // The terminal is restored after success and after an error.
     let outcome = live(&mut source, &mut terminal).await;
     ratatui::restore();
     outcome

@@ -20,7 +20,8 @@ use crate::{
 /// change.
 pub const SCRATCH: &str = "docker-check.json";
 
-/// A change of dockerd's file: its content before and after, and the dockerd that reads it.
+/// A change of dockerd's file: its content before and after the change, and the dockerd that reads
+/// it.
 #[derive(Debug)]
 pub struct DockerChange {
     /// The running dockerd. `None`: no dockerd runs, and it will read the file at its start.
@@ -65,7 +66,8 @@ impl DockerChange {
                 if daemon.serves(name).map_err(silent)? {
                     return Ok(DockerPlan::Served);
                 }
-                // An installer was killed before the reload: a failure still has to revert it.
+                // The installer was killed before the reload. If the reload fails now, the file
+                // still has to be reverted.
                 let own = record.filter(|record| record.written == text);
                 let old = own.map_or_else(|| before.clone(), |record| record.original.clone());
                 (old, before, ChangeKind::Reload)
@@ -91,7 +93,7 @@ impl DockerChange {
             return Err(DockerError::Default { path: file, name });
         }
         let invalid = |why| DockerError::Invalid { path: file.clone(), why };
-        // The second is what an uninstallation that was killed leaves.
+        // An uninstallation that was killed leaves the second of these texts.
         let ours =
             [Some(record.written.clone()), edit::with_list_only(&record.written, &name).ok()];
         let after = match edit::entry(text, &name).map_err(invalid)? {

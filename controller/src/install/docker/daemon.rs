@@ -138,7 +138,7 @@ fn behind(socket: &Path) -> io::Result<Option<u32>> {
     if is_dockerd(peer) {
         return Ok(Some(peer));
     }
-    // systemd listens in its place, and handed it the socket.
+    // systemd listens on the socket and has passed it to dockerd.
     let table = fs::read_to_string(format!("/proc/{peer}/net/unix"))?;
     let real = |path: &str| fs::canonicalize(path).ok();
     let wanted = fs::canonicalize(socket)?;

@@ -26,7 +26,8 @@ fn tables_are_cut_and_all_else_stays() {
     assert_eq!(without(&marked, "affinode"), Some(format!("{head}{tail}")));
 }
 
-/// The text is as NVIDIA's toolkit writes it: sorted, indented, with a header for each table.
+/// The text has the form that NVIDIA's toolkit writes: sorted, indented, with a header for each
+/// table.
 #[test]
 fn a_sorted_tree_loses_the_handler_alone() {
     let all = include_str!("../testdata/99-nvidia-v3.toml");

@@ -11,7 +11,7 @@ use crate::install::{InstallOptions, Steps, files};
 /// What has to be changed in systemd.
 #[derive(Debug, PartialEq, Eq)]
 pub enum UnitPlan {
-    /// Nothing: without a unit, or the unit is as it should be.
+    /// No change: no unit is wanted, or the unit is as it should be.
     LeftOut,
     /// Writes the unit, enables it and starts it.
     Start(UnitRecord),

@@ -39,7 +39,7 @@ fn parse(said: &str) -> UnitActivity {
         values.next().unwrap_or_default()
     };
     UnitActivity {
-        // A unit whose process ended is "activating" until its next start.
+        // A unit whose process has ended is "activating" until systemd starts it again.
         active: matches!(value("ActiveState"), "active" | "activating" | "reloading"),
         enabled: value("UnitFileState").starts_with("enabled"),
         main_pid: value("MainPID").parse().ok().filter(|pid| *pid != 0),
