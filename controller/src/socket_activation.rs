@@ -1,9 +1,9 @@
 //! The listening sockets of the run directory, and systemd's store for them.
 //!
 //! ```text
-//! |controller ──bind, FDSTORE=1──> systemd keeps a copy
-//! |    exits                       a new connection waits in the backlog
-//! |next controller <──LISTEN_FDS── uses the sockets whose files are unchanged
+//! controller ──bind, FDSTORE=1──> systemd keeps a copy
+//!     exits                       a new connection waits in the backlog
+//! next controller <──LISTEN_FDS── uses the sockets whose files are unchanged
 //! ```
 //!
 //! A shim starts a controller only if it cannot connect to the socket. After a controller of the

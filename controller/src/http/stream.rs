@@ -4,7 +4,7 @@
 //! ```text
 //!  event: node     the whole node, at the start, and each time that this stream fell behind
 //!  event: change   the differences since the last message
-//! |event: event    an event; a client can continue after the event's id
+//!  event: event    an event; a client can continue after the event's id
 //! ```
 //!
 //! An id is `<start of the controller>-<number>`. A restarted controller counts from the first

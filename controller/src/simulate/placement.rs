@@ -1,10 +1,10 @@
 //! Chooses the GPUs of a simulated node, and the GPU of each process.
 //!
 //! ```text
-//! |number given        ──> that many GPUs, each process on the GPU with the least VRAM in use
-//! |trace names GPUs    ──> those GPUs, each process on the GPU of its name
-//! |otherwise           ──> the fewest GPUs that hold all processes which exist at the same time,
-//! |                        multiplied by the oversubscription
+//!  number given        ──> that many GPUs, each process on the GPU with the least VRAM in use
+//!  trace names GPUs    ──> those GPUs, each process on the GPU of its name
+//!  otherwise           ──> the fewest GPUs that hold all processes that exist at once,
+//!                          multiplied by the oversubscription
 //! ```
 //!
 //! A process exists from its first call to the end of the trace. If its last call is more than a
