@@ -56,7 +56,7 @@ impl ActivationSockets {
     #[must_use]
     pub fn take(run_dir: &Path) -> ActivationSockets {
         let kept = sys::handed_over().unwrap_or_else(|error| {
-            tracing::warn!(%error, "cannot take the sockets that systemd stored; creating new ones");
+            tracing::warn!(%error, "cannot use the sockets that systemd stored; creating new ones");
             Vec::new()
         });
         ActivationSockets::with(run_dir, kept)

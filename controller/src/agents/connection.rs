@@ -32,11 +32,11 @@ const RATE: u32 = 200;
 
 #[derive(Debug, thiserror::Error)]
 enum ConnectionRefusal {
-    #[error("no Hello within {} s", HELLO.as_secs())]
+    #[error("the process sent no Hello within {} s", HELLO.as_secs())]
     Late,
     #[error("cannot read the agent's first message")]
     Io(#[from] io::Error),
-    #[error("the agent's first message is malformed")]
+    #[error("cannot parse the agent's first message")]
     Frame(#[from] FrameError),
     #[error("the first message is not a Hello")]
     NoHello,

@@ -128,7 +128,7 @@ impl AgentHandle {
             *decided_ms = decided_ms.saturating_add_signed(self.clock_ahead_ms).max(1);
             debug_assert!(
                 self.abilities.contains(action.requires()),
-                "{action:?} is beyond {:?}",
+                "the agent cannot execute {action:?}, only {:?}",
                 self.abilities
             );
         }

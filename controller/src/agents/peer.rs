@@ -35,7 +35,7 @@ pub enum PeerError {
     #[error("process {0} ended")]
     Ended(u32),
     /// The Hello came without a counter file, or with several descriptors.
-    #[error("{0} descriptors came with the Hello, expected one")]
+    #[error("the Hello carried {0} descriptors, expected one")]
     Descriptors(usize),
     /// The counter file cannot be examined.
     #[error("cannot examine the counter file")]

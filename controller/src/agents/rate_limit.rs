@@ -88,7 +88,7 @@ impl RefusalLog {
         }
         match std::mem::take(&mut *unlogged) {
             0 => Some(why),
-            more => Some(format!("{why} (and {more} more before it)")),
+            more => Some(format!("{why} ({more} earlier refusals were not logged)")),
         }
     }
 }

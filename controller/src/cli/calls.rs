@@ -106,7 +106,7 @@ fn each(out: &mut dyn Write, batch: &CallTraceBatch) -> Result<(), CliError> {
                 line.push_str(&format!("  returned {}", call.result));
             }
             if call.stands_for > 1 {
-                line.push_str(&format!("  (1 of {})", call.stands_for));
+                line.push_str(&format!("  (sample, 1 of {})", call.stands_for));
             }
             writeln!(out, "{line}")?;
         }
@@ -172,7 +172,8 @@ impl CallSums {
         let mute = self.processes.values().filter(|p| p.one_in == 0).count();
         if mute > 0 {
             line.push_str(&format!(
-                ", {mute} with a library too old to record calls: restart them to see their calls"
+                ", {mute} with a library that is too old to record calls: restart these processes \
+                 to see their calls"
             ));
         }
         if self.left_out > 0 {

@@ -61,8 +61,7 @@ impl ControlClient {
         match self.rights {
             ClientRights::Full => Ok(()),
             ClientRights::View => Err(CliError::NotDone(
-                "members of control.view_group may look and change nothing: run this as root"
-                    .into(),
+                "members of control.view_group can only view: run this as root".into(),
             )),
         }
     }

@@ -294,7 +294,8 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         let state = match file.state {
             FileState::InPlace => "as installed",
             FileState::Changed => {
-                "changed since the installation: run affinode install, or uninstall leaves the file"
+                "changed since the installation: run affinode install, otherwise affinode \
+                 uninstall keeps the file"
             }
             FileState::Missing => "missing: run affinode install",
         };
@@ -305,13 +306,13 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         rows.push((format!("handler {} in {file}", handler.name), handler_state(handler.state)));
     }
     for name in &status.former {
-        rows.push((format!("handler {name}"), "of an earlier name: stays while a shim runs"));
+        rows.push((format!("handler {name}"), "has an earlier name: it stays while a shim runs"));
     }
     if let Some(docker) = &status.docker {
         let state = match docker.state {
             DockerState::Served => "served by dockerd",
-            DockerState::ReloadNeeded => "dockerd has not read it: run affinode install",
-            DockerState::NoDocker => "no dockerd answers",
+            DockerState::ReloadNeeded => "dockerd has not loaded the runtime: run affinode install",
+            DockerState::NoDocker => "dockerd does not answer",
             DockerState::Changed => "changed since the installation: run affinode install",
         };
         rows.push((format!("runtime {} in {}", docker.name, docker.config_file.display()), state));
@@ -346,16 +347,20 @@ fn handler_state(state: HandlerState) -> &'static str {
         HandlerState::Served => "served by containerd",
         HandlerState::RestartNeeded => "restart containerd: it has not loaded the handler yet",
         HandlerState::RestartDue => {
-            "served by containerd as it was before: restart containerd for the change"
+            "served by containerd as it was before: restart containerd to apply the change"
         }
         HandlerState::Outdated => {
-            "served by containerd, and not as it should be now: run affinode install"
+            "served by containerd, but its settings are not as they should be now: run affinode install"
         }
-        HandlerState::NotRead => "containerd does not read that file: run affinode install",
-        HandlerState::Missing => "no file of containerd has it: run affinode install",
-        HandlerState::Foreign => "runs another program: remove it, or install another name",
-        HandlerState::Unreadable => "containerd cannot read its configuration: correct that first",
-        HandlerState::NoContainerd => "no containerd runs",
+        HandlerState::NotRead => "containerd does not read this file: run affinode install",
+        HandlerState::Missing => {
+            "not in any configuration file of containerd: run affinode install"
+        }
+        HandlerState::Foreign => {
+            "runs another program: remove the handler, or choose another name with --runtime-name"
+        }
+        HandlerState::Unreadable => "containerd cannot read its configuration: correct it first",
+        HandlerState::NoContainerd => "containerd does not run",
     }
 }
 
@@ -363,16 +368,18 @@ fn unit_state(state: UnitState) -> &'static str {
     match state {
         UnitState::Running => "keeps a controller running",
         UnitState::Disabled => {
-            "keeps a controller running until a reboot: systemctl enable affinode-controller"
+            "keeps a controller running until a reboot: run systemctl enable affinode-controller"
         }
         UnitState::Stopped => {
-            "stopped, shims start the controller: systemctl start affinode-controller"
+            "stopped, shims start the controller: run systemctl start affinode-controller"
         }
-        UnitState::Changed => "changed since the installation: install and uninstall leave it",
+        UnitState::Changed => {
+            "changed since the installation: affinode install and uninstall leave it unchanged"
+        }
         UnitState::Missing | UnitState::Incomplete => {
             "missing or not started, shims start the controller: run affinode install"
         }
-        UnitState::Unknown => "systemctl does not answer",
+        UnitState::Unknown => "unknown: systemctl does not answer",
     }
 }
 

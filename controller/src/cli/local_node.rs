@@ -16,7 +16,8 @@ use crate::{
 };
 
 /// Sentence for a node without controller and containers.
-pub const NOTHING_RUNS: &str = "no GPU container of runtime affinode runs, and no controller: a shim starts one with the first container";
+pub const NOTHING_RUNS: &str = "no GPU container of runtime affinode runs, and no controller runs: \
+                                a shim starts the controller with the first container";
 
 /// The readings of a node without a controller.
 pub struct LocalNode {
@@ -32,7 +33,10 @@ impl LocalNode {
             return None;
         }
         let config = Config::load(&Config::path()).unwrap_or_else(|error| {
-            tracing::debug!("the defaults are used: {}", error_chain::chain(&error));
+            tracing::debug!(
+                "configuration: using the defaults, because it cannot be read: {}",
+                error_chain::chain(&error)
+            );
             Config::default()
         });
         let devices = NvmlDevices::new(DriverLibrary::nvml(&config));

@@ -36,7 +36,8 @@ use crate::{error_chain::chain, installation::InstallationPaths};
     name = "affinode",
     version,
     arg_required_else_help = true,
-    after_help = "Exit status: 0 done, 1 failed or refused, 2 wrong usage; of run, the program's own."
+    after_help = "Exit status: 0 success, 1 failure or refusal, 2 wrong usage. `affinode run` \
+                  exits with the status of its program."
 )]
 struct Args {
     /// Run directory of the controller; default: that of the installation, usually /run/affinode.
@@ -152,7 +153,7 @@ enum CliError {
     NotDone(String),
     #[error(transparent)]
     Simulate(#[from] simulate::SimulateError),
-    #[error("cannot print")]
+    #[error("cannot write to standard output")]
     Print(#[from] std::io::Error),
     #[error("cannot write manual pages into {folder}")]
     Manual {
@@ -306,7 +307,7 @@ async fn run(args: Args) -> Result<(), CliError> {
             if !waits.is_empty() {
                 let waits = waits.join(", ");
                 let how = "systemctl restart affinode-controller, or end its process";
-                words += &format!("; applies when the controller starts next: {waits} ({how})");
+                words += &format!("; the next start of the controller applies {waits} ({how})");
             }
             say(
                 &mut out,

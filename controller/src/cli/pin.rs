@@ -51,10 +51,5 @@ pub async fn pin(
     pinned: bool,
 ) -> Result<(), CliError> {
     let response = client.pin(target.container.clone(), pinned).await?;
-    move_container::tell(
-        out,
-        &target,
-        &response,
-        if pinned { "pinned" } else { "free to be offloaded" },
-    )
+    move_container::tell(out, &target, &response, if pinned { "pinned" } else { "unpinned" })
 }

@@ -112,7 +112,8 @@ pub fn spans_on_disk(
     let file = config.history.folder(run_dir).map(|folder| folder.join(crate::history::FILE));
     let Some(file) = file.filter(|file| file.exists()) else {
         return Err(CliError::NotDone(
-            "no controller runs, and there is no history on disk; history.dir in the configuration is its folder".into(),
+            "no controller runs, and there is no history on disk; history.dir in the configuration \
+             names the folder".into(),
         ));
     };
     let limits = StoreLimits { keep_ms: i64::MAX, max_bytes: u64::MAX };

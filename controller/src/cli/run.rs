@@ -76,7 +76,7 @@ enum RunError {
     Answer(#[source] std::io::Error),
     #[error("the preload library {0} is missing: install Affinode on this node")]
     NoLibrary(PathBuf),
-    #[error("cannot take the job's lock {path}")]
+    #[error("cannot lock {path}, the lock file of the job")]
     Lock {
         path: String,
         #[source]

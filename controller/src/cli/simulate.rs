@@ -25,14 +25,15 @@ use crate::{
 /// Works without a controller and without a GPU.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-FREED: freed share of the VRAM-time between the first and the last call of each process. OF IDLE:
-the same, of the time without a call in progress. RESIDENT, PEAK: mean and maximum of the VRAM in
-use. WOKE: share of the requests whose process was offloaded. DELAYED: share of the requests that
-waited, also during a move and at the start of a process. P99 WAIT: 99th percentile of their waiting
-time. COPIED, GONE: share of the requests that waited longer than --slo, where only memory had left
-the GPU, and where the CUDA context had left it too. REFUSED: number of refused offloads and of
-requests without enough VRAM. The policy `configured` is that of --config. The engine is that of
---config in every policy. The last two policies know the future.")]
+FREED: share of the VRAM that offloads freed, weighted by time, from the first to the last call of
+each process. OF IDLE: the same share, counting only time without a call in progress. RESIDENT,
+PEAK: mean and maximum of the VRAM in use. WOKE: share of the requests whose process was offloaded.
+DELAYED: share of the requests that waited for any reason, such as a move or the start of the
+process. P99 WAIT: 99th percentile of the waiting time. COPIED, GONE: share of the requests that
+waited longer than --slo. With COPIED only memory had left the GPU, with GONE the CUDA context had
+left it as well. REFUSED: number of refused offloads and of requests without enough VRAM. The
+policy `configured` is that of --config. All policies use the engine of --config. The last two
+policies are baselines that know all calls in advance.")]
 pub struct SimulateArgs {
     /// Trace file: CSV, optionally gzipped. The header determines the format: ServeGen windows,
     /// Azure LLM requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).
@@ -234,7 +235,7 @@ pub fn run(
         args.calibration.iter().try_fold(Calibration::default(), |known, path| known.read(path))?;
     let config = match &args.config {
         Some(path) if !path.exists() => {
-            return Err(SimulateError::Argument(format!("no such file: {}", path.display())));
+            return Err(SimulateError::Argument(format!("there is no file {}", path.display())));
         }
         Some(path) => Config::load(path)?,
         None => Config::default(),
@@ -329,13 +330,13 @@ fn step_warning(trace: &WorkloadTrace, baselines: &[Baseline]) -> Option<String>
 impl SimulatedHost {
     fn gpu_rule(&self, ratio: f64) -> String {
         let (gpus, peak) = (self.placement.gpus, format::bytes(self.placement.peak_bytes));
-        let peak = format!("the processes hold at most {peak} at the same time");
+        let peak = format!("the processes hold at most {peak} of VRAM at the same time");
         match self.placement.rule {
-            GpuRule::Given => format!("GPUs: {gpus}, as stated; {peak}"),
-            GpuRule::Named => format!("GPUs: {gpus}, named by the trace; {peak}"),
+            GpuRule::Given => format!("GPUs: {gpus}, from --gpus or --fits; {peak}"),
+            GpuRule::Named => format!("GPUs: {gpus}, named in the trace; {peak}"),
             GpuRule::Peak => {
                 format!(
-                    "GPUs: {gpus}, chosen because {peak}, at most {ratio} times the VRAM of a GPU"
+                    "GPUs: {gpus}, the fewest on which VRAM demand is at most {ratio} times the VRAM of a GPU; {peak}"
                 )
             }
         }

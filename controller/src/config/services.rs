@@ -182,7 +182,8 @@ impl HttpSection {
         match self.actions {
             HttpActions::Off => Err("http.actions is \"off\": this site is read-only"),
             HttpActions::Authenticated if !authenticated => Err(
-                "this address needs no token, so it only shows: use the command affinode, or set http.token_file or http.actions in the configuration",
+                "this address needs no token, so it is read-only: use the command affinode, or set \
+                 http.token_file or http.actions in the configuration",
             ),
             HttpActions::Authenticated | HttpActions::AnyClient => Ok(()),
         }

@@ -136,12 +136,12 @@ impl Node {
                 self.journal(&key, JournalStep::Checkpoint);
                 let why = match outcome {
                     Outcome::Unreachable => {
-                        "it does not reach every GPU of the node, or its driver is too old"
+                        "the process cannot access every GPU of the node, or its driver is too old"
                             .to_owned()
                     }
                     _ => failed("cuCheckpointProcessRestore"),
                 };
-                let text = format!("process {pid} cannot come back on another GPU: {why}");
+                let text = format!("process {pid} cannot be restored on another GPU: {why}");
                 self.publish(&key, NodeEvent::new(EventKind::Process, text));
             }
             (_, Outcome::Unsupported) => {
@@ -182,7 +182,10 @@ impl Node {
             }
             (_, Outcome::NotCopied) => {
                 process.failed_copy_outs += 1;
-                let detail = format!("no copier copied out process {pid}, which was prefaulted");
+                let detail = format!(
+                    "the copier did not copy out process {pid}, although its host \
+                                      memory was prefaulted"
+                );
                 self.fail_offload(&key, Reason::DriverError, &detail);
             }
             (Action::Checkpoint { .. }, _) if cuda_error == CUDA_ERROR_NOT_SUPPORTED => {

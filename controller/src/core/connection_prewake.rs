@@ -91,7 +91,8 @@ impl Node {
     }
 
     fn has_no_network(&mut self, key: &Key) {
-        const WHY: &str = "wake_on=connection is ignored: the container uses the node's network, where a connection may be for any container";
+        const WHY: &str = "wake_on=connection is ignored: the container uses the node's network, \
+                           so a connection cannot be assigned to one container";
         let Some(container) = self.containers.get_mut(key) else { return };
         if container.warnings.iter().all(|known| known != WHY) {
             container.warnings.push(WHY.to_owned());
@@ -102,8 +103,8 @@ impl Node {
     /// Publishes an event about a prewake. `used`: whether a call followed.
     pub(super) fn publish_prewake(&mut self, key: &Key, by: Reason, used: bool) {
         let text = match used {
-            true => "the container was restored ahead of a call, which came",
-            false => "the container was restored ahead of a call, and none came",
+            true => "the container was restored before an expected call, which arrived",
+            false => "the container was restored before an expected call, which did not arrive",
         };
         let kind = if used { EventKind::Prewake } else { EventKind::PrewakeInVain };
         self.publish(key, NodeEvent::new(kind, text).because(by));

@@ -89,7 +89,7 @@ impl Node {
                 Hint::Idle => Reason::HintedIdle,
                 Hint::Busy => Reason::HintedBusy,
             };
-            let text = format!("{who} says that it is {}", hint.as_str());
+            let text = format!("hint {} from {who}", hint.as_str());
             self.publish(key, NodeEvent::new(EventKind::Hint, text).because(reason));
         }
         self.due(key);

@@ -38,13 +38,14 @@ impl Node {
             }
             Err(MemoryShortage::Short { pool }) => {
                 let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
-                let detail = format!("{} has {free} left, {need} are needed", pool.name());
+                let detail = format!("{} has {free} left, but {need} are needed", pool.name());
                 HostVerdict::Refused(reason_of(&pool), detail)
             }
             Err(MemoryShortage::Promised { pool, promised_bytes }) => {
                 let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
                 let detail = format!(
-                    "{} has {free} left, of which other offloads in progress were promised {}; {need} are needed",
+                    "{} has {free} left, but {} of it are promised to other offloads in progress, \
+                     and {need} are needed",
                     pool.name(),
                     mib(promised_bytes),
                 );
@@ -61,13 +62,16 @@ impl Node {
             Some(pool) => {
                 let (free, need) = (mib(pool.free_bytes), mib(pool.need_bytes));
                 let detail = format!(
-                    "{} had {free} left for {need} of process {pid} while it was copied",
+                    "while process {pid} was copied out, {} had only {free} left for {need}",
                     pool.name()
                 );
                 (reason_of(pool), detail)
             }
             None => {
-                let detail = format!("another process took it while process {pid} was copied out");
+                let detail = format!(
+                    "another process allocated host memory while process {pid} \
+                                      was copied out"
+                );
                 (Reason::HostMemory, detail)
             }
         }

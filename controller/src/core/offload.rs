@@ -83,7 +83,11 @@ impl Node {
                 !p.phase.is_offloaded() && p.vram.is_empty() && claims
             };
             if let Some((_, p)) = self.processes.of(key).find(|(_, p)| unseen(p)) {
-                let text = format!("process {} counts allocations", p.identity.pid);
+                let text = format!(
+                    "NVML reports no VRAM of process {}, but the process counts \
+                                    allocations",
+                    p.identity.pid
+                );
                 return Err((Reason::NoVram, text));
             }
             // Before the survey, the GPU of the process may have been unknown.
@@ -253,7 +257,7 @@ impl Node {
         };
         container.goal = Goal::Resident;
         container.cause = Reason::NotRegistered;
-        container.reason = (Reason::NotRegistered, "a process of it ends".into());
+        container.reason = (Reason::NotRegistered, "a process of the container is exiting".into());
         container.offload_began = None;
         self.answer(key, Request::Offload, false, 0, 0);
     }

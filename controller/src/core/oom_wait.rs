@@ -46,11 +46,11 @@ enum OomWaitRefusal {
     NoContainer,
     #[error("on_oom is fail in the container's policy")]
     Policy,
-    #[error("the driver found no VRAM {MAX_ATTEMPTS} times although it was free")]
+    #[error("{MAX_ATTEMPTS} attempts failed, although VRAM was free")]
     Attempts,
-    #[error("NVML does not show {0}")]
+    #[error("NVML does not list the GPU {0}")]
     UnknownGpu(String),
-    #[error("the GPU is too small: the container has {} of it already", size(*own_bytes))]
+    #[error("the GPU is too small: the container already holds {} of its VRAM", size(*own_bytes))]
     GpuTooSmall {
         /// VRAM of the container on the GPU, in bytes.
         own_bytes: u64,
@@ -266,7 +266,10 @@ impl Node {
             false => (Reason::NoRoomInTime, "failed"),
         };
         let seconds = waited as f64 / 1000.0;
-        let text = format!("an allocation of {} {how} after {seconds:.1} s", size(want.need.bytes));
+        let text = format!(
+            "an allocation of {} {how} after waiting {seconds:.1} s for VRAM",
+            size(want.need.bytes)
+        );
         self.publish_alloc_wait(&key, reason, text, want.need.bytes);
         self.queue_alloc_wait(&key);
     }

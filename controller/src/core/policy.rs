@@ -294,7 +294,7 @@ pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), 
 fn restore(operators: Restore, value: &str) -> Result<Restore, InvalidValue> {
     match word(value, &Restore::WORDS)? {
         Restore::Immediate if operators == Restore::Queue => Err(InvalidValue::NotPermitted(
-            "queue; an operator lets containers choose immediate by policy.restore = \"by-annotation\"",
+            "queue; an operator can allow immediate with policy.restore = \"by-annotation\"",
         )),
         chosen => Ok(chosen),
     }
@@ -305,7 +305,7 @@ fn restore(operators: Restore, value: &str) -> Result<Restore, InvalidValue> {
 fn dedup(operators: bool, value: &str) -> Result<bool, InvalidValue> {
     match word(value, &BOOLS)? {
         true if !operators => {
-            Err(InvalidValue::NotPermitted("false; an operator turns it on, by policy.dedup"))
+            Err(InvalidValue::NotPermitted("false; an operator can allow true with policy.dedup"))
         }
         chosen => Ok(chosen),
     }

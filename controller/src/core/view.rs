@@ -36,7 +36,7 @@ pub enum FindError {
     #[error("no container is named {0:?}; `affinode ps` lists them")]
     Unknown(String),
     /// Several containers match the name.
-    #[error("{name:?} may be any of {}; name one", found.join(", "))]
+    #[error("{name:?} matches {}; name one of them", found.join(", "))]
     Ambiguous {
         /// The name, or the prefix of one, that was given.
         name: String,
@@ -260,7 +260,10 @@ fn warnings(c: &Container, processes: &[(ProcessId, &Process)]) -> Vec<String> {
     let refused = refused.map(|(_, p)| ipc_refused(p.identity.pid));
     let slow = processes.iter().filter(|(_, p)| p.copy_failed).map(|(_, p)| {
         let pid = p.identity.pid;
-        format!("the memory of process {pid} could not be copied: it leaves through the driver's checkpoint")
+        format!(
+            "the memory of process {pid} could not be copied: the driver's checkpoint moves it \
+                 instead"
+        )
     });
     let is_damaged = |p: &Process| p.hazards.intersects(Hazards::DAMAGED_MEMORY);
     let damaged = processes.iter().filter(|(_, p)| is_damaged(p));
@@ -278,14 +281,16 @@ pub(super) fn ipc_refused(pid: u32) -> String {
 /// Event text for a process that calls the driver without the hooks.
 pub(super) fn hidden_text(pid: u32) -> String {
     format!(
-        "a thread of process {pid} blocked inside the driver on a path that no hook sees: the process was restored, and its context stays on the GPU from now on"
+        "a thread of process {pid} called the driver without passing a hook, and blocked there: \
+         the process was restored, and its context stays on the GPU from now on"
     )
 }
 
 /// Warning of a process whose restored memory has changed, and what to do.
 pub(super) fn damaged_text(pid: u32) -> String {
     format!(
-        "the memory of process {pid} did not come back as it had left: the process wrote out of bounds, or host memory or the bus failed. Its CUDA calls fail from now on; restart it"
+        "the memory of process {pid} differs after a restore: the process wrote out of bounds, or \
+         host memory or the bus failed. Its CUDA calls fail from now on; restart it"
     )
 }
 

@@ -70,7 +70,8 @@ impl NodeActor {
                 tracing::warn!(
                     gpu,
                     pause_s,
-                    "copier {gpu}: failed to start, processes are restored without one; not started again for {pause_s} s"
+                    "copier {gpu}: failed to start; processes are restored without it, and it is \
+                     not started again for {pause_s} s"
                 );
             }
         }

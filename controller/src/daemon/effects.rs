@@ -35,7 +35,9 @@ impl NodeActor {
                     None => self.journal.remove(&key),
                 };
                 if let Err(error) = written {
-                    tracing::error!(%key, %error, "container {key}: cannot write the journal; after a restart the controller must estimate its sizes");
+                    tracing::error!(%key, %error, "container {key}: cannot write its journal; \
+                                                   after a restart the controller must estimate \
+                                                   the offloaded sizes");
                 }
             }
             Effect::Survey { key, processes } => {

@@ -74,7 +74,7 @@ impl Frontend {
                 if let Some(((socket, papers), site)) = served {
                     match HttpListener::new(socket, papers) {
                         Ok(listener) => drop(tokio::spawn(http::serve(listener, site))),
-                        Err(error) => tracing::error!(%error, "dashboard: cannot serve it"),
+                        Err(error) => tracing::error!(%error, "dashboard: cannot serve its socket"),
                     }
                 }
                 tokio::spawn(scout.run());

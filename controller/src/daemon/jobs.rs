@@ -45,7 +45,8 @@ impl NodeActor {
     /// garbage-collected like containers.
     pub(super) fn recall_jobs(&mut self) {
         let jobs = kept(&self.run_dir).unwrap_or_else(|error| {
-            tracing::error!(%error, "cannot find the jobs of an earlier controller; they run unmanaged");
+            tracing::error!(%error, "cannot list the jobs of an earlier controller; these jobs run \
+                                     unmanaged");
             Vec::new()
         });
         for job in jobs {

@@ -78,7 +78,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     if let Some(extra) = args.into_iter().next() {
         tracing_subscriber::fmt().with_writer(io::stderr).init();
         tracing::error!(
-            "unexpected argument {extra:?}: the controller takes none, it is configured by {}",
+            "unexpected argument {extra:?}: the controller accepts no arguments; configure it in {}",
             Config::path().display()
         );
         return ExitCode::from(2);
@@ -101,7 +101,7 @@ fn start() -> Result<(), DaemonError> {
     // Before anything else of the run directory is read: two controllers would promise the same
     // VRAM.
     let Some(_lock) = lock(&run_dir)? else {
-        tracing::info!("another controller serves {}: this one ends", run_dir.display());
+        tracing::info!("another controller serves {}: this controller exits", run_dir.display());
         return Ok(());
     };
     raise_descriptors();
@@ -150,9 +150,12 @@ fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> 
     match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),
         Err((file, nix::errno::Errno::EWOULDBLOCK)) if socket_activation::supervised() => {
-            tracing::info!("another controller serves {}: waiting for its end", run_dir.display());
+            tracing::info!(
+                "another controller serves {}: waiting until it exits",
+                run_dir.display()
+            );
             socket_activation::tell_ready(
-                "another controller serves this node: waiting for its end",
+                "another controller serves this node: waiting until it exits",
             );
             nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusive)
                 .map(Some)

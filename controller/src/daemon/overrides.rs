@@ -44,7 +44,7 @@ impl NodeActor {
         if changed {
             let word = if pinned { "pinned" } else { "unpinned" };
             let shown = self.node.display_name(&key);
-            self.note(Some(&key), shown, format!("it was {word} by {who}"));
+            self.note(Some(&key), shown, format!("the container was {word} by {who}"));
         }
         let state = self.node.state(&key).unwrap_or(State::Unregistered);
         // An offloaded container is restored: it must be on the GPU.

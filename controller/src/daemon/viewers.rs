@@ -67,7 +67,7 @@ pub(super) fn serve(
     });
     begun
         .inspect_err(|error| {
-            tracing::error!(%error, group, "control.view_group: the group {group} is not served");
+            tracing::error!(%error, group, "control.view_group: cannot serve the group {group}");
         })
         .ok()
 }
@@ -90,7 +90,7 @@ async fn admit(listener: net::UnixListener, path: PathBuf, group: String, servic
     match opened.await {
         Ok(_server) => std::future::pending().await,
         Err(error) => {
-            tracing::error!(%error, group, "control.view_group: the group {group} is not served");
+            tracing::error!(%error, group, "control.view_group: cannot serve the group {group}");
         }
     }
 }

@@ -84,13 +84,17 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
         ),
         (false, Some(_)) => group.good("run directory", path.to_string()),
         (false, None) => {
-            group.good("run directory", format!("{path} is made with the first container"));
+            group.good("run directory", format!("{path} will be created with the first container"));
         }
     }
     if let Some(mode) = facts.socket_mode.filter(|mode| mode & 0o077 != 0) {
         let socket = facts.run_dir.join(paths::CONTROL_SOCKET);
         let hint = format!("chmod 600 {}", socket.display());
-        group.bad("control socket", format!("mode {mode:o}: others may move containers"), hint);
+        group.bad(
+            "control socket",
+            format!("mode {mode:o}: other users can move containers"),
+            hint,
+        );
     }
     let file = facts.config_file.display();
     match &facts.config_error {
@@ -125,7 +129,7 @@ pub fn controller(said: &Result<Option<(u32, String)>, String>) -> DoctorCheck {
         Ok(None) => group.good(name, "not running: the first GPU container starts it"),
         Err(why) => {
             let hint = "see controller.log in the run directory, or the journal if systemd runs the controller";
-            group.bad(name, format!("cannot be reached: {why}"), hint);
+            group.bad(name, format!("cannot connect: {why}"), hint);
         }
     }
     group.checks.remove(0)

@@ -97,8 +97,9 @@ pub fn judge(facts: &GpuFacts) -> Vec<DoctorCheck> {
         ),
     }
     if facts.mps {
-        let hint = "Affinode leaves processes of MPS alone: stop its daemon (echo quit | nvidia-cuda-mps-control) to offload them";
-        group.warning("MPS", "its daemon runs", hint);
+        let hint = "Affinode does not offload processes of MPS: stop the MPS daemon (echo quit | \
+                    nvidia-cuda-mps-control), then start them without it";
+        group.warning("MPS", "the MPS daemon runs", hint);
     }
     group.checks
 }
@@ -115,7 +116,7 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
         );
     }
     if seen.gpus.is_empty() {
-        group.bad("devices", "none", "see `nvidia-smi` and `dmesg | grep NVRM` for why");
+        group.bad("devices", "none", "see `nvidia-smi` and `dmesg | grep NVRM` for the cause");
         return;
     }
     for gpu in &seen.gpus {
@@ -134,13 +135,13 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
         group.warning(
             "persistence mode",
             format!("off on GPU {off}"),
-            "start nvidia-persistenced, or run nvidia-smi -pm 1: without it the driver is initialised again after the last process was offloaded",
+            "start nvidia-persistenced, or run nvidia-smi -pm 1: otherwise the driver unloads when the last process is offloaded, and must be initialised again",
         );
     }
     let cut = indexes(|gpu| gpu.mig);
     if !cut.is_empty() {
         let hint =
-            "Affinode counts the VRAM of whole devices: nvidia-smi -mig 0 turns instances off";
+            "Affinode measures the VRAM of whole GPUs only: turn MIG off with nvidia-smi -mig 0";
         group.warning("MIG", format!("on for GPU {cut}"), hint);
     }
 }

@@ -53,7 +53,7 @@ pub fn judge(config: &Result<Table, String>, kubernetes: bool, cdi: bool) -> Vec
             if kubernetes {
                 group.bad("handler", "none: pods cannot use Affinode", hint);
             } else {
-                group.warning("handler", "none: ctr and nerdctl need none, pods do", hint);
+                group.warning("handler", "none: pods need a handler, ctr and nerdctl do not", hint);
             }
         }
     }
@@ -102,7 +102,7 @@ fn judge_handler(
     if path.is_empty() || is_program(Path::new(path)) {
         group.good("handler", format!("{name}; refer to it in a RuntimeClass (config/kubernetes)"));
     } else {
-        let hint = "name the file containerd-shim-affinode-v1, or leave runtime_path out";
+        let hint = "set runtime_path to the file containerd-shim-affinode-v1, or remove the key";
         group.bad(
             "handler",
             format!("{name}: runtime_path {path} is not an executable file"),
@@ -112,7 +112,7 @@ fn judge_handler(
     for key in ["pod_annotations", "container_annotations"] {
         let passed = handler.get(key).and_then(Value::as_array).into_iter().flatten();
         if !passed.filter_map(Value::as_str).any(|passed| passed == ANNOTATIONS || passed == "*") {
-            let found = format!("{key} of handler {name} lacks {ANNOTATIONS}");
+            let found = format!("{key} of handler {name} does not contain {ANNOTATIONS}");
             group.warning(
                 "annotations",
                 found,
@@ -128,7 +128,7 @@ fn judge_handler(
         group.bad(
             "default handler",
             found,
-            "pods without a runtime class fail: add it beside ours",
+            "add the default handler: without it, pods without a runtime class fail",
         );
     }
     let Some((model, other)) = model(cri, name, cdi) else { return };
@@ -143,7 +143,7 @@ fn judge_handler(
             let found =
                 format!("{option}: {} for {name}, {} for {model}", say(&ours), say(&theirs));
             let hint = format!(
-                "copy the options of handler {model}, so that pods find the same environment"
+                "copy the options of handler {model}, so that pods run in the same environment"
             );
             group.warning("options", found, hint);
         }

@@ -69,7 +69,7 @@ pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
     match &facts.shim {
         None => {
             let hint = "run affinode install, or copy the shim into a folder of containerd's PATH, often /usr/local/bin";
-            group.bad("shim", format!("{SHIM} is not on containerd's PATH"), hint);
+            group.bad("shim", format!("{SHIM} is not in containerd's PATH"), hint);
         }
         Some((path, Ok(version))) if version == own => {
             group.good("shim", format!("{}, {version}", path.display()));
@@ -93,7 +93,7 @@ pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
         }
         _ => group.bad(
             "stock shim",
-            format!("{STOCK} is neither on containerd's PATH nor next to it"),
+            format!("{STOCK} is neither in containerd's PATH nor in containerd's folder"),
             format!("install containerd's package, or set {STOCK_ENV} to its path"),
         ),
     }
@@ -101,7 +101,7 @@ pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
         Some(path) => group.good("runc", path.display().to_string()),
         None => group.warning(
             "runc",
-            "not on containerd's PATH",
+            "neither runc nor crun is in containerd's PATH",
             "install runc, unless options.BinaryName of the handlers is another runtime",
         ),
     }

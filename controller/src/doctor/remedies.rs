@@ -46,7 +46,7 @@ checks! {
         "Run `nvidia-smi` and `dmesg | grep NVRM`.";
     "GPU", "device":
         "NVML lists this GPU, with its VRAM.",
-        "This check only gives information and cannot fail. It says so if the GPU is simulated.",
+        "This check only gives information and cannot fail. A simulated GPU is marked as simulated.",
         "No action is needed.";
     "GPU", "persistence mode":
         "The driver stays loaded while no process uses the GPU.",
@@ -62,7 +62,8 @@ checks! {
         "Stop the daemon with `echo quit | nvidia-cuda-mps-control`.";
     "machine", "permissions":
         "`affinode doctor` runs as root of the machine.",
-        "It runs as another user, or as root of a user namespace. Such a user cannot see all processes and memory limits.",
+        "`affinode doctor` runs as another user, or as root of a user namespace. Such a user \
+         cannot see all processes and memory limits.",
         "Run `affinode doctor` as root on the host.";
     "machine", "kernel":
         "The kernel has `pidfd_open`, sealed memfds and `MADV_WIPEONFORK`.",
@@ -102,8 +103,9 @@ checks! {
         "Add both lines to the handler, as in `config/containerd`.";
     "containerd", "default handler":
         "The default handler of containerd still exists.",
-        "The configuration defines only Affinode's handler. That replaces containerd's built-in handlers.",
-        "Add the default handler to the configuration too.";
+        "The configuration defines only Affinode's handler. A configured handler replaces \
+         containerd's built-in handlers.",
+        "Add the default handler to the configuration as well.";
     "containerd", "options":
         "Affinode's handler has the same options as the handler that pods used before.",
         "The option `SystemdCgroup` or `BinaryName` is different.",
@@ -114,11 +116,11 @@ checks! {
         "Run `affinode install`, or copy both programs from one release.";
     "programs", "stock shim":
         "`containerd-shim-runc-v2` is on containerd's PATH or in containerd's folder.",
-        "The package of containerd is incomplete, or the shim is in another folder.",
+        "The package of containerd is incomplete, or the stock shim is in another folder.",
         "Install containerd's package, or name the file in containerd's environment variable `AFFINODE_STOCK_SHIM`.";
     "programs", "runc":
         "runc or crun is on containerd's PATH.",
-        "Neither is installed.",
+        "Neither runc nor crun is installed.",
         "Install runc, unless `options.BinaryName` of the handlers names another runtime.";
     "programs", "library":
         "The preload library exists, every user may read it, and it loads in every image.",
@@ -139,7 +141,7 @@ checks! {
     "Kubernetes", "HAMi":
         "HAMi's library is not installed on this node.",
         "Containers load HAMi's library before Affinode's. Containers that use HAMi's virtual device memory are not offloaded.",
-        "Do not use both for one container: see `config/kubernetes/sharing`.";
+        "Do not use HAMi and Affinode for the same container: see `config/kubernetes/sharing`.";
     "installation", "run directory":
         "Root owns the run directory, no other user can write to it, and shims use the same directory.",
         "The directory has the wrong owner or mode, the file system is read-only, or containerd's environment names another directory.",

@@ -104,7 +104,7 @@ pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     }
     if facts.kai > 0 {
         let s = if facts.kai == 1 { "" } else { "s" };
-        group.good("KAI", format!("{} GPU{s} handed out in parts", facts.kai));
+        group.good("KAI", format!("{} GPU{s} assigned in fractions", facts.kai));
     }
     if facts.dra {
         let found = "NVIDIA's DRA driver; pods that name one claim share its GPU";
@@ -121,7 +121,8 @@ pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
 
 fn judge_resource(group: &mut CheckGroup, resource: &str, ids: &[String], shared_otherwise: bool) {
     if resource.starts_with(MIG) {
-        let hint = "containers on instances are not offloaded; nvidia-smi -mig 0 gives whole GPUs, which time-slicing can share";
+        let hint = "containers on instances are not offloaded: turn MIG off with nvidia-smi -mig \
+                    0, and share whole GPUs by time-slicing";
         group.warning("sharing", format!("{resource}: {} instances", ids.len()), hint);
         return;
     }

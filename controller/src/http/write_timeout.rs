@@ -43,7 +43,11 @@ impl<T> WriteTimeout<T> {
             self.stall.as_mut().reset(Instant::now() + self.patience);
         }
         ready!(self.stall.as_mut().poll(context));
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client reads nothing")))
+        Poll::Ready(Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the client does not read the \
+                                                                 response",
+        )))
     }
 }
 

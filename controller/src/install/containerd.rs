@@ -59,13 +59,15 @@ pub enum RestartRequest {
 pub enum NodeError {
     /// No containerd was found.
     #[error(
-        "no containerd found: start it, or pass its socket with --containerd; with --podman it is installed for Podman alone; affinode run works without containerd: {}",
+        "cannot find containerd: start it, or pass its socket with --containerd; pass --podman to \
+         install only for Podman; affinode run works without containerd: {}",
         super::NO_HANDLER
     )]
     Absent(#[from] ContainerdAbsent),
     /// containerd cannot read its own configuration.
     #[error(
-        "containerd cannot read its configuration, and nothing was changed: correct the error, containerd would not start with it either: {0}"
+        "containerd cannot read its configuration, and nothing was changed: correct the error, \
+         because containerd would not start with it either: {0}"
     )]
     Config(String),
     /// The new configuration would change more than the handler.
@@ -288,12 +290,12 @@ impl ContainerdNode {
         let socket = self.daemon.socket.as_path();
         let daemon = containerd::find(Some(socket)).map_err(|error| error_chain::chain(&error))?;
         if daemon.pid == self.daemon.pid {
-            return Err("the old one still answers".into());
+            return Err("the old containerd process still answers".into());
         }
         let config = daemon.config?;
         match handler {
             Some(spec) if handler::handler_of(&config, &spec.name).is_none() => {
-                Err(format!("it does not serve handler {}", spec.name))
+                Err(format!("containerd does not serve handler {}", spec.name))
             }
             _ => Ok(()),
         }
@@ -326,7 +328,7 @@ impl fmt::Display for RestartRequest {
                 write!(f, "systemctl restart {}", unit.as_deref().unwrap_or(UNIT))
             }
             RestartRequest::None => {
-                write!(f, "restart containerd: it loads its configuration only then")
+                write!(f, "restart containerd: it loads its configuration only at its start")
             }
         }
     }

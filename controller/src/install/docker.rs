@@ -61,7 +61,8 @@ pub enum DockerError {
     },
     /// Another program than dockerd answers at the socket.
     #[error(
-        "the program behind {} is not a dockerd of this machine (Podman or Docker Desktop?): --no-docker leaves it out",
+        "the program behind {} is not a dockerd of this machine (Podman or Docker Desktop?): pass \
+         --no-docker to skip it",
         .0.display()
     )]
     Foreign(PathBuf),
@@ -72,7 +73,7 @@ pub enum DockerError {
     Old(String),
     /// A file cannot be read or written.
     #[error(
-        "cannot {action} {}{}; --no-docker leaves Docker out",
+        "cannot {action} {}{}; pass --no-docker to skip Docker",
         path.display(),
         super::advice(source, "register the runtime by hand: docs/quickstart.md")
     )]
@@ -86,7 +87,8 @@ pub enum DockerError {
     },
     /// dockerd would not start with the file as it is now.
     #[error(
-        "dockerd would not start with {} as it is, and nothing was changed: correct it, or leave Docker out with --no-docker: {why}",
+        "dockerd would not start with {} as it is, and nothing was changed: correct it, or skip \
+         Docker with --no-docker: {why}",
         path.display()
     )]
     Invalid {
@@ -96,7 +98,8 @@ pub enum DockerError {
     },
     /// dockerd refuses the new file.
     #[error(
-        "dockerd refuses {} with the change, and nothing was changed; --no-docker leaves Docker out: {why}",
+        "dockerd would refuse {} with Affinode's runtime in it, and nothing was changed; pass \
+         --no-docker to skip Docker: {why}",
         path.display()
     )]
     Refused {
@@ -106,7 +109,8 @@ pub enum DockerError {
     },
     /// A runtime of this name exists and is not Affinode's shim.
     #[error(
-        "runtime {name:?} in {} is another one: choose another name with --runtime-name, remove it, or leave Docker out with --no-docker",
+        "runtime {name:?} in {} already exists and is not Affinode's: choose another name with \
+         --runtime-name, remove that runtime, or skip Docker with --no-docker",
         path.display()
     )]
     Taken {
@@ -128,7 +132,7 @@ pub enum DockerError {
     },
     /// dockerd now reads another file than the one in the record.
     #[error(
-        "dockerd reads {} now, and the runtime was registered in {}: run affinode uninstall first",
+        "dockerd now reads {}, but the runtime was registered in {}: run affinode uninstall first",
         now.display(),
         then.display()
     )]
@@ -140,7 +144,8 @@ pub enum DockerError {
     },
     /// After the reload, dockerd does not serve the new configuration.
     #[error(
-        "dockerd did not take over its new configuration, and {} is as before; see journalctl --unit docker: {why}",
+        "dockerd did not load its new configuration, and {} was restored; see journalctl --unit \
+         docker: {why}",
         path.display()
     )]
     Reload {
@@ -150,7 +155,7 @@ pub enum DockerError {
     },
     /// dockerd does not answer, even after the old file was restored.
     #[error(
-        "{} is as before, but dockerd does not answer with it: {after}; first error: {before}",
+        "{} was restored, but dockerd does not answer: {after}; first error: {before}",
         path.display()
     )]
     Lost {

@@ -40,7 +40,8 @@ pub struct SourceFile {
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// A file is not in the source folder.
-    #[error("{file} is not in {}: pass with --from the folder that `cargo xtask build` created, or that of a package", folder.display())]
+    #[error("{file} is not in {}: set --from to the folder that `cargo xtask build` created, or to \
+             the folder of an unpacked package", folder.display())]
     Missing {
         /// Name of the file.
         file: &'static str,
@@ -48,7 +49,7 @@ pub enum FileError {
         folder: PathBuf,
     },
     /// The library would not load in containers.
-    #[error("{} would not load: {why}", path.display())]
+    #[error("containers could not load {}: {why}", path.display())]
     Library {
         /// Path of the library.
         path: PathBuf,

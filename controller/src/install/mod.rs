@@ -175,19 +175,22 @@ pub enum InstallError {
     },
     /// Running containers would lose their shim.
     #[error(
-        "{}: end the containers first (`affinode ps`, `crictl pods`), containerd would lose them; --drain 10m waits for their end",
+        "{}: end the containers first (`affinode ps`, `crictl pods`), because containerd would \
+         lose them; --drain 10m waits until they have ended",
         if *.0 == 1 { "1 shim runs".to_owned() } else { format!("{} shims run", .0) }
     )]
     InUse(usize),
     /// Running jobs would lose their controller.
     #[error(
-        "{} still running: end the jobs first, because an offloaded job may not be restored without Affinode; --drain 10m waits for their end",
+        "{} still running: end the jobs first, because an offloaded job might not be restored \
+         without Affinode; --drain 10m waits until they have ended",
         if *.0 == 1 { "1 job of `affinode run` is".to_owned() } else { format!("{} jobs of `affinode run` are", .0) }
     )]
     Jobs(usize),
     /// Podman could not end running containers.
     #[error(
-        "{} running with affinode-runtime: end the containers first (`podman ps`), Podman could not end them without it; --drain 10m waits for their end",
+        "{} running with affinode-runtime: end the containers first (`podman ps`), because Podman \
+         could not end them without it; --drain 10m waits until they have ended",
         if *.0 == 1 { "1 container or command of Podman is".to_owned() } else { format!("{} containers or commands of Podman are", .0) }
     )]
     Podman(usize),

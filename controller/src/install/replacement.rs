@@ -35,8 +35,8 @@ impl ControllerReplacement {
     pub fn steps(&self) -> Steps {
         let mut steps = self.unit.steps();
         let next = match self.unit.keeps_controller() {
-            true => "the unit's controller takes its place",
-            false => "a shim starts the new one",
+            true => "the systemd unit starts the new controller",
+            false => "a shim starts the new controller",
         };
         steps.extend(self.old.iter().map(|controller| {
             let pid = controller.pid;

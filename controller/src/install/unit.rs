@@ -52,7 +52,7 @@ pub enum UnitRequest {
 pub enum UnitError {
     /// A file cannot be read or written.
     #[error(
-        "cannot {action} {}{}; --no-controller-unit leaves the unit out",
+        "cannot {action} {}{}; pass --no-controller-unit to skip the unit",
         path.display(),
         super::advice(source, "leave the unit out")
     )]
@@ -72,7 +72,7 @@ pub enum UnitError {
     Prefix(PathBuf),
     /// A file of this name exists, and Affinode did not write it.
     #[error(
-        "{} exists and is not Affinode's: remove it, or leave it in use with --no-controller-unit",
+        "{} exists and is not Affinode's: remove it, or keep it with --no-controller-unit",
         .0.display()
     )]
     Taken(PathBuf),

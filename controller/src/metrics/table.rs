@@ -120,7 +120,8 @@ impl MetricsTable {
             ),
             unexpected_ends: add!(
                 "controller_unexpected_ends",
-                "Ends of controllers recorded in the history of this node that were not for lack of containers and not requested",
+                "Unexpected exits of controllers recorded in the history of this node: neither \
+                 requested nor for lack of containers",
                 Counter::default()
             ),
             auto_offload: add!(
@@ -278,7 +279,8 @@ impl MetricsTable {
             gpu_seconds: add!(
                 "container_gpu",
                 Seconds,
-                "GPU time of the container by use of its VRAM: whole GPUs times seconds, where a part of a GPU's VRAM counts as that part of the GPU",
+                "GPU time of the container, by use of its VRAM, in GPUs times seconds; a fraction \
+                 of a GPU's VRAM counts as that fraction of the GPU",
                 Family::default()
             ),
             offload_seconds: add!("offload_duration", Seconds, "Duration of an offload", seconds()),
@@ -309,7 +311,7 @@ impl MetricsTable {
             ),
             refusals: add!(
                 "refusals",
-                "Offloads refused or given up, by reason",
+                "Offloads refused or abandoned, by reason",
                 Family::default()
             ),
             events: add!("events", "Events recorded by the controller, by kind", Family::default()),

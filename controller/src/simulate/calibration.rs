@@ -171,7 +171,8 @@ impl Calibration {
             Some(CalibratedEngine::Full) => file.apply(&mut self.full),
             None if file.has_engine_costs() => {
                 return bad(
-                    "says not which engine was measured: add engine = \"checkpoint\", \"copy\" or \"full\"",
+                    "the measured engine is missing: add engine = \"checkpoint\", \"copy\" or \
+                     \"full\"",
                 );
             }
             None => {}

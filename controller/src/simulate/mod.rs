@@ -85,7 +85,7 @@ pub enum SimulationError {
     /// The processes need more GPUs than are simulated.
     #[error(
         "the processes hold {peak_bytes} bytes of VRAM at the same time, which needs more than \
-         {limit} GPUs: state --gpus, or increase --vram or --oversubscription"
+         {limit} GPUs: set --gpus, or increase --vram or --oversubscription"
     )]
     TooManyGpus {
         /// Maximum VRAM at the same time, in bytes.
@@ -95,14 +95,15 @@ pub enum SimulationError {
     },
     /// The node restored a process without enough free VRAM.
     #[error(
-        "the policy restored a process without enough free VRAM: this is a bug, please report it"
+        "the simulated controller restored a process without enough free VRAM: this is a bug, \
+         please report it"
     )]
     Overcommitted,
     /// A container waits for VRAM without end.
     #[error(
-        "a process never gets its VRAM: does the policy let no container be evicted (mode manual or off), \
-         or do the contexts that the engine copy keeps fill a GPU? \
-         If not, this is a bug, please report it"
+        "a process waits for VRAM without end: check whether the policy prevents evictions (mode \
+         manual or off), or whether contexts fill a GPU (with the engine copy they stay there); \
+         otherwise this is a bug, please report it"
     )]
     Stuck,
 }

@@ -62,7 +62,7 @@ pub enum ReviewError {
         source: io::Error,
     },
     /// The connection ended before the response.
-    #[error("no response of {server} to a {kind}")]
+    #[error("no response from {server} to a {kind}")]
     Broken {
         /// Host and port of the server.
         server: String,
@@ -73,7 +73,7 @@ pub enum ReviewError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The response did not arrive in time.
-    #[error("no response of {server} to a {kind} within {} s", TIME.as_secs())]
+    #[error("no response from {server} to a {kind} within {} s", TIME.as_secs())]
     Late {
         /// Host and port of the server.
         server: String,

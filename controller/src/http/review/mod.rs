@@ -78,7 +78,8 @@ impl TokenReviewer {
     /// [`Denied`]: the token is invalid, the user lacks the right, or the API server does not
     /// respond.
     pub async fn admit(&self, token: &[u8], access: AccessRule) -> Result<String, Denied> {
-        let unknown = || Denied::new(DenyReason::Token, "the API server does not know this token");
+        let unknown =
+            || Denied::new(DenyReason::Token, "the API server does not accept this token");
         let token = well_formed(token).ok_or_else(unknown)?;
         let hash: TokenHash = Sha256::digest(token).into();
         let cannot = |error| cannot_ask(&error);
@@ -88,7 +89,8 @@ impl TokenReviewer {
         }
         let AccessRule { verb, path } = access;
         let why = format!(
-            "{} may not {verb} {path}: a ClusterRole that has this verb and path in nonResourceURLs allows it",
+            "{} may not {verb} {path}: bind a ClusterRole that lists this verb and this path \
+             (nonResourceURLs)",
             user.username
         );
         Err(Denied::new(DenyReason::Forbidden, why))

@@ -52,9 +52,9 @@ pub fn is_default(text: &str, name: &str) -> bool {
 pub fn with_runtime(text: &str, name: &str) -> Result<String, String> {
     read(text)?;
     let (mark, root) = parse(text)?;
-    let file = root.object_value_or_create().ok_or("it is not an object")?;
+    let file = root.object_value_or_create().ok_or("the file is not a JSON object")?;
     let runtimes =
-        file.object_value_or_create(RUNTIMES).ok_or(format!("{RUNTIMES} is not an object"))?;
+        file.object_value_or_create(RUNTIMES).ok_or(format!("{RUNTIMES} is not a JSON object"))?;
     let shim = CstInputValue::String(RUNTIME_TYPE.into());
     runtimes.append(name, CstInputValue::Object(vec![(TYPE_KEY.into(), shim)]));
     let mut edited = format!("{mark}{root}");
@@ -72,9 +72,9 @@ pub fn with_runtime(text: &str, name: &str) -> Result<String, String> {
 pub fn with_list_only(text: &str, name: &str) -> Result<String, String> {
     read(text)?;
     let (mark, root) = parse(text)?;
-    let file = root.object_value_or_create().ok_or("it is not an object")?;
+    let file = root.object_value_or_create().ok_or("the file is not a JSON object")?;
     let runtimes =
-        file.object_value_or_create(RUNTIMES).ok_or(format!("{RUNTIMES} is not an object"))?;
+        file.object_value_or_create(RUNTIMES).ok_or(format!("{RUNTIMES} is not a JSON object"))?;
     if let Some(entry) = runtimes.get(name) {
         entry.remove();
     }
@@ -110,7 +110,7 @@ fn read(text: &str) -> Result<Value, String> {
         return Ok(Value::Object(serde_json::Map::new()));
     }
     let file: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    if file.is_object() { Ok(file) } else { Err("it is not an object".into()) }
+    if file.is_object() { Ok(file) } else { Err("the file is not a JSON object".into()) }
 }
 
 fn parse(text: &str) -> Result<(&str, CstRootNode), String> {

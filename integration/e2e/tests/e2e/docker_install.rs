@@ -143,13 +143,13 @@ fn failed_docker_install_changes_nothing() -> Result<()> {
         // The operator's later mistake is found only by dockerd's reload. dockerd keeps its earlier
         // configuration.
         fs::write(&file, CONFIG.replace("{\"path\": \"runc\"}", "{\"runtimeType\": \"\"}"))?;
-        place.refused("did not take over its new configuration")?;
+        place.refused("did not load its new configuration")?;
         fs::write(&file, CONFIG.replace("1400", "\"wide\""))?;
         place.refused("would not start with")?;
         fs::write(&file, CONFIG.replace("true", "true,"))?;
         place.refused("would not start with")?;
         fs::write(&file, CONFIG.replace("another", RUNTIME))?;
-        place.refused("is another one")?;
+        place.refused("already exists and is not Affinode's")?;
         fs::write(&file, CONFIG)?;
         let nowhere = place.installation.refused("install", &["--docker=/nonexistent.sock"])?;
         ensure!(nowhere.contains("no dockerd answers"), "{nowhere}");

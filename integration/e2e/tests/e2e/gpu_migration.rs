@@ -77,7 +77,7 @@ fn full_gpu_restores_on_the_other_gpu() -> Result<()> {
         world.cli().wait_resident("moves")?;
         wait_until_used(&world, |[_, second]| second > WORKER_MIB)?;
         until("an event about the restore on another GPU", || {
-            Ok(says(&world, "comes back on GPU-")?.then_some(()))
+            Ok(says(&world, "is restored on GPU-")?.then_some(()))
         })?;
         // Everything that worked on the first GPU must work on the second.
         worker.call("touch")?;
@@ -104,7 +104,7 @@ fn container_of_one_gpu_waits_for_it() -> Result<()> {
         worker.send("verify")?;
         world.cli().wait_for_state("stays", "Queued")?;
         until("an event with the reason", || {
-            Ok(says(&world, "it does not reach every GPU of the node")?.then_some(()))
+            Ok(says(&world, "the process cannot access every GPU of the node")?.then_some(()))
         })?;
         assert!(!worker.has_answer()?);
         filler.running.kill(&world)?;

@@ -136,7 +136,7 @@ fn overriding_file_gets_the_handler() -> Result<()> {
         fs::write(&covering, &before.1)?;
         restart()?;
         let said = String::from_utf8(place.run("status", &[])?.stdout)?;
-        ensure!(said.contains("no file of containerd has it"), "{said}");
+        ensure!(said.contains("not in any configuration file of containerd"), "{said}");
         place.restarted(|| place.done("install", &[]))?;
         place.done("status", &[])?;
         place.restarted(|| place.done("uninstall", &[]))?;
@@ -240,7 +240,8 @@ fn failed_install_keeps_configuration() -> Result<()> {
     fs::write(place.config(), &original)?;
     let said = status()?;
     ensure!(
-        said.contains("missing: run") && said.contains("no file of containerd has it"),
+        said.contains("missing: run")
+            && said.contains("not in any configuration file of containerd"),
         "{said}"
     );
     ensure!(said.matches("changed since").count() == 1, "{said}");
@@ -316,7 +317,7 @@ fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     running.kill()?;
     running.wait()?;
     world.restart_containerd()?;
-    ensure!(status()?.contains("not as it should be now"), "{}", status()?);
+    ensure!(status()?.contains("not as they should be now"), "{}", status()?);
     place.done("install", &renamed)?;
     ensure!(!has(HANDLER)? && has("newer")?);
     ensure!(!status()?.contains(HANDLER), "{}", status()?);

@@ -250,7 +250,7 @@ fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
         node.toolkit(source, true)?;
         if has_cdi {
             let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
-            ensure!(said.contains("not as it should be now"), "{said}");
+            ensure!(said.contains("not as they should be now"), "{said}");
         }
         // Until it is restarted, containerd serves the handler in its earlier form.
         node.place.done("install", &["--restart-mode", "none"])?;

@@ -251,7 +251,7 @@ fn start(controller: &mut Controller<'_>) -> Result<String> {
     let (status, restarts) =
         (node.property(UNIT, "StatusText")?, node.property(UNIT, "NRestarts")?);
     ensure!(
-        status.contains("waiting for its end") && restarts == "0",
+        status.contains("waiting until it exits") && restarts == "0",
         "expected a waiting unit without restarts, got status {status:?} and {restarts} restarts"
     );
     Ok(status)
