@@ -25,7 +25,7 @@ function figures(i, more = {}) {
 const node = (i, more = {}) => ({ name: `gpu-${String(i).padStart(3, "0")}.eu-west.example`, health: "Serving", why: "", seen_unix_ms: Date.now(), figures: figures(i), ...more });
 const kinds = () => [
   node(1), node(2), node(3), node(4), node(5), node(6),
-  node(7, { health: "Resting", why: "its controller starts with its first GPU container", figures: null }),
+  node(7, { health: "Resting", why: "no controller runs; it starts with the first GPU container", figures: null }),
   node(8, { health: "Unreachable", why: "no connection to 10.42.7.19:9411: Connection refused (os error 111)", seen_unix_ms: Date.now() - 754000 }),
   node(9, { health: "Unreachable", why: "no agent runs on the node, or it has no address yet", seen_unix_ms: null, figures: null }),
   node(10, { health: "NotServed", why: "not installed: containerd did not come back after a restart; its configuration is as it was", figures: null }),

@@ -10,7 +10,7 @@ const GIB = 2 ** 30;
 const STATES = [
   ["Active", "recent-calls", "called CUDA less than the idle timeout ago"], ["Idle", "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint: process 4211"],
   ["Offloaded", "idle-timeout", "made no CUDA call for the idle timeout"], ["Offloaded", "idle-timeout", "made no CUDA call for the idle timeout"],
-  ["Offloaded", "pressure", "another container needed its VRAM"], ["Queued", "called", "waits for VRAM that other containers hold"], ["Restoring", "called", "a CUDA call came in"],
+  ["Offloaded", "pressure", "another container needed its VRAM"], ["Queued", "called", "waits for VRAM that other containers hold"], ["Restoring", "called", "a CUDA call arrived"],
 ];
 const SPACES = ["research", "notebooks", "inference", "team-vision"], PODS = ["jupyter-anna", "llama-70b-server", "rag-embedder", "sdxl-worker", "finetune-night"];
 

@@ -39,13 +39,13 @@ reasons! {
     /// Calls in progress did not end before the deadline of the close.
     Busy = "busy", "calls in progress did not end in time; the offload is tried again later";
     /// A CUDA call arrived while the container was being closed.
-    WokenMeanwhile = "woken-meanwhile", "a CUDA call arrived during the offload, which was undone";
+    WokenMeanwhile = "woken-meanwhile", "a CUDA call arrived during the offload, so the offload was cancelled";
     /// The mode is `pressure`, and no container needs the VRAM.
     NoPressure = "no-pressure", "mode is pressure, and no container needs the VRAM";
     /// The mode is `auto`, and the containers of the GPU need more VRAM than it has.
-    Oversubscribed = "oversubscribed", "the containers of its GPU together need more VRAM than the GPU has: it stays resident until another container needs its VRAM";
+    Oversubscribed = "oversubscribed", "the containers of its GPU together need more VRAM than the GPU has: the container stays resident until another one needs its VRAM";
     /// The time is outside the offload window.
-    OutsideWindow = "outside-window", "the time is outside its offload window: it stays resident until another container needs its VRAM";
+    OutsideWindow = "outside-window", "the time is outside the offload window: the container stays resident until another one needs its VRAM";
     /// The container holds too little VRAM for an offload.
     TooSmall = "too-small", "holds less VRAM than minimum_vram_mib";
     /// A copy out would free no VRAM, and no container needs the VRAM of the context.
@@ -72,15 +72,15 @@ reasons! {
     UnmanagedProcess = "unmanaged-process", "a CUDA process of the container did not register (static binary, musl image, or AFFINODE_DISABLE)";
     /// A process uses managed memory (`cuMemAllocManaged`), so it must not be checkpointed. With the
     /// current engine the offload needs a checkpoint, or no other memory can be copied.
-    ManagedMemory = "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint; the engines auto, full and copy leave it on the GPU and can copy the rest";
+    ManagedMemory = "managed-memory", "uses managed memory (cuMemAllocManaged), which the driver cannot checkpoint; the engines auto, full and copy leave it on the GPU and can copy the other memory";
     /// Peer access was enabled.
     PeerAccess = "peer-access", "uses peer access between GPUs, which does not survive a checkpoint";
     /// Memory was exported to another process or imported from one, by legacy IPC or a shareable
     /// handle, so the process must not be checkpointed. With the current engine the offload needs a
     /// checkpoint, or no other memory can be copied.
-    SharedMemory = "shared-memory", "shares GPU memory with another process (IPC, exported or imported handles); the engines auto, full and copy leave that memory on the GPU and can copy the rest";
+    SharedMemory = "shared-memory", "shares GPU memory with another process (IPC, exported or imported handles); the engines auto, full and copy leave that memory on the GPU and can copy the other memory";
     /// Another device or another API may access memory without a call that the library sees.
-    DirectAccess = "direct-access", "another device or API can reach its GPU memory past the CUDA driver (GPUDirect RDMA, GDRCopy, EGL, OpenGL)";
+    DirectAccess = "direct-access", "another device or API can access its GPU memory without the CUDA driver (GPUDirect RDMA, GDRCopy, EGL, OpenGL)";
     /// A process is a client of MPS.
     Mps = "mps", "runs under MPS, which the driver cannot checkpoint";
     /// A profiler, sanitizer or debugger is or was in a process, so its context must not be
@@ -91,9 +91,9 @@ reasons! {
     Video = "video", "a process has a video library loaded (NVDEC, NVENC), so the context stays on the GPU; the engines auto, full and copy can copy the memory";
     /// A thread entered the driver on a path without a hook while the process was offloaded, so its
     /// context is not checkpointed again. With the current engine the offload needs a checkpoint.
-    HiddenWay = "hidden-way", "a thread blocked in a driver call that no hook sees, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
+    HiddenWay = "hidden-way", "a thread called the driver without passing a hook, and blocked, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The process's memory after a restore differs from what was offloaded.
-    DamagedMemory = "damaged-memory", "its memory was different after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart it";
+    DamagedMemory = "damaged-memory", "the container's memory differs after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart the container";
     /// The process runs on a GPU in MIG mode.
     Mig = "mig", "runs on a GPU in MIG mode, where the VRAM of one instance cannot be proven free";
     /// The driver or libcuda has no checkpoint API.
@@ -101,17 +101,17 @@ reasons! {
     /// The memory cgroup of the container has less free memory than the VRAM needs.
     CgroupMemory = "cgroup-memory", "the container's memory limit is too low for its VRAM: raise the limit by the VRAM plus 1 GiB";
     /// The node has less free host memory than the VRAM needs.
-    HostMemory = "host-memory", "the node has too little free host memory for its VRAM (memory.node_reserve_mib is kept)";
+    HostMemory = "host-memory", "the node has too little free host memory for the container's VRAM (memory.node_reserve_mib stays free)";
     /// The container's cgroup is frozen: the container is paused or stopped.
     Frozen = "frozen", "the container is paused or stopped";
     /// An allocation found no VRAM and waits for it.
-    AllocationWaits = "allocation-waits", "one of its allocations waits for VRAM that other containers hold";
+    AllocationWaits = "allocation-waits", "an allocation of the container waits for VRAM that other containers hold";
     /// VRAM was freed for an allocation that waited for it.
-    RoomFound = "room-found", "VRAM was freed for its allocation";
+    RoomFound = "room-found", "VRAM was freed for the waiting allocation";
     /// An allocation waited for VRAM until its timeout.
-    NoRoomInTime = "no-room-in-time", "no VRAM was freed for its allocation in time";
+    NoRoomInTime = "no-room-in-time", "not enough VRAM was freed in time for the waiting allocation";
     /// An allocation failed at once, because the VRAM that it needs can never be freed.
-    NoRoomEver = "no-room", "its allocation needs more VRAM than can be freed, so it fails at once";
+    NoRoomEver = "no-room", "an allocation needs more VRAM than can be freed, so it fails at once";
     /// The VRAM that the restore needs is not free.
     WaitingForVram = "waiting-for-vram", "waits for VRAM that other containers hold";
     /// NVML does not report the free VRAM.
@@ -131,13 +131,13 @@ reasons! {
     /// Another container needed the VRAM.
     Pressure = "pressure", "another container needed its VRAM";
     /// A container with the restore policy `immediate` needed the VRAM.
-    EndedForRoom = "ended-for-room", "another container needed its VRAM at once (restore policy immediate), and this container cannot be offloaded";
+    EndedForRoom = "ended-for-room", "another container needed this VRAM at once (restore policy immediate), and this container cannot be offloaded";
     /// Its history makes a call likely.
-    Expected = "expected", "its history makes a call likely soon";
+    Expected = "expected", "a call is likely soon, judged by the container's earlier calls";
     /// A connection arrived while the container was offloaded.
-    Connection = "connection", "a connection arrived on its network, so a call is expected soon (wake_on)";
+    Connection = "connection", "a connection arrived on the container's network, so a call is expected soon (wake_on)";
     /// A CUDA call was made.
-    Called = "called", "a CUDA call came in";
+    Called = "called", "a CUDA call arrived";
 }
 
 impl core::fmt::Display for Reason {

@@ -63,7 +63,9 @@ impl Reason {
             ),
             Reason::HintedBusy => (
                 "A program of the container wrote `busy` into `/.affinode/run/hint`, or an operator ran `affinode hint NAME busy`.",
-                "No action is needed while the hint is right: it ends after an hour. Otherwise run `affinode hint NAME idle`, or correct the program that writes the hint.",
+                "No action is needed while the container is in use. The hint expires after an \
+                 hour. To end it earlier, run `affinode hint NAME idle`, or correct the program \
+                 that writes the hint.",
             ),
             Reason::HintedIdle => (
                 "A program of the container wrote `idle` into `/.affinode/run/hint`, or an operator ran `affinode hint NAME idle`.",
@@ -86,7 +88,8 @@ impl Reason {
                 "Run `affinode auto-offload on`. Until then `affinode offload NAME` offloads one container.",
             ),
             Reason::MinimumResidency => (
-                "A container stays resident for `policy.minimum_residency` after each restore, so that it is not moved all the time.",
+                "A container stays resident for `policy.minimum_residency` after each restore, so \
+                 that it is not moved repeatedly.",
                 "No action is needed. To offload earlier, lower `policy.minimum_residency`.",
             ),
             Reason::NotRegistered => (
@@ -103,18 +106,27 @@ impl Reason {
             ),
             Reason::ManagedMemory => (
                 "A process called `cuMemAllocManaged`. The driver's checkpoint refuses such a process. With the current engine the offload needs a checkpoint, or the process has no memory that can be copied.",
-                "Use the engine `auto`, `copy` or `full` for programs that also hold ordinary device memory: that memory leaves, and managed memory and the context stay on the GPU. Otherwise the container keeps its VRAM.",
+                "Use the engine `auto`, `copy` or `full` for programs that also hold ordinary \
+                 device memory. These engines offload that memory and leave managed memory and the \
+                 context on the GPU. Otherwise the container keeps its VRAM.",
             ),
             Reason::PeerAccess => (
                 "A process enabled peer access between GPUs. After a checkpoint the driver may fail to restore such a process.",
                 "Run the program on one GPU, or disable peer-to-peer transfers (for NCCL: `NCCL_P2P_DISABLE=1`). Otherwise the container keeps its VRAM.",
             ),
             Reason::SharedMemory => (
-                "A process has exported GPU memory to another process, or imported some from one, through CUDA IPC or a shareable handle. The driver's checkpoint would separate the two. With the current engine the offload needs a checkpoint, or the process has no memory that can be copied and is not shared.",
-                "Use the engine `auto`, `copy` or `full`: shared memory and the context stay on the GPU, and the rest leaves. Otherwise turn the sharing off in the program, or accept that the container keeps its VRAM.",
+                "A process shares GPU memory with another process: it exported or imported the \
+                 memory through CUDA IPC or a shareable handle. After a checkpoint the memory \
+                 would no longer be shared. With the current engine the offload needs a \
+                 checkpoint, or the process has no memory that can be copied and is not shared.",
+                "Use the engine `auto`, `copy` or `full`: they leave shared memory and the context \
+                 on the GPU and offload the other memory. Otherwise turn the sharing off in the \
+                 program, or accept that the container keeps its VRAM.",
             ),
             Reason::DirectAccess => (
-                "Another device can read and write GPU memory of the container without a CUDA call: a process has a device of GPUDirect RDMA, GDRCopy or GPUDirect Storage open. Or a graphics API (EGL, OpenGL, VDPAU) shares memory with CUDA.",
+                "Another device or API can access GPU memory of the container without a CUDA call. \
+                 Either a process has opened a device of GPUDirect RDMA, GDRCopy or GPUDirect \
+                 Storage, or a graphics API (EGL, OpenGL, VDPAU) shares memory with CUDA.",
                 "Turn the sharing off in the program, or accept that the container keeps its VRAM.",
             ),
             Reason::Mps => (
@@ -126,7 +138,8 @@ impl Reason {
                 "Start the program without the tool, or use the engine `auto`, `copy` or `full`. These engines copy the memory and keep the context on the GPU.",
             ),
             Reason::Video => (
-                "The threads of a video library make driver calls at any time, so the process is not checkpointed. With the current engine the offload needs a checkpoint.",
+                "The threads of a video library can make driver calls at any time, so the process \
+                 is not checkpointed. With the current engine the offload needs a checkpoint.",
                 "Use the engine `auto`, `copy` or `full`. These engines copy the memory and keep the context on the GPU.",
             ),
             Reason::HiddenWay => (
@@ -134,7 +147,8 @@ impl Reason {
                 "Use the engine `auto`, `copy` or `full`. Report the library that made the call, with the output of `affinode events`.",
             ),
             Reason::DamagedMemory => (
-                "`checksum = true` compares digests of the memory before an offload and after the restore. They differed, also after a second copy.",
+                "`checksum = true` compares digests of the memory before an offload and after the \
+                 restore. They differed, and still differed after a second copy.",
                 "Restart the container. Check the GPU (`nvidia-smi -q -d ECC`, `dmesg | grep NVRM`) and host memory. If this repeats, set the mode to `off` and report it.",
             ),
             Reason::Mig => (
@@ -175,15 +189,20 @@ impl Reason {
             ),
             Reason::WaitingForVram => (
                 "A CUDA call of the container waits for its restore, and other containers hold the VRAM that the restore needs.",
-                "No action is needed if the others are in use only for a short time. `affinode ps` lists which containers hold the VRAM. How soon it is freed depends on `policy.restore`, on `policy.priority` and on the mode of the others.",
+                "No action is needed if the other containers are in use only for a short time. \
+                 `affinode ps` lists which containers hold the VRAM. The waiting time depends on \
+                 `policy.restore`, on `policy.priority`, and on the mode of the other containers.",
             ),
             Reason::VramUnknown => (
-                "A call of NVML failed. Without the figure no offload and no restore is started.",
+                "A call of NVML failed. Without the amount of free VRAM the controller starts no \
+                 offload and no restore.",
                 "Run `nvidia-smi` on the node. If it fails, look for driver errors with `dmesg | grep NVRM`.",
             ),
             Reason::AgentSilent => (
-                "The process runs, but the library's thread in it does not answer. The process is stopped, gets no CPU time, or is being debugged.",
-                "Resume the process or give it CPU time. If it stays silent, restart the container and report it with `affinode events`.",
+                "The library's thread in the process does not reply. The process was stopped by a \
+                 signal, gets no CPU time, or is held by a debugger.",
+                "Resume the process or give it CPU time. If it still does not reply, restart the \
+                 container and report the problem with the output of `affinode events`.",
             ),
             Reason::DriverError => (
                 "A function of the driver failed during a move. The process continues, and its memory is where it was.",

@@ -40,7 +40,8 @@ pub enum BootstrapReply {
 /// The stock shim's reply has none of the known forms.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "containerd-shim-runc-v2 answered start with {0:?}, which holds no address that this version understands"
+    "containerd-shim-runc-v2 printed {0:?} for start, which does not contain an address that this \
+     version can parse"
 )]
 pub struct BootstrapReplyError(String);
 

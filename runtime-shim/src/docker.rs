@@ -69,7 +69,7 @@ pub enum ContentError {
     #[error(transparent)]
     Json(#[from] serde_json::Error),
     /// The name has characters that Docker does not allow.
-    #[error("it has no valid name")]
+    #[error("the container's name is not valid")]
     Name,
 }
 

@@ -32,17 +32,17 @@ const FILE_SYSTEMS: [u64; 7] = [
 #[derive(Debug, thiserror::Error)]
 pub enum HostFileError {
     /// The path is a folder, device, pipe or socket.
-    #[error("it is not a file")]
+    #[error("the path is not a regular file")]
     NotAFile,
     /// The file is not world-readable, but every process of the container could read the merged
     /// list.
-    #[error("it is not world-readable; run chmod o+r on it, or keep the container unmanaged")]
+    #[error("the file is not world-readable; run chmod o+r on it, or keep the container unmanaged")]
     Private,
     /// The file is on a network, FUSE or kernel file system.
-    #[error("it is on a file system of kind {0:#x}; only files on local disks are merged")]
+    #[error("the file is on a file system of type {0:#x}; only files on local disks are merged")]
     FileSystem(u64),
     /// The file exceeds [`MAX_BYTES`].
-    #[error("it is larger than {MAX_BYTES} bytes")]
+    #[error("the file is larger than {MAX_BYTES} bytes")]
     TooLarge,
     /// The file could not be opened or read.
     #[error(transparent)]

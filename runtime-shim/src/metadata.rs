@@ -29,7 +29,11 @@ pub fn announcement(namespace: &str, request: &CreateTaskRequest, spec: &Value) 
         match docker::names(&request.id, spec) {
             Ok(names) => (container, image) = (names.container, names.image),
             Err(error) => {
-                warn!("container {}: shown by its id: {}", request.id, report(&error));
+                warn!(
+                    "container {}: cannot read its name, so its id is shown: {}",
+                    request.id,
+                    report(&error)
+                );
             }
         }
     }

@@ -111,7 +111,8 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
     if is_rootless() {
         if spec::decide(&spec).manage {
             warn!(
-                "container {id}: runs unmanaged: its engine is rootless; run it as root to manage it"
+                "container {id}: runs unmanaged: its container engine is rootless; run the engine \
+                 as root to manage it"
             );
         }
         return None;
@@ -130,7 +131,7 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
     match paths.container(&announcement.key).keep(&announcement) {
         Ok(_) => Some(announcement.key),
         Err(error) => {
-            warn!("container {id}: runs unmanaged: cannot keep its announcement: {error}");
+            warn!("container {id}: runs unmanaged: cannot store its announcement: {error}");
             None
         }
     }

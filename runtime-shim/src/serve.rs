@@ -44,7 +44,7 @@ pub enum ServeError {
     #[error("cannot use the address of the proxy or the stock shim")]
     Address(#[from] AddressError),
     /// The stock shim does not reply.
-    #[error("cannot join the stock shim at {address}")]
+    #[error("cannot connect to the stock shim at {address}")]
     Stock {
         /// Address of the stock shim.
         address: String,
@@ -52,7 +52,7 @@ pub enum ServeError {
         source: RpcError,
     },
     /// The stock shim ended immediately.
-    #[error("the stock shim ended right after its start")]
+    #[error("the stock shim exited right after its start")]
     Gone,
     /// A system call of the setup failed.
     #[error("cannot set up the daemon")]

@@ -332,7 +332,10 @@ fn note(process: u64, error: &SessionError) {
         return;
     }
     let error: &dyn std::error::Error = error;
-    tracing::warn!(error, "process {process}: connection closed, the process restores itself");
+    tracing::warn!(
+        error,
+        "process {process}: connection closed; the process restores its memory without the copier"
+    );
 }
 
 #[cfg(test)]

@@ -88,14 +88,14 @@ pub enum SessionError {
     #[error("a call of the driver failed")]
     Cuda(#[from] CudaError),
     /// The driver cannot import or copy a piece that the process has exported.
-    #[error("cannot copy out what the process exported")]
+    #[error("cannot copy out the memory that the process exported")]
     HandedOver(#[source] CudaError),
     /// The process is to be filled before all of its memory is registered.
     #[error("the memory of the process is not registered yet")]
     NotHeld,
     /// A time limit has expired: the process does not read its messages, or there is no VRAM for
     /// its memory.
-    #[error("the copies or the messages of the process took too long")]
+    #[error("a copy or a message of the process took too long")]
     Late,
 }
 

@@ -350,7 +350,8 @@ fn handler_state(state: HandlerState) -> &'static str {
             "served by containerd as it was before: restart containerd to apply the change"
         }
         HandlerState::Outdated => {
-            "served by containerd, but its settings are not as they should be now: run affinode install"
+            "served by containerd, but its settings are not as they should be now: run affinode \
+             install"
         }
         HandlerState::NotRead => "containerd does not read this file: run affinode install",
         HandlerState::Missing => {

@@ -336,7 +336,8 @@ impl SimulatedHost {
             GpuRule::Named => format!("GPUs: {gpus}, named in the trace; {peak}"),
             GpuRule::Peak => {
                 format!(
-                    "GPUs: {gpus}, the fewest on which VRAM demand is at most {ratio} times the VRAM of a GPU; {peak}"
+                    "GPUs: {gpus}, the fewest on which VRAM demand is at most {ratio} times the \
+                     VRAM of a GPU; {peak}"
                 )
             }
         }

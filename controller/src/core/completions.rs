@@ -183,8 +183,8 @@ impl Node {
             (_, Outcome::NotCopied) => {
                 process.failed_copy_outs += 1;
                 let detail = format!(
-                    "the copier did not copy out process {pid}, although its host \
-                                      memory was prefaulted"
+                    "the copier did not copy out process {pid}, although its host memory was \
+                     prefaulted"
                 );
                 self.fail_offload(&key, Reason::DriverError, &detail);
             }

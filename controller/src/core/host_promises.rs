@@ -69,8 +69,7 @@ impl Node {
             }
             None => {
                 let detail = format!(
-                    "another process allocated host memory while process {pid} \
-                                      was copied out"
+                    "another process allocated host memory while process {pid} was copied out"
                 );
                 (Reason::HostMemory, detail)
             }

@@ -262,7 +262,7 @@ fn warnings(c: &Container, processes: &[(ProcessId, &Process)]) -> Vec<String> {
         let pid = p.identity.pid;
         format!(
             "the memory of process {pid} could not be copied: the driver's checkpoint moves it \
-                 instead"
+             instead"
         )
     });
     let is_damaged = |p: &Process| p.hazards.intersects(Hazards::DAMAGED_MEMORY);

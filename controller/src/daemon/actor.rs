@@ -213,7 +213,10 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
             () = tokio::time::sleep_until(next_tick) => {
                 actor.tick();
                 if !stays && actor.is_unused() {
-                    tracing::info!("controller: exits, because there was no container for {} s", LINGER.as_secs());
+                    tracing::info!(
+                        "controller: exits, because there was no container for {} s",
+                        LINGER.as_secs()
+                    );
                     break;
                 }
                 next_tick = tokio::time::Instant::now() + actor.pause();

@@ -78,7 +78,8 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     if let Some(extra) = args.into_iter().next() {
         tracing_subscriber::fmt().with_writer(io::stderr).init();
         tracing::error!(
-            "unexpected argument {extra:?}: the controller accepts no arguments; configure it in {}",
+            "unexpected argument {extra:?}: the controller accepts no arguments; configure it in \
+             {}",
             Config::path().display()
         );
         return ExitCode::from(2);

@@ -165,12 +165,8 @@ fn look(socket: &Path, pid: u32) -> std::io::Result<ContainerdProcess> {
 fn dump(pid: u32, argv: &[OsString]) -> Result<toml::Table, String> {
     let words = config_flag(argv).into_iter().chain(["config".into(), "dump".into()]);
     let text = run(pid, argv, &words.collect::<Vec<_>>())?;
-    text.parse().map_err(|error| {
-        format!(
-            "cannot parse the output of `containerd config dump`: \
-                                          {error}"
-        )
-    })
+    text.parse()
+        .map_err(|error| format!("cannot parse the output of `containerd config dump`: {error}"))
 }
 
 /// Runs containerd's executable with the `argv[0]` of the running daemon, because some executables

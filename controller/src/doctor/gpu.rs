@@ -135,7 +135,8 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
         group.warning(
             "persistence mode",
             format!("off on GPU {off}"),
-            "start nvidia-persistenced, or run nvidia-smi -pm 1: otherwise the driver unloads when the last process is offloaded, and must be initialised again",
+            "start nvidia-persistenced, or run nvidia-smi -pm 1: otherwise the driver unloads when \
+             the last process is offloaded, and must be initialised again",
         );
     }
     let cut = indexes(|gpu| gpu.mig);

@@ -64,14 +64,14 @@ fn seals_hold() -> bool {
 pub fn judge(facts: &KernelFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("machine");
     if facts.uid != 0 {
-        let hint = "run as root: only root can access containerd, the controller and /proc of \
-                    containers";
+        let hint =
+            "run as root: only root can access containerd, the controller and /proc of containers";
         group.bad("permissions", format!("user {}", facts.uid), hint);
     } else if facts.whole_machine {
         group.good("permissions", "root");
     } else {
-        let hint = "run it on the host: root of a user namespace cannot see all processes and \
-                    limits";
+        let hint =
+            "run it on the host: root of a user namespace cannot see all processes and limits";
         group.warning("permissions", "root of a user namespace", hint);
     }
     let missing: Vec<&str> = [

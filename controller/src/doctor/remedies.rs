@@ -46,7 +46,8 @@ checks! {
         "Run `nvidia-smi` and `dmesg | grep NVRM`.";
     "GPU", "device":
         "NVML lists this GPU, with its VRAM.",
-        "This check only gives information and cannot fail. A simulated GPU is marked as simulated.",
+        "This check only gives information and cannot fail. A simulated GPU is marked as \
+         simulated.",
         "No action is needed.";
     "GPU", "persistence mode":
         "The driver stays loaded while no process uses the GPU.",

@@ -45,8 +45,7 @@ impl<T> WriteTimeout<T> {
         ready!(self.stall.as_mut().poll(context));
         Poll::Ready(Err(io::Error::new(
             io::ErrorKind::TimedOut,
-            "the client does not read the \
-                                                                 response",
+            "the client does not read the response",
         )))
     }
 }

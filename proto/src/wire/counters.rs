@@ -166,10 +166,18 @@ pub enum CounterError {
 impl core::fmt::Display for CounterError {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
-            CounterError::Size(n) => write!(f, "page has {n} bytes, expected {PAGE_BYTES}"),
-            CounterError::Magic(m) => write!(f, "page begins with {m:#x}, not with the magic word"),
-            CounterError::Version(v) => write!(f, "page has version {v}, expected {WIRE_VERSION}"),
-            CounterError::Value(field, v) => write!(f, "page field {field} holds {v}"),
+            CounterError::Size(n) => {
+                write!(f, "the counters have {n} bytes, expected {PAGE_BYTES}")
+            }
+            CounterError::Magic(m) => {
+                write!(f, "the counters begin with {m:#x}, not with the magic word")
+            }
+            CounterError::Version(v) => {
+                write!(f, "the counters have version {v}, expected {WIRE_VERSION}")
+            }
+            CounterError::Value(field, v) => {
+                write!(f, "field {field} of the counters has the invalid value {v}")
+            }
         }
     }
 }

@@ -20,9 +20,13 @@ pub enum FrameError {
 impl core::fmt::Display for FrameError {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
-            FrameError::Magic(m) => write!(f, "frame begins with {m:#x}, not with the magic word"),
-            FrameError::Kind(k) => write!(f, "frame of unknown kind {k}"),
-            FrameError::Value(field, v) => write!(f, "frame field {field} holds {v}"),
+            FrameError::Magic(m) => {
+                write!(f, "the frame begins with {m:#x}, not with the magic word")
+            }
+            FrameError::Kind(k) => write!(f, "the frame has the unknown kind {k}"),
+            FrameError::Value(field, v) => {
+                write!(f, "field {field} of the frame has the invalid value {v}")
+            }
         }
     }
 }

@@ -205,7 +205,7 @@ fn obstacle_leaves_container_unmanaged() {
     let world = plain();
     std::os::unix::fs::symlink("/dev/null", world.dir.path().join("image/etc/ld.so.preload"))
         .unwrap();
-    world.assert_untouched("a symlink that leads nowhere");
+    world.assert_untouched("a dangling symlink");
 
     let world = plain();
     fs::create_dir(world.dir.path().join("image/etc/ld.so.preload")).unwrap();

@@ -47,7 +47,12 @@ pub async fn keep(launcher: &Launcher) {
         match lock(&launcher.paths) {
             Ok(Some(_lock)) => watch(launcher).await,
             Ok(None) => return,
-            Err(error) => return warn!("controller: nothing keeps it alive: {error}"),
+            Err(error) => {
+                return warn!(
+                    "keeper: cannot take its lock, so the controller may exit while containers \
+                     run: {error}"
+                );
+            }
         }
     }
 }

@@ -24,7 +24,7 @@ pub enum RootfsError {
     )]
     Unsupported(String),
     /// The request has neither mounts nor a `root.path`.
-    #[error("the Create request names no rootfs")]
+    #[error("the Create request contains no rootfs")]
     None,
     /// The overlay uses a feature that the lookup does not support.
     #[error("the overlay uses {0}, which is not supported")]

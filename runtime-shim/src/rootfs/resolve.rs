@@ -65,7 +65,7 @@ pub(super) fn find(root: Folder, path: &Path, max_bytes: u64) -> Result<Resolved
         };
         match look_up(folder, &name, path)? {
             PathEntry::Missing if through_link => {
-                return Ok(ResolvedPath::Other("a symlink that leads nowhere"));
+                return Ok(ResolvedPath::Other("a dangling symlink"));
             }
             PathEntry::Missing => return Ok(ResolvedPath::Missing),
             PathEntry::Folder(folder) => stack.push(folder),
@@ -116,7 +116,7 @@ fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<PathEntry, R
         }
         if kind == FileType::Directory {
             if has_attribute(&entry, "redirect").map_err(io)? {
-                return Err(RootfsError::Overlay("redirected folders"));
+                return Err(RootfsError::Overlay("redirected folders (redirect_dir)"));
             }
             let opaque = attribute(&entry, "opaque").map_err(io)? == Some(b'y');
             parts.push(entry);
@@ -136,14 +136,14 @@ fn look_up(folder: &[OwnedFd], name: &OsStr, path: &Path) -> Result<PathEntry, R
             }
             FileType::RegularFile => {
                 if has_attribute(&entry, "metacopy").map_err(io)? {
-                    return Err(RootfsError::Overlay("files without their data"));
+                    return Err(RootfsError::Overlay("metadata-only files (metacopy)"));
                 }
                 PathEntry::Regular(entry)
             }
             FileType::CharacterDevice | FileType::BlockDevice => PathEntry::Other("a device"),
             FileType::Fifo => PathEntry::Other("a pipe"),
             FileType::Socket => PathEntry::Other("a socket"),
-            _ => PathEntry::Other("something that is not a file"),
+            _ => PathEntry::Other("a file of unknown type"),
         });
     }
     Ok(if parts.is_empty() { PathEntry::Missing } else { PathEntry::Folder(parts) })

@@ -179,7 +179,7 @@ fn note(row: &mut NodeRow, node: KnownNode, received: PollResult) {
             (row.health, row.why) = match figures.as_ref().map(|f| &f.gpu_error) {
                 None => (
                     NodeHealth::Resting,
-                    "its controller starts with its first GPU container".into(),
+                    "no controller runs; it starts with the first GPU container".into(),
                 ),
                 Some(Some(why)) => (NodeHealth::Troubled, why.clone()),
                 Some(None) => (NodeHealth::Serving, String::new()),
@@ -230,18 +230,20 @@ async fn receive(node: &KnownNode, authorization: HeaderValue) -> PollResult {
     }
     let body = body(answer).await?;
     if status != StatusCode::OK {
-        return Err(format!("its agent returned {status}: {}", said(&body)));
+        return Err(format!("the node's agent returned {status}: {}", said(&body)));
     }
-    summary::read(&body).map(Some).map_err(|error| format!("its reply is not a node: {error}"))
+    summary::read(&body)
+        .map(Some)
+        .map_err(|error| format!("cannot parse the agent's reply as a node: {error}"))
 }
 
 async fn body(answer: Response<AgentReply>) -> Result<Vec<u8>, String> {
     match Limited::new(answer.into_body(), BODY_BYTES).collect().await {
         Ok(body) => Ok(body.to_bytes().into()),
         Err(error) if error.is::<LengthLimitError>() => {
-            Err(format!("its reply has more than {BODY_BYTES} bytes"))
+            Err(format!("the agent's reply has more than {BODY_BYTES} bytes"))
         }
-        Err(error) => Err(format!("its reply ended early: {error}")),
+        Err(error) => Err(format!("the agent's reply ended early: {error}")),
     }
 }
 

@@ -199,7 +199,7 @@ fn refused(refusal: &Denied) -> Response<Body> {
 }
 
 fn nothing() -> Reply {
-    reply::error(StatusCode::NOT_FOUND, "there is nothing here")
+    reply::error(StatusCode::NOT_FOUND, "there is no page at this address")
 }
 
 fn only_get() -> Reply {

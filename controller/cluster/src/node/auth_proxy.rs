@@ -86,7 +86,7 @@ impl HttpsSite for AuthProxy {
                 return own(reply::text(StatusCode::OK, "ok\n"));
             }
             "/readyz" => {
-                let why = "the runtime is not served\n";
+                let why = "containerd on this node does not serve the runtime\n";
                 return own(reply::text(StatusCode::SERVICE_UNAVAILABLE, why));
             }
             _ => {}
@@ -115,8 +115,9 @@ impl HttpsSite for AuthProxy {
         match timeout(time, self.forward(request, ended)).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(error)) => {
-                tracing::debug!("no controller: {}", error_chain::chain(&*error));
-                let why = "no controller runs on this node, or it does not use the cluster's configuration; it starts with the first GPU container";
+                tracing::debug!("no reply from the controller: {}", error_chain::chain(&*error));
+                let why = "no controller runs on this node, or it does not use the cluster's \
+                           configuration; a controller starts with the first GPU container";
                 let mut absent = own(reply::error(StatusCode::SERVICE_UNAVAILABLE, why));
                 absent.headers_mut().insert(NO_CONTROLLER, HeaderValue::from_static("none"));
                 absent
@@ -140,11 +141,11 @@ impl AuthProxy {
         let controller = match timeout(SCRAPE, self.controller_metrics(request, ended)).await {
             Ok(Ok(text)) => Some(text),
             Ok(Err(error)) => {
-                tracing::debug!("no controller: {}", error_chain::chain(&*error));
+                tracing::debug!("no reply from the controller: {}", error_chain::chain(&*error));
                 None
             }
             Err(_) => {
-                tracing::debug!("the controller's metrics did not arrive in time");
+                tracing::debug!("the controller did not send its metrics in time");
                 None
             }
         };

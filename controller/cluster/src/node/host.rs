@@ -66,10 +66,10 @@ pub struct HostPaths {
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
     /// The program could not be started.
-    #[error("cannot run affinode, which must be beside this program")]
+    #[error("cannot run affinode, which must be in the folder of this program")]
     Run(#[source] io::Error),
     /// The command exceeded its time limit.
-    #[error("affinode {0} did not end in time")]
+    #[error("affinode {0} did not exit in time")]
     Late(&'static str),
     /// The command failed. Contains its message.
     #[error("{0}")]

@@ -194,7 +194,8 @@ impl NodeAgent<'_> {
         let ours = &self.options.installation;
         if let Some(other) = node.annotations().get(AGENT).filter(|agent| *agent != ours) {
             let text = format!(
-                "{other} looks after this node; if that installation is gone, remove annotation {AGENT} from the node"
+                "installation {other} manages this node; if it no longer exists, remove annotation \
+                 {AGENT} from the node"
             );
             self.metrics.now(InstallState::Foreign);
             if self.said.replace(text.clone()).as_ref() != Some(&text) {
@@ -228,7 +229,8 @@ impl NodeAgent<'_> {
             Ok(false) => {
                 self.metrics.now(InstallState::RestartNeeded);
                 self.serve(false, labelled).await?;
-                self.say(&node, "installed: containerd serves it after its next start").await?;
+                self.say(&node, "installed: containerd serves the runtime after its next start")
+                    .await?;
                 Ok(LOOK_EVERY)
             }
             Err(NodeTrouble::Host(error)) => {
@@ -248,7 +250,11 @@ impl NodeAgent<'_> {
                 self.metrics.now(InstallState::Waiting);
                 self.serve(false, labelled).await?;
                 let most = self.options.rollout_leases.len();
-                self.say(&node, &format!("waits: {most} other nodes are being installed")).await?;
+                self.say(
+                    &node,
+                    &format!("waits: {most} other nodes, the maximum, are being installed"),
+                )
+                .await?;
                 Ok(LOOK_EVERY)
             }
             Err(NodeTrouble::Cluster(error)) => Err(error),
@@ -298,7 +304,7 @@ impl NodeAgent<'_> {
             HandlerState::Served | HandlerState::Outdated | HandlerState::RestartDue => Ok(true),
             HandlerState::RestartNeeded => Ok(false),
             HandlerState::Missing => {
-                let why = "files of the installation differ from what was installed".to_owned();
+                let why = "installed files were changed or removed".to_owned();
                 Err(HostError::Refused(why).into())
             }
         }
@@ -321,7 +327,8 @@ impl NodeAgent<'_> {
                 match reload::reload(&socket).await {
                     Ok(None) => {}
                     Ok(Some(pid)) => tracing::info!(
-                        "controller: process {pid} was ended, the next one has the configuration"
+                        "controller: process {pid} was ended; the next controller reads the new \
+                         configuration"
                     ),
                     // If no controller runs yet, the next one reads the file when it starts.
                     Err(error) => tracing::info!(
@@ -366,7 +373,7 @@ impl NodeAgent<'_> {
                 places.uninstall().await
             }
             _ => {
-                tracing::info!("node: a check was requested that Affinode can be removed");
+                tracing::info!("node: a check was requested whether Affinode can be removed");
                 places.may_go().await
             }
         };

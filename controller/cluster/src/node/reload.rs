@@ -18,10 +18,10 @@ const ANSWER: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub enum ReloadError {
     /// No controller runs, or the controller rejects the configuration.
-    #[error("no controller answers, or it refuses")]
+    #[error("no controller answers, or the controller refuses the configuration")]
     Answer(#[from] ttrpc::Error),
     /// The controller could not be ended.
-    #[error("cannot end process {pid}, the controller")]
+    #[error("cannot end the controller, process {pid}")]
     End {
         /// Pid of the controller.
         pid: u32,
@@ -49,7 +49,7 @@ pub async fn reload(socket: &Path) -> Result<Option<u32>, ReloadError> {
         let identity = process::identity(pid)?;
         // The pid is looked up in this container's pid namespace, which must be the node's.
         if !is_controller(pid) {
-            let why = "it is not a controller: the agent needs the node's pid namespace";
+            let why = "the process is not a controller: run the agent in the node's pid namespace";
             return Err(io::Error::other(why));
         }
         process::end(&identity, false)

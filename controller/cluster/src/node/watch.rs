@@ -84,7 +84,7 @@ impl ControllerWatch {
     pub async fn run(mut self) {
         loop {
             if let Err(error) = self.follow().await {
-                tracing::debug!("no controller: {}", error_chain::chain(&error));
+                tracing::debug!("no reply from the controller: {}", error_chain::chain(&error));
             }
             tokio::time::sleep(REST).await;
         }

@@ -78,7 +78,7 @@ impl ClusterState {
         };
         if tokio::time::timeout(TIME, read).await.is_err() {
             tracing::warn!(
-                "namespace {namespace}: ResourceClaims and templates were not read within {TIME:?}"
+                "namespace {namespace}: cannot read ResourceClaims and templates within {TIME:?}"
             );
         }
         claims

@@ -84,7 +84,7 @@ pub enum LeftAlone {
     #[error("only the creation of a pod is reviewed")]
     NotACreation,
     /// The operator excluded the pod's namespace.
-    #[error("its namespace is excluded")]
+    #[error("the pod's namespace is excluded")]
     Namespace,
     /// The pod opted out by label.
     #[error("the pod has the label {INJECT}={IGNORE}")]
@@ -93,31 +93,34 @@ pub enum LeftAlone {
     #[error("the pod has the annotation {INJECT}=false")]
     Annotation,
     /// The pod is a mirror pod: the kubelet already runs its static pod.
-    #[error("it is the mirror of a static pod, which runs already")]
+    #[error("the pod is the mirror of a static pod, which already runs")]
     Mirror,
     /// The pod is a Windows pod, and there is no shim for Windows.
-    #[error("it is a Windows pod")]
+    #[error("the pod runs Windows")]
     Windows,
     /// The pod already names the runtime class.
-    #[error("it has the runtime class already")]
+    #[error("the pod already has the runtime class")]
     Already,
     /// The pod names another runtime class.
-    #[error("it chose the runtime class {0}")]
+    #[error("the pod names another runtime class, {0}")]
     OtherClass(String),
     /// The pod requests no GPU.
-    #[error("it asks for no GPU")]
+    #[error("the pod requests no GPU")]
     NoGpu,
     /// The claim could not be read, so it may or may not be for a GPU.
-    #[error("{0} cannot be read, so it is unknown whether it claims a GPU")]
+    #[error("cannot read {0}, so it is unknown whether the pod claims a GPU")]
     Claim(ClaimName),
     /// The node of the pod is already chosen. It may be a node without the runtime.
-    #[error("it is bound to a node, which may not have the runtime")]
+    #[error("the pod is already bound to a node, which might not serve the runtime")]
     Bound,
     /// The API server would reject the pod, because the class does not exist.
     #[error("there is no RuntimeClass {0}")]
     NoClass(String),
     /// The API server would reject the pod, because the node selectors conflict.
-    #[error("its node selector {key}={pod} contradicts the runtime class, which has {class}")]
+    #[error(
+        "the pod's node selector {key}={pod} contradicts the runtime class, which requires \
+         {key}={class}"
+    )]
     Selector {
         /// Key of the label.
         key: String,
@@ -128,7 +131,7 @@ pub enum LeftAlone {
     },
     /// The API server would reject the pod, because it has an overhead of its own, which only the
     /// class may set.
-    #[error("it has an overhead of its own")]
+    #[error("the pod sets an overhead, which only the runtime class may set")]
     Overhead,
 }
 

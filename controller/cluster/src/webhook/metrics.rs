@@ -92,14 +92,15 @@ impl DecisionOutcome {
     pub fn of(decision: &AdmissionDecision) -> DecisionOutcome {
         match decision {
             AdmissionDecision::Inject { because, .. } => {
-                DecisionOutcome { word: "injected", text: format!("it requests {because}") }
+                DecisionOutcome { word: "injected", text: format!("the pod requests {because}") }
             }
             AdmissionDecision::Leave(left) => {
                 DecisionOutcome { word: left.word(), text: left.to_string() }
             }
-            AdmissionDecision::Ask(_) => {
-                DecisionOutcome { word: "claim-unknown", text: "its claims are not read".into() }
-            }
+            AdmissionDecision::Ask(_) => DecisionOutcome {
+                word: "claim-unknown",
+                text: "the pod's claims have not been read yet".into(),
+            },
         }
     }
 

@@ -19,7 +19,8 @@ const WARNING_CHARS: usize = 250;
 pub enum ReviewError {
     /// The body is not an AdmissionReview of a pod.
     #[error(
-        "this is no AdmissionReview of a pod; the rules of the MutatingWebhookConfiguration must name the operation CREATE of pods, version v1, alone"
+        "cannot parse the request as an AdmissionReview of a pod; the rules of the \
+         MutatingWebhookConfiguration must contain only the operation CREATE on pods of version v1"
     )]
     Unreadable(#[source] serde_json::Error),
     /// The review contains no request, or has a version before v1.

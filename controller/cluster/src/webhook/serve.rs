@@ -143,13 +143,13 @@ impl HttpsSite for WebhookServer {
                 }
             }
             "/mutate" => {
-                let text = "POST an AdmissionReview of admission.k8s.io/v1\n";
+                let text = "send an AdmissionReview of admission.k8s.io/v1 with POST\n";
                 (StatusCode::METHOD_NOT_ALLOWED, TEXT, text.into())
             }
             "/healthz" if get => (StatusCode::OK, TEXT, "ok\n".into()),
             "/readyz" if get && self.is_ready() => (StatusCode::OK, TEXT, "ok\n".into()),
             "/readyz" if get => {
-                let text = "no certificate yet, or no reply of the API server\n";
+                let text = "there is no certificate yet, or the API server has not replied yet\n";
                 (StatusCode::SERVICE_UNAVAILABLE, TEXT, text.into())
             }
             "/metrics" if get => match self.metrics.text(self.shown.not_after_seconds()) {

@@ -63,7 +63,8 @@ pub struct CertificatePaths {
 pub enum RotationError {
     /// A request for the Secret failed.
     #[error(
-        "cannot {action} Secret {name} of namespace {namespace}; the service account needs get, update and, where there is none, create for it"
+        "cannot {action} Secret {name} of namespace {namespace}; the service account needs the \
+         verbs get and update for it, and create if it does not exist"
     )]
     Secret {
         /// Verb of the failed request.
@@ -78,7 +79,8 @@ pub enum RotationError {
     },
     /// A request for the configuration failed.
     #[error(
-        "cannot {action} MutatingWebhookConfiguration {name}; it must be there, and the service account needs get and update for it"
+        "cannot {action} MutatingWebhookConfiguration {name}; it must exist, and the service \
+         account needs the verbs get and update for it"
     )]
     Configuration {
         /// Verb of the failed request.
@@ -96,7 +98,9 @@ pub enum RotationError {
     #[error(transparent)]
     Show(#[from] TlsError),
     /// In each step, another write came first.
-    #[error("other writers changed the Secret or the configuration at each of {STEPS} tries")]
+    #[error(
+        "other programs changed the Secret or the configuration during each of {STEPS} attempts"
+    )]
     Contended,
 }
 

@@ -301,9 +301,9 @@ async fn invalid_review_gets_an_error_with_advice() {
     service["request"]["object"]["kind"] = "Service".into();
     let answer = json!({ "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview" });
     for (body, expected) in [
-        ("none".to_owned(), "must name the operation CREATE of pods"),
-        (String::new(), "must name the operation CREATE of pods"),
-        (service.to_string(), "must name the operation CREATE of pods"),
+        ("none".to_owned(), "must contain only the operation CREATE on pods"),
+        (String::new(), "must contain only the operation CREATE on pods"),
+        (service.to_string(), "must contain only the operation CREATE on pods"),
         (beta.to_string(), "admissionReviewVersions"),
         (answer.to_string(), "admissionReviewVersions"),
     ] {

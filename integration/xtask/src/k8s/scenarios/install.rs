@@ -54,7 +54,7 @@ fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
         let pod = pod["metadata"]["name"].as_str().context("an agent's pod")?;
         let said = plane.kubectl().args(["-n", NAMESPACE, "logs", pod]).output()?;
         let said = String::from_utf8_lossy(&said.stdout).into_owned();
-        Ok(said.contains("a/b looks after this node").then_some(()))
+        Ok(said.contains("a/b manages this node").then_some(()))
     })?;
     ensure!(fs::read(first.config_file())? == before, "it changed a node of another installation");
     containerd::run(plane.kubectl().args(["annotate", "node", NODE, "affinode.io/agent-"]))?;

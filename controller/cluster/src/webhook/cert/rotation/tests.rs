@@ -229,5 +229,5 @@ async fn error_names_the_missing_right() {
     let error = keeper(&fake).round(day(0)).await.unwrap_err();
     let text = error_chain::chain(&error);
     assert!(text.contains("MutatingWebhookConfiguration affinode-webhook"), "{text}");
-    assert!(text.contains("needs get and update"), "{text}");
+    assert!(text.contains("needs the verbs get and update"), "{text}");
 }
