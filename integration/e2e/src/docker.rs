@@ -106,7 +106,8 @@ impl<'a> Docker<'a> {
     pub fn launch(&self) -> Result<()> {
         let dir = self.world.dir();
         let path = |name: &str| dir.join(name).display().to_string();
-        let folder = self.programs.daemon.parent().context("dockerd has a folder")?.display();
+        let folder =
+            self.programs.daemon.parent().context("the path of dockerd has no folder")?.display();
         let releases = self.world.containerd().release().bin_dir.display().to_string();
         let inherited = std::env::var("PATH").unwrap_or_default();
         let search = format!("{}:{folder}:{releases}:{inherited}", self.hooks().display());

@@ -263,7 +263,9 @@ fn wait_prepared(world: &Testbed, many: usize) -> Result<()> {
         let prepared: u32 = last.gpus.iter().map(|gpu| gpu.copier_prefaulted).sum();
         Ok((prepared as usize >= many).then_some(()))
     })
-    .with_context(|| format!("GPUs {:?}, containers {:?}", last.gpus, last.containers))
+    .with_context(|| {
+        format!("last reading: GPUs {:?}, containers {:?}", last.gpus, last.containers)
+    })
 }
 
 /// VRAM in use on the first GPU without the copier's own VRAM. Waits until the value satisfies
@@ -281,7 +283,7 @@ fn vram_used(world: &Testbed, wanted: impl Fn(u64) -> bool) -> Result<u64> {
         last = last.saturating_sub(copier);
         Ok(wanted(last).then_some(last))
     })
-    .with_context(|| format!("{last} bytes are in use"))
+    .with_context(|| format!("at last {last} bytes were in use"))
 }
 
 /// The median of the samples; 0 without samples.

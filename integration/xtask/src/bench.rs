@@ -93,7 +93,7 @@ pub fn run(options: &Options) -> Result<()> {
         }
     }
     if options.strict && !missed.is_empty() {
-        bail!("missed: {}", missed.join(", "));
+        bail!("these goals were missed: {}", missed.join(", "));
     }
     Ok(())
 }

@@ -69,7 +69,8 @@ fn clear(folder: &Path) -> Result<()> {
 }
 
 fn examine(folder: &Path) -> Result<()> {
-    let programs = DockerPrograms::in_folder(folder).context("dockerd or docker is missing")?;
+    let programs = DockerPrograms::in_folder(folder)
+        .context("the package contains no dockerd or no docker")?;
     for program in [&programs.daemon, &programs.command] {
         let said = sh::read(Command::new(program).arg("--version"))?;
         match major(&said) {

@@ -110,7 +110,7 @@ pub fn run(options: &Options) -> Result<()> {
     drop(calls);
     lines.iter().for_each(|line| output::out(line));
     if options.strict && !missed.is_empty() {
-        bail!("missed: {}", missed.join(", "));
+        bail!("these goals were missed: {}", missed.join(", "));
     }
     Ok(())
 }

@@ -191,7 +191,10 @@ fn driver_ms(world: &Testbed) -> Result<Vec<f64>> {
         }
         samples.push(sum);
     }
-    ensure!(worker.verify()?, "the contents have changed after the driver's own cycles");
+    ensure!(
+        worker.verify()?,
+        "the contents have changed after checkpoints and restores by the driver alone"
+    );
     worker.running.kill(world)?;
     worker.running.delete(world)?;
     Ok(samples)

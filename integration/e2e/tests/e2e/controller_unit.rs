@@ -87,7 +87,10 @@ fn in_place(case: impl FnOnce(&Place<'_>) -> Result<()>) -> Result<()> {
 fn installed_unit_keeps_a_controller() -> Result<()> {
     in_place(|place| {
         let said = place.done("install", &[])?;
-        ensure!(said.contains("systemctl enable --now affinode-controller"), "{said}");
+        ensure!(
+            said.contains("systemctl enable --now affinode-controller"),
+            "expected `systemctl enable --now affinode-controller` in: {said}"
+        );
         ensure!(place.systemd.calls() == ["daemon-reload", "enable --now affinode-controller"]);
         ensure!(place.systemd.is_enabled());
         let first = place.unit_serves()?;
@@ -109,7 +112,10 @@ fn installed_unit_keeps_a_controller() -> Result<()> {
         ensure!(place.systemd.pid().is_some() && place.systemd.calls().is_empty());
         place.world.remove_containers()?;
         let said = place.done("uninstall", &["--drain", "1m"])?;
-        ensure!(said.contains("systemctl disable --now affinode-controller"), "{said}");
+        ensure!(
+            said.contains("systemctl disable --now affinode-controller"),
+            "expected `systemctl disable --now affinode-controller` in: {said}"
+        );
         ensure!(place.systemd.pid().is_none() && !place.systemd.is_enabled());
         ensure!(!place.systemd.units().exists(), "the folder of the unit is left");
         ensure!(!place.world.prefix().exists() && !place.installation.state("").exists());
@@ -122,14 +128,17 @@ fn upgrade(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     let old = place.unit_serves()?;
     let from = build.display().to_string();
     let said = place.done("install", &["--from", &from])?;
-    ensure!(said.contains("systemctl try-restart affinode-controller"), "{said}");
+    ensure!(
+        said.contains("systemctl try-restart affinode-controller"),
+        "expected `systemctl try-restart affinode-controller` in: {said}"
+    );
     ensure!(!said.contains("end the controller"), "systemd replaces it: {said}");
     ensure!(place.systemd.calls() == ["try-restart affinode-controller"]);
     ensure!(place.unit_serves()? != old, "the old controller serves");
     place.world.cli().wait_for_state("worker", "Offloaded")?;
-    ensure!(worker.verify()?, "its memory is not as it was");
+    ensure!(worker.verify()?, "the memory of the program has changed");
     let said = place.done("install", &["--from", &from])?;
-    ensure!(said.contains("nothing to do"), "{said}");
+    ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     Ok(())
 }
 
@@ -146,20 +155,23 @@ fn operator_stops(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Resul
     place.world.cli().wait_for_state("worker", "Offloaded")?;
     let status = place.run("status", &[])?;
     let said = String::from_utf8_lossy(&status.stdout);
-    ensure!(said.contains("stopped, shims start the controller"), "{said}");
+    ensure!(
+        said.contains("stopped, shims start the controller"),
+        "expected `stopped, shims start the controller` in: {said}"
+    );
     ensure!(said.contains(&format!("the controller runs: process {shims}")), "{said}");
     let said = place.done("install", &["--from", &build.display().to_string()])?;
     ensure!(said.contains("nothing to do") && place.systemd.pid().is_none(), "{said}");
 
     place.systemd.call("start affinode-controller")?;
     place.systemd.wait_for_waiting()?;
-    ensure!(worker.verify()?, "its memory is not as it was");
+    ensure!(worker.verify()?, "the memory of the program has changed");
     place.world.cli().move_out("worker")?;
     ensure!(place.world.cli().ps()?.controller_pid == shims, "two controllers");
     kill(Pid::from_raw(shims), Signal::SIGKILL)?;
     place.unit_serves()?;
     place.world.cli().wait_for_state("worker", "Offloaded")?;
-    ensure!(worker.verify()?, "its memory is not as it was");
+    ensure!(worker.verify()?, "the memory of the program has changed");
     let _ = place.systemd.calls();
     Ok(())
 }
@@ -189,7 +201,10 @@ fn unit_of_an_operator_stays() -> Result<()> {
 
         edited(&file)?;
         let status = String::from_utf8(place.run("status", &[])?.stdout)?;
-        ensure!(status.contains("install and uninstall leave it"), "{status}");
+        ensure!(
+            status.contains("install and uninstall leave it"),
+            "expected `install and uninstall leave it` in: {status}"
+        );
         let before = fs::read(&file)?;
         let said = place.done("install", &[])?;
         ensure!(said.contains("nothing to do") && fs::read(&file)? == before, "{said}");

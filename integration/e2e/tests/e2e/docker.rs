@@ -82,10 +82,10 @@ fn docker_container_is_offloaded_and_woken() -> Result<()> {
         // A program of `docker exec` also loads the library, and gets a terminal if one was
         // requested.
         let said = docker.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/maps"])?;
-        ensure!(said.contains("affinode_preload"), "{said}");
+        ensure!(said.contains("affinode_preload"), "expected `affinode_preload` in: {said}");
         let said = docker.run(&["exec", "--tty", "trainer", "tty"])?;
         ensure!(said.starts_with("/dev/pts/"), "{said}");
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
         // Docker's other runtime and its own options still work.
         for runtime in ["runc", AFFINODE] {
@@ -122,12 +122,12 @@ fn docker_container_outlives_its_daemons() -> Result<()> {
         let row = world.cli().wait_for_state(&id, "Offloaded")?;
         ensure!(row.name == "moby/trainer", "{row:?}");
         docker.stop(Signal::SIGKILL)?;
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         world.cli().move_out(&id)?;
         docker.launch()?;
         let running = docker.inspect("trainer", "{{.State.Status}} {{.RestartCount}}")?;
         ensure!(running == "running 0", "{running}");
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
 
         let shim = world
             .shims()?
@@ -142,7 +142,7 @@ fn docker_container_outlives_its_daemons() -> Result<()> {
         })?;
         world.cli().registered(&id)?;
         world.cli().move_out(&id)?;
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         docker.run(&["rm", "--force", "trainer"]).map(|_| ())
     })
 }
@@ -157,7 +157,7 @@ fn docker_update_raises_the_memory_limit() -> Result<()> {
         ensure!(!said.done && said.reason == "cgroup-memory", "{said:?}");
         docker.run(&["update", "--memory=2g", "--memory-swap=2g", "trainer"])?;
         world.cli().move_out(&id)?;
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         Ok(())
     })
 }
@@ -170,7 +170,7 @@ fn docker_image_store_of_containerd_works() -> Result<()> {
         let (id, mut worker) = docker.worker("trainer", WORKER_MIB, &affinode(docker, &[])?)?;
         let row = world.cli().move_out(&id).and_then(|_| world.cli().known(&id))?;
         ensure!(row.name == "moby/trainer", "{row:?}");
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         Ok(())
     })
 }
@@ -214,7 +214,7 @@ fn docker_gpus_flag_works_with_a_prestart_hook() -> Result<()> {
         ensure!(ran.trim() == "prestart", "the hook has not run");
         world.cli().move_out(&id)?;
         wait_gpu_empty(world)?;
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         Ok(())
     })
 }

@@ -105,7 +105,7 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
     let wanted = CONFIG.replace("{\"path\": \"runc\"}", &format!("{{\"path\": \"runc\"}}{added}"));
     ensure!(place.text()? == wanted, "{}", place.text()?);
     let said = place.install()?;
-    ensure!(said.contains("nothing to do"), "{said}");
+    ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     let said = place.installation.done("status", &[])?;
     ensure!(said.contains("served by dockerd") && !said.contains("handler"), "{said}");
 
@@ -113,20 +113,20 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
     flags.push(format!("--runtime={RUNTIME}"));
     let (id, mut worker) = place.docker.worker("trainer", 64, &flags)?;
     world.cli().move_out(&id)?;
-    ensure!(worker.verify()?, "its memory is not as it was");
+    ensure!(worker.verify()?, "the memory of the program has changed");
     // An upgrade changes neither Docker's file nor the shim of the running container.
     let build = tempfile::tempdir()?;
     installed::another_build(world.artifacts(), build.path())?;
     let from = build.path().display().to_string();
     let said = place.installation.done("install", &[&place.flag, "--from", &from])?;
     ensure!(said.contains("end the controller") && !said.contains("reload dockerd"), "{said}");
-    ensure!(worker.verify()?, "its memory is not as it was");
+    ensure!(worker.verify()?, "the memory of the program has changed");
     let said = place.installation.refused("uninstall", &[])?;
     ensure!(said.contains("1 shim runs:") && place.docker.serves(RUNTIME)?, "{said}");
     place.docker.run(&["rm", "--force", "trainer"])?;
 
     let said = place.installation.done("uninstall", &["--drain", "1m"])?;
-    ensure!(said.contains("- runtime affinode"), "{said}");
+    ensure!(said.contains("- runtime affinode"), "expected `- runtime affinode` in: {said}");
     ensure!(place.text()? == CONFIG, "{}", place.text()?);
     ensure!(!place.docker.serves(RUNTIME)? && place.docker.serves("another")?);
     ensure!(!world.prefix().exists() && !place.installation.state("").exists());
@@ -152,7 +152,10 @@ fn failed_docker_install_changes_nothing() -> Result<()> {
         place.refused("already exists and is not Affinode's")?;
         fs::write(&file, CONFIG)?;
         let nowhere = place.installation.refused("install", &["--docker=/nonexistent.sock"])?;
-        ensure!(nowhere.contains("no dockerd answers"), "{nowhere}");
+        ensure!(
+            nowhere.contains("no dockerd answers"),
+            "expected `no dockerd answers` in: {nowhere}"
+        );
         // Without Docker nothing can be installed, because containerd's CRI is disabled.
         let said = place.installation.refused("install", &["--no-docker"])?;
         ensure!(!place.installation.file("bin/affinode").exists(), "{said}");
@@ -219,7 +222,7 @@ fn docker_and_containerd_are_installed_together() -> Result<()> {
         flags.push(format!("--runtime={RUNTIME}"));
         let (id, mut worker) = place.docker.worker("trainer", 64, &flags)?;
         world.cli().move_out(&id)?;
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         place.docker.run(&["rm", "--force", "trainer"])?;
         installation.restarted(|| installation.done("uninstall", &["--drain", "1m"]))?;
         ensure!(fs::read(installation.config())? == handlers);

@@ -51,13 +51,13 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     ensure!(unchanged()? && !shim.exists(), "a dry run changed something");
 
     let (_, restarts) = place.restarted(|| place.done("install", &[]))?;
-    ensure!(restarts == 1, "{restarts} restarts");
+    ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
     ensure!(shim.is_file() && place.file("lib/affinode/libaffinode_preload.so").is_file());
     let installed = fs::read(place.handler_file())?;
     let own = place.handler_file() != place.config();
     ensure!(if own { unchanged()? } else { installed.starts_with(&original) && !unchanged()? });
     let said = place.done("install", &["--restart-mode", "none"])?;
-    ensure!(said.contains("nothing to do"), "{said}");
+    ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     ensure!(fs::read(place.handler_file())? == installed);
 
     let said = place.done("status", &[])?;
@@ -131,12 +131,18 @@ fn overriding_file_gets_the_handler() -> Result<()> {
         fs::remove_file(&covering)?;
         restart()?;
         let said = place.done("status", &[])?;
-        ensure!(said.contains("served by containerd"), "{said}");
+        ensure!(
+            said.contains("served by containerd"),
+            "expected `served by containerd` in: {said}"
+        );
         // An older copy of the toolkit's file, without the handler, gets the handler again.
         fs::write(&covering, &before.1)?;
         restart()?;
         let said = String::from_utf8(place.run("status", &[])?.stdout)?;
-        ensure!(said.contains("not in any configuration file of containerd"), "{said}");
+        ensure!(
+            said.contains("not in any configuration file of containerd"),
+            "expected `not in any configuration file of containerd` in: {said}"
+        );
         place.restarted(|| place.done("install", &[]))?;
         place.done("status", &[])?;
         place.restarted(|| place.done("uninstall", &[]))?;
@@ -282,7 +288,7 @@ fn a_handler_that_is_there_is_used() -> Result<()> {
     ensure!(said.contains("use handler affinode in") && restarts == 0, "{restarts}: {said}");
     ensure!(fs::read(place.config())? == original);
     let said = place.done("status", &[])?;
-    ensure!(said.contains("served by containerd"), "{said}");
+    ensure!(said.contains("served by containerd"), "expected `served by containerd` in: {said}");
     let (_, restarts) = place.restarted(|| place.done("uninstall", &[]))?;
     let left = fs::read_to_string(place.config())?;
     ensure!(restarts == 1 && !left.contains("runtimes.affinode"), "{restarts}: {left}");
@@ -311,7 +317,7 @@ fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     place.done("install", &renamed)?;
     ensure!(has(HANDLER)? && has("newer")?);
     let said = place.done("install", &renamed)?;
-    ensure!(said.contains("nothing to do"), "{said}");
+    ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     let status = || -> Result<String> { Ok(String::from_utf8(place.run("status", &[])?.stdout)?) };
     ensure!(status()?.contains("stays while a shim runs"), "{}", status()?);
     running.kill()?;
@@ -400,9 +406,9 @@ fn upgrade_replaces_the_running_controller() -> Result<()> {
         let now = runs()?;
         Ok(now.filter(|(pid, exe)| *pid != old && *exe == place.shim()))
     })?;
-    ensure!(worker.verify()?, "its memory is not as it was");
+    ensure!(worker.verify()?, "the memory of the program has changed");
     world.cli().move_out("worker")?;
-    ensure!(worker.verify()?, "its memory is not as it was");
+    ensure!(worker.verify()?, "the memory of the program has changed");
     let said = place.done("install", &more)?;
     ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     Ok(())

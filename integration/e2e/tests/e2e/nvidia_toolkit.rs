@@ -150,7 +150,7 @@ impl<'a> Node<'a> {
         let said = self.place.done("status", &[])?;
         ensure!(said.contains("served by containerd") && !said.contains("since"), "{said}");
         let said = self.place.done("install", &[])?;
-        ensure!(said.contains("nothing to do"), "{said}");
+        ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
         Ok(())
     }
 
@@ -163,7 +163,7 @@ impl<'a> Node<'a> {
 
     fn uninstall(&self) -> Result<()> {
         let (_, restarts) = self.place.restarted(|| self.place.done("uninstall", &[]))?;
-        ensure!(restarts == 1, "{restarts} restarts");
+        ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
         ensure!(!Self::handlers(&self.dump()?)?.contains_key(HANDLER), "the handler is left");
         for file in [self.place.config(), self.drop_in()] {
             let text = fs::read_to_string(&file)?;
@@ -250,12 +250,18 @@ fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
         node.toolkit(source, true)?;
         if has_cdi {
             let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
-            ensure!(said.contains("not as they should be now"), "{said}");
+            ensure!(
+                said.contains("not as they should be now"),
+                "expected `not as they should be now` in: {said}"
+            );
         }
         // Until it is restarted, containerd serves the handler in its earlier form.
         node.place.done("install", &["--restart-mode", "none"])?;
         let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
-        ensure!(said.contains("as it was before: restart containerd"), "{said}");
+        ensure!(
+            said.contains("as it was before: restart containerd"),
+            "expected `as it was before: restart containerd` in: {said}"
+        );
         world.restart_containerd()?;
         ensure!(node.look()? == 0);
         ensure!(Path::new(&program(node)?) == node.runtime, "{}", program(node)?);
@@ -286,7 +292,7 @@ fn a_foreign_handler_is_refused() -> Result<()> {
     );
     fs::write(node.drop_in(), &text)?;
     let said = node.place.refused("install", &[])?;
-    ensure!(said.contains("runs another program"), "{said}");
+    ensure!(said.contains("runs another program"), "expected `runs another program` in: {said}");
     ensure!(fs::read_to_string(node.drop_in())? == text);
     ensure!(!node.place.shim().exists(), "a file was left behind");
     Ok(())

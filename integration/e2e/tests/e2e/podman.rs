@@ -83,10 +83,10 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         }
         world.cli().run(&["pin", "podman/trainer"])?;
         let said = podman.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/maps"])?;
-        ensure!(said.contains("affinode_preload"), "{said}");
+        ensure!(said.contains("affinode_preload"), "expected `affinode_preload` in: {said}");
         let said = podman.run(&["exec", "--tty", "trainer", "tty"])?;
         ensure!(said.starts_with("/dev/pts/"), "{said}");
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
 
         podman.run(&["restart", "--time=1", "trainer"])?;
@@ -105,7 +105,7 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         podman.run(&["start", "trainer"])?;
         worker.wait_filled()?;
         world.cli().move_out(&id)?;
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         podman.run(&["rm", "--force", "--time=0", "trainer"])?;
         wait_forgotten(world, &id)
     })
@@ -121,7 +121,7 @@ fn podman_container_outlives_the_controller() -> Result<()> {
         let row = world.cli().wait_for_state(&id, "Offloaded")?;
         ensure!(row.name == "podman/trainer", "{row:?}");
         wait_gpu_empty(world)?;
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
 
         world.cli().move_out(&id)?;
         let keepers = pids(world, "affinode-runtime")?;
@@ -133,7 +133,7 @@ fn podman_container_outlives_the_controller() -> Result<()> {
         world.cli().registered(&other)?;
         let row = world.cli().wait_for_state(&id, "Offloaded")?;
         ensure!(row.name == "podman/trainer", "{row:?}");
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         shoot_controller(world)?;
         // The next controller does not list a container that ended while no controller ran.
         world.cli().registered(&id)?;
@@ -192,10 +192,10 @@ fn podman_container_survives_a_second_create() -> Result<()> {
         let refused = create.arg("create").arg("--bundle").arg(bundle).arg(&id).output()?;
         ensure!(!refused.status.success(), "{refused:?}");
         let said = podman.run(&["exec", "trainer", "/bin/sh", "-c", "ls /.affinode/run"])?;
-        ensure!(said.contains("agent.sock"), "{said}");
+        ensure!(said.contains("agent.sock"), "expected `agent.sock` in: {said}");
         shoot_controller(world)?;
         world.cli().wait_for_state(&id, "Offloaded")?;
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         Ok(())
     })
 }
@@ -211,7 +211,7 @@ fn podman_container_has_users_of_its_own() -> Result<()> {
         ensure!(words == ["0", "200000", "65536"], "{map}");
         world.cli().move_out(&id)?;
         wait_gpu_empty(world)?;
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
         Ok(())
     })
@@ -240,7 +240,7 @@ fn podman_container_keeps_its_own_runtime() -> Result<()> {
         world.cli().move_out(&id)?;
         podman.write_runtime(&programs.crun)?;
         ensure!(podman.run(&["exec", "trainer", "/bin/sh", "-c", "echo here"])? == "here");
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         // Podman starts the container again as its restart policy says, now with crun.
         let first = podman.inspect("trainer", "{{.State.Pid}}")?.parse()?;
         kill(Pid::from_raw(first), Signal::SIGKILL)?;
@@ -249,7 +249,7 @@ fn podman_container_keeps_its_own_runtime() -> Result<()> {
             row.restores == 0 && !row.processes.is_empty()
         })?;
         world.cli().move_out(&id)?;
-        ensure!(worker.verify()?, "its memory is not as it was");
+        ensure!(worker.verify()?, "the memory of the program has changed");
         podman.run(&["rm", "--force", "--time=0", "trainer"])?;
         wait_forgotten(world, &id)
     })

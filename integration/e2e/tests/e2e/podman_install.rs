@@ -76,7 +76,7 @@ fn podman_uses_what_is_installed() -> Result<()> {
     with_installation(|installation, podman| {
         installation.done("install")?;
         let said = installation.done("install")?;
-        ensure!(said.contains("nothing to do"), "{said}");
+        ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
         let text = fs::read_to_string(installation.file())?;
         ensure!(text.contains(&installation.program().display().to_string()), "{text}");
         podman.register(&text)?;
@@ -84,9 +84,15 @@ fn podman_uses_what_is_installed() -> Result<()> {
         let first = ["run", "--detach", "--network=none", "--name=sleeper", &runtime, &cgroup];
         podman.run(&[&first[..], &[image::PLAIN, "sleep", "1000"]].concat())?;
         let said = installation.done("status")?;
-        ensure!(said.contains("1 container or command of Podman runs"), "{said}");
+        ensure!(
+            said.contains("1 container or command of Podman runs"),
+            "expected `1 container or command of Podman runs` in: {said}"
+        );
         let said = installation.refused("uninstall")?;
-        ensure!(said.contains("1 container or command of Podman is running"), "{said}");
+        ensure!(
+            said.contains("1 container or command of Podman is running"),
+            "expected `1 container or command of Podman is running` in: {said}"
+        );
         ensure!(installation.program().exists() && installation.file().exists());
         podman.run(&["rm", "--force", "--time=0", "sleeper"])?;
         // conmon ends a moment after its container.

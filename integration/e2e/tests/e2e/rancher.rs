@@ -119,7 +119,7 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
     );
     ensure!(files(folder)? == before, "a dry run changed something");
     let (_, restarts) = place.restarted(|| place.done("install", &[]))?;
-    ensure!(restarts == 1, "{restarts} restarts");
+    ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
     let said = place.done("install", &[])?;
     ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     let cri = Cri::connect(&world.containerd().socket())?;
@@ -141,7 +141,7 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
     let said = containerd::run(status.env_remove("CONTAINERD_ADDRESS"))?;
     ensure!(said.contains("served by containerd"), "expected `served by containerd` in: {said}");
     let (_, restarts) = place.restarted(|| place.done("uninstall", &[]))?;
-    ensure!(restarts == 1, "{restarts} restarts");
+    ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
     ensure!(files(folder)? == before, "its folder is not as it was: {:?}", fs::read_dir(folder)?);
     Ok(())
 }

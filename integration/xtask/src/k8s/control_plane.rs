@@ -36,7 +36,7 @@ impl<'a> Plane<'a> {
     pub fn start(worlds: &'a [Testbed], programs: Programs) -> Result<Self> {
         let nodes: Vec<Node<'_>> =
             (1u8..).zip(worlds).map(|(at, world)| Node::new(at, world)).collect();
-        let dir = nodes.first().context("a cluster has a node")?.world.dir().join("k8s");
+        let dir = nodes.first().context("the cluster has no node")?.world.dir().join("k8s");
         fs::create_dir_all(&dir)?;
         let plane = Self { nodes, programs, dir };
         plane.network()?;
@@ -93,7 +93,7 @@ impl<'a> Plane<'a> {
     /// The output of `kubectl get … -o json`.
     pub fn get(&self, what: &[&str]) -> Result<Value> {
         let text = containerd::run(self.kubectl().arg("get").args(what).args(["-o", "json"]))?;
-        serde_json::from_str(&text).context("kubectl's JSON")
+        serde_json::from_str(&text).context("cannot parse the JSON that kubectl printed")
     }
 
     /// Creates or changes an object.
@@ -141,7 +141,9 @@ impl<'a> Plane<'a> {
             let said = self.kubectl().args(["get", "--raw", "/readyz"]).output()?;
             Ok(said.status.success().then_some(()))
         })
-        .with_context(|| format!("its log: {}", node.log("apiserver").display()))?;
+        .with_context(|| {
+            format!("the API server is not ready; see its log {}", node.log("apiserver").display())
+        })?;
         let manager = self.programs.built("kube-controller-manager");
         node.spawn("controller-manager", &manager, &words(files::CONTROLLER_MANAGER))?;
         node.spawn("scheduler", &self.programs.built("kube-scheduler"), &words(files::SCHEDULER))

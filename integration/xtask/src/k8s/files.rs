@@ -118,7 +118,8 @@ pub fn cgroups(parent: &str) -> Result<()> {
     for hierarchy in hierarchies {
         match fs::create_dir(hierarchy.join(parent)) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(error).with_context(|| format!("a cgroup in {}", hierarchy.display()));
+                return Err(error)
+                    .with_context(|| format!("cannot create a cgroup in {}", hierarchy.display()));
             }
             _ => {}
         }

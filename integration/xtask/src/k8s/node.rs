@@ -135,7 +135,12 @@ impl<'a> Node<'a> {
                 let open = node["spec"]["taints"].is_null();
                 Ok((open && conditions.iter().any(ready)).then_some(()))
             })
-            .with_context(|| format!("its log: {}", self.log("kubelet").display()))?;
+            .with_context(|| {
+                format!(
+                    "the kubelet does not make the node ready; see its log {}",
+                    self.log("kubelet").display()
+                )
+            })?;
         plane.until("namespaces to be complete", || {
             let account = plane.kubectl().args(["get", "serviceaccount", "default"]).output()?;
             Ok(account.status.success().then_some(()))
@@ -166,7 +171,12 @@ impl<'a> Node<'a> {
                 Ok((node["status"]["allocatable"][RESOURCE] == DEVICES.to_string().as_str())
                     .then_some(()))
             })
-            .with_context(|| format!("its log: {}", self.log(DEVICE_PLUGIN_NAME).display()))
+            .with_context(|| {
+                format!(
+                    "the device plugin offers no GPUs; see its log {}",
+                    self.log(DEVICE_PLUGIN_NAME).display()
+                )
+            })
     }
 
     /// A pod for this node that requests a GPU and runs a CUDA program, driven through pipes in a

@@ -42,7 +42,8 @@ pub fn load_image(plane: &Plane<'_>, artifacts: &Artifacts) -> Result<()> {
 /// in the node's name, which is in an agent's environment.
 fn of_each(plane: &Plane<'_>, below: &str) -> Result<String> {
     let folder = plane.world().dir().display().to_string();
-    let common = folder.strip_suffix(NODE).context("a node's folder has its name")?;
+    let common =
+        folder.strip_suffix(NODE).context("the node's folder does not end with the node's name")?;
     Ok(format!("{common}$(NODE_NAME)/{below}"))
 }
 

@@ -80,7 +80,8 @@ fn fetch(plane: &Plane<'_>, url: &str, token: Option<&str>) -> Result<(u16, Stri
         curl.arg("--header").arg(format!("Authorization: Bearer {}", token.trim()));
     }
     let said = containerd::run(&mut curl)?;
-    let (text, code) = said.rsplit_once('\n').context("curl")?;
+    let (text, code) =
+        said.rsplit_once('\n').context("cannot find the status in the output of curl")?;
     Ok((code.parse()?, text.to_owned()))
 }
 
@@ -93,7 +94,7 @@ fn wait_state(plane: &Plane<'_>, node: &str, is_it: impl Fn(&str) -> bool) -> Re
             state.clone_into(&mut last);
             Ok(is_it(state).then(|| state.to_owned()))
         })
-        .with_context(|| format!("it says: {last}\n{}", agent_log(plane)))
+        .with_context(|| format!("the output of the last attempt: {last}\n{}", agent_log(plane)))
 }
 
 /// Whether the node has the label.

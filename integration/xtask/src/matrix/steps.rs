@@ -129,8 +129,15 @@ impl<'a> Course<'a> {
             self.cli.container(&pod.id)?.context("the controller does not list the container")?;
         let process = row.processes.first().context("the container has no CUDA process")?;
         let maps = fs::read_to_string(format!("/proc/{}/maps", process.pid))?;
-        let line = maps.lines().find(|line| line.contains(LIB_FILE)).context("no library")?;
-        Ok(line.split_whitespace().nth(4).context("an inode")?.parse()?)
+        let line = maps
+            .lines()
+            .find(|line| line.contains(LIB_FILE))
+            .context("the library is not mapped into the process")?;
+        Ok(line
+            .split_whitespace()
+            .nth(4)
+            .context("the mapping of the library has no inode")?
+            .parse()?)
     }
 }
 
@@ -159,7 +166,10 @@ fn dry_run(course: &mut Course<'_>) -> Result<String> {
     };
     let added = "+ [plugins.";
     let lines = said.lines().filter(|line| line.trim_start().starts_with("+ ")).count();
-    ensure!(said.contains(added) && said.contains("restart containerd"), "{said}");
+    ensure!(
+        said.contains(added) && said.contains("restart containerd"),
+        "expected the new handler and a restart in the dry run: {said}"
+    );
     ensure!(restarts == 0, "the dry run restarted containerd");
     course.before.same_as(&course.snapshot()?)?;
     Ok(format!("{lines} lines to add; {} files as before", course.before.count()))
@@ -168,12 +178,12 @@ fn dry_run(course: &mut Course<'_>) -> Result<String> {
 fn install(course: &mut Course<'_>) -> Result<String> {
     let installation = &course.installation;
     let (_, restarts) = installation.restarted(|| installation.done("install", &[]))?;
-    ensure!(restarts == 1, "{restarts} restarts");
+    ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
     for file in FILES {
-        ensure!(installation.file(file).exists(), "no {file}");
+        ensure!(installation.file(file).exists(), "{file} does not exist");
     }
     let said = installation.done("status", &[])?;
-    ensure!(said.contains("served by containerd"), "{said}");
+    ensure!(said.contains("served by containerd"), "expected `served by containerd` in: {said}");
     Ok("one restart; status: served by containerd".into())
 }
 
@@ -195,7 +205,7 @@ fn gpu_pod(course: &mut Course<'_>) -> Result<String> {
         let row = course.cli.container(&id)?;
         Ok(row.filter(|row| row.vram_bytes >= POD_MIB * MIB))
     })?;
-    ensure!(row.pod == "first", "{row:?}");
+    ensure!(row.pod == "first", "expected the pod `first`: {row:?}");
     let library = fs::metadata(course.installation.file("lib/affinode").join(LIB_FILE))?;
     ensure!(course.loaded_library(&course.pods[0])? == library.ino(), "another library");
     Ok(format!("{}: {}, {} MiB of VRAM", row.name, row.state, row.vram_bytes / MIB))
@@ -215,7 +225,10 @@ fn offload(course: &mut Course<'_>) -> Result<String> {
 fn wake(course: &mut Course<'_>) -> Result<String> {
     course.all_verify()?;
     let row = course.cli.container(&course.pods[0].id)?.context("the container is gone")?;
-    ensure!(row.restores == 1 && row.vram_bytes >= POD_MIB * MIB, "{row:?}");
+    ensure!(
+        row.restores == 1 && row.vram_bytes >= POD_MIB * MIB,
+        "expected one restore of {POD_MIB} MiB: {row:?}"
+    );
     Ok(format!("every word of {} MiB unchanged", row.vram_bytes / MIB))
 }
 
@@ -233,14 +246,14 @@ fn upgrade(course: &mut Course<'_>) -> Result<String> {
     let built = digest(&course.upgrade.join(SHIM))?;
     ensure!(digest(&installation.shim())? == built, "the shim was not replaced");
     let said = installation.done("status", &[])?;
-    ensure!(said.contains("served by containerd"), "{said}");
+    ensure!(said.contains("served by containerd"), "expected `served by containerd` in: {said}");
     until("a controller of the new version", || {
         let controller = course.world.controller()?;
         let exe = |process: Process| fs::read_link(format!("/proc/{}/exe", process.pid)).ok();
         Ok((controller.and_then(exe) == Some(installation.shim())).then_some(()))
     })?;
     course.all_verify()?;
-    ensure!(pids(course.shims()?) == shims, "a shim was lost");
+    ensure!(pids(course.shims()?) == shims, "a shim has exited");
     course.cli.move_out(&course.pods[1].id)?;
     course.cli.wait_for_state(&course.pods[1].id, "Offloaded")?;
     course.all_verify()?;
@@ -255,7 +268,7 @@ fn new_pod(course: &mut Course<'_>) -> Result<String> {
     for (at, pod) in course.pods.iter().enumerate() {
         let shims = course.shims()?;
         let shim = shims.iter().find(|shim| shim.command.contains(&pod.pod_id));
-        let exe = fs::read_link(format!("/proc/{}/exe", shim.context("a shim")?.pid))?;
+        let exe = fs::read_link(format!("/proc/{}/exe", shim.context("the pod has no shim")?.pid))?;
         let new = (exe == course.installation.shim(), course.loaded_library(pod)? == library);
         ensure!(new == (at == 2, at == 2), "pod {at}: new shim and library: {new:?}");
     }
@@ -267,7 +280,10 @@ fn new_pod(course: &mut Course<'_>) -> Result<String> {
 fn uninstall_is_refused(course: &mut Course<'_>) -> Result<String> {
     let before = course.snapshot()?;
     let said = course.installation.refused("uninstall", &[])?;
-    ensure!(said.contains("3 shims run of Affinode"), "{said}");
+    ensure!(
+        said.contains("3 shims run of Affinode"),
+        "expected `3 shims run of Affinode` in: {said}"
+    );
     before.same_as(&course.snapshot()?)?;
     course.all_verify()?;
     Ok(said.trim().to_owned())
@@ -286,11 +302,11 @@ fn uninstall_drains(course: &mut Course<'_>) -> Result<String> {
             cri.remove_container(&pod.id)?;
             cri.remove_pod(&pod.pod_id)?;
         }
-        ensure!(waiting.wait()?.success(), "it failed");
+        ensure!(waiting.wait()?.success(), "affinode uninstall failed");
         Ok(waited)
     })?;
     ensure!(waited == pods.len(), "uninstall did not wait for all pods");
-    ensure!(restarts == 1, "{restarts} restarts");
+    ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
     Ok(format!("uninstall waited for {waited} pods; one restart"))
 }
 

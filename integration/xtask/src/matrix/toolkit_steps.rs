@@ -89,7 +89,7 @@ fn versions(release: &Release) -> &'static [u32] {
 fn prepare(world: &Testbed, version: u32) -> Result<()> {
     let file = world.containerd().config_file();
     let text = fs::read_to_string(&file)?;
-    let old = text.lines().next().context("an empty configuration")?.to_owned();
+    let old = text.lines().next().context("the configuration is empty")?.to_owned();
     let changed = text.replacen(&old, &format!("version = {version}"), 1);
     if changed != text {
         fs::write(&file, changed)?;
@@ -109,7 +109,7 @@ impl Scene<'_> {
         let installed = std::mem::take(&mut self.restarts);
         ensure!(installed == 1, "{installed} restarts");
         self.uninstall()?;
-        ensure!(files(world)? == before, "a file that only Affinode changed is not as it was");
+        ensure!(files(world)? == before, "a file that only Affinode changed was not restored");
         self.install(&[])?;
         self.restarts = 0;
         self.start(1)?;
@@ -128,7 +128,7 @@ impl Scene<'_> {
         self.start(STARTS)?;
         self.course.all_verify()?;
         let said = self.course.installation.refused("uninstall", &[])?;
-        ensure!(said.contains("2 shims run"), "{said}");
+        ensure!(said.contains("2 shims run"), "expected `2 shims run` in: {said}");
         self.end_pods()?;
         let restarts = self.restarts;
         // containerd 1.6 has no CDI. Its pods need NVIDIA's program as soon as the node has it.
@@ -160,9 +160,12 @@ impl Scene<'_> {
     fn is_served(&self) -> Result<()> {
         let installation = &self.course.installation;
         let said = installation.done("status", &[])?;
-        ensure!(said.contains("served by containerd"), "{said}");
+        ensure!(
+            said.contains("served by containerd"),
+            "expected `served by containerd` in: {said}"
+        );
         let said = installation.done("install", &["--dry-run", "--from", &self.from()])?;
-        ensure!(said.contains("nothing to do"), "{said}");
+        ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
         Ok(())
     }
 
@@ -240,8 +243,8 @@ impl Scene<'_> {
     fn uninstall(&mut self) -> Result<()> {
         let installation = &self.course.installation;
         let (_, restarts) = installation.restarted(|| installation.done("uninstall", &[]))?;
-        ensure!(restarts == 1, "{restarts} restarts");
-        ensure!(!installation.shim().exists(), "the shim is left");
+        ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
+        ensure!(!installation.shim().exists(), "the shim was not removed");
         self.is_gone()
     }
 
@@ -250,7 +253,7 @@ impl Scene<'_> {
         ensure!(ours.is_empty(), "containerd still reads {ours}");
         let files = files(self.course.world)?;
         let left = files.iter().find(|(_, text)| text.contains(&format!("runtimes.{HANDLER}")));
-        ensure!(left.is_none(), "{left:?}");
+        ensure!(left.is_none(), "a file of containerd still contains the handler: {left:?}");
         Ok(())
     }
 

@@ -57,7 +57,7 @@ impl<'a> Install<'a> {
     }
 
     fn program(&mut self) -> Result<&mut Program> {
-        self.program.as_mut().context("the program is not started")
+        self.program.as_mut().context("the program has not been started")
     }
 }
 
@@ -167,7 +167,7 @@ fn uninstall_is_refused(install: &mut Install<'_>) -> Result<String> {
 }
 
 fn uninstall(install: &mut Install<'_>) -> Result<String> {
-    let name = install.program.take().context("the program is not started")?.name;
+    let name = install.program.take().context("the program has not been started")?.name;
     let node = install.node;
     node.sh(&format!("ctr tasks delete --force {name}; ctr containers delete {name}"))?;
     let before = install.containerd()?;

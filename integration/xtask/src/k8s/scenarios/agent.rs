@@ -15,7 +15,7 @@ const PORT: u16 = 9411;
 pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     step("An agent's token changes only Affinode's labels and annotations");
     let pod = agent_pod(plane, plane.first())?;
-    let pod = pod["metadata"]["name"].as_str().context("an agent's pod")?;
+    let pod = pod["metadata"]["name"].as_str().context("the agent's pod has no name")?;
     let token = containerd::run(plane.kubectl().args([
         "-n",
         NAMESPACE,
@@ -35,7 +35,7 @@ pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
         Ok(String::from_utf8_lossy(&told).trim().to_owned())
     };
     let own = tried(&["label", "node", NODE, "affinode.io/tried=true"])?;
-    ensure!(own.contains("labeled"), "{own}");
+    ensure!(own.contains("labeled"), "the agent cannot label its own node: {own}");
     for (what, why) in [
         (["label", "node", NODE, "example.com/tried=true"], "labels of affinode.io alone"),
         (["annotate", "node", NODE, "example.com/tried=true"], "annotations of affinode.io alone"),
@@ -43,7 +43,7 @@ pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
         (["taint", "node", NODE, "affinode.io/tried=true:NoSchedule"], "no node's spec"),
     ] {
         let said = tried(&what)?;
-        ensure!(said.contains(why), "{what:?}: {said}");
+        ensure!(said.contains(why), "expected {why:?} for {what:?}, got {said}");
     }
     pods_of_its_node_alone(plane, token.trim())?;
     containerd::run(plane.kubectl().args(["label", "node", NODE, "affinode.io/tried-"]))?;
@@ -99,7 +99,7 @@ fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
         ("here", label(GPU_STATE), "forbidden"),
     ] {
         let answer = tried(path, patch.clone())?;
-        ensure!(answer.contains(said), "{path} {patch}: {answer}");
+        ensure!(answer.contains(said), "patch {patch} of {path}: expected {said:?}, got {answer}");
     }
     for name in ["here", "there"] {
         let delete = ["delete", "pod", name, "--grace-period=0", "--force"];
@@ -112,7 +112,7 @@ fn pods_of_its_node_alone(plane: &Plane<'_>, token: &str) -> Result<()> {
 pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     step("Metrics through the agent");
     let pod = agent_pod(plane, plane.first())?;
-    let address = pod["status"]["podIP"].as_str().context("the agent's address")?;
+    let address = pod["status"]["podIP"].as_str().context("the agent's pod has no address")?;
     let url = format!("https://{address}:{PORT}/metrics");
     let kubectl = |words: &[&str]| containerd::run(plane.kubectl().args(words));
     kubectl(&["create", "serviceaccount", "prometheus"])?;
@@ -122,7 +122,7 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     let (stranger, _) = scrape(Some(&token))?;
     ensure!(
         (none, stranger) == (401, 403),
-        "without a token {none}, with an account without the right {stranger}"
+        "expected 401 without a token and 403 without the right, got {none} and {stranger}"
     );
     kubectl(&[
         "create",
@@ -137,9 +137,12 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
         last = scrape(Some(&token))?;
         Ok((last.0 == 200).then(|| last.1.clone()))
     });
-    let text = text.with_context(|| format!("{} {}", last.0, last.1))?;
+    let text = text.with_context(|| format!("the last reply has status {}: {}", last.0, last.1))?;
     for line in ["affinode_controller_up 1", "affinode_agent_install_state{state=\"served\"} 1"] {
-        ensure!(text.lines().any(|known| known == line), "{line} is not in {text}");
+        ensure!(
+            text.lines().any(|known| known == line),
+            "the metrics do not contain {line}: {text}"
+        );
     }
     resting_node_is_up(plane, &token)?;
     kubectl(&["delete", "clusterrolebinding", "prometheus"])?;
@@ -150,7 +153,7 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
             line.starts_with("affinode_container_cuda_calls_total{")
                 && line.contains("pod=\"trainer\"")
         })
-        .with_context(|| format!("no calls of the pod in {text}"))?;
+        .with_context(|| format!("the metrics contain no calls of the pod: {text}"))?;
     output::note("without a token: 401; account without the right: 403; account with it:");
     output::note(line);
     let node = plane.until("the node's annotation of VRAM", || {
@@ -166,10 +169,13 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
 fn resting_node_is_up(plane: &Plane<'_>, token: &str) -> Result<()> {
     let Some(node) = plane.nodes()[1..].last() else { return Ok(()) };
     let pod = agent_pod(plane, node)?;
-    let address = pod["status"]["podIP"].as_str().context("the agent's address")?;
+    let address = pod["status"]["podIP"].as_str().context("the agent's pod has no address")?;
     let (code, text) = fetch(plane, &format!("https://{address}:{PORT}/metrics"), Some(token))?;
     let resting = text.lines().any(|line| line == "affinode_controller_up 0");
-    ensure!(code == 200 && resting, "{code} {text}");
+    ensure!(
+        code == 200 && resting,
+        "expected status 200 and affinode_controller_up 0, got {code}: {text}"
+    );
     output::note(&format!("{}, without a controller: 200, affinode_controller_up 0", node.name));
     Ok(())
 }

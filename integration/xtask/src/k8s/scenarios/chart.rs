@@ -32,7 +32,7 @@ pub fn is_sound(plane: &Plane<'_>) -> Result<()> {
             .args(["--set", wrong])
             .output()?;
         let said = String::from_utf8_lossy(&said.stderr).into_owned();
-        ensure!(said.contains("schema"), "the schema accepts {wrong}: {said}");
+        ensure!(said.contains("schema"), "values.schema.json does not reject {wrong}: {said}");
     }
     release::helm(
         plane,
@@ -48,7 +48,10 @@ pub fn is_sound(plane: &Plane<'_>) -> Result<()> {
     let taken = [is_taken(plane, &[])?, is_taken(plane, &[&every])?];
     let kinds = taken.concat();
     for kind in ["servicemonitor", "prometheusrule", "poddisruptionbudget", "networkpolicy"] {
-        ensure!(kinds.iter().any(|object| object.starts_with(kind)), "no {kind}: {kinds:?}");
+        ensure!(
+            kinds.iter().any(|object| object.starts_with(kind)),
+            "the chart creates no {kind}, only {kinds:?}"
+        );
     }
     containerd::run(plane.kubectl().args(["delete", "crd", "--all"]))?;
     let [usual, all] = taken.map(|objects| objects.len());

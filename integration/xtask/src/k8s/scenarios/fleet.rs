@@ -36,7 +36,9 @@ impl<'a> Looker<'a> {
         containerd::run(plane.kubectl().args(ready).arg("--timeout=180s"))?;
         let fleet = ["pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=fleet"];
         let pods = plane.get(&fleet)?;
-        let address = pods["items"][0]["status"]["podIP"].as_str().context("the page's address")?;
+        let address = pods["items"][0]["status"]["podIP"]
+            .as_str()
+            .context("the pod of the page has no address")?;
         let base = format!("https://{address}:8443");
         containerd::run(plane.kubectl().args(["create", "serviceaccount", "looker"]))?;
         let token = containerd::run(plane.kubectl().args(["create", "token", "looker"]))?;
@@ -70,7 +72,7 @@ impl<'a> Looker<'a> {
             last = text;
             Ok(row)
         });
-        row.with_context(|| format!("{last}\n{}", log(self.plane)))
+        row.with_context(|| format!("the last row was {last}\n{}", log(self.plane)))
     }
 
     /// Deletes the account and its rights.
@@ -87,7 +89,10 @@ pub fn shows_nodes(plane: &Plane<'_>) -> Result<()> {
     step("The page of all nodes");
     let looker = Looker::stranger(plane)?;
     let (page, text) = fetch(plane, &looker.url("/"), None)?;
-    ensure!(page == 200 && text.contains("all nodes"), "{page} {text}");
+    ensure!(
+        page == 200 && text.contains("all nodes"),
+        "expected the page of all nodes, got status {page}: {text}"
+    );
     let nodes = plane.nodes().iter().map(|node| format!("/nodes/{}/api/v1/node", node.name));
     for path in nodes.chain(["/api/v1/fleet".into()]) {
         let (none, _) = fetch(plane, &looker.url(&path), None)?;
@@ -102,8 +107,11 @@ pub fn shows_nodes(plane: &Plane<'_>) -> Result<()> {
     for node in plane.nodes() {
         let row = looker.row(&node.name, |row| row["health"] == "Serving")?;
         let known = |what: &str| row["figures"][what].as_u64().unwrap_or_default();
-        ensure!(known("gpus") == 1 && row["figures"]["simulated"] == true, "{row}");
-        ensure!(known("resident") + known("offloaded") == 1, "{row}");
+        ensure!(
+            known("gpus") == 1 && row["figures"]["simulated"] == true,
+            "expected one simulated GPU: {row}"
+        );
+        ensure!(known("resident") + known("offloaded") == 1, "expected one container: {row}");
         output::note(&row.to_string());
         leads_to(&looker, node)?;
     }
@@ -119,11 +127,16 @@ fn leads_to(looker: &Looker<'_>, node: &Node<'_>) -> Result<()> {
         Ok((code == 200).then_some(text))
     })?;
     let pods = looker.plane.get(&["pods", "-l", "affinode.io/gpu-state"])?;
-    for pod in pods["items"].as_array().context("a list")? {
-        let name = pod["metadata"]["name"].as_str().context("a name")?;
+    for pod in pods["items"].as_array().context("kubectl printed no list of pods")? {
+        let name = pod["metadata"]["name"].as_str().context("a pod has no name")?;
         let here = pod["spec"]["nodeName"] == *node.name;
         let shown = own.contains(&format!("\"pod\":\"{name}\""));
-        ensure!(here == shown, "{name} is on {}: {own}", pod["spec"]["nodeName"]);
+        ensure!(
+            here == shown,
+            "pod {name} of node {} is missing from its node's reply, or is in that of another \
+             node: {own}",
+            pod["spec"]["nodeName"]
+        );
     }
     let bearer = format!("Authorization: Bearer {}", looker.token.trim());
     let curl = |words: &[&str]| {
@@ -135,16 +148,22 @@ fn leads_to(looker: &Looker<'_>, node: &Node<'_>) -> Result<()> {
     // The stream has no end: curl's time limit ends it.
     let said = curl(&["--no-buffer", "--max-time", "5", &events]).output()?;
     let said = String::from_utf8_lossy(&said.stdout).into_owned();
-    ensure!(said.contains("event: node") && said.contains("\"pod\":\"trainer"), "{said}");
+    ensure!(
+        said.contains("event: node") && said.contains("\"pod\":\"trainer"),
+        "expected an event with the pod, got {said}"
+    );
     let offload = looker.url(&path("api/v1/auto-offload/off"));
     let post = ["--request", "POST", "--write-out", "\n%{http_code}", &offload];
     let said = containerd::run(&mut curl(&post))?;
     ensure!(
         said.ends_with("403") && said.contains("may not post"),
-        "an account with read rights moved a container: {said}"
+        "expected 403 for an account that may only read, got {said}"
     );
     let (page, text) = fetch(looker.plane, &looker.url(&path("")), None)?;
-    ensure!(page == 200 && text.contains("app.js"), "{page} {text}");
+    ensure!(
+        page == 200 && text.contains("app.js"),
+        "expected the node's dashboard, got status {page}: {text}"
+    );
     Ok(())
 }
 

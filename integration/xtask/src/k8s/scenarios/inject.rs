@@ -13,7 +13,10 @@ use crate::{k8s::control_plane::Plane, output};
 pub fn by_policy(plane: &Plane<'_>) -> Result<()> {
     step("GPU pods get the class by an admission policy");
     let policies = plane.get(&["mutatingadmissionpolicies"])?;
-    ensure!(policies["items"][0]["metadata"]["name"] == RELEASE, "{policies}");
+    ensure!(
+        policies["items"][0]["metadata"]["name"] == RELEASE,
+        "the cluster has no MutatingAdmissionPolicy {RELEASE}: {policies}"
+    );
     pods_get_the_class(plane, "asks-policy")
 }
 
@@ -34,7 +37,10 @@ pub fn by_webhook(plane: &Plane<'_>) -> Result<()> {
     pods_get_the_class(plane, "asks-webhook")?;
     let logs = ["-n", NAMESPACE, "logs", "deployment/affinode-webhook", "--all-pods=true"];
     let said = containerd::run(plane.kubectl().args(logs))?;
-    let line = said.lines().find(|line| line.contains("asks-webhook")).context("its log")?;
+    let line = said
+        .lines()
+        .find(|line| line.contains("asks-webhook"))
+        .context("the webhook logged nothing about the pod asks-webhook")?;
     output::note(&format!("the webhook says: {line}"));
     plane.until("the node's controller to have the new policy", || {
         let said = plane.world().cli().run(&["policy"])?;
@@ -59,14 +65,17 @@ fn pods_get_the_class(plane: &Plane<'_>, name: &str) -> Result<()> {
         let spec = class(&asks)?;
         Ok((spec["runtimeClassName"] == "affinode").then_some(spec))
     })?;
-    ensure!(spec["overhead"]["memory"] == "16Mi", "no overhead: {spec}");
+    ensure!(
+        spec["overhead"]["memory"] == "16Mi",
+        "expected the overhead of the runtime class: {spec}"
+    );
     let mut declines = asks.clone();
     declines["metadata"]["labels"] = json!({"affinode.io/inject": "ignore"});
     let mut without = asks.clone();
     without["spec"]["containers"][0]["resources"] = json!({});
     for (pod, what) in [(declines, "a pod that opts out"), (without, "a pod without a GPU")] {
         let spec = class(&pod)?;
-        ensure!(spec["runtimeClassName"].is_null(), "{what} got the class: {spec}");
+        ensure!(spec["runtimeClassName"].is_null(), "{what} has got the runtime class: {spec}");
     }
     output::note(
         "a GPU pod gets class and overhead; a pod that opts out and one without a GPU are unchanged",

@@ -51,12 +51,15 @@ fn another_has_the_first(plane: &Plane<'_>) -> Result<()> {
     release::helm(plane, &["install", RELEASE, "-n", NAMESPACE])?;
     plane.until("the agent to leave the node to another", || {
         let pod = agent_pod(plane, first)?;
-        let pod = pod["metadata"]["name"].as_str().context("an agent's pod")?;
+        let pod = pod["metadata"]["name"].as_str().context("the agent's pod has no name")?;
         let said = plane.kubectl().args(["-n", NAMESPACE, "logs", pod]).output()?;
         let said = String::from_utf8_lossy(&said.stdout).into_owned();
         Ok(said.contains("a/b manages this node").then_some(()))
     })?;
-    ensure!(fs::read(first.config_file())? == before, "it changed a node of another installation");
+    ensure!(
+        fs::read(first.config_file())? == before,
+        "the agent changed a node of another installation"
+    );
     containerd::run(plane.kubectl().args(["annotate", "node", NODE, "affinode.io/agent-"]))?;
     output::note("a node of another installation is left alone, until that one is gone");
     Ok(())
@@ -77,7 +80,10 @@ fn serves(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
 }
 
 fn waits_for_the_label(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
-    ensure!(!is_labelled(plane, &node.name)?, "the label came before the runtime");
+    ensure!(
+        !is_labelled(plane, &node.name)?,
+        "the node has the label, but containerd does not serve the runtime yet"
+    );
     let mut early = node.gpu_pod("early", SMALL_MIB)?;
     early["spec"]["runtimeClassName"] = "affinode".into();
     plane.apply(&early)?;
@@ -98,13 +104,16 @@ fn says_why_not(plane: &Plane<'_>, node: &Node<'_>) -> Result<()> {
     ensure!(state.contains(BROKEN), "the state does not contain the reason: {state}");
     ensure!(
         fs::read(node.config_file())? == before,
-        "it changed a configuration that it could not parse"
+        "the agent changed a configuration that it could not parse"
     );
     waits_for_the_label(plane, node)?;
     output::note(&format!("{name} says: {state}"));
     let looker = Looker::new(plane)?;
     let row = looker.row(name, |row| row["health"] == "NotServed")?;
-    ensure!(row["why"].as_str().is_some_and(|why| why.contains("not installed")), "{row}");
+    ensure!(
+        row["why"].as_str().is_some_and(|why| why.contains("not installed")),
+        "expected the reason `not installed`: {row}"
+    );
     looker.row(NODE, |row| row["health"] == "Resting")?;
     output::note(&format!("{name} is unchanged, without label; the page of all nodes: NotServed"));
     looker.done()

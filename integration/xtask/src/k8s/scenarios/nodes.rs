@@ -46,8 +46,8 @@ pub fn upgrade<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
         let mut ctr = node.world.containerd().ctr(node.world.keeper(), "k8s.io");
         let image =
             containerd::run(ctr.args(["images", "ls", "--quiet", "name~=affinode/affinode:"]))?;
-        let image = image.lines().next().context("the image is not listed")?;
-        let (repository, _) = image.rsplit_once(':').context("an image has a tag")?;
+        let image = image.lines().next().context("containerd does not list the image")?;
+        let (repository, _) = image.rsplit_once(':').context("the name of the image has no tag")?;
         let mut ctr = node.world.containerd().ctr(node.world.keeper(), "k8s.io");
         containerd::run(ctr.args(["images", "tag", image, &format!("{repository}:{NEXT}")]))?;
     }
@@ -64,7 +64,11 @@ pub fn upgrade<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
             .with_context(|| agent_log(plane))?;
         wait_state(plane, &node.name, |state| state == "served")?;
         plane.until("its controller", || Ok((controller(node)? != before).then_some(())))?;
-        ensure!(is_labelled(plane, &node.name)?, "{} lost its label", node.name);
+        ensure!(
+            is_labelled(plane, &node.name)?,
+            "node {} lost the label of the runtime",
+            node.name
+        );
         output::note(&format!("{}: the new files, and a controller of them", node.name));
     }
     pods.iter_mut().try_for_each(Pod::comes_back)?;
@@ -106,7 +110,8 @@ fn controller(node: &Node<'_>) -> Result<i32> {
 /// A node whose agent does not reply continues to serve the runtime.
 pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     step("The agent of a node stops, and is killed");
-    let (node, pod) = plane.nodes().last().zip(pods.last_mut()).context("a node and its pod")?;
+    let (node, pod) =
+        plane.nodes().last().zip(pods.last_mut()).context("the cluster has no node with a pod")?;
     let agent: Process = (node.world.processes("affinode-cluster node")?.into_iter().next())
         .context("no agent runs on the node")?;
     let looker = Looker::new(plane)?;
@@ -114,7 +119,10 @@ pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<(
     kill(agent.pid, Signal::SIGSTOP)?;
     let row = looker.row(&node.name, |row| row["health"] == "Unreachable")?;
     let known = row["figures"]["gpus"] == 1 && row["seen_unix_ms"].is_i64();
-    ensure!(known && row["why"].as_str().is_some_and(|why| !why.is_empty()), "{row}");
+    ensure!(
+        known && row["why"].as_str().is_some_and(|why| !why.is_empty()),
+        "expected a row with pods and a reason: {row}"
+    );
     output::note(&format!("the page: {} is Unreachable: {}", node.name, row["why"]));
     if node.name != NODE {
         looker.row(NODE, |row| row["health"] == "Serving")?;
@@ -123,13 +131,16 @@ pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<(
     plane.until("its pod to be not ready", || Ok((!is_ready(plane, node)?).then_some(())))?;
     pod.is_offloaded()?;
     pod.comes_back()?;
-    ensure!(is_labelled(plane, &node.name)?, "the label is gone: no pod could be scheduled");
+    ensure!(
+        is_labelled(plane, &node.name)?,
+        "the node lost the label of the runtime, so no pod can be scheduled there"
+    );
     output::note("its agent's pod is not ready; containerd serves the runtime, so the label stays");
     output::note("a pod there was called meanwhile: contents as before");
     match kill(agent.pid, Signal::SIGKILL) {
         // The kubelet ended the agent first, after two minutes without a reply.
         Ok(()) | Err(Errno::ESRCH) => {}
-        Err(error) => return Err(error).context("the agent"),
+        Err(error) => return Err(error).context("cannot stop the agent"),
     }
     looker.row(&node.name, |row| row["health"] == "Serving")?;
     plane.until("its pod to be ready", || Ok(is_ready(plane, node)?.then_some(())))?;

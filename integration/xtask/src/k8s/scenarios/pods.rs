@@ -93,10 +93,20 @@ impl Ended<'_> {
     /// Checks that Affinode's label and condition are removed from the pod, and nothing else.
     pub fn says_nothing(self) -> Result<()> {
         let pod = self.0.get(&["pod", ENDED])?;
-        ensure!(pod["metadata"]["labels"][GPU_STATE].is_null(), "{}", pod["metadata"]["labels"]);
+        ensure!(
+            pod["metadata"]["labels"][GPU_STATE].is_null(),
+            "the ended pod still has the label {GPU_STATE}: {}",
+            pod["metadata"]["labels"]
+        );
         let conditions = pod["status"]["conditions"].to_string();
-        ensure!(!conditions.contains(RESIDENT), "{conditions}");
-        ensure!(conditions.contains("PodScheduled"), "{conditions}");
+        ensure!(
+            !conditions.contains(RESIDENT),
+            "the ended pod still has the condition {RESIDENT}: {conditions}"
+        );
+        ensure!(
+            conditions.contains("PodScheduled"),
+            "the pod lost the condition PodScheduled: {conditions}"
+        );
         output::note("a pod that has ended has no label and no condition of it either");
         containerd::run(self.0.kubectl().args(["delete", "pod", ENDED])).map(|_| ())
     }
@@ -120,17 +130,34 @@ impl<'a> Pod<'a> {
                 Ok((pod["status"]["phase"] == "Running").then_some(pod))
             })
             .with_context(|| describe(plane, name))?;
-        ensure!(pod["spec"]["runtimeClassName"] == "affinode", "{}", pod["spec"]);
-        ensure!(pod["spec"]["overhead"]["memory"] == "16Mi", "{}", pod["spec"]["overhead"]);
-        ensure!(pod["spec"]["nodeSelector"][LABEL] == "true", "{}", pod["spec"]["nodeSelector"]);
-        ensure!(pod["spec"]["nodeName"] == *node.name, "{}", pod["spec"]["nodeName"]);
+        ensure!(
+            pod["spec"]["runtimeClassName"] == "affinode",
+            "expected the runtime class affinode: {}",
+            pod["spec"]
+        );
+        ensure!(
+            pod["spec"]["overhead"]["memory"] == "16Mi",
+            "expected an overhead of 16Mi, got {}",
+            pod["spec"]["overhead"]
+        );
+        ensure!(
+            pod["spec"]["nodeSelector"][LABEL] == "true",
+            "expected a node selector with {LABEL}, got {}",
+            pod["spec"]["nodeSelector"]
+        );
+        ensure!(
+            pod["spec"]["nodeName"] == *node.name,
+            "expected the pod on node {}, it is on {}",
+            node.name,
+            pod["spec"]["nodeName"]
+        );
         Ok(Self { plane, node, name: name.into(), lines })
     }
 
     fn receive(&mut self, command: &str) -> Result<()> {
         let line = self.lines.receive()?;
         let wanted = format!("\"command\":\"{command}\",\"result\":0");
-        ensure!(line.contains(&wanted), "{line}");
+        ensure!(line.contains(&wanted), "expected {wanted:?}, got {line}");
         Ok(())
     }
 

@@ -79,11 +79,11 @@ fn systemctl(node: &Node<'_>) -> Result<()> {
 fn restart_each_once(plane: &Plane<'_>, over: impl Fn() -> Result<bool>) -> Result<()> {
     let mut restarted = vec![false; plane.nodes().len()];
     while restarted.contains(&false) {
-        ensure!(!over()?, "systemctl was not asked on every node\n{}", agent_log(plane));
+        ensure!(!over()?, "systemctl was not called on every node\n{}", agent_log(plane));
         for (node, restarted) in plane.nodes().iter().zip(&mut restarted) {
             let [asked, done] = signs(node);
             if asked.exists() {
-                ensure!(!*restarted, "{} was restarted twice", node.name);
+                ensure!(!*restarted, "containerd of node {} was restarted twice", node.name);
                 *restarted = true;
                 node.restart_containerd()?;
                 fs::remove_file(&asked)?;

@@ -66,19 +66,25 @@ pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     let words = ["uninstall", RELEASE, "-n", NAMESPACE, "--timeout=120s"];
     let output = plane.helm().args(words).output()?;
     if output.status.success() {
-        bail!("it was uninstalled below a running pod");
+        bail!("helm uninstall removed Affinode while a pod of the class was running");
     }
     let logs = ["-n", NAMESPACE, "logs", "job/affinode-uninstall", "--tail=3"];
     let said = containerd::run(plane.kubectl().args(logs))?;
     let because = format!("not ready: {NODE}: cannot be removed");
-    ensure!(said.contains("end the containers first") && said.contains(&because), "{said}");
-    ensure!(said.matches("cannot be removed").count() == 1, "{said}");
+    ensure!(
+        said.contains("end the containers first") && said.contains(&because),
+        "expected {because:?} and the advice to end the containers, got {said}"
+    );
+    ensure!(
+        said.matches("cannot be removed").count() == 1,
+        "expected one node that cannot be removed, got {said}"
+    );
     output::note(said.trim().lines().last().unwrap_or_default());
     for (node, installed) in plane.nodes().iter().zip(installed) {
         wait_state(plane, &node.name, |state| state == "served")?;
         plane.until("the label", || Ok(is_labelled(plane, &node.name)?.then_some(())))?;
         let now = written(node)?;
-        ensure!(now == installed, "{} was touched: {now:?}, was {installed:?}", node.name);
+        ensure!(now == installed, "node {} changed from {installed:?} to {now:?}", node.name);
     }
     output::note("every node is unchanged and still served");
     Ok(())
@@ -89,7 +95,8 @@ fn written(node: &Node<'_>) -> Result<Vec<(PathBuf, u64, i64)>> {
     let files = FILES.iter().map(|file| node.world.dir().join(file)).chain([node.config_file()]);
     files
         .map(|file| {
-            let found = fs::metadata(&file).with_context(|| file.display().to_string())?;
+            let found = fs::metadata(&file)
+                .with_context(|| format!("cannot examine {}", file.display()))?;
             Ok((file, found.ino(), found.mtime_nsec()))
         })
         .collect()
@@ -105,11 +112,15 @@ pub fn one(plane: &Plane<'_>) -> Result<()> {
     };
     label("=true")?;
     wait_state(plane, &node.name, |state| state.starts_with("excluded"))?;
-    ensure!(!is_labelled(plane, &node.name)?, "pods would still come to {}", node.name);
+    ensure!(
+        !is_labelled(plane, &node.name)?,
+        "node {} still has the label of the runtime, so pods can be scheduled there",
+        node.name
+    );
     for gone in FILES {
-        ensure!(!node.world.dir().join(gone).exists(), "{gone} is left");
+        ensure!(!node.world.dir().join(gone).exists(), "{gone} was not removed");
     }
-    ensure!(is_labelled(plane, NODE)?, "{NODE} lost its label");
+    ensure!(is_labelled(plane, NODE)?, "node {NODE} lost the label of the runtime");
     label("-")?;
     let is_back = |state: &str| state == "served" || state.starts_with("installed");
     wait_state(plane, &node.name, is_back)?;
@@ -127,7 +138,8 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
 /// Checks that nothing is left on any node, or in any object of the cluster.
 pub fn left_nothing(plane: &Plane<'_>, before: &Before) -> Result<()> {
     for (node, before) in plane.nodes().iter().zip(&before.0) {
-        left_nothing_on(plane, node, before).with_context(|| node.name.clone())?;
+        left_nothing_on(plane, node, before)
+            .with_context(|| format!("the uninstallation left something on node {}", node.name))?;
     }
     plane.until("the agents' pods to go", || {
         let ours = ["-A", "-l", "app.kubernetes.io/instance=affinode", "-o", "name"];
@@ -144,13 +156,19 @@ pub fn left_nothing(plane: &Plane<'_>, before: &Before) -> Result<()> {
 fn left_nothing_on(plane: &Plane<'_>, node: &Node<'_>, before: &NodeBefore) -> Result<()> {
     let object = plane.get(&["node", &node.name])?;
     let labels = keys(&object["metadata"]["labels"]);
-    ensure!(labels == before.labels, "labels are left: {labels:?}");
+    ensure!(
+        labels == before.labels,
+        "the labels of the node differ from those before the installation: {labels:?}"
+    );
     let annotations = keys(&object["metadata"]["annotations"]);
     let left: Vec<_> = annotations.iter().filter(|key| !before.annotations.contains(key)).collect();
-    ensure!(left.is_empty(), "annotations are left: {left:?}");
-    ensure!(fs::read(node.config_file())? == before.config, "containerd's configuration differs");
+    ensure!(left.is_empty(), "annotations of the node were not removed: {left:?}");
+    ensure!(
+        fs::read(node.config_file())? == before.config,
+        "containerd's configuration differs from that before the installation"
+    );
     for gone in FILES {
-        ensure!(!node.world.dir().join(gone).exists(), "{gone} is left");
+        ensure!(!node.world.dir().join(gone).exists(), "{gone} was not removed");
     }
     plane.until("the controller to end", || Ok(node.world.controller()?.is_none().then_some(())))
 }
