@@ -258,9 +258,9 @@ impl Running {
     pub fn pid(&self, world: &Testbed) -> Result<i32> {
         let tasks = containerd::run(world.ctr().args(["tasks", "ls"]))?;
         let row = tasks.lines().find(|row| row.split_whitespace().next() == Some(&self.id));
-        let pid = row
-            .and_then(|row| row.split_whitespace().nth(1))
-            .with_context(|| format!("{} has no task:\n{tasks}", self.id))?;
+        let pid = row.and_then(|row| row.split_whitespace().nth(1)).with_context(|| {
+            format!("containerd lists no task of container {}:\n{tasks}", self.id)
+        })?;
         Ok(pid.parse()?)
     }
 

@@ -260,7 +260,10 @@ fn killed_at_every_step(world: &Testbed) -> Result<String> {
         let missing = crate::installed::FILES.iter().find(|f| !scene.installation.file(f).exists());
         ensure!(missing.is_none(), "{missing:?} is missing");
         let config = fs::read_to_string(scene.installation.handler_file())?;
-        ensure!(config.matches("# >>> affinode").count() == 1, "{config}");
+        ensure!(
+            config.matches("# >>> affinode").count() == 1,
+            "expected one block of Affinode in: {config}"
+        );
         Ok(())
     };
     let mut steps = Vec::new();
@@ -276,7 +279,9 @@ fn killed_at_every_step(world: &Testbed) -> Result<String> {
             let Some(step) = killed::before_step(&command, at)? else { break };
             // Even steps are repaired by an install, odd ones by an uninstall.
             let healed = if at % 2 == 0 { installed().and_then(|()| gone()) } else { gone() };
-            healed.with_context(|| format!("{verb} was killed before its step {at}, {step}"))?;
+            healed.with_context(|| {
+                format!("no recovery after {verb} was killed before step {at}, {step}")
+            })?;
         }
         gone()?;
         steps.push(format!("{} of {verb}", at - 1));

@@ -31,7 +31,9 @@ pub fn used_bytes(folder: &Path) -> Result<u64> {
     let file = if v1.exists() { v1 } else { folder.join("memory.current") };
     let text = std::fs::read_to_string(&file)
         .with_context(|| format!("cannot read {}", file.display()))?;
-    text.trim().parse().with_context(|| format!("{} has no number: {text}", file.display()))
+    text.trim()
+        .parse()
+        .with_context(|| format!("expected a number in {}, got {text}", file.display()))
 }
 
 /// Sets a memory limit; `None` removes it.

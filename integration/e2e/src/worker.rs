@@ -300,7 +300,7 @@ impl Worker {
     /// When no line arrives in time.
     pub fn receive_first_line(&mut self, patience: Duration) -> Result<String> {
         let line = self.lines.receive_before(Instant::now() + patience)?;
-        line.with_context(|| format!("{} sent no first line in time", self.running.id))
+        line.with_context(|| format!("container {} sent no first line in time", self.running.id))
     }
 
     /// Sends a command without waiting for its reply.

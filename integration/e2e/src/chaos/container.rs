@@ -248,7 +248,9 @@ impl ChaosContainer {
             line.and_then(|line| line.split_whitespace().last()?.parse::<i32>().ok())
         };
         let found = self.pids(world).into_iter().find(|pid| of(*pid) == Some(inside));
-        found.map(Pid::from_raw).with_context(|| format!("{} has no {inside}", self.running.id))
+        found
+            .map(Pid::from_raw)
+            .with_context(|| format!("container {} has no process {inside}", self.running.id))
     }
 
     /// Whether all processes run, except those that a fault was meant to end.

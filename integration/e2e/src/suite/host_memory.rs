@@ -121,7 +121,8 @@ fn bursts(python: &Python, engine: &str, number: usize, gib: u64) -> Result<Burs
         bail!("{id}: the program cannot run here: {why}");
     }
     let mut ask = |command: &str| {
-        ask_within(&mut worker, command, MAX_WAIT).with_context(|| format!("{id}: {command}"))
+        ask_within(&mut worker, command, MAX_WAIT)
+            .with_context(|| format!("container {id}: the command {command} failed"))
     };
     ask(&format!("hold {gib}"))?;
     let before = ask("check")?.digest()?;

@@ -78,7 +78,7 @@ fn call_trace_names_functions_of_one_container() -> Result<()> {
     }
     let functions = || processes.iter().flat_map(|p| &p.functions);
     let sync = functions().find(|f| f.name.starts_with("cuStreamSynchronize"));
-    let sync = sync.with_context(|| format!("{processes:?}"))?;
+    let sync = sync.with_context(|| format!("no recorded call matches: {processes:?}"))?;
     assert!(sync.calls > 0 && sync.total_ns > 0, "{sync:?}");
     let filtered = watch(&world, &["busy", "--once", "2", "--filter", "Memcpy"])?;
     let filtered = seen(filtered, &mut busy)?;

@@ -95,10 +95,13 @@ fn installed_unit_keeps_a_controller() -> Result<()> {
         ensure!(place.systemd.is_enabled());
         let first = place.unit_serves()?;
         let node = place.world.cli().ps()?;
-        ensure!(node.containers.is_empty(), "{node:?}");
+        ensure!(node.containers.is_empty(), "expected a node without containers: {node:?}");
         place.world.cli().gpu()?;
         let said = place.done("install", &[])?;
-        ensure!(said.contains("nothing to do") && place.systemd.calls().is_empty(), "{said}");
+        ensure!(
+            said.contains("nothing to do") && place.systemd.calls().is_empty(),
+            "expected `nothing to do` and no change: {said}"
+        );
 
         let mut worker = Worker::start(place.world, "worker", 64)?;
         place.world.cli().move_out("worker")?;
@@ -159,9 +162,15 @@ fn operator_stops(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Resul
         said.contains("stopped, shims start the controller"),
         "expected `stopped, shims start the controller` in: {said}"
     );
-    ensure!(said.contains(&format!("the controller runs: process {shims}")), "{said}");
+    ensure!(
+        said.contains(&format!("the controller runs: process {shims}")),
+        "expected the controller of process {shims} in: {said}"
+    );
     let said = place.done("install", &["--from", &build.display().to_string()])?;
-    ensure!(said.contains("nothing to do") && place.systemd.pid().is_none(), "{said}");
+    ensure!(
+        said.contains("nothing to do") && place.systemd.pid().is_none(),
+        "expected `nothing to do` and no change: {said}"
+    );
 
     place.systemd.call("start affinode-controller")?;
     place.systemd.wait_for_waiting()?;
@@ -207,9 +216,15 @@ fn unit_of_an_operator_stays() -> Result<()> {
         );
         let before = fs::read(&file)?;
         let said = place.done("install", &[])?;
-        ensure!(said.contains("nothing to do") && fs::read(&file)? == before, "{said}");
+        ensure!(
+            said.contains("nothing to do") && fs::read(&file)? == before,
+            "expected `nothing to do` and no change: {said}"
+        );
         let said = place.done("uninstall", &[])?;
-        ensure!(said.contains("it was changed") && fs::read(&file)? == before, "{said}");
+        ensure!(
+            said.contains("it was changed") && fs::read(&file)? == before,
+            "expected `it was changed`, and the file kept: {said}"
+        );
         ensure!(place.systemd.pid().is_none() && !place.systemd.is_enabled());
         Ok(())
     })

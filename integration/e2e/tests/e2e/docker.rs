@@ -74,8 +74,14 @@ fn docker_container_is_offloaded_and_woken() -> Result<()> {
         let flags = affinode(docker, &[project, "--annotation=affinode.io/priority=7"])?;
         let (id, mut worker) = docker.worker("trainer", WORKER_MIB, &flags)?;
         let row = world.cli().move_out(&id).and_then(|_| world.cli().known(&id))?;
-        ensure!(row.name == "moby/shop/trainer" && row.image == image::PLAIN, "{row:?}");
-        ensure!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
+        ensure!(
+            row.name == "moby/shop/trainer" && row.image == image::PLAIN,
+            "unexpected name or image: {row:?}"
+        );
+        ensure!(
+            row.offloaded_bytes >= WORKER_MIB * MIB,
+            "expected {WORKER_MIB} MiB offloaded: {row:?}"
+        );
         wait_gpu_empty(world)?;
         // Commands accept the name that users see.
         world.cli().run(&["pin", "moby/shop/trainer"])?;
@@ -84,7 +90,7 @@ fn docker_container_is_offloaded_and_woken() -> Result<()> {
         let said = docker.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/maps"])?;
         ensure!(said.contains("affinode_preload"), "expected `affinode_preload` in: {said}");
         let said = docker.run(&["exec", "--tty", "trainer", "tty"])?;
-        ensure!(said.starts_with("/dev/pts/"), "{said}");
+        ensure!(said.starts_with("/dev/pts/"), "expected a terminal, got {said}");
         ensure!(worker.verify()?, "the memory of the program has changed");
         world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
         // Docker's other runtime and its own options still work.
@@ -101,7 +107,7 @@ fn docker_container_is_offloaded_and_woken() -> Result<()> {
         ensure!(world.cli().registered(&id)?.restores == 0, "it is another process now");
         docker.run(&["kill", "trainer"])?;
         let state = docker.inspect("trainer", "{{.State.Status}} {{.State.ExitCode}}")?;
-        ensure!(state == "exited 137", "{state}");
+        ensure!(state == "exited 137", "expected `exited 137`, got `{state}`");
         docker.run(&["rm", "trainer"])?;
         until("the container to be forgotten", || {
             Ok(world.cli().container(&id)?.is_none().then_some(()))
@@ -120,20 +126,20 @@ fn docker_container_outlives_its_daemons() -> Result<()> {
         world.cli().move_out(&id)?;
         shoot_controller(world)?;
         let row = world.cli().wait_for_state(&id, "Offloaded")?;
-        ensure!(row.name == "moby/trainer", "{row:?}");
+        ensure!(row.name == "moby/trainer", "expected the name moby/trainer: {row:?}");
         docker.stop(Signal::SIGKILL)?;
         ensure!(worker.verify()?, "the memory of the program has changed");
         world.cli().move_out(&id)?;
         docker.launch()?;
         let running = docker.inspect("trainer", "{{.State.Status}} {{.RestartCount}}")?;
-        ensure!(running == "running 0", "{running}");
+        ensure!(running == "running 0", "expected `running 0`, got `{running}`");
         ensure!(worker.verify()?, "the memory of the program has changed");
 
         let shim = world
             .shims()?
             .into_iter()
             .find(|shim| shim.command.contains("affinode-v1") && shim.command.contains(&id));
-        kill(shim.context("a shim")?.pid, Signal::SIGKILL)?;
+        kill(shim.context("the container has no shim")?.pid, Signal::SIGKILL)?;
         // Docker notices the container's end and starts it again, as its restart policy says.
         worker.wait_filled()?;
         until("Docker to know of the restart", || {
@@ -154,7 +160,10 @@ fn docker_update_raises_the_memory_limit() -> Result<()> {
         let flags = affinode(docker, &["--memory=96m", "--memory-swap=96m"])?;
         let (id, mut worker) = docker.worker("trainer", 256, &flags)?;
         let said = world.cli().offload(&id)?;
-        ensure!(!said.done && said.reason == "cgroup-memory", "{said:?}");
+        ensure!(
+            !said.done && said.reason == "cgroup-memory",
+            "expected a refusal for cgroup-memory, got {said:?}"
+        );
         docker.run(&["update", "--memory=2g", "--memory-swap=2g", "trainer"])?;
         world.cli().move_out(&id)?;
         ensure!(worker.verify()?, "the memory of the program has changed");
@@ -169,7 +178,7 @@ fn docker_image_store_of_containerd_works() -> Result<()> {
         ensure!(docker.run(&["info", "--format={{.Driver}}"])? == "overlayfs");
         let (id, mut worker) = docker.worker("trainer", WORKER_MIB, &affinode(docker, &[])?)?;
         let row = world.cli().move_out(&id).and_then(|_| world.cli().known(&id))?;
-        ensure!(row.name == "moby/trainer", "{row:?}");
+        ensure!(row.name == "moby/trainer", "expected the name moby/trainer: {row:?}");
         ensure!(worker.verify()?, "the memory of the program has changed");
         Ok(())
     })
@@ -211,7 +220,7 @@ fn docker_gpus_flag_works_with_a_prestart_hook() -> Result<()> {
         );
         let (id, mut worker) = docker.worker("trainer", WORKER_MIB, &flags)?;
         let ran = fs::read_to_string(world.dir().join("hook-ran"))?;
-        ensure!(ran.trim() == "prestart", "the hook has not run");
+        ensure!(ran.trim() == "prestart", "the hook was not called");
         world.cli().move_out(&id)?;
         wait_gpu_empty(world)?;
         ensure!(worker.verify()?, "the memory of the program has changed");

@@ -96,7 +96,10 @@ fn docker_beside_containerd_2_serves_it_too() -> Result<()> {
 
 fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
     let said = place.installation.done("install", &[&place.flag, "--dry-run"])?;
-    ensure!(said.contains("+ runtime affinode") && said.contains("reload dockerd"), "{said}");
+    ensure!(
+        said.contains("+ runtime affinode") && said.contains("reload dockerd"),
+        "expected `+ runtime affinode` and `reload dockerd` in: {said}"
+    );
     ensure!(place.text()? == CONFIG && !place.docker.serves(RUNTIME)?, "a dry run did more");
 
     place.install()?;
@@ -107,7 +110,10 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
     let said = place.install()?;
     ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     let said = place.installation.done("status", &[])?;
-    ensure!(said.contains("served by dockerd") && !said.contains("handler"), "{said}");
+    ensure!(
+        said.contains("served by dockerd") && !said.contains("handler"),
+        "expected `served by dockerd` and not `handler` in: {said}"
+    );
 
     let mut flags = place.docker.gpu_flags()?;
     flags.push(format!("--runtime={RUNTIME}"));
@@ -119,10 +125,16 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
     installed::another_build(world.artifacts(), build.path())?;
     let from = build.path().display().to_string();
     let said = place.installation.done("install", &[&place.flag, "--from", &from])?;
-    ensure!(said.contains("end the controller") && !said.contains("reload dockerd"), "{said}");
+    ensure!(
+        said.contains("end the controller") && !said.contains("reload dockerd"),
+        "expected `end the controller` and not `reload dockerd` in: {said}"
+    );
     ensure!(worker.verify()?, "the memory of the program has changed");
     let said = place.installation.refused("uninstall", &[])?;
-    ensure!(said.contains("1 shim runs:") && place.docker.serves(RUNTIME)?, "{said}");
+    ensure!(
+        said.contains("1 shim runs:") && place.docker.serves(RUNTIME)?,
+        "dockerd does not serve the runtime, or the output is wrong: {said}"
+    );
     place.docker.run(&["rm", "--force", "trainer"])?;
 
     let said = place.installation.done("uninstall", &["--drain", "1m"])?;
@@ -158,7 +170,10 @@ fn failed_docker_install_changes_nothing() -> Result<()> {
         );
         // Without Docker nothing can be installed, because containerd's CRI is disabled.
         let said = place.installation.refused("install", &["--no-docker"])?;
-        ensure!(!place.installation.file("bin/affinode").exists(), "{said}");
+        ensure!(
+            !place.installation.file("bin/affinode").exists(),
+            "bin/affinode was installed nevertheless: {said}"
+        );
         place.install()?;
         ensure!(place.docker.serves(RUNTIME)?);
         Ok(())
@@ -176,15 +191,24 @@ fn docker_config_changes_of_others_are_kept() -> Result<()> {
         fs::write(&file, CONFIG)?;
         let status = place.installation.run("status", &[])?;
         let said = String::from_utf8_lossy(&status.stdout).into_owned();
-        ensure!(status.status.code() == Some(1) && said.contains("changed since"), "{said}");
+        ensure!(
+            status.status.code() == Some(1) && said.contains("changed since"),
+            "expected exit status 1 and `changed since`: {said}"
+        );
         let said = place.install()?;
-        ensure!(said.contains("+ runtime affinode") && place.docker.serves(RUNTIME)?, "{said}");
+        ensure!(
+            said.contains("+ runtime affinode") && place.docker.serves(RUNTIME)?,
+            "dockerd does not serve the runtime, or the output is wrong: {said}"
+        );
 
         let with_default =
             place.text()?.replace("\"mtu\"", "\"default-runtime\": \"affinode\", \"mtu\"");
         fs::write(&file, &with_default)?;
         let said = place.installation.refused("uninstall", &[])?;
-        ensure!(said.contains("default runtime") && place.text()? == with_default, "{said}");
+        ensure!(
+            said.contains("default runtime") && place.text()? == with_default,
+            "expected a refusal that leaves the file unchanged: {said}"
+        );
 
         fs::write(
             &file,
@@ -216,7 +240,10 @@ fn docker_and_containerd_are_installed_together() -> Result<()> {
         installation.restarted(|| place.install())?;
         ensure!(place.docker.serves(RUNTIME)?);
         let said = installation.done("status", &[])?;
-        ensure!(said.contains("by containerd") && said.contains("served by dockerd"), "{said}");
+        ensure!(
+            said.contains("by containerd") && said.contains("served by dockerd"),
+            "expected `by containerd` and `served by dockerd` in: {said}"
+        );
         // dockerd is connected to the containerd that was restarted.
         let mut flags = place.docker.gpu_flags()?;
         flags.push(format!("--runtime={RUNTIME}"));

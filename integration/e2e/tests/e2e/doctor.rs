@@ -43,7 +43,8 @@ fn run(world: &Testbed, arguments: &[&str]) -> Result<Output> {
 fn findings(world: &Testbed) -> Result<(Findings, Option<i32>)> {
     let output = run(world, &["-o", "json"])?;
     let text = String::from_utf8_lossy(&output.stdout);
-    let findings = serde_json::from_str(&text).with_context(|| format!("it said {text}"))?;
+    let findings = serde_json::from_str(&text)
+        .with_context(|| format!("cannot parse the output of affinode doctor: {text}"))?;
     Ok((findings, output.status.code()))
 }
 

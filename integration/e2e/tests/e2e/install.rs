@@ -114,7 +114,10 @@ fn overriding_file_gets_the_handler() -> Result<()> {
         };
         restart()?;
         let (said, _) = place.restarted(|| place.done("install", &[]))?;
-        ensure!(said.contains("99-nvidia.toml") && said.contains("containerd.toml"), "{said}");
+        ensure!(
+            said.contains("99-nvidia.toml") && said.contains("containerd.toml"),
+            "expected `99-nvidia.toml` and `containerd.toml` in: {said}"
+        );
         let said = place.done("status", &[])?;
         ensure!(
             said.contains("served by containerd"),
@@ -250,7 +253,7 @@ fn failed_install_keeps_configuration() -> Result<()> {
             && said.contains("not in any configuration file of containerd"),
         "{said}"
     );
-    ensure!(said.matches("changed since").count() == 1, "{said}");
+    ensure!(said.matches("changed since").count() == 1, "expected one changed file in: {said}");
     place.done("install", &["--restart-mode", "none"])?;
     place.done("uninstall", &["--restart-mode", "none"])?;
 
@@ -269,12 +272,21 @@ fn failed_install_keeps_configuration() -> Result<()> {
     let changed = format!("{before}{}", block.replace("affinode.io/*", "*"));
     fs::write(place.config(), &changed)?;
     let said = place.done("install", &["--restart-mode", "none"])?;
-    ensure!(said.contains("- handler test-idle") && said.contains("restart containerd"), "{said}");
+    ensure!(
+        said.contains("- handler test-idle") && said.contains("restart containerd"),
+        "expected `- handler test-idle` and `restart containerd` in: {said}"
+    );
     fs::write(place.config(), changed + "# of the operator\n")?;
     place.done("uninstall", &["--restart-mode", "none"])?;
     let left = fs::read_to_string(place.config())?;
-    ensure!(left.starts_with(std::str::from_utf8(&original)?), "{left}");
-    ensure!(left.contains("# of the operator") && !left.contains("test-idle"), "{left}");
+    ensure!(
+        left.starts_with(std::str::from_utf8(&original)?),
+        "the original configuration was not restored: {left}"
+    );
+    ensure!(
+        left.contains("# of the operator") && !left.contains("test-idle"),
+        "expected `# of the operator` and not `test-idle` in: {left}"
+    );
     Ok(())
 }
 

@@ -136,7 +136,7 @@ pub fn nothing_is_left(world: &Testbed) -> Result<()> {
         }
         Ok(left.is_empty().then_some(()))
     })
-    .with_context(|| format!("{left:?}"))
+    .with_context(|| format!("these are left: {left:?}"))
 }
 
 /// Requires only that no shim process and no bundle is left.
@@ -152,7 +152,7 @@ fn no_shim_or_bundle_is_left(world: &Testbed) -> Result<()> {
         }
         Ok(left.is_empty().then_some(()))
     })
-    .with_context(|| format!("{left:?}"))
+    .with_context(|| format!("these are left: {left:?}"))
 }
 
 /// Runs a command on a terminal, and returns its output.
@@ -176,6 +176,9 @@ fn on_a_terminal(mut command: Command) -> Result<String> {
     }
     let status = child.wait()?;
     let said = String::from_utf8_lossy(&said).into_owned();
-    status.success().then_some(()).with_context(|| format!("{status}: {said}"))?;
+    status
+        .success()
+        .then_some(())
+        .with_context(|| format!("the command failed with {status}: {said}"))?;
     Ok(said)
 }

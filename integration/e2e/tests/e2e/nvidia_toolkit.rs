@@ -87,7 +87,7 @@ impl<'a> Node<'a> {
         let of =
             |plugin: &&str| config.get("plugins")?.get(*plugin)?.get("containerd")?.get("runtimes");
         let found = PLUGINS.iter().find_map(of).and_then(Value::as_table);
-        found.context("no handlers")
+        found.context("the configuration has no handlers")
     }
 
     /// Simulates a start of the toolkit, which restarts containerd.
@@ -96,11 +96,17 @@ impl<'a> Node<'a> {
         let mut root: Table = fs::read_to_string(&file)?.parse()?;
         let all = if source == Source::File { root.clone() } else { self.dump()? };
         let plugin = if all["version"].as_integer() > Some(2) { PLUGINS[1] } else { PLUGINS[0] };
-        let mut cri = all["plugins"][plugin].as_table().context("no CRI")?.clone();
+        let mut cri = all["plugins"][plugin]
+            .as_table()
+            .context("the configuration has no CRI plugin")?
+            .clone();
         cri.insert("enable_cdi".into(), true.into());
         let empty = || Value::Table(Table::new());
-        let section =
-            cri.entry("containerd").or_insert_with(empty).as_table_mut().context("a table")?;
+        let section = cri
+            .entry("containerd")
+            .or_insert_with(empty)
+            .as_table_mut()
+            .context("the configuration has another value where a table is expected")?;
         match default {
             true => drop(section.insert("default_runtime_name".into(), "nvidia".into())),
             false
@@ -112,15 +118,24 @@ impl<'a> Node<'a> {
             }
             false => {}
         }
-        let handlers =
-            section.entry("runtimes").or_insert_with(empty).as_table_mut().context("a table")?;
+        let handlers = section
+            .entry("runtimes")
+            .or_insert_with(empty)
+            .as_table_mut()
+            .context("the configuration has another value where a table is expected")?;
         let runc =
             Value::Table(Table::from_iter([("runtime_type".into(), containerd::STOCK.into())]));
         let mut nvidia = handlers.get("runc").unwrap_or(&runc).clone();
-        let options =
-            nvidia.as_table_mut().context("a table")?.entry("options").or_insert_with(empty);
+        let options = nvidia
+            .as_table_mut()
+            .context("the configuration has another value where a table is expected")?
+            .entry("options")
+            .or_insert_with(empty);
         let name = self.runtime.display().to_string();
-        options.as_table_mut().context("a table")?.insert("BinaryName".into(), name.into());
+        options
+            .as_table_mut()
+            .context("the configuration has another value where a table is expected")?
+            .insert("BinaryName".into(), name.into());
         handlers.insert("nvidia".into(), nvidia);
         let mut own = Table::new();
         own.insert("version".into(), all["version"].clone());
@@ -148,7 +163,10 @@ impl<'a> Node<'a> {
 
     fn is_served(&self) -> Result<()> {
         let said = self.place.done("status", &[])?;
-        ensure!(said.contains("served by containerd") && !said.contains("since"), "{said}");
+        ensure!(
+            said.contains("served by containerd") && !said.contains("since"),
+            "expected `served by containerd` and not `since` in: {said}"
+        );
         let said = self.place.done("install", &[])?;
         ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
         Ok(())
@@ -164,7 +182,10 @@ impl<'a> Node<'a> {
     fn uninstall(&self) -> Result<()> {
         let (_, restarts) = self.place.restarted(|| self.place.done("uninstall", &[]))?;
         ensure!(restarts == 1, "expected 1 restart of containerd, got {restarts}");
-        ensure!(!Self::handlers(&self.dump()?)?.contains_key(HANDLER), "the handler is left");
+        ensure!(
+            !Self::handlers(&self.dump()?)?.contains_key(HANDLER),
+            "the handler was not removed"
+        );
         for file in [self.place.config(), self.drop_in()] {
             let text = fs::read_to_string(&file)?;
             ensure!(!text.contains(&format!("runtimes.{HANDLER}")), "{}: {text}", file.display());
@@ -294,6 +315,6 @@ fn a_foreign_handler_is_refused() -> Result<()> {
     let said = node.place.refused("install", &[])?;
     ensure!(said.contains("runs another program"), "expected `runs another program` in: {said}");
     ensure!(fs::read_to_string(node.drop_in())? == text);
-    ensure!(!node.place.shim().exists(), "a file was left behind");
+    ensure!(!node.place.shim().exists(), "a file was not removed");
     Ok(())
 }

@@ -88,7 +88,9 @@ fn figures_while_offloaded_are_current() -> Result<()> {
         last = worker.call("ask")?.free_bytes.context("the reply has no field `free_bytes`")?;
         Ok((last + 128 * MIB <= offloaded).then_some(()))
     })
-    .with_context(|| format!("{offloaded} and then {last} bytes were free"))?;
+    .with_context(|| {
+        format!("{offloaded} bytes were free while offloaded, and {last} bytes later")
+    })?;
     assert_eq!(world.cli().known("full")?.state, "Offloaded");
     assert!(worker.verify()? && neighbour.verify()?);
     Ok(())

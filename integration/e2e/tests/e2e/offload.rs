@@ -60,7 +60,10 @@ pub fn wait_gpu_empty(world: &Testbed) -> Result<()> {
 fn goes_when_idle_and_comes_back_when_called(world: &Testbed) -> Result<()> {
     let mut worker = Worker::start(world, "worker", WORKER_MIB)?;
     let row = world.cli().wait_for_state("worker", "Offloaded")?;
-    assert!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
+    assert!(
+        row.offloaded_bytes >= WORKER_MIB * MIB,
+        "expected {WORKER_MIB} MiB offloaded: {row:?}"
+    );
     assert_eq!(row.offloads, 1);
     // No VRAM is in use, not even for the context.
     wait_gpu_empty(world)?;

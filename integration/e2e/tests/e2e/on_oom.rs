@@ -49,7 +49,7 @@ fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
         last = reasons(world, of)?;
         Ok((last == wanted).then_some(()))
     })
-    .with_context(|| format!("wanted {wanted:?}, told were {last:?}"))
+    .with_context(|| format!("expected the events {wanted:?}, got {last:?}"))
 }
 
 #[test]

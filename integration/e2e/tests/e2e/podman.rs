@@ -71,8 +71,11 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         let priority = "--annotation=affinode.io/priority=7";
         let (id, mut worker) = podman.worker("trainer", WORKER_MIB, &[priority])?;
         let row = world.cli().move_out(&id).and_then(|_| world.cli().known(&id))?;
-        ensure!(row.name == "podman/trainer", "{row:?}");
-        ensure!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
+        ensure!(row.name == "podman/trainer", "expected the name podman/trainer: {row:?}");
+        ensure!(
+            row.offloaded_bytes >= WORKER_MIB * MIB,
+            "expected {WORKER_MIB} MiB offloaded: {row:?}"
+        );
         wait_gpu_empty(world)?;
         // conmon adopts orphans of its descendants, and newer versions wait for them before they
         // end.
@@ -85,7 +88,7 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         let said = podman.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/maps"])?;
         ensure!(said.contains("affinode_preload"), "expected `affinode_preload` in: {said}");
         let said = podman.run(&["exec", "--tty", "trainer", "tty"])?;
-        ensure!(said.starts_with("/dev/pts/"), "{said}");
+        ensure!(said.starts_with("/dev/pts/"), "expected a terminal, got {said}");
         ensure!(worker.verify()?, "the memory of the program has changed");
         world.cli().wait_for(&id, "to have returned once", |row| row.restores == 1)?;
 
@@ -96,11 +99,11 @@ fn podman_container_is_offloaded_and_woken() -> Result<()> {
         podman.run(&["kill", "trainer"])?;
         podman.run(&["wait", "trainer"])?;
         let state = podman.inspect("trainer", "{{.State.Status}} {{.State.ExitCode}}")?;
-        ensure!(state == "exited 137", "{state}");
+        ensure!(state == "exited 137", "expected `exited 137`, got `{state}`");
         // The container is removed from the controller although `podman rm` has not been run.
         wait_forgotten(world, &id)?;
         wait_gpu_empty(world)?;
-        ensure!(folders(world)? == 0, "the container's folder is left");
+        ensure!(folders(world)? == 0, "the container's folder was not removed");
         until("conmon to end", || Ok(pids(world, "conmon")?.is_empty().then_some(())))?;
         podman.run(&["start", "trainer"])?;
         worker.wait_filled()?;
@@ -119,7 +122,7 @@ fn podman_container_outlives_the_controller() -> Result<()> {
         world.cli().move_out(&id)?;
         shoot_controller(world)?;
         let row = world.cli().wait_for_state(&id, "Offloaded")?;
-        ensure!(row.name == "podman/trainer", "{row:?}");
+        ensure!(row.name == "podman/trainer", "expected the name podman/trainer: {row:?}");
         wait_gpu_empty(world)?;
         ensure!(worker.verify()?, "the memory of the program has changed");
 
@@ -127,12 +130,12 @@ fn podman_container_outlives_the_controller() -> Result<()> {
         let keepers = pids(world, "affinode-runtime")?;
         ensure!(keepers.len() == 1, "one keeper, not {keepers:?}");
         kill(keepers[0], Signal::SIGKILL)?;
-        let controller = world.controller()?.context("a controller")?;
+        let controller = world.controller()?.context("no controller is running")?;
         kill(controller.pid, Signal::SIGKILL)?;
         let (other, _other) = podman.worker("other", WORKER_MIB, &["--read-only"])?;
         world.cli().registered(&other)?;
         let row = world.cli().wait_for_state(&id, "Offloaded")?;
-        ensure!(row.name == "podman/trainer", "{row:?}");
+        ensure!(row.name == "podman/trainer", "expected the name podman/trainer: {row:?}");
         ensure!(worker.verify()?, "the memory of the program has changed");
         shoot_controller(world)?;
         // The next controller does not list a container that ended while no controller ran.
@@ -155,7 +158,10 @@ fn podman_plain_container_is_untouched() -> Result<()> {
             let first = ["run", "--rm", "--network=none", &runtime, &cgroup, image::PLAIN];
             let ended = podman.execute(&[&first[..], &program].concat())?;
             ensure!(ended.code == 7, "{runtime}: {ended:?}");
-            ensure!(ended.stdout == "said\n" && ended.stderr == "told\n", "{ended:?}");
+            ensure!(
+                ended.stdout == "said\n" && ended.stderr == "told\n",
+                "unexpected output: {ended:?}"
+            );
         }
         let created = |name: &str, flags: &[&str]| {
             let [runtime, cgroup] = podman.flags(AFFINODE);
@@ -175,7 +181,10 @@ fn podman_plain_container_is_untouched() -> Result<()> {
         ensure!(created("covered", &[gpu, &volume])?, "the spec is not as it was");
         let pid_file = podman.inspect("covered", "{{.ConmonPidFile}}")?;
         let log = fs::read_to_string(Path::new(&pid_file).with_file_name("oci-log"))?;
-        ensure!(log.contains("runs unmanaged") && log.contains("a volume is mounted"), "{log}");
+        ensure!(
+            log.contains("runs unmanaged") && log.contains("a volume is mounted"),
+            "expected `runs unmanaged` and `a volume is mounted` in: {log}"
+        );
         Ok(())
     })
 }
@@ -187,10 +196,10 @@ fn podman_container_survives_a_second_create() -> Result<()> {
         let (id, mut worker) = podman.worker("trainer", WORKER_MIB, &[])?;
         world.cli().move_out(&id)?;
         let spec = podman.inspect("trainer", "{{.OCIConfigPath}}")?;
-        let bundle = Path::new(&spec).parent().context("a bundle")?;
+        let bundle = Path::new(&spec).parent().context("the path of the spec has no folder")?;
         let mut create = world.keeper().command(&podman.runtime());
         let refused = create.arg("create").arg("--bundle").arg(bundle).arg(&id).output()?;
-        ensure!(!refused.status.success(), "{refused:?}");
+        ensure!(!refused.status.success(), "the command succeeded: {refused:?}");
         let said = podman.run(&["exec", "trainer", "/bin/sh", "-c", "ls /.affinode/run"])?;
         ensure!(said.contains("agent.sock"), "expected `agent.sock` in: {said}");
         shoot_controller(world)?;
@@ -208,7 +217,7 @@ fn podman_container_has_users_of_its_own() -> Result<()> {
         let (id, mut worker) = podman.worker("trainer", WORKER_MIB, &users)?;
         let map = podman.run(&["exec", "trainer", "/bin/sh", "-c", "cat /proc/self/uid_map"])?;
         let words: Vec<&str> = map.split_whitespace().collect();
-        ensure!(words == ["0", "200000", "65536"], "{map}");
+        ensure!(words == ["0", "200000", "65536"], "unexpected user mapping: {map}");
         world.cli().move_out(&id)?;
         wait_gpu_empty(world)?;
         ensure!(worker.verify()?, "the memory of the program has changed");
@@ -225,7 +234,10 @@ fn podman_container_that_fails_leaves_nothing() -> Result<()> {
         let gpu = "--env=NVIDIA_VISIBLE_DEVICES=all";
         let first = ["run", "--network=none", gpu, &runtime, &cgroup, image::PLAIN];
         let failed = podman.execute(&[&first[..], &["/no/such/program"]].concat())?;
-        ensure!(failed.code == 127 && failed.stderr.contains("/no/such/program"), "{failed:?}");
+        ensure!(
+            failed.code == 127 && failed.stderr.contains("/no/such/program"),
+            "expected exit status 127 and the name of the program: {failed:?}"
+        );
         until("the container's folder to be removed", || Ok((folders(world)? == 0).then_some(())))
     })
 }

@@ -78,7 +78,10 @@ fn podman_uses_what_is_installed() -> Result<()> {
         let said = installation.done("install")?;
         ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
         let text = fs::read_to_string(installation.file())?;
-        ensure!(text.contains(&installation.program().display().to_string()), "{text}");
+        ensure!(
+            text.contains(&installation.program().display().to_string()),
+            "the file does not name the installed program: {text}"
+        );
         podman.register(&text)?;
         let [runtime, cgroup] = podman.flags(AFFINODE);
         let first = ["run", "--detach", "--network=none", "--name=sleeper", &runtime, &cgroup];
@@ -101,7 +104,10 @@ fn podman_uses_what_is_installed() -> Result<()> {
             Ok(said.contains("no container uses Affinode").then_some(()))
         })?;
         let said = installation.done("uninstall")?;
-        ensure!(said.contains(&format!("remove {}", installation.file().display())), "{said}");
+        ensure!(
+            said.contains(&format!("remove {}", installation.file().display())),
+            "the dry run does not remove the file: {said}"
+        );
         ensure!(!installation.path("prefix").exists(), "the folder of the programs is left");
         ensure!(!installation.path("containers.conf.d").exists(), "Podman's folder is left");
         Ok(())
@@ -127,7 +133,10 @@ fn podman_file_of_a_user_stays() -> Result<()> {
         installation.done("install")?;
         ensure!(fs::read_to_string(installation.file())? == own, "the change was undone");
         let said = installation.done("uninstall")?;
-        ensure!(said.contains("it was changed") && installation.file().exists(), "{said}");
+        ensure!(
+            said.contains("it was changed") && installation.file().exists(),
+            "expected `it was changed`, and the file kept: {said}"
+        );
         Ok(())
     })
 }

@@ -33,7 +33,7 @@ fn container_reads_its_own_state() -> Result<()> {
     let offloaded = wait_for_state(&world, &worker, "Offloaded")?;
     assert_eq!(offloaded["reason"], "requested", "{offloaded}");
     assert_eq!(offloaded["waiters_before"], Value::Null);
-    let since = |file: &Value| file["since_unix_ms"].as_i64().context("no time");
+    let since = |file: &Value| file["since_unix_ms"].as_i64().context("the state has no time");
     assert!(since(&resident)? > 1_600_000_000_000 && since(&offloaded)? >= since(&resident)?);
     assert!(worker.verify()?);
     wait_for_state(&world, &worker, "Idle")?;

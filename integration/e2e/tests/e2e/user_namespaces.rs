@@ -55,11 +55,14 @@ fn offload_and_wake(world: &Testbed) -> Result<()> {
         let run = cri.run_pod(&pod, "affinode");
         Ok(run.map_err(|error| last = Some(error)).ok())
     })
-    .with_context(|| format!("{last:?}"))?;
+    .with_context(|| format!("last output: {last:?}"))?;
     let id = cri.run_container(&pod_id, &container, &pod)?;
 
     let row = world.cli().wait_for_state(&id, "Offloaded")?;
-    assert!(row.offloaded_bytes >= WORKER_MIB * MIB, "{row:?}");
+    assert!(
+        row.offloaded_bytes >= WORKER_MIB * MIB,
+        "expected {WORKER_MIB} MiB offloaded: {row:?}"
+    );
     wait_gpu_empty(world)?;
     // The process is root in the container, and an unprivileged user on the host.
     let pid = row.process()?.pid;

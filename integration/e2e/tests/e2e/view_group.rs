@@ -59,10 +59,13 @@ fn group_members_look_and_change_nothing() -> Result<()> {
     }
     let output = as_user(&world, GROUP + 7, &["ps"])?;
     let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.code() == Some(1) && said.contains("control.view_group"), "{output:?}");
+    ensure!(
+        output.status.code() == Some(1) && said.contains("control.view_group"),
+        "expected exit status 1 and `control.view_group`: {output:?}"
+    );
 
     let row = world.cli().known("worker")?;
-    ensure!(row.offloads == 0, "{row:?}");
+    ensure!(row.offloads == 0, "the container was offloaded: {row:?}");
     ensure!(worker.verify()?);
     Ok(())
 }
