@@ -48,7 +48,7 @@ pub struct InstallArgs {
     #[arg(long)]
     no_docker: bool,
     /// Register the runtime in Podman, also with --containerd or --host-root, by a file in this
-    /// folder. Without this option that is done where Podman is installed.
+    /// folder. Without this option the runtime is registered if Podman is installed.
     #[arg(
         long,
         value_name = "DIR",
@@ -115,10 +115,11 @@ impl InstallArgs {
     }
 }
 
-/// Remove Affinode from this node: only what was added. Refused while its containers or jobs run.
+/// Remove from this node what the installation added. Refused while Affinode's containers or jobs
+/// run.
 #[derive(Debug, clap::Args)]
 pub struct UninstallArgs {
-    /// Wait for up to this time for running containers and jobs to end: 10m.
+    /// Time to wait for the end of running containers and jobs, such as 10m.
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     drain: Option<Duration>,
     #[command(flatten)]
@@ -139,7 +140,7 @@ pub struct StatusArgs {
     /// Folder with the record of the installation.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/affinode")]
     state_dir: PathBuf,
-    /// Folder above bin and lib/affinode.
+    /// Folder that contains bin and lib/affinode.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
     /// The node's root file system, if this runs in a container.

@@ -102,7 +102,7 @@ enum Command {
         /// Target folder; it is created if it does not exist.
         folder: std::path::PathBuf,
     },
-    /// Print as JSON what the reference pages of the documentation are made of.
+    /// Print the data of the documentation's reference pages as JSON.
     #[command(hide = true)]
     Reference,
     /// Make the controller read its configuration again.
@@ -130,7 +130,7 @@ enum OutputFormat {
     Table,
     /// Columns with further details.
     Wide,
-    /// JSON with stable names; openapi.yaml has those that the HTTP API uses, too.
+    /// JSON with stable names; openapi.yaml describes those of the HTTP API.
     Json,
     /// YAML with the same names.
     Yaml,

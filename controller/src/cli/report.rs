@@ -17,7 +17,7 @@ pub struct ReportArgs {
     /// Length of the time range until now: 90m, 24h, 7d.
     #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
     since: Duration,
-    /// What each line stands for.
+    /// Whether each line is a container, a pod or a namespace.
     #[arg(long, default_value = "container")]
     by: ReportGrouping,
     /// Format of the output.
@@ -34,7 +34,7 @@ pub struct ReportArgs {
 /// Time between two prints with `--watch`.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// What each line is summed over.
+/// Whether each line is a container, a pod or a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum ReportGrouping {
     /// One line per container.

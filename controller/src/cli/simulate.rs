@@ -39,7 +39,7 @@ pub struct SimulateArgs {
     /// Azure LLM requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).
     /// Default: a synthetic node with a daily curve and common peaks.
     trace: Option<PathBuf>,
-    /// Replay what the controller recorded, and compare it with what really happened.
+    /// Replay the recorded history, and compare the result with the recorded offloads.
     #[arg(long, conflicts_with = "trace")]
     history: bool,
     /// Length of the history to replay: 90m, 24h, 7d.
@@ -57,12 +57,12 @@ pub struct SimulateArgs {
     /// VRAM of a process, in GiB, if the trace does not contain it.
     #[arg(long, default_value_t = 16.0, value_name = "GIB")]
     process_vram: f64,
-    /// Number of GPUs; processes are distributed over them. Default: the GPUs that the trace names,
-    /// otherwise the fewest on which all processes fit that exist at the same time. With --fits: 1.
+    /// Number of GPUs over which processes are distributed. Default: the GPUs that the trace names,
+    /// otherwise the smallest number on which all processes fit at any time. With --fits: 1.
     #[arg(long, value_name = "N")]
     gpus: Option<usize>,
-    /// How much VRAM the processes of a GPU may want at the same time, as a multiple of what it has.
-    /// Used to choose the number of GPUs.
+    /// Maximum VRAM demand of the processes of a GPU at the same time, as a multiple of the GPU's
+    /// VRAM. Determines the number of GPUs.
     #[arg(long, default_value_t = 1.0, value_name = "RATIO")]
     oversubscription: f64,
     /// VRAM of each GPU, in GiB; default: that of an H200.
@@ -71,7 +71,7 @@ pub struct SimulateArgs {
     /// VRAM of each GPU, as the number of largest processes that fit.
     #[arg(long, value_name = "N")]
     fits: Option<u64>,
-    /// How long a call keeps the GPU busy.
+    /// Time for which a call keeps the GPU busy.
     #[arg(long, default_value = "1s", value_name = "TIME")]
     service: humantime::Duration,
     /// Costs of moves with one engine on this machine (TOML or JSON), as the GPU kit writes them;

@@ -83,12 +83,12 @@ pub struct NodeOptions {
     /// Address and port of the node's dashboard, API and metrics.
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:9411", env = "AFFINODE_LISTEN")]
     listen: SocketAddr,
-    /// A host name, other than addresses, under which clients reach it.
+    /// A host name, other than addresses, under which clients reach the agent.
     #[arg(long = "host", value_name = "NAME", value_delimiter = ',')]
     hosts: Vec<String>,
     #[command(flatten)]
     papers: tls::TlsFiles,
-    /// Whether pods carry a condition and a label with the place of their GPU memory.
+    /// Whether pods get a condition and a label that show where their GPU memory is.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     pod_state: bool,
     /// A Lease of the installation's namespace. A node holds one of them during its first

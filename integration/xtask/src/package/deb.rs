@@ -16,10 +16,11 @@ use super::{
 use crate::sh;
 
 const DESCRIPTION: &str = "\
-gives the GPU of idle containers to others
- A containerd runtime shim that takes the GPU away from an idle container and gives
- it back at the next CUDA call, no state lost. This package changes nothing of the
- node: affinode install registers the runtime, affinode uninstall takes it off.";
+lets containers share GPUs by offloading idle GPU memory
+ A containerd runtime shim that moves the GPU memory of idle containers to host
+ memory and restores it at the next CUDA call. The package does not change the
+ node's configuration: affinode install registers the runtime, affinode uninstall
+ removes it.";
 /// Script that runs after unpacking. It prints the next steps, and changes nothing, because a
 /// change may restart containerd.
 pub const AFTER: &str = include_str!("after.sh");

@@ -14,7 +14,7 @@ use super::{
 const OWN: [&str; 3] = [HOME, "/usr/share/affinode", "/usr/share/doc/affinode"];
 
 pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
-    let summary = "Gives the GPU of idle containers to others";
+    let summary = "Lets containers share GPUs by offloading idle GPU memory";
     let version = about.package_version();
     let mut builder = PackageBuilder::new("affinode", &version, "Apache-2.0", "x86_64", summary);
     let config = BuildConfig::v4()
@@ -25,9 +25,9 @@ pub fn pack(about: &About, files: &Tree) -> Result<Vec<u8>> {
         .release("1")
         .build_host("localhost")
         .description(
-            "A containerd runtime shim that takes the GPU away from an idle container and gives \
-             it back at the next CUDA call, no state lost. This package changes nothing of the \
-             node: affinode install registers the runtime, affinode uninstall takes it off.",
+            "A containerd runtime shim that moves the GPU memory of idle containers to host memory \
+             and restores it at the next CUDA call. The package does not change the node's \
+             configuration: affinode install registers the runtime, affinode uninstall removes it.",
         )
         .requires(Dependency::any(format!("libc.so.6(GLIBC_{})(64bit)", about.glibc)))
         .requires(Dependency::any("libgcc_s.so.1()(64bit)"))
