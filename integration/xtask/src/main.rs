@@ -42,7 +42,7 @@ struct Arguments {
 enum Task {
     /// Build everything into target/affinode.
     Build {
-        /// Optimised build, into target/affinode/release.
+        /// Build with optimisations, into target/affinode/release.
         #[arg(long)]
         release: bool,
     },
@@ -52,25 +52,26 @@ enum Task {
     Demo(demo::Options),
     /// Test the dashboard in a headless Chromium (needs root, chromium, node and npm).
     Browser(browser::Options),
-    /// Measure the overhead, beside the stock runtime (needs root).
+    /// Measure the overhead, compared with the stock runtime (needs root).
     Bench(bench::Options),
-    /// Kill processes at random, and check that nothing is lost, stuck, corrupted or left (needs
-    /// root).
+    /// Kill processes at random, and check that no container is lost, stuck or corrupted, and no
+    /// resource leaked (needs root).
     Chaos(chaos::Options),
     /// Run containerd's own client tests and critest with the stock runtime and with Affinode
     /// (needs root, Go).
     Conformance(conformance::Options),
     /// Write the reference pages of docs/ from the code.
     Docs(docs::Options),
-    /// Search for inputs that break a parser, guided by coverage (needs g++).
+    /// Fuzz the parsers, guided by coverage (needs g++).
     Fuzz(fuzz::Options),
-    /// Play every hazard without Affinode and with it, and print the results (needs root).
+    /// Run every hazard without and with Affinode, and print the results (needs root).
     Hazards(hazards::Options),
     /// Install into a real cluster of two nodes, and check what its users see (needs root, Go).
     K8s(k8s::Options),
     /// Fill a node, and print the cost of its controller while nothing changes (needs root).
     Load(load::Options),
-    /// Install, use, upgrade and uninstall on each containerd, with faults too (needs root, Go).
+    /// Install, use, upgrade and uninstall on each containerd release, also with injected faults
+    /// (needs root, Go).
     Matrix(matrix::Options),
     /// Pack everything that a machine with a GPU needs to run the suite.
     GpuKit(gpu_kit::Options),
@@ -79,7 +80,7 @@ enum Task {
     /// Boot a real systemd, and check installation, the controller's unit, systemd-run and Slurm
     /// (needs root, Debian).
     Systemd(systemd::Options),
-    /// Run all tests of this machine (needs root).
+    /// Run all tests that can run on this machine (needs root).
     Test(suite::Options),
 }
 

@@ -333,11 +333,13 @@ impl Fake {
     fn begin(&mut self, stream: usize, work: Work) -> Result<(), u32> {
         if let Work::In { host, device, bytes } | Work::Out { host, device, bytes } = work {
             if !self.is_registered(host, bytes) {
-                self.fault("a copy of host memory that is not within one registration");
+                self.fault("a copy uses host memory that is not within one registration");
                 return Err(result::INVALID_VALUE);
             }
             if !self.mapping(device, bytes).is_some_and(|(_, _, mapping)| mapping.writable) {
-                self.fault("a copy of device memory that is not mapped, or not with access");
+                self.fault(
+                    "a copy uses device memory that is not mapped, or is mapped without access",
+                );
                 return Err(result::INVALID_VALUE);
             }
         }
@@ -370,7 +372,7 @@ impl Fake {
             return self.fault("memory was unmapped during a copy");
         };
         match resident(host, bytes) {
-            None => return self.fault("host memory was unmapped beneath a copy"),
+            None => return self.fault("host memory was unmapped during a copy"),
             // The device uses the pages that were present at the registration. If a process punches
             // holes into its file afterwards, it harms only itself, and there is no content to copy
             // here.
@@ -378,7 +380,7 @@ impl Fake {
             Some(true) => {}
         }
         let Some(memory) = self.memories.get_mut(&mapping.memory) else {
-            return self.fault("a mapping of nothing");
+            return self.fault("a mapping has no size");
         };
         let host = std::ptr::with_exposed_provenance_mut::<u8>(host);
         let device = &mut memory.content()[offset..offset + bytes];
@@ -508,7 +510,7 @@ fakes! {
     }
     device_attribute(to: *mut i32, attribute: i32, device: i32) |fake| {
         if device != 11 {
-            fake.fault("an attribute of another device");
+            fake.fault("the attribute of another device was read");
         }
         let rdma = affinode_cuda_sys::device_attribute::RDMA_WITH_VIRTUAL_MEMORY;
         let value = if attribute == rdma { i32::from(fake.rdma_capable) } else { fake.compute_mode };
@@ -537,7 +539,7 @@ fakes! {
             && property.handle_types == POSIX_DESCRIPTOR;
         let rdma = property.gpu_direct_rdma == 1;
         if !fits || (rdma && !fake.rdma_capable) {
-            fake.fault("memory with properties that are none");
+            fake.fault("memory was created with invalid properties");
             return Err(result::INVALID_VALUE);
         }
         let free_bytes = fake.free_bytes();
@@ -545,7 +547,7 @@ fakes! {
             return Err(result::OUT_OF_MEMORY);
         }
         if free_bytes - (bytes as u64) < fake.floor_bytes {
-            fake.fault("memory was made in the room of a restore");
+            fake.fault("memory was created in VRAM that is reserved for a restore");
         }
         let memory = fake.add(bytes, SECRET, rdma, false);
         let handle = fake.number();
@@ -567,12 +569,12 @@ fakes! {
     }
     mem_address_free(address: u64, bytes: usize) |fake| {
         if fake.mapped.contains_key(&address) {
-            fake.fault("addresses were given back that are mapped");
+            fake.fault("addresses were freed while they are mapped");
         }
         match fake.reserved.remove(&address) {
             Some(reserved) if reserved == bytes => Ok(()),
             _ => {
-                fake.fault("addresses were given back that were not reserved so");
+                fake.fault("addresses were freed that do not match a reservation");
                 Err(result::INVALID_VALUE)
             }
         }
@@ -580,7 +582,7 @@ fakes! {
     mem_map(address: u64, bytes: usize, offset: usize, handle: u64, _flags: u64) |fake| {
         let memory = *fake.handles.get(&handle).ok_or(result::INVALID_VALUE)?;
         if fake.reserved.get(&address).is_none_or(|reserved| bytes > *reserved) {
-            fake.fault("a mapping where nothing is reserved");
+            fake.fault("memory was mapped at addresses that are not reserved");
             return Err(result::INVALID_VALUE);
         }
         if offset != 0 || fake.bytes_of(memory) != bytes as u64 {
@@ -594,7 +596,7 @@ fakes! {
     }
     mem_unmap(address: u64, bytes: usize) |fake| {
         if fake.has_work_on_device(address, bytes) {
-            fake.fault("device memory was unmapped beneath a copy");
+            fake.fault("device memory was unmapped during a copy");
         }
         match fake.mapped.remove(&address) {
             Some(mapping) if mapping.bytes == bytes => {
@@ -602,7 +604,7 @@ fakes! {
                 Ok(())
             }
             _ => {
-                fake.fault("device memory was unmapped that was not mapped so");
+                fake.fault("device memory was unmapped that does not match a mapping");
                 Err(result::INVALID_VALUE)
             }
         }
@@ -629,7 +631,7 @@ fakes! {
             return Err(result::INVALID_VALUE);
         }
         if of.filled.contains(&false) {
-            fake.fault("memory was shared that holds what another left there");
+            fake.fault("memory was exported before it was cleared of another process's content");
         }
         let file = fake.export(memory).map_err(|_| result::OUT_OF_MEMORY)?;
         give(to, file.into_raw_fd())
@@ -654,7 +656,8 @@ fakes! {
             return Err(result::INVALID_VALUE);
         }
         if resident(at, bytes) != Some(true) {
-            fake.fault("pages were registered that are not there: the copier pays for them");
+            fake.fault("pages were registered that do not exist, so they would be charged to the \
+                        copier");
         }
         fake.registered.insert(at, bytes);
         Ok(())
@@ -663,7 +666,7 @@ fakes! {
         let at = start.addr();
         let bytes = *fake.registered.get(&at).ok_or(NOT_REGISTERED)?;
         if fake.has_work_on_host(at, bytes) {
-            fake.fault("host memory was let go of beneath a copy");
+            fake.fault("host memory was freed during a copy");
         }
         fake.registered.remove(&at);
         Ok(())

@@ -101,7 +101,7 @@ fn cost(fixed_ms: u64, gib_per_s: f64, bytes: u64) -> Duration {
 fn rate(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
-        _ => Err(String::from("give GiB per second, 0 for no limit")),
+        _ => Err(String::from("expected a number of GiB per second, or 0 for no limit")),
     }
 }
 

@@ -25,7 +25,7 @@ const STACK_BYTES: usize = 256 * 1024;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Another daemon listens at this socket.
-    #[error("a simulated GPU already listens on {0}; stop it or choose another --socket")]
+    #[error("another simulated GPU already listens on {0}; stop it, or choose another --socket")]
     InUse(String),
     #[error("cannot listen on {path}; choose a --socket in a folder that you can write")]
     Listen { path: String, source: io::Error },

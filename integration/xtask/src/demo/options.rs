@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 /// GPU and output of the demo.
 #[derive(Args)]
 pub struct Options {
-    /// The GPU to show it on.
+    /// The GPU that the demo uses.
     #[arg(long, value_enum, default_value_t = GpuChoice::Auto)]
     pub gpu: GpuChoice,
     /// Print one JSON object and nothing else on standard output.
@@ -19,9 +19,9 @@ pub struct Options {
 /// Which GPU to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum GpuChoice {
-    /// The machine's own when it has a driver, else the simulated one.
+    /// The machine's GPU if it has a driver, otherwise the simulated GPU.
     Auto,
-    /// The machine's own GPU.
+    /// The machine's GPU.
     Real,
     /// The simulated GPU only.
     Simulated,

@@ -123,7 +123,7 @@ function arrange() {
   const all = listed.nodes.length;
   put(byId("count"), nodes.length === all ? String(all) : `${nodes.length} of ${all}`);
   byId("empty").hidden = nodes.length > 0;
-  put(byId("empty"), all ? "No node is like that." : "No node has an agent of this installation yet.");
+  put(byId("empty"), all ? "No node matches." : "No node has an agent of this installation yet.");
 }
 
 function drawTiles() {
@@ -135,7 +135,7 @@ function drawTiles() {
     ["GPUs", String(sum("gpus")), ""],
     ["VRAM in use", size(sum("vram_used_bytes")), `of ${size(sum("vram_total_bytes"))}`],
     ["Reclaimable now", size(sum("vram_reclaimable_bytes")), ""],
-    ["Given back, in host RAM", size(sum("offloaded_bytes")), sum("offloaded") ? containers(sum("offloaded")) : ""],
+    ["Offloaded, in host RAM", size(sum("offloaded_bytes")), sum("offloaded") ? containers(sum("offloaded")) : ""],
     ["Waiting for VRAM", String(waiting), waiting ? (waiting === 1 ? "container" : "containers") : ""],
   ];
   const tiles = byId("tiles");
