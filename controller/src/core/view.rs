@@ -38,7 +38,7 @@ pub enum FindError {
     /// Several containers match the name.
     #[error("{name:?} matches {}; name one of them", found.join(", "))]
     Ambiguous {
-        /// The name, or the prefix of one, that was given.
+        /// The given name, which may be the beginning of one.
         name: String,
         /// Names of the containers that match it.
         found: Vec<String>,

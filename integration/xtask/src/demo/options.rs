@@ -21,7 +21,7 @@ pub struct Options {
 pub enum GpuChoice {
     /// The machine's GPU if it has a driver, otherwise the simulated GPU.
     Auto,
-    /// The machine's GPU.
+    /// The GPU of the machine.
     Real,
     /// The simulated GPU only.
     Simulated,
