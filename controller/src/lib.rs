@@ -37,7 +37,6 @@ pub mod error_chain;
 pub mod history;
 pub mod http;
 mod install;
-pub mod installation;
 pub mod inventory;
 mod isolated_runtime;
 pub mod jobs;

@@ -5,6 +5,7 @@
 //! | [`wire::counters`] | preload library → controller | fixed layout in a shared memfd, read with `pread` |
 //! | [`wire::message`] | agent ↔ controller | 128-byte frames on a Unix stream socket |
 //! | [`api`] (feature `api`) | shim, CLI, dashboard → controller | ttrpc, generated from `control.proto` |
+//! | [`installation`] (feature `api`) | installer → shim, CLI, controller | lines in a file below the prefix |
 //! | [`paths`] | all | paths of sockets, locks and files, on the host and in a container |
 //! | [`state`], [`reason`], [`event`] | all | states of a container, their reasons and kinds of events, the same words in every output |
 //!
@@ -17,6 +18,8 @@
 #[cfg(feature = "api")]
 pub mod api;
 pub mod event;
+#[cfg(feature = "api")]
+pub mod installation;
 pub mod paths;
 pub mod reason;
 #[cfg(feature = "api")]

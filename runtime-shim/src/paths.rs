@@ -5,9 +5,9 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use affinode_controller::installation::InstallationPaths;
 use affinode_proto::api::Message;
 use affinode_proto::api::control::Announcement;
+use affinode_proto::installation::InstallationPaths;
 use affinode_proto::paths as names;
 use sha2::{Digest, Sha256};
 

@@ -9,13 +9,14 @@ use std::{
 
 use clap::ValueEnum;
 
+use affinode_proto::installation::PathsFile;
+
 use super::{CliError, OutputFormat};
 use crate::install::{
     self, DOCKER_SOCKET, DockerRequest, DockerState, FileState, HandlerState, InstallOptions,
     InstallStatus, PODMAN_FOLDER, PodmanRequest, RestartRequest, SourceFile, UNIT_FOLDER,
     UnitRequest, UnitState,
 };
-use crate::installation::PathsFile;
 
 /// Install Affinode on this node: programs, library, a handler in containerd's configuration, a
 /// runtime in Docker's if Docker runs, one in Podman's if Podman is installed, and a systemd unit

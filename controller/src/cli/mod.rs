@@ -28,7 +28,9 @@ use std::{io::Write, path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand, ValueEnum};
 
-use crate::{error_chain::chain, installation::InstallationPaths};
+use affinode_proto::installation::InstallationPaths;
+
+use crate::error_chain::chain;
 
 /// Shows and controls the GPU memory of containers on this node.
 #[derive(Debug, Parser)]

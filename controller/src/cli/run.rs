@@ -13,12 +13,11 @@ use std::{
     time::Duration,
 };
 
-use affinode_proto::paths;
+use affinode_proto::{installation::InstallationPaths, paths};
 use rustix::{fs::FlockOperation, io::FdFlags};
 
 use crate::{
     error_chain::chain,
-    installation::InstallationPaths,
     jobs::{JobReply, JobRequest, SOCKET},
 };
 

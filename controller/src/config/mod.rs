@@ -16,24 +16,22 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use affinode_proto::installation::InstallationPaths;
 use figment::{
     Figment, Source,
     providers::{Env, Format, Toml},
 };
 use serde::{Deserialize, Deserializer};
 
-use crate::{
-    core::{
-        Millis, Settings, explain,
-        plan::OrderDeadlines,
-        policy::{
-            Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Restore, Rule, WakeOn,
-            duration_ms,
-        },
-        victims::VictimRule,
-        window::Window,
+use crate::core::{
+    Millis, Settings, explain,
+    plan::OrderDeadlines,
+    policy::{
+        Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Restore, Rule, WakeOn,
+        duration_ms,
     },
-    installation::InstallationPaths,
+    victims::VictimRule,
+    window::Window,
 };
 
 pub use engine::{engine_of, oci_runtime_of};

@@ -39,13 +39,11 @@ pub use command::Command;
 pub use events::EventLog;
 pub use handle::{ControllerHandle, ShuttingDown};
 
-use affinode_proto::paths;
+use affinode_proto::{installation::InstallationPaths, paths};
 
 use crate::{
     config::{Config, ConfigError},
-    error_chain,
-    installation::InstallationPaths,
-    socket_activation,
+    error_chain, socket_activation,
 };
 
 /// Exit status for an invalid configuration: `EX_USAGE` of `sysexits.h`.

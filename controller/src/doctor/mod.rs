@@ -32,13 +32,10 @@ pub mod sharing;
 
 use std::path::{Path, PathBuf};
 
-use affinode_proto::paths;
+use affinode_proto::{installation::InstallationPaths, paths};
 use serde::Serialize;
 
-use crate::{
-    config::Config, driver_library::DriverLibrary, error_chain, install::imports,
-    installation::InstallationPaths,
-};
+use crate::{config::Config, driver_library::DriverLibrary, error_chain, install::imports};
 
 /// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -8,14 +8,11 @@ use std::{
     sync::Arc,
 };
 
-use affinode_proto::paths;
+use affinode_proto::{installation::PathsFile, paths};
 use sha2::{Digest, Sha256};
 
 use super::podman::{self, PodmanFile, PodmanPlan};
-use crate::{
-    doctor::{library, programs::SHIM},
-    installation::PathsFile,
-};
+use crate::doctor::{library, programs::SHIM};
 
 /// File name of the command-line program.
 const COMMAND: &str = "affinode";

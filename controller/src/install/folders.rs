@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
+use affinode_proto::installation::PathsFile;
+
 use super::{FileError, InstallError, InstallOptions};
-use crate::installation::PathsFile;
 
 /// The folders that were asked for, or else those of the present installation.
 ///

@@ -49,7 +49,7 @@ pub use status::{FileState, HandlerState, InstallStatus, status};
 pub(crate) use target::RENDERED;
 pub use unit::{FOLDER as UNIT_FOLDER, UnitError, UnitRequest, UnitState};
 
-use affinode_proto::paths;
+use affinode_proto::{installation::PathsFile, paths};
 
 use self::{
     containerd::ContainerdNode,
@@ -63,7 +63,6 @@ use self::{
     replacement::ControllerReplacement,
     unit::UnitPlan,
 };
-use crate::installation::PathsFile;
 
 /// Name of the file for `containerd config dump` in the folder of the record: containerd's file
 /// after the change.

@@ -122,7 +122,7 @@ pub fn has_containerd() -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::installation::PathsFile;
+    use affinode_proto::installation::PathsFile;
 
     #[test]
     fn file_names_the_installed_program() {

@@ -229,7 +229,7 @@ async fn list_reports_each_node_independently() {
     assert_eq!(elsewise.health, NodeHealth::Serving);
     assert_eq!(elsewise.why, "served, with another configuration: why");
     for (name, why) in [
-        ("forbids", "its agent returned 403 Forbidden: the fleet may not get /api/v1/node"),
+        ("forbids", "agent returned 403 Forbidden: the fleet may not get /api/v1/node"),
         ("endless", "more than 2097152 bytes"),
         ("gone", "cannot connect to 127.0.0.1"),
         (

@@ -1,10 +1,8 @@
 use std::{fs, path::Path, time::Duration};
 
 use super::{change::UnitPlan, record::UnitRecord, *};
-use crate::{
-    install::{DockerRequest, RestartRequest},
-    installation::PathsFile,
-};
+use crate::install::{DockerRequest, RestartRequest};
+use affinode_proto::installation::PathsFile;
 
 /// Options of an installation below a temporary folder, on a machine where systemctl does not know
 /// the unit.

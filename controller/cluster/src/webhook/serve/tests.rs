@@ -266,7 +266,7 @@ async fn claims_are_read_from_the_api_server() {
     let missing =
         stage.review(claiming(json!({ "name": "gpu", "resourceClaimName": "gone" }))).await;
     let warning = missing["warnings"][0].as_str().unwrap();
-    assert!(warning.contains("ResourceClaim gone cannot be read"), "{warning}");
+    assert!(warning.contains("cannot read ResourceClaim gone"), "{warning}");
 }
 
 #[tokio::test]

@@ -16,7 +16,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use affinode_proto::paths;
+use crate::paths;
 
 /// The file, below the prefix.
 const FILE: &str = "share/affinode/paths.conf";
