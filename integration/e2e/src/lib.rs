@@ -10,6 +10,7 @@
 //! | [`image`] | images made from the machine's own files |
 //! | [`container`], [`worker`] | containers, and the CUDA program that tests send commands to |
 //! | [`cri`] | pods, as a kubelet runs them |
+//! | [`docker`], [`nvidia_hook`] | a dockerd, and a script that replaces NVIDIA's hook |
 //! | [`installed`] | an installation in a testbed, made with `affinode install` |
 //! | [`faults`], [`snapshot`] | faults during an installation, and a byte-for-byte comparison of a node's files |
 //! | [`cli`] | the `affinode` command |
@@ -38,6 +39,7 @@ pub mod installed;
 pub mod language;
 mod logs;
 pub mod memory_cgroup;
+pub mod nvidia_hook;
 pub mod oom;
 pub mod podman;
 pub mod processes;

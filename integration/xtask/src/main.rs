@@ -18,12 +18,14 @@ mod fuzz;
 mod gpu_kit;
 mod hazards;
 mod helm;
+mod install;
 mod k8s;
 mod load;
 mod matrix;
 mod output;
 mod package;
 mod packages;
+mod personas;
 mod podman;
 mod runc;
 mod sh;
@@ -66,6 +68,8 @@ enum Task {
     Fuzz(fuzz::Options),
     /// Run every hazard without and with Affinode, and print the results (needs root).
     Hazards(hazards::Options),
+    /// Build, and install Affinode on this machine (needs root).
+    Install(install::Options),
     /// Install into a real cluster of two nodes, and check what its users see (needs root, Go).
     K8s(k8s::Options),
     /// Fill a node, and print the cost of its controller while nothing changes (needs root).
@@ -77,6 +81,8 @@ enum Task {
     GpuKit(gpu_kit::Options),
     /// Build .deb, .rpm, container image, bill of materials and checksums; --check installs them.
     Package(package::Options),
+    /// Count and run the commands that users find in the documents (needs root).
+    Personas(personas::Options),
     /// Boot a real systemd, and check installation, the controller's unit, systemd-run and Slurm
     /// (needs root, Debian).
     Systemd(systemd::Options),
@@ -96,11 +102,13 @@ fn main() -> ExitCode {
         Task::Docs(options) => docs::run(&options),
         Task::Fuzz(options) => fuzz::run(&options),
         Task::Hazards(options) => hazards::run(&options),
+        Task::Install(options) => install::run(&options),
         Task::K8s(options) => k8s::run(&options),
         Task::Load(options) => load::run(&options),
         Task::Matrix(options) => matrix::run(&options),
         Task::GpuKit(options) => gpu_kit::pack(&options),
         Task::Package(options) => package::run(&options),
+        Task::Personas(options) => personas::run(&options),
         Task::Systemd(options) => systemd::run(&options),
         Task::Test(options) => suite::run(&options),
     };

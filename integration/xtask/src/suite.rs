@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use nix::unistd::Uid;
 
-use crate::{build, deps, docs, helm, output, sh};
+use crate::{build, deps, docs, helm, output, personas, sh};
 
 #[derive(Args)]
 pub struct Options {
@@ -20,12 +20,13 @@ pub struct Options {
     rest: Vec<String>,
 }
 
-/// Builds everything, then runs the crates' tests, then the end-to-end tests.
+/// Builds everything, then runs the crates' tests, then the end-to-end tests. Without a filter, also
+/// runs the commands of the documents for one machine.
 pub fn run(options: &Options) -> Result<()> {
     if !Uid::effective().is_root() {
         bail!("the end-to-end tests start containerd and mount: run as root");
     }
-    deps::all()?;
+    let releases = deps::all()?;
     let artifacts = build::all(build::Profile::Dev)?;
     output::step("Comparing the generated pages with the code");
     docs::check(&artifacts.bin("affinode")?)?;
@@ -53,7 +54,11 @@ pub fn run(options: &Options) -> Result<()> {
             test(&["--workspace", "--exclude", "affinode-e2e"])?;
         }
         output::step("End-to-end tests");
-        test(&["-p", "affinode-e2e"])
+        test(&["-p", "affinode-e2e"])?;
+        match options.rest.is_empty() {
+            true => personas::of_one_machine(&artifacts, releases.own()?),
+            false => Ok(()),
+        }
     })();
     let text = fs::read_to_string(&notes);
     output::out(&summary(&text.with_context(|| format!("cannot read {}", notes.display()))?));

@@ -1,13 +1,11 @@
 //! Tests with a real dockerd. Containers of Affinode's runtime are offloaded, woken and killed,
 //! next to containers of Docker's own runtime.
 
-use std::{fs, os::unix::fs::PermissionsExt};
-
 use affinode_e2e::{
     artifacts::Artifacts,
     containerd::AFFINODE,
     docker::{Docker, DockerPrograms},
-    image,
+    image, nvidia_hook,
     testbed::{MIB, Testbed, TestbedConfig},
     wait::until,
 };
@@ -20,22 +18,6 @@ use crate::{
 };
 
 const WORKER_MIB: u64 = 64;
-
-/// Script that replaces NVIDIA's hook. It mounts the driver's libraries into the root filesystem of
-/// a container, in the container's mount namespace. It runs after the container's own mounts are
-/// made.
-const HOOK: &str = r#"#!/bin/sh
-set -e
-state=$(cat)
-field() { echo "$state" | sed "s/.*\"$1\":\"\{0,1\}\([^,\"}]*\).*/\1/"; }
-pid=$(field pid) bundle=$(field bundle)
-root=$(sed 's/.*"root":{"path":"\([^"]*\)".*/\1/' "$bundle/config.json")
-export root
-nsenter --mount="/proc/$pid/ns/mnt" sh -e -c 'while read -r host inside; do
-    mkdir -p "$root${inside%/*}"; : > "$root$inside"; mount --bind "$host" "$root$inside"
-done' < @DIR@/hook-mounts
-echo "$1" > @DIR@/hook-ran
-"#;
 
 /// Docker's programs. `None`: this machine cannot have them. The skip is recorded.
 pub fn programs() -> Result<Option<DockerPrograms>> {
@@ -192,18 +174,7 @@ fn docker_gpus_flag_works_with_a_prestart_hook() -> Result<()> {
         // dockerd looks for NVIDIA's hook at its start.
         docker.stop(Signal::SIGTERM)?;
         let parts = world.gpu().container_parts(world.artifacts(), world.dir())?;
-        let (libraries, others): (Vec<_>, Vec<_>) = parts
-            .mounts
-            .iter()
-            .partition(|(host, _)| host.starts_with(world.artifacts().sim_dir()));
-        let list = libraries
-            .iter()
-            .map(|(host, inside)| format!("{} {}\n", host.display(), inside.display()));
-        fs::write(world.dir().join("hook-mounts"), list.collect::<String>())?;
-        let script = HOOK.replace("@DIR@", &world.dir().display().to_string());
-        let hook = docker.hooks().join("nvidia-container-runtime-hook");
-        fs::write(&hook, script)?;
-        fs::set_permissions(&hook, fs::Permissions::from_mode(0o755))?;
+        nvidia_hook::place(&docker.hooks(), world.dir(), &parts.mounts)?;
         docker.launch()?;
         let mut flags = vec![format!("--runtime={AFFINODE}"), "--gpus=all".to_owned()];
         flags.extend(
@@ -213,14 +184,8 @@ fn docker_gpus_flag_works_with_a_prestart_hook() -> Result<()> {
                 .filter(|(name, _)| *name != "NVIDIA_VISIBLE_DEVICES")
                 .map(|(name, value)| format!("--env={name}={value}")),
         );
-        flags.extend(
-            others.iter().map(|(host, inside)| {
-                format!("--volume={}:{}:ro", host.display(), inside.display())
-            }),
-        );
         let (id, mut worker) = docker.worker("trainer", WORKER_MIB, &flags)?;
-        let ran = fs::read_to_string(world.dir().join("hook-ran"))?;
-        ensure!(ran.trim() == "prestart", "the hook was not called");
+        ensure!(nvidia_hook::phase(world.dir())? == "prestart", "the hook ran in another phase");
         world.cli().move_out(&id)?;
         wait_gpu_empty(world)?;
         ensure!(worker.verify()?, "the memory of the program has changed");

@@ -1,0 +1,197 @@
+//! `cargo xtask personas`: what users type, from nothing to a container that gave its GPU back.
+//!
+//! Each persona is a person with a machine or a cluster. The commands are those of the documents:
+//! they are counted and run, so a document that is wrong makes this fail. The GPU is simulated.
+
+mod containerd;
+mod docker;
+mod document;
+mod machine;
+mod plays;
+mod shell;
+
+use affinode_e2e::{artifacts::Artifacts, release::Release};
+use anyhow::{Result, bail, ensure};
+use clap::{Args, ValueEnum};
+use nix::unistd::Uid;
+use serde::Serialize;
+
+use self::{
+    document::{DocLine, Purpose},
+    shell::Substitution,
+};
+use crate::{build, deps, output};
+
+/// Which personas to play.
+#[derive(Args)]
+pub struct Options {
+    /// Print JSON on standard output.
+    #[arg(long)]
+    json: bool,
+    /// Count the commands, and run nothing.
+    #[arg(long)]
+    count: bool,
+    /// The personas; all if none is named.
+    #[arg(value_name = "NAME")]
+    names: Vec<Persona>,
+}
+
+/// A user of Affinode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Persona {
+    /// An engineer with one machine, one GPU and Docker.
+    Docker,
+    /// The same with containerd and nerdctl.
+    Nerdctl,
+}
+
+impl Persona {
+    fn name(self) -> &'static str {
+        match self {
+            Persona::Docker => "docker",
+            Persona::Nerdctl => "nerdctl",
+        }
+    }
+
+    /// Documents with the commands, in the order in which the user reads them.
+    fn documents(self) -> &'static [&'static str] {
+        match self {
+            Persona::Docker => &["README.md"],
+            Persona::Nerdctl => &["docs/quickstart.md"],
+        }
+    }
+
+    /// Maximum number of commands.
+    fn limit(self) -> usize {
+        match self {
+            Persona::Docker | Persona::Nerdctl => 3,
+        }
+    }
+
+    fn lines(self) -> Result<Vec<DocLine>> {
+        let read = |document: &&str| document::read(document, self.name());
+        Ok(self.documents().iter().map(read).collect::<Result<Vec<_>>>()?.concat())
+    }
+}
+
+/// How the run of a persona ended.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// The user saw this.
+    Passed(String),
+    /// It was not run, for this reason.
+    NotRun(String),
+    /// It failed, with this error.
+    Failed(String),
+}
+
+/// A persona with its commands and the outcome.
+#[derive(Debug, Serialize)]
+struct Played {
+    persona: Persona,
+    commands: usize,
+    limit: usize,
+    lines: Vec<DocLine>,
+    substitutions: Vec<Substitution>,
+    outcome: Outcome,
+}
+
+impl Played {
+    fn of(persona: Persona, play: impl FnOnce(&[DocLine]) -> Result<Ran>) -> Result<Self> {
+        let (lines, limit) = (persona.lines()?, persona.limit());
+        let steps = lines.iter().filter(|line| line.purpose == Purpose::Step);
+        let commands = steps.map(DocLine::commands).sum();
+        ensure!(commands <= limit, "{persona:?} types {commands} commands, at most {limit}");
+        let (outcome, substitutions) = play(&lines)
+            .unwrap_or_else(|error| (Outcome::Failed(format!("{error:#}")), Vec::new()));
+        Ok(Self { persona, commands, limit, lines, substitutions, outcome })
+    }
+
+    fn print(&self) {
+        let outcome = match &self.outcome {
+            Outcome::Passed(seen) => format!("passed: {seen}"),
+            Outcome::NotRun(why) => format!("not run: {why}"),
+            Outcome::Failed(error) => format!("FAILED: {error}"),
+        };
+        let (name, commands, limit) = (self.persona.name(), self.commands, self.limit);
+        output::out(&format!("{name}: {commands} commands, at most {limit}; {outcome}"));
+        for line in &self.lines {
+            let mark = if line.purpose == Purpose::Step { "$" } else { "(look) $" };
+            output::out(&format!("  {}:{} {mark} {}", line.document, line.line, line.text));
+        }
+        for known in &self.substitutions {
+            output::out(&format!("  in place of {}: {} ({})", known.from, known.to, known.why));
+        }
+    }
+}
+
+type Ran = (Outcome, Vec<Substitution>);
+
+/// Counts, builds, plays, and prints.
+pub fn run(options: &Options) -> Result<()> {
+    let chosen = match options.names.as_slice() {
+        [] => Persona::value_variants(),
+        names => names,
+    };
+    let played = if options.count { count(chosen)? } else { play(chosen)? };
+    if options.json {
+        output::out(&serde_json::to_string_pretty(&played)?);
+    } else {
+        played.iter().for_each(Played::print);
+    }
+    match played.iter().any(|one| matches!(one.outcome, Outcome::Failed(_))) {
+        true => bail!("at least one persona failed"),
+        false => Ok(()),
+    }
+}
+
+fn count(chosen: &[Persona]) -> Result<Vec<Played>> {
+    let counted = |_: &[DocLine]| Ok((Outcome::NotRun("only counted".into()), Vec::new()));
+    chosen.iter().map(|persona| Played::of(*persona, counted)).collect()
+}
+
+fn play(chosen: &[Persona]) -> Result<Vec<Played>> {
+    if !Uid::effective().is_root() {
+        bail!("the personas start a private containerd and install: run as root");
+    }
+    let releases = deps::all()?;
+    let artifacts = build::all(build::Profile::Dev)?;
+    let release = releases.own()?;
+    chosen.iter().map(|persona| one(*persona, &artifacts, release)).collect()
+}
+
+fn one(persona: Persona, artifacts: &Artifacts, release: &Release) -> Result<Played> {
+    output::step(&format!("Persona {}", persona.name()));
+    Played::of(persona, |lines| match persona {
+        Persona::Docker => docker::run(lines, artifacts, release),
+        Persona::Nerdctl => containerd::run(lines, artifacts, release),
+    })
+}
+
+/// The personas of one machine, as a part of all tests.
+pub fn of_one_machine(artifacts: &Artifacts, release: &Release) -> Result<()> {
+    for persona in [Persona::Docker, Persona::Nerdctl] {
+        let played = one(persona, artifacts, release)?;
+        played.print();
+        if let Outcome::Failed(error) = played.outcome {
+            bail!("persona {}: {error}", persona.name());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Fails when a document's commands are gone or have become more than the limit.
+    #[test]
+    fn documents_keep_within_the_limits() -> Result<()> {
+        for played in count(Persona::value_variants())? {
+            assert!(played.commands > 0, "{played:?}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,38 @@
+//! What a user of one machine does, whatever runs the container.
+
+use affinode_e2e::testbed::{MIB, Testbed};
+use anyhow::{Context, Result, ensure};
+
+use super::{
+    document::{DocLine, Purpose},
+    machine,
+    shell::Shell,
+};
+
+/// Types the steps, of which the last is the container, leaves its program idle, looks, and lets the program call CUDA again.
+pub fn on_a_terminal(world: &Testbed, shell: &mut Shell<'_>, lines: &[DocLine]) -> Result<String> {
+    let (steps, looks): (Vec<_>, Vec<_>) =
+        lines.iter().partition(|line| line.purpose == Purpose::Step);
+    let (container, earlier) = steps.split_last().context("there is no step")?;
+    for line in earlier {
+        shell.run(line)?;
+    }
+    let mut program = shell.start(container)?;
+    program.expect("open")?;
+    program.expect("fill")?;
+    let rows = world.cli().ps()?.containers;
+    let row = rows.first().context("affinode ps shows no container")?;
+    let row = world.cli().wait_for_state(&row.id, "Offloaded")?;
+    ensure!(row.offloaded_bytes >= machine::VRAM_MIB * MIB, "{row:?}");
+    for line in looks {
+        let said = shell.run(line)?;
+        ensure!(said.contains(&row.name) && said.contains("Offloaded"), "{}: {said}", line.text);
+    }
+    program.enter("verify")?;
+    let answer = program.expect("verify")?;
+    ensure!(answer.ok == Some(true), "its memory is not as it was");
+    program.enter("quit")?;
+    program.end()?;
+    let mib = row.offloaded_bytes / MIB;
+    Ok(format!("{} was idle and gave back {mib} MiB; its memory was as before", row.name))
+}
