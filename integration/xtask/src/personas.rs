@@ -3,15 +3,17 @@
 //! Each persona is a person with a machine or a cluster. The commands are those of the documents:
 //! they are counted and run, so a document that is wrong makes this fail. The GPU is simulated.
 
+mod cluster;
 mod containerd;
 mod docker;
 mod document;
+mod jupyterhub;
 mod machine;
 mod plays;
 mod shell;
 
 use affinode_e2e::{artifacts::Artifacts, release::Release};
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use nix::unistd::Uid;
 use serde::Serialize;
@@ -44,6 +46,10 @@ pub enum Persona {
     Docker,
     /// The same with containerd and nerdctl.
     Nerdctl,
+    /// A platform engineer with a cluster. Without one the chart is rendered, not installed.
+    Kubernetes,
+    /// An administrator of JupyterHub in that cluster. Without one KubeSpawner makes the pods.
+    Jupyterhub,
 }
 
 impl Persona {
@@ -51,6 +57,8 @@ impl Persona {
         match self {
             Persona::Docker => "docker",
             Persona::Nerdctl => "nerdctl",
+            Persona::Kubernetes => "kubernetes",
+            Persona::Jupyterhub => "jupyterhub",
         }
     }
 
@@ -59,19 +67,31 @@ impl Persona {
         match self {
             Persona::Docker => &["README.md"],
             Persona::Nerdctl => &["docs/quickstart.md"],
+            Persona::Kubernetes => &["docs/kubernetes.md"],
+            Persona::Jupyterhub => &["docs/jupyterhub.md"],
         }
+    }
+
+    /// The persona whose commands this one types first.
+    fn begins_as(self) -> Option<Persona> {
+        (self == Persona::Jupyterhub).then_some(Persona::Kubernetes)
     }
 
     /// Maximum number of commands.
     fn limit(self) -> usize {
         match self {
             Persona::Docker | Persona::Nerdctl => 3,
+            Persona::Kubernetes => 4,
+            Persona::Jupyterhub => 5,
         }
     }
 
     fn lines(self) -> Result<Vec<DocLine>> {
-        let read = |document: &&str| document::read(document, self.name());
-        Ok(self.documents().iter().map(read).collect::<Result<Vec<_>>>()?.concat())
+        let mut lines = self.begins_as().map_or(Ok(Vec::new()), Persona::lines)?;
+        for document in self.documents() {
+            lines.extend(document::read(document, self.name())?);
+        }
+        Ok(lines)
     }
 }
 
@@ -81,6 +101,8 @@ impl Persona {
 pub enum Outcome {
     /// The user saw this.
     Passed(String),
+    /// The commands were run up to the cluster, which is not there. This was seen.
+    Checked(String),
     /// It was not run, for this reason.
     NotRun(String),
     /// It failed, with this error.
@@ -112,6 +134,7 @@ impl Played {
     fn print(&self) {
         let outcome = match &self.outcome {
             Outcome::Passed(seen) => format!("passed: {seen}"),
+            Outcome::Checked(seen) => format!("checked without a cluster: {seen}"),
             Outcome::NotRun(why) => format!("not run: {why}"),
             Outcome::Failed(error) => format!("FAILED: {error}"),
         };
@@ -167,6 +190,15 @@ fn one(persona: Persona, artifacts: &Artifacts, release: &Release) -> Result<Pla
     Played::of(persona, |lines| match persona {
         Persona::Docker => docker::run(lines, artifacts, release),
         Persona::Nerdctl => containerd::run(lines, artifacts, release),
+        Persona::Kubernetes => cluster::run(lines, artifacts, release),
+        Persona::Jupyterhub => {
+            let (upgrade, earlier) = lines.split_last().context("there is no step")?;
+            let (outcome, substitutions) = cluster::run(earlier, artifacts, release)?;
+            match outcome {
+                Outcome::Checked(_) => Ok((jupyterhub::check(upgrade, artifacts)?, substitutions)),
+                other => Ok((other, substitutions)),
+            }
+        }
     })
 }
 

@@ -39,3 +39,27 @@ fn container_reads_its_own_state() -> Result<()> {
     wait_for_state(&world, &worker, "Idle")?;
     Ok(())
 }
+
+/// The file for IPython that the documents give to users.
+const FOR_IPYTHON: &str = include_str!("../../../../config/jupyterhub/affinode.py");
+
+#[test]
+fn python_program_shows_its_container_state() -> Result<()> {
+    if !std::path::Path::new("/usr/bin/python3").is_file() {
+        affinode_test_notes::skip("python3", "no python3 on this machine, so none in the image");
+        return Ok(());
+    }
+    let world = TestbedConfig::default().config(MANUAL).world()?;
+    let mut worker = Worker::start(&world, "worker", 64)?;
+    let shown = |worker: &Worker, text: &str| {
+        until(&format!("the text {text}"), || {
+            let said = worker.running.exec(&world, &["/usr/bin/python3", "-c", FOR_IPYTHON])?;
+            Ok(said.contains(text).then_some(()))
+        })
+    };
+    shown(&worker, "GPU memory: on the GPU, idle, for ")?;
+    world.cli().move_out("worker")?;
+    shown(&worker, "GPU memory: in host memory; the next CUDA call restores it, for ")?;
+    assert!(worker.verify()?);
+    shown(&worker, "GPU memory: on the GPU, ")
+}
