@@ -41,7 +41,7 @@ def _affinode_text(state, now=None):
         text += f", for {seconds // 60} min {seconds % 60} s"
     waiters = state.get("waiters_before")
     if waiters is not None:
-        text += f"; {waiters} containers are served before"
+        text += f"; containers that are served first: {waiters}"
     return text
 
 
