@@ -4,12 +4,13 @@
 mod host;
 
 use affinode_proto::api::control;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::core::ContainerSpec;
 
 /// The object of `affinode ps -o json`: the node with its GPUs and containers.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default)]
 pub struct Node {
     /// Host name of the node.
     pub node: String,
@@ -36,7 +37,8 @@ pub struct Node {
 }
 
 /// A GPU and its copier.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Gpu {
     pub index: u32,
@@ -61,7 +63,8 @@ pub struct Gpu {
 }
 
 /// A container with its state and its effective policy.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Container {
     pub name: String,
@@ -102,7 +105,8 @@ pub struct Container {
 }
 
 /// A CUDA process of a container.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Process {
     pub pid: u32,
@@ -129,7 +133,8 @@ pub struct Process {
 }
 
 /// Bytes on one GPU.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct DeviceBytes {
     pub uuid: String,
@@ -358,7 +363,8 @@ impl From<control::Event> for Event {
 }
 
 /// The response to a request to move a container.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct Action {
     pub done: bool,
@@ -383,7 +389,8 @@ impl From<control::ActionResponse> for Action {
 }
 
 /// The use of the GPUs in a time range.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default)]
 pub struct Report {
     /// Start of the range, milliseconds since 1970.
     pub since_unix_ms: i64,
@@ -400,7 +407,8 @@ pub struct Report {
 }
 
 /// A container in a report. A GPU second is the VRAM of a whole GPU for one second.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default)]
 #[allow(missing_docs)] // Each field is described in control.proto.
 pub struct ReportRow {
     pub namespace: String,

@@ -6,6 +6,7 @@
 //! | [`node`] | manages a GPU node: installs Affinode, serves its controller's API, reports to its pods |
 //! | [`fleet`] | shows all nodes on one page, with a link to each |
 //! | [`https`] | the HTTPS server of all three |
+//! | [`kubectl`] | the plugin `kubectl affinode` |
 //! | [`webhook`] | sets the runtime class of GPU pods while they are created |
 //! | [`check`] | checks from a GPU pod whether its container is managed |
 //! | [`cli`] | the command `affinode-cluster` |
@@ -19,6 +20,7 @@ pub mod cli;
 mod error_chain;
 pub mod fleet;
 pub mod https;
+pub mod kubectl;
 pub mod node;
 mod service;
 pub mod webhook;

@@ -36,8 +36,8 @@ struct ReasonReference {
 
 /// A command with its own options. The options that all commands have are listed with the first
 /// command.
-#[derive(Serialize)]
-struct CommandReference {
+#[derive(Debug, Serialize)]
+pub struct CommandReference {
     /// The command as it is typed: `affinode policy set`.
     name: String,
     about: String,
@@ -47,7 +47,7 @@ struct CommandReference {
     arguments: Vec<ArgumentReference>,
 }
 
-#[derive(Serialize)]
+#[derive(Debug, Serialize)]
 struct ArgumentReference {
     /// The option as the help shows it: `-o, --output <OUTPUT>`.
     name: String,
@@ -58,14 +58,14 @@ struct ArgumentReference {
 }
 
 /// Prints commands, reasons, settings and metrics as JSON.
-pub fn run(out: &mut dyn Write) -> Result<(), CliError> {
+pub(super) fn run(out: &mut dyn Write) -> Result<(), CliError> {
     let reference = Reference {
         configuration: keys(),
         annotations: annotations(),
         reasons: Reason::ALL.iter().map(|reason| reason_reference(*reason)).collect(),
         checks: CHECKS,
         metrics: metrics_reference()?,
-        commands: commands(),
+        commands: commands(Args::command()),
     };
     serde_json::to_writer_pretty(&mut *out, &reference)?;
     Ok(writeln!(out)?)
@@ -81,8 +81,9 @@ fn reason_reference(reason: Reason) -> ReasonReference {
     }
 }
 
-fn commands() -> Vec<CommandReference> {
-    let mut root = Args::command();
+/// Returns a command and its subcommands, without hidden ones.
+#[must_use]
+pub fn commands(mut root: Command) -> Vec<CommandReference> {
     root.build();
     let mut found = Vec::new();
     collect(&root, "", &mut found);
@@ -148,7 +149,7 @@ mod tests {
 
     #[test]
     fn every_visible_command_is_listed_with_its_help() {
-        let commands = commands();
+        let commands = commands(Args::command());
         let names: Vec<&str> = commands.iter().map(|command| command.name.as_str()).collect();
         for name in ["affinode", "affinode ps", "affinode policy set", "affinode doctor"] {
             assert!(names.contains(&name), "{names:?}");

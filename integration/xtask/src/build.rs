@@ -46,11 +46,12 @@ impl Profile {
 }
 
 /// Cargo packages, and the binaries that they contain.
-const BINARIES: [(&str, &str); 7] = [
+const BINARIES: [(&str, &str); 8] = [
     ("affinode-shim", "containerd-shim-affinode-v1"),
     ("affinode-shim", "affinode-runtime"),
     ("affinode-controller", "affinode"),
     ("affinode-cluster", "affinode-cluster"),
+    ("affinode-cluster", "kubectl-affinode"),
     ("affinode-sim-gpud", "affinode-sim-gpud"),
     ("affinode-e2e", "affinode-keeper"),
     ("affinode-e2e", "affinode-gpu-suite"),

@@ -17,6 +17,7 @@ use affinode_e2e::{
 };
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use serde::de::DeserializeOwned;
 
 use crate::{output, sh};
 
@@ -37,28 +38,37 @@ pub fn run(options: &Options) -> Result<()> {
     if options.limits {
         return lower_limits();
     }
-    let pages = generate(&build()?)?;
+    let (affinode, plugin) = build()?;
+    let pages = generate(&affinode, &plugin)?;
     if options.check { compare(&pages) } else { write(&pages) }
 }
 
-/// Fails if a page differs from the output of a built `affinode`.
-pub fn check(affinode: &Path) -> Result<()> {
-    compare(&generate(affinode)?)
+/// Fails if a page differs from the output of the built commands.
+pub fn check(affinode: &Path, plugin: &Path) -> Result<()> {
+    compare(&generate(affinode, plugin)?)
 }
 
-fn build() -> Result<PathBuf> {
-    output::step("Building affinode");
+/// Builds the commands `affinode` and `kubectl affinode`.
+fn build() -> Result<(PathBuf, PathBuf)> {
+    output::step("Building affinode and kubectl-affinode");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut build = Command::new(cargo);
     build.current_dir(workspace_dir());
-    sh::run(build.args(["build", "--quiet", "-p", "affinode-controller", "--bin", "affinode"]))?;
-    Ok(target_dir().join("debug/affinode"))
+    build.args(["build", "--quiet", "-p", "affinode-controller", "-p", "affinode-cluster"]);
+    sh::run(build.args(["--bin", "affinode", "--bin", "kubectl-affinode"]))?;
+    let built = |name: &str| target_dir().join("debug").join(name);
+    Ok((built("affinode"), built("kubectl-affinode")))
 }
 
-fn generate(affinode: &Path) -> Result<Vec<Page>> {
-    let printed = sh::read(Command::new(affinode).arg("reference"))?;
-    let known: pages::Reference = serde_json::from_str(&printed)
-        .with_context(|| format!("cannot parse the output of {} reference", affinode.display()))?;
+fn printed<T: DeserializeOwned>(program: &Path) -> Result<T> {
+    let text = sh::read(Command::new(program).arg("reference"))?;
+    serde_json::from_str(&text)
+        .with_context(|| format!("cannot parse the output of {} reference", program.display()))
+}
+
+fn generate(affinode: &Path, plugin: &Path) -> Result<Vec<Page>> {
+    let known: pages::Reference = printed(affinode)?;
+    let plugin: pages::Commands = printed(plugin)?;
     let read = |path: &str| {
         let path = workspace_dir().join(path);
         fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
@@ -68,7 +78,7 @@ fn generate(affinode: &Path) -> Result<Vec<Page>> {
         ("docs/annotations.md", pages::annotations(&known)),
         ("docs/troubleshooting.md", pages::troubleshooting(&known)),
         ("docs/reference/metrics.md", pages::metrics(&known)),
-        ("docs/reference/cli.md", pages::cli(&known)),
+        ("docs/reference/cli.md", pages::cli(&known, &plugin)),
         (
             "docs/reference/api.md",
             api::page(&read("config/openapi.yaml")?, &read("proto/control.proto")?)?,

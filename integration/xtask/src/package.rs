@@ -96,7 +96,10 @@ pub fn run(options: &Options) -> Result<()> {
             out.join(name).display()
         ));
     }
-    output::note(&format!("needs glibc {} or newer; affinode-cluster needs none", about.glibc));
+    output::note(&format!(
+        "needs glibc {} or newer; affinode-cluster and kubectl-affinode need none",
+        about.glibc
+    ));
     if options.check { check::all(&out, &about) } else { Ok(()) }
 }
 

@@ -29,7 +29,7 @@ pub fn run(options: &Options) -> Result<()> {
     let releases = deps::all()?;
     let artifacts = build::all(build::Profile::Dev)?;
     output::step("Comparing the generated pages with the code");
-    docs::check(&artifacts.bin("affinode")?)?;
+    docs::check(&artifacts.bin("affinode")?, &artifacts.bin("kubectl-affinode")?)?;
     let mut path = vec![deps::promtool()?.into_os_string()];
     let helm = helm::prepare(&artifacts).map(PathBuf::into_os_string);
     path.extend(helm.into_iter().chain(std::env::var_os("PATH")));

@@ -1,8 +1,13 @@
 //! Requests to one agent: limited in time, over TLS, pinned to the agent's own certificate.
 
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
 
-use http_body_util::Empty;
+use http_body_util::{BodyExt, Empty, LengthLimitError, Limited};
 use hyper::{
     Method, Request, Response,
     body::{Body, Bytes, Frame, Incoming},
@@ -15,21 +20,30 @@ use std::{
     task::{Context, Poll},
 };
 use tokio::{
+    io::{AsyncRead, AsyncWrite},
     net::TcpStream,
     task::JoinSet,
     time::{Sleep, sleep, timeout},
 };
 use tokio_rustls::{
     TlsConnector,
+    client::TlsStream,
     rustls::{self, pki_types::ServerName},
 };
 
-use super::{cert_pin, discovery::KnownNode};
+use super::{
+    cert_pin::{self, Fingerprint},
+    discovery::KnownNode,
+};
 
 /// Time limit for opening a connection, including the TLS handshake.
 const CONNECT: Duration = Duration::from_secs(3);
 /// Time limit between two parts of a reply's body. Event streams send a part at least every 15 s.
 const SILENCE: Duration = Duration::from_secs(45);
+/// Upper bound of a reply's body, in bytes.
+const BODY_BYTES: usize = 2 << 20;
+/// Upper bound of a message that is not JSON, in bytes.
+const SAID_BYTES: usize = 300;
 
 /// Reason why there is no reply from an agent.
 #[derive(Debug, thiserror::Error)]
@@ -45,16 +59,16 @@ pub enum AgentClientError {
     Connect(SocketAddr, #[source] io::Error),
     /// The peer presents another certificate, or does not use TLS.
     #[error("{0} does not present the certificate of the node's agent")]
-    Tls(SocketAddr, #[source] io::Error),
+    Tls(String, #[source] io::Error),
     /// The TLS client could not be configured.
     #[error("cannot set up TLS")]
     Crypto(#[from] rustls::Error),
     /// The reply is not valid HTTP.
     #[error("{0} does not reply with valid HTTP")]
-    Http(SocketAddr, #[source] hyper::Error),
+    Http(String, #[source] hyper::Error),
     /// The agent did not reply in time.
     #[error("no reply from {0} within {1:?}")]
-    Time(SocketAddr, Duration),
+    Time(String, Duration),
     /// The request could not be built.
     #[error("cannot build the request")]
     Question(#[from] hyper::http::Error),
@@ -85,17 +99,44 @@ pub async fn ask(
     question: AgentRequest<'_>,
 ) -> Result<Response<AgentReply>, AgentClientError> {
     let address = node.address.ok_or(AgentClientError::NoAgent)?;
-    let config = cert_pin::client(node.certificate.ok_or(AgentClientError::NoCertificate)?)?;
+    let certificate = node.certificate.ok_or(AgentClientError::NoCertificate)?;
+    let peer = address.to_string();
     let connect = async {
         let stream =
             TcpStream::connect(address).await.map_err(|e| AgentClientError::Connect(address, e))?;
-        let name = ServerName::IpAddress(address.ip().into());
-        let stream = TlsConnector::from(Arc::new(config)).connect(name, stream);
-        stream.await.map_err(|e| AgentClientError::Tls(address, e))
+        handshake(stream, &peer, certificate).await
     };
-    let late = |time| move |_| AgentClientError::Time(address, time);
-    let stream = timeout(CONNECT, connect).await.map_err(late(CONNECT))??;
-    let http = |e| AgentClientError::Http(address, e);
+    let late = |_| AgentClientError::Time(peer.clone(), CONNECT);
+    let stream = timeout(CONNECT, connect).await.map_err(late)??;
+    exchange(stream, &peer, question).await
+}
+
+/// Secures a stream to an agent. `peer` names the agent in errors.
+///
+/// # Errors
+/// [`AgentClientError`]: the peer does not present that certificate.
+pub async fn handshake<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: S,
+    peer: &str,
+    certificate: Fingerprint,
+) -> Result<TlsStream<S>, AgentClientError> {
+    let config = cert_pin::client(certificate)?;
+    // Only the fingerprint counts.
+    let name = ServerName::IpAddress(IpAddr::from(Ipv4Addr::LOCALHOST).into());
+    let stream = TlsConnector::from(Arc::new(config)).connect(name, stream);
+    stream.await.map_err(|e| AgentClientError::Tls(peer.to_owned(), e))
+}
+
+/// Sends a request over a secured stream. The reply keeps the stream open.
+///
+/// # Errors
+/// [`AgentClientError`].
+pub async fn exchange<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
+    stream: TlsStream<S>,
+    peer: &str,
+    question: AgentRequest<'_>,
+) -> Result<Response<AgentReply>, AgentClientError> {
+    let http = |e| AgentClientError::Http(peer.to_owned(), e);
     let talk = async {
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(http)?;
@@ -104,7 +145,7 @@ pub async fn ask(
         let mut request = Request::builder()
             .method(question.method)
             .uri(question.path)
-            .header(HOST, address.to_string())
+            .header(HOST, peer)
             .header(AUTHORIZATION, question.authorization)
             .body(Empty::<Bytes>::new())?;
         request.headers_mut().extend(question.more);
@@ -118,7 +159,35 @@ pub async fn ask(
             AgentReply { body, silence, _sender: sender, _driver: driver },
         ))
     };
-    timeout(question.time, talk).await.map_err(late(question.time))?
+    let late = |_| AgentClientError::Time(peer.to_owned(), question.time);
+    timeout(question.time, talk).await.map_err(late)?
+}
+
+/// Reads a reply's body, up to [`BODY_BYTES`].
+///
+/// # Errors
+/// The body is larger, or ended early.
+pub async fn body(answer: Response<AgentReply>) -> Result<Vec<u8>, String> {
+    match Limited::new(answer.into_body(), BODY_BYTES).collect().await {
+        Ok(body) => Ok(body.to_bytes().into()),
+        Err(error) if error.is::<LengthLimitError>() => {
+            Err(format!("the agent's reply has more than {BODY_BYTES} bytes"))
+        }
+        Err(error) => Err(format!("the agent's reply ended early: {error}")),
+    }
+}
+
+/// Extracts the message of `{"error": "…"}`, or plain text.
+#[must_use]
+pub fn said(body: &[u8]) -> String {
+    #[derive(serde::Deserialize)]
+    struct NodeReply {
+        error: String,
+    }
+    match serde_json::from_slice::<NodeReply>(body) {
+        Ok(said) => said.error,
+        Err(_) => String::from_utf8_lossy(&body[..body.len().min(SAID_BYTES)]).trim().to_owned(),
+    }
 }
 
 /// The body of a reply. The connection stays open until the body is dropped.

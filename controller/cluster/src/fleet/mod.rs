@@ -16,12 +16,12 @@
 //! forwarded to the node's agent with the user's own token. The page itself always comes from this
 //! program, for all nodes: an agent can send data, but no script.
 
-mod agent_client;
-mod cert_pin;
+pub(crate) mod agent_client;
+pub(crate) mod cert_pin;
 mod discovery;
-mod poller;
+pub(crate) mod poller;
 mod server;
-mod summary;
+pub(crate) mod summary;
 #[cfg(test)]
 mod tests;
 

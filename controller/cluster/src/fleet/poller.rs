@@ -15,8 +15,7 @@ use std::{
 };
 
 use futures_util::{StreamExt, stream};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
-use hyper::{Method, Response, StatusCode, header::HeaderValue};
+use hyper::{Method, StatusCode, header::HeaderValue};
 use k8s_openapi::jiff::Timestamp;
 use serde::Serialize;
 use tokio::{
@@ -25,7 +24,7 @@ use tokio::{
 };
 
 use super::{
-    agent_client::{AgentReply, AgentRequest, ask},
+    agent_client::{AgentRequest, ask, body, said},
     discovery::{KnownNode, NODES, Nodes},
     summary::{self, FleetSummary},
 };
@@ -35,8 +34,6 @@ use crate::{error_chain, node::NO_CONTROLLER};
 const MAX_CONCURRENT_POLLS: usize = 16;
 /// Time limit for an agent's reply.
 const TIME: Duration = Duration::from_secs(3);
-/// Maximum size of a reply's body, in bytes.
-const BODY_BYTES: usize = 2 << 20;
 /// Minimum time between the starts of two rounds.
 const PACE: Duration = Duration::from_secs(5);
 /// Minimum time of a round, per node, so that a large fleet is polled less often.
@@ -160,7 +157,8 @@ impl FleetPoller {
                     };
                     let mut seen = lock(&self.seen);
                     let row = seen.entry(node.name.clone()).or_default();
-                    note(row, node, received);
+                    row.name = node.name;
+                    row.note(received);
                 }
             })
             .await;
@@ -171,24 +169,42 @@ impl FleetPoller {
 /// An agent's reply: the figures, or `None` if the node has no controller now.
 type PollResult = Result<Option<FleetSummary>, String>;
 
-fn note(row: &mut NodeRow, node: KnownNode, received: PollResult) {
-    row.name = node.name;
-    match received {
-        Ok(figures) => {
-            row.seen_unix_ms = Some(now_ms());
-            (row.health, row.why) = match figures.as_ref().map(|f| &f.gpu_error) {
-                None => (
-                    NodeHealth::Resting,
-                    "no controller runs; it starts with the first GPU container".into(),
-                ),
-                Some(Some(why)) => (NodeHealth::Troubled, why.clone()),
-                Some(None) => (NodeHealth::Serving, String::new()),
-            };
-            row.figures = figures;
+impl NodeRow {
+    /// Enters an agent's reply.
+    pub fn note(&mut self, received: PollResult) {
+        match received {
+            Ok(figures) => {
+                self.seen_unix_ms = Some(now_ms());
+                (self.health, self.why) = match figures.as_ref().map(|f| &f.gpu_error) {
+                    None => (
+                        NodeHealth::Resting,
+                        "no controller runs; it starts with the first GPU container".into(),
+                    ),
+                    Some(Some(why)) => (NodeHealth::Troubled, why.clone()),
+                    Some(None) => (NodeHealth::Serving, String::new()),
+                };
+                self.figures = figures;
+            }
+            Err(why) => {
+                self.health = NodeHealth::Unreachable;
+                self.why = why.chars().take(WHY_CHARS).collect();
+            }
         }
-        Err(why) => {
-            row.health = NodeHealth::Unreachable;
-            row.why = why.chars().take(WHY_CHARS).collect();
+    }
+
+    /// Enters the state that the agent has published. It is newer than its last reply, so it
+    /// decides whether the runtime is served.
+    pub fn published(&mut self, state: String) {
+        if state.starts_with("served") {
+            // The runtime may be served with a configuration other than the cluster's.
+            if state != "served" && self.why.is_empty() {
+                self.why = state;
+            }
+        } else if self.health != NodeHealth::Unreachable {
+            self.health = NodeHealth::NotServed;
+            self.why = state;
+        } else if !state.is_empty() {
+            self.why = format!("{}; last published state: {state}", self.why);
         }
     }
 }
@@ -198,20 +214,7 @@ fn note(row: &mut NodeRow, node: KnownNode, received: PollResult) {
 fn row(node: KnownNode, seen: &BTreeMap<String, NodeRow>) -> NodeRow {
     let mut row = seen.get(&node.name).cloned().unwrap_or_default();
     row.name = node.name;
-    if node.state.starts_with("served") {
-        // The runtime can be served with another configuration than the cluster's. The state says
-        // so.
-        if node.state != "served" && row.why.is_empty() {
-            row.why = node.state;
-        }
-        return row;
-    }
-    if row.health != NodeHealth::Unreachable {
-        row.health = NodeHealth::NotServed;
-        row.why = node.state;
-    } else if !node.state.is_empty() {
-        row.why = format!("{}; last published state: {}", row.why, node.state);
-    }
+    row.published(node.state);
     row
 }
 
@@ -235,28 +238,6 @@ async fn receive(node: &KnownNode, authorization: HeaderValue) -> PollResult {
     summary::read(&body)
         .map(Some)
         .map_err(|error| format!("cannot parse the agent's reply as a node: {error}"))
-}
-
-async fn body(answer: Response<AgentReply>) -> Result<Vec<u8>, String> {
-    match Limited::new(answer.into_body(), BODY_BYTES).collect().await {
-        Ok(body) => Ok(body.to_bytes().into()),
-        Err(error) if error.is::<LengthLimitError>() => {
-            Err(format!("the agent's reply has more than {BODY_BYTES} bytes"))
-        }
-        Err(error) => Err(format!("the agent's reply ended early: {error}")),
-    }
-}
-
-/// Returns the message of `{"error": "…"}`, or the text itself if it is not JSON.
-fn said(body: &[u8]) -> String {
-    #[derive(serde::Deserialize)]
-    struct NodeReply {
-        error: String,
-    }
-    match serde_json::from_slice::<NodeReply>(body) {
-        Ok(said) => said.error,
-        Err(_) => String::from_utf8_lossy(&body[..body.len().min(WHY_CHARS)]).trim().to_owned(),
-    }
 }
 
 /// Returns the header with this program's token. The kubelet renews the token, so the file is read

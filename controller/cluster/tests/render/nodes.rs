@@ -164,3 +164,29 @@ fn helm_test_starts_a_gpu_pod_of_the_class() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && said.contains("is not managed"), "{said}");
 }
+
+/// `kubectl affinode` lists nodes and agents, and forwards a port to an agent.
+#[test]
+fn users_of_the_plugin_may_reach_agents() {
+    let Some(rendered) = render("{}") else { return };
+    let may = |rules: &Value, resource: &str, verb: &str| {
+        let has =
+            |list: &Value, word: &str| list.as_array().is_some_and(|l| l.contains(&json!(word)));
+        rules
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|r| has(&r["resources"], resource) && has(&r["verbs"], verb))
+    };
+    let role = rendered.get("Role", "affinode-kubectl");
+    assert_eq!(role["metadata"]["namespace"], "affinode-system");
+    for (resource, verb) in
+        [("pods", "list"), ("pods/portforward", "get"), ("pods/portforward", "create")]
+    {
+        assert!(may(&role["rules"], resource, verb), "{verb} {resource}");
+    }
+    let viewer = &rendered.get("ClusterRole", "affinode-viewer")["rules"];
+    assert!(may(viewer, "nodes", "list") && !may(viewer, "nodes", "patch"), "{viewer}");
+    let Some(without) = render("rbac: {viewers: false}") else { return };
+    assert!(without.find("Role", "affinode-kubectl").is_none());
+}

@@ -15,6 +15,12 @@ pub struct Reference {
     commands: Vec<Command>,
 }
 
+/// The commands of the plugin.
+#[derive(Deserialize)]
+pub struct Commands {
+    commands: Vec<Command>,
+}
+
 #[derive(Deserialize)]
 struct Key {
     section: String,
@@ -238,11 +244,12 @@ pub fn metrics(known: &Reference) -> String {
     page.finish()
 }
 
-pub fn cli(known: &Reference) -> String {
-    let mut page = Markdown::page("Command line", "the definition of the command `affinode`");
+pub fn cli(known: &Reference, plugin: &Commands) -> String {
+    let source = "the definitions of the commands `affinode` and `kubectl affinode`";
+    let mut page = Markdown::page("Command line", source);
     let status = known.commands.first().map(|command| command.after.as_str()).unwrap_or_default();
     page.paragraph(&sentence(status));
-    for (at, command) in known.commands.iter().enumerate() {
+    for (at, command) in known.commands.iter().chain(&plugin.commands).enumerate() {
         page.section(&command.name);
         page.paragraph(&sentence(&command.about));
         page.code(&command.usage);

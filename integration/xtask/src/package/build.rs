@@ -1,6 +1,6 @@
 //! Builds the programs of a release. Programs that load NVML are linked against an old C library,
-//! so that they run on old nodes. The remaining program is static. No program contains a path of
-//! this machine.
+//! so that they run on old nodes. The programs of the cluster are static. No program contains a path
+//! of this machine.
 
 use std::{
     fs,
@@ -32,6 +32,7 @@ pub struct Built {
     pub runtime: PathBuf,
     pub library: PathBuf,
     pub cluster: PathBuf,
+    pub plugin: PathBuf,
 }
 
 impl Built {
@@ -69,6 +70,7 @@ pub fn of(artifacts: &Artifacts) -> Result<Built> {
         runtime: artifacts.bin("affinode-runtime")?,
         library: artifacts.lib_dir().join("libaffinode_preload.so"),
         cluster: artifacts.bin("affinode-cluster")?,
+        plugin: artifacts.bin("kubectl-affinode")?,
     })
 }
 
@@ -84,8 +86,9 @@ pub fn release() -> Result<Built> {
     let library = ["--profile", "preload", "-p", "affinode-preload", "--lib"];
     cargo(GNU, old, &[&library[..], &["--crate-type", "cdylib"]].concat())?;
     add_musl()?;
-    let cluster = ["--release", "-p", "affinode-cluster", "--bin", "affinode-cluster"];
-    cargo(MUSL, None, &cluster)?;
+    for program in ["affinode-cluster", "kubectl-affinode"] {
+        cargo(MUSL, None, &["--release", "-p", "affinode-cluster", "--bin", program])?;
+    }
     let built = |target: &str, file: &str| folder().join(target).join(file);
     let built = Built {
         command: built(GNU, "release/affinode"),
@@ -93,6 +96,7 @@ pub fn release() -> Result<Built> {
         runtime: built(GNU, "release/affinode-runtime"),
         library: built(GNU, "preload/libaffinode_preload.so"),
         cluster: built(MUSL, "release/affinode-cluster"),
+        plugin: built(MUSL, "release/kubectl-affinode"),
     };
     if old.is_some() && built.newest_glibc()? > OLD_GLIBC {
         bail!("built against {OLD_SUITE}, but a program needs glibc {}", built.glibc()?);

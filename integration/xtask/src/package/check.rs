@@ -114,9 +114,12 @@ fn red_hat(package: &Path) -> Result<()> {
 
 /// Requires that the programs installed below a root run.
 fn runs(root: &Path) -> Result<()> {
-    let said = sh::read(Command::new(root.join("usr/bin/affinode")).arg("--version"))?;
-    let expected = format!("affinode {}", env!("CARGO_PKG_VERSION"));
-    ensure!(said.trim() == expected, "unexpected output of affinode --version: {said}");
+    for program in ["affinode", "kubectl-affinode"] {
+        let path = root.join("usr/bin").join(program);
+        let said = sh::read(Command::new(path).arg("--version"))?;
+        let expected = format!("{program} {}", env!("CARGO_PKG_VERSION"));
+        ensure!(said.trim() == expected, "unexpected output of {program} --version: {said}");
+    }
     Ok(())
 }
 

@@ -48,6 +48,7 @@ pub struct Programs {
     pub shim: Vec<u8>,
     pub runtime: Vec<u8>,
     pub cluster: Vec<u8>,
+    pub plugin: Vec<u8>,
     pub library: Vec<u8>,
 }
 
@@ -58,6 +59,7 @@ impl Programs {
             shim: stripped(&built.shim)?,
             runtime: stripped(&built.runtime)?,
             cluster: stripped(&built.cluster)?,
+            plugin: stripped(&built.plugin)?,
             library: read(&built.library)?,
         })
     }
@@ -69,11 +71,14 @@ pub fn all(programs: &Programs, built: &Built, bill: &[u8]) -> Result<Tree> {
         ("affinode", &programs.command),
         ("containerd-shim-affinode-v1", &programs.shim),
         ("affinode-runtime", &programs.runtime),
+        ("kubectl-affinode", &programs.plugin),
     ] {
         tree.program(format!("{HOME}/bin/{name}"), program.clone());
     }
     tree.file(format!("{HOME}/lib/libaffinode_preload.so"), programs.library.clone());
-    tree.link("/usr/bin/affinode", "../lib/affinode/bin/affinode");
+    for command in ["affinode", "kubectl-affinode"] {
+        tree.link(format!("/usr/bin/{command}"), format!("../lib/affinode/bin/{command}"));
+    }
     for (shell, path) in COMPLETIONS {
         let script = sh::read(Command::new(&built.command).args(["completion", shell]))?;
         tree.file(path, script);

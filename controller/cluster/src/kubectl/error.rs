@@ -1,0 +1,148 @@
+//! Errors of the plugin, and the exit status of each.
+
+use std::io;
+
+use kube::config::{InferConfigError, KubeconfigError};
+
+use crate::{error_chain::ApiError, fleet::agent_client::AgentClientError};
+
+/// Exit status of a command. Of several, the greater by `Ord` counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum ExitStatus {
+    /// The command did what was requested.
+    #[default]
+    Done = 0,
+    /// The API server, an agent or a controller refused.
+    Refused = 3,
+    /// The API server or a node cannot be reached.
+    Unreachable = 4,
+    /// The command failed for another reason.
+    Failed = 1,
+}
+
+impl ExitStatus {
+    /// The word in JSON.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            ExitStatus::Done => "done",
+            ExitStatus::Refused => "refused",
+            ExitStatus::Unreachable => "unreachable",
+            ExitStatus::Failed => "failed",
+        }
+    }
+}
+
+/// Reason why a command, or its request to one node, did not succeed.
+#[derive(Debug, thiserror::Error)]
+pub enum PluginError {
+    /// The async runtime could not be started.
+    #[error("cannot start; is a limit of processes or memory reached?")]
+    Start(#[source] io::Error),
+    /// The kubeconfig is missing or invalid, or has no such context.
+    #[error("cannot use the kubeconfig; check --kubeconfig, --context and `kubectl config view`")]
+    Kubeconfig(#[from] KubeconfigError),
+    /// There is neither a kubeconfig nor a service account.
+    #[error("no cluster is configured; set --kubeconfig or KUBECONFIG")]
+    NoConfig(#[source] Box<InferConfigError>),
+    /// The kubeconfig's user cannot be used.
+    #[error("cannot use the kubeconfig's user")]
+    User(#[source] ApiError),
+    /// The user has no token that an agent could review.
+    #[error(
+        "the kubeconfig's user has no token, and a client certificate does not reach the agents; use a context with a token, or --service-account NAMESPACE/NAME"
+    )]
+    NoToken,
+    /// The kubeconfig's user impersonates another one.
+    #[error(
+        "the kubeconfig's user impersonates another user, which agents cannot review; use a context without `as`"
+    )]
+    Impersonates,
+    /// The API server refused a request.
+    #[error(
+        "the API server refused to {what}: {message}; the rights are those of Role affinode-kubectl and ClusterRole affinode-viewer (docs/kubernetes.md)"
+    )]
+    Denied {
+        /// The request in words, such as list nodes.
+        what: String,
+        /// The message that the API server sent.
+        message: String,
+    },
+    /// The API server has no such object, or found an error in the request.
+    #[error("cannot {0}")]
+    Api(String, #[source] ApiError),
+    /// The API server did not reply.
+    #[error("cannot {0}; can the API server be reached?")]
+    NoApiServer(String, #[source] ApiError),
+    /// No node of the cluster has an agent.
+    #[error(
+        "no node of this cluster has an agent of Affinode; docs/kubernetes.md shows the installation"
+    )]
+    NoAgents,
+    /// There is no such node, or it has no agent.
+    #[error("node {0} does not exist, or has no agent of Affinode")]
+    NoNode(String),
+    /// The node has no running agent pod.
+    #[error("no pod of the agent runs on the node")]
+    NoAgent,
+    /// The port-forward ended with an error.
+    #[error("the port-forward to pod {pod} failed: {why}")]
+    Forward {
+        /// Name of the agent's pod.
+        pod: String,
+        /// The message that the kubelet sent.
+        why: String,
+    },
+    /// The agent could not be asked, or did not reply.
+    #[error(transparent)]
+    Agent(#[from] AgentClientError),
+    /// The agent or its controller refused.
+    #[error("{0}")]
+    Refused(String),
+    /// The agent replied, and its controller did not.
+    #[error("its agent replied {status}: {text}")]
+    NoController {
+        /// HTTP status of the reply.
+        status: u16,
+        /// Text of the reply.
+        text: String,
+    },
+    /// The reply is not what was requested.
+    #[error("{0}")]
+    Reply(String),
+    /// Standard output cannot be written.
+    #[error("cannot print")]
+    Print(#[from] io::Error),
+    /// The result cannot be written as JSON.
+    #[error("cannot write JSON")]
+    Json(#[from] serde_json::Error),
+}
+
+impl PluginError {
+    /// An error of the API server for a request in words, such as `list nodes`.
+    pub fn api(what: impl Into<String>) -> impl FnOnce(kube::Error) -> PluginError {
+        let what = what.into();
+        move |error| match error {
+            kube::Error::Api(status) if matches!(status.code, 401 | 403) => {
+                PluginError::Denied { what, message: status.message.clone() }
+            }
+            kube::Error::Api(ref status) if status.code < 500 => {
+                PluginError::Api(what, ApiError(error))
+            }
+            error => PluginError::NoApiServer(what, ApiError(error)),
+        }
+    }
+
+    /// Exit status of the command if this ends it.
+    pub fn status(&self) -> ExitStatus {
+        match self {
+            PluginError::Denied { .. } | PluginError::Refused(_) => ExitStatus::Refused,
+            PluginError::NoApiServer(..)
+            | PluginError::NoAgent
+            | PluginError::Forward { .. }
+            | PluginError::Agent(_)
+            | PluginError::NoController { .. } => ExitStatus::Unreachable,
+            _ => ExitStatus::Failed,
+        }
+    }
+}

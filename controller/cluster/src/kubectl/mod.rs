@@ -1,0 +1,106 @@
+//! `kubectl affinode`: shows and moves GPU containers of a cluster, with the user's own rights.
+//!
+//! ```text
+//!  kubeconfig ──> API server: nodes, pods of the agents, their certificates
+//!                   │ port-forward to the agent's pod
+//!                   v
+//!                 TLS, pinned to the node's certificate ──user's token──> agent ──review──> API server
+//!                                                                           │ allowed
+//!                                                                           v
+//!                                                                   the node's controller
+//! ```
+//!
+//! A port-forward carries the user's token to the agent, which asks the API server for the user's
+//! rights. The API server's proxy would remove the token. No route to a node is needed, no root,
+//! and no part of the cluster but the agents.
+
+mod access;
+mod agents;
+mod error;
+mod output;
+mod ps;
+mod select;
+mod status;
+
+use std::{io, process::ExitCode};
+
+use affinode_controller::cli::reference;
+use clap::{CommandFactory, Parser, Subcommand};
+use serde_json::json;
+use tokio_rustls::rustls::crypto;
+
+use self::{
+    access::{ClusterAccess, ConnectionArgs},
+    error::{ExitStatus, PluginError},
+    output::OutputFormat,
+};
+
+/// Shows and moves the GPU memory of containers in a cluster.
+#[derive(Debug, Parser)]
+#[command(
+    name = "kubectl-affinode",
+    bin_name = "kubectl affinode",
+    version,
+    arg_required_else_help = true,
+    after_help = "Exit status: 0 done, 1 failed, 2 wrong usage, 3 refused, 4 a node or the API server cannot be reached. A list with exit status 3 or 4 is incomplete."
+)]
+struct PluginArgs {
+    #[command(flatten)]
+    connection: ConnectionArgs,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Ps(ps::PsArgs),
+    Status(status::StatusArgs),
+    /// Print as JSON what the reference page of the documentation is made of.
+    #[command(hide = true)]
+    Reference,
+}
+
+impl Command {
+    fn output(&self) -> OutputFormat {
+        match self {
+            Command::Ps(asked) => asked.output,
+            Command::Status(asked) => asked.output,
+            Command::Reference => OutputFormat::Json,
+        }
+    }
+}
+
+/// Parses the command line and runs the command.
+#[must_use]
+pub fn main() -> ExitCode {
+    let arguments = PluginArgs::parse();
+    let output = arguments.command.output();
+    // Fails only if the same provider is installed already.
+    let _ = crypto::ring::default_provider().install_default();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let done = match runtime {
+        Ok(runtime) => runtime.block_on(run(arguments)),
+        Err(error) => Err(PluginError::Start(error)),
+    };
+    let status = done.unwrap_or_else(|error| {
+        output::failure(output, &error);
+        error.status()
+    });
+    ExitCode::from(status as u8)
+}
+
+async fn run(arguments: PluginArgs) -> Result<ExitStatus, PluginError> {
+    if matches!(arguments.command, Command::Reference) {
+        let commands = reference::commands(PluginArgs::command());
+        output::json(&mut io::stdout(), &json!({ "commands": commands }))?;
+        return Ok(ExitStatus::Done);
+    }
+    let access = ClusterAccess::open(arguments.connection).await?;
+    let mut out = io::stdout();
+    match arguments.command {
+        Command::Ps(asked) => ps::run(&access, &asked, &mut out).await,
+        Command::Status(asked) => status::run(&access, &asked, &mut out).await,
+        // Handled above.
+        Command::Reference => Ok(ExitStatus::Done),
+    }
+}

@@ -1,0 +1,147 @@
+//! A node's agent and its controller: real TLS, and rights by token.
+
+use std::{
+    net::SocketAddr,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use affinode_cluster::https::{
+    self, HttpsLimits, HttpsSite,
+    tls::{ServedCertificate, TlsPair},
+};
+use affinode_controller::schema;
+use affinode_proto::state::State;
+use http_body_util::Full;
+use hyper::{
+    Request, Response,
+    body::{Bytes, Incoming},
+    header,
+};
+use serde_json::{Value, json};
+use tokio_rustls::rustls::ServerConfig;
+
+/// Token of the user.
+pub const USER: &str = "the-token-of-ana";
+
+/// An agent on loopback, with its controller.
+pub struct Agent {
+    shown: ServedCertificate,
+    /// What the controller shows; `None`: none runs.
+    pub node: Mutex<Option<schema::Node>>,
+    /// Path of a request that the user may not make.
+    pub forbidden: Mutex<Vec<String>>,
+    /// Tokens that the agent received.
+    pub tokens: Mutex<Vec<String>>,
+    pub asked: Mutex<Vec<String>>,
+}
+
+impl Agent {
+    /// Listens on loopback. Returns the address and the fingerprint of the certificate too.
+    pub async fn start(node: Option<schema::Node>) -> (Arc<Agent>, SocketAddr, String) {
+        let made = rcgen::generate_simple_self_signed(vec!["node".to_owned()]).unwrap();
+        let (cert, key) = (made.cert.pem().into(), made.signing_key.serialize_pem().into());
+        let shown = ServedCertificate::default();
+        shown.show(&TlsPair { cert, key }).unwrap();
+        let fingerprint = shown.fingerprint().unwrap();
+        let agent = Arc::new(Agent {
+            shown,
+            node: Mutex::new(node),
+            forbidden: Mutex::default(),
+            tokens: Mutex::default(),
+            asked: Mutex::default(),
+        });
+        let listener = https::listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(https::serve(listener, Arc::clone(&agent)));
+        (agent, address, fingerprint)
+    }
+
+    pub fn forbid(&self, path: &str) {
+        self.forbidden.lock().unwrap().push(path.to_owned());
+    }
+
+    fn reply(&self, line: &str, path: &str, token: &str) -> (u16, Value) {
+        if token != format!("Bearer {USER}") {
+            return (401, json!({ "error": "the API server does not accept the token" }));
+        }
+        if self.forbidden.lock().unwrap().iter().any(|forbidden| path.ends_with(forbidden)) {
+            return (403, json!({ "error": format!("ana may not {line}") }));
+        }
+        let node = self.node.lock().unwrap();
+        match (&*node, line) {
+            (None, _) => (503, json!({ "error": "no controller runs on this node" })),
+            (Some(node), "GET /api/v1/node") => (200, serde_json::to_value(node).unwrap()),
+            _ => (404, json!({ "error": "no such path" })),
+        }
+    }
+}
+
+impl HttpsSite for Agent {
+    type Body = Full<Bytes>;
+    const LIMITS: HttpsLimits = HttpsLimits {
+        connections: 64,
+        handshake: Duration::from_secs(20),
+        head: Duration::from_secs(20),
+    };
+
+    fn papers(&self) -> Option<Arc<ServerConfig>> {
+        self.shown.config()
+    }
+
+    async fn answer(&self, request: Request<Incoming>) -> Response<Self::Body> {
+        let path = request.uri().path();
+        let line = format!("{} {path}", request.method());
+        let token = request.headers().get(header::AUTHORIZATION);
+        let token = token.map_or("", |token| token.to_str().unwrap());
+        // The agent serves its own address alone.
+        assert_eq!(request.headers()[header::HOST], "10.98.1.7:9411");
+        self.tokens.lock().unwrap().push(token.to_owned());
+        self.asked.lock().unwrap().push(line.clone());
+        let (status, body) = self.reply(&line, path, token);
+        let mut answer =
+            Response::builder().status(status).header(header::CONTENT_TYPE, "application/json");
+        if status == 503 {
+            answer = answer.header("affinode-controller", "none");
+        }
+        answer.body(Full::from(body.to_string())).unwrap()
+    }
+}
+
+/// A node with one GPU and these containers.
+pub fn node(containers: Vec<schema::Container>) -> schema::Node {
+    let gpu = schema::Gpu {
+        uuid: "GPU-a1".into(),
+        name: "H200".into(),
+        vram_total_bytes: 140 << 30,
+        vram_used_bytes: 30 << 30,
+        ..schema::Gpu::default()
+    };
+    schema::Node {
+        version: "0.1.0".into(),
+        auto_offload: true,
+        gpus: vec![gpu],
+        containers,
+        ..schema::Node::default()
+    }
+}
+
+/// A container of a pod, with this VRAM in GiB if it is resident.
+pub fn container(namespace: &str, pod: &str, state: State, gib: u64) -> schema::Container {
+    let (vram, offloaded) = if state == State::Offloaded { (0, gib) } else { (gib, 0) };
+    let on_gpu = vec![schema::DeviceBytes { uuid: "GPU-a1".into(), bytes: 1 }];
+    schema::Container {
+        name: format!("{namespace}/{pod}/main"),
+        key: format!("{:032x}", pod.bytes().fold(7u64, |sum, byte| sum * 31 + u64::from(byte))),
+        pod_namespace: namespace.into(),
+        pod: pod.into(),
+        container: "main".into(),
+        state: state.as_str().into(),
+        reason_text: "called CUDA less than the idle timeout ago".into(),
+        vram_bytes: vram << 30,
+        offloaded_bytes: offloaded << 30,
+        mode: "auto".into(),
+        processes: vec![schema::Process { vram: on_gpu, ..schema::Process::default() }],
+        ..schema::Container::default()
+    }
+}
