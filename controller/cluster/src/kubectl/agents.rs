@@ -47,7 +47,7 @@ pub struct ManagedNode {
     agent: Option<AgentPod>,
 }
 
-/// The pod of an agent.
+/// The pod of an agent that runs.
 #[derive(Clone, Debug)]
 struct AgentPod {
     namespace: String,
@@ -55,10 +55,10 @@ struct AgentPod {
     address: SocketAddr,
 }
 
-/// A reply that an agent sent.
+/// A reply to [`ClusterAgents::ask`].
 #[derive(Debug)]
 pub enum AgentAnswer {
-    /// The controller's reply.
+    /// HTTP status and body of the controller's reply.
     Controller(StatusCode, Vec<u8>),
     /// No controller runs on the node, so it has no container.
     NoController,

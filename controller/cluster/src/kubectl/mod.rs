@@ -17,6 +17,7 @@
 mod access;
 mod agents;
 mod error;
+mod moves;
 mod output;
 mod ps;
 mod select;
@@ -32,6 +33,7 @@ use tokio_rustls::rustls::crypto;
 use self::{
     access::{ClusterAccess, ConnectionArgs},
     error::{ExitStatus, PluginError},
+    moves::MoveVerb,
     output::OutputFormat,
 };
 
@@ -55,6 +57,10 @@ struct PluginArgs {
 enum Command {
     Ps(ps::PsArgs),
     Status(status::StatusArgs),
+    /// Offload containers now: move their VRAM to host memory.
+    Offload(moves::MoveArgs),
+    /// Restore containers now: move their memory back to the GPU.
+    Restore(moves::MoveArgs),
     /// Print as JSON what the reference page of the documentation is made of.
     #[command(hide = true)]
     Reference,
@@ -65,6 +71,7 @@ impl Command {
         match self {
             Command::Ps(asked) => asked.output,
             Command::Status(asked) => asked.output,
+            Command::Offload(asked) | Command::Restore(asked) => asked.output,
             Command::Reference => OutputFormat::Json,
         }
     }
@@ -100,6 +107,8 @@ async fn run(arguments: PluginArgs) -> Result<ExitStatus, PluginError> {
     match arguments.command {
         Command::Ps(asked) => ps::run(&access, &asked, &mut out).await,
         Command::Status(asked) => status::run(&access, &asked, &mut out).await,
+        Command::Offload(asked) => moves::run(&access, MoveVerb::Offload, &asked, &mut out).await,
+        Command::Restore(asked) => moves::run(&access, MoveVerb::Restore, &asked, &mut out).await,
         // Handled above.
         Command::Reference => Ok(ExitStatus::Done),
     }

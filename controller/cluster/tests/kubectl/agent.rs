@@ -72,9 +72,31 @@ impl Agent {
         match (&*node, line) {
             (None, _) => (503, json!({ "error": "no controller runs on this node" })),
             (Some(node), "GET /api/v1/node") => (200, serde_json::to_value(node).unwrap()),
+            (Some(node), _) if path.starts_with("/api/v1/containers/") => moved(node, path),
             _ => (404, json!({ "error": "no such path" })),
         }
     }
+}
+
+/// The controller's reply to a move: a busy container is not offloaded.
+fn moved(node: &schema::Node, path: &str) -> (u16, Value) {
+    let [key, verb] = path.rsplitn(3, '/').take(2).collect::<Vec<_>>()[..] else {
+        panic!("{path}")
+    };
+    let (key, verb) = (verb, key);
+    let Some(container) = node.containers.iter().find(|c| c.key == key) else {
+        return (404, json!({ "error": "no container has this key; it may have ended" }));
+    };
+    let busy = verb == "offload" && container.pod == "busy";
+    let action = schema::Action {
+        done: !busy,
+        state: if busy || verb == "restore" { "Active" } else { "Offloaded" }.into(),
+        reason_text: if busy { "a call is in progress" } else { "was requested" }.into(),
+        bytes: if busy { 0 } else { 24 << 30 },
+        elapsed_ms: 490,
+        ..schema::Action::default()
+    };
+    (if busy { 409 } else { 200 }, serde_json::to_value(action).unwrap())
 }
 
 impl HttpsSite for Agent {

@@ -35,6 +35,8 @@ const PORT: u16 = 9411;
 /// Pods of the agents' namespace.
 const PODS: &str = "/api/v1/namespaces/system/pods";
 
+/// Reviews of the user's own rights.
+const REVIEW: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
 /// Tokens of a service account.
 const TOKEN: &str = "/api/v1/namespaces/ml/serviceaccounts/ana/token";
 
@@ -133,7 +135,7 @@ impl ApiServer {
         self.object(&method, &path, &sent)
     }
 
-    fn object(&self, method: &Method, path: &str, _sent: &Value) -> Response<Full<Bytes>> {
+    fn object(&self, method: &Method, path: &str, sent: &Value) -> Response<Full<Bytes>> {
         let cluster = self.cluster.lock().unwrap();
         match (method, path) {
             (&Method::GET, "/api/v1/nodes") => {
@@ -143,6 +145,13 @@ impl ApiServer {
             (&Method::GET, PODS) => {
                 let items: Vec<Value> = cluster.agents.keys().map(|name| pod(name)).collect();
                 reply(200, &list("v1", "PodList", &json!(items)))
+            }
+            (&Method::POST, REVIEW) => {
+                let attributes = &sent["spec"]["nonResourceAttributes"];
+                let asked = format!("post {}", attributes["path"].as_str().unwrap());
+                assert_eq!(attributes["verb"], "post");
+                let allowed = !cluster.denied.contains(&asked);
+                reply(201, &json!({ "metadata": {}, "spec": {}, "status": { "allowed": allowed } }))
             }
             (&Method::POST, TOKEN) => {
                 reply(201, &json!({ "metadata": {}, "spec": {}, "status": { "token": USER } }))

@@ -6,6 +6,7 @@
 mod agent;
 mod api;
 mod look;
+mod moves;
 
 use std::sync::Arc;
 
