@@ -76,6 +76,14 @@ impl<'a> Plane<'a> {
         self.client("kubectl")
     }
 
+    /// `kubectl affinode` with a kubeconfig of this folder.
+    pub fn plugin(&self, kubeconfig: &str) -> Result<Command> {
+        let program = self.world().artifacts().bin("kubectl-affinode")?;
+        let mut command = self.world().keeper().command(&program);
+        command.env("KUBECONFIG", self.dir.join(kubeconfig)).env("HOME", &self.dir);
+        Ok(command)
+    }
+
     pub fn helm(&self) -> Command {
         let mut helm = self.client("helm");
         helm.env("HELM_CACHE_HOME", self.dir.join("helm"))

@@ -6,6 +6,7 @@ mod fleet;
 mod inject;
 mod install;
 mod nodes;
+mod plugin;
 mod pods;
 mod systemd;
 mod uninstall;
@@ -49,6 +50,7 @@ pub fn all(plane: &Plane<'_>) -> Result<()> {
     let mut pods = vec![pod];
     pods.extend(nodes::others_serve(plane)?);
     fleet::shows_nodes(plane)?;
+    plugin::shows_and_moves(plane)?;
     pods::waiting_pod_is_reported(plane)?;
     pods::staying_pod_is_reported(plane)?;
     install::a_bad_policy_is_not_taken(plane)?;

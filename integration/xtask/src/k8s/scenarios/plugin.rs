@@ -1,0 +1,117 @@
+//! Checks of `kubectl affinode`, by an account with the chart's roles alone.
+
+use std::{fs, time::Duration};
+
+use affinode_e2e::{containerd, wait::until_within};
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use super::{GPU_STATE, NAMESPACE, step};
+use crate::{
+    k8s::{control_plane::Plane, files},
+    output,
+};
+
+/// Time limit for a right to count. The agents keep a denial for 10 s.
+const RIGHT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Name of the account, and of its bindings.
+const ACCOUNT: &str = "plugin";
+/// Kubeconfig of the account, in the cluster's folder.
+const KUBECONFIG: &str = "plugin.json";
+/// The account as subject of a binding.
+const SUBJECT: &str = "--serviceaccount=default:plugin";
+
+/// Exit status, standard output and standard error.
+type Printed = (i32, String, String);
+
+/// An account sees and moves what its roles allow, and no more.
+pub fn shows_and_moves(plane: &Plane<'_>) -> Result<()> {
+    step("kubectl affinode, by an account with the chart's roles");
+    account(plane)?;
+    let (status, _, said) = run(plane, &["ps", "-A"])?;
+    ensure!(status == 3, "an account without a role: exit status {status}: {said}");
+    output::note(&format!("without a role: {}", said.trim()));
+    let connect = ["-n", NAMESPACE, "create", "rolebinding", ACCOUNT, "--role=affinode-kubectl"];
+    containerd::run(plane.kubectl().args(connect).arg(SUBJECT))?;
+    bind(plane, "viewer")?;
+    let list = until(plane, &["ps", "-A", "-o", "json"], 0)?;
+    let pod = every_pod_is_listed(plane, &serde_json::from_str(&list)?)?;
+    let (_, table, _) = run(plane, &["ps", "-A"])?;
+    output::out(&table);
+    let (status, table, said) = run(plane, &["status"])?;
+    ensure!(status == 0 && table.contains("all"), "status: {status} {table} {said}");
+    output::out(&table);
+    let (status, _, said) = run(plane, &["offload", &pod])?;
+    ensure!(status == 3 && said.contains("may not post"), "a viewer moved a pod: {status} {said}");
+    output::note(&format!("a viewer may not move: {}", said.trim()));
+    bind(plane, "operator")?;
+    for (verb, done) in [("restore", "is restored"), ("offload", "is offloaded")] {
+        let said = until(plane, &[verb, &pod], 0)?;
+        ensure!(said.contains(done), "{verb}: {said}");
+        output::note(said.trim());
+    }
+    let list: Value = serde_json::from_str(&until(plane, &["ps", "-o", "json"], 0)?)?;
+    let found = containers(&list).find(|c| c["pod"] == *pod).context("the pod is not listed")?;
+    ensure!(found["state"] == "Offloaded", "{found}");
+    for binding in ["viewer", "operator"] {
+        let name = format!("{ACCOUNT}-{binding}");
+        containerd::run(plane.kubectl().args(["delete", "clusterrolebinding", &name]))?;
+    }
+    containerd::run(plane.kubectl().args(["-n", NAMESPACE, "delete", "rolebinding", ACCOUNT]))?;
+    containerd::run(plane.kubectl().args(["delete", "serviceaccount", ACCOUNT])).map(|_| ())
+}
+
+/// Creates the account and its kubeconfig.
+fn account(plane: &Plane<'_>) -> Result<()> {
+    containerd::run(plane.kubectl().args(["create", "serviceaccount", ACCOUNT]))?;
+    let token = containerd::run(plane.kubectl().args(["create", "token", ACCOUNT]))?;
+    let admin = fs::read(plane.dir().join(files::ADMIN))?;
+    let mut config: Value = serde_json::from_slice(&admin)?;
+    config["users"][0]["user"]["token"] = token.trim().into();
+    Ok(fs::write(plane.dir().join(KUBECONFIG), config.to_string())?)
+}
+
+fn bind(plane: &Plane<'_>, role: &str) -> Result<()> {
+    let (name, role) = (format!("{ACCOUNT}-{role}"), format!("--clusterrole=affinode-{role}"));
+    let bind = ["create", "clusterrolebinding", &name, &role, SUBJECT];
+    containerd::run(plane.kubectl().args(bind)).map(|_| ())
+}
+
+fn run(plane: &Plane<'_>, words: &[&str]) -> Result<Printed> {
+    let output = plane.plugin(KUBECONFIG)?.args(words).output()?;
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    Ok((output.status.code().unwrap_or(-1), text(output.stdout), text(output.stderr)))
+}
+
+/// Repeats a command until it ends with this exit status. Returns its output.
+fn until(plane: &Plane<'_>, words: &[&str], wanted: i32) -> Result<String> {
+    let mut last = String::new();
+    let what = format!("kubectl affinode {} to end with {wanted}", words.join(" "));
+    let said = until_within(RIGHT_TIMEOUT, &what, || {
+        let (status, out, said) = run(plane, words)?;
+        last = format!("exit status {status}: {out}{said}");
+        Ok((status == wanted).then_some(out))
+    });
+    said.with_context(|| last)
+}
+
+fn containers(list: &Value) -> impl Iterator<Item = &Value> {
+    list["containers"].as_array().into_iter().flatten()
+}
+
+/// Compares the list with the pods of the cluster. Returns the name of one.
+fn every_pod_is_listed(plane: &Plane<'_>, list: &Value) -> Result<String> {
+    let pods = plane.get(&["pods", "-l", GPU_STATE])?;
+    let pods = pods["items"].as_array().context("a list of pods")?;
+    for pod in pods {
+        let name = &pod["metadata"]["name"];
+        let found = containers(list).find(|container| container["pod"] == *name);
+        let found = found.with_context(|| format!("{name} is not in {list}"))?;
+        ensure!(found["node"] == pod["spec"]["nodeName"], "{name} is on another node: {found}");
+    }
+    let nodes = list["nodes"].as_array().map_or(0, Vec::len);
+    ensure!(nodes == plane.nodes().len(), "{nodes} nodes: {list}");
+    output::note(&format!("{} pods of {nodes} nodes are listed", pods.len()));
+    let first = pods.first().context("the cluster has no GPU pod")?;
+    Ok(first["metadata"]["name"].as_str().context("a pod has no name")?.to_owned())
+}
