@@ -18,6 +18,7 @@ mod access;
 mod agents;
 mod error;
 mod moves;
+mod node;
 mod output;
 mod ps;
 mod select;
@@ -61,6 +62,7 @@ enum Command {
     Offload(moves::MoveArgs),
     /// Restore containers now: move their memory back to the GPU.
     Restore(moves::MoveArgs),
+    Node(node::NodeArgs),
     /// Print as JSON what the reference page of the documentation is made of.
     #[command(hide = true)]
     Reference,
@@ -72,6 +74,7 @@ impl Command {
             Command::Ps(asked) => asked.output,
             Command::Status(asked) => asked.output,
             Command::Offload(asked) | Command::Restore(asked) => asked.output,
+            Command::Node(_) => OutputFormat::Table,
             Command::Reference => OutputFormat::Json,
         }
     }
@@ -109,6 +112,7 @@ async fn run(arguments: PluginArgs) -> Result<ExitStatus, PluginError> {
         Command::Status(asked) => status::run(&access, &asked, &mut out).await,
         Command::Offload(asked) => moves::run(&access, MoveVerb::Offload, &asked, &mut out).await,
         Command::Restore(asked) => moves::run(&access, MoveVerb::Restore, &asked, &mut out).await,
+        Command::Node(asked) => node::run(&access, &asked, &mut out).await,
         // Handled above.
         Command::Reference => Ok(ExitStatus::Done),
     }

@@ -136,7 +136,13 @@ impl ApiServer {
     }
 
     fn object(&self, method: &Method, path: &str, sent: &Value) -> Response<Full<Bytes>> {
-        let cluster = self.cluster.lock().unwrap();
+        let mut cluster = self.cluster.lock().unwrap();
+        if let Some(name) = path.strip_prefix("/api/v1/nodes/") {
+            return match cluster.nodes.get_mut(name) {
+                Some(node) => node_reply(node, method, sent),
+                None => failure(404, "nodes not found"),
+            };
+        }
         match (method, path) {
             (&Method::GET, "/api/v1/nodes") => {
                 let items: Vec<&Value> = cluster.nodes.values().collect();
@@ -159,6 +165,26 @@ impl ApiServer {
             _ => failure(404, "not found"),
         }
     }
+}
+
+/// Reads a node, or changes its label as an agent reports it at once.
+fn node_reply(node: &mut Value, method: &Method, sent: &Value) -> Response<Full<Bytes>> {
+    if method == Method::PATCH {
+        let excluded = &sent["metadata"]["labels"]["affinode.io/exclude"];
+        node["metadata"]["labels"]["affinode.io/exclude"] = excluded.clone();
+        let busy = node["metadata"]["name"] == "busy";
+        let state = match (excluded == "true", busy) {
+            (true, false) => "excluded: Affinode is not on this node",
+            (true, true) => "cannot be removed: 1 shim runs",
+            (false, _) => "served",
+        };
+        node["metadata"]["annotations"]["affinode.io/state"] = state.into();
+    }
+    let mut shown = node.clone();
+    if let Some(labels) = shown["metadata"]["labels"].as_object_mut() {
+        labels.retain(|_, value| !value.is_null());
+    }
+    reply(200, &shown)
 }
 
 fn list(version: &str, kind: &str, items: &Value) -> Value {

@@ -7,6 +7,7 @@ mod agent;
 mod api;
 mod look;
 mod moves;
+mod nodes;
 
 use std::sync::Arc;
 

@@ -1,0 +1,55 @@
+//! Tests of `node`.
+
+use crate::Stage;
+
+const FINGERPRINT: &str = "0a";
+
+async fn stage() -> Stage {
+    let stage = Stage::new().await;
+    for name in ["one", "two", "busy"] {
+        stage.api.add(name, None, FINGERPRINT);
+    }
+    stage
+}
+
+fn excluded(stage: &Stage, name: &str) -> bool {
+    let cluster = stage.api.cluster.lock().unwrap();
+    cluster.nodes[name]["metadata"]["labels"]["affinode.io/exclude"] == "true"
+}
+
+#[tokio::test]
+async fn nodes_are_excluded_and_included() {
+    let stage = stage().await;
+    let printed = stage.run("node exclude one busy").await;
+    assert_eq!(printed.out, "node one is excluded\nnode busy is excluded\n", "{printed}");
+    assert_eq!(printed.status, 0, "{printed}");
+    assert!(excluded(&stage, "one") && excluded(&stage, "busy") && !excluded(&stage, "two"));
+    let printed = stage.run("node include one").await;
+    assert_eq!(printed.status, 0, "{printed}");
+    assert!(!excluded(&stage, "one") && excluded(&stage, "busy"));
+}
+
+#[tokio::test]
+async fn retire_waits_for_the_removal() {
+    let stage = stage().await;
+    let printed = stage.run("node retire one").await;
+    assert_eq!(printed.status, 0, "{printed}");
+    assert!(printed.out.ends_with("Affinode is removed from node one\n"), "{printed}");
+    let busy = stage.run("node retire busy --timeout 0s").await;
+    assert_eq!(busy.status, 1, "{busy}");
+    assert!(busy.err.contains("its state: cannot be removed: 1 shim runs"), "{busy}");
+}
+
+#[tokio::test]
+async fn a_node_needs_a_name_and_the_right() {
+    let stage = stage().await;
+    stage.api.deny("PATCH /api/v1/nodes/one");
+    let refused = stage.run("node exclude one").await;
+    assert!(refused.status == 3 && refused.err.contains("patch node one"), "{refused}");
+    assert!(!excluded(&stage, "one"));
+    let none = stage.run("node exclude seven").await;
+    assert_eq!(none.status, 1, "{none}");
+    for line in ["node", "node exclude", "node retire one --timeout soon"] {
+        assert_eq!(stage.run(line).await.status, 2, "{line}");
+    }
+}
