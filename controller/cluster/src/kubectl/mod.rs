@@ -16,6 +16,7 @@
 
 mod access;
 mod agents;
+mod check;
 mod error;
 mod moves;
 mod node;
@@ -58,6 +59,7 @@ struct PluginArgs {
 enum Command {
     Ps(ps::PsArgs),
     Status(status::StatusArgs),
+    Check(check::CheckArgs),
     /// Offload containers now: move their VRAM to host memory.
     Offload(moves::MoveArgs),
     /// Restore containers now: move their memory back to the GPU.
@@ -74,6 +76,7 @@ impl Command {
             Command::Ps(asked) => asked.output,
             Command::Status(asked) => asked.output,
             Command::Offload(asked) | Command::Restore(asked) => asked.output,
+            Command::Check(asked) => asked.output,
             Command::Node(_) => OutputFormat::Table,
             Command::Reference => OutputFormat::Json,
         }
@@ -112,6 +115,7 @@ async fn run(arguments: PluginArgs) -> Result<ExitStatus, PluginError> {
         Command::Status(asked) => status::run(&access, &asked, &mut out).await,
         Command::Offload(asked) => moves::run(&access, MoveVerb::Offload, &asked, &mut out).await,
         Command::Restore(asked) => moves::run(&access, MoveVerb::Restore, &asked, &mut out).await,
+        Command::Check(asked) => check::run(&access, &asked, &mut out).await,
         Command::Node(asked) => node::run(&access, &asked, &mut out).await,
         // Handled above.
         Command::Reference => Ok(ExitStatus::Done),

@@ -216,8 +216,25 @@ fn choose<'l>(
 /// Asks the API server whether the user may request the move. The agents ask the same.
 async fn may(access: &ClusterAccess, verb: MoveVerb) -> Result<(), PluginError> {
     let path = format!("/affinode/v1/containers/{}", verb.word());
+    if has_right(access, "post", &path).await? {
+        return Ok(());
+    }
+    Err(PluginError::Refused(format!(
+        "it would be refused: the user may not post {path}; ClusterRole affinode-operator has this right"
+    )))
+}
+
+/// Whether the API server allows the user a request to the agents.
+///
+/// # Errors
+/// [`PluginError`]: the API server did not say.
+pub async fn has_right(
+    access: &ClusterAccess,
+    verb: &str,
+    path: &str,
+) -> Result<bool, PluginError> {
     let attributes =
-        NonResourceAttributes { path: Some(path.clone()), verb: Some("post".to_owned()) };
+        NonResourceAttributes { path: Some(path.to_owned()), verb: Some(verb.to_owned()) };
     let review = SelfSubjectAccessReview {
         spec: SelfSubjectAccessReviewSpec {
             non_resource_attributes: Some(attributes),
@@ -228,12 +245,7 @@ async fn may(access: &ClusterAccess, verb: MoveVerb) -> Result<(), PluginError> 
     let reviews: Api<SelfSubjectAccessReview> = Api::all(access.client.clone());
     let review = reviews.create(&PostParams::default(), &review).await;
     let review = review.map_err(PluginError::api("ask for the user's rights"))?;
-    if review.status.is_some_and(|status| status.allowed) {
-        return Ok(());
-    }
-    Err(PluginError::Refused(format!(
-        "it would be refused: the user may not post {path}; ClusterRole affinode-operator has this right"
-    )))
+    Ok(review.status.is_some_and(|status| status.allowed))
 }
 
 fn planned(found: &NodeContainer) -> MoveResult {

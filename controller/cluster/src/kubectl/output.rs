@@ -53,6 +53,13 @@ impl NodeOutcome {
     }
 }
 
+impl NodeOutcome {
+    /// Exit status of a command for this node.
+    pub fn exit(&self) -> ExitStatus {
+        self.exit
+    }
+}
+
 /// Says on standard error which nodes did not reply, and why. Returns the exit status of all.
 pub fn outcome(nodes: &[NodeOutcome]) -> ExitStatus {
     let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();

@@ -110,7 +110,8 @@ pub async fn run(
     Ok(output::outcome(&outcomes))
 }
 
-fn read(node: &ManagedNode, answer: NodeAnswer) -> (NodeRow, NodeOutcome) {
+/// Reads a node's reply as the page of all nodes shows it.
+pub fn read(node: &ManagedNode, answer: NodeAnswer) -> (NodeRow, NodeOutcome) {
     let figures = answer.and_then(|body| {
         let read = |body: Vec<u8>| {
             summary::read(&body)

@@ -1,6 +1,6 @@
-//! Tests of `node`.
+//! Tests of `node` and `check`.
 
-use crate::Stage;
+use crate::{Stage, agent::node};
 
 const FINGERPRINT: &str = "0a";
 
@@ -52,4 +52,23 @@ async fn a_node_needs_a_name_and_the_right() {
     for line in ["node", "node exclude", "node retire one --timeout soon"] {
         assert_eq!(stage.run(line).await.status, 2, "{line}");
     }
+}
+
+#[tokio::test]
+async fn check_names_each_fault() {
+    let stage = Stage::new().await;
+    stage.node("one", Some(node(Vec::new()))).await;
+    stage.node("resting", None).await;
+    let fine = stage.run("check").await;
+    assert!(fine.status == 0 && fine.out.contains("serves, 1 GPUs"), "{fine}");
+    assert_eq!(fine.rows().len(), 5, "{fine}");
+    stage.api.deny("post /affinode/v1/containers/offload");
+    let viewer = stage.run("check").await;
+    assert!(viewer.status == 0 && viewer.out.contains("affinode-operator allows it"), "{viewer}");
+    stage.run("node exclude one").await;
+    let excluded = stage.run("check -o name").await;
+    assert_eq!((excluded.status, &*excluded.out), (1, "node one\n"), "{excluded}");
+    stage.api.add("deaf", None, &"0a".repeat(32));
+    let deaf = stage.run("check --node deaf -o json").await;
+    assert_eq!((deaf.status, &deaf.json()[2]["result"]), (4, &"failed".into()), "{deaf}");
 }

@@ -1,0 +1,112 @@
+//! `kubectl affinode check`: the user's rights, and whether each node serves the runtime.
+
+use std::io::Write;
+
+use affinode_controller::cli::{format, table};
+use clap::Args;
+use serde::Serialize;
+
+use super::{
+    access::ClusterAccess,
+    agents::ClusterAgents,
+    error::{ExitStatus, PluginError},
+    moves,
+    output::{self, OutputFormat},
+    status,
+};
+use crate::fleet::poller::{NodeHealth, NodeRow};
+
+/// Check the user's rights, and whether each node's agent replies, serves the runtime and sees its
+/// GPUs. It changes nothing.
+#[derive(Args, Clone, Debug)]
+pub struct CheckArgs {
+    /// Only this node, by its name.
+    #[arg(long, value_name = "NAME")]
+    node: Option<String>,
+    /// Format of the output; name prints what is not fine.
+    #[arg(short, long, default_value = "table")]
+    pub output: OutputFormat,
+}
+
+/// Result of one check, as it is printed.
+#[derive(Debug, Serialize)]
+struct CheckResult {
+    /// What was checked: a right, or a node.
+    name: String,
+    /// `ok`, `note` for a right that only some users have, or `failed`.
+    result: &'static str,
+    /// What was seen, in words.
+    text: String,
+}
+
+/// Prints a line for each check.
+///
+/// # Errors
+/// [`PluginError`]: the nodes are not known.
+pub async fn run(
+    access: &ClusterAccess,
+    asked: &CheckArgs,
+    out: &mut dyn Write,
+) -> Result<ExitStatus, PluginError> {
+    let agents = ClusterAgents::find(access, asked.node.as_deref()).await?;
+    let mut results = Vec::new();
+    for (name, verb, path, role) in [
+        ("right to view", "get", "/affinode/v1/node", "affinode-viewer"),
+        ("right to move", "post", "/affinode/v1/containers/offload", "affinode-operator"),
+    ] {
+        let (result, text) = match moves::has_right(access, verb, path).await? {
+            true => ("ok", format!("the kubeconfig's user may {verb} {path}")),
+            false => {
+                ("note", format!("the user may not {verb} {path}; ClusterRole {role} allows it"))
+            }
+        };
+        results.push(CheckResult { name: name.to_owned(), result, text });
+    }
+    let mut exit = ExitStatus::Done;
+    for (node, answer) in agents.get_each("/api/v1/node").await {
+        let (row, outcome) = status::read(node, answer);
+        let (result, status) = match row.health {
+            NodeHealth::Serving | NodeHealth::Resting if row.why.contains("configuration") => {
+                ("failed", ExitStatus::Failed)
+            }
+            NodeHealth::Serving | NodeHealth::Resting => ("ok", ExitStatus::Done),
+            NodeHealth::Unreachable => ("failed", outcome.exit()),
+            _ => ("failed", ExitStatus::Failed),
+        };
+        exit = exit.max(status);
+        let name = format!("node {}", row.name);
+        results.push(CheckResult { name, result, text: format::safe(&text(&row)) });
+    }
+    show(out, asked.output, &results)?;
+    Ok(exit)
+}
+
+fn text(row: &NodeRow) -> String {
+    match (&row.figures, row.why.as_str()) {
+        (Some(figures), "") => {
+            format!("serves, {} GPUs, version {}", figures.gpus, figures.version)
+        }
+        (_, why) => why.to_owned(),
+    }
+}
+
+fn show(
+    out: &mut dyn Write,
+    format: OutputFormat,
+    results: &[CheckResult],
+) -> Result<(), PluginError> {
+    match format {
+        OutputFormat::Json => output::json(out, &results),
+        OutputFormat::Name => {
+            for wrong in results.iter().filter(|result| result.result == "failed") {
+                writeln!(out, "{}", wrong.name)?;
+            }
+            Ok(())
+        }
+        OutputFormat::Table | OutputFormat::Wide => {
+            let row = |r: &CheckResult| vec![r.name.clone(), r.result.to_owned(), r.text.clone()];
+            let rows: Vec<Vec<String>> = results.iter().map(row).collect();
+            Ok(table::print(out, Some(&["CHECK", "RESULT", "WHAT WAS SEEN"]), &rows)?)
+        }
+    }
+}
