@@ -9,8 +9,8 @@ pub const RUN_DIR: &str = "/run/affinode";
 pub const LIB_DIR_ENV: &str = "AFFINODE_LIB_DIR";
 /// The folder of the preload library on the host when [`LIB_DIR_ENV`] is not set.
 pub const LIB_DIR: &str = "/usr/local/lib/affinode";
-/// File name of the preload library in that folder: a link to a versioned file, or a copy of that
-/// file.
+/// File name of the preload library in [`LIB_DIR`]: a link to a versioned file, or a copy of the
+/// versioned file.
 pub const LIB_FILE: &str = "libaffinode_preload.so";
 /// Environment variable that names the configuration file.
 pub const CONFIG_ENV: &str = "AFFINODE_CONFIG";
@@ -22,8 +22,8 @@ pub const CONTROL_SOCKET: &str = "control.sock";
 /// Below the run directory: the controller's ttrpc socket for members of `control.view_group`. They
 /// can read, but cannot change anything.
 pub const VIEW_SOCKET: &str = "view.sock";
-/// Below the run directory: the file that the controller locks with `flock`, so that a node has
-/// only one.
+/// Below the run directory: the file that the controller locks with `flock`, so that only one
+/// controller runs on a node.
 pub const CONTROLLER_LOCK: &str = "controller.lock";
 /// Below the run directory: the journal. The controller writes it before each destructive step.
 pub const JOURNAL_DIR: &str = "journal";

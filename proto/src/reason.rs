@@ -38,7 +38,7 @@ reasons! {
     GpuBusy = "gpu-busy", "NVML reports that the GPU still runs work that was launched earlier";
     /// Calls in progress did not end before the deadline of the close.
     Busy = "busy", "calls in progress did not end in time; the offload is tried again later";
-    /// A CUDA call arrived while the container was being closed.
+    /// A CUDA call arrived during the offload, while the gates of the container closed.
     WokenMeanwhile = "woken-meanwhile", "a CUDA call arrived during the offload, so the offload was cancelled";
     /// The mode is `pressure`, and no container needs the VRAM.
     NoPressure = "no-pressure", "mode is pressure, and no container needs the VRAM";
@@ -90,7 +90,8 @@ reasons! {
     /// engine the offload needs a checkpoint.
     Video = "video", "a process has a video library loaded (NVDEC, NVENC), so the context stays on the GPU; the engines auto, full and copy can copy the memory";
     /// A thread entered the driver on a path without a hook while the process was offloaded, so its
-    /// context is not checkpointed again. With the current engine the offload needs a checkpoint.
+    /// context must not be checkpointed again. With the current engine the offload needs a
+    /// checkpoint.
     HiddenWay = "hidden-way", "a thread called the driver without passing a hook, and blocked, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The process's memory after a restore differs from what was offloaded.
     DamagedMemory = "damaged-memory", "the container's memory differs after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart the container";
@@ -104,9 +105,9 @@ reasons! {
     HostMemory = "host-memory", "the node has too little free host memory for the container's VRAM (memory.node_reserve_mib stays free)";
     /// The container's cgroup is frozen: the container is paused or stopped.
     Frozen = "frozen", "the container is paused or stopped";
-    /// An allocation found no VRAM and waits for it.
+    /// An allocation found no VRAM and waits until VRAM is free.
     AllocationWaits = "allocation-waits", "an allocation of the container waits for VRAM that other containers hold";
-    /// VRAM was freed for an allocation that waited for it.
+    /// VRAM was freed for a waiting allocation.
     RoomFound = "room-found", "VRAM was freed for the waiting allocation";
     /// An allocation waited for VRAM until its timeout.
     NoRoomInTime = "no-room-in-time", "not enough VRAM was freed in time for the waiting allocation";
@@ -124,7 +125,7 @@ reasons! {
     DriverLost = "driver-lost", "the driver reports a failed restore";
     /// The process sent data that does not follow the protocol.
     BadPeer = "bad-peer", "the process sent malformed data and is no longer managed";
-    /// An operator or a program requested it.
+    /// An operator or a program requested the offload or restore.
     Requested = "requested", "an operator or a program requested it";
     /// The container was idle for its idle timeout.
     IdleTimeout = "idle-timeout", "made no CUDA call for the idle timeout";
@@ -132,9 +133,9 @@ reasons! {
     Pressure = "pressure", "another container needed its VRAM";
     /// A container with the restore policy `immediate` needed the VRAM.
     EndedForRoom = "ended-for-room", "another container needed this VRAM at once (restore policy immediate), and this container cannot be offloaded";
-    /// Its history makes a call likely.
+    /// The container was prewoken, because its history makes a call likely.
     Expected = "expected", "a call is likely soon, judged by the container's earlier calls";
-    /// A connection arrived while the container was offloaded.
+    /// The container was prewoken, because a connection arrived while it was offloaded.
     Connection = "connection", "a connection arrived on the container's network, so a call is expected soon (wake_on)";
     /// A CUDA call was made.
     Called = "called", "a CUDA call arrived";

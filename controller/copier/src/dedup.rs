@@ -6,9 +6,10 @@
 //!                        unknown, or bytes differ ──────────────────> recorded
 //! ```
 //!
-//! A fingerprint is a hash of samples. Its keys are random and known only to this copier. It only
-//! selects the chunks that are compared. A chunk is compared only within its dedup domain, and a
-//! process gets a segment only if it already has all of the segment's content.
+//! A fingerprint is a hash of samples of a chunk. The keys of the hash are random and known only to
+//! this copier. The fingerprint only selects the chunks that are compared. A chunk is compared only
+//! within its dedup domain, and a process gets a segment only if it already has all of the
+//! segment's content.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -49,7 +50,7 @@ pub trait ChunkHolder {
     fn may_offer(&self, chunk: usize) -> bool;
     /// Whether the process may get another offer before it replies to the earlier ones.
     fn has_room(&self) -> bool;
-    /// Whether the process has not replied to an offer yet. After a timeout the process gets no
+    /// Whether a reply of the process to an offer is missing. After a timeout the process gets no
     /// more offers.
     fn is_asked(&mut self) -> bool;
     /// Reads the copied-out content of the process.
@@ -66,10 +67,11 @@ pub trait ChunkHolder {
 const PART_BYTES: usize = CHUNK_BYTES / 16;
 const SAMPLES: usize = 64;
 const SAMPLE_BYTES: usize = 4096;
-/// Maximum total size of a copier's segments: host memory divided by this. Segments are charged to
-/// no container.
+/// Divisor for the maximum total size of a copier's segments: host memory divided by this number.
+/// The size is limited because segments are charged to no container.
 const MAX_MEMORY_SHARE: u64 = 4;
-/// Minimum free host memory after a new segment: host memory divided by this.
+/// Divisor for the host memory that must stay free after a new segment: host memory divided by this
+/// number.
 const MIN_FREE: u64 = 8;
 
 /// Dedup domain and fingerprint.
@@ -282,7 +284,7 @@ impl<S: ChunkContent> DedupIndex<S> {
 }
 
 impl<S: ChunkContent> CompareJob<S> {
-    /// Compares the next part of both contents. Returns whether they are equal in it.
+    /// Compares the next part of both contents. Returns whether these parts are equal.
     fn compare(
         &mut self,
         clients: &mut [impl ChunkHolder],
@@ -473,7 +475,8 @@ mod tests {
     fn owed_reply_is_awaited_unless_process_left() {
         let mut dedup = DedupIndex::new();
         let mut all = vec![process(1, 5, &[SAME]), process(2, 5, &[SAME])];
-        // The first process is examined, and then has to reply.
+        // The first process is examined. From then on it may get no offer before it replies to
+        // earlier offers.
         dedup.step(&mut all[..1], Ok).unwrap();
         all[0].room = 0;
         let (looked, offered) = run(&mut dedup, &mut all);

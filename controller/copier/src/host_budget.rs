@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-/// Memory of the node, or of this process's control groups if they have less.
+/// Total and free memory of the node, or of this process's control groups if they have less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBudget {
     /// Total memory in bytes.
@@ -24,8 +24,8 @@ impl HostBudget {
         node.within(root, &root.join(path.trim_start_matches('/')))
     }
 
-    /// Limits the budget by a control group and all groups above it: above any of these limits the
-    /// kernel kills processes.
+    /// Returns the budget, reduced to the limits of a control group and of all groups above it. The
+    /// kernel kills processes if any of these limits is exceeded.
     fn within(self, root: &Path, group: &Path) -> HostBudget {
         let read = |group: &Path, file: &str| {
             fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok()

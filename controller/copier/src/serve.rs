@@ -78,7 +78,8 @@ pub fn run(controller: OwnedFd, library: &str, uuid: &str) -> Result<(), CopierE
     }
 }
 
-/// Whether the controller ended before this process asked the kernel to end it with the controller.
+/// Whether the controller had already ended when this process requested the kernel's signal for
+/// that end.
 fn hung_up(controller: &OwnedFd) -> io::Result<bool> {
     let mut polled = [PollFd::new(controller, PollFlags::empty())];
     rustix::event::poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
@@ -160,8 +161,8 @@ impl CopierServer {
             };
             match CopierOrder::decode(&frame)? {
                 CopierOrder::Attach { process, most_bytes, domain } => {
-                    // The controller attaches the process again, so it needs no report that the old
-                    // session has ended.
+                    // The controller itself attaches the process again, so it needs no report that
+                    // the process's old session has ended.
                     let old = |client: &ProcessSession| client.process() == process;
                     let old: Vec<ProcessSession> =
                         self.clients.extract_if(.., |client| old(client)).collect();
@@ -277,8 +278,8 @@ impl CopierServer {
             self.report(report);
         }
         self.end(|client| over.contains(&client.process()));
-        // The host memory of ended sessions may be needed, so only sessions that are filling delay
-        // its release.
+        // The host memory of ended sessions may be needed elsewhere, so its release waits only for
+        // sessions that copy memory back into VRAM.
         let free =
             !self.clients.iter().any(ProcessSession::is_filling) && most != SessionStep::More;
         if free && let Some(region) = self.leaving.last_mut() {
@@ -322,7 +323,7 @@ impl CopierServer {
 }
 
 /// Returns an error only if the context may be unusable after this error of a session. Any other
-/// error ends only that session.
+/// error ends only the session in which it occurred.
 fn pass(error: SessionError) -> Result<(), CopierError> {
     if error.is_fatal() { Err(CopierError::Broken(error.into())) } else { Ok(()) }
 }

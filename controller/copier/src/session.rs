@@ -39,8 +39,9 @@ use crate::{
     },
 };
 
-/// VRAM that a fill leaves free until the driver has restored the process, in addition to the VRAM
-/// that the driver is known to need. A restore without enough VRAM loses the process.
+/// VRAM in bytes that stays free during a fill until the driver has restored the process, in
+/// addition to the VRAM that the driver is known to need. A restore without enough VRAM loses the
+/// process.
 const MARGIN_BYTES: u64 = 1 << 30;
 
 /// Maximum number of frames that are read from one process before other processes are served.
@@ -48,7 +49,7 @@ const FRAMES_AT_ONCE: usize = 64;
 /// Time limit of a fill, in addition to the time of its copies. Also the time limit for the process
 /// to close its socket after the fill.
 const FILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time limit for the next exported piece, counted from the piece before.
+/// Time limit for the next exported piece, counted from the arrival of the previous piece.
 const BETWEEN: Duration = Duration::from_secs(2);
 /// Minimum bandwidth that is assumed of copies, in bytes per second.
 const BYTES_A_SECOND: u64 = 1 << 30;
@@ -90,7 +91,7 @@ pub enum SessionError {
     /// The driver cannot import or copy a piece that the process has exported.
     #[error("cannot copy out the memory that the process exported")]
     HandedOver(#[source] CudaError),
-    /// The process is to be filled before all of its memory is registered.
+    /// The process must be restored now, but not all of its memory is registered yet.
     #[error("the memory of the process is not registered yet")]
     NotHeld,
     /// A time limit has expired: the process does not read its messages, or there is no VRAM for
@@ -130,8 +131,8 @@ enum SessionState {
     New,
     /// The memory file is attached, and the process is still resident.
     Prepared,
-    /// Contains the number of pieces that are not listed yet. 0: all are listed, and the process is
-    /// not checkpointed yet.
+    /// The process lists its pieces. The number is that of the pieces not listed yet. 0: all pieces
+    /// are listed, but the process is not checkpointed yet.
     Listing(u32),
     /// The process exports its pieces, and the device copies them out.
     CopyingOut(CopyOutBatch),
@@ -361,8 +362,9 @@ impl ProcessSession {
         self.begin()
     }
 
-    /// Starts to fill once the controller has granted the VRAM and the process has sent Restoring.
-    /// Each of these is needed: the grant may be late, and any process can send the message.
+    /// Starts the fill once the controller has granted the VRAM and the process has sent Restoring.
+    /// The message alone does not suffice, because any process can send it. The grant may arrive
+    /// before or after the message.
     fn begin(&mut self) -> Result<(), SessionError> {
         if !(self.granted && self.restoring) {
             return Ok(());
@@ -375,7 +377,7 @@ impl ProcessSession {
         if self.tell(FromCopier::Begin, None)? { Ok(()) } else { Err(SessionError::Late) }
     }
 
-    /// Runs the next step. Returns the time of the step after it, and a report for the controller
+    /// Runs the next step. Returns when the following step can run, and a report for the controller
     /// if there is one.
     ///
     /// # Errors
@@ -391,8 +393,8 @@ impl ProcessSession {
                 }
                 self.registered = true;
                 if !matches!(self.state, SessionState::Prepared) {
-                    // The process did not wait for the registration. It copies its memory out
-                    // itself.
+                    // The process has announced its pieces before the registration ended: it copies
+                    // its memory out itself.
                     return Ok((SessionStep::Nothing, None));
                 }
                 let (process, bytes) = (self.process, region.bytes() as u64);

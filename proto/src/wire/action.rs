@@ -27,8 +27,8 @@ impl CopyOptions {
     }
 }
 
-/// One code per combination of options. Codes 9 and 10 were defined first, then 12 and 13, then 14
-/// to 17. An older library decodes only the older codes.
+/// One code per combination of options. Codes 9 and 10 were defined first, later 12 and 13, and
+/// last 14 to 17. An older library decodes only the codes that were defined before its release.
 const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
     (9, CopyOptions { keep: false, then_checkpoint: false, check: false }),
     (10, CopyOptions { keep: true, then_checkpoint: false, check: false }),
@@ -43,8 +43,8 @@ const COPY_OUT_CODES: [(u32, CopyOptions); 8] = [
 /// An order to an agent about its own process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Open → Closed: hold new calls and wait for calls in progress. After the deadline the
-    /// outcome is Busy and the gate is open again.
+    /// Open → Closed: let new calls wait at the gate, and wait until calls in progress have ended.
+    /// After the deadline the outcome is Busy and the gate is open again.
     Close {
         /// Time for calls in progress to return, in milliseconds.
         deadline_ms: u32,
@@ -67,8 +67,8 @@ pub enum Action {
         how: CopyOptions,
     },
     /// Locked → Checkpointed: `cuCheckpointProcessCheckpoint`. CopiedOut → Checkpointed: lock, then
-    /// the same call. The agent waits until the copier has copied. If the copier does not copy, the
-    /// process is restored.
+    /// the same call. If a copier copies the memory out, the agent waits until it has finished. If
+    /// the copier does not copy, the process is restored.
     Checkpoint {
         /// Largest VRAM that the process holds on one GPU, in bytes. The agent uses it for a
         /// restore without a controller.
@@ -88,18 +88,19 @@ pub enum Action {
     RestoreOnGpu {
         /// Position of the GPU that the process was on.
         from: u8,
-        /// Position of the GPU that it is restored on.
+        /// Position of the GPU on which the process is restored.
         to: u8,
     },
     /// Locked → Closed: `cuCheckpointProcessUnlock`.
     Unlock,
-    /// Hold calls that may take VRAM, and wait for those in progress. The phase stays Open.
+    /// Let new calls that may take VRAM wait at the gate, and wait until such calls in progress
+    /// have ended. The phase stays Open.
     HoldAllocations {
         /// Time for such calls in progress to return, in milliseconds. If they do not, the outcome
-        /// is Busy and no call is held.
+        /// is Busy and new calls do not wait.
         deadline_ms: u32,
     },
-    /// Ends [`Action::HoldAllocations`]: held calls continue.
+    /// Ends [`Action::HoldAllocations`]: the waiting calls continue.
     ReleaseAllocations,
 }
 

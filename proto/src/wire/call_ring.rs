@@ -13,8 +13,8 @@
 //! records a call increments `claimed`, fills the record of that number and writes the number last.
 //! It never waits: at the limit it only increments `dropped`. With each
 //! [`super::message::ControllerMessage::SampleCalls`] the reader sends the number of the first
-//! record that it has not read, and the limit moves. So no record is overwritten before it was
-//! read.
+//! record that it has not read, and the limit moves. Therefore no record is overwritten before it
+//! is read.
 //!
 //! A record counts its own call and the calls of its thread since the previous record. Sums are
 //! therefore exact up to the last record, at any sampling rate.
@@ -81,7 +81,7 @@ pub struct CallRingReader {
     read: u64,
     /// `dropped` at the last reading.
     dropped: u64,
-    /// True if the record at `read` was unfinished at the last reading.
+    /// Whether the record with number `read` was unfinished at the last reading.
     stuck: bool,
 }
 

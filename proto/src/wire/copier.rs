@@ -1,6 +1,7 @@
 //! Messages on the sockets of a copier, in the same frames as [`message`](super::message), one per
-//! packet (`SOCK_SEQPACKET`). A copier is a process of the node with a context on one GPU. It fills
-//! the memory of a process during its restore, while the driver restores the process's context.
+//! packet (`SOCK_SEQPACKET`). A copier is a process of the node with a context on one GPU. While
+//! the driver restores the context of an offloaded process, the copier fills the process's memory:
+//! it allocates the memory in VRAM and copies the content into it.
 //!
 //! ```text
 //! agent                                     copier                          controller
@@ -15,7 +16,8 @@
 //!   closes the socket ──────────────────────>  releases everything ──── Detached ──>
 //! ```
 //!
-//! For a prefaulted process the copier has registered the memory earlier, and also copies it out:
+//! For a prefaulted process, the copier registers the memory file before the offload, and also
+//! copies the memory out:
 //!
 //! ```text
 //!   Prefaulted + memory file ───────────────>  registers ──── Prefaulted ────>
@@ -27,8 +29,9 @@
 //!   Checkpointed ───────────────────────────>  then as above
 //! ```
 //!
-//! If another process of the same dedup domain has the same content, the copier offers each of them
-//! a sealed file with that content, to store it once while they are offloaded:
+//! If another process of the same dedup domain has the same content, the copier offers each of
+//! these processes a sealed file with that content, so that it is stored once while they are
+//! offloaded:
 //!
 //! ```text
 //!                        <────────── Same + a sealed file, for a chunk of the memory file
@@ -103,7 +106,8 @@ pub enum ToCopier {
     CopiedOut {
         /// Size of all pieces in bytes.
         bytes: u64,
-        /// VRAM that the driver needs to restore the rest of the process's memory, in bytes.
+        /// VRAM that the driver needs to restore the process's memory that is not in the pieces, in
+        /// bytes.
         rest_bytes: u64,
         /// Number of pieces in the Chunks that follow.
         pieces: u32,
@@ -117,13 +121,14 @@ pub enum ToCopier {
         /// The pieces. See [`Piece::word`].
         words: [u32; PIECES_A_FRAME],
     },
-    /// The driver has checkpointed the rest of the process. Only now may the copier register the
-    /// memory: an earlier registration slows the checkpoint.
+    /// The driver has checkpointed the process without the copied-out pieces. The copier may
+    /// register the memory file only from now on, because an earlier registration slows the
+    /// checkpoint.
     Checkpointed,
-    /// The driver is about to restore the rest. From now on the VRAM for all of the process's
-    /// memory is granted to this process.
+    /// The driver is about to restore the process without the copied-out pieces. From now on the
+    /// VRAM for all of the process's memory is granted to it.
     Restoring,
-    /// The driver has restored the rest of the process.
+    /// The driver has restored the process without the copied-out pieces.
     Restored,
     /// The reply to [`FromCopier::Same`].
     Mapped {
@@ -170,8 +175,8 @@ pub enum CopierOrder {
         /// Dedup domain: content may be shared with processes of the same number. 0: no sharing.
         domain: u64,
     },
-    /// VRAM is granted and proven for the process. The copier fills it as soon as the process sends
-    /// Restoring.
+    /// VRAM is granted for the process and proven free. The copier copies the process's memory into
+    /// this VRAM as soon as the process sends Restoring.
     Fill {
         /// Number that the controller has given the process.
         process: u64,
@@ -191,8 +196,8 @@ pub enum CopierOrder {
 pub enum CopierReport {
     /// The copier has its context.
     Ready,
-    /// The memory of an offloaded process is registered, so the copier can fill it at the speed of
-    /// the bus.
+    /// The host memory of an offloaded process is registered, so the copier can copy it back into
+    /// VRAM at the speed of the bus.
     Registered {
         /// Number that the controller has given the process.
         process: u64,
@@ -212,16 +217,16 @@ pub enum CopierReport {
         process: u64,
         /// Copied memory in bytes.
         bytes: u64,
-        /// Time since the first piece, in microseconds.
+        /// Time from the arrival of the first piece to the end of the copies, in microseconds.
         elapsed_us: u64,
     },
-    /// The copier has filled all memory of a process.
+    /// The copier has copied all memory of a process back into VRAM.
     Filled {
         /// Number that the controller has given the process.
         process: u64,
         /// Filled memory in bytes.
         bytes: u64,
-        /// Time since the Fill order, in microseconds.
+        /// Time from the Fill order to the end of the copies, in microseconds.
         elapsed_us: u64,
     },
     /// The socket of a process was closed, by either side.

@@ -14,8 +14,8 @@
 //! registration and continue when the controller is replaced. The process writes all words but
 //! [`header::TURN_BACK`], which the controller writes with `pwrite`. The controller reads the file
 //! with `pread` into a buffer and decodes the buffer ([`CounterSnapshot::decode`]). A container
-//! that changes the file can therefore neither fault the controller nor change a value between
-//! check and use.
+//! that changes the file can therefore neither crash the controller nor change a value after the
+//! controller has checked it.
 
 use super::{Hazards, Phase, ProcessFlags, WIRE_VERSION};
 
@@ -197,7 +197,7 @@ pub(super) fn u64_at(bytes: &[u8], offset: usize) -> u64 {
 }
 
 impl CounterSnapshot {
-    /// Decodes one reading of a page. Each value is checked, unless every value of its field is
+    /// Decodes one reading of a page. Values are checked, except in fields in which any value is
     /// harmless.
     ///
     /// # Errors

@@ -52,8 +52,8 @@ impl Writer {
         self.bytes(&value.to_le_bytes())
     }
 
-    /// Appends bytes. Every message fits into a frame. The length is checked nevertheless, because
-    /// a panic in the preload library would end the application.
+    /// Appends bytes. Every message fits into a frame, but the length is checked, because a panic
+    /// in the preload library would end the application.
     pub(super) fn bytes<const N: usize>(mut self, bytes: &[u8; N]) -> Writer {
         if let Some(to) = self.frame.get_mut(self.at..).and_then(<[u8]>::first_chunk_mut) {
             *to = *bytes;

@@ -33,7 +33,7 @@ pub struct IpcHandle {
     pub proof: u64,
     /// The allocation's address in the exporter.
     pub address: u64,
-    /// Number that distinguishes the allocation from a later one at the same address.
+    /// Number that distinguishes the allocation from a later allocation at the same address.
     pub since: u64,
 }
 

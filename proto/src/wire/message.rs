@@ -25,8 +25,8 @@ use super::{Capabilities, Engine, Hazards, Phase, wire_enum};
 
 /// Interval at which an agent with a waiting call repeats its Wake, in milliseconds.
 pub const WAKE_REPEAT_MS: u64 = 1_000;
-/// Time after which an agent with waiting calls restores its process itself, in milliseconds. It is
-/// measured from the first Wake without a reply, or from the loss of the controller.
+/// Time after which an agent with waiting calls restores its process itself, in milliseconds. The
+/// time is measured from the first Wake without a reply, or from the loss of the controller.
 pub const RESCUE_AFTER_MS: u64 = 5_000;
 /// Time after which the controller's proof of free VRAM is no longer valid, in milliseconds, if the
 /// agent receives no other message. After [`RESCUE_AFTER_MS`] other processes may restore
@@ -59,7 +59,7 @@ wire_enum! {
         Unreachable = 7,
         /// The copier did not copy during the checkpoint. The phase is Checkpointed, but the
         /// swappable memory is still on the GPU, held only by descriptors of the process. A restore
-        /// needs VRAM for the rest only.
+        /// needs VRAM only for the memory that was checkpointed.
         NotCopied = 8,
         /// Other processes took the host memory that the copy out needs, so it was cancelled and
         /// undone.
@@ -124,8 +124,7 @@ pub enum AgentMessage {
         /// Process id in the process's own pid namespace. The socket's credentials have the host's
         /// id.
         pid_in_namespace: u32,
-        /// Phase of the process. It can be another phase than Open if a controller before this one
-        /// crashed.
+        /// Phase of the process. It can differ from Open if an earlier controller crashed.
         phase: Phase,
         /// Number of times that the gate has closed.
         generation: u64,
@@ -143,7 +142,7 @@ pub enum AgentMessage {
         /// bytes. 0 for older libraries.
         local_memory_bytes: u64,
     },
-    /// A call waits at the gate, because the process is not Open or its allocations are held.
+    /// A call waits at the gate, because the process is not Open or its allocations are paused.
     /// Repeated every [`WAKE_REPEAT_MS`] while any call waits.
     Wake {
         /// Generation of the closed gate.
@@ -192,7 +191,7 @@ pub enum AgentMessage {
         bytes: u64,
         /// UUID of the GPU, from `cuDeviceGetUuid`.
         uuid: [u8; 16],
-        /// Number of failed attempts after the first.
+        /// Number of failed attempts after the allocation's first attempt.
         attempts: u32,
     },
     /// The allocation succeeded or failed, and no longer waits.

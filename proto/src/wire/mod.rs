@@ -176,7 +176,7 @@ wire_enum! {
 }
 
 impl Phase {
-    /// Whether memory of the process is in host memory, so that its restore takes VRAM.
+    /// Whether memory of the process was moved to host memory, so that a restore takes VRAM.
     #[must_use]
     pub const fn is_offloaded(self) -> bool {
         matches!(self, Phase::Checkpointed | Phase::CopiedOut)
@@ -190,7 +190,8 @@ wire_enum! {
         Checkpoint = 0,
         /// The agent copies allocations of 2 MiB and more; the context stays on the GPU.
         Copy = 1,
-        /// The agent copies allocations of 2 MiB and more; the driver's checkpoint moves the rest.
+        /// The agent copies allocations of 2 MiB and more; the driver's checkpoint moves all other
+        /// memory.
         Full = 2,
     }
 }
@@ -218,8 +219,8 @@ impl ProcessFlags {
     /// The process has memory imported from a copier. A checkpoint without a copy out is refused.
     /// Cleared when that memory is freed.
     pub const IMPORTED: ProcessFlags = ProcessFlags(1 << 1);
-    /// At the last copy out of the process, no copier could have restored its memory. Cleared when
-    /// a copier can restore it.
+    /// When the process was last prefaulted or copied out, no copier could have restored its
+    /// memory. Cleared when a copier can restore it.
     pub const NO_COPIER: ProcessFlags = ProcessFlags(1 << 2);
     /// Some memory was exported to a copier and is not copied yet. It stays in VRAM in every phase.
     /// Cleared when all of it is copied or mapped in the process again.

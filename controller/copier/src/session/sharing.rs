@@ -23,9 +23,9 @@ use crate::{
     sys::{CHUNK_BYTES, CudaError, HostRegion, SharedSegment},
 };
 
-/// Number of offers without a reply at which a process gets no further offer for now.
+/// Maximum number of offers to a process that have no reply yet.
 const MAX_OFFERED: usize = 2;
-/// Time limit for the reply to an offer. A stopped process does not reply, and would delay the
+/// Time limit for the reply to an offer. Without the limit, a stopped process would delay the
 /// deduplication of other processes.
 const ANSWERS: Duration = Duration::from_secs(5);
 
@@ -58,13 +58,13 @@ impl<S> ContentSharing<S> {
         self.open = false;
     }
 
-    /// Drops offers without a reply: the process is being restored and will not reply.
+    /// Drops the offers that have no reply yet: the process is being restored and will not reply.
     pub fn close(&mut self) {
         self.open = false;
         self.offered.clear();
     }
 
-    /// Ends the offers if the reply to one is overdue.
+    /// Ends the offers if the reply to an earlier offer is overdue.
     fn expire(&mut self, now: Instant) {
         self.open &= self.offered.values().all(|(since, _)| now - *since < ANSWERS);
     }

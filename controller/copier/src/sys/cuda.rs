@@ -50,8 +50,8 @@ pub enum CudaError {
 }
 
 impl CudaError {
-    /// Whether a later call may succeed. This is so if memory was short, or if the driver refused
-    /// the memory of a container. After any other error the context may be unusable.
+    /// Whether a later call may succeed: memory was short, or the driver refused the memory of a
+    /// container. After any other error the context may be unusable.
     pub fn is_passing(&self) -> bool {
         const ALREADY_REGISTERED: u32 = 712;
         const PASSING: [u32; 3] =
@@ -129,7 +129,8 @@ macro_rules! call {
     };
 }
 
-/// A context on one device. It is current on this thread, and only this thread uses it.
+/// The driver's functions and a context on one device. The context is current on this thread, and
+/// only this thread uses it.
 #[derive(Debug)]
 pub struct CudaDriver {
     functions: Functions,
@@ -202,8 +203,8 @@ impl CudaDriver {
     }
 
     /// Makes a small allocation and frees it, so that the driver notices that scrubbing has ended.
-    /// The driver notices it only inside an allocation of some process. That allocation takes 13 to
-    /// 20 ms after 60 GiB were freed (H200, driver 580.159).
+    /// The driver notices the end only inside an allocation of some process. After 60 GiB were
+    /// freed, that allocation takes 13 to 20 ms (H200, driver 580.159).
     pub fn take_note(&self) {
         const LITTLE_BYTES: usize = 2 << 20;
         let (mut handle, property) = (0, self.property(false));
@@ -254,8 +255,8 @@ fn names(uuid: &str, raw: &[u8; 16]) -> bool {
     digits.eq(raw.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()))
 }
 
-/// Device memory that is being filled or copied out. Its drop releases the memory in this process
-/// only: another process that has created or imported the memory keeps it.
+/// Device memory to which or from which content is copied. When the block is dropped, only this
+/// process releases the memory: another process that has created or imported it keeps it.
 #[derive(Debug)]
 pub struct DeviceBlock {
     cuda: Rc<CudaDriver>,

@@ -25,7 +25,7 @@ use super::{
 
 /// Byte that fills fresh device memory.
 pub const SECRET: u8 = 0xee;
-/// UUID of the device on which the context is.
+/// UUID of the simulated device on which the copier has its context.
 pub const UUID: [u8; 16] = [7; 16];
 /// [`UUID`] as NVML writes it.
 pub const UUID_TEXT: &str = "GPU-07070707-0707-0707-0707-070707070707";
@@ -33,7 +33,7 @@ pub const UUID_TEXT: &str = "GPU-07070707-0707-0707-0707-070707070707";
 const ALREADY_MAPPED: u32 = 208;
 const ALREADY_REGISTERED: u32 = 712;
 const NOT_REGISTERED: u32 = 713;
-/// Lowest error code that leaves the context unusable.
+/// Error codes from this value on leave the context unusable.
 const STICKY: u32 = 700;
 const INVALID_HANDLE: u32 = 400;
 const PAGE_BYTES: usize = 4096;
@@ -463,7 +463,7 @@ impl Fake {
     }
 }
 
-/// Whether all pages of a range are resident. `None`: it is not mapped.
+/// Whether all pages of a range are resident. `None`: the range is not mapped.
 fn resident(start: usize, bytes: usize) -> Option<bool> {
     let first = start / PAGE_BYTES * PAGE_BYTES;
     let bytes = start + bytes - first;

@@ -15,10 +15,12 @@ use super::{
     segment::SharedSegment,
 };
 
-/// Number of bytes that are registered or copied at a time. Each takes a few milliseconds.
+/// Number of bytes that are registered or copied at a time. Each such step takes a few
+/// milliseconds.
 #[cfg(not(test))]
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
-/// A smaller number for tests, which fill many chunks.
+/// Number of bytes that are registered or copied at a time. It is smaller in tests, because they
+/// copy many chunks.
 #[cfg(test)]
 pub const CHUNK_BYTES: usize = 16 << 20;
 const PAGE_BYTES: usize = 4096;
@@ -305,7 +307,7 @@ impl Drop for HostRegion {
         while matches!(self.unregister_last(), Ok(true)) {}
         if self.registered > 0 {
             // The mapping stays. Otherwise another mapping could get these addresses, and the
-            // driver would take it for this one.
+            // driver would take that mapping for this region.
             return;
         }
         // SAFETY: this region mapped the range. No copy of it is in progress, because copies are

@@ -29,7 +29,7 @@ use crate::dedup::ChunkContent;
 const FUTURE_WRITE: SealFlags = SealFlags::from_bits_retain(16);
 
 /// The file of a segment, mapped so that the device can copy from it. Other processes cannot write
-/// to the file, and this process does not.
+/// to the file, and this process does not write to it after the seal.
 #[derive(Debug)]
 struct MappedSegment {
     file: OwnedFd,
@@ -94,8 +94,8 @@ impl SegmentDraft {
         self.written
     }
 
-    /// Writes the next part. Huge pages are not requested: to collapse pages into one takes 6 ms
-    /// (Linux 6.18), which makes the whole write eight times slower.
+    /// Writes the next part. Huge pages are not requested: to collapse small pages into a huge page
+    /// takes 6 ms (Linux 6.18), which makes the whole write eight times slower.
     ///
     /// # Errors
     /// The `errno` of the write.

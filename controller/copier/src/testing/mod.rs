@@ -143,12 +143,14 @@ impl Testbed {
         Agent { process, socket: Some(ours), inbox: Vec::new() }
     }
 
-    /// Orders the copier to fill a process.
+    /// Orders the copier to copy the memory of an offloaded process back into VRAM, up to
+    /// `most_bytes` of granted VRAM.
     pub fn fill(&self, process: u64, most_bytes: u64) {
         self.order(CopierOrder::Fill { process, most_bytes }, None);
     }
 
-    /// Runs one turn of the copier. `None`: the copier has ended, because the controller has.
+    /// Runs one turn of the copier. `None`: the copier has ended, because the controller's end of
+    /// the socket is closed.
     ///
     /// # Errors
     /// [`CopierError`]: the copier has failed.

@@ -16,12 +16,12 @@ const MAX_UNITS: u64 = 4;
 /// Maximum number of simulated steps.
 const MAX_STEPS: usize = 120;
 
-/// Interprets bytes as actions of hostile processes, of the controller and of the device. Then an
-/// honest process is filled.
+/// Interprets bytes as actions of hostile processes, of the controller and of the device. Then the
+/// copier copies the memory of an honest process back into VRAM.
 ///
-/// # Panics
-/// If the copier has ended, broken a rule of the driver, allocated memory that was not granted, or
-/// kept something of a detached process. Also if the honest process did not get its content.
+/// # Panics If the copier has ended, broken a rule of the driver, allocated memory that was not
+/// granted, or kept an object of a detached process, or if the honest process did not get its
+/// content.
 pub fn play(data: &[u8]) {
     let mut play = Play::new(data);
     for _ in 0..MAX_STEPS {
@@ -36,7 +36,7 @@ pub fn play(data: &[u8]) {
 #[derive(Default)]
 struct Hostile {
     agent: Option<Agent>,
-    /// Highest grant for a fill since the process was attached.
+    /// Largest VRAM in bytes that a Fill order has granted since the process was attached.
     granted_bytes: u64,
     /// Whether the process has sent Restoring.
     restores: bool,

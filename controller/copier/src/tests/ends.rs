@@ -1,4 +1,5 @@
-//! Tests of the end of a process or of the controller. No object of the ended one may be left.
+//! Tests of the end of a process or of the controller. After the end, no object of that process, or
+//! of the copier, may be left.
 
 use super::*;
 
@@ -92,7 +93,9 @@ fn filled_process_that_stays_is_ended() {
     assert_ended(&mut testbed, &mut agent, "it keeps the memory of others waiting");
 }
 
-/// The driver executes one call at a time, and to unregister memory takes as long as to copy it.
+/// A process exits while the memory of another process is copied back into VRAM. The memory of the
+/// exited process must be unregistered only afterwards: the driver executes one call at a time, and
+/// to unregister memory takes as long as to copy it.
 #[test]
 fn memory_of_the_dead_waits_for_a_fill() {
     let (mut testbed, mut agent, file) = reach(Stage::Held);

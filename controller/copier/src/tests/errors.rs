@@ -36,8 +36,8 @@ fn calls_of_a_life() -> Vec<&'static str> {
     fake::with(|fake| fake.calls()[before..].to_vec())
 }
 
-/// Calls that release something. If one fails, the memory is released only when the copier's
-/// process ends.
+/// Calls that release something. If one of these calls fails, the memory is released only when the
+/// copier's process ends.
 const RELEASES: [&str; 7] = [
     "mem_release",
     "mem_unmap",
@@ -114,8 +114,9 @@ fn sticky_error_ends_the_copier() {
     }
 }
 
-/// If the memory were unmapped, another process's memory could get these addresses, and the driver
-/// would copy that instead.
+/// The driver refuses to unregister host memory. The memory must then stay mapped: otherwise
+/// another process's memory could get these addresses, and the driver would copy that memory
+/// instead.
 #[test]
 fn memory_the_driver_keeps_stays_mapped() {
     let (mut testbed, mut agent, file) = reach(Stage::Held);
@@ -145,8 +146,9 @@ fn context_that_the_driver_refuses_is_none() {
         fake::reset(VRAM_BYTES);
         fake::with(|fake| fake.refuse(None, nth, 999));
         let opened = fake::open();
-        // If these calls fail, the copier continues. It then does not know whether other devices on
-        // the bus may access the memory, or its context keeps its local memory.
+        // If one of these calls fails, the copier continues. It then either does not know whether
+        // other devices on the bus may access the memory, or has a context that keeps its local
+        // memory.
         let may_fail =
             (nth == calls.len() - 4 && *call == "device_attribute") || *call == "ctx_set_limit";
         assert_eq!(opened.is_ok(), may_fail, "call {nth}, {call}");

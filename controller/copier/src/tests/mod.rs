@@ -20,7 +20,8 @@ use crate::{serve::CopierError, session::SessionStep, testing::*};
 const SECOND: Duration = Duration::from_secs(1);
 /// VRAM that the copier leaves free in addition to what the driver needs.
 const MARGIN_BYTES: u64 = 1 << 30;
-/// VRAM that the driver needs to restore what the copier does not fill, per process in these tests.
+/// VRAM that the driver needs per process in these tests, to restore the memory that the copier
+/// does not copy.
 const REST_BYTES: u64 = 300 << 20;
 /// Sizes of the copied-out pieces, in units.
 const UNITS: [u64; 2] = [1, 2];

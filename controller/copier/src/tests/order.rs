@@ -1,5 +1,6 @@
-//! Tests of the order of messages. A fill needs both a grant and a restore. A message is accepted
-//! only in the stages to which it belongs.
+//! Tests of the order of messages. The copier copies memory back into VRAM (a fill) only after the
+//! controller's grant and the process's Restoring. A message is accepted only in the stages to
+//! which it belongs.
 
 use std::os::fd::AsFd;
 

@@ -9,7 +9,8 @@ use super::*;
 const CHUNK: u64 = crate::sys::CHUNK_BYTES as u64;
 const DOMAIN: u64 = 5;
 
-/// Two offloaded processes. Each has a chunk that both have, and a unit of its own.
+/// Creates two offloaded processes. Each has a chunk with the same content as the other process's
+/// chunk, and a unit with content of its own.
 fn two(testbed: &mut Testbed, domains: [u64; 2]) -> [(Agent, OwnedFd); 2] {
     let common = pattern(CHUNK, 7);
     let both = [1_u64, 2].map(|process| {
@@ -53,7 +54,8 @@ fn common_content_is_offered_and_fills_once() {
     testbed.settle().unwrap();
     let of = |process| CopierReport::Shared { process, bytes: CHUNK, stored_bytes: CHUNK };
     assert_eq!(shared_reports(&mut testbed), [of(1), of(2)]);
-    // Freed chunks are no longer registered. The segment and both processes' own units still are.
+    // Freed chunks are no longer registered. The segment and both processes' own units are still
+    // registered.
     let units_and_segment = 2 * UNIT + CHUNK;
     assert_eq!(fake::with(|fake| fake.registered_bytes()) as u64, units_and_segment);
     for (agent, _) in &mut both {
@@ -175,7 +177,8 @@ fn restoring_process_is_offered_nothing() {
     }
 }
 
-/// A copy out never overwrites shared content, because other processes may read it.
+/// Requests a copy out into a shared chunk. No copy must be started, because other processes may
+/// read the shared content.
 #[test]
 fn shared_chunk_is_never_copied_over() {
     let mut testbed = Testbed::new();

@@ -56,7 +56,8 @@ fn copied_is_said_once_all_pieces_have_come() {
     assert_eq!(agent.words(), [FromCopier::Ready]);
 }
 
-/// After Copied, the process closes its descriptors and expects that the memory is then free.
+/// The process closes its descriptors after it receives Copied. The exported memory must then be
+/// free.
 #[test]
 fn exported_memory_is_released_before_copied() {
     let (mut testbed, mut agent, _) = reach(Stage::Taking);
@@ -151,8 +152,8 @@ fn late_copies_end_the_session() {
 
 #[test]
 fn unprepared_bus_time_grows_with_the_content() {
-    // The copy of 3 units takes no time, so the limit is 10 s. For a large region the limit is
-    // longer.
+    // The time limit of a fill is 10 s plus the time of its copies, which is nearly 0 for 3 units.
+    // For a large region the limit must be longer.
     let (mut testbed, mut agent, _) = reach(Stage::Filling);
     testbed.wait(9 * SECOND);
     testbed.settle().unwrap();
