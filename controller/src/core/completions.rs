@@ -46,8 +46,8 @@ impl Node {
         cuda_error: u32,
         swap: SwapStatus,
     ) {
-        // Orders to hold serve a grant and may overlap with the order of a move, so they are not in
-        // `pending`.
+        // Orders to hold are not in `pending`: they serve a grant and may overlap with the order of
+        // a move.
         if self.hold_reported(id, order, outcome) {
             return;
         }
@@ -103,17 +103,17 @@ impl Node {
             return self.advance(&key);
         }
         let failed = |call: &str| format!("{call} of process {pid} returned {cuda_error}");
-        // Update the VRAM figures now: evictions before the next sample count with them.
+        // Update the VRAM figures now, because evictions before the next NVML sample use them.
         if phase == Phase::Checkpointed {
             self.freed_since_sample.append(&mut process.vram);
         } else if phase == Phase::CopiedOut
             && let (Some(all), Some(gone)) = (&process.offloaded_vram, process.vram_to_restore())
         {
-            // Until the next NVML sample, count the memory that was not copied as held.
+            // Until the next NVML sample, the process's VRAM is the memory that was not copied.
             process.vram = subtract_vram(all, &gone);
             self.freed_since_sample.extend(gone);
         } else if pending.action.is_restore() {
-            // Until the next NVML sample, count the restored VRAM as held.
+            // Until the next NVML sample, the process's VRAM is the restored VRAM.
             process.vram = process.offloaded_vram.clone().unwrap_or_default();
             if came_from_parked {
                 process.offloaded_vram = gone;

@@ -22,9 +22,11 @@ use super::{
 
 /// Maximum time between a connection and a call for the call to count as its result.
 const FOLLOWS_MS: Millis = 30_000;
-/// Number of connections that cause prewakes before the outcomes decide.
+/// Number of counted connections from which the share that a call followed decides about prewakes.
+/// Before that, each connection may cause a prewake.
 const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
-/// Number of connections at which both counts are halved, so that old outcomes lose weight.
+/// Number of counted connections at which the counts of connections and of followed connections are
+/// halved, so that old outcomes lose weight.
 const FADE_AT: u32 = 32;
 
 /// Number of connections, and number of connections that a call followed.
@@ -50,7 +52,8 @@ impl ConnectionOutcomes {
         true
     }
 
-    /// Records a call, as the result of the last connection if that was less than 30 s ago.
+    /// Records a call. The call counts as the result of the last connection if that connection
+    /// arrived less than 30 s ago.
     pub fn used(&mut self, now: Millis) {
         if self.last.take().is_some_and(|last| now.saturating_sub(last) < FOLLOWS_MS) {
             self.followed += 1;
@@ -100,7 +103,7 @@ impl Node {
         }
     }
 
-    /// Publishes an event about a prewake. `used`: whether a call followed.
+    /// Publishes an event about a prewake. `used`: whether a call followed the prewake.
     pub(super) fn publish_prewake(&mut self, key: &Key, by: Reason, used: bool) {
         let text = match used {
             true => "the container was restored before an expected call, which arrived",

@@ -26,10 +26,10 @@ const MAX_EARLY: u32 = 5;
 /// The residency that the controller works towards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Goal {
-    /// Resident: every process open.
+    /// Resident: the gate of every process is open.
     Resident,
-    /// An offload was requested. Host memory and GPUs are being surveyed, and no process has been
-    /// changed yet.
+    /// An offload was requested. The controller waits for readings of host memory and GPUs (the
+    /// survey), and has not changed any process yet.
     OffloadRequested,
     /// Offloaded: every process checkpointed or copied out.
     Offloaded,
@@ -38,7 +38,7 @@ pub enum Goal {
 /// Why a process was not restored although the VRAM was granted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IncompleteRestore {
-    /// The order was too old when the process received it.
+    /// The process received the order to restore too late.
     Late,
     /// The copy in found no VRAM. Contains the text of the driver's error.
     NoVram(String),
@@ -67,7 +67,7 @@ pub struct Container {
     /// Why one process was not restored. Kept while restores of the container's other processes
     /// run.
     pub incomplete_restore: Option<IncompleteRestore>,
-    /// Whether the offload is forced: a call does not end it.
+    /// Whether the offload is forced: a call does not cancel it.
     pub forced: bool,
     /// Number of forced offloads in a row that were given up because calls did not end.
     pub failed_forced_offloads: u32,
@@ -92,21 +92,22 @@ pub struct Container {
     /// Earliest time at which the container enters the queue again, after failed restores.
     pub restore_not_before: Millis,
     /// Number of grants in a row that led to neither a restore nor an allocation, while other
-    /// processes held their allocations.
+    /// processes paused their allocations.
     pub failed_restores: u32,
-    /// Until this time, the controller waits only briefly for the container's processes to hold
+    /// Until this time, the controller waits only briefly for the container's processes to pause
     /// their allocations, because some of them ignored an order to hold.
     pub short_hold_until: Millis,
-    /// Number of these periods so far. Each is longer than the one before.
+    /// Number of periods so far in which the controller waits only briefly (`short_hold_until`).
+    /// Each period is longer than the period before.
     pub ignored_hold_periods: u32,
-    /// Refused and completed holds of the container's processes since the last of these periods
-    /// began.
+    /// Refused and completed holds of the container's processes since the last period of brief
+    /// waits began.
     pub hold_record: HoldRecord,
     /// When victims were last searched for this container.
     pub eviction_searched_at: Option<Millis>,
     /// Failed offloads in a row; 0 after a completed one.
     pub failures: u32,
-    /// When the survey in progress was requested.
+    /// When the pending survey of host memory and GPUs was requested. `None`: no survey is pending.
     pub survey_asked: Option<Millis>,
     /// When the offload in progress began.
     pub offload_began: Option<Millis>,
@@ -254,8 +255,9 @@ impl Container {
         }
     }
 
-    /// Records a grant that led to neither a restore nor an allocation, while other processes held
-    /// their allocations. The pause before the next turn doubles each time, up to a minute.
+    /// Records a grant that led to neither a restore nor an allocation, while other processes
+    /// paused their allocations. The time until the container enters the queue again doubles with
+    /// each such grant, up to a minute.
     pub fn has_wasted_a_turn(&mut self, now: Millis) {
         const FIRST_PAUSE_MS: Millis = 250;
         if self.failed_restores > 0 {

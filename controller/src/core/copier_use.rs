@@ -42,7 +42,7 @@ impl Node {
         self.settings.copiers && (self.is_settled() || self.copiers.has_ready(uuid))
     }
 
-    /// Orders the copier of a process that is being restored to fill the process's memory.
+    /// Orders the copier to copy the memory of a process that is being restored back into VRAM.
     pub(super) fn fill_memory(&mut self, id: ProcessId) {
         let most_bytes = self.offloaded_bytes_of(id);
         self.copiers.fill(self.now, id, most_bytes, &mut self.effects);
@@ -61,8 +61,8 @@ impl Node {
     }
 
     /// Records that a process has no connection to its copier and therefore copies its memory
-    /// itself. If the process is resident, its prefaulting ends. If it is being offloaded, it
-    /// already uses its prefaulted memory.
+    /// itself. If the process is resident, its prefaulting ends. If the process is being offloaded,
+    /// it already uses its prefaulted memory.
     pub(super) fn not_attached(&mut self, id: ProcessId) {
         if self.copiers.detach(id) {
             self.end_prefault(id);
@@ -83,7 +83,7 @@ impl Node {
         self.copiers = copiers;
     }
 
-    /// Requests the NVML sample for each grant whose processes all hold their allocations. Does
+    /// Requests the NVML sample for each grant whose processes all pause their allocations. Does
     /// nothing while a copier starts or ends, because the copier may take VRAM right after the
     /// sample. No other function requests these samples.
     pub(super) fn prove_when_copiers_rest(&mut self) {
@@ -103,16 +103,16 @@ impl Node {
         }
     }
 
-    /// The GPU of a process whose memory a copier can copy out, and the swappable bytes. `None` if
-    /// the library cannot use a copier, the offload uses another method, the process has memory on
-    /// several GPUs, or its counters report that no copier can restore it.
+    /// The GPU of a process whose memory a copier can copy out, and the number of its swappable
+    /// bytes. `None` if the library cannot use a copier, the offload uses another method, the
+    /// process has memory on several GPUs, or its counters report that no copier can restore it.
     pub(super) fn offloads_through_copier(&self, id: ProcessId) -> Option<(String, u64)> {
         let process = self.processes.get(&id).filter(|p| p.can(Capabilities::USES_COPIER))?;
         self.for_copier(process, process.offloaded_vram.as_deref()?)
     }
 
-    /// Like `offloads_through_copier`, for the VRAM `held`: the VRAM of the process now, or before
-    /// its offload.
+    /// Like `offloads_through_copier`. `held`: the VRAM that the process has now, or had before its
+    /// offload.
     pub(super) fn for_copier(
         &self,
         process: &Process,

@@ -26,7 +26,8 @@ use super::{Domain, Effect, Millis, ProcessId, copier_backoff::RestartBackoff};
 
 /// Time without an attached process after which a copier ends.
 pub(super) const LINGER_MS: Millis = 30_000;
-/// Time after which a fill without a report counts as ended.
+/// Time after which a copy back into VRAM (a fill) counts as ended if the copier has not reported
+/// its end.
 const FILL_MS: Millis = 20_000;
 /// Time limit for the start of a copier. Proofs of free VRAM wait for it, so a slower start counts
 /// as failed.
@@ -70,8 +71,8 @@ struct GpuCopier {
     used_at: Millis,
     /// Whether the copier is unregistering memory of processes that are resident again.
     unregisters: bool,
-    /// The process whose memory the copier fills, and when it began. `None`: no fill is in
-    /// progress.
+    /// The process whose memory the copier copies back into VRAM, and when this fill began. `None`:
+    /// no fill is in progress.
     filling: Option<(ProcessId, Millis)>,
     /// Size of the files with deduplicated memory, in bytes.
     stored_bytes: u64,
@@ -83,10 +84,11 @@ enum AttachmentState {
     /// The process is resident and was attached before its offload. `prefaulted`: whether its
     /// prefaulted memory is registered already.
     Ahead { prefaulted: bool },
-    /// The process is being offloaded. `prefaulted`: its memory was registered before the offload
-    /// and is not copied yet. False: the memory is not registered yet.
+    /// The process is being offloaded. `prefaulted`: if true, its memory was registered before the
+    /// offload and is not copied yet; if false, its memory is not registered yet.
     Offloading { prefaulted: bool },
-    /// The memory of the offloaded process is registered, so the copier can fill it.
+    /// The host memory of the offloaded process is registered, so the copier can copy its content
+    /// back into VRAM.
     Registered,
 }
 
@@ -107,7 +109,7 @@ pub struct CopierFigures {
     pub registering: u32,
     /// Offloaded processes whose memory is registered.
     pub registered: u32,
-    /// Restores in which a copier of this GPU filled the memory.
+    /// Restores in which a copier of this GPU copied the memory back into VRAM.
     pub restores: u64,
     /// Offloads in which a copier of this GPU copied the memory.
     pub offloads: u64,
@@ -137,10 +139,10 @@ pub(super) struct CopierRegistry {
 
 impl CopierRegistry {
     /// Attaches a process to the copier of its GPU, and starts that copier if there is none. The
-    /// process need not wait for it. `most_bytes`: the most memory that the copier accepts of the
-    /// process. `domain`: the copier may deduplicate the memory with other processes of this
-    /// domain. `ahead`: the process is attached before its offload. Returns false if no copier may
-    /// be started.
+    /// process need not wait until the copier has started. `most_bytes`: maximum number of bytes
+    /// that the copier accepts from the process. `domain`: the copier may deduplicate the memory
+    /// with other processes of this domain. `ahead`: the process is attached before its offload.
+    /// Returns false if no copier may be started.
     pub(super) fn attach(
         &mut self,
         now: Millis,
@@ -211,8 +213,8 @@ impl CopierRegistry {
         attached.is_some_and(|a| matches!(a.attachment, AttachmentState::Ahead { .. }))
     }
 
-    /// Orders the copier of a process that is being restored to fill the process's memory, up to
-    /// `most_bytes` of granted VRAM. Does nothing if the copier has not registered the memory of
+    /// Orders the copier to copy the memory of a process that is being restored back into VRAM, up
+    /// to `most_bytes` of granted VRAM. Does nothing if the copier has not registered the memory of
     /// that process.
     pub(super) fn fill(
         &mut self,

@@ -10,9 +10,9 @@
 //!                                                         yes: cancelled ──> NoHostMemory, undone
 //! ```
 //!
-//! The counters of a process show how many bytes its copy has still to write. The container can
-//! falsify them. The controller compares them only with the free memory of that same container, so
-//! a false value affects no other container.
+//! The counters of a process show how many bytes its copy still has to write. The container can
+//! falsify this number. The controller compares the number only with the free memory of that same
+//! container, so a false number affects no other container.
 
 use affinode_proto::wire::message::Action;
 
@@ -58,8 +58,8 @@ impl Node {
             let short = pools.into_iter().find(|pool| pool.free_bytes < need_bytes);
             let Some(short) = short.filter(|_| need_bytes > 0) else { continue };
             self.host_ledger.turn_back(&key, MemoryPool { need_bytes, ..short });
-            // Sent again until the copy ends: the process may not have read the first order, and a
-            // second one has no further effect.
+            // The order is sent again until the copy ends, because the process may not have read
+            // the first order. A second order has no further effect.
             let told = copying.into_iter().map(|(id, _)| Effect::TurnBack(id));
             self.effects.extend(told);
         }

@@ -103,7 +103,8 @@ pub enum Effect {
         /// Dedup domain: content may be shared with processes of the same number. 0: no sharing.
         domain: u64,
     },
-    /// Order a copier to fill the memory of a process whose VRAM is granted and proven free.
+    /// Order a copier to copy the memory of a process back into VRAM that is granted and proven
+    /// free.
     FillMemory {
         /// Number of the copier.
         copier: CopierId,
@@ -133,7 +134,7 @@ pub enum Effect {
     End {
         /// The process to end.
         identity: Identity,
-        /// Whether the process has had SIGTERM before and did not end.
+        /// Whether the process received SIGTERM before and did not end.
         by_force: bool,
     },
     /// Answer a waiting request with this response.

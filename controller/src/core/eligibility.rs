@@ -68,8 +68,8 @@ impl Node {
         }
         let is_void = self.has_nothing_to_copy(key);
         if is_void && processes().all(|p| p.keeps_context()) {
-            // No memory can be copied, so the hazards that keep the contexts are the reason to
-            // show.
+            // No memory can be copied, so the reason to show is the hazards because of which the
+            // contexts stay.
             let kept = processes().next();
             let reason = kept.and_then(|p| hazard_reason(p.hazards));
             let detail = kept.map_or(String::new(), |p| format!("process {}", p.identity.pid));
@@ -132,8 +132,8 @@ impl Node {
         }
     }
 
-    /// Whether the container holds less VRAM than `minimum_vram_bytes`, so that it is not
-    /// offloaded.
+    /// Whether the container must not be offloaded because it holds less VRAM than
+    /// `minimum_vram_bytes`.
     pub(super) fn is_too_small(&self, key: &Key) -> bool {
         let least = self.containers.get(key).map_or(0, |c| c.policy.minimum_vram_bytes);
         let held = || -> u64 { self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum() };

@@ -10,7 +10,7 @@
 //!
 //! From the stage Holding until the grant ends, managed processes must not take VRAM on the grant's
 //! GPUs. VRAM that is proven free therefore stays free until the driver has taken it. A process
-//! that registers meanwhile receives the order to hold its allocations before its registration is
+//! that registers meanwhile receives the order to pause its allocations before its registration is
 //! confirmed.
 //!
 //! A process that cannot hold, or does not report, delays a grant once (`holds.rs`). NVML's sample
@@ -27,7 +27,7 @@ use super::{Millis, ProcessId};
 /// Stage of a grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Waits until these processes hold their allocations.
+    /// Waits until these processes pause their allocations.
     Holding(BTreeSet<ProcessId>),
     /// Waits until no copier starts or ends.
     AwaitingCopiers,
@@ -38,7 +38,7 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Whether every awaited process holds its allocations while the VRAM is not proven free yet.
+    /// Whether every awaited process pauses its allocations while the VRAM is not proven free yet.
     #[must_use]
     pub fn is_held(&self) -> bool {
         matches!(self, Stage::AwaitingCopiers | Stage::Proving(_))
@@ -50,7 +50,7 @@ impl Stage {
 pub struct Grant {
     /// Current stage of the grant.
     pub stage: Stage,
-    /// Processes that were ordered to hold their allocations.
+    /// Processes that were ordered to pause their allocations.
     pub held: BTreeSet<ProcessId>,
     /// Once granted: the processes whose VRAM was promised and proven free.
     pub covers: BTreeSet<ProcessId>,

@@ -220,8 +220,8 @@ impl Node {
 
     /// Takes over a record from the journal of an earlier controller: a process was offloaded, and
     /// its restore may be running. If so, the process's VRAM counts as promised until the process
-    /// registers. All other processes hold their allocations, because the driver may be taking the
-    /// VRAM now.
+    /// registers. All other processes pause their allocations, because the driver may be taking
+    /// this VRAM now.
     pub(super) fn recall(&mut self, key: Key, (pid, start): (u32, u64), recalled: JournalClaim) {
         let restoring = recalled.restoring;
         self.unclaimed_journal.insert((key.clone(), pid, start), recalled);
@@ -291,7 +291,8 @@ impl Node {
         let fits = self.gpu_error.is_none() && self.fits(key, &needs, margin);
         let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);
         let Some(grant) = self.grants.get_mut(key) else { return };
-        // A process that registered meanwhile may need another GPU, for which no allocations are held.
+        // A process that registered meanwhile may need another GPU, on which allocations are not
+        // paused.
         if fits && !grant.doubted && needs.iter().all(|need| grant.uuids.contains(&need.uuid)) {
             (grant.stage, grant.covers) = (Stage::Granted, covers);
             self.ledger.promise(key, needs);
@@ -330,7 +331,7 @@ impl Node {
         self.count_vain_return(key, &grant);
     }
 
-    /// Counts a grant that led to no restore while other processes held their allocations. The
+    /// Counts a grant that led to no restore while other processes paused their allocations. The
     /// first such grant has no consequence; each further one in a row delays the next attempt.
     fn count_vain_return(&mut self, key: &Key, grant: &Grant) {
         let resident = self.processes.of(key).all(|(_, p)| p.phase == Phase::Open);

@@ -1,10 +1,12 @@
 //! Learns a container's keep-alive, its expected next use and the time of a prewake from its
 //! earlier uses.
 //!
-//! A pause is a second or more without use. Pauses are counted in bins of a quarter octave. The
-//! pace of a container is the mean length of its last pauses. Each pace has counts of its own,
-//! because a pause of a minute means something else after calls every second than after calls every
-//! minute. The counts of all containers of the node are added, with the weight of a hundred pauses.
+//! A pause is a second or more without use. The lengths of pauses are counted in bins, four for
+//! each doubling of the length (octave). The pace of a container is the mean length of its last
+//! pauses, in classes of 1, 2, 4, ... seconds. Pauses are counted separately for each pace, because
+//! a pause of a minute after calls every second predicts something else than a pause of a minute
+//! after calls every minute. The counts of all containers of the node are added, with the weight of
+//! a hundred pauses.
 //!
 //! ```text
 //! keep alive:  the T with the least  E[VRAM held idle] + wake cost x waiting calls x P(pause > T)
@@ -35,7 +37,8 @@ const RETURN_S: f32 = 2.0;
 const CALLS_PER_USE_S: f32 = 3.0;
 /// Minimum number of the container's own pauses before its keep-alive is learned.
 const ENOUGH: u32 = 8;
-/// Number of pauses of all containers of the node that suffices as well.
+/// Minimum number of pauses of all containers of the node before a keep-alive is learned for a
+/// container with fewer than `ENOUGH` pauses of its own.
 const ENOUGH_OF_NODE: u32 = 64;
 /// Weight of the newest pause in the running means.
 const PACE_STEP: f32 = 0.2;
@@ -46,14 +49,16 @@ const RECENT: usize = 8;
 
 type Bins = [f32; BINS];
 
-/// Number of pauses per bin, of the pauses that followed one pace, and their sum.
+/// How many pauses of each length a container made at one pace. `bins`: number of pauses per bin.
+/// `sum`: number of pauses in all bins.
 #[derive(Clone, Debug)]
 struct Counts {
     bins: Bins,
     sum: f32,
 }
 
-/// Counts of pauses, one set for each pace that preceded them.
+/// Counts of pauses. `counts`: one entry per pace, the mean length of the pauses before. `seen`:
+/// number of all pauses.
 #[derive(Clone, Debug, Default)]
 pub struct Pauses {
     counts: [Option<Box<Counts>>; PACES],
@@ -78,11 +83,13 @@ impl Pauses {
 #[derive(Clone, Debug, Default)]
 pub struct History {
     own: Pauses,
-    /// Running mean of the logarithm of the last pauses.
+    /// Running mean of the binary logarithm of the last pauses, in seconds. `None`: there was no
+    /// pause.
     pace: Option<f32>,
-    /// The last pauses during which the container was offloaded.
+    /// Lengths of the last pauses during which the container was offloaded, in milliseconds.
     long: Vec<Millis>,
-    /// Running means in seconds: length of a use, and of a use with the pause after it.
+    /// Running means in seconds: the length of a use (`mean_use_s`), and the length of a use
+    /// together with the pause after it (`mean_cycle_s`).
     mean_use_s: f32,
     mean_cycle_s: f32,
     keep_alive: Option<Millis>,
@@ -93,7 +100,8 @@ pub struct History {
 /// The objective of a learned keep-alive: the cost of a wake, and the maximum keep-alive.
 #[derive(Clone, Copy, Debug)]
 pub struct KeepAliveTarget {
-    /// Cost of one wake: holding the VRAM idle for this many milliseconds costs the same.
+    /// Cost of one wake, as a time in milliseconds: holding the idle container's VRAM for this time
+    /// costs as much as one wake.
     pub wake_cost_ms: Millis,
     /// Upper limit of the keep-alive, in milliseconds.
     pub at_most_ms: Millis,
@@ -193,8 +201,9 @@ impl History {
         self.long.push(pause_ms);
     }
 
-    /// Time to prewake, and time until which to wait for the call. Both are milliseconds after the
-    /// last use. `None` if the last long pauses differ, or if too many prewakes were missed.
+    /// Time of the prewake, and time until which the prewoken container waits for a call. Both are
+    /// milliseconds after the last use. `None` if the last long pauses differ, or if too many
+    /// prewakes were missed.
     #[must_use]
     pub fn prewake(&self, lead_ms: Millis) -> Option<(Millis, Millis)> {
         let shortest = *self.long.iter().min()?;
@@ -224,7 +233,7 @@ fn bin_of(pause_ms: Millis) -> usize {
     (bin.max(0.0) as usize).min(BINS - 1)
 }
 
-/// The longest pause of each bin, once in seconds and once in milliseconds.
+/// The longest pause of each bin, in seconds (`s`) and in milliseconds (`ms`).
 struct Ends {
     s: Bins,
     ms: [Millis; BINS],

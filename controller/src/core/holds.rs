@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A process that does not hold causes one full delay. For the next grant the controller waits for
-//! it only briefly, later not at all. A process that reported Busy holds its new allocations
+//! it only briefly, later not at all. A process that reported Busy pauses its new allocations
 //! nevertheless.
 
 use std::collections::BTreeSet;
@@ -24,18 +24,18 @@ use super::{
     process::Process,
 };
 
-/// Time limit for the report of a process that could not hold its allocations by its deadline,
-/// counted from that deadline.
+/// Time after the deadline of an order to hold during which the controller still waits for the
+/// process's report.
 const REPORT_MS: Millis = 400;
-/// Time limit for the report of a process that once did not hold. It is halved after each further
-/// refusal. Processes that hold report within a millisecond.
+/// Time limit for the report of a process that refused an order to hold before. The limit is halved
+/// after each further refusal. Processes that can hold report within a millisecond.
 const SHORT_PATIENCE_MS: Millis = 100;
 /// Maximum number of times per grant that a newly registered process delays the proof.
 const MAX_RESTARTS: u32 = 4;
 /// Time without a handled input after which the controller counts as stopped or starved. Reports
 /// may be unread then, so a late report does not count as a refusal.
 const STALL_MS: Millis = 200;
-/// An order to hold allocations that has no report yet.
+/// An order to pause allocations that has no report yet.
 #[derive(Clone, Debug)]
 pub(super) struct HoldOrder {
     /// The container that the grant is for.
@@ -64,7 +64,7 @@ impl HoldRecord {
         }
     }
 
-    /// Records a completed hold. It cancels one refusal, but never the last one.
+    /// Records a completed hold: reduces the number of refusals by one, but never to 0.
     fn keep(&mut self) {
         self.refused = self.refused.saturating_sub(1).max(self.refused.min(1));
     }
@@ -77,7 +77,7 @@ impl HoldRecord {
 }
 
 impl Node {
-    /// Orders a process to hold its allocations for a grant. If the process cannot allocate now,
+    /// Orders a process to pause its allocations for a grant. If the process cannot allocate now,
     /// the controller does not wait for its report. The process receives the order before its gate
     /// opens.
     pub(super) fn hold(&mut self, key: &Key, id: ProcessId) {
@@ -85,8 +85,8 @@ impl Node {
         let (Some(process), Some(grant)) = (self.processes.get(&id), self.grants.get(key)) else {
             return;
         };
-        // Processes behind their gates in the grant's own container cannot allocate: the grant is
-        // for their restore.
+        // A process with a closed gate in the grant's own container cannot allocate: the grant is
+        // for its restore.
         let own_waits = process.key == *key && process.phase != Phase::Open;
         if !process.connected || own_waits || !may_take_of(process, &grant.uuids) {
             return;
@@ -133,8 +133,8 @@ impl Node {
         }
     }
 
-    /// Orders a process that starts in an offloaded container to hold its allocations until the
-    /// container's other processes are restored. They need the VRAM.
+    /// Orders a process that starts in an offloaded container to pause its allocations until the
+    /// container's other processes, which need the VRAM, are restored.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
         let others_offloaded = self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
@@ -184,7 +184,7 @@ impl Node {
             self.shorten_hold_timeout(id);
         }
         // In this grant, do not wait again for a process that cannot hold. Its new allocations are
-        // held until the release. NVML shows the VRAM that its allocation in progress has taken.
+        // paused until the release. NVML shows the VRAM that its allocation in progress has taken.
         self.hold_settled(&key, id);
         true
     }

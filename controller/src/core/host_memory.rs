@@ -79,8 +79,8 @@ struct HostPromise {
 /// The promises of host memory to offloads in progress.
 #[derive(Clone, Debug, Default)]
 pub struct HostLedger {
-    /// The promises in the order in which they were made. A container has at most one that is not
-    /// released.
+    /// The promises in the order in which they were made. A container has at most one promise that
+    /// is not released.
     promises: Vec<HostPromise>,
     last_number: u64,
 }

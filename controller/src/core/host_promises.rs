@@ -1,5 +1,5 @@
-//! Promises of host memory: when an offload gets a promise, when it waits for the promises to
-//! others, and when a promise ends.
+//! Promises host memory to offloads: decides when an offload gets a promise, when the offload waits
+//! because the memory is promised to other offloads, and when a promise ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,8 @@ use super::{
     node::JournalClaim,
 };
 
-/// Result of checking a survey of host memory for an offload.
+/// Whether an offload gets the host memory that it needs, judged by a reading of the free memory
+/// (survey). `Waits` and `Refused` contain the reason and its detail.
 pub(super) enum HostVerdict {
     /// The host memory is promised to the offload.
     Promised,
@@ -54,9 +55,9 @@ impl Node {
         }
     }
 
-    /// The reason and detail of a copy out that ended with `NoHostMemory`: the pool that the
-    /// controller found too short. If it found none, the library cancelled the copy, and the reason
-    /// names the node.
+    /// The reason and detail of a copy out that ended with `NoHostMemory`. They name the pool in
+    /// which the controller found too little memory. If the controller found no such pool, the
+    /// library cancelled the copy, and they name the node.
     pub(super) fn host_shortage(&self, key: &Key, pid: u32) -> (Reason, String) {
         match self.host_ledger.short_pool(key) {
             Some(pool) => {
@@ -127,8 +128,9 @@ impl Node {
     }
 
     /// Whether an offload of this container may still take host memory. An offload that was given
-    /// up during an order may do so until the report. If an agent lost its connection, the
-    /// controller does not know whether an order is in progress, so the container counts.
+    /// up during an order may still take host memory until the order is reported. If an agent lost
+    /// its connection, the controller does not know whether an order is in progress, so the
+    /// container counts.
     fn may_touch_host_memory(&self, key: &Key) -> bool {
         let leaves = self
             .containers

@@ -36,12 +36,13 @@ const GRACE_MS: Millis = 5_000;
 /// free its VRAM.
 const EXIT_TIMEOUT_MS: Millis = 30_000;
 
-/// Deadlines of a forced offload. They are longer than usual, because otherwise the process would
-/// be ended. A grant of another container waits for the process's hold for at most 0.9 s meanwhile.
+/// Deadlines of a forced offload. They are longer than usual, because a process whose forced
+/// offloads fail is ended. Meanwhile a grant of another container waits at most 0.9 s for the hold
+/// of this process.
 const FORCED: OrderDeadlines = OrderDeadlines { close_ms: 2_000, lock_ms: 10_000 };
 
-/// Order of arrival: when the process took its VRAM, then its start time. The greater value arrived
-/// later.
+/// When a process arrived: the time at which it took its VRAM, then its start time. Of two
+/// processes, the process with the greater value arrived later.
 type Came = (Millis, u64);
 
 impl Node {
@@ -212,8 +213,8 @@ impl Node {
         let most = urgent.filter_map(|key| Some(self.containers.get(key)?.policy.priority)).max();
         for process in self.processes.values_mut() {
             let Some(ending) = &mut process.termination else { continue };
-            // The waiter that needed this end may have been served, and all other waiters may have
-            // a lower priority.
+            // The waiter for which the process is to be ended may have been served, and all other
+            // waiters may have a lower priority than the process.
             let stays = |c: &Container| c.goal == Goal::Resident && Some(c.policy.priority) <= most;
             let in_the_way = self.containers.get(&process.key).is_some_and(stays);
             if !in_the_way || process.phase.is_offloaded() {

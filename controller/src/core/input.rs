@@ -115,15 +115,17 @@ pub struct SwapStatus {
     pub swappable_bytes: u64,
     /// The part of the swappable memory that is in host memory, in bytes.
     pub copied_out_bytes: u64,
-    /// The part that the last offload did not copy because its content was unchanged, in bytes.
+    /// Swappable memory that the last offload did not copy because its content was unchanged, in
+    /// bytes.
     pub unchanged_bytes: u64,
-    /// The part that was not stored because its content is all zero, in bytes.
+    /// Swappable memory that the last offload did not store because its content is all zero, in
+    /// bytes.
     pub zero_bytes: u64,
     /// VRAM of local memory that the process's contexts released and allocate again, in bytes.
     pub local_memory_bytes: u64,
 }
 
-/// Result of a survey before a step of an offload.
+/// Result of a survey: the readings of GPUs and host memory before a step of an offload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Survey {
     /// Samples of the GPUs. `Err`: the reason why they cannot be read.
@@ -196,8 +198,8 @@ pub enum Input {
     NotAttached(ProcessId),
     /// The result of [`super::Effect::Survey`].
     Surveyed(Key, Survey),
-    /// Free host memory of each pool, for copy outs in progress. The counters of their processes
-    /// were read after this.
+    /// Free host memory of each pool, for copy outs in progress. The counters of the copying
+    /// processes were read after the free memory.
     HostLevels(Vec<Levels>),
     /// The result of [`super::Effect::Prove`] with this number.
     Proven(Key, u64, Result<Vec<GpuSample>, String>),

@@ -36,8 +36,8 @@ impl Ledger {
                     .fold(0, |sum, promise| sum.saturating_add(promise.bytes));
                 let free = gpu.total_bytes.saturating_sub(gpu.used_bytes);
                 let margin = margin(gpu.total_bytes);
-                // A container that had nearly all of a GPU may get this much again. With the
-                // margin, it would never fit.
+                // A container that had nearly all VRAM of a GPU may get the same amount again
+                // without the margin: with the margin, it would never fit.
                 let had = need.bytes.saturating_add(held(&need.uuid));
                 let fills = had > gpu.total_bytes.saturating_sub(margin);
                 let margin = if fills { 0 } else { margin };

@@ -41,7 +41,7 @@ pub struct Settings {
     pub policies: Policies,
     /// Deadlines of the close and lock orders.
     pub deadlines: OrderDeadlines,
-    /// Deadline for a process to hold its allocations, in milliseconds.
+    /// Deadline for a process to pause its allocations, in milliseconds.
     pub hold_ms: u32,
     /// Maximum number of managed CUDA processes in one container.
     pub max_processes: usize,
@@ -51,7 +51,7 @@ pub struct Settings {
     pub prefault_min_bytes: u64,
     /// The rule that chooses containers to evict for a waiter.
     pub victims: VictimRule,
-    /// Whether processes hold their allocations while another container is restored. False only in
+    /// Whether processes pause their allocations while another container is restored. False only in
     /// simulations, whose processes never allocate.
     pub hold: bool,
 }
@@ -101,7 +101,7 @@ pub struct Node {
     pub(super) processes: Processes,
     pub(super) gpus: Vec<GpuSample>,
     pub(super) gpu_error: Option<String>,
-    /// Time of the last sample of all GPUs.
+    /// Time of the last NVML sample of all GPUs.
     pub(super) gpus_read: Millis,
     /// Time of the last NVML utilisation sample. `None`: there was no sample, so utilisation is
     /// unknown.

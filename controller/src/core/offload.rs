@@ -36,12 +36,12 @@ impl Node {
         if let Some(by) = in_vain {
             self.publish_prewake(key, by, false);
         }
-        // The grant is for an allocation only. Once offloaded, the container needs VRAM for its
-        // restore too.
+        // End the grant, because it is for an allocation only: once offloaded, the container needs
+        // VRAM for its restore too.
         self.end_alloc_grant(key);
         self.queue.leave(key);
-        // A container without memory to copy is offloaded only on request of an operator or a
-        // waiter: its context is checkpointed.
+        // A container without memory to copy is offloaded only if an operator or a waiter requests
+        // it. The offload then checkpoints its context.
         let is_void = self.has_second_level(key) && self.has_nothing_to_copy(key);
         if let Some(container) = self.containers.get_mut(key) {
             container.evict_context |= is_void;
@@ -64,7 +64,7 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else {
             return;
         };
-        // No survey is pending: its processes have ended meanwhile.
+        // No survey is pending, because the container's processes have ended meanwhile.
         let Some(asked_at) = container.survey_asked.take() else { return };
         let (goal, cause) = (container.goal, container.cause);
         let verdict = match survey.gpus {
@@ -74,8 +74,8 @@ impl Node {
             }
             Err(error) => Err((Reason::VramUnknown, error)),
         };
-        // Without VRAM there is nothing to offload. If NVML shows no VRAM of a process, the need of
-        // its restore would be unknown.
+        // Without VRAM there is nothing to offload. If NVML shows no VRAM of a process, the VRAM
+        // that its restore needs would be unknown.
         let holds_vram = self.processes.of(key).any(|(_, p)| p.vram_bytes() > 0);
         let verdict = verdict.and_then(|pools| {
             let unseen = |p: &Process| {
@@ -133,8 +133,8 @@ impl Node {
         }
     }
 
-    /// Runs one step of the offload for a process, after every process is closed and host memory is
-    /// promised. Before the step, records the VRAM that the restore will need.
+    /// Runs one step of the offload for a process, after the gate of every process is closed and
+    /// host memory is promised. Before the step, records the VRAM that the restore will need.
     pub(super) fn run_offload_step(&mut self, key: &Key, id: ProcessId, step: OffloadStep) {
         self.set_state(key, State::Offloading, self.cause(key), "", 0, 0);
         let Some(process) = self.processes.get_mut(&id) else {
@@ -227,7 +227,8 @@ impl Node {
         let Some(container) = self.containers.get_mut(key) else { return };
         let called = container.wake_began.map(|_| Reason::Called);
         let asked = container.commands.iter().find(|(_, request)| *request == Request::Restore);
-        // A restore waited already when the context was evicted. Continue to wait for it.
+        // The container waited for its restore already when its context was evicted. It continues
+        // to wait.
         if let Some(cause) = wanted.or(called).or(asked.map(|_| Reason::Requested)) {
             (container.goal, container.cause) = (Goal::Resident, cause);
             self.advance(key);
@@ -263,8 +264,8 @@ impl Node {
 
     /// Gives up an offload, counts the failure, and undoes the completed steps.
     ///
-    /// If the second level of an offload failed, the container stays at the first level. Its
-    /// restore would take VRAM from the waiter that needs more.
+    /// If the second level of an offload failed, the container stays at the first level. A restore
+    /// would take VRAM from the waiter that needs the contexts' VRAM.
     pub(super) fn fail_offload(&mut self, key: &Key, reason: Reason, detail: &str) {
         let now = self.now;
         let is_out = self.processes.of(key).all(|(_, p)| p.phase.is_offloaded());

@@ -6,7 +6,7 @@
 //!            copy out                       the driver's checkpoint
 //! ```
 //!
-//! | engine | idle | a waiter needs more |
+//! | engine | container is idle | a waiter needs the VRAM of contexts too |
 //! | --- | --- | --- |
 //! | `auto` | context kept | context gone |
 //! | `copy` | context kept | - |
@@ -40,8 +40,8 @@ impl Node {
         }
     }
 
-    /// The engine of a container. If the container may be restored on another GPU, `auto` means
-    /// `full`, because a context stays on its GPU.
+    /// The engine of a container. If the container may be restored on another GPU, `auto` acts as
+    /// `full`, because a kept context could not move to the other GPU.
     pub(super) fn engine_of(&self, key: &Key) -> Engine {
         let Some(container) = self.containers.get(key) else { return Engine::Checkpoint };
         match container.policy.engine {
@@ -143,8 +143,8 @@ fn restore_ms(method: OffloadMethod, vram_bytes: u64, copied_bytes: u64) -> Mill
     }
 }
 
-/// Time that a restore is expected to take longer if the context was checkpointed too. It is 0 if a
-/// copier copies for longer than the driver restores the context.
+/// Time that is expected to be added to a restore if the context was checkpointed too. The time is
+/// 0 if the copier's copy takes longer than the driver's restore of the context.
 fn context_delay_ms(copied_bytes: u64) -> Millis {
     let of = |method| restore_ms(method, 0, copied_bytes);
     of(OffloadMethod::CopyAndCheckpoint) - of(OffloadMethod::Copy)
@@ -160,7 +160,8 @@ mod tests {
         assert!(context_delay_ms(1 << 30) > 150);
     }
 
-    /// Measured restores (medians, H200, driver 580.159). The estimates differ by at most a third.
+    /// Compares the estimates with measured restores (medians, H200, driver 580.159). They must
+    /// differ by at most a third.
     #[test]
     fn expected_restores_are_near_measured_ones() {
         let gib = |gib: f64| (gib * f64::from(1 << 30)) as u64;

@@ -36,7 +36,7 @@ const MAX_ATTEMPTS: u32 = 3;
 /// Time limit for an allocation after its process was ordered to try again.
 const TRY_MS: Millis = 10_000;
 /// Time limit for an allocation with a grant. A slower one counts as a failed grant even if it
-/// succeeds, because other processes hold their allocations meanwhile.
+/// succeeds, because other processes pause their allocations meanwhile.
 const QUICK_MS: Millis = 1_000;
 
 /// Reason why an allocation does not wait for VRAM: it fails at once.
@@ -84,7 +84,8 @@ impl Node {
         let Some(process) = self.processes.get(&id) else { return };
         let key = process.key.clone();
         let before = process.alloc_wait.clone().filter(|want| want.ticket == ticket);
-        // Either the process was ordered to try again and failed, or this is another allocation.
+        // Either the process was ordered to try again and its attempt failed, or the message is
+        // about another allocation.
         self.end_alloc_wait(id);
         let verdict = self.may_wait(&key, bytes, &nvml_uuid(uuid), attempts);
         let need = match verdict {
@@ -199,8 +200,9 @@ impl Node {
         if want.is_some() { merge_needs(offloaded.iter().chain(want)) } else { offloaded }
     }
 
-    /// VRAM that stays free on a GPU in addition to a grant. A restore has a margin, because it
-    /// must not fail. An allocation has none, because it may fail and may need all VRAM.
+    /// VRAM that stays free on a GPU in addition to a grant. For a restore it is the margin of the
+    /// ledger, because a restore must not fail. For an allocation it is 0, because an allocation
+    /// may fail and may need all VRAM.
     pub(super) fn margin_for(&self, key: &Key) -> fn(u64) -> u64 {
         if self.container_needs(key).is_empty() { |_| 0 } else { margin_bytes }
     }

@@ -1,6 +1,6 @@
 //! Choices of operators for this node, in addition to its configuration: whether containers are
-//! offloaded without a request, and which containers are pinned. The choices stay in effect when
-//! the controller restarts; see [`crate::overrides`].
+//! offloaded automatically, and which containers are pinned. The choices stay in effect when the
+//! controller restarts; see [`crate::overrides`].
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use super::{Key, Node};
 /// The choices of operators. They stay in effect when the controller restarts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OperatorOverrides {
-    /// Whether containers are offloaded without a request.
+    /// Whether containers are offloaded automatically. False: only at the request of an operator.
     pub auto_offload: bool,
     /// Keys of pinned containers, which are never offloaded.
     pub pinned: BTreeSet<Key>,

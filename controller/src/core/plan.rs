@@ -69,7 +69,8 @@ pub enum OffloadStep {
 pub enum OffloadPlan {
     /// Orders to send, all at once.
     Send(Vec<(ProcessId, Action)>),
-    /// No process is open. Repeat the survey, then run this step for all these processes at once.
+    /// The gates of all processes are closed. Read host memory and GPUs again (the survey), then
+    /// run this step for all these processes at once.
     Run(OffloadStep, Vec<ProcessId>),
     /// An order is in progress, or a process is between two phases.
     Wait,
@@ -84,7 +85,7 @@ pub struct RestorePlan {
     pub send: Vec<(ProcessId, Action)>,
     /// The processes to restore at once, when the container has a grant.
     pub restore: Vec<ProcessId>,
-    /// Whether every process is open and no order is in progress.
+    /// Whether the gate of every process is open and no order is in progress.
     pub done: bool,
 }
 
@@ -136,9 +137,10 @@ pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) ->
     }
 }
 
-/// Plans the next steps of a restore. No process is opened while another is still offloaded,
-/// because calls of the first could take the VRAM that was promised to the second. `lost`: the
-/// driver cannot restore some of the processes, so the others are opened anyway.
+/// Plans the next steps of a restore. No gate is opened while another process is still offloaded:
+/// calls behind an open gate could take the VRAM that was promised to the offloaded process.
+/// `lost`: the driver cannot restore some of the processes, so the gates of the other processes are
+/// opened anyway.
 #[must_use]
 pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
     let mut plan = RestorePlan::default();
@@ -238,7 +240,8 @@ mod tests {
             moving(OffloadMethod::CopyAndCheckpoint, Phase::Checkpointed),
             OffloadPlan::Done
         );
-        // A copied-out process whose context is evicted now continues with the checkpoint.
+        // The process is copied out. When its context is evicted too, its next step must be the
+        // checkpoint.
         assert_eq!(
             moving(OffloadMethod::DriverCheckpoint, Phase::CopiedOut),
             take(OffloadStep::Checkpoint)
@@ -311,7 +314,8 @@ mod tests {
         assert_eq!(plan_restore(&half, false).restore, [], "those under way come first");
     }
 
-    /// A library of an earlier release copies only a process that the driver has locked.
+    /// The first process has a library of an earlier release, which copies only after the driver's
+    /// lock. Only this process must receive the order to lock.
     #[test]
     fn lock_is_ordered_only_where_it_is_needed() {
         let mut positions = at(&[Phase::Closed, Phase::Closed]);

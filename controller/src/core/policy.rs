@@ -12,8 +12,8 @@ use super::{Millis, history::KeepAliveTarget, window::Window};
 pub struct Policy {
     /// When the container is offloaded.
     pub mode: Mode,
-    /// Time without use after which the container is idle, in milliseconds. Its maximum, if the
-    /// keep-alive is learned.
+    /// Time without use after which the container is idle, in milliseconds. If the keep-alive is
+    /// learned, the maximum of that time.
     pub idle_timeout_ms: Millis,
     /// Time that the container stays resident after a restore, in milliseconds.
     pub minimum_residency_ms: Millis,
@@ -21,7 +21,8 @@ pub struct Policy {
     pub priority: i32,
     /// Whether the container's keep-alive is learned or fixed.
     pub keep_alive: KeepAlive,
-    /// Cost of one wake: holding the VRAM idle for this many milliseconds costs the same.
+    /// Cost of one wake, as a time in milliseconds: holding the idle container's VRAM for this time
+    /// costs as much as one wake.
     pub wake_cost_ms: Millis,
     /// Whether the container is prewoken before a call that its history makes likely.
     pub prewake: bool,
@@ -31,7 +32,7 @@ pub struct Policy {
     pub restore: Restore,
     /// Whether an allocation that finds no VRAM fails or waits.
     pub on_oom: OnOom,
-    /// Maximum wait of such an allocation, in milliseconds.
+    /// Maximum time for which an allocation waits for VRAM, in milliseconds.
     pub on_oom_timeout_ms: Millis,
     /// The way in which the container's memory leaves the GPU.
     pub engine: Engine,
@@ -39,8 +40,8 @@ pub struct Policy {
     pub retain_host_copy: bool,
     /// Whether a restore verifies that copied memory is unchanged.
     pub checksum: bool,
-    /// Whether memory with the same content as that of other containers of its namespace is stored
-    /// once while offloaded.
+    /// Whether offloaded memory of the container is stored once if other containers of its
+    /// namespace have the same content.
     pub dedup: bool,
     /// Whether host memory is prefaulted while the container is idle.
     pub prefault: bool,

@@ -122,7 +122,8 @@ pub enum Restore {
     /// The container waits until neighbours that are not in use are evicted.
     Queue,
     /// The container is served before others of its priority, and takes VRAM of neighbours in use.
-    /// Neighbours that can be moved are offloaded. Processes of the others are ended.
+    /// Neighbours that can be moved are offloaded. Processes of neighbours that cannot be moved are
+    /// ended.
     Immediate,
     /// For nodes and namespaces only: `immediate` for containers whose annotation requests it,
     /// `queue` for all others.

@@ -74,7 +74,7 @@ pub struct Process {
     pub capabilities: Capabilities,
     /// The order in progress. A process has at most one.
     pub pending: Option<PendingOrder>,
-    /// Number of grants for which the process holds its allocations.
+    /// Number of grants for which the process pauses its allocations.
     pub holds: u32,
     /// VRAM of the process now, as NVML reports it.
     pub vram: Vec<DeviceBytes>,
@@ -99,13 +99,13 @@ pub struct Process {
     /// Number of offloads in a row in which no copier copied the memory that the process had
     /// exported.
     pub failed_copy_outs: u32,
-    /// Whether the process holds its allocations until the other processes of its container are
+    /// Whether the process pauses its allocations until the other processes of its container are
     /// restored.
     pub waits_for_siblings: bool,
     /// The permanent reason for which the counters of the process are ignored. `None`: they are
     /// valid.
     pub counter_error: Option<String>,
-    /// Counts of refused and completed orders to hold allocations.
+    /// Counts of refused and completed orders to pause allocations.
     pub hold_record: HoldRecord,
     /// The last work on a GPU, as NVML reports it. It may run without a CUDA call in progress.
     pub working: Option<DeviceWork>,
@@ -147,8 +147,9 @@ impl Process {
         self.vram.iter().map(|d| d.bytes).sum()
     }
 
-    /// Host memory that an offload by `moves` takes, in bytes, without the driver's own. A retained
-    /// host copy is subtracted, because its container is charged for it already.
+    /// Host memory that an offload by the method `moves` takes, in bytes, without the memory that
+    /// the driver takes for itself. A retained host copy is subtracted, because the container is
+    /// charged for that copy already.
     #[must_use]
     pub fn host_need_bytes(&self, moves: OffloadMethod) -> u64 {
         let kept = self.counters.as_ref().map_or(0, |page| page.kept_bytes);

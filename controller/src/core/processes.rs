@@ -103,8 +103,9 @@ impl Processes {
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)
     }
 
-    /// The process with this number, for a change of neither phase nor VRAM. No new count is
-    /// needed. This matters, because most inputs are counter readings.
+    /// The process with this number, for a change that affects neither its phase nor its VRAM. The
+    /// cached results stay valid, so a counter reading, the most frequent input, causes no new
+    /// count.
     pub fn get_mut_uncounted(&mut self, id: &ProcessId) -> Option<&mut Process> {
         let (_, siblings) = self.by_key.get_index_mut(*self.places.get(id)?)?;
         siblings.list.iter_mut().find(|(other, _)| other == id).map(|(_, process)| process)

@@ -14,8 +14,9 @@ use super::{Key, Millis};
 /// Waiting time that raises the priority by one, in milliseconds.
 pub const AGING_MS: Millis = 10_000;
 
-/// Priority (highest first), start of the wait, arrival number. The queue is sorted by this, until
-/// a waiter has aged past a waiter of higher priority. No two places are equal.
+/// Place of a waiter: priority (highest first), start of the wait, arrival number. No two places
+/// are equal. The waiters are stored in this order. The order of service differs once a waiter has
+/// aged past a waiter of higher priority.
 type Place = (Reverse<i32>, Millis, u64);
 
 #[derive(Clone, Debug)]

@@ -46,8 +46,8 @@ impl Node {
         }
     }
 
-    /// Whether `generation` belongs to another container than the known one. Ids of containers are
-    /// reused, so the generation is needed. 0 matches any generation.
+    /// Whether `generation` belongs to another container than the known container with this key.
+    /// The generation is needed, because ids of containers are reused. 0 matches any generation.
     #[must_use]
     pub fn is_of_another(&self, key: &Key, generation: u64) -> bool {
         let known = self.containers.get(key).map_or(0, |known| known.spec.generation);
@@ -83,7 +83,7 @@ impl Node {
         standing: RegistrationStatus,
     ) {
         let RegistrationStatus { phase, generation, hazards, capabilities, swap } = standing;
-        // The pid and start time are known: the process lost its connection and registers again.
+        // If the pid and start time are known, the process lost its connection and registers again.
         let known = self
             .processes
             .of(key)

@@ -48,8 +48,9 @@ impl Node {
                 self.answer(key, Request::Offload, false, 0, 0);
                 self.advance(key);
             }
-            // Without processes, or if it is lost, no move can answer the request: answer it now.
-            // In all other states a move is in progress, and its end answers.
+            // If the container has no processes or is lost, no move can answer the request: answer
+            // it now. In all other states a move is in progress, and the end of that move answers
+            // the request.
             (_, State::Unregistered | State::Lost) => self.answer(key, request, false, 0, 0),
             _ => {}
         }

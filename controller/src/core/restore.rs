@@ -25,9 +25,9 @@ impl Node {
             return;
         };
         if process.phase == Phase::Open && process.pending.is_none() {
-            // The process is open. If its allocations are held for another container, the
-            // acknowledgement shows its agent that the controller still runs. Otherwise the gate
-            // has opened since the wake was sent.
+            // The gate of the process is open. If its allocations are paused for another container,
+            // the acknowledgement shows its agent that the controller still runs. If they are not
+            // paused, the gate has opened since the wake was sent.
             if process.holds > 0 {
                 let ack = ControllerMessage::WakeAck { generation, position: 0 };
                 self.effects.push(Effect::Send(id, ack));
@@ -134,8 +134,8 @@ impl Node {
             let covered = |g: &Grant| plan.restore.iter().all(|id| g.covers.contains(id));
             let proven = grant.is_some_and(|g| covered(g) && !g.doubted);
             if granted && !proven {
-                // A process registered after the proof, so the proof does not cover its VRAM. Or
-                // the proof is in doubt.
+                // Either the proof is in doubt, or a process registered after the proof, which
+                // therefore does not cover the VRAM of that process.
                 self.abort_grant(key);
                 self.enqueue(key);
             } else if granted {
@@ -170,7 +170,7 @@ impl Node {
         }
     }
 
-    /// Ends a restore after every process is open.
+    /// Ends a restore after the gate of every process is open.
     pub(super) fn finish_restore(&mut self, key: &Key) {
         let now = self.now;
         let Some(container) = self.containers.get_mut(key) else {

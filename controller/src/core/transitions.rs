@@ -20,7 +20,7 @@ use super::{
 impl Node {
     /// Writes a journal record with each process of the container that is offloaded or about to be.
     /// A process that an earlier controller offloaded, and that has not registered yet, stays in
-    /// the record: the next controller must know its need too.
+    /// the record: the next controller must know how much VRAM that process needs.
     pub(super) fn journal(&mut self, key: &Key, step: JournalStep) {
         let known = self.processes.of(key).filter_map(|(_, p)| {
             let (pid, start_ticks) = (p.identity.pid, p.identity.start_ticks);

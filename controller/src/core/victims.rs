@@ -26,7 +26,8 @@ pub enum VictimRule {
 pub struct Candidate {
     /// The neighbour's container key.
     pub key: Key,
-    /// Priority of the neighbour for this waiter.
+    /// Priority of the neighbour. For an offloaded container, at most the waiter's priority: it is
+    /// not in use, so its own priority does not protect its context.
     pub priority: i32,
     /// Time since the neighbour's last use, in milliseconds.
     pub idle_ms: Millis,
@@ -66,8 +67,8 @@ impl Candidate {
 }
 
 /// Chooses neighbours that together free the missing VRAM, or none if they cannot free enough. With
-/// `partly`, for a waiter that has waited long, it chooses all that help even if they do not
-/// suffice.
+/// `partly`, for a waiter that has waited long, chooses all neighbours that free some of the
+/// missing VRAM, even if they do not free enough.
 #[must_use]
 pub fn choose(
     mut candidates: Vec<Candidate>,
@@ -147,8 +148,9 @@ mod tests {
     }
 
     proptest! {
-        /// No victim has a priority above the waiter's. No spared container has a lower priority
-        /// than a victim. All victims together free enough.
+        /// Chooses victims from random candidates. No victim may have a priority above the
+        /// waiter's, no spared container may have a lower priority than a victim, and all victims
+        /// together must free enough.
         #[test]
         fn victims_respect_priority_and_suffice(
             all in proptest::collection::vec((-3_i32..4, 0_u64..1000, 0_u64..1000, 0_u64..100), 0..20),

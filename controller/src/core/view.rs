@@ -38,7 +38,7 @@ pub enum FindError {
     /// Several containers match the name.
     #[error("{name:?} matches {}; name one of them", found.join(", "))]
     Ambiguous {
-        /// The given name, which may be the beginning of one.
+        /// The given name, which may be a prefix of a container's key, id or name.
         name: String,
         /// Names of the containers that match it.
         found: Vec<String>,
@@ -75,7 +75,7 @@ impl Node {
         }
     }
 
-    /// Finds a container by key, id or name, or by the prefix of one if no other container has it.
+    /// Finds a container by its key, id or name, or by a prefix that matches no other container.
     ///
     /// # Errors
     /// [`FindError`]: no container or several match.

@@ -27,8 +27,8 @@ pub struct Window {
 struct Span {
     /// First and last day. 0 is Monday.
     days: (u32, u32),
-    /// Begin in minutes of the day, then the end. An end that is not after the begin is on the next
-    /// day.
+    /// Begin (`from`) and end (`to`) of the span, in minutes of the day. An end that is not after
+    /// the begin is on the next day.
     from: u32,
     to: u32,
 }

@@ -99,7 +99,8 @@ fn processes_of_a_domain_share_its_number() {
     assert_eq!(number(4, of_namespace("ml"), true), 1);
     let jobs = |uid| Some(Domain::Jobs { uid, namespace: "ml".into() });
     assert_eq!((number(5, jobs(0), false), number(6, jobs(1), false)), (3, 4));
-    // A domain keeps its number when all its processes have ended, also with the next copier.
+    // When all processes of a domain have ended, the domain must keep its number, even if another
+    // copier is started.
     copiers.exited(0, id, &mut Vec::new());
     next_copier(&mut copiers);
     let effects = copiers.attach_one(7, of_namespace("new"), false);

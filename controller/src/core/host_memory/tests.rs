@@ -61,7 +61,8 @@ fn real_shortage_is_told_from_a_promised_one() {
 fn stale_reading_still_counts_a_released_promise() {
     let mut ledger = HostLedger::default();
     ledger.promise(&key(1), node(10, 6), 0);
-    // The reading was requested at 5. The offload of the first container ended at 7.
+    // The pending reading was requested at time 5. The offload of the first container ended at time
+    // 7.
     ledger.settle(7, Some(5), |_| false);
     assert_eq!(promised(ledger.judge(&key(2), &node(10, 6), 5, 8)), Some(6));
     assert_eq!(ledger.judge(&key(2), &node(10, 6), 8, 8), Ok(()), "a reading of after");
@@ -74,7 +75,7 @@ fn later_promise_waits_for_the_earlier() {
     let mut ledger = HostLedger::default();
     ledger.promise(&key(1), node(8, 4), 0);
     ledger.promise(&key(2), node(8, 4), 0);
-    // Something else has taken 1 in the meantime. One of the two offloads must continue.
+    // Another program has taken 1 byte in the meantime. One of the two offloads must continue.
     assert_eq!(ledger.judge(&key(1), &node(7, 4), 1, 1), Ok(()));
     assert_eq!(promised(ledger.judge(&key(2), &node(7, 4), 1, 1)), Some(4));
     ledger.begin_move(&key(2));

@@ -54,11 +54,11 @@ pub(super) struct Agent {
     /// The allocation that waits for VRAM, outside the driver.
     pub(super) asking: Option<Asking>,
     pub(super) tickets: u64,
-    /// Whether the process was ordered on this connection to hold its allocations.
+    /// Whether the process was ordered on this connection to pause its allocations.
     pub(super) held_here: bool,
     /// The controller's number for the process.
     pub(super) known_as: ProcessId,
-    /// How the process refuses to hold its allocations. `None`: it does not refuse.
+    /// How the process refuses to pause its allocations. `None`: it does not refuse.
     pub(super) refuses: Option<Refusal>,
 }
 

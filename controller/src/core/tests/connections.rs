@@ -76,7 +76,7 @@ fn connections_without_calls_stop_prewaking() {
     );
     assert_eq!(world.node.prewakes(), (4, 0));
     // These connections are counted although they cause no prewake. After as many connections that
-    // a call followed, connections cause prewakes again.
+    // were each followed by a call, connections must cause prewakes again.
     for _ in 0..6 {
         count(&mut world, 900);
         count(&mut world, 901);

@@ -160,7 +160,8 @@ fn process_without_usable_copier_gets_none() {
     }
 }
 
-/// A controller ended after the driver had restored the context and before the copy in ended.
+/// The controller ends during a restore: the driver has restored the context, but the copy in has
+/// not ended. The next controller has no record and must complete the restore.
 #[test]
 fn locked_copied_out_process_restores_unrecorded() {
     let mut world = World::new(3);

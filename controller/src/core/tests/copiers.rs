@@ -1,6 +1,6 @@
-//! Copiers in the simulated world: they take VRAM, register memory, fill it and end. While a copier
-//! starts or ends, there must be no proof of free VRAM. During a proof, no copier may register
-//! memory.
+//! Copiers in the simulated world: they take VRAM, register host memory, copy it back into VRAM and
+//! end. While a copier starts or ends, there must be no proof of free VRAM. During a proof, no
+//! copier may register memory.
 
 use std::collections::BTreeSet;
 
@@ -44,7 +44,7 @@ pub(super) struct WorldCopier {
     held: bool,
     /// The attached processes, and whether their memory is registered.
     attached: Vec<(ProcessId, bool)>,
-    /// The process whose memory the copier fills.
+    /// The process whose memory the copier copies back into VRAM.
     filling: Option<ProcessId>,
 }
 
@@ -116,7 +116,7 @@ impl World {
     }
 
     fn may_start_copier(&self) -> bool {
-        // A grant that began later in the same input waits for this.
+        // A grant that began later in the same input waits until this copier has started or ended.
         let waits = |stage: &Stage| matches!(stage, Stage::Holding(_) | Stage::AwaitingCopiers);
         self.node.grants.values().all(|grant| waits(&grant.stage))
     }
@@ -190,8 +190,8 @@ impl World {
                 let (_, registered) = copier.attached.remove(place);
                 copier.bytes -= u64::from(registered);
             }
-            // Registered memory needs page tables in VRAM. A prefaulted file is registered again
-            // later.
+            // The page tables for registered memory take VRAM, here one byte. A prefaulted file is
+            // registered again later.
             CopierReport::Registered { process, .. } => {
                 let attached = copier.attached.iter_mut().find(|(id, _)| id.0 == process);
                 attached.unwrap().1 = true;

@@ -1,4 +1,4 @@
-//! Processes that do not hold their allocations, and the time for which others wait for them.
+//! Processes that do not pause their allocations, and the time for which others wait for them.
 
 use affinode_proto::{
     state::State,
@@ -13,10 +13,10 @@ use super::{
     world::World,
 };
 
-/// Reaction of a process to an order to hold its allocations.
+/// Reaction of a process to an order to pause its allocations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Manner {
-    /// The process holds its allocations.
+    /// The process pauses its allocations.
     Done,
     /// The process reports Busy at once.
     Busy,
@@ -152,7 +152,8 @@ fn wakes_beside(mut world: World, manner: Manner) -> Vec<Millis> {
         (0..20).for_each(|_| world.tick_after(100));
     }
     messages += liar.messages;
-    // For each wake: one order to hold, one to release, and the Welcome.
+    // For each wake the process may receive one order to hold, one order to release, and the
+    // Welcome.
     let most = 5 * waits_ms.len();
     assert!(messages <= most, "{messages} messages for {} wakes", waits_ms.len());
     waits_ms
@@ -184,7 +185,7 @@ fn busy_for_ten_minutes_delays_wakes_once() {
         );
         assert!(wakes > 150, "{manner:?}: {wakes} wakes");
         assert!(longest <= undelayed.0 + 1_000, "{manner:?}: {longest} ms");
-        // The waits become shorter, 200 ms in total.
+        // The waits for refusals become shorter. Together they take about 200 ms.
         assert!(rest <= undelayed.1 + 300, "{manner:?}: {rest} ms after the first");
     }
 }
@@ -316,7 +317,7 @@ fn holds_are_asked_on_the_device_concerned() {
 }
 
 /// The controller gets no CPU time for some time. It then sees a process's report and the missed
-/// deadline in the same step. It must not count that as a refusal of the process.
+/// deadline in the same step. It must not count the missed deadline as a refusal of the process.
 #[test]
 fn stalled_controller_blames_no_process() {
     let mut world = World::new(2);

@@ -145,7 +145,8 @@ fn memory_taken_before_the_copy_turns_it_back() {
     assert!(world.refused.contains(&Reason::HostMemory.to_string()), "{:?}", world.refused);
 }
 
-/// The library cancelled the copy. The next offload copies again, and is not a checkpoint.
+/// The library cancels the copy out for lack of host memory. The next offload must copy again and
+/// must not use a checkpoint instead.
 #[test]
 fn copy_that_turned_back_is_tried_again() {
     let mut world = World::new(3);
@@ -257,7 +258,9 @@ fn copy_without_room_in_the_pod_is_turned_back() {
     );
 }
 
-/// The reason of an earlier failed copy out does not apply to a later one.
+/// Two copies out fail: the first because the controller finds too little memory in the pod, the
+/// second because the library finds too little host memory. The second failure must be shown with
+/// its own reason.
 #[test]
 fn later_copy_fails_for_its_own_reason() {
     let mut world = World::new(3);
@@ -316,7 +319,7 @@ fn offloaded_before_restart_promises_nothing() {
     assert_eq!(world.node.host_ledger.promised_node_bytes(), 0);
 }
 
-/// The promise ends with its process, even if the process never registers.
+/// A process of the journal exits without having registered. The promise to this process must end.
 #[test]
 fn recalled_promise_ends_with_its_process() {
     let mut world = World::new(3);

@@ -74,7 +74,8 @@ fn latest_immovable_processes_end_as_needed() {
         })
         .collect();
     assert!(while_in_use(&mut world, &[], asker, 200));
-    // The last process, with 10 bytes, is spared: the end of the one before it, with 300, suffices.
+    // The last process, with 10 bytes, must be spared: the end of the process before it, with 300
+    // bytes, suffices.
     let asked: Vec<u32> = world.ended.iter().filter(|(_, force)| !force).map(|e| e.0).collect();
     assert_eq!(asked, [pids[2]]);
 }
@@ -177,7 +178,8 @@ fn it_goes_before_others_of_its_priority() {
         turns
     };
     assert_eq!(turns(&world), [key(0), key(2), key(1)]);
-    // The container that has aged is before that of higher priority. Without it:
+    // The waiter that has aged is served before the waiter of higher priority. Check the order
+    // again without the aged waiter:
     world.node.queue.leave(&key(2));
     assert_eq!(turns(&world), [key(1), key(0)]);
 }
@@ -229,7 +231,7 @@ fn call_before_close_keeps_forced_offload() {
     let busy = world.running(2, 700);
     world.call(waiter);
     let goal = |world: &World| world.node.containers[&key(2)].goal;
-    // The survey of host memory gets no reply.
+    // Advance until the offload begins, without a reply to its survey of host memory.
     while goal(&world) == Goal::Resident {
         world.call(busy);
         world.tick();

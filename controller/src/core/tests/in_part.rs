@@ -18,7 +18,7 @@ const KINDS: [(Hazards, Reason); 2] = [
     (Hazards::SHARED_MEMORY, Reason::SharedMemory),
 ];
 
-/// Creates a process with 600 bytes and such a hazard in container `n`. The agent can copy 450
+/// Creates a process with 600 bytes and these hazards in container `n`. The agent can copy 450
 /// bytes, or none with the engine `checkpoint`.
 fn with_rest(world: &mut World, n: usize, hazards: Hazards) -> ProcessId {
     let id = world.running(n, 600);
@@ -78,7 +78,8 @@ fn driver_engine_keeps_all_of_such_a_process() {
     }
 }
 
-/// A library without this capability refuses the lock of such a process.
+/// A library without `LEAVES_IN_PART` cannot offload a process with memory that must stay on the
+/// GPU. The whole process must stay resident.
 #[test]
 fn older_library_keeps_all_of_such_a_process() {
     for (hazards, reason) in KINDS {
@@ -125,7 +126,7 @@ fn sharing_before_the_gate_closes_is_respected() {
     }
 }
 
-/// The memory that stays cannot be freed, so it is promised to no waiter.
+/// The memory that stays on the GPU cannot be freed. It must be promised to no waiter.
 #[test]
 fn rest_that_stays_is_no_room_for_waiters() {
     let mut world = World::new(3);

@@ -16,7 +16,8 @@ use super::{
 /// Number of the container whose engine is `copy` here.
 const COPY: usize = 2;
 
-/// Two GPUs. A process with 600 bytes was offloaded from the first, where others now use 600 bytes.
+/// A world with two GPUs. A process with 600 bytes was offloaded from the first GPU, where other
+/// processes now use 600 bytes.
 fn oversubscribed(container: usize) -> (World, ProcessId) {
     let mut world = World::new(3);
     world.two_gpus = true;
@@ -179,8 +180,8 @@ fn impossible_migration_needs_a_new_proof() {
     assert_eq!(world.agents[&id].gpu, 0);
 }
 
-/// Two GPUs. A process of container 1 was ordered to restore on the second. Returns the world, the
-/// process and the number of the order.
+/// A world with two GPUs. A process of container 1 was ordered to restore on the second GPU.
+/// Returns the world, the process and the number of the order.
 fn sent() -> (World, ProcessId, u64) {
     let (mut world, id) = oversubscribed(1);
     world.call(id);

@@ -138,7 +138,7 @@ fn failed_second_level_keeps_the_first() {
     assert_eq!(world.agents[&big].size, 950);
 }
 
-/// If the context of a resident neighbour is needed too, one offload frees memory and context.
+/// A waiter needs the memory and the context of a resident neighbour. One offload must free both.
 #[test]
 fn resident_victim_gives_up_both_levels_at_once() {
     let mut world = auto();
@@ -172,7 +172,8 @@ fn request_checkpoints_what_cannot_be_copied() {
     }
 }
 
-/// A context stays on its GPU, so a process that may be restored on another GPU keeps none.
+/// Offloads a process that may be restored on another GPU. Its context must be checkpointed too,
+/// because a context that is kept could not move to that GPU.
 #[test]
 fn process_that_may_migrate_leaves_whole() {
     let mut world = auto();
@@ -194,7 +195,7 @@ fn failed_copy_falls_back_to_the_checkpoint() {
     }
 }
 
-/// The same applies to a container that was offloaded by request: its context is not in use.
+/// Offloads a container by request. Its context, which is not in use, must be evicted for a waiter.
 #[test]
 fn context_of_a_manual_container_is_evicted() {
     let mut world = auto();
@@ -221,7 +222,8 @@ fn next_controller_keeps_first_level() {
     assert_eq!(world.node.containers[&key(AUTO)].restores, 1);
 }
 
-/// Of two otherwise equal neighbours, the one that is restored by a copy is evicted first.
+/// Two neighbours differ only in how they are restored. The neighbour that is restored by a copy
+/// must be evicted first.
 #[test]
 fn cheap_restore_is_evicted_before_a_slow_one() {
     let mut world = auto();
@@ -239,8 +241,8 @@ fn cheap_restore_is_evicted_before_a_slow_one() {
     assert!(world.agents[&fast].phase.is_offloaded());
 }
 
-/// The processes of a container move at the same time. No process is opened before all are
-/// restored.
+/// Moves a container with several processes. They must be copied at the same time, and no gate may
+/// open before all processes are restored.
 #[test]
 fn processes_of_a_container_are_copied_at_once() {
     let mut world = auto();
@@ -293,7 +295,8 @@ fn promise_lasts_while_other_copies_run() {
     assert_eq!(world.node.containers[&key(AUTO)].restores, 1);
 }
 
-/// For oversubscription, an offloaded container counts with the memory that it needs again.
+/// An offloaded container must count with the VRAM that it needs again when the controller decides
+/// whether the GPU is oversubscribed.
 #[test]
 fn copied_out_memory_is_wanted_again() {
     let (world, id) = copied_out();

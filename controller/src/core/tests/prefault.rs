@@ -87,8 +87,8 @@ fn swappable_bytes_count_beyond_nvml_sample() {
     assert_eq!(world.node.may_prefault(id), Some((GPU.into(), total)), "whatever it claims");
 }
 
-/// The order to prefault was not sent. The process is then like any other: its work on the GPU
-/// counts as use, and its copy out delays no waiter.
+/// The order to prefault was not sent. The process must then be treated like a process that is not
+/// prefaulted: its work on the GPU counts as use, and its copy out delays no waiter.
 #[test]
 fn refused_prefault_has_no_effect() {
     let mut world = World::new(3);
@@ -159,7 +159,8 @@ fn until_park(world: &mut World, id: ProcessId) -> bool {
     panic!("it does not leave");
 }
 
-/// Memory that cannot be exported is first copied on the GPU, part by part, which may need VRAM.
+/// The library first copies memory that cannot be exported to other memory of the GPU, part by
+/// part. While this may need VRAM, no VRAM must be promised.
 #[test]
 fn no_vram_is_promised_during_memory_export() {
     let mut world = World::new(3);
@@ -227,7 +228,8 @@ fn prefault_is_ordered_once_at_half_idle_timeout() {
     }
 }
 
-/// Prefaulting follows a shorter learned keep-alive, and a hint that the container is idle.
+/// Prefaulting must begin earlier if the learned keep-alive is shorter, or after a hint that the
+/// container is idle.
 #[test]
 fn shorter_keep_alive_is_prefaulted_sooner() {
     let mut world = World::new(3);
@@ -436,7 +438,8 @@ fn failed_or_undone_offload_ends_prefault() {
     }
 }
 
-/// Further offloads of such a process would also have to be undone.
+/// A process whose memory the copier did not copy several times must not be prefaulted, because its
+/// further offloads would have to be undone too.
 #[test]
 fn repeatedly_uncopied_process_is_not_prefaulted() {
     let mut world = World::new(3);
@@ -499,7 +502,8 @@ fn it_ends_with_the_connection() {
     assert_eq!(world.prepared, [(id, true)]);
 }
 
-/// The need is the same whether or not the copy is retained after a restore.
+/// Host memory that is prefaulted already must be subtracted from the host memory that the offload
+/// needs, although the policy retains no host copy after a restore.
 #[test]
 fn prefaulted_memory_is_not_needed_twice() {
     for (kept, need) in [(0, 600), (450, 150)] {

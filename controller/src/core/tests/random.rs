@@ -49,11 +49,12 @@ enum Step {
     Nvml(bool),
     /// From now on host memory suffices for no offload, or suffices again.
     HostMemory(bool),
-    /// A copier runs its next step: it becomes ready, registers, fills or exits.
+    /// A copier runs its next step: it becomes ready, registers memory, copies memory back into
+    /// VRAM, or exits.
     Copier(usize),
     /// The connection of a copier ends. `true`: the controller sees the exit of its process first.
     CopierEnds(usize, bool),
-    /// How the process refuses to hold its allocations from now on. `None`: it holds them.
+    /// How the process refuses to pause its allocations from now on. `None`: it holds them.
     Refuse(usize, Option<Refusal>),
 }
 
@@ -282,7 +283,7 @@ proptest! {
 
     /// In any order of steps, no restore runs without VRAM (asserted in `work`), and no order is
     /// sent in a wrong phase. At the end no call waits, no container is partly restored, and no
-    /// process holds its allocations.
+    /// process pauses its allocations.
     #[test]
     fn random_steps_lose_no_container(
         prepare in any::<bool>(),
@@ -505,8 +506,8 @@ fn waiting_allocation_restores_after_crash() {
     run(steps).unwrap();
 }
 
-/// A part of the process's memory stayed on the GPU. If a margin were required for the other part,
-/// the restore would wait forever.
+/// A part of the process's memory stayed on the GPU. If a margin of free VRAM were required for the
+/// restore of the other part, the restore would wait forever.
 #[test]
 fn gpu_filling_copied_out_process_is_restored() {
     let mut steps = vec![Step::Join(0), Step::Join(2), Step::Join(2), Step::Work(2)];

@@ -160,7 +160,8 @@ fn late_registration_waits_for_own_proof() {
         world.work(early);
     }
     world.work(late);
-    // This is within the VRAM that was proven free in addition to the promise.
+    // Unmanaged processes take VRAM that was proven free in addition to the promise, so the late
+    // process does not fit.
     world.others = 600;
     world.settle();
     assert_eq!(world.state(0), State::Queued);
@@ -170,7 +171,8 @@ fn late_registration_waits_for_own_proof() {
     assert_eq!(world.state(0), State::Offloaded);
 }
 
-/// A reason that is a property of the process is published once, even if it is checked repeatedly.
+/// Checks repeatedly whether a process with a permanent hazard can be offloaded. The reason must be
+/// published only once.
 #[test]
 fn unsafe_process_is_refused_once() {
     let mut world = World::new(1);
@@ -466,6 +468,7 @@ fn wasted_grants_delay_others_less_each_time() {
             id = world.reconnect(id, false);
         }
     }
-    // In 12 seconds: it had to wait for 0.5, 1, 2 and 4 seconds between its grants.
+    // The test ran for 12 seconds, and the container had to wait for 0.5, 1, 2 and 4 seconds
+    // between its grants.
     assert!((2..8).contains(&turns), "{turns} turns");
 }

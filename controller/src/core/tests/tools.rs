@@ -82,7 +82,7 @@ fn tool_in_mid_offload_turns_the_process_back() {
     }
 }
 
-/// The context that a copy out leaves on the GPU cannot be freed, so it is promised to no waiter.
+/// A copy out leaves a context that cannot be freed. Its VRAM must be promised to no waiter.
 #[test]
 fn context_of_a_tool_is_no_room_for_waiters() {
     let mut world = World::new(3);

@@ -39,7 +39,7 @@ fn working_container_stays_with_reason() {
     let container = &world.node.containers[&key(0)];
     assert_eq!((container.state, container.offloads), (State::Active, 0));
     assert_eq!(container.reason, (Reason::GpuBusy, "process 1001, 70 %".to_owned()));
-    // The container stays even after its own hint that it is idle.
+    // The container must stay resident even after its own hint that it is idle.
     world.feed(Input::Hinted(key(0), Hint::Idle, "it".into()));
     pass(&mut world, 3, |world| vec![work(world, id)]);
     assert_eq!(world.state(0), State::Active);
@@ -115,7 +115,8 @@ fn working_container_without_calls_is_no_victim() {
     let waiter = world.running(0, 600);
     world.settle();
     let worker = world.running(1, 600);
-    // With a higher priority than the waiter's, the container could not be a victim anyway.
+    // Lower the container's priority: with a higher priority than the waiter's, it could not be a
+    // victim anyway.
     world.node.containers.get_mut(&key(1)).unwrap().policy.priority = 0;
     world.call(waiter);
     pass(&mut world, 300, |world| vec![work(world, worker)]);

@@ -494,7 +494,7 @@ impl World {
         self.take_unmanaged(bytes);
     }
 
-    /// The connection breaks. The agent completes what is in progress, and holds its allocations
+    /// The connection breaks. The agent completes what is in progress, and pauses its allocations
     /// until it receives the next Welcome.
     pub(super) fn cut(&mut self, id: ProcessId, busy: bool) {
         let Some(agent) = self.agents.get_mut(&id) else { return };
