@@ -45,8 +45,8 @@ impl CopyOutBatch {
         let block = DeviceBlock::import(cuda, shared, bytes)?;
         let copied =
             region.copy(CopyDirection::Out, self.offset, &block, bytes as usize, &mut self.copies);
-        // Kept even if this copy failed: other copies of the piece may be running and need its
-        // memory.
+        // Keep the block even if this copy failed: other copies of the piece may still run and need
+        // the block's memory.
         self.blocks.push(block);
         self.offset += bytes as usize;
         self.last = clock::now();

@@ -179,7 +179,7 @@ impl<S: ChunkContent> DedupIndex<S> {
             }
             return Ok(looked);
         };
-        // A process that has left, or whose chunk cannot be read, gets no offer.
+        // A process that has detached, or whose chunk cannot be read, gets no offer.
         if !matches!(job.compare(clients, &mut self.parts), Ok(true)) {
             // A later chunk of another process may have the same content as this chunk.
             self.seen.insert(job.key, job.place);

@@ -157,7 +157,7 @@ pub struct ProcessSession {
     blocks: Vec<DeviceBlock>,
     /// Offset of the next block in the region, in bytes.
     offset: usize,
-    /// Number of blocks that were exported to the process.
+    /// Number of filled blocks that were exported to the process so far.
     shared: usize,
     region: Option<HostRegion>,
     /// Whether the process announced the region before the region had content.
@@ -485,7 +485,7 @@ impl ProcessSession {
         Ok((SessionStep::Later, Some(report)))
     }
 
-    /// Starts to fill the block that was created last.
+    /// Starts to copy content into the block that was created last.
     fn copy(&mut self, index: usize) -> Result<(), SessionError> {
         let (Some(region), Some(copies)) = (&self.region, &mut self.copies) else {
             return Err(SessionError::NotHeld);

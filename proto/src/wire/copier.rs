@@ -44,8 +44,8 @@
 
 use super::frame::{FRAME_BYTES, FrameError, Reader, Writer};
 
-/// Maximum number of pieces of one process. With more pieces, the fixed cost of all pieces exceeds
-/// the cost of the copies.
+/// Maximum number of pieces of one process. With more pieces, the fixed cost per piece would add up
+/// to more than the cost of the copies.
 pub const MAX_PIECES: usize = 4096;
 /// Minimum mean size of the pieces in bytes. With smaller pieces a restore without a copier is
 /// faster: to allocate and export one piece takes as long as to copy this many bytes (H200: 0.1 to

@@ -30,10 +30,11 @@ pub const SLOT_BYTES: usize = 64;
 /// Number of slots, including the shared one.
 pub const SLOT_COUNT: usize = (PAGE_BYTES - SLOTS_OFFSET) / SLOT_BYTES;
 
-/// Maximum cost of a hook that the controller accepts from a container: 1 microsecond.
+/// Maximum cost of a hook in picoseconds that the controller accepts from a container: 1
+/// microsecond.
 pub const MAX_CALL_COST_PS: u32 = 1_000_000;
-/// Maximum of retained memory that the controller accepts from a container: 1 pebibyte. Sums over
-/// thousands of processes then do not overflow.
+/// Maximum number of bytes of retained memory that the controller accepts from a container: 1
+/// pebibyte, so that sums over thousands of processes do not overflow.
 pub const MAX_KEPT_BYTES: u64 = 1 << 50;
 
 /// Header offsets in bytes.

@@ -1,5 +1,6 @@
 //! Legacy IPC between two processes with the library, for memory that `cuIpcGetMemHandle` cannot
-//! share: the 64 bytes of a handle, and the two frames that are exchanged when it is opened.
+//! share: the 64 bytes of a handle, and the two frames that are exchanged when the importer opens
+//! the handle.
 //!
 //! ```text
 //! importer                                             exporter's agent
@@ -170,7 +171,8 @@ mod tests {
     }
 
     proptest! {
-        /// All 64 bytes are significant: a change of any byte gives another handle.
+        /// Changes each of the 64 bytes. The changed bytes must decode to another handle, or to no
+        /// handle.
         #[test]
         fn every_handle_byte_is_significant(
             bytes: [u8; 32], more: [u8; 32], at in 0_usize..HANDLE_BYTES, change in 1_u8..,

@@ -67,14 +67,14 @@ wire_enum! {
     }
 }
 
-/// `cuda_error` of a lock that is [`Outcome::Busy`] because a thread is inside NVML. The driver
-/// does not use this code.
+/// Value of `cuda_error` in the report of a lock that is [`Outcome::Busy`] because a thread is
+/// inside NVML. The driver does not use this value.
 pub const BUSY_NVML: u32 = 0xffff_0003;
-/// `cuda_error` of a lock or copy out that is [`Outcome::Busy`] because another thread holds the
-/// dynamic loader's lock. The driver does not use this code.
+/// Value of `cuda_error` in the report of a lock or copy out that is [`Outcome::Busy`] because
+/// another thread holds the dynamic loader's lock. The driver does not use this value.
 pub const BUSY_LOADER: u32 = 0xffff_0002;
 
-/// Maximum number of GPUs of a node on which migration is possible.
+/// Maximum number of GPUs on a node. On a node with more GPUs, no container is migrated.
 pub const MAX_GPUS: usize = 32;
 /// Number of GPUs in one [`ControllerMessage::Gpus`].
 pub const GPUS_PER_FRAME: usize = 5;
@@ -238,9 +238,9 @@ pub enum ControllerMessage {
         /// milliseconds. 0: unknown.
         decided_ms: u64,
     },
-    /// The controller has received the Wake.
+    /// Confirms that the controller has received the Wake.
     WakeAck {
-        /// Generation of the wake.
+        /// Generation of the closed gate, as in the Wake.
         generation: u64,
         /// Position in the queue; 0: the process is being restored now.
         position: u32,
@@ -258,7 +258,7 @@ pub enum ControllerMessage {
         /// About one of this many calls is recorded; 0: none.
         one_in: u32,
         /// Number of the first record that the controller has not read. The places of earlier
-        /// records are free.
+        /// records in the ring may be overwritten.
         read: u64,
     },
     /// The message contains a socket that is connected to a copier, for the next checkpoint and its

@@ -209,8 +209,7 @@ mod tests {
         assert!(sharing.next(9).is_none(), "it is asked no more");
     }
 
-    /// A reply may be sent before the process reads the order to restore. After its own Restoring,
-    /// the process sends no reply.
+    /// A process may send a reply until it sends Restoring. Later replies must be refused.
     #[test]
     fn replies_are_accepted_until_restore_begins() {
         let mut sharing = ContentSharing::of(7);

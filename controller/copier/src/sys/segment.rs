@@ -155,8 +155,8 @@ impl ChunkContent for SharedSegment {
 
 impl Drop for SharedSegment {
     fn drop(&mut self) {
-        // While the driver has the range registered, it stays mapped. Otherwise another mapping
-        // could get these addresses, and the driver would take it for the segment.
+        // The range stays mapped while the driver has it registered. Otherwise another mapping
+        // could get these addresses, and the driver would take that mapping for the segment.
         if self.cuda.unregister(self.at(0)).is_ok() {
             // SAFETY: dropped only here, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.mapped) };

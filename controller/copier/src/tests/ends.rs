@@ -173,7 +173,7 @@ fn registration_waits_for_a_fill() {
 }
 
 /// After memory was released, the copier makes a small allocation, so that the driver notices that
-/// scrubbing has ended. It makes none during a proof or a registration.
+/// scrubbing has ended. It must not make this allocation during a proof or a registration.
 #[test]
 fn wiped_memory_is_taken_note_of_later() {
     let count =

@@ -97,8 +97,8 @@ fn assert_only_what_was_refused_is_left(call: &str, why: &str) {
     assert_eq!(left, fake::Left::default(), "{why}");
 }
 
-/// After an error that leaves the context unusable, the copier serves no process, reports no
-/// success and ends, so that its controller starts another copier.
+/// Causes errors that leave the context unusable. The copier must then serve no process, report no
+/// success and end, so that the controller starts another copier.
 #[test]
 fn sticky_error_ends_the_copier() {
     for (nth, call) in calls_of_a_life().iter().enumerate() {
