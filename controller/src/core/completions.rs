@@ -67,8 +67,8 @@ impl Node {
         } else if moving && tried {
             process.migration_refused = true;
         }
-        // A process can register in the middle of an offload: locked, with memory copied out. Only
-        // the report of the unlock then contains the phase `CopiedOut`.
+        // A process can register in the middle of an offload, locked and with its memory copied
+        // out. It then reports the phase `CopiedOut` only after it was unlocked.
         let was_off = process.phase.is_offloaded() || process.swap.copied_out_bytes > 0;
         // A report of an offloaded phase is false if no controller offloaded the process. It must
         // not give the container a claim on VRAM.
@@ -79,8 +79,8 @@ impl Node {
         process.phase = phase;
         process.swap = match was_off || process.offloaded_vram.is_some() {
             true => swap,
-            // No controller offloaded the process: the report may claim swappable bytes, but no
-            // copied-out bytes.
+            // No controller offloaded the process: accept its swappable bytes, but no copied-out
+            // bytes.
             false => SwapStatus { copied_out_bytes: 0, local_memory_bytes: 0, ..swap },
         };
         let key = process.key.clone();

@@ -29,7 +29,7 @@ const MAX_UNPROVEN_CONNECTIONS: u32 = 4;
 /// halved, so that old outcomes lose weight.
 const FADE_AT: u32 = 32;
 
-/// Number of connections, and number of connections that a call followed.
+/// Number of counted connections, and number of those connections that were followed by a call.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ConnectionOutcomes {
     last: Option<Millis>,
@@ -114,8 +114,8 @@ impl Node {
     }
 }
 
-/// Whether connections to the container are counted. After an offload by request they are not,
-/// because only a call or a request restores such a container.
+/// Whether connections to the container are counted. After an offload by request, connections are
+/// not counted, because only a call or a request restores such a container.
 fn is_listening(c: &Container) -> bool {
     c.policy.wake_on == WakeOn::Connection
         && c.state == State::Offloaded

@@ -49,7 +49,7 @@ pub enum IncompleteRestore {
 pub struct Container {
     /// The container's names, annotations and places, as its shim announced them.
     pub spec: ContainerSpec,
-    /// The effective policy: annotations, namespace rules and node settings combined.
+    /// The policy that results from the annotations, the namespace rule and the node's settings.
     pub policy: Policy,
     /// One warning for each invalid annotation.
     pub warnings: Vec<String>,
@@ -128,8 +128,8 @@ pub struct Container {
     /// Number of connections accepted on the container's network, at the last reading while the
     /// container was offloaded. `None`: not read since the offload.
     pub connections: Option<u64>,
-    /// Number of connections that arrived while the container was offloaded, and how many of them a
-    /// call followed.
+    /// Number of connections that arrived while the container was offloaded, and number of those
+    /// connections that were followed by a call.
     pub connection_outcomes: ConnectionOutcomes,
     /// Whether the last prewake was not followed by a call.
     pub prewake_missed: bool,
@@ -237,9 +237,9 @@ impl Container {
         }
     }
 
-    /// Records a failed offload, and whether it shows that the container is immovable. If calls did
-    /// not end, only several forced offloads in a row show this. A failure because VRAM was unknown
-    /// never shows it.
+    /// Records a failed offload, and whether the failure shows that the container is immovable. If
+    /// calls did not end, only several forced offloads in a row show that. If VRAM was unknown, the
+    /// failure never shows it.
     pub fn has_stayed(&mut self, now: Millis, why: Reason) {
         let forced = std::mem::take(&mut self.forced);
         let immovable = match why {

@@ -36,8 +36,8 @@ impl Node {
         self.copiers.attach(self.now, process, most_bytes, domain, ahead, &mut self.effects)
     }
 
-    /// Whether a process may use a copier on a GPU now. A new copier takes VRAM, so none is started
-    /// while a container waits or VRAM is being proven free.
+    /// Whether a process may use a copier on a GPU now. A new copier takes VRAM, so no copier is
+    /// started while a container waits or VRAM is being proven free.
     fn may_have_copier(&self, uuid: &str) -> bool {
         self.settings.copiers && (self.is_settled() || self.copiers.has_ready(uuid))
     }
@@ -69,7 +69,7 @@ impl Node {
         }
     }
 
-    /// Ends copiers whose VRAM a container waits for, and copiers without offloaded processes.
+    /// Ends copiers that hold VRAM for which a container waits, and copiers without processes.
     pub(super) fn keep_copiers(&mut self) {
         let mut copiers = std::mem::take(&mut self.copiers);
         let leaves = |process| self.is_leaving(process);

@@ -9,12 +9,12 @@
 //!   └──────────CopierExited──────────── ending <───────────────────────────┘
 //! ```
 //!
-//! A copier that starts takes VRAM, and one that ends frees it, so a sample of free VRAM may be
+//! A copier takes VRAM when it starts and frees it when it ends, so a sample of free VRAM may be
 //! wrong a moment later. A proof therefore waits until no copier starts or ends, and copiers
 //! register no memory during a proof ([`super::Effect::HoldCopier`]). No copier is started while a
 //! container waits or VRAM is promised.
 //!
-//! A copier is optional: a process without one, or whose copier has ended, restores its memory
+//! A copier is optional: a process without a copier, or whose copier has ended, restores its memory
 //! itself. The processes and sockets of copiers are in `controller/src/copier`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -29,8 +29,8 @@ pub(super) const LINGER_MS: Millis = 30_000;
 /// Time after which a copy back into VRAM (a fill) counts as ended if the copier has not reported
 /// its end.
 const FILL_MS: Millis = 20_000;
-/// Time limit for the start of a copier. Proofs of free VRAM wait for it, so a slower start counts
-/// as failed.
+/// Time limit for the start of a copier. Proofs of free VRAM wait until the copier has started, so
+/// a slower start counts as failed.
 pub(super) const START_MS: Millis = 5_000;
 /// Longest time for which a proof of free VRAM waits until a copier has ended.
 pub(super) const END_MS: Millis = 5_000;
@@ -252,8 +252,8 @@ impl CopierRegistry {
         }
     }
 
-    /// Ends the copiers of GPUs on which a container waits for VRAM. A copier that is filling or
-    /// copying out a process continues: a fill ends soon, and a copy out frees VRAM itself.
+    /// Ends the copiers of GPUs on which a container waits for VRAM. A copier that is copying
+    /// memory of a process continues: a copy into VRAM ends soon, and a copy out frees VRAM itself.
     pub(super) fn make_room(
         &mut self,
         now: Millis,

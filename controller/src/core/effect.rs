@@ -59,7 +59,7 @@ pub struct Change {
     pub reason: Reason,
     /// Detail of the reason; may be empty.
     pub detail: String,
-    /// VRAM that was moved, in bytes; 0 if none was.
+    /// Amount of VRAM that was moved, in bytes. 0: no VRAM was moved.
     pub bytes: u64,
     /// Duration of the move, in milliseconds.
     pub elapsed_ms: Millis,
@@ -68,7 +68,7 @@ pub struct Change {
 /// One action of the controller. Effects are executed in the given order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Effect {
-    /// Send a message to an agent. If the connection does not accept it, the connection is closed.
+    /// Send a message to an agent. If the message cannot be sent, the connection is closed.
     Send(ProcessId, ControllerMessage),
     /// Remove the process: stop watching its pidfd and reading its counters.
     Drop(ProcessId),
@@ -77,7 +77,7 @@ pub enum Effect {
     Journal(Key, Option<Record>),
     /// Read GPUs, cgroups and process states. Report the result with [`super::Input::Surveyed`].
     Survey {
-        /// The container to survey.
+        /// The container whose offload needs the readings.
         key: Key,
         /// Host pid of each process, and the bytes that it would move to host memory; 0 if unknown.
         processes: Vec<(u32, u64)>,

@@ -9,8 +9,8 @@
 //! context is checkpointed.
 //!
 //! The first waiter in the queue is served first. No later waiter may take VRAM that is freed for
-//! it. If a victim is called again, it queues behind that waiter. Two containers that need each
-//! other's VRAM therefore take turns of at least the minimum residency.
+//! it. If a victim is called again, it waits in the queue behind that waiter. Two containers that
+//! need each other's VRAM therefore take turns of at least the minimum residency.
 
 use affinode_proto::{reason::Reason, state::State, wire::Phase};
 
@@ -30,8 +30,8 @@ use super::{
 const FREE_MS: Millis = 10_000;
 /// Interval between two searches for victims for the same waiter.
 const SEEK_MS: Millis = 100;
-/// Waiting time after which all victims that free some of the missing VRAM are evicted, even if
-/// they do not free enough yet.
+/// Waiting time after which all possible victims that free some of the missing VRAM are evicted,
+/// even if together they do not free enough.
 const GATHER_MS: Millis = 30_000;
 /// Time between a prewake and the expected call.
 const LEAD_MS: Millis = 5_000;
@@ -144,8 +144,8 @@ impl Node {
         merge_needs(&of_each.flatten().collect::<Vec<_>>())
     }
 
-    /// Whether the context of a copied-out container may be evicted. This includes a container
-    /// that waits for its restore: its context would otherwise block others while it waits.
+    /// Whether the context of a copied-out container may be evicted. A container that waits for its
+    /// restore is included: otherwise its context would block other containers during the wait.
     fn may_evict_context(&self, key: &Key) -> bool {
         let waits = |c: &Container| match c.goal {
             Goal::Offloaded => c.state == State::Offloaded,
@@ -165,7 +165,7 @@ impl Node {
     }
 
     /// Whether a container may be evicted now. A container whose allocation waits for VRAM does not
-    /// count as in use: the other waiter is before it in the queue.
+    /// count as in use, because the waiter that needs the VRAM is earlier in the queue.
     pub(super) fn may_be_evicted(&self, key: &Key) -> bool {
         let free = |c: &Container| {
             let waits = || self.alloc_wait_of(key).is_some() && !self.grants.contains_key(key);

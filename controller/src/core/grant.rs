@@ -13,8 +13,9 @@
 //! that registers meanwhile receives the order to pause its allocations before its registration is
 //! confirmed.
 //!
-//! A process that cannot hold, or does not report, delays a grant once (`holds.rs`). NVML's sample
-//! includes the VRAM that such a process takes, as it includes that of unmanaged processes.
+//! A process that cannot pause its allocations, or does not report, delays a grant once
+//! (`holds.rs`). NVML's sample includes the VRAM that such a process takes, and the VRAM of
+//! unmanaged processes.
 //!
 //! Processes end their holds by themselves if the controller was silent for too long or if the copy
 //! takes far longer than expected. From then on the grant is in doubt: a running restore keeps its
@@ -29,7 +30,7 @@ use super::{Millis, ProcessId};
 pub enum Stage {
     /// Waits until these processes pause their allocations.
     Holding(BTreeSet<ProcessId>),
-    /// Waits until no copier starts or ends.
+    /// Waits until no copier is starting or ending.
     AwaitingCopiers,
     /// Waits for the NVML sample with this number.
     Proving(u64),
@@ -66,7 +67,8 @@ pub struct Grant {
     /// Number of times that NVML had to be read again because a process registered during the
     /// proof.
     pub restarts: u32,
-    /// Process and ticket of the waiting allocation that the grant also serves.
+    /// Process and ticket of the waiting allocation that is made under this grant. `None`: the
+    /// grant is only for a restore.
     pub want: Option<(ProcessId, u64)>,
 }
 

@@ -22,10 +22,11 @@ use super::{
     process::{Process, on_gpu},
 };
 
-/// Time limit for the holds during a restore, in addition to the expected time of the copy.
+/// Time limit for the pause of allocations during a restore, in addition to the expected time of
+/// the copy.
 const HOLD_LIMIT_MS: Millis = 10_000;
-/// Time after which a `CopyOut` in progress no longer counts as taking VRAM: its agent no longer
-/// copies on the GPU by then.
+/// Time after which a `CopyOut` in progress no longer counts as taking VRAM: the part in which its
+/// agent needs VRAM has ended by then.
 const HANDS_OVER_MS: Millis = 10_000;
 /// Time limit for NVML's sample, in addition to the time that the holds may take.
 const PROOF_MS: Millis = 1_600;
@@ -134,8 +135,8 @@ impl Node {
         }
     }
 
-    /// Whether a container needs nothing but a restore on GPUs in `taken`. While these are taken,
-    /// it cannot be next, and it blocks no other waiter.
+    /// Whether a container needs only a restore, and only on GPUs in `taken`. While these GPUs are
+    /// taken, the container cannot be next, and it blocks no other waiter.
     fn needs_only(&self, key: &Key, taken: &BTreeSet<String>) -> bool {
         let mut off = false;
         let mut needs = self
@@ -307,9 +308,10 @@ impl Node {
         }
     }
 
-    /// Puts all grants in doubt after the controller was silent. Other processes may have ended
-    /// their holds and restored themselves, so VRAM that was proven free may be taken. Grants from
-    /// the journal are excluded, because no restore is started under them.
+    /// Puts all grants in doubt after a time in which the controller sent no messages. Other
+    /// processes may have ended their holds and restored themselves, so VRAM that was proven free
+    /// may be taken. Grants from the journal are excluded, because no restore is started under
+    /// them.
     pub(super) fn doubt_grants(&mut self) {
         self.grants.values_mut().filter(|g| !g.recalled).for_each(|g| g.doubted = true);
     }

@@ -5,8 +5,8 @@
 //!   └─────"busy"──> busy: counts as in use ──"idle", or an hour──> none
 //! ```
 //!
-//! A hint may come from inside the container, as its calls do, so it has no more effect than calls
-//! have: "busy" keeps a container resident, as constant calls would.
+//! A hint may come from inside the container, like its calls. It therefore has no more effect than
+//! calls have: "busy" keeps a container resident, as constant calls would.
 
 use affinode_proto::{event::EventKind, reason::Reason};
 

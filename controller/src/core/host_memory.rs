@@ -13,14 +13,14 @@
 //! ```
 //!
 //! A promise counts in full until its offload has ended, even for memory that is already in use. A
-//! reading during the offload does not show that memory as free, so it is subtracted twice. This
-//! delays other offloads but endangers none. A released promise still counts for readings that were
-//! requested before its release.
+//! reading during the offload does not show the memory in use as free, so this memory is subtracted
+//! twice. That delays other offloads but does not endanger them. A released promise still counts
+//! for readings that were requested before its release.
 
 use super::{Key, Millis};
 
-/// Time after which a promise no longer counts: about the duration of a driver checkpoint of 140
-/// GiB. Without the limit, a process that never reports would delay other offloads forever.
+/// Time after which a promise no longer counts. It is about the duration of a driver checkpoint of
+/// 140 GiB. Without the limit, a process that never reports would delay other offloads forever.
 const MAX_PROMISE_MS: Millis = 180_000;
 
 /// One pool of host memory from which an offload takes memory.

@@ -77,9 +77,9 @@ impl Node {
         }
     }
 
-    /// Repeats the survey of an offload that waits for the promises to others and has not changed
-    /// any process yet. For an offload with locked processes, the survey is repeated when its next
-    /// step is planned.
+    /// Reads host memory again for an offload that waits because the memory is promised to other
+    /// offloads, and that has not changed any process yet. For an offload with locked processes,
+    /// the memory is read again when the next step is planned.
     pub(super) fn survey_again(&mut self, key: &Key) {
         if self.containers.get(key).is_some_and(|c| c.goal == Goal::OffloadRequested) {
             self.survey(key);

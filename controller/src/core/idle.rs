@@ -22,7 +22,7 @@ use super::{
 /// Time for which a utilisation sample is valid if no newer one arrives.
 const TRUST_MS: Millis = 5_000;
 
-/// Whether two readings of the counters show use between them.
+/// Whether two readings of the counters show that the process was in use between them.
 #[must_use]
 pub fn moved(older: Option<&CounterSnapshot>, newer: &CounterSnapshot) -> bool {
     newer.inflight > 0 || newer.waiters > 0 || older.is_none_or(|older| older.calls != newer.calls)
@@ -30,8 +30,8 @@ pub fn moved(older: Option<&CounterSnapshot>, newer: &CounterSnapshot) -> bool {
 
 impl Node {
     /// Handles a sample of NVML utilisation. A process that is not in the sample has no work on the
-    /// GPU. Work that is older than the process's registration belongs to an earlier process with
-    /// the same pid.
+    /// GPU. Work from before the registration of the process belongs to an earlier process with the
+    /// same pid.
     pub(super) fn worked(&mut self, work: &[Work]) {
         let now = self.now;
         self.utilization_sampled_at = Some(now);

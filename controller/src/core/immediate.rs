@@ -240,7 +240,7 @@ fn came_of(process: &Process) -> Came {
     (process.resident_since, process.identity.start_ticks)
 }
 
-/// Missing VRAM per GPU. A negative value: more is freed than is needed.
+/// Missing VRAM per GPU, in bytes. A negative value: more VRAM is freed than is needed.
 struct VramShortfall {
     missing: Vec<(String, i128)>,
 }
@@ -255,7 +255,7 @@ impl VramShortfall {
         self.missing.iter().all(|(_, bytes)| *bytes <= 0)
     }
 
-    /// Subtracts `holds` if this reduces the missing VRAM. Returns whether it does.
+    /// Subtracts `holds` from the missing VRAM if this reduces it. Returns whether it was reduced.
     fn take(&mut self, holds: &[DeviceBytes]) -> bool {
         let helps = self.missing.iter().any(|(uuid, bytes)| *bytes > 0 && on(holds, uuid) > 0);
         if helps {
@@ -264,7 +264,8 @@ impl VramShortfall {
         helps
     }
 
-    /// Adds `holds` again if the other freed VRAM suffices without it. Returns whether it suffices.
+    /// Adds `holds` to the missing VRAM again if the other freed VRAM suffices. Returns whether the
+    /// other VRAM suffices.
     fn spare(&mut self, holds: &[DeviceBytes]) -> bool {
         let enough = self.missing.iter().all(|(uuid, bytes)| *bytes + on(holds, uuid) <= 0);
         if enough {

@@ -29,7 +29,7 @@ pub struct ActionResult {
     pub reason: Option<Reason>,
     /// The reason in plain text.
     pub text: String,
-    /// VRAM that was moved, in bytes; 0 if none was.
+    /// Amount of VRAM that was moved, in bytes. 0: no VRAM was moved.
     pub bytes: u64,
     /// Duration of the move, in milliseconds.
     pub elapsed_ms: Millis,
@@ -165,7 +165,7 @@ pub enum Input {
         identity: Identity,
         /// Phase that the agent reports.
         phase: Phase,
-        /// Number of times that the process's gate has closed.
+        /// How often the gate of the process has closed.
         generation: u64,
         /// Properties of the process that make a checkpoint unsafe.
         hazards: Hazards,
@@ -192,7 +192,7 @@ pub enum Input {
     CopierReport(CopierId, CopierReport),
     /// The connection of a copier ended, or the copier could not be started.
     CopierEnded(CopierId),
-    /// The process of a copier has exited, or was never started. It holds no memory.
+    /// The process of a copier has exited, or was never started. The copier holds no memory.
     CopierExited(CopierId),
     /// A process of [`super::Effect::AttachCopier`] did not get a connection to its copier.
     NotAttached(ProcessId),
@@ -216,8 +216,8 @@ pub enum Input {
         to: Option<String>,
         /// Whether a restore was ordered and may be running now.
         restoring: bool,
-        /// The pools of host memory that the process's offload uses, each with the full need,
-        /// because the offload may be in progress.
+        /// The pools of host memory that the process's offload uses, each with the full number of
+        /// bytes that the offload takes, because the offload may be in progress.
         host: Vec<MemoryPool>,
     },
     /// A request of an operator or a program.

@@ -131,8 +131,8 @@ impl Node {
     }
 }
 
-/// The GPU from which a process was offloaded, if that is one GPU and the process can be restored
-/// on another.
+/// The GPU from which a process was offloaded. `None`: the process was on several GPUs, or cannot
+/// be restored on another GPU.
 fn single_gpu_of(process: &Process) -> Option<&str> {
     let able =
         process.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::MOVABLE));
@@ -150,7 +150,7 @@ fn is_like(own: &GpuSample, other: &GpuSample) -> bool {
 }
 
 /// Whether the GPU can be in the list of GPUs that the driver receives. A MIG instance cannot be in
-/// it. A GPU without a device file cannot be found.
+/// that list. A GPU without a device file cannot be found.
 fn can_be_named(gpu: &GpuSample) -> bool {
     !gpu.mig && named(gpu).is_some()
 }

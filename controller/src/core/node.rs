@@ -41,7 +41,7 @@ pub struct Settings {
     pub policies: Policies,
     /// Deadlines of the close and lock orders.
     pub deadlines: OrderDeadlines,
-    /// Deadline for a process to pause its allocations, in milliseconds.
+    /// Time limit for a process to pause its allocations after the order, in milliseconds.
     pub hold_ms: u32,
     /// Maximum number of managed CUDA processes in one container.
     pub max_processes: usize,
@@ -79,7 +79,8 @@ pub(super) struct JournalClaim {
     /// own GPU.
     pub(super) to: Option<String>,
     pub(super) restoring: bool,
-    /// The pools of host memory that the process's offload uses, each with the full need.
+    /// The pools of host memory that the process's offload uses, each with the full number of bytes
+    /// that the offload takes.
     pub(super) host: Vec<MemoryPool>,
     /// The process's VRAM in the last NVML sample, in bytes. `None` before the first sample.
     pub(super) held_bytes: Option<u64>,

@@ -1,4 +1,5 @@
-//! NVML readings for offloaded processes. With them a process can query NVML without a restore.
+//! NVML readings for offloaded processes. With these readings, a query of NVML by such a process
+//! needs no restore.
 
 use affinode_proto::wire::message::{ControllerMessage, GpuReading, MAX_GPUS, UNKNOWN_UTILIZATION};
 
@@ -9,8 +10,8 @@ use super::{Effect, Millis, Node, ProcessId, input::GpuSample, migration::uuid_b
 const STALE_AFTER_MS: Millis = 5_000;
 
 impl Node {
-    /// Sends a reading of each GPU. Sends none if the readings are stale: the process is then
-    /// restored and queries NVML itself.
+    /// Sends a reading of each GPU. If the readings are stale, sends no reading: the process is
+    /// then restored and queries NVML itself.
     pub(super) fn send_readings(&mut self, id: ProcessId) {
         let is_stale = self.now.saturating_sub(self.gpus_read) > STALE_AFTER_MS;
         let connected = self.processes.get(&id).is_some_and(|process| process.connected);

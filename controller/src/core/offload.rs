@@ -1,5 +1,5 @@
-//! The steps of an offload: survey, close, lock, second survey, then copy out or checkpoint. If a
-//! step fails, the completed steps are undone.
+//! The steps of an offload: read host memory and GPUs (the survey), close the gates, lock, read
+//! again, then copy out or checkpoint. If a step fails, the completed steps are undone.
 
 use affinode_proto::{
     reason::Reason,
@@ -89,14 +89,14 @@ impl Node {
                 );
                 return Err((Reason::NoVram, text));
             }
-            // Before the survey, the GPU of the process may have been unknown.
+            // Before this reading of the GPUs, the GPU of the process may have been unknown.
             if let Some(gpu) = self.processes.of(key).find_map(|(_, p)| self.cut_gpu_of(p)) {
                 return Err((Reason::Mig, format!("GPU {gpu}")));
             }
             let off = self.processes.of(key).any(|(_, p)| p.phase.is_offloaded());
             if holds_vram || off { Ok(pools) } else { Err((Reason::NoVram, String::new())) }
         });
-        // The offload was given up during the survey.
+        // The offload was given up while host memory and GPUs were read.
         if goal == Goal::Resident {
             return self.advance(key);
         }
@@ -106,7 +106,8 @@ impl Node {
         };
         match (goal, verdict) {
             (_, HostVerdict::Refused(reason, detail)) => self.fail_offload(key, reason, &detail),
-            // The next tick repeats the survey. `advance` would repeat it at once, in a loop.
+            // The next tick repeats the survey. A call of `advance` here would repeat the survey at
+            // once, in a loop.
             (_, HostVerdict::Waits(reason, detail)) => {
                 if let Some(container) = self.containers.get_mut(key) {
                     container.reason = (reason, detail);
@@ -180,7 +181,7 @@ impl Node {
         let copies_both = self.moves(key)(process) == OffloadMethod::CopyAndCheckpoint;
         CopyOptions {
             keep: container.policy.retain_host_copy && process.can(Capabilities::RETAINS_HOST_COPY),
-            // The copier needs VRAM for its copy, so it may copy only while no grant exists.
+            // A copier needs VRAM for its copy, so the copier may copy only while no grant exists.
             then_checkpoint: self.grants.is_empty()
                 && process.prefault_ordered
                 && copies_both

@@ -48,7 +48,7 @@ impl Node {
                 .any(|(_, p)| wants(p).iter().any(|w| oversubscribed.contains(&w.uuid)))
     }
 
-    /// Updates the oversubscribed GPUs if the last update is older than the interval.
+    /// Updates the set of oversubscribed GPUs if the last update is at least `LOOK_MS` ago.
     pub(super) fn update_oversubscription(&mut self) {
         if self.oversubscription.looked.is_some_and(|t| self.now.saturating_sub(t) < LOOK_MS) {
             return;

@@ -10,7 +10,8 @@
 //! ```
 //!
 //! Prefaulted memory belongs to the container and the node like any other memory in use. Therefore
-//! each process gets at most one order per idle period. No offload waits for prefaulting.
+//! each process is ordered to prefault at most once per idle period. No offload waits for
+//! prefaulting.
 
 use affinode_proto::{
     reason::Reason,
@@ -92,7 +93,7 @@ impl Node {
     }
 
     /// Orders a process to prefault, if there is a copier for its memory: only a copier uses
-    /// prefaulted memory. If there is no copier, the next attempt is in the next idle period.
+    /// prefaulted memory. If there is no copier, the next attempt is made in the next idle period.
     fn begin_prefault(&mut self, id: ProcessId) {
         if self.attach_ahead(id)
             && let Some(process) = self.processes.get_mut_uncounted(&id)

@@ -94,7 +94,8 @@ pub struct Process {
     pub copy_failed: bool,
     /// Whether the process was ordered to prefault host memory for its next offload.
     pub prefault_ordered: bool,
-    /// Start of the idle period for which prefaulting was last ordered. Each period has one order.
+    /// Start of the idle period in which prefaulting was last ordered. In each period it is ordered
+    /// at most once.
     pub prefault_ordered_for_idle: Option<Millis>,
     /// Number of offloads in a row in which no copier copied the memory that the process had
     /// exported.
@@ -109,7 +110,7 @@ pub struct Process {
     pub hold_record: HoldRecord,
     /// The last work on a GPU, as NVML reports it. It may run without a CUDA call in progress.
     pub working: Option<DeviceWork>,
-    /// The order to end, if there is one.
+    /// The order to end the process. `None`: the process was not ordered to end.
     pub termination: Option<Termination>,
     /// When the process registered or was last restored. 0: before this controller started.
     pub resident_since: Millis,

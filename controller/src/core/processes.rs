@@ -1,8 +1,8 @@
 //! All processes of the node. They can be found by number and by container.
 //!
 //! Most inputs need two results over all processes: the VRAM that the processes want per GPU, and
-//! the partly restored containers. Both are cached. Before a result is returned, the containers
-//! whose processes may have changed are counted again.
+//! the partly restored containers. Both are cached. Before a result is returned, it is updated for
+//! the containers whose processes may have changed.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -52,8 +52,8 @@ impl Siblings {
         let (mut half_way, mut resident) = (false, true);
         for (_, p) in &self.list {
             half_way |= p.phase == Phase::Locked || !p.phase.is_offloaded() && p.vram_bytes() > 0;
-            // A container whose allocation waits has only open processes. It can be evicted again
-            // and needs no precedence.
+            // If the gates of all its processes are open, the container is resident. Even if it
+            // waits for an allocation, it can be evicted again and needs no precedence.
             resident &= p.phase == Phase::Open;
         }
         half_way && !resident

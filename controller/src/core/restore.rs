@@ -264,8 +264,8 @@ impl Node {
         self.set_state(key, State::Queued, Reason::WaitingForVram, detail, 0, 0);
     }
 
-    /// Handles a restore that the driver refused. It is tried again every 10 s. It may never
-    /// succeed, but an attempt loses nothing.
+    /// Handles a restore that the driver refused. The restore is tried again every 10 s. It may
+    /// never succeed, but an attempt does no harm.
     pub(super) fn restore_failed(&mut self, key: &Key, detail: &str) {
         const AGAIN_MS: Millis = 10_000;
         self.end_grant(key);

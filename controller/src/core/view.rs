@@ -18,7 +18,7 @@ use crate::conversion::announcement_of;
 pub struct ContainerStatus {
     /// State of the GPU memory.
     pub state: State,
-    /// When the state began, on the controller's monotonic clock.
+    /// When the container entered this state, on the controller's monotonic clock.
     pub since: Millis,
     /// Why the container is in this state.
     pub reason: Reason,

@@ -12,7 +12,7 @@ const REMEMBERED: usize = 100;
 pub struct Wakes(VecDeque<Millis>);
 
 impl Wakes {
-    /// Adds the duration of a wake. Drops the oldest if there are more than `REMEMBERED`.
+    /// Adds the duration of a wake. Drops the oldest duration if there are more than `REMEMBERED`.
     pub fn add(&mut self, took_ms: Millis) {
         if self.0.len() == REMEMBERED {
             self.0.pop_front();

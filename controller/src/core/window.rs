@@ -19,7 +19,7 @@ const MAX_SPANS: usize = 16;
 /// An offload window: times of the week.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Window {
-    /// The spans of the window. If there is none, the window is always open.
+    /// The spans of the window. If it has no spans, the window is always open.
     spans: Vec<Span>,
 }
 

@@ -41,7 +41,8 @@ fn until_copy_out(world: &mut World, id: ProcessId) -> CopyOptions {
     panic!("it gets no order to copy out");
 }
 
-/// A process whose host memory counts as prefaulted, and whose container was ordered to offload.
+/// Creates a process whose host memory counts as prefaulted, and requests the offload of its
+/// container.
 fn leaves_prefaulted(world: &mut World) -> ProcessId {
     let id = world.running(FULL, 600);
     world.node.containers.get_mut(&key(FULL)).unwrap().policy.mode = Mode::Manual;
@@ -76,7 +77,7 @@ fn copy_options_are_within_capabilities() {
 }
 
 /// Before its copy out, a process may need VRAM for pieces of its memory, and grants wait for that.
-/// They do not wait if the library of the process cannot copy in this way.
+/// Grants must not wait if the library of the process cannot copy in this way.
 #[test]
 fn incapable_library_keeps_no_gpu_from_the_queue() {
     let mut world = World::new(3);

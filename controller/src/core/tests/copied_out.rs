@@ -10,7 +10,8 @@ use super::{
     world::{ENGINES, GPU, TOTAL, World, key},
 };
 
-/// A container with the engine `copy` is offloaded and restored. NVML's figures stay consistent.
+/// Offloads and restores containers whose memory the library copies. The VRAM in use and the
+/// figures of the API must match the offloaded amount.
 #[test]
 fn copied_memory_is_released_and_restored() {
     for (n, held, offloaded) in [(1, 0, 600), (2, 150, 450)] {
@@ -92,7 +93,7 @@ fn memory_is_copied_before_counters_are_read() {
     assert_eq!(world.node.moves(&key(2))(process), OffloadMethod::Copy, "it is copied already");
 }
 
-/// The grant of a restore includes the local memory that the contexts allocate again.
+/// The grant of a restore must include the local memory that the contexts allocate again.
 #[test]
 fn restore_needs_room_for_local_memory() {
     let mut world = World::new(3);

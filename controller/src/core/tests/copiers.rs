@@ -265,7 +265,8 @@ fn proof_waits_for_an_ending_copier() {
     assert!(is_proving(&world), "it has exited");
 }
 
-/// The process of an ended copier blocks in the driver and does not exit.
+/// The process of an ended copier blocks in the driver and does not exit. Only the first proof of
+/// free VRAM must wait for its exit.
 #[test]
 fn proof_waits_for_an_end_in_vain_only_once() {
     let (mut world, id, copier) = with_registered();
@@ -333,7 +334,8 @@ fn no_copier_without_setting() {
     assert!(world.copiers.is_empty());
 }
 
-/// The context of a new copier would take VRAM that the waiter needs.
+/// While a container waits, no copier must be started: its context would take VRAM that the waiter
+/// needs.
 #[test]
 fn no_copier_starts_while_a_container_waits() {
     let mut world = World::new(3);

@@ -77,7 +77,7 @@ fn driver_end_during_restore_is_no_refusal() {
 }
 
 /// During a checkpoint, the driver of one process reports that it has shut down, and the process
-/// exits. The other process of the container is restored from any phase.
+/// exits. The other process of the container must be restored from any phase.
 #[test]
 fn driver_end_restores_sibling_process() {
     let mut world = World::new(1);

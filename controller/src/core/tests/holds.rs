@@ -165,7 +165,8 @@ fn longest_and_rest(waits_ms: &[Millis]) -> (Millis, Millis, usize) {
     (longest, waits_ms.iter().sum::<Millis>() - longest, waits_ms.len())
 }
 
-/// A neighbour that reports Busy to each hold, at any speed, delays others once, by 1 s at most.
+/// A neighbour reports Busy to each order to hold, at once or late. It must delay the wakes of
+/// others only once, by at most 1 s.
 #[test]
 fn busy_for_ten_minutes_delays_wakes_once() {
     let undelayed = longest_and_rest(&wakes_beside(World::new(2), Manner::Done));
@@ -190,8 +191,8 @@ fn busy_for_ten_minutes_delays_wakes_once() {
     }
 }
 
-/// A neighbour that holds only sometimes, or uses a new process each time, delays each wake
-/// briefly.
+/// A neighbour pauses its allocations only sometimes, or uses a new process each time. It must
+/// delay each wake only briefly.
 #[test]
 fn changing_refusals_delay_wakes_briefly() {
     for manner in [Manner::Alternates, Manner::NewEachTime] {
@@ -203,7 +204,8 @@ fn changing_refusals_delay_wakes_briefly() {
         );
         assert!(longest <= 1_000, "{manner:?}: {longest} ms");
         waits_ms.sort_unstable();
-        // The container gets only short waits: for one minute, then for two, four and eight.
+        // The controller waits only briefly for the container: for periods of one, two, four and
+        // eight minutes.
         let tenth = waits_ms[waits_ms.len() - 10];
         assert!(tenth <= 110, "{manner:?}: ten wakes take {tenth} ms and longer");
     }
@@ -256,8 +258,8 @@ fn joins_during_proofs_delay_a_wake_briefly() {
     assert!(waits_ms[5..].iter().all(|wait| *wait <= NVML_MS), "{waits_ms:?}");
 }
 
-/// If NVML's reading was requested before a process registered, it may miss the process's
-/// allocations.
+/// A process registers after NVML's reading was requested. The reading may miss the allocations of
+/// that process, so NVML must be read again.
 #[test]
 fn newcomer_during_a_proof_is_proven_anew() {
     let mut world = World::new(2);
@@ -285,7 +287,7 @@ fn newcomer_during_a_proof_is_proven_anew() {
     assert!(!world.agents[&victim].wants, "it still waits");
 }
 
-/// Only processes that can take VRAM of the GPU are ordered to hold.
+/// Only processes that can take VRAM of the grant's GPU must be ordered to hold.
 #[test]
 fn holds_are_asked_on_the_device_concerned() {
     for (notes, read, asked) in [
@@ -404,7 +406,8 @@ fn vain_allocations_delay_wakes_less_and_less() {
     }
 }
 
-/// Time for which the victim waits for a neighbour that sends no more reports, in milliseconds.
+/// Time in milliseconds for which the wake of the victim waits for a neighbour that sends no more
+/// reports.
 fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
     while world.agents[&victim].phase != Phase::Checkpointed {
         world.tick();
@@ -423,8 +426,8 @@ fn waits_for_silence(world: &mut World, victim: ProcessId) -> Millis {
     world.now - called
 }
 
-/// After one process was silent, other processes of its container are awaited only briefly: for one
-/// minute, and the next time for two.
+/// One process sends no reports. Other processes of its container must then be awaited only
+/// briefly: for a period of one minute, and the next time of two minutes.
 #[test]
 fn silence_of_one_is_held_against_its_container() {
     let mut world = World::new(2);
@@ -438,8 +441,8 @@ fn silence_of_one_is_held_against_its_container() {
     assert_eq!(long, [true, false, true, false, true], "{waits_ms:?}");
 }
 
-/// Neither a process that exits while it is awaited nor a process with invalid counters causes a
-/// delay.
+/// A process that exits while its report is awaited, and a process with invalid counters, must
+/// cause no delay.
 #[test]
 fn gone_or_distrusted_process_is_not_awaited() {
     for scribbles in [true, false] {
@@ -464,8 +467,8 @@ fn gone_or_distrusted_process_is_not_awaited() {
     }
 }
 
-/// A process that starts in a partly offloaded container takes no VRAM before the container's other
-/// processes are restored.
+/// A process starts in a partly offloaded container. It must take no VRAM before the container's
+/// other processes are restored.
 #[test]
 fn new_sibling_holds_until_the_rest_is_back() {
     let mut world = World::new(1);

@@ -130,7 +130,7 @@ fn old_reading_is_judged_with_what_it_missed() {
     assert_eq!(count_off(&world), 1);
 }
 
-/// If other processes take the memory between the first survey and the copy, the offload is
+/// Other processes take the memory between the first survey and the copy. The offload must be
 /// cancelled.
 #[test]
 fn memory_taken_before_the_copy_turns_it_back() {
@@ -170,8 +170,8 @@ fn copy_that_turned_back_is_tried_again() {
     assert_eq!((world.state(2), world.agents[&id].copied_out), (State::Offloaded, true));
 }
 
-/// A promise ends when the container is deleted, when its processes exit, or when the offload is
-/// cancelled.
+/// The promise must end when the container is deleted, when its processes exit, or when the offload
+/// is cancelled.
 #[test]
 fn promise_ends_however_the_offload_ends() {
     type Ending = fn(&mut World, ProcessId);
@@ -299,7 +299,8 @@ fn new_controller_repeats_promises_in_progress() {
     assert!(world.node.host_ledger.is_empty());
 }
 
-/// An offload that ended before the restart needs no promise: NVML shows no VRAM of the process.
+/// The offload ended before the controller's restart, so NVML shows no VRAM of the process. The
+/// next controller must promise no host memory for it.
 #[test]
 fn offloaded_before_restart_promises_nothing() {
     let mut world = World::new(3);

@@ -45,7 +45,7 @@ fn container_in_use_is_offloaded_not_ended() {
     let busy = world.running(2, 700);
     assert!(while_in_use(&mut world, &[busy], asker, 20));
     assert_eq!((world.agents[&busy].on_device() < 700, world.ended.len()), (true, 0));
-    // The evicted container is restored when the waiter no longer needs the VRAM.
+    // The evicted container must be restored when the waiter no longer needs the VRAM.
     world.settle();
     assert!(!world.agents[&busy].wants, "it still waits");
 }
@@ -91,7 +91,8 @@ fn stubborn(world: &mut World) -> u32 {
     world.agents[&id].pid
 }
 
-/// The waiter has exited, or its priority is now lower than that of the process.
+/// A process was ordered to end and ignores SIGTERM. It must survive if the waiter exits, or if the
+/// priority of the process's container becomes higher than the waiter's.
 #[test]
 fn ended_process_survives_without_urgent_waiter() {
     for gone in [true, false] {
@@ -122,8 +123,8 @@ fn process_that_ignores_end_is_killed() {
     assert!(world.now - asked >= 5_000);
 }
 
-/// A process is not ended if its end does not suffice, if its priority is above the waiter's, if no
-/// call waits, or if its container is pinned.
+/// A process must not be ended in four cases: its end does not free enough VRAM, its priority is
+/// above the waiter's, no call of the waiter waits, or its container is pinned.
 #[test]
 fn protected_processes_are_not_ended() {
     let fixed = |world: &mut World, container, size| {
@@ -157,8 +158,8 @@ fn protected_processes_are_not_ended() {
     assert_eq!((world.state(0), world.ended.len()), (State::Queued, 0), "no call waits");
 }
 
-/// An urgent container is served before containers that wait longer, except those of higher
-/// priority.
+/// An urgent container must be served before containers that wait longer, but after containers of
+/// higher priority.
 #[test]
 fn it_goes_before_others_of_its_priority() {
     let mut world = World::new(3);
@@ -184,8 +185,8 @@ fn it_goes_before_others_of_its_priority() {
     assert_eq!(turns(&world), [key(1), key(0)]);
 }
 
-/// A process is ended because of calls that never end, but not because of calls that sometimes end
-/// too late.
+/// A process must be ended if its calls never end, but not if its calls only sometimes end too
+/// late.
 #[test]
 fn busy_process_is_forced_thrice_before_its_end() {
     let busy = affinode_proto::wire::message::Outcome::Busy;
@@ -208,7 +209,8 @@ fn busy_process_is_forced_thrice_before_its_end() {
     assert!(resident && !world.agents.contains_key(&other));
 }
 
-/// A restore that an operator requests does not make the container count as immovable.
+/// An operator requests a restore during a forced offload. The container must not count as
+/// immovable afterwards.
 #[test]
 fn restore_request_in_offload_ends_no_process() {
     let (mut world, asker) = asker(600);

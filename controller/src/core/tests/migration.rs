@@ -107,7 +107,7 @@ fn immovable_process_waits_for_own_gpu() {
     }
 }
 
-/// A failed migration is not tried again, and has no other effect.
+/// A migration fails. It must not be tried again, and the container must wait for its own GPU.
 #[test]
 fn failed_migration_waits_for_own_gpu() {
     for fail in [Outcome::Busy, Outcome::DriverError] {
@@ -124,8 +124,9 @@ fn failed_migration_waits_for_own_gpu() {
     }
 }
 
-/// The controller ends after the order: before the agent has executed it, after that, or after a
-/// copy in that found no VRAM. The next controller proves VRAM on the GPU where the process is now.
+/// The controller ends after it has ordered the migration: before the agent has executed the order,
+/// after the agent has executed it, or after a copy in that found no VRAM. The next controller
+/// proves VRAM on the GPU where the process is now.
 #[test]
 fn next_controller_knows_target_gpu() {
     for (container, carried_out, fails) in [(0, false, false), (0, true, false), (1, false, true)] {
@@ -200,7 +201,8 @@ fn needs_room_on(world: &World, id: ProcessId) -> String {
     world.node.processes.get(&id).unwrap().vram_to_restore().unwrap().remove(0).uuid
 }
 
-/// Before the process read the order, it had restored everything except its context by itself.
+/// Before the process reads the order to migrate, it has left the checkpoint by itself, on its own
+/// GPU. The late order must not move it.
 #[test]
 fn late_order_moves_no_process() {
     for outcome in [Outcome::Late, Outcome::WrongPhase] {

@@ -132,7 +132,8 @@ fn unattached_process_is_not_prefaulted() {
     assert_eq!(world.prepared, [], "it is using that memory");
 }
 
-/// While a copier registers the memory of a process, NVML shows work of that process.
+/// NVML shows work of a process while a copier registers its memory. This work must not count as
+/// use.
 #[test]
 fn nvml_work_of_prefaulting_is_no_use() {
     let mut world = World::new(3);

@@ -47,14 +47,15 @@ enum Step {
     Read,
     /// NVML fails from now on, or works again.
     Nvml(bool),
-    /// From now on host memory suffices for no offload, or suffices again.
+    /// From now on there is too little host memory for any offload, or enough again.
     HostMemory(bool),
     /// A copier runs its next step: it becomes ready, registers memory, copies memory back into
     /// VRAM, or exits.
     Copier(usize),
     /// The connection of a copier ends. `true`: the controller sees the exit of its process first.
     CopierEnds(usize, bool),
-    /// How the process refuses to pause its allocations from now on. `None`: it holds them.
+    /// How the process refuses to pause its allocations from now on. `None`: it pauses them when
+    /// ordered.
     Refuse(usize, Option<Refusal>),
 }
 
@@ -519,7 +520,7 @@ fn gpu_filling_copied_out_process_is_restored() {
     run_with(&[2], steps).unwrap();
 }
 
-/// Regression test: each repeated wake ended the eviction of the waiting container's context.
+/// Regression test: each repeated wake used to end the eviction of the waiting container's context.
 #[test]
 fn repeated_wake_does_not_end_an_eviction() {
     let mut steps = vec![Step::Join(2), Step::Join(1), Step::Work(0), Step::Allocate(0, 140)];
@@ -535,7 +536,7 @@ fn repeated_wake_does_not_end_an_eviction() {
     run_in(world, &[], steps).unwrap();
 }
 
-/// The context of an offloaded container is evicted even for a waiter of lower priority.
+/// The context of an offloaded container must be evicted even for a waiter of lower priority.
 #[test]
 fn offloaded_context_leaves_for_lower_priority() {
     let mut steps = vec![Step::Join(0), Step::Others(51), Step::Join(0), Step::Join(0)];

@@ -101,7 +101,8 @@ fn journal_survives_two_controllers() {
     assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// The VRAM of two processes is unknown, so they are restored when the GPU is empty.
+/// The VRAM of a container's two processes is unknown. They must be restored once the GPU has no
+/// other users.
 #[test]
 fn unrecorded_container_restores_to_empty_gpu() {
     let mut world = World::new(2);
@@ -116,7 +117,7 @@ fn unrecorded_container_restores_to_empty_gpu() {
 }
 
 /// All registered processes are restored, and the restore of an unregistered process is running.
-/// The VRAM stays promised to that process.
+/// The VRAM must stay promised to that process.
 #[test]
 fn promise_to_unregistered_process_is_kept() {
     let mut world = World::new(1);
@@ -284,8 +285,8 @@ fn call_during_close_undoes_offload() {
     assert_eq!(world.agents[&ProcessId(1)].phase, Phase::Open);
 }
 
-/// A false report of an offloaded phase would claim a whole GPU. Without a record the report is
-/// rejected, and blocks no restore.
+/// A false report of an offloaded phase would claim a whole GPU. Without a record of the offload,
+/// the report must be rejected and must not block a restore.
 #[test]
 fn false_offloaded_phase_is_rejected() {
     let mut world = World::new(2);
@@ -305,7 +306,7 @@ fn false_offloaded_phase_is_rejected() {
     assert!(!world.agents[&honest].wants, "it still waits");
 }
 
-/// Overrides of operators have precedence over every policy and every waiter.
+/// Pins a container, or turns auto-offload off. No policy and no waiter may then cause an offload.
 #[test]
 fn pin_and_auto_offload_off_keep_containers() {
     let mut world = World::new(2);
@@ -324,7 +325,7 @@ fn pin_and_auto_offload_off_keep_containers() {
     world.feed(Input::Command(CommandId(2), key(0), Request::Offload));
     world.settle();
     assert_eq!(world.state(0), State::Offloaded, "by hand it goes");
-    // The VRAM is in use. While auto-offload is off, no container is evicted for this one.
+    // The VRAM is in use. While auto-offload is off, no container must be evicted for this waiter.
     let second = world.running(1, 600);
     world.call(first);
     world.settle();

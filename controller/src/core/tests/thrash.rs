@@ -1,4 +1,4 @@
-//! The number of moves is limited for any sequence of calls.
+//! Asserts that the number of moves is limited for any sequence of calls.
 
 use affinode_proto::wire::message::Outcome;
 use proptest::prelude::*;
@@ -53,8 +53,8 @@ fn pass(world: &mut World) {
 proptest! {
     #![proptest_config(config())]
 
-    /// A restored container stays for its minimum residency, for any sequence of calls. It is
-    /// therefore moved at most once in that time.
+    /// Makes random sequences of calls. A restored container must stay for its minimum residency,
+    /// and therefore move at most once in that time.
     #[test]
     fn container_moves_at_most_once_per_residency(
         calls in proptest::collection::vec((0_usize..3, 0_usize..60), 1..40),
@@ -85,8 +85,8 @@ proptest! {
         }
     }
 
-    /// After each failed offload, the next attempt waits twice as long, even if calls and requests
-    /// come meanwhile.
+    /// Makes offloads fail. After each failure, the time until the next attempt must double, even
+    /// if calls and requests arrive meanwhile.
     #[test]
     fn failed_offloads_are_retried_less_often(
         calls in proptest::collection::vec((0_usize..2, 1_usize..60), 60),
@@ -104,7 +104,8 @@ proptest! {
             }
         }
         let failures = world.node.containers[&key(0)].failures;
-        // The base is the idle timeout, which counts as 1 s here. It doubles up to 64 s.
+        // The first delay is the idle timeout, at least 1 s. It doubles with each failure, up to 64
+        // s in this test.
         let least_ms = |failures: u32| -> Millis {
             (1..failures).map(|n| 1_000_u64 << n.min(6)).sum()
         };

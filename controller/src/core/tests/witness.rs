@@ -66,8 +66,8 @@ fn utilization_is_shown_per_process_until_stale() {
     assert_eq!(shares(&world), [None, None], "what was told is old");
 }
 
-/// If an operator requests it, a working container is offloaded: the driver's lock waits for the
-/// work.
+/// An operator requests the offload of a container whose work runs on the GPU. The container must
+/// be offloaded: the driver's lock waits for the work.
 #[test]
 fn operator_request_offloads_working_container() {
     let mut world = World::new(1);
@@ -87,7 +87,7 @@ fn stale_utilization_sample_expires() {
     assert_eq!(world.agents[&id].phase, Phase::Checkpointed);
 }
 
-/// Three kinds of work do not keep a container resident: work on a GPU where its process has no
+/// Three kinds of work must not keep a container resident: work on a GPU where its process has no
 /// VRAM, work of another pid, and work of an earlier process with the same pid.
 #[test]
 fn work_of_others_keeps_no_container() {

@@ -71,9 +71,10 @@ pub(super) struct World {
     pub(super) copiers: BTreeMap<CopierId, WorldCopier>,
     /// Whether copiers take VRAM and time. Otherwise they start and end at once.
     pub(super) slow_copiers: bool,
-    /// Prefault orders that were sent: process, and whether to begin or end.
+    /// Prefault orders that were sent: the process, and whether the order was to begin (`true`) or
+    /// to end.
     pub(super) prepared: Vec<(ProcessId, bool)>,
-    /// Processes that were ordered to end, each with whether by force.
+    /// Pids of processes that were ordered to end. `true`: the order was SIGKILL.
     pub(super) ended: Vec<(u32, bool)>,
     /// If set, the next checkpoint or close fails with this outcome.
     pub(super) fail: Option<Outcome>,
@@ -102,7 +103,7 @@ pub(super) fn settings() -> Settings {
         mode: Mode::Eager,
         idle_timeout_ms: 100,
         minimum_residency_ms: 0,
-        // Learned values apply here too.
+        // The simulated containers use learned keep-alives.
         keep_alive: KeepAlive::Learned,
         prewake: true,
         on_oom: OnOom::Wait,
@@ -277,9 +278,8 @@ impl World {
         all.map(|(key, _)| key.clone()).collect()
     }
 
-    /// Asserts that each container is evicted for a waiter of at least its own priority. An
-    /// offloaded container, of which only the context can be evicted, may be evicted for any
-    /// waiter.
+    /// Asserts that the priority of each evicted container is at most that of another waiting
+    /// container. The context of an offloaded container may be evicted for any waiter.
     fn assert_evictions_serve_a_waiter(&self, before: &BTreeSet<Key>) {
         let priority = |key: &Key| self.node.containers[key].policy.priority;
         let waiting = self.node.queue.in_order(self.now);
@@ -291,8 +291,9 @@ impl World {
         }
     }
 
-    /// Records an order to end a process. Asserts that it can neither be offloaded nor is
-    /// offloaded, and that its priority is not above every waiter that may request its end.
+    /// Records an order to end a process. Asserts that the process is not offloaded and cannot be
+    /// offloaded. Asserts that its priority is at most that of some waiter with restore policy
+    /// `immediate`.
     fn told_to_end(&mut self, pid: u32, by_force: bool) {
         let agent = self.agents.values().find(|agent| agent.pid == pid).expect("it lives");
         assert!(!agent.phase.is_offloaded(), "{pid} is offloaded: its end frees no VRAM");
