@@ -515,7 +515,7 @@ mod tests {
             matches!(&dedup.job, Some(CompareJob { with: CompareTarget::Chunk(first, _), .. }) if first.process == 1)
         );
         dedup.forget(1);
-        // The process attaches again, or another one does.
+        // Attach a process with the number of the detached process: the same process or another.
         all[0] = process(1, 5, &[SAME]);
         let (_, offered) = run(&mut dedup, &mut all);
         assert_eq!(offered, [vec![0], vec![0]]);

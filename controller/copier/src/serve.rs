@@ -239,7 +239,7 @@ impl CopierServer {
         }
     }
 
-    /// Runs a step for each session whose process waits. If there is none, runs one step of one
+    /// Runs a step for each session whose process waits. If no process waits, runs one step of one
     /// other session.
     fn work(&mut self) -> Result<SessionStep, CopierError> {
         let urgent = self.clients.iter().any(ProcessSession::is_urgent);

@@ -24,7 +24,7 @@
 
 use super::counters::{PAGE_BYTES, SLOTS_OFFSET, u32_at, u64_at};
 
-/// u32, next to the gate: about one call in this many is recorded; 0: none.
+/// u32, next to the gate: about one call in this many is recorded; 0: no call is recorded.
 pub const SAMPLE_EVERY: usize = 68;
 /// u64: number of records begun so far.
 pub const CLAIMED: usize = 192;

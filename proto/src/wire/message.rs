@@ -1,6 +1,6 @@
 //! Frames between an agent and the controller: 128 bytes each, little endian, on a Unix stream
-//! socket. Bytes 0..4 are the magic, 4..8 the kind. The fields follow in order, and the rest is
-//! zero. The Hello has the descriptor of the counters (`SCM_RIGHTS`).
+//! socket. Bytes 0..4 are the magic, 4..8 the kind. The fields follow in order, and all remaining
+//! bytes are zero. The Hello has the descriptor of the counters (`SCM_RIGHTS`).
 //!
 //! ```text
 //! agent                                    controller
@@ -255,7 +255,7 @@ pub enum ControllerMessage {
     /// Starts or stops the recording of calls. The recording also stops when the connection ends.
     /// Sent only to a library with [`Capabilities::RECORDS_CALLS`].
     SampleCalls {
-        /// About one of this many calls is recorded; 0: none.
+        /// About one of this many calls is recorded; 0: no call is recorded.
         one_in: u32,
         /// Number of the first record that the controller has not read. The places of earlier
         /// records in the ring may be overwritten.

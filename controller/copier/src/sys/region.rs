@@ -280,7 +280,7 @@ impl HostRegion {
         copies.all_of(block)
     }
 
-    /// Unregisters the last registered chunk. Returns false if none is registered.
+    /// Unregisters the last registered chunk. Returns false if no chunk is registered.
     ///
     /// # Errors
     /// [`CudaError`]: the memory may still be registered. The copier should end.
