@@ -91,7 +91,8 @@ impl Node {
         if !self.grants.values().any(|grant| waits(&grant.stage)) {
             return;
         }
-        // Registrations are held first, so that none begins while a starting copier is awaited.
+        // Registrations are paused first, so that no registration begins while the grants wait for
+        // a starting copier.
         self.copiers.hold(true, &mut self.effects);
         if self.copiers.is_moving(self.now) {
             return;

@@ -17,7 +17,7 @@ pub struct NodeEvent {
     pub reason: Option<Reason>,
     /// Description of the event in plain text.
     pub text: String,
-    /// Number of bytes that the event is about. 0: none.
+    /// Number of bytes that the event is about. 0: the event is not about an amount of memory.
     pub bytes: u64,
 }
 

@@ -71,7 +71,8 @@ impl Node {
                 !waits
             });
         }
-        // Partly restored containers are rare. If there is none, the order of the queue stays.
+        // Partly restored containers are rare. Without such a container, the order of the queue
+        // stays.
         let (all, queue) = (self.processes.half_way(), &self.queue);
         let half_way: BTreeSet<Key> =
             all.iter().filter(|key| queue.contains(key)).cloned().collect();

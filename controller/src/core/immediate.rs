@@ -227,7 +227,7 @@ impl Node {
         }
     }
 
-    /// VRAM of the processes that were ordered to end and are still expected to do so.
+    /// VRAM of the processes that were ordered to end and are still expected to exit.
     pub(super) fn termination_of(&self) -> impl Iterator<Item = &DeviceBytes> {
         let hoped = |ending: &Termination| self.now.saturating_sub(ending.since) < EXIT_TIMEOUT_MS;
         let ending =

@@ -228,10 +228,10 @@ pub(super) const LATENCY_SENSITIVE: &str = "affinode.io/latency-sensitive";
 /// Reason why a value of a policy is invalid: what would be accepted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidValue {
-    /// The value is none of these words.
+    /// The value is not one of the accepted words, which are listed here.
     #[error("accepted: {}", .0.join(", "))]
     Word(Vec<&'static str>),
-    /// The value does not have this form.
+    /// The value does not have the accepted form, which is described here.
     #[error("accepted: {0}")]
     Form(&'static str),
     /// The operator does not let containers choose this value.

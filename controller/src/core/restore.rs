@@ -236,8 +236,7 @@ impl Node {
         self.end_incomplete_restore(key);
     }
 
-    /// Ends the grant of an incomplete restore once none of the container's restores is in
-    /// progress.
+    /// Ends the grant of an incomplete restore once no process of the container is being restored.
     pub(super) fn end_incomplete_restore(&mut self, key: &Key) {
         let restores = |p: &Process| p.pending.is_some_and(|order| order.action.is_restore());
         if self.processes.of(key).any(|(_, p)| p.connected && restores(p)) {

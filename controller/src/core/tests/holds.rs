@@ -211,7 +211,8 @@ fn changing_refusals_delay_wakes_briefly() {
     }
 }
 
-/// The process is on another GPU but sees several GPUs, so it may create a context on this one.
+/// The process is on another GPU but sees several GPUs, so it may create a context on the grant's
+/// GPU. It must delay wakes only once.
 #[test]
 fn busy_on_another_gpu_delays_wakes_once() {
     let mut world = World::new(2);

@@ -18,8 +18,8 @@ const KINDS: [(Hazards, Reason); 2] = [
     (Hazards::SHARED_MEMORY, Reason::SharedMemory),
 ];
 
-/// Creates a process with 600 bytes and these hazards in container `n`. The agent can copy 450
-/// bytes, or none with the engine `checkpoint`.
+/// Creates a process with 600 bytes and these hazards in container `n`. The agent can copy 450 of
+/// the bytes. With the engine `checkpoint` it can copy nothing.
 fn with_rest(world: &mut World, n: usize, hazards: Hazards) -> ProcessId {
     let id = world.running(n, 600);
     world.agents.get_mut(&id).unwrap().in_part = hazards;

@@ -30,8 +30,8 @@ impl World {
         }
     }
 
-    /// Reads NVML for the oldest open request, or for a tick if there is none. The result is stored
-    /// and delivered later. Does nothing while an earlier result is not delivered.
+    /// Reads NVML for the oldest open request, or for a tick if no request is open. The result is
+    /// stored and delivered later. Does nothing while an earlier result is not delivered.
     pub(super) fn read_nvml(&mut self) {
         if self.nvml.in_flight.is_none() {
             let question = self.questions.pop_front();
@@ -53,7 +53,7 @@ impl World {
         self.nvml.in_flight.is_some() || !self.questions.is_empty()
     }
 
-    /// Delivers the stored result. If there is none, first reads NVML.
+    /// Delivers the stored result. If no result is stored, reads NVML first.
     pub(super) fn answer_question(&mut self) {
         self.read_nvml();
         let Some((question, reading, host)) = self.nvml.in_flight.take() else { return };

@@ -35,7 +35,7 @@ impl World {
     }
 }
 
-/// A world in which each container may be evicted for each other one.
+/// A world in which each container may be evicted for each other container.
 fn auto() -> World {
     let mut world = World::new(3).with_auto(true);
     for container in world.node.containers.values_mut() {

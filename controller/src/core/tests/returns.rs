@@ -382,8 +382,8 @@ fn stopped_controller_distrusts_its_proofs() {
     assert!(world.agents.values().all(|agent| !agent.wants), "a call still waits");
 }
 
-/// A process is stopped with the order to restore in its inbox, until the others' holds have ended.
-/// When it continues, it must not execute the order.
+/// A process is stopped with the order to restore in its inbox, until other processes have ended
+/// their holds. When it continues, it must not execute the order.
 #[test]
 fn stopped_process_restores_by_second_order() {
     let mut world = World::new(1);

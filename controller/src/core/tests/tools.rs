@@ -11,8 +11,8 @@ use super::{
     world::{World, key},
 };
 
-/// Creates a process with 600 bytes and a tool in container `n`. The agent can copy 450 bytes, or
-/// none with the engine `checkpoint`.
+/// Creates a process with 600 bytes and a tool in container `n`. The agent can copy 450 of the
+/// bytes. With the engine `checkpoint` it can copy nothing.
 fn with_tool(world: &mut World, n: usize) -> ProcessId {
     let id = world.running(n, 600);
     world.agents.get_mut(&id).unwrap().tools = true;
