@@ -1,12 +1,12 @@
-//! Runs the machine's close of the gate in all interleavings with a caller. The caller runs on
-//! another processor that has a store buffer (x86). A signal interrupts it, and the signal's handler
-//! makes a call as well.
+//! Runs the close of the gate and one calling thread in all interleavings. The calling thread runs
+//! on another processor, which has a store buffer (x86). A signal can interrupt this thread, and
+//! the signal's handler makes a call as well.
 //!
-//! The closer is the machine itself, on a real page. At each of its accesses to the page the caller
-//! may continue, and stores of the caller may become visible. The caller reads the gate as the slow
-//! path does. So these tests depend on the machine's steps and their order. Without the fence, the
-//! seal, or the second look at the counts, they find an interleaving in which the driver is touched
-//! during a call.
+//! The real [`OrderMachine`] closes the gate of a real counter page. At each access of the machine
+//! to the page, the caller may continue, and stores of the caller may become visible. The caller
+//! reads the gate in the same way as the thunk's slow path. So these tests depend on the machine's
+//! steps and their order. Without the fence, the seal, or the second check of the counts, they find
+//! an interleaving in which the driver is touched during a call.
 
 use core::sync::atomic::Ordering;
 
@@ -22,7 +22,8 @@ use crate::counters::{CounterPage, ThreadSlot};
 use crate::gate::{GateCheck, look};
 use crate::swap::pending_work::GpuWork;
 
-/// The decisions of one run at each of its forks. All runs together take every decision.
+/// The decisions of one run: one at each fork, where the run can go on in several ways. All runs
+/// together take every decision.
 #[derive(Default)]
 struct Choices {
     /// For each fork, the choice taken and the number of choices.
@@ -44,7 +45,7 @@ impl Choices {
         taken
     }
 
-    /// Continues with the next run. False: the last run has ended.
+    /// Prepares the next run. False: all runs have been made.
     fn next(&mut self) -> bool {
         self.at = 0;
         while let Some((taken, many)) = self.forks.pop() {
@@ -62,14 +63,14 @@ impl Choices {
 enum Step {
     Outside,
     Counted,
-    /// Only the nested call: it was held, and checks whether the gate is sealed.
+    /// Only for the nested call: the gate held it, and it checks whether the gate is sealed.
     Held,
     Inside,
     /// The call has returned, or the gate holds it.
     Over,
 }
 
-/// The safeguard that a run leaves out, if any.
+/// The safeguard that is left out in a run.
 #[derive(Clone, Copy, PartialEq)]
 enum Without {
     Nothing,
@@ -77,17 +78,18 @@ enum Without {
     Seal,
 }
 
-/// One calling thread, and the host of the closing machine.
+/// One calling thread, and the process that the machine closes.
 struct World<'a> {
     page: &'a CounterPage,
     choices: &'a mut Choices,
     without: Without,
     /// Class of both calls, the nested and the outer one.
     class: Class,
-    /// Values of the outer call's count that are stored but visible only to its own thread.
+    /// Values of the outer call's count that are still in the store buffer: only the calling thread
+    /// sees them.
     buffered: Vec<u32>,
     outer: Step,
-    /// Step of the signal handler's call. `None`: the signal has not come yet. It comes at most
+    /// Step of the signal handler's call. `None`: the signal has not arrived. It arrives at most
     /// once.
     nested: Option<Step>,
     signals: bool,
@@ -295,10 +297,11 @@ impl Host for World<'_> {
 /// Results of all runs together.
 #[derive(Debug, Default, PartialEq)]
 struct Found {
-    /// A call was inside the driver while the driver was touched, or while a hold was reported.
+    /// A call was inside the driver while the driver was touched, or while the machine reported
+    /// that allocations are paused.
     violated: bool,
-    /// Whether the gate was closed in some run. The next field: whether the outer or the nested
-    /// call was made in some run.
+    /// Whether the gate was closed in some run. The next field says whether a call, outer or
+    /// nested, was inside the driver at the end of some run.
     closed: bool,
     made: bool,
 }

@@ -27,7 +27,7 @@ pub struct DriverHost {
     pub gpus: GpuMap,
     /// Watches threads for calls to the driver without a hook.
     pub watch: BlockedThreadWatch,
-    /// The node's lock, held while this process restores itself; `None`: it does not.
+    /// The node's lock, taken while this process restores itself; `None`: the lock is not taken.
     pub turn: Option<sys::FolderLock>,
     /// Limits how long a copy-out with the copier waits for the node's lock.
     pub patience: WaitBudget,
@@ -37,10 +37,9 @@ pub struct DriverHost {
 /// container of the node.
 const FOLDER: &CStr = c"/.affinode/lib";
 
-/// Limits the waits for the node's lock, because any container can hold that lock for any time.
-/// True if the last wait failed. A wait tries the lock up to [`Self::MAX_TRIES`] times, a
-/// millisecond apart. After a failed wait, the lock is tried only once each time, until it is free
-/// again.
+/// Limits the waits for the node's lock, because any container can keep that lock for any time. A
+/// wait tries the lock up to [`Self::MAX_TRIES`] times, a millisecond apart. After a failed wait,
+/// each wait tries the lock only once until it gets it. The value is true if the last wait failed.
 #[derive(Debug, Default)]
 pub struct WaitBudget {
     refused: bool,
@@ -65,7 +64,7 @@ impl WaitBudget {
     }
 }
 
-/// Time limit for calls inside NVML to end before the driver's lock.
+/// Maximum wait for calls inside NVML to end, before the driver's lock.
 const MAX_NVML_MS: u32 = 2_000;
 
 fn own_pid() -> i32 {
@@ -156,7 +155,7 @@ impl Host for DriverHost {
         if swap::is_reached() {
             self.page.add_hazards(Hazards::DIRECT_ACCESS);
         }
-        // Added before the report of this order: the controller's plan depends on it.
+        // The hazard is added before this order is reported, because the controller plans with it.
         self.note_tools();
         let hazards = self.page.hazards().without(Hazards::KEEPS_CONTEXT);
         hazards.is_empty() && lookup::is_tight()
@@ -169,7 +168,8 @@ impl Host for DriverHost {
 
     fn call(&mut self, call: DriverCall) -> Option<u32> {
         if matches!(call, DriverCall::Lock(_)) && swap::loader_lock::is_awaited() {
-            // No function of the driver is called while that thread may use it.
+            // No function of the driver may be called while a thread with the loader's lock may be
+            // inside it.
             return Some(BUSY_LOADER);
         }
         if let DriverCall::Lock(timeout_ms) = call
@@ -198,7 +198,7 @@ impl Host for DriverHost {
                 }
                 DriverCall::RestoreOn(from, to) => {
                     let pairs = self.gpus.exchanged(from, to)?;
-                    // After this the driver shows the other GPU to the process.
+                    // After this restore the driver shows the other GPU to the process.
                     constants::forget();
                     let all = pairs.all();
                     let mut arguments = CheckpointRestoreArgs {
@@ -226,7 +226,7 @@ impl Host for DriverHost {
     }
 
     fn note_threads(&mut self) {
-        // A thread that had blocked, and has gone on since the process is resident.
+        // True if a thread that was blocked has continued since the process became resident.
         if self.watch.settle_now() {
             self.page.add_hazards(Hazards::HIDDEN_WAY);
         }
@@ -252,8 +252,8 @@ impl Host for DriverHost {
     }
 
     fn copy_out(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32> {
-        // This is the lock of self-restores: no process that restores itself may take VRAM while
-        // the copier still copies.
+        // Takes the lock of self-restores: while the copier still copies, no process that restores
+        // itself may take VRAM.
         let hands_over = how.then_checkpoint && swap::is_prepared();
         let try_lock = || sys::lock_folder(FOLDER);
         let mut take = || self.patience.take(try_lock, || sys::sleep_us(1_000));
@@ -311,7 +311,7 @@ impl Host for DriverHost {
 
     fn begin_return(&mut self, vram_bytes: u64) -> bool {
         // If several processes restored themselves at once, each would find the same VRAM free. So
-        // only one of them on the node may do so at a time.
+        // at most one process of the node may restore itself at a time.
         self.turn = sys::lock_folder(FOLDER);
         self.turn.is_some() && vram::has_room(vram_bytes)
     }

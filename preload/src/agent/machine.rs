@@ -39,7 +39,7 @@ pub use self::host::{CallAdmission, DriverCall, Host};
 use crate::swap::pending_work::GpuWork;
 use crate::swap::{LOADER_HELD, NO_HOST_MEMORY};
 
-/// The outcome of an order, with the driver's code (0: none).
+/// The outcome of an order, and the driver's code (0: no error of the driver).
 pub type Ended = (Outcome, u32);
 
 /// The phase of the process, and what a restore depends on.
@@ -50,12 +50,11 @@ pub struct OrderMachine {
     vram_bytes: u64,
     /// Number of consecutive restores that failed with a code of a lost context.
     lost_returns: u32,
-    /// The code that the driver returns for every call, once the context is lost.
+    /// The code that the driver returns for every call since the context is lost; `None`: not lost.
     broken: Option<u32>,
 }
 
-/// Maximum time of the wait for the GPU's work, in a process that made no call for its idle
-/// timeout.
+/// Maximum wait for the GPU's work. The process has made no call for its idle timeout before.
 const MAX_WORK_MS: u32 = 5_000;
 
 /// Number of failed restores after which calls return an error. The restore is repeated because the
@@ -63,8 +62,8 @@ const MAX_WORK_MS: u32 = 5_000;
 const MAX_LOST_RETURNS: u32 = 3;
 
 impl OrderMachine {
-    /// Creates the machine of a running process. Its allocations are held until the controller has
-    /// sent its Welcome, because the free VRAM may be granted to another process.
+    /// Creates the machine of a running process. Its allocations are paused until the controller
+    /// has sent its Welcome, because the free VRAM may be granted to another process.
     pub fn new() -> OrderMachine {
         OrderMachine {
             phase: Phase::Open,
@@ -84,15 +83,16 @@ impl OrderMachine {
         self.allocations_held
     }
 
-    /// Executes an order that the controller decided at `decided_ms` (0: time unknown). An order
-    /// that takes VRAM and is older than [`PROOF_TTL_MS`] is refused: this process or the
-    /// controller was stopped in between, and the VRAM may now be granted to another process.
+    /// Executes an order that the controller decided at `decided_ms` (0: time unknown). Refuses an
+    /// order that takes VRAM and is older than [`PROOF_TTL_MS`]: this process or the controller was
+    /// stopped in between, and the VRAM may now be granted to another process.
     pub fn obey(&mut self, host: &mut impl Host, action: Action, decided_ms: u64) -> Ended {
         let age_ms = (host.now_us() / 1_000).saturating_sub(decided_ms);
         let late = decided_ms > 0 && age_ms > PROOF_TTL_MS;
         match action {
             _ if late && action.is_restore() => (Outcome::Late, 0),
-            // What a copier copies on the device meanwhile needs VRAM that others may be granted by now.
+            // No copier: it would need VRAM on the device, and that may be granted to another
+            // process by now.
             Action::CopyOut { vram_bytes, how } if late => {
                 let how = CopyOptions { then_checkpoint: false, ..how };
                 self.execute_order(host, Action::CopyOut { vram_bytes, how })
@@ -124,7 +124,7 @@ impl OrderMachine {
                     return (Outcome::Unsupported, 0);
                 }
                 host.note_threads();
-                // For the driver, 0 means without a limit.
+                // The driver takes 0 as "no limit".
                 let call = DriverCall::Lock(timeout_ms.max(1));
                 self.step(host, call, Phase::Locking, Phase::Locked)
             }
@@ -153,7 +153,7 @@ impl OrderMachine {
                 self.hand_over_if_lost(host, ended)
             }
             Action::RestoreOnGpu { from, to } => {
-                // The copier would copy into memory of the GPU where the process was.
+                // The copier would copy into memory of the GPU from which the process is moved.
                 host.leave_copier();
                 if host.exported_bytes() > 0 || !host.can_move(from, to) {
                     return (Outcome::Unreachable, 0);
@@ -173,7 +173,7 @@ impl OrderMachine {
         }
     }
 
-    /// Ends the hold of allocations. Calls that wait for nothing else then continue.
+    /// Ends the pause of allocations. Calls that waited only for this continue.
     pub fn release_allocations(&mut self, host: &mut impl Host) {
         if self.allocations_held && self.phase == Phase::Open {
             host.set_gate(Gate::Open);
@@ -181,8 +181,7 @@ impl OrderMachine {
         self.allocations_held = false;
     }
 
-    /// Restores the process without a controller, as far as that is possible now. True: calls pass
-    /// again.
+    /// Restores the process without a controller, if that is possible now. True: calls pass again.
     pub fn restore_self(&mut self, host: &mut impl Host) -> bool {
         let is_back = self.run_self_restore(host);
         host.end_return();
@@ -199,8 +198,9 @@ impl OrderMachine {
                 Phase::Open => return true,
                 Phase::Closed => Action::Open,
                 Phase::Locked => Action::Unlock,
-                // Without free VRAM the restore would fail, and the process would be lost. A process that
-                // is only copied out would keep its content, but must not take VRAM granted to another.
+                // Without free VRAM the restore of a checkpointed process would fail, and the
+                // process would be lost. A process that is only copied out would keep its content,
+                // but must not take VRAM that is granted to another process.
                 Phase::Checkpointed | Phase::CopiedOut if self.has_room(host) => Action::Restore,
                 _ => return false,
             };
@@ -237,7 +237,8 @@ impl OrderMachine {
     }
 
     fn close(&mut self, host: &mut impl Host, deadline_ms: u32) -> Ended {
-        // A closed gate holds allocations, too: the hold ends with the Close.
+        // A closed gate pauses allocations anyway, so the Close ends the pause that was ordered
+        // before.
         self.release_allocations(host);
         host.next_generation();
         self.enter(host, Phase::Closing);
@@ -254,7 +255,8 @@ impl OrderMachine {
     fn hold_allocations(&mut self, host: &mut impl Host, deadline_ms: u32) -> Ended {
         self.allocations_held = true;
         if self.phase != Phase::Open {
-            // No call is inside the driver; the gate holds allocations when it opens.
+            // The gate is closed, so no call is inside the driver. Allocations are paused when the
+            // gate opens.
             return (Outcome::Done, 0);
         }
         host.set_sealed(false);
@@ -262,8 +264,8 @@ impl OrderMachine {
         if host.fence() && wait_drained(host, CallAdmission::Allocating, deadline_ms) {
             return (Outcome::Done, 0);
         }
-        // The controller goes on without this process: calls that are inside the driver may still
-        // take memory, but none begins before the release.
+        // The controller does not wait for this process. Calls that are inside the driver may still
+        // take memory, but no further call enters it before the release.
         (Outcome::Busy, 0)
     }
 
@@ -273,9 +275,9 @@ impl OrderMachine {
         self.step(host, DriverCall::Unlock, Phase::Unlocking, after)
     }
 
-    /// Copies out after the GPU's work has ended. The gate admits no new work, so nothing changes the
-    /// memory. A locked process is unlocked first, because copies need the driver: its lock has
-    /// waited for the work.
+    /// Copies out after the GPU's work has ended. The gate admits no new work, so the memory does
+    /// not change. A locked process is unlocked first, because copies need the driver. In that case
+    /// the lock has already waited for the work.
     fn copy_out(&mut self, host: &mut impl Host, how: CopyOptions) -> Ended {
         let quiet = match self.phase {
             Phase::Locked => self.unlock(host),
@@ -294,8 +296,8 @@ impl OrderMachine {
         }
     }
 
-    /// Waits for the GPU's work. The driver's lock is used only where the work cannot be seen
-    /// otherwise.
+    /// Waits for the GPU's work. Uses the driver's lock only if there is no other way to see
+    /// whether work runs.
     fn await_work(&mut self, host: &mut impl Host) -> Ended {
         let end_us = host.now_us() + u64::from(MAX_WORK_MS) * 1_000;
         match host.await_work(end_us) {
@@ -473,16 +475,16 @@ fn admits(phase: Phase, action: Action) -> bool {
     }
 }
 
-/// Waits for calls in progress, then seals the gate. Stops waiting if a caller arrives at the gate
-/// while another call is still inside. The process is then not idle, and the call inside might need
-/// the waiting one to continue.
+/// Waits until no call of this set is inside the driver, then seals the gate. Stops waiting if a
+/// caller arrives at the gate while another call is still inside. The process is then not idle, and
+/// the call inside might need the waiting call to continue.
 fn wait_drained(host: &mut impl Host, calls: CallAdmission, deadline_ms: u32) -> bool {
     const MAX_SLEEP_US: u64 = 2_000;
     let end = host.now_us() + u64::from(deadline_ms) * 1_000;
     let mut sleep_us = 20;
     loop {
-        // Behind the fence: the first check proves that no call passes that is not nested, the
-        // second that no nested call has passed beside it.
+        // The fence has passed. The first check proves that no outer call passes the gate, the
+        // second that no nested call has passed before the seal.
         if host.drained(calls) {
             host.set_sealed(true);
             if host.drained(calls) {

@@ -1,10 +1,10 @@
-//! Keeps libcuda loaded. Before `cuInit`, the last `dlclose` unloads the driver's library (seen
-//! with 580; after `cuInit` it stays). A program might request the version, close the library and
-//! load it at another address. The agent would then have addresses of unmapped code.
+//! Keeps libcuda loaded. Before `cuInit`, the last `dlclose` unloads libcuda (seen with 580; after
+//! `cuInit` it stays loaded). A program might request the driver's version, close libcuda and load
+//! it at another address. The agent would then have addresses of unmapped code.
 //!
-//! `dlopen` takes the loader's lock. A thread may hold that lock while its constructor waits at the
-//! gate for this agent. So a separate thread takes the reference, and the agent waits for it for at
-//! most 1 s.
+//! To add a reference, `dlopen` takes the loader's lock. Another thread may hold that lock while
+//! its constructor waits at the gate for this agent. So a separate thread calls `dlopen`, and the
+//! agent waits for that thread for at most 1 s.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -18,7 +18,7 @@ static DONE: AtomicU32 = AtomicU32::new(0);
 /// Takes the reference on a separate thread, and waits for that thread for at most 1 s.
 pub fn pin_libcuda() {
     const PIN_TIMEOUT_MS: u64 = 1_000;
-    // A forked child may have it from its parent.
+    // A forked child may have the reference from its parent.
     if !libcuda::is_kept()
         && libc::start_thread(take_reference, core::ptr::null_mut(), StackSize::Default)
     {

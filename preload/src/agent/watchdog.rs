@@ -68,7 +68,8 @@ mod tests {
         heard: false,
     };
 
-    /// Seconds until the watchdog fires, checked once a second, up to 20.
+    /// Returns the second at which the watchdog fires, if checked once a second for 20 s; `None`:
+    /// never.
     fn seconds(silence: &mut ControllerWatchdog, situation: GateActivity) -> Option<u64> {
         let start = silence.last_us;
         (0..20).find(|s| silence.is_too_long(start + s * 1_000_000, situation))

@@ -13,10 +13,10 @@ use crate::{hook_table, thunk};
 
 const SIGUSR1: u64 = 10;
 const ROUNDS: u32 = 60;
-/// Name of the variable that names the test which this process runs.
+/// Environment variable with the name of the test that this process runs.
 const BODY: &str = "AFFINODE_TEST_BODY";
 
-/// Runs a test in its own process, which the test may register and end.
+/// Runs a test in a process of its own, so that the test may register the process and end it.
 fn in_own_process(test: &str, body: fn()) {
     if std::env::var(BODY).is_ok_and(|name| name == test) {
         return body();
@@ -55,7 +55,7 @@ fn hooked() -> extern "C" fn() -> u32 {
     assert_eq!(class, Class::Poll);
     let real = driver_call as extern "C" fn() -> u32 as usize;
     let stub = thunk::stub(hook_table::index_of(real, number, class).unwrap());
-    // SAFETY: the stub takes what the function behind it takes, and returns the same.
+    // SAFETY: the stub has the parameters and the result of the function that it calls.
     unsafe { core::mem::transmute::<usize, extern "C" fn() -> u32>(stub) }
 }
 
@@ -64,7 +64,7 @@ extern "C" fn handle(_: i32) {
 }
 
 static STOP: AtomicBool = AtomicBool::new(false);
-/// Cache lines that all callers write. A store after such writes takes long to become visible.
+/// Cache lines that all callers write. After such writes, a store takes longer to become visible.
 static CONTENDED: [[AtomicU64; 8]; 48] = [const { [const { AtomicU64::new(0) }; 8] }; 48];
 
 fn call_without_pause(tids: &AtomicU32) {
@@ -162,7 +162,7 @@ fn held_lock_is_waited_for_once() {
     assert_eq!(take(1), (true, 1));
     assert_eq!(take(40), (true, 40));
     assert_eq!(take(u32::MAX), (false, WaitBudget::MAX_TRIES));
-    // Another container keeps it: each further move pays for one attempt.
+    // Another container holds the lock permanently: from now on each move makes only one attempt.
     assert_eq!(take(40), (false, 1));
     assert_eq!(take(1), (true, 1));
     assert_eq!(take(40), (true, 40));

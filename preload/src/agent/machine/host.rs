@@ -1,4 +1,5 @@
-//! What the machine can do to its process: [`Host`]. `agent/host.rs` does it to the real one.
+//! What the order machine can do to its process: the trait [`Host`]. `agent/host.rs` implements it
+//! for the real process.
 
 use affinode_proto::wire::Phase;
 use affinode_proto::wire::counters::Gate;
@@ -22,9 +23,10 @@ pub enum DriverCall {
     Lock(u32),
     /// Move device memory to host memory.
     Checkpoint,
-    /// Move it back to the device.
+    /// Move the device memory back to the same device.
     Restore,
-    /// Move it back, with these two GPUs of the controller's list exchanged.
+    /// Restore the device memory with two GPUs exchanged. The values are indices into the
+    /// controller's list of GPUs.
     RestoreOn(u8, u8),
     /// Let the process use the device again.
     Unlock,
@@ -32,7 +34,7 @@ pub enum DriverCall {
 
 /// Everything that the machine can do to the process.
 pub trait Host {
-    /// Sets the gate; a damaged process gets [`Gate::Damaged`] instead of an open gate.
+    /// Sets the gate. If the process is damaged, sets [`Gate::Damaged`] in place of an open gate.
     fn set_gate(&mut self, gate: Gate);
     /// Publishes the phase in the counters.
     fn set_phase(&mut self, phase: Phase);
@@ -43,7 +45,7 @@ pub trait Host {
     fn fence(&mut self) -> bool;
     /// Sets whether the gate holds nested calls, too.
     fn set_sealed(&mut self, sealed: bool);
-    /// Whether none of these calls is inside the driver.
+    /// Whether no call of this set is inside the driver.
     fn drained(&mut self, calls: CallAdmission) -> bool;
     /// Whether a caller waits at the gate.
     fn has_waiters(&mut self) -> bool;
@@ -51,11 +53,11 @@ pub trait Host {
     fn sleep_us(&mut self, us: u64);
     /// Monotonic time in microseconds.
     fn now_us(&mut self) -> u64;
-    /// Whether no hazard keeps all of this process on its device.
+    /// Whether the whole process can be moved: no hazard of the process prevents it.
     fn is_eligible(&mut self) -> bool;
-    /// Whether the driver must not checkpoint the process: it has managed or shared
-    /// memory, or has loaded a tool or a video library. Only called with the gate closed, so that
-    /// none comes before the checkpoint.
+    /// Whether the driver must not checkpoint the process, because the process has managed or
+    /// shared memory, or has loaded a tool or a video library. Call it only while the gate is
+    /// closed: then no such memory or library can be added before the checkpoint.
     fn keeps_context(&mut self) -> bool;
     /// Records where the threads are, before the driver locks the process.
     fn note_threads(&mut self);
@@ -65,27 +67,28 @@ pub trait Host {
     fn call(&mut self, call: DriverCall) -> Option<u32>;
     /// The process state that the driver reports; `None`: it reports none.
     fn state(&mut self) -> Option<u32>;
-    /// Waits for the GPU's work in every context, without the driver's checkpoint, until `end_us` or
-    /// until a caller arrives at the gate.
+    /// Waits, without the driver's checkpoint interface, until the GPU has ended its work in every
+    /// context. Stops at `end_us`, or when a caller arrives at the gate.
     fn await_work(&mut self, end_us: u64) -> GpuWork;
     /// Copies swappable memory to host memory and frees the device memory. `vram_bytes`: VRAM that
-    /// the process holds on its device. If a checkpoint follows, a copier may copy during it. The
-    /// error is the driver's code, and all is then as before.
+    /// the process uses on its device. If a checkpoint follows, a copier may copy during the
+    /// checkpoint. On failure, returns the driver's code and leaves the memory as before.
     fn copy_out(&mut self, how: CopyOptions, vram_bytes: u64) -> Result<(), u32>;
     /// Waits until the copier has copied the exported memory, if there is any. `false`: the copier
     /// has failed, and the content is still on the device.
     fn settle(&mut self) -> bool;
     /// Bytes that were exported to the copier but not copied: they are still on the device.
     fn exported_bytes(&mut self) -> u64;
-    /// Copies in all copied-out content. The error is the driver's code, and the content then stays
-    /// copied out.
+    /// Copies in all copied-out content. On failure, returns the driver's code, and the content
+    /// stays copied out.
     fn copy_in(&mut self) -> Result<(), u32>;
     /// Whether any content is copied out.
     fn is_parked(&mut self) -> bool;
-    /// Unregisters the staging buffer from the driver; a copier may register it for itself.
-    /// `vram_bytes`: VRAM that the process holds on its device when it is resident.
+    /// Unregisters the staging buffer from the driver of this process. A copier may then register
+    /// the buffer in its own process. `vram_bytes`: VRAM that the process uses on its device when
+    /// it is resident.
     fn release_copied(&mut self, vram_bytes: u64);
-    /// Tells the copier that the driver has checkpointed the rest of the process.
+    /// Tells the copier that the driver has checkpointed the process.
     fn announce_offloaded(&mut self);
     /// Tells the copier that the driver begins to restore the process.
     fn announce_restore(&mut self);
@@ -94,16 +97,18 @@ pub trait Host {
     /// Whether the process has imported device memory of another process. The driver would
     /// checkpoint such a process, and then fail to restore it.
     fn holds_imported(&mut self) -> bool;
-    /// Whether the process can be restored with these two GPUs of the list exchanged.
+    /// Whether the process can be restored with two GPUs exchanged. The values are indices into the
+    /// controller's list of GPUs.
     fn can_move(&mut self, from: u8, to: u8) -> bool;
-    /// Whether the driver runs and returns this code for every call: the context is lost.
+    /// Whether the process has lost its context: the driver still runs, but returns this code for
+    /// every call.
     fn is_broken(&mut self, code: u32) -> bool;
-    /// Makes an open gate answer calls with an error from now on, because the content of memory is
-    /// lost.
+    /// Makes the gate return an error for every call when it opens, because the content of memory
+    /// is lost.
     fn set_damaged(&mut self);
-    /// Begins a self-restore: whether this many bytes are proven free on the devices, and no other
-    /// process that restores itself takes them before [`Host::end_return`].
+    /// Begins a self-restore. True: this many bytes of VRAM are proven free on the devices, and no
+    /// other process that restores itself takes them before [`Host::end_return`].
     fn begin_return(&mut self, vram_bytes: u64) -> bool;
-    /// Ends a self-restore, whether it began or not.
+    /// Ends a self-restore, whether or not [`Host::begin_return`] succeeded.
     fn end_return(&mut self);
 }

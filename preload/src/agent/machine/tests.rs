@@ -17,7 +17,7 @@ struct Fake {
     inside_until_us: u64,
     waiters: bool,
     eligible: bool,
-    /// Result of `keeps_context`: a profiler, sanitizer or debugger is in the process.
+    /// Result of `keeps_context`. True stands for a profiler, sanitizer or debugger in the process.
     tools: bool,
     room: bool,
     fails: Option<(DriverCall, u32)>,
@@ -25,10 +25,10 @@ struct Fake {
     fails_late: bool,
     calls: Vec<DriverCall>,
     returns_ended: u32,
-    /// Whether memory is swappable. The next field: whether it is copied out.
+    /// Whether memory is swappable. The next field says whether that memory is copied out.
     can_copy: bool,
     copied_out: bool,
-    /// True if the host memory is not registered with the driver.
+    /// True if the host memory is no longer registered with the driver.
     let_go: bool,
     /// True if the process holds imported memory that is not copied out.
     imported: bool,
@@ -41,12 +41,13 @@ struct Fake {
     announced: bool,
     /// VRAM that was requested without a controller.
     asked_room: u64,
-    /// Code with which the next copy fails.
+    /// Code with which the next copy fails; `None`: it succeeds.
     copy_fails: Option<u32>,
-    /// Code that the driver returns for every call.
+    /// Code that the driver returns for every call; `None`: calls succeed.
     broken: Option<u32>,
     damaged: bool,
-    /// State that the driver reports, if it differs from the real one.
+    /// State that the fake driver reports in place of the real one. The inner `None`: it reports no
+    /// state.
     says: Option<Option<u32>>,
     /// What a wait for the GPU's work finds.
     work: GpuWork,
@@ -244,7 +245,7 @@ fn offloaded(host: &mut Fake) -> OrderMachine {
     machine
 }
 
-/// A process and its machine in this phase.
+/// Returns a process that has reached this phase, and its machine.
 fn at(phase: Phase) -> (Fake, OrderMachine) {
     let mut host = Fake::new();
     let mut machine = running(&mut host);
@@ -271,8 +272,8 @@ fn out_and_back() {
     assert!(passed.iter().all(|phase| host.phases.contains(phase)));
 }
 
-/// The process or the controller was stopped for a while, so the VRAM may be granted to another
-/// process.
+/// A restore order that is older than the limit must be refused: the process or the controller may
+/// have been stopped in between, and the VRAM may be granted to another process.
 #[test]
 fn old_restore_order_is_refused() {
     let mut host = Fake::new();
@@ -287,7 +288,7 @@ fn old_restore_order_is_refused() {
     );
     let in_time = 60_000 - PROOF_TTL_MS;
     assert_eq!(machine.obey(&mut host, Action::Restore, in_time), (Outcome::Done, 0));
-    // What takes no VRAM is never late.
+    // An order that takes no VRAM is executed at any age.
     assert_eq!(machine.obey(&mut host, Action::Unlock, 1), (Outcome::Done, 0));
 }
 
@@ -446,8 +447,8 @@ fn exit_while_offloaded_is_allowed() {
     assert_eq!(host.returns_ended, 1);
 }
 
-/// The driver can never restore the process. Callers get an error instead of a wait, and no call
-/// reaches a driver whose state is not restored.
+/// If the driver fails three times to restore a process, calls must return an error and no longer
+/// wait. No call may reach the driver, because its state is not restored.
 #[test]
 fn lost_restore_is_told_after_three_attempts() {
     for failing in [DriverCall::Restore, DriverCall::Unlock] {
@@ -479,12 +480,12 @@ fn drivers_state_decides_against_its_code() {
         let (mut host, mut machine) = at(before);
         host.says = Some(Some(says));
         let ended = machine.execute_order(&mut host, action);
-        // It returned success, and has not done it.
+        // The driver returned success, but its state shows that it has not executed the step.
         assert_eq!(ended, (Outcome::DriverError, 0), "{action:?} {says}");
         assert_eq!((machine.phase(), host.gate), (after, Gate::Closed), "{action:?} {says}");
         assert_eq!(host.phases.last(), Some(&after));
     }
-    // It returned an error, and has done it.
+    // The driver returned an error, but its state shows that it has executed the step.
     let made = [
         (
             CHECKPOINT,
@@ -512,7 +513,8 @@ fn drivers_state_decides_against_its_code() {
         );
         assert_eq!((machine.phase(), host.state), (after, says), "{action:?}");
     }
-    // Not ready, but locked after all: no lock that is to be tried again.
+    // The lock returns NOT_READY, but the process is locked. The outcome must not be `Busy`, which
+    // would repeat the lock.
     let (mut host, mut machine) = at(Phase::Closed);
     host.fails = Some((DriverCall::Lock(100), result::NOT_READY));
     host.says = Some(Some(process_state::LOCKED));
@@ -546,7 +548,8 @@ fn close_without_fence_is_busy() {
     assert_eq!(host.phases.last(), Some(&Phase::Open));
 }
 
-/// The gate is sealed from the proof on until calls pass again, and not before the proof.
+/// The gate must be sealed once the counts prove that no call is inside, not before, and stay
+/// sealed until calls pass again.
 #[test]
 fn gate_is_sealed_once_counts_are_proven() {
     let mut host = Fake::new();
@@ -557,12 +560,12 @@ fn gate_is_sealed_once_counts_are_proven() {
     host.inside_until_us = 0;
     assert_eq!(machine.execute_order(&mut host, CLOSE).0, Outcome::Done);
     assert!(host.sealed);
-    // A hold that was ordered meanwhile is sealed as well when the gate opens.
+    // Allocations that are paused while the gate is closed stay paused, and sealed, when it opens.
     let hold = Action::HoldAllocations { deadline_ms: 10 };
     machine.execute_order(&mut host, hold);
     machine.execute_order(&mut host, Action::Open);
     assert_eq!((host.gate, host.sealed), (Gate::AllocationsHeld, true));
-    // A later one begins anew: calls that nest are let through until they are counted out.
+    // The next pause of allocations starts unsealed: nested calls pass until the counts are proven.
     machine.execute_order(&mut host, Action::ReleaseAllocations);
     host.inside_until_us = host.now_us + 80_000;
     assert_eq!(machine.execute_order(&mut host, hold).0, Outcome::Busy);

@@ -7,7 +7,7 @@ const COPY_OUT: Action = Action::CopyOut {
     how: CopyOptions { keep: true, then_checkpoint: false, check: false },
 };
 
-/// A process with swappable memory, after these orders.
+/// Returns a process with swappable memory that has executed these orders, and its machine.
 fn copying(orders: &[Action]) -> (Fake, OrderMachine) {
     let mut host = Fake::new();
     host.can_copy = true;
@@ -83,7 +83,7 @@ fn failed_copy_out_leaves_process_closed() {
     assert_eq!(machine.execute_order(&mut host, Action::Open).0, Outcome::Done);
 }
 
-/// Other processes took the host memory. This outcome differs from an error of the driver.
+/// If other processes have taken the host memory, the outcome must differ from a driver error.
 #[test]
 fn copy_without_host_memory_is_told_apart() {
     let (mut host, mut machine) = copying(&[CLOSE, LOCK]);
@@ -217,10 +217,10 @@ fn lost_context_of_parked_process_is_handed_over() {
         (host.copy_fails, host.broken) = (Some(ILLEGAL_ADDRESS), Some(ILLEGAL_ADDRESS));
         let ended = machine.execute_order(&mut host, Action::Restore);
         assert_eq!(ended, (Outcome::DriverError, ILLEGAL_ADDRESS));
-        // Calls go through to a driver that answers them with its error.
+        // The gate is open, so calls reach the driver, which returns its error.
         let state = (machine.phase(), host.gate, host.state, host.damaged);
         assert_eq!(state, (Phase::Open, Gate::Open, process_state::RUNNING, false));
-        // It is not moved again.
+        // A process with a lost context must not be moved again.
         host.calls.clear();
         assert_eq!(machine.execute_order(&mut host, CLOSE).0, Outcome::Done);
         let ended = machine.execute_order(&mut host, LOCK);
@@ -238,8 +238,8 @@ fn lost_context_opens_gate_without_controller() {
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
 }
 
-/// Only the copy fails, and the driver answers other calls normally. Memory that is not restored
-/// must not be accessed, so no call passes.
+/// Only the copy fails; other calls of the driver succeed. Because the program must not access
+/// memory that is not restored, no call may pass the gate.
 #[test]
 fn lost_copy_is_told_after_three_attempts() {
     let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT]);
@@ -251,7 +251,8 @@ fn lost_copy_is_told_after_three_attempts() {
     }
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Damaged));
 
-    // One that succeeds in between ends the line; and lack of room is no loss.
+    // A restore that succeeds resets the number of failures. A lack of VRAM (code 2) does not count
+    // as a failure.
     let (mut host, mut machine) = copying(&[CLOSE, LOCK, COPY_OUT]);
     for code in [ILLEGAL_ADDRESS, ILLEGAL_ADDRESS, 2, 2, 2, 2] {
         host.copy_fails = Some(code);
@@ -279,7 +280,7 @@ fn tool_in_process_bars_checkpoint_and_no_copy() {
     for action in [Action::Restore, Action::Open] {
         assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
     }
-    // Without a copy before it there is none either, and the process goes on.
+    // A process that is not copied out is not checkpointed either, and can be unlocked and opened.
     for action in [CLOSE, LOCK] {
         assert_eq!(machine.execute_order(&mut host, action), (Outcome::Done, 0));
     }

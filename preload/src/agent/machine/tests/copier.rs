@@ -9,7 +9,7 @@ const COPY_OUT: Action = Action::CopyOut {
     how: CopyOptions { keep: false, then_checkpoint: true, check: false },
 };
 
-/// A process after a CopyOut that has exported memory to a copier.
+/// Returns a process that has exported memory to a copier in a CopyOut, and its machine.
 fn exported(copier_offloads: bool) -> (Fake, OrderMachine) {
     let mut host = Fake::new();
     (host.can_copy, host.hands, host.with_copier) = (true, EXPORTED_BYTES, copier_offloads);
