@@ -24,7 +24,7 @@ macro_rules! weak {
     }};
 }
 
-/// `struct dl_phdr_info`, its first fields.
+/// The first fields of `struct dl_phdr_info`.
 #[repr(C)]
 pub struct PhdrInfo {
     pub base: usize,
@@ -126,8 +126,8 @@ pub fn with_errno_kept<R>(body: impl FnOnce() -> R) -> R {
     result
 }
 
-/// The set of signals that libc sends to all threads and whose handlers it waits for, for `setuid`
-/// and cancellation. A thread that blocks them would hang the application.
+/// The signals that libc sends to all threads for `setuid` and cancellation. libc waits until each
+/// thread has handled such a signal, so a thread that blocks them would hang the application.
 pub fn internal_signals() -> u64 {
     const fn bit(signal: u64) -> u64 {
         1 << (signal - 1)
@@ -135,7 +135,7 @@ pub fn internal_signals() -> u64 {
     if weak!("gnu_get_libc_version") == 0 { bit(32) | bit(33) | bit(34) } else { bit(32) | bit(33) }
 }
 
-/// `struct link_map`, its first fields.
+/// The first fields of `struct link_map`.
 #[repr(C)]
 pub struct LinkMap {
     /// Offset that the loader adds to the addresses in the file.
@@ -153,7 +153,7 @@ pub fn keep_loaded(name: &CStr) -> Option<&'static LinkMap> {
     const RTLD_DI_LINKMAP: c_int = 2;
     type Dlopen = unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void;
     type Dlinfo = unsafe extern "C" fn(*mut c_void, c_int, *mut c_void) -> c_int;
-    // Before glibc 2.34 both are in a library of their own.
+    // Before glibc 2.34, `dlopen` and `dlinfo` are in libdl.
     let address = match weak!("dlopen") {
         0 => elf::find_function(b"dlopen")?,
         found => found,
@@ -204,7 +204,8 @@ pub fn are_stacks_large() -> bool {
 /// plain `clone` does not set up.
 pub fn start_thread(main: ThreadMain, argument: *mut c_void, stack: StackSize) -> bool {
     type Create = unsafe extern "C" fn(*mut usize, *const c_void, ThreadMain, *mut c_void) -> c_int;
-    // Before glibc 2.34 it is in libpthread, which may be loaded outside of this library's scope.
+    // Before glibc 2.34, `pthread_create` is in libpthread, which may be loaded outside of this
+    // library's scope.
     let address = match weak!("pthread_create") {
         0 => elf::find_function(b"pthread_create").unwrap_or(0),
         found => found,
@@ -238,11 +239,13 @@ pub fn start_thread(main: ThreadMain, argument: *mut c_void, stack: StackSize) -
     started
 }
 
-/// Runs `start` with thread attributes for a large stack. False also if libc does not support them.
+/// Runs `start` with thread attributes for a large stack. Also returns false if libc does not have
+/// the functions for attributes.
 fn with_large_stack(start: impl FnOnce(*const c_void) -> bool) -> bool {
     const STACK_BYTES: usize = 8 << 20;
     type Attribute = unsafe extern "C" fn(*mut c_void) -> c_int;
-    // Before glibc 2.34 they may be outside of this library's scope, as pthread_create.
+    // Before glibc 2.34, these functions may be outside of this library's scope, as
+    // `pthread_create` may.
     let addresses = [
         (weak!("pthread_attr_init"), &b"pthread_attr_init"[..]),
         (weak!("pthread_attr_setstacksize"), b"pthread_attr_setstacksize"),

@@ -12,11 +12,11 @@ use affinode_cuda_sys::CheckpointGetStateFn;
 use crate::elf::{self, DynamicSection, LoadedObject};
 use crate::{libc, sys};
 
-/// Base and dynamic section of the library that [`keep`] keeps loaded; 0: none. A forked child has
-/// it at the same place.
+/// Base and dynamic section of the libcuda that [`keep`] keeps loaded; 0: none. In a forked child
+/// libcuda is at the same addresses.
 static KEPT: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
-/// Keeps the library loaded for the life of the process. Takes the loader's lock.
+/// Keeps libcuda loaded for the life of the process. Takes the loader's lock.
 pub fn keep() {
     let Some(map) = libc::keep_loaded(c"libcuda.so.1") else { return };
     // SAFETY: as the loader describes a library that is never unloaded.
@@ -65,7 +65,8 @@ pub fn function(name: &[u8]) -> Option<usize> {
 }
 
 /// The code and the state that `cuCheckpointProcessGetState` returns for this process. `None`: the
-/// driver has no such function. The call works in every state, and waits for a step in progress.
+/// driver has no such function. The call works in every state. It waits for a checkpoint step in
+/// progress.
 pub fn checkpoint_state() -> Option<(u32, u32)> {
     let function = function(b"cuCheckpointProcessGetState")?;
     let mut state = 0;
@@ -79,8 +80,8 @@ pub fn checkpoint_state() -> Option<(u32, u32)> {
 
 /// Whether an address is in the code of libcuda.
 pub fn owns(address: usize) -> bool {
-    // Pages that are known to be libcuda's code. Enough to avoid the walk for most of
-    // the hundreds of addresses that libcudart looks up.
+    // Pages that are known to be libcuda's code. Their number suffices to avoid the walk for most
+    // of the hundreds of addresses that libcudart looks up.
     static KNOWN_PAGES: [AtomicUsize; 64] = [const { AtomicUsize::new(0) }; 64];
     const PAGE_BYTES: usize = 4096;
     let page = address / PAGE_BYTES;

@@ -9,8 +9,8 @@ use affinode_cuda_sys::{hook, result};
 
 use crate::{elf, hook_table, libcuda, nvml, process, thunk};
 
-/// True if the application got a function without a stub. Calls of that function do not pass the
-/// gate, so the gate no longer holds all calls.
+/// True if the application got a function of libcuda without a stub. Calls of that function do not
+/// pass the gate, so the gate does not hold all calls.
 static LEAKING: AtomicBool = AtomicBool::new(false);
 
 /// Whether the gate holds every function that the application has looked up so far.
@@ -54,7 +54,8 @@ struct LookupEntry {
 
 type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut usize, i32, u64, *mut c_void) -> u32;
 
-/// All wrappers. The first two belong to the exported names.
+/// All wrappers. Entries 0 and 1 belong to the exported `cuGetProcAddress` and
+/// `cuGetProcAddress_v2`.
 static LOOKUP_ENTRIES: [LookupEntry; 8] = [const { LookupEntry { real: AtomicUsize::new(0) } }; 8];
 const WAYS: [GetProcAddress; 8] = [
     through::<0>,
@@ -145,9 +146,9 @@ impl LookupResult {
 /// The address of the real `dlsym`, which the exported one uses; 0: not known yet.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds the real `dlsym`, the first one that is defined by an object loaded after this library. An
-/// object loaded before may be another library that hooks `dlsym` and calls this one. Returns 0 if
-/// there is none. A program with a weak reference would have found the same.
+/// Finds the real `dlsym`: the first `dlsym` of an object that was loaded after this library. An
+/// object loaded before may be another library that hooks `dlsym` and calls this library's. Returns
+/// 0 if there is no such object. A program with a weak reference would also have got 0.
 pub extern "C" fn find_dlsym() -> usize {
     let found = next_after(find_dlsym as *const () as usize, b"dlsym").unwrap_or(0);
     REAL_DLSYM.store(found, Ordering::Release);
@@ -188,7 +189,7 @@ pub unsafe extern "C" fn dlsym_of_driver(
     let owns = if is_of_nvml { nvml::owns } else { libcuda::owns };
     let function = if is_of_nvml { nvml::function } else { libcuda::function };
     if handle as usize == RTLD_NEXT {
-        // Calling the real one from here would resolve relative to this library, not to the caller.
+        // Here the real `dlsym` would resolve relative to this library, not to the caller.
         return match next_after(caller, text) {
             Some(found) if owns(found) => LookupResult::is(hooked(text, found)),
             _ => LookupResult::JUMP,

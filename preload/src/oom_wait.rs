@@ -31,9 +31,9 @@ const ASKED: u32 = 1;
 const GO_AHEAD: u32 = 2;
 const GIVE_UP: u32 = 3;
 
-/// The allocation of this process that waits, if any. All zero in a forked child.
+/// The state of the process's waiting allocation, if there is one. All zero in a forked child.
 pub struct OomWaiter {
-    /// Time limit of an allocation's wait, set by the controller; 0: allocations do not wait.
+    /// Maximum time that an allocation waits, set by the controller; 0: allocations do not wait.
     wait_ms: AtomicU32,
     /// Thread of the waiting allocation; 0: none.
     owner: AtomicU32,
@@ -42,7 +42,7 @@ pub struct OomWaiter {
     ticket: AtomicU64,
     bytes: AtomicU64,
     uuid: [AtomicU64; 2],
-    /// Ticket of the last allocation that succeeded after its wait.
+    /// Ticket of the last allocation that succeeded after a wait.
     served: AtomicU64,
 }
 
@@ -61,7 +61,7 @@ pub struct PendingAlloc {
     pub ticket: u64,
     pub want: AllocRequest,
     pub attempts: u32,
-    /// True if it waits for an AllocGrant.
+    /// True if the allocation waits for an AllocGrant.
     pub asked: bool,
 }
 
@@ -79,7 +79,7 @@ impl OomWaiter {
         }
     }
 
-    /// Sets the time limit of an allocation's wait from now on. 0 also ends the wait in progress.
+    /// Sets the maximum wait of allocations from now on. 0 also ends the wait in progress.
     pub fn set_wait_ms(&self, wait_ms: u32) {
         self.wait_ms.store(wait_ms, Ordering::Relaxed);
         if wait_ms == 0 {
@@ -120,8 +120,8 @@ impl OomWaiter {
         }
     }
 
-    /// Makes the calling thread the owner of the wait. False: another thread was the owner until
-    /// `until_us`.
+    /// Makes the calling thread the owner of the wait. Waits for another owner until `until_us`.
+    /// False: this time has passed, or this thread is the owner already.
     fn take(&self, tid: u32, until_us: u64) -> bool {
         loop {
             let owner =
@@ -129,13 +129,13 @@ impl OomWaiter {
                     Ok(_) => return true,
                     Err(owner) => owner,
                 };
-            // The owner is this thread: a signal handler makes an allocation and has interrupted
-            // the waiting one.
+            // This thread is the owner already if a signal handler has interrupted its waiting
+            // allocation and allocates too.
             let left_us = until_us.saturating_sub(sys::now_us());
             if owner == tid || left_us == 0 {
                 return false;
             }
-            // A thread that ended while it waited is still the owner.
+            // A thread that ended during its wait is still registered as the owner.
             let gone = !sys::thread_lives(owner);
             if gone
                 && self
@@ -194,9 +194,9 @@ impl OomWaiter {
 /// callers at the gate.
 const LOOK_AGAIN_MS: u64 = 1_000;
 
-/// Whether a call of this function may be repeated after it found no memory, because it has done
-/// nothing. This is not true for the launch of a graph: it is not documented that none of the graph's
-/// work has begun.
+/// Whether a call of this function may be repeated after it failed for lack of memory. This
+/// requires that the failed call has done nothing. For the launch of a graph that is not
+/// documented: a part of the graph's work may have begun.
 pub fn may_be_repeated(entry: &HookEntry) -> bool {
     let name = hook::name(entry.number()).map_or(&[][..], str::as_bytes);
     entry.class() == Class::Alloc && hook::base(name) != b"cuGraphLaunch"
@@ -304,7 +304,7 @@ fn current_device() -> Option<i32> {
 }
 
 fn uuid_of(device: i32) -> Option<[u8; 16]> {
-    // The second version distinguishes a part of a device (MIG) from the whole.
+    // `cuDeviceGetUuid_v2` distinguishes a part of a device (MIG) from the whole device.
     let get = libcuda::function(b"cuDeviceGetUuid_v2")
         .or_else(|| libcuda::function(b"cuDeviceGetUuid"))?;
     let mut uuid = [0_u8; 16];

@@ -1,9 +1,10 @@
 //! Measures the time that the hook adds to a call in this process. The agent calls a function that
-//! does nothing, with and without a stub, and computes the difference. It counts on a separate page,
-//! so these calls do not count as activity.
+//! does nothing, with and without a stub, and computes the difference. These calls are counted on a
+//! separate page, so they do not count as activity.
 //!
-//! The measurement takes about 20 µs, once, on the agent's thread. No call of the application reads a
-//! clock for it. The result is the time in a tight loop, which is the minimum that the hook adds.
+//! The measurement takes about 20 µs, once, on the agent's thread. No call of the application reads
+//! a clock for the measurement. The result is the time in a tight loop, which is the minimum that
+//! the hook adds.
 
 use core::hint::black_box;
 use core::sync::atomic::Ordering;
@@ -28,7 +29,7 @@ extern "C" fn nothing() {
 /// clock, the counter stays 0, which means not measured.
 pub fn measure(page: &CounterPage) {
     if !process::is_fenced() {
-        // In such a process calls take the slow path, which this function does not measure.
+        // Without the barrier, calls take the slow path, which this function does not measure.
         return;
     }
     let real = nothing as Nothing as usize;
@@ -73,8 +74,8 @@ mod tests {
 
     #[test]
     fn a_call_through_nothing_costs_nothing_more() {
-        // The same function is measured both times, so the difference is noise and contains no
-        // clock jump.
+        // Both measurements call the function without a stub, so the difference is noise. The test
+        // checks that it contains no clock jump.
         let cost = difference_ps(nothing).unwrap();
         assert!((1..=MAX_CALL_COST_PS).contains(&cost), "{cost}");
     }

@@ -34,7 +34,8 @@ pub struct Process {
     token: AtomicU64,
     page: AtomicPtr<CounterPage>,
     state: AtomicU32,
-    /// 1 if the kernel has no barrier on all threads. All threads then use slot 0.
+    /// 1 if the kernel does not support the memory barrier on all threads. All threads then use
+    /// slot 0.
     unfenced: AtomicU32,
     page_fd: AtomicI32,
     agent_tid: AtomicU32,
@@ -46,7 +47,7 @@ pub struct Process {
     pub oom_wait: OomWaiter,
     /// Counts of calls into NVML.
     pub nvml: nvml::NvmlCallCount,
-    /// State of the first load of a module, ahead of copies.
+    /// State of the first load of a module, which must have ended before the library copies.
     pub module_load: swap::loader_lock::ModuleLoad,
 }
 
@@ -113,7 +114,7 @@ pub fn thread() -> *mut ThreadState {
     block
 }
 
-/// The slot in which a call is counted, from its begin to its end.
+/// The slot in which a call is counted, from the call's begin to its end.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct SlotLocation {
@@ -122,7 +123,8 @@ pub struct SlotLocation {
 }
 
 impl SlotLocation {
-    /// The slot. `None`: this is a child forked since then, and the page is the parent's.
+    /// The slot. `None`: this process was forked after the call was counted, and the slot is in the
+    /// parent's page.
     pub fn slot(&self) -> Option<&'static ThreadSlot> {
         let current = PROCESS.token.load(Ordering::Relaxed);
         if current == 0 || self.token & !SHARED != current {
@@ -269,7 +271,8 @@ fn take_page() -> Option<i32> {
     // every field; never unmapped.
     let page = unsafe { &*at };
     page.initialise();
-    // Held until the agent has the Welcome of a controller, or has found none. No call is inside yet.
+    // Allocations are paused until the agent has received a controller's Welcome or has found no
+    // controller. The gate can be sealed, because no call is inside the driver yet.
     page.set_sealed(true);
     page.set_gate(Gate::AllocationsHeld);
     page.add_hazards(hazard::at_start());
@@ -285,7 +288,7 @@ fn take_page() -> Option<i32> {
     Some(fd)
 }
 
-/// Runs `body` while this process has a page without being registered.
+/// Runs `body` with a counter page, but without registering the process.
 #[cfg(test)]
 pub fn with_page<R>(body: impl FnOnce(&'static CounterPage) -> R) -> R {
     let page = Box::leak(crate::counters::tests::page());
@@ -317,7 +320,8 @@ pub fn is_disabled() -> bool {
     }
 }
 
-/// Whether the barrier on all threads works, which makes their plain increments visible in time.
+/// Whether the memory barrier on all threads works. It makes the threads' plain increments visible
+/// to the agent in time.
 pub fn is_fenced() -> bool {
     PROCESS.unfenced.load(Ordering::Relaxed) == 0
 }
@@ -345,7 +349,7 @@ pub fn pass_gate() {
     unsafe { (*thread()).is_agent = 1 };
 }
 
-/// The agent's thread id; `None` until it runs.
+/// The agent's thread id; `None`: the agent does not run yet.
 pub fn agent_tid() -> Option<u32> {
     Some(PROCESS.agent_tid.load(Ordering::SeqCst)).filter(|tid| *tid != 0)
 }

@@ -1,8 +1,9 @@
-//! The symbols that the compiler and `core` require of a platform, which this library does not have.
+//! The symbols that the compiler and `core` require of the platform. This library defines them
+//! itself, because it is linked without libc.
 
 use core::arch::global_asm;
 
-// The compiler emits calls to these. Hidden: the application keeps its own.
+// The compiler emits calls to these functions. They are hidden, so the application keeps its own.
 global_asm!(
     ".text",
     ".globl memcpy, memmove, memset, memcmp, bcmp, strlen",
@@ -24,7 +25,7 @@ global_asm!(
     "mov rcx, rdx",
     "rep movsb",
     "ret",
-    // The target begins inside the source: copy from the end.
+    // The destination begins inside the source, so copy from the end.
     "1:",
     "mov rax, rdi",
     "mov rcx, rdx",

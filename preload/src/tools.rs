@@ -24,8 +24,8 @@ use crate::{elf, libc, sys};
 /// A `CUuuid`, as bytes.
 pub type TableId = [u8; 16];
 
-/// Tables that the CUDA runtime, its math libraries, NVRTC and NVML request in programs without any
-/// tool (CUDA 13.0, driver 580.159.04, H200). Their ids, the first byte highest.
+/// Ids of the tables that the CUDA runtime, its math libraries, NVRTC and NVML request in programs
+/// without any tool (CUDA 13.0, driver 580.159.04, H200). The first byte of an id is the highest.
 const HARMLESS: [u128; 11] = [
     0xf8cff951_21468b4e_b9e2fb46_9e7c0dd9,
     0x6bd5fb6c_5bf4e74a_8987d939_12fd9df9,
@@ -34,24 +34,25 @@ const HARMLESS: [u128; 11] = [
     0xc693336e_1121df11_a8c368f3_55d89593,
     0x263e8860_7cd26143_92f6bbd5_006dfa7e,
     0xd4082055_bde6704b_8d34ba12_3c66e1f2,
-    // cuBLASLt and cuFFT. Tools request these tables too, but also further ones.
+    // Requested by cuBLASLt and cuFFT. Tools request these tables too, but always further ones as
+    // well.
     0x21318c60_97143248_8ca641ff_7324c8f2,
     0x6e163fbe_b958444d_835ce182_aff1991e,
-    // NVRTC.
+    // Requested by NVRTC.
     0xda9151d3_3ae6cc41_a5c04f26_d533e328,
-    // NVML.
+    // Requested by NVML.
     0x69a28e9f_24498b47_b030c5da_330ea4e9,
 ];
-/// Tables that video libraries request: NVDEC the first one, NVENC the second one. Tools also
-/// request the second one.
+/// Tables that video libraries request: NVDEC requests the first table, NVENC the second table.
+/// Tools also request the second table.
 const VIDEO: [u128; 2] =
     [0x9af0707b_8e2dd84c_8e4eb994_c82ddc35, 0xb10541e1_f7c7c74a_9f64f223_be99f1e2];
 
 /// Environment variables that load a tool into the process.
 const INJECTIONS: [&[u8]; 2] = [b"CUDA_INJECTION64_PATH", b"NVTX_INJECTION64_PATH"];
 
-/// Libraries of tools that a process loads only to use them. CUPTI is not listed, because frameworks
-/// are linked against it.
+/// Names of tool libraries that a process loads only if it uses the tool. CUPTI is not listed,
+/// because frameworks are linked against it.
 const OF_TOOLS: [&[u8]; 5] = [
     b"libsanitizer-",
     b"libInterceptorInjection",
@@ -72,7 +73,7 @@ pub unsafe fn table(id: *const TableId) -> u128 {
     if id.is_null() { 0 } else { u128::from_be_bytes(unsafe { id.read_unaligned() }) }
 }
 
-/// The hazard of a request for a table; empty if the table does not belong to a tool.
+/// The hazard that a request for this table adds; empty if the table does not belong to a tool.
 pub fn of_request(table: u128) -> Hazards {
     let [decoder, shared] = VIDEO;
     if table == 0 || HARMLESS.contains(&table) {
@@ -97,10 +98,10 @@ pub fn found() -> Hazards {
 
 const MAPS: &CStr = c"/proc/self/maps";
 
-/// Whether the name of a mapped file begins with one of `names`. It reads `maps`, and not the loader's
-/// list of objects: glibc does not reset that list's lock in a forked child, so a child that is forked
-/// while the agent walks the list would hang. If `maps` cannot be read, it walks the list, because a
-/// tool that is not found would cost the process.
+/// Whether the name of a mapped file begins with one of `names`. The function reads the file
+/// `maps`, not the loader's list of objects: glibc does not reset that list's lock in a forked
+/// child, so a child that is forked while the agent walks the list would hang. If `maps` cannot be
+/// read, the function walks the list, because the process could be lost if a tool were not found.
 fn is_mapped(maps: &CStr, names: &[&[u8]]) -> bool {
     const KEPT_BYTES: usize = 64; // more than a name has, so that one on the border is found
     let Some(maps) = sys::open_to_read(maps) else { return is_loaded(names) };
@@ -171,7 +172,7 @@ mod tests {
         // The first table that CUPTI requests.
         let of_cupti = 0x2c8e0ad8_0710ab4e_90dd5471_9fe5f74b;
         assert_eq!(of_request(of_cupti), Hazards::TOOLS);
-        // The second one is a tool's if no video library is loaded.
+        // Without a video library in the process, a request for the second table is that of a tool.
         assert_eq!(VIDEO.map(of_request), [Hazards::VIDEO, Hazards::TOOLS]);
     }
 
@@ -179,7 +180,7 @@ mod tests {
     fn libraries_are_known_by_their_file() {
         assert!(is_loaded(&[b"libc.so"]));
         assert!(!is_loaded(&OF_TOOLS) && !is_loaded(&OF_VIDEO));
-        // Where the maps cannot be opened or read, or are empty, the loader's list says it.
+        // If the maps cannot be opened or read, or are empty, the loader's list of objects is used.
         for maps in [MAPS, c"/no/such/maps", c"/proc/self", c"/dev/null"] {
             assert!(is_mapped(maps, &[b"no-such-library", b"libc.so"]), "{maps:?}");
             assert!(!is_mapped(maps, &OF_TOOLS) && !is_mapped(maps, &OF_VIDEO), "{maps:?}");

@@ -10,26 +10,28 @@ use super::thunk::NvmlFrame;
 use super::{code, functions, readings};
 use crate::sys;
 
-/// Maximum age of a figure that is returned while the process is being moved.
+/// Maximum age of a reading that is returned while the process is being moved.
 pub const OLD_US: u64 = 60_000_000;
 
-/// Where a function writes its result, by the number of the argument.
+/// Where a function writes its result. Arguments are numbered from 0.
 #[derive(Clone, Copy)]
 enum AnswerShape {
-    /// The place is this argument; the second value is the number of bytes.
+    /// At the address in this argument. The second value is the number of bytes.
     Bytes(usize, usize),
-    /// A text at this argument. The next argument is its buffer's length.
+    /// A text at the address in this argument. The next argument is the length of the text's
+    /// buffer.
     Text(usize),
-    /// A u32 at this argument, and another one at the next argument.
+    /// A u32 at the address in this argument, and another u32 at the address in the next argument.
     Pair(usize),
 }
 
-/// What distinguishes calls of the same function, in addition to texts.
+/// Which arguments distinguish calls of the same function (texts always do), and where its result
+/// is written.
 #[derive(Clone, Copy)]
 struct AnswerLayout {
     /// Number of leading arguments that distinguish calls.
     numbers: usize,
-    /// Number of bytes of the result's structure that the caller has filled in.
+    /// Number of bytes at the start of the result's structure that the caller has filled in.
     filled_bytes: usize,
     output: AnswerShape,
 }
@@ -60,7 +62,8 @@ fn shape(class: Class) -> Option<AnswerLayout> {
 }
 
 impl AnswerLayout {
-    /// The address to which the result is written, and a second one. `None`: one of them is null.
+    /// The address of the result, and the next argument: for a text its buffer's length, for a pair
+    /// the second address. `None`: one of the two is 0.
     fn addresses(self, arguments: &[u64; 6]) -> Option<(u64, u64)> {
         let at = |number: usize| arguments.get(number).copied().unwrap_or(0);
         let (first, second) = match self.output {

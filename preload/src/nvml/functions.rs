@@ -12,10 +12,10 @@ use crate::{libc, lookup, process};
 static REAL: [AtomicUsize; STUBS] = [const { AtomicUsize::new(0) }; STUBS];
 /// Function of each spare stub, as its index plus one; 0: an unlisted function.
 static SPARE_INDEX: [AtomicU32; SPARE] = [const { AtomicU32::new(0) }; SPARE];
-/// Begin and end of the library's code: of the library that was found first, or of the one that is
-/// kept loaded.
+/// Begin and end of the code of NVML: of the copy that was found first, or of the copy that is kept
+/// loaded.
 static CODE: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
-/// Whether that library is kept loaded and never unloaded.
+/// Whether the copy of NVML in [`CODE`] is kept loaded for the life of the process.
 static IS_HELD: AtomicBool = AtomicBool::new(false);
 
 fn is_nvml(object: &LoadedObject<'_>) -> bool {
@@ -29,7 +29,7 @@ fn is_nvml(object: &LoadedObject<'_>) -> bool {
     (by_path || by_soname) && dynamic.function(b"nvmlInit_v2").is_some()
 }
 
-/// The address of a function that the library exports. `None` also if no NVML is loaded.
+/// The address of a function that NVML exports. `None` also if NVML is not loaded.
 pub fn function(name: &[u8]) -> Option<usize> {
     elf::find(|object| {
         if !is_nvml(object) {
@@ -43,7 +43,7 @@ pub fn function(name: &[u8]) -> Option<usize> {
     })
 }
 
-/// Whether an address is in the code of the library.
+/// Whether the address is in the code of a loaded copy of NVML.
 pub fn owns(address: usize) -> bool {
     is_inside(address)
         || elf::find(|object| {
@@ -63,9 +63,9 @@ fn know_code(object: &LoadedObject<'_>) {
     }
 }
 
-/// Keeps the NVML library that was just initialised loaded for the life of the process. Otherwise
-/// the library's counts for it could become wrong. The application's thread must make this call,
-/// because it takes the loader's lock.
+/// Keeps the NVML library that was just initialised loaded for the life of the process. If it were
+/// unloaded, the counts that this library keeps for NVML could become wrong. Must be called on the
+/// application's thread, because it takes the loader's lock.
 pub fn hold_loaded() {
     if IS_HELD.load(Ordering::Acquire) {
         return;
@@ -89,7 +89,8 @@ pub fn is_held(place: u64) -> bool {
     IS_HELD.load(Ordering::Acquire) && real(place).is_some_and(is_inside)
 }
 
-/// Whether a call comes from NVML itself, through a name that this library defines first.
+/// Whether the address is in [`CODE`]. A call from there is a call of NVML itself, to a name that
+/// this library defines first.
 pub fn is_inside(address: usize) -> bool {
     let [start, end] = &CODE;
     let first = start.load(Ordering::Acquire);

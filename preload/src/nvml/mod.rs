@@ -63,7 +63,7 @@ pub mod code {
 
 /// State of calls into NVML. All zero in a forked child, like all of [`PROCESS`].
 pub struct NvmlCallCount {
-    /// Futex; 1 while calls must not reach NVML.
+    /// Futex. Value 1 while calls must not reach NVML.
     gate: AtomicU32,
     /// Number of calls inside NVML that are not in `waits`.
     inside: AtomicU32,
@@ -86,17 +86,18 @@ impl NvmlCallCount {
 const OPEN: u32 = 0;
 const CLOSED: u32 = 1;
 
-/// The application's number of `nvmlInit` calls minus its `nvmlShutdown` calls, in the library that
-/// is kept loaded. A forked child has a copy of it, like the copy of NVML's own count.
+/// Number of the application's `nvmlInit` calls minus its `nvmlShutdown` calls, for the copy of
+/// NVML that is kept loaded. A fork copies this number together with NVML's own count.
 static USERS: AtomicU32 = AtomicU32::new(0);
 /// Same as [`USERS`], but counts only the calls that have reached NVML.
 static REFERENCES: AtomicU32 = AtomicU32::new(0);
 /// Same as [`REFERENCES`], for calls into another copy of NVML.
 static OTHER_REFERENCES: AtomicU32 = AtomicU32::new(0);
-/// Whether any of these calls has attached the devices.
+/// Whether one of the counted `nvmlInit` calls has attached the devices.
 static ATTACHED: AtomicBool = AtomicBool::new(false);
-/// The registration whose gate is closed; 0: none. A child that is forked meanwhile finds the number
-/// of its parent here. Its copy of NVML has locks that are never released.
+/// Number of the registration that closed the gate; 0: the gate is open. If a child is forked while
+/// the gate is closed, this is the parent's number in the child. The child's copy of NVML then has
+/// locks that are never released.
 static CLOSED_BY: AtomicU32 = AtomicU32::new(0);
 
 /// The thunk's next step for a call.
@@ -237,7 +238,7 @@ fn is_copy_locked() -> bool {
         return false;
     }
     if !is_initialised() {
-        // Nor was it at the fork: the child may initialise it.
+        // NVML was not initialised at the fork either, so the child may initialise it.
         let order = Ordering::SeqCst;
         let _ = CLOSED_BY.compare_exchange(closed_by, 0, order, order);
         return false;
@@ -257,8 +258,9 @@ fn attaches(frame: &NvmlFrame) -> bool {
     functions::index(frame.place) != Some(INIT_WITH_FLAGS) || flags & NO_ATTACH == 0
 }
 
-/// The result of a call that only depends on the counts. In a process that uses CUDA, NVML stays
-/// initialised: it could not be initialised while the process is checkpointed.
+/// Returns the result of a call that depends only on the counts, without calling NVML. In a process
+/// that uses CUDA, NVML stays initialised, because it could not be initialised again while the
+/// process is checkpointed.
 fn counted_init(frame: &NvmlFrame, class: Class) -> Option<u32> {
     if REFERENCES.load(Ordering::SeqCst) == 0 || !functions::is_held(frame.place) {
         return None;
@@ -294,7 +296,8 @@ fn uncount(class: Class) {
     if class == Class::Wait && PROCESS.nvml.waits.uncount(sys::gettid()) {
         return;
     }
-    // In a child that was forked during a call, the count has started again at 0.
+    // In a child that was forked during a call, the count has started at 0, so it must not go below
+    // 0.
     let less = |count: u32| count.checked_sub(1);
     let _ = PROCESS.nvml.inside.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
 }
@@ -352,7 +355,8 @@ pub fn set_phase(phase: Phase) {
             | Phase::Restoring
             | Phase::Unlocking
     );
-    // What the parent of a forked child has closed stays locked in the child.
+    // If the parent closed the gate before the fork, the child's copy of NVML stays locked, so the
+    // parent's number is kept.
     let own = process::registration();
     if [0, own].contains(&CLOSED_BY.load(Ordering::SeqCst)) {
         CLOSED_BY.store(if blocks { own } else { 0 }, Ordering::SeqCst);

@@ -90,9 +90,10 @@ fn last(uuid: &[u8; 16]) -> Option<(GpuReading, u64)> {
     })
 }
 
-/// Returns a reading of the device. If the process is checkpointed, requests a recent one from the
-/// controller and waits for it. While the process is being moved, its agent cannot request one, and
-/// an older one is returned.
+/// Returns a reading of the device; `None`: there is no reading that is recent enough. If the
+/// process is checkpointed, requests a reading from the controller and waits for it for at most 1
+/// s. While the process is being moved, its agent cannot request readings, so a reading of up to
+/// [`super::answers::OLD_US`] is returned.
 pub fn fresh(uuid: &[u8; 16], is_checkpointed: bool) -> Option<GpuReading> {
     const FRESH_US: u64 = 2_000_000;
     const WITHIN_US: u64 = 1_000_000;

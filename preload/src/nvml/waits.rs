@@ -1,7 +1,8 @@
-//! The threads that are inside NVML's wait for events. Such a wait is long, so its thread may be
-//! cancelled in it. If it stayed counted, the process could never leave the GPU. NVML holds no lock
-//! during this wait, because other threads call it meanwhile. A thread that ends inside any other
-//! call may have held a lock, and stays counted.
+//! The threads that wait for events inside NVML. Such a wait is long, and its thread may be
+//! cancelled during it. If the wait of a cancelled thread stayed counted, the process could never
+//! be offloaded. NVML holds no lock during a wait for events, because other threads call NVML
+//! meanwhile. A thread that ends inside any other call may have held a lock, so its call stays
+//! counted.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,9 +11,9 @@ use crate::sys;
 /// Maximum number of threads whose waits are counted here.
 const MAX_THREADS: usize = 32;
 
-/// One entry per thread: the thread id in the lower half, and its number of waits above. There may
-/// be several, because a signal handler may wait as well. An entry of 0 is free. All zero in a
-/// forked child.
+/// One entry per thread: the thread id in the lower half, the number of the thread's waits in the
+/// upper half. A thread can have several waits, because a signal handler may wait as well. An entry
+/// of 0 is free. All zero in a forked child.
 pub struct EventWaits([AtomicU64; MAX_THREADS]);
 
 const ONE: u64 = 1 << 32;
