@@ -268,7 +268,7 @@ fn denied_system_calls_are_not_needed() {
     const MEMBARRIER: &str = "324";
     const MEMFD_CREATE: &str = "319";
     const MADVISE: &str = "28";
-    // Without the barrier all threads use the shared slot. They are held nevertheless.
+    // Without the barrier all threads use the shared slot. Their calls must still be held.
     let controller = Controller::new();
     let path = controller.path();
     let environment = [("AFFINODE_SOCKET", &*path), ("CLIENT_DENY", MEMBARRIER)];
@@ -287,7 +287,8 @@ fn denied_system_calls_are_not_needed() {
     while agent.page().phase != Phase::Closing {}
     client.ask("release");
     assert_eq!(agent.report().0, Outcome::Done, "a call from inside a call");
-    // Without the page, or without knowing of forks, the process is not managed.
+    // If the page cannot be created, or the kernel cannot zero state in forked children, the
+    // process is not managed.
     for denied in [MEMFD_CREATE, MADVISE] {
         let environment = [("AFFINODE_SOCKET", &*path), ("CLIENT_DENY", denied)];
         let mut client = Client::start(Build::Glibc, "dlopen", &environment);
@@ -331,7 +332,7 @@ fn agent_that_cannot_wait_for_signals_sleeps() {
     agent.wake();
     agent.done(&BRING_BACK);
     assert_eq!(client.answer(), 0);
-    // A thread that spins gives up its processor only when that is taken from it.
+    // A thread that spins never gives up its processor voluntarily.
     let sleeps = || client.thread_status("affinode-agent", "voluntary_ctxt_switches");
     let (start, end) = (sleeps(), Instant::now() + Duration::from_secs(30));
     while sleeps() < start + 3 {
@@ -340,8 +341,8 @@ fn agent_that_cannot_wait_for_signals_sleeps() {
     }
 }
 
-/// The library does not call `process_vm_readv` on a waiting caller's stack before the driver's lock. A
-/// seccomp filter that kills the process at that system call therefore does not end a process whose
+/// Before the driver's lock, the library must not call `process_vm_readv` on a waiting caller's
+/// stack. A seccomp filter that kills the process at this system call must not end a process whose
 /// gate is only closed and opened.
 #[test]
 fn held_call_reads_no_stack_before_the_lock() {
@@ -379,8 +380,8 @@ fn close_and_hold_without_barrier_are_busy() {
     }
 }
 
-/// The driver's library stays loaded if the program closes it after a first call, because the agent
-/// calls it and has addresses in it.
+/// If the program closes libcuda after a first call, libcuda must stay loaded, because the agent
+/// calls functions at addresses in it.
 #[test]
 fn libcuda_stays_loaded_after_first_call() {
     let controller = Controller::new();

@@ -23,14 +23,14 @@ fn hidden_call_while_away_brings_it_home_once() {
     agent.done(&OFFLOAD);
     client.ask("hidden");
     client.ask("inside 1");
-    // The client makes no call with a hook.
+    // The hook is 0, because the client waits in a call without a hook.
     assert_eq!(agent.wake(), (1, 1, 0));
     assert_eq!(agent.page().phase, Phase::Checkpointed);
     agent.done(&BRING_BACK);
     assert_eq!(client.ask("join"), 0);
     assert_eq!(agent.notice(), Hazards::HIDDEN_WAY);
     assert_eq!(agent.page().hazards, Hazards::HIDDEN_WAY);
-    // The context of the process stays on the GPU from now on.
+    // From now on the driver must not checkpoint the process.
     agent.done(&[CLOSE, LOCK]);
     assert_eq!(agent.order(CHECKPOINT), (Outcome::Unsupported, Phase::Locked, 0));
 }

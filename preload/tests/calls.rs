@@ -88,7 +88,7 @@ fn calls_are_recorded_only_while_watched() {
     for call in ["cuLaunchKernel", "cuStreamQuery", "cuMemAlloc", "cuCtxSynchronize"] {
         w.client.ask(call);
     }
-    // The client calls the function by the name of its second version.
+    // For `cuMemAlloc` the client calls `cuMemAlloc_v2`.
     let names = w.names();
     assert_eq!(names[..2], ["cuLaunchKernel", "cuStreamQuery"]);
     assert!(names[2].starts_with("cuMemAlloc") && names[3] == "cuCtxSynchronize", "{names:?}");
@@ -133,7 +133,8 @@ fn sums_are_whole_when_one_in_many_is_taken() {
     }
     let fewer = w.taken();
     w.watch(1);
-    // What the thread had still to skip is forgotten, and told of.
+    // When the sampling changes, the thread must not skip further calls, and its next record must
+    // count the calls that it has skipped.
     w.client.ask("cuLaunchKernel");
     let rest = w.taken();
     assert!(fewer.len() < 100, "{} records", fewer.len());

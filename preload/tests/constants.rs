@@ -7,7 +7,8 @@ mod support;
 use support::controller::{BRING_BACK, Controller, OFFLOAD};
 use support::{Build, Client};
 
-/// The client's answer for the stub driver: three devices, and a name of four letters.
+/// The client's answer to `devices` with the stub driver: three devices times 100, plus the name's
+/// length of four letters.
 const DEVICES: i64 = 304;
 
 #[test]
@@ -23,7 +24,7 @@ fn device_count_and_name_while_away_wake_nothing() {
         assert_eq!(agent.page().calls, before.calls, "no use of the GPU");
         let made = client.ask("count");
         agent.done(&OFFLOAD);
-        // The stub ends a process whose call comes in now.
+        // While the process is offloaded, the stub driver ends it if a call reaches the driver.
         assert_eq!(client.ask("devices"), DEVICES, "{route}");
         let offloaded = agent.page();
         assert_eq!((offloaded.waiters, offloaded.calls), (0, before.calls));

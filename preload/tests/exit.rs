@@ -10,7 +10,8 @@ use support::{Build, Client};
 
 const BUILDS: [Build; 2] = [Build::Glibc, Build::Musl];
 
-/// An offloaded client with these exit handlers, registered before and after the driver's own.
+/// Returns an offloaded client. It runs the calls in `before` and `after` in exit handlers, which
+/// are registered before and after the driver's own handler.
 fn offloaded(build: Build, before: &str, after: &str) -> (Client, Connection) {
     let controller = Controller::new();
     let path = controller.path();
@@ -32,7 +33,8 @@ fn releases_at_exit_need_no_return() {
     for build in BUILDS {
         let handler = "cuStreamDestroy_v2 cuCtxSynchronize cuMemFree_v2 cuCtxDestroy_v2 count";
         let (client, agent) = offloaded(build, "", handler);
-        // The only call that has reached the driver, which traps in every call, is cuInit.
+        // Only cuInit has reached the driver, which would trap at a call while the process is
+        // offloaded.
         assert_eq!(client.last_answers(), [0, 0, 0, 0, 1], "{build:?}");
         assert_eq!(agent.wakes_until_end(), 0, "{build:?}");
     }
@@ -53,9 +55,10 @@ fn calls_after_the_drivers_end_need_no_return() {
 #[test]
 fn other_calls_at_exit_come_home_and_catch_up() {
     for (handler, answers) in [
-        // cuInit, the recorded release, and the call itself.
+        // The driver counts three calls: cuInit, the recorded release, and cuFutureCall.
         ("cuMemFree_v2 cuFutureCall count", [0, 0, 3].as_slice()),
-        // The same release is made again, so the driver has three calls.
+        // The second release of the same memory waits for the restore, so the driver counts three
+        // calls: cuInit and both releases.
         ("cuMemFree_v2 cuMemFree_v2 count", &[0, 0, 3]),
         ("cuCtxDestroy_v2 cuMemFree_v2 count", &[0, 0, 3]),
     ] {
@@ -64,7 +67,7 @@ fn other_calls_at_exit_come_home_and_catch_up() {
             let ending = std::thread::spawn(|| client.last_answers());
             assert_eq!(agent.wake().1, 1);
             agent.done(&BRING_BACK[..2]);
-            // It may have ended before it reports.
+            // The process may end before it reports this order.
             agent.start(BRING_BACK[2]);
             assert_eq!(ending.join().unwrap(), answers, "{build:?}: {handler}");
         }

@@ -169,7 +169,8 @@ fn second_copy_is_initialised_by_itself() {
     let [first, second] = [first, second].map(|path| format!("open {}", path.display()));
     asks(&mut client, &[(&second, 0), ("users", 0), ("count", -1), ("init", 0), ("count", 1)]);
     asks(&mut client, &[("users", 1), ("shutdown", 0), ("users", 0), ("count", -1)]);
-    // The first copy of the library is unchanged, and its calls are answered.
+    // The first copy must still be initialised, and its calls must return results while the process
+    // is offloaded.
     agent.done(&OFFLOAD);
     asks(&mut client, &[(&first, 0), ("count", 1), ("shutdown", 0), ("count", -1), ("init", 0)]);
     client.finish();
@@ -193,7 +194,7 @@ fn call_inside_nvml_keeps_the_process() {
     agent.done(&[CLOSE]);
     let report = agent.order(Action::Lock { timeout_ms: 1 });
     assert_eq!(report, (Outcome::Busy, Phase::Closed, BUSY_NVML));
-    // The other calls continue, because the process is not locked.
+    // Other calls into NVML must return, because the process is not locked.
     assert_eq!(client.ask("used"), 600);
     asks(&mut client, &[("release", 0), ("join", 0)]);
     agent.done(&[LOCK, CHECKPOINT]);
@@ -201,7 +202,8 @@ fn call_inside_nvml_keeps_the_process() {
     client.finish();
 }
 
-/// No call is inside NVML when the driver locks the process, in any interleaving.
+/// While threads call NVML all the time, no call may be inside NVML when the driver locks the
+/// process.
 #[test]
 fn calls_in_a_storm_never_meet_the_lock() {
     let controller = Controller::new();
@@ -215,7 +217,8 @@ fn calls_in_a_storm_never_meet_the_lock() {
     client.finish();
 }
 
-/// A monitor's call during a move neither cancels the move nor waits for its end.
+/// A monitor's call while the process is locked must return the last result. It must neither cancel
+/// the move nor wait for its end.
 #[test]
 fn call_while_locked_is_answered_as_before() {
     let controller = Controller::new();
@@ -228,7 +231,8 @@ fn call_while_locked_is_answered_as_before() {
     client.finish();
 }
 
-/// With the engine `copy` the context stays on the GPU, so NVML is called.
+/// With the engine `copy` the context stays on the GPU, so calls must reach NVML while the process
+/// is copied out.
 #[test]
 fn call_while_copied_out_reaches_nvml() {
     use affinode_proto::wire::message::CopyOptions;
@@ -276,7 +280,7 @@ fn wait_for_events_ends_in_time_while_away() {
     assert!(client.ask("wait 150") >= 150);
     agent.done(&OFFLOAD);
     assert!(client.ask("wait 150") >= 150);
-    // A wait that began before the offload does not delay it.
+    // A wait for events that began before the offload must not delay the offload.
     agent.done(&BRING_BACK);
     client.send("wait 1500");
     agent.done(&OFFLOAD);
@@ -285,7 +289,8 @@ fn wait_for_events_ends_in_time_while_away() {
     client.finish();
 }
 
-/// The child has a copy of NVML whose locks are never released.
+/// A child that is forked while its parent is offloaded has a copy of NVML whose locks are never
+/// released. Its calls must return an error.
 #[test]
 fn child_forked_while_away_gets_an_error() {
     let controller = Controller::new();
@@ -295,7 +300,8 @@ fn child_forked_while_away_gets_an_error() {
     client.finish();
 }
 
-/// The child's own agent never unlocks the child's copy of NVML, also when it opens its gate.
+/// The locks in the child's copy of NVML are never released, even if the child's own agent opens
+/// its gate. Calls must still return an error.
 #[test]
 fn registered_child_of_away_gets_an_error() {
     let controller = Controller::new();

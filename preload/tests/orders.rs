@@ -114,8 +114,8 @@ fn caller_during_close_reopens_the_gate() {
     client.ask("join");
 }
 
-/// A caller leaves the gate by a jump out of a signal handler, as an interpreter does at an interrupt.
-/// It counts as waiting for a short time after that, and then no longer.
+/// A caller leaves the gate by a jump out of a signal handler, as an interpreter does at an
+/// interrupt. For a short time the caller still counts as waiting, but then no longer.
 #[test]
 fn caller_that_jumps_out_waits_no_more() {
     let controller = Controller::new();
@@ -134,11 +134,12 @@ fn caller_that_jumps_out_waits_no_more() {
     agent.wake();
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGUSR1).unwrap();
     assert_eq!(client.answer(), 99);
-    // Once while the process is offloaded, and once after the restore.
+    // The number of waiters must become 0 while the process is offloaded. A call after the restore
+    // must succeed.
     until_no_waiters(&agent);
     agent.done(&BRING_BACK);
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
-    // It turns no close round in which a call is still inside.
+    // The caller that has left must not cancel a close while another call is inside the driver.
     client.ask("start cuStubBlock");
     client.ask("inside 1");
     agent.start(CLOSE);
@@ -146,11 +147,12 @@ fn caller_that_jumps_out_waits_no_more() {
     client.ask("release");
     assert_eq!(agent.report().0, Outcome::Done);
     agent.done(&[Action::Open]);
-    // One that leaves while it waits for an allocation is forgotten with the gate open, too.
+    // A caller that leaves while its allocation waits at the gate must no longer count as waiting
+    // either.
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
     client.ask("join");
-    // With a repeated wake of the first wait the signal would come too early, in the program's
-    // output.
+    // Discard repeated wakes of the first wait. Otherwise `agent.wake` would return too early, and
+    // the signal would interrupt the program while it writes its output.
     agent.forget_wakes();
     client.send("jump cuMemAlloc");
     agent.wake();
@@ -163,7 +165,7 @@ fn caller_that_jumps_out_waits_no_more() {
 #[test]
 fn a_call_from_inside_a_call_is_not_held() {
     let controller = Controller::new();
-    // Once on the slow path, and once on the fast path of the thunk.
+    // First with a call on the thunk's slow path, then with a call on its fast path.
     for start in ["start cuStubCallback", "warm cuStreamWaitEvent"] {
         let mut client = registered(&controller, "dlopen");
         let mut agent = controller.welcome();
@@ -186,7 +188,7 @@ fn held_allocations_wait_while_the_rest_runs() {
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
     client.send("cuMemAlloc");
-    // It repeats the Wake, to know that the controller is there.
+    // The process repeats the Wake, to find out whether the controller still runs.
     assert_eq!([agent.wake().1, agent.wake().1], [1, 1]);
     assert_eq!(agent.page().phase, Phase::Open);
     agent.done(&[Action::ReleaseAllocations]);
@@ -206,7 +208,7 @@ fn no_allocation_before_welcome_or_under_hold() {
         wait_for_room_ms: 0,
         engine: Engine::Checkpoint,
     });
-    // Its report comes after what the Welcome did: the caller still waits.
+    // The report of this order follows the handling of the Welcome. The caller must still wait.
     agent.done(&[Action::HoldAllocations { deadline_ms: 1_000 }]);
     assert_eq!(agent.page().waiters, 1);
     agent.done(&[Action::ReleaseAllocations]);
@@ -291,7 +293,7 @@ fn refused_process_runs_without_another_hello() {
     agent.send(refusal);
     agent.ended();
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
-    // The next connection is from another process.
+    // The next connection must be that of another process.
     let other = registered(&controller, "dlopen");
     let next = controller.welcome();
     assert!(format!("{:?}", next.hello).contains(&format!("{}", other.pid())));
@@ -318,7 +320,7 @@ fn garbage_ends_the_connection_and_nothing_else() {
         agent.ended();
         assert_eq!(client.ask("cuCtxSynchronize"), 0);
     }
-    // An order before the welcome is none.
+    // An order that arrives before the Welcome must end the connection.
     let mut agent = controller.accept();
     agent.start(CLOSE);
     agent.ended();
@@ -329,8 +331,8 @@ fn garbage_ends_the_connection_and_nothing_else() {
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
 }
 
-/// Work may still run while the gate is only closed, so a poll waits. From the driver's lock on, the
-/// poll returns without the driver.
+/// While the gate is only closed, work may still run, so a poll must wait. After the driver's lock,
+/// the poll must return without a call into the driver.
 #[test]
 fn poll_while_closing_waits_for_lock() {
     let controller = Controller::new();

@@ -72,7 +72,8 @@ fn process_is_offloaded_while_allocation_waits() {
     client.send("cuMemAlloc");
     assert_eq!(agent.want(), want(1, 0));
     agent.done(&OFFLOAD);
-    // VRAM is free before the process is resident: the call waits at the gate like any other.
+    // The grant arrives while the process is offloaded. The repeated call must wait at the gate
+    // like any other call.
     answer(&mut agent, 1, true);
     agent.wake();
     assert_eq!(agent.page().phase, Phase::Checkpointed);
@@ -104,7 +105,8 @@ fn waiting_allocation_blocks_no_others() {
     assert_eq!(agent.want(), want(1, 0));
     assert_eq!(client.answer(), 0);
     assert_eq!(client.ask("cuCtxSynchronize"), 0);
-    // The waiting allocation does not delay an order to hold allocations either, and obeys it.
+    // The waiting allocation must not delay a pause of allocations, and after its grant it must
+    // wait for the end of the pause.
     agent.done(&[Action::HoldAllocations { deadline_ms: LONG_MS }]);
     answer(&mut agent, 1, true);
     while agent.page().waiters == 0 {}

@@ -29,7 +29,8 @@ fn is_counted_and_held(build: Build, route: &str) {
     assert_eq!(after.polls - before.polls, 1, "{route}");
     assert_eq!(after.inflight, 0, "{route}");
 
-    // Polls return meanwhile: no work runs, and no Wake is sent.
+    // These calls are polls while the process is offloaded: they return, because no work runs, and
+    // send no Wake.
     for call in ["cuCtxSynchronize", "cuMemAlloc"] {
         agent.done(&OFFLOAD);
         let polls = agent.page().polls;

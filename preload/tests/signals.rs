@@ -35,7 +35,7 @@ fn wait_for(client: &mut Client, what: &str, more: i64) {
     }
 }
 
-/// Orders the close of the gate until no call is inside, so that it succeeds.
+/// Orders the close of the gate again and again, until it succeeds because no call is inside.
 fn close(agent: &mut Connection) {
     let end = Instant::now() + GUARD;
     while agent.order(CLOSE).0 != Outcome::Done {
@@ -101,7 +101,8 @@ fn threads_forks_signals_stay_out_while_away() {
         agent.wake();
         agent.done(&BRING_BACK);
     }
-    // None of the children that were forked meanwhile hangs: the next one comes after its end.
+    // Further children end as they should, so none of the children that were forked during the
+    // offloads hangs.
     wait_for(&mut client, "children", 2);
     wait_for(&mut client, "calls", 100);
     assert_eq!(client.ask("stop"), 0);

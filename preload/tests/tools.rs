@@ -83,7 +83,7 @@ fn tool_table_request_while_away_waits_and_wakes() {
     let mut agent = controller.welcome();
     agent.done(&OFFLOAD);
     client.send(OF_TOOL);
-    // The stub driver ends the process if a call reaches it now.
+    // While the process is offloaded, the stub driver ends it if a call reaches the driver.
     assert_eq!(agent.wake().1, 1);
     assert_eq!(agent.page().hazards, Hazards::TOOLS);
     agent.done(&BRING_BACK);

@@ -12,23 +12,23 @@ pub enum Class {
     Alloc = 2,
     /// Like [`Class::Alloc`]. Success means that managed memory is in use.
     Managed = 3,
-    /// Success means that peer access between devices is in use.
+    /// A successful call means that peer access between devices is in use.
     Peer = 4,
-    /// `cuMemSetAccess`. Success means peer access when a device other than the memory's own is
-    /// named.
+    /// `cuMemSetAccess`. A successful call that names another device than the memory's own means
+    /// that peer access is in use.
     Access = 5,
     /// `cuMemPoolSetAccess`. Like [`Class::Access`], for a memory pool.
     PoolAccess = 6,
-    /// Success means that memory is shared with another process, or can be shared later. After a
-    /// checkpoint the driver would restore a separate copy for the exporter, apart from the
-    /// importer's memory.
+    /// A successful call means that memory is shared with another process, or can be shared later.
+    /// If the exporter were checkpointed, the driver would restore its memory as a separate copy,
+    /// which is not shared with the importer.
     Import = 7,
     /// Held and counted like [`Class::Work`]. The library has a wrapper for it, because it concerns
     /// swappable memory, contexts or captures.
     Memory = 8,
-    /// Passes, because it returns at once even while the process is checkpointed. If the library
-    /// has swappable memory, it is handled like [`Class::Poll`], because such memory has no
-    /// attributes while it is copied out.
+    /// Its calls pass, because they return at once even while the process is checkpointed. If the
+    /// library has swappable memory, they are handled like [`Class::Poll`], because such memory has
+    /// no attributes while it is copied out.
     Pointer = 9,
     /// A wait for work, handled like [`Class::Work`]. After it, the library releases memory that
     /// was freed in a stream. Such calls therefore take the thorough path once the library can have
@@ -40,8 +40,8 @@ pub enum Class {
     /// Requests a value that is constant for the life of the process. Answered with an earlier
     /// result if one is cached, else held. Counted like [`Class::Poll`].
     Constant = 12,
-    /// Success means that a graphics API, or another one, may access memory of the process later.
-    /// The calls do not show which memory.
+    /// A successful call means that another API, such as a graphics API, may access memory of the
+    /// process later. The calls do not show which memory.
     Interop = 13,
 }
 
@@ -174,9 +174,9 @@ pub fn base(name: &[u8]) -> &[u8] {
 
 /// Whether calls of this function go directly to the driver. Such a function either belongs to the
 /// checkpoint interface itself, or it touches no context and succeeds at once even while the
-/// process is checkpointed. The second property was measured for each function. Of the device
-/// queries, the attributes have it, and the name does not. The current context can be changed and
-/// queried, also while a checkpoint or a restore is running.
+/// process is checkpointed. The second property was measured for each function. Queries of device
+/// attributes have this property; the query of a device's name does not. The current context can be
+/// changed and queried even while a checkpoint or a restore is running.
 #[must_use]
 pub fn passes(name: &[u8]) -> bool {
     let base = base(name);
@@ -199,9 +199,10 @@ pub fn passes(name: &[u8]) -> bool {
         )
 }
 
-/// Number and class of any name that does not [pass](passes). They are those of the listed name,
-/// else of its listed base, else derived from the words in the name. An unknown function is held:
-/// in the driver of a checkpointed process it could end the process.
+/// Number and class for any name that does not [pass](passes): those of the listed function with
+/// this name, else those of the function with its base name, else a class derived from the words in
+/// the name. An unknown function is held, because a call into the driver of a checkpointed process
+/// could end the process.
 #[must_use]
 pub fn classify(name: &[u8]) -> (u32, Class) {
     if let Some(found) = find(name).or_else(|| find(base(name))) {

@@ -82,8 +82,8 @@ pub struct CheckpointLockArgs {
     pub reserved1: [u64; 7],
 }
 
-/// The argument of the other checkpoint calls. All zero: the state moves to host memory, and is
-/// restored on the same GPUs.
+/// The argument of `cuCheckpointProcessCheckpoint`, `…Restore` and `…Unlock`. If all of it is zero,
+/// the state is restored on the same GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct CheckpointArgs {
@@ -197,7 +197,7 @@ pub struct ArrayMapInfo {
     pub resource: [u64; 7],
     /// The operation: map or unmap.
     pub operation: u32,
-    /// 0: the handle is the handle of an allocation.
+    /// Kind of `handle`; 0: an allocation of physical memory.
     pub handle_type: u32,
     /// The handle of the memory.
     pub handle: u64,
@@ -220,9 +220,9 @@ pub mod device_attribute {
     pub const MAX_THREADS_PER_MULTIPROCESSOR: i32 = 39;
     /// Whether physical memory and addresses can be allocated separately.
     pub const VIRTUAL_MEMORY_MANAGEMENT: i32 = 102;
-    /// Whether such memory can be exported as a descriptor.
+    /// Whether physical memory that is allocated separately can be exported as a descriptor.
     pub const POSIX_DESCRIPTORS: i32 = 103;
-    /// Whether other devices on the bus can access such memory.
+    /// Whether other devices on the bus can access physical memory that is allocated separately.
     pub const RDMA_WITH_VIRTUAL_MEMORY: i32 = 110;
     /// The nearest NUMA node of host memory; -1: there is only one, or it is unknown.
     pub const HOST_NUMA_ID: i32 = 134;

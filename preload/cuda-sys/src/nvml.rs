@@ -2,9 +2,9 @@
 //! while the process's context is checkpointed. NVML would block until the context is restored.
 
 /// How a call is handled while the context is checkpointed. The table in `docs/nvml.md` lists the
-/// functions of each class. Most classes show the function's arguments. "As in the last call" means
-/// that the library returns the result of the last call with the same arguments. "As the controller
-/// reads it" means that the controller reads NVML and sends the figure.
+/// functions of each class. Most comments begin with the function's arguments. "Returns the last
+/// result": the library returns the result of the last call with the same arguments. "Returns a
+/// reading": the library returns a figure that the controller has read from NVML and sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
@@ -14,37 +14,37 @@ pub enum Class {
     Init,
     /// Counted by the library. NVML stays initialised in a process that uses CUDA.
     Shutdown,
-    /// `(u32 *)`: as in the last call.
+    /// `(u32 *)`: returns the last result.
     Word,
-    /// `(char *, length)`: as in the last call.
+    /// `(char *, length)`: returns the last result.
     Text,
-    /// `(index, device *)`: as in the last call.
+    /// `(index, device *)`: returns the last result.
     Handle,
-    /// `(text, device *)`: as in the last call.
+    /// `(text, device *)`: returns the last result.
     HandleByText,
-    /// `(device, char *, length)`: as in the last call.
+    /// `(device, char *, length)`: returns the last result.
     DeviceText,
-    /// `(device, u32 *)`: as in the last call.
+    /// `(device, u32 *)`: returns the last result.
     DeviceWord,
-    /// `(device, u64 *)`: as in the last call.
+    /// `(device, u64 *)`: returns the last result.
     DeviceLong,
-    /// `(device, u32 *, u32 *)`: as in the last call.
+    /// `(device, u32 *, u32 *)`: returns the last result.
     DevicePair,
-    /// `(device, kind, u32 *)`: as in the last call with this kind.
+    /// `(device, kind, u32 *)`: returns the last result for this kind.
     DeviceKindWord,
-    /// `(device, nvmlPciInfo_t *)`: as in the last call.
+    /// `(device, nvmlPciInfo_t *)`: returns the last result.
     DevicePci,
-    /// `(device, nvmlMemory_t *)`: as the controller reads it.
+    /// `(device, nvmlMemory_t *)`: returns a reading.
     Memory,
-    /// `(device, nvmlMemory_v2_t *)`: as the controller reads it.
+    /// `(device, nvmlMemory_v2_t *)`: returns a reading.
     MemoryV2,
-    /// `(device, nvmlUtilization_t *)`: as the controller reads it.
+    /// `(device, nvmlUtilization_t *)`: returns a reading.
     Utilization,
-    /// `(device, sensor, u32 *)`: as the controller reads it.
+    /// `(device, sensor, u32 *)`: returns a reading of the sensor.
     Temperature,
-    /// `(device, nvmlTemperature_t *)`: as the controller reads it.
+    /// `(device, nvmlTemperature_t *)`: returns a reading.
     TemperatureV,
-    /// `(device, u32 *)`, in milliwatts: as the controller reads it.
+    /// `(device, u32 *)`: returns a reading, in milliwatts.
     Power,
     /// `(device, count *, processes *)`: returns an empty list.
     Processes,
@@ -62,7 +62,8 @@ macro_rules! define_functions {
         #[repr(u32)]
         pub enum Function { $($($name,)*)* }
 
-        /// All names as one string, which costs a process no relocations, as in [`crate::hook`].
+        /// All names as one string, because a table of references would cost every process a
+        /// relocation per name, as in [`crate::hook`].
         const NAMES: &str = concat!($($(stringify!($name), "\0",)*)*);
         /// The number of listed functions.
         pub const COUNT: usize = [$($(Function::$name,)*)*].len();
@@ -598,7 +599,8 @@ mod tests {
         assert_eq!(class(COUNT), Class::Held);
     }
 
-    /// Each class has a row in the documents with its functions. All other functions are held.
+    /// The documents must list every function that is not held, in the row of its class. All other
+    /// functions are held.
     #[test]
     fn documents_name_each_function_and_class() {
         let text = include_str!("../../../docs/nvml.md");

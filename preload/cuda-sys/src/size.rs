@@ -8,7 +8,7 @@ use crate::hook;
 pub fn of_call(number: u32, arguments: &[u64; 6]) -> u64 {
     let Some(name) = hook::name(number).map(str::as_bytes) else { return 0 };
     let base = hook::base(name);
-    // The first versions of these take 32 bits; no current program calls them.
+    // The first versions of these functions take sizes of 32 bits. No current program calls them.
     let wide = name.get(base.len()..).is_some_and(|rest| rest.starts_with(b"_v2"));
     let [_, a, b, c, d, _] = *arguments;
     match base {

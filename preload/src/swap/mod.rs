@@ -97,20 +97,20 @@ pub use self::vmm::translate;
 use self::wrappers::FUNCTIONS;
 use crate::{libc, libcuda, process, sys};
 
-/// Granularity of physical memory. On devices with another one, no memory is swappable.
+/// Granularity of physical memory. On devices with another granularity, no memory is swappable.
 const GRANULE_BYTES: usize = 2 << 20;
 /// Maximum number of devices of a process that this module supports.
 const DEVICES: usize = 64;
 
-/// The module's state, in pages that a forked child finds zeroed, because the child has neither the
-/// driver nor the memory.
+/// The module's state. The kernel zeroes its pages in a forked child, because the child has neither
+/// the parent's driver state nor its device memory.
 #[repr(C, align(4096))]
 struct SwapState {
     /// 1 once memory may be swappable: calls are inspected.
     in_use: AtomicU32,
     /// 1 while new allocations are made swappable.
     wanted: AtomicU32,
-    /// 1 once a green context exists, which is a context with a part of a device.
+    /// 1 once the process has created a green context, a context with only a part of a device.
     green: AtomicU32,
     /// 1 once memory imported from a copier may be held by something outside the tables.
     strayed: AtomicU32,
@@ -122,7 +122,7 @@ struct SwapState {
     reach_lock: FutexLock,
     /// Held while unused memory of stream pools is checked and freed.
     unused_lock: FutexLock,
-    /// 1 while unused memory may exist that was not checked.
+    /// 1 while unused memory of stream pools may exist that was not checked yet.
     unsettled: AtomicU32,
     /// Held while a context ends, and while the agent uses a context of the application.
     contexts_lock: FutexLock,
@@ -138,7 +138,7 @@ struct SwapState {
     checks: AtomicU32,
     /// State and size of the prefault.
     ahead: PrefaultJob,
-    /// Contexts in which a small allocation stays permanently.
+    /// Contexts in which the library keeps one small allocation permanently.
     anchored: [AtomicUsize; 16],
     /// Contexts that the application has created; primary contexts are not in it.
     contexts: ValueList,
@@ -175,8 +175,8 @@ static SWAP: SwapState = SwapState {
     limits: ReleasedLimits::none(),
 };
 
-/// A lock for which threads sleep. Its holder has signals blocked, so no signal handler can wait for
-/// a lock that its own thread holds.
+/// A lock; threads sleep while they wait for it. Its holder has signals blocked, so no signal
+/// handler can wait for a lock that its own thread holds.
 struct FutexLock(AtomicU32);
 
 impl FutexLock {
@@ -267,7 +267,8 @@ pub fn set_engine_by_file(file: &CStr) {
 
 /// Sets the engine for new allocations. Existing allocations stay as they are.
 pub fn set_engine(engine: Engine) {
-    // A process with a tool from its start gets the driver's own memory: the tool examines that.
+    // If a tool is in the process from its start, the memory is the driver's own, because the tool
+    // examines that memory.
     let harmless = if is_in_use() { Hazards::KEEPS_CONTEXT } else { Hazards::KEEPS_MEMORY };
     let wanted = engine != Engine::Checkpoint
         && process::page().is_some_and(|page| page.hazards().without(harmless).is_empty())

@@ -13,16 +13,16 @@
 use super::digest::{Digest, SLOT_BYTES};
 use super::prefault::CHUNK_BYTES;
 
-/// Minimum number of slots of a run that is skipped. Shorter runs would split a large copy into
-/// many small ones.
+/// Minimum length, in slots, of a run of zeros that is skipped. Shorter runs would split a large
+/// copy into many small copies.
 const MIN_SLOTS: usize = 8;
 const CHUNK_SLOTS: usize = CHUNK_BYTES / SLOT_BYTES;
 /// Number of skipped bytes that save more time than a copier. A copier saves the time of restoring
 /// a context, about a quarter of a second. In that time the bus copies 16 GiB.
 const WORTH_BYTES: usize = 16 << 30;
 
-/// Marks the zeros that are skipped, and returns their bytes. `with_copier`: a copier could restore
-/// the process.
+/// Marks the runs of zeros to skip, and returns their number of bytes. `with_copier`: true if a
+/// copier could restore the process.
 pub fn skip_zero_pages(found: &mut [Digest], with_copier: bool) -> usize {
     let (mut zeros, mut at) = (0, 0);
     while let Some((begin, end)) = next_run(found, at) {
@@ -66,8 +66,8 @@ pub fn empty_chunks(known: &[Digest]) -> impl Iterator<Item = usize> + '_ {
     known.chunks(CHUNK_SLOTS).enumerate().filter(move |(_, c)| c.iter().all(is_out)).map(|c| c.0)
 }
 
-/// Whether the content from an offset on is skipped, and the number of bytes to which that applies.
-/// All of them are in one chunk, and there are at most `most`.
+/// Whether the content at `offset` is skipped, and for how many bytes from there on the same is
+/// true. All these bytes are in one chunk, and they are at most `most`.
 pub fn run_at(known: &[Digest], offset: usize, most: usize) -> (bool, usize) {
     let most = most.min(CHUNK_BYTES - offset % CHUNK_BYTES);
     let first = offset / SLOT_BYTES;
@@ -85,7 +85,8 @@ mod tests {
         Digest::of_address(7)
     }
 
-    /// Runs of zeros and of other slots in turn, beginning with zeros.
+    /// Returns slots in runs of these lengths, alternately zero and not zero. The first run is
+    /// zero.
     fn slots(runs: &[usize]) -> Vec<Digest> {
         let run = |(n, many): (usize, &usize)| {
             std::iter::repeat_n(if n % 2 == 0 { Digest::ZERO } else { other() }, *many)
@@ -120,7 +121,7 @@ mod tests {
     fn only_chunks_without_anything_else_are_empty() {
         let mut known = slots(&[2 * CHUNK_SLOTS + 8, 1, CHUNK_SLOTS + 20]);
         skip_zero_pages(&mut known, false);
-        // The last one is shorter.
+        // The last chunk is shorter.
         assert_eq!(empty_chunks(&known).collect::<Vec<_>>(), [0, 1, 3]);
         assert_eq!(empty_chunks(&[]).count(), 0);
     }

@@ -57,7 +57,8 @@ EXPORT void stub_release(void)
 	pthread_mutex_unlock(&lock);
 }
 
-// Waits until the process runs, as NVML does. A thread that comes first waits for ever: one of the driver's own.
+// Waits until the process runs, as a call of NVML does. If the process already runs at the call,
+// waits for ever, as one of the driver's own threads does.
 EXPORT CUresult stub_hidden(void)
 {
 	pthread_mutex_lock(&lock);

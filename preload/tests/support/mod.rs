@@ -48,7 +48,8 @@ fn compile(compiler: &str, source: &str, output: &str, flags: &[&str]) -> PathBu
 fn folder(compiler: &str) -> PathBuf {
     static ROOT: OnceLock<PathBuf> = OnceLock::new();
     let root = ROOT.get_or_init(|| {
-        // A static is never dropped: a folder of this test binary's own, emptied by its next run.
+        // The folder is kept in a static, which is never dropped. So each test binary has a folder
+        // of its own, and empties it when it runs again.
         let binary = std::env::current_exe().unwrap();
         let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join(binary.file_name().unwrap());
         let _ = std::fs::remove_dir_all(&root);

@@ -193,7 +193,8 @@ fn shared_chunks_are_offered_to_no_other_copier() {
     }
 }
 
-/// The copier sends another message, or closes the connection without one.
+/// If the copier closes the connection without reporting the end of its copy, with or without
+/// another message before, the memory must be restored from the device.
 #[test]
 fn uncopied_export_is_restored_from_the_device() {
     for (made, said) in

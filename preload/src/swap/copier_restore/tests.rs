@@ -112,7 +112,8 @@ fn filled_memory_is_imported_without_a_copy() {
     assert!(world.fake.is_still_to_fail(), "nothing was copied");
 }
 
-/// Each of these driver calls fails at each piece, also in a case where memory cannot be unmapped.
+/// If one of these driver calls fails for one piece, the content of that piece must be copied from
+/// the pool. This must also succeed if memory cannot be unmapped.
 #[test]
 fn failed_import_is_copied_from_the_pool() {
     for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {
