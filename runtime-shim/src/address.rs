@@ -63,8 +63,8 @@ impl SocketAddress {
         &self.path
     }
 
-    /// Inode of the socket. It distinguishes the socket from a later one of the same name. `None`
-    /// if there is no such file.
+    /// Inode of the socket. It distinguishes this socket from a later socket with the same path.
+    /// `None` if there is no such file.
     #[must_use]
     pub fn inode(&self) -> Option<u64> {
         use std::os::unix::fs::MetadataExt;
@@ -135,7 +135,7 @@ mod tests {
         let address = SocketAddress { path: dir.path().join("s") };
         let first = std::os::unix::net::UnixListener::bind(address.path()).unwrap();
         let inode = address.inode();
-        // Keep the first inode in use, so that the second is another.
+        // Keeps the first inode in use, so that the second socket has another inode.
         std::fs::hard_link(address.path(), dir.path().join("kept")).unwrap();
         std::fs::remove_file(address.path()).unwrap();
         let second = std::os::unix::net::UnixListener::bind(address.path()).unwrap();

@@ -31,8 +31,8 @@ use crate::rpc::{RpcCaller, RpcError};
 const BACK_OFF_MAX: Duration = Duration::from_secs(30);
 /// Time after the first failed attempt. It doubles with each further failed attempt.
 const BACK_OFF: Duration = Duration::from_millis(250);
-/// Time over which shims spread their first reconnection, because all of them lose the controller
-/// at the same moment.
+/// Maximum delay of a shim's first reconnection. All shims lose the controller at the same moment,
+/// so each delays its reconnection by a time of its own.
 const SPREAD_MS: u32 = 200;
 
 /// Handle of the task that sends announcements to the controller.
@@ -78,7 +78,8 @@ impl Announcer {
 struct AnnouncerState {
     launcher: Launcher,
     containers: BTreeMap<String, Announcement>,
-    /// A connection without traffic. When it ends, the controller has ended.
+    /// A connection without traffic. The end of this connection shows that the controller has
+    /// ended.
     watch: Option<UnixStream>,
     failures: u32,
     next_attempt: Instant,
@@ -99,8 +100,8 @@ impl AnnouncerState {
         loop {
             let seeking = self.watch.is_none() && !self.containers.is_empty();
             tokio::select! {
-                // Orders first: an order that arrived before the connection ended must still be
-                // executed.
+                // Orders are checked first: an order that arrived before the connection ended must
+                // still be executed.
                 biased;
                 order = inbox.recv() => match order {
                     Some(AnnounceOrder::Add(container)) => self.add(*container).await,
@@ -185,7 +186,7 @@ impl AnnouncerState {
         self.failures += 1;
     }
 
-    /// Runs one RPC on a connection of its own. [`RpcCaller`] bounds its time.
+    /// Runs one RPC on a connection of its own. [`RpcCaller`] limits its time.
     async fn call<T: Send + 'static>(
         &self,
         call: impl FnOnce(&mut RpcCaller) -> Result<T, RpcError> + Send + 'static,
@@ -197,7 +198,8 @@ impl AnnouncerState {
     }
 }
 
-/// The pause after this number of earlier failures. The present failure is not counted.
+/// The pause before the next attempt to connect. `failures`: number of failed attempts before the
+/// attempt that has just failed.
 pub(crate) fn back_off(failures: u32) -> Duration {
     BACK_OFF.saturating_mul(1 << failures.min(10)).min(BACK_OFF_MAX)
 }
@@ -207,7 +209,7 @@ pub(crate) async fn ended(watch: &mut Option<UnixStream>) {
     let Some(stream) = watch else {
         return std::future::pending().await;
     };
-    // The controller sends nothing here; if it does, it is alive.
+    // The controller sends nothing on this connection. If bytes arrive, the controller is alive.
     let mut bytes = [0; 64];
     while let Ok(1..) = stream.read(&mut bytes).await {}
 }

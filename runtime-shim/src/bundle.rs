@@ -141,9 +141,9 @@ impl Bundle {
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// Records which containers the daemon of this bundle serves. If a group's shim has ended,
-    /// containerd 2.x removes the bundles of its containers, with their notes, before it runs any
-    /// `delete`.
+    /// Records the containers that the daemon of this bundle serves. The record is necessary
+    /// because containerd 2.x removes the bundles of a group, with their notes, before it runs
+    /// `delete`, if the group's shim has ended.
     pub fn write_members<'a>(&self, ids: impl Iterator<Item = &'a str>) -> Result<(), BundleError> {
         let path = self.0.join(MEMBERS);
         let lines: String = ids.flat_map(|id| [id, "\n"]).collect();
@@ -165,7 +165,8 @@ impl Bundle {
     /// The folder in which runc keeps the container's state until the container is deleted.
     #[must_use]
     pub fn runc_state(&self, namespace: &str, id: &str) -> PathBuf {
-        // The stock shim's own copy of its options; absent if there were none.
+        // The stock shim's copy of its options. There is no such file if the stock shim got no
+        // options.
         let bytes = read_bounded(&self.0.join("options.json"), NOTE_MAX_BYTES).unwrap_or_default();
         let options: Value = serde_json::from_slice(&bytes).unwrap_or_default();
         let root = options["root"].as_str().filter(|root| !root.is_empty());

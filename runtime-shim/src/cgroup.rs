@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Mount point of the cgroup hierarchies.
 const ROOT: &str = "/sys/fs/cgroup";
 
-/// Puts a process into an existing cgroup, on every hierarchy that has it.
+/// Puts a process into an existing cgroup, in every hierarchy in which this cgroup exists.
 pub fn join(path: &str, pid: u32) -> io::Result<()> {
     join_below(&hierarchies(Path::new(ROOT))?, path, pid)
 }
@@ -54,7 +54,7 @@ fn join_below(roots: &[PathBuf], path: &str, pid: u32) -> io::Result<()> {
     }
 }
 
-/// The unified hierarchy, or the folder of every controller of cgroup v1.
+/// The mount point of the unified hierarchy, or the folders of all cgroup v1 controllers.
 fn hierarchies(root: &Path) -> io::Result<Vec<PathBuf>> {
     if root.join("cgroup.controllers").exists() {
         return Ok(vec![root.to_owned()]);

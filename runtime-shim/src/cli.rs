@@ -1,5 +1,6 @@
 //! The command line as containerd writes it, for Go's `flag` package: one dash or two, `-flag
-//! value` or `-flag=value`, switches without a value. The first word without a dash is the action.
+//! value` or `-flag=value`, switches without a value. The first word that is neither a flag nor a
+//! flag's value is the action.
 
 use std::ffi::OsString;
 
@@ -50,7 +51,7 @@ pub struct ShimFlags {
 pub struct ShimInvocation {
     /// First argument that is not a flag, or the action that `-info` or `-v` selects.
     pub action: ShimAction,
-    /// Flags before that word.
+    /// Flags before the action.
     pub flags: ShimFlags,
 }
 

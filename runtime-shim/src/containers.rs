@@ -85,8 +85,8 @@ impl TaskService for Containers {
     }
 
     fn deleted(&self, id: &str) {
-        // When the container of this bundle ends, containerd removes the bundle and the list with
-        // it.
+        // When the container of this daemon's bundle ends, containerd removes the bundle with the
+        // list, so the list is not written.
         if self.members.borrow_mut().remove(id) && self.bundle.id() != Some(id) {
             self.note_members();
         }

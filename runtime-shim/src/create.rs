@@ -135,7 +135,7 @@ fn manage(
     }
 }
 
-/// A number that differs between containers, even between containers with the same id: nanoseconds
+/// Returns a number that differs between containers, even if they have the same id: nanoseconds
 /// since 1970.
 fn generation() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
@@ -159,8 +159,8 @@ fn edit(
     if !rootfs.writable() {
         return Err(NotManaged::ReadOnly);
     }
-    // An earlier Create may have mounted the shim's own file here. If that file no longer exists,
-    // ignore the mount: the list is built from the image again.
+    // An earlier Create may have added a mount of the shim's own file here. If that file no longer
+    // exists, the mount is ignored, and the list is built from the image again.
     let list = spec::take_file_mount(spec, ld_so_preload::FILE)
         .filter(|path| *path != folder.preload() || path.exists());
     let theirs = match list {
@@ -176,8 +176,8 @@ fn edit(
     folder
         .make(announcement.generation, &ld_so_preload::merge(&theirs))
         .map_err(NotManaged::Folder)?;
-    // A process may look up driver functions before the controller has sent the engine. With this
-    // file the library chooses the wrappers that the engine needs.
+    // A process may look up driver functions before it has received the engine from the controller.
+    // With this file the library chooses the wrappers that the engine needs.
     folder.write_engine(engine).map_err(NotManaged::Folder)?;
     bundle.write_spec(spec)?;
     Ok(())

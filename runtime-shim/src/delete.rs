@@ -1,9 +1,9 @@
 //! `delete`: the stock clean-up, and the clean-up after a killed shim.
 //!
-//! containerd runs it when a shim's connection has ended; containerd 1.x also after every ordinary
-//! removal. If the group's proxy is gone, `delete` ends its stock shim and deletes the other
-//! containers of the group too: containerd 2.x runs `delete` for the sandbox alone. All of this
-//! takes less than the 5 s that containerd allows.
+//! containerd runs `delete` when a shim's connection has ended; containerd 1.x also after every
+//! ordinary removal. If the group's proxy has ended, `delete` ends the stock shim behind it. It
+//! also deletes the other containers of the group, because containerd 2.x runs `delete` only for
+//! the sandbox. All of this takes less than the 5 s that containerd allows.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -31,7 +31,7 @@ const PROXY_REPLY_TIMEOUT: Duration = Duration::from_millis(500);
 /// Pause before the first repetition of the clean-up. It doubles each time, up to [`PAUSE_MAX`].
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(200);
-/// Time limit for the end of a stock shim that was killed.
+/// Maximum wait for the end of a stock shim that was killed.
 const END: Duration = Duration::from_secs(1);
 
 /// Reason why `delete` failed.
@@ -63,7 +63,8 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
         None => BTreeSet::new(),
     };
     let mut own = stock.command(argv).stdin(Stdio::null()).spawn().map_err(DeleteError::Run)?;
-    // runc writes its log into the container's bundle, and fails if the bundle is missing.
+    // runc writes its log into a container's bundle, and fails if the bundle is missing. So missing
+    // bundles are created again.
     let made: Vec<PathBuf> = orphans
         .iter()
         .map(|id| bundle.sibling(id).path().to_owned())
@@ -96,8 +97,8 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
 
-/// The note of this bundle or of its group's sandbox: containerd 2.x runs `start` only for the
-/// sandbox.
+/// Returns the note of this bundle, or that of the bundle of the group's sandbox: containerd 2.x
+/// runs `start` only for the sandbox, so only its bundle has a note.
 fn group_note(bundle: &Bundle) -> Option<BundleNote> {
     if let Some(note) = bundle.note() {
         return Some(note);
@@ -106,8 +107,9 @@ fn group_note(bundle: &Bundle) -> Option<BundleNote> {
     bundle.siblings().iter().filter_map(Bundle::note).find(|note| note.address == address)
 }
 
-/// Ends the stock shim of a group whose proxy has ended. Returns the ids of the group's other
-/// containers that had no `start` of their own: containerd does not clean them up.
+/// Ends the stock shim of a group whose proxy has ended. Returns the ids of the other containers of
+/// the group for which containerd did not run `start`. containerd does not clean up these
+/// containers.
 fn end_dead_group(bundle: &Bundle, note: &BundleNote) -> BTreeSet<String> {
     let Ok(listen) = SocketAddress::parse(&note.address) else {
         return BTreeSet::new();
@@ -188,11 +190,12 @@ fn delete_one(stock: &RuncShim, flags: &ShimFlags, bundle: &Bundle, id: &str) ->
     ];
     stock
         .command(&argv)
-        // The stock shim searches next to its working folder; the container's own bundle may be
-        // gone.
+        // The stock shim searches for the container's bundle next to its working folder. The
+        // working folder is another bundle, because the container's own may be gone.
         .current_dir(bundle.path())
         .stdin(Stdio::null())
-        // stdout carries the result for the container that containerd named, not for this one.
+        // stdout must contain only the result for the container that containerd named, which is
+        // another container.
         .stdout(Stdio::null())
         .spawn()
         .inspect_err(|error| {
@@ -209,7 +212,7 @@ mod tests {
     use super::*;
     use crate::probe::ShimIdentity;
 
-    /// A sandbox's bundle with its note, and a process in place of the stock shim.
+    /// Returns a sandbox's bundle with its note, and a process that stands for the stock shim.
     fn group(dir: &std::path::Path) -> (Bundle, BundleNote, Child) {
         let stock = Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = i32::try_from(stock.id()).unwrap();

@@ -1,8 +1,8 @@
 //! Reads the names that Docker gives a container. containerd knows only the container's id.
 //!
-//! dockerd keeps them in `containers/ID/config.v2.json` below its data folder. The mounts of a
-//! container show where that folder is: its `/etc/hosts` and similar files are next to
-//! `config.v2.json`.
+//! dockerd keeps the names in `containers/ID/config.v2.json` below its data folder. The mounts of a
+//! container show the path of that folder: the container's `/etc/hosts` and similar files are next
+//! to `config.v2.json`.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -13,17 +13,17 @@ use rustix::fs::OFlags;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// containerd's namespace of Docker's containers.
+/// The containerd namespace in which Docker's containers run.
 pub const NAMESPACE: &str = "moby";
-/// dockerd's data folder unless its configuration names another.
+/// dockerd's data folder, if its configuration names no other folder.
 const DATA_ROOT: &str = "/var/lib/docker";
 const CONTAINERS: &str = "containers";
 const FILE: &str = "config.v2.json";
 /// Files that dockerd mounts from a container's folder. If a container uses the network of another
 /// container, the files come from the folder of that other container.
 const MOUNTED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
-/// Maximum size of a container's file. 10 KiB are usual, but the file also has the environment,
-/// labels and outputs of health checks.
+/// Maximum size of a container's file. 10 KiB are usual, but environment, labels and outputs of
+/// health checks are in the file too.
 const MAX_BYTES: u64 = 2 << 20;
 /// Maximum length of a name in bytes. Docker accepts only shorter names.
 const MAX_NAME_BYTES: usize = 128;
@@ -115,7 +115,7 @@ pub fn parse(text: &[u8]) -> Result<DockerNames, ContentError> {
     Ok(DockerNames { container, image: if shown { image } else { String::new() } })
 }
 
-/// Returns dockerd's folder of all containers, in which each has a folder of its own.
+/// Returns the folder in which dockerd has a folder for each container.
 fn containers_folder(spec: &Value) -> PathBuf {
     let mounts = spec.get("mounts").and_then(Value::as_array);
     let source = |mount: &Value| {

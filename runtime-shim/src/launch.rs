@@ -18,7 +18,7 @@ use tokio::net::UnixStream;
 use crate::cgroup;
 use crate::paths::ShimPaths;
 
-/// The controller's cgroup, a sibling of the pods' cgroup.
+/// Name of the controller's cgroup, which is a sibling of the pods' cgroup.
 pub(crate) const CGROUP: &str = "affinode";
 /// File below the run directory, locked by the shim that starts the controller.
 const LOCK: &str = "launch.lock";
@@ -97,7 +97,7 @@ impl Launcher {
             }
             tokio::time::sleep(PAUSE).await;
         }
-        // The lock is held up to here, so that no other shim starts a second controller.
+        // The lock is held until here, so that no other shim starts a second controller.
         drop(lock);
         Err(LaunchError::Silent { log: self.paths.run_dir.join(LOG) })
     }
@@ -134,8 +134,9 @@ impl Launcher {
     }
 }
 
-/// The installed program of this name. If another version has replaced the running program, the
-/// kernel appends ` (deleted)` to its path. If no such file exists: the path of this process.
+/// Returns the path of the installed program. `exe`: the path of the running program. If another
+/// version has replaced that program, the kernel appends ` (deleted)` to the path; this suffix is
+/// removed. If there is no such file, returns `/proc/self/exe`.
 fn installed(exe: Option<PathBuf>) -> PathBuf {
     let plain = |path: PathBuf| {
         let bytes = path.as_os_str().as_bytes();

@@ -49,9 +49,9 @@ pub enum HostFileError {
     Io(#[from] std::io::Error),
 }
 
-/// Appends Affinode's line to the list of the image or node. A library of that list that hooks the
-/// driver (such as HAMi's) is then called before Affinode's. If its line came after Affinode's
-/// line, its calls would reach the driver without passing the gate.
+/// Appends Affinode's line to the list of the image or node. If that list has a library that hooks
+/// the driver (such as HAMi's), that library is then called before Affinode's. In the opposite
+/// order, the library's own calls would reach the driver without passing the gate.
 #[must_use]
 pub fn merge(theirs: &[u8]) -> Vec<u8> {
     if names(theirs).any(|name| name == CONTAINER_LIB.as_bytes()) {
@@ -61,11 +61,11 @@ pub fn merge(theirs: &[u8]) -> Vec<u8> {
     [theirs, end, CONTAINER_LIB.as_bytes(), b"\n"].concat()
 }
 
-/// Reads the host's file that a mount puts at [`FILE`]. A pod can name any file, and the shim runs
-/// as root on the host. The shim therefore shows the pod only content that every user of the host
-/// can read.
+/// Reads the host's file that a mount puts at [`FILE`]. A pod can name any file of the host, and
+/// the shim runs as root. So the function reads only files that every user of the host can read.
 ///
 /// # Errors
+///
 /// If the file is not a regular, world-readable file of a local disk, is too large, or cannot be
 /// read.
 pub fn read_host(path: &Path) -> Result<Vec<u8>, HostFileError> {

@@ -183,7 +183,7 @@ mod tests {
         let request = CreateTaskRequest { id: id.clone(), ..request() };
         let got = announcement(docker::NAMESPACE, &request, &spec);
         assert_eq!((got.container.as_str(), got.image.as_str()), ("trainer", "a/b"));
-        // The name of another namespace comes from annotations alone.
+        // In a namespace other than Docker's, the name comes only from annotations.
         assert_eq!(announcement("default", &request, &spec).container, id);
     }
 }

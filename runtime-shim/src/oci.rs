@@ -74,7 +74,7 @@ pub fn run(
         }
     };
     let found = match &invocation.command {
-        // The runtime refuses an id that is in use. Its container keeps its folder.
+        // The runtime refuses an id that is in use. The container with that id keeps its folder.
         OciCommand::Create(_) | OciCommand::Run(_) if runtime.has(&invocation) => None,
         OciCommand::Create(container) => prepare(&paths, container, engine_of)
             .map(|key| (key, container.id.as_str(), FollowedStep::Create)),
@@ -137,14 +137,14 @@ fn prepare(paths: &ShimPaths, container: &NewContainer, engine_of: EngineOf) -> 
     }
 }
 
-/// Whether the engine runs for a user other than the machine's root. In a user namespace, the root
-/// folder does not belong to the root user of that namespace.
+/// Whether the container engine runs for a user other than the machine's root. In a user namespace,
+/// the root folder does not belong to the root user of that namespace.
 fn is_rootless() -> bool {
     let root = rustix::process::geteuid().is_root();
     !root || std::fs::metadata("/").is_ok_and(|folder| folder.uid() != 0)
 }
 
-/// Replaces an id by the name that the engine has for the container.
+/// Replaces a container's id by the name that the container engine has given the container.
 fn name(announcement: &mut Announcement) {
     if announcement.container == announcement.id
         && let Some(name) = names::given(std::os::unix::process::parent_id())
@@ -153,7 +153,7 @@ fn name(announcement: &mut Announcement) {
     }
 }
 
-/// The key of a container that was edited when it was created.
+/// Returns the key of the container with this id, if it was edited when it was created.
 fn known(paths: &ShimPaths, id: &str) -> Option<String> {
     let keys = names::NAMESPACES.iter().map(|namespace| container_key(namespace, id));
     keys.into_iter().find(|key| paths.container(key).is_kept())

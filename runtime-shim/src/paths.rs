@@ -54,7 +54,7 @@ impl ShimPaths {
         ContainerDir(self.run_dir.join(names::CONTAINERS_DIR).join(key))
     }
 
-    /// Whether any container's folder has an announcement.
+    /// Whether the folder of any container has an announcement.
     #[must_use]
     pub fn keeps_any(&self) -> bool {
         let folders = fs::read_dir(self.run_dir.join(names::CONTAINERS_DIR));
@@ -69,7 +69,7 @@ impl ShimPaths {
 
 impl ContainerDir {
     /// Creates the folder and its mounted subfolder, and writes the merged `/etc/ld.so.preload`.
-    /// Files of an earlier container of this id are removed.
+    /// Removes the files of an earlier container with the same id.
     pub fn make(&self, generation: u64, preload: &[u8]) -> io::Result<()> {
         let containers = self.0.parent().unwrap_or(Path::new("/"));
         if let Some(run_dir) = containers.parent() {
@@ -105,8 +105,8 @@ impl ContainerDir {
         fs::set_permissions(&path, Permissions::from_mode(0o644))
     }
 
-    /// Keeps the announcement of the container that owns the folder, for a later controller. Returns
-    /// false if the next container of the same id owns it.
+    /// Keeps the announcement of the container that owns the folder, for a controller that starts
+    /// later. Returns false if a later container with the same id owns the folder.
     pub fn keep(&self, announcement: &Announcement) -> io::Result<bool> {
         let _lock = self.lock()?;
         if self.generation() != Some(announcement.generation) {
@@ -147,7 +147,7 @@ impl ContainerDir {
         self.0.join(names::PRELOAD_FILE)
     }
 
-    /// Whether the shim has edited a container of this key.
+    /// Whether the shim has edited a container with this key.
     #[must_use]
     pub fn exists(&self) -> bool {
         self.0.is_dir()
@@ -159,8 +159,8 @@ impl ContainerDir {
         fs::read_to_string(self.0.join(names::GENERATION_FILE)).ok()?.parse().ok()
     }
 
-    /// Removes the folder if it belongs to this generation: the next container of the same id may
-    /// own it already. A missing folder is not an error.
+    /// Removes the folder if it belongs to this generation. A later container with the same id may
+    /// own the folder already. A missing folder is not an error.
     pub fn remove(&self, generation: Option<u64>) -> io::Result<()> {
         if !self.exists() {
             return Ok(());
@@ -195,7 +195,7 @@ pub fn container_key(namespace: &str, id: &str) -> String {
 
 fn make_dir(path: &Path) -> io::Result<()> {
     match fs::DirBuilder::new().mode(0o755).create(path) {
-        // Independent of the umask that containerd runs with.
+        // The mode must not depend on the umask of containerd.
         Ok(()) => fs::set_permissions(path, Permissions::from_mode(0o755)),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {

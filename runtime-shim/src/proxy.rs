@@ -29,8 +29,8 @@ const AHEAD_BYTES: usize = 2 << 10;
 
 /// Callbacks for the calls on a connection that concern containers.
 pub trait TaskService {
-    /// Called when a Create was received. The Create is forwarded after this returns, with the
-    /// returned options in place of its own.
+    /// Called when a Create was received. The proxy forwards the Create after this function
+    /// returns. The returned options replace those of the Create.
     fn create(&self, request: &CreateTaskRequest) -> impl Future<Output = Option<Any>>;
     /// The stock shim replied to a Create. `done`: the reply reports success.
     fn created(&self, id: &str, done: bool);

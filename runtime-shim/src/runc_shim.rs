@@ -103,7 +103,8 @@ impl RuncShim {
         let pid = child.id();
         if let Some(mut pipe) = child.stdin.take() {
             match pipe.write_all(stdin) {
-                // The process ended without reading stdin: its exit status explains more.
+                // The process ended without reading stdin. Its exit status explains the failure
+                // better than this error.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
                 other => other.map_err(failed)?,
             }
@@ -142,8 +143,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (written, path) = (dir.path().join("text"), dir.path().join(NAME));
         std::fs::write(&written, format!("#!/bin/sh\n{text}\n")).unwrap();
-        // `install` copies the file in another process: a child that another test just forked could
-        // hold it open for writing, and the kernel does not execute such a file (ETXTBSY).
+        // The file is copied by `install`, in another process. If this process wrote the file, a
+        // child that another test forks at that time could hold it open for writing. The kernel
+        // does not execute such a file (ETXTBSY).
         let mut install = Command::new("install");
         assert!(install.args(["-m", "755"]).arg(written).arg(&path).status().unwrap().success());
         (dir, RuncShim(path))

@@ -32,9 +32,9 @@ use crate::proxy;
 use crate::rpc::{RpcCaller, RpcError};
 use crate::{EngineOf, report};
 
-/// Time limit for the delivery of the stock shim's last replies to clients.
+/// Maximum time for delivering the stock shim's last replies to clients.
 const DRAIN: Duration = Duration::from_secs(1);
-/// Time limit for withdrawing the last containers from the controller.
+/// Maximum time for withdrawing the last containers from the controller.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Reason why the daemon could not start.
@@ -157,7 +157,8 @@ async fn serve(
                 }
                 Err(error) => {
                     warn!("proxy: cannot accept a connection: {error}");
-                    // Most likely out of descriptors: wait, to avoid a busy loop.
+                    // In most cases the process has no free descriptor. The pause avoids a busy
+                    // loop.
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
             },
@@ -192,7 +193,7 @@ async fn client(
     containers: Rc<Containers>,
 ) {
     match stream.peer_cred() {
-        // As in the stock shim: only a peer of the same user.
+        // As in the stock shim, only a peer with the same user may connect.
         Ok(peer) if peer.uid() == rustix::process::geteuid().as_raw() => {}
         _ => return warn!("proxy: rejected a connection of another user"),
     }

@@ -95,7 +95,7 @@ pub enum StartError {
 pub fn start(flags: &ShimFlags, argv: &[OsString]) -> Result<Vec<u8>, StartError> {
     let stdin = read_stdin().map_err(StartError::Input)?;
     let bundle = Bundle::new(std::env::current_dir().map_err(StartError::Input)?);
-    // It is not an error here if the spec cannot be read: the stock shim reports that itself.
+    // A spec that cannot be read is not an error here, because the stock shim reports it.
     let spec = bundle.read_spec().ok();
     let cgroups_path = spec.as_ref().and_then(spec::cgroups_path);
     let (stdin, shim_cgroup) =
@@ -156,7 +156,7 @@ impl ShimDaemon<'_> {
                 {
                     return Ok(identity);
                 }
-                // There is no proxy, or its stock shim is an earlier one, so it will end.
+                // There is no proxy, or a proxy for an earlier stock shim, which will end.
                 ProbedPeer::Alive(_) | ProbedPeer::Dead => {
                     clear(self.listen, inode).map_err(failed)?
                 }
@@ -230,8 +230,9 @@ fn clear(address: &SocketAddress, inode: Option<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the stock shim if this `start` started it. This is the case if the stock start
-/// (`stock_pid`) created the listener. That stock shim has no containers yet.
+/// Ends the stock shim if this `start` has started it. That is the case if the process that created
+/// the listener is `stock_pid`, the process of the stock start. Such a stock shim has no containers
+/// yet.
 fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     let inode = address.inode();
     let maker = || -> io::Result<i32> {
@@ -245,7 +246,7 @@ fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
             return address.unlink(inode);
         }
-        // Another container's stock shim, or no shim.
+        // The listener is the stock shim of another container, or not a stock shim.
         _ => return,
     }
     let Ok(mut caller) = RpcCaller::stock(address.path(), version) else {
@@ -255,7 +256,7 @@ fn abandon(address: &SocketAddress, stock_pid: u32, version: i64, id: &str) {
     if caller.shut_down(id).is_err()
         && let Some((pid, began)) = process
     {
-        // The caller reports the error that led here.
+        // The caller reports the error because of which the stock shim is ended.
         let _ = process::kill(pid, began, PROXY_REPLY_TIMEOUT);
     }
     address.unlink(inode);

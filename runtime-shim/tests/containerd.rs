@@ -34,7 +34,7 @@ fn runs_as_stock_runc_does() {
         assert_eq!(node.run(OURS, "", &args), node.run(STOCK, "", &args), "{args}");
     }
     for runtime in [STOCK, OURS] {
-        // A terminal on both sides, which ctr requires.
+        // `script` gives ctr a terminal, which it requires.
         let line = format!(
             "ctr -a {} -n {} run --rm -t --runtime {runtime} --rootfs {} one {BOX} tty",
             node.path("c.sock").display(),
@@ -250,7 +250,7 @@ fn a_killed_gpu_container_is_withdrawn() {
 #[test]
 fn without_library_or_controller_containers_run() {
     let Some(node) = Node::start() else { return };
-    // The run directory cannot be made: no controller, no folders.
+    // A file in place of the run directory: neither the directory nor a controller can be created.
     fs::write(node.path("affinode"), "a file").unwrap();
     let args = format!("{BOX} echo fine");
     assert_eq!(node.run(OURS, GPU, &args), ("fine\n".to_owned(), Some(0)));
@@ -295,10 +295,11 @@ fn a_missing_stock_shim_is_named() {
 fn a_failed_start_leaves_no_stock_shim() {
     let Some(node) = Node::start() else { return };
     let bundle = node.path("bundle");
-    // A folder in place of the note: `start` fails late, with both shims up.
+    // A folder in place of the note makes `start` fail late, when the stock shim and the proxy
+    // already run.
     fs::create_dir_all(bundle.join("affinode.json")).unwrap();
     fs::write(bundle.join("config.json"), "{}").unwrap();
-    // containerd's end of the pipe for the shims' logs.
+    // The test opens the pipe for the shims' logs in place of containerd.
     let log = bundle.join("log");
     let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
     rustix::fs::mknodat(rustix::fs::CWD, &log, rustix::fs::FileType::Fifo, mode, 0).unwrap();

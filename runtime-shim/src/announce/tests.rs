@@ -80,7 +80,7 @@ impl Fake {
                     let calls = calls.clone();
                     self.connections.spawn(async move {
                         let mut header = [0; HEADER_BYTES];
-                        // A watch connection never has traffic.
+                        // A watch connection ends without a call.
                         if stream.read_exact(&mut header).await.is_err() {
                             return;
                         }
@@ -186,7 +186,8 @@ async fn containers_are_reannounced_after_restart() {
     drop(announcer);
 }
 
-/// The end of the first container may be reported after the next container of its id was created.
+/// If the end of a container is reported after the next container with the same id was created, the
+/// next container must keep its folder.
 #[tokio::test]
 async fn the_next_container_of_an_id_keeps_its_folder() {
     let node = Node::new();
@@ -209,7 +210,7 @@ async fn garbage_replies_do_not_stop_announcing() {
     let listener = node.listen();
     let announcer = Announcer::spawn(node.launcher());
     announcer.add(container("a"));
-    // The watch and the first call get garbage; the next call gets a reply.
+    // The watch connection and the first call get garbage. The next call gets a reply.
     for _ in 0..2 {
         let (mut stream, _) = listener.accept().await.unwrap();
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;

@@ -126,7 +126,8 @@ fn a_gpu_container_is_edited_and_announced() {
     assert_eq!(world.read(), edited);
 }
 
-/// A process may look up driver functions before it reaches a controller.
+/// The engine must be in the container's folder, because a process may look up driver functions
+/// before it reaches a controller.
 #[test]
 fn the_engine_is_left_in_the_container() {
     let world = world(&gpu());
@@ -135,7 +136,8 @@ fn the_engine_is_left_in_the_container() {
     assert_eq!(fs::read_to_string(folder.join(ENGINE_FILE)).unwrap(), ENGINE);
 }
 
-/// HAMi's device plugin mounts such a list. HAMi's library must be called before Affinode's.
+/// HAMi's device plugin mounts such a list. HAMi's library must be listed before Affinode's, so
+/// that its functions are called first.
 #[test]
 fn a_list_that_the_host_mounts_comes_before_ours() {
     let world = world(&gpu());
@@ -165,7 +167,7 @@ fn a_list_that_the_host_mounts_comes_before_ours() {
 
 #[test]
 fn a_container_without_a_gpu_keeps_its_bytes() {
-    // Blanks and an order of keys that encoding again would not keep.
+    // A config.json with blanks and an order of keys that would be lost if it were encoded again.
     let world = world(&json!({}));
     world.write("{ \"ociVersion\" : \"1.0.2\",\n \"linux\":{\"cgroupsPath\":\"a.slice:b:c\"} }\n");
     world.assert_untouched("no GPU");

@@ -1,11 +1,11 @@
 //! The command line of an OCI runtime. runc and crun accept different options. This module knows
-//! only the options that it needs, and those with a separate value. It passes on all others
+//! the options that it needs and all options with a separate value. It passes on all options
 //! unchanged.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// Options before the command that take a value: of runc, then of crun.
+/// Options before the command that take a value: first those of runc, then those of crun.
 const GLOBAL_VALUES: [&str; 7] =
     ["log", "log-format", "root", "criu", "rootless", "log-level", "cgroup-manager"];
 /// Options of `create` and `run` that take a value.
@@ -52,7 +52,7 @@ pub struct LogTarget {
 pub struct OciInvocation {
     /// Where to write messages.
     pub log: LogTarget,
-    /// Folder in which the runtime keeps the state of containers. `None`: its default.
+    /// Folder in which the runtime keeps the state of containers. `None`: the runtime's default.
     pub root: Option<PathBuf>,
     /// The command that the line names.
     pub command: OciCommand,
@@ -119,8 +119,8 @@ impl OciInvocation {
         }
         let Some(id) = self.words.first().cloned() else { return };
         self.command = match command {
-            // The command names another spec than the bundle's config.json, which is the file that
-            // would be edited.
+            // The command names another file than the bundle's config.json as the spec, but the
+            // edit would change config.json.
             "create" | "run" if other_spec => OciCommand::Other,
             "create" => OciCommand::Create(NewContainer { id, bundle }),
             "run" => OciCommand::Run(NewContainer { id, bundle }),
@@ -130,8 +130,8 @@ impl OciInvocation {
     }
 }
 
-/// The file that `--log` names; `None` if there is none. For crun the value can also be a
-/// destination and a colon, and only the destination `file:` is a file.
+/// The file that `--log` names; `None` if it names no file. For crun the value can also be a kind
+/// of destination, a colon and a name: then only the kind `file:` names a file.
 fn log_file(value: &str) -> Option<PathBuf> {
     let elsewhere = ["journald:", "syslog:"].iter().any(|kind| value.starts_with(kind));
     let path = value.strip_prefix("file:").unwrap_or(value);

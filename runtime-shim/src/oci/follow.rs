@@ -32,15 +32,17 @@ use crate::paths::ShimPaths;
 use crate::process::{self, start_ticks};
 use crate::{BINARY, cgroup, report};
 
-/// Command of the first process, which leaves the engine's session and cgroup.
+/// Internal command of the first process. It leaves the session and the cgroup of the container
+/// engine.
 const FOLLOW: &str = "affinode-follow";
-/// Command of the second process, which has no parent that waits for it.
+/// Internal command of the second process, which announces the container. No parent waits for it.
 const FOLLOWED: &str = "affinode-followed";
-/// Pause between two attempts to find the container that `run` creates. It doubles each time.
+/// First pause between two attempts to find the container that `run` creates. The pause doubles
+/// each time.
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// The step of a container's life that the runtime executes.
+/// The step of a container's life that the runtime's command executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FollowedStep {
     /// The container is created; the runtime then ends.
@@ -60,13 +62,13 @@ pub struct FollowOrder {
     pub id: String,
     /// The runtime that knows the container.
     pub runtime: OciRuntime,
-    /// Folder of the runtime's state. `None`: the engine names none.
+    /// Folder of the runtime's state. `None`: the command line names none.
     pub root: Option<PathBuf>,
     /// Step that the runtime executes.
     pub step: FollowedStep,
 }
 
-/// The order as it is passed to the process.
+/// A [`FollowOrder`], encoded as an argument of the internal commands.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct PassedOrder {
     key: String,
@@ -74,13 +76,14 @@ struct PassedOrder {
     runtime: PathBuf,
     root: Option<PathBuf>,
     step: FollowedStep,
-    /// The process that becomes the runtime, and its start time.
+    /// Process id and start time of the process that the runtime replaces.
     process: (i32, u64),
-    /// Whether processes may be left behind.
+    /// Whether the command may leave processes behind: the controller and the keeper.
     stays: bool,
 }
 
-/// Starts the process for a container. This process has not become the runtime yet.
+/// Starts the process that announces a container. Must be called before the runtime replaces this
+/// process.
 pub fn spawn(paths: &ShimPaths, order: &FollowOrder) -> io::Result<()> {
     let own = std::process::id();
     let pid = i32::try_from(own).map_err(io::Error::other)?;
@@ -99,7 +102,7 @@ pub fn spawn(paths: &ShimPaths, order: &FollowOrder) -> io::Result<()> {
     if status.success() { Ok(()) } else { Err(io::Error::other(status.to_string())) }
 }
 
-/// Runs the two internal commands. `None`: the command line is one for the runtime.
+/// Runs one of the two internal commands. `None`: the command line is for the runtime.
 pub fn main(argv: &[OsString]) -> Option<ExitCode> {
     let [command, order] = argv else { return None };
     let paths = ShimPaths::own();
@@ -113,14 +116,15 @@ pub fn main(argv: &[OsString]) -> Option<ExitCode> {
     Some(crate::finish(followed(&paths, order).map_err(Box::from)))
 }
 
-/// Leaves the engine's session and cgroup, and starts the second process.
+/// The first process: leaves the session and the cgroup of the container engine, and starts the
+/// second process.
 fn leave(paths: &ShimPaths, order: &OsStr) -> io::Result<()> {
     let _ = rustix::process::setsid();
     let _ = cgroup::make_and_join(crate::launch::CGROUP, std::process::id());
     command(paths, &[FOLLOWED.into(), order.to_owned()])?.spawn().map(drop)
 }
 
-/// A command of this program. Its messages go to the file with those of the controller's start.
+/// A command of this program. Its messages go to the log file of the controller's start.
 fn command(paths: &ShimPaths, words: &[OsString]) -> io::Result<Command> {
     let log = || -> io::Result<File> {
         OpenOptions::new().create(true).append(true).mode(0o640).open(paths.run_dir.join(LOG))
@@ -136,7 +140,7 @@ fn followed(paths: &ShimPaths, order: &OsStr) -> io::Result<()> {
     let folder = paths.container(&order.key);
     let mut announcement = folder.kept()?;
     let Some(init) = wait_for_init(&order)? else {
-        // The runtime did not create the container, or it has ended.
+        // The runtime has not created the container, or the container has ended.
         return folder.remove(Some(announcement.generation));
     };
     (announcement.init_pid, announcement.init_start_ticks) = init;

@@ -40,9 +40,9 @@ pub async fn announce(paths: &ShimPaths, announcement: Announcement) {
 
 /// Runs until there is no announcement to keep. Returns at once if another keeper runs.
 pub async fn keep(launcher: &Launcher) {
-    // An announcement can be added after the last check in `watch`. Its own keeper then ends,
-    // because this keeper still holds the lock. The check of this loop, after the lock is released,
-    // finds that announcement.
+    // An announcement can be added after the last check in `watch`. The keeper that was started for
+    // that announcement ends, because this keeper still holds the lock. So this loop checks again
+    // after the lock is released.
     while launcher.paths.keeps_any() {
         match lock(&launcher.paths) {
             Ok(Some(_lock)) => watch(launcher).await,

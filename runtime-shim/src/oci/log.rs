@@ -1,6 +1,6 @@
 //! Messages in the form of crun and runc: to the file of `--log`, as text or as JSON, otherwise to
-//! stderr. Only warnings and errors are written, because the engine shows the content of that file,
-//! and stderr of `create` belongs to the container.
+//! stderr. Only warnings and errors are written: the container engine shows the content of the
+//! file, and the stderr of `create` is the container's stderr.
 
 use std::fs::OpenOptions;
 use std::sync::Mutex;

@@ -1,13 +1,14 @@
-//! Namespace and name of a container that an engine without containerd creates.
+//! Namespace and name of a container that a container engine creates without containerd.
 
 use serde_json::Value;
 
 use crate::docker::is_name;
 use crate::spec::annotation;
 
-/// Annotation in which Podman and CRI-O name themselves.
+/// Annotation with the name of the container engine, set by Podman and CRI-O.
 const MANAGER: &str = "io.container.manager";
-/// Namespaces of such containers. The last one is for every other engine.
+/// Namespaces of containers without containerd. `oci` is the namespace for all container engines
+/// other than Podman and CRI-O.
 pub const NAMESPACES: [&str; 3] = ["podman", "cri-o", "oci"];
 const MONITOR: &str = "conmon";
 
@@ -22,8 +23,8 @@ pub fn namespace(spec: &Value) -> &'static str {
     }
 }
 
-/// The name of the container that this process, conmon, was started for. `None` if it is another
-/// program.
+/// Returns the container's name in the command line of the process `parent`, if that process is
+/// conmon. `None`: it is another program.
 #[must_use]
 pub fn given(parent: u32) -> Option<String> {
     let line = std::fs::read(format!("/proc/{parent}/cmdline")).ok()?;

@@ -1,8 +1,8 @@
-//! The runtime that this process becomes.
+//! The OCI runtime that replaces this process.
 //!
-//! A container belongs to the runtime that created it. A command for a container that an installed
-//! runtime knows is therefore passed to that runtime, even if the configuration now names another
-//! one.
+//! A container belongs to the runtime that created it. If an installed runtime knows the container
+//! of a command, the command is passed to that runtime, even if the configuration now names another
+//! runtime.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -15,10 +15,10 @@ use serde::Deserialize;
 use super::cli::{OciCommand, OciInvocation};
 use crate::runc_shim::{is_program, is_same_file};
 
-/// Runtimes in Podman's order of search, each with the file that it keeps in the folder of a
-/// container.
+/// The runtimes that Affinode knows, in the order in which Podman searches for them. The second
+/// name is the file that the runtime keeps in the folder of each container.
 const KNOWN: [(&str, &str); 2] = [("crun", "status"), ("runc", "state.json")];
-/// Podman runs some commands without PATH.
+/// Folders that are searched after those of PATH, because Podman runs some commands without PATH.
 const USUAL_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// An OCI runtime: crun, runc, or another program with their command line.
@@ -48,7 +48,7 @@ pub enum RuntimeError {
     Ourselves(PathBuf),
 }
 
-/// The fields that are used of a runtime's reply to `state`.
+/// The fields of a runtime's reply to `state` that Affinode uses.
 #[derive(Deserialize)]
 struct StateAnswer {
     #[serde(default)]
@@ -119,8 +119,8 @@ impl OciRuntime {
     }
 }
 
-/// The runtime that has created the container of the command, otherwise the first one. So an
-/// existing container can be ended even if the configuration is wrong.
+/// Returns the runtime that has created the container of the command, if there is one, else
+/// `first`. So an existing container can be ended even if the configuration is wrong.
 fn choose(
     first: Result<OciRuntime, RuntimeError>,
     others: &[OciRuntime],

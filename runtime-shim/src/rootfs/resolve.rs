@@ -24,7 +24,8 @@ pub enum ResolvedPath {
     Missing,
     /// Content of a regular file.
     Regular(Vec<u8>),
-    /// An entry that is not a regular file: a folder, a device, a socket, a dangling symlink.
+    /// An entry that is not a regular file, such as a folder, a device, a socket or a dangling
+    /// symlink. The text names it.
     Other(&'static str),
 }
 

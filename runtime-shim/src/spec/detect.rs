@@ -23,7 +23,7 @@ pub struct GpuDecision {
     pub warning: Option<String>,
 }
 
-/// Decides from the spec alone.
+/// Decides from the spec, without access to files or devices.
 #[must_use]
 pub fn decide(spec: &Value) -> GpuDecision {
     // The sandbox has the pod's annotations, but runs no CUDA program.

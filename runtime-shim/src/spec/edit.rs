@@ -208,7 +208,8 @@ mod tests {
 
     #[test]
     fn mount_of_another_container_counts_as_volume() {
-        // A nested container: its spec is a copy of a managed container's spec.
+        // A nested container: its spec is a copy of the spec of another managed container, with
+        // that container's mounts.
         let mut spec: Value = serde_json::from_str(&AFTER.replace("/00/", "/11/")).unwrap();
         assert!(matches!(add_mounts(&mut spec, &ours()), Err(EditError::Covered { .. })));
     }

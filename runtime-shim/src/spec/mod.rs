@@ -11,7 +11,8 @@ use serde_json::Value;
 
 /// Annotation with the kind of a container in its pod, set by CRI.
 pub const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
-/// The same, set by CRI-O, and by Podman in its pods.
+/// Annotation with the kind of a container in its pod, set by CRI-O, and by Podman for containers
+/// in pods.
 pub const CRIO_CONTAINER_TYPE: &str = "io.kubernetes.cri-o.ContainerType";
 /// Annotation with the id of the sandbox.
 pub const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";

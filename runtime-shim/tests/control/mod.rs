@@ -21,7 +21,8 @@ pub struct Controller {
     thread: Option<std::thread::JoinHandle<()>>,
     told: Told,
     run_dir: PathBuf,
-    /// The lock of a real controller, held so that no real one starts between `end` and a restart.
+    /// The lock that a real controller would hold, so that no real controller starts between `end`
+    /// and a restart.
     _lock: File,
 }
 

@@ -18,8 +18,8 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub struct Node {
     dir: tempfile::TempDir,
-    /// The node's own containerd namespace: runc keeps its state by namespace and id, for all
-    /// containerds of the machine.
+    /// containerd namespace of this node. Each node has its own, because runc keeps its state by
+    /// namespace and id, for all containerds of the machine.
     pub namespace: String,
     containerd: Option<Child>,
 }
@@ -63,7 +63,8 @@ impl Node {
             };
             symlink(found, path("bin").join(name)).unwrap();
         }
-        // A private copy of the binary, so that a build does not replace it during the test.
+        // The test runs its own copy of the binary, so that a build does not replace the binary
+        // during the test.
         let shim = path("bin").join("containerd-shim-affinode-v1");
         fs::copy(SHIM, &shim).unwrap();
         fs::write(path("lib/libaffinode_preload.so"), "not a library").unwrap();

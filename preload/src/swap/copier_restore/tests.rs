@@ -132,7 +132,8 @@ fn failed_import_is_copied_from_the_pool() {
     }
 }
 
-/// The copier stops at any point, or sends an unexpected message.
+/// If the copier stops after any number of pieces, or sends an unexpected message, the process must
+/// be restored without it.
 #[test]
 fn stopped_copier_is_not_needed() {
     for filled in 0..=PIECES {

@@ -46,7 +46,8 @@ fn log_is_written_to_files_alone() {
     }
 }
 
-/// Words that are also commands of the runtime, but name no container to edit.
+/// Command lines that name no container to edit, although some of their words are commands of the
+/// runtime.
 #[test]
 fn all_other_commands_pass_unseen() {
     for line in [
@@ -64,7 +65,7 @@ fn all_other_commands_pass_unseen() {
         "--root",
         "--root create start c1 --x",
         "restore --bundle /b c1",
-        // The spec is not the bundle's config.json.
+        // The command names another file than the bundle's config.json as the spec.
         "create --config /other.json --bundle /b c1",
         "run -f /other.json c1",
     ] {

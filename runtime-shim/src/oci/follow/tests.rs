@@ -16,7 +16,8 @@ fn order(
     let dir = tempfile::tempdir().unwrap();
     let (text, runtime) = (dir.path().join("text"), dir.path().join("runtime"));
     std::fs::write(&text, format!("#!/bin/sh\n{script}\n")).unwrap();
-    // Another process copies it: see the tests of the stock shim.
+    // The file is copied by `install`, in another process, for the reason stated in the tests of
+    // `runc_shim`.
     let copied = Command::new("install").args(["-m", "755"]).arg(&text).arg(&runtime).status();
     assert!(copied.unwrap().success());
     let (key, id, root) = (String::new(), "c1".to_owned(), Some(dir.path().to_owned()));
@@ -28,7 +29,7 @@ fn first_process_is_what_the_runtime_says() {
     let own = i32::try_from(std::process::id()).unwrap();
     let ticks = start_ticks(own).unwrap();
     let script = format!("[ \"$1 $3 $4\" = '--root state c1' ] && echo '{{\"pid\": {own}}}'");
-    // The process that became the runtime has ended.
+    // The process that the runtime replaced has ended.
     for step in [FollowedStep::Start, FollowedStep::Create, FollowedStep::Run] {
         let (_dir, order) = order(step, &script, (own, ticks + 1));
         let found = wait_for_init(&order).unwrap();

@@ -19,7 +19,7 @@ fn crun_comes_before_runc() {
     let crun = program(two.path(), "crun");
     let found = |own| installed(&folders, own).into_iter().map(|it| it.path).collect::<Vec<_>>();
     assert_eq!(found(None), [crun.clone(), runc.clone()]);
-    // This program does not run itself if it has the name of a runtime.
+    // If the program itself has the name of a runtime, it must not find itself.
     std::os::unix::fs::symlink(&crun, one.path().join("crun")).unwrap();
     assert_eq!(found(Some(&crun)), [runc]);
 }
@@ -50,7 +50,7 @@ fn container_belongs_to_its_creator() {
     assert!(!has("runc", None), "an empty folder is no container");
     fs::write(dir.path().join("runc/c1/state.json"), "{}").unwrap();
     assert!(has("runc", None) && !has("crun", None));
-    // With a root of the engine both use the same folder.
+    // If the command line names a state folder (`--root`), both runtimes use that same folder.
     let root = dir.path().join("runc");
     assert!(has("runc", Some(&root)) && !has("crun", Some(&root)));
     fs::write(root.join("c1/status"), "{}").unwrap();
@@ -72,7 +72,8 @@ fn container_can_be_ended_with_a_bad_setting() {
     };
     assert_eq!(choose("kill c1 KILL").unwrap(), runc);
     assert_eq!(choose("delete --force c1").unwrap(), runc);
-    // The error is reported before a container depends on another runtime than the configured one.
+    // If the configured runtime is wrong, a command that concerns no existing container must fail.
+    // Otherwise a new container would get another runtime than the configured runtime.
     for line in ["create c1", "run c2", "kill c2", "features"] {
         assert!(choose(line).is_err(), "{line}");
     }

@@ -146,7 +146,8 @@ fn no_symlink_leads_out() {
 fn loops_end() {
     let tree = Tree::new(1).link(0, "etc/ld.so.preload", "ld.so.preload");
     assert!(matches!(tree.find(FILE), Err(RootfsError::TooLong(_))));
-    // The path doubles with each step: the bound on names ends the lookup, not the bound on links.
+    // The number of names in the path doubles with each link: the limit of names must end the
+    // lookup before the limit of links does.
     let mut tree = Tree::new(1);
     for step in 0..30 {
         let next = format!("l{}", step + 1);
@@ -185,7 +186,8 @@ fn a_file_in_place_of_a_folder_is_an_error() {
     assert!(matches!(tree.find(FILE), Err(RootfsError::Io { .. })));
 }
 
-/// The kernel, and the loader that reads the file, report the same.
+/// A path through a regular file must lead to no file, as for the kernel and for the loader that
+/// reads the preload list.
 #[test]
 fn path_through_a_file_finds_no_file() {
     for target in ["b/.", "b/", "./b/./"] {
