@@ -20,7 +20,7 @@
 //! | [`bootstrap`], [`options`] | the wire forms of containerd 1.6 to 2.3 |
 //! | [`spec`], [`rootfs`], [`ld_so_preload`] | the edit: GPU detection, the image's preload list, the added mounts |
 //! | [`announce`], [`launch`] | announcing containers to the controller, and starting it |
-//! | [`oci`] | `affinode-runtime`: the same edit for engines that take no shim |
+//! | [`oci`] | `affinode-runtime`: the same edit for container engines without shims |
 //!
 //! A container without a GPU passes through unedited. A container with a GPU runs unedited if the
 //! edit would not be safe.

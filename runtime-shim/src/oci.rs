@@ -1,4 +1,4 @@
-//! The OCI runtime of Affinode, for engines that do not use shims: Podman and CRI-O.
+//! The OCI runtime of Affinode, for container engines that do not use shims: Podman and CRI-O.
 //!
 //! ```text
 //! podman ── conmon ── affinode-runtime create ── edits config.json ─── becomes crun or runc
@@ -18,7 +18,7 @@
 //! | [`runtime`] | the runtime that this process becomes |
 //! | [`follow`], [`keeper`] | the processes that announce a container and keep the controller alive |
 //! | [`names`] | namespace and name of a container |
-//! | [`log`] | messages, where the engine reads those of a runtime |
+//! | [`log`] | messages, in the place where the container engine reads those of a runtime |
 //!
 //! If any part of Affinode fails, the container starts as with the runtime alone.
 

@@ -1,5 +1,5 @@
-//! Announces a container after its runtime has created it, in a process of its own. The engine does
-//! not wait for that process, and may end before it.
+//! Announces a container after its runtime has created it. A process of its own does this. The
+//! container engine does not wait for that process, and may end before it.
 //!
 //! ```text
 //! create ─> follow: `create` has ended ─┬─ no container ──> folder removed
@@ -8,8 +8,8 @@
 //! ```
 //!
 //! `create` runs below conmon, which adopts all processes that `create` leaves behind and waits for
-//! their end. The controller and the keeper are therefore started by `start`, which the engine
-//! itself runs, before the container's program runs.
+//! their end. The controller and the keeper are therefore started by `start`: the container engine
+//! runs `start` itself, not below conmon, and before the container's program runs.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
