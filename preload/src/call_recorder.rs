@@ -26,11 +26,11 @@ const PAUSE: u32 = 63;
 /// Sampling state of a slot. The same threads write it as the slot's counters.
 #[repr(C)]
 pub struct CallSampler {
-    /// Number of calls before the next recorded one. The thunk counts it down.
+    /// Number of calls before the next recorded call. The thunk counts it down.
     pub skip: AtomicU32,
-    /// State of the random numbers.
+    /// State of the random number generator.
     draw: AtomicU32,
-    /// Number of the slot's calls and polls at its last record.
+    /// Total of the slot's calls and polls at the slot's last record.
     told: AtomicU64,
 }
 
@@ -113,11 +113,12 @@ pub fn watch(page: &CounterPage, one_in: u32, read: u64) {
             if before == 0 {
                 slot.pick.told.store(total(slot), Ordering::Relaxed);
             }
-            // A thread that counts down at this moment may undo this: its next record comes later.
+            // A thread that counts down at this moment may overwrite the new value. Its next record
+            // then comes later.
             slot.pick.skip.store(0, Ordering::Relaxed);
         }
     }
-    // The limit of the countdown, whose random numbers are up to twice as large.
+    // Limits `one_in`, because the countdown starts at random numbers of up to twice `one_in`.
     page.one_in.store(one_in.min(1 << 24), Ordering::Relaxed);
 }
 
@@ -127,7 +128,7 @@ pub fn begin(page: &CounterPage, slot: &ThreadSlot) -> u64 {
         return 0;
     }
     let skip = &slot.pick.skip;
-    // Below 0, the thunk has counted down already.
+    // If the value is below 0, the thunk has already counted this call.
     let left = skip.load(Ordering::Relaxed).cast_signed();
     if left > 0 {
         skip.store((left - 1).cast_unsigned(), Ordering::Relaxed);
@@ -181,7 +182,7 @@ fn draw(pick: &CallSampler, one_in: u32) -> u32 {
 }
 
 fn now_ns() -> u64 {
-    // If libc has no clock of its own, the kernel's.
+    // If libc has no clock function, use the kernel's clock.
     libc::monotonic_ns().unwrap_or_else(|| sys::now_us() * 1_000)
 }
 
@@ -272,7 +273,7 @@ mod tests {
         assert_eq!((taken, sum), (RECORDS, RECORDS as u64));
         let left = total(slot) - slot.pick.told.load(Ordering::Relaxed);
         assert_eq!(sum + news.dropped + left, 100_000);
-        // Read: there is room again.
+        // The reader has read the records, so the ring has free space again.
         watch(&page, 1, reader.read());
         slot.pick.skip.store(0, Ordering::Relaxed);
         assert!(call(&page, slot, 8));

@@ -131,7 +131,8 @@ mod tests {
     use super::*;
 
     fn shell(script: &CStr, timeout_ms: u64) -> Option<Vec<u8>> {
-        // As the agent does; libtest's threads have handlers of the standard library.
+        // All signals are blocked, as in the agent: libtest's threads have signal handlers of the
+        // standard library.
         let mask = sys::set_signal_mask(!0);
         let mut output = [0; 64];
         let said = output_of(c"/bin/sh", &[c"sh", c"-c", script], timeout_ms, &mut output);

@@ -55,7 +55,7 @@ static CONSTANTS: [[CachedConstant; MAX_DEVICES]; FUNCTIONS.len()] = [const {
 
 /// The addresses to which a call's results are written.
 enum ConstantQuery {
-    /// One or two addresses, each with its number of bytes.
+    /// One or two addresses, each with the number of bytes to write there.
     Values([(u64, usize); 2]),
     /// The address of a text, and the size of its buffer with the terminating zero.
     Text(u64, usize),
@@ -161,7 +161,8 @@ pub unsafe fn answer(number: u32, arguments: &[u64; 6]) -> bool {
     true
 }
 
-/// Empties the cache, because the devices change. Only called while no call is in progress.
+/// Empties the cache, because the process gets other devices. Only called while no call is in
+/// progress.
 pub fn forget() {
     CONSTANTS.iter().flatten().for_each(|answer| answer.state.store(EMPTY, Ordering::Release));
 }
@@ -187,7 +188,7 @@ mod tests {
         // SAFETY: buffers of these sizes, and texts that end in them.
         unsafe {
             assert!(!answer(name, &text(&mut asked, 1)), "never asked");
-            // A text that fills its buffer may be a part.
+            // A text that fills its buffer may be incomplete.
             remember(name, &text(&mut said[..6], 1));
             assert!(!answer(name, &text(&mut asked, 1)));
             remember(name, &text(&mut said, 1));

@@ -62,7 +62,7 @@ impl SlotOwner {
 /// Time for which a wait at the gate counts if it is not renewed, in microseconds.
 const WAIT_COUNTS_US: u64 = 3_000_000;
 
-/// The whole shared page. A process has at least one.
+/// The whole shared memory of the counters. Its size is at least one page.
 #[repr(C, align(4096))]
 pub struct CounterPage {
     magic: AtomicU64,
@@ -77,11 +77,11 @@ pub struct CounterPage {
     pub filling_bytes: AtomicU64,
     free3: [u8; 16],
     pub gate: AtomicU32,
-    /// About one call in this many is recorded; 0: none. It is next to the gate, so that one comparison
-    /// covers both.
+    /// The sampling rate: about one of this many calls is recorded; 0: none. The field is next to
+    /// the gate, so that one comparison covers both fields.
     pub one_in: AtomicU32,
-    /// 1 from the time at which all counts for which the gate waits were seen at zero. While it is
-    /// 1, nested calls wait too. Private to the library.
+    /// 1 once the counts of all calls that the gate must hold were seen at zero. While it is 1,
+    /// nested calls wait too. Private to the library.
     sealed: AtomicU32,
     free1: [u8; 52],
     waiters: AtomicU32,
@@ -162,8 +162,8 @@ impl CounterPage {
                 may(seen as u32) && slot.owner.take(seen, tid)
             })
         };
-        // An ended thread had the id of this thread: reuse its slot, unless another thread takes
-        // it.
+        // An ended thread had the same id as this thread. This thread reuses its slot, unless a
+        // third thread takes the slot first.
         let slot = take(&|owner| owner == tid)
             .or_else(|| take(&|owner| owner == 0))
             .or_else(|| take(&|owner| !sys::thread_lives(owner)))?;
@@ -224,8 +224,8 @@ impl CounterPage {
     }
 
     fn write_waiters(&self, mut count: impl FnMut() -> u32) -> u32 {
-        // A further round is needed only if a wait has begun or ended meanwhile. The thread of that
-        // wait counts too.
+        // A further round is needed only if a wait has begun or ended meanwhile. The thread that
+        // began or ended the wait counts the callers too.
         const MAX_ROUNDS: u32 = 64;
         let mut counted = count();
         for _ in 0..MAX_ROUNDS {
@@ -419,8 +419,9 @@ pub mod tests {
         }
     }
 
-    /// Thread ids are reused. A thread that has found the owner dead is stopped, and another thread gets
-    /// the owner's id. Both orders are tested.
+    /// Thread ids are reused: one thread has found the owner of a slot dead and is stopped, and
+    /// another thread gets the owner's id. The test runs both orders in which the two threads can
+    /// take the slot.
     #[test]
     fn slot_of_dead_owner_goes_to_one_thread() {
         const DEAD: u32 = 11;
@@ -434,15 +435,15 @@ pub mod tests {
             assert!(!owner.take(seen, second), "{first} has it");
             assert_eq!(owner.tid(), first);
         }
-        // A thread that inherits an id takes the slot anew, too.
+        // A thread that inherits an id must also take the slot anew.
         page.slots[1].own_for_test(DEAD);
         let seen = owner.seen();
         assert!(core::ptr::eq(page.claim(DEAD).unwrap(), &page.slots[1]));
         assert!(!owner.take(seen, OTHER));
     }
 
-    /// Between a thread's count and its publishing, another thread's wait ends, and that thread publishes
-    /// its own count.
+    /// After a thread has counted and before it publishes the number, another thread ends its wait
+    /// and publishes its own number.
     #[test]
     fn older_count_of_waiters_does_not_stay() {
         let page = page();
@@ -465,7 +466,8 @@ pub mod tests {
         assert_eq!((told(&page), page.count_waiters(20)), (3, 3));
         page.end_wait(shared, 20);
         assert_eq!(told(&page), 2);
-        // A wait that was never ended is no longer counted, until it is renewed.
+        // A wait that was never ended must no longer be counted after its time, until it is
+        // renewed.
         assert_eq!(page.count_waiters(10 + WAIT_COUNTS_US), 0);
         assert!(!page.may_have_waiters());
         assert!(page.renew_wait(own, 10 + WAIT_COUNTS_US), "it had lapsed");
@@ -474,7 +476,7 @@ pub mod tests {
         page.end_wait(own, 12 + WAIT_COUNTS_US);
         assert_eq!(told(&page), 0);
         page.end_wait(shared, 12 + WAIT_COUNTS_US);
-        // A thread that inherits a slot does not wait.
+        // A thread that inherits a slot must not count as waiting.
         page.begin_wait(own, 10);
         page.claim(5).unwrap();
         assert_eq!(page.count_waiters(11), 0);

@@ -58,12 +58,12 @@ impl LoadedObject<'_> {
         self.holds(address, 0)
     }
 
-    /// Whether an address is inside its code.
+    /// Whether an address is inside the object's code.
     pub fn contains_code(&self, address: usize) -> bool {
         self.holds(address, PF_EXECUTABLE)
     }
 
-    /// Begin and end of its code.
+    /// Begin and end of the object's code.
     pub fn code(&self) -> Option<core::ops::Range<usize>> {
         let is_code = |h: &&ProgramHeader| h.kind == PT_LOAD && h.flags & PF_EXECUTABLE != 0;
         let header = self.headers.iter().find(is_code)?;
@@ -71,7 +71,7 @@ impl LoadedObject<'_> {
         Some(start..start.wrapping_add(header.memory_bytes as usize))
     }
 
-    /// Its symbol tables, if it has them.
+    /// The object's symbol tables, if it has them.
     pub fn dynamic(&self) -> Option<DynamicSection> {
         let header = self.headers.iter().find(|h| h.kind == PT_DYNAMIC)?;
         let start = self.base.wrapping_add(header.address as usize);
@@ -79,12 +79,12 @@ impl LoadedObject<'_> {
         unsafe { DynamicSection::read(self.base, start as *const [usize; 2]) }
     }
 
-    /// The address of a function that it defines.
+    /// The address of a function that the object defines.
     pub fn function(&self, name: &[u8]) -> Option<usize> {
         self.dynamic()?.function(name)
     }
 
-    /// Address and size in bytes of a function that it defines.
+    /// Address and size in bytes of a function that the object defines.
     pub fn function_extent(&self, name: &[u8]) -> Option<(usize, usize)> {
         self.dynamic()?.function_extent(name)
     }
@@ -137,7 +137,7 @@ pub fn find_function(name: &[u8]) -> Option<usize> {
     find(|object| if is_own(object) { None } else { object.function(name) })
 }
 
-/// The dynamic section's tables.
+/// The tables to which the dynamic section points.
 pub struct DynamicSection {
     base: usize,
     symbols: *const Symbol,

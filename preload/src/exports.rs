@@ -112,7 +112,7 @@ pub unsafe extern "C" fn dlsym() {
         "sub eax, 0x41",
         "cmp eax, 25",
         "ja 2f",
-        // A driver's name.
+        // A name of the driver.
         "6:",
         "mov rdx, qword ptr [rsp]",
         "push rdi",
@@ -155,7 +155,7 @@ pub unsafe extern "C" fn dlsym() {
         "jmp rax",
         "4:",
         "ret",
-        // "nvml", byte by byte: the name may end before.
+        // Compares with "nvml" byte by byte, because the name may be shorter.
         "5:",
         "cmp byte ptr [rsi + 1], 0x76",
         "jne 2b",

@@ -32,18 +32,19 @@ impl TrackedFd {
     }
 }
 
-/// The last socket to the controller that this process made or, in a forked child, its parent.
+/// The newest socket to the controller. This process has made it, or, in a forked child, the
+/// parent.
 pub static SOCKET: InheritedFd = InheritedFd::none();
-/// The counters' file, made in the same way.
+/// The file of the counters. This process has made it, or, in a forked child, the parent.
 pub static PAGE: InheritedFd = InheritedFd::none();
 /// The socket of the copier.
 pub static COPIER: InheritedFd = InheritedFd::none();
 /// The file of the staging pool.
 pub static POOL: InheritedFd = InheritedFd::none();
-/// The socket for requests from processes that open memory of this process.
+/// The socket on which this process receives requests of processes that open its memory.
 pub static SHARING: InheritedFd = InheritedFd::none();
 
-/// A recorded descriptor that a forked child also finds.
+/// A recorded descriptor that a forked child still finds.
 pub struct InheritedFd {
     fd: AtomicI32,
     device: AtomicU64,

@@ -17,8 +17,8 @@ use affinode_proto::wire::counters::slot;
 pub struct HookEntry {
     /// Address of the real function; 0: not known yet.
     real: AtomicUsize,
-    /// Bits 0..32: number of the hook. Bits 32..48: offset of its calls' counter in a slot. Bits 48..56:
-    /// 1 if calls take the thorough path. Bits 56..64: class.
+    /// Bits 0..32: number of the hook. Bits 32..48: offset, in a slot, of the counter for the
+    /// hook's calls. Bits 48..56: 1 if calls take the thorough path. Bits 56..64: class.
     meta: AtomicU64,
 }
 
@@ -81,7 +81,8 @@ impl HookEntry {
 
     /// Makes calls of a function that waits for work take the thorough path.
     fn see_wait(&self) {
-        // An incomplete entry has no class; the thread that completes it calls this afterwards.
+        // An incomplete entry has no class yet. The thread that completes the entry calls this
+        // function afterwards.
         if (self.meta.load(Ordering::SeqCst) >> 56) as u8 == Class::Sync as u8 {
             self.meta.fetch_or(THOROUGH_BIT, Ordering::SeqCst);
         }
@@ -95,7 +96,7 @@ impl HookEntry {
         }
         let real = find(hook::name(self.number())?.as_bytes())?;
         self.real.store(real, Ordering::Release);
-        // A function that waits for work must be found again by `see_waits`.
+        // `see_waits` must be able to find each function that waits for work.
         if !self.class().is_thorough() && (self.class() != Class::Sync || self.is_noted()) {
             self.meta.fetch_and(!THOROUGH_BIT, Ordering::SeqCst);
             if SEES_WAITS.load(Ordering::SeqCst) {
@@ -115,7 +116,7 @@ pub static ENTRIES: [HookEntry; POOL] = [const { HookEntry::empty() }; POOL];
 /// True once calls of [`Class::Sync`] take the thorough path.
 static SEES_WAITS: AtomicBool = AtomicBool::new(false);
 
-/// Exported entries of functions that wait for work.
+/// Entries of those exported functions that wait for work.
 static EXPORTED_WAITS: [AtomicPtr<HookEntry>; 8] =
     [const { AtomicPtr::new(core::ptr::null_mut()) }; 8];
 
@@ -139,7 +140,7 @@ pub fn index_of(real: usize, number: u32, class: Class) -> Option<usize> {
 }
 
 fn find_or_add(entries: &[HookEntry], real: usize, number: u32, class: Class) -> Option<usize> {
-    // Functions begin at multiples of 16.
+    // Functions begin at multiples of 16, so the lowest four bits are always zero.
     let start = (real >> 4).wrapping_mul(0x9e37_79b9_7f4a_7c15_u64 as usize) >> 40;
     for step in 0..entries.len() {
         let index = (start + step) % entries.len();
@@ -149,10 +150,10 @@ fn find_or_add(entries: &[HookEntry], real: usize, number: u32, class: Class) ->
             .compare_exchange(0, real, Ordering::AcqRel, Ordering::Acquire)
             .unwrap_or_else(|owner| owner);
         if owner == 0 || owner == real {
-            // Each thread that finds the entry completes it with the same values before it hands
-            // out the stub: no thread waits for another one.
+            // Each thread that finds an incomplete entry completes it with the same values before
+            // it returns the stub. So no thread waits for another thread.
             if entry.meta.load(Ordering::Acquire) == 0 {
-                // Its arguments may need a translation, see `swap::translate`.
+                // The function's arguments may need a translation, see `swap::translate`.
                 let thorough = class.is_thorough() || number == hook::UNLISTED;
                 let meta = meta(number, class, thorough);
                 entry.meta.store(meta, Ordering::SeqCst);

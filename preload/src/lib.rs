@@ -36,9 +36,9 @@
 //! `cargo rustc -p affinode-preload --profile preload --lib --crate-type cdylib`.
 
 #![cfg_attr(not(test), no_std)]
-// The code between an application and its driver cannot do without unsafe code.
+// This library is between an application and its driver, so it needs unsafe code.
 #![allow(unsafe_code)]
-// Without its exports, nothing calls the rest.
+// In builds without the exports, no code calls the rest of the library.
 #![cfg_attr(any(test, not(panic = "abort")), allow(dead_code))]
 
 mod agent;

@@ -74,8 +74,8 @@ mod number {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Errno(pub i32);
 
-/// The signal that wakes the agent, which blocks it and waits for it. Its default action is to be
-/// ignored.
+/// The signal that wakes the agent. The agent blocks the signal and waits for it. The default
+/// action is to ignore the signal.
 pub const SIGURG: u64 = 23;
 
 /// `O_CLOEXEC`, as of `open`.
@@ -161,7 +161,7 @@ pub fn wait_signal(mask: u64, timeout_ms: u64) {
     let args = [mask, 0, timeout, size_of::<u64>(), 0, 0];
     match plain(number::RT_SIGTIMEDWAIT, args) {
         Ok(_) | Err(EAGAIN | EINTR) => {}
-        // Not by a sleep, which the same filter of system calls may refuse.
+        // Waits by a futex, because the filter that refused this call may also refuse a sleep.
         Err(_) => futex_wait(&NEVER_WOKEN, 0, timeout_ms.min(MOMENT_MS)),
     }
 }
@@ -274,7 +274,7 @@ fn file_limit_bytes() -> usize {
     limit(RLIMIT_FSIZE).unwrap_or(usize::MAX)
 }
 
-/// The first bytes of a file, as many as fit.
+/// Reads the first bytes of a file, as many as fit into the buffer.
 pub fn read_file<'a>(path: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
     const RDONLY_CLOEXEC_NONBLOCK: usize = 0x8_0000 | 0x800;
     let args = [path.as_ptr() as usize, RDONLY_CLOEXEC_NONBLOCK, 0, 0, 0, 0];
@@ -353,7 +353,7 @@ pub fn close(fd: i32) {
     let _ = plain(number::CLOSE, [fd as usize, 0, 0, 0, 0, 0]);
 }
 
-/// Identifies an open file, to notice when a descriptor refers to another one.
+/// Identifies an open file. With it the library notices that a descriptor refers to another file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     pub device: u64,
@@ -429,7 +429,7 @@ pub fn send(fd: i32, bytes: &[u8], descriptor: Option<i32>) -> Result<usize, Err
 pub struct Descriptor(i32);
 
 impl Descriptor {
-    /// The descriptor's number; it stays owned.
+    /// Returns the descriptor's number. The descriptor is still closed when this value is dropped.
     pub fn number(&self) -> i32 {
         self.0
     }
@@ -465,7 +465,7 @@ pub fn receive(fd: i32, buffer: &mut [u8]) -> Result<(usize, Option<Descriptor>)
     message[2] = part.as_ptr() as usize;
     message[3] = 1;
     message[4] = control.as_mut_ptr() as usize;
-    // There is space for only one descriptor: 24 bytes would hold two.
+    // There is space for only one descriptor. In 24 bytes the kernel would pass two descriptors.
     message[5] = ONE_DESCRIPTOR as usize;
     let at = message.as_mut_ptr() as usize;
     let bytes = plain(number::RECVMSG, [fd as usize, at, DONTWAIT_CLOEXEC, 0, 0, 0])?;
@@ -482,9 +482,9 @@ pub fn shut_down(fd: i32) {
 /// The node-wide lock of a folder that is shared between containers.
 #[derive(Debug)]
 pub enum FolderLock {
-    /// Held until this is dropped.
+    /// Locked through this descriptor until this value is dropped.
     Held(i32),
-    /// The folder does not exist, so another process cannot lock it either.
+    /// The folder does not exist, so no other process can lock it.
     Missing,
 }
 

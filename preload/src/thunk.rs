@@ -51,8 +51,8 @@ global_asm!(
     "jne 3f",
     "cmp byte ptr [r11 + {thorough}], 0",
     "jne 3f",
-    // Count first, then compare the gate in the slot's page, and in the same word whether
-    // calls are recorded.
+    // Count first. Then compare the gate and the sampling rate with 0: both are in one word of the
+    // slot's page.
     "inc dword ptr [r10 + {inflight}]",
     "mov rax, r10",
     "and rax, -{page_bytes}",
@@ -72,8 +72,8 @@ global_asm!(
     "push qword ptr [rbp + 24]",
     "push qword ptr [rbp + 16]",
     "call qword ptr [r11 + {real}]",
-    // A child that was forked inside the call returns here too. The slot in r10 is then that of its
-    // parent.
+    // A child that was forked inside the call returns here too. The slot in r10 is then the
+    // parent's slot.
     "mov rcx, qword ptr [rip + affinode_thread@GOTTPOFF]",
     "mov r10, qword ptr fs:[rcx + 8]",
     "cmp r10, qword ptr [rip + {process}]",
@@ -152,7 +152,7 @@ global_asm!(
     "movaps xmmword ptr [rsp + 80], xmm0",
     "mov rdi, rsp",
     "call {leave}",
-    // 1: the call found no memory and has waited. Repeat it, through the gate.
+    // 1: the call found no memory and has waited. Repeat the call, through the gate.
     "test eax, eax",
     "jnz 6b",
     "mov rax, qword ptr [rsp + 24]",

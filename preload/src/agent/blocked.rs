@@ -26,14 +26,14 @@ use crate::sys;
 
 /// Maximum number of watched threads. In a process with more, the oldest are watched.
 const MAX_THREADS: usize = 256;
-/// Maximum number of places that are known as waits for something else. A new one replaces the
-/// oldest.
+/// Maximum number of places that are known as waits for something other than the GPU's restore. A
+/// new place replaces the oldest.
 const MAX_EXCUSED: usize = 16;
 /// Number of unnecessary restores after which the process is no longer watched.
 const MAX_FALSE_ALARMS: u32 = 3;
 const INTERVAL_US: u64 = 900_000;
-/// Time limit for a thread to continue after the restore. A thread that exceeds it waits for
-/// something else.
+/// Maximum time within which a blocked thread continues after the restore. A thread that takes
+/// longer waits for something else.
 const GOES_ON_WITHIN_US: u64 = 2_000_000;
 /// Number of stack words that are searched for the first return address outside libc.
 const STACK_WORDS: usize = 128;
@@ -50,10 +50,10 @@ struct ThreadLocation {
 struct ThreadSample {
     tid: u32,
     place: ThreadLocation,
-    /// Number of voluntary context switches when the thread was last found at an unchanged place.
-    /// `None`: it was found there only once.
+    /// Number of the thread's voluntary context switches when it was last found at an unchanged
+    /// place. `None`: it was found at this place only once.
     switches: Option<u64>,
-    /// The place before the lock. `None`: the thread did not exist, or it was running.
+    /// The thread's place before the lock. `None`: the thread did not exist, or it was running.
     before: Option<ThreadLocation>,
     /// True once it is decided whether the thread blocks inside the driver at this place.
     is_judged: bool,
@@ -196,7 +196,7 @@ impl BlockedThreadWatch {
             }
         };
         let Some(entry) = entry else { return false };
-        // Without a place, the thread is running.
+        // A thread without a place is running.
         let before = if known.is_some() { entry.before } else { None };
         let Some(place) = place else {
             *entry = ThreadSample { tid, before, ..ThreadSample::default() };
@@ -327,7 +327,8 @@ impl Code {
     }
 }
 
-/// Addresses, each with the owner of the code it points into; `None`: it points into no code.
+/// Addresses, each with the owner of the code at the address; `None`: there is no code at the
+/// address.
 type Words = [(usize, Option<Code>); STACK_WORDS + 1];
 
 /// Whether a thread that sleeps at this place was called from the code of a driver library.

@@ -10,11 +10,11 @@ use crate::{libc, sys};
 
 const FIRST_BACKOFF_MS: u64 = 100;
 const MAX_BACKOFF_MS: u64 = 5_000;
-/// Time limit for the arrival of the Welcome.
+/// Maximum time from the Hello to the Welcome.
 const WELCOME_WITHIN_US: u64 = 5_000_000;
 
-/// Value of the environment variable that names another socket; null if it is not set. The
-/// application's thread must make this call, because the application may change its environment
+/// Value of the environment variable that names another socket; null if the variable is not set.
+/// Must be called on the application's thread, because the application may change its environment
 /// later.
 pub fn named_socket() -> *mut c_void {
     // The caller of a setuid program controls the program's environment, so it is ignored.
@@ -32,7 +32,8 @@ fn socket_path<'a>(named: *const c_void) -> &'a [u8] {
     }
 }
 
-/// The path of the file next to that socket that contains the engine's name.
+/// The path of the file with the engine's name, in the folder of the socket. `named` is the result
+/// of [`named_socket`].
 pub fn engine_file(named: *const c_void, buffer: &mut [u8; PATH_BYTES]) -> Option<&CStr> {
     let socket = socket_path(named);
     let slash = socket.iter().rposition(|byte| *byte == b'/')?;
@@ -67,7 +68,7 @@ pub struct ControllerConnection {
 
 /// Result of one receive.
 pub enum ReceivedMessage {
-    /// Nothing: no complete message has arrived.
+    /// No complete message has arrived.
     Nothing,
     /// A message, and the descriptor that arrived with it.
     Message(ControllerMessage, Option<sys::Descriptor>),

@@ -13,7 +13,7 @@ use affinode_proto::wire::message::{GPUS_PER_FRAME, Gpu, MAX_GPUS};
 use super::host;
 use crate::sys;
 
-/// The first driver (of CUDA 13.0) whose restore takes pairs of GPUs.
+/// Version of the first driver whose restore takes pairs of GPUs (CUDA 13.0).
 const MIN_DRIVER: u32 = 13_000;
 
 /// The list of GPUs, or the part of it that has arrived.

@@ -97,7 +97,8 @@ pub unsafe extern "C" fn main(named_socket: *mut c_void) -> *mut c_void {
         .run();
         PROCESS.oom_wait.set_wait_ms(0);
     } else if let Some(page) = process::page() {
-        // The counters' file is closed already: no controller can ever release allocations.
+        // The counters' file is closed already, so no controller can ever end the pause of
+        // allocations.
         page.set_gate(Gate::Open);
     }
     loop {
@@ -115,14 +116,15 @@ struct Agent {
     silence: ControllerWatchdog,
     /// True if an order or an acknowledgement has arrived since the watchdog's last check.
     heard: bool,
-    /// Reason why allocations are held, if [`OrderMachine::allocations_held`] is true.
+    /// Reason why allocations are paused, if [`OrderMachine::allocations_held`] is true.
     hold: AllocationHold,
     told_hazards: Hazards,
-    /// Generation and time of the last Wake; `None`: none on this connection.
+    /// Generation and time of the last Wake; `None`: no Wake was sent on this connection.
     wake_sent: Option<(u64, u64)>,
     /// Ticket and attempts of the last AllocWait that was sent.
     want_sent: Option<(u64, u32)>,
-    /// Time at which unneeded host memory is freed. `None`: not scheduled; `u64::MAX`: none is left.
+    /// Time at which unneeded host memory is freed. `None`: not scheduled; `u64::MAX`: no unneeded
+    /// host memory is left.
     tidy_us: Option<u64>,
     /// State of the scrub of freed device memory, whose end the driver may not have noticed yet.
     released: swap::ScrubState,
@@ -130,14 +132,15 @@ struct Agent {
     more_asked: bool,
 }
 
-/// Why allocations are held.
+/// Why allocations are paused.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum AllocationHold {
-    /// Since the start: no controller has released them yet.
+    /// Allocations are paused since the start: no controller has ended the pause yet.
     AtStart,
-    /// Ordered on an earlier connection. The next controller repeats the order or releases them.
+    /// A controller ordered the pause on an earlier connection. The next controller repeats the
+    /// order or ends the pause.
     Before,
-    /// Ordered on this connection.
+    /// The controller ordered the pause on this connection.
     Now,
 }
 
@@ -149,7 +152,8 @@ enum AgentMode {
 }
 
 impl Agent {
-    /// Runs the agent's loop. It returns when the process is no longer managed; calls then pass.
+    /// Runs the agent's loop. Returns when the process is no longer managed; calls then pass the
+    /// gate.
     fn run(&mut self) {
         loop {
             let (page, phase) = (self.page, self.machine.phase());
@@ -163,8 +167,8 @@ impl Agent {
             }
             let managed = self.listen();
             if !self.link.is_welcomed() {
-                // Without a connection there is neither a recording of calls nor a prefault nor a
-                // copier.
+                // Without a connection, no calls are recorded, nothing is prefaulted and no copier
+                // is used.
                 call_recorder::watch(self.page, 0, 0);
                 if self.machine.phase() == Phase::Open {
                     swap::end_preparation();
@@ -178,7 +182,8 @@ impl Agent {
             self.look_after();
             self.tidy();
             self.take_note();
-            // The driver is called only while it runs. Memory that is shared stays on the GPU.
+            // The driver may be called only while it neither locks nor checkpoints the process.
+            // Memory that is shared stays on the GPU.
             self.more_asked = match self.machine.phase() {
                 Phase::Open | Phase::CopiedOut => swap::answer(),
                 Phase::Checkpointed => swap::copier_restore::recv(),
@@ -218,7 +223,7 @@ impl Agent {
                     self.told_hazards = Hazards(0);
                     (self.wake_sent, self.want_sent) = (None, None);
                 }
-                // A peer that sends anything else before its Welcome is no controller.
+                // A peer that sends another message before its Welcome is not a controller.
                 _ if !self.link.is_welcomed() && !is_hold(&message) => {
                     self.link.lose(sys::now_us())
                 }
@@ -231,7 +236,7 @@ impl Agent {
                 }
                 ControllerMessage::Copier => swap::copier_restore::meet(descriptor),
                 ControllerMessage::Prefault { on } => {
-                    // A process that is being offloaded has no use for it.
+                    // A process that is being offloaded needs no prefault.
                     if self.machine.phase() == Phase::Open {
                         swap::prepare(on);
                         self.tidy_us = Some(sys::now_us());
@@ -267,7 +272,7 @@ impl Agent {
                         local_memory_bytes: swap::local_memory::released_bytes(),
                     };
                     self.link.send(now_us, &report);
-                    // Only after the report, because the controller waits for the report.
+                    // This follows the report, because the controller waits for the report.
                     if matches!(action, Action::HoldAllocations { .. })
                         && self.machine.phase() == Phase::Open
                     {
@@ -278,7 +283,7 @@ impl Agent {
         }
     }
 
-    /// Samples the threads. Those that block inside the driver count as waiting callers: see
+    /// Samples the threads. A thread that blocks inside the driver counts as a waiting caller: see
     /// [`blocked`].
     fn look_at_threads(&mut self) {
         let now_us = sys::now_us();
@@ -309,8 +314,8 @@ impl Agent {
         });
         let held = self.machine.phase() != Phase::Open || self.machine.allocations_held();
         if waiters > 0 && held && due {
-            // The driver is asked only if the program has begun to exit, or on a repeated Wake;
-            // without a Wake no VRAM is requested.
+            // The driver's state is queried only if the program has begun to exit, or at a repeated
+            // Wake. Without a Wake the process requests no VRAM.
             let repeated = self.wake_sent.is_some_and(|(told, _)| told == generation);
             if (exit::has_begun() || repeated) && self.machine.has_ended(&mut self.own) {
                 return;
@@ -328,7 +333,8 @@ impl Agent {
         }
     }
 
-    /// Reports the allocation that waits for free VRAM, and the end of that wait.
+    /// Reports to the controller that an allocation waits for free VRAM, and that its wait has
+    /// ended.
     fn tell_want(&mut self) {
         let case = PROCESS.oom_wait.case();
         if let Some((ticket, _)) = self.want_sent
@@ -359,8 +365,8 @@ impl Agent {
     /// overdue.
     fn look_after(&mut self) {
         let connected = self.link.is_welcomed();
-        // Without a controller no VRAM is granted to others. A controller that has ordered the
-        // hold and died is replaced by another, or the watchdog ends the hold.
+        // Without a controller no VRAM is granted to other processes. If a controller has paused
+        // allocations and ended, the next controller ends the pause, or the watchdog does.
         if self.link.is_alone() && self.hold == AllocationHold::AtStart {
             self.machine.release_allocations(&mut self.own);
         }
@@ -374,7 +380,8 @@ impl Agent {
         if self.silence.is_too_long(sys::now_us(), situation)
             && self.machine.restore_self(&mut self.own)
         {
-            // A controller that was too busy to respond learns the phase from the next Hello.
+            // If the controller was only too busy to respond, it receives the phase with the next
+            // Hello.
             self.link.lose(sys::now_us());
         }
     }
@@ -383,7 +390,8 @@ impl Agent {
     /// first. It is done piece by piece, so that orders are read in between.
     fn tidy(&mut self) {
         const PAUSE_US: u64 = 2_000_000;
-        // Interval while copies are retained, because the application may need the host memory.
+        // Interval while retained host copies exist, because the application may need the host
+        // memory.
         const LOOK_US: u64 = 250_000;
         // Interval while pages are being faulted in.
         const SOON_US: u64 = 20_000;
@@ -422,7 +430,8 @@ impl Agent {
     }
 
     fn patience_ms(&self) -> u64 {
-        // Interval at which a thread is checked for having gone on after the restore.
+        // Interval at which the agent checks whether a blocked thread has continued after the
+        // restore.
         const SETTLES_MS: u64 = 50;
         if self.more_asked {
             return 0;
@@ -436,13 +445,14 @@ impl Agent {
             return link_ms.min(SETTLES_MS);
         }
         let open = is_open && !self.machine.allocations_held();
-        // A lapsed wait is counted again.
+        // While the published number of waiters is above 0, the agent counts again at this
+        // interval, because a wait may no longer count.
         if open && !self.page.may_have_waiters() { link_ms } else { link_ms.min(WAKE_REPEAT_MS) }
     }
 }
 
-/// Whether a message orders a hold. It is the only order that may arrive before the Welcome, because
-/// the Welcome lets allocations pass.
+/// Whether a message orders a pause of allocations. No other order may arrive before the Welcome,
+/// because the Welcome lets allocations pass.
 fn is_hold(message: &ControllerMessage) -> bool {
     matches!(message, ControllerMessage::Order { action: Action::HoldAllocations { .. }, .. })
 }

@@ -11,7 +11,8 @@ use core::sync::atomic::{AtomicU8, Ordering};
 
 use crate::{child, libc, sys};
 
-/// Time limit for `nvidia-smi`. Without persistence mode, it starts the driver first.
+/// Time limit for `nvidia-smi`. Without persistence mode, `nvidia-smi` must first initialise the
+/// GPU's driver.
 const NVML_TIMEOUT_MS: u64 = 10_000;
 /// Folders in which container toolkits put `nvidia-smi`. They are searched after the folders of
 /// `PATH`.
@@ -33,7 +34,7 @@ pub fn note_path() {
 }
 
 /// Whether this many bytes, and a margin for the driver, are free on every device of the container.
-/// All are checked because only the driver knows on which of them the process held its memory.
+/// Every device is checked, because only the driver knows which of them the process used.
 pub fn has_room(vram_bytes: u64) -> bool {
     let mut path = [0; MAX_PATH];
     let Some(tool) = find(&mut path) else {
@@ -66,7 +67,8 @@ fn find(path: &mut [u8; MAX_PATH]) -> Option<&CStr> {
     None
 }
 
-/// Parses lines of free and total MiB, and checks each. `None`: a line has another form.
+/// Parses lines with the free and the total MiB of a device, and checks each line. `None`: a line
+/// has another form.
 fn has_room_everywhere(said: &[u8], vram_bytes: u64) -> Option<bool> {
     // As bytes: this library must not use operations on text that could panic.
     let lines = said.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());

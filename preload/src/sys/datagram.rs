@@ -63,9 +63,9 @@ struct SocketStep {
 }
 
 impl ExpectedSender<'_> {
-    /// Makes the kernel drop all other datagrams, and close their descriptors, inside the sender's
-    /// call. Otherwise this process would have to close them, and the creator of such a file can
-    /// make the close take any time.
+    /// Makes the kernel drop all datagrams that do not match, and close their descriptors, inside
+    /// the sender's call. Otherwise this process would have to close the descriptors. The creator
+    /// of such a file can delay the close for any time.
     fn attach(&self, socket: &Descriptor) -> Result<(), Errno> {
         const SOL_SOCKET: usize = 1;
         const ATTACH_FILTER: usize = 26;
@@ -87,7 +87,7 @@ impl ExpectedSender<'_> {
                 two.copy_from_slice(&[load, SocketStep { if_false: is_not, ..step(IS, expected) }]);
             }
         }
-        // The last but one step: the whole datagram is accepted.
+        // The step before the last: accepts the whole datagram.
         if let Some(taken) = steps.get_mut(STEPS - 2) {
             *taken = step(RETURN, u32::MAX);
         }
@@ -228,8 +228,8 @@ mod tests {
         assert_eq!(peek(socket.number(), &mut bytes).err(), Some(sys::EAGAIN));
     }
 
-    /// When a datagram is received or dropped, its descriptors are closed. The creator of their
-    /// files can make this take any time.
+    /// When a datagram is received or dropped, its descriptors are closed. The creator of a
+    /// descriptor's file can delay this close for any time.
     #[test]
     fn unexpected_datagram_is_dropped_in_its_sender() {
         let (name, begin) = (name(), core::array::from_fn(|n| n as u8 + 1));

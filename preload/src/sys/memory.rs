@@ -116,7 +116,7 @@ unsafe fn make_huge(start: *mut u8, bytes: usize) {
             call(number::MADVISE, [page as usize, page_bytes, MADV_COLLAPSE, 0, 0, 0])
         };
         if done.is_err() {
-            // Linux before 6.1, or denied: small pages are correct, too.
+            // The kernel is older than 6.1, or it denies huge pages. Small pages are correct, too.
             return;
         }
     }
@@ -165,14 +165,14 @@ pub struct SealedFile {
     bytes: usize,
 }
 
-/// State of a range after an attempt to move a mapping there.
+/// State of a range after an attempt to move a mapping into it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PagePlacement {
-    /// The new mapping has moved there.
+    /// The new mapping is in the range.
     Taken,
-    /// The old mapping is unchanged.
+    /// The range still has its old mapping, unchanged.
     AsBefore,
-    /// Parts of the old mapping are missing.
+    /// Parts of the range's old mapping are missing.
     Broken,
 }
 
@@ -315,7 +315,7 @@ impl MappedRegion {
         plain(number::MMAP, args).map(|start| MappedRegion { start, bytes })
     }
 
-    /// The address of its first byte.
+    /// The address of the mapping's first byte.
     pub fn start(&self) -> usize {
         self.start
     }

@@ -47,7 +47,7 @@ fn libc_function() -> usize {
     crate::elf::find_function(b"pthread_create").unwrap()
 }
 
-/// A thread that sleeps on a condition.
+/// A thread that sleeps on a condition variable.
 struct Sleeper {
     tid: u32,
     wakes: Arc<(Mutex<bool>, Condvar)>,
