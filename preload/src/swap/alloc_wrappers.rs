@@ -12,8 +12,8 @@ use super::driver::call;
 use super::{GRANULE_BYTES, SWAP, addresses, count, ipc, locked, stream_pools, tables, vmm};
 use crate::fds::TrackedFd;
 
-/// Minimum size of a swappable allocation. The driver makes smaller ones itself, and puts several
-/// of them into one piece of this size.
+/// Minimum size of a swappable allocation. Smaller allocations are left to the driver, which puts
+/// several of them into one piece of this size.
 pub(super) const MIN_BYTES: usize = 2 << 20;
 pub unsafe extern "C" fn mem_alloc(address: *mut u64, bytes: usize) -> u32 {
     if !address.is_null()
@@ -145,7 +145,7 @@ pub unsafe extern "C" fn mem_free(address: u64) -> u32 {
             stream_pools::settle(true);
             result::SUCCESS
         }
-        // Another thread has freed it meanwhile.
+        // Another thread has freed the allocation meanwhile.
         None => result::INVALID_VALUE,
     }
 }
@@ -314,7 +314,8 @@ pub unsafe extern "C" fn ctx_enable_peer_access(peer: usize, flags: u32) -> u32 
         && let Some(peers) = usize::try_from(other).ok().and_then(|other| SWAP.peers.get(other))
     {
         peers.fetch_or(1_u64.checked_shl(bit).unwrap_or(0), Ordering::AcqRel);
-        // Existing allocations of the peer; later ones find the bit.
+        // Changes existing allocations of the peer. Later allocations read the bit that was set
+        // above.
         let mut next = 0;
         while let Some(found) = locked(|table| {
             let of_other = |a: &&Allocation| a.piece.property.location_id == other;

@@ -46,8 +46,8 @@ fn is_intact() -> bool {
         ChecksumResult::Same | ChecksumResult::Unknown => true,
         ChecksumResult::Other(slots) => {
             copy_again(pool, slots.all());
-            // If the second comparison is impossible, the result of the first one applies: the
-            // content differed.
+            // If the second comparison is impossible, the result of the first comparison applies:
+            // the content differed.
             matches!(compare(pool), ChecksumResult::Same)
         }
     })

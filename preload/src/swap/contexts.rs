@@ -17,9 +17,9 @@ pub(super) fn current_context() -> Option<usize> {
     (call!(ctx_get_current(&raw mut context)) == result::SUCCESS).then_some(context)
 }
 
-/// Waits for work as `cuMemFree` does: it frees a small allocation of the same context. So it fails
-/// where `cuMemFree` fails, which is during the capture of a stream or after an error. For memory
-/// that has outlived its context (`context` is 0), it waits in the current context.
+/// Waits for work as `cuMemFree` does, by freeing a small allocation of the same context. The wait
+/// fails where `cuMemFree` fails: during the capture of a stream or after an error. `context` is 0
+/// for memory that has outlived its context. Then the function waits in the current context.
 pub(super) fn wait_for_work(context: usize) -> u32 {
     const SMALL_BYTES: usize = 256;
     let context = if context == 0 { current_context().unwrap_or(0) } else { context };
@@ -67,7 +67,7 @@ pub(super) fn in_context(context: usize, body: impl FnOnce() -> u32) -> u32 {
     code
 }
 
-/// Ends a context and its allocations. `which` returns the context. It is called while no other
+/// Ends a context and its allocations. `which` returns the context, and is called while no other
 /// context can end.
 fn ends(
     which: impl FnOnce() -> Option<usize>,
@@ -100,7 +100,7 @@ fn ends(
             code
         })
     });
-    // Another thread may have created a context with the same handle since then, and memory in it.
+    // Meanwhile another thread may have created a context with the same handle, and memory in it.
     let of_it = |piece: &AllocationPiece| piece.context == context && piece.since < before;
     if ended {
         blocks(|blocks| blocks.context_ends(context, before));
@@ -125,7 +125,6 @@ fn ends(
 /// the allocation to stay on the device. Pool memory outlives its context (measured, H200, driver
 /// 580.159), but there is no longer a context in which it could be copied in. Returns the bytes
 /// that are no longer swappable, or `None` if no such allocation is left.
-/// allocation is left.
 fn outlives(table: &mut Allocations, of_it: impl Fn(&AllocationPiece) -> bool) -> Option<u64> {
     let mut pooled = table.iter_mut().filter(|a| a.pool != 0);
     let piece = &mut pooled.find(|a| of_it(&a.piece))?.piece;

@@ -58,10 +58,11 @@ fn export_all(pool: &StagingPool, vram_bytes: u64) -> Option<()> {
     let mut order = AllocationLayout::of(AllocationPiece::leaves)?;
     let summary = copier_restore::summary(MemoryPlace::Device)?;
     let many = summary.0 as usize;
-    // The descriptors are in the application's table until the copier is done: use a quarter of it.
+    // The exported descriptors are in the application's table until the copier has finished, so use
+    // at most a quarter of the table.
     (many <= sys::descriptor_limit() / 4).then_some(())?;
     copier_restore::announce_copied_out(pool, summary, AllocationPiece::leaves, vram_bytes)?;
-    // The controller's hold on allocations ends only a little later than this deadline.
+    // The controller's pause of allocations ends only a little later than this deadline.
     let end_us = sys::now_us() + WITHIN_US;
     for place in 0..many {
         let (id, piece) = order.piece(place)?;
@@ -188,8 +189,8 @@ fn take_back() -> Result<(), u32> {
             result::SUCCESS => {}
             code => return code,
         }
-        // Treat it as memory that a copier created: it is unknown whether the driver can restore a
-        // checkpoint with it.
+        // Treat the piece as memory that a copier created: it is unknown whether the driver can
+        // restore a checkpoint of a process with such memory.
         if let Err(code) = map(&AllocationPiece { imported: true, ..*piece }, handle) {
             return code;
         }

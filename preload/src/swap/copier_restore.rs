@@ -35,14 +35,14 @@ use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, task};
 
-/// Time limit for the copier's Begin after the driver's restore. The message has usually arrived by
-/// then, because a copier that fills memory begins during the restore, and another one closes the
+/// Maximum wait for the copier's Begin after the driver's restore. The message has usually arrived
+/// by then: a copier that fills memory sends it during the restore, and any other copier closes the
 /// connection. Only a stopped copier does neither.
 const BEGIN_WITHIN_MS: u64 = 500;
 /// Time limit for the next block, in addition to the time for its bytes.
 const BLOCK_WITHIN_MS: u64 = 2_000;
-/// Bytes per millisecond of the slowest copier for which a wait is faster than a copy by the
-/// process.
+/// Bytes per millisecond of the slowest copier that is worth a wait. With a slower copier, a copy
+/// by the process is faster.
 const BYTES_A_MS: u64 = 2_000_000;
 
 /// 1: this process has offered its copied-out content to the copier on the current socket.
@@ -225,7 +225,7 @@ fn is_off(piece: &AllocationPiece) -> bool {
     piece.place == MemoryPlace::Pool
 }
 
-/// Number, bytes and device of the copied-out pieces.
+/// Summary of the copied-out pieces: number, bytes and device.
 pub(super) type Summary = (u32, u64, i32);
 
 /// The summary of the pieces, or `None` if a copier cannot create such memory. The memory must be

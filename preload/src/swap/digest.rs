@@ -94,8 +94,9 @@ impl Drop for DigestTable {
     }
 }
 
-/// Digests of the pieces on the device for which `which` is true, each at its slot of a pool of
-/// `bytes` bytes. `None`: the device cannot compute digests. Single pieces may stay unknown.
+/// Returns a table for a pool of `bytes` bytes, with the digests of the pieces on the device for
+/// which `which` is true. `None`: the device cannot compute digests. Single pieces may stay
+/// unknown.
 pub fn of(bytes: usize, which: fn(&AllocationPiece) -> bool) -> Option<DigestTable> {
     if !libc::are_stacks_large() || !loader_lock::is_loaded() {
         return None;

@@ -141,7 +141,7 @@ later_functions! {
     mem_map_array = b"cuMemMapArrayAsync" (*mut ArrayMapInfo, u32, *mut c_void);
     /// Same as `mem_map_array`, for per-thread default streams.
     mem_map_array_ptsz = b"cuMemMapArrayAsync_ptsz" (*mut ArrayMapInfo, u32, *mut c_void);
-    /// As of CUDA 11.0; its handle's format differs from that of the old name.
+    /// As of CUDA 11.0; its handle's format differs from that of the function without `_v2`.
     ipc_open_mem_handle_v2 = b"cuIpcOpenMemHandle_v2" (*mut u64, ByValue, u32);
     /// The form before CUDA 11.0.
     ipc_open_mem_handle = b"cuIpcOpenMemHandle" (*mut u64, ByValue, u32);

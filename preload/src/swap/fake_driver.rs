@@ -1,9 +1,10 @@
-//! A driver for unit tests. It counts physical memory, addresses and descriptors one by one.
+//! A fake of the driver for unit tests. It counts physical memory, addresses and descriptors one by
+//! one.
 //!
 //! It has the limits that were measured on the real driver. It does not export memory that was
 //! imported, or that was created without a handle type. A copy must be inside one registration of
 //! host memory or outside of all. Registered memory must have pages with the access that the flags
-//! request. A test can let any of its functions fail.
+//! request. A test can make any of its functions fail.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
@@ -94,13 +95,14 @@ struct Device {
     current: Vec<usize>,
     /// Stack limits that are not [`STACK_LIMIT`], by context.
     limits: BTreeMap<usize, usize>,
-    /// Number of queries that find the event's work running.
+    /// Number of event queries that still return that the work is running.
     runs: usize,
     /// Number of allocations in the driver's own pools.
     pooled: usize,
     /// Number of references to the primary context, which is [`CONTEXT`].
     primary_holds: usize,
-    /// Functions that fail once, and the number of successful calls before that.
+    /// Functions that will fail once, each with the number of calls that succeed before the
+    /// failure.
     fails: Vec<(&'static str, usize)>,
 }
 
@@ -117,7 +119,7 @@ impl Fake {
         Fake(())
     }
 
-    /// Lets a function fail once, after this number of successful calls.
+    /// Makes a function fail once, after this number of successful calls.
     pub fn fail(&self, name: &'static str, after: usize) {
         device(|device| device.fails.push((name, after)));
     }
@@ -127,7 +129,7 @@ impl Fake {
         device(|device| device.primary_holds = 1);
     }
 
-    /// Lets this many queries of an event find its work running.
+    /// Makes this many queries of an event return that the work is running.
     pub fn run_for(&self, queries: usize) {
         device(|device| device.runs = queries);
     }
@@ -286,8 +288,8 @@ impl Device {
     }
 }
 
-/// Whether all pages of a range are mapped, and writable unless `flags` says that they are only
-/// read.
+/// Whether all pages of a range are mapped and have the access that `flags` requires: read access
+/// if `flags` contains read-only, else write access.
 fn has_pages(start: usize, bytes: usize, flags: u32) -> bool {
     const READ_ONLY: u32 = 8;
     let wanted = if flags & READ_ONLY == 0 { "rw" } else { "r" };
@@ -340,7 +342,7 @@ functions! {
     "cuCtxGetDevice" ctx_get_device(device: *mut i32) |_, device| set(device, DEVICE);
     "cuDeviceGetUuid" device_get_uuid(uuid: *mut [u8; 16], _device: i32) |_, uuid, _| set(uuid, [7; 16]);
     "cuDeviceGetAttribute" device_get_attribute(value: *mut i32, which: i32, _device: i32) |_, value, which, _| {
-        // Its host memory is on the first node; all else it has.
+        // The device's host memory is on node 0, and the device supports every feature.
         set(value, match which {
             device_attribute::HOST_NUMA_ID => 0,
             device_attribute::MULTIPROCESSOR_COUNT => 4,

@@ -12,7 +12,7 @@ use crate::sys;
 const MIN_BYTES: u64 = 1 << 30;
 const PATH_BYTES: usize = 512;
 
-/// Whether host memory is short now, without further use.
+/// Whether host memory is short now.
 pub fn is_near() -> bool {
     would_be_near(0)
 }
@@ -24,8 +24,9 @@ pub fn would_be_near(bytes: u64) -> bool {
         || group().is_none_or(|(room, limit)| left(room) < (limit / 8).max(MIN_BYTES))
 }
 
-/// Whether using `bytes` more would leave so little that the kernel's out-of-memory killer may act:
-/// less than a 64th of the node, or than a 128th of the container's limit (at most 32 MiB).
+/// Whether the use of `bytes` more would leave less than a 64th of the node's memory, or less than
+/// a 128th of the container's limit (at most 32 MiB). The kernel's out-of-memory killer may then
+/// act.
 ///
 /// The controller granted this memory from slightly earlier readings. This check sees what other
 /// processes have used since then. A value that cannot be read does not count here.
@@ -132,7 +133,7 @@ pub mod tests {
 
     use super::*;
 
-    /// Bytes that [`is_critical`] treats as used in addition to what it reads.
+    /// Bytes that [`is_critical`] adds to the used memory that it reads.
     pub static TAKEN_BY_OTHERS: AtomicU64 = AtomicU64::new(0);
 
     #[test]

@@ -30,7 +30,7 @@ impl HasKey for LayoutEntry {
 pub struct AllocationLayout(ChunkedMap<LayoutEntry>);
 
 impl AllocationLayout {
-    /// The layout of the pieces for which `which` is true. `None`: out of memory.
+    /// Returns the layout of the pieces for which `which` is true. `None`: out of memory.
     pub fn of(which: impl Fn(&AllocationPiece) -> bool) -> Option<AllocationLayout> {
         tables(|tables| AllocationLayout::within(tables, which))
     }
@@ -70,7 +70,8 @@ impl AllocationLayout {
         self.0.nth(place).map(|entry| entry.id)
     }
 
-    /// The piece at a position; `None` at the end, or if it has left the tables.
+    /// The piece at a position. `None`: the position is behind the last piece, or the piece has
+    /// left the tables.
     pub fn piece(&mut self, place: usize) -> Option<(AllocationId, AllocationPiece)> {
         let id = self.id(place)?;
         tables(|tables| tables.piece(id).map(|piece| (id, *piece)))

@@ -29,8 +29,8 @@ use crate::libc::StackSize;
 use crate::process::{self, PROCESS};
 use crate::{libc, sys};
 
-/// Time limit of the agent's wait. Taking the lock needs microseconds; compiling the kernel for the
-/// first time needs some 100 ms.
+/// Maximum wait of the agent for the thread. Taking the lock needs microseconds; compiling the
+/// kernel for the first time needs some 100 ms.
 const PATIENCE_MS: u64 = 2_000;
 
 const IDLE: u32 = 0;
@@ -93,7 +93,7 @@ pub fn is_loaded() -> bool {
 }
 
 /// Loads the module once on a separate thread, so that later loads do not wait for the loader's
-/// lock. False: they still would.
+/// lock. False: the thread could not be started, or the load has not ended in time.
 pub fn load_ahead(context: usize) -> bool {
     load_ahead_within(context, PATIENCE_MS)
 }

@@ -32,13 +32,14 @@ const LEFT_ALONE: Hazards = Hazards::KEEPS_CONTEXT.without(Hazards::KEEPS_MEMORY
 /// A context whose local memory is released. All are 0 in a free slot.
 struct ReleasedLimit {
     context: AtomicUsize,
-    /// The limit before, in bytes for each thread.
+    /// The limit before the release, in bytes for each thread.
     limit: AtomicUsize,
     /// VRAM that the release freed.
     bytes: AtomicUsize,
 }
 
-/// The contexts whose local memory is released. The agent adds to it, under the lock of contexts.
+/// The contexts whose local memory is released. Only the agent adds contexts, under the lock of
+/// contexts.
 pub(super) struct ReleasedLimits([ReleasedLimit; 2 * SLOTS]);
 
 impl ReleasedLimits {
@@ -109,7 +110,7 @@ fn release_current(context: usize) -> u32 {
         return result::SUCCESS;
     };
     let code = call!(ctx_set_limit(STACK_SIZE, 0));
-    // The driver may round the limit up, or have refused it.
+    // The driver may have rounded the limit up, or refused it.
     let left = current_limit();
     if left < limit {
         free.fill(context, limit, (limit - left).saturating_mul(threads_of_device()));
@@ -151,7 +152,7 @@ pub(super) fn restore() -> Result<(), u32> {
         let context = slot.context.load(Ordering::Acquire);
         let limit = slot.limit.load(Ordering::Relaxed);
         match in_context(context, || call!(ctx_set_limit(STACK_SIZE, limit))) {
-            // Without its context there is nothing to restore.
+            // If the context has ended, there is nothing to restore.
             result::SUCCESS | result::INVALID_CONTEXT | result::CONTEXT_IS_DESTROYED => {
                 slot.clear()
             }

@@ -26,7 +26,7 @@ const OF_GPU: [&[u8]; 6] = [
     b"termination-log",
 ];
 
-/// Whether `/dev` has any other device. True also if `/dev` cannot be read.
+/// Whether `/dev` has a device other than these. True also if `/dev` cannot be read.
 pub fn has_others() -> bool {
     folder::has(DEVICES, |name| !is_known(name)).unwrap_or(true)
 }
@@ -48,8 +48,9 @@ fn is_reached_by(descriptors: &CStr, peer_memory: bool) -> bool {
     folder::has_link(descriptors, reaches).unwrap_or(true)
 }
 
-/// Whether network cards accept GPU addresses as memory (`ibv_reg_mr`). True also if that cannot be
-/// read. Otherwise they only accept descriptors, which come from a call into the driver.
+/// Whether network cards accept GPU addresses as memory (`ibv_reg_mr`). True also if the answer
+/// cannot be read. Other network cards accept only descriptors, which come from a call into the
+/// driver.
 fn has_peer_memory() -> bool {
     const MODULES: [&CStr; 2] = [c"/sys/module/nvidia_peermem", c"/sys/module/nv_peer_mem"];
     !sys::exists(c"/sys/module") || MODULES.into_iter().any(sys::exists)

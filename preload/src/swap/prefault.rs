@@ -10,7 +10,7 @@ use crate::libc::StackSize;
 use crate::sys::CpuSet;
 use crate::{libc, process, sys};
 
-/// Size of a registration, and the maximum size of one copy.
+/// Size of a chunk in bytes: a chunk is registered as a whole, and a copy is at most this large.
 pub const CHUNK_BYTES: usize = affinode_proto::wire::copier::CHUNK_BYTES as usize;
 /// Maximum number of chunks of a pool.
 pub const MAX_CHUNKS: usize = 64 * WORDS;
@@ -54,7 +54,7 @@ impl ChunkQueue {
 }
 
 /// State that the prefault helpers share. It is not in the pool's pages, so a forked child inherits
-/// its values. No helper runs in the child.
+/// its values, although no helper runs in the child.
 pub struct Prefault {
     start: AtomicUsize,
     bytes: AtomicUsize,
@@ -334,7 +334,7 @@ pub mod tests {
         PREFAULT.resident.clear();
     }
 
-    /// Host memory runs short in a place that only the controller sees.
+    /// Host memory is short at a limit that only the controller sees.
     #[test]
     fn fill_stops_when_copy_is_turned_back() {
         use affinode_proto::wire::Phase;
@@ -354,11 +354,11 @@ pub mod tests {
             assert!(!fill(), "it would be touched");
             assert_eq!((resident(), PREFAULT.touching.load(Ordering::Acquire)), (0, 0));
             assert_eq!(page.filling_bytes.load(Ordering::Relaxed), 0, "it is over");
-            // A prefault ahead of a copy out does not belong to that copy out.
+            // The cancellation must not stop a prefault while no copy out is in progress.
             page.set_phase(Phase::Open);
             assert!(fill());
             PREFAULT.resident.clear();
-            // The order applied to an earlier copy.
+            // The controller's cancellation was for an earlier copy out.
             page.generation.fetch_add(1, Ordering::Relaxed);
             page.set_phase(Phase::CopyingOut);
             assert!(fill());

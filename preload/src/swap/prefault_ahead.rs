@@ -91,7 +91,7 @@ pub fn go_on() -> bool {
         return false;
     }
     if PREFAULT.is_busy() {
-        // The application may have taken what was free at the beginning.
+        // The application may have used host memory that was free when the prefault began.
         if host_pressure::is_near() {
             PREFAULT.stop();
         }

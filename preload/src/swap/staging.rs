@@ -30,8 +30,8 @@ use super::{numa, zeros};
 use crate::fds::{self, TrackedFd};
 use crate::sys;
 
-/// Number of chunks that are kept in any case. Without retention, the rest is freed once the
-/// process is resident.
+/// Number of chunks that are always kept. If nothing is retained, the other chunks are freed once
+/// the process is resident.
 const KEPT_CHUNKS: usize = 8;
 const MAX_BYTES: usize = MAX_CHUNKS * CHUNK_BYTES;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -45,14 +45,14 @@ pub struct StagingPool {
     context: usize,
     /// 1: the memory is a memory file, [`fds::POOL`]; 0: anonymous memory.
     of_file: usize,
-    /// 1: all is retained after a restore, if host memory suffices.
+    /// 1: the whole content is retained after a restore, if host memory suffices.
     keeps: usize,
     /// 1: a large part was skipped as zero, so a copier would not help.
     sparse: usize,
     /// 1: a copier may still be writing to the memory, so it is replaced before its next use.
     tainted: usize,
     registered: ChunkQueue,
-    /// Chunks in whose place a sealed file is mapped, which other processes map as well.
+    /// Chunks in whose place a sealed file is mapped. Other processes map the same file.
     shared: ChunkQueue,
     /// The digest of each slot's content, where it is known.
     known: DigestTable,
@@ -76,7 +76,7 @@ pub enum TrimResult {
     All,
     /// More unused memory can be freed.
     Part,
-    /// The rest is retained for the next offload.
+    /// The remaining memory is retained for the next offload.
     Kept,
 }
 
@@ -177,8 +177,9 @@ impl StagingPool {
                 // SAFETY: mapped here, and the pool is empty.
                 unsafe { sys::discard(at, bytes, self.of_file == 1) };
             }
-            // Keep the addresses of a chunk that is still registered: the driver would treat later
-            // memory of the application at these addresses as that chunk.
+            // Keep the addresses of a chunk that is still registered. Otherwise the application
+            // could get new memory at these addresses, and the driver would treat that memory as
+            // the registered chunk.
             if is_free {
                 // SAFETY: as above.
                 unsafe { sys::unmap_private(self.start as *mut u8, self.bytes) };
@@ -192,7 +193,7 @@ impl StagingPool {
         if shared && let Some(file) = self.make_file() {
             // SAFETY: just mapped, and not used elsewhere yet.
             if !unsafe { sys::map_over(self.start as *mut u8, bytes, file, 0) } {
-                // The state of the mapping is unknown: none of it is used.
+                // The state of the mapping is unknown, so no part of it is used.
                 fds::POOL.close();
                 // SAFETY: as above.
                 unsafe { sys::unmap_private(mapped, bytes + HUGE_PAGE_BYTES) };
@@ -297,8 +298,8 @@ impl StagingPool {
         self.keeps = usize::from(keeps);
     }
 
-    /// Where the content from an offset on is stored, and the number of bytes to which that
-    /// applies. All of them are in one chunk, and there are at most `most`.
+    /// Where the content at `offset` is stored, and for how many bytes from there on the same is
+    /// true. All these bytes are in one chunk, and they are at most `most`.
     pub fn stored(
         &self,
         offset: usize,
@@ -321,7 +322,7 @@ impl StagingPool {
         (all, most.min(slots.count() * SLOT_BYTES))
     }
 
-    /// Marks the content that a copy-out need not store. Returns its bytes.
+    /// Marks the content that a copy-out need not store. Returns the number of these bytes.
     pub fn leave_out(&mut self, found: &mut DigestTable) -> u64 {
         let bytes = zeros::skip_zero_pages(found.all_mut(), fds::COPIER.get().is_some());
         self.sparse = usize::from(zeros::is_worth_a_copier(bytes, found.all().len()));
@@ -329,7 +330,8 @@ impl StagingPool {
         bytes as u64
     }
 
-    /// Whether so large a part was skipped as zero that a copier would not help the next time.
+    /// Whether the part that was skipped as zero is so large that a copier would not help at the
+    /// next offload.
     pub fn is_sparse(&self) -> bool {
         self.sparse == 1
     }
@@ -344,8 +346,8 @@ impl StagingPool {
         self.known.all().contains(&Digest::LEFT_OUT)
     }
 
-    /// Whether the content from an offset on was skipped, and the number of bytes to which that
-    /// applies.
+    /// Whether the content at `offset` was skipped, and for how many bytes from there on the same
+    /// is true.
     pub fn left_out(&self, offset: usize, most: usize) -> (bool, usize) {
         zeros::run_at(self.known.all(), offset, most)
     }

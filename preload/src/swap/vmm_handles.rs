@@ -20,7 +20,7 @@ use super::chunked_map::{ChunkedMap, HasKey};
 const NAMES: u64 = 0xAFF1_0000_0000_0000;
 const NAMES_MASK: u64 = 0xFFFF_0000_0000_0000;
 
-/// Whether a number has the bits of a name.
+/// Whether the number is a name.
 pub fn is_name(number: u64) -> bool {
     number & NAMES_MASK == NAMES
 }
@@ -86,8 +86,8 @@ pub enum HandleRelease {
     Lives,
     /// Release this handle in the driver, because the last reference was released.
     Last(u64),
-    /// Release this handle in the driver. Something else may still hold the memory, which a copier
-    /// created.
+    /// Release this handle in the driver. The memory was created by a copier, and other references
+    /// may still keep it allocated.
     Strays(u64),
 }
 
@@ -120,12 +120,12 @@ impl VmmHandleTable {
         self.blocks.at(name)
     }
 
-    /// All blocks from this name on.
+    /// All blocks whose name is not below this name.
     pub fn from(&self, name: u64) -> impl Iterator<Item = &VmmHandle> {
         self.blocks.from(name)
     }
 
-    /// The first block from this name on for which `which` is true.
+    /// The first block for which `which` is true, among those whose name is not below this name.
     pub fn find_from(
         &mut self,
         name: u64,
@@ -238,8 +238,8 @@ impl VmmHandleTable {
         });
     }
 
-    /// Removes one mapping of a range that was unmapped, and returns what to do for it. To be
-    /// called until it returns `None`.
+    /// Removes one mapping of a range that was unmapped. Returns what the caller must do for this
+    /// mapping; `None`: no mapping is left. Call it until it returns `None`.
     pub fn unmap(&mut self, address: u64, bytes: u64) -> Option<HandleRelease> {
         let end = address.saturating_add(bytes);
         let first = self.mappings.from(address).next().copied();
@@ -401,7 +401,8 @@ mod tests {
         assert!(!blocks.at(name).unwrap().piece.stays);
     }
 
-    /// A reference that another call has taken outlives the block's name and its mapping.
+    /// A reference that another call has taken must stay valid after the block's name and mapping
+    /// are released.
     #[test]
     fn pinned_import_is_reported_when_released() {
         for (imported, stays) in [(true, true), (true, false), (false, true)] {

@@ -4,7 +4,8 @@ use super::*;
 
 fn process() -> Process {
     let process = Process::new();
-    // Only once no other test uses them: an earlier one may have left its contexts without a limit.
+    // The two contexts are checked only after this test has the driver: an earlier test may have
+    // left them without a limit.
     [CONTEXT, OTHER].into_iter().for_each(context_ends);
     process.add_context(OTHER);
     process
@@ -17,7 +18,7 @@ fn local_memory_leaves_and_comes_back() {
     assert!(is_released());
     assert_eq!(released_bytes(), 2 * (STACK_LIMIT * THREADS) as u64);
     assert_eq!([CONTEXT, OTHER].map(|context| process.fake.stack_limit(context)), [0, 0]);
-    // Again, as after a restore that failed half way.
+    // A second call, as after a restore that failed half way.
     release();
     assert_eq!(restore(), Ok(()));
     assert!(!is_released());

@@ -30,11 +30,11 @@ pub struct FreePiece {
     /// Time of the free, from `AllocationTables::now`.
     pub since: u64,
     pub piece: AllocationPiece,
-    /// The number of its pool; 0: no pool, so the piece is freed as soon as possible.
+    /// The number of the piece's pool; 0: no pool, so the piece is freed as soon as possible.
     pub pool: u64,
-    /// Id of the stream in which it was freed.
+    /// Id of the stream in which the piece was freed.
     pub stream: u64,
-    /// The point in that stream's work after which it is unused.
+    /// The point in that stream's work after which the piece is unused.
     pub mark: CompletionMark,
     /// True once all work before the mark has ended.
     pub ended: bool,
@@ -111,8 +111,8 @@ impl PieceRequest {
     }
 }
 
-/// Used for a stream without an id, which no real stream has. A thread's default stream has none,
-/// so two pieces with this value may belong to different streams.
+/// Id that stands for a stream without an id; no real stream has this value. A thread's default
+/// stream has no id, so two pieces with this value may belong to different streams.
 pub const NO_STREAM: u64 = u64::MAX;
 
 /// Streams that were found to be busy, each with its context.
@@ -269,8 +269,9 @@ impl PoolCache {
         self.unused.iter().any(|one| one.pool == number)
     }
 
-    /// The first piece from a time on that waits for a stream not known to be busy. In a busy
-    /// stream, later work has not ended either.
+    /// The first piece, from a time on, whose stream is not in the list of busy streams and whose
+    /// work has not ended. Pieces of a busy stream are skipped, because later work in that stream
+    /// has not ended either.
     pub fn waiting(&mut self, from: u64, busy: &PendingFree) -> Option<FreePiece> {
         let waits = |one: &&FreePiece| !one.ended && !busy.has(one);
         self.unused.from(from).find(waits).copied()
@@ -286,7 +287,7 @@ impl PoolCache {
         self.unused.is_empty()
     }
 
-    /// Marks a piece as ended, unless it has been taken out since.
+    /// Marks a piece as ended, unless the piece has been taken out meanwhile.
     pub fn has_ended(&mut self, since: u64) {
         if let Some(one) = self.unused.at(since) {
             one.ended = true;
@@ -317,8 +318,8 @@ impl PoolCache {
         self.take_out(|_| true)
     }
 
-    /// Records that a context has ended: all its work before that time has ended, and its events no
-    /// longer exist.
+    /// Records that a context has ended. All work that the context got before that time has ended,
+    /// and the context's events no longer exist.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         for one in self.unused.iter_mut().filter(|one| one.since < before) {
             if one.mark.context == context {

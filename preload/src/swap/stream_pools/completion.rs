@@ -61,7 +61,7 @@ fn has_happened(mark: CompletionMark) -> bool {
         || in_context(mark.context, || call!(event_query(mark.event))) == result::SUCCESS
 }
 
-/// Waits for the mark of a piece that the cache had no memory for, then frees the piece.
+/// Waits for the mark of a piece for which the cache had no memory, then frees the piece.
 pub fn give_back_after(one: &FreePiece) {
     relaxed(|| {
         in_context(one.mark.context, || call!(event_synchronize(one.mark.event)));
@@ -151,7 +151,7 @@ pub fn settle(waited: bool) {
     }
     relaxed(|| {
         SWAP.unused_lock.hold_if_free(|| {
-            // Before the check, so that a free during the check is not missed.
+            // The flag is reset before the check, so that a free during the check is not missed.
             SWAP.unsettled.store(0, Ordering::Release);
             look();
             if give_back_surplus(waited) {

@@ -255,7 +255,8 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
     let marked = mark(stream, allocation.mark);
     allocation.mark = marked.unwrap_or_default();
     if marked.is_none() {
-        // Without an event the thread must wait for the stream; or the stream is invalid.
+        // Without an event, the thread must wait for the stream. If the stream is invalid, the wait
+        // fails.
         match call!(stream_synchronize(stream.0)) {
             result::SUCCESS => {}
             code => {
@@ -278,7 +279,7 @@ fn free(address: u64, stream: Stream) -> Option<u32> {
 /// mark in the stream with the id `after` has happened. `None`: it is unused at once.
 fn take_back(allocation: &Allocation, after: Option<u64>) {
     let Allocation { piece, mark, .. } = *allocation;
-    // Memory that other holders refer to is not given to another allocation.
+    // A piece to which something else refers must not be reused for another allocation.
     let pool = if piece.stays { 0 } else { allocation.pool };
     let (stream, ended) = (after.unwrap_or(NO_STREAM), after.is_none());
     hook_table::see_waits();

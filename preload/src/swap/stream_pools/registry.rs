@@ -76,7 +76,8 @@ pub unsafe extern "C" fn pool_create(handle: *mut usize, props: *const MemPoolPr
 pub unsafe extern "C" fn pool_destroy(handle: usize) -> u32 {
     // The thread that frees unused memory queries the driver about each pool.
     let (known, code) = SWAP.unused_lock.hold(|| {
-        // Before the call: once the pool is destroyed, another thread may get the same handle.
+        // Forget the pool before the call: once the pool is destroyed, another thread may get a new
+        // pool with the same handle.
         let known = tables(|tables| tables.cache.remove_pool(handle));
         (known, call!(pool_destroy(handle)))
     });
@@ -126,7 +127,7 @@ pub unsafe extern "C" fn pool_set_attribute(
         pool_attribute::RESERVED_HIGH => |pool| &mut pool.reserved,
         pool_attribute::USED_HIGH => |pool| &mut pool.used,
         _ => {
-            // The pool may now have more than it is to keep.
+            // The pool may now have more memory than its threshold allows.
             unsettle();
             return code;
         }
@@ -163,7 +164,7 @@ pub unsafe extern "C" fn pool_set_access(
         tables.cache.leave(handle, number)
     });
     let Some(number) = number else {
-        // The pool cannot be told from others from here on.
+        // From here on, this library cannot distinguish the pool from other pools.
         SWAP.wanted.store(0, Ordering::Release);
         return code;
     };
@@ -175,7 +176,7 @@ pub unsafe extern "C" fn pool_set_access(
         next = piece.address + 1;
         stays(piece.address);
         let given = call!(mem_set_access(piece.address, piece.bytes as usize, access, many));
-        // Memory that another thread has freed since needs no access.
+        // If another thread has freed the memory meanwhile, the memory needs no access.
         if given != result::SUCCESS && locked(|table| table.at(piece.address).is_some()) {
             return given;
         }

@@ -16,8 +16,8 @@ const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
 impl Stream {
-    /// A stream for functions with per-thread default streams, where the null stream means the
-    /// thread's own.
+    /// A stream argument of a function with per-thread default streams. Null means the default
+    /// stream of the thread.
     pub fn per_thread(handle: *mut c_void) -> Stream {
         let is_default = handle as usize == NONE;
         Stream(if is_default { PER_THREAD as *mut c_void } else { handle })

@@ -12,7 +12,7 @@ use super::super::prefault::tests::SHARED;
 use super::*;
 
 const BYTES: usize = 4 << 20;
-/// Time limit: an event that has not occurred by then counts as not occurring.
+/// Time after which a test assumes that an event will not occur.
 const LONG: Duration = Duration::from_secs(5);
 
 /// A device all of whose memory is swappable while this value exists.
@@ -91,7 +91,7 @@ fn memory_of_the_devices_pool_is_carried() {
     assert_eq!(swappable.fake.held().mappings, 0);
 }
 
-/// Programs on several devices set peer access before anything else.
+/// Programs for several devices enable peer access before all other calls.
 #[test]
 fn pool_with_peer_access_is_the_drivers() {
     let swappable = SwapDevice::new();
@@ -122,7 +122,8 @@ fn no_pool_ends_while_pools_are_looked_at() {
     assert_eq!(swappable.fake.pools(), 0);
 }
 
-/// The end of a context waits for its work, and that work may need an action of another thread.
+/// The end of a context waits for the context's work. That work may need an action of another
+/// thread, which must not be blocked.
 #[test]
 fn wait_for_work_ignores_an_ending_context() {
     let _carried = SwapDevice::new();
@@ -139,7 +140,8 @@ fn wait_for_work_ignores_an_ending_context() {
     assert_eq!(SWAP.unsettled.load(Ordering::Relaxed), 1, "the next does it");
 }
 
-/// Memory that is allocated while the end of its context waits for the lock ends with the context.
+/// Memory that is allocated while the end of its context waits for the lock must end with the
+/// context.
 #[test]
 fn context_end_frees_its_earlier_memory() {
     let swappable = SwapDevice::new();
@@ -158,7 +160,8 @@ fn context_end_frees_its_earlier_memory() {
     assert!(tables(|tables| tables.allocations.is_empty()));
 }
 
-/// The reference that is taken to find the context would be the last one.
+/// If another thread released its reference meanwhile, the reference that is taken to find the
+/// context would be the last reference.
 #[test]
 fn primary_context_is_not_held_during_release() {
     use super::super::contexts::primary_release;
@@ -185,8 +188,8 @@ fn primary_context_is_not_held_during_release() {
     assert_ne!(unsafe { primary_release(DEVICE) }, result::SUCCESS);
 }
 
-/// The memory was freed after work in another context, which ends meanwhile. No call is made in
-/// that context.
+/// The memory was freed after work in another context. When that context ends, no call may be made
+/// in it.
 #[test]
 fn free_ignores_mark_of_ending_context() {
     const OTHER: usize = CONTEXT + 1;
@@ -206,7 +209,7 @@ fn free_ignores_mark_of_ending_context() {
     assert_eq!(swappable.fake.pushed(), []);
 }
 
-/// All fields of the table entry stay the same, also its creation time and its mark.
+/// All fields of the table entry must stay the same, including its creation time and its mark.
 #[test]
 fn failed_free_changes_nothing() {
     let swappable = SwapDevice::new();

@@ -98,7 +98,7 @@ fn pool_left_to_the_driver_gives_nothing() {
     assert!(cache.learn_pool(StreamPool { handle: 90, number: 10, ..POOL }) && !cache.can_copy(9));
 }
 
-/// Streams of two contexts may have the same id, and the default streams of threads have none.
+/// Streams of two contexts may have the same id. The default streams of threads have no id.
 #[test]
 fn a_busy_stream_says_nothing_about_others() {
     let mut cache = cache(&[(2, 10), (2, NO_STREAM), (2, NO_STREAM)]);
@@ -147,7 +147,7 @@ fn piece_without_pool_is_freed_when_ended() {
     let since = |one: Option<FreePiece>| one.map(|one| one.since);
     assert_eq!([since(cache.take_loose()), since(cache.take_loose())], [Some(9), None]);
     assert_eq!(cache.remove_pool(POOL.handle).map(|pool| pool.number), Some(POOL.number));
-    // The next pool of that handle is another.
+    // The next pool with the same handle is another pool.
     assert!(cache.add_pool(StreamPool { number: 8, ..POOL }));
     assert_eq!(take(&mut cache, PieceRequest { pool: 8, ..want(8, 1, true) }), None);
     assert_eq!([since(cache.take_loose()), since(cache.take_loose())], [Some(2), None]);
