@@ -116,7 +116,7 @@ struct PendingRelease {
 struct RecordedRelease {
     releases: [PendingRelease; MAX_NOTED],
     count: usize,
-    /// Number of recorded releases that were made in the driver since.
+    /// Number of recorded releases that were made in the driver after the restore.
     made: usize,
     context_is_gone: bool,
 }
@@ -162,7 +162,7 @@ fn with_record<R>(body: impl FnOnce(&mut RecordedRelease) -> R) -> Option<R> {
     if OWNER.load(Ordering::SeqCst) != own_mark() {
         return None;
     }
-    // A handler of this thread may make calls, too.
+    // A signal handler of this thread may make calls, too.
     let mask = sys::set_signal_mask(!libc::internal_signals());
     // SAFETY: no other thread comes here, and no handler of this one; `body` cannot come here again.
     let result = body(unsafe { &mut *RECORDED.0.get() });

@@ -39,7 +39,7 @@ impl AddressReservations {
         self.kept.iter_mut().find(|range| range.bytes > 0).map(core::mem::take)
     }
 
-    /// Keeps a range. If it replaces another range, returns that one.
+    /// Keeps a range. If this range replaces another range, returns that other range.
     fn keep(&mut self, range: AddressRange) -> Option<AddressRange> {
         if let Some(free) = self.kept.iter_mut().find(|range| range.bytes == 0) {
             *free = range;
@@ -61,7 +61,8 @@ pub fn reserve(bytes: usize) -> Option<u64> {
     (code == result::SUCCESS).then_some(address)
 }
 
-/// Keeps a range that is no longer mapped. If it replaces another range, frees that one.
+/// Keeps a range that is no longer mapped. If this range replaces another range, frees that other
+/// range.
 pub fn free(address: u64, bytes: u64) {
     if let Some(oldest) = tables(|tables| tables.addresses.keep(AddressRange { address, bytes })) {
         call!(mem_address_free(oldest.address, oldest.bytes as usize));

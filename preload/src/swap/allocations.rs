@@ -50,7 +50,7 @@ pub enum MemoryPlace {
     Device = 0,
     /// In the pool; nothing is mapped.
     Pool = 1,
-    /// In the pool; physical memory is mapped again, and not filled yet.
+    /// In the pool. Physical memory is mapped again, but the content is not copied to it yet.
     Mapped = 2,
     /// In device memory that is not mapped in this process. A copier copies it to the pool.
     Handed = 3,
@@ -62,8 +62,8 @@ impl AllocationPiece {
         !self.stays && self.address != 0 && self.context != 0
     }
 
-    /// Whether another reference can keep the memory after the piece has left the tables. This is
-    /// so if a copier created the memory and the piece was marked to stay.
+    /// Whether another reference can keep the memory after the piece has left the tables. That is
+    /// the case if a copier created the memory and the piece was marked to stay.
     pub fn may_stray(&self) -> bool {
         self.imported
             && self.stays

@@ -50,7 +50,7 @@ impl<T: HasKey> ChunkedMap<T> {
         None
     }
 
-    /// Index of the group that contains a key, or that would contain it.
+    /// Index of the group that contains a key, or into which the key would be inserted.
     fn group(&self, key: u64) -> usize {
         let begins_before =
             |group: &MmapVec<T>| group.all().first().is_some_and(|one| one.key() <= key);
@@ -74,7 +74,7 @@ impl<T: HasKey> ChunkedMap<T> {
         self.get_mut(group, place.ok()?)
     }
 
-    /// The entry with this key, or else the last one before it.
+    /// The entry with this key. If there is none, the entry with the next lower key.
     pub fn up_to(&mut self, key: u64) -> Option<&mut T> {
         let (group, place) = self.place(key);
         let place = place.or_else(|after| after.checked_sub(1).ok_or(())).ok()?;
@@ -127,8 +127,8 @@ impl<T: HasKey> ChunkedMap<T> {
         }
     }
 
-    /// Adds a group. If `after` is a group, the new one follows it and takes its entries from
-    /// `keeps` on. Otherwise it is the first group.
+    /// Adds a group. If `after` is an existing group, the new group follows it and takes its
+    /// entries from position `keeps` on. Otherwise the new group is the first group.
     fn begin_group(&mut self, after: usize, keeps: usize) -> bool {
         let mut fresh = core::mem::replace(&mut self.spare, MmapVec::empty());
         // All steps that can fail come before any entry moves.

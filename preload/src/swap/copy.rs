@@ -65,7 +65,7 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
         return Err(result::NOT_SUPPORTED);
     }
     relax_captures();
-    // Release it, because unused memory of stream pools is in no table and would stay on the
+    // Release unused memory of stream pools, because it is in no table and would stay on the
     // device.
     stream_pools::clear();
     checksum::set(check);
@@ -87,8 +87,8 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
             return Err(result::OUT_OF_MEMORY);
         }
         pool.set_keeps(keep);
-        // Before the first copy, because the digests decide which content is copied and which zero
-        // pages are skipped.
+        // Compute the digests before the first copy, because they decide which content is copied
+        // and which zero pages are skipped.
         let mut found = digest::of(bytes, AllocationPiece::leaves);
         let zero_bytes = found.as_mut().map_or(0, |found| pool.leave_out(found));
         // The copier copies all content. So it is used only if most of the content is new and no
@@ -115,7 +115,7 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
             CopyOutProgress { pool, copies: CopyStreams::new(), found, unchanged_bytes: 0 };
         let copied = as_result(each(AllocationPiece::leaves, |_, piece| out.copy(piece)));
         let CopyOutProgress { pool, copies, found, unchanged_bytes } = out;
-        // Also after a failure: no copy may still run when the pool or the memory is freed.
+        // Wait also after a failure: no copy may still run when the pool or the memory is freed.
         let finished = copies.finish();
         pool.end();
         if copied == Err(NO_HOST_MEMORY) {
@@ -127,7 +127,7 @@ pub fn copy_out(keep: bool, check: bool, handed: Option<u64>) -> Result<(), u32>
         pool.learn(found.unwrap_or(DigestTable::none()));
         SWAP.unchanged_bytes.store(unchanged_bytes, Ordering::Relaxed);
         SWAP.zero_bytes.store(zero_bytes, Ordering::Relaxed);
-        // The pool is in use now, so none of it counts as retained.
+        // The pool is in use now, so no part of it counts as retained.
         update_kept_counter(0);
         give_back();
         local_memory::release();
@@ -148,8 +148,9 @@ pub(super) fn relax_captures() {
     driver::exchange_capture_mode(&mut mode);
 }
 
-/// Assigns an offset in the pool to each piece that leaves the device. Returns their total bytes
-/// and a context. `None`: no memory for the list that sorts them.
+/// Assigns an offset in the pool to each piece that leaves the device. Returns the total bytes of
+/// these pieces and a context. `None`: there is no memory for the list in which the pieces are
+/// sorted.
 pub(super) fn assign() -> Option<(usize, usize)> {
     tables(|tables| {
         let mut from = AllocationId::FIRST;
@@ -314,13 +315,13 @@ pub fn copy_in() -> Result<(), u32> {
         with_pool(|_| local_memory::release());
     }
     copied?;
-    // Only after all content is copied in, because the device computes the digests.
+    // Compare only after all content is copied in, because the device computes the digests.
     checksum::look();
     Ok(())
 }
 
 fn copy_in_content() -> Result<(), u32> {
-    // First the exported memory: it is still on the device and needs only a mapping.
+    // First map the exported memory: its content is still on the device.
     copier_offload::restore_from_copier()?;
     let returned = if copier_restore::import_from_copier() {
         update_counters();
@@ -337,7 +338,7 @@ fn copy_to_device() -> Result<(), u32> {
         let mut copies = CopyStreams::new();
         let is_copied = |piece: &AllocationPiece| piece.place != MemoryPlace::Device;
         let begun = as_result(each(is_copied, |id, piece| fill(pool, &mut copies, id, piece)));
-        // Also after a failure: no copy may still run when the memory is unmapped again.
+        // Wait also after a failure: no copy may still run when the memory is unmapped again.
         let finished = copies.finish();
         let copied = begun.and(finished);
         each(

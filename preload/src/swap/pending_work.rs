@@ -18,7 +18,8 @@ use super::contexts::{in_context, primary_contexts};
 use super::driver::{self, call};
 use super::{REAL, SWAP, with_pool, wrappers};
 
-/// Maximum number of contexts that are waited for, and of streams that are captured at a time.
+/// Maximum number of contexts in which the agent can wait for work, and maximum number of streams
+/// that can be captured at a time.
 pub(super) const SLOTS: usize = 16;
 /// Flag of an event that measures no time, `CU_EVENT_DISABLE_TIMING`.
 const WITHOUT_TIMING: u32 = 2;
@@ -41,14 +42,14 @@ const BEGINNINGS: [Function; 14] = [
     Function::cuStreamBeginRecaptureToGraph_ptsz,
 ];
 
-/// What is known of the GPU's work after a wait.
+/// Result of a wait for the GPU's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GpuWork {
-    /// All of it is done.
+    /// All work is done.
     Done,
-    /// Some of it ran until the end of the wait.
+    /// Some work still ran at the end of the wait.
     Running,
-    /// It cannot be seen by events.
+    /// Events cannot show whether work runs.
     Unseen,
     /// The driver returned this code.
     Failed(u32),
@@ -153,7 +154,7 @@ impl ContextEvents {
         let code = in_context(context, || call!(event_create(&raw mut event, WITHOUT_TIMING)));
         match code {
             result::SUCCESS => {}
-            // The device is full. The driver's lock needs no memory.
+            // The device has no memory for an event. The driver's lock needs no memory.
             result::OUT_OF_MEMORY => return Err(GpuWork::Unseen),
             code => return Err(GpuWork::Failed(code)),
         }
@@ -194,8 +195,8 @@ impl ContextEvents {
     }
 }
 
-/// A function of the driver with at most six arguments, all of them integers or pointers. More
-/// registers than it has arguments do no harm.
+/// A function of the driver with at most six arguments, all of them integers or pointers. A call
+/// may pass more registers than the function has arguments.
 type SixArguments = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> u32;
 
 fn real(function: Function) -> Option<SixArguments> {

@@ -31,8 +31,8 @@ pub enum ScrubState {
 
 impl ScrubState {
     /// Whether the small allocation is due now. `parked`: memory is copied out, and the driver can
-    /// be called. `held`: allocations are held, because VRAM is granted to another process, perhaps
-    /// all that is free.
+    /// be called. `held`: allocations are paused, because VRAM is granted to another process,
+    /// possibly all free VRAM.
     pub fn is_due(&mut self, now_us: u64, parked: bool, held: bool) -> bool {
         *self = match *self {
             _ if !parked => ScrubState::Not,
@@ -46,7 +46,8 @@ impl ScrubState {
         false
     }
 
-    /// Time until the allocation is due, in milliseconds. The agent also wakes when a hold ends.
+    /// Time until the allocation is due, in milliseconds. The agent also wakes when a pause of
+    /// allocations ends.
     pub fn patience_ms(&self, now_us: u64) -> u64 {
         match self {
             ScrubState::Wiping(due_us) if *due_us > now_us => (due_us - now_us).div_ceil(1_000),

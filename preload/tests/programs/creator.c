@@ -11,7 +11,7 @@
 static int (*allocate)(uint64_t *, size_t);
 static int created;
 
-// In front of libc's, for all libraries of the process.
+// This definition replaces libc's for all libraries of the process.
 int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*begin)(void *), void *argument)
 {
 	int (*real)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);

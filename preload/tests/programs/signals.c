@@ -39,7 +39,7 @@ static Call look_up(const char *name)
 static int make(Call function)
 {
 	uint64_t memory[2];
-	// Each function takes what it knows of these.
+	// Each function ignores the arguments that it does not have.
 	return function(memory, (size_t)64, 0L);
 }
 
@@ -123,7 +123,7 @@ int main(int argc, char **argv)
 		return 3;
 	call = look_up(argv[1]);
 	in_handler = look_up(argv[2]);
-	// Before any thread forks: a look-up walks the loader's list of objects.
+	// This look-up comes before any thread forks, because it walks the loader's list of objects.
 	in_child = mixed[0] = look_up("cuCtxSynchronize");
 	mixed[1] = look_up("cuMemAlloc_v2");
 	mixed[2] = look_up("cuStreamQuery");
@@ -141,6 +141,6 @@ int main(int argc, char **argv)
 			_exit(4);
 		made++;
 	}
-	// Others may be in the middle of anything.
+	// Other threads may be in any state, so the program ends without exit handlers.
 	_exit(0);
 }

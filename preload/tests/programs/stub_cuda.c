@@ -45,7 +45,7 @@ static CUresult touch(void)
 
 static int short_of_memory;
 
-// For the client, by names that no hook knows.
+// Functions for the client. Their names are not hooked.
 EXPORT void stub_short(int failures) { __atomic_store_n(&short_of_memory, failures, __ATOMIC_SEQ_CST); }
 EXPORT long stub_calls(void) { return __atomic_load_n(&calls, __ATOMIC_RELAXED); }
 
@@ -128,10 +128,10 @@ EXPORT CUresult cuCtxEnablePeerAccess(void *peer, unsigned flags) { return touch
 EXPORT CUresult cuFutureCall(void) { return touch(); }
 EXPORT CUresult cuGetExportTable(const void **table, const void *id) { *table = NULL; return touch(); }
 
-// Next to nothing, for the benchmark.
+// Does next to nothing, for the benchmark.
 EXPORT CUresult cuBench(void *stream) { return 0; }
 
-// Blocks inside the driver until it is let go.
+// Blocks inside the driver until stub_release is called.
 EXPORT CUresult cuStubBlock(void)
 {
 	touch();
@@ -153,7 +153,7 @@ EXPORT CUresult cuStubCallback(CUresult (*call)(void))
 	return call();
 }
 
-// The same, by a name that the library knows as work.
+// The same function under a name that the library hooks as work.
 EXPORT CUresult cuStreamWaitEvent(CUresult (*call)(void)) { return cuStubCallback(call); }
 
 EXPORT CUresult cuLaunchKernel(long a, long b, long c, long d, long e, long f, long g, long h, long i, long j, long k)

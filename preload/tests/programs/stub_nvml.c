@@ -35,7 +35,7 @@ static int touch(void)
 	return users ? 0 : 1;
 }
 
-// For the client, by names that no hook knows.
+// Functions for the client. Their names are not hooked.
 EXPORT int stub_nvml_calls(void) { return __atomic_load_n(&calls, __ATOMIC_RELAXED); }
 EXPORT int stub_nvml_users(void) { return users; }
 EXPORT void stub_nvml_release(void)
@@ -143,13 +143,13 @@ EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count
 	*count = 1;
 	return touch();
 }
-// No list knows it, and it has an argument on the stack.
+// A function that is in no list, with an argument on the stack.
 EXPORT int nvmlFutureCall(long a, long b, long c, long d, long e, long f, long g)
 {
 	int result = touch();
 	return a == 1 && b == 2 && c == 3 && d == 4 && e == 5 && f == 6 && g == 7 ? result : 99;
 }
-// Blocks inside NVML until it is let go.
+// Blocks inside NVML until the client releases it.
 EXPORT int nvmlDeviceGetSamples(void)
 {
 	touch();

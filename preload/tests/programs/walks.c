@@ -11,7 +11,7 @@ typedef int (*Visit)(struct dl_phdr_info *, size_t, void *);
 static int (*real)(Visit, void *);
 static int walks;
 
-// In front of libc's, for all libraries of the process.
+// This definition replaces libc's for all libraries of the process.
 int dl_iterate_phdr(Visit visit, void *data)
 {
 	char name[16] = "";
@@ -19,7 +19,7 @@ int dl_iterate_phdr(Visit visit, void *data)
 	if (!strncmp(name, "affinode", 8))
 		__atomic_fetch_add(&walks, 1, __ATOMIC_SEQ_CST);
 	if (!real)
-		// Not dlsym, which the library defines, and for which it walks the list.
+		// dlsym is not used, because the library defines it and walks the list in it.
 		*(void **)&real = dlvsym(RTLD_NEXT, "dl_iterate_phdr", "GLIBC_2.2.5");
 	return real(visit, data);
 }

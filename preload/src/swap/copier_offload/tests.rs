@@ -227,7 +227,8 @@ fn abandoned_offload_taints_the_pool() {
     assert!(world.is_resident() && holds_imported());
 }
 
-/// Each of these driver calls fails at each piece. No memory is lost, and no object is left over.
+/// Lets each of these driver calls fail at each piece. No memory may be lost, and no object may be
+/// left over.
 #[test]
 fn failed_export_leaves_all_on_the_device() {
     let always = ["cuMemExportToShareableHandle"];
@@ -257,7 +258,8 @@ fn failed_export_leaves_all_on_the_device() {
     }
 }
 
-/// If the memory cannot be mapped again at first, its descriptors are kept for the next attempt.
+/// If the memory cannot be mapped again at first, its descriptors must be kept for the next
+/// attempt.
 #[test]
 fn failed_take_back_is_repeated() {
     for call in ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"] {
@@ -313,7 +315,7 @@ fn export_needs_a_copier_in_time() {
     assert!(world.is_resident());
 }
 
-/// The wait for a copier that no longer reads its socket is limited.
+/// The wait for a copier that no longer reads its socket must be limited.
 #[test]
 fn unread_socket_is_awaited_until_deadline() {
     let world = World::new(PIECES, Exportable);
@@ -332,7 +334,8 @@ fn export_uses_a_quarter_of_the_descriptors() {
         setrlimit(Resource::RLIMIT_NOFILE, limit.min(hard), hard).unwrap();
         let handed = with_pool(|pool| {
             pool.end();
-            // Read at once: a socket has room for fewer.
+            // The test reads at once, because a socket buffer has less space than all messages
+            // need.
             std::thread::scope(|scope| {
                 let handed = scope.spawn(|| export_all(pool, 0).is_some());
                 while !handed.is_finished() {

@@ -83,7 +83,8 @@ fn copied_out_content_is_restored() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// Each of these calls creates another reference to the physical memory of one allocation.
+/// Each of these calls creates another reference to the physical memory of one allocation, which
+/// must therefore stay on the device.
 #[test]
 fn allocation_with_other_holders_stays() {
     use super::super::alloc_wrappers::mem_get_handle_for_range;
@@ -120,7 +121,8 @@ fn allocation_with_other_holders_stays() {
     }
 }
 
-/// A block that the application has exported stays, because the importer has it mapped.
+/// A block that the application has exported must stay on the device, because the importer has
+/// mapped it.
 #[test]
 fn exported_block_stays() {
     use affinode_cuda_sys::{ACCESS_READ_WRITE, LOCATION_DEVICE, MemAccessDesc, POSIX_DESCRIPTOR};
@@ -175,7 +177,7 @@ fn exported_block_stays() {
     }
 }
 
-/// Only the context of the copied-out memory is queried.
+/// Only the context of the copied-out memory may be queried.
 #[test]
 fn context_is_broken_where_driver_confirms_code() {
     let world = World::new();
@@ -187,7 +189,8 @@ fn context_is_broken_where_driver_confirms_code() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// No memory has left the device, the host memory is freed again, and the next attempt succeeds.
+/// No memory may have left the device, the host memory must be free again, and the next attempt
+/// must succeed.
 #[test]
 fn copy_stops_where_others_took_host_memory() {
     use super::super::host_pressure::tests::TAKEN_BY_OTHERS;
@@ -201,8 +204,8 @@ fn copy_stops_where_others_took_host_memory() {
     assert_eq!((copy_in(), world.is_resident()), (Ok(()), true));
 }
 
-/// The controller cancels the copy, because it sees the limit of the pod. The order applies to this
-/// copy only.
+/// The controller cancels the copy, because it sees the limit of the pod. The cancellation must
+/// apply only to this copy.
 #[test]
 fn copy_turned_back_by_controller_leaves_all() {
     use affinode_proto::wire::Phase;
@@ -219,13 +222,13 @@ fn copy_turned_back_by_controller_leaves_all() {
     });
 }
 
-/// Each of these driver calls fails at each piece.
+/// Lets each of these driver calls fail at each piece.
 #[test]
 fn failed_copy_out_leaves_all_on_the_device() {
     for call in ["cuStreamCreate", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"] {
         for which in 0..if call == "cuMemcpyDtoHAsync_v2" { PIECES } else { 1 } {
             let world = World::new();
-            // The digests need one call of each of these functions before.
+            // Before the copies, the digests make one call of each of these functions.
             world.fake.fail(call, 1 + which);
             assert_eq!(copy_out(true, false, None), Err(result::OUT_OF_MEMORY), "{call}, {which}");
             assert!(world.is_resident() && !is_copied_out(), "{call}, {which}");
@@ -250,7 +253,8 @@ fn failed_copy_in_is_repeated_from_the_pool() {
     }
 }
 
-/// A restore that failed leaves nothing on the device, because it may be tried again much later.
+/// A restore that failed must leave nothing on the device, because the next attempt may be much
+/// later.
 #[test]
 fn local_memory_leaves_with_the_copy() {
     let world = World::new();
@@ -269,7 +273,7 @@ fn local_memory_leaves_with_the_copy() {
     );
 }
 
-/// Each call fails at each piece, also in a case where mapped memory cannot be unmapped.
+/// Lets each call fail at each piece, also in a case where mapped memory cannot be unmapped.
 #[test]
 fn piece_that_stays_mapped_is_filled_next_time() {
     for call in ["cuMemSetAccess", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"] {
@@ -381,7 +385,8 @@ impl Model {
     }
 }
 
-/// Between two offloads content changes, stays, is zero or moves, and any step may fail.
+/// Between two offloads, content changes, stays, becomes zero or moves, and any step may fail. The
+/// content must still be right after each restore.
 #[test]
 fn restore_with_stale_copy_preserves_contents() {
     const OUT: [&str; 8] = [

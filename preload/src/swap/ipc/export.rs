@@ -14,7 +14,8 @@ use crate::fds::{self, TrackedFd};
 use crate::process;
 use crate::sys::{self, Descriptor, datagram};
 
-/// The identity of this process for others. An all-zero value: it has none yet.
+/// The identity of this process for other processes. An all-zero value: this process has no
+/// identity yet.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct ExportIdentity {
@@ -142,8 +143,8 @@ fn serve(ask: &IpcRequest, identity: &ExportIdentity, way: &Descriptor) -> Optio
     if call!(mem_retain_handle(&raw mut memory, piece.address)) != result::SUCCESS {
         return None;
     }
-    // What is in the table after the reference was taken is what the reference is for,
-    // whatever the application frees meanwhile.
+    // The table must contain the memory of the handle after the reference was taken. From then on
+    // the reference keeps that memory, whatever the application frees meanwhile.
     let shared = find().and_then(|_| {
         let mut fd = -1_i32;
         let code = call!(mem_export((&raw mut fd).cast(), memory, POSIX_DESCRIPTOR, 0));

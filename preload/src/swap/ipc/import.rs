@@ -16,14 +16,14 @@ use crate::libcuda;
 use crate::sys::{self, Descriptor, datagram, task};
 
 /// Time limit for an exporter's reply. The end of an exporter is noticed at once. An exporter whose
-/// other memory is copied out or in replies after the copy.
+/// other memory is being copied out or in replies after the copy.
 const WITHIN_US: u64 = 60_000_000;
 
 /// One opened allocation of another process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ImportedHandle {
-    /// Its mapping in this process. It stays on the device, because the memory belongs to another
-    /// process.
+    /// The mapping of the allocation in this process. It stays on the device, because the memory
+    /// belongs to another process.
     pub allocation: Allocation,
     handle: IpcHandle,
     times: u32,
@@ -136,7 +136,7 @@ unsafe fn open(at: *mut u64, handle: &IpcHandle, flags: u32) -> u32 {
 }
 
 /// Records opened memory and returns its address. If another thread has opened the same memory
-/// meanwhile, releases this one and returns the other address.
+/// meanwhile, releases the new mapping and returns the address of that thread's mapping.
 fn keep(opened: &ImportedHandle) -> Result<u64, u32> {
     let piece = opened.allocation.piece;
     let (known, noted) = tables(|tables| {
@@ -205,7 +205,8 @@ fn ask(handle: &IpcHandle) -> Option<(IpcReply, Descriptor)> {
         }
         sys::sleep_us(PAUSE_US);
     }
-    // From here on only the exporter has it, and its end would be seen.
+    // From here on only the exporter has the other end of the socket, so this process sees the
+    // exporter's end.
     drop(theirs);
     if !task::wait_readable(own.number(), left_us().div_ceil(1_000)) {
         return None;
@@ -242,7 +243,7 @@ pub unsafe extern "C" fn ipc_close_mem_handle(address: u64) -> u32 {
             }
             result::SUCCESS
         }
-        // Another thread has closed it since.
+        // Another thread has closed the memory meanwhile.
         None => result::INVALID_VALUE,
     }
 }

@@ -6,7 +6,7 @@ use super::super::fake_driver::{CONTEXT, Fake};
 use super::super::prefault::tests::SHARED;
 use super::*;
 
-/// Takes the place of the loader's lock.
+/// Stands for the loader's lock.
 pub static LOCK: Mutex<()> = Mutex::new(());
 
 const OTHER_CONTEXT: usize = 0x99;
@@ -37,7 +37,7 @@ fn load_that_was_given_up_calls_no_driver() {
     assert_eq!(fake.pushed(), [OTHER_CONTEXT]);
 }
 
-/// The second call waits for the thread of the first one.
+/// The second call waits for the thread that the first call has started.
 #[test]
 fn load_that_was_given_up_is_taken_up_again() {
     let _own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -79,7 +79,7 @@ fn error_of_a_context_is_returned() {
         let process = Process::new();
         SWAP.contexts.add(OTHER);
         process.fake.fail(step, usize::from(step != "cuCtxPushCurrent_v2"));
-        // A full device has no memory for an event, but for the lock of the driver.
+        // A full device has no memory for an event. The driver's lock needs none.
         let expected = match step {
             "cuEventCreate" | "cuCtxPushCurrent_v2" => GpuWork::Unseen,
             _ => GpuWork::Failed(result::OUT_OF_MEMORY),

@@ -14,7 +14,8 @@ use crate::sys::{self, PagePlacement, SealedFile};
 
 impl StagingPool {
     /// Replaces a chunk by a mapping of a sealed file with the same content, and frees the chunk.
-    /// False: the contents differ, it failed, or `stop` returned true; the content is as before.
+    /// False: the contents differ, a step failed, or `stop` returned true. The content is then as
+    /// before.
     pub fn share(&mut self, chunk: usize, sealed: i32, stop: impl Fn() -> bool) -> bool {
         let fits = chunk_bytes(self.bytes, chunk) == CHUNK_BYTES
             && self.tainted == 0
@@ -39,9 +40,9 @@ impl StagingPool {
             }
         }
         self.shared.set(chunk, true);
-        // The chunk has no pages of its own for the next time.
+        // The chunk has no pages of its own for the next offload.
         PREFAULT.resident.set(chunk, false);
-        // The descriptor may have been replaced by another file since.
+        // The descriptor may refer to another file by now.
         self.file().is_some_and(|file| sys::punch(file, chunk * CHUNK_BYTES, CHUNK_BYTES))
     }
 
@@ -55,7 +56,7 @@ impl StagingPool {
     }
 
     /// Replaces one shared chunk of an unused pool by the pool's own memory. False: no chunk is
-    /// shared, or it failed, and the pool must be replaced.
+    /// shared, or the replacement failed and the pool must be replaced.
     pub(super) fn unshare_next(&mut self) -> bool {
         let Some(chunk) = self.first_shared() else {
             return false;

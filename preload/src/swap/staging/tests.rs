@@ -83,7 +83,7 @@ fn skipped_chunks_are_freed() {
     assert_eq!(pool.kept_bytes(), 9 * CHUNK_BYTES as u64);
     assert_eq!(pool.left_out(at, pool.bytes), (true, 9 * SLOT_BYTES));
     assert_eq!(pool.left_out(0, pool.bytes), (false, at));
-    // The next time it is copied as a whole.
+    // The next copy-out copies the pool as a whole.
     pool.forget(0, pool.bytes);
     assert!(!pool.leaves_out());
     // SAFETY: as above.
@@ -119,7 +119,7 @@ fn runs_end_at_changes_and_at_the_chunk() {
     pool.forget(6 * SLOT_BYTES, 2 * SLOT_BYTES);
     assert_eq!(run(&pool, 5, Some(&found)), (false, 3));
     assert_eq!(run(&pool, 8, Some(&found)), (true, IN_CHUNK - 8));
-    // What neither side knows is not the same.
+    // Two unknown digests do not count as equal.
     found.all_mut()[6] = Digest::UNKNOWN;
     assert_eq!(run(&pool, 6, Some(&found)), (false, 2));
     pool.set_keeps(false);
@@ -230,7 +230,7 @@ fn registered_addresses_stay_mapped() {
         assert!(pool.begin(HUGE_PAGE_BYTES, CONTEXT));
         pool.end();
         assert_eq!(fake.registered().len(), usize::from(is_held));
-        // Else other memory may be there already.
+        // If the addresses were released, other memory could be there already.
         assert!(!is_held || is_mapped(start));
         // SAFETY: mapped by the pools, and not used any more.
         unsafe {

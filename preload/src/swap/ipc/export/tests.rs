@@ -14,7 +14,7 @@ use super::*;
 const PIECE_BYTES: u64 = 4 << 20;
 const ASKED_BYTES: u64 = PIECE_BYTES - 9;
 
-/// A process with one piece of memory for which it has made a handle.
+/// A process with one piece of memory and a handle for that piece.
 struct Exporter {
     fake: Fake,
     identity: ExportIdentity,
@@ -33,7 +33,7 @@ impl Exporter {
         let identity = ExportIdentity::random().unwrap();
         tables(|tables| tables.identity = identity);
         let name = identity.handle(&allocation).socket_name();
-        // All that is sent comes: what the kernel drops where it has filters is not counted on.
+        // Without the kernel's filter: the test receives all datagrams that are sent.
         let socket = datagram::bind(&name, None, sys::gettid(), sys::SIGURG).unwrap();
         fds::SHARING.set(TrackedFd::note(socket.number()).unwrap());
         socket.take();
@@ -151,7 +151,8 @@ fn request_with_another_descriptor_harms_nothing() {
     assert!(exporter.ask(&exporter.good().encode(), None).0.is_some(), "it answers still");
 }
 
-/// Changes each byte of a good request, and tries each length.
+/// Changes each byte of a valid request, and tries each length. The exporter must refuse all of
+/// them.
 #[test]
 fn request_that_differs_gets_nothing() {
     let exporter = Exporter::new();
@@ -172,7 +173,7 @@ fn request_that_differs_gets_nothing() {
     assert!(exporter.ask(&good, None).0.is_some(), "it answers still");
 }
 
-/// The agent reads its controller's messages again, even if requests do not end.
+/// The agent must read its controller's messages again, even if requests never end.
 #[test]
 fn flood_of_requests_is_answered_in_portions() {
     let exporter = Exporter::new();
@@ -190,8 +191,8 @@ fn flood_of_requests_is_answered_in_portions() {
     assert!(exporter.is_quiet());
 }
 
-/// The first handle marks the allocation before the program has it. A copy out then takes only the
-/// rest, and the memory of the handle can be opened meanwhile.
+/// The first handle marks the allocation before the program has the handle. A copy out then leaves
+/// this allocation on the device, and the memory of the handle can be opened meanwhile.
 #[test]
 fn copied_out_exporter_still_serves_its_handle() {
     let exporter = Exporter::new();
