@@ -1,5 +1,5 @@
-//! Paths of the built files. They are in one folder. `cargo xtask build` fills the folder, and a
-//! kit for GPU machines contains a copy.
+//! Paths of the built files. All are in one folder, which `cargo xtask build` creates. A kit for
+//! GPU machines contains a copy of this folder.
 //!
 //! ```text
 //! target/affinode/
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
-/// Environment variable that names another folder of built files.
+/// Environment variable that names the folder of built files, if it is not the default folder.
 pub const ARTIFACTS_ENV: &str = "AFFINODE_ARTIFACTS";
 
 /// The folder of built files.

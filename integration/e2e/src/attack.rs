@@ -21,8 +21,8 @@ pub fn start(world: &Testbed, id: &str) -> Result<Worker> {
     let controller = world.controller()?.context("no controller is running")?;
     let hello = AgentMessage::Hello {
         version: WIRE_VERSION,
-        // This is the pid of another process. The controller must use the peer's credentials
-        // instead.
+        // The message names another process's pid. The controller must ignore it and use the peer's
+        // credentials.
         pid_in_namespace: 1,
         phase: Phase::Checkpointed,
         generation: u64::MAX,

@@ -15,14 +15,14 @@
 //! | [`fault`] | causing and undoing each fault |
 //! | [`vram`] | the processes that may hold VRAM while all containers are offloaded, from the driver's figures |
 //! | [`watch`] | the events by which steps are observed |
-//! | [`leak_check`] | processes, files and mounts that remain at rest |
+//! | [`leak_check`] | finds processes, files and mounts that a round has left behind |
 //! | [`report`] | the findings |
 //!
 //! One environment serves a block of rounds. Each round begins with all containers offloaded. After
 //! a finding, the next round gets a new environment. Several environments run the blocks of a
-//! campaign in parallel. In one of ten blocks each move takes seconds. In another of the ten, host
-//! memory is short. The same seed and round number always produce the same plan, but the timing
-//! depends on the machine.
+//! campaign in parallel. In one of every ten blocks, each move takes seconds. In another of these
+//! ten blocks, host memory is short. The same seed and round number always produce the same plan,
+//! but the timing depends on the machine.
 
 pub mod container;
 pub mod env;
@@ -307,8 +307,8 @@ fn play_scene(
         .with_context(|| strike.fault.as_str())?;
     if undo.len() > before {
         std::thread::sleep(Duration::from_millis(strike.lasts_ms));
-        // Lasting faults are undone here. Only containerd is started again after the round, so that
-        // later scenes run without containerd.
+        // Lasting faults are undone here, except for an ended containerd: it is started again only
+        // after the round, so that the remaining scenes run without it.
         let last = undo.split_off(before);
         let (later, now): (Vec<_>, Vec<_>) =
             last.into_iter().partition(|undo| matches!(undo, fault::Undo::StartContainerd));
@@ -337,7 +337,7 @@ fn end(mut child: Child) -> Result<()> {
     ended
 }
 
-/// Waits until a controller replies, if a container of the campaign needs one.
+/// Waits until a controller replies, if a container exists that needs a controller.
 fn controller_is_back(env: &ChaosEnv) -> Result<()> {
     if env.cast.iter().all(|container| container.doomed) {
         return Ok(());

@@ -101,7 +101,7 @@ pub struct ContainerRow {
     pub idle_timeout_ms: u64,
     /// Engine in effect for the container.
     pub engine: String,
-    /// Fraction of its VRAM that the library can copy at bus speed.
+    /// Fraction of the container's VRAM that the library can copy at bus speed. `None`: unknown.
     pub copyable_share: Option<f64>,
     /// VRAM that its processes hold while offloaded, in bytes.
     pub staying_bytes: u64,
@@ -309,7 +309,8 @@ impl Cli {
             .with_context(|| format!("cannot parse the output of `affinode ps -o json`: {text}"))
     }
 
-    /// The first GPU. Waits until a controller that has just started has read it.
+    /// The first GPU. A controller that has just started has not read the GPU yet; waits until it
+    /// has.
     ///
     /// # Errors
     /// As [`Cli::ps`]; also when there is no GPU.
@@ -317,7 +318,7 @@ impl Cli {
         until("the controller to see a GPU", || Ok(self.ps()?.gpus.into_iter().next()))
     }
 
-    /// The first GPU, once `wanted` returns true for it. `what` completes "waited for …".
+    /// The first GPU, as soon as `wanted` returns true for it. `what` completes "waited for …".
     ///
     /// # Errors
     /// As [`Cli::ps`]; also when `wanted` stays false.

@@ -80,8 +80,8 @@ impl Spec {
         self
     }
 
-    /// Sets an idle timeout that keeps a worker active while it makes a call every 20 ms, even on a
-    /// slow machine.
+    /// Sets an idle timeout that is long enough for a worker that makes a call every 20 ms to stay
+    /// active, even on a slow machine.
     #[must_use]
     pub fn busy(mut self) -> Self {
         self.argv.extend(["--period-ms".into(), "20".into()]);
@@ -183,7 +183,7 @@ impl Spec {
         Ok(self.running())
     }
 
-    /// The running container of this description, which was started by other means.
+    /// A handle for the container of this description, if it was not started with [`Spec::start`].
     #[must_use]
     pub fn running(&self) -> Running {
         Running { id: self.id.clone() }
@@ -227,7 +227,7 @@ pub fn make_pipe_pairs(world: &Path, id: &str, suffixes: &[&str]) -> Result<Path
     use std::os::unix::fs::PermissionsExt;
     let folder = world.join("io").join(id);
     if folder.exists() {
-        // An ended container of the same id has left this folder.
+        // An earlier container of the same id may have left this folder.
         std::fs::remove_dir_all(&folder)?;
     }
     std::fs::create_dir_all(&folder)?;
@@ -320,8 +320,8 @@ impl Running {
         let killed =
             containerd::run(world.ctr().args(["tasks", "kill", "--signal", "SIGKILL", &self.id]));
         if let Err(error) = killed {
-            // The task may have ended by itself before the kill. The end of a task with much VRAM
-            // takes seconds.
+            // The kill fails with this error if the task has ended by itself. A task with much VRAM
+            // takes seconds to end.
             let ends = format!("{error:#}").contains("process already finished");
             if !ends && self.status(world)?.as_deref() == Some("RUNNING") {
                 return Err(error);
@@ -348,8 +348,8 @@ impl Running {
     pub fn delete(&self, world: &Testbed) -> Result<()> {
         // `ctr run --rm` and a kill may have removed the task already.
         if self.status(world)?.is_some() {
-            // The command exits with the task's own status. The later check that the task does not
-            // exist is what counts.
+            // The command exits with the task's own exit status, so its status is ignored. The
+            // check below shows whether the task was removed.
             world.ctr().args(["tasks", "delete", &self.id]).output()?;
         }
         containerd::run(world.ctr().args(["containers", "delete", &self.id])).map(|_| ())

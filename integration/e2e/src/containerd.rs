@@ -31,7 +31,7 @@ pub const STOCK: &str = "io.containerd.runc.v2";
 /// Snippet for a version 2 configuration, as the documents show it to users. The tests install the
 /// same text.
 const REGISTER_V2: &str = include_str!("../../../config/containerd/affinode-v2.toml");
-/// Affinode's shim, and its path in the snippet for containerd 2.
+/// Program name of Affinode's shim. The next constant is its path in the snippet for containerd 2.
 const SHIM: &str = "containerd-shim-affinode-v1";
 const INSTALLED: &str = "/usr/local/bin/containerd-shim-affinode-v1";
 const REGISTER_V3: &str = include_str!("../../../config/containerd/affinode-v3.toml");
@@ -46,7 +46,8 @@ pub enum Layout {
     Docker,
     /// From k3s or rke2, which write the file at each start.
     Rancher {
-        /// Whether the file imports a folder next to it, as newer versions do with containerd 2.
+        /// Whether the file imports a folder next to it. Newer versions of k3s and rke2 write such
+        /// files for containerd 2.
         imports: bool,
     },
 }
@@ -191,8 +192,8 @@ impl Containerd {
             if gone(pid) {
                 bail!("containerd ended; its log: {}", self.log().display());
             }
-            // containerd loads its services one after the other. The namespace service replies too
-            // early for CRI, so the test lists the plugins instead.
+            // containerd loads its services one after the other. Its namespace service replies
+            // before CRI is ready, so this check lists the plugins instead.
             let answer =
                 self.ctr(keeper, "default").args(["plugins", "list", "--quiet"]).output()?;
             Ok((answer.status.success() && self.socket().exists()).then_some(()))
@@ -279,8 +280,8 @@ pub fn gone(pid: Pid) -> bool {
     kill(pid, None) == Err(Errno::ESRCH)
 }
 
-/// containerd's configuration of Docker's package. Its first line is copied from the package. The
-/// package's file has no `version` either.
+/// The configuration of containerd in Docker's package. The first line is copied from the package's
+/// file. Like that file, this configuration has no `version`.
 fn config_without_cri(dir: &Path, store: &Path) -> String {
     let (dir, store) = (dir.display(), store.display());
     format!(

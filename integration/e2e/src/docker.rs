@@ -49,7 +49,7 @@ impl DockerPrograms {
         command.is_file().then_some(Self { daemon, command })
     }
 
-    /// The programs that `cargo xtask deps` unpacked.
+    /// The programs that `cargo xtask deps` unpacked. `None` if it found no packages.
     #[must_use]
     pub fn find(artifacts: &Artifacts) -> Option<Self> {
         Self::in_folder(&artifacts.docker_dir())

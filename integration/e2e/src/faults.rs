@@ -50,8 +50,9 @@ impl<'a> Scene<'a> {
         Cri::connect(&self.world.containerd().socket()).map(|_| ())
     }
 
-    /// Runs an installation in a mount namespace in which the commands `mounts` have run. Returns
-    /// the installation's output, and a list of the files that it leaves in `looked_at`.
+    /// Creates a mount namespace, runs the commands `mounts` in it, and then an installation.
+    /// Returns the installation's output, and a list of the files in the folder `looked_at`
+    /// afterwards.
     fn with_mounts(&self, mounts: &str, looked_at: &str, more: &[&str]) -> Result<String> {
         let own = self.installation.command("install", more)?;
         let script = format!(
@@ -110,7 +111,7 @@ fn full_disk(world: &Testbed) -> Result<String> {
     let mounts = format!("mkdir -p {place}; mount -t tmpfs -o size=256k none {place}");
     let said = scene.with_mounts(&mounts, &place.to_string(), &["--restart-mode", "none"])?;
     tells(&said, &["No space left", "--prefix"])?;
-    // The empty folder was only the mount point.
+    // This empty folder was the mount point of the test. It is not left by the installer.
     fs::remove_dir(&prefix)?;
     scene.is_as_before()?;
     let state = scene.installation.state("");
@@ -277,7 +278,8 @@ fn killed_at_every_step(world: &Testbed) -> Result<String> {
             let command = scene.installation.command(verb, more)?;
             at += 1;
             let Some(step) = killed::before_step(&command, at)? else { break };
-            // Even steps are repaired by an install, odd ones by an uninstall.
+            // After a kill at an even step, an install followed by an uninstall must repair the
+            // node. After a kill at an odd step, an uninstall must.
             let healed = if at % 2 == 0 { installed().and_then(|()| gone()) } else { gone() };
             healed.with_context(|| {
                 format!("no recovery after {verb} was killed before step {at}, {step}")

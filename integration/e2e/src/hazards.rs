@@ -60,12 +60,12 @@ lock_timeout = "1s"
 [history]
 dir = "off"
 "#;
-/// Options of the simulated GPUs. They are large and mostly unused, and the last one is in MIG
+/// Options of the simulated GPUs. The GPUs are large and mostly unused, and the last GPU is in MIG
 /// mode. Moves are slow enough that events can happen during them.
 const SIMULATED: [&str; 8] =
     ["--gpus", "3", "--mig-gpu", "2", "--checkpoint-fixed-ms", "150", "--restore-fixed-ms", "50"];
-/// VRAM in use below which a GPU counts as unused, in bytes. It is more than a driver keeps for
-/// itself, and less than any process holds.
+/// A GPU with less VRAM in use than this counts as unused, in bytes. The value is more than a
+/// driver keeps for itself and less than any process holds.
 const QUIET_BYTES: u64 = 1_024 * MIB;
 /// VRAM of a simulated GPU.
 const SIMULATED_BYTES: u64 = 8_192 * MIB;
@@ -169,7 +169,7 @@ fn play(world: &Testbed, case: Case, report: &mut Report) {
         return;
     }
     let found = (case.play)(world);
-    // Containers of this hazard would disturb the next one.
+    // Remaining containers would disturb the next hazard.
     let cleared = clear(world).context("cannot remove the containers of the previous hazard");
     report.add(&case.name, found.and_then(|found| cleared.map(|()| found)));
 }

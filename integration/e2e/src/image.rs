@@ -22,12 +22,12 @@ pub use oci::Archive;
 
 /// Image whose program runs as root. It starts a shell.
 pub const PLAIN: &str = "localhost/affinode/plain:1";
-/// The same image, but its program runs as uid and gid 1000.
+/// Image like [`PLAIN`], but its program runs as uid and gid 1000.
 pub const UNPRIVILEGED: &str = "localhost/affinode/user:1";
 /// Image of the sandbox of a pod.
 pub const PAUSE: &str = "localhost/affinode/pause:1";
 
-/// Programs of the machine that images contain, if they exist.
+/// Programs that are copied from the machine into the images, if they exist.
 const TOOLS: [&str; 16] = [
     "/bin/sh",
     "/bin/cat",

@@ -1,6 +1,6 @@
-//! Runs the suite for GPU machines:
-//! `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated] [suite|suite:WORD|engines|programs|gpus|steps|host-memory|host-memory:WORD|calibration|dashboard|hazards|chaos]...`;
-//! Without a part in the arguments, all parts run.
+//! Runs the suite for GPU machines: `affinode-gpu-suite CONTAINERD_BIN_DIR REPORT.json [simulated]
+//! [suite|suite:WORD|engines|programs|gpus|steps|host-memory|host-memory:WORD|calibration|dashboard|hazards|chaos]...`;
+//! If the arguments name no part, all parts run.
 
 use std::{
     path::{Path, PathBuf},
@@ -36,10 +36,10 @@ const PARTS: [&str; 10] = [
 ];
 /// Name of the part that starts more offloads at the same time than host memory can hold.
 const HOST_MEMORY: &str = "host-memory";
-/// Parts of the suite that need two GPUs, or that compare engines.
+/// Parts that belong to `suite` but can also be selected by their own names.
 const IN_SUITE: [&str; 2] = ["engines", "gpus"];
 
-/// Function of a part that makes a report of its own.
+/// Function that runs a part and returns a separate report for it.
 type MakeReport = fn(&Release, Gpu) -> Result<suite::Report>;
 
 fn main() -> ExitCode {

@@ -20,7 +20,7 @@ use crate::{
 
 /// Suffix of the pipes of a process that is started with exec.
 const EXEC: &str = "x";
-/// VRAM that the process started with exec allocates.
+/// VRAM in MiB that a process started with exec allocates.
 const EXEC_MIB: u64 = 20;
 /// Seed of the contents that the twins share.
 const SHARED_SEED: u32 = 7;
@@ -31,7 +31,7 @@ const OUT_OF_MEMORY: i32 = 2;
 pub struct Process {
     lines: Lines,
     asked: VecDeque<String>,
-    /// Number of commands that changed its memory, up to the last verification.
+    /// Number of commands that had changed the process's memory when it was last verified.
     pub touches: u64,
     /// Process id on the host.
     pub pid: Pid,
@@ -46,6 +46,7 @@ pub struct ChaosContainer {
     /// CUDA processes of the container, in the order of their start.
     pub processes: Vec<Process>,
     /// The pipes of the process that was started with exec, and the `ctr` command that started it.
+    /// `None`: no such process.
     pub guest: Option<(Lines, Child)>,
     /// Whether a fault was meant to end the whole container.
     pub doomed: bool,
@@ -75,11 +76,12 @@ pub enum Verdict {
 pub struct Way {
     /// Engine that the annotation selects.
     pub engine: &'static str,
-    /// Whether it retains its host copies.
+    /// Whether the container retains its host copy after a restore.
     pub keeps: bool,
-    /// Whether its host memory is prefaulted.
+    /// Whether the container's host memory is prefaulted.
     pub prepares: bool,
-    /// Whether it has the same contents as other containers, which may be stored once.
+    /// Whether the container's memory has the same contents as other containers' memory, so that
+    /// dedup can store them once.
     pub shares: bool,
 }
 
@@ -91,8 +93,8 @@ impl Way {
 }
 
 impl ChaosContainer {
-    /// Starts a container with this number of processes, and waits until each has filled its
-    /// memory.
+    /// Starts a container with this number of processes, and waits until each process has filled
+    /// its VRAM.
     ///
     /// # Errors
     /// When the container does not start, or a CUDA call fails.
@@ -141,7 +143,7 @@ impl ChaosContainer {
         Ok(actor)
     }
 
-    /// Starts one more CUDA process with exec. There may be too little VRAM for it.
+    /// Starts one more CUDA process with exec. The process may fail because VRAM is short.
     ///
     /// # Errors
     /// When `ctr` or the pipes cannot be opened.

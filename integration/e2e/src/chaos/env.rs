@@ -43,13 +43,14 @@ node_reserve_mib = 64
 [history]
 dir = "off"
 "#;
-/// How long a move takes in the simulated driver. Faults can occur during a move.
+/// Conditions of an environment: the duration of moves in the simulated driver, and whether host
+/// memory is short. The longer a move takes, the more faults can occur during it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setup {
     /// Moves take the time of the copy, and slightly more.
     Quick,
-    /// Moves take seconds, as moves of many GiB do. Slow moves reach time limits that quick moves
-    /// do not.
+    /// Moves take seconds, as moves of many GiB do. They can exceed time limits that quick moves
+    /// never exceed.
     Slow,
     /// Short moves, with too little VRAM and too little host memory for all containers. The memory
     /// limit of the containers' cgroup is below the memory that they need while all are offloaded.
@@ -57,8 +58,8 @@ pub enum Setup {
 }
 
 impl Setup {
-    /// The setup for the block of this round. One block of ten is slow, and one is squeezed. On a
-    /// real GPU, the driver determines the duration of moves.
+    /// The setup for the block of this round. Of ten blocks, one is slow and one is squeezed. On a
+    /// real GPU every block is `Quick`, because the real driver determines the duration of moves.
     #[must_use]
     pub fn of(round: u64, gpu: &Gpu) -> Self {
         match gpu {
@@ -107,25 +108,25 @@ impl Setup {
 /// containers are copied out and keep their contexts (six of 16 MiB, and the copier's context). All
 /// containers at once do not fit.
 const SIMULATED_BYTES: u64 = 288 * MIB;
-/// VRAM of the simulated GPU if host memory is short, too. It suffices for both twins at the same
-/// time (160 MiB each) and the contexts of the other containers. It does not suffice for all
-/// containers (388 MiB, and seven contexts).
+/// VRAM of the simulated GPU in the setup `Squeezed`, in which host memory is short as well. It
+/// suffices for both twins at the same time (160 MiB each) and the contexts of the other
+/// containers. It does not suffice for all containers (388 MiB, and seven contexts).
 const SQUEEZED_BYTES: u64 = 448 * MIB;
-/// Host memory that is missing to offload all containers, in bytes. Either twin can be offloaded,
-/// but not both.
+/// Difference in bytes between the host memory that all offloaded containers need and the limit.
+/// One twin can be offloaded, but not both.
 const SQUEEZED_BY_BYTES: u64 = 60 * MIB;
 /// Reasons for which a container may remain resident while host memory is short.
 const SHORT_OF_MEMORY: [&str; 2] = ["cgroup-memory", "host-memory"];
 /// VRAM of a twin, in MiB. Part of its contents can be shared with the other twin.
 const TWIN_MIB: u64 = 144;
-/// Maximum number of offloads in which the twins are expected to share contents.
+/// Maximum number of offloads until the twins must share contents.
 const TURNS: usize = 2;
 /// Time limit for the twins to share contents after both are offloaded.
 const SOON: Duration = Duration::from_millis(500);
 /// VRAM left for the containers on a real GPU. It is larger than on the simulated GPU because a
 /// real context takes half a GiB.
 const REAL_ROOM_BYTES: u64 = 4_096 * MIB;
-/// VRAM that a real driver may keep in addition to the contexts of offloaded processes.
+/// VRAM that a real driver may keep for itself, in addition to the contexts of offloaded processes.
 const DRIVER_BYTES: u64 = 64 * MIB;
 /// VRAM of a context of the simulated driver. It includes the digest table, and for the copier its
 /// buffer for copies on the device.
@@ -133,8 +134,7 @@ const SIMULATED_CONTEXT_BYTES: u64 = 16 * MIB + MIB / 2;
 const SIMULATED_COPIER_BYTES: u64 = SIMULATED_CONTEXT_BYTES + 4 * MIB;
 /// Maximum VRAM of a real context. 530 to 671 MiB were measured.
 const REAL_CONTEXT_BYTES: u64 = 768 * MIB;
-/// Settings for containers. Each container that starts takes the next suitable entry, whatever its
-/// role.
+/// Settings for containers. Each container that is started gets the next entry that suits it.
 const WAYS: [Way; 7] = [
     Way::DRIVER,
     Way { engine: "auto", ..Way::FAST },
@@ -144,7 +144,8 @@ const WAYS: [Way; 7] = [
     Way { keeps: true, ..Way::FAST },
     Way { prepares: true, ..Way::FAST },
 ];
-/// Time limit to reach the expected state after a round. Usually it is reached far earlier.
+/// Time limit for the containers to reach the expected state after a round. They usually reach it
+/// far earlier.
 const SETTLED: Duration = Duration::from_secs(20);
 
 /// An environment and its containers.
@@ -154,7 +155,7 @@ pub struct ChaosEnv {
     pub watch: Watch,
     /// The containers of the campaign.
     pub cast: Vec<ChaosContainer>,
-    /// Duration of the moves in this environment.
+    /// Conditions of this environment.
     pub setup: Setup,
     /// Unmanaged program that occupies the surplus VRAM of a large GPU, and its process id.
     ballast: Option<(Worker, i32)>,
@@ -183,8 +184,8 @@ impl ChaosEnv {
         };
         let mut config = CONFIG.to_owned();
         if setup == Setup::Squeezed {
-            // This equals the simulated driver's real need. With a higher value, the controller
-            // could refuse to evict containers that must be evicted.
+            // This value equals the simulated driver's real overhead. With a higher value, the
+            // controller could refuse evictions that the test expects.
             config = config.replace("driver_overhead_mib = 64", "driver_overhead_mib = 16");
         }
         let recipe = recipe.config(&config).gpu(gpu).sim_options(&[
@@ -336,8 +337,8 @@ impl ChaosEnv {
     }
 
     /// Restores and offloads the twins until they share contents, at most [`TURNS`] times. Two
-    /// cases prevent sharing: a process was offloaded without a copier, or one twin has changed its
-    /// memory more often than the other.
+    /// cases prevent sharing: a twin was offloaded without a copier, or one twin has changed its
+    /// memory more often than the other twin.
     ///
     /// # Errors
     /// If a twin is not restored or not offloaded.
@@ -389,15 +390,15 @@ impl ChaosEnv {
         let id = format!("c{role}-{}", self.started);
         let processes = WORKLOADS.get(role).copied().unwrap_or(1);
         let turn = usize::try_from(self.started).unwrap_or(0);
-        // Shared contents are charged to the copier, so the container's memory does not become
-        // short.
+        // Shared contents are charged to the copier's cgroup. They would reduce the memory shortage
+        // that `Squeezed` is to cause.
         let shares = TWINS.contains(&role) && self.setup != Setup::Squeezed;
         let squeezed = self.setup == Setup::Squeezed;
         let of_twins = if squeezed { Way::DRIVER.engine } else { Way::FAST.engine };
         let fits = |way: &Way| {
-            // Twins share contents only with this engine, because the others leave nothing with the
-            // copier. While host memory is short, the twins use an engine that frees all host
-            // memory at each restore.
+            // Twins can share contents only with the engine `full`, because only this engine
+            // registers memory with the copier. If host memory is short, the twins use the engine
+            // `checkpoint`, which frees all host memory at each restore.
             (!TWINS.contains(&role) || way.engine == of_twins)
                 // Retained copies and prefaulted memory reduce the host memory for other offloads.
                 && (self.setup != Setup::Squeezed || !(way.keeps || way.prepares))
@@ -479,8 +480,8 @@ impl ChaosEnv {
         let patience = self.setup.automatic() + self.setup.patience();
         let rested = until_within(patience, "all containers to be offloaded", || {
             let Ok(node) = self.world.cli().ps_now() else {
-                // Without containers no controller runs. With containers, the controller is
-                // restarting.
+                // The command found no controller. If there are no containers, none is needed.
+                // Otherwise a controller is starting.
                 return Ok((self.cast.is_empty()).then_some(()));
             };
             let staying: Vec<_> = node
@@ -538,7 +539,8 @@ impl ChaosEnv {
 
     fn differences(&self, now: &LeakCheck, first: &LeakCheck) -> Vec<String> {
         let mut found = now.differences(first);
-        // Each offloaded process has a record, and not all can be offloaded.
+        // Each offloaded container has a journal record. In `Squeezed` not all containers can be
+        // offloaded, so the number of records can differ.
         found.retain(|text| self.setup != Setup::Squeezed || !text.starts_with("journal records"));
         found
     }

@@ -19,8 +19,8 @@ const OWN_SHIM: &str = "containerd-shim-affinode-v1";
 
 /// Maximum increase of a shim's open descriptors since the start of the campaign.
 const PASSING_SHIM_DESCRIPTORS: usize = 6;
-/// Maximum number of descriptors of a copier for each of its processes. The limit is not relative
-/// to the start, because there may have been no copier then.
+/// Maximum number of descriptors of a copier for each process that it serves. The limit is not
+/// relative to the campaign's start, because no copier may have run then.
 const COPIER_DESCRIPTORS_EACH: usize = 16;
 const COPIER_MEMORY_FILES_EACH: usize = 6;
 
@@ -37,8 +37,8 @@ pub struct LeakCheck {
 }
 
 impl LeakCheck {
-    /// Counts processes, files and mounts. `scenery`: processes that exist during the whole
-    /// campaign.
+    /// Counts processes, files and mounts. `scenery`: number of the test's own processes that exist
+    /// during the whole campaign.
     ///
     /// # Errors
     /// When there is no controller, or it does not reply.
@@ -87,7 +87,7 @@ impl LeakCheck {
         Ok(Self { counts, controller_descriptors, shim_descriptors, copier_excess, strangers })
     }
 
-    /// Differences from the start; empty if there is none.
+    /// Differences from `first`, the counts at the start of the campaign. Empty if there are none.
     #[must_use]
     pub fn differences(&self, first: &LeakCheck) -> Vec<String> {
         let kinds: BTreeSet<&&str> = self.counts.keys().chain(first.counts.keys()).collect();
@@ -166,7 +166,8 @@ fn count_processes(
     Ok(strangers)
 }
 
-/// Number of mounts of the testbed. Other mounts of the machine may change at any time.
+/// Number of mounts of the testbed. The machine's other mounts are not counted, because they may
+/// change at any time.
 fn mounts(world: &Testbed) -> Result<usize> {
     let table = std::fs::read_to_string(format!("/proc/{}/mountinfo", world.keeper().pid()))?;
     let points = table.lines().filter_map(|line| line.split(' ').nth(4));

@@ -15,7 +15,7 @@ pub const TWINS: [usize; 2] = [0, 1];
 const STEPS: [&str; 7] =
     ["Active", "Idle", "Closing", "Offloading", "Offloaded", "Queued", "Restoring"];
 
-/// One process of the campaign.
+/// A process of the campaign, or a container if `process` does not matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
     /// Index into [`WORKLOADS`], for a container.
@@ -127,7 +127,7 @@ impl Fault {
     }
 }
 
-/// A fault and its time. The time is counted from the moment at which the watched state is seen.
+/// A fault, and the delay of the fault after a watched container enters a state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strike {
     /// The fault to inject.

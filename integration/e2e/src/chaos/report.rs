@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt::Write};
 
 use serde::Serialize;
 
-/// State that the report shows if a fault of the copier found no copier.
+/// State that the report shows for a fault that should have hit a copier when no copier ran.
 pub(super) const NO_COPIER: &str = "(no copier)";
 
 /// A violated invariant, with the round that found it.
@@ -35,8 +35,8 @@ pub struct Report {
     pub wakes: u64,
     /// Number of rounds that began while two containers shared contents.
     pub together: u64,
-    /// Longest time from the end of a controller to the first reply of the next controller to a
-    /// command, in milliseconds. The time includes the start of that command.
+    /// Longest time from the end of a controller to the next controller's first reply to a command,
+    /// in milliseconds. The time includes the start of the command's process.
     pub longest_return_ms: u64,
     /// Duration of the campaign in seconds.
     pub seconds: f64,

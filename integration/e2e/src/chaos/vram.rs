@@ -12,7 +12,8 @@ pub struct Allowed {
     pub by_pid: BTreeMap<i32, u64>,
     /// Processes that may hold any amount of VRAM. They only serve to reduce the free VRAM.
     pub ballast: BTreeSet<i32>,
-    /// Maximum VRAM that no process holds, in bytes: the driver's own reserve.
+    /// Maximum VRAM in use that the driver attributes to no process, in bytes. It is the driver's
+    /// own reserve.
     pub unnamed_bytes: u64,
 }
 

@@ -1,4 +1,5 @@
-//! The five calls that end an application whose GPU state is offloaded.
+//! Five CUDA calls that crash a process while its GPU state is checkpointed. With Affinode, each
+//! call must wait until the process is restored, and then return.
 
 use anyhow::{Result, ensure};
 

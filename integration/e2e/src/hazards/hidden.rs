@@ -16,8 +16,8 @@ use crate::{
     worker::Worker,
 };
 
-/// Time for which a hanging process without Affinode is watched. What is seen then is only
-/// reported, and does not decide whether the hazard fails.
+/// Time for which a hanging process without Affinode is observed. The observation is only reported.
+/// It does not decide whether the hazard fails.
 const HANGS: Duration = Duration::from_secs(5);
 
 pub fn cases() -> Vec<Case> {
@@ -70,7 +70,7 @@ fn play(world: &Testbed) -> Result<Found> {
                 row.processes.iter().all(|process| process.phase == "CopiedOut"),
                 "expected all processes copied out: {row:?}"
             );
-            // A copy out keeps the context resident, so a hidden call does not block.
+            // After a copy out the context is still resident, so a hidden call does not block.
             worker.call("hidden")?;
             let row = world.cli().known(&id)?;
             ensure!(row.state == "Offloaded", "the container was restored without a call: {row:?}");

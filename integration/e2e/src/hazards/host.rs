@@ -1,5 +1,5 @@
-//! Too little host memory for the contents of VRAM. Without a refusal, the process would be killed
-//! during its checkpoint.
+//! Offloads for which host memory is too small. The controller must refuse them. Otherwise the
+//! kernel would kill the process during its checkpoint.
 
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};

@@ -195,7 +195,7 @@ const LESS_MIB: u64 = 4;
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 const OUT_OF_MEMORY: i32 = 2;
 
-/// Starts an unmanaged program that holds all VRAM of the first GPU except `leave_bytes`.
+/// Starts an unmanaged program that allocates all VRAM of the first GPU except `leave_bytes`.
 pub fn ballast(world: &Testbed, leave_bytes: u64) -> Result<Worker> {
     let spec = usual("ballast", 1).annotation("affinode.io/inject", "false");
     let mut worker = Worker::start_as(world, spec)?;

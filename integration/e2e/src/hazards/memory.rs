@@ -38,7 +38,7 @@ fn play(world: &Testbed, what: &str, reason: Option<&str>) -> Result<Found> {
     let without = bare.cycle(world)?;
     bare.kill(world)?;
 
-    // These hazards concern the driver's checkpoint.
+    // The engine is set because these hazards affect only the driver's checkpoint.
     let spec = kind(what, what).annotation("affinode.io/engine", "checkpoint");
     let mut worker = Worker::start_as(world, spec)?;
     worker.expect("ready")?;

@@ -95,8 +95,8 @@ fn running_kernel(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with: "refused: busy; moves later; contents intact".into() })
 }
 
-/// An offloaded process exits. Its CUDA driver has already shut down, while another thread waits at
-/// the gate and an exit handler still runs.
+/// An offloaded process exits. In its `exit`, the CUDA driver has already shut down, another thread
+/// waits at the gate, and an exit handler still runs.
 fn exit(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, kind("bare", "exit"))?;
     bare.worker.expect("ready")?;
@@ -113,7 +113,7 @@ fn exit(world: &Testbed) -> Result<Found> {
     held.worker.send("go")?;
     let (status, with) = held.end()?;
     ensure!(status == Some(0), "expected exit status 0: {with}");
-    // The process's driver refuses a restore because it has shut down. The controller must report
+    // The driver in this process has shut down, so it refuses a restore. The controller must report
     // neither a lost process nor an error.
     let told = |event: &EventRow| {
         let is_error = event.kind == "refused" && event.reason == "driver-error";

@@ -120,7 +120,7 @@ fn disabled(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without: "-".into(), with })
 }
 
-/// One of a container's two CUDA processes has not loaded the library.
+/// A container with two CUDA processes, one of which has not loaded the library.
 fn stranger(world: &Testbed) -> Result<Found> {
     let program = format!("{CLIENTS}/{USUAL}");
     let script = format!(

@@ -106,8 +106,8 @@ fn moved_while_it_begins(world: &Testbed) -> Result<Found> {
     Ok(Found::Row { without, with })
 }
 
-/// Offloads a process whose profile has ended, while the profiler's thread continues. A checkpoint
-/// kills the process, a copy does not.
+/// Offloads a process whose profile has ended but whose profiler thread still runs. A checkpoint
+/// would kill the process, so its memory must only be copied out.
 fn ended_before(world: &Testbed) -> Result<Found> {
     let mut bare = Held::bare(world, program("bare", "checkpoint"))?;
     bare.worker.expect("ready")?;

@@ -29,7 +29,7 @@ sample_interval = "20ms"
 dir = "off"
 "#;
 const NAMES: [&str; 2] = ["alpha", "beta"];
-/// Maximum VRAM that the controller keeps free on a device.
+/// Maximum VRAM that the controller never grants on a device, because the driver may need it.
 const MARGIN_BYTES: u64 = 512 * MIB;
 
 pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
@@ -37,8 +37,8 @@ pub fn play(recipe: TestbedConfig, gpu: &Gpu, rounds: usize) -> Result<Found> {
         Gpu::Simulated { .. } => Gpu::Simulated { vram_bytes: 128 * MIB },
         Gpu::Real => Gpu::Real,
     };
-    // On a real GPU the size is larger than the VRAM that the controller keeps free, so that two
-    // containers never fit.
+    // On a real GPU each container is larger than the VRAM that the controller does not grant, so
+    // that two containers never fit.
     let each_mib = if matches!(gpu, Gpu::Real) { 1024 } else { 64 };
     let world = recipe.config(CONFIG).gpu(gpu).world()?;
     let watch = Watch::start(world.cli());
