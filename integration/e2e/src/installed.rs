@@ -69,8 +69,8 @@ impl<'a> Installation<'a> {
         self.world.containerd().config_file()
     }
 
-    /// Path of the file that gets the handler. If containerd imports a folder, this is a separate
-    /// file in that folder.
+    /// Path of the file to which the installer adds the handler. If containerd imports a folder,
+    /// this is a separate file in that folder.
     #[must_use]
     pub fn handler_file(&self) -> PathBuf {
         match self.world.containerd().release().line {
@@ -180,8 +180,8 @@ impl<'a> Installation<'a> {
         })
     }
 
-    /// Like [`Installation::restarted`], but `restart` gets the number of earlier requests and
-    /// returns whether it succeeded.
+    /// Like [`Installation::restarted`], but calls `restart` for each request. `restart` gets the
+    /// number of earlier requests, and returns whether the restart succeeded.
     ///
     /// # Errors
     /// When `work` or `restart` fails.
@@ -216,8 +216,8 @@ impl<'a> Installation<'a> {
     }
 }
 
-/// Fills a folder with files that count as another build of the same version. Extra bytes are
-/// appended to each program and the library. Loaders ignore them.
+/// Fills a folder with files that count as another build of the same version. Bytes that loaders
+/// ignore are appended to each program and the library.
 ///
 /// # Errors
 /// When a file is missing, or cannot be copied.

@@ -1,7 +1,7 @@
 //! Counts words and forms that the project avoids, and compares the counts with limits.
 //!
-//! The limits are in [`LIMITS_FILE`] and are only lowered. Counted are comments and string literals
-//! of Rust, Markdown, and the files below `config/`.
+//! The limits are in [`LIMITS_FILE`] and are only lowered. The counts cover comments and string
+//! literals in Rust, Markdown files, and the files below `config/`.
 
 mod links;
 mod rust_text;
@@ -103,7 +103,8 @@ pub fn count(root: &Path) -> Result<Counts> {
         }
     }
     let one_word = types.iter().filter(|name| is_one_word(name)).count();
-    // Rounded up, so that one more name of one word raises the percentage even among many names.
+    // The percentage is rounded up, so that one additional one-word name raises it even if there
+    // are many names.
     let percent = (one_word * 100).div_ceil(types.len().max(1));
     counts.insert("rust.short-docs".into(), short_docs);
     counts.insert("rust.most-least-longest-constants".into(), bounds);
@@ -165,8 +166,8 @@ pub fn lowered(text: &str, counts: &Counts) -> String {
     text.lines().map(|l| line(l).unwrap_or_else(|| l.to_owned()) + "\n").collect()
 }
 
-/// Numbers of words of a Markdown text and of its longest paragraph, outside code blocks. An item
-/// of a list counts as a paragraph. A row of a table does not.
+/// Number of words of a Markdown text, and number of words of its longest paragraph. Code blocks
+/// are excluded. An item of a list counts as a paragraph, but a row of a table does not.
 #[must_use]
 pub fn markdown_words(text: &str) -> (usize, usize) {
     let (mut all, mut longest, mut paragraph) = (0, 0, 0);

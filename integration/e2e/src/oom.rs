@@ -12,8 +12,8 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// Interval of the checks. It is short enough, because a runtime needs far longer to remove the
-/// cgroup of a killed process.
+/// Interval of the checks. A runtime takes far longer than this to remove the cgroup of a killed
+/// process, so no kill is missed.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// Number of processes that the kernel has killed because of the memory limit of a cgroup or of a

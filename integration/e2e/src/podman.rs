@@ -43,8 +43,8 @@ done
 exec @PROGRAM@ "$@"
 "#;
 
-/// Runs a command and writes its output to files of a folder. The file that is written last
-/// contains the exit code.
+/// Shell script that runs a command and writes its stdout, stderr and exit code to files in a
+/// folder. The file with the exit code is written last.
 const COMMAND: &str = r#"dir=$1; shift; "$@" >"$dir/stdout" 2>"$dir/stderr"
 echo $? >"$dir/code.new"; mv "$dir/code.new" "$dir/code""#;
 
@@ -134,8 +134,8 @@ impl<'a> Podman<'a> {
         self.world.dir().join("given.json")
     }
 
-    /// Writes the runtime program that users would configure. The program runs the runtime
-    /// `behind`.
+    /// Writes the script that is configured as Podman's runtime program. The script runs the OCI
+    /// runtime `behind`.
     ///
     /// # Errors
     /// When the script cannot be written.
@@ -155,7 +155,8 @@ impl<'a> Podman<'a> {
             .replace("@EXPORTS@", &exports.collect::<String>())
             .replace("@GIVEN@", &self.given_spec().display().to_string())
             .replace("@PROGRAM@", &program.display().to_string());
-        // A new file is renamed over the old one, so that a running script keeps its text.
+        // A new file is renamed over the old file, so that an instance of the script that is
+        // running keeps its text.
         let fresh = self.runtime().with_extension("new");
         fs::write(&fresh, script)?;
         fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755))?;

@@ -44,7 +44,8 @@ pub fn resident_bytes(pid: i32) -> Result<u64> {
     Ok(kib.trim().parse::<u64>()? << 10)
 }
 
-/// Inodes of the sealed files with shared contents that a process has mapped.
+/// Inodes of the sealed files that a process has mapped. Such a file contains contents that
+/// processes share.
 ///
 /// # Errors
 /// When the process has ended.

@@ -153,8 +153,9 @@ SystemdCgroup = false
         root.join(cgroup_parent(self.dir)).join(format!("{UNIT}.service"))
     }
 
-    /// Requires that no shim matches rke2's search. When its unit has stopped, rke2 kills processes
-    /// in its cgroup whose listing has a process id before the word containerd or kubelet.
+    /// Requires that no shim matches rke2's search. When rke2's unit has stopped, rke2 lists the
+    /// processes in the unit's cgroup. It kills a process if its line has a process id before the
+    /// word containerd or kubelet.
     pub fn stopped(&self) -> Result<()> {
         let pids = fs::read_to_string(self.cgroup().join("cgroup.procs"))?;
         for pid in pids.lines() {

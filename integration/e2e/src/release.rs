@@ -88,7 +88,7 @@ impl Releases {
             .with_context(|| format!("cannot parse {}: run `cargo xtask deps`", file.display()))
     }
 
-    /// The release of a line. `None` if it is not available on this machine. The reason is then
+    /// The release of a line. `None` if this machine has no release of the line; the reason is then
     /// printed to stderr.
     ///
     /// # Errors

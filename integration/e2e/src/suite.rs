@@ -9,15 +9,15 @@
 //! | [`no_controller`] | a process that makes a call without a controller restores itself |
 //! | [`oversubscription`] | three containers with VRAM for one, and a fourth whose allocations wait for most of that VRAM: no container fails |
 //! | [`witness`] | a kernel that runs without further calls prevents its container's offload |
-//! | [`connection`] | a network connection prewakes a container that has this setting, before its call |
+//! | [`connection`] | a network connection restores a container in which this prewake is enabled, before the container makes a call |
 //! | [`immediate`] | restore policy `immediate`: a container in use is offloaded, an immovable one is ended |
 //! | [`engines`] | comparison of the engines: offload, wake, VRAM that stays in use, equal contents; allocations |
 //! | [`mod@programs`] | programs of transformers, cuDNN, CUDA graphs, CuPy, Triton, streams, two processes: the same results with each engine; a separate part |
 //! | [`mod@gpus`] | restores on another GPU, and programs that share memory between processes or GPUs |
 //! | [`nvml`] | NVML queries while the process is offloaded, from C and from pynvml: same results, no wake |
 //! | [`mod@steps`] | the time of steps with an engine and with the stock runtime; a separate part |
-//! | [`tools`] | torch.profiler in every order, NVTX, compute-sanitizer, ncu, NVDEC: no process hangs or is lost |
-//! | [`jax`] | JAX with each engine, and its calls while it is idle |
+//! | [`tools`] | torch.profiler before, during and after an offload, NVTX, compute-sanitizer, ncu, NVDEC: no process hangs or is lost |
+//! | [`jax`] | JAX with each engine, and the calls that an idle JAX makes |
 //! | [`calibration`] | measures the costs of moves, and writes a file for `affinode simulate` |
 //! | [`mod@host_memory`] | more offloads at once than host memory holds: no container is killed; a separate part |
 //! | [`recording`] | records the dashboard's stream, for a replay on another machine |
@@ -77,7 +77,7 @@ pub use no_checkpoint::default_makes_no_call;
 pub use oversubscription::oversubscribed;
 pub use report::{Report, Rows};
 
-/// Configuration in which a container is idle after a second, without a minimum residency.
+/// Configuration with an idle timeout of one second and without a minimum residency.
 const CONFIG: &str = r#"
 [policy]
 mode = "eager"
@@ -247,7 +247,8 @@ pub fn record(release: &Release, gpu: Gpu, folder: &Path) -> Result<Vec<PathBuf>
 }
 
 /// Waits until the copier has registered the memory of offloaded processes and released the memory
-/// of restored ones. A container that has kept its state for some seconds counts as finished.
+/// of restored processes. The controller no longer counts a container that has kept its state for
+/// some seconds.
 fn wait_held(world: &Testbed) -> Result<()> {
     until("the copier", || {
         let gpus = world.cli().ps()?.gpus;

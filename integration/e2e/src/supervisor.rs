@@ -43,7 +43,7 @@ pub enum Scope {
 }
 
 impl Scope {
-    /// Second argument of the supervisor, for a node.
+    /// Second argument of the supervisor that selects [`Scope::Node`].
     const NODE: &str = "node";
 
     /// Parses the supervisor's second argument.

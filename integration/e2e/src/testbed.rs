@@ -22,7 +22,7 @@ use crate::{
 
 /// Bytes in a MiB.
 pub const MIB: u64 = 1 << 20;
-/// VRAM of a simulated GPU that is more than any test needs.
+/// VRAM of a simulated GPU for tests in which VRAM must not become short.
 pub const PLENTY_BYTES: u64 = 4096 * MIB;
 
 /// Name of the installation's folder in the testbed of a node.
@@ -96,7 +96,8 @@ impl TestbedConfig {
     }
 
     /// Keeps the default engine. Without this call, a configuration that names no engine gets the
-    /// engine `checkpoint`. That engine leaves no bytes on the GPU, which most tests expect.
+    /// engine `checkpoint`. Most tests expect that an offload leaves 0 bytes on the GPU, as this
+    /// engine does.
     #[must_use]
     pub fn default_engine(mut self) -> Self {
         self.default_engine = true;
@@ -163,7 +164,7 @@ impl TestbedConfig {
         self
     }
 
-    /// Uses a folder whose name ends in this word instead of a number.
+    /// Creates the testbed in a folder whose name ends in this word instead of a number.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         self.name = Some(name.into());
@@ -366,7 +367,7 @@ impl Testbed {
         let listed = containerd::run(self.ctr().args(["containers", "list", "--quiet"]))?;
         for id in listed.lines() {
             let running = Running { id: id.into() };
-            // A program whose input has ended may end by itself at the same time.
+            // The kill fails if the program ends by itself at the same time.
             if running.status(self)?.as_deref() == Some("RUNNING")
                 && let Err(error) = running.kill(self)
                 && running.status(self)?.as_deref() == Some("RUNNING")

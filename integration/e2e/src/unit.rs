@@ -31,7 +31,7 @@ pub struct SimulatedSystemd<'a> {
 
 #[derive(Default)]
 struct UnitRun {
-    /// Text of the unit as it was loaded last.
+    /// Text of the unit's file when it was last loaded. `None`: never.
     loaded: Option<String>,
     enabled: bool,
     pid: Option<i32>,
@@ -143,8 +143,8 @@ impl<'a> SimulatedSystemd<'a> {
             "start" => self.start(&mut state)?,
             "stop" => self.stop(&mut state)?,
             // systemd keeps the sockets of a unit that it restarts, so no shim starts a controller
-            // in between. This simulation starts the next controller before the earlier one ends.
-            // The next one waits for the lock.
+            // in between. To have the same effect, this simulation starts the next controller
+            // before it ends the earlier controller. The next controller waits for the lock.
             "try-restart" if state.pid.is_some() => {
                 let mut next = UnitRun { loaded: state.loaded.clone(), ..UnitRun::default() };
                 self.start(&mut next)?;

@@ -1,4 +1,4 @@
-//! Waits for a condition. The deadline is long, so it does not test speed.
+//! Waits for conditions. The time limits are long, because a wait must not fail on a slow machine.
 
 use std::time::{Duration, Instant};
 

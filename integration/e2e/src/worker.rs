@@ -39,8 +39,8 @@ impl Lines {
     /// # Errors
     /// When the pipes cannot be opened.
     pub fn open_pair(folder: &Path, suffix: &str) -> Result<Self> {
-        // Both ends are opened for reading and writing. This end stays open, so neither an open nor
-        // a write blocks or fails.
+        // The test opens each pipe for reading and writing, and keeps it open. An open or a write
+        // at either end then neither blocks nor fails.
         let open = |name: &str| {
             OpenOptions::new().read(true).write(true).open(folder.join(format!("{name}{suffix}")))
         };
@@ -137,9 +137,9 @@ pub struct Answer {
     pub device_name: Option<String>,
     /// Free VRAM in bytes.
     pub free_bytes: Option<u64>,
-    /// VRAM that was free at the start but is not at the end, in bytes.
+    /// VRAM in bytes that was free at the program's start but is not free at its end.
     pub missing_bytes: Option<u64>,
-    /// Number of polls that a thread of the program has made.
+    /// Number of calls that the program's polling thread has made.
     pub polls: Option<u32>,
     /// Result that a forked child returned.
     pub child_result: Option<i32>,
@@ -205,8 +205,8 @@ impl Worker {
             .annotation("affinode.io/engine", engine)
     }
 
-    /// Commands for the pool program, one between two moves. Each reply says whether the checks
-    /// passed.
+    /// Commands for the pool program. A test sends one command between two moves. Each reply says
+    /// whether the program's checks passed.
     pub const POOL_TURNS: [&str; 11] = [
         "touch",
         "churn",
@@ -221,8 +221,8 @@ impl Worker {
         "hold",
     ];
 
-    /// Starts a container whose program exchanges lines. Does not wait for the program's first
-    /// line.
+    /// Starts a container whose program is connected to the test by pipes. Does not wait for the
+    /// program's first line.
     ///
     /// # Errors
     /// When the container does not start.

@@ -121,7 +121,7 @@ fn the_history_outlives_the_controller() -> Result<()> {
         Ok(report["rows"][0]["returned_gpu_seconds"].as_f64().filter(|s| *s > 0.0 && offloads == 1))
     };
     let before = until("the report to contain the offload", || returned(&world))?;
-    // An orderly end, as at an upgrade, writes everything to disk.
+    // SIGTERM, as at an upgrade, makes the controller write all data to disk.
     let controller = world.controller()?.context("no controller is running")?;
     nix::sys::signal::kill(controller.pid, nix::sys::signal::Signal::SIGTERM)?;
     until("the next controller", || {
@@ -146,7 +146,8 @@ fn port_in_use_disables_only_the_dashboard() -> Result<()> {
     Ok(())
 }
 
-/// Runs the command outside of the controller's environment, where it finds the testbed's NVML.
+/// Runs the command `affinode` on the host, with the environment in which it finds the testbed's
+/// NVML.
 fn command(world: &Testbed, arguments: &[&str]) -> Result<Output> {
     let mut command = world.host_gpu_command(&world.artifacts().bin("affinode")?);
     command.env("AFFINODE_RUN_DIR", world.cli().run_dir()).args(arguments);

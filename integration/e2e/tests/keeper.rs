@@ -20,8 +20,8 @@ fn world(name: &str) -> Result<PathBuf> {
     Ok(dir)
 }
 
-/// A job that starts children that are hard to find: background processes, in a session of their
-/// own, and orphaned.
+/// A job that starts processes that are hard to find: background processes, a process in a session
+/// of its own, and an orphan.
 fn flee(mark: &str) -> Job {
     let script = format!(
         "sleep {mark} & setsid sleep {mark} & (setsid sh -c 'setsid sleep {mark} &' &) ; mount -t tmpfs x \"$DIR\"; wait"
@@ -58,7 +58,7 @@ fn dropping_it_ends_everything() -> Result<()> {
     job.env.insert("DIR".into(), dir.join("mounted").display().to_string());
     keeper.spawn(&job)?;
     until("the children", || Ok((with_mark(mark)? == 3).then_some(())))?;
-    // The machine never sees the testbed's mounts.
+    // The testbed's mounts must not be visible in the machine's mount namespace.
     assert!(!mounted_below(&dir)?);
     drop(keeper);
     assert_eq!(with_mark(mark)?, 0);

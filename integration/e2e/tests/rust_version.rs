@@ -1,5 +1,5 @@
-//! Checks that one Rust version is used: Cargo.toml declares it, and rust-toolchain.toml pins the
-//! same version, which is therefore the tested one.
+//! Checks that Cargo.toml and rust-toolchain.toml name the same Rust version, so that the declared
+//! version is the one that is tested.
 
 use std::{fs, process::Command};
 

@@ -91,7 +91,8 @@ fn shim_names_controller_only_in_main() -> Result<()> {
     Ok(())
 }
 
-/// The core uses types of its own. Only its two lists for users contain types of the API.
+/// Checks that the controller's core uses types of its own, and types of the API only in the two
+/// lists that it creates for users.
 #[test]
 fn core_names_the_api_only_in_its_lists() -> Result<()> {
     let core = workspace_dir().join("controller/src/core");
@@ -125,7 +126,7 @@ fn the_root_holds_what_the_design_says() -> Result<()> {
         let known = ROOT.contains(name) || TOOL_FILES.contains(name);
         assert!(known, "{name} does not belong in the root");
     }
-    // Outside of a git checkout, as in an unpacked release, there is no list to compare with.
+    // Outside of a git checkout, as in an unpacked release, git lists no files to compare with.
     if listed.status.success() {
         for name in ROOT {
             assert!(names.contains(name), "{name} is missing from the root");

@@ -121,8 +121,8 @@ mod tests {
         let (fixed_ms, speed) = fit(took(1024, 600.0), took(8192, 4200.0));
         assert_eq!(fixed_ms, 86);
         assert!((speed / (1 << 20) as f64 - 1991.1).abs() < 0.1, "{speed}");
-        // Two kinds of noise: a large move that is not slower than the small one, and one whose
-        // time grows more than its size.
+        // Two kinds of noise: the large move is faster than the small move, or its time grows by a
+        // larger factor than its size.
         let (fixed_ms, speed) = fit(took(64, 10.0), took(128, 9.0));
         assert!(fixed_ms < 10 && speed > 1e6);
         assert_eq!(fit(took(64, 10.0), took(128, 100.0)).0, 0);

@@ -33,15 +33,16 @@ pub fn connect(world: &Testbed, id: &str) -> Result<()> {
     there.join().map_err(|_| anyhow!("the thread in the container's network namespace panicked"))?
 }
 
-/// A container is offloaded, gets a connection, and must be restored before it makes a call.
+/// Offloads a container and connects to it. The connection must cause a restore although the
+/// container makes no call.
 pub fn brings_back(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let id = "listens";
     let spec = Worker::spec(id, USUAL, 256).annotation("affinode.io/wake-on", "connection");
     let mut worker = Worker::start_as(world, spec)?;
     worker.wait_filled()?;
     world.cli().wait_for_state(id, "Offloaded")?;
-    // Connections before the controller's first check do not count, so they are repeated until one
-    // prewakes the container.
+    // A connection before the controller's first check has no effect, so the test connects
+    // repeatedly until the container is prewoken.
     until("the connection to prewake the container", || {
         connect(world, id)?;
         let row = world.cli().known(id)?;

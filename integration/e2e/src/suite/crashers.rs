@@ -1,4 +1,5 @@
-//! The five calls that end an application whose GPU state is offloaded.
+//! Five CUDA calls that crash a process while its GPU state is checkpointed, with and without the
+//! library.
 
 use std::process::Stdio;
 
@@ -52,7 +53,8 @@ fn returns(world: &Testbed, call: &str) -> Result<usize> {
     Ok(good)
 }
 
-/// Whether a call ends the program. Before it, the driver's own tool offloads the program's state.
+/// Whether a call ends the program if the driver's own tool has checkpointed the program before the
+/// call.
 fn kills(world: &Testbed, call: &str) -> Result<bool> {
     let (spec, pipes) = spec(call).annotation("affinode.io/inject", "false").piped(world)?;
     let mut container = spec.command(world, &["--rm"])?.stderr(Stdio::null()).spawn()?;

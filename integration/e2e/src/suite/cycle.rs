@@ -41,7 +41,8 @@ pub fn plain(world: &Testbed, who: &str, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Whether three kernels give the same results with and without a cycle after each.
+/// Whether three kernels give the same results without offloads as with an offload and restore
+/// after each kernel.
 fn same_results(world: &Testbed, id: &str, image: &str) -> Result<bool> {
     let mut checksums = Vec::new();
     for offloaded in [false, true] {

@@ -28,13 +28,15 @@ use crate::{
 pub const ENGINES: [&str; 3] = ["checkpoint", "auto", "full"];
 /// The annotation that selects an engine.
 pub const ENGINE: &str = "affinode.io/engine";
-/// Engine `full` of a container that retains its host copy.
+/// Used in place of an engine's name: engine `full` in a container that retains its host copy.
 pub const KEPT: &str = "kept";
 
-/// Engine `full` of a container whose host memory is prefaulted while it is idle.
+/// Used in place of an engine's name: engine `full` in a container whose host memory is prefaulted
+/// while it is idle.
 pub const PREPARED: &str = "prepared";
 
-/// Engine `full` of a container that verifies its memory after a restore.
+/// Used in place of an engine's name: engine `full` in a container that verifies its memory after a
+/// restore.
 pub const CHECKED: &str = "checked";
 
 /// Settings of a container for an engine, or for [`KEPT`], [`PREPARED`] or [`CHECKED`].
@@ -56,15 +58,15 @@ pub fn moved_by(spec: Spec, engine: &str) -> Spec {
 /// on.
 const SCRUBBED_AFTER: Duration = Duration::from_millis(500);
 
-/// Delay between an offload and an early call. At that time the copier has not registered all
-/// memory, and the device still scrubs.
+/// Delay between an offload and a call that comes early: the copier has not registered all memory
+/// yet, and the device still scrubs.
 const SOON: Duration = Duration::from_millis(300);
 
 /// Size of a process, and number of its moves. Its memory is filled with a pattern in which each
 /// word depends on its position. The memory is compared with the pattern after every restore.
 struct Load {
     filled_mib: u64,
-    /// Number of further allocations of that size.
+    /// Number of further allocations of the same size.
     more: u64,
     rounds: usize,
 }
@@ -75,8 +77,8 @@ impl Load {
     }
 }
 
-/// Compares the engines with a small process, whose moves show the costs other than the copy.
-/// [`super::torch`] uses a larger process.
+/// Compares the engines with a small process. The copy of little memory is fast, so its moves show
+/// the other costs. [`super::torch`] uses a larger process.
 pub fn side_by_side(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let load = match world.gpu() {
         Gpu::Real => Load { filled_mib: 1024, more: 0, rounds: 7 },
@@ -128,7 +130,7 @@ pub fn four_processes(world: &Testbed, rows: &mut Rows) -> Result<()> {
         Gpu::Simulated { .. } => (64, 2),
     };
     let one = format!("{CLIENTS}/{USUAL} --mib {mib}");
-    // Each process reads its commands from a pipe that stays open, so that it does not end.
+    // `sleep` keeps the standard input of each process open, because a process ends with its input.
     let script = format!("for n in 1 2 3 4; do sleep 600 | {one} --seed $n & done; wait");
     let id = "four";
     let spec = Spec::gpu(id, &["/bin/sh", "-c", &script]).annotation(ENGINE, "auto");
@@ -188,7 +190,7 @@ fn cycles(world: &Testbed, rows: &mut Rows, engine: &str, load: &Load) -> Result
     let size = format!("{engine}, {:.1} GiB", load.bytes() as f64 / (1 << 30) as f64);
     let id = format!("engine-{engine}");
     let spec = Worker::spec(&id, USUAL, load.filled_mib).annotation(BY_ORDER.0, BY_ORDER.1);
-    // The container of the previous engine may not have freed its host memory yet.
+    // The container that ran before with another engine may not have freed its host memory yet.
     wait_host_memory(world, load.bytes())?;
     let mut worker = Worker::start_as(world, moved_by(spec, engine))?;
     worker.wait_filled()?;
@@ -295,8 +297,8 @@ pub fn copies(world: &Testbed) -> Result<u64> {
     Ok(world.cli().ps()?.gpus.iter().map(|gpu| gpu.copier_offloads).sum())
 }
 
-/// Memory that the program maps in pieces. Measures the speed of moves after each kind of change
-/// that an allocator with such memory can make.
+/// Measures the speed of moves of a program that maps its memory in pieces, as some allocators do,
+/// after each kind of change of the mappings.
 pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (size_mib, rounds) = match world.gpu() {
         Gpu::Real => (4096, 5),
@@ -350,8 +352,8 @@ pub fn segments(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Stream-ordered pools, with the stock runtime and with each engine. Runs each step of the pool
-/// program. Measures the offload and wake after each step, and the time of one allocation with its
+/// Runs each step of the program that uses stream-ordered pools, with the stock runtime and with
+/// each engine. Measures the offload and wake after each step, and the time of one allocation and
 /// free.
 pub fn pools(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let size_mib = match world.gpu() {
@@ -401,7 +403,7 @@ pub fn pools(world: &Testbed, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Steps of the program before and after a move.
+/// Pairs of commands for the program: one before a move, one after it.
 const SEGMENT_TURNS: [(&str, &str); 6] = [
     ("touch", "properties"),
     ("swap", "swap"),
@@ -417,7 +419,8 @@ struct Figure {
     value: f64,
 }
 
-/// Number of program starts on each side, alternating. The speed can differ from start to start.
+/// Number of program starts with each kind of allocation, in turn. Several starts are measured
+/// because the speed differs between starts.
 const STARTS: usize = 7;
 
 /// Compares swappable allocations with the driver's own, as the median over several starts. Also
@@ -473,8 +476,9 @@ struct Check {
     ok: Option<bool>,
 }
 
-/// Lines in which swappable memory is known to differ. Swappable memory ends at a multiple of 2
-/// MiB, and a copy is refused only beyond that end. The summary line is also listed.
+/// Lines of output in which swappable memory is known to differ from the driver's own. Swappable
+/// memory ends at a multiple of 2 MiB, so a copy is refused only beyond that end. The summary line
+/// `done` then differs as well.
 const KNOWN: [&str; 2] = ["copy beyond the end", "done"];
 
 /// Requires that each call on swappable memory has the same result as on the driver's own memory.

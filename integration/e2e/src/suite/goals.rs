@@ -9,7 +9,7 @@ const MEMORY: &str = "engines, memory";
 const PINNED: &str = "a bare program, 60.0 GiB: pinned copy in";
 const LARGE_WAKE: &str = "full, 60.0 GiB: wake";
 
-/// Bound of a value that has a goal.
+/// Bound that a goal sets for a value.
 #[derive(Clone, Copy)]
 enum Bound {
     AtMost(f64),

@@ -1,6 +1,6 @@
-//! Tests that need two GPUs of one model. One kind restores a container on the other GPU when its
-//! own GPU is full. The other kind runs programs that share memory. Their memory stays on its GPUs,
-//! in whole or in part, and the programs run as without Affinode.
+//! Tests that need two GPUs of one model. Some restore a container on the second GPU when its own
+//! GPU is full. The others run programs that share memory between processes or GPUs: shared memory
+//! must stay on its GPU, and the results must be as without Affinode.
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ use crate::{
     worker::{USUAL, Worker},
 };
 
-/// Number of times that a program changes its GPU.
+/// Number of migrations of each program.
 const HOPS: usize = 4;
 /// VRAM left free on a filled GPU, in MiB. It is less than any program here needs.
 const LEFT_MIB: u64 = 2048;
@@ -195,7 +195,8 @@ impl<'w> Hops<'w> {
         Hops { world, id, on: 0, filler: None, fillers: 0 }
     }
 
-    /// Offloads the container and fills its GPU. The other GPU is empty.
+    /// Offloads the container and fills the GPU on which it ran, so that it can be restored only on
+    /// the other GPU.
     fn leave(&mut self) -> Result<()> {
         self.end()?;
         wait_held(self.world)?;

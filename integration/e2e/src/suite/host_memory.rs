@@ -34,9 +34,9 @@ sample_interval = "100ms"
 "#;
 const PROGRAM: [&str; 2] = ["torch_worker.py", "inference"];
 const ENGINES: [&str; 3] = ["auto", "full", "checkpoint"];
-/// Number of containers, and GiB of VRAM of each.
+/// Number of containers in a group, and GiB of VRAM of each container.
 const CROWDS: [(usize, u64); 2] = [(6, 28), (8, 24)];
-/// Number of rounds. Each is a pause and a burst.
+/// Number of rounds. Each round is a pause and a burst.
 const ROUNDS: usize = 3;
 const PAUSE: Duration = Duration::from_secs(5);
 /// Maximum time that a container waits for its turn.

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 
 use crate::{containerd, supervisor::STORE, testbed::Testbed};
 
-/// Types of filesystems that can contain programs. The others belong to the kernel or are
+/// Types of filesystems that can contain programs. Other types belong to the kernel or are
 /// temporary.
 const HOLD_FILES: [&str; 7] = ["ext4", "xfs", "btrfs", "squashfs", "erofs", "overlay", "virtiofs"];
 /// Folders that a container's runtime provides.

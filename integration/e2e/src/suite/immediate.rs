@@ -32,8 +32,8 @@ fn sizes(world: &Testbed) -> (u64, u64) {
     }
 }
 
-/// Requires that an active container is offloaded for the waiter and then continues, and that a
-/// container that cannot be offloaded is ended.
+/// Requires that a container in use is offloaded for the waiting container and later continues.
+/// Requires that a container is ended if it cannot be offloaded.
 pub fn takes_room(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (room_mib, each_mib) = sizes(world);
     let _ballast = hazards::ballast(world, room_mib * MIB)?;

@@ -54,7 +54,7 @@ struct Call {
 #[derive(Default)]
 struct Seen {
     calls: u64,
-    /// Number of readings with such calls. There are five readings a second.
+    /// Number of readings that contained calls of this function. There are five readings a second.
     moments: u64,
     threads: Vec<u32>,
 }

@@ -16,8 +16,8 @@ use crate::{
 const TRAPPED: i32 = 4;
 
 /// Requires that the program survives offloads by the engine `auto`. An offload by the engine
-/// `checkpoint` must end it. Without this second check, a trap that does not work would pass the
-/// first.
+/// `checkpoint` must end the program. Without this second check, a trap that does not work would go
+/// unnoticed.
 pub fn default_makes_no_call(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let (mib, rounds) = match world.gpu() {
         Gpu::Real => ("1024", 5),

@@ -37,7 +37,7 @@ fn answers(world: &Testbed, id: &str, worker: &mut Worker, commands: &[&str]) ->
     Ok(())
 }
 
-/// Queries from a C program, which initialises NVML while it is offloaded.
+/// Queries from a C program that initialises NVML only after it was offloaded.
 pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
     const COMMANDS: [&str; 5] = ["ask", "shutdown", "init", "ask", "ask"];
     for engine in ENGINES {
@@ -48,7 +48,7 @@ pub fn plain(world: &Testbed, rows: &mut Rows) -> Result<()> {
         world.cli().move_out(&id)?;
         worker.call("init")?;
         worker.call("ask")?;
-        // With the engine `copy` no restore happened before this verification.
+        // With the engine `copy`, this verification is the first step that restores the memory.
         ensure!(worker.verify()?, "{id}: the memory has changed");
         let mut good = 0;
         for _ in 0..ROUNDS {

@@ -1,5 +1,6 @@
-//! More VRAM is needed than the GPU has. Three containers work in bursts, with VRAM for one of
-//! them. The allocations of a fourth container wait for most of that VRAM.
+//! Containers that together need more VRAM than the GPU has. Three containers work in bursts, but
+//! VRAM suffices for only one of them. A fourth container allocates most of this VRAM, and its
+//! allocations must wait.
 
 use std::thread;
 
@@ -21,8 +22,8 @@ const BURSTS: usize = 2;
 /// Number of kernels in a burst, before a pause.
 const KERNELS: usize = 4;
 const PAUSE: &str = "sleep 2000";
-/// Size of the fourth container's first allocation, in MiB. It allocates the rest in several
-/// pieces.
+/// Size of the fourth container's first allocation, in MiB. The container allocates its other
+/// memory in several pieces.
 const FIRST_MIB: u64 = 16;
 const PIECES: u64 = 12;
 
@@ -62,8 +63,8 @@ pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     }
     let served = bursts(&mut workers, || Ok(()))?;
     rows.count("bursts without a failure", served, WORKERS.len() * BURSTS);
-    // The last container to be served may not have been offloaded, so its count of restores may be
-    // 0.
+    // The container that was served last may never have been offloaded, so its number of restores
+    // may be 0.
     let mut returns = 0;
     for id in WORKERS {
         let row = world
@@ -76,7 +77,7 @@ pub fn oversubscribed(world: &Testbed, rows: &mut Rows) -> Result<()> {
     let goal = format!("at least {least}");
     rows.want("returns of the three", returns as f64, "", &goal, returns >= least);
 
-    // The fourth container allocates while the others work.
+    // The fourth container allocates while the three workers run their bursts.
     let mut newcomer = Worker::start_as(world, waiting("newcomer", FIRST_MIB))?;
     let mut pieces = 0;
     let served = bursts(&mut workers, || {
@@ -109,7 +110,7 @@ fn waiting(id: &str, mib: u64) -> Spec {
         .annotation("affinode.io/on-oom-timeout", "5m")
 }
 
-/// An unmanaged program that holds all VRAM except for the scenario's.
+/// Starts an unmanaged program that allocates all VRAM that the scenario does not use.
 fn ballast(world: &Testbed, sizes: &Sizes) -> Result<Worker> {
     let ballast = hazards::ballast(world, sizes.room_mib * MIB)?;
     until("NVML to show the ballast", || {

@@ -19,8 +19,8 @@ const PROGRAMS: [(&str, Flavour); 7] = [
     (
         "Triton",
         Flavour {
-            // Triton searches the loader's cache for the driver. In the container that is the
-            // machine's cache, so the folder is set here.
+            // Triton searches the loader's cache for the driver. In the container this cache is the
+            // machine's and does not list the driver's folder, so the folder is set here.
             settings: &[("TRITON_LIBCUDA_PATH", CONTAINER_LIBRARIES)],
             ..Flavour::small("triton", &[PROGRAM, "triton"])
         },

@@ -45,7 +45,7 @@ pub struct Answer {
     pub step_ms: f64,
     /// Shortest duration of a step.
     pub best_ms: f64,
-    /// Time that a wait for the device takes.
+    /// Duration of a call that waits for the device, in milliseconds.
     pub sync_ms: f64,
     /// Device memory that all of the program's allocators hold, in bytes.
     pub held_bytes: Option<u64>,

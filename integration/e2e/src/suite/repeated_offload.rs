@@ -18,7 +18,7 @@ use crate::{container::Spec, worker::Worker};
 
 /// Number of steps in a turn.
 pub(super) const STEPS: u32 = 5;
-/// Name of the container that is never offloaded.
+/// Used in place of an engine's name for the container that is never offloaded.
 const STILL: &str = "off";
 /// Phases of a process while its container is offloaded.
 const OFFLOADED: [&str; 2] = ["Checkpointed", "CopiedOut"];
@@ -173,7 +173,8 @@ impl Flavour {
         let digest = before.digest()?;
         let (mut together, mut copied_out, mut unchanged) = (0, Vec::new(), 0);
         let copied = copies(python.world)?;
-        // Memory that can be exported is not prefaulted, so this wait may fail.
+        // Memory that can be exported is not prefaulted. For such a program this wait fails, and
+        // the failure is ignored.
         let mut prepares = engine == PREPARED;
         for _ in 0..self.rounds {
             wait_held(python.world)?;
@@ -205,8 +206,9 @@ impl Flavour {
         let whole = cli.known(id)?.copyable_share.unwrap_or(0.0) * 100.0;
         rows.tell(&format!("{engine}: copied, of its VRAM with the context"), whole, "%");
         if engine != "checkpoint" {
-            // A small program's context is a large part of its VRAM. If known, the memory of its
-            // allocators at the first offload is then used for the comparison.
+            // The context is a large part of a small program's VRAM. The copied bytes are therefore
+            // compared with the memory of the program's allocators at the first offload, if it is
+            // known.
             let own = before.held_bytes.zip(copied_out.first());
             let share =
                 own.map(|(held, &copied_out)| copied_out as f64 / held.max(1) as f64 * 100.0);
@@ -249,6 +251,7 @@ struct Lane {
     /// Durations of its offloads, in milliseconds.
     out: Vec<f64>,
     back: Vec<f64>,
-    /// VRAM in use on the device while it was offloaded, in bytes.
+    /// VRAM in use on the device while the container was offloaded, in bytes. `None`: the
+    /// containers ran at the same time.
     left: Option<u64>,
 }

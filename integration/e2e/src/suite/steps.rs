@@ -1,10 +1,11 @@
 //! The overhead of the library in a working program: the time of its steps with an engine, compared
 //! with the stock runtime.
 //!
-//! Starts of one program differ from each other, and so do the conditions of a host over time. So
-//! several starts of each side run at the same time and are measured in turn, repeatedly. The
-//! figure of a start is its fastest step. The noise is the largest difference between starts with
-//! the stock runtime, measured in the same way. Smaller differences are not significant.
+//! The speed of a program differs from start to start, and the load of a host changes. Therefore
+//! several containers of each side run at the same time and are measured in turn, several times.
+//! The figure of a container is its fastest step. The noise is the largest difference between two
+//! halves of the containers with the stock runtime. A difference between the sides that is smaller
+//! than the noise is not significant.
 
 use std::time::Instant;
 
@@ -31,7 +32,7 @@ const ENGINE_ON: &str = "full";
 const STARTS: usize = 4;
 /// Number of measurements of each container.
 const ROUNDS: usize = 3;
-/// Maximum overhead in percent, if the noise is not greater.
+/// Maximum overhead in percent. If the noise is greater, the noise is the maximum.
 const GOAL_PERCENT: f64 = 1.0;
 
 /// A container, and its fastest steps so far.
@@ -68,7 +69,8 @@ fn compare(python: &Python, program: &[&str], rows: &mut Rows) -> Result<()> {
     for round in 0..ROUNDS {
         for n in 0..STARTS {
             let mut pair = [&mut stock[n], &mut ours[n]];
-            // The order within a pair alternates, so that no side is always measured second.
+            // The two containers of a pair, one of each side, are measured in alternating order, so
+            // that neither side is always second.
             pair.rotate_left((round + n) % 2);
             pair.into_iter().try_for_each(measure)?;
         }
@@ -110,7 +112,8 @@ fn measure(start: &mut Start) -> Result<()> {
     Ok(())
 }
 
-/// Compares one measure of both sides, and the starts with the stock runtime with each other.
+/// Compares both sides by one measure, and determines the noise from the containers with the stock
+/// runtime.
 fn compared(
     rows: &mut Rows,
     what: &str,
@@ -134,7 +137,8 @@ fn compared(
     }
 }
 
-/// The largest difference, in percent, between two halves of the same starts.
+/// The noise: the largest difference, in percent, between the figures of two halves of `starts`,
+/// over all ways to divide them. `starts` has one value for each container.
 fn noise(starts: &[f64], measure: impl Fn(&[f64]) -> f64) -> f64 {
     let mut most: f64 = 0.0;
     for halves in 0..1_u32 << starts.len() {

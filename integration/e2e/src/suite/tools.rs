@@ -37,7 +37,8 @@ const PROGRAM: &str = "tool_program.py";
 const ENGINES: [&str; 3] = ["checkpoint", "full", "copy"];
 /// Name of the side that uses the stock runtime.
 const STILL: &str = "stock";
-/// Number of processes in the other orders.
+/// Number of processes, and so of repetitions, in the orders in which no process was ever seen to
+/// hang or to be lost.
 const FEW: usize = 4;
 /// Time after which the program reports that a command hangs.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(90);
@@ -65,7 +66,7 @@ struct Seen {
     answered: usize,
     asked: usize,
     digest: String,
-    /// Whether at least one profile has no GPU event.
+    /// Whether at least one profile contains no GPU event.
     blind: bool,
     /// Result of the offload as text: a phase, or the reason why the container was not offloaded.
     left: String,
@@ -86,7 +87,7 @@ fn rounds() -> usize {
     asked.and_then(|rounds| rounds.parse().ok()).unwrap_or(20)
 }
 
-/// Runs the profiler in every order.
+/// Runs the profiler in every order that the module lists.
 pub fn profiler(python: &Python, rows: &mut Rows) -> Result<()> {
     let orders: [(&str, usize, Order); 5] = [
         ("begun while offloaded", rounds(), offloaded),
@@ -320,7 +321,7 @@ fn beside_stock(
     outcome
 }
 
-/// Requires that a process that has used a profiler is idle again after it.
+/// Requires that a process becomes idle again after it has used a profiler.
 fn idle_again(python: &Python, rows: &mut Rows) -> Result<()> {
     const WITHIN: Duration = Duration::from_secs(20);
     let mut subject = Subject::start(python, "copy", 1, &[], |spec| spec)?;

@@ -19,7 +19,7 @@ use crate::{containerd::STOCK, testbed::MIB, worker::Worker};
 const TORCH: &[&str] = &["torch_worker.py"];
 /// The training loop with each engine.
 pub const ENGINES: Flavour = Flavour::large("torch", TORCH);
-/// An inference loop. Its memory changes only where a pass allocates.
+/// An inference loop. A pass changes only the memory that it allocates itself.
 pub const INFERENCE: Flavour =
     Flavour { engines: &[KEPT], ..Flavour::large("inference", &["torch_worker.py", "inference"]) };
 /// The training loop with the allocator that maps its memory itself.
@@ -101,7 +101,8 @@ pub fn step_cost(python: &Python, rows: &mut Rows) -> Result<()> {
     rows.tell("the fastest step with the library", with, "ms");
     let more = (with / without - 1.0) * 100.0;
     rows.want("more by", more, "%", "within 1%", more <= 1.0);
-    // This shows that the container was managed, and not only preloaded.
+    // An offload and restore show that the container was managed, and had not only loaded the
+    // library.
     let spec = python.spec("step-moved", "root", TORCH)?.annotation(BY_ORDER.0, BY_ORDER.1);
     let mut worker = Worker::start_as(world, spec)?;
     worker.expect("ready")?;

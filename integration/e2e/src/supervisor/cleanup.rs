@@ -15,7 +15,7 @@ use super::cgroup_folders;
 use crate::{processes::descendants, wait::until};
 
 /// Kills every descendant of this process, until none is left. The kill is repeated, because a
-/// process may fork while it is killed. The child then becomes a child of this process.
+/// process may fork while it is killed. The new process then becomes a child of this process.
 pub(super) fn kill_descendants() -> Result<()> {
     until("the processes of the world to end", || {
         let pids = descendants(std::process::id() as i32)?;

@@ -1,4 +1,5 @@
-//! The test's side: starts a supervisor and requests processes from it.
+//! The test's side of the connection to a supervisor: starts the supervisor and requests processes
+//! from it.
 
 use std::{
     io::{BufRead, BufReader, Write},

@@ -24,7 +24,7 @@ impl Tunables {
     /// Writes the original contents back.
     pub(super) fn put_back(&self) {
         for (file, value) in &self.0 {
-            // If this process cannot write a file, the kubelet could not change it either.
+            // If this process cannot write a file, the kubelet could not change the file either.
             let _ = fs::write(file, value);
         }
     }

@@ -37,7 +37,8 @@ struct Recorded {
     name: String,
 }
 
-/// `affinode calls` in the background. It writes to a file: a pipe without a reader would block it.
+/// `affinode calls` in the background. It writes to a file, because it would block on a pipe that
+/// the test does not read yet.
 struct Watch {
     child: Child,
     output: PathBuf,
@@ -50,7 +51,8 @@ fn watch(world: &Testbed, arguments: &[&str]) -> Result<Watch> {
     Ok(Watch { child, output })
 }
 
-/// Functions that a call trace recorded of a worker that makes calls without pause.
+/// Makes calls with the worker without pause, and returns the functions that the call trace
+/// recorded.
 fn seen(mut watch: Watch, worker: &mut Worker) -> Result<Vec<Process>> {
     let status = loop {
         worker.call("streamsync")?;

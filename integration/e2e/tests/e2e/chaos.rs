@@ -22,12 +22,12 @@ fn ten_rounds_of_kills_lose_nobody() -> Result<()> {
     Ok(())
 }
 
-/// The cgroup and the GPU are both too small for all containers. Each waits for its turn, and the
-/// kernel kills none.
+/// The GPU's VRAM and the cgroup's memory limit are too small for all containers. Containers must
+/// wait for their turn, and the kernel must not kill any container.
 #[test]
 fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    // Block number 7 of ten (rounds 70 to 79) is the one with little host memory.
+    // Host memory is short in block number 7 of ten (rounds 70 to 79).
     let options = Options { seed: 1, first: 70, rounds: 3, gpu, worlds: 1 };
     let mut said = String::new();
     let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {
@@ -39,11 +39,11 @@ fn rounds_without_host_memory_lose_no_process() -> Result<()> {
     Ok(())
 }
 
-/// Each move takes seconds. This is longer than holds, proofs and the agents' time limits.
+/// Each move takes seconds. That is longer than the time limits of holds, proofs and agents.
 #[test]
 fn rounds_of_slow_moves_lose_no_process() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: PLENTY_BYTES };
-    // Block number 4 of ten (rounds 40 to 49) is the slow one.
+    // Moves are slow in block number 4 of ten (rounds 40 to 49).
     let options = Options { seed: 1, first: 40, rounds: 2, gpu, worlds: 1 };
     let mut said = String::new();
     let report = chaos::run(&TestbedConfig::default, &options, &mut |text| {

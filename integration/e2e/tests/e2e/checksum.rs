@@ -24,8 +24,9 @@ fn start(world: &Testbed, id: &str, engine: &str, checksum: &str, spoilt: &str) 
     Ok(worker)
 }
 
-/// With the verification, every later call of the process fails, and an event reports the damage.
-/// Without it, the process computes with wrong contents.
+/// Changes a byte of the host copy while the process is offloaded. With `checksum`, every later
+/// call of the process must fail, and an event must report the damage. Without `checksum`, the
+/// process computes with wrong contents.
 #[test]
 fn corrupted_host_copy_is_never_used() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -55,8 +56,9 @@ fn corrupted_host_copy_is_never_used() -> Result<()> {
     Ok(())
 }
 
-/// The program computes its contents on the device, so its first large copy to the device belongs
-/// to the restore.
+/// Spoils the first large copy to the device, which belongs to the restore, because the program
+/// computes its contents on the device. With `checksum`, the restore must repeat the copy. Without
+/// it, the contents are wrong.
 #[test]
 fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     let world = TestbedConfig::default().config(&[MANUAL, NO_COPIER].concat()).world()?;
@@ -81,7 +83,8 @@ fn a_copy_that_went_wrong_is_made_once_more() -> Result<()> {
     Ok(())
 }
 
-/// Contents are retained, skipped and changed between the offloads.
+/// Offloads repeatedly, with contents that are retained, skipped or changed between the offloads.
+/// The checksums must match each time.
 #[test]
 fn unchanged_contents_are_reported() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

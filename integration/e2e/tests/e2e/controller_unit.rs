@@ -145,8 +145,8 @@ fn upgrade(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     Ok(())
 }
 
-/// An operator stops the unit, and it is not started by itself. The shim starts a controller, which
-/// also continues while the unit is started again.
+/// An operator stops the unit, which must then stay stopped. The container's shim starts a
+/// controller. When the unit is started again, that controller continues to run.
 fn operator_stops(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Result<()> {
     place.world.cli().move_out("worker")?;
     let old = place.unit_serves()?;
@@ -185,7 +185,8 @@ fn operator_stops(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Resul
     Ok(())
 }
 
-/// Affinode changes and removes only what it wrote.
+/// An operator has written a unit of the same name. Affinode must refuse the installation, and must
+/// change and remove only files that it wrote itself.
 #[test]
 fn unit_of_an_operator_stays() -> Result<()> {
     in_place(|place| {

@@ -90,7 +90,7 @@ fn killed_copier_process_restores_itself() -> Result<()> {
         assert!(worker.verify()?);
         assert_eq!(world.cli().gpu()?.copier_restores, 0);
     }
-    // The next copier serves it.
+    // The next copier must be able to restore the process.
     filled_once(&world, &mut worker)
 }
 
@@ -119,9 +119,9 @@ fn copier_memory_is_copied_out_with_any_engine() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     filled_once(&world, &mut worker)?;
-    // From now on the engine is `checkpoint`, and after a driver's checkpoint memory from the
-    // copier would be lost. The next controller knows only from the counters which processes have
-    // such memory.
+    // From now on the configured engine is `checkpoint`. A driver's checkpoint would lose memory
+    // that a copier has exported. The next controller can tell only from the counters which
+    // processes have such memory.
     let driver = config().replace("engine = \"full\"", "engine = \"checkpoint\"");
     std::fs::write(world.dir().join("affinode/config.toml"), driver)?;
     shoot_controller(&world)?;
@@ -133,7 +133,8 @@ fn copier_memory_is_copied_out_with_any_engine() -> Result<()> {
     Ok(())
 }
 
-/// A process whose memory no copier can restore reports that after its first offload.
+/// After its first offload, a process reports that no copier can restore its memory. The controller
+/// must then not start another copier for it.
 #[test]
 fn unneeded_copier_is_not_restarted() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
@@ -146,7 +147,7 @@ fn unneeded_copier_is_not_restarted() -> Result<()> {
     world.cli().move_out("shared")?;
     assert_eq!(world.cli().gpu()?.copier_pid, 0);
     assert!(shared.verify()?);
-    // A process whose memory can be restored by a copier gets one.
+    // For a process whose memory a copier can restore, a copier must be started.
     let mut plain = pieces(&world, "worker", "0")?;
     filled_once(&world, &mut plain)
 }
@@ -160,7 +161,9 @@ fn pieces(world: &Testbed, id: &str, handle_types: &str) -> Result<Worker> {
     Ok(worker)
 }
 
-/// Imported memory is not exported again, so such a process is restored without a copier.
+/// A process imports the memory with which a copier restores it, and imported memory cannot be
+/// exported again. A process that creates its memory for export must therefore be restored without
+/// a copier.
 #[test]
 fn application_mapped_memory_is_unchanged() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
@@ -188,8 +191,8 @@ fn application_mapped_memory_is_unchanged() -> Result<()> {
     Ok(())
 }
 
-/// The driver returns no IPC handle for memory that was not created for export. Allocations that
-/// are made later have a handle.
+/// The driver returns no IPC handle for memory with which a copier has restored the process. The
+/// command `affinode` must show a warning that names a remedy.
 #[test]
 fn legacy_ipc_of_copier_memory_is_refused() -> Result<()> {
     let world = TestbedConfig::default().config(&config()).world()?;
@@ -211,8 +214,8 @@ fn the_copier_gives_its_room_to_who_waits_for_it() -> Result<()> {
     let mut worker = Worker::start(&world, "worker", WORKER_MIB)?;
     let copier = move_out(&world, "worker")?;
     let total = world.cli().gpu()?.vram_total_bytes / MIB;
-    // The container takes the whole device except for its own context (16 MiB) and half of the
-    // copier's.
+    // The container allocates the whole device except for 20 MiB: its own context takes 16 MiB, so
+    // 4 MiB are left, which is not enough for a copier's context.
     let spec = Worker::spec("other", USUAL, total - 20)
         .annotation("affinode.io/engine", "checkpoint")
         .annotation("affinode.io/on-oom", "wait");

@@ -104,7 +104,8 @@ fn wait_gone(world: &Testbed, copier: i32) -> Result<()> {
 fn equal_contents_are_stored_once() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
-    // Containers of another namespace, with the same contents, share nothing with these.
+    // These containers have the same contents, but belong to another namespace, so they must not
+    // share contents with the first two.
     let elsewhere = "io.kubernetes.cri.sandbox-namespace";
     let mut strangers = [
         start(&world, spec("third", 7, "false"))?,
@@ -149,7 +150,7 @@ fn killed_member_keeps_shared_contents() -> Result<()> {
 fn contents_differing_in_a_byte_stay_separate() -> Result<()> {
     let world = world()?;
     let [mut one, mut other] = twins(&world)?;
-    // The contents differ only after the samples that are compared first.
+    // This container's contents differ only after the samples that are compared first.
     let mut odd = start(&world, spec("odd", 7, "true"))?;
     odd.call(&format!("poke {}", CHUNK_MIB * MIB - 1))?;
     world.cli().move_out("odd")?;
@@ -162,7 +163,8 @@ fn contents_differing_in_a_byte_stay_separate() -> Result<()> {
     Ok(())
 }
 
-/// Retained copies, prefaulted memory and checksums work as without dedup.
+/// Checks that retained copies, prefaulted memory and checksums work with dedup as they do without
+/// it.
 #[test]
 fn dedup_with_retained_copies_and_digests() -> Result<()> {
     let world = world()?;
@@ -197,8 +199,8 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
         for id in ["one", "other"] {
             world.cli().move_out(id)?;
         }
-        // Waits for a running copier, because a copier that ends during its registration is not
-        // restarted for a while.
+        // A copier that ends during a registration is restarted only after a while, so this step
+        // waits until the copier has registered memory.
         until("a copier that holds it, or a part that is held together", || {
             let held = world.cli().gpu()?.copier_registered > 0;
             let together = !sealed_files(pid(&world, "one")?)?.is_empty();
@@ -221,7 +223,8 @@ fn faults_beside_it_cost_nobody_a_byte() -> Result<()> {
     Ok(())
 }
 
-/// Shared contents survive the end of the copier, of the controller and of either process.
+/// Ends the copier, the controller and one of the processes. The shared contents must survive each
+/// end.
 #[test]
 fn contents_survive_copier_and_controller_death() -> Result<()> {
     let world = world()?;
@@ -243,7 +246,8 @@ fn contents_survive_copier_and_controller_death() -> Result<()> {
     Ok(())
 }
 
-/// No process can write to shared contents, not even the process that created them.
+/// Tries as root to write to the sealed files with shared contents. The writes must fail, because
+/// no process may write to shared contents, not even the process that created them.
 #[test]
 fn a_sealed_file_is_read_alone() -> Result<()> {
     let world = world()?;

@@ -56,7 +56,7 @@ impl Place<'_> {
     }
 }
 
-/// Runs a case where CRI is disabled, as in Docker's packages.
+/// Runs a case with a containerd in which CRI is disabled, as in Docker's packages.
 fn with_place(case: impl FnOnce(&Testbed, &Place<'_>) -> Result<()>) -> Result<()> {
     in_world(TestbedConfig::default().docker().config(MANUAL), CONFIG, case)
 }
@@ -81,8 +81,8 @@ fn docker_serves_the_installed_runtime() -> Result<()> {
     with_place(serves_and_removes)
 }
 
-/// containerd 2 lists the settings of CRI even where CRI is disabled. Docker's runtime is installed
-/// nevertheless.
+/// containerd 2 prints settings of CRI even if CRI is disabled. Affinode must be installed as a
+/// runtime of Docker nevertheless.
 #[test]
 fn docker_beside_containerd_2_serves_it_too() -> Result<()> {
     let releases = Releases::read(&Artifacts::find()?)?;
@@ -147,7 +147,8 @@ fn serves_and_removes(world: &Testbed, place: &Place<'_>) -> Result<()> {
     Ok(())
 }
 
-/// After any failure Docker's file is unchanged, and the error names the reason.
+/// Causes several failures. After each one, Docker's file must be unchanged, and the error must
+/// name the reason.
 #[test]
 fn failed_docker_install_changes_nothing() -> Result<()> {
     with_place(|_, place| {
@@ -180,8 +181,8 @@ fn failed_docker_install_changes_nothing() -> Result<()> {
     })
 }
 
-/// Changes of operators are kept. An installer that was killed before it wrote Docker's file does
-/// not prevent a later installation.
+/// Checks that changes that an operator made to Docker's file are kept, and that an installation is
+/// possible after an installer was killed before it wrote the file.
 #[test]
 fn docker_config_changes_of_others_are_kept() -> Result<()> {
     with_place(|_, place| {
@@ -224,9 +225,9 @@ fn docker_config_changes_of_others_are_kept() -> Result<()> {
     })
 }
 
-/// If containerd has CRI enabled, the installer changes both Docker and containerd, or neither.
-/// Docker's file has no list of runtimes. After the removal, dockerd must not keep Affinode's
-/// runtime.
+/// CRI is enabled in containerd, so the installer must change both Docker and containerd, or
+/// neither. Docker's file has no list of runtimes before. After the uninstallation, dockerd must
+/// not have Affinode's runtime.
 #[test]
 fn docker_and_containerd_are_installed_together() -> Result<()> {
     const NO_RUNTIMES: &str = "{\n  \"mtu\": 1400\n}\n";

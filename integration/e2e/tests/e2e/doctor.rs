@@ -1,4 +1,4 @@
-//! `affinode doctor` on machines without and with faults.
+//! Tests of `affinode doctor` on machines without and with faults.
 
 use std::process::Output;
 
@@ -68,7 +68,7 @@ fn finds_nothing_wrong_where_containers_run(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Each fault is reported by its check, with a hint and exit status 1.
+/// Causes faults. `affinode doctor` must report each fault, with a hint and exit status 1.
 #[test]
 fn doctor_finds_faults() -> Result<()> {
     let folder = tempfile::tempdir()?;

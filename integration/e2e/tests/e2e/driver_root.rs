@@ -57,7 +57,7 @@ fn driver_root_appears_and_is_replaced() -> Result<()> {
     world.cli().wait_gpu("NVML", |_| true)?;
     offload_and_wake_by_copier(&world, &mut worker)?;
 
-    // The driver's pod restarts: its files are new and in another folder of the root.
+    // Simulates a restart of the driver's pod: the root gets new files, in another folder.
     fs::rename(&root, parent.path().join("old"))?;
     install(&world, &root, "usr/lib64")?;
     offload_and_wake_by_copier(&world, &mut worker)

@@ -60,7 +60,7 @@ fn copied_memory_survives_repeated_offloads() -> Result<()> {
             assert_eq!(process.copied_out_bytes, WORKER_MIB * MIB, "{offloaded:?}");
             let phase = if engine == "copy" { "CopiedOut" } else { "Checkpointed" };
             assert_eq!(process.phase, phase);
-            // Changes between two cycles are kept too.
+            // Changes that the program makes between two cycles must be kept, too.
             worker.call("touch")?;
             assert!(worker.verify()?, "{engine}, round {round}");
         }
@@ -97,8 +97,8 @@ fn default_engine_needs_no_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// A requested offload reads the process's counters at that moment, because the last sample may be
-/// older than the process's memory.
+/// A requested offload must read the process's counters again, because the process may have
+/// allocated memory since the controller's last sample.
 #[test]
 fn request_sees_memory_of_this_moment() -> Result<()> {
     let config = "[policy]\nmode = \"manual\"\n[timing]\nsample_interval = \"1m\"\n";
@@ -144,7 +144,7 @@ fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
     let large = Worker::spec("large", USUAL, SECOND_MIB);
     let mut large = Worker::start_as(&world, large.annotation("affinode.io/on-oom", "wait"))?;
     large.wait_filled()?;
-    // Not more contexts are checkpointed than necessary.
+    // No more contexts than necessary must be checkpointed.
     let mut gone = 0;
     for id in IDLE {
         let row = world.cli().wait_for_state(id, "Offloaded")?;
@@ -160,9 +160,9 @@ fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
     Ok(())
 }
 
-/// An application maps memory itself, and changes the mappings as an allocator does. Memory that is
-/// completely mapped at one address is copied. The driver checkpoints all other memory, or that
-/// memory stays on the GPU with the context.
+/// The program maps memory itself, and changes the mappings as an allocator does. The library must
+/// copy memory that is completely mapped at one address. With a checkpoint, the driver moves all
+/// other memory. Without a checkpoint, that memory stays on the GPU with the context.
 #[test]
 fn application_mapped_memory_is_copied() -> Result<()> {
     const PIECE_MIB: u64 = 4;
@@ -190,8 +190,8 @@ fn application_mapped_memory_is_copied() -> Result<()> {
             assert_eq!(worker.call(undo)?.ok, Some(true), "{engine}, {undo}");
             assert!(worker.verify()?, "{engine}, {change}");
         }
-        // The exported piece can no longer be offloaded, and its context stays. The piece that was
-        // mapped twice is not copied until the program sets its access again.
+        // After its export the piece can no longer be offloaded, so the context stays as well. The
+        // piece that was mapped twice is not copied until the program sets its access again.
         assert_eq!(worker.call("export")?.ok, Some(true), "{engine}");
         for _ in 0..2 {
             world.cli().move_out(engine)?;
@@ -219,8 +219,8 @@ fn ends_clean(world: &Testbed, mut worker: Worker) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// Memory that other devices on the bus can access costs more. It is therefore created in this way
-/// only if there are other devices.
+/// Memory to which other devices on the bus have access costs more. The library must create such
+/// memory only if there are other devices.
 #[test]
 fn peer_access_with_other_devices() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -240,13 +240,13 @@ fn peer_access_with_other_devices() -> Result<()> {
     Ok(())
 }
 
-/// Like the test of mapped memory, for a stream-ordered pool. Its unused memory is not copied, and
-/// does not prevent the offload.
+/// Like the test of mapped memory, but with a stream-ordered pool. The pool's unused memory must
+/// neither be copied nor prevent the offload.
 #[test]
 fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     const ALL_MIB: u64 = 64;
     let world = TestbedConfig::default().config(MANUAL).world()?;
-    // The program's expectations hold for the driver itself.
+    // Without Affinode, the driver itself must meet the program's expectations.
     let mut bare = Worker::start_as(&world, Worker::pools("bare", "copy", ALL_MIB).runtime(STOCK))?;
     bare.wait_filled()?;
     for turn in Worker::POOL_TURNS {
@@ -278,8 +278,9 @@ fn memory_in_the_order_of_streams_is_copied_too() -> Result<()> {
     Ok(())
 }
 
-/// Allocations that are too small for a copy are offloaded with the context, whatever their size
-/// and without a setting.
+/// Offloads a process whose allocation is too small for a copy, a larger process, and a process
+/// with the engine `checkpoint` by annotation. Only the larger process may have memory that the
+/// library copies.
 #[test]
 fn annotation_overrides_configured_engine() -> Result<()> {
     let eager = EAGER.replace("[policy]", "[policy]\nengine = \"full\"");
@@ -307,7 +308,8 @@ fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     ] {
         let path = format!("{CLIENTS}/{program}");
         let argv: Vec<&str> = [path.as_str()].iter().chain(arguments).copied().collect();
-        // The driver's guarantees hold from the first call, even if the controller starts slowly.
+        // The library must keep the driver's guarantees from the first call on, even if the
+        // controller starts slowly.
         let output = Spec::gpu(&program.replace('_', "-"), &argv).run(&world)?;
         let wrong: Vec<&str> =
             output.lines().filter(|line| line.contains("\"ok\":false")).collect();
@@ -380,8 +382,8 @@ fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     until("the wake to wait for VRAM", || {
         Ok(Some(row(&world, "copy")?).filter(|row| row.reason == "waiting-for-vram"))
     })?;
-    // The restore must also wait without a controller, whose proof has so far prevented the
-    // attempt.
+    // Until now, the controller made the restore wait for a proof of free VRAM. The restore must
+    // wait as well when no controller runs.
     let controller = world.controller()?.context("no controller is running")?;
     kill(controller.pid, Signal::SIGSTOP)?;
     assert!(!copied_out.has_answer()?);
@@ -413,7 +415,8 @@ fn crashing_calls_are_held_while_copied_out() -> Result<()> {
     Ok(())
 }
 
-/// A forked child has neither the memory nor the library's table of it.
+/// Forks a child while the process is copied out. The child has neither the GPU memory nor the
+/// library's table of this memory, and must not affect the parent.
 #[test]
 fn child_of_copied_process_changes_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -427,15 +430,16 @@ fn child_of_copied_process_changes_nothing() -> Result<()> {
     Ok(())
 }
 
-/// The offload waits for work on the GPU, or fails. Memory in use is never copied.
+/// Requests an offload while a kernel runs. The offload must wait for the kernel, or fail, because
+/// memory in use must never be copied.
 #[test]
 fn memory_in_use_by_a_kernel_is_not_copied() -> Result<()> {
     let config = MANUAL.replace("[timing]", "[timing]\nlock_timeout = \"200ms\"");
     let world = TestbedConfig::default().config(&config).world()?;
     let mut worker = worker(&world, "copy", 64)?;
     world.cli().wait_resident("copy")?;
-    // 8 s is far longer than the time to the first attempt, which fails. The command repeats the
-    // attempt until it succeeds.
+    // The kernel runs for 8 s, so the first attempt to offload fails. The command repeats the
+    // attempt until the offload succeeds.
     worker.call("spin 8000")?;
     worker.call("touch")?;
     world.cli().move_out("copy")?;

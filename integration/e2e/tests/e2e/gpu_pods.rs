@@ -1,4 +1,4 @@
-//! GPU containers in pods: names, annotations, two containers with independent moves.
+//! GPU containers in pods: names, annotations, and two containers that are moved independently.
 
 use std::collections::HashMap;
 

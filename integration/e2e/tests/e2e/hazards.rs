@@ -1,4 +1,4 @@
-//! Every hazard, without Affinode and with it: the table of `cargo xtask hazards`.
+//! Runs every hazard, without Affinode and with it, as `cargo xtask hazards` does.
 
 use affinode_e2e::{
     gpu::Gpu,

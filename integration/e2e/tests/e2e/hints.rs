@@ -24,8 +24,8 @@ fn says(world: &Testbed, worker: &Worker, word: &str) -> Result<()> {
     worker.running.exec(world, &["/bin/sh", "-c", &script]).map(drop)
 }
 
-/// A program writes the hint `idle` in its container. The next call of that program restores the
-/// container.
+/// A program writes the hint `idle` in its container, which must then be offloaded. The program's
+/// next call must restore the container.
 #[test]
 fn idle_hint_offloads_until_the_next_call() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
@@ -37,8 +37,8 @@ fn idle_hint_offloads_until_the_next_call() -> Result<()> {
     Ok(())
 }
 
-/// A container with the hint `busy` stays resident without calls, until an operator sends the hint
-/// `idle`.
+/// A container with the hint `busy` makes no calls. It must stay resident until an operator gives
+/// the hint `idle`.
 #[test]
 fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     let world = TestbedConfig::default().config(PATIENT).world()?;
@@ -59,8 +59,9 @@ fn busy_hint_prevents_offload_until_idle() -> Result<()> {
     Ok(())
 }
 
-/// A kernel still runs, although no call is in progress. NVML reports the running work. Without
-/// NVML, the driver would refuse to lock the process, and an event would report that.
+/// Gives the hint `idle` while a kernel runs and no call is in progress. The container must stay
+/// resident, because NVML reports the running work. Without NVML's report, the driver would refuse
+/// to lock the process, and an event would show this refusal.
 #[test]
 fn running_work_overrides_idle_hint() -> Result<()> {
     let world =

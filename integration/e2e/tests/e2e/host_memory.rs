@@ -181,8 +181,8 @@ impl Drop for StoppedProcess {
     }
 }
 
-/// Number of processes of a pod that the kernel has killed. Version 1 of cgroups counts them in the
-/// cgroup of each process.
+/// Number of processes of a pod that the kernel has killed. With cgroup version 1, the count is in
+/// the cgroup of each container, so the counts are added.
 fn kills_in(pod: &Path) -> Result<u64> {
     let below = std::fs::read_dir(pod)?.flatten().map(|entry| entry.path());
     Ok(below.chain([pod.to_owned()]).filter_map(|folder| oom::kills(&folder)).sum())
@@ -194,7 +194,7 @@ fn kills_in(pod: &Path) -> Result<u64> {
 #[test]
 fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
     const NAME: &str = "slow";
-    /// Far less than the copy has still to touch.
+    /// Host memory that the neighbour leaves, in MiB. The copy still needs far more.
     const LEFT_MIB: u64 = 96;
     let world = TestbedConfig::default().config(CONFIG).world()?;
     let folder = memory_cgroup::folder(&world)?;
@@ -227,7 +227,7 @@ fn neighbour_in_the_pod_turns_a_copy_back() -> Result<()> {
     assert_eq!((said.done, said.reason.as_str()), (false, "cgroup-memory"), "{said:?}");
     cpu_cgroup::set_percent(pid, None)?;
     assert!(worker.verify()?);
-    // The container is still resident, and is offloaded after the neighbour has ended.
+    // The container must still be resident. After the neighbour has ended, it can be offloaded.
     drop(neighbour);
     until("the offload", || Ok(cli.offload(NAME)?.done.then_some(())))?;
     assert!(worker.verify()?);

@@ -35,7 +35,7 @@ fn garbage_on_the_agent_socket_harms_nobody() -> Result<()> {
     Ok(())
 }
 
-/// A process that overwrites its counters harms only itself.
+/// A process overwrites its counters with arbitrary bytes. Other containers must not be affected.
 #[test]
 fn a_scribbled_page_harms_nobody_else() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -71,8 +71,8 @@ fn is_open(mut stream: &UnixStream) -> bool {
     !matches!(stream.read(&mut [0]), Ok(0)) && stream.peer_addr().is_ok()
 }
 
-/// A container that opens connections without limit is disconnected. The controller still serves
-/// the container's neighbour.
+/// A container opens connections without limit. The controller must close them, and must still
+/// serve the other container.
 #[test]
 fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -188,7 +188,7 @@ fn garbage_on_the_control_socket_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// Only root may use the control API.
+/// Connects to the control socket as root and as other users. Only root may use the control API.
 #[test]
 fn the_control_socket_is_for_root_alone() -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
@@ -221,7 +221,8 @@ fn host_users_cannot_reach_container_socket() -> Result<()> {
     Ok(())
 }
 
-/// A container that cannot be managed runs as with the stock shim.
+/// With an invalid configuration Affinode cannot manage the container. The container must run as
+/// with the stock shim.
 #[test]
 fn container_runs_with_invalid_configuration() -> Result<()> {
     let world = TestbedConfig::default().config("[policy]\nmode = \"sometimes\"\n").world()?;

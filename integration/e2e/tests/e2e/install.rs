@@ -129,8 +129,8 @@ fn overriding_file_gets_the_handler() -> Result<()> {
             let id = cri.run_pod(&pod, handler)?;
             cri.remove_pod(&id)?;
         }
-        // NVIDIA's toolkit creates its file from containerd's own, so containerd's own file must
-        // have the handler, too.
+        // NVIDIA's toolkit creates its file from containerd's own file, so that file must contain
+        // the handler, too.
         fs::remove_file(&covering)?;
         restart()?;
         let said = place.done("status", &[])?;
@@ -191,7 +191,8 @@ fn a_node_is_installed_from_a_container_of_it() -> Result<()> {
     Ok(())
 }
 
-/// After every failure containerd's file is unchanged, and the error contains the reason.
+/// Causes several failures. After each one, containerd's file must be unchanged, and the error must
+/// contain the reason.
 #[test]
 fn failed_install_keeps_configuration() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -265,7 +266,8 @@ fn failed_install_keeps_configuration() -> Result<()> {
     ensure!(fs::read(place.config())? == original);
     ensure!(!place.shim().exists());
 
-    // A handler that was changed by hand is replaced. Its removal keeps the rest of the file.
+    // A handler that was changed by hand must be replaced. An uninstallation must remove only the
+    // handler from the file.
     place.done("install", &["--restart-mode", "none"])?;
     let text = fs::read_to_string(place.config())?;
     let (before, block) = text.split_at(original.len());
@@ -307,8 +309,8 @@ fn a_handler_that_is_there_is_used() -> Result<()> {
     Ok(())
 }
 
-/// A pod with a running shim can still start containers. For them, containerd needs the handler
-/// under the old name.
+/// Installs under another handler name while a shim runs. The shim's pod can still start
+/// containers, so containerd must keep the handler of the old name.
 #[test]
 fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -388,8 +390,8 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
     Ok(())
 }
 
-/// After an upgrade, running containers keep their shim and library. The new controller replaces
-/// the running one.
+/// Upgrades while containers run. They must keep their shim and library, but the new controller
+/// must replace the old controller.
 #[test]
 fn upgrade_replaces_the_running_controller() -> Result<()> {
     let world = TestbedConfig::default().node().config(MANUAL).world()?;

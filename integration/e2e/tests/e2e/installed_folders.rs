@@ -11,7 +11,7 @@ use anyhow::{Result, ensure};
 
 use crate::offload::MANUAL;
 
-/// Below the prefix: the folders of the installation.
+/// File below the prefix that lists the folders of the installation.
 const PATHS: &str = "share/affinode/paths.conf";
 const NO_RESTART: [&str; 2] = ["--restart-mode", "none"];
 

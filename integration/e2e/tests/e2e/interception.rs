@@ -72,8 +72,8 @@ fn python_with_ctypes() -> Result<()> {
     cycle(Spec::gpu("way", &["/usr/bin/python3", &program, "--mib", "4"]), &["open"])
 }
 
-/// Eight threads make calls at the same time, repeatedly. All of them wait, and none computes with
-/// wrong contents.
+/// Eight threads repeatedly make calls at the same time. All threads must wait at the gate, and no
+/// thread may compute with wrong contents.
 #[test]
 fn many_threads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -97,7 +97,7 @@ fn many_threads() -> Result<()> {
     Ok(())
 }
 
-/// A child that is forked while its parent is offloaded neither harms the parent nor wakes it.
+/// Forks a child while the parent is offloaded. The child must neither affect nor wake the parent.
 #[test]
 fn child_forked_while_offloaded() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

@@ -213,8 +213,8 @@ fn invalid_handle_opens_nothing() -> Result<()> {
     for flags in [0, 2, 3] {
         assert_eq!(result(&mut taker, &format!("flags {shared} {flags}"))?, 1, "{flags}");
     }
-    // Each part of the handle is checked: the owner, the magic word, the exporter's socket, the
-    // memory.
+    // Changes bytes in each part of the handle: the owner, the magic word, the exporter's socket,
+    // the memory. Each change must be detected.
     for at in (0..64).step_by(5).chain([8, 24, 40, 48, 56]) {
         let (before, after) = (&shared[..2 * at], &shared[2 * at + 2..]);
         let byte = u8::from_str_radix(&shared[2 * at..2 * at + 2], 16)? ^ 0x10;
@@ -256,7 +256,8 @@ fn garbage_on_an_exporters_socket_harms_nobody() -> Result<()> {
     stays(&world, "giver")
 }
 
-/// If one of the two processes ends, the other keeps the memory. Only the handle becomes invalid.
+/// Ends the process that exported the memory. The process that imported it must keep the memory,
+/// and only the handle must become invalid.
 #[test]
 fn imported_memory_outlives_its_exporter() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -275,7 +276,8 @@ fn imported_memory_outlives_its_exporter() -> Result<()> {
     Ok(())
 }
 
-/// The end of a context closes its own imports and no others.
+/// Destroys a context. Memory that was imported into this context must be closed, and other imports
+/// must stay open.
 #[test]
 fn context_end_closes_its_imports() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

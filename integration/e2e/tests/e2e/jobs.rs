@@ -1,4 +1,4 @@
-//! Tests of jobs: programs that `affinode run` starts without a container, and the controller
+//! Tests of jobs: programs that `affinode run` starts without a container and that the controller
 //! manages.
 
 use std::{
@@ -173,8 +173,8 @@ fn idle_job_is_offloaded_and_restored() -> Result<()> {
     assert!(worker.verify()?);
     until("the restore to be counted", || Ok(node.job("train")?.filter(|row| row.restores == 1)))?;
 
-    // No kind of end leaves anything behind. This includes the end of an offloaded job, whose
-    // processes cannot report it.
+    // After any end of a job, nothing of the job must be left, even if it ends while it is
+    // offloaded and its processes cannot report the end.
     node.wait_offloaded("train")?;
     drop(worker);
     node.wait_nothing_left("train")
@@ -198,7 +198,8 @@ fn job_engine_applies_from_first_allocation() -> Result<()> {
     Ok(())
 }
 
-/// Both jobs share a cgroup. Neither counts as an unregistered process of the other.
+/// Runs two jobs in one cgroup. The processes of one job must not count as unregistered processes
+/// of the other job.
 #[test]
 fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
     let node = Node::new("enabled = true")?;
@@ -211,7 +212,7 @@ fn jobs_of_one_session_leave_beside_each_other() -> Result<()> {
     Ok(())
 }
 
-/// A library that a job preloads itself works, and the library's calls pass Affinode's gate.
+/// A job preloads another library. That library must work, and its calls must pass Affinode's gate.
 #[test]
 fn a_library_that_a_job_preloads_is_held_with_it() -> Result<()> {
     let node = Node::new("enabled = true")?;

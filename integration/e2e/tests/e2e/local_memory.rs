@@ -15,8 +15,8 @@ const STACK_BYTES: i32 = 2048;
 /// context takes twice as much.
 const CONTEXT_MIB: u64 = 8;
 
-/// After each restore, the stack limit is as the program set it. The VRAM for local memory counts
-/// as needed for the restore.
+/// After each restore, the stack limit must be as the program set it. VRAM for local memory must
+/// count as needed for the restore.
 #[test]
 fn local_memory_leaves_with_the_copy() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

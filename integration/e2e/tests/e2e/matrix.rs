@@ -1,4 +1,4 @@
-//! The same cases, run with every containerd of the machine.
+//! Runs the same cases with every containerd of the machine.
 
 use affinode_e2e::{
     artifacts::Artifacts,

@@ -202,15 +202,15 @@ impl<'a> Node<'a> {
     }
 }
 
-/// The handler stays served. Neither the order of the two installations nor the number of the
-/// toolkit's starts matters.
+/// containerd must serve the handler at all times, whatever the order of both installations and the
+/// number of the toolkit's starts.
 fn toolkit_keeps_the_handler_served(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     node.each(|node, source| {
         node.place.restarted(|| node.place.done("install", &[]))?;
         node.is_served()?;
-        // containerd 1.6 has no CDI. After the toolkit's installation, its pods therefore need
-        // NVIDIA's program.
+        // containerd 1.6 does not support CDI. After the toolkit's installation, pods of this
+        // containerd therefore need NVIDIA's runtime program.
         let follows = usize::from(world.containerd().release().line == Line::V1_6);
         for expected in [follows, 0, 0] {
             node.toolkit(source, false)?;
@@ -240,8 +240,8 @@ fn toolkit_keeps_the_handler_served(world: &Testbed) -> Result<()> {
     })
 }
 
-/// An uninstallation also removes the handler from the toolkit's file. The toolkit would copy it
-/// again at its next start.
+/// An uninstallation must remove the handler from the toolkit's file as well. Otherwise the toolkit
+/// would copy the handler again at its next start.
 fn uninstall_reaches_the_toolkits_copy(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     node.each(|node, source| {

@@ -34,8 +34,8 @@ fn asked(worker: &mut Worker) -> Result<u32> {
     worker.call("asked")?.polls.context("the reply to `asked` has no count")
 }
 
-/// The monitor queries ten times a second while its container becomes idle, and while it is
-/// offloaded.
+/// The monitor queries NVML ten times a second, first while its container becomes idle, then while
+/// the container is offloaded. It must prevent neither.
 #[test]
 fn monitor_keeps_no_container_on_its_gpu() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -141,7 +141,8 @@ fn python_queries_by_ctypes_while_offloaded() -> Result<()> {
     Ok(())
 }
 
-/// The simulated NVML kills a process that is locked during a call of NVML.
+/// Offloads a process during one of its NVML calls. The lock must wait for the end of the call,
+/// because the simulated NVML kills a process that is locked during a call.
 #[test]
 fn lock_waits_for_a_call_inside_nvml() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -72,7 +72,7 @@ fn goes_when_idle_and_comes_back_when_called(world: &Testbed) -> Result<()> {
     assert!(worker.verify()?);
     world.cli().wait_for("worker", "to have one restore", |row| row.restores == 1)?;
 
-    // Changes between two cycles are kept too.
+    // Changes that the program makes between two cycles must be kept, too.
     worker.call("touch")?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     wait_gpu_empty(world)?;
@@ -95,7 +95,7 @@ fn survives_containerd_restart_while_offloaded(world: &Testbed) -> Result<()> {
     let mut worker = Worker::start(world, "worker", 64)?;
     world.cli().wait_for_state("worker", "Offloaded")?;
     world.containerd().stop(nix::sys::signal::Signal::SIGTERM)?;
-    // The container is restored without containerd, and then again after containerd's restart.
+    // The container must be restored without containerd, and again after containerd's restart.
     assert!(worker.verify()?);
     world.cli().wait_for_state("worker", "Offloaded")?;
     world.start_containerd()?;
@@ -129,8 +129,8 @@ fn results_are_equal_with_and_without_offload() -> Result<()> {
     Ok(())
 }
 
-/// A thread polls its stream repeatedly, as frameworks do. Polls do not count as use of the GPU,
-/// and return without a restore.
+/// A thread polls its stream repeatedly, as frameworks do. The polls must not count as use of the
+/// GPU, and must return without a restore.
 #[test]
 fn polling_thread_neither_blocks_nor_wakes() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

@@ -16,7 +16,7 @@ use crate::offload::EAGER;
 const VRAM_MIB: u64 = 512;
 const OUT_OF_MEMORY: i32 = 2;
 
-/// Testbed in which a container is offloaded only if another one needs its VRAM.
+/// Testbed in which a container is offloaded only if another container needs VRAM.
 fn world() -> Result<Testbed> {
     let config = EAGER.replace("eager", "pressure");
     TestbedConfig::default()
@@ -41,8 +41,8 @@ fn reasons(world: &Testbed, of: &str) -> Result<Vec<String>> {
     Ok(own.map(|event| event.reason).collect())
 }
 
-/// Waits until events of the container have these reasons, in order. The controller publishes an
-/// event slightly after its cause.
+/// Waits until the container has had events with these reasons, in this order. The controller
+/// publishes an event slightly after its cause.
 fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
     let mut last = Vec::new();
     until("the events of allocations", || {
@@ -56,7 +56,7 @@ fn wait_for_reasons(world: &Testbed, of: &str, wanted: &[&str]) -> Result<()> {
 fn idle_neighbour_is_evicted_for_allocation() -> Result<()> {
     let world = world()?;
     let mut idle = start(&world, Worker::spec("idle", USUAL, 320))?;
-    // The container's first allocation waits, too, and so does its context before that.
+    // The creation of the container's context waits for VRAM, and then its first allocation.
     let mut newcomer = start(&world, waiting("newcomer", 300))?;
     world.cli().wait_for_state("idle", "Offloaded")?;
     assert!(newcomer.verify()?);

@@ -138,7 +138,7 @@ fn podman_container_outlives_the_controller() -> Result<()> {
         ensure!(row.name == "podman/trainer", "expected the name podman/trainer: {row:?}");
         ensure!(worker.verify()?, "the memory of the program has changed");
         shoot_controller(world)?;
-        // The next controller does not list a container that ended while no controller ran.
+        // The next controller must not list a container that ended while no controller ran.
         world.cli().registered(&id)?;
         podman.run(&["rm", "--force", "--time=0", "trainer", "other"])?;
         wait_forgotten(world, &id)?;
@@ -146,7 +146,8 @@ fn podman_container_outlives_the_controller() -> Result<()> {
     })
 }
 
-/// The original runtime alone runs containers that have no GPU or are not managed.
+/// Containers without a GPU, and containers that are not managed, must be run by the original
+/// runtime without changes.
 #[test]
 fn podman_plain_container_is_untouched() -> Result<()> {
     with_podman(|world, podman, _| {
@@ -189,7 +190,8 @@ fn podman_plain_container_is_untouched() -> Result<()> {
     })
 }
 
-/// A runtime refuses an id that is in use. The container of that id keeps its folder.
+/// Creates a second container with an id that is in use. The runtime must refuse, and the first
+/// container must keep its folder.
 #[test]
 fn podman_container_survives_a_second_create() -> Result<()> {
     with_podman(|world, podman, _| {
@@ -226,7 +228,7 @@ fn podman_container_has_users_of_its_own() -> Result<()> {
     })
 }
 
-/// A container that its runtime cannot create leaves nothing behind.
+/// Starts a container that its runtime cannot create. Nothing of this container must be left.
 #[test]
 fn podman_container_that_fails_leaves_nothing() -> Result<()> {
     with_podman(|world, podman, _| {

@@ -70,7 +70,8 @@ fn with_installation(
     case(&Installation { world: &world }, &podman).inspect_err(|_| world.show_logs())
 }
 
-/// Podman uses the installed runtime. The runtime is not removed while a container needs it.
+/// Podman must use the installed runtime. An uninstallation must not remove the runtime while a
+/// container needs it.
 #[test]
 fn podman_uses_what_is_installed() -> Result<()> {
     with_installation(|installation, podman| {
@@ -114,7 +115,7 @@ fn podman_uses_what_is_installed() -> Result<()> {
     })
 }
 
-/// A file that a user wrote is neither replaced nor removed.
+/// A user has written the configuration file. The installation must neither replace nor remove it.
 #[test]
 fn podman_file_of_a_user_stays() -> Result<()> {
     with_installation(|installation, _| {

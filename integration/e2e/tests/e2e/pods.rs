@@ -84,7 +84,8 @@ fn a_shim_that_is_killed_leaves_nothing(world: &Testbed) -> Result<()> {
     }
     until("containerd to see the end", || Ok((cri.state(&id)? == cri::EXITED).then_some(())))?;
     cri.remove_container(&id)?;
-    // containerd refuses while it cleans up after the shim: a kubelet tries again.
+    // containerd refuses the removal while it cleans up after the shim, so this test tries again,
+    // as a kubelet does.
     until("containerd to remove the pod", || Ok(cri.remove_pod(&pod_id).ok()))?;
     nothing_is_left(world)
 }

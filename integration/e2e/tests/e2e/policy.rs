@@ -13,8 +13,8 @@ use crate::{
     recovery::shoot_controller,
 };
 
-/// Only mode `eager` offloads a container without a request. In all other modes the container shows
-/// the reason.
+/// Without a request, only mode `eager` may offload the container. In all other modes the container
+/// must stay resident and show the reason.
 #[test]
 fn ineligible_container_stays_with_reason() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

@@ -52,8 +52,8 @@ fn wait_nowhere_on_the_device(world: &Testbed) -> Result<()> {
     })
 }
 
-/// Number of offloads by copiers. It is read when the worker is prefaulted again, because an
-/// offload is reported before that.
+/// Number of offloads by copiers. It is read after the worker is prefaulted again, because all
+/// earlier offloads are counted by then.
 fn copies(world: &Testbed) -> Result<u64> {
     wait_prepared(world)?;
     Ok(world.cli().gpu()?.copier_offloads)
@@ -118,8 +118,8 @@ fn prefaulted_process_offloads_through_copier() -> Result<()> {
     leaves_through_the_copier(&world, &mut worker, "offloads of prepared memory by the copier")
 }
 
-/// The driver cannot export this kind of memory, so its contents are first copied into other memory
-/// on the device.
+/// The driver cannot export the program's memory. For the offload, its contents must first be
+/// copied into exportable memory on the device.
 #[test]
 fn unexportable_memory_offloads_through_copier() -> Result<()> {
     let world = world()?;
@@ -158,7 +158,7 @@ fn prefaulted_process_without_copier_offloads() -> Result<()> {
     wait_gpu_empty(&world)?;
     assert!(worker.verify()?);
     assert_eq!(world.cli().gpu()?.copier_offloads, 0);
-    // The next offload uses the next copier.
+    // The next copier must serve the next offload.
     leaves_through_the_copier_once(&world, &mut worker)
 }
 
@@ -178,7 +178,7 @@ fn hands_over_in_vain(
         if !asked.wait()?.success() {
             return Ok(copier);
         }
-        // Nothing depends on the copier now, so it does not matter whether it still exists.
+        // No contents depend on the copier now, so a failure to continue it is ignored.
         let _ = kill(copier, Signal::SIGCONT);
         assert!(worker.verify()?);
     }

@@ -18,8 +18,8 @@ use crate::{
 const OUT_OF_MEMORY: i32 = 2;
 /// An image with its own `/etc/ld.so.preload`.
 const LIMITED: &str = "localhost/affinode/limited:1";
-/// VRAM that each program allocates, in MiB. The next constant is the limit that the other library
-/// sets.
+/// VRAM that each program allocates, in MiB. The next constant is the VRAM limit that the other
+/// library enforces.
 const HELD_MIB: u64 = 32;
 const LIMIT_MIB: &str = "48";
 
@@ -45,7 +45,8 @@ fn both_do_their_work(world: &Testbed, spec: Spec) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// The node's operator mounts a list of libraries to preload, as HAMi's device plugin does.
+/// The node's operator mounts a list of libraries to preload into the container, as HAMi's device
+/// plugin does.
 #[test]
 fn a_library_that_the_host_preloads() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

@@ -36,8 +36,8 @@ fn two_that_do_not_fit_take_turns() -> Result<()> {
     Ok(())
 }
 
-/// A container that waits for VRAM shows this reason. It is restored when the other container
-/// becomes idle. No process is lost.
+/// A container that waits for VRAM must show that as its reason, and must be restored when the
+/// other container becomes idle. No process may be lost.
 #[test]
 fn a_return_waits_for_room() -> Result<()> {
     let world = small_world(EAGER)?;
@@ -53,7 +53,7 @@ fn a_return_waits_for_room() -> Result<()> {
         Ok(row.filter(|row| row.state == "Queued" && row.reason == "waiting-for-vram"))
     })?;
     assert!(!alpha.has_answer()?);
-    // The resident container can read that another waits for its VRAM.
+    // The resident container can read that another container waits for its VRAM.
     let read = ["/bin/cat", "/.affinode/run/pressure"];
     until("the notice of pressure in the container", || {
         Ok(busy.running.exec(&world, &read)?.contains("GPU-").then_some(()))
@@ -81,7 +81,7 @@ fn an_idle_neighbour_makes_room() -> Result<()> {
     })?;
     world.cli().move_out("alpha")?;
     let mut beta = Worker::start(&world, "beta", EACH_MIB)?;
-    // The restore of alpha gets the VRAM of beta as soon as beta is idle.
+    // As soon as beta is idle, alpha must be restored into beta's VRAM.
     assert!(alpha.verify()?);
     world.cli().wait_for_state("beta", "Offloaded")?;
     assert!(beta.verify()?);

@@ -22,8 +22,8 @@ fn told(world: &Testbed, kind: &str) -> Result<usize> {
     Ok(events.iter().filter(|e| e.kind == kind && e.reason == "connection").count())
 }
 
-/// A connection restores a container with the annotation before its call. Its neighbour, to which a
-/// client had connected earlier, is not restored.
+/// A connection must restore the container with the annotation before it makes a call. Another
+/// container, to which a client connected earlier, must not be restored.
 #[test]
 fn connection_prewakes_only_its_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -32,8 +32,8 @@ fn connection_prewakes_only_its_container() -> Result<()> {
     for id in ["listens", "sleeps"] {
         world.cli().wait_for_state(id, "Offloaded")?;
     }
-    // Connections before the controller's first check do not count, so they are repeated until one
-    // prewakes the container.
+    // A connection before the controller's first check has no effect, so the test connects
+    // repeatedly until the container is prewoken.
     until("the connection to prewake the container", || {
         connect(&world, "sleeps")?;
         connect(&world, "listens")?;

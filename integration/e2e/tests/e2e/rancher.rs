@@ -135,7 +135,7 @@ fn the_handler_outlives_every_new_configuration(world: &Testbed) -> Result<()> {
         ensure!(cri.exec(&container, &["/bin/echo", "still"])?.stdout == b"still\n");
         cri.remove_pod(&id)?;
     }
-    // The command finds the containerd of k3s or rke2, even if other ones run.
+    // The command must find the containerd of k3s or rke2, even if other containerd processes run.
     let mut status = Command::new(world.artifacts().bin("affinode")?);
     status.args(["status", "--state-dir"]).arg(place.state("")).arg("--prefix").arg(world.prefix());
     let said = containerd::run(status.env_remove("CONTAINERD_ADDRESS"))?;

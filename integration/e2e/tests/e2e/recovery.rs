@@ -21,7 +21,7 @@ pub fn shoot_controller(world: &Testbed) -> Result<()> {
         let now = world.controller()?;
         Ok(now.filter(|now| now.pid != controller.pid))
     })?;
-    // The next controller replies, and knows the state of the one that was killed.
+    // The next controller must reply, and must know the state that the killed controller knew.
     until("the new controller to reply", || Ok(world.cli().ps_now().ok())).map(|_| ())
 }
 
@@ -51,8 +51,8 @@ fn controller_restarts_while_a_call_waits() -> Result<()> {
     Ok(())
 }
 
-/// Without a controller, a process that makes a call restores itself, one process at a time and
-/// only if its VRAM is free. The other process waits, and is not lost.
+/// Without a controller, a process that makes a call must restore itself. Processes must do so one
+/// at a time, and only if enough VRAM is free. The second process must wait, and must not be lost.
 #[test]
 fn without_controller_restore_needs_free_vram() -> Result<()> {
     let gpu = Gpu::Simulated { vram_bytes: 512 * MIB };
@@ -114,7 +114,8 @@ fn container_killed_while_offloaded_is_removed() -> Result<()> {
     nothing_is_left(&world)
 }
 
-/// A signal ends a thread that waits at the gate, as it ends any other thread.
+/// Sends a signal to a process with a thread that waits at the gate. The signal must end the
+/// process as usual.
 #[test]
 fn a_waiting_caller_obeys_signals() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;

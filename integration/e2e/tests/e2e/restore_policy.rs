@@ -52,7 +52,8 @@ fn in_the_queue_who_is_in_use_is_waited_for() -> Result<()> {
     asker.expect("verify").map(|_| ())
 }
 
-/// A container may end processes of other containers only if the operator allows it.
+/// A container asks by annotation to end processes of other containers. Without the operator's
+/// permission, no process may be ended.
 #[test]
 fn an_annotation_alone_ends_nobody() -> Result<()> {
     let config = IMMEDIATE.replace("by-annotation", "queue");

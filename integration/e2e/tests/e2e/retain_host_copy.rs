@@ -68,7 +68,8 @@ fn only_what_has_changed_is_copied_again() -> Result<()> {
     Ok(())
 }
 
-/// By default all contents are copied at each offload, also after the staging buffer has grown.
+/// Without `retain_host_copy`, the default, each offload must copy all contents, also after the
+/// staging buffer has grown.
 #[test]
 fn without_retained_copy_all_is_copied() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -104,7 +105,8 @@ fn retained_copy_stays_far_from_the_limit() -> Result<()> {
     let mut blind = Worker::start_as(&world, spec("blind"))?;
     blind.wait_filled()?;
     cycle(&world, "blind", &mut blind)?;
-    // `sees` was restored first, so it has already decided how much to retain.
+    // `sees` was restored first, so at this time it has already decided how much of the copy to
+    // retain.
     until("the retained copy to be freed", || {
         let kept = process(&world, "blind")?.kept_bytes;
         Ok((0 < kept && kept <= MIN_MIB * MIB).then_some(()))

@@ -1,5 +1,6 @@
-//! Tests of device memory that a move releases. The driver notices that the memory is scrubbed only
-//! during the next allocation. That allocation must not belong to a restore.
+//! Tests of device memory that a move releases. The driver notices the end of the scrub only during
+//! the next allocation, which takes longer for that reason. This allocation must not belong to a
+//! restore.
 
 use affinode_e2e::{
     testbed::{MIB, Testbed, TestbedConfig},
@@ -25,7 +26,8 @@ fn unnoted_bytes(world: &Testbed) -> Result<u64> {
     }
 }
 
-/// If the context stays, the agent makes the small allocation. Otherwise the copier makes it.
+/// After an offload, the small allocation must be made: by the agent if the context stays,
+/// otherwise by the copier.
 #[test]
 fn restore_does_not_wait_for_scrub() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

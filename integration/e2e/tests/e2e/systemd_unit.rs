@@ -95,8 +95,8 @@ impl Supervisor {
                 self.store.retain(|(kept, _)| kept != name);
             } else if text.contains("FDSTORE=1") {
                 let fd = fds.next().context("the message has no descriptor")?;
-                // A high number, so that it does not collide with the numbers under which
-                // descriptors are passed on.
+                // The duplicate gets a high number, so that it does not collide with the numbers
+                // under which descriptors are passed on.
                 let fd = rustix::io::fcntl_dupfd_cloexec(fd, 100)?;
                 self.store.push((name.to_owned(), fd));
             }
@@ -161,8 +161,8 @@ fn job_waits_for_the_next_controller() -> Result<()> {
     names.sort_unstable();
     assert_eq!(names, ["containers", "control.sock", "jobs.sock"]);
 
-    // No connection is refused. The next controller replies to the connections that were made
-    // meanwhile.
+    // No connection is refused. Connections that are made while no controller runs must be served
+    // by the next controller.
     let _agent = connect(&agent)?;
     let _shim = connect(&systemd.path("run/control.sock"))?;
     let late = systemd.job("late")?;
@@ -189,7 +189,7 @@ fn job_waits_for_the_next_controller() -> Result<()> {
 #[test]
 fn unit_waits_for_serving_controller_to_end() -> Result<()> {
     let (mut systemd, mut shim) = (Supervisor::new()?, Supervisor::new()?);
-    // A controller that was started by a shim has no supervisor to notify. It ends immediately if
+    // A controller that a shim starts has no supervisor to notify. It must end immediately if
     // another controller runs.
     let unsupervised = |of: &Supervisor| -> Result<Command> {
         let mut command = Command::new(of.artifacts.bin("containerd-shim-affinode-v1")?);

@@ -59,7 +59,7 @@ fn device_queries_while_offloaded_wake_nothing() -> Result<()> {
     Ok(())
 }
 
-/// A thread of the profiler still runs after the profile. The container can become idle
+/// A thread of the profiler still runs after the profile has ended. The container must become idle
 /// nevertheless.
 #[test]
 fn profile_that_ended_leaves_container_idle() -> Result<()> {

@@ -16,7 +16,8 @@ use anyhow::{Result, ensure};
 
 use crate::offload::MANUAL;
 
-/// Group that the configuration names. The next constant is a user without any other right.
+/// Group id that the configuration names. The next constant is the id of a user without any other
+/// right.
 const GROUP: u32 = 60_100;
 const USER: u32 = 60_101;
 
