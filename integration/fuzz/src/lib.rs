@@ -2,11 +2,10 @@
 //! that panics when it finds a fault.
 //!
 //! - `cargo test -p affinode-fuzz` runs each target on its corpus (`corpus/<target>`) and on random
-//! - `cargo test -p affinode-fuzz` runs each target on its corpus (`corpus/<target>`) and on random
 //!   changes of the corpus. `PROPTEST_CASES` sets the number of changes.
 //! - `cargo xtask fuzz --seconds 300` runs libFuzzer, guided by coverage. It stores inputs that
-//!   reach new code in `target/fuzz/corpus`. With `--keep`, it adds the smallest set of them to the
-//!   corpora here.
+//!   reach new code in `target/fuzz/corpus`. With `--keep`, it replaces each corpus here by the
+//!   smallest set of inputs with the same coverage.
 //!
 //! Among the crates of `integration`, only this one links the product's crates, because it tests
 //! functions instead of programs.

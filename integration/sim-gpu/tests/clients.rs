@@ -168,7 +168,8 @@ fn the_libraries_need_nothing_but_libc() {
     }
 }
 
-/// Tests that a changed byte is found at every position, by kernels and on the host.
+/// Changes a byte at several positions. Verification by kernels and verification on the host must
+/// both find it.
 #[test]
 fn verify_and_check_see_every_byte() {
     const BYTES: u64 = 3 * MIB;
@@ -190,7 +191,7 @@ fn verify_and_check_see_every_byte() {
         for offset in [0, 700_003, last - 8, last] {
             worker.expect(&format!("poke {offset}{place}"), 0);
             looks(&mut worker, false);
-            // The same command again restores the byte.
+            // A second run of the same command restores the byte.
             worker.expect(&format!("poke {offset}{place}"), 0);
         }
     }

@@ -50,7 +50,7 @@ fn obey(node: &Node) {
 fn exporter_is_restored_apart_from_importer() {
     let node = Node::start(&[]);
     let importer = attach(&node);
-    // Checkpoint calls mean the process that attached last with this pid.
+    // Checkpoint calls for this pid must apply to the process that attached last.
     let owner = attach(&node);
     obey(&node);
     let Reply::Object { object, .. } = ask(&owner, &Request::Allocate { gpu: 0, bytes: MIB })
@@ -60,7 +60,7 @@ fn exporter_is_restored_apart_from_importer() {
     let (_, exported) = ask_with(&owner, &Request::Export { object }, None);
     let exported = exported.unwrap();
 
-    // Memory that is only exported does not prevent the checkpoint.
+    // Memory that was exported but not imported by another process must not prevent the checkpoint.
     assert_eq!(checkpoint(&node, Operation::Lock { timeout_ms: 0 }), Reply::Done);
     assert_eq!(checkpoint(&node, Operation::RestoreThread), Reply::Thread(7));
     assert_eq!(checkpoint(&node, Operation::Save), Reply::Done);

@@ -1,4 +1,4 @@
-//! Tests of checkpoints that fail and of cases that succeed, as measured on a real driver.
+//! Tests of checkpoints that fail, and of checkpoints that succeed, as measured with a real driver.
 
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its failure")]
 
@@ -174,7 +174,8 @@ fn managed_memory_prevents_checkpoint_unharmed() {
     worker.expect_intact();
 }
 
-/// Memory of legacy IPC is restored like memory that was exported as a descriptor.
+/// Checkpoints a process whose memory another process has opened through legacy IPC. After the
+/// restore, the owner must have its own copy of the memory, as with an exported descriptor.
 #[test]
 fn shared_memory_is_restored_as_a_silent_copy() {
     let node = Node::start(&[]);
@@ -189,7 +190,7 @@ fn shared_memory_is_restored_as_a_silent_copy() {
     giver.expect("touch", 0);
     giver.expect_intact();
     taker.expect_intact();
-    // The importing process is lost.
+    // A checkpoint of the importing process must lose that process.
     assert_eq!(node.checkpoint(taker.pid(), &["lock", "checkpoint", "restore"]), [0, 0, 1]);
     giver.expect("free", 0);
     giver.kill();
@@ -265,8 +266,8 @@ fn the_caller_may_die_the_operation_does_not() {
         let mut caller = node.command(products().clients.join("checkpoint"));
         let mut caller =
             caller.arg(worker.pid().to_string()).arg(call).stdout(Stdio::null()).spawn().unwrap();
-        // The VRAM moves at the beginning of the simulated time. The change therefore shows that
-        // the call is in progress.
+        // The simulated driver changes the VRAM in use at the beginning of the call and then
+        // sleeps. The change therefore shows that the call is in progress.
         node.wait_used(0, if call == "checkpoint" { 0 } else { 8 * MIB + CONTEXT });
         caller.kill().unwrap();
         caller.wait().unwrap();

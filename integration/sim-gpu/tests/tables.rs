@@ -52,7 +52,8 @@ fn profiler_without_context_loses_process() {
     }
 }
 
-/// The checkpoint happens before the profiler begins, while it begins, or after that.
+/// Starts a profiler and checkpoints the process at the same time. Whether the checkpoint comes
+/// before, during or after the profiler's start, the process must be lost.
 #[test]
 fn profiler_during_checkpoint_loses_process() {
     let node = Node::start(&[]);
@@ -63,7 +64,8 @@ fn profiler_during_checkpoint_loses_process() {
     assert!(code == [LOST[0]] || program.fatal_signal() == Some(SIGSEGV), "{code:?}");
 }
 
-/// A profiler that has ended leaves a thread behind, which still calls the driver.
+/// A profiler that has ended leaves a thread behind, which still calls the driver. If the process
+/// is checkpointed, such a call must end the process.
 #[test]
 fn ended_profiler_still_reaches_driver() {
     let node = Node::start(&[]);

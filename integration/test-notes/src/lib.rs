@@ -1,7 +1,7 @@
 //! Notes that tests write for the user who runs them.
 //!
 //! `cargo test` prints no output of a passing test, so a skipped check would not be noticed. A test
-//! that cannot run on a machine calls [`skip`]. A test that counts successes of repeated attempts
+//! that cannot run on a machine calls [`skip`]. A test that repeats a step and counts the successes
 //! calls [`share`]. Each call writes a line to the file that [`NOTES_ENV`] names, which `cargo
 //! xtask test` prints at its end. If [`MAY_SKIP_ENV`] names a list, as in CI, a skip that is not on
 //! the list is an error.
@@ -36,10 +36,10 @@ pub fn skip(missing: &str, why: &str) {
     }
 }
 
-/// Records the number of successes among `of` attempts.
+/// Records that `good` of `of` attempts succeeded.
 ///
 /// # Panics
-/// When the share of successes is below `least`, which every machine must reach.
+/// When `good / of` is below `least`, the share that every machine must reach.
 pub fn share(what: &str, good: u64, of: u64, least: f64) {
     note(&format!("{}: {what}: {good} of {of}", test()));
     assert!(good as f64 >= of as f64 * least, "{what}: {good} of {of}, wanted are {least} of all");

@@ -10,8 +10,8 @@ use affinode_proto::wire::{
 };
 
 /// Decodes a page of counters after random changes. Each change takes ten bytes of the input: two
-/// for the position in a valid page, and eight for the new content. The unmodified input is decoded
-/// as a page, too, to test other sizes.
+/// for the position in a valid page, and eight for the new content. The input itself is decoded as
+/// a page as well, to test pages of other sizes.
 pub fn page(data: &[u8]) {
     let _ = CounterSnapshot::decode(data);
     let mut bytes = valid_page();

@@ -15,7 +15,7 @@ use affinode_controller::{
 };
 use tempfile::TempDir;
 
-/// A configuration file. It must be accepted as a whole, or refused with a reason.
+/// Parses a configuration file. It must be accepted as a whole, or refused with a reason.
 pub fn config(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     match Config::from_toml(text) {
@@ -24,8 +24,8 @@ pub fn config(data: &[u8]) {
     }
 }
 
-/// A pod's annotations, one `name=value` per line. Each is accepted or named in a warning. The
-/// result must be a policy that the node can satisfy.
+/// Parses a pod's annotations, one `name=value` per line. Each annotation must be accepted or named
+/// in a warning. The result must be a policy that the node can satisfy.
 pub fn annotations(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     let pairs = text.lines().filter_map(|line| line.split_once('='));
@@ -57,8 +57,8 @@ fn assert_within_the_operators_limits(pairs: &BTreeMap<String, String>) {
     }
 }
 
-/// The query of an HTTP request. A value must be a part of the query, a number must not be
-/// negative, and a query is refused only if it has a value.
+/// Parses the query of an HTTP request. Every value that the parser returns must be a part of the
+/// query. A number must not be negative. A query may be refused only if it contains a value.
 pub fn query(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     let (name, query_text) = text.split_once('\n').unwrap_or(("watch", text));
@@ -83,7 +83,8 @@ pub fn trace(data: &[u8]) {
     }
 }
 
-/// Lines that a container writes into its pipe. The last line that is complete and valid counts.
+/// Parses lines that a container writes into its hint pipe. The last line that is complete and
+/// valid must count.
 pub fn hint(data: &[u8]) {
     let Some(hint) = Hint::last(data) else { return };
     let mut written = data.to_vec();
@@ -91,9 +92,9 @@ pub fn hint(data: &[u8]) {
     assert_eq!(Hint::last(&written), Some(hint), "the hint changes when it is written again");
 }
 
-/// A record of the journal. The input is used as the file, and again with a matching checksum. The
-/// record is read, or rejected with a reason. A record that was read must be equal after it is
-/// written and read again.
+/// Parses a record of the journal, from the input as it is and from the input with a matching
+/// checksum. The record must be read, or rejected with a reason. A record that was read must be
+/// equal after it is written and read again.
 pub fn journal(data: &[u8]) {
     thread_local! {
         static FOLDER: Option<TempDir> = tempfile::tempdir().ok();

@@ -15,7 +15,7 @@ use rustix::fs::{Mode, OFlags, ResolveFlags, XattrFlags};
 /// The path that the shim looks up.
 const ASKED: &str = "/etc/ld.so.preload";
 const MAX_BYTES: u64 = 64;
-/// Names from which paths are made: those of the path that is looked up, and others.
+/// Names from which paths are made: the names in the path that is looked up, and other names.
 const NAMES: [&str; 8] = ["etc", "ld.so.preload", "a", "b", ".wh.etc", "usr", "..", "."];
 /// Content of a file outside the image. No file of the image has this content.
 const OUTSIDE: &[u8] = b"outside";
@@ -58,7 +58,8 @@ fn mount(layers: &[PathBuf]) -> Mount {
     }
 }
 
-/// The content that a process in this root would read, according to the kernel.
+/// The content that a process with this root folder would read. The kernel itself resolves the
+/// path.
 fn by_the_kernel(layer: &Path) -> Option<Vec<u8>> {
     let root = File::open(layer).ok()?;
     let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;

@@ -1,6 +1,6 @@
-//! A node with one hostile container, and honest containers of every engine on two GPUs. Whatever
-//! the hostile container sends, honest containers must be restored within a time limit after a
-//! call, and nothing may panic.
+//! A node with one hostile container, and honest containers with every engine on two GPUs. Whatever
+//! the hostile container sends, each honest container must be restored within a time limit after
+//! its call, and the controller's core must not panic.
 
 use std::collections::VecDeque;
 
@@ -33,7 +33,8 @@ const LIAR_VRAM: u64 = 50;
 const TOTAL_VRAM: u64 = 1_000;
 /// Maximum number of steps before the honest containers are called.
 const STEPS: usize = 400;
-/// Number of inputs from the hostile container in each round in which the others are restored.
+/// Number of inputs from the hostile container in each round while the honest containers are
+/// restored.
 const LIES_A_ROUND: usize = 3;
 const ROUND_MS: u64 = 50;
 /// Time limit, in the model's time, for the restores of the honest containers. The hostile
@@ -41,7 +42,7 @@ const ROUND_MS: u64 = 50;
 /// restore.
 const BOUND_MS: u64 = 40_000;
 
-/// An honest process. It executes its orders.
+/// A process of an honest container, which executes its orders.
 struct Honest {
     id: ProcessId,
     pid: u32,
@@ -363,7 +364,8 @@ impl World {
     /// sends the input's bytes again and again.
     fn restore_container(&mut self, data: &[u8]) {
         let mut bytes = Unstructured::new(data);
-        // Alternatively, the hostile container is connected and gives the same reply to all orders.
+        // `None`: the hostile container sends the input's bytes. Otherwise it is connected, and
+        // gives the same reply to all orders.
         let alike = [None, Some(Outcome::Busy), Some(Outcome::Late), Some(Outcome::Done)];
         let alike = *bytes.choose(&alike).unwrap_or(&None);
         if alike.is_some() {

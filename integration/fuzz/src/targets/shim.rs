@@ -19,7 +19,7 @@ use containerd_shim_protos::{api::CreateTaskRequest, protobuf::well_known_types:
 use serde_json::Value;
 use tokio::io::{AsyncRead, ReadBuf};
 
-/// Bytes that a peer sends. The peer lets other tasks run between two pieces.
+/// A peer that sends bytes in pieces. Between two pieces it lets other tasks run.
 struct Peer<'a> {
     left: &'a [u8],
     waited: bool,
@@ -87,8 +87,8 @@ pub fn start(data: &[u8]) {
     }
 }
 
-/// A config.json. Mounts are added and nothing else changes. A second edit changes nothing, and
-/// neither does a refused edit.
+/// Edits a config.json as the shim does. Only mounts may be added. A second edit must change
+/// nothing, and neither must an edit that is refused.
 pub fn spec(data: &[u8]) {
     let Ok(before) = serde_json::from_slice::<Value>(data) else { return };
     let _ = (spec::decide(&before), spec::cgroups_path(&before), spec::root_path(&before));
@@ -119,16 +119,17 @@ pub fn spec(data: &[u8]) {
     assert_eq!(without(edited), without(before), "something else changed");
 }
 
-/// An image's `/etc/ld.so.preload`. Affinode's line is added once, and the image's own list is
-/// kept.
+/// Edits an image's `/etc/ld.so.preload`. Affinode's line must be added once, and the image's own
+/// lines must be kept.
 pub fn preload(data: &[u8]) {
     let merged = merge(data);
     assert!(merged.starts_with(data));
     assert_eq!(merge(&merged), merged);
 }
 
-/// The options that containerd passes to a runtime; the first byte gives their type. They are
-/// translated to runc's options or refused with a reason, and a second translation changes nothing.
+/// The options that containerd passes to a runtime; the first byte gives their type. The options
+/// must be translated to runc's options, or refused with a reason. A second translation must change
+/// nothing.
 pub fn options(data: &[u8]) {
     /// First byte of the field that names a file of the node, which must not be read here.
     const CONFIG_PATH: u8 = 0x12;
@@ -157,8 +158,8 @@ pub fn options(data: &[u8]) {
     }
 }
 
-/// Docker's file of a container. The names in it must be safe on a terminal and limited in length,
-/// or absent.
+/// Parses the file in which Docker describes a container. Each name that is read from it must be
+/// safe on a terminal and limited in length. Otherwise the name must be absent.
 pub fn docker(data: &[u8]) {
     let Ok(names) = docker::parse(data) else { return };
     let safe = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-/".contains(&byte);

@@ -98,7 +98,8 @@ fn save(driver: &Driver, extra_bytes: u64) -> Report {
     }
 }
 
-/// Starts a thread of the driver, which blocks the application's signals.
+/// Starts a thread of the driver. The thread blocks all signals, so that they reach the
+/// application's threads.
 pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     // SAFETY: plain data, filled by the calls below; a new thread inherits the mask of this
     // moment, and this thread gets its own back.

@@ -1,5 +1,6 @@
-//! Connections to the daemon. One lasts as long as this CUDA process. Each checkpoint call opens a
-//! short one, because the call may take long and does not need `cuInit`.
+//! Connections to the daemon. The process's own connection stays open as long as the process
+//! exists. Each checkpoint call opens a connection of its own, because the call may take long and
+//! does not need `cuInit`.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;

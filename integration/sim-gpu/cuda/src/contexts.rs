@@ -45,7 +45,8 @@ pub struct Current {
     legacy: StreamId,
 }
 
-/// Meaning of stream 0 in the called function: `cuX` or `cuX_ptsz`.
+/// Meaning of stream 0 in the called function: the legacy default stream in `cuX`, the per-thread
+/// default stream in `cuX_ptsz`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Default0 {
     Legacy,
@@ -72,7 +73,7 @@ thread_local! {
     static STREAMS: RefCell<ThreadStreams> = const { RefCell::new(ThreadStreams(BTreeMap::new())) };
 }
 
-/// Returns the context on top of this thread's stack. It may not exist any longer.
+/// Returns the context on top of this thread's stack. The context may have been destroyed already.
 pub fn top() -> Option<u64> {
     STACK.with(|stack| stack.borrow().last().copied())
 }
@@ -142,8 +143,8 @@ impl Contexts {
         if self.peers.remove(&(from, to)) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
     }
 
-    /// Whether peer access is enabled. If it was ever used, records that it cannot be enabled again
-    /// after the checkpoint.
+    /// Whether peer access is enabled. If peer access was ever used, records that it cannot be
+    /// enabled again after the checkpoint.
     pub fn peer_access_before_checkpoint(&mut self) -> bool {
         self.peers_spoilt |= self.peers_used;
         !self.peers.is_empty()
@@ -159,7 +160,7 @@ impl Driver {
         Ok(Current { context, device: found.device, legacy: found.legacy })
     }
 
-    /// Changes the stack limit of the current context. This frees or takes VRAM immediately.
+    /// Changes the stack limit of the current context, which immediately frees or allocates VRAM.
     pub fn set_stack_limit(&self, bytes: u64) -> Outcome {
         let current = self.current()?;
         self.link.tell(&Request::SetStackLimit { gpu: self.gpu(current.device)?, bytes })?;
@@ -249,7 +250,8 @@ impl Driver {
                 let known = STREAMS.try_with(|streams| {
                     *streams.borrow_mut().0.entry(context).or_insert_with(create)
                 });
-                // The thread is ending, so the stream is created for this one call.
+                // The thread is ending and its list of streams no longer exists, so a stream is
+                // created only for this call.
                 Ok(known.unwrap_or_else(|_| create()))
             }
             _ => {

@@ -34,7 +34,7 @@ pub fn run(driver: &Driver, table: u64, many: u32) -> Outcome {
     if words.next().is_some() { Err(ILLEGAL_ADDRESS) } else { Ok(()) }
 }
 
-/// State of the 256 threads of a block.
+/// State of the 256 threads of a block, which compute one digest together.
 struct Digest {
     threads: Vec<[u64; 2]>,
     words: usize,
@@ -49,7 +49,8 @@ impl Digest {
         Self { threads: (1..=THREADS as u64).map(first).collect(), words: 0, any: 0 }
     }
 
-    /// Adds the next word. Each thread in turn takes two words.
+    /// Adds the next word. The first two words belong to the first thread, the next two words to
+    /// the second thread, and so on.
     fn take(&mut self, word: u64) {
         let thread = self.words / 2 % THREADS;
         self.words += 1;

@@ -2,8 +2,8 @@
 //!
 //! As with the real driver, a child that is forked after `cuInit` has no driver, and its calls
 //! return NOT_INITIALIZED. The child closes the parent's connections immediately, so that the
-//! daemon notices the parent's end. After `exit` has begun, every call returns DEINITIALIZED,
-//! including those of the checkpoint interface.
+//! daemon notices the parent's end. After `exit` has begun, every call returns DEINITIALIZED, also
+//! the checkpoint calls.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -32,8 +32,8 @@ pub struct Driver {
     /// State of the private tables, and of the tools that use them.
     pub tools: Tools,
     gpus: Vec<GpuInfo>,
-    /// Index of the GPU for each device ordinal. CUDA_VISIBLE_DEVICES sets it, and restores on
-    /// other GPUs change it.
+    /// Index of the GPU for each device ordinal. CUDA_VISIBLE_DEVICES sets the indexes, and
+    /// restores on other GPUs change them.
     ordinals: Mutex<Vec<usize>>,
     contexts: Mutex<Contexts>,
     memory: Mutex<Memory>,
@@ -94,7 +94,7 @@ pub fn init() -> Outcome<&'static Driver> {
     Ok(DRIVER.get_or_init(|| driver))
 }
 
-/// Returns an error if the driver has ended before its process.
+/// Returns an error if the driver has shut down because the process is in `exit`.
 pub fn check_ending() -> Outcome {
     if ENDING.load(Ordering::Relaxed) { Err(DEINITIALIZED) } else { Ok(()) }
 }
@@ -157,7 +157,7 @@ impl Driver {
         i32::try_from(count).unwrap_or(i32::MAX).max(1)
     }
 
-    /// The ordinal of a GPU, or -1 if the process does not see it.
+    /// The device ordinal of a GPU, or -1 if the process does not see the GPU.
     pub fn ordinal(&self, gpu: usize) -> i32 {
         guard(&self.ordinals)
             .iter()

@@ -92,8 +92,8 @@ impl Gate {
         Ok(Inside(Some(self)))
     }
 
-    /// Closes the gate, then waits for the calls inside. Returns false if they did not return
-    /// before the deadline. The gate is then open as before.
+    /// Closes the gate, then waits for the calls inside the driver. If they do not return before
+    /// the deadline, opens the gate again and returns false.
     pub fn close(&self, deadline: Option<Instant>) -> bool {
         let mut inner = self.lock();
         inner.phase = Phase::Closed;
@@ -114,8 +114,8 @@ impl Gate {
         self.lock().phase = Phase::Checkpointed;
     }
 
-    /// Simulates a read of the context without a wait at the gate. If the process is checkpointed,
-    /// it ends with SIGSEGV.
+    /// Simulates a read of the context without a wait at the gate. The read ends the process with
+    /// SIGSEGV if it is checkpointed.
     pub fn look(&self) {
         if self.is_offloaded() {
             segfault();

@@ -7,7 +7,7 @@ use crate::abi::{
 };
 use crate::pages::Pages;
 
-/// How a block of host memory became known to the driver.
+/// Call by which the driver knows a block of host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostKind {
     /// Memory that `cuMemHostAlloc` has allocated.

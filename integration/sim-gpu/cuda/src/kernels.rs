@@ -4,8 +4,8 @@
 //! | --- | --- | --- |
 //! | `fill_u32` | `u64 pointer, u64 count, u32 value` | sets every word |
 //! | `add_u32` | `u64 pointer, u64 count, u32 increment` | adds to every word |
-//! | `pattern_u32` | `u64 pointer, u64 count, u32 seed` | sets every word by its place |
-//! | `check_u32` | `u64 pointer, u64 count, u32 seed, u32 scale, u32 add, u64 counter` | counts words that are not that pattern times scale plus add |
+//! | `pattern_u32` | `u64 pointer, u64 count, u32 seed` | sets every word to a value that depends on its index and the seed |
+//! | `check_u32` | `u64 pointer, u64 count, u32 seed, u32 scale, u32 add, u64 counter` | counts the words that differ from (pattern word of the seed) * scale + add |
 //! | `spin_ms` | `u32 milliseconds` | keeps the stream busy |
 //! | `affinode_digest` | `u64 table, u32 many` | see [`crate::digest`] |
 //!
@@ -40,7 +40,7 @@ pub enum Call {
     Digest { table: u64, many: u32 },
 }
 
-/// Where the arguments of a launch are.
+/// Location of the arguments of a launch.
 #[derive(Debug, Clone, Copy)]
 pub enum Arguments {
     /// An array of pointers, one per argument.
@@ -155,7 +155,8 @@ impl Call {
     }
 }
 
-/// The pattern of `integration/clients/client.c` at an index, counted from 1.
+/// Word at an index of the pattern that `integration/clients/client.c` writes. The index is counted
+/// from 1.
 fn pattern(seed: u32, index: u64) -> u32 {
     let x = index.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed.into());
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

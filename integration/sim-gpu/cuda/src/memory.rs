@@ -6,7 +6,6 @@
 //! ```
 //! `cuMemAlloc` makes a reservation, a physical object and a mapping in one call. With the VMM
 //! calls, a program makes them one by one. A checkpoint and restore do not change addresses.
-//! calls, a program makes them one by one. Addresses do not change over a checkpoint.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -42,9 +41,9 @@ struct Physical {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     Own,
-    /// Another process, through `cuMemImportFromShareableHandle`.
+    /// The object belongs to another process and was imported by `cuMemImportFromShareableHandle`.
     Shared,
-    /// Another process, through `cuIpcOpenMemHandle`.
+    /// The object belongs to another process and was opened by `cuIpcOpenMemHandle`.
     LegacyIpc,
 }
 
@@ -73,7 +72,8 @@ struct Mapping {
     freed: bool,
     /// Number of times that memory of another process was opened.
     times: u32,
-    /// The address range. `None` if `cuMemAddressReserve` has reserved it.
+    /// The address range, if the mapping owns it. `None`: the range was reserved by
+    /// `cuMemAddressReserve`.
     _pages: Option<Pages>,
 }
 
@@ -84,7 +84,7 @@ pub struct Memory {
     reservations: BTreeMap<u64, Pages>,
     /// Host memory that the driver knows.
     pub host: HostMemory,
-    /// Host memory that a checkpoint takes in addition to the contents.
+    /// Host memory that the driver allocates for a checkpoint in addition to the contents.
     extra: Option<Pages>,
 }
 
@@ -129,7 +129,7 @@ impl Memory {
         }
     }
 
-    /// The properties with which an object with a handle was created.
+    /// The properties with which an object was created. The object must have a handle.
     pub fn property(&self, object: ObjectId) -> Outcome<AllocationProp> {
         let physical = self.physical.get(&object).filter(|physical| physical.handles > 0);
         physical.and_then(|physical| physical.property).ok_or(INVALID_VALUE)
@@ -163,7 +163,7 @@ impl Memory {
         Ok(self.bury(object))
     }
 
-    /// Adds one handle to an object that has one.
+    /// Adds one handle to an object that has at least one handle.
     pub fn retain(&mut self, object: ObjectId) -> Outcome {
         self.physical.get_mut(&object).ok_or(INVALID_VALUE)?.handles += 1;
         Ok(())
@@ -241,7 +241,7 @@ impl Memory {
         Some(*address)
     }
 
-    /// Closes an import once. Returns the object if it must be freed.
+    /// Closes imported memory once. Returns the object if it must then be freed.
     pub fn close(&mut self, address: CUdeviceptr) -> Outcome<Option<ObjectId>> {
         let opened = self.mappings.get_mut(&address).filter(|m| m.origin == Origin::Ipc);
         let opened = opened.ok_or(INVALID_VALUE)?;
@@ -260,7 +260,8 @@ impl Memory {
     }
 
     /// Keeps allocations of pools after the end of their context (as measured with driver 580),
-    /// except freed ones. Returns the addresses of the freed ones.
+    /// except for allocations that the application has freed. Returns the addresses of these freed
+    /// allocations.
     pub fn outlive(&mut self, context: u64) -> Vec<u64> {
         let mut freed = Vec::new();
         for (address, mapping) in &mut self.mappings {
@@ -402,7 +403,7 @@ impl Memory {
         })
     }
 
-    /// Returns the contents of a range of device addresses, which may cross mappings.
+    /// Returns the contents of a range of device addresses. The range may cover several mappings.
     pub fn device(&self, address: CUdeviceptr, bytes: usize) -> Outcome<Vec<Piece>> {
         let mut pieces = Vec::new();
         let (mut next, mut left) = (address, bytes);

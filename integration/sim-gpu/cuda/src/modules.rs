@@ -30,7 +30,7 @@ impl Modules {
         Ok(())
     }
 
-    /// Whether a handle is that of a module.
+    /// Returns an error if a handle does not name an existing module.
     pub fn check(&self, module: Handle) -> Outcome {
         let id = number(Kind::Module, module)?;
         if self.modules.contains_key(&id) { Ok(()) } else { Err(INVALID_HANDLE) }

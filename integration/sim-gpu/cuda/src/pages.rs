@@ -12,7 +12,7 @@ use crate::abi::{OUT_OF_MEMORY, Outcome};
 /// Unit of device memory, and of mappings on x86-64.
 pub const PAGE_BYTES: usize = 4096;
 
-/// A range of the address space. It is unmapped when this is dropped.
+/// A range of the address space, which is unmapped when this value is dropped.
 #[derive(Debug)]
 pub struct Pages {
     start: usize,

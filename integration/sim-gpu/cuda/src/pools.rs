@@ -227,8 +227,8 @@ impl Driver {
     /// Returns the memory of an allocation to its pool. If the pool has been destroyed, the memory
     /// is freed. Called when no work uses the allocation.
     pub fn pool_takes_back(&self, address: CUdeviceptr) -> Outcome {
-        // This is done first, because the next allocation may get this address as soon as the
-        // address is unmapped.
+        // The record of the allocation is removed first, because another allocation may get this
+        // address as soon as the address is unmapped.
         let of = {
             let mut pools = self.pools();
             pools.is_freed(address);

@@ -18,7 +18,7 @@ pub struct Stats {
     running: Mutex<[u32; MAX_GPUS]>,
 }
 
-/// A kernel that runs. It ends when this is dropped.
+/// A running kernel, which counts as ended when this value is dropped.
 pub struct Busy<'a> {
     stats: &'a Stats,
     gpu: usize,

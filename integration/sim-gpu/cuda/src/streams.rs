@@ -2,8 +2,8 @@
 //!
 //! Tickets define the order between streams: the operations of a stream are numbered. An operation
 //! may wait for `(stream, ticket)` pairs. All of these were submitted earlier, so there is no
-//! cycle. The legacy default stream of a context waits for the context's blocking streams, and they
-//! wait for it. An event refers to a ticket.
+//! cycle. The legacy default stream of a context waits for the context's blocking streams, and the
+//! blocking streams wait for the legacy default stream. An event refers to a ticket.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
@@ -22,8 +22,8 @@ use crate::stats::now_ns;
 pub type StreamId = u64;
 /// A point in the order of a stream's operations.
 pub type Mark = (StreamId, u64);
-/// Work that is executed on the GPU. As on a real GPU, later calls of the process also return its
-/// error.
+/// Work that is executed on the GPU. If it fails, all later calls of the process also return its
+/// error, as with a real GPU.
 pub type Op = Box<dyn FnOnce() -> Outcome + Send>;
 
 struct Stream {

@@ -8,8 +8,8 @@
 //!
 //! `settle` and `look` need the context: a call while the context is checkpointed ends the
 //! application. A tool that attaches while the context is checkpointed, or during a checkpoint,
-//! hangs. No restore of that process then succeeds (torch.profiler, H200, 580.159). A checkpoint of
-//! a process with an attached tool is assumed to have the same result.
+//! hangs. No restore of that process then succeeds (torch.profiler, H200, 580.159). The simulation
+//! assumes the same result for a checkpoint of a process to which a tool is attached.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::thread;
@@ -36,8 +36,8 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Records that the context is checkpointed. Returns the error code that later restores will
-    /// have, or 0 if they can succeed.
+    /// Records that the context is checkpointed. Returns the error code of later restores, or 0 if
+    /// restores can succeed.
     pub fn save(&self) -> i32 {
         self.saves.fetch_add(1, Ordering::SeqCst);
         if self.attached.load(Ordering::SeqCst) > 0 { code::UNKNOWN } else { 0 }
@@ -88,8 +88,7 @@ pub fn find(id: &Uuid) -> &'static Table {
     }
 }
 
-/// Checks that the caller has the driver's own table, in the process for which the table was made.
-/// Otherwise returns an error.
+/// Returns an error if the caller's hash does not belong to the driver's own table in this process.
 unsafe extern "C" fn check(hash: u64, _: u64) -> CUresult {
     status(if hash == expected_hash(std::process::id()) { Ok(()) } else { Err(INVALID_VALUE) })
 }

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! An operation is completed even if its caller ends. The next operation on the same process waits
-//! for it. This includes `GetState`.
+//! for it. This applies to `GetState` as well.
 
 use std::sync::Arc;
 use std::thread;
@@ -104,8 +104,8 @@ fn save(driver: &Driver, process: &Process, stage: &mut Stage) -> Result<(), i32
     let extra_bytes = driver.config.checkpoint_extra_bytes();
     if node::memory_limit_bytes(process.pid).is_some_and(|limit| limit < bytes + extra_bytes) {
         // The contents go to host memory, which is charged to the process's own cgroup. Here the
-        // cgroup's limit is too low. The OOM killer therefore ends the process during the copy, and
-        // the call finds no process.
+        // cgroup's limit is too low for the contents. The OOM killer therefore kills the process
+        // during the copy, and the call returns an error because the process has ended.
         thread::sleep(cost / 2);
         kill_process(process.pid);
         return Err(code::OPERATING_SYSTEM);
@@ -176,8 +176,8 @@ fn refill(
     check(order(process, &Order::Resume { gpu_map }, None)?)
 }
 
-/// Returns the new GPU for each old GPU, by index. `None` if the pairs are not a permutation of all
-/// GPUs.
+/// Returns the index of the new GPU for each index of an old GPU. `None`: the pairs are not a
+/// permutation of all GPUs.
 fn gpu_map(driver: &Driver, pairs: &GpuPairs) -> Option<Vec<usize>> {
     let gpus = driver.config.gpu_infos();
     let identity = (0..gpus.len()).collect();

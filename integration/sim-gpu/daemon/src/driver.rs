@@ -20,8 +20,8 @@ use crate::ledger::{ClientId, Ledger};
 use crate::memory;
 use crate::usage::Usage;
 
-/// Maximum number of objects. Each object keeps a descriptor open, and no container may use up the
-/// daemon's descriptors.
+/// Maximum number of objects. Each object keeps a descriptor open, and a container must not be able
+/// to use up the daemon's descriptors.
 const MAX_OBJECTS: usize = 16 * 1024;
 const MAX_EXPORTS: usize = 256;
 const MAX_TOKENS: usize = 4096;
@@ -63,7 +63,8 @@ pub struct Driver {
     state: Mutex<State>,
 }
 
-/// Locks a mutex, even if its holder panicked: the ledger is consistent after each statement.
+/// Locks a mutex even if a thread has panicked while it held the mutex. This is safe because the
+/// ledger is consistent after each statement.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

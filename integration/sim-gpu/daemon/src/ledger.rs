@@ -1,7 +1,8 @@
 //! Accounts VRAM by process. It is pure: its input and output are ids and numbers.
 //!
-//! An object exists while a client holds it, or while an exported descriptor of it is open. It
-//! counts once for its GPU. In NVML's figures it counts for its first holder.
+//! An object exists while a client holds it, or while a descriptor to which it was exported is
+//! open. Its size is counted once for its GPU. In NVML's figures it is counted for the client that
+//! has held it longest.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -43,7 +44,7 @@ pub struct Ledger {
     context_bytes: u64,
     /// Number of threads of a GPU. Each byte of stack limit takes this many bytes of VRAM.
     threads: u64,
-    /// Stack limits that were set, by client and GPU.
+    /// Stack limits that clients have set, in bytes for each thread, by client and GPU.
     stack_limits: BTreeMap<(ClientId, usize), u64>,
     contexts: BTreeMap<ClientId, BTreeMap<usize, u32>>,
     objects: BTreeMap<ObjectId, Object>,
@@ -52,7 +53,7 @@ pub struct Ledger {
     /// Copies of shared objects, by client and original object. After a checkpoint, a client that
     /// shared an object has a copy of its own under the original's name (measured with driver 580).
     copies: BTreeMap<(ClientId, ObjectId), ObjectId>,
-    /// VRAM of each GPU that was released since the last allocation there.
+    /// For each GPU: bytes of VRAM that were released since the last allocation on this GPU.
     unnoted: Vec<u64>,
     next_object: ObjectId,
 }
@@ -78,8 +79,9 @@ impl Ledger {
         self.objects.len()
     }
 
-    /// VRAM of a GPU that was released since the last allocation there. The next allocation waits
-    /// for the driver to notice the release (13 to 20 ms for 60 GiB, measured with driver 580).
+    /// Bytes of a GPU's VRAM that were released since the last allocation on this GPU. The next
+    /// allocation waits for the driver to notice the release (13 to 20 ms for 60 GiB, measured with
+    /// driver 580).
     pub fn unnoted_bytes(&self, gpu: usize) -> u64 {
         self.unnoted.get(gpu).copied().unwrap_or(0)
     }
@@ -96,7 +98,8 @@ impl Ledger {
         objects + here.map(|(client, _)| self.context_bytes(*client, gpu)).sum::<u64>()
     }
 
-    /// VRAM that the contexts of a client take on a GPU where it has any.
+    /// VRAM that all contexts of a client on a GPU take together. The client must have a context on
+    /// this GPU.
     fn context_bytes(&self, client: ClientId, gpu: usize) -> u64 {
         let limit = self.stack_limits.get(&(client, gpu)).copied().unwrap_or(STACK_LIMIT);
         let fixed = self.context_bytes.saturating_sub(self.threads * STACK_LIMIT);
@@ -177,7 +180,8 @@ impl Ledger {
         Ok(id)
     }
 
-    /// Returns the object that an id means for this client: the client's own copy, if it has one.
+    /// Returns the object to which an id refers for this client: the client's own copy if it has a
+    /// copy, otherwise the object with this id.
     pub fn meant(&self, client: ClientId, id: ObjectId) -> ObjectId {
         self.copies.get(&(client, id)).copied().unwrap_or(id)
     }
@@ -245,8 +249,8 @@ impl Ledger {
         Saved { objects, contexts: self.contexts.get(&client).cloned().unwrap_or_default() }
     }
 
-    /// Returns the id by which a client knows an object: that of the original, if the object is a
-    /// copy.
+    /// Returns the id by which a client knows an object. If the object is a copy, this is the id of
+    /// the original object.
     fn name(&self, client: ClientId, id: ObjectId) -> ObjectId {
         let copy = self.copies.iter().find(|((of, _), copy)| *of == client && **copy == id);
         copy.map_or(id, |((_, name), _)| *name)
@@ -273,8 +277,9 @@ impl Ledger {
         (saved, gone)
     }
 
-    /// Allocates a client's saved objects and contexts on the GPUs again, those of GPU n on GPU
-    /// `gpu_map[n]`. If one of the GPUs has too little free VRAM, nothing is changed.
+    /// Allocates a client's saved objects and contexts on the GPUs again. Objects and contexts of
+    /// GPU n are allocated on GPU `gpu_map[n]`. If one of the GPUs has too little free VRAM,
+    /// nothing is changed.
     pub fn readmit(
         &mut self,
         client: ClientId,

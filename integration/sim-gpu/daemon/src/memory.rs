@@ -1,5 +1,5 @@
-//! Device memory, as memory files of fixed size. The daemon fills the files, so that VRAM is
-//! charged to the daemon's cgroup and never to that of the process that uses it.
+//! Device memory, as memory files of fixed size. The daemon fills the files, so that simulated VRAM
+//! is charged to the daemon's cgroup and never to the cgroup of the process that uses it.
 
 use std::ffi::CString;
 use std::io;

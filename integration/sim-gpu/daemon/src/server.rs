@@ -63,8 +63,8 @@ pub fn run(config: Config) -> Result<(), Error> {
     let connections = Arc::new(AtomicUsize::new(0));
     loop {
         let Ok(client) = listener.accept() else {
-            // Usually the daemon has no free descriptors. Descriptors are released when a client
-            // ends.
+            // The usual cause of this error is that the daemon has no free descriptors. Descriptors
+            // become free when a client ends.
             thread::sleep(usage::PERIOD);
             continue;
         };
@@ -185,7 +185,7 @@ fn export(driver: &Arc<Driver>, process: &Process, object: u64) -> Answer {
     let (watcher, mut ours) = (Arc::clone(driver), File::from(ours));
     let watch = start(move || {
         let _ = io::copy(&mut ours, &mut io::sink());
-        // The name can be used again after the daemon's end is closed, too.
+        // Another terminal can get the same name only after the daemon's end is closed as well.
         watcher.close_export(name);
     });
     match watch {

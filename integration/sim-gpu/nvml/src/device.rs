@@ -160,8 +160,8 @@ nvml_api! {
             encoder: 0,
             decoder: 0,
         };
-        // As with the real NVML, only busy processes have a sample. All samples are of the present
-        // moment.
+        // As with the real NVML, only busy processes have a sample. All samples have the present
+        // time as their time stamp.
         let busy: Vec<_> = gpu.processes.iter().filter(|p| p.busy_percent > 0).map(sample).collect();
         if busy.is_empty() || after_us >= now {
             return Err(NOT_FOUND);

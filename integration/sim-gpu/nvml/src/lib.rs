@@ -2,9 +2,8 @@
 //!
 //! Each call queries the daemon for device names, UUIDs, memory, utilisation over the last second,
 //! and the processes that hold VRAM by their pids on the host. A checkpointed process is not
-//! listed. Clocks, power, temperature, ECC, MIG and events are not simulated. Of their functions,
-//! those that tools often call return "not supported".
-//! that tools often call return "not supported".
+//! listed. Clocks, power, temperature, ECC, MIG and events are not simulated. Functions for these
+//! values that tools often call return "not supported".
 
 #![allow(
     unsafe_code,

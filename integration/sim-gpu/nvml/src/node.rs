@@ -20,8 +20,8 @@ const POLL: std::time::Duration = std::time::Duration::from_millis(10);
 pub type Device = usize;
 
 /// Environment variable that sets the duration of each request in milliseconds. Tests use it to
-/// lock a process during a request. A process that is locked during a request ends, because the
-/// real driver's behaviour in this case is unknown.
+/// lock a process during a request. If a process is locked during a request, this library ends the
+/// process, because the real driver's behaviour in this case is unknown.
 const SLOW_ENV: &str = "AFFINODE_SIM_NVML_SLOW_MS";
 
 /// Simulates the function `nvmlInit`.

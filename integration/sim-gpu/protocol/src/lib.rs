@@ -6,9 +6,9 @@
 //!
 //! | first request | purpose | requests come from |
 //! | --- | --- | --- |
-//! | [`Request::Attach`] | the life of a CUDA process: when it closes, its VRAM is free | the process |
-//! | [`Request::Control`] | the driver's channel into that process | the daemon, with [`Order`]s |
-//! | anything else | one request, one reply | the client |
+//! | [`Request::Attach`] | requests of a CUDA process; when the connection closes, the process's VRAM is freed | the CUDA process |
+//! | [`Request::Control`] | the daemon's [`Order`]s to a CUDA process, each followed by the process's [`Report`] | the daemon |
+//! | any other request | a single request and its reply | any client |
 //!
 //! The daemon identifies a client by `SO_PEERCRED`. It does not trust anything that a client sends
 //! about itself.
@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 /// Socket at which the daemon listens by default.
 pub const SOCKET: &str = "/run/affinode-sim/gpu.sock";
-/// Environment variable that names another socket, for the libraries.
+/// Environment variable from which the libraries read the socket's path, if it is not [`SOCKET`].
 pub const SOCKET_ENV: &str = "AFFINODE_SIM_SOCKET";
 /// Maximum size of a message in bytes.
 pub const MAX_PACKET_BYTES: usize = 128 * 1024;
@@ -279,7 +279,7 @@ pub struct GpuSnapshot {
     pub used_bytes: u64,
     /// VRAM released since the last allocation on this GPU; not part of NVML.
     pub unnoted_bytes: u64,
-    /// Percentage of the last sample period in which a kernel ran.
+    /// Percentage of the last sample period during which a kernel ran on the GPU.
     pub busy_percent: u32,
     /// Processes that hold VRAM on the GPU.
     pub processes: Vec<ProcessUse>,
@@ -292,7 +292,7 @@ pub struct ProcessUse {
     pub pid: u32,
     /// VRAM that the process holds, in bytes.
     pub used_bytes: u64,
-    /// Percentage of the sample period in which a kernel of the process ran.
+    /// Percentage of the last sample period during which a kernel of the process ran on the GPU.
     pub busy_percent: u32,
 }
 

@@ -38,7 +38,8 @@ impl<T> Out<T> {
         }
     }
 
-    /// The same pointer, for a value whose type depends on another argument.
+    /// The same pointer with another type, for a value whose type depends on another argument of
+    /// the call.
     pub fn cast<U>(self) -> Out<U> {
         Out(self.0.cast())
     }
@@ -80,8 +81,8 @@ impl<T: Copy> In<T> {
     }
 }
 
-/// Converts an address from a field of another structure to a pointer. It is as valid as that
-/// structure.
+/// Converts an address that was read from a field of a structure to a pointer. The pointer is valid
+/// as long as the structure.
 ///
 /// # Safety
 /// `address` is null or valid for reads of `T`.
@@ -95,7 +96,7 @@ pub unsafe fn pointer<T>(address: usize) -> In<T> {
 pub struct Text(*const c_char);
 
 impl Text {
-    /// The text as a Rust string. Null and invalid UTF-8 are an invalid value.
+    /// The text as a Rust string. Returns "invalid value" for a null pointer or invalid UTF-8.
     pub fn get<'a>(self) -> Result<&'a str, i32> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);

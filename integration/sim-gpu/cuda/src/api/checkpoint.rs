@@ -1,5 +1,6 @@
-//! The checkpoint calls. They do not pass the gate. Their target is another process or the caller
-//! itself. They go to the daemon, which sends orders to the checkpoint thread of the target.
+//! The checkpoint calls, which do not pass the gate. Their target is another process or the caller
+//! itself. Each call sends a request to the daemon, which sends orders to the checkpoint thread of
+//! the target.
 
 use affinode_sim_protocol::{Operation, Reply};
 

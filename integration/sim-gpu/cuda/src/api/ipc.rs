@@ -31,7 +31,7 @@ cuda_api! {
         let granted = d.link.obtain(&Request::IpcOpen { token }, None)?;
         let mut memory = d.memory();
         if memory.owns(granted.object) {
-            // As on a real driver, the process that made the handle cannot open it.
+            // As with the real driver, a process cannot open a handle that it has made itself.
             return Err(INVALID_CONTEXT);
         }
         if let Some(known) = memory.opened_again(granted.object, current.context) {
