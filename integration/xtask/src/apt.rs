@@ -1,7 +1,7 @@
 //! Fetches packages from other suites of this machine's distribution into a private folder. Nothing
 //! is installed, and apt verifies every signature and checksum.
 //!
-//! Mirror and keyring come from the machine's own configuration. Only the suite differs.
+//! Mirror and keyring are those of apt's configuration on this machine. Only the suite is another.
 
 use std::{
     collections::BTreeMap,
@@ -100,7 +100,7 @@ impl Suites {
     /// Fetches a package and unpacks it, without installing it, into `target`.
     pub fn unpack(&self, package: &str, version: &str, target: &Path) -> Result<()> {
         let debs = self.folder.join("debs");
-        // The folder is emptied first, so that the fetched package is its only file.
+        // The folder for downloads is emptied first, so that the fetched package is its only file.
         if debs.exists() {
             std::fs::remove_dir_all(&debs)?;
         }

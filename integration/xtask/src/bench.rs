@@ -1,8 +1,9 @@
 //! `cargo xtask bench`: measures the overhead of Affinode. Each figure is measured with and without
 //! Affinode in the same run.
 //!
-//! A figure is the median of several runs of each side, which alternate. Its noise is the
-//! difference between the medians of two halves of the runs without Affinode.
+//! Runs with and without Affinode alternate, and a figure is the median of several runs of each
+//! side. The noise of a figure is the difference between the medians of two halves of the runs
+//! without Affinode.
 //!
 //! | figure | method |
 //! | --- | --- |

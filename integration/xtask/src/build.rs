@@ -9,9 +9,9 @@ use crate::{output, sh};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Profile {
-    /// Built quickly, for tests and the demo.
+    /// Without optimisation, which builds quickly: for tests and the demo.
     Dev,
-    /// Built with optimisation, for benches and GPU machines.
+    /// With optimisation: for benches and GPU machines.
     Release,
 }
 

@@ -58,7 +58,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// A seed from the clock; it is printed for a replay.
+/// Returns a seed from the clock. The seed is printed, so that the campaign can be repeated.
 fn fresh_seed() -> u64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     since.map_or(1, |since| since.subsec_nanos().into())

@@ -11,7 +11,7 @@ use crate::{
     output, sh,
 };
 
-/// Debian's suites with a Docker that is new enough, oldest first.
+/// Debian's suites with a new enough version of Docker, the oldest suite first.
 const SUITES: [&str; 3] = ["trixie", "forky", "sid"];
 /// Packages of dockerd and of the command `docker`.
 const PACKAGES: [&str; 2] = ["docker.io", "docker-cli"];

@@ -55,7 +55,7 @@ pub struct Options {
 /// Metadata that every package contains.
 pub struct About {
     pub version: String,
-    /// Time of all files in the packages, in Unix seconds.
+    /// Modification time of all files in the packages, in Unix seconds.
     pub epoch_seconds: u32,
     /// Oldest C library that the programs run with, such as `2.31`.
     pub glibc: String,

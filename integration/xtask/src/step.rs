@@ -1,4 +1,4 @@
-//! A step and its outcome. The tables of `matrix` and `systemd` have a cell for each.
+//! A step and its outcome. The tables of `matrix` and `systemd` have one cell for each step.
 
 use std::time::Instant;
 

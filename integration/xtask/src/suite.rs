@@ -41,10 +41,11 @@ pub fn run(options: &Options) -> Result<()> {
         let mut command = Command::new(&cargo);
         command.current_dir(workspace_dir()).arg("test").args(selection).args(&options.rest);
         command.env(ARTIFACTS_ENV, artifacts.root()).env("PATH", &path).env(NOTES_ENV, &notes);
-        // promtool was installed before, so a test that cannot find it must fail instead of being
-        // skipped.
+        // This command has fetched promtool already, so a test that cannot find promtool must fail
+        // instead of being skipped.
         command.env("AFFINODE_NEEDS_PROMTOOL", "1");
-        // The message of a failed check names the failure, so no backtrace is printed.
+        // Backtraces are disabled, because the message of a failed check is enough to find the
+        // failure.
         command.env("RUST_LIB_BACKTRACE", "0");
         sh::run(&mut command)
     };

@@ -89,7 +89,8 @@ pub fn measure(artifacts: &Artifacts) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Number of program starts on each side. The speed can differ from start to start.
+/// Number of starts of the benchmark with and without the library. Several starts are measured
+/// because the speed differs between starts.
 const STARTS: usize = 6;
 
 /// Medians of the starts of both sides, and the noise of the first side.
@@ -105,7 +106,8 @@ fn in_turn(
     Ok((median(&stock), median(&ours), noise(&stock)))
 }
 
-/// Simulates a controller that only samples calls.
+/// Simulates a controller that does nothing but request a sample of the calls. Returns the path of
+/// its socket.
 fn watch(folder: &Path) -> Result<PathBuf> {
     let path = folder.join("agent.sock");
     let _ = std::fs::remove_file(&path);
@@ -116,8 +118,9 @@ fn watch(folder: &Path) -> Result<PathBuf> {
             agent.read_exact(&mut [0; FRAME_BYTES])?;
             let engine = affinode_proto::wire::Engine::Checkpoint;
             let welcome = ControllerMessage::Welcome { process: 1, wait_for_room_ms: 0, engine };
-            // A controller requests this sampling rate from a process with the benchmark's call
-            // rate. The read position is so high that the ring never fills.
+            // A real controller requests about this sampling rate from a process that makes as many
+            // calls as the benchmark. The read position is set high enough that the ring never
+            // fills.
             let watch = ControllerMessage::SampleCalls { one_in: 1_000_000, read: 1 << 60 };
             let _ = agent.write_all(&[welcome.encode(), watch.encode()].concat());
             // Reads until the process ends.

@@ -12,7 +12,7 @@ pub fn median(samples: &[f64]) -> f64 {
 }
 
 /// Difference between the median of every second sample and the median of the others. The samples
-/// are in the order of time, so both halves were measured under the same conditions.
+/// are in the order of time, so the conditions were the same for both halves.
 pub fn noise(samples: &[f64]) -> f64 {
     let half = |first: usize| samples.iter().copied().skip(first).step_by(2).collect::<Vec<_>>();
     (median(&half(0)) - median(&half(1))).abs()

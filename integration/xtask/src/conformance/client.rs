@@ -40,8 +40,8 @@ impl Client {
         let own: String = own.chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();
         let version = format!("v{own}");
         let source = go::source(&cache, MODULE, &version)?;
-        // The tests read this list before they parse the flag that could name other images, so the
-        // list itself is changed.
+        // A flag can name another list of images, but the tests read the list before they parse the
+        // flag. Therefore the list itself is changed.
         let list = source.join(IMAGES);
         let names = fs::read_to_string(&list)?.replace("ghcr.io/containerd", registry::ADDRESS);
         fs::write(&list, names).with_context(|| format!("cannot write {}", list.display()))?;

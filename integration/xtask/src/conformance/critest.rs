@@ -2,7 +2,8 @@
 //! containerd as a kubelet does, and names the runtime handler of each pod.
 //!
 //! Each run has its own environment: a containerd, a network for the pods, and a registry on the
-//! loopback of that network. The registry replaces the two from which the suite pulls.
+//! loopback of that network. The registry replaces both registries from which the suite pulls
+//! images.
 
 use std::{
     fs,
@@ -100,7 +101,7 @@ impl Critest {
         let network = format!("/proc/{}/ns/net", world.keeper().pid());
         registry::serve(Some(File::open(network)?))?;
         k8s::pods(&world, &self.plugins)?;
-        // The folders of an installed Affinode, for its programs.
+        // Folders that exist where Affinode is installed and that its programs need.
         fs::create_dir_all(world.prefix().join("lib"))?;
         symlink(self.artifacts.bin_dir(), world.prefix().join("bin"))?;
         symlink(self.artifacts.lib_dir(), world.prefix().join("lib/affinode"))?;

@@ -66,8 +66,8 @@ pub fn digest(name: &str) -> Result<String> {
 
 /// The image that a suite pulls by its digest.
 pub const DIGESTED: &str = "k8s-staging-cri-tools/test-image-digest:latest";
-/// Names under which the suites pull images that start a shell. Names of one repository refer to
-/// the same image.
+/// Names of images that the suites pull and that start a shell. Names with the same repository
+/// refer to the same image.
 const NAMES: [&str; 14] = [
     "alpine:3.14.0",
     "busybox:1.36",
@@ -84,7 +84,7 @@ const NAMES: [&str; 14] = [
     "k8s-staging-cri-tools/test-image-tags:2",
     "k8s-staging-cri-tools/test-image-tags:3",
 ];
-/// Images whose program runs as a certain user, and that user.
+/// Names of images whose program runs as a certain user, and the user.
 const USERS: [(&str, &str); 5] = [
     ("test-image-user-uid", "1002"),
     ("test-image-user-username", "www-data"),
@@ -92,7 +92,7 @@ const USERS: [(&str, &str); 5] = [
     ("test-image-user-username-group", "www-data:www-data"),
     ("test-image-predefined-group", "1000"),
 ];
-/// Images that serve a page, and their port.
+/// Names of images that serve a web page, and the port.
 const SERVERS: [(&str, &str); 3] = [
     ("e2e-test-images/nginx:1.14-2", "80"),
     ("e2e-test-images/httpd:2.4.39-4", "80"),
@@ -165,8 +165,8 @@ fn layer() -> Result<Vec<u8>> {
     layer.file("bin/nginx", 0o755, NGINX)?;
     layer.file("bin/pgrep", 0o755, PGREP)?;
     layer.copy(busybox, busybox)?;
-    // One test hides this file. If it were a link to busybox, all other applets would be hidden,
-    // too.
+    // A test mounts another file over `/bin/ls`. If `/bin/ls` were a link to busybox, the mount
+    // would hide all other applets as well.
     layer.copy(busybox, Path::new("/bin/ls"))?;
     for applet in sh::read(Command::new(busybox).arg("--list"))?.lines() {
         if !["busybox", "ls", "pgrep"].contains(&applet) {

@@ -11,7 +11,7 @@ use anyhow::Result;
 
 /// VRAM of each container on the machine's own GPU.
 const REAL_MIB: u64 = 1024;
-/// Time between two calls of a round.
+/// Pause between two rounds of calls.
 const BEAT: std::time::Duration = std::time::Duration::from_secs(4);
 
 /// Finds a free port, preferably the usual one.
@@ -47,7 +47,8 @@ pub fn live(world: &Testbed) -> Result<()> {
         world.cli().wait_for_state(name, "Offloaded")?;
     }
     for round in 0.. {
-        // Each container makes calls at an interval of its own.
+        // The first container makes a call in each round, the second in every second round, and so
+        // on.
         for (number, worker) in workers.iter_mut().enumerate() {
             if round % (number + 1) == 0 {
                 worker.verify()?;

@@ -102,7 +102,7 @@ impl Report {
     }
 }
 
-/// Duration in milliseconds of the first move to a state that moved memory.
+/// Duration in milliseconds of the first move that ended in the state `to` and moved memory.
 fn first_move_ms(events: &[EventRow], to: &str) -> Result<u64> {
     let moved = |event: &&EventRow| event.to == to && event.bytes > 0;
     let event = events.iter().find(moved);

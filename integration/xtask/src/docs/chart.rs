@@ -52,7 +52,8 @@ struct Leaf {
     description: String,
 }
 
-/// Collects every value that the schema does not divide further. Values of the root come first.
+/// Collects the chart's values. A value to which the schema gives named fields is divided into
+/// these fields. Values at the root come first.
 fn walk(values: &Value, schema: &Value, path: &str, leaves: &mut Vec<Leaf>) -> Result<()> {
     let Some(map) = values.as_object() else { bail!("{path} in values.yaml is not a map") };
     let divided = |name: &str| schema["properties"][name]["properties"].is_object();

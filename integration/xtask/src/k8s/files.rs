@@ -82,7 +82,7 @@ pub fn cni(dir: &Path, plugins: &Path, subnet: &str) -> Result<()> {
     Ok(fs::write(dir.join("net.d/10-pods.conflist"), network.to_string())?)
 }
 
-/// Returns the kubelet's configuration. With it the kubelet does not change the machine's limits
+/// Returns the kubelet's configuration, which keeps the kubelet from changing the machine's limits
 /// and firewall.
 pub fn kubelet(node: &Node<'_>) -> Value {
     let world = node.world;

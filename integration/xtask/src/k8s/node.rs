@@ -14,11 +14,12 @@ use serde_json::{Value, json};
 use super::{control_plane::Plane, files, programs::DEVICE_PLUGIN_NAME};
 use crate::output;
 
-/// The resource that pods request. The next constant is its number on each node.
+/// The resource that pods request. The next constant is the number of these resources on each node.
 pub const RESOURCE: &str = "nvidia.com/gpu";
 const DEVICES: u32 = 4;
 
-/// Path of a node's folder on the node itself: the same on all nodes, in their private mounts.
+/// Path of a node's folder, as processes of the node see it. The path is the same on all nodes,
+/// because each node has private mounts.
 pub const HOME: &str = "/run/containerd/node";
 
 /// A node. Its testbed's folder ends in its name.

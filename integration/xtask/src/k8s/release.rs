@@ -38,8 +38,8 @@ pub fn load_image(plane: &Plane<'_>, artifacts: &Artifacts) -> Result<()> {
     fs::remove_file(&archive).context("cannot remove the image archive")
 }
 
-/// Returns a path below each node's folder, in a form that agents expand. The folders differ only
-/// in the node's name, which is in an agent's environment.
+/// Returns a path with a variable in place of the node's name. Each agent replaces the variable and
+/// gets the path below its own node's folder.
 fn of_each(plane: &Plane<'_>, below: &str) -> Result<String> {
     let folder = plane.world().dir().display().to_string();
     let common =
@@ -74,8 +74,8 @@ fn values(plane: &Plane<'_>) -> Result<Value> {
             "restart": "none",
             "hostRoot": host_root(plane)?,
             "containerdSocket": place("containerd.sock"),
-            // Nodes see each other's processes. The path of the shim's file therefore contains the
-            // node's folder.
+            // An agent sees the processes of all nodes. The path of the shim's file therefore
+            // contains the node's folder, so that an agent recognises the shims of its own node.
             "prefix": of_each(plane, "prefix")?,
             "stateDir": place("state-affinode"),
             "runDir": place("run"),

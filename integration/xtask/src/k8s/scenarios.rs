@@ -23,9 +23,9 @@ use crate::output;
 
 /// The label of a node that serves the runtime.
 const LABEL: &str = "affinode.io/runtime";
-/// Label of a pod that says where its GPU memory is.
+/// Label of a pod that shows whether its GPU memory is resident or offloaded.
 const GPU_STATE: &str = "affinode.io/gpu-state";
-/// Condition of a pod that says whether its GPU memory is in VRAM.
+/// Condition of a pod that is true if its GPU memory is resident.
 const RESIDENT: &str = "affinode.io/GpuResident";
 /// The annotation in which an agent reports its node's state.
 const STATE: &str = "affinode.io/state";
@@ -127,7 +127,7 @@ fn agent_log(plane: &Plane<'_>) -> String {
         .collect()
 }
 
-/// Waits until all agents match the present chart.
+/// Waits until the pods of all agents are up to date with the chart that was installed last.
 fn rolled_out(plane: &Plane<'_>) -> Result<()> {
     let ready = ["-n", NAMESPACE, "rollout", "status", "daemonset/affinode-node", "--timeout=240s"];
     containerd::run(plane.kubectl().args(ready)).map(|_| ()).with_context(|| agent_log(plane))

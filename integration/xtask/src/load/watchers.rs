@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 /// Time limit for a change to reach a watcher.
 const GUARD: Duration = Duration::from_secs(10);
 
-/// One stream: the lines of its messages, each with its arrival time.
+/// A reader of one event stream. It records each line with its arrival time.
 pub struct Watcher {
     lines: Receiver<(Instant, String)>,
     stream: UnixStream,

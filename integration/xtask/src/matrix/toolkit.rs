@@ -14,8 +14,9 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::{output, sh};
 
 const MODULE: &str = "github.com/NVIDIA/nvidia-container-toolkit";
-/// Versions, and whether each writes a separate file. The first is the newest release at the time
-/// of the last update, the second is the last release without a separate file.
+/// Versions of the toolkit, and whether each version writes a separate file. The first version is
+/// the newest release at the time of the last update. The second version is the last release that
+/// writes no separate file.
 const VERSIONS: [(&str, bool); 2] = [("1.20.1", true), ("1.17.8", false)];
 /// Name of the toolkit's file in the folder that containerd imports.
 const DROP_IN: &str = "99-nvidia.toml";

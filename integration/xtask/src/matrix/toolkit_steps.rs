@@ -201,7 +201,7 @@ impl Scene<'_> {
     fn follow(&mut self) -> Result<()> {
         let has_cdi = self.course.world.containerd().release().line != Line::V1_6;
         let runtime = toolkit::runtime(self.course.world)?.display().to_string();
-        // Release 1.17 sets a default handler and never resets it.
+        // Release 1.17 of the toolkit can set a default handler but cannot reset it.
         let drops = self.toolkit.drops_in;
         for (default, changes) in
             [(true, has_cdi), (true, false), (false, has_cdi && drops), (false, false)]

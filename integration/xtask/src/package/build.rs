@@ -19,9 +19,11 @@ use crate::{
 
 const GNU: &str = "x86_64-unknown-linux-gnu";
 const MUSL: &str = "x86_64-unknown-linux-musl";
-/// The suite whose C library is linked. Distributions since 2020 have this version or a newer one.
+/// The Debian suite whose C library the programs are linked against. Distributions since 2020 have
+/// this version of the library or a newer version.
 const OLD_SUITE: &str = "bullseye";
-/// Version of that library. A program that needs a newer version was not linked against it.
+/// Version of the C library in [`OLD_SUITE`]. If a program needs a newer version, it was linked
+/// against another C library by mistake.
 const OLD_GLIBC: (u32, u32) = (2, 31);
 /// Packages that are needed to compile and link against that library.
 const OLD_PACKAGES: [&str; 4] = ["libc6", "libc6-dev", "libgcc-s1", "linux-libc-dev"];

@@ -21,8 +21,8 @@ lets containers share GPUs by offloading idle GPU memory
  memory and restores it at the next CUDA call. The package does not change the
  node's configuration: affinode install registers the runtime, affinode uninstall
  removes it.";
-/// Script that runs after unpacking. It prints the next steps, and changes nothing, because a
-/// change may restart containerd.
+/// Script that dpkg runs after unpacking. It only prints the next steps and does not install
+/// Affinode, because an installation may restart containerd.
 pub const AFTER: &str = include_str!("after.sh");
 /// Script that runs before removal. It prints what remains on the node.
 pub const BEFORE_REMOVAL: &str = include_str!("before-removal.sh");

@@ -1,5 +1,6 @@
 //! The contents of a node's package. `affinode install` copies programs and library from the
-//! package. The installation of the package alone does not change the node's runtime.
+//! package. The node's runtime changes only when `affinode install` is run, not when the package is
+//! installed.
 
 use std::{
     collections::BTreeMap,
@@ -27,14 +28,14 @@ const COMPLETIONS: [(&str, &str); 3] = [
 /// Folders of `config` that are packed unchanged.
 const SHARED: [&str; 7] =
     ["containerd", "grafana", "kubernetes", "kubernetes/sharing", "prometheus", "slurm", "systemd"];
-/// Documents in addition to those in `docs`: path in the repository, and path in the package.
+/// Documents outside of the folder `docs`: path in the repository, and path in the package.
 const DOCUMENTS: [(&str, &str); 10] = [
     ("README.md", "README.md"),
     ("ARCHITECTURE.md", "ARCHITECTURE.md"),
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("SECURITY.md", "SECURITY.md"),
-    // README.md and docs link to them.
+    // README.md and pages in docs link to these files.
     ("integration/conformance.md", "integration/conformance.md"),
     ("integration/matrix.md", "integration/matrix.md"),
     ("config/dashboard.png", "config/dashboard.png"),

@@ -86,7 +86,7 @@ pub fn of(about: &About, metadata: &Value, sums: &BTreeMap<String, String>) -> R
     }))
 }
 
-/// The crates that a crate is linked with. Dependencies of tests and build scripts are left out.
+/// The crates that are linked into a crate. Dependencies of tests and build scripts are omitted.
 fn linked(node: &Value) -> Vec<&str> {
     let is_linked =
         |dependency: &&Value| list(&dependency["dep_kinds"]).any(|kind| kind["kind"].is_null());

@@ -1,4 +1,5 @@
-//! The controller as a unit: how its kill, restart and end affect offloaded containers.
+//! Steps with the controller as a systemd unit: the controller is killed, restarted or stopped
+//! while containers are offloaded.
 
 use std::{fs, time::Instant};
 
@@ -66,7 +67,7 @@ impl<'a> Controller<'a> {
         self.job.verify()
     }
 
-    /// Waits until a controller other than the process `old` serves. Returns its pid.
+    /// Waits until a controller with another pid than `old` replies. Returns this controller's pid.
     fn another_than(&self, old: i32) -> Result<i32> {
         until("another controller", || {
             let pid = self.node.cli().ps_now().map(|node| node.controller_pid).ok();

@@ -17,7 +17,8 @@ const TOOLS: [(&str, &str); 2] =
 /// Packages of the tree in addition to the essential ones.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus,iproute2,containerd,runc,kmod,munge,\
                         slurmctld,slurmd,slurm-client";
-/// File that is written last when the tree is created. It lists the packages in the tree.
+/// File that is written last when the tree is created, so it shows that the tree is complete. It
+/// lists the packages in the tree.
 const MADE: &str = "etc/affinode-node";
 
 /// The folder of the tree. The tree is created if it does not exist.

@@ -11,7 +11,8 @@ use crate::{k8s::control_plane::Plane, output};
 
 const PORT: u16 = 9411;
 
-/// An agent's token may change Affinode's labels of its own node, and nothing else.
+/// Checks that with an agent's token, only Affinode's labels of the agent's own node can be
+/// changed.
 pub fn changes_its_own_alone(plane: &Plane<'_>) -> Result<()> {
     step("An agent's token changes only Affinode's labels and annotations");
     let pod = agent_pod(plane, plane.first())?;
@@ -131,7 +132,7 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
         "--clusterrole=affinode-viewer",
         "--serviceaccount=default:prometheus",
     ])?;
-    // A denial is cached for 10 s.
+    // The agent caches a denial for 10 s, so the request is repeated.
     let mut last = (0, String::new());
     let text = until_within(Duration::from_secs(60), "the account to be allowed", || {
         last = scrape(Some(&token))?;
@@ -165,7 +166,8 @@ pub fn shows_metrics(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A node on which no container has run yet has no controller, but its metrics are scraped.
+/// Checks that metrics can be scraped on a node on which no container has run yet and which
+/// therefore has no controller.
 fn resting_node_is_up(plane: &Plane<'_>, token: &str) -> Result<()> {
     let Some(node) = plane.nodes()[1..].last() else { return Ok(()) };
     let pod = agent_pod(plane, node)?;

@@ -11,7 +11,8 @@ use crate::{
     output,
 };
 
-/// All options that can be on, with the webhook in place of the default, the policy.
+/// Settings that enable all options of the chart. The webhook and the policy exclude each other:
+/// the webhook is enabled instead of the default, the policy.
 const ALL_ON: &str = "inject.by=webhook,fleet.enabled=true,fleet.replicas=2,fleet.tlsSecret=papers,\
     fleet.hosts={fleet.example},node.tlsSecret=papers,networkPolicy.enabled=true,\
     serviceMonitor.enabled=true,serviceMonitor.labels.release=prometheus,alertRules.enabled=true,\
@@ -61,7 +62,8 @@ pub fn is_sound(plane: &Plane<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Returns the objects of the chart that the API server would accept, by kind and name.
+/// Sends the objects of the chart to the API server in a dry run. Returns the kind and name of each
+/// object that the API server accepts.
 fn is_taken(plane: &Plane<'_>, set: &[&str]) -> Result<Vec<String>> {
     let served = ["ValidatingAdmissionPolicy", "MutatingAdmissionPolicy"]
         .map(|kind| format!("--api-versions=admissionregistration.k8s.io/v1/{kind}"));

@@ -12,10 +12,10 @@ use crate::{
     output,
 };
 
-/// Time limit for a reply to change.
+/// Time limit until the page's reply shows an expected state.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// An account whose token may read the page.
+/// An account with a token for requests to the page of all nodes.
 pub struct Looker<'a> {
     plane: &'a Plane<'a>,
     base: String,
@@ -23,14 +23,14 @@ pub struct Looker<'a> {
 }
 
 impl<'a> Looker<'a> {
-    /// Creates an account with the right.
+    /// Creates an account and grants it permission to read the page.
     pub fn new(plane: &'a Plane<'a>) -> Result<Self> {
         let stranger = Self::stranger(plane)?;
         stranger.is_let()?;
         Ok(stranger)
     }
 
-    /// Creates an account without any right.
+    /// Creates an account without any permission.
     fn stranger(plane: &'a Plane<'a>) -> Result<Self> {
         let ready = ["-n", NAMESPACE, "rollout", "status", "deployment/affinode-fleet"];
         containerd::run(plane.kubectl().args(ready).arg("--timeout=180s"))?;
@@ -62,7 +62,7 @@ impl<'a> Looker<'a> {
     /// The page's row of a node. Waits until the row satisfies `is_it`.
     pub fn row(&self, node: &str, is_it: impl Fn(&Value) -> bool) -> Result<Value> {
         let mut last = String::new();
-        // A denial is cached for 10 s; then the nodes are polled.
+        // The page caches an earlier denial for 10 s, and then polls the nodes.
         let row = until_within(REPLY_TIMEOUT, &format!("the page to show {node} so"), || {
             let (code, text) = self.get("/api/v1/fleet")?;
             let list: Value = serde_json::from_str(&text).unwrap_or_default();
@@ -84,7 +84,8 @@ impl<'a> Looker<'a> {
     }
 }
 
-/// An account with the right sees all nodes and reaches each of them. Other accounts see nothing.
+/// Checks that an account with permission sees all nodes and can open the dashboard of each node,
+/// and that other accounts see nothing.
 pub fn shows_nodes(plane: &Plane<'_>) -> Result<()> {
     step("The page of all nodes");
     let looker = Looker::stranger(plane)?;
@@ -119,7 +120,7 @@ pub fn shows_nodes(plane: &Plane<'_>) -> Result<()> {
     looker.done()
 }
 
-/// A node's path leads to its own dashboard and API.
+/// Checks that the path of a node on the page leads to the dashboard and API of this node.
 fn leads_to(looker: &Looker<'_>, node: &Node<'_>) -> Result<()> {
     let path = |below: &str| format!("/nodes/{}/{below}", node.name);
     let own = until_within(REPLY_TIMEOUT, "the node's own API", || {
@@ -145,7 +146,7 @@ fn leads_to(looker: &Looker<'_>, node: &Node<'_>) -> Result<()> {
         curl
     };
     let events = looker.url(&path("api/v1/events?watch=node"));
-    // The stream has no end: curl's time limit ends it.
+    // The stream has no end, so curl stops at its time limit.
     let said = curl(&["--no-buffer", "--max-time", "5", &events]).output()?;
     let said = String::from_utf8_lossy(&said.stdout).into_owned();
     ensure!(

@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 use super::{NAMESPACE, RELEASE, SMALL_MIB, agent_log, release, step};
 use crate::{k8s::control_plane::Plane, output};
 
-/// GPU pods get the class from the policy, which the chart uses on this API server.
+/// Checks that GPU pods get the runtime class from the admission policy, which the chart uses on
+/// this API server.
 pub fn by_policy(plane: &Plane<'_>) -> Result<()> {
     step("GPU pods get the class by an admission policy");
     let policies = plane.get(&["mutatingadmissionpolicies"])?;
@@ -20,7 +21,8 @@ pub fn by_policy(plane: &Plane<'_>) -> Result<()> {
     pods_get_the_class(plane, "asks-policy")
 }
 
-/// GPU pods get the class from the webhook, as on API servers without that policy.
+/// Checks that GPU pods get the runtime class from the webhook, as on API servers without admission
+/// policies.
 pub fn by_webhook(plane: &Plane<'_>) -> Result<()> {
     step("helm upgrade --set inject.by=webhook: GPU pods get the class by the webhook");
     let upgrade =

@@ -34,8 +34,8 @@ pub fn others_serve<'a>(plane: &'a Plane<'a>) -> Result<Vec<Pod<'a>>> {
         .collect()
 }
 
-/// Upgrades the nodes one after the other. Each gets the new files, without an effect on running
-/// pods.
+/// Upgrades the nodes one after the other. Each node must get the new files, and running pods must
+/// not be affected.
 pub fn upgrade<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     step("helm upgrade to another build, while a pod of each node is offloaded");
     pods.iter().try_for_each(|pod| pod.is_offloaded())?;
@@ -107,7 +107,7 @@ fn controller(node: &Node<'_>) -> Result<i32> {
     Ok(node.world.cli().ps()?.controller_pid)
 }
 
-/// A node whose agent does not reply continues to serve the runtime.
+/// Stops an agent. Its node must continue to serve the runtime.
 pub fn an_agent_ends<'a>(plane: &'a Plane<'a>, pods: &mut [Pod<'a>]) -> Result<()> {
     step("The agent of a node stops, and is killed");
     let (node, pod) =

@@ -12,10 +12,11 @@ use crate::{
 
 /// Name of the pod that has ended.
 const ENDED: &str = "ended";
-/// VRAM of a large pod. Only one of two fits on the GPU.
+/// VRAM of a large pod in MiB. Two such pods do not fit on a GPU.
 const LARGE_MIB: u32 = 600;
 
-/// A pod without a runtime class is offloaded, and restored by a call through `kubectl exec`.
+/// Creates a pod that names no runtime class. The pod must be offloaded, and a call through
+/// `kubectl exec` must restore it.
 pub fn comes_and_goes<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str) -> Result<Pod<'a>> {
     step(&format!("A GPU pod of {} whose manifest names no class is idle", node.name));
     let mut pod = Pod::start(plane, node, name, &node.gpu_pod(name, SMALL_MIB)?)?;
@@ -31,7 +32,8 @@ pub fn comes_and_goes<'a>(plane: &'a Plane<'a>, node: &'a Node<'a>, name: &str) 
     Ok(pod)
 }
 
-/// A call waits while its VRAM is not free, and the pod reports it.
+/// Makes a call in a pod while its VRAM is not free. The call must wait, and the pod's condition
+/// must show that.
 pub fn waiting_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     step("Two pods that together want more VRAM than there is");
     let node = plane.first();
@@ -54,7 +56,8 @@ pub fn waiting_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     first.delete()
 }
 
-/// A pod that cannot be offloaded stays resident and reports the reason.
+/// Runs a pod that cannot be offloaded. The pod must stay resident, and its condition must show the
+/// reason.
 pub fn staying_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     step("A pod whose memory limit has no room for its VRAM");
     let node = plane.first();
@@ -65,7 +68,7 @@ pub fn staying_pod_is_reported(plane: &Plane<'_>) -> Result<()> {
     tight.delete()
 }
 
-/// A pod that ended while no agent ran keeps its last state.
+/// Ends a pod while no agent runs. The pod's label and condition then keep their last state.
 pub fn ended_long_ago<'a>(plane: &'a Plane<'a>) -> Result<Ended<'a>> {
     plane.apply(&json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": ENDED},

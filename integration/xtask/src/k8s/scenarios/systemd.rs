@@ -75,7 +75,8 @@ fn systemctl(node: &Node<'_>) -> Result<()> {
     Ok(fs::set_permissions(&file, fs::Permissions::from_mode(0o755))?)
 }
 
-/// Restarts each node once, until all have requested it.
+/// Executes one restart of containerd for each node, as soon as the node's agent requests it.
+/// Returns when all nodes were restarted.
 fn restart_each_once(plane: &Plane<'_>, over: impl Fn() -> Result<bool>) -> Result<()> {
     let mut restarted = vec![false; plane.nodes().len()];
     while restarted.contains(&false) {

@@ -53,7 +53,7 @@ fn keys(object: &Value) -> Vec<String> {
     object.as_object().into_iter().flatten().map(|(key, _)| key.clone()).collect()
 }
 
-/// An uninstallation that would end a running shim changes nothing on any node.
+/// Uninstalls while a shim runs that the uninstallation would end. Nothing may change on any node.
 pub fn waits_for_pods(plane: &Plane<'_>) -> Result<()> {
     step("helm uninstall, while a pod of the class runs on one node");
     for node in &plane.nodes()[1..] {
@@ -102,7 +102,8 @@ fn written(node: &Node<'_>) -> Result<Vec<(PathBuf, u64, i64)>> {
         .collect()
 }
 
-/// A label removes Affinode from one node. Without the label it is installed again.
+/// Removes Affinode from one node with a label, then removes the label. Affinode must be installed
+/// on the node again.
 pub fn one(plane: &Plane<'_>) -> Result<()> {
     let Some(node) = plane.nodes()[1..].last() else { return Ok(()) };
     step("kubectl label node affinode.io/exclude=true");
