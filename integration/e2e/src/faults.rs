@@ -294,7 +294,7 @@ fn killed_at_every_step(world: &Testbed) -> Result<String> {
 }
 
 fn tempfile_dir(world: &Testbed) -> Result<std::path::PathBuf> {
-    // This folder is not part of the compared node.
+    // This folder is not part of the node whose files are compared.
     let folder = world.dir().join("io/small");
     fs::create_dir_all(&folder)?;
     Ok(folder)

@@ -207,7 +207,7 @@ fn alone_with(
 }
 
 fn finish(world: &Testbed, report: &mut Report) {
-    // If no part could run, no controller was started.
+    // If no part could run, no container has started a controller.
     let node = world.cli().ps_now().unwrap_or_default();
     if let Some(gpu) = node.gpus.first() {
         report.name_gpu(&gpu.name);

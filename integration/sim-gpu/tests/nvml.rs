@@ -59,7 +59,7 @@ fn nvml_shows_what_the_driver_knows() {
     wait_for("a kernel to be seen", || {
         busy().is_ok_and(|busy| busy[0].pid == worker.pid() && busy[0].sm_util > 0)
     });
-    // No sample is newer than this time stamp.
+    // This is the largest time stamp, so no sample is newer.
     let stale = device.process_utilization_stats(u64::MAX);
     assert!(matches!(stale, Err(NvmlError::NotFound)), "{stale:?}");
     drop(worker);

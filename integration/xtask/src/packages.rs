@@ -24,8 +24,8 @@ pub fn install_missing() -> Result<()> {
     install(&NEEDED)
 }
 
-/// Installs missing packages with apt. A package counts as installed if its file exists. Does
-/// nothing if none is missing.
+/// Installs missing packages with apt. A package counts as installed if its file exists. If no
+/// package is missing, does nothing.
 pub fn install(needed: &[(&str, &str)]) -> Result<()> {
     let missing: Vec<&str> =
         needed.iter().filter(|(sign, _)| !is_there(sign)).map(|(_, package)| *package).collect();

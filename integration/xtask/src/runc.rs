@@ -1,5 +1,5 @@
 //! A runc that supports id-mapped mounts (1.2 and later). Pods with a user namespace need it. The
-//! distribution's runc may be older, so this one is built from source that Go's module proxy
+//! distribution's runc may be older, so a newer runc is built from source that Go's module proxy
 //! provides.
 
 use std::{fs, process::Command};

@@ -13,7 +13,7 @@ use crate::output;
 enum Outcome {
     Passed,
     Failed,
-    /// A step that this one depends on failed.
+    /// The step was not run, because a step on which it depends has failed.
     NotTried,
 }
 

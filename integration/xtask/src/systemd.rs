@@ -62,7 +62,7 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// Runs all parts. A part that needs an earlier part runs only if that one passed.
+/// Runs all parts. A part that needs an earlier part runs only if the earlier part has passed.
 fn all(node: &Node, rows: &mut Rows) -> Result<()> {
     let holds = |held: bool, part: &str| match held {
         true => Ok(()),

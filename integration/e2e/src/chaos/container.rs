@@ -316,7 +316,7 @@ fn is_well(asked: &str, line: &str) -> bool {
         "free" => answer.result == 0 || answer.result == 1,
         _ => answer.result == 0,
     };
-    // Only a verification reports on contents, and it must report that they are intact.
+    // Only the reply to a verification reports on contents. It must report that they are intact.
     let contents = if command == "verify" { answer.ok == Some(true) } else { answer.ok.is_none() };
     result && contents && answer.command == command
 }

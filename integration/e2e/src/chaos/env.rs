@@ -361,8 +361,8 @@ impl ChaosEnv {
                     Verdict::Well => most = twin.touches,
                     verdict => bail!("a twin is not restored: {verdict:?}"),
                 }
-                // VRAM does not suffice for both twins. Without free VRAM there is also no copier,
-                // so each twin is offloaded before the next one is restored.
+                // VRAM does not suffice for both twins and a copier. Each twin is therefore
+                // offloaded before the other twin is restored.
                 self.rest()?;
             }
         }
@@ -501,7 +501,8 @@ impl ChaosEnv {
             for row in &staying {
                 let is_resident = matches!(row.state.as_str(), "Active" | "Idle");
                 if is_resident && asked.elapsed() > self.setup.automatic() {
-                    // This is a finding. The round continues, because it may show further findings.
+                    // The failed offload is a finding. The round continues, because it may show
+                    // further findings.
                     let why = format!("{} ({})", row.state, row.reason);
                     stayed.insert(format!("{} did not leave by itself: {why}", row.id));
                     let _ = self.world.cli().output(&["offload", &row.id, "-o", "json"])?;

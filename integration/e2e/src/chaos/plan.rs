@@ -198,7 +198,8 @@ fn scene(random: &mut Rng) -> Scene {
         stimuli.push(Stimulus::Exec(on.container));
     }
     random.shuffle(&mut stimuli);
-    // Usually the watched container is the one that the fault hits. Sometimes it is another one.
+    // In 8 of 10 draws, the watched container is the container that the fault hits. Otherwise any
+    // container is drawn.
     let watched = if random.u32(..10) < 8 { on.container } else { random.usize(..WORKLOADS.len()) };
     let strike = Strike {
         fault,

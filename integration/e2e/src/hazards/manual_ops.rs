@@ -174,7 +174,8 @@ impl Offload {
             .answer
             .join()
             .map_err(|_| anyhow::anyhow!("the thread of the request panicked"))?;
-        // If the controller was killed, the request has no reply.
+        // If the test has killed the controller, the request gets no reply, so its result is
+        // ignored.
         let _ = ended;
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Compares the engines with the same program in one run. `checkpoint` uses only the driver's
-//! checkpoint. `auto` copies memory and leaves the context on the device. `full` copies memory and
-//! checkpoints the rest.
+//! checkpoint. `auto` copies memory and leaves the context on the device. `full` copies memory, and
+//! checkpoints the context and all memory that was not copied.
 
 use std::{thread, time::Duration};
 

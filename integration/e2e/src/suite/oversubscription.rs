@@ -27,7 +27,7 @@ const PAUSE: &str = "sleep 2000";
 const FIRST_MIB: u64 = 16;
 const PIECES: u64 = 12;
 
-/// VRAM of the scenario. An unmanaged program holds the rest of the device.
+/// VRAM of the scenario. An unmanaged program allocates the other VRAM of the device.
 struct Sizes {
     room_mib: u64,
     /// VRAM that a worker uses, in MiB. The next field is VRAM that it allocates but does not use.

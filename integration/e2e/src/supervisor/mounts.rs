@@ -54,7 +54,7 @@ pub(super) fn unmount_below(world: &Path) -> Result<()> {
         .collect();
     points.reverse();
     for point in points {
-        // The mounts below this mount point may already have been removed with another one.
+        // This mount may already have been removed together with a mount above it.
         let _ = umount2(&point, MntFlags::MNT_DETACH);
     }
     Ok(())

@@ -33,8 +33,8 @@ fn start(world: &Testbed, id: &str, engine: &str, files: &[usize]) -> Result<Wor
     let mut spec = Worker::spec(id, USUAL, WORKER_MIB)
         .annotation("affinode.io/engine", engine)
         .annotation("affinode.io/allow-gpu-migration", "true");
-    // Any device file that can be opened is enough, because the simulated driver has none of its
-    // own.
+    // Any device file that can be opened is enough, because the simulated driver has no device
+    // files.
     let files = files.iter().map(|n| ("/dev/null".into(), format!("/dev/nvidia{n}").into()));
     spec.mounts.extend(files);
     let mut worker = Worker::start_as(world, spec)?;

@@ -81,7 +81,7 @@ fn one_leaves_and_one_stays(engine: &str) -> Result<()> {
     assert_eq!(said.iter().filter(|said| said.done).count(), 1, "{engine}: {said:?}");
     let (out, stays) = if said[0].done { (0, 1) } else { (1, 0) };
     assert_eq!(said[stays].reason, "cgroup-memory", "{engine}: {said:?}");
-    // Both processes continue, with unchanged contents.
+    // Both processes must continue, with unchanged contents.
     assert!(pod.workers[stays].verify()?, "{engine}");
     assert!(pod.workers[out].verify()?, "{engine}");
     // The end of the offloaded container frees its host memory and its reservation.

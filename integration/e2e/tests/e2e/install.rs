@@ -321,7 +321,7 @@ fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
         Ok(fs::read_to_string(place.config())?.contains(&format!("runtimes.\"{name}\"]")))
     };
     place.done("install", &["--restart-mode", "none"])?;
-    // In place of a shim: the installed file runs, and waits for its options.
+    // The installed file runs in place of a shim, and waits for its options.
     let mut running =
         Command::new(place.shim()).arg("-info").stdin(std::process::Stdio::piped()).spawn()?;
     until("the shim to run", || {
@@ -353,7 +353,7 @@ fn uninstall_is_refused_while_containers_run() -> Result<()> {
     let place = place(&world)?;
     place.done("install", &["--restart-mode", "none"])?;
     let shim = place.shim();
-    // In place of a shim: the installed file runs, and waits for its options.
+    // The installed file runs in place of a shim, and waits for its options.
     let mut running =
         Command::new(&shim).arg("-info").stdin(std::process::Stdio::piped()).spawn()?;
     until("the shim to run", || {

@@ -106,7 +106,7 @@ fn waiting_allocation_is_shown_and_can_end() -> Result<()> {
     assert!(!waiter.has_answer()?);
     waiter.running.kill(&world)?;
     waiter.running.delete(&world)?;
-    // The controller keeps no state of the ended process, so the next one is served.
+    // The controller must forget the ended process, so that the next process is served.
     let mut next = start(&world, waiting("next", 64))?;
     next.send("alloc 300")?;
     busy.running.kill(&world)?;

@@ -65,7 +65,8 @@ fn old_template_gets_the_handler() -> Result<()> {
 }
 
 /// If the configuration does not import the folder, the installer reports this and keeps the
-/// folder. Neither an older k3s nor a user's complete template imports it.
+/// folder. An older k3s does not import the folder, and neither does a configuration from a user's
+/// complete template.
 #[test]
 fn unimported_folder_is_reported_and_kept() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {

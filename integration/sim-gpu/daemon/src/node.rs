@@ -65,7 +65,8 @@ fn lowest(root: &Path, path: &str, file: &str) -> Option<u64> {
     let group = root.join(path);
     let limits =
         group.ancestors().take_while(|group| group.starts_with(root)).filter_map(|group| {
-            // "max" means no limit and is not a number. A cgroup above this one may not be visible.
+            // A file may contain "max", which means no limit and is not a number. It is missing if
+            // a cgroup is not visible.
             fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok()
         });
     limits.min()

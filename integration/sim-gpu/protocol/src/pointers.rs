@@ -1,4 +1,4 @@
-//! Pointers that C callers pass to the libraries. All of them are dereferenced in this module.
+//! Pointers that C callers pass to the libraries. Only this module dereferences such pointers.
 
 #![allow(unsafe_code, reason = "the arguments of a C interface are raw pointers")]
 

@@ -23,7 +23,8 @@ const PODS: usize = 4;
 pub fn measure(world: &Testbed, rounds: usize) -> Result<Vec<Figure>> {
     let plain = |runtime: &str| Spec::plain("plain", &["/bin/true"]).runtime(runtime);
     let gpu = |runtime: &str| Spec::gpu("gpu", &["/bin/true"]).runtime(runtime);
-    // This container starts the controller, which then runs as on a node in use.
+    // This container starts the controller, so that a controller already runs when the measurement
+    // begins, as on a node in use.
     start_to_exit_ms(world, &gpu(AFFINODE))?;
     let mut figures = Vec::new();
     for (name, make) in [

@@ -35,7 +35,7 @@ const SMALL_MIB: u32 = 32;
 /// Runs all checks, on the first node unless a check names another.
 pub fn all(plane: &Plane<'_>) -> Result<()> {
     for node in plane.nodes() {
-        // As GPU feature discovery would.
+        // The label is set as GPU feature discovery would set it.
         let label = ["label", "node", &node.name, "nvidia.com/gpu.present=true"];
         containerd::run(plane.kubectl().args(label))?;
     }

@@ -14,7 +14,7 @@ use crate::{apt, output, packages, sh};
 /// Programs that create and boot the tree, and their packages.
 const TOOLS: [(&str, &str); 2] =
     [("mmdebstrap", "mmdebstrap"), ("systemd-nspawn", "systemd-container")];
-/// Packages of the tree in addition to the essential ones.
+/// Packages of the tree in addition to Debian's essential packages.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus,iproute2,containerd,runc,kmod,munge,\
                         slurmctld,slurmd,slurm-client";
 /// File that is written last when the tree is created, so it shows that the tree is complete. It
