@@ -168,7 +168,7 @@ impl<'a> Docker<'a> {
         Ok(run(&mut self.command(arguments))?.trim_end().to_owned())
     }
 
-    /// Whether dockerd has a runtime of this name.
+    /// Whether dockerd's list of runtimes contains this name.
     ///
     /// # Errors
     /// When dockerd does not reply.

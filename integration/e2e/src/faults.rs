@@ -1,5 +1,5 @@
-//! Causes faults during an installation. After each fault the node must be unchanged or correctly
-//! installed, containerd must serve, and the error must say what to do.
+//! Causes faults during an installation. After each fault, the node must be unchanged or Affinode
+//! must be installed correctly. containerd must reply, and the error must contain the remedy.
 
 mod killed;
 
@@ -44,7 +44,7 @@ impl<'a> Scene<'a> {
         file.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Requires that the node is unchanged, and that containerd serves.
+    /// Requires that the node's files are unchanged, and that containerd replies.
     fn is_as_before(&self) -> Result<()> {
         self.before.same_as(&Snapshot::of(self.world.dir())?)?;
         Cri::connect(&self.world.containerd().socket()).map(|_| ())

@@ -208,8 +208,8 @@ fn start_unit(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Without a token, a TCP address that every user of the machine can reach accepts only read
-/// requests.
+/// Opens a TCP address without a token. Every user of the machine can reach it, so it must accept
+/// only read requests.
 #[test]
 fn port_without_token_only_shows() -> Result<()> {
     for (actions, allowed) in [("", false), ("actions = \"any-client\"\n", true)] {

@@ -67,7 +67,7 @@ impl<'a> Place<'a> {
         Ok(said)
     }
 
-    /// Waits until the process of the unit serves, and returns it.
+    /// Waits until the unit's controller replies to the command `affinode`. Returns its pid.
     fn unit_serves(&self) -> Result<i32> {
         let unit = self.systemd.pid().context("the unit does not run")?;
         until("the unit's controller to serve", || {

@@ -135,7 +135,8 @@ fn docker_container_outlives_its_daemons() -> Result<()> {
     })
 }
 
-/// A memory limit below the container's VRAM prevents an offload, until `docker update` raises it.
+/// A memory limit below the container's VRAM must prevent an offload, until `docker update` raises
+/// the limit.
 #[test]
 fn docker_update_raises_the_memory_limit() -> Result<()> {
     with_docker("{}", |world, docker| {
@@ -153,7 +154,8 @@ fn docker_update_raises_the_memory_limit() -> Result<()> {
     })
 }
 
-/// With containerd's image store, the root filesystem is a snapshot instead of a folder of dockerd.
+/// Runs a container with containerd's image store. Its root filesystem is then a snapshot instead
+/// of a folder of dockerd.
 #[test]
 fn docker_image_store_of_containerd_works() -> Result<()> {
     with_docker(r#"{"features": {"containerd-snapshotter": true}}"#, |world, docker| {

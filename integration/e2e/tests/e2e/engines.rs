@@ -123,8 +123,8 @@ fn default_engine_calls_no_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// The context of an idle container is checkpointed when another container needs its VRAM. The
-/// contents stay unchanged.
+/// When another container needs VRAM, the context of an idle container must be checkpointed. The
+/// contents must stay unchanged.
 #[test]
 fn waiter_gets_the_context_of_an_idle_container() -> Result<()> {
     const IDLE: [&str; 2] = ["one", "two"];
@@ -298,7 +298,8 @@ fn annotation_overrides_configured_engine() -> Result<()> {
     Ok(())
 }
 
-/// Each call and guarantee of the driver is checked for swappable memory.
+/// Requires that calls on swappable memory have the same results and guarantees as calls on the
+/// driver's own memory.
 #[test]
 fn carried_memory_is_as_the_drivers_own() -> Result<()> {
     let world = TestbedConfig::default().config(&config("copy")).world()?;
@@ -364,8 +365,8 @@ fn copied_out_process_restores_itself() -> Result<()> {
     Ok(())
 }
 
-/// An unmanaged process takes the VRAM. The container's restore fails and is tried again. No
-/// contents are lost.
+/// An unmanaged process allocates the freed VRAM. The container's restore fails and must be tried
+/// again, and no contents may be lost.
 #[test]
 fn a_return_without_room_waits_and_loses_nothing() -> Result<()> {
     let world = TestbedConfig::default()

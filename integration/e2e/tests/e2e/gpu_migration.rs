@@ -93,7 +93,8 @@ fn full_gpu_restores_on_the_other_gpu() -> Result<()> {
     Ok(())
 }
 
-/// The container's process cannot open the other GPU's device file, so that GPU is not tried.
+/// The container's process cannot open the other GPU's device file. The container must therefore
+/// wait for its own GPU.
 #[test]
 fn container_of_one_gpu_waits_for_it() -> Result<()> {
     for files in [&[0][..], &[]] {

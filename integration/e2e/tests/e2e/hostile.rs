@@ -104,9 +104,9 @@ fn a_flood_of_connections_harms_nobody_else() -> Result<()> {
     flooder.delete(&world)
 }
 
-/// A container makes all attacks of `attack.c` at the same time. Offloads and restores of its
-/// neighbour continue. The resources that the attacker uses in the controller are limited, and
-/// released at the end.
+/// A container makes all attacks of `attack.c` at the same time. Offloads and restores of another
+/// container must continue. The attacker's use of the controller's resources must be limited, and
+/// must end with the attacker.
 #[test]
 fn combined_attack_harms_no_other_container() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -133,9 +133,9 @@ fn combined_attack_harms_no_other_container() -> Result<()> {
     Ok(())
 }
 
-/// A container sees only its own files. It has no path to the control API or to another container,
-/// and can write only to the pipe of its own hints. Its processes have one more mapped page and one
-/// more socket than without Affinode.
+/// A container must see only its own files. It must have no path to the control API or to another
+/// container, and may write only to the pipe for its own hints. Its processes have one more mapped
+/// page and one more socket than without Affinode.
 #[test]
 fn a_container_sees_nothing_but_its_own_socket() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -200,7 +200,7 @@ fn the_control_socket_is_for_root_alone() -> Result<()> {
     Ok(())
 }
 
-/// A container's socket and pipe are private. Other users of the host cannot open them, though they
+/// Other users of the host must not be able to open a container's socket and pipe, although they
 /// may traverse the folders of their own jobs.
 #[test]
 fn host_users_cannot_reach_container_socket() -> Result<()> {

@@ -91,8 +91,8 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The handler is added to a file that overrides the main one. NVIDIA's toolkit adds such a file.
-/// With containerd 1.x, that file replaces the whole section of the main file.
+/// The installer must also add the handler to a file that overrides the main file. NVIDIA's toolkit
+/// writes such a file. With containerd 1.x, it replaces the whole section of the main file.
 #[test]
 fn overriding_file_gets_the_handler() -> Result<()> {
     for line in [Line::V1_6, Line::V1_7] {
@@ -292,7 +292,8 @@ fn failed_install_keeps_configuration() -> Result<()> {
     Ok(())
 }
 
-/// A handler that was written by hand, as in config/containerd, is recorded, and is removed later.
+/// An operator has written the handler by hand, as in config/containerd. The installation must
+/// record the handler, and the uninstallation must remove it.
 #[test]
 fn a_handler_that_is_there_is_used() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;
@@ -346,7 +347,7 @@ fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     Ok(())
 }
 
-/// An uninstallation would delete the program file of a running shim, so it is refused.
+/// An uninstallation would delete the program file of a running shim, so it must be refused.
 #[test]
 fn uninstall_is_refused_while_containers_run() -> Result<()> {
     let world = TestbedConfig::default().cri().world()?;

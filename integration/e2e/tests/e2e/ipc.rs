@@ -85,8 +85,8 @@ fn leaves_in_part(world: &Testbed, id: &str) -> Result<()> {
     Ok(())
 }
 
-/// The importer reads, writes, closes and opens the memory while the exporter is offloaded. A call
-/// of the exporter for another handle restores it.
+/// The importer reads, writes, closes and opens the memory while the exporter is offloaded. When
+/// the exporter makes another handle, this call must restore the exporter.
 #[test]
 fn sharing_processes_leave_in_part() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
@@ -202,8 +202,8 @@ fn memory_is_shared_whoever_carries_it() -> Result<()> {
     Ok(())
 }
 
-/// Affinode's handles are recognised even without swappable memory. The driver rejects every other
-/// invalid handle.
+/// A process without swappable memory must recognise Affinode's handles as well. All other invalid
+/// handles must be rejected by the driver.
 #[test]
 fn invalid_handle_opens_nothing() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

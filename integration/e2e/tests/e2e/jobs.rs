@@ -180,8 +180,8 @@ fn idle_job_is_offloaded_and_restored() -> Result<()> {
     node.wait_nothing_left("train")
 }
 
-/// The engine also applies without a running controller, because an earlier controller wrote the
-/// engine's name next to the socket.
+/// Starts a job while no controller runs. The job must use the configured engine, because an
+/// earlier controller has written the engine's name next to the socket.
 #[test]
 fn job_engine_applies_from_first_allocation() -> Result<()> {
     let node = Node::new("enabled = true")?;

@@ -255,7 +255,8 @@ fn uninstall_reaches_the_toolkits_copy(world: &Testbed) -> Result<()> {
     })
 }
 
-/// Affinode's handler is a copy of the default handler, even after the default handler has changed.
+/// Affinode's handler must be a copy of the default handler, also after the default handler has
+/// changed.
 fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
     let node = Node::new(world)?;
     let program = |node: &Node<'_>| -> Result<String> {
@@ -299,7 +300,8 @@ fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
     })
 }
 
-/// A handler of Affinode's name that runs another program is refused and left unchanged.
+/// The configuration has a handler of Affinode's name that runs another program. The installation
+/// must be refused, and must not change the handler.
 #[test]
 fn a_foreign_handler_is_refused() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().node())? else {

@@ -105,7 +105,7 @@ fn survives_containerd_restart_while_offloaded(world: &Testbed) -> Result<()> {
     worker.running.delete(world)
 }
 
-/// A program gives the same results with and without an offload.
+/// Runs a program with and without an offload. The results must be equal.
 #[test]
 fn results_are_equal_with_and_without_offload() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -244,8 +244,8 @@ fn podman_container_that_fails_leaves_nothing() -> Result<()> {
     })
 }
 
-/// A container keeps the runtime with which it was created. Podman can start it again after it has
-/// ended.
+/// A container must keep the OCI runtime with which it was created, and Podman must be able to
+/// start it again after its end.
 #[test]
 fn podman_container_keeps_its_own_runtime() -> Result<()> {
     with_podman(|world, podman, programs| {

@@ -64,8 +64,8 @@ fn invalid_annotation_uses_default() -> Result<()> {
     Ok(())
 }
 
-/// The driver cannot checkpoint managed memory. With the engine `checkpoint` the offload is
-/// therefore refused before any change.
+/// The driver cannot checkpoint managed memory. With the engine `checkpoint`, the offload must
+/// therefore be refused before the process is changed.
 #[test]
 fn managed_memory_is_never_checkpointed() -> Result<()> {
     let world = TestbedConfig::default().config(EAGER).world()?;
@@ -98,13 +98,14 @@ fn disabled_library_runs_unmanaged() -> Result<()> {
     Ok(())
 }
 
-/// Operator overrides also apply after a restart of the controller, and events report them.
+/// Operator overrides must also apply after a restart of the controller, and events must report
+/// them.
 #[test]
 fn a_pin_and_the_switch_outlive_the_controller() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;
     let mut worker = Worker::start(&world, "chosen", 32)?;
     world.cli().move_out("chosen")?;
-    // An offloaded container is restored.
+    // The pin must restore the container, which is offloaded.
     world.cli().run(&["pin", "chosen"])?;
     wait_vram_used(&world, |used| used > 0)?;
     assert_eq!(world.cli().run(&["auto-offload", "off"])?, "auto-offload is off\n");
@@ -142,8 +143,8 @@ fn value_of(world: &Testbed, container: &str, name: &str) -> Result<(String, Str
     Ok((row[2].to_owned(), row[3].to_owned()))
 }
 
-/// The node's policy can be set, shown with its origin, and reset. It still applies after the
-/// controller has ended. An invalid value changes nothing.
+/// The node's policy can be set, shown with its origin, and reset. It must still apply after a
+/// restart of the controller. An invalid value must change nothing.
 #[test]
 fn a_policy_is_set_shown_and_taken_back() -> Result<()> {
     let world = TestbedConfig::default().config(MANUAL).world()?;

@@ -186,7 +186,7 @@ fn hands_over_in_vain(
 }
 
 /// A stopped copier copies nothing, so after the checkpoint the contents exist only in exported
-/// device memory. The process restores them with its own descriptors.
+/// device memory. The process must restore them with its own descriptors of this memory.
 #[test]
 fn exports_to_stopped_copier_are_restored() -> Result<()> {
     let world = world()?;

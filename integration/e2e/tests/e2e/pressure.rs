@@ -69,8 +69,8 @@ fn a_return_waits_for_room() -> Result<()> {
     Ok(())
 }
 
-/// In mode `pressure` a container stays resident while no other container needs the VRAM, and is
-/// offloaded when one does.
+/// In mode `pressure`, an idle container must stay resident while no other container needs VRAM,
+/// and must be offloaded when a container needs it.
 #[test]
 fn an_idle_neighbour_makes_room() -> Result<()> {
     let world = small_world(&EAGER.replace("eager", "pressure"))?;

@@ -64,9 +64,9 @@ fn old_template_gets_the_handler() -> Result<()> {
     Ok(())
 }
 
-/// If the configuration does not import the folder, the installer reports this and keeps the
-/// folder. An older k3s does not import the folder, and neither does a configuration from a user's
-/// complete template.
+/// The configuration of containerd does not import the folder. The installer must report this and
+/// keep the folder. An older k3s does not import the folder, and neither does a configuration from
+/// a user's complete template.
 #[test]
 fn unimported_folder_is_reported_and_kept() -> Result<()> {
     let Some(world) = matrix::world(Line::V2, TestbedConfig::default().rancher(true))? else {

@@ -87,8 +87,8 @@ fn without_retained_copy_all_is_copied() -> Result<()> {
     Ok(())
 }
 
-/// Some seconds after a restore, a process far below its memory limit has retained its whole copy.
-/// A process that cannot see a limit has retained the minimum.
+/// Some seconds after a restore, a process whose memory use is far below its limit must have
+/// retained its whole copy. A process that cannot see a limit must have retained only the minimum.
 #[test]
 fn retained_copy_stays_far_from_the_limit() -> Result<()> {
     const LARGE_MIB: u64 = 1152;

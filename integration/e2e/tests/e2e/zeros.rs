@@ -110,8 +110,8 @@ fn copier_restores_process_that_skips_nothing() -> Result<()> {
     let before = fills(&world)?;
     let (offloaded, _) = cycle(&world, &mut worker)?;
     assert_eq!((offloaded.zero_bytes / MIB, fills(&world)? - before), (64, 0), "half of it");
-    // When the process has more contents to store again, a copier serves it again after one or two
-    // cycles.
+    // When the process again has enough contents to store, a copier must restore it after one or
+    // two cycles.
     worker.call("set 1 7")?;
     cycle(&world, &mut worker)?;
     filled_with_zeros_stored(&world, &mut worker)

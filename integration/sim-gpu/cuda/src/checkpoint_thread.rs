@@ -101,8 +101,8 @@ fn save(driver: &Driver, extra_bytes: u64) -> Report {
 /// Starts a thread of the driver. The thread blocks all signals, so that they reach the
 /// application's threads.
 pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    // SAFETY: plain data, filled by the calls below; a new thread inherits the mask of this
-    // moment, and this thread gets its own back.
+    // SAFETY: the signal sets are plain data, which the calls below fill. The new thread inherits
+    // the mask that blocks all signals, and this thread's mask is restored afterwards.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
         let mut before: libc::sigset_t = std::mem::zeroed();

@@ -45,8 +45,9 @@ pub fn copy_pieces(to: &[Piece], from: &[Piece]) {
     let (mut target, mut source) = (to.next().cloned(), from.next().cloned());
     while let (Some(t), Some(s)) = (&mut target, &mut source) {
         let bytes = t.bytes.min(s.bytes);
-        // SAFETY: a piece is a window that it keeps alive, or memory that the application named
-        // as an argument of this copy, valid for `bytes` until the copy is done by its contract.
+        // SAFETY: a piece is a window that it keeps mapped, or memory that the application passed
+        // to this copy. By the copy's contract, such memory is valid for `bytes` until the copy is
+        // done.
         unsafe { std::ptr::copy(s.address as *const u8, t.address as *mut u8, bytes) };
         for piece in [&mut *t, &mut *s] {
             piece.address += bytes;
@@ -67,7 +68,8 @@ pub fn each_word<const W: usize>(pieces: &[Piece], mut change: impl FnMut([u8; W
     for piece in pieces {
         for offset in (0..piece.bytes / W * W).step_by(W) {
             let word = (piece.address + offset) as *mut [u8; W];
-            // SAFETY: inside the piece, which is a live window or memory the application named.
+            // SAFETY: the word is inside the piece, which is a mapped window or memory that the
+            // application passed.
             unsafe { word.write(change(word.read())) };
         }
     }

@@ -117,7 +117,8 @@ extern "C" fn after_fork() {
     for fd in [&LINK_FD, &CONTROL_FD] {
         let fd = fd.swap(-1, Ordering::Relaxed);
         if fd >= 0 {
-            // SAFETY: our own descriptor, which nothing in the child will use: every call is refused.
+            // SAFETY: the descriptor belongs to this library. The child does not use it, because
+            // all its driver calls are refused.
             unsafe { libc::close(fd) };
         }
     }

@@ -159,8 +159,8 @@ pub fn wait_until<'a, T>(
 /// Dereferences a null pointer, as the real driver does.
 fn segfault() -> ! {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: deliberately not: this is the crash that an unguarded application suffers. Reading
-    // address 0 faults, it touches no memory of anyone.
+    // SAFETY: this read is deliberately invalid, to cause the crash that the real driver causes. A
+    // read of address 0 faults and changes no memory.
     unsafe {
         std::arch::asm!("mov {0}, qword ptr [{0}]", inout(reg) 0usize => _, options(nostack));
     }

@@ -51,7 +51,8 @@ impl Pages {
             libc::MAP_SHARED,
             memory.as_raw_fd(),
         )?;
-        // SAFETY: exactly the range just mapped. Failing to set the advice harms nothing here.
+        // SAFETY: the range is exactly the range that was just mapped. A failure of this call has
+        // no effect in this process.
         unsafe { libc::madvise(pages.start as *mut _, pages.bytes, libc::MADV_DONTFORK) };
         Ok(pages)
     }
@@ -88,7 +89,7 @@ impl Pages {
     /// Touches every page, so that the kernel allocates it.
     pub fn touch(&self) {
         for page in (self.start..self.start + self.bytes).step_by(PAGE_BYTES) {
-            // SAFETY: inside a writable mapping that is ours alone.
+            // SAFETY: the page is inside a writable mapping that only this value owns.
             unsafe { ptr::write_volatile(page as *mut u8, 1) };
         }
     }

@@ -92,7 +92,7 @@ fn serving(node: &Node) -> Result<(i32, i32)> {
     Ok((node.cli().ps()?.controller_pid, unit.parse()?))
 }
 
-/// Requires that the unit's controller serves, and returns its process.
+/// Requires that the unit's controller replies to the command `affinode`. Returns its pid.
 fn unit_serves(node: &Node) -> Result<i32> {
     until("the unit's controller to serve", || {
         let (serving, unit) = serving(node)?;

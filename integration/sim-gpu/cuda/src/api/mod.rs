@@ -42,7 +42,8 @@ pub struct Symbol {
 #[derive(Clone, Copy)]
 pub struct Address(pub *const c_void);
 
-// SAFETY: the address of code, which never changes and is never written through.
+// SAFETY: the pointer is the address of a function. It never changes, and nothing is written
+// through it.
 unsafe impl Sync for Address {}
 
 /// All functions of all lists.

@@ -76,7 +76,7 @@ fn load(driver: &Driver, module: Out<Handle>, image: In<c_char>) -> Outcome {
 /// Takes the dynamic loader's lock, as the real driver does when it loads its compiler for a PTX
 /// image.
 fn find_compiler() {
-    // SAFETY: a name that zero ends; nothing is loaded that is not there already.
+    // SAFETY: the name ends with a zero byte, and with RTLD_NOLOAD the call loads no library.
     unsafe {
         libc::dlopen(c"libnvidia-ptxjitcompiler.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD)
     };
@@ -112,7 +112,8 @@ fn arguments(parameters: In<HostAddress>, extra: In<HostAddress>) -> Outcome<Arg
             Some(1) => buffer = extra.at(pair * 2 + 1).ok_or(INVALID_VALUE)?,
             Some(2) => {
                 let size = extra.at(pair * 2 + 1).ok_or(INVALID_VALUE)?;
-                // SAFETY: the application promises that the second of this pair points to a size_t.
+                // SAFETY: the application promises that the second pointer of this pair points to a
+                // size_t.
                 bytes = unsafe { pointer::<usize>(size) }.get().ok_or(INVALID_VALUE)?;
             }
             _ => return Err(INVALID_VALUE),

@@ -101,7 +101,8 @@ cuda_api! {
         if fd < 0 {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: the application lends its descriptor for this call; a number that is none makes sendmsg fail.
+        // SAFETY: the application's descriptor stays open during this call. If the number is not a
+        // descriptor, sendmsg fails.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let granted = d.link.obtain(&Request::Import, Some(fd))?;
         let mut memory = d.memory();
