@@ -114,7 +114,7 @@ fn each(out: &mut dyn Write, batch: &CallTraceBatch) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Sums since the last print.
+/// Sums of the calls recorded since the last print.
 #[derive(Default)]
 struct CallSums {
     elapsed_ms: u64,

@@ -21,7 +21,7 @@ use crate::{call_trace::CallTraceBatch, history::StateSpan, schema};
 
 /// Timeout of a request that the controller answers at once.
 const QUICK: std::time::Duration = std::time::Duration::from_secs(10);
-/// Timeout of a move: time to move a whole GPU at 1 GB/s, and to wait in the queue.
+/// Timeout of a move. It suffices to move a whole GPU at 1 GB/s and to wait in the queue before.
 const LONG: std::time::Duration = std::time::Duration::from_secs(600);
 
 /// A connection to the controller, and its socket for error messages.
@@ -36,7 +36,7 @@ pub struct ControlClient {
 enum ClientRights {
     /// Everything, because the user is root.
     Full,
-    /// To look, as a member of `control.view_group`.
+    /// Only to read, as a member of `control.view_group`.
     View,
 }
 
@@ -45,8 +45,8 @@ impl ControlClient {
     pub async fn connect(run_dir: &Path) -> Result<ControlClient, CliError> {
         let socket = run_dir.join(paths::CONTROL_SOCKET);
         match open(&socket, ClientRights::Full).await {
-            // The mode of this socket lets only root connect. Members of the group use the other
-            // socket.
+            // The mode of this socket lets only root connect. Members of `control.view_group` use
+            // the socket for viewers.
             Err(error) if may_not_connect(&socket) => {
                 let viewing = open(&run_dir.join(paths::VIEW_SOCKET), ClientRights::View).await;
                 viewing.map_err(|_| error)
@@ -55,8 +55,8 @@ impl ControlClient {
         }
     }
 
-    /// Refuses a request that changes something if this user may only read. The controller rejects
-    /// such a request on that socket, too.
+    /// Refuses a request that changes something if this user may only read. The controller refuses
+    /// such a request on the socket for viewers, too.
     fn may_change(&self) -> Result<(), CliError> {
         match self.rights {
             ClientRights::Full => Ok(()),
@@ -114,15 +114,16 @@ impl ControlClient {
         set.map(drop).map_err(|e| self.error(e))
     }
 
-    /// Events after a sequence number; waits for the first one.
+    /// Returns the events with a higher sequence number than `after`. If there are none yet, waits
+    /// for the first.
     pub async fn events(&self, after: u64, timeout_ms: u32) -> Result<Vec<Event>, CliError> {
         let request = EventsRequest { after, timeout_ms, ..EventsRequest::default() };
         let wait = QUICK + std::time::Duration::from_millis(timeout_ms.into());
         Ok(self.control.events(context(wait), &request).await.map_err(|e| self.error(e))?.events)
     }
 
-    /// Calls of one container, or of all (empty name), after a number. Waits up to a second for the
-    /// first.
+    /// Returns the calls of one container (empty name: of all containers) that were recorded after
+    /// a number. If there are none yet, waits up to a second for the first.
     pub async fn calls(
         &self,
         container: String,
@@ -146,7 +147,7 @@ impl ControlClient {
         Ok(response.map_err(|e| self.error(e))?.into())
     }
 
-    /// The policy of all containers (empty name), or of one.
+    /// Returns the policy of one container. Empty name: the policies of all containers.
     pub async fn policy(&self, container: String) -> Result<PolicyResponse, CliError> {
         let request = PolicyRequest { container, ..PolicyRequest::default() };
         self.control.policy(context(QUICK), &request).await.map_err(|e| self.error(e))

@@ -14,7 +14,8 @@ const MIN_LINES: usize = 80;
 /// Words that end a command in a shell's line.
 const ENDS: [&str; 7] = ["#", "|", "&&", "||", ">", "<", ";"];
 
-/// Readers type these commands. A command that is only named may lack its arguments.
+/// Readers type these commands, so the parser must accept each of them. A command that the text
+/// only mentions may lack its arguments.
 #[test]
 fn every_command_of_the_documents_is_accepted() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -64,7 +65,7 @@ fn documents(root: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The commands in the code of a document: lines of its fences, and its spans.
+/// The commands in the code of a document: in the lines of its code blocks, and in its code spans.
 fn commands(text: &str) -> Vec<Vec<String>> {
     let mut found = Vec::new();
     let mut prose = String::new();
@@ -82,12 +83,13 @@ fn commands(text: &str) -> Vec<Vec<String>> {
     found
 }
 
-/// The words of a command line, if it is one of `affinode`.
+/// The words of a line, if the line is a command of `affinode`.
 fn command(line: &str) -> Option<Vec<String>> {
     let words = words(line.trim().trim_start_matches("$ "));
     let skipped = words.iter().take_while(|word| *word == "sudo").count();
     let own = words.get(skipped)?;
-    // A command's name, or its path in the build folder, without arguments is not a command line.
+    // A line that has only the command's name, or only its path in the build folder, is not a
+    // command line.
     if own != "affinode" && !own.ends_with("release/bin/affinode") || words.len() < skipped + 2 {
         return None;
     }

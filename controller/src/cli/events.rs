@@ -68,7 +68,7 @@ fn line(event: &schema::Event, wide: bool) -> String {
         text.push_str(&format!("{} -> {}", event.from, event.to));
         if event.bytes > 0 {
             text.push_str(&format!("  {}", format::bytes(event.bytes)));
-            // 0: no call waited for it.
+            // 0: no call waited for the move.
             if event.elapsed_ms > 0 {
                 text.push_str(&format!(" in {}", format::duration(event.elapsed_ms)));
             }

@@ -1,5 +1,5 @@
-//! A node on which no controller runs, and no container needs one. The command reads its GPUs
-//! itself.
+//! A node on which no controller runs and no container needs a controller. The command reads the
+//! node's GPUs itself.
 
 use std::{fs, io, os::unix::net::UnixStream, path::Path};
 
@@ -26,8 +26,8 @@ pub struct LocalNode {
 }
 
 impl LocalNode {
-    /// Prepares the readings. `None`: a controller may run, or a container of it is known, so
-    /// nothing can be said without the controller.
+    /// Prepares the readings. `None`: a controller may run, or the run directory has a folder of a
+    /// container or job, so only a controller knows the state of the node.
     pub fn of_empty(run_dir: &Path) -> Option<LocalNode> {
         if !is_empty(run_dir) {
             return None;
@@ -46,7 +46,7 @@ impl LocalNode {
     /// Reads the GPUs. The process id of the controller is 0.
     pub fn read(&mut self) -> schema::Node {
         let mut node = Node::new(self.config.settings());
-        // The effects of the input are meant for a controller and are dropped.
+        // The input also has effects, which only a controller carries out. They are dropped here.
         let _ = node.handle(monotonic_ms(), Input::Gpus(self.devices.read(true)));
         let mut list = node.list(monotonic_ms(), unix_ms());
         list.node = nix::unistd::gethostname()

@@ -269,7 +269,7 @@ async fn run(args: Args) -> Result<(), CliError> {
         Command::Report(asked) => return report::run(&run_dir, &mut out, asked).await,
         other => other,
     };
-    // Commands that show a node without a controller, too.
+    // Commands that also show a node on which no controller runs.
     let command = match command {
         Command::Ps { output, no_headers, watch } => {
             return ps::run(&run_dir, &mut out, output, !no_headers, watch).await;

@@ -93,7 +93,7 @@ fn pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// Runs commands that need no controller. Returns all other commands.
+/// Runs a command that needs no controller. Returns a command that needs the controller.
 pub fn alone(asked: PolicyArgs, out: &mut dyn Write) -> Result<Option<PolicyArgs>, CliError> {
     match asked.command {
         Some(PolicyCommand::Validate { file, shape }) => validate(&file, out, shape).map(|()| None),

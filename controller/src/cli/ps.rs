@@ -107,7 +107,8 @@ fn show(
         writeln!(out)?;
     }
     if node.containers.is_empty() {
-        // A program that parses the rows must not mistake the sentence for a row.
+        // The sentence goes to standard error, so that a program that parses the rows does not read
+        // it as a row.
         let without = node.controller_pid == 0;
         let nothing = if without { NOTHING_RUNS } else { "no GPU containers of runtime affinode" };
         let _ = writeln!(io::stderr(), "{nothing}");

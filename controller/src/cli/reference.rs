@@ -41,7 +41,7 @@ pub struct CommandReference {
     /// The command as it is typed: `affinode policy set`.
     name: String,
     about: String,
-    /// Exit status and examples from the help, if it has them.
+    /// The end of the help: exit status and examples. Empty: the help has neither.
     after: String,
     usage: String,
     arguments: Vec<ArgumentReference>,

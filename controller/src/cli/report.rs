@@ -164,7 +164,7 @@ fn show(
     if report.rows.is_empty() {
         return Ok(writeln!(out, "no container held or freed VRAM in this time")?);
     }
-    // Minutes on a part of a GPU need more digits.
+    // Small figures, such as minutes on a part of a GPU, need more digits.
     let hours = |seconds: f64| match seconds / 3600.0 {
         hours if hours != 0.0 && hours < 0.1 => format!("{hours:.4}"),
         hours => format!("{hours:.2}"),

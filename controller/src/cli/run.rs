@@ -21,11 +21,11 @@ use crate::{
     jobs::{JobReply, JobRequest, SOCKET},
 };
 
-/// Maximum size of a response.
+/// Maximum size of a response, in bytes.
 const MAX_BYTES: u64 = 64 << 10;
 /// Timeout of each read and write.
 const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Exit statuses of `env` and shells: the program cannot be run, or does not exist.
+/// Exit status of `env` and shells for a program that exists but cannot be run.
 const CANNOT_RUN: u8 = 126;
 const NOT_FOUND: u8 = 127;
 

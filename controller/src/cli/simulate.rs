@@ -163,7 +163,7 @@ impl SimulateArgs {
     fn vram_bytes(&self, trace: &WorkloadTrace) -> Result<u64, SimulateError> {
         let Some(fits) = self.fits else { return gib(self.vram, "--vram") };
         let largest = trace.loads.iter().map(|load| load.vram_bytes).max().unwrap_or(0);
-        // The ledger keeps a margin of 512 MiB, which is added.
+        // The ledger keeps 512 MiB of a GPU free, so the GPU gets this much in addition.
         Ok(largest.saturating_mul(fits.max(1)).saturating_add(512 << 20))
     }
 
@@ -312,7 +312,8 @@ struct SimulatedHost {
     warning: Option<String>,
 }
 
-/// A warning if pauses as short as a compared idle timeout are not visible in the trace.
+/// A warning if an idle timeout of a compared baseline is not longer than the time step of the
+/// trace, because each pause then looks idle.
 fn step_warning(trace: &WorkloadTrace, baselines: &[Baseline]) -> Option<String> {
     let step_ms = trace.step_ms()?;
     let is_shorter = |b: &&Baseline| b.shortest_timeout_ms().is_some_and(|ms| ms <= step_ms);

@@ -42,7 +42,8 @@ pub enum BlockError {
     },
 }
 
-/// Returns the block for a file of this version. `own` is the present content of the file.
+/// Returns the block for a file of this configuration version. `own` is the present content of the
+/// file.
 pub fn text(
     dump: &Table,
     own: &Table,
@@ -70,8 +71,8 @@ pub fn text(
         let options = handler.remove("options");
         let _ = writeln!(text, "[{place}]");
         text.push_str(&toml::to_string(&handler).map_err(copy)?);
-        // The other handlers get their options even if these are empty. Without them containerd 1.x
-        // prints another configuration.
+        // The copied handlers get their table `options` even if it is empty. Without this table,
+        // `containerd config dump` of containerd 1.x would print another configuration than before.
         if let Some(Value::Table(options)) = options {
             let _ = writeln!(text, "[{place}.options]");
             text.push_str(&toml::to_string(&options).map_err(copy)?);

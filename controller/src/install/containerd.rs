@@ -246,8 +246,8 @@ impl ContainerdNode {
         Ok(())
     }
 
-    /// Whether containerd's process started after `moment`, so that it has read files that were
-    /// written before.
+    /// Whether containerd's process started after `moment`. It has then read the files that were
+    /// written before `moment`.
     pub fn runs_since(&self, moment: SystemTime) -> bool {
         let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
         let up_ms = u64::try_from(up.tv_sec * 1_000 + up.tv_nsec / 1_000_000).unwrap_or(0);
@@ -341,8 +341,8 @@ fn unit_of(cgroups: &str) -> Option<&str> {
     segments.filter_map(|segment| segment.strip_suffix(".service")).find(theirs)
 }
 
-/// Waits until no shim of the installation, no job and no container of Podman runs. Returns the
-/// numbers that still run after `within`.
+/// Waits for at most `within` until no shim of the installation, no job and no container of Podman
+/// runs. Returns the numbers of those that still run, in this order.
 pub fn drain(prefix: &Path, run_dir: &Path, within: Duration) -> (usize, usize, usize) {
     let began = Instant::now();
     loop {
@@ -383,17 +383,18 @@ pub fn old_controllers(prefix: &Path, replaced: bool) -> Vec<Identity> {
 struct ContainerdProgram {
     pid: u32,
     role: ProgramRole,
-    /// Whether its file was replaced: the kernel then appends ` (deleted)` to the name.
+    /// Whether the program's file was replaced. The kernel then appends ` (deleted)` to the file's
+    /// name.
     replaced: bool,
 }
 
 /// What a process of the shim's program does, by the first argument of its command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ProgramRole {
-    /// It serves containers. They would be lost without it.
+    /// The process serves containers, which would be lost without it.
     Shim,
     Controller,
-    /// A copier of the controller, or the start of a controller.
+    /// The process is a copier, or it starts a controller.
     Helper,
 }
 

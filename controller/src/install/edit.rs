@@ -68,7 +68,8 @@ struct FileEdit {
 #[derive(Debug, Default)]
 pub struct ConfigEdit {
     files: Vec<FileEdit>,
-    /// Blocks that are removed, and blocks that are added, for the preview of a rendered file.
+    /// Texts of the blocks that are removed, and of those that are added. The preview of a rendered
+    /// file needs them.
     blocks: (Vec<String>, Vec<String>),
 }
 
@@ -120,9 +121,9 @@ impl ConfigEdit {
         self.blocks.0.push(block::in_text(&added.text).to_owned());
     }
 
-    /// Removes the handlers of these specifications from every file. `merged`: names of handlers
-    /// that belong to this installation in containerd's whole configuration. Their parts are
-    /// removed from every file.
+    /// Removes the handlers of these specifications from every file. `merged`: names of the
+    /// handlers that are Affinode's in containerd's whole configuration. A file may contain only
+    /// some keys of such a handler; these are removed, too.
     pub fn remove_handlers(
         &mut self,
         specs: &[HandlerSpec],

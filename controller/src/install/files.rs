@@ -14,22 +14,24 @@ use sha2::{Digest, Sha256};
 use super::podman::{self, PodmanFile, PodmanPlan};
 use crate::doctor::{library, programs::SHIM};
 
-/// File name of the command-line program.
+/// File name of the program `affinode`, which users run.
 const COMMAND: &str = "affinode";
 
-/// The files to install, held in memory. Their folder may not be visible after this process has
-/// entered the node's root.
+/// The contents of all files to install. They are held in memory, because their folder may not be
+/// visible after this process has entered the node's root.
 #[derive(Clone)]
 pub struct SourceFile {
     command: Arc<[u8]>,
     shim: Arc<[u8]>,
     library: Arc<[u8]>,
-    /// The runtime for Podman. `None`: the folder has none.
+    /// Content of `affinode-runtime`, the runtime for Podman. `None`: the folder does not contain
+    /// it.
     runtime: Option<Arc<[u8]>>,
-    /// The folder in which they were found.
+    /// The folder from which the contents were read.
     folder: PathBuf,
     podman: PodmanPlan,
-    /// Text of the file with the installation's folders. `None`: without the file.
+    /// Text of `paths.conf`, which names the installation's folders. `None`: this file is not
+    /// installed.
     folders: Option<String>,
 }
 
@@ -98,7 +100,7 @@ impl SourceFile {
         })
     }
 
-    /// The same files, with those for Podman.
+    /// Returns the same files together with the files for Podman.
     ///
     /// # Errors
     /// [`FileError`]: Podman was asked for, and its runtime is not in the folder.
@@ -115,7 +117,7 @@ impl SourceFile {
         Ok(source)
     }
 
-    /// The same files, with that of the installation's folders.
+    /// Returns the same files together with `paths.conf`, if `text` is its content.
     pub(super) fn with_folders(mut self, text: Option<String>) -> Self {
         self.folders = text;
         self
@@ -140,7 +142,7 @@ impl SourceFile {
         places.extend(self.folders.as_ref().map(folders));
         if let PodmanPlan::Register(file) = &self.podman {
             places.extend(self.runtime.iter().map(|runtime| bin(runtime, podman::RUNTIME)));
-            // The file names the program, so it comes after it.
+            // Podman's file names the program, so it is written after the program.
             let conf = |file: &PodmanFile| (file.text.as_bytes().into(), file.path.clone(), 0o644);
             places.extend(file.as_ref().map(conf));
         }
@@ -211,7 +213,8 @@ pub fn tidy(path: &Path) -> Result<(), FileError> {
     remove_left(&places_of(path).1)
 }
 
-/// Removes a leftover file if it exists. Without one, a read-only file system causes no error.
+/// Removes a leftover file if it exists. If it does not exist, a read-only file system causes no
+/// error.
 pub fn remove_left(path: &Path) -> Result<(), FileError> {
     if fs::symlink_metadata(path).is_ok() { remove(path) } else { Ok(()) }
 }

@@ -21,8 +21,8 @@ pub fn of(options: &InstallOptions) -> Result<PathsFile, FileError> {
     Ok(PathsFile { run_dir, config })
 }
 
-/// Text of the file that the installation gets. `None`: the programs use the defaults without a
-/// file.
+/// Returns the text of `paths.conf`. `None`: the folders are the defaults, which the programs use
+/// without this file.
 ///
 /// # Errors
 /// [`InstallError::Folder`]: a path cannot be written into the file.

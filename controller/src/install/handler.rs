@@ -11,10 +11,11 @@ use crate::doctor::{
     programs::SHIM,
 };
 
-/// Type of the stock runtime. containerd 2.0 to 2.3 query only this type for its features. Pods of
-/// other types have neither user namespaces nor recursive read-only mounts.
+/// Type of the stock runtime. containerd 2.0 to 2.3 query only runtimes of this type for features.
+/// Pods with a runtime of another type have neither user namespaces nor recursive read-only mounts.
 const STOCK_TYPE: &str = "io.containerd.runc.v2";
-/// Keys of the handler that are not copied from the model.
+/// Keys of the handler that Affinode sets. They are not copied from the model handler (see
+/// [`model`]).
 const OWN: [&str; 4] = ["runtime_type", "runtime_path", "pod_annotations", "container_annotations"];
 
 /// Keys with the name of the sandboxer, in containerd 2 and in containerd 1.7.
@@ -101,8 +102,8 @@ impl HandlerSpec {
         }
     }
 
-    /// Whether a handler runs the shim of this installation. A handler that has only the runtime
-    /// type does, because containerd then searches the shim in its PATH.
+    /// Whether a handler runs the shim of this installation. This is also true of a handler without
+    /// a path, because containerd then searches the shim in its PATH.
     pub fn is_ours(&self, handler: &Table) -> bool {
         let text = |key: &str| handler.get(key).and_then(Value::as_str).unwrap_or_default();
         match text("runtime_path") {
@@ -166,8 +167,8 @@ fn copied(handler: &Table) -> Table {
     set.map(|(key, value)| (key.clone(), without_defaults(value))).collect()
 }
 
-/// The keys and values that are compared. containerd prints a name of the sandboxer even if none is
-/// set, so the default name is left out.
+/// The keys and values that are compared. containerd prints the default sandboxer even if none is
+/// set, so this value is left out.
 fn normal(handler: &Table) -> Table {
     let mut handler = copied(handler);
     handler
@@ -205,7 +206,8 @@ pub fn is_empty(value: &Value) -> bool {
 pub fn only_handlers_differ(before: &Table, after: &Table, names: &[String]) -> Result<(), String> {
     let without = |config: &Table| {
         let mut config = config.clone();
-        // containerd 1.x prints imports in any order, and the file of the handler is one of them.
+        // containerd 1.x prints the list of imports in any order, and the list contains the
+        // handler's file.
         if let Some(Value::Array(imports)) = config.get_mut("imports") {
             let own = |import: &Value| import.as_str().is_some_and(target::is_drop_in);
             imports.retain(|import| !own(import));

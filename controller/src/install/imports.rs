@@ -9,13 +9,13 @@ use std::{
 
 use toml::{Table, Value};
 
-/// Maximum number of files. The limit also ends a cycle of imports.
+/// Maximum number of files that are read. The limit also ends a search in a cycle of imports.
 const MAX_FILES: usize = 1_000;
 
 /// The imported files, and the first missing one.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ConfigImports {
-    /// Imported files, each after those that it overrides. The first is containerd's own file.
+    /// Imported files, each after the files that it overrides. The first is containerd's own file.
     pub files: Vec<PathBuf>,
     /// The first missing file, and the file that imports it.
     pub missing: Option<(PathBuf, PathBuf)>,

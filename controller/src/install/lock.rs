@@ -1,5 +1,5 @@
-//! A lock that ensures that only one installer runs on a node. Its file is removed at the end if
-//! nothing is installed.
+//! A lock that ensures that only one installer runs on a node. If nothing is installed when the
+//! lock is released, its file is removed.
 
 use std::{
     fs::{self, File},
@@ -82,7 +82,7 @@ mod tests {
         assert!(folder.join(FILE).exists(), "a refused installer must not remove it");
         drop(held);
         assert!(!root.path().join("lib").exists());
-        // With a record the lock file stays, like everything that was there before.
+        // If the folder contains other files, the lock file must stay.
         fs::create_dir_all(&folder).unwrap();
         fs::write(folder.join("other"), "").unwrap();
         drop(InstallLock::take(&folder).unwrap());

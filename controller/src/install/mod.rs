@@ -64,8 +64,8 @@ use self::{
     unit::UnitPlan,
 };
 
-/// Name of the file for `containerd config dump` in the folder of the record: containerd's file
-/// after the change.
+/// Name of a file in the folder of the record. It contains containerd's file after the change, for
+/// `containerd config dump`.
 const SCRATCH: &str = "containerd-check.toml";
 
 /// What to install, and where.
@@ -98,8 +98,8 @@ pub struct InstallOptions {
 }
 
 impl InstallOptions {
-    /// The given socket, or that of the containerd of the installation. While that containerd does
-    /// not run, no other containerd of the machine is used.
+    /// The given socket, or else the socket of the containerd in the record. If that containerd
+    /// does not run, no other containerd of the machine is used in its place.
     fn socket<'a>(&'a self, record: Option<&'a InstallRecord>) -> Option<&'a Path> {
         self.containerd.as_deref().or_else(|| record?.containerd.as_deref())
     }
@@ -133,7 +133,7 @@ pub enum InstallError {
     /// The name of the handler is not a plain TOML key.
     #[error("invalid runtime name {0:?}: accepted: letters, digits, - and _")]
     Name(String),
-    /// The programs could not read such a path from their file.
+    /// A folder's path cannot be written into the file from which the programs read it.
     #[error("--run-dir and --config must be absolute paths of one line")]
     Folder,
     /// Another installer holds the lock.
@@ -186,7 +186,7 @@ pub enum InstallError {
         if *.0 == 1 { "1 job of `affinode run` is".to_owned() } else { format!("{} jobs of `affinode run` are", .0) }
     )]
     Jobs(usize),
-    /// Podman could not end running containers.
+    /// Podman could not end its running containers without the installed runtime.
     #[error(
         "{} running with affinode-runtime: end the containers first (`podman ps`), because Podman \
          could not end them without it; --drain 10m waits until they have ended",
@@ -202,8 +202,8 @@ pub enum InstallError {
 /// in place.
 pub type Steps = Vec<String>;
 
-/// Enters the root file system of the node from a container. All paths and programs of this process
-/// are then those of the node.
+/// Enters the root file system of the node from a container. All paths that this process uses and
+/// all programs that it runs are then the node's.
 ///
 /// [`InstallError::HostRoot`]: this process lacks a right that is needed.
 pub fn enter(root: &Path) -> Result<(), InstallError> {
@@ -229,7 +229,8 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let source = &source.with_podman(podman, required)?.with_folders(folders);
     let node = ContainerdNode::find(options.socket(older.as_ref()));
     let known = older.as_ref().is_some_and(podman::is_recorded);
-    // A containerd that is installed and does not run is an error, unless Podman is asked for.
+    // An error results if containerd is installed but does not run, unless Podman was asked for or
+    // is recorded.
     let lone = required || known || !podman::has_containerd();
     let podman = source.has_podman() && (node.is_ok() || lone);
     if docker::is_alone(&docker, podman, options, older.as_ref(), &node) {
@@ -269,7 +270,7 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let change = InstallEffect { node: &node, before: &before, restart: &restart, options };
     let made = put(&change, &docker, &changes, &plan);
     if made.is_err() && fresh {
-        // It was a first installation: all its files are removed again.
+        // A first installation has failed: all its files are removed again.
         for change in &changes {
             files::remove(change.to())?;
         }
@@ -365,8 +366,8 @@ impl InstallEffect<'_> {
         if let Some(spec) = &plan.wanted {
             let reaches = match spec.judge(&after) {
                 HandlerVerdict::Same => true,
-                // The installer would otherwise replace it at each run, and restart containerd each
-                // time.
+                // After a replacement, the handler must equal the wanted one. Otherwise each run of
+                // the installer would replace it again and restart containerd.
                 HandlerVerdict::Differs => !plan.replaces,
                 HandlerVerdict::Absent | HandlerVerdict::Foreign => false,
             };
@@ -376,7 +377,8 @@ impl InstallEffect<'_> {
             }
         }
         self.node.restart(self.restart, plan.wanted.as_ref())?;
-        // A file that is rendered at the start could only be predicted until now.
+        // k3s and rke2 render the file at the restart, so only its predicted content was checked
+        // before.
         match self.restart {
             RestartRequest::Systemd { .. } => {
                 differing(&self.node.again()?.dump()?).map_err(NodeError::Rendered)
@@ -437,11 +439,12 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         let effect = InstallEffect { node: &node, before: &before, restart: &restart, options };
         effect.edit(edit, &plan)?;
     } else if let Ok(node) = &node {
-        // k3s and rke2 render the handler out of their file at their next start.
+        // k3s and rke2 render their file again at their next start, then without the handler.
         let rendered = node.config_file().ends_with(RENDERED);
         node.config().map_or(Ok(()), |dump| if rendered { Ok(()) } else { gone(&plan, &dump) })?;
     }
-    // The unit is removed before its program. No container is left that needs a controller.
+    // The unit is removed before the program that it runs. No container is left that needs a
+    // controller.
     unit.make(&options.state_dir)?;
     for path in &ours {
         files::remove(path)?;

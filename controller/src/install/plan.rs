@@ -7,8 +7,8 @@
 //! | another handler with Affinode's program | removes it from every file and adds the wanted one |
 //! | a handler with another program | is refused |
 //!
-//! A handler with an earlier `--runtime-name` stays while a shim runs, because containerd needs it
-//! to restart a container of a running pod.
+//! A handler with an earlier `--runtime-name` stays while a shim runs, because containerd needs
+//! this handler to restart a container of a running pod.
 
 use std::{
     fs,
@@ -50,7 +50,7 @@ pub struct HandlerPlan {
     pub block: Option<AddedBlock>,
     /// Handlers with earlier names that stay.
     pub former: Vec<AddedBlock>,
-    /// The file of a handler that exists already and is recorded now.
+    /// The file that already contains the wanted handler. The installation records it.
     pub adopted: Option<PathBuf>,
 }
 
@@ -154,8 +154,9 @@ pub fn uninstall(
     })
 }
 
-/// Whether containers get their devices from CDI. CDI specifications do not exist for some time
-/// after a start of the machine, so a recorded use counts as long as containerd has CDI turned on.
+/// Whether containers get their devices from CDI. After a start of the machine, CDI specifications
+/// are missing for some time. If the record says that CDI was used, this counts as long as
+/// containerd has CDI turned on.
 pub fn uses_cdi(record: Option<&InstallRecord>, node: &ContainerdNode, dump: &Table) -> bool {
     let known = record.and_then(|record| record.block.as_ref()).is_some_and(|block| block.cdi);
     cdi::injects(dump, &node.files()) || known && cdi::is_enabled(dump)
@@ -204,7 +205,7 @@ fn add(
     let own = if let InstallTarget::Root(path) = target { edit.table(path) } else { root.clone() };
     let there = edit.text(path).is_some();
     let version = match target {
-        // If the file does not exist, its version is that of the dump.
+        // A file that does not exist gets the configuration version of the dump.
         InstallTarget::Root(_) if !there => {
             dump.get("version").and_then(Value::as_integer).unwrap_or(2)
         }

@@ -1,5 +1,5 @@
 //! Podman's part of an installation: the program `affinode-runtime`, and a file in a folder whose
-//! files Podman reads at each run. So nothing has to be restarted.
+//! files Podman reads at each run. Therefore nothing has to be restarted.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,7 @@ use crate::doctor::{is_on_path, processes_with};
 
 /// Folder from which Podman reads files of the machine's administrator.
 pub const FOLDER: &str = "/etc/containers/containers.conf.d";
-/// Name of the file there.
+/// Name of Affinode's file in that folder.
 const FILE: &str = "affinode.conf";
 /// The program that Podman runs.
 pub const RUNTIME: &str = "affinode-runtime";
@@ -45,8 +45,8 @@ pub struct PodmanFile {
 pub enum PodmanPlan {
     /// Podman's configuration is not changed.
     LeftOut,
-    /// The program and the file are installed. `None`: only the program, because a user's own file
-    /// exists at that path.
+    /// The program and this file are installed. `None`: only the program is installed, because the
+    /// path already has a file that a user wrote or changed.
     Register(Option<PodmanFile>),
 }
 
@@ -81,7 +81,7 @@ impl PodmanPlan {
     }
 }
 
-/// The recorded file with its digest.
+/// The recorded path of Podman's file, and the digest of its content.
 fn recorded(record: &InstallRecord) -> Option<(PathBuf, String)> {
     let mut listed = record.listed();
     let (path, sha256) = listed.find(|(path, _)| path.ends_with(FILE))?;

@@ -65,11 +65,11 @@ pub struct AddedBlock {
     /// Path of the configuration file that containerd read first.
     #[serde(default)]
     pub root: Option<PathBuf>,
-    /// Time at which the file was written for this handler, in milliseconds since 1970. Other
-    /// programs write the file later.
+    /// Time at which the installation wrote the file for this handler, in milliseconds since 1970.
+    /// Other programs may have written the file since then.
     #[serde(default)]
     written_ms: Option<u64>,
-    /// Time at which a handler was written that this one replaced, in milliseconds since 1970.
+    /// Time at which the replaced handler was written, in milliseconds since 1970.
     #[serde(default)]
     replaced_ms: Option<u64>,
     /// Whether containers got their devices from CDI.
@@ -126,8 +126,8 @@ impl AddedBlock {
         self.written_ms.map_or_else(|| plan::written(&self.path), at)
     }
 
-    /// Time at which a handler was written that this one replaced. containerd may still serve that
-    /// one.
+    /// Time at which the replaced handler was written. containerd may still serve the replaced
+    /// handler.
     pub fn replaced(&self) -> Option<SystemTime> {
         self.replaced_ms.map(at)
     }
@@ -202,7 +202,7 @@ impl InstallRecord {
             files.push(InstalledFile { sha256: files::digest_of(&content), path });
         }
         let mut folders = made.to_vec();
-        // A handler that is not changed is already loaded by containerd.
+        // containerd has loaded the handler if it had before and this installation changes no file.
         let settled = plan.edit.is_none() && older.as_ref().is_some_and(|older| older.settled);
         let containerd = older.as_ref().and_then(|older| older.containerd.clone());
         let mut former = plan.former.clone();
@@ -281,7 +281,7 @@ impl InstallRecord {
         self.files.iter().map(|file| (file.path.as_path(), file.sha256.as_str()))
     }
 
-    /// The installed files that exist: those that are unchanged, and those that were changed.
+    /// The installed files that still exist: first the unchanged files, then the changed ones.
     pub fn files(&self) -> Result<(Vec<PathBuf>, Vec<PathBuf>), FileError> {
         let there = self.files.iter().filter(|file| file.path.exists());
         let mut known = Vec::new();

@@ -1,7 +1,7 @@
-//! The controller of a new version in place of the one that runs.
+//! Replaces a running controller by the controller of the newly installed version.
 //!
-//! The unit is started before an earlier controller is ended: it then waits for the lock of that
-//! controller, so no shim starts one in between.
+//! The unit is started before the earlier controller is ended. The unit's controller waits for the
+//! lock of the earlier one, so no shim starts a controller in between.
 
 use super::{
     InstallError, InstallOptions, Steps, containerd,
@@ -10,10 +10,12 @@ use super::{
 };
 use crate::{core::input::Identity, doctor::programs::SHIM, inventory::process};
 
-/// The controllers that are replaced after the files of an installation are in place.
+/// The controllers of an earlier version. They are replaced after the files of the installation are
+/// in place.
 pub struct ControllerReplacement {
     unit: UnitPlan,
-    /// Controllers of the earlier version that systemd does not replace.
+    /// Controllers of the earlier version that do not run in the unit, so a restart of the unit
+    /// does not end them.
     old: Vec<Identity>,
 }
 

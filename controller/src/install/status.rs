@@ -75,10 +75,10 @@ pub struct HandlerStatus {
 pub enum HandlerState {
     /// containerd serves the handler as it is in the file.
     Served,
-    /// containerd serves the handler, but an installation would change it: the handler from which
-    /// it was copied differs now, or a handler with an earlier name is no longer in use.
+    /// containerd serves the handler, but an installation would change the handler or remove one:
+    /// the model handler differs now, or a handler with an earlier name is no longer in use.
     Outdated,
-    /// The handler was written again, and containerd still serves the previous one.
+    /// A new version of the handler was written, but containerd still serves the previous version.
     RestartDue,
     /// containerd has not been restarted since the handler was written.
     RestartNeeded,
@@ -127,13 +127,14 @@ pub fn status(options: &InstallOptions) -> Result<Option<InstallStatus>, Install
         _ => docker::status(&options.state_dir)?,
     };
     let in_docker = docker.as_ref().is_none_or(|d| d.state == DockerState::Served);
-    // Where Docker or Podman alone runs containers, there is no handler.
+    // If only Docker or Podman runs containers, there is no handler.
     let alone = docker.is_some() || podman::is_recorded(&record);
     let served = handler.as_ref().map_or(alone, |h| h.state == HandlerState::Served);
     let running_podman = podman::running(&options.prefix);
     let former = record.former.iter().map(|added| added.runtime_name.clone()).collect();
     let unit = unit::status(&options.state_dir)?;
-    // A unit that an operator stopped, disabled or changed is as the operator wants it.
+    // An operator may stop, disable or change the unit, so only a missing or incomplete unit counts
+    // as lost.
     let unit_lost = unit
         .as_ref()
         .is_some_and(|unit| matches!(unit.state, UnitState::Missing | UnitState::Incomplete));

@@ -6,12 +6,12 @@
 //! | the same, containerd 1.x | the last file that configures CRI, and containerd's file too if it names handlers |
 //! | k3s, rke2, which render that file at each start | a file in the folder `config-v3.toml.d` if containerd imports it (newer releases), else the template |
 //!
-//! Up to containerd 1.7, an imported file replaces the whole section of which it sets a key.
-//! NVIDIA's toolkit adds such files. The same section in other files is ignored, and a drop-in of
-//! Affinode would replace all of it. containerd 2 merges the sections of all files, and the file
-//! with the later name wins. The toolkit's drop-in contains copies of handlers of other files, so
-//! the name of Affinode's drop-in sorts after it. With containerd 1.x the toolkit makes its file
-//! from containerd's, so the handler is added to both.
+//! Up to containerd 1.7, an imported file that sets a key of a section replaces the whole section,
+//! and NVIDIA's toolkit adds such files. containerd then ignores the section in other files, and a
+//! drop-in of Affinode would replace all of it. containerd 2 merges the sections of all files, and
+//! the file with the later name takes precedence. The toolkit's drop-in contains copies of handlers
+//! of other files, so the name of Affinode's drop-in sorts after the toolkit's. With containerd 1.x
+//! the toolkit makes its file from containerd's own file, so the handler is added to both files.
 
 use std::{
     fs,
@@ -82,8 +82,8 @@ impl InstallTarget {
             return InstallTarget::DropIn(drop_ins.join(RANCHER_DROP_IN));
         }
         let (newer, older) = (folder.join(TEMPLATE_V3), folder.join(TEMPLATE));
-        // If the newer template does not exist, the older one is read, whatever version the file
-        // has.
+        // If the newer template does not exist, k3s and rke2 read the older template, even for a
+        // file of version 3.
         let newest = version >= 3 && (newer.exists() || !older.exists());
         InstallTarget::Template(if newest { newer } else { older })
     }
@@ -138,12 +138,12 @@ mod tests {
             InstallTarget::of(&root, &own, &imported, version > 2)
         };
         assert_eq!(of(2), InstallTarget::Root(second));
-        // From this version on, containerd merges the sections of several files.
+        // With version 3, containerd merges the sections of several files.
         assert_eq!(of(3), InstallTarget::Root(root.clone()));
     }
 
-    /// The name sorts after the file of NVIDIA's toolkit, whose copies of handlers would otherwise
-    /// win.
+    /// The file's name must sort after the file of NVIDIA's toolkit. Otherwise the toolkit's copies
+    /// of handlers would take precedence.
     #[test]
     fn an_imported_folder_gets_a_file() {
         let root = Path::new("/etc/containerd/config.toml");
@@ -172,7 +172,8 @@ mod tests {
         let newer = InstallTarget::Template(folder.join(TEMPLATE_V3));
         let older = InstallTarget::Template(folder.join(TEMPLATE));
         assert_eq!(of(&file, "version = 3\nimports = [\"/etc/x/*.toml\"]"), newer);
-        // With this version, an imported file would replace all of CRI's configuration.
+        // A containerd file of version 2 belongs to containerd 1.x, in which an imported file would
+        // replace all of CRI's configuration.
         assert_eq!(of(&file, &import.replace('3', "2")), older);
         // k3s already uses another template, which a new file would replace.
         fs::write(folder.join(TEMPLATE), "").unwrap();

@@ -133,7 +133,7 @@ pub enum UnitState {
     Disabled,
     /// The unit does not run.
     Stopped,
-    /// The unit runs or is stopped, and its file is not as it was installed.
+    /// The file is not as it was installed. The unit may run or be stopped.
     Changed,
     /// The file does not exist.
     Missing,

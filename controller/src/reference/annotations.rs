@@ -26,7 +26,7 @@ pub struct AnnotationReference {
     pub text: String,
 }
 
-/// Annotations that differ from the key of their name, or have none.
+/// Descriptions of annotations whose meaning is not that of a configuration key with their name.
 const TEXTS: [(&str, &str); 3] = [
     ("affinode.io/offload", "The mode of the container."),
     (
@@ -75,7 +75,8 @@ fn names() -> Vec<String> {
     names.split(", ").map(|name| format!("{PREFIX}{name}")).collect()
 }
 
-/// The parser's reason to refuse a value, with the node's default policy.
+/// The parser's reason why it refuses a value under the node's default policy. `None`: it accepts
+/// the value.
 fn refusal(name: &str, value: &str) -> Option<String> {
     apply(&mut Policy::default(), name, value).err().map(|invalid| invalid.to_string())
 }
@@ -102,7 +103,7 @@ mod tests {
         }
     }
 
-    /// Annotations that `affinode policy show` names must be in the parser's list.
+    /// Each annotation that `affinode policy show` names must be in the parser's list.
     #[test]
     fn explained_annotations_are_listed() {
         let listed = names();

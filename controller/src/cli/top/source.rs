@@ -1,4 +1,5 @@
-//! The node that `top` shows: from the controller, or from the GPUs alone while there is none.
+//! The node that `top` shows. It is read from the controller, or directly from the GPUs while no
+//! controller runs.
 
 use std::{
     path::{Path, PathBuf},
@@ -10,7 +11,7 @@ use crate::{
     schema,
 };
 
-/// Where the node is read.
+/// Reads the node for `top`.
 pub struct NodeSource {
     run_dir: PathBuf,
     reader: NodeReader,
@@ -18,7 +19,7 @@ pub struct NodeSource {
 
 enum NodeReader {
     Controller(Arc<ControlClient>),
-    /// No controller runs, and no container needs one.
+    /// Reads the GPUs directly, because no controller runs and no container needs one.
     Local(Box<LocalNode>),
 }
 
@@ -59,7 +60,7 @@ impl NodeSource {
     pub async fn read(&mut self) -> Result<schema::Node, CliError> {
         if self.client().is_none() {
             match NodeReader::connect(&self.run_dir).await? {
-                // The library of NVML stays open.
+                // NVML's library is loaded once and kept for all readings.
                 NodeReader::Local(_) => {}
                 connected => self.reader = connected,
             }

@@ -46,8 +46,8 @@ BinaryName = "/usr/bin/nvidia-container-runtime"
     assert_eq!(spec("affinode").judge(&after), HandlerVerdict::Same);
 }
 
-/// containerd 2 queries the stock runtime type, and Affinode's shim reports the stock shim's
-/// features.
+/// containerd 2 queries only the stock runtime type for its features. The handler must have this
+/// type and the path of Affinode's shim, which reports the features of the stock shim.
 #[test]
 fn containerd_2_asks_our_shim_what_it_can_do() {
     let dump = V2.replace("version = 2", "version = 3").replace(PLUGINS[0], PLUGINS[1]);
@@ -57,7 +57,7 @@ fn containerd_2_asks_our_shim_what_it_can_do() {
     assert_eq!(ours["runtime_type"].as_str(), Some("io.containerd.runc.v2"));
     assert_eq!(ours["runtime_path"].as_str(), Some(SHIM));
     assert_eq!(ours["options"]["SystemdCgroup"].as_bool(), Some(true));
-    // The same if its file is older than that version.
+    // The handler must be the same if containerd's file has version 2 and its dump version 3.
     let text = super::text(&table(&dump), &table(V2), 2, &spec("affinode")).unwrap();
     let after = table(&text);
     let ours = &cri(&after).unwrap()["runtimes"]["affinode"];
@@ -74,7 +74,8 @@ fn a_file_without_handlers_keeps_the_built_in() {
     assert_eq!(handlers["affinode"]["options"]["SystemdCgroup"].as_bool(), Some(true));
 }
 
-/// Debian's file names no handler. Its containerd prints all options of runc, each of them empty.
+/// Debian's file names no handler, but its containerd prints all options of runc, each of them
+/// empty. The built-in handler must keep them.
 #[test]
 fn a_built_in_handler_keeps_empty_options() {
     let dump = table(&V2.replace("= true", "= false"));

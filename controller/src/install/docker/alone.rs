@@ -21,7 +21,7 @@ use crate::install::{
 /// Names under which CRI can be disabled. The first is in the files of Docker's packages.
 const CRI: [&str; 3] = ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
-/// Whether there is a Docker or a Podman, but no containerd that can have a handler.
+/// Whether Docker or Podman runs containers here, and no containerd can have a handler.
 pub fn is_alone(
     docker: &DockerPlan,
     podman: bool,

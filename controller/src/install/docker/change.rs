@@ -16,8 +16,8 @@ use crate::{
     install::{Steps, files},
 };
 
-/// Name of the file for `dockerd --validate` in the folder of the record: dockerd's file after the
-/// change.
+/// Name of a file in the folder of the record. It contains dockerd's file after the change, for
+/// `dockerd --validate`.
 pub const SCRATCH: &str = "docker-check.json";
 
 /// A change of dockerd's file: its content before and after the change, and the dockerd that reads
@@ -66,8 +66,9 @@ impl DockerChange {
                 if daemon.serves(name).map_err(silent)? {
                     return Ok(DockerPlan::Served);
                 }
-                // The installer was killed before the reload. If the reload fails now, the file
-                // still has to be reverted.
+                // An earlier installer was killed after it wrote the file and before the reload.
+                // `old` is the file before that installer, which must be restored if the reload
+                // fails now.
                 let own = record.filter(|record| record.written == text);
                 let old = own.map_or_else(|| before.clone(), |record| record.original.clone());
                 (old, before, ChangeKind::Reload)
@@ -93,7 +94,7 @@ impl DockerChange {
             return Err(DockerError::Default { path: file, name });
         }
         let invalid = |why| DockerError::Invalid { path: file.clone(), why };
-        // An uninstallation that was killed leaves the second of these texts.
+        // The file has the second of these texts if an uninstallation was killed.
         let ours =
             [Some(record.written.clone()), edit::with_list_only(&record.written, &name).ok()];
         let after = match edit::entry(text, &name).map_err(invalid)? {
@@ -182,8 +183,8 @@ impl DockerChange {
         }
     }
 
-    /// Makes dockerd drop the runtime, and then writes the text `without`. `with` is the text that
-    /// has the runtime.
+    /// Makes dockerd drop the runtime, then writes the text `without`. `with` is the text that
+    /// still contains the runtime.
     fn unload(&self, with: &Option<String>, without: &Option<String>) -> Result<(), DockerError> {
         let serves = |daemon: &DockerDaemon| daemon.serves(&self.name).unwrap_or(true);
         let mut unloaded = Ok(());

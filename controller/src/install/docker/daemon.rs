@@ -84,8 +84,8 @@ impl DockerDaemon {
         Ok(info.get("Runtimes").is_some_and(|runtimes| runtimes.get(name).is_some()))
     }
 
-    /// Whether this is dockerd's default runtime now, by a flag or by the file as dockerd last read
-    /// it.
+    /// Whether dockerd's default runtime has this name now. A flag of dockerd sets it, or the file
+    /// as dockerd last read it.
     pub fn is_default(&self, name: &str) -> bool {
         let info = engine_api::get(&self.socket, "/info").unwrap_or_default();
         info.get("DefaultRuntime").and_then(Value::as_str) == Some(name)
@@ -138,7 +138,7 @@ fn behind(socket: &Path) -> io::Result<Option<u32>> {
     if is_dockerd(peer) {
         return Ok(Some(peer));
     }
-    // systemd listens on the socket and has passed it to dockerd.
+    // The peer is systemd, which listens on the socket and has passed it to dockerd.
     let table = fs::read_to_string(format!("/proc/{peer}/net/unix"))?;
     let real = |path: &str| fs::canonicalize(path).ok();
     let wanted = fs::canonicalize(socket)?;
@@ -187,7 +187,7 @@ fn flag(argv: &[OsString], name: &str) -> Option<OsString> {
     found
 }
 
-/// The arguments without the name of the program and without that flag.
+/// The arguments without the program's name and without the flag `name`.
 fn without_flag(argv: &[OsString], name: &str) -> Vec<OsString> {
     let mut rest = Vec::new();
     let mut words = argv.iter().skip(1);

@@ -38,7 +38,7 @@ pub fn entry(text: &str, name: &str) -> Result<RuntimeEntry, String> {
     Ok(if is_ours { RuntimeEntry::Affinode } else { RuntimeEntry::Other })
 }
 
-/// Whether this is the default runtime, for containers without a runtime of their own.
+/// Whether this is the default runtime. Docker uses it for containers that name no runtime.
 pub fn is_default(text: &str, name: &str) -> bool {
     read(text).is_ok_and(|file| {
         file.get("default-runtime").and_then(Value::as_str).is_some_and(|said| said == name)
@@ -64,8 +64,8 @@ pub fn with_runtime(text: &str, name: &str) -> Result<String, String> {
     Ok(edited)
 }
 
-/// Returns the text without the runtime but with a list `runtimes`. A dockerd that finds no list
-/// keeps the runtimes that it has.
+/// Returns the text without the runtime, but always with the key `runtimes`. If the key is missing,
+/// dockerd keeps the runtimes that it has loaded.
 ///
 /// # Errors
 /// As [`with_runtime`].

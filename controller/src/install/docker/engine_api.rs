@@ -11,7 +11,7 @@ use serde_json::Value;
 
 /// Time limit for a response. For `/info`, dockerd counts containers and queries its plugins.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Maximum size of a response, far more than any has.
+/// Maximum size of a response, in bytes. It is far above the size of dockerd's responses.
 const REPLY_MAX_BYTES: u64 = 8 << 20;
 
 /// Sends a GET request to dockerd and returns the JSON of its response.
@@ -22,7 +22,8 @@ pub fn get(socket: &Path, path: &str) -> io::Result<Value> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
-    // With this version the server sends one piece and closes the connection.
+    // In HTTP 1.0 the server does not split the body into chunks, and closes the connection at its
+    // end.
     write!(stream, "GET {path} HTTP/1.0\r\nHost: docker\r\n\r\n")?;
     let mut reply = Vec::new();
     stream.take(REPLY_MAX_BYTES).read_to_end(&mut reply)?;

@@ -20,8 +20,7 @@ fn removed(path: &Path, created: bool) -> Result<ConfigEdit, EditError> {
     edit.remove_handlers(&[spec()], &[]).map(|()| edit)
 }
 
-/// The rest of the file stays unchanged, whatever it contains and whatever is added after the
-/// block.
+/// The removal must restore the file, whatever it contains and whatever is added after the block.
 #[test]
 fn removal_restores_the_file_exactly() {
     let folder = tempfile::tempdir().unwrap();
@@ -57,7 +56,7 @@ fn a_rewritten_handler_is_removed_by_its_place() {
     assert!(handler::handler_of(&left, "affinode").is_none());
     edit.undo().unwrap();
     assert_eq!(fs::read_to_string(&path).unwrap(), sorted.to_string());
-    // Another program's handler of this name stays, unless it is a part of ours.
+    // A handler of this name with another program must stay, unless a part of it is Affinode's.
     let other = text.replace("io.containerd.affinode.v1", "io.containerd.runc.v2");
     fs::write(&path, &other).unwrap();
     assert!(removed(&path, false).unwrap().is_empty());
@@ -77,7 +76,7 @@ fn our_own_file_is_removed_without_the_handler() {
     assert!(!path.exists());
 }
 
-/// k3s and rke2 have a template, which may have other content.
+/// The template of k3s or rke2 may have other content, which must stay unchanged.
 #[test]
 fn a_template_is_added_to_and_comes_back() {
     let folder = tempfile::tempdir().unwrap();

@@ -25,7 +25,8 @@ fn judged(config: &str, cdi: bool) -> HandlerVerdict {
     spec("affinode", "/usr/local", cdi).judge(&table(config))
 }
 
-/// The toolkit sorts keys, and drops quotes and comments. The handler still counts as the same.
+/// The toolkit sorts keys, and drops quotes and comments. The verdict must still be that the
+/// handler is the same.
 #[test]
 fn a_copied_handler_is_the_same() {
     for config in [V3_COPY, V2_COPY] {
@@ -56,7 +57,7 @@ fn another_program_is_foreign() {
     assert_eq!(other(V2), HandlerVerdict::Absent);
 }
 
-/// With CDI the model is the default handler, otherwise NVIDIA's.
+/// With CDI, the model must be the default handler; without CDI, NVIDIA's.
 #[test]
 fn the_model_is_what_pods_had_before() {
     let named = |config: &str, cdi| {
@@ -71,8 +72,8 @@ fn the_model_is_what_pods_had_before() {
     assert_eq!(named(&ours, true).as_deref(), Some("runc"), "it is no copy of itself");
 }
 
-/// Without NVIDIA's toolkit, runc is the model. A later change of runc's options makes the handler
-/// differ.
+/// Without NVIDIA's toolkit, runc is the model. After a later change of runc's options, the verdict
+/// must be that Affinode's handler differs.
 #[test]
 fn a_later_change_of_the_model_is_seen() {
     let block = block::text(&table(V2), &table(V2), 2, &spec("affinode", "/opt", false)).unwrap();

@@ -176,7 +176,8 @@ fn is_active(what: &str) -> Result<(), UnitError> {
 
 fn remove(record: &UnitRecord, unchanged: bool, state_dir: &Path) -> Result<(), UnitError> {
     let there = read(&record.path)?.is_some();
-    // Without its file systemd does not know the unit; without systemd nothing runs as a unit.
+    // Without the unit's file, systemd does not know the unit. Without systemd, nothing runs as a
+    // unit.
     let known = there && Path::new(BOOTED).is_dir();
     let unless_unknown = |done: Result<String, UnitError>| match done {
         Err(error) if known => Err(error),

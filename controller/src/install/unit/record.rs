@@ -22,7 +22,8 @@ pub struct UnitRecord {
     pub path: PathBuf,
     /// Content of the file as it was written.
     pub text: String,
-    /// Whether the unit was enabled and started. From then on that is the operator's choice.
+    /// Whether the installation has enabled and started the unit. From then on, only an operator
+    /// enables or starts it.
     pub settled: bool,
     /// Folders that were created for the file, each after its parent.
     pub folders: Vec<PathBuf>,

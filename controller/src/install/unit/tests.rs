@@ -53,7 +53,8 @@ fn a_settled_unit_is_not_started_again() {
     let folder = tempfile::tempdir().unwrap();
     let text = wanted(folder.path());
     let record = settled(folder.path(), &text);
-    // It does not run here: that is the operator's choice.
+    // The unit does not run here, because an operator stopped it. The installation must not start
+    // it.
     for new_program in [false, true] {
         let plan = UnitPlan::of(&options(folder.path()), new_program).unwrap();
         assert_eq!(plan, UnitPlan::LeftOut);

@@ -1,4 +1,5 @@
-//! The text of the unit: that of `config/systemd`, with the paths of an installation.
+//! Creates the text of the unit: the text of the file in `config/systemd`, with the paths of this
+//! installation.
 
 use std::path::Path;
 
@@ -10,7 +11,8 @@ const TEMPLATE: &str = include_str!("../../../../config/systemd/affinode-control
 const BIN: &str = "/usr/local/bin/";
 /// Line of the template after which the variables of the installation follow.
 const BEFORE_VARIABLES: &str = "Type=notify\n";
-/// Variables of an installation with other folders. The controller gets those of the installer.
+/// Environment variables that the unit sets if the installation has other folders than the
+/// defaults. Their values are copied from the installer's environment.
 const VARIABLES: [&str; 3] = [paths::RUN_DIR_ENV, paths::LIB_DIR_ENV, paths::CONFIG_ENV];
 
 /// Returns the unit's text. `variable` returns the value of an environment variable. `None`: a path

@@ -7,7 +7,7 @@ fn keys(text: &str) -> Vec<String> {
     file.as_object().unwrap().keys().cloned().collect()
 }
 
-/// Forms in which operators and tools write the file. The last value tells whether the removal
+/// Contents of the file as operators and tools write it. The second value tells whether the removal
 /// restores every byte.
 const FILES: [(&str, bool); 7] = [
     ("{}", true),
@@ -43,7 +43,7 @@ fn runtime_is_added_and_other_keys_stay() {
             assert_eq!(back, before);
         }
         let mut without = read(before).unwrap();
-        // An empty list is no difference for dockerd.
+        // dockerd treats an empty list `runtimes` like a missing one, so the comparison ignores it.
         if without[RUNTIMES].as_object().is_some_and(serde_json::Map::is_empty) {
             without.as_object_mut().unwrap().shift_remove(RUNTIMES);
         }
