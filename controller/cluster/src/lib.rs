@@ -11,9 +11,10 @@
 //! | [`check`] | checks from a GPU pod whether its container is managed |
 //! | [`cli`] | the command `affinode-cluster` |
 //!
-//! These programs have a crate of their own, so that no program that a container needs includes a
-//! Kubernetes client. Containers run and are restored without them. If they are missing, a cluster
-//! creates pods without the runtime class, and pods with the class continue to run.
+//! These programs have a crate of their own, so that the shim and the controller do not include a
+//! Kubernetes client. Containers run and are restored without the programs of this crate. If these
+//! programs are missing, a cluster creates pods without the runtime class, and pods with the class
+//! continue to run.
 
 pub mod check;
 pub mod cli;

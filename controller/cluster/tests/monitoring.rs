@@ -1,5 +1,5 @@
-//! Checks that each metric of the node agent and the webhook exists that is named in alert rules,
-//! dashboards and documents.
+//! Checks alert rules, dashboards and documents: each metric of the node agent or the webhook that
+//! they name must exist.
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 

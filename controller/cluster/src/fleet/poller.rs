@@ -51,7 +51,7 @@ pub enum NodeHealth {
     Asking,
     /// The controller replies and sees its GPUs.
     Serving,
-    /// The agent replies and no controller runs. It starts with the first GPU container.
+    /// The agent replies, but no controller runs. A controller starts with the first GPU container.
     Resting,
     /// The controller replies but sees no GPU.
     Troubled,
@@ -68,7 +68,7 @@ pub struct NodeRow {
     pub name: String,
     /// Health at the last poll.
     pub health: NodeHealth,
-    /// Reason of the health. Empty: there is none.
+    /// Reason for this health. Empty: the health needs no explanation.
     pub why: String,
     /// Time of the agent's last reply, in milliseconds since 1970. `None`: no reply since this
     /// program started.
@@ -209,8 +209,8 @@ impl NodeRow {
     }
 }
 
-/// Returns the row of a node. Whether the runtime is served is taken from the state that the agent
-/// has published, because it is newer than the agent's last reply.
+/// Returns the row of a node. The agent publishes a state that tells whether the runtime is served.
+/// This state is newer than the agent's last reply, so it takes precedence.
 fn row(node: KnownNode, seen: &BTreeMap<String, NodeRow>) -> NodeRow {
     let mut row = seen.get(&node.name).cloned().unwrap_or_default();
     row.name = node.name;

@@ -35,7 +35,7 @@ use crate::{
 const LIST: AccessRule = AccessRule { verb: "get", path: "/affinode/v1/node" };
 /// Prefix of the paths below which a node's API is.
 const NODES: &str = "/nodes/";
-/// Time limit for the head of a node's reply. Requests that move a container have the longer limit.
+/// Time limit for the head of a node's reply. Requests that move a container have a longer limit.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
 /// Content types that a reply of a node may have. A browser renders none of them as a page.

@@ -59,8 +59,7 @@ pub trait HttpsSite: Send + Sync + 'static {
         request: Request<Incoming>,
     ) -> impl Future<Output = Response<Self::Body>> + Send;
 
-    /// Called when a handshake fails, because the client rejects the certificate or does not use
-    /// TLS.
+    /// Called when a handshake has failed: the client rejects the certificate, or does not use TLS.
     fn parted(&self, error: &io::Error) {
         tracing::debug!(%error, "client: the TLS handshake failed");
     }
@@ -84,7 +83,8 @@ pub async fn serve<S: HttpsSite>(listener: TcpListener, site: Arc<S>) {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Most likely there are no descriptors left. Connections that close free some.
+                // The process probably has no free descriptor. Connections that close release their
+                // descriptors.
                 tracing::warn!(%error, "listener: cannot accept a connection");
                 tokio::time::sleep(ACCEPT_BACKOFF).await;
                 continue;

@@ -39,7 +39,7 @@ use crate::{
 };
 
 /// Time limit for a handshake, for the head of a request, and for the start of a reply. Requests
-/// that move a container have the longer limit.
+/// that move a container have a longer limit.
 const TIME: Duration = Duration::from_secs(20);
 const MOVE: Duration = Duration::from_secs(620);
 /// Time limit for the controller's metrics. It is below the 10 s after which Prometheus cancels a

@@ -20,7 +20,7 @@ use super::pod_events::{EventRateLimiter, size};
 pub const CONDITION: &str = "affinode.io/GpuResident";
 /// The label, with the name of the state, for `kubectl get pods -L`.
 pub const LABEL: &str = "affinode.io/gpu-state";
-/// Minimum duration of a transient state for the state to be shown.
+/// Minimum duration of a transient state. A shorter state is not shown.
 const SETTLED_MS: i64 = 5_000;
 /// Time for which the containers of a pod must be missing before the pod's condition is removed. A
 /// controller that has just started does not know all containers yet.
@@ -45,7 +45,7 @@ pub struct PodName {
 /// container whose state has the highest rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodGpuStatus {
-    /// State of that container.
+    /// State of the container whose state has the highest rank.
     pub state: State,
     /// Reason in the form of condition reasons, such as `IdleTimeout`.
     pub reason: String,
@@ -72,7 +72,7 @@ impl PodGpuStatus {
 pub enum ConditionChange {
     /// Set the condition and the label of the pod.
     Show(PodName, PodGpuStatus),
-    /// Remove both, because all containers of the pod are gone.
+    /// Remove the condition and the label, because all containers of the pod are gone.
     Clear(PodName),
 }
 

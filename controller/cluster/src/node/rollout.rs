@@ -12,9 +12,9 @@ use k8s_openapi::{
 };
 use kube::{Api, Client, api::PostParams};
 
-/// Time after the last renewal of a slot at which the slot counts as free, because its node is
-/// gone. It is longer than a failed installation with the pause that follows, and longer than the
-/// difference between the clocks of two nodes.
+/// Time after the last renewal of a slot. Then the slot counts as free, because its node is
+/// probably gone. The time is longer than a failed installation and the pause that follows, and
+/// longer than the difference between the clocks of two nodes.
 const SLOT: SignedDuration = SignedDuration::from_mins(15);
 
 /// The slots of an installation, as used by one node.

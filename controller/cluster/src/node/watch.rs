@@ -35,7 +35,7 @@ const REST: Duration = Duration::from_secs(5);
 const PACE: Duration = Duration::from_millis(250);
 /// Minimum time between two writes of the node's annotations.
 const ANNOTATE_EVERY: Duration = Duration::from_secs(30);
-/// Duration of a call's wait from which the wait is published.
+/// Minimum duration of a call's wait. A shorter wait is not published.
 const MIN_REPORTED_WAIT_MS: i64 = 5_000;
 
 /// Watches one controller for the pods of its node.

@@ -210,7 +210,7 @@ fn judge(
     Ok(AdmissionDecision::Inject { patch: patch(spec, &rules.runtime_class), because })
 }
 
-/// Applies the choices of the pod and of the operator not to set the class.
+/// Checks whether the pod or the operator has chosen that the class is not set.
 fn chosen(
     pod: &Pod,
     spec: &PodSpec,

@@ -176,7 +176,8 @@ fn a_node_without_a_slot_is_not_touched() {
     assert!(holder.is_null(), "the slot is free for the next node: {holder}");
 }
 
-/// systemd keeps a controller running, unless the chart disables that or sets unusual folders.
+/// The agent must have systemd keep a controller running, unless the chart disables that or sets
+/// unusual folders.
 #[test]
 fn a_unit_needs_the_usual_folders() {
     for (option, without) in [
@@ -194,7 +195,8 @@ fn a_unit_needs_the_usual_folders() {
     }
 }
 
-/// If a node does not keep /etc over a reboot, its unit is installed again.
+/// A node may lose /etc, and with it the unit, at a reboot. The agent must then install the unit
+/// again.
 #[test]
 fn a_lost_unit_is_installed_again() {
     let agent = Agent::start(json!({}), &["served", "due", "lost"], &[]);

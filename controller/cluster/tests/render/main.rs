@@ -18,7 +18,7 @@ use serde_json::Value;
 
 /// A release of Kubernetes that serves all APIs of the chart.
 const NEWEST: &str = "1.36.0";
-/// API whose presence the chart checks. The API server of that release serves it.
+/// API whose presence the chart checks. The API server of release [`NEWEST`] serves it.
 const POLICY: &str = "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy";
 
 fn chart() -> PathBuf {

@@ -12,7 +12,7 @@ fn agents(rendered: &Rendered) -> &Value {
 
 #[test]
 fn pods_run_where_the_image_runs() {
-    // A node selector of the user does not replace the restriction to an architecture.
+    // A node selector of the user must not replace the restriction to an architecture.
     let values = "
 node: {nodeSelector: {kubernetes.io/arch: arm64, pool: a}, affinity: {}}
 fleet: {enabled: true, nodeSelector: {pool: b}}
@@ -103,7 +103,8 @@ fn a_network_policy_covers_the_agents() {
     assert_eq!(policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"], "node");
     assert_eq!(policy["ingress"][0]["ports"], json!([{"port": "https", "protocol": "TCP"}]));
     assert_eq!(policy["ingress"][0]["from"], json!([{"namespaceSelector": {}}]));
-    // The page of all nodes sends requests to the agents, in addition to the peers of the value.
+    // The fleet page sends requests to the agents, so it must be allowed in addition to the peers
+    // that the values name.
     let Some(fleet) = render(&format!("fleet: {{enabled: true}}\n{values}")) else { return };
     let peers = &fleet.get("NetworkPolicy", "affinode-node")["spec"]["ingress"][0]["from"];
     let labels = &peers[1]["podSelector"]["matchLabels"];

@@ -16,10 +16,11 @@ use crate::https::tls::TlsPair;
 
 /// Validity of an authority. Only clients of this webhook trust the authority.
 const AUTHORITY_TIME: Duration = Duration::days(5 * 365);
-/// Validity of a certificate. An authority signs only while it is valid for at least this time.
+/// Validity of a certificate. An authority signs only while its own remaining validity is at least
+/// this time.
 const LEAF_TIME: Duration = AUTHORITY_USE;
-/// Time by which the validity of a certificate begins before its creation, because the clock of an
-/// API server may be behind.
+/// Time between the start of a certificate's validity and its later creation. The clock of an API
+/// server may be behind by this time.
 const SKEW: Duration = Duration::hours(1);
 
 /// A certificate could not be created.

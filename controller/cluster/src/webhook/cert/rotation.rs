@@ -26,8 +26,8 @@ use crate::{
 const ROUND: Duration = Duration::from_secs(30);
 /// Pause after an error, or after the write of another replica came first.
 const AGAIN: Duration = Duration::from_secs(3);
-/// Maximum number of steps in one round: each step once, and more because of other replicas'
-/// writes.
+/// Maximum number of steps in one round. A step is repeated if the write of another replica came
+/// first, so the number is higher than that of the different steps.
 const STEPS: usize = 6;
 
 /// Names of the objects for the webhook's own certificate: Service, Secret, and the configuration

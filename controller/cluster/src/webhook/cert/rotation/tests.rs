@@ -146,8 +146,8 @@ async fn replicas_that_start_together_agree() {
     }
 }
 
-/// Ten years of two replicas, one of which runs rarely. On every day API servers trust the
-/// certificates of both, and both authority and certificate are renewed.
+/// Runs two replicas for ten years, one of them rarely. On every day, API servers must trust the
+/// certificates of both. In these years, the authority and the certificate must be renewed.
 #[tokio::test]
 async fn replicas_stay_trusted_for_ten_years() {
     let fake = cluster();
@@ -194,7 +194,7 @@ async fn damaged_secret_is_repaired_minimally() {
         change(&mut secret["data"]);
         fake.put(SECRET, secret);
     };
-    // If only the certificate is damaged, its authority stays.
+    // If only the certificate is damaged, its authority must stay.
     for key in ["tls.crt", "tls.key"] {
         spoil(&|data| data[key] = "bm9uZQ==".into());
         keeper.round(day(0)).await.unwrap();
