@@ -48,8 +48,8 @@ enum ConnectionRefusal {
     Papers(#[from] peer::PeerError),
 }
 
-/// Serves a connection until it ends. `runtime` is the controller's own runtime. The end of the
-/// process is awaited there, so that it is noticed even while the container's thread is blocked.
+/// Serves a connection until it ends. The end of the process is awaited on `runtime`, the
+/// controller's own runtime, so that it is noticed even while the container's thread is blocked.
 pub async fn serve(
     mut stream: UnixStream,
     key: Key,
@@ -134,8 +134,8 @@ fn receive(
     buffer: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
 ) -> io::Result<usize> {
-    // Space for two descriptors: a second one is counted and refused, and the kernel closes further
-    // ones.
+    // Space for two descriptors. A second descriptor is counted and refused, and the kernel closes
+    // any further ones.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;

@@ -46,7 +46,7 @@ impl ReceivedHint {
 #[derive(Debug)]
 pub struct HintPipe(File);
 
-/// Creates the pipe, or keeps the one of an earlier controller, so that its writers can continue.
+/// Creates the pipe. A pipe of an earlier controller is kept, so that its writers can continue.
 ///
 /// # Errors
 /// The pipe cannot be created, or another file has its name.

@@ -34,7 +34,8 @@ use crate::{
 /// Hello.
 pub(super) const MAX_CONNECTIONS: usize = 512;
 
-/// Accepts and serves a container's agents until it is dropped, on a thread of the container's own.
+/// Accepts and serves a container's agents, on a thread of the container's own. Dropping the
+/// listener ends both.
 #[derive(Debug)]
 pub struct AgentListener {
     _ward: IsolatedRuntime,
@@ -161,7 +162,7 @@ async fn accept(
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Probably out of descriptors, which become free again.
+                // The process probably has no free descriptor. Descriptors are released later.
                 tracing::warn!(%key, %error, "container {key}: cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 continue;

@@ -21,7 +21,7 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// Reason why a peer was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum PeerError {
-    /// The kernel does not report its pid.
+    /// The kernel does not report the peer's pid.
     #[error("the peer has no pid in this namespace")]
     NoPid,
     /// The process has ended, or /proc cannot be read.
@@ -71,8 +71,8 @@ fn identify_pid(raw: Pid, peer: Option<OwnedFd>) -> Result<Identified, PeerError
     };
     let identity = process::identity(pid).map_err(|source| PeerError::Process { pid, source })?;
     let clock_ahead_ms = process::clock_ahead_ms(pid);
-    // Last: the pidfd refers to one process. If that is still running, its pid was not reused, and
-    // everything read above by pid is about it.
+    // This check comes last. The pidfd refers to one process. If this process still runs, its pid
+    // was not reused, so all values that were read above by pid belong to it.
     let mut polled = [PollFd::new(&pidfd, PollFlags::IN)];
     let now = rustix::event::Timespec::default();
     let ended = rustix::event::poll(&mut polled, Some(&now))
@@ -144,7 +144,7 @@ mod tests {
         assert!(identify_pid(pid, None).is_err());
     }
 
-    /// The peer's pid now belongs to another process, which is refused.
+    /// The peer's pid now belongs to another process. The identification must fail.
     #[test]
     fn a_pid_that_was_given_again_is_not_believed() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();

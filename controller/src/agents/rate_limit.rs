@@ -16,7 +16,8 @@ const CONNECTIONS: (u32, u32) = (512, 50);
 /// Logged refusals of peers: size of a burst, then number per second.
 const REFUSALS: (u32, u32) = (8, 1);
 
-/// A token bucket, stored as the time at which all tokens taken so far are earned.
+/// A token bucket. It stores only the time at which all tokens taken so far will have been
+/// refilled.
 #[derive(Debug)]
 pub struct RateLimit {
     ahead: Duration,
@@ -121,7 +122,7 @@ mod tests {
             budget.take().await;
         }
         assert!(began.elapsed() >= Duration::from_secs(4), "{:?}", began.elapsed());
-        // Unused tokens come back, up to the burst.
+        // Time refills the bucket, but not above the burst.
         tokio::time::advance(Duration::from_secs(60)).await;
         assert_eq!((0..100).filter(|_| budget.try_take()).count(), 10);
     }

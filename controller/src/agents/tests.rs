@@ -104,7 +104,7 @@ async fn an_identified_process_joins() {
     assert_eq!(answer, order);
 }
 
-/// The core needs no further message after the Hello, which contains the capabilities.
+/// A Hello that contains the capabilities must be enough for the core, without a further message.
 #[tokio::test]
 async fn hello_with_capabilities_tells_the_core() {
     let mut bench = bench();
@@ -284,7 +284,7 @@ async fn connections_of_a_container_are_limited() {
     }
 }
 
-/// A container cannot exceed its rate limit with many connections.
+/// A container must not exceed its rate limit by opening many connections.
 #[tokio::test(start_paused = true)]
 async fn connections_of_a_container_share_one_rate() {
     let budgets = Arc::new(rate_limit::RateLimits::new());
@@ -335,7 +335,8 @@ async fn descriptors_of_every_wrong_kind_are_refused() {
     }
 }
 
-/// Receiving such a message can block the receiving thread inside the kernel without limit.
+/// Receiving such a message can block the thread inside the kernel without limit. Only the thread
+/// of this container may be blocked.
 #[tokio::test]
 async fn a_blocked_reader_blocks_one_container() {
     let run_dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,5 @@
-//! Values of the configuration for programs other than the controller.
+//! Reads the configuration for programs other than the controller: the engine of a container, and
+//! the OCI runtime.
 
 use std::path::{Path, PathBuf};
 

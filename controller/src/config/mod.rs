@@ -96,8 +96,8 @@ pub struct PolicySection {
     pub minimum_residency: Millis,
     /// Containers of higher priority are restored first.
     pub priority: i32,
-    /// learned: the idle time before an offload is learned, at most idle_timeout. fixed:
-    /// idle_timeout.
+    /// Time for which a container must be idle before an offload. learned: a learned time, at most
+    /// idle_timeout. fixed: idle_timeout.
     pub keep_alive: KeepAlive,
     /// Cost of one wake, in milliseconds of VRAM held idle.
     #[serde(deserialize_with = "duration")]
@@ -109,9 +109,9 @@ pub struct PolicySection {
     /// Way in which a container is restored when its VRAM is in use: queue, immediate or
     /// by-annotation.
     pub restore: Restore,
-    /// Result of an allocation that finds no free VRAM: fail or wait.
+    /// Handling of an allocation that finds no free VRAM: fail or wait.
     pub on_oom: OnOom,
-    /// Maximum time for which such an allocation is retried, in milliseconds.
+    /// Maximum time for which an allocation without free VRAM is retried, in milliseconds.
     #[serde(deserialize_with = "duration")]
     pub on_oom_timeout: Millis,
     /// Way in which memory leaves the GPU: auto, copy, full, checkpoint.
@@ -236,7 +236,7 @@ pub enum ConfigError {
 }
 
 impl Config {
-    /// Path of the file of this installation, by default `/etc/affinode/config.toml`.
+    /// Path of this installation's configuration file, by default `/etc/affinode/config.toml`.
     #[must_use]
     pub fn path() -> PathBuf {
         InstallationPaths::own().config

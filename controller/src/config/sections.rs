@@ -40,8 +40,8 @@ pub struct MemorySection {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DriverSection {
-    /// Root of the driver's installation. Empty: that of the host, then the known ones of
-    /// operators.
+    /// Root folder of the driver's installation. Empty: the host's root is searched first, then the
+    /// folders that Kubernetes operators and node images are known to use.
     pub root: PathBuf,
 }
 

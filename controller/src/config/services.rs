@@ -152,8 +152,9 @@ const NODE_ADDRESS: SocketAddr =
 const NODE_STATE_DIR: &str = "/var/lib/affinode";
 
 impl HttpSection {
-    /// The address to listen at. `auto` is 127.0.0.1:9410 for the node's own controller, and a
-    /// socket in the run directory for a private one, so that several can run on one machine.
+    /// The address to listen at. `auto` is 127.0.0.1:9410 for the node's own controller. For a
+    /// private controller it is a socket in the run directory, so that several controllers can run
+    /// on one machine.
     ///
     /// # Errors
     /// `listen` has another form; the text names the accepted forms.
@@ -226,7 +227,7 @@ impl HttpSection {
 
 impl HistorySection {
     /// The folder, or `None` if the history is off. `auto` is /var/lib/affinode for the node's own
-    /// controller, and a folder in the run directory for a private one.
+    /// controller, and a folder in the run directory for a private controller.
     #[must_use]
     pub fn folder(&self, run_dir: &Path) -> Option<PathBuf> {
         match self.dir.as_str() {

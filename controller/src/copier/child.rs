@@ -154,7 +154,7 @@ async fn wait(
         _ = process.wait() => false,
     };
     if kill {
-        // Errors mean that it has exited already.
+        // An error means that the process has exited already.
         let _ = process.start_kill();
         let _ = process.wait().await;
     }

@@ -51,7 +51,8 @@ async fn orders_and_reports_pass_the_socket() {
     assert!(copiers.tell(ID, CopierOrder::HoldVram { on: false }).is_err());
 }
 
-/// The core waits for this report before a proof of free VRAM: the process then holds no memory.
+/// The exit of an ended copier must be reported: the core takes no proof of free VRAM before this
+/// report, because the process holds VRAM until its exit.
 #[tokio::test]
 async fn an_ended_copier_reports_its_exit() {
     let (mut copiers, _copier, mut from) = with_sleeper();

@@ -319,8 +319,9 @@ impl NodeActor {
 
     fn found(&mut self, finding: InventoryResult) {
         if matches!(finding, InventoryResult::HostLevels(_)) {
-            // After the levels. A copy that progresses in between then needs less than was read, so
-            // its need can be underestimated but not overestimated.
+            // The need of each copy is read after the levels. If the copy progresses between the
+            // two readings, its need is lower than at the first reading: it can be underestimated
+            // but not overestimated.
             let copying = self.node.copies_in_progress().into_iter();
             copying.flat_map(|copy| copy.processes).for_each(|(id, _)| self.read_page(id));
         }
@@ -417,8 +418,8 @@ impl NodeActor {
             }
             Command::Act(name, request, answer) => match self.node.find(&name) {
                 Ok(key) => {
-                    // The last sample of the counters may be older than the memory that the offload
-                    // moves.
+                    // The memory that the offload moves may have been allocated after the last
+                    // sample of the counters.
                     for id in self.node.connected_of(&key) {
                         self.read_page(id);
                     }

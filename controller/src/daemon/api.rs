@@ -40,7 +40,7 @@ const MAX_WAIT: Duration = Duration::from_secs(60);
 /// Maximum number of spans in one response, far below the maximum size of a message.
 const SPANS: usize = 1_000;
 
-/// Author that events name for the requests of this API.
+/// Name that events show as the author of a request from this API.
 const COMMAND: &str = "the command affinode";
 
 /// The control API with all its methods, for root.

@@ -74,8 +74,8 @@ pub enum Command {
     Hint(String, Hint, String, oneshot::Sender<Result<HintResponse, FindError>>),
     /// The policy of all containers, or of the one with this name.
     Policy(String, oneshot::Sender<Result<PolicyResponse, FindError>>),
-    /// Change values of the node's policy; an empty value removes it. Response: the values in
-    /// effect.
+    /// Change values of the node's policy. An empty value removes the setting of that name.
+    /// Response: the values in effect.
     SetPolicy(Vec<(String, String)>, oneshot::Sender<Result<Vec<PolicyValue>, CommandError>>),
     /// A user requests a job.
     Job(jobs::JobRequest, jobs::JobUser, oneshot::Sender<jobs::JobReply>),

@@ -1,4 +1,5 @@
-//! Counts the TCP connections of offloaded containers that a new connection restores (`wake_on`).
+//! Counts the TCP connections of offloaded containers. If `wake_on` says so, a new connection
+//! restores its container.
 
 use super::actor::NodeActor;
 use crate::{

@@ -78,8 +78,8 @@ impl NodeActor {
         }
     }
 
-    /// Withdraws containers that do not exist any longer but that their shim has not withdrawn.
-    /// Does nothing before its interval has passed.
+    /// Withdraws containers that have ended without a withdrawal by their shim. Does nothing until
+    /// the interval between two scans has passed.
     pub(super) fn withdraw_the_gone(&mut self) {
         if let Some(gone) = self.sweep.gone(self.node.deserted(process::lives)) {
             for (key, generation) in gone {
@@ -103,7 +103,8 @@ impl NodeActor {
     }
 }
 
-/// Maximum size of an announcement, about ten times that of a large one.
+/// Maximum size of an announcement, in bytes. It is about ten times the size of a large
+/// announcement.
 const MAX_ANNOUNCEMENT_BYTES: u64 = 256 << 10;
 
 /// Reads the announcements in the folders of containers. A container whose first process is not

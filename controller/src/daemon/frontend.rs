@@ -118,7 +118,7 @@ struct ServedFrontend {
     papers: Option<http::TlsIdentity>,
     place: String,
     guard: HttpGuard,
-    /// Reason why clients may move no container.
+    /// Reason why clients may not move containers. `None`: they may.
     only_shows: Option<&'static str>,
 }
 

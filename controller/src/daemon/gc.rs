@@ -131,7 +131,8 @@ mod tests {
         assert_eq!(gone(keys.iter().zip(&specs)), [(keys[1].clone(), 0)]);
     }
 
-    /// The bundle of Podman's container stays until `podman rm`.
+    /// The bundle of Podman's container stays until `podman rm`, so the end of its first process
+    /// must count as the container's end.
     #[test]
     fn end_of_the_first_process_is_the_end() {
         let own = process::identity(std::process::id()).unwrap();

@@ -1,5 +1,5 @@
-//! Limits the size of a log file that is the standard error: when it is full, it is renamed and a
-//! new one is begun; the previous renamed file is overwritten.
+//! Limits the size of the log file to which standard error is directed. A full file is renamed,
+//! which overwrites the file that was renamed before. Then a new file is begun.
 
 use std::{
     fs::{File, OpenOptions},
@@ -11,8 +11,8 @@ use std::{
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Maximum size of a log file, after which it is renamed. Two such files are in /run, which is in
-/// memory.
+/// Maximum size of a log file, in bytes. A larger file is renamed. Up to two such files are in
+/// /run, which is in memory.
 const MAX_BYTES: u64 = 4 << 20;
 
 /// The writer of log lines.

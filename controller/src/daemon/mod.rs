@@ -173,7 +173,7 @@ mod tests {
     fn only_root_can_hold_the_lock() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(paths::CONTROLLER_LOCK);
-        // The mode that earlier controllers created it with.
+        // Earlier controllers created the file with this mode.
         fs::write(&path, "").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
         let held = lock(dir.path()).unwrap();

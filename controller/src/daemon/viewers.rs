@@ -41,7 +41,7 @@ use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 use super::api::ControlService;
 use crate::{isolated_runtime::IsolatedRuntime, socket_activation::ActivationSockets, sys};
 
-/// Maximum number of connections of a user, and of all users.
+/// Maximum number of connections at the same time: of one user, and of all users together.
 const PER_USER: usize = 16;
 const IN_ALL: usize = 128;
 
@@ -75,8 +75,8 @@ pub(super) fn serve(
 /// Opens the socket to the group, and serves it.
 async fn admit(listener: net::UnixListener, path: PathBuf, group: String, service: ControlService) {
     let opened = async {
-        // Before Linux 6.16 the kernel cannot refuse them. A client can then send descriptors,
-        // which are closed when they are read.
+        // Before Linux 6.16 the kernel cannot refuse descriptors. A client can then send
+        // descriptors, which are closed when they are read.
         let _ = sys::refuse_descriptors(&listener);
         let listener = UnixListener::from_std(listener)?;
         open_to(&path, gid_of(&group)?)?;

@@ -12,7 +12,7 @@ pub const RUNTIME_TYPE: &str = "io.containerd.affinode.v1";
 pub const PLUGINS: [&str; 2] = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 /// Pattern of the annotations that containerd must pass to the shim.
 pub const ANNOTATIONS: &str = "affinode.io/*";
-/// Names of the stock handler, and of the handler that NVIDIA's toolkit adds.
+/// Names of two handlers: the stock handler, and the handler that NVIDIA's toolkit adds.
 const STOCK: &str = "runc";
 const NVIDIA: &str = "nvidia";
 /// Options that must have the same values as in the default handler.

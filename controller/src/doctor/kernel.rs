@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(verdicts(&KernelFacts { membarrier: false, ..good() }), [Good, Good, Warning]);
     }
 
-    /// `gather` finds all features on the kernel that runs the tests. The kernel must have them,
+    /// `gather` must find all features on the kernel that runs the tests. This kernel has them,
     /// because other tests start agents, which need them.
     #[test]
     fn this_kernel_is_seen_as_it_is() {

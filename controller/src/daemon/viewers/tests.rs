@@ -12,7 +12,8 @@ use crate::{
     daemon::{Command, EventLog},
 };
 
-/// Serves the own group at a socket, with an actor that answers lists and records all else.
+/// Serves a socket for the own group of this process. The actor answers lists, and records all
+/// other commands.
 fn viewers(folder: &Path) -> (IsolatedRuntime, mpsc::UnboundedReceiver<String>) {
     let (calls, mut asked) = mpsc::channel(8);
     let (note, noted) = mpsc::unbounded_channel();
