@@ -193,21 +193,22 @@ impl Calibration {
     }
 
     /// Duration of the driver's checkpoint of a process whose memory is already copied out. `bytes`
-    /// is the size of the copied memory. It stays registered, and so makes the checkpoint slower.
+    /// is the size of the copied memory. Its staging buffer stays registered, which makes the
+    /// checkpoint slower.
     #[must_use]
     pub fn context_checkpoint_ms(&self, bytes: u64) -> Millis {
         self.full.offload_ms(bytes).saturating_sub(self.copy.offload_ms(bytes))
     }
 
-    /// Duration of a restore of a context and of `bytes` copied bytes. Both run at the same time,
-    /// so the restore takes at least as long as the copy.
+    /// Duration of a restore of a context and of `bytes` copied bytes. The context and the bytes
+    /// are restored at the same time, so this is at least the duration of the copy.
     #[must_use]
     pub fn full_restore_ms(&self, bytes: u64) -> Millis {
         self.full.restore_ms(bytes).max(self.copy.restore_ms(bytes))
     }
 
-    /// Duration of an idle offload with this engine, plus that of its restore. No waiter needs the
-    /// VRAM of the context.
+    /// Duration of an idle offload with this engine, plus the duration of the restore. Assumes that
+    /// no waiter needs the VRAM of the context.
     #[must_use]
     pub fn cycle_ms(&self, engine: Engine, bytes: u64) -> Millis {
         match engine {

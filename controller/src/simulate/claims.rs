@@ -21,8 +21,8 @@ fn run(trace: &WorkloadTrace, fits: u64, names: &[&str]) -> Vec<SimulationSummar
     compare(trace, machine, &chosen).unwrap()
 }
 
-/// Clients like those with a low rate in ServeGen's trace: hours of ten-minute windows with few,
-/// uneven calls, and long times without calls.
+/// Clients like the clients with a low rate in ServeGen's trace: hours of ten-minute windows with
+/// few, uneven calls, and long times without calls.
 fn low_rate_clients(clients: usize, days: u32) -> WorkloadTrace {
     let mut random = RandomSource::new(11);
     let mut text = String::from("client,ts,rate,cv,pat,p1,p2\n");
@@ -64,8 +64,8 @@ fn the_default_costs_less_than_fixed_timeouts() {
     assert!(costs[1..].iter().all(|fixed| costs[0] < *fixed), "{costs:?}");
 }
 
-/// Over weeks, the default policy frees more VRAM than a fixed timeout of one minute. It causes a
-/// few more wakes, whose cost is lower than the gain.
+/// Over weeks, the default policy must free more VRAM than a fixed timeout of one minute. The cost
+/// of its few additional wakes must be lower than this gain.
 #[test]
 fn the_default_frees_more_than_a_fixed_minute() {
     let trace = low_rate_clients(12, 14);

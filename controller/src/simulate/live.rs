@@ -15,8 +15,8 @@
 //! on the machine. The agents take the time of the calibration. The GPU is a sum of bytes. Sockets,
 //! shared counters and the driver are tested end to end elsewhere.
 //!
-//! The engine sees a use immediately, this test at its next reading. So the times of the same
-//! decision can differ, by at most [`APART_MS`].
+//! The engine sees a use immediately, but this test only at its next reading. Therefore the times
+//! of the same decision can differ, by at most [`APART_MS`].
 
 use std::{
     cmp::Reverse,
@@ -48,8 +48,8 @@ use crate::core::{
 const GIB: u64 = 1 << 30;
 /// The default of `timing.sample_interval`.
 const SAMPLE_MS: Millis = 500;
-/// Maximum difference between the times of one decision. A victim is seen idle, and then seen
-/// offloaded, each within two readings. The waiter takes two more.
+/// Maximum difference between the times of one decision. Each of three steps takes up to two
+/// readings: the victim is seen idle, then seen offloaded, and the waiter is restored.
 const APART_MS: Millis = 6 * SAMPLE_MS;
 
 #[derive(Clone, Debug)]
@@ -408,8 +408,8 @@ fn count(decisions: &[PolicyDecision], to: State, reason: &str) -> usize {
     decisions.iter().filter(|d| d.to == to.as_str() && d.reason == reason).count()
 }
 
-/// Settings without learning. A pause that is read half a second shorter then changes no later
-/// decision.
+/// Settings without learning, so that a pause that is read half a second too short does not change
+/// later decisions.
 fn settings() -> Settings {
     let node =
         Policy { keep_alive: KeepAlive::Fixed, idle_timeout_ms: 60_000, ..Policy::default() };
@@ -433,7 +433,8 @@ fn with_room_for_some_victims_are_equal() {
     assert!(count(&both[0], State::Queued, "called") > 50, "{}", both[0].len());
 }
 
-/// Contexts are checkpointed only when a waiter needs their VRAM, at the same times in both.
+/// With the engine `copy`, contexts are checkpointed only when a waiter needs their VRAM. This must
+/// happen at the same times in the simulation and in the daemon's loop.
 #[test]
 fn with_a_copying_engine_victims_are_equal() {
     let mut settings = settings();
@@ -443,8 +444,8 @@ fn with_a_copying_engine_victims_are_equal() {
     assert!(count(&both[0], State::Closing, "pressure") > 50, "{}", both[0].len());
 }
 
-/// The numbers of decisions differ by at most 5 %. Live pauses differ by up to half a second, so
-/// the learned times and single decisions can differ. The engine `auto` is not compared here: it
+/// The numbers of decisions must differ by at most 5 %. Live pauses differ by up to half a second,
+/// so the learned times and single decisions can differ. The engine `auto` is not compared here: it
 /// may checkpoint a context some polls earlier or later, which changes further decisions.
 #[test]
 fn the_default_policy_moves_as_many() {

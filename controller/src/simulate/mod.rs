@@ -9,9 +9,9 @@
 //! The clock jumps from event to event, so two weeks take seconds.
 //!
 //! Simulated: arrivals, idleness, keep-alive, victims, queue, ledger, prewakes, contexts, and the
-//! copy and checkpoint of each engine. Not simulated: failures, processes whose memory grows, holds
-//! (a simulated process never allocates), processes on several GPUs, lack of host memory, copiers
-//! as processes, and options of a copy.
+//! copy and checkpoint of each engine. Not simulated: failures, processes whose memory grows,
+//! pauses of allocations for a proof (a simulated process never allocates), processes on several
+//! GPUs, lack of host memory, copiers as processes, and options of a copy.
 
 pub mod baselines;
 pub mod calibration;
@@ -82,7 +82,7 @@ pub enum SimulationError {
         /// VRAM of the GPU, in bytes.
         total_bytes: u64,
     },
-    /// The processes need more GPUs than are simulated.
+    /// The processes need more GPUs than can be simulated.
     #[error(
         "the processes hold {peak_bytes} bytes of VRAM at the same time, which needs more than \
          {limit} GPUs: set --gpus, or increase --vram or --oversubscription"

@@ -29,7 +29,7 @@ pub enum GpuRule {
     Given,
     /// The trace names the GPU of each process.
     Named,
-    /// The VRAM of the processes that exist at the same time determines it.
+    /// The number follows from the VRAM of the processes that exist at the same time.
     Peak,
 }
 
@@ -72,8 +72,8 @@ impl GpuPlacement {
         let most_bytes = (usable_bytes * oversubscription) as u64;
         let fewest = peak_bytes.div_ceil(most_bytes.max(1)).max(1);
         for gpus in usize::try_from(fewest).unwrap_or(usize::MAX)..=MAX_GPUS {
-            // Sizes and lifetimes may leave gaps, so the processes can need more GPUs than the sum
-            // of their VRAM does.
+            // The processes may need more GPUs than the sum of their VRAM suggests, because their
+            // sizes and lifetimes may leave gaps.
             let (of_process, held_bytes) = spread(trace, gpus);
             if held_bytes <= most_bytes || gpus >= trace.loads.len() {
                 return Ok(GpuPlacement { rule: GpuRule::Peak, gpus, of_process, peak_bytes });
@@ -97,8 +97,8 @@ fn by_start(loads: &[TraceLoad]) -> Vec<usize> {
     order
 }
 
-/// Puts each process, when it starts, on the GPU with the least VRAM held. Returns the GPU of each,
-/// and the maximum that one GPU holds.
+/// Puts each process, when it starts, on the GPU with the least VRAM held. Returns the GPU of each
+/// process, and the maximum VRAM that is held on one GPU at a time.
 fn spread(trace: &WorkloadTrace, gpus: usize) -> (Vec<usize>, u64) {
     let (loads, end_ms) = (&trace.loads, trace.end_ms());
     let mut by_held: BTreeSet<(u64, usize)> = (0..gpus).map(|gpu| (0, gpu)).collect();

@@ -56,8 +56,8 @@ impl RandomSource {
                 continue;
             }
             let u = self.unit();
-            // Most variates pass this cheaper test, which needs no logarithm and implies the exact
-            // test below.
+            // Most variates pass this cheaper test, which needs no logarithm. A variate that passes
+            // it would also pass the exact test below.
             let surely = u < 1.0 - 0.0331 * x.powi(4);
             if surely || u.ln() < 0.5 * x * x + d - d * v + d * v.ln() {
                 return d * v * scale;

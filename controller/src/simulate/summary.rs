@@ -25,7 +25,7 @@ pub struct SimulationSummary {
     pub resident_p95_bytes: u64,
     /// Maximum of the resident VRAM.
     pub resident_peak_bytes: u64,
-    /// Maximum of the host memory with offloaded VRAM.
+    /// Maximum of the host memory that contains offloaded VRAM.
     pub host_peak_bytes: u64,
     /// Fraction of requests that found their process offloaded and woke it. Requests during a move
     /// are not counted.
@@ -42,7 +42,8 @@ pub struct SimulationSummary {
     pub delay_p99_ms: u64,
     /// Fraction of requests that waited longer than the objective.
     pub slow_share: f64,
-    /// The part of `slow_share` for which the context was still on the GPU: only memory was copied.
+    /// The part of `slow_share` for which the context was still on the GPU, because only memory was
+    /// copied.
     pub slow_copied_share: f64,
     /// The part of `slow_share` for which the context had been checkpointed.
     pub slow_context_gone_share: f64,

@@ -46,7 +46,8 @@ fn a_long_pause_frees_vram() {
     let trace = WorkloadTrace { loads: vec![load("a", 16, &[0, 10, 1_010])] };
     let summary = engine::run(&trace, machine(16), &contender("fixed-60s")).unwrap();
     let costs = Calibration::default();
-    // Offloaded from the end of the offload, which begins after 60 s, until the last call.
+    // The memory is offloaded from the end of the offload, which begins after 60 s, until the last
+    // call.
     let bytes = 16 * GIB - costs.context_bytes;
     let offloaded_ms = 999_000 - 60_000 - costs.checkpoint.offload_ms(bytes);
     let freed = summary.freed_of_all * 1_010_000.0;
@@ -56,8 +57,8 @@ fn a_long_pause_frees_vram() {
     assert!((restore_ms..restore_ms + 10).contains(&summary.delay_p99_ms), "{summary:?}");
 }
 
-/// One process of 24 GiB that is called after a pause. The call waits as long as the engine's
-/// restore takes.
+/// Calls one process of 24 GiB after a pause. The call must wait as long as the engine's restore
+/// takes.
 #[test]
 fn engine_decides_what_a_wake_costs() {
     let trace = WorkloadTrace { loads: vec![load("a", 24, &[0, 1_000, 2_000])] };
@@ -72,7 +73,7 @@ fn engine_decides_what_a_wake_costs() {
     // The first restore is the start of the process.
     assert_eq!((copy.restores, copy.restores_copied), (3, 2));
     assert_eq!((full.restores, full.restores_copied), (3, 0));
-    // The context stays on the GPU.
+    // With the engine `copy` the context stays on the GPU, so less VRAM is freed.
     assert!(copy.freed_of_all < full.freed_of_all, "{copy:?} {full:?}");
 }
 
@@ -94,8 +95,8 @@ fn namespace_rule_decides_the_engine() {
     }
 }
 
-/// Two processes of 16 GiB are called in turn. If the GPU can hold one of them and the context of
-/// the other, only memory is copied. Otherwise the context is checkpointed as well.
+/// Calls two processes of 16 GiB in turn. If the GPU has space for one process and the context of
+/// the other, only memory must be copied. Otherwise the context must be checkpointed as well.
 #[test]
 fn contexts_leave_when_a_waiter_needs_room() {
     let calls: Vec<u32> = (0..40).map(|n| n * 60).collect();
@@ -126,7 +127,8 @@ fn slow_calls_count_by_level() {
     assert_eq!(slow(Engine::Full, 400), [3, 0, 3]);
 }
 
-/// No container is evicted here, so the second process gets VRAM only when the first one ends.
+/// No container is evicted here, so the second process must get VRAM only when the first process
+/// ends.
 #[test]
 fn vram_of_an_ended_process_is_free() {
     let trace =
@@ -140,8 +142,8 @@ fn vram_of_an_ended_process_is_free() {
     assert_eq!(without.refused, 0, "{without:?}");
 }
 
-/// The GPU is not oversubscribed until the second process starts, so the mode `auto` offloads until
-/// then.
+/// The GPU is not oversubscribed until the second process starts. The mode `auto` must therefore
+/// offload idle containers until then.
 #[test]
 fn late_process_wants_no_vram_before_its_start() {
     let early = load("a", 16, &[0, 100_000, 150_000, 300_000]);
@@ -194,7 +196,7 @@ fn the_same_seed_gives_the_same_node() {
     assert_eq!(run(), run());
 }
 
-/// The simulation must read every GPU: without readings, this waiter would wait without end.
+/// The simulation must read every GPU. Otherwise the waiter of this test would wait without end.
 #[test]
 fn a_waiter_on_the_second_gpu_is_served() {
     let assumed = TraceDefaults { vram_bytes: 16 * GIB, service_ms: 1_000, seed: 1 };
@@ -243,8 +245,8 @@ fn config() -> ProptestConfig {
 proptest! {
     #![proptest_config(config())]
 
-    /// For all calls and sizes: no restore happens without enough free VRAM (the engine would
-    /// fail), and every call is served within a limited time.
+    /// Checks two properties for all calls and sizes. No restore happens without enough free VRAM
+    /// (the engine would fail), and every call is served within a limited time.
     #[test]
     fn every_call_is_served(
         processes in proptest::collection::vec((1_u64..8, proptest::collection::vec(0_u32..3_000, 1..60)), 2..8),

@@ -7,8 +7,8 @@
 //! | `telemetry` | `time,process,busy,vram_bytes`: seconds, busy share of the time to the next row |
 //! | `requests` | `time,process`: seconds, one request a line |
 //!
-//! The last two may have one more column, `gpu`: a name that is unique in the trace. A process is on
-//! the GPU of its first row.
+//! The formats `telemetry` and `requests` may have one more column, `gpu`: a name that is unique in
+//! the trace. A process is on the GPU of its first row.
 //!
 //! A ServeGen window has exactly rate x 600 requests. The pauses between them are drawn from the
 //! distribution fitted to the window. If all pauses take less time than the window, the requests
@@ -101,7 +101,7 @@ impl WorkloadTrace {
         WorkloadTrace::parse(plain, &shown, assumed)
     }
 
-    /// Parses a trace. Errors name it `shown`.
+    /// Parses a trace. Errors call the trace `shown`.
     ///
     /// # Errors
     /// A line is invalid.
@@ -176,7 +176,7 @@ impl WorkloadTrace {
             .into()
     }
 
-    /// The shortest time between two calls of a process, in milliseconds. The trace does not show
+    /// The shortest time between two calls of a process, in milliseconds. The trace cannot show
     /// shorter pauses. `None`: there are too few calls.
     #[must_use]
     pub fn step_ms(&self) -> Option<u64> {

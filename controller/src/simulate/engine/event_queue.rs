@@ -1,7 +1,7 @@
 //! The planned events in order of time. Events of the same time are in the order of planning.
 //!
-//! Most events plan one further event in the near future. That event replaces the current one at
-//! the top of the heap and moves down a few levels, which costs less than a removal and an
+//! Most events plan one further event in the near future. The planned event replaces the current
+//! event at the top of the heap and moves down a few levels. This costs less than a removal and an
 //! insertion.
 
 use std::{
@@ -96,7 +96,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Events may be planned at any time, even while another event is handled.
+        /// Whenever events are planned, even while another event is handled, the queue must return
+        /// them in order of time.
         #[test]
         fn events_come_in_order_of_time(
             steps in proptest::collection::vec((0_u64..50, 0_usize..4), 1..100),

@@ -80,7 +80,7 @@ struct SimulatedNode<'a> {
     resident_bytes: u64,
     offloaded_bytes: u64,
     polling: bool,
-    /// Time from which only queries have been planned, and no other events.
+    /// Time since which the only planned events are queries.
     quiet_since: Option<Millis>,
     wakes: u64,
     meter: SummaryMeter,
@@ -305,7 +305,7 @@ impl<'a> SimulatedNode<'a> {
             }
             SimulationEvent::Poll => {
                 self.polling = false;
-                // The node processes its queue on every input. This input has no other effect than
+                // The node processes its queue on every input. Apart from that, this input is only
                 // a reading of every GPU.
                 let gpus = (0..self.machine.gpus).map(|gpu| self.gpu(gpu, None)).collect();
                 let key = self.processes[0].key.clone();

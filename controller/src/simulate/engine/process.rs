@@ -28,16 +28,16 @@ const NEIGHBOURS_MS: Millis = 10_000;
 pub(super) struct SimulatedProcess<'a> {
     pub(super) load: &'a TraceLoad,
     pub(super) key: Key,
-    /// Number of its GPU.
+    /// Number of the process's GPU.
     pub(super) gpu: usize,
     pub(super) phase: Phase,
     pub(super) memory: ProcessMemory,
-    /// The engine of its policy.
+    /// The engine in the process's policy.
     pub(super) engine: Engine,
     /// The level from which the last restore began. It is reset when the calls continue.
     pub(super) restored_from: OffloadLevel,
     pub(super) phase_after_restore: Phase,
-    /// Host memory with its offloaded memory, in bytes.
+    /// Host memory that contains the process's offloaded memory, in bytes.
     pub(super) host_bytes: u64,
     pub(super) busy_until: Option<Millis>,
     pub(super) next: usize,
@@ -45,8 +45,8 @@ pub(super) struct SimulatedProcess<'a> {
     pub(super) calls: u64,
     pub(super) lived: ContainerTotals,
     pub(super) due: Option<Millis>,
-    /// VRAM-time freed between its first and last call, in bytes times milliseconds, up to
-    /// `freed_until`.
+    /// VRAM-time that offloads freed between the process's first and last call, in bytes times
+    /// milliseconds. Counted up to the time `freed_until`.
     pub(super) freed_byte_ms: u128,
     pub(super) freed_until: Millis,
     pub(super) used_ms: Millis,
