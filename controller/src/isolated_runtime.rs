@@ -14,7 +14,8 @@ use tokio::{
     sync::oneshot,
 };
 
-/// The thread. Dropping this value ends the thread and all its tasks, without waiting for the end.
+/// A thread that one container may block. Dropping this value ends the thread and all its tasks,
+/// but does not wait for their end.
 #[derive(Debug)]
 pub struct IsolatedRuntime {
     runtime: Handle,
@@ -85,8 +86,8 @@ pub mod tests {
             self.stream.as_ref().unwrap().as_fd()
         }
 
-        /// Closes this descriptor on another thread. If the task holds another one, its close then
-        /// waits.
+        /// Closes this descriptor on another thread. If the task holds another descriptor of the
+        /// connection, the task's close then waits.
         pub fn let_go(&mut self) {
             let stream = self.stream.take();
             std::thread::spawn(move || drop(stream));

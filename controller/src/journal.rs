@@ -1,6 +1,6 @@
-//! The journal: records that are written before a destructive step, one file per container below
-//! the run directory, so that the next controller can determine the VRAM that each process needs
-//! for its restore. Processes do not outlive a reboot, so a tmpfs is sufficient.
+//! The journal: one file per container below the run directory. A record is written before a
+//! destructive step, so that the next controller can determine the VRAM that each process needs for
+//! its restore. Processes do not outlive a reboot, so a tmpfs is sufficient.
 //!
 //! ```text
 //! affinode-journal 1 <sha256 of the rest, hex>
@@ -152,7 +152,8 @@ mod tests {
         assert!(unclaimed.useless(announced, |_, _| false).is_empty());
     }
 
-    /// A later controller reads what an earlier one wrote.
+    /// A later controller must read the words that an earlier controller wrote, so they must not
+    /// change.
     #[test]
     fn journal_steps_keep_their_words() {
         let words =

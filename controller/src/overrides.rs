@@ -17,7 +17,7 @@ struct OverridesRecord {
     pinned: Vec<String>,
 }
 
-/// Reads the overrides; none if there is no file.
+/// Reads the overrides. If the file does not exist, there are no overrides.
 ///
 /// # Errors
 /// The file cannot be read, or is not valid.

@@ -108,8 +108,8 @@ impl ActivationSockets {
         }
     }
 
-    /// Removes stored sockets whose file is gone or belongs to another socket: their container has
-    /// ended, or another controller has created a socket there.
+    /// Removes stored sockets whose file is missing or belongs to another socket: their container
+    /// has ended, or another controller has created a socket at that path.
     pub fn tidy(&mut self) {
         let run_dir = &self.run_dir;
         self.kept.retain(|kept, _| {
@@ -200,7 +200,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let old = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o666).unwrap();
         let kept = kept(dir.path(), &old);
-        // Meanwhile a controller without a supervisor ran, and created a socket of its own.
+        // Between the two controllers, a controller without a supervisor ran and created its own
+        // socket.
         let other = ActivationSockets::with(dir.path(), Vec::new()).listen(FILE, 0o666).unwrap();
         drop(other);
         let mut sockets = ActivationSockets::with(dir.path(), vec![kept]);

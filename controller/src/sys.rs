@@ -48,8 +48,8 @@ pub fn refuse_descriptors(socket: impl AsFd) -> io::Result<()> {
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The descriptors that systemd stored for this process, with their names; none after the first
-/// call.
+/// Returns the descriptors that systemd stored for this process, with their names. Further calls
+/// return none.
 ///
 /// # Errors
 /// The variables of systemd are invalid.
@@ -82,7 +82,7 @@ pub fn wipe_on_fork_works() -> bool {
     advised.is_ok()
 }
 
-/// Takes a lease on a file, as the file's user could, or releases it.
+/// Takes a lease on a file, as the file's user could. With `on` false, releases the lease.
 ///
 /// # Errors
 /// Other processes have the file open.

@@ -18,11 +18,11 @@ use std::{
 
 use crate::paths;
 
-/// The file, below the prefix.
+/// Path of `paths.conf`, relative to the prefix.
 const FILE: &str = "share/affinode/paths.conf";
-/// Folder of the preload library, below the prefix.
+/// Folder of the preload library, relative to the prefix.
 const LIBRARY: &str = "lib/affinode";
-/// First line of the file.
+/// First line of `paths.conf`.
 const HEADER: &str = "# Written by affinode install: folders of this installation.\n";
 
 /// Paths of the installation to which a program belongs.
@@ -44,8 +44,9 @@ impl InstallationPaths {
         Self::of(program.as_deref(), |name| std::env::var_os(name))
     }
 
-    /// Paths of the installation of `program`. An upgrade may have replaced its file since it was
-    /// started; the kernel then appends a word to its name, but its folder is still right.
+    /// Paths of the installation of `program`. An upgrade may have replaced the program's file
+    /// since the start. The kernel then appends a word to the file's name, but the folder in the
+    /// path is still correct.
     fn of(
         program: Option<&Path>,
         variable: impl Fn(&str) -> Option<OsString>,
@@ -76,14 +77,14 @@ pub struct PathsFile {
 }
 
 impl PathsFile {
-    /// Path of the file of an installation.
+    /// Path of `paths.conf` of an installation.
     #[must_use]
     pub fn path(prefix: &Path) -> PathBuf {
         prefix.join(FILE)
     }
 
-    /// Reads the file of an installation. Without one, all folders are the defaults. Other lines and
-    /// relative paths are ignored.
+    /// Reads `paths.conf` of an installation. If the file does not exist, all folders are the
+    /// defaults. Unknown lines and relative paths are ignored.
     ///
     /// # Errors
     /// The file exists and cannot be read.

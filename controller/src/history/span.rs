@@ -33,8 +33,8 @@ pub struct StateSpan {
     pub calls: u64,
     /// Duration of the wake that began the span; 0: no wake.
     pub wake_ms: u64,
-    /// Times of use: start and end in milliseconds after `from_ms`. Their precision is that of
-    /// observations, which are a few seconds apart.
+    /// Times of use: start and end, in milliseconds after `from_ms`. They are only as precise as
+    /// the interval between observations, which is a few seconds.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub uses: Vec<(u32, u32)>,
 }

@@ -34,8 +34,8 @@ const CLEAN_EVERY: u64 = 20;
 pub struct ControllerRuns {
     /// Starts, including the present one.
     pub starts: u64,
-    /// Unexpected ends: a crash, a SIGKILL, or the loss of the machine. An end for lack of
-    /// containers, or by a request or signal that the controller handles, does not count.
+    /// Unexpected ends: a crash, a SIGKILL, or the loss of the machine. These ends do not count:
+    /// for lack of containers, on a request, or by a signal that the controller handles.
     pub unexpected_ends: u64,
 }
 
@@ -100,7 +100,8 @@ impl SpanStore {
         let create = || Database::builder().set_cache_size(CACHE_BYTES).create(path);
         let database = match create() {
             Ok(database) => database,
-            // Another controller or a report has the file open: do not wait for it.
+            // Another controller or a report has the file open. This controller does not wait for
+            // it.
             Err(error @ redb::DatabaseError::DatabaseAlreadyOpen) => return Err(error.into()),
             Err(error) => {
                 let aside = path.with_extension("bad");
@@ -150,7 +151,7 @@ impl SpanStore {
         Ok(())
     }
 
-    /// Writes spans; a span replaces the one with the same container and start.
+    /// Writes spans. A span replaces the stored span with the same container and start.
     ///
     /// # Errors
     /// [`StoreError`]: the file cannot be written.
@@ -221,7 +222,8 @@ impl SpanStore {
         Ok(bytes)
     }
 
-    /// Removes spans that are too old, and the oldest ones while the file exceeds its maximum size.
+    /// Removes spans that are too old. Then removes the oldest spans while the file exceeds its
+    /// maximum size.
     fn clean(&self, now_ms: i64) -> Result<(), StoreError> {
         let used = self.used_bytes()?;
         let most = self.limits.max_bytes;
@@ -233,7 +235,7 @@ impl SpanStore {
                 let goal = most / 5 * 4;
                 let surplus = table.len()?.saturating_mul(used - goal) / used;
                 let last = table.iter()?.nth(usize::try_from(surplus).unwrap_or(usize::MAX));
-                // `None`: all spans are surplus.
+                // `None`: all spans must be removed.
                 cut = match last {
                     Some(entry) => cut.max(entry?.0.value().0 + 1),
                     None => u64::MAX,
@@ -313,7 +315,7 @@ mod tests {
                 (0..100).map(|n| span(&n.to_string(), round * 1_000, round * 1_000 + 1)).collect();
             store.write(&spans).unwrap();
         }
-        // 20,000 records of 600 bytes are 12 MB.
+        // The test has written 20,000 records of 600 bytes, which is 12 MB.
         assert!(store.used_bytes().unwrap() < 4 << 20);
         let found = store.spans(0, i64::MAX, None).unwrap();
         assert!(found.iter().any(|span| span.from_ms == 199_000), "the newest stays");

@@ -97,7 +97,7 @@ async fn a_call_stream_without_a_reader_is_closed() {
     let recorded =
         vec![RecordedCall { name: "cuLaunchKernel".into(), ..RecordedCall::default() }; 40];
     let process = ProcessCalls { recorded, ..ProcessCalls::default() };
-    // Only the slow client is connected: the clock advances until its write timeout.
+    // Only the slow client is connected, so the clock advances until that client's write timeout.
     tokio::time::pause();
     for round in 0.. {
         site.calls.add(CallTraceBatch {
@@ -151,7 +151,8 @@ async fn a_closed_connection_admits_the_next() {
     assert_eq!(waiting.await.0, 200);
 }
 
-/// A response may be as large as the whole history, and a client may read it slowly.
+/// A response may be as large as the whole history, and a client may read it slowly. The number of
+/// such responses in memory must be limited.
 #[tokio::test]
 async fn history_responses_are_limited() {
     let site = run(true, None);

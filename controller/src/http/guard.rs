@@ -1,9 +1,9 @@
-//! Checks whether a request is admitted. It must meet three conditions:
+//! Checks whether a request is admitted. The request must meet three conditions:
 //!
 //! - Its Host header must have one of the node's own names. A name of another site that resolves to
 //!   this node is refused (DNS rebinding).
 //! - It must not come from a page of another site.
-//! - If a token is required, it must have a valid one: the token of a file, or a token that the
+//! - If a token is required, it must have a valid token: the token of a file, or a token that the
 //!   Kubernetes API server accepts ([`super::review`]).
 
 use std::{net::IpAddr, path::PathBuf, sync::Arc};
@@ -82,7 +82,7 @@ pub struct Denied {
     pub kind: DenyReason,
     /// Text for the sender of the request: the reason, and a remedy.
     pub why: String,
-    /// Text for the log only. If it is empty, the log has `why`.
+    /// Text for the log only. Empty: the log gets `why` in its place.
     pub detail: String,
 }
 
@@ -131,8 +131,8 @@ pub struct Principal {
 }
 
 impl Principal {
-    /// Returns when the user has lost the right, which is checked once per `ALLOW_TTL`. Never
-    /// returns if no reviewer checks tokens.
+    /// Waits until the user has lost the right, and returns the refusal. The right is checked once
+    /// per `ALLOW_TTL`. Never returns if no reviewer checks tokens.
     pub async fn ended(&self) -> Denied {
         let Some((reviewer, token, access)) = &self.again else {
             return std::future::pending().await;

@@ -56,8 +56,7 @@ const STREAMS: usize = 40;
 const CALL_STREAMS: usize = 16;
 /// Maximum number of moves in progress that requests have started.
 const ACTIONS: usize = 16;
-/// Maximum number of history responses in memory, because each may be as large as the whole
-/// history.
+/// Maximum number of history responses in memory. Each may be as large as the whole history.
 const READS: usize = 2;
 /// Maximum size of a request's head.
 const HEAD_BYTES: usize = 16 << 10;
@@ -149,8 +148,7 @@ pub async fn serve(listener: HttpListener, site: Arc<AppState>) {
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Probably no descriptor was available. Descriptors become free when other
-                // connections end.
+                // The process probably has no free descriptor. Connections that end release theirs.
                 tracing::warn!(%error, "http: cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 continue;

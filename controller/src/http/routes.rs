@@ -79,9 +79,9 @@ struct HttpCaller {
     admitted: Option<Principal>,
 }
 
-/// Returns the right that a request needs. Its path has no variable part. It begins with /affinode
-/// instead of /api, because every user of a cluster may get /api/* (ClusterRole system:discovery).
-/// Any other request needs a right that no role grants by name.
+/// Returns the right that a request needs. The path of the right has no variable part. It begins
+/// with /affinode instead of /api, because every user of a cluster may get /api/* (ClusterRole
+/// system:discovery). An unknown request needs a right that no role grants by name.
 #[must_use]
 pub fn access(method: &Method, path: &str) -> AccessRule {
     const RIGHTS: [&str; 7] = [
@@ -111,8 +111,8 @@ pub fn access(method: &Method, path: &str) -> AccessRule {
     AccessRule { verb, path }
 }
 
-/// Whether a path requires a right. The page itself requires none, because it contains no secret:
-/// it asks its user for the token.
+/// Whether a path requires a right. The page itself requires none: it contains no secret, and asks
+/// its user for the token.
 #[must_use]
 pub fn needs_right(path: &str) -> bool {
     path.starts_with("/api/") || path == "/metrics"
@@ -255,7 +255,7 @@ struct SpanQuery {
     spans: Vec<crate::history::StateSpan>,
 }
 
-/// Takes a permit for a stream. `None`: all permits are in use; a refusal is recorded.
+/// Takes a permit for a stream. `None`: all permits are in use. Then the refusal is recorded.
 fn place_among(
     streams: &Arc<Semaphore>,
     site: &AppState,
@@ -313,7 +313,7 @@ async fn events(site: &Arc<AppState>, caller: HttpCaller, request: &Request<Inco
     let body = stream::begin(site, wish, started, hold);
     let mut reply = reply::with(StatusCode::OK, "text/event-stream", body);
     if site.only_shows.is_some() {
-        // The page then hides its buttons.
+        // This header makes the page hide its buttons.
         reply.headers_mut().insert(ACTIONS, HeaderValue::from_static("off"));
     }
     reply

@@ -1,5 +1,5 @@
-//! The stream of events as server-sent events. With `watch=node` it also has the changes of the
-//! node.
+//! The stream of events as server-sent events. With `watch=node` the stream also contains the
+//! changes of the node.
 //!
 //! ```text
 //!  event: node     the whole node, at the start, and each time that this stream fell behind

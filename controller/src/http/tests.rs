@@ -12,7 +12,7 @@ async fn the_page_has_a_strict_policy_and_a_tag() {
     assert!(page.contains("default-src 'none'") && page.contains("<title>Affinode"), "{page}");
     let tag = page.lines().find_map(|line| line.strip_prefix("etag: ")).unwrap().trim();
     assert_eq!(site.ask("GET", "/", &format!("If-None-Match: {tag}\r\n")).await.0, 304);
-    // Every file that the page and its modules refer to is served.
+    // Every file that the page and its modules refer to must be served.
     for file in ["/style.css", "/icon.svg", "/app.js", "/rows.js", "/stream.js"] {
         assert_eq!(site.ask("GET", file, "").await.0, 200, "{file}");
     }
@@ -53,7 +53,7 @@ async fn a_move_is_executed_and_recorded() {
     let looking = run(false, None);
     assert_eq!(looking.ask("POST", &format!("{path}/offload"), "").await.0, 403);
     assert!(looking.events.now(0).is_empty());
-    // The page then hides its buttons.
+    // If the header says that actions are off, the page hides its buttons.
     for (site, only_shows) in [(looking, true), (site, false)] {
         let mut stream = site.open("/api/v1/events", "").await;
         assert!(stream.begins().await);
@@ -111,7 +111,7 @@ async fn pins_and_the_switch_require_post() {
     assert_eq!(looking.ask("POST", &format!("{path}/pin"), "").await.0, 403);
 }
 
-/// Every path in `config/openapi.yaml` is served, under its method only.
+/// Every path in `config/openapi.yaml` must be served, and only under its method.
 #[tokio::test]
 async fn every_path_of_the_document_is_served() {
     let document = include_str!("../../../config/openapi.yaml");

@@ -131,7 +131,8 @@ mod tests {
         let ca = folder.path().join("ca.crt");
         let old = std::fs::read(&ca).unwrap();
         assert!(ask(address, &ca).await.unwrap().starts_with("HTTP/1.1 200"));
-        // After the renewal, a client that trusts only the new certificate authority is served.
+        // The files are renewed now. A client that trusts only the new certificate authority must
+        // then be served.
         fake::papers(folder.path());
         assert!(ask(address, &ca).await.unwrap().starts_with("HTTP/1.1 200"));
         std::fs::write(&ca, old).unwrap();

@@ -1,7 +1,7 @@
 //! Reads the free host memory for copies in progress, at every level that is charged for their
-//! memory: the cgroups and the node. A separate thread reads it, with at most one request pending,
-//! because files of cgroups can take milliseconds to read. NVML can take seconds, so it has a
-//! thread of its own.
+//! memory: the cgroups and the node. A separate thread reads these levels, with at most one request
+//! pending, because files of cgroups can take milliseconds to read. The readings of NVML can take
+//! seconds, so they are on another thread.
 
 use std::sync::mpsc::{self, SyncSender};
 

@@ -1,8 +1,8 @@
 //! The pools of host memory that an offload uses. The driver moves VRAM into anonymous memory of
-//! the process, which is charged to the container's memory cgroup. If that has no free memory, the
-//! kernel kills the process in the middle of the checkpoint. The pools are the cgroup, each of its
-//! ancestors, and the node. [`crate::core::host_memory`] decides whether a pool has enough free
-//! memory besides the memory that is promised to other moves.
+//! the process, which is charged to the container's memory cgroup. If that cgroup has no free
+//! memory, the kernel kills the process in the middle of the checkpoint. The pools are the cgroup,
+//! each of its ancestors, and the node. [`crate::core::host_memory`] decides whether a pool has
+//! enough free memory besides the memory that is promised to other moves.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,8 +20,8 @@ use crate::core::host_memory::MemoryPool;
 pub struct MemoryRules {
     /// Free memory for each process in addition to its VRAM, in bytes.
     pub overhead_bytes: u64,
-    /// Free memory on the node after the offload, in bytes. `None`: [`node_reserve_bytes`] of its
-    /// memory.
+    /// Memory that must stay free on the node after the offload, in bytes. `None`: the value of
+    /// [`node_reserve_bytes`] for this node.
     pub node_reserve_bytes: Option<u64>,
 }
 
@@ -307,8 +307,8 @@ mod tests {
         assert!(pools.iter().all(|pool| pool.need_bytes == node.need_bytes), "{pools:?}");
     }
 
-    /// A level may use half of the reserve, so a copy that stays within its promise is not
-    /// cancelled.
+    /// `levels` must report more free memory than `pools`, by half of the reserve. Otherwise a copy
+    /// that stays within its promised memory could be cancelled.
     #[test]
     fn levels_leave_more_than_promises() {
         let own = std::process::id();
@@ -321,7 +321,7 @@ mod tests {
         assert!(promised + (1 << 29) < level && level < promised + (3 << 29), "{promised} {level}");
     }
 
-    /// The pools of a process have the same names as the pools in its container's survey.
+    /// `pools_of` must name the same pools for a process as `pools` for its container.
     #[test]
     fn pools_of_a_process_are_those_of_its_survey() {
         let own = std::process::id();

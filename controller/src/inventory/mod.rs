@@ -118,7 +118,7 @@ fn host_pools(
     if let Some(stranger) = process::stranger(&ours, known, &on_gpu) {
         return Err((Reason::UnmanagedProcess, format!("process {stranger}")));
     }
-    // NVML may report more VRAM than the core knew at its request.
+    // NVML may report more VRAM now than the core knew when it sent the request.
     let sizes: Vec<(u32, u64)> = processes
         .iter()
         .map(|(pid, known)| {

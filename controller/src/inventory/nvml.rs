@@ -163,7 +163,7 @@ mod tests {
         };
         let work = Work { uuid: "GPU-1".into(), pid: 7, percent: 40, age_ms: 200 };
         assert_eq!(sample(40, 10, NOW - 200_000), Some(work));
-        // A copy of memory uses no multiprocessor, but counts as work.
+        // A memory copy uses no multiprocessor, but must count as work.
         assert_eq!(sample(0, 10, NOW).map(|work| work.percent), Some(10));
         assert_eq!(sample(0, 0, NOW), None);
         assert_eq!(sample(40, 0, NOW - 2_000_000), None);

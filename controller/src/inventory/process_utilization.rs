@@ -1,6 +1,6 @@
-//! Reads from NVML which processes used a GPU recently, because the counters of calls do not show
-//! running kernels. A separate thread reads it, with at most one request pending, so that decisions
-//! and proofs of free VRAM do not wait for a slow driver.
+//! Reads from NVML which processes used a GPU recently. The counters of calls do not show this
+//! while a kernel runs. A separate thread reads the utilization, with at most one request pending,
+//! so that decisions and proofs of free VRAM do not wait for a slow driver.
 
 use std::{
     sync::mpsc::{self, SyncSender},
@@ -29,7 +29,8 @@ impl ProcessUtilization {
         std::thread::Builder::new().name("witness".into()).spawn(move || {
             let mut nvml = NvmlDevices::new(library);
             for () in asked {
-                // If a reading fails, none is reported, and the last one expires soon.
+                // A failed reading is not reported. The result of the last successful reading
+                // expires soon.
                 if let Ok(work) = nvml.read_work(unix_us()) {
                     tell(work);
                 }

@@ -7,7 +7,7 @@ use crate::core::{Millis, input::GpuSample};
 
 /// Length of the window over which the mean is taken.
 const WINDOW_MS: Millis = 60_000;
-/// Maximum time before a reading for which the reading counts in the mean.
+/// Maximum length of the time before a reading for which the reading counts in the mean.
 const STALE_AFTER_MS: Millis = 10_000;
 
 /// Readings of the last minute, by UUID of the GPU.
@@ -23,8 +23,8 @@ impl GpuUtilization {
         for gpu in gpus {
             let readings = self.devices.entry(gpu.uuid.clone()).or_default();
             readings.push_back((now, gpu.utilization_percent));
-            // One reading older than the window stays: it is the start of the time for which the
-            // next reading counts.
+            // One reading from before the window stays. The time for which the next reading counts
+            // begins at it.
             while readings.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= WINDOW_MS) {
                 readings.pop_front();
             }
@@ -66,7 +66,8 @@ mod tests {
         busy.note(1_000, &gpu(0));
         busy.note(2_000, &gpu(60));
         assert_eq!(busy.percent("a"), 30);
-        // Three readings within a short time do not outweigh a reading that counts for a second.
+        // Three readings within a short time must not outweigh one reading that counts for a
+        // second.
         for at in [2_100, 2_200, 2_300] {
             busy.note(at, &gpu(100));
         }

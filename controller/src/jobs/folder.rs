@@ -31,7 +31,7 @@ use crate::core::{ContainerSpec, Key};
 /// File whose lock the job's processes hold. The job exists while a process holds the lock.
 pub const LOCK_FILE: &str = "job.lock";
 const RECORD_FILE: &str = "job.json";
-/// Time limit for a new job to take its lock, from its announcement.
+/// Time limit for a new job to take its lock, counted from the job's announcement.
 const JOB_LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum size of a record.
 const MAX_BYTES: u64 = 64 << 10;
@@ -91,7 +91,7 @@ impl JobFolder {
         &self.key
     }
 
-    /// The uid of its user.
+    /// The uid of the job's user.
     #[must_use]
     pub fn uid(&self) -> u32 {
         self.uid
@@ -103,7 +103,7 @@ impl JobFolder {
         self.path.join(LOCK_FILE)
     }
 
-    /// Path of the folder that its processes use.
+    /// Path of the folder that the job's processes use.
     #[must_use]
     pub fn mount(&self) -> PathBuf {
         self.path.join(paths::MOUNT_DIR)
@@ -198,8 +198,7 @@ pub fn running(run_dir: &Path) -> usize {
     jobs.iter().filter(|job| !unused(&job.lock())).count()
 }
 
-/// Whether no process holds this lock, and none is about to take it. `false` if that cannot be
-/// determined.
+/// Whether no process holds this lock or is about to take it. `false` if that cannot be determined.
 #[must_use]
 pub fn unused(lock: &Path) -> bool {
     // If an earlier controller gave this file to the user, the user may have a lease on it. A
@@ -276,7 +275,8 @@ mod tests {
         assert!(!can(4713, 4714, "exec <\"$1\""), "another user");
     }
 
-    /// Without `O_NONBLOCK`, an open of the file would wait up to 45 s for the holder of the lease.
+    /// The user has a lease on the file. An open without `O_NONBLOCK` would wait up to 45 s for the
+    /// lease.
     #[test]
     fn a_lease_of_the_user_does_not_block() {
         let dir = tempfile::tempdir().unwrap();
@@ -289,8 +289,8 @@ mod tests {
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}");
             std::thread::yield_now();
         }
-        // The unsuccessful open has made the kernel ask for the lease; after its release the lock
-        // is free.
+        // The unsuccessful open has made the kernel ask for the lease. When the lease is released,
+        // the lock must be free.
         assert!(!unused(&job.lock()), "its user has it");
         crate::sys::lease(&users, false).unwrap();
         while !unused(&job.lock()) {

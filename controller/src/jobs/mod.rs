@@ -29,7 +29,7 @@ pub use socket::{SOCKET, serve};
 pub const MAX_JOBS: usize = 256;
 /// Maximum number of annotations of a job.
 const MAX_ANNOTATIONS: usize = 16;
-/// Maximum length of a name, namespace or value.
+/// Maximum length of a name, of a namespace or of an annotation's value, in bytes.
 const MAX_TEXT_BYTES: usize = 128;
 /// Prefix of annotation names, which a request may omit.
 const PREFIX: &str = "affinode.io/";
@@ -45,7 +45,7 @@ pub struct JobRequest {
     /// Namespace for the rules of policy; empty: the user's own.
     #[serde(default)]
     pub namespace: String,
-    /// Annotations as a container has them, with or without `affinode.io/`.
+    /// Annotations as for a container. Their names may omit `affinode.io/`.
     #[serde(default)]
     pub annotations: BTreeMap<String, String>,
 }
@@ -74,7 +74,7 @@ pub struct JobUser {
     pub uid: u32,
     /// Group id of the user.
     pub gid: u32,
-    /// User name, or the user id if it has no name.
+    /// Name of the user, or the uid if the user has no name.
     pub name: String,
 }
 

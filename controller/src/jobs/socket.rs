@@ -56,8 +56,8 @@ async fn accept(listener: UnixListener, calls: mpsc::Sender<Command>) {
         };
         let calls = calls.clone();
         tokio::spawn(async move {
-            // If the client disconnects before the response, its job was not created, or it is
-            // removed soon because no process locks its file.
+            // If the client disconnects before the response, there are two cases: no job was
+            // created, or the job is removed soon, because no process locks its file.
             let _ = tokio::time::timeout(REQUEST_TIMEOUT, answer(stream, calls)).await;
             drop(place);
         });
@@ -110,8 +110,9 @@ mod tests {
     use super::*;
     use crate::isolated_runtime::tests::LingeringTask;
 
-    /// The kernel closes unread descriptors in the thread that reads the message. Closing the
-    /// descriptor of this test waits until its peer has read all data, or for a timeout.
+    /// The kernel closes unread descriptors in the thread that reads the message. The close of this
+    /// test's descriptor waits until its peer has read all data, or for a timeout. Only the thread
+    /// of the job requests may wait for it.
     #[test]
     fn a_sent_descriptor_delays_only_jobs() {
         let dir = tempfile::tempdir().unwrap();
@@ -134,7 +135,8 @@ mod tests {
         assert_eq!(sent.is_err(), refuses);
         if !refuses {
             lingering.let_go();
-            // The close blocks the thread of the job requests. This thread is free.
+            // The close blocks the thread of the job requests. The thread of the test must not be
+            // blocked.
             runtime.block_on(async {
                 while lingering.is_open() {
                     tokio::task::yield_now().await;

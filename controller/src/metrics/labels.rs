@@ -44,7 +44,7 @@ impl ContainerLabels {
     }
 }
 
-/// Labels of a container and the way in which it used its GPU: used, idle or returned.
+/// Labels of a container, and of the way in which it used its GPU: used, idle or returned.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct UseLabels {
     namespace: String,

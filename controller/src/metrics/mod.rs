@@ -122,7 +122,8 @@ impl HookCost {
 }
 
 impl Metrics {
-    /// Metrics of a controller that is the `starts`th on its history (1 without one).
+    /// Metrics of a controller whose history counts `starts` starts, including its own (1 without a
+    /// history).
     #[must_use]
     pub fn new(starts: u64) -> Metrics {
         let table = MetricsTable::new();
@@ -149,8 +150,8 @@ impl Metrics {
         }
     }
 
-    /// Adds the time since the last observation, with the VRAM and host memory that the containers
-    /// held then.
+    /// Counts the time since the last observation. In this time, the containers count with the VRAM
+    /// and host memory that they held at the last observation.
     pub fn observe(&self, node: &schema::Node, now_ms: i64) {
         let mut inner = self.inner();
         let passed_ms = now_ms - inner.looked_ms;

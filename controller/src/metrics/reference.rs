@@ -35,8 +35,8 @@ pub struct MetricReference {
 pub fn metrics() -> Result<Vec<MetricReference>, fmt::Error> {
     let metrics = Metrics::new(1);
     let mut node = example();
-    // Time in use and idle time have a family each. An observation counts the time since the
-    // previous one, so each state needs a later observation.
+    // Time in use and idle time have separate families. An observation counts the time since the
+    // previous observation, so each state needs an observation after it.
     for (at_ms, state) in [(1, State::Active), (2, State::Idle), (3, State::Idle)] {
         node.containers[0].state = state.as_str().into();
         metrics.observe(&node, at_ms);

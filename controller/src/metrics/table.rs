@@ -335,8 +335,8 @@ impl MetricsTable {
         }
     }
 
-    /// Removes all series of gauges, which are set again at each scrape. So no series of a removed
-    /// container or GPU stays.
+    /// Removes all series of gauges, so that no series of a removed container or GPU stays. Each
+    /// scrape then sets the present series again.
     pub fn clear_gauges(&self) {
         for family in [
             &self.gpu_total,

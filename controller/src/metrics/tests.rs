@@ -120,7 +120,7 @@ fn every_metric_is_moved() {
     }
 }
 
-/// A family without values is not in the output.
+/// A family without values must not be in the output.
 #[test]
 fn dedup_series_end_with_their_gpu() {
     let (metrics, hub) = lived();

@@ -1,5 +1,5 @@
-//! Distributes messages to watchers. There is one sender. Each watcher has a backlog of limited
-//! size; a watcher that falls behind continues with the current state.
+//! Distributes messages from one sender to watchers. Each watcher has a backlog of limited size. A
+//! watcher that falls behind continues with the current state.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -29,7 +29,7 @@ pub struct ViewHub {
     latest: Mutex<Arc<schema::Node>>,
     messages: broadcast::Sender<ViewMessage>,
     joined: Notify,
-    /// Messages that slow watchers missed.
+    /// Number of messages that slow watchers missed.
     missed: AtomicU64,
 }
 

@@ -180,7 +180,8 @@ impl ApiServer {
         });
         let path = "/apis/authentication.k8s.io/v1/tokenreviews";
         let Review { status } = self.ask::<TokenStatus>("TokenReview", path, &question).await?;
-        // An API server that supports audiences returns the valid ones of the requested audiences.
+        // An API server that supports audiences returns those of the requested audiences for which
+        // the token is valid.
         let meant = self.audiences.is_empty()
             || status.audiences.iter().any(|held| self.audiences.contains(held));
         let name = &status.user.username;

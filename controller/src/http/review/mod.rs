@@ -9,8 +9,8 @@
 //!                                                                admitted
 //! ```
 //!
-//! Results are cached for a short time, positive ones longer than negative ones. If the API server
-//! cannot be reached, only requests with a cached result are admitted.
+//! Results are cached for a short time, positive results longer than negative results. If the API
+//! server cannot be reached, only requests with a cached result are admitted.
 
 mod api;
 mod cache;
@@ -135,8 +135,8 @@ fn well_formed(token: &[u8]) -> Option<&str> {
     std::str::from_utf8(token).ok().filter(|_| fine)
 }
 
-/// The refusal of a request whose token cannot be checked. The log has the reason, the response
-/// does not.
+/// Returns the refusal of a request whose token cannot be checked. Only the log contains the
+/// reason, not the response.
 fn cannot_ask(error: &ReviewError) -> Denied {
     let why = "tokens cannot be checked now; try again (the controller's log has the reason)";
     Denied { detail: crate::error_chain::chain(error), ..Denied::new(DenyReason::Review, why) }

@@ -183,7 +183,8 @@ async fn actions_require_rights_and_name_the_user() {
     assert_eq!(site.ask("POST", &offload, anna).await.0, 200);
     let noted = site.events.now(0);
     assert!(noted[0].text.starts_with("offload was requested by anna from "), "{}", noted[0].text);
-    // A path without a right of its own is refused. This also protects paths that are added later.
+    // A request must be refused if its path needs a right that no role grants. This also protects
+    // paths that are added later.
     assert_eq!(site.ask("GET", "/api/v1/later", anna).await.0, 403);
     assert_eq!(site.ask("GET", "/metrics", anna).await.0, 403);
     fake.set(ApiBehavior::Forbidden);
@@ -233,7 +234,7 @@ fn fits(rule: &str, path: &str) -> bool {
     }
 }
 
-/// The roles in `config/kubernetes` grant all rights that requests need, and no others.
+/// The roles in `config/kubernetes` must grant all rights that requests need, and no others.
 #[test]
 fn the_roles_grant_exactly_the_rights() {
     let text = include_str!("../../../../config/kubernetes/dashboard.yaml");
