@@ -1,4 +1,5 @@
-// Moves a container by hand. Asks for confirmation if its program would notice.
+// Offloads or restores a container at the user's request. Asks for confirmation first
+// if the program in the container would notice the move.
 import { bytes, el, took } from "./format.js";
 import { ask } from "./stream.js";
 

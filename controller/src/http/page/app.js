@@ -1,4 +1,5 @@
-// Affinode's dashboard: connects the stream to the parts of the page.
+// Starts Affinode's dashboard: passes the messages of the stream to the parts of the
+// page.
 import { beginCalls, watchCallsOf } from "./calls.js";
 import { addEvent } from "./feed.js";
 import { drawTimeline } from "./detail.js";
@@ -24,7 +25,7 @@ function live(yes, refused = "", onlyShows = null) {
   if (yes) refreshToday();
 }
 
-// However fast changes arrive, the page is drawn once per frame.
+// The page is drawn at most once per frame, even if changes arrive more often.
 const dirty = new Set();
 let drawing = false;
 function draw(keys) {
@@ -72,7 +73,7 @@ setInterval(() => {
   }
 }, 1000);
 
-// Below the fleet's page, this is one node of many.
+// Below the page of the fleet, this page shows one node of many, so it has a link back.
 byId("fleet").hidden = !location.pathname.startsWith("/nodes/");
 
 byId("auto").addEventListener("click", (event) => setAutoOffload(event.currentTarget.getAttribute("aria-checked") !== "true"));

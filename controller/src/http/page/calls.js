@@ -1,5 +1,5 @@
-// The CUDA calls of processes, while they are watched: sums by function over the last
-// seconds, and the latest recorded calls.
+// Shows the CUDA calls of processes while they are watched: sums by function over the
+// last seconds, and the latest recorded calls.
 import { amount, clock, count, el, nanoseconds, put } from "./format.js";
 import { store } from "./store.js";
 import { follow } from "./stream.js";
@@ -51,7 +51,7 @@ function take(batch) {
   draw();
 }
 
-// However fast batches arrive, drawn once per frame.
+// The calls are drawn at most once per frame, even if batches arrive more often.
 function draw() {
   if (drawing) return;
   drawing = true;
@@ -101,7 +101,7 @@ function show() {
   put(byId("calls-note"), batches.length ? words.join(", ") : "Waiting for calls");
 }
 
-// The containers and processes to choose from.
+// Fills the list from which the user chooses a container or a process.
 function offer() {
   const select = byId("calls-of"), chosen = select.value;
   const options = [el("option", { value: "" }, "All containers")];

@@ -1,4 +1,5 @@
-// The details below a row: reason, the last hours, processes.
+// Shows the details below a container's row: reason, states of the last hours,
+// processes.
 import { bytes, clock, count, duration, el, nanoseconds, put, svg, ticking, took } from "./format.js";
 import { ask } from "./stream.js";
 import { calls, idleMs, lastCall, nodeNow } from "./store.js";
@@ -13,7 +14,8 @@ function rate(process) {
   return rates.get(process.pid)[2];
 }
 
-// The hook overhead per call, as the processes measured it.
+// Text of the hook overhead per call: the highest value that a process of the container
+// measured.
 function hook(container) {
   const most = Math.max(0, ...container.processes.map((process) => process.call_cost_ps ?? 0));
   return most ? `, the hook adds ${nanoseconds(most / 1000)} to each` : "";
@@ -21,19 +23,19 @@ function hook(container) {
 
 const sum = (container, name) => container.processes.reduce((all, process) => all + (process[name] ?? 0), 0);
 
-// The memory that the last offload did not have to copy.
+// Text of the memory that the last offload did not have to copy.
 function spared(container) {
   const [same, zero] = [sum(container, "unchanged_bytes"), sum(container, "zero_bytes")];
   return (same ? `; ${bytes(same)} were unchanged, not copied` : "") + (zero ? `; ${bytes(zero)} were all zero, not stored` : "");
 }
 
-// Host memory with the copies that a resident container retains for its next offload.
+// Host memory of the copies that a resident container retains for its next offload.
 function kept(container) {
   const now = sum(container, "kept_bytes");
   return now ? [fact("Retained in host RAM", bytes(now))] : [];
 }
 
-// VRAM that stays on the GPU while the container is offloaded, and why.
+// VRAM that stays on the GPU while the container is offloaded, and the reasons.
 function stays(container) {
   const reasons = (container.staying_reasons || []).join(", ") || "context";
   return container.staying_bytes ? [fact("Stays on the GPU", `${bytes(container.staying_bytes)}: ${reasons}`)] : [];
@@ -76,7 +78,7 @@ export function drawDetail(node, container) {
     : el("p", { class: "quiet" }, "No process of the container uses CUDA now."));
 }
 
-// The part that changes with time alone: the age of the last call.
+// Updates the text that changes as time passes: the age of the last call.
 export function tickDetail(node, container) {
   const name = lastCall(container);
   put(node.querySelector(".last"), name ? `${name}, ${ticking(idleMs(container))} ago` : "–");
@@ -87,7 +89,8 @@ export async function drawTimeline(node, container) {
   const reply = await ask(`api/v1/history?key=${container.key}&since_ms=${Math.floor(since)}`);
   if (!reply.ok) return box.replaceChildren(el("p", { class: "quiet" }, "There is no history."));
   const { spans } = await reply.json();
-  // Young containers fill the width too: from their first span, at least ten minutes.
+  // The time axis begins with the container's first span, so that a young container
+  // fills the width. It covers at least ten minutes.
   const begin = Math.max(since, Math.min(spans[0]?.from_ms ?? now, now - 600000));
   const x = (ms) => 1000 * (Math.max(ms, begin) - begin) / (now - begin);
   const picture = svg("svg", { viewBox: "0 0 1000 34", preserveAspectRatio: "none", role: "img" });

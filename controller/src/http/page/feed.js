@@ -1,4 +1,4 @@
-// The events, the newest first.
+// Shows the events, the newest first.
 import { bytes, clock, el, took } from "./format.js";
 
 const MOST = 200;

@@ -1,4 +1,4 @@
-// Numbers for people, in the same format as the command `affinode`.
+// Formats numbers for people, in the same way as the command `affinode`.
 
 const GIB = 2 ** 30, MIB = 2 ** 20;
 
@@ -18,7 +18,8 @@ export function duration(ms) {
   return `${Math.floor(s / 86400)}d${two(Math.floor(s / 3600) % 24)}h`;
 }
 
-// For durations that count on, without tenths of a second.
+// Formats a duration that is updated every second: below 10 s without tenths of a
+// second.
 export function ticking(ms) {
   return ms < 10000 ? `${Math.max(0, Math.floor(ms / 1000))} s` : duration(ms);
 }
@@ -33,14 +34,14 @@ export function count(n) {
   return n < 1e9 ? `${(n / 1e6).toFixed(1)}M` : `${(n / 1e9).toFixed(1)}G`;
 }
 
-// `812 ns`, `3.0 µs`, `14.2 ms`, `2.50 s`.
+// Formats a duration in nanoseconds: `812 ns`, `3.0 µs`, `14.2 ms`, `2.50 s`.
 export function nanoseconds(ns) {
   if (!(ns >= 1000)) return `${Math.round(ns || 0)} ns`;
   if (ns < 1e6) return `${(ns / 1e3).toFixed(1)} µs`;
   return ns < 1e9 ? `${(ns / 1e6).toFixed(1)} ms` : `${(ns / 1e9).toFixed(2)} s`;
 }
 
-// A size of any magnitude.
+// Formats a size of any magnitude.
 export function amount(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let unit = 0;
@@ -55,7 +56,8 @@ export function clock(ms) {
   return new Date(ms).toLocaleTimeString([], { hour12: false });
 }
 
-// Makes an element; text is text, never markup: names come from containers.
+// Creates an element. Children that are strings become text, never markup, because
+// names come from containers.
 export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -73,7 +75,7 @@ export function svg(tag, attributes = {}) {
   return node;
 }
 
-// Writes only what differs, so that a page of a thousand rows is not redrawn.
+// Sets a text only if it differs, so that a page of a thousand rows is not drawn again.
 export function put(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

@@ -1,4 +1,4 @@
-// The node: its GPUs, and the VRAM that offloads freed.
+// Shows the node: its GPUs, and the VRAM that offloads freed.
 import { bytes, duration, el, put } from "./format.js";
 import { ask } from "./stream.js";
 import { store } from "./store.js";
@@ -60,9 +60,10 @@ export function drawHeader() {
   byId("gpus").replaceChildren(...node.gpus.map(card));
   const all = [...store.containers.values()];
   const sum = (pick) => all.reduce((total, container) => total + pick(container), 0);
-  // Zeros are freed and not stored.
+  // Offloaded memory that is all zero. It is freed from VRAM but not stored in host
+  // memory.
   const zeros = (container) => container.processes.reduce((all, p) => all + (p.offloaded.length ? Math.min(p.zero_bytes || 0, p.copied_out_bytes || 0) : 0), 0);
-  // Deduplicated memory is stored once.
+  // Identical memory of several processes is stored once, by the copier.
   const copiers = (pick) => node.gpus.reduce((all, gpu) => all + (pick(gpu) || 0), 0);
   const each = sum((container) => Math.max(0, container.offloaded_bytes - zeros(container)));
   const stored = copiers((gpu) => gpu.copier_stored_bytes);
@@ -93,7 +94,7 @@ function hours(seconds) {
   return h === 0 ? "0" : h < 0.01 ? "<0.01" : h.toFixed(h < 10 ? 2 : 1);
 }
 
-// The GPU hours of the last day come from the history, once a minute.
+// Reads the GPU hours of the last day from the history, again every minute.
 export async function refreshToday() {
   try {
     const reply = await ask("api/v1/report");

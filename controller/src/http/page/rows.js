@@ -1,4 +1,5 @@
-// The list: one row per container. A row is created once, and changed where it differs.
+// The list of containers, one row per container. A row is created once. Later, only its
+// parts that differ are changed.
 import { action, move, pin } from "./actions.js";
 import { detail, drawDetail, drawTimeline, tickDetail } from "./detail.js";
 import { bytes, count, duration, el, put, svg, ticking, took } from "./format.js";
@@ -108,12 +109,13 @@ export function drawRow(key) {
   if (parts.detail) drawDetail(parts.detail, container);
 }
 
-// The parts that change with time alone.
+// Updates the parts of a row that change as time passes.
 export function tickRow(key) {
   const container = store.containers.get(key), parts = items.get(key);
   if (!container || !parts) return;
   const idle = idleMs(container), most = Math.max(1, container.idle_after_ms), left = most - idle;
-  // Only mode eager offloads at that time for certain; other modes also depend on waiters.
+  // At the end of the idle timeout, only the mode eager is certain to offload. In other
+  // modes, an offload also depends on waiters.
   const counts = container.state === "Active" && container.reason === "recent-calls";
   const what = container.mode === "eager" && !container.pinned ? "offload" : "idle";
   put(parts.since, counts && idle > 1500 ? `${what} in ${ticking(left)}` : `for ${ticking(nodeNow() - container.since_unix_ms)}`);
@@ -125,7 +127,8 @@ export function tickRow(key) {
   if (counts) parts.soon.firstChild.style.width = `${Math.min(100, 100 * idle / most)}%`;
 }
 
-// Calls per second as a line, scaled to their maximum; behind it the GPU share, of 100 %.
+// Draws the calls per second as a line, scaled to their maximum. Behind the line is the
+// utilization of the GPU, scaled to 100 %.
 export function drawSpark(key) {
   const list = store.activity.get(key), work = store.work.get(key), parts = items.get(key);
   if (!list || !parts) return;
@@ -147,7 +150,7 @@ export function visible() {
   }).map((item) => item.dataset.key);
 }
 
-// Filter and sort; elements move only where the order differs.
+// Filters and sorts the rows. An element is moved only if its position differs.
 export function arrange() {
   const all = [...store.containers.values()];
   const test = GROUPS.find(([name]) => name === group)[1];
@@ -216,7 +219,7 @@ export function step(by) {
   next.scrollIntoView({ block: "nearest" });
 }
 
-// The container that the keys mean.
+// Key of the container to which keyboard commands apply. null: there is none.
 export function chosen() {
   return store.containers.has(here) ? here : null;
 }

@@ -1,29 +1,31 @@
-// What the page knows of the node, and how it got busy over the last minutes.
+// The state of the node as the page knows it, and the activity of the last minutes.
 
-const SAMPLES = 60;      // of a sparkline
-const SAMPLE_MS = 2000;  // between two
+const SAMPLES = 60;      // number of samples in a sparkline
+const SAMPLE_MS = 2000;  // time between two samples
 
 export const store = {
   node: null,              // the node without its containers
   containers: new Map(),   // key -> container
-  received: new Map(),     // key -> when, on this page's clock
+  received: new Map(),     // key -> time of receipt, on the clock of this page
   activity: new Map(),     // key -> calls per second, oldest first
-  work: new Map(),         // key -> busy share of its GPUs in percent, or null, oldest first
-  counted: new Map(),      // key -> [calls, when]
-  offset_ms: 0,            // the node's clock minus ours
+  work: new Map(),         // key -> GPU utilization by its processes in percent (null: unknown), oldest first
+  counted: new Map(),      // key -> [number of calls, time at which it was read]
+  offset_ms: 0,            // clock of the node minus clock of this page
 };
 
 export function calls(container) {
   return container.processes.reduce((sum, process) => sum + process.calls, 0);
 }
 
-// How busy its work keeps GPUs, in percent; null where NVML does not tell by process.
+// Utilization of the GPUs by a container, in percent. null: NVML reports no utilization
+// of its processes.
 export function utilization(container) {
   const known = container.processes.map((process) => process.utilization_percent).filter(Number.isFinite);
   return known.length ? Math.min(100, known.reduce((sum, share) => sum + share, 0)) : null;
 }
 
-// The function that was called last, of the process that has called at all.
+// Name of the last CUDA function of a container. If several processes have made calls,
+// that of the first process in the list counts.
 export function lastCall(container) {
   return container.processes.map((process) => process.last_call).find(Boolean) ?? "";
 }
@@ -45,8 +47,9 @@ export function forget(key) {
   for (const map of [store.containers, store.received, store.activity, store.work, store.counted]) map.delete(key);
 }
 
-// How long no call was made, counted on since the node said it. While a container is in
-// use its figure is renewed with every look.
+// Time since the last call: the idle time that the node reported, plus the time since
+// that report. While a container is in use, every observation of the node reports it
+// again.
 export function idleMs(container) {
   return container.idle_ms + (performance.now() - store.received.get(container.key));
 }

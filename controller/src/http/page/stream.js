@@ -1,8 +1,8 @@
-// The stream of the node: server-sent events, read with fetch so that a token can be
-// shown. It reconnects by itself and goes on after the last event that it has, until the
-// signal that was given says that it is over.
+// Reads the node's stream of server-sent events. It uses fetch, so that it can send a
+// token. After an error it connects again and continues after the last received event,
+// until the caller's signal aborts it.
 
-const QUIET_MS = 40000; // the node says something every 15 s
+const QUIET_MS = 40000; // the node sends a message at least every 15 s
 
 export function token() {
   return sessionStorage.getItem("token");

@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it.
+// Sets the theme: light, dark, or that of the system.
 const byId = (id) => document.getElementById(id);
 const THEMES = ["system", "light", "dark"];
 const system = matchMedia("(prefers-color-scheme: dark)");

@@ -93,7 +93,7 @@ function drawMeter(meter, f) {
   meter.setAttribute("aria-label", `${bytes(f.vram_used_bytes)} of ${bytes(total)} VRAM in use, ${bytes(idle)} of it reclaimable`);
 }
 
-// Updates the texts that change as time passes.
+// Updates the texts of a row that change as time passes.
 function tickRow(node) {
   const parts = items.get(node.name), now = Date.now() + offset_ms;
   const last = node.seen_unix_ms ? `seen ${ticking(now - node.seen_unix_ms)} ago` : "not seen yet";
