@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::{client::ControlClient, format};
 use crate::schema::{Container, Node};
 
-/// Minimum duration of a move for which a bar is shown.
+/// Duration of a move after which the bar appears.
 const SOON: Duration = Duration::from_millis(600);
 /// Time between two polls of the controller.
 const LOOK: Duration = Duration::from_millis(250);
@@ -27,7 +27,7 @@ pub enum MoveDirection {
     Restore,
 }
 
-/// Memory of a container in VRAM and in host memory, as it was read.
+/// VRAM and host memory of a container at one reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct SeenProgress {
     vram_bytes: u64,

@@ -342,7 +342,7 @@ fn unit_of(cgroups: &str) -> Option<&str> {
 }
 
 /// Waits for at most `within` until no shim of the installation, no job and no container of Podman
-/// runs. Returns the numbers of those that still run, in this order.
+/// runs. Returns the numbers of shims, jobs and containers that still run.
 pub fn drain(prefix: &Path, run_dir: &Path, within: Duration) -> (usize, usize, usize) {
     let began = Instant::now();
     loop {

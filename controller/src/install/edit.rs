@@ -68,8 +68,8 @@ struct FileEdit {
 #[derive(Debug, Default)]
 pub struct ConfigEdit {
     files: Vec<FileEdit>,
-    /// Texts of the blocks that are removed, and of those that are added. The preview of a rendered
-    /// file needs them.
+    /// Texts of the removed blocks, and texts of the added blocks. The preview of a rendered file
+    /// needs them.
     blocks: (Vec<String>, Vec<String>),
 }
 

@@ -44,7 +44,7 @@ pub enum SortColumn {
 }
 
 impl SortColumn {
-    /// Its name for the help line.
+    /// Name of the column, for the help line.
     pub fn word(self) -> &'static str {
         match self {
             SortColumn::Name => "name",
