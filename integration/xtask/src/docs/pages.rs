@@ -204,23 +204,27 @@ pub fn troubleshooting(known: &Reference) -> String {
     page.section("Reasons");
     for reason in &known.reasons {
         page.entry(&reason.word);
-        explain(&mut page, &sentence(&reason.meaning), &reason.cause, &reason.remedy);
+        let meaning = sentence(&reason.meaning);
+        explain(&mut page, ["Meaning", "Cause"], &meaning, &reason.cause, &reason.remedy);
     }
     page.section("Doctor checks");
     page.paragraph(
-        "`Meaning` is the state in which the check passes. `Cause` explains a warning or a failure.",
+        "`Requires` states what must be true for the check to pass. `Cause of a failure` explains a warning or a failure.",
     );
     for check in &known.checks {
         page.entry(&format!("{}: {}", check.group, check.name));
-        explain(&mut page, &check.meaning, &check.cause, &check.remedy);
+        let labels = ["Requires", "Cause of a failure"];
+        explain(&mut page, labels, &check.meaning, &check.cause, &check.remedy);
     }
     page.finish()
 }
 
-fn explain(page: &mut Markdown, meaning: &str, cause: &str, remedy: &str) {
+/// Adds the three items of an entry. The labels are those of `meaning` and `cause`.
+fn explain(page: &mut Markdown, labels: [&str; 2], meaning: &str, cause: &str, remedy: &str) {
+    let [first, second] = labels;
     page.list(&[
-        format!("Meaning: {}", plain(meaning)),
-        format!("Cause: {}", plain(cause)),
+        format!("{first}: {}", plain(meaning)),
+        format!("{second}: {}", plain(cause)),
         format!("What to do: {}", plain(remedy)),
     ]);
 }
@@ -306,6 +310,9 @@ mod tests {
         };
         let page = troubleshooting(&known);
         assert!(page.contains("\n### no-vram\n\n- Meaning: M.\n- Cause: Text.\n- What to do:"));
-        assert!(page.contains("\n### GPU: driver\n"), "{page}");
+        assert!(
+            page.contains("\n### GPU: driver\n\n- Requires: Text.\n- Cause of a failure:"),
+            "{page}"
+        );
     }
 }
