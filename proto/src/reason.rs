@@ -43,9 +43,9 @@ reasons! {
     /// The mode is `pressure`, and no container needs the VRAM.
     NoPressure = "no-pressure", "mode is pressure, and no container needs the VRAM";
     /// The mode is `auto`, and the containers of the GPU need more VRAM than it has.
-    Oversubscribed = "oversubscribed", "the containers of its GPU together need more VRAM than the GPU has: the container stays resident until another one needs its VRAM";
+    Oversubscribed = "oversubscribed", "the containers of the GPU together need more VRAM than it has: the container stays resident until another container needs its VRAM";
     /// The time is outside the offload window.
-    OutsideWindow = "outside-window", "the time is outside the offload window: the container stays resident until another one needs its VRAM";
+    OutsideWindow = "outside-window", "the time is outside the offload window: the container stays resident until another container needs its VRAM";
     /// The container holds too little VRAM for an offload.
     TooSmall = "too-small", "holds less VRAM than minimum_vram_mib";
     /// A copy out would free no VRAM, and no container needs the VRAM of the context.
@@ -92,7 +92,7 @@ reasons! {
     /// A thread entered the driver on a path without a hook while the process was offloaded, so its
     /// context must not be checkpointed again. With the current engine the offload needs a
     /// checkpoint.
-    HiddenWay = "hidden-way", "a thread called the driver without passing a hook, and blocked, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
+    HiddenWay = "hidden-way", "a thread bypassed the library's hooks and blocked in the driver, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The process's memory after a restore differs from what was offloaded.
     DamagedMemory = "damaged-memory", "the container's memory differs after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart the container";
     /// The process runs on a GPU in MIG mode.
@@ -100,7 +100,7 @@ reasons! {
     /// The driver or libcuda has no checkpoint API.
     DriverTooOld = "driver-too-old", "the NVIDIA driver has no checkpoint API: 570 or newer is needed";
     /// The memory cgroup of the container has less free memory than the VRAM needs.
-    CgroupMemory = "cgroup-memory", "the container's memory limit is too low for its VRAM: raise the limit by the VRAM plus 1 GiB";
+    CgroupMemory = "cgroup-memory", "the container's memory limit is too low for its VRAM: raise the limit by its VRAM plus 1 GiB";
     /// The node has less free host memory than the VRAM needs.
     HostMemory = "host-memory", "the node has too little free host memory for the container's VRAM (memory.node_reserve_mib stays free)";
     /// The container's cgroup is frozen: the container is paused or stopped.
@@ -132,7 +132,7 @@ reasons! {
     /// Another container needed the VRAM.
     Pressure = "pressure", "another container needed its VRAM";
     /// A container with the restore policy `immediate` needed the VRAM.
-    EndedForRoom = "ended-for-room", "another container needed this VRAM at once (restore policy immediate), and this container cannot be offloaded";
+    EndedForRoom = "ended-for-room", "this container cannot be offloaded, and another one with the restore policy immediate needed its VRAM";
     /// The container was prewoken, because its history makes a call likely.
     Expected = "expected", "a call is likely soon, judged by the container's earlier calls";
     /// The container was prewoken, because a connection arrived while it was offloaded.

@@ -281,7 +281,7 @@ pub(super) fn ipc_refused(pid: u32) -> String {
 /// Event text for a process that calls the driver without the hooks.
 pub(super) fn hidden_text(pid: u32) -> String {
     format!(
-        "a thread of process {pid} called the driver without passing a hook, and blocked there: \
+        "a thread of process {pid} bypassed the library's hooks and blocked in the driver: \
          the process was restored, and its context stays on the GPU from now on"
     )
 }

@@ -134,7 +134,7 @@ pub enum InstallError {
     #[error("invalid runtime name {0:?}: accepted: letters, digits, - and _")]
     Name(String),
     /// A folder's path cannot be written into the file from which the programs read it.
-    #[error("--run-dir and --config must be absolute paths of one line")]
+    #[error("--run-dir and --config must be absolute paths without line breaks")]
     Folder,
     /// Another installer holds the lock.
     #[error("another affinode install or uninstall is running: try again when it has ended")]
