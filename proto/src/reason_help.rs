@@ -105,7 +105,7 @@ impl Reason {
                 "`affinode ps` names the process. Use a dynamically linked program and a glibc image, or accept that the container keeps its VRAM.",
             ),
             Reason::ManagedMemory => (
-                "A process called `cuMemAllocManaged`. The driver's checkpoint refuses such a process. With the current engine the offload needs a checkpoint, or the process has no memory that can be copied.",
+                "A process called `cuMemAllocManaged`. The driver's checkpoint refuses such a process. Either the current engine needs a checkpoint for the offload, or the process has no memory that can be copied.",
                 "Use the engine `auto`, `copy` or `full` for programs that also hold ordinary \
                  device memory. These engines offload that memory and leave managed memory and the \
                  context on the GPU. Otherwise the container keeps its VRAM.",
@@ -160,7 +160,7 @@ impl Reason {
                 "Install driver 570 or newer on the node. Do not use an older libcuda in the container, for example from a compatibility package.",
             ),
             Reason::CgroupMemory => (
-                "Offloaded memory is charged to the container. The memory that its limit leaves free is less than its VRAM.",
+                "Offloaded memory is charged to the container. The memory that is left below the container's limit is less than its VRAM.",
                 "Raise the memory limit of the container by its VRAM plus 1 GiB.",
             ),
             Reason::HostMemory => (
