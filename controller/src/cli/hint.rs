@@ -13,7 +13,7 @@ use super::{CliError, OutputFormat, client::ControlClient, say};
 pub struct HintArgs {
     /// namespace/pod/container, namespace/id, id, or the beginning of one of these.
     container: String,
-    /// State of the container. idle holds until its next CUDA call, busy for an hour.
+    /// State of the container. idle applies until its next CUDA call, busy for an hour.
     is: HintState,
     /// Format of the output.
     #[arg(short, long, default_value = "table")]

@@ -77,8 +77,8 @@ pub struct InstallArgs {
     /// Install no unit: a shim starts the controller, which ends a minute after the last container.
     #[arg(long)]
     no_controller_unit: bool,
-    /// The controller's configuration file, if it is not /etc/affinode/config.toml. With it or
-    /// --run-dir, the folders are written to share/affinode/paths.conf below the prefix, where the
+    /// The controller's configuration file, if it is not /etc/affinode/config.toml. With this option
+    /// or --run-dir, the folders are written to share/affinode/paths.conf below the prefix, where the
     /// programs read them.
     #[arg(long, value_name = "FILE", env = affinode_proto::paths::CONFIG_ENV)]
     config: Option<PathBuf>,
@@ -159,7 +159,7 @@ struct InstallPaths {
     /// distributions.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
-    /// Folder above bin, lib/affinode and share/affinode. With any other than /usr/local, add its
+    /// Folder above bin, lib/affinode and share/affinode. With a prefix other than /usr/local, add its
     /// bin to containerd's PATH for Docker, nerdctl and ctr.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,

@@ -52,7 +52,7 @@ struct Args {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// List GPU containers with their state, VRAM, and the reason for the state. On a node without
-    /// containers and controller it shows the GPUs; the controller_pid of JSON is then 0.
+    /// containers and controller it shows the GPUs; in JSON, controller_pid is then 0.
     Ps {
         /// Format of the output.
         #[arg(short, long, default_value = "table")]
