@@ -78,8 +78,8 @@ pub struct InstallArgs {
     #[arg(long)]
     no_controller_unit: bool,
     /// The controller's configuration file, if it is not /etc/affinode/config.toml. With this option
-    /// or --run-dir, the folders are written to share/affinode/paths.conf below the prefix, where the
-    /// programs read them.
+    /// or --run-dir, the folders are written to share/affinode/paths.conf below the prefix, where
+    /// the programs read them.
     #[arg(long, value_name = "FILE", env = affinode_proto::paths::CONFIG_ENV)]
     config: Option<PathBuf>,
     #[command(flatten)]
@@ -159,8 +159,8 @@ struct InstallPaths {
     /// distributions.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
-    /// Folder above bin, lib/affinode and share/affinode. With a prefix other than /usr/local, add its
-    /// bin to containerd's PATH for Docker, nerdctl and ctr.
+    /// Folder above bin, lib/affinode and share/affinode. With a prefix other than /usr/local, add
+    /// its bin to containerd's PATH for Docker, nerdctl and ctr.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
     /// Folder for the record of the installation.
