@@ -103,7 +103,7 @@ pub(super) fn settings() -> Settings {
         mode: Mode::Eager,
         idle_timeout_ms: 100,
         minimum_residency_ms: 0,
-        // The simulated containers use learned keep-alives.
+        // The simulated containers use learned times to keep alive.
         keep_alive: KeepAlive::Learned,
         prewake: true,
         on_oom: OnOom::Wait,
