@@ -80,8 +80,8 @@ pub struct CounterPage {
     /// The sampling rate: about one of this many calls is recorded; 0: none. The field is next to
     /// the gate, so that one comparison covers both fields.
     pub one_in: AtomicU32,
-    /// 1 once the counts of all calls that the gate must hold were seen at zero. While it is 1,
-    /// nested calls wait too. Private to the library.
+    /// Becomes 1 when no call that the gate must hold is in progress: each count was read as zero.
+    /// While it is 1, nested calls wait too. Private to the library.
     sealed: AtomicU32,
     free1: [u8; 52],
     waiters: AtomicU32,

@@ -72,7 +72,7 @@ struct HostPromise {
     /// Whether the move has begun, so that the memory may be in use.
     is_moving: bool,
     released_at: Option<Millis>,
-    /// The pool that became too short during the copy out, so that the copy out is cancelled.
+    /// The memory pool that ran short during the copy out. If it is set, the copy out is cancelled.
     short_pool: Option<MemoryPool>,
 }
 

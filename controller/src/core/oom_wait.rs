@@ -167,8 +167,9 @@ impl Node {
         }
     }
 
-    /// The allocation that is served together with the container's restore. If calls wait at the
-    /// gate and both do not fit together, the restore goes first, so that the calls need not wait.
+    /// The waiting allocation that is served together with the container's restore. Returns `None` if
+    /// calls wait at the gate and the VRAM does not suffice for both: the restore is then served
+    /// first, so that these calls do not also wait for the allocation.
     pub(super) fn alloc_wait_beside_restore(&self, key: &Key) -> Option<(ProcessId, u64)> {
         let (id, want) = self.alloc_wait_of(key)?;
         let offloaded = self.container_needs(key);

@@ -247,15 +247,11 @@ fn judge_version(group: &mut CheckGroup, version: &Result<String, String>) {
                 let hint = format!("install {}.{} or newer", MIN_VERSION.0, MIN_VERSION.1);
                 group.bad("version", format!("{number} is too old"), hint);
             }
-            None => group.warning(
-                "version",
-                format!("cannot parse: {said}"),
-                "1.6 to 2.3 are known to work",
-            ),
+            None => {
+                group.warning("version", format!("cannot parse: {said}"), "1.6 to 2.4 were tested")
+            }
         },
-        Err(why) => {
-            group.warning("version", format!("unknown: {why}"), "1.6 to 2.3 are known to work")
-        }
+        Err(why) => group.warning("version", format!("unknown: {why}"), "1.6 to 2.4 were tested"),
     }
 }
 

@@ -89,7 +89,7 @@ checks! {
     "containerd", "version":
         "The version of containerd must be 1.6 or newer.",
         "The version of containerd is older, or it could not be read.",
-        "Install containerd 1.6 to 2.3.";
+        "Install containerd 1.6 or newer. Versions 1.6 to 2.4 were tested.";
     "containerd", "configuration":
         "`containerd config dump` must print a valid configuration.",
         "The configuration file has an error.",

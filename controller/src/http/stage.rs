@@ -22,7 +22,7 @@ use crate::{
 /// The key of the only container.
 pub const KEY: &str = "0123456789abcdef0123456789abcdef";
 
-/// The site and its parts while it runs.
+/// The running HTTP server of a test, and handles of its parts.
 pub struct Running {
     folder: tempfile::TempDir,
     pub events: Arc<EventLog>,

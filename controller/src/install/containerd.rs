@@ -86,7 +86,7 @@ pub enum NodeError {
     },
     /// The new configuration still contains a handler that was removed.
     #[error(
-        "handler {name} would still be in containerd's configuration, which `containerd config dump` prints: remove it there by hand first. Nothing was changed"
+        "after the removal, containerd's configuration would still contain handler {name} (see `containerd config dump`): remove it by hand from the file that sets it, and try again. Nothing was changed"
     )]
     Remains {
         /// Name of the handler.

@@ -17,7 +17,7 @@ use crate::{
 /// A metric as the reference pages list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct MetricReference {
-    /// Full name, with the suffix of its series if it has one.
+    /// Full name of the metric, including the suffix of a series, such as `_total`, if there is one.
     pub name: String,
     /// counter, gauge or histogram.
     #[serde(rename = "type")]

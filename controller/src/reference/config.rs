@@ -90,8 +90,8 @@ fn environment(section: &str, name: &str) -> String {
     format!("AFFINODE_{}__{name}", section.replace('.', "__")).to_uppercase()
 }
 
-/// Sections and names that the deserialiser accepts. The keys of a namespace rule are those of
-/// `[policy]`, so the list has only the array itself.
+/// Sections and keys that the deserialiser accepts. The array of namespace rules is in the list
+/// without its keys, because they are the keys of `[policy]`.
 fn code_keys() -> Vec<(String, String)> {
     let mut keys = Vec::new();
     for section in fields("").unwrap_or_default() {

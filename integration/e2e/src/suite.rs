@@ -185,7 +185,8 @@ pub fn programs(release: &Release, gpu: Gpu) -> Result<Report> {
     alone_with(release, gpu, programs::all)
 }
 
-/// Measures the time of steps with an engine and with the stock runtime.
+/// Measures how long each step of a container's life takes (its start, its first call, an offload, a
+/// restore), with Affinode and with the stock runtime.
 ///
 /// # Errors
 /// When no testbed can be created.

@@ -164,7 +164,7 @@ fn epoch_seconds() -> Result<u32> {
             "-1",
             "--format=%ct",
         ]))
-        .context("set SOURCE_DATE_EPOCH outside of a git checkout")?,
+        .context("this is not a git checkout, so SOURCE_DATE_EPOCH must be set")?,
     };
     text.trim().parse().with_context(|| format!("{:?} is not a time in seconds", text.trim()))
 }

@@ -63,7 +63,7 @@ impl Choices {
 enum Step {
     Outside,
     Counted,
-    /// Only for the nested call: the gate held it, and it checks whether the gate is sealed.
+    /// The gate held the nested call. The call now checks whether the gate is sealed.
     Held,
     Inside,
     /// The call has returned, or the gate holds it.

@@ -16,7 +16,8 @@ pub const OLD_US: u64 = 60_000_000;
 /// Where a function writes its result. Arguments are numbered from 0.
 #[derive(Clone, Copy)]
 enum AnswerShape {
-    /// At the address in this argument. The second value is the number of bytes.
+    /// The result is written to the address that an argument contains. First value: number of that
+    /// argument. Second value: number of bytes.
     Bytes(usize, usize),
     /// A text at the address in this argument. The next argument is the length of the text's
     /// buffer.

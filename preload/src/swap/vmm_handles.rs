@@ -71,11 +71,11 @@ pub struct MappingPart {
 /// Result of resolving a handle of the application.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Handle {
-    /// It is a handle of the driver.
+    /// The value is a handle of the driver.
     Drivers,
-    /// It is a name of this library, for this handle of the driver.
+    /// The library gave the application this value. The value stands for this handle of the driver.
     Named(u64),
-    /// It is a name whose block no longer exists.
+    /// The library gave the application this value. The memory for which it stands no longer exists.
     Stale,
 }
 

@@ -85,7 +85,7 @@ pub struct CallRingReader {
     stuck: bool,
 }
 
-/// Calls and records that one reading lost.
+/// Numbers of calls and records that were lost until one reading of the ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallBatch {
     /// Number of calls that found the ring full since the last reading.

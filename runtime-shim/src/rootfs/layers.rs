@@ -29,8 +29,8 @@ pub enum RootfsError {
     /// The overlay uses a feature that the lookup does not support.
     #[error("the overlay uses {0}, which is not supported")]
     Overlay(&'static str),
-    /// The path has too many names or symlinks, or a symlink loop.
-    #[error("{0:?} has too many symlinks or names")]
+    /// The path has too many components or symlinks, or a symlink loop.
+    #[error("path {0:?} has too many symlinks or components")]
     TooLong(PathBuf),
     /// The file is larger than the caller's bound.
     #[error("{path:?} of the image is larger than {max_bytes} bytes")]

@@ -60,7 +60,7 @@ pub enum PluginError {
     Impersonates,
     /// The API server refused a request.
     #[error(
-        "the API server refused to {what}: {message}; the rights are those of Role affinode-kubectl and ClusterRole affinode-viewer (docs/kubernetes.md)"
+        "the API server refused to {what}: {message}; the user needs the rights of Role affinode-kubectl and ClusterRole affinode-viewer (docs/kubernetes.md)"
     )]
     Denied {
         /// The request in words, such as list nodes.

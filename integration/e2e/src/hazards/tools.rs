@@ -141,7 +141,10 @@ fn copied(world: &Testbed, id: &str) -> Result<()> {
     world.cli().move_out(id)?;
     let row = world.cli().known(id)?;
     let phase = &row.process()?.phase;
-    ensure!(phase == "CopiedOut", "its context did not stay: {row:?}");
+    ensure!(
+        phase == "CopiedOut",
+        "expected phase CopiedOut, in which the context stays on the GPU, got {phase}: {row:?}"
+    );
     Ok(())
 }
 

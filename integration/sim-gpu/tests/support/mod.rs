@@ -42,7 +42,7 @@ pub fn products() -> &'static Products {
             .args(["-p", "affinode-sim-gpud", "-p", "affinode-sim-cuda", "-p", "affinode-sim-nvml"])
             .status();
         assert!(build.unwrap().success());
-        // Static items are never dropped, so a temporary folder would remain. This folder belongs to the
+        // A static is never dropped, so a temporary folder would remain. This folder belongs to the
         // test binary, whose next run empties it.
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(test.file_name().unwrap());
         let _ = std::fs::remove_dir_all(&folder);

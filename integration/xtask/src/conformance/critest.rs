@@ -139,8 +139,8 @@ fn mirror(dir: &Path) -> Result<()> {
     Ok(fs::write(dir.join("conf.d/registry.toml"), config)?)
 }
 
-/// Replaces the digest in the suite's list of images. The name of the Windows image is longer and
-/// comes later in the list, so it is not changed.
+/// Replaces the digest in the suite's list of images. Only the first image that
+/// matches is changed: the Windows image has a similar, longer name and comes later in the list.
 fn with_digest(list: &str, digest: &str) -> Option<String> {
     let (before, after) = list.split_once(DIGESTED)?;
     let (_, rest) = after.split_once('"')?;

@@ -162,7 +162,7 @@ pub fn annotations(known: &Reference) -> String {
         "An annotation sets a value for one container. In Kubernetes the pod has the annotation, elsewhere the container. Annotations are read when the container is created.",
     );
     page.section("Precedence");
-    page.paragraph("These are the sources of a value. For each value the last source in this list that sets it applies:");
+    page.paragraph("A value can come from these sources. If several of them set it, the one that is furthest down in the list applies:");
     page.list(&[
         "the default".into(),
         "the node: `config.toml`, `conf.d/*.toml`, environment (see [configuration](configuration.md))".into(),

@@ -191,7 +191,10 @@ fn install_again(course: &mut Course<'_>) -> Result<String> {
     let (installed, containerd) = (course.snapshot()?, course.world.containerd().pid());
     let installation = &course.installation;
     let (said, restarts) = installation.restarted(|| installation.done("install", &[]))?;
-    ensure!(said.contains("nothing to do") && restarts == 0, "{restarts} restarts: {said}");
+    ensure!(
+        said.contains("nothing to do") && restarts == 0,
+        "expected `nothing to do` and no restart, got {restarts} restarts: {said}"
+    );
     installed.same_as(&course.snapshot()?)?;
     ensure!(course.world.containerd().pid() == containerd, "another containerd runs");
     Ok("nothing to do; no restart, no file changed".into())

@@ -30,7 +30,7 @@ pub fn on_a_terminal(world: &Testbed, shell: &mut Shell<'_>, lines: &[DocLine]) 
     }
     program.enter("verify")?;
     let answer = program.expect("verify")?;
-    ensure!(answer.ok == Some(true), "its memory is not as it was");
+    ensure!(answer.ok == Some(true), "the program's GPU memory has changed");
     program.enter("quit")?;
     program.end()?;
     let mib = row.offloaded_bytes / MIB;

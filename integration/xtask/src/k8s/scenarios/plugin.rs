@@ -39,7 +39,10 @@ pub fn shows_and_moves(plane: &Plane<'_>) -> Result<()> {
     let (_, table, _) = run(plane, &["ps", "-A"])?;
     output::out(&table);
     let (status, table, said) = run(plane, &["status"])?;
-    ensure!(status == 0 && table.contains("all"), "status: {status} {table} {said}");
+    ensure!(
+        status == 0 && table.contains("all"),
+        "expected exit status 0 and a row `all`, got {status}: {table} {said}"
+    );
     output::out(&table);
     let (status, _, said) = run(plane, &["offload", &pod])?;
     ensure!(status == 3 && said.contains("may not post"), "a viewer moved a pod: {status} {said}");
