@@ -140,9 +140,9 @@ checks! {
         "None: the check gives only information and cannot fail.",
         "No action is needed.";
     "Kubernetes", "HAMi":
-        "HAMi's library must not be installed on this node.",
-        "HAMi's library is installed, and containers load it before Affinode's. Containers that use HAMi's virtual device memory are not offloaded.",
-        "Do not use HAMi and Affinode for the same container: see `config/kubernetes/sharing`.";
+        "Containers should not load HAMi's library: Affinode was tested only with a similar library.",
+        "HAMi's library is installed, and containers load it before Affinode's. HAMi's limits apply. Containers with HAMi's virtual device memory are not offloaded.",
+        "Try your programs with both libraries first: see docs/gpu-sharing.md. Leave HAMi's virtual device memory off.";
     "installation", "run directory":
         "Root must own the run directory, no other user may have write access to it, and shims must use the same directory.",
         "The directory has the wrong owner or mode, the file system is read-only, or containerd's environment names another directory.",
