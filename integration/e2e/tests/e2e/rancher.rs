@@ -89,8 +89,8 @@ fn unimported_folder_is_reported_and_kept() -> Result<()> {
     let said = place.run("status", &[])?;
     let said = String::from_utf8_lossy(&said.stdout).into_owned();
     ensure!(
-        said.contains("does not read that file"),
-        "expected `does not read that file` in: {said}"
+        said.contains("does not read this file"),
+        "expected `does not read this file` in: {said}"
     );
     let (said, restarts) = place.restarted(|| place.done("install", &[]))?;
     ensure!(said.contains(NEWER) && restarts == 1, "{restarts} restarts: {said}");
