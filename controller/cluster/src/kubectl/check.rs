@@ -66,7 +66,8 @@ pub async fn run(
     for (node, answer) in agents.get_each("/api/v1/node").await {
         let (row, outcome) = status::read(node, answer);
         let (result, status) = match row.health {
-            NodeHealth::Serving | NodeHealth::Resting if row.why.contains("configuration") => {
+            // The runtime is served, but not as the cluster wants it, and the state says why.
+            NodeHealth::Serving | NodeHealth::Resting if node.state != "served" => {
                 ("failed", ExitStatus::Failed)
             }
             NodeHealth::Serving | NodeHealth::Resting => ("ok", ExitStatus::Done),
@@ -75,14 +76,16 @@ pub async fn run(
         };
         exit = exit.max(status);
         let name = format!("node {}", row.name);
-        results.push(CheckResult { name, result, text: format::safe(&text(&row)) });
+        results.push(CheckResult { name, result, text: format::safe(&text(&row, &node.state)) });
     }
     show(out, asked.output, &results)?;
     Ok(exit)
 }
 
-fn text(row: &NodeRow) -> String {
+fn text(row: &NodeRow, state: &str) -> String {
+    let is_reachable = matches!(row.health, NodeHealth::Serving | NodeHealth::Resting);
     match (&row.figures, row.why.as_str()) {
+        _ if is_reachable && state != "served" => state.to_owned(),
         (Some(figures), "") => {
             format!("serves, {} GPUs, version {}", figures.gpus, figures.version)
         }

@@ -72,3 +72,18 @@ async fn check_names_each_fault() {
     let deaf = stage.run("check --node deaf -o json").await;
     assert_eq!((deaf.status, &deaf.json()[2]["result"]), (4, &"failed".into()), "{deaf}");
 }
+
+/// With a controller and without one.
+#[tokio::test]
+async fn check_names_a_refused_configuration() {
+    const STATE: &str = "served, with another configuration: unknown key";
+    let stage = Stage::new().await;
+    stage.node("one", Some(node(Vec::new()))).await;
+    stage.node("resting", None).await;
+    for name in ["one", "resting"] {
+        stage.api.cluster.lock().unwrap().nodes.get_mut(name).unwrap()["metadata"]["annotations"]
+            ["affinode.io/state"] = STATE.into();
+        let printed = stage.run(&format!("check --node {name}")).await;
+        assert!(printed.status == 1 && printed.out.contains(STATE), "{printed}");
+    }
+}
