@@ -133,6 +133,9 @@ mod tests {
         let told = (0..1_000).filter_map(|_| refusals.tell("noise".into())).count();
         assert_eq!(told, 8);
         tokio::time::advance(Duration::from_secs(1)).await;
-        assert_eq!(refusals.tell("noise".into()).unwrap(), "noise (992 earlier refusals were not logged)");
+        assert_eq!(
+            refusals.tell("noise".into()).unwrap(),
+            "noise (992 earlier refusals were not logged)"
+        );
     }
 }
