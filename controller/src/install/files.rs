@@ -133,13 +133,14 @@ impl SourceFile {
         let bin =
             |bytes: &Arc<[u8]>, name| (Arc::clone(bytes), prefix.join("bin").join(name), 0o755);
         let library = prefix.join("lib/affinode").join(paths::LIB_FILE);
-        let mut places = vec![
+        // It comes first, so that no shim of this installation ever runs without its folders.
+        let folders = |text: &String| (text.as_bytes().into(), PathsFile::path(prefix), 0o644);
+        let mut places: Vec<_> = self.folders.iter().map(folders).collect();
+        places.extend([
             bin(&self.command, COMMAND),
             bin(&self.shim, SHIM),
             (Arc::clone(&self.library), library, 0o644),
-        ];
-        let folders = |text: &String| (text.as_bytes().into(), PathsFile::path(prefix), 0o644);
-        places.extend(self.folders.as_ref().map(folders));
+        ]);
         if let PodmanPlan::Register(file) = &self.podman {
             places.extend(self.runtime.iter().map(|runtime| bin(runtime, podman::RUNTIME)));
             // Podman's file names the program, so it is written after the program.

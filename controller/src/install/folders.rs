@@ -1,24 +1,54 @@
 //! The folders of an installation that its programs must find without environment variables.
 
-use std::path::Path;
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
-use affinode_proto::installation::PathsFile;
+use affinode_proto::{installation::PathsFile, paths};
 
-use super::{FileError, InstallError, InstallOptions};
+use super::{FileError, InstallError, InstallOptions, containerd};
 
 /// The folders that were asked for, or else those of the present installation.
 ///
 /// # Errors
 /// [`FileError`]: the file of the present installation cannot be read.
 pub fn of(options: &InstallOptions) -> Result<PathsFile, FileError> {
-    let there = PathsFile::read(&options.prefix).map_err(|source| FileError::Io {
-        action: "read",
-        path: PathsFile::path(&options.prefix),
-        source,
-    })?;
+    let there = present(&options.prefix)?;
     let asked = options.folders.clone();
     let (run_dir, config) = (asked.run_dir.or(there.run_dir), asked.config.or(there.config));
     Ok(PathsFile { run_dir, config })
+}
+
+fn present(prefix: &Path) -> Result<PathsFile, FileError> {
+    PathsFile::read(prefix).map_err(|source| FileError::Io {
+        action: "read",
+        path: PathsFile::path(prefix),
+        source,
+    })
+}
+
+/// The run directory of these folders.
+pub fn run_dir(folders: &PathsFile) -> PathBuf {
+    folders.run_dir.clone().unwrap_or_else(|| paths::RUN_DIR.into())
+}
+
+/// Checks that a change of the run directory splits no node. Containers stay with the controller of
+/// the earlier run directory. A second controller in the new one would know nothing of them, and
+/// could promise the same VRAM.
+///
+/// # Errors
+/// [`InstallError::RunDirInUse`]: containers or jobs use the present run directory.
+pub fn may_change(options: &InstallOptions, wanted: &PathsFile) -> Result<(), InstallError> {
+    let (from, to) = (run_dir(&present(&options.prefix)?), run_dir(wanted));
+    if from == to {
+        return Ok(());
+    }
+    let (shims, jobs, podman) = containerd::drain(&options.prefix, &from, Duration::ZERO);
+    match shims + jobs + podman {
+        0 => Ok(()),
+        count => Err(InstallError::RunDirInUse { from, to, count }),
+    }
 }
 
 /// Returns the text of `paths.conf`. `None`: the folders are the defaults, which the programs use

@@ -49,7 +49,7 @@ pub use status::{FileState, HandlerState, InstallStatus, status};
 pub(crate) use target::RENDERED;
 pub use unit::{FOLDER as UNIT_FOLDER, UnitError, UnitRequest, UnitState};
 
-use affinode_proto::{installation::PathsFile, paths};
+use affinode_proto::installation::PathsFile;
 
 use self::{
     containerd::ContainerdNode,
@@ -136,6 +136,19 @@ pub enum InstallError {
     /// A folder's path cannot be written into the file from which the programs read it.
     #[error("--run-dir and --config must be absolute paths without line breaks")]
     Folder,
+    /// Containers or jobs use the present run directory.
+    #[error(
+        "cannot change the run directory from {} to {} while {count} shims, jobs or containers of Podman run: two controllers would promise the same VRAM. End them first (`affinode ps`), or keep --run-dir {}",
+        from.display(), to.display(), from.display()
+    )]
+    RunDirInUse {
+        /// The present run directory.
+        from: PathBuf,
+        /// The run directory that was asked for.
+        to: PathBuf,
+        /// Number of shims, jobs and containers of Podman that run.
+        count: usize,
+    },
     /// Another installer holds the lock.
     #[error("another affinode install or uninstall is running: try again when it has ended")]
     Busy,
@@ -224,7 +237,9 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let older = InstallRecord::read(&options.state_dir)?;
     let docker = DockerPlan::of(options, older.as_ref())?;
     let required = matches!(options.podman, PodmanRequest::Required(_));
-    let folders = folders::text(&folders::of(options)?, &options.prefix)?;
+    let folders = folders::of(options)?;
+    folders::may_change(options, &folders)?;
+    let folders = folders::text(&folders, &options.prefix)?;
     let podman = podman::PodmanPlan::of(options, older.as_ref())?;
     let source = &source.with_podman(podman, required)?.with_folders(folders);
     let node = ContainerdNode::find(options.socket(older.as_ref()));
@@ -409,7 +424,7 @@ pub fn uninstall(options: &InstallOptions) -> Result<Steps, InstallError> {
         }
         return Err(InstallError::NotInstalled(options.state_dir.clone()));
     };
-    let run_dir = folders::of(options)?.run_dir.unwrap_or_else(|| paths::RUN_DIR.into());
+    let run_dir = folders::run_dir(&folders::of(options)?);
     match containerd::drain(&options.prefix, &run_dir, options.drain) {
         (0, 0, 0) => {}
         (0, 0, podman) => return Err(InstallError::Podman(podman)),

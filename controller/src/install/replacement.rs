@@ -3,6 +3,8 @@
 //! The unit is started before the earlier controller is ended. The unit's controller waits for the
 //! lock of the earlier one, so no shim starts a controller in between.
 
+use affinode_proto::installation::PathsFile;
+
 use super::{
     InstallError, InstallOptions, Steps, containerd,
     files::FileChange,
@@ -26,7 +28,10 @@ impl ControllerReplacement {
     /// [`UnitError`]: the unit cannot be written.
     pub fn of(options: &InstallOptions, changes: &[FileChange]) -> Result<Self, UnitError> {
         let is_shim = |change: &FileChange| change.replaces() && change.to().ends_with(SHIM);
-        let new_program = changes.iter().any(is_shim);
+        // A controller reads its folders at its start.
+        let folders = PathsFile::path(&options.prefix);
+        let is_moved = changes.iter().any(|change| change.to() == folders);
+        let new_program = is_moved || changes.iter().any(is_shim);
         let unit = UnitPlan::of(options, new_program)?;
         let mut old = containerd::old_controllers(&options.prefix, new_program);
         old.retain(|controller| Some(controller.pid) != unit.main_pid());

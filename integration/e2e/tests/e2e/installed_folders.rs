@@ -38,8 +38,15 @@ fn programs_find_moved_folders() -> Result<()> {
     world.cli().move_out("worker")?;
     ensure!(worker.verify()?);
 
-    // An upgrade keeps the folders without new options.
+    // A second controller in another run directory would promise the same VRAM.
+    let other = world.dir().join("other-run").display().to_string();
+    let elsewhere = [&NO_RESTART[..], &["--run-dir", &other]].concat();
     let written = fs::read_to_string(place.file(PATHS))?;
+    let refused = place.refused("install", &elsewhere)?;
+    ensure!(refused.contains("cannot change the run directory"), "{refused}");
+    ensure!(fs::read_to_string(place.file(PATHS))? == written, "the folders have changed");
+
+    // An upgrade keeps the folders without new options.
     let build = tempfile::tempdir()?;
     installed::another_build(world.artifacts(), build.path())?;
     let newer = build.path().display().to_string();
