@@ -7,10 +7,10 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 use tracing::level_filters::LevelFilter;
 use tracing::warn;
@@ -63,16 +63,10 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
         None => BTreeSet::new(),
     };
     let mut own = stock.command(argv).stdin(Stdio::null()).spawn().map_err(DeleteError::Run)?;
-    // runc writes its log into a container's bundle, and fails if the bundle is missing. So missing
-    // bundles are created again.
-    let made: Vec<PathBuf> = orphans
-        .iter()
-        .map(|id| bundle.sibling(id).path().to_owned())
-        .filter(|path| fs::create_dir(path).is_ok())
-        .collect();
+    let mut lent = LentBundles::default();
     let children: Vec<(&String, Child)> = orphans
         .iter()
-        .filter_map(|id| Some((id, delete_one(&stock, flags, &bundle, id)?)))
+        .filter_map(|id| Some((id, delete_one(&stock, flags, &bundle, id, &mut lent)?)))
         .collect();
     // containerd kills this process after 5 s, so the container's own clean-up comes first.
     let _ = process::wait(&mut own, deadline);
@@ -88,13 +82,36 @@ pub fn delete(flags: &ShimFlags, argv: &[OsString]) -> Result<u8, DeleteError> {
     let status = own.wait().map_err(DeleteError::Run)?;
     let own = status.success().then_some(&flags.id);
     let ids = own.into_iter().chain(&orphans).collect();
-    delete_what_is_left(&stock, flags, &bundle, ids, deadline);
-    for path in made {
-        if let Err(error) = fs::remove_dir_all(&path) {
-            warn!("cannot remove folder {}: {error}", path.display());
+    delete_what_is_left(&stock, flags, &bundle, ids, &mut lent, deadline);
+    drop(lent);
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
+}
+
+/// Empty folders in place of bundles that containerd has removed. runc writes its log into a
+/// container's bundle, and fails if the bundle is missing. Dropping this removes the folders.
+#[derive(Default)]
+struct LentBundles(BTreeSet<PathBuf>);
+
+impl LentBundles {
+    /// Creates the folder if it is missing. containerd may remove a bundle at any time while
+    /// `delete` runs, so this is called before each attempt.
+    fn lend(&mut self, path: &Path) {
+        if fs::create_dir(path).is_ok() {
+            self.0.insert(path.to_owned());
         }
     }
-    Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
+}
+
+impl Drop for LentBundles {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            if let Err(error) = fs::remove_dir_all(path)
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                warn!("cannot remove folder {}: {error}", path.display());
+            }
+        }
+    }
 }
 
 /// Returns the note of this bundle, or that of the bundle of the group's sandbox: containerd 2.x
@@ -148,6 +165,7 @@ fn delete_what_is_left(
     flags: &ShimFlags,
     bundle: &Bundle,
     mut ids: Vec<&String>,
+    lent: &mut LentBundles,
     deadline: Instant,
 ) {
     let mut pause = PAUSE;
@@ -166,15 +184,22 @@ fn delete_what_is_left(
         std::thread::sleep(pause);
         pause = (pause * 2).min(PAUSE_MAX);
         for id in &ids {
-            if let Some(mut again) = delete_one(stock, flags, bundle, id) {
+            if let Some(mut again) = delete_one(stock, flags, bundle, id, lent) {
                 let _ = process::wait(&mut again, deadline);
             }
         }
     }
 }
 
-fn delete_one(stock: &RuncShim, flags: &ShimFlags, bundle: &Bundle, id: &str) -> Option<Child> {
+fn delete_one(
+    stock: &RuncShim,
+    flags: &ShimFlags,
+    bundle: &Bundle,
+    id: &str,
+    lent: &mut LentBundles,
+) -> Option<Child> {
     let path = bundle.sibling(id).path().to_owned();
+    lent.lend(&path);
     let argv: [OsString; 11] = [
         "-namespace".into(),
         flags.namespace.clone().into(),
@@ -255,6 +280,33 @@ mod tests {
         let orphans = end_dead_group(&bundle, &note);
         assert_eq!(orphans.into_iter().collect::<Vec<_>>(), ["found", "gone"]);
         assert!(!stock.wait().unwrap().success(), "killed");
+    }
+
+    /// containerd removes a container's bundle after `delete` has seen it, and before runc uses it.
+    #[test]
+    fn removed_bundle_is_lent_again() {
+        const STOCK: &str = r#"#!/bin/sh
+            for word; do last=$bundle bundle=$word; done; bundle=$last
+            [ -d "$bundle" ] || exit 0
+            if [ -e ../raced ]; then rm -r ../runc/ns/pair; else : > ../raced; rm -r "$bundle"; fi
+        "#;
+        let dir = tempfile::tempdir().unwrap();
+        let bundle = Bundle::new(dir.path().join("pod"));
+        fs::create_dir(bundle.path()).unwrap();
+        let options = format!(r#"{{"root":"{}"}}"#, dir.path().join("runc").display());
+        fs::write(bundle.path().join("options.json"), options).unwrap();
+        let pair = bundle.sibling("pair");
+        fs::create_dir(pair.path()).unwrap();
+        let state = bundle.runc_state("ns", "pair");
+        fs::create_dir_all(&state).unwrap();
+        let stock = RuncShim::script(&dir.path().join("stock"), STOCK);
+        let flags = ShimFlags { namespace: "ns".into(), ..ShimFlags::default() };
+        let mut lent = LentBundles::default();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        delete_what_is_left(&stock, &flags, &bundle, vec![&"pair".into()], &mut lent, deadline);
+        assert!(!state.exists(), "runc has deleted the container");
+        drop(lent);
+        assert!(!pair.path().exists(), "the lent folder is gone");
     }
 
     #[test]

@@ -81,6 +81,15 @@ impl RuncShim {
         Ok(RuncShim(path))
     }
 
+    /// A script in place of the stock shim.
+    #[cfg(test)]
+    pub fn script(path: &Path, text: &str) -> RuncShim {
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::write(path, text).unwrap();
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        RuncShim(path.to_owned())
+    }
+
     /// A command that runs the stock shim with these arguments.
     #[must_use]
     pub fn command(&self, argv: &[OsString]) -> Command {
