@@ -90,6 +90,10 @@ impl Node {
         if left && !phase.is_offloaded() {
             process.offloaded_vram = None;
         }
+        // A copy out uses up the prefaulted host memory.
+        if matches!(pending.action, Action::CopyOut { .. }) && phase.is_offloaded() {
+            process.prefault_ordered = false;
+        }
         process.copy_out_incomplete &= phase == Phase::Checkpointed;
         if outcome == Outcome::NotCopied && phase == Phase::Checkpointed {
             process.record_copy_out_failure();

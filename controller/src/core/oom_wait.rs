@@ -297,11 +297,12 @@ impl Node {
                 false => container.has_wasted_a_turn(self.now),
             }
         }
-        let resident = self.processes.of(&key).all(|(_, p)| p.phase == Phase::Open);
-        if resident || want.resumed_at.is_some() {
+        // A process that is closed, and not offloaded, needs no VRAM to become open again.
+        let is_resident = !self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
+        if is_resident || want.resumed_at.is_some() {
             self.end_alloc_grant(&key);
         }
-        if resident {
+        if is_resident {
             self.queue.leave(&key);
             self.queue_alloc_wait(&key);
         }

@@ -177,6 +177,11 @@ impl Node {
             return;
         };
         if matches!(container.state, State::Active | State::Idle | State::Unregistered) {
+            // A grant of a container that was about to be offloaded, and now needs no VRAM.
+            let only_restores = self.grants.get(key).is_some_and(|grant| grant.want.is_none());
+            if only_restores {
+                self.close_grant(key);
+            }
             self.serve_alloc_wait(key);
             return;
         }
@@ -210,8 +215,7 @@ impl Node {
         let (reason, detail) = container.reason.clone();
         for id in self.members(key) {
             if let Some(process) = self.processes.get_mut(&id) {
-                // The offload has used up the prefaulted host memory.
-                process.prefault_ordered &= process.offloaded_vram.take().is_none();
+                process.offloaded_vram = None;
                 process.resident_since = if became_resident { now } else { process.resident_since };
             }
         }

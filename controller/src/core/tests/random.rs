@@ -546,3 +546,36 @@ fn offloaded_context_leaves_for_lower_priority() {
     steps.push(Step::Allocate(5, 204));
     run_in(World::new(3).with_auto(true), &[], steps).unwrap();
 }
+
+/// Regression test: random steps once left a grant without a waiter. The allocation is refused while
+/// another process of the container becomes open again.
+#[test]
+fn grant_ends_when_closed_processes_open() {
+    let mut steps: Vec<Step> = [0, 1, 1].map(Step::Join).into();
+    steps.extend([Step::Work(1), Step::Join(1), Step::Join(1), Step::Allocate(1, 50)]);
+    steps.extend([1, 1, 1].map(Step::Join));
+    steps.extend([Step::Fail(false), Step::Ask(1, true), Step::Question, Step::Join(1)]);
+    steps.extend([Step::Allocate(1, 91), Step::Allocate(1, 255), Step::Work(3), Step::Join(1)]);
+    steps.extend([Step::Allocate(1, 233), Step::Join(1), Step::Join(1), Step::Work(3)]);
+    steps.extend([Step::Allocate(1, 219), Step::Allocate(3, 153), Step::Restart(true)]);
+    steps.extend([Step::Work(3), Step::Join(1), Step::Join(1), Step::Work(1)]);
+    steps.extend([Step::Tick, Step::Tick, Step::Tick]);
+    let mut world = World::new(3);
+    (world.slow_copiers, world.two_gpus) = (true, true);
+    run_in(world, &[], steps).unwrap();
+}
+
+/// Regression test: random steps once ordered a process twice to prefault. An offload that the
+/// journal recorded, and that copied nothing, uses up no prefaulted memory.
+#[test]
+fn offload_without_copy_keeps_prefault() {
+    let mut steps = vec![Step::Join(1), Step::Join(1), Step::Work(1), Step::Allocate(1, 133)];
+    steps.extend([Step::Exit(0), Step::Allocate(0, 1), Step::Ask(1, true), Step::Question]);
+    steps.extend([Step::Work(0), Step::Question, Step::Restart(false), Step::Join(1)]);
+    steps.extend([Step::Tick, Step::Work(0), Step::Work(0), Step::Tick, Step::Tick]);
+    steps.extend([Step::Question, Step::CopierEnds(0, false), Step::Join(1), Step::Join(1)]);
+    steps.extend([Step::Join(1), Step::Join(1), Step::Stopped(0), Step::Join(1)]);
+    let mut world = World::new(3);
+    (world.slow_copiers, world.prepare) = (true, true);
+    run_in(world, &[], steps).unwrap();
+}
