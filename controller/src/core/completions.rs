@@ -85,7 +85,7 @@ impl Node {
         };
         let key = process.key.clone();
         let pid = process.identity.pid;
-        let left = matches!(pending.action, Action::CopyOut { .. } | Action::Checkpoint { .. });
+        let left = pending.takes_vram_away();
         // The offload did not happen, so there is no VRAM to restore.
         if left && !phase.is_offloaded() {
             process.offloaded_vram = None;

@@ -21,6 +21,8 @@ pub struct ProcessPosition {
     /// Whether the process gets no order now: an order is in progress, or its agent is not
     /// connected.
     pub occupied: bool,
+    /// Whether an order in progress may take the process's memory off the GPU.
+    pub may_leave: bool,
     /// The method by which the process's memory leaves the GPU.
     pub moves: OffloadMethod,
     /// Whether the library can wait for the GPU's work before it copies. Otherwise the driver's
@@ -137,14 +139,14 @@ pub fn plan_offload(positions: &[ProcessPosition], deadlines: OrderDeadlines) ->
     }
 }
 
-/// Plans the next steps of a restore. No gate is opened while another process is still offloaded:
-/// calls behind an open gate could take the VRAM that was promised to the offloaded process.
+/// Plans the next steps of a restore. No gate is opened while another process is offloaded or may
+/// become offloaded: calls behind an open gate could take the VRAM that this process needs.
 /// `lost`: the driver cannot restore some of the processes, so the gates of the other processes are
 /// opened anyway.
 #[must_use]
 pub fn plan_restore(positions: &[ProcessPosition], lost: bool) -> RestorePlan {
     let mut plan = RestorePlan::default();
-    let let_go = lost || positions.iter().all(|p| !p.phase.is_offloaded());
+    let let_go = lost || positions.iter().all(|p| !p.phase.is_offloaded() && !p.may_leave);
     for position in positions.iter().filter(|p| !p.occupied && let_go) {
         match position.phase {
             Phase::Locked => plan.send.push((position.process, Action::Unlock)),
@@ -185,6 +187,7 @@ mod tests {
                 process: ProcessId(n),
                 phase: *phase,
                 occupied: false,
+                may_leave: false,
                 moves: OffloadMethod::DriverCheckpoint,
                 awaits_work: false,
                 is_prefaulted: false,
@@ -273,6 +276,15 @@ mod tests {
         let plan = plan_restore(&positions, false);
         assert_eq!((plan.send.len(), plan.restore, plan.done), (0, vec![ProcessId(1)], false));
         assert_eq!(plan_restore(&positions, true).send.len(), 2);
+    }
+
+    #[test]
+    fn restore_opens_none_beside_a_copy_out() {
+        let mut positions = at(&[Phase::Closed, Phase::Closed]);
+        (positions[0].occupied, positions[0].may_leave) = (true, true);
+        assert_eq!(plan_restore(&positions, false).send, []);
+        positions[0].may_leave = false;
+        assert_eq!(plan_restore(&positions, false).send, [(ProcessId(1), Action::Open)]);
     }
 
     #[test]

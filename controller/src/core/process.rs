@@ -22,6 +22,14 @@ pub struct PendingOrder {
     pub since: Millis,
 }
 
+impl PendingOrder {
+    /// Whether the process's memory may leave the GPU by this order.
+    #[must_use]
+    pub fn takes_vram_away(&self) -> bool {
+        matches!(self.action, Action::CopyOut { .. } | Action::Checkpoint { .. })
+    }
+}
+
 /// An allocation that found no VRAM and waits for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingAlloc {

@@ -579,3 +579,17 @@ fn offload_without_copy_keeps_prefault() {
     (world.slow_copiers, world.prepare) = (true, true);
     run_in(world, &[], steps).unwrap();
 }
+
+/// Regression test: a gate once opened beside a copy out in progress. Its process then took VRAM
+/// that the copied process needed, and both together had more than the GPU has.
+#[test]
+fn gates_stay_closed_beside_a_copy_out() {
+    let mut steps = vec![Step::Join(1), Step::Join(1), Step::Work(0), Step::Allocate(0, 271)];
+    steps.extend([Step::Allocate(0, 267), Step::Work(1), Step::Allocate(1, 257)]);
+    steps.extend([Step::Tick, Step::Tick, Step::Tick, Step::Question, Step::Work(0)]);
+    steps.extend([Step::Work(1), Step::Question, Step::Ask(1, false), Step::Work(0)]);
+    steps.extend([Step::Join(1), Step::Join(1), Step::Work(1), Step::Allocate(1, 206)]);
+    let mut world = World::new(3);
+    (world.slow_copiers, world.prepare) = (true, true);
+    run_in(world, &[], steps).unwrap();
+}
