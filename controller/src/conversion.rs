@@ -1,10 +1,14 @@
 //! Conversions between the core's own types and those of the control API.
 
+mod list;
+mod policies;
+
 use affinode_proto::{
     api::control::{ActionResponse, Announcement, Event},
     event::EventKind,
 };
 
+pub use self::{list::list, policies::policies};
 use crate::core::{ActionResult, Change, ContainerSpec, Key, event::NodeEvent, node::text_of};
 
 impl From<Change> for Event {

@@ -8,6 +8,7 @@ use affinode_proto::paths;
 use crate::{
     clock::{monotonic_ms, unix_ms},
     config::Config,
+    conversion,
     core::{Input, Node},
     driver_library::DriverLibrary,
     error_chain,
@@ -48,7 +49,7 @@ impl LocalNode {
         let mut node = Node::new(self.config.settings());
         // The input also has effects, which only a controller carries out. They are dropped here.
         let _ = node.handle(monotonic_ms(), Input::Gpus(self.devices.read(true)));
-        let mut list = node.list(monotonic_ms(), unix_ms());
+        let mut list = conversion::list(&node, monotonic_ms(), unix_ms());
         list.node = nix::unistd::gethostname()
             .map(|name| name.to_string_lossy().into_owned())
             .unwrap_or_default();

@@ -6,11 +6,8 @@
 
 use std::collections::BTreeMap;
 
-use affinode_proto::api::control;
-
 use super::{
     Key, Millis, Node,
-    container::Container,
     policy::{LATENCY_SENSITIVE, Policies, Policy, Rule, apply},
 };
 
@@ -232,31 +229,12 @@ impl Policies {
 }
 
 impl Node {
-    /// The policy of the node and its containers. `only`: reports this container instead of all.
+    /// The effective values of a container, with the choices of operators.
     #[must_use]
-    pub fn explain(&self, only: Option<&Key>) -> control::PolicyResponse {
-        let policies = &self.settings.policies;
-        let mine = |key: &&Key| only.is_none_or(|only| only == *key);
-        control::PolicyResponse {
-            node: policies.explain_node().iter().map(show).collect(),
-            containers: self
-                .containers
-                .iter()
-                .filter(|(key, _)| mine(key))
-                .map(|(key, c)| self.explain_container(policies, key, c))
-                .collect(),
-            ..control::PolicyResponse::default()
-        }
-    }
-
-    fn explain_container(
-        &self,
-        policies: &Policies,
-        key: &Key,
-        c: &Container,
-    ) -> control::ContainerPolicy {
-        let annotations = c.spec.annotations.clone();
-        let mut values = policies.explain(c.spec.rule_namespace(), &annotations);
+    pub fn explain(&self, key: &Key) -> Vec<Value> {
+        let Some(container) = self.containers.get(key) else { return Vec::new() };
+        let spec = &container.spec;
+        let mut values = self.settings.policies.explain(spec.rule_namespace(), &spec.annotations);
         let operator = |name, value: &str, command: &str| Value {
             name,
             value: value.into(),
@@ -268,24 +246,7 @@ impl Node {
         if !self.overrides().auto_offload {
             values.push(operator("auto_offload", "off", "affinode auto-offload off"));
         }
-        control::ContainerPolicy {
-            key: key.to_string(),
-            container: c.display_name(),
-            values: values.iter().map(show).collect(),
-            warnings: c.warnings.clone(),
-            ..control::ContainerPolicy::default()
-        }
-    }
-}
-
-fn show(value: &Value) -> control::PolicyValue {
-    let (origin, detail) = value.origin.words();
-    control::PolicyValue {
-        name: value.name.into(),
-        value: value.value.clone(),
-        origin: origin.into(),
-        detail: detail.into(),
-        ..control::PolicyValue::default()
+        values
     }
 }
 

@@ -68,7 +68,8 @@ impl Node {
 
     /// Share of the last sample in which work of the process ran, in percent. 0: the process is not
     /// in the sample. `None`: there is no valid sample.
-    pub(super) fn utilization_percent(&self, process: &Process) -> Option<u32> {
+    #[must_use]
+    pub fn utilization_percent(&self, process: &Process) -> Option<u32> {
         let spoke =
             self.utilization_sampled_at.filter(|at| self.now.saturating_sub(*at) < TRUST_MS);
         self.share_of(process).or(spoke.map(|_| 0))

@@ -252,7 +252,7 @@ impl Node {
 
     /// The container's invalid annotations, one warning each.
     #[must_use]
-    pub fn warnings(&self, key: &Key) -> Vec<String> {
+    pub fn annotation_warnings(&self, key: &Key) -> Vec<String> {
         self.containers.get(key).map(|c| c.warnings.clone()).unwrap_or_default()
     }
 

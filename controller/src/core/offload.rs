@@ -241,14 +241,6 @@ impl Node {
         self.processes.get(&id).map_or(0, Process::offloaded_vram_bytes)
     }
 
-    pub(super) fn offloaded_bytes(&self, key: &Key) -> u64 {
-        self.processes
-            .of(key)
-            .filter(|(_, p)| p.phase.is_offloaded())
-            .map(|(_, p)| p.offloaded_vram_bytes())
-            .sum()
-    }
-
     /// Gives up an offload because a process of the container exits. This does not count as a
     /// failure.
     pub(super) fn turn_back(&mut self, key: &Key) {

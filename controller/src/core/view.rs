@@ -1,17 +1,15 @@
-//! The node's GPUs and containers as the control API lists them.
+//! What users see of a node: states of containers, their names, and texts about processes.
 
 use affinode_proto::{
-    api::control,
     reason::Reason,
     state::State,
-    wire::{Hazards, ProcessFlags, counters::CounterSnapshot},
+    wire::{Hazards, ProcessFlags},
 };
 
 use super::{
-    DeviceBytes, Key, Millis, Node, ProcessId, container::Container, input::Identity,
-    node::text_of, process::Process,
+    GpuSample, Key, Millis, Node, ProcessId, container::Container, copiers::CopierFigures,
+    input::Identity, policy::Policies, process::Process,
 };
-use crate::conversion::announcement_of;
 
 /// State of a container as its own programs can read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +44,54 @@ pub enum FindError {
 }
 
 impl Node {
+    /// The containers, ordered by key.
+    pub fn containers(&self) -> impl Iterator<Item = (&Key, &Container)> {
+        self.containers.iter()
+    }
+
+    /// The connected and disconnected processes of a container.
+    pub fn processes(&self, key: &Key) -> impl Iterator<Item = &Process> {
+        self.processes.of(key).map(|(_, process)| process)
+    }
+
+    /// The GPUs as NVML reported them last.
+    #[must_use]
+    pub fn gpus(&self) -> &[GpuSample] {
+        &self.gpus
+    }
+
+    /// Why the last reading of NVML failed. `None`: it succeeded.
+    #[must_use]
+    pub fn gpu_error(&self) -> Option<&str> {
+        self.gpu_error.as_deref()
+    }
+
+    /// VRAM of a GPU that offloaded processes gave up, in bytes.
+    #[must_use]
+    pub fn reclaimed_bytes(&self, uuid: &str) -> u64 {
+        let offloaded = self.processes.values().filter(|p| p.phase.is_offloaded());
+        let given_up = offloaded.flat_map(|p| p.vram_to_restore().unwrap_or_default());
+        given_up.filter(|device| device.uuid == uuid).map(|device| device.bytes).sum()
+    }
+
+    /// VRAM of a GPU that is promised to containers, in bytes.
+    #[must_use]
+    pub fn promised_bytes(&self, uuid: &str) -> u64 {
+        self.ledger.promised_bytes(uuid)
+    }
+
+    /// Figures about the copier of a GPU.
+    #[must_use]
+    pub fn copier_figures(&self, uuid: &str) -> CopierFigures {
+        self.copiers.figures(uuid)
+    }
+
+    /// The policies of the node and its namespaces.
+    #[must_use]
+    pub fn policies(&self) -> &Policies {
+        &self.settings.policies
+    }
+
     /// The state of each container.
     pub fn statuses(&self, now: Millis) -> impl Iterator<Item = (&Key, ContainerStatus)> {
         self.containers.iter().map(move |(key, container)| {
@@ -57,22 +103,6 @@ impl Node {
             };
             (key, status)
         })
-    }
-
-    /// The current GPUs and containers. `unix_ms`: the wall clock now.
-    #[must_use]
-    pub fn list(&self, now: Millis, unix_ms: i64) -> control::ListResponse {
-        control::ListResponse {
-            gpus: self.list_gpus(),
-            containers: self
-                .containers
-                .iter()
-                .map(|(key, c)| self.list_container(key, c, now, unix_ms))
-                .collect(),
-            gpu_error: self.gpu_error.clone().unwrap_or_default(),
-            auto_offload: self.overrides().auto_offload,
-            ..control::ListResponse::default()
-        }
     }
 
     /// Finds a container by its key, id or name, or by a prefix that matches no other container.
@@ -115,6 +145,53 @@ impl Node {
         self.containers.get(key).map(|container| container.state)
     }
 
+    /// VRAM that the processes of a container hold, in bytes.
+    #[must_use]
+    pub fn vram_bytes(&self, key: &Key) -> u64 {
+        self.processes.of(key).map(|(_, p)| p.vram_bytes()).sum()
+    }
+
+    /// VRAM that the offloaded processes of a container gave up, in bytes.
+    #[must_use]
+    pub fn offloaded_bytes(&self, key: &Key) -> u64 {
+        self.offloaded(key).map(Process::offloaded_vram_bytes).sum()
+    }
+
+    /// VRAM in bytes that the offloaded processes of a container still hold, and the hazards that
+    /// keep it on the GPU.
+    #[must_use]
+    pub fn staying(&self, key: &Key) -> (u64, Hazards) {
+        let hazards =
+            self.offloaded(key).fold(0, |all, p| all | p.hazards.0 & p.copyable_hazards().0);
+        (self.offloaded(key).map(Process::vram_bytes).sum(), Hazards(hazards))
+    }
+
+    fn offloaded(&self, key: &Key) -> impl Iterator<Item = &Process> {
+        self.processes.of(key).map(|(_, p)| p).filter(|p| p.phase.is_offloaded())
+    }
+
+    /// What users should know about a container: invalid annotations, and what its processes cannot
+    /// do.
+    #[must_use]
+    pub fn warnings(&self, key: &Key) -> Vec<String> {
+        let known = self.containers.get(key).map(|c| c.warnings.as_slice()).unwrap_or_default();
+        let of = |has: fn(&Process) -> bool, text: fn(u32) -> String| {
+            let having = self.processes.of(key).filter(move |(_, p)| has(p));
+            having.map(move |(_, p)| text(p.identity.pid))
+        };
+        let is_damaged = |p: &Process| p.hazards.intersects(Hazards::DAMAGED_MEMORY);
+        let is_refused = |p: &Process| {
+            p.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::IPC_REFUSED))
+        };
+        known
+            .iter()
+            .cloned()
+            .chain(of(is_damaged, damaged_text))
+            .chain(of(is_refused, ipc_refused))
+            .chain(of(|p| p.copy_failed, copy_failed_text))
+            .collect()
+    }
+
     /// Connected processes of the selected containers: number, key, identity and the container's
     /// name.
     pub fn callers(
@@ -128,147 +205,13 @@ impl Node {
         };
         self.containers.iter().filter(move |(key, _)| wanted(key)).flat_map(of)
     }
-
-    fn list_gpus(&self) -> Vec<control::Gpu> {
-        let reclaimed = |uuid: &str| {
-            let offloaded = self
-                .processes
-                .values()
-                .filter(|p| p.phase.is_offloaded())
-                .flat_map(|p| p.vram_to_restore().unwrap_or_default());
-            offloaded.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum()
-        };
-        self.gpus
-            .iter()
-            .map(|gpu| (gpu, self.copiers.figures(&gpu.uuid)))
-            .map(|(gpu, copier)| control::Gpu {
-                index: gpu.index,
-                uuid: gpu.uuid.clone(),
-                name: gpu.name.clone(),
-                vram_total_bytes: gpu.total_bytes,
-                vram_used_bytes: gpu.used_bytes,
-                vram_reclaimed_bytes: reclaimed(&gpu.uuid),
-                vram_reserved_bytes: self.ledger.promised_bytes(&gpu.uuid),
-                utilization_percent: gpu.utilization_percent,
-                simulated: gpu.name.contains("Simulated"),
-                copier_prefaulted: copier.prefaulted,
-                copier_registering: copier.registering,
-                copier_registered: copier.registered,
-                copier_restores: copier.restores,
-                copier_offloads: copier.offloads,
-                copier_shared_bytes: copier.shared_bytes,
-                copier_stored_bytes: copier.stored_bytes,
-                ..control::Gpu::default()
-            })
-            .collect()
-    }
-
-    fn list_container(
-        &self,
-        key: &Key,
-        c: &Container,
-        now: Millis,
-        unix_ms: i64,
-    ) -> control::Container {
-        let processes: Vec<(ProcessId, &Process)> = self.processes.of(key).collect();
-        let ago = |then: Millis| i64::try_from(now.saturating_sub(then)).unwrap_or(i64::MAX);
-        let (staying_bytes, staying_reasons) = staying(&processes);
-        control::Container {
-            announcement: Some(announcement_of(key, &c.spec)).into(),
-            state: c.state.to_string(),
-            since_unix_ms: unix_ms.saturating_sub(ago(c.state_since)),
-            idle_ms: if processes.is_empty() { 0 } else { now.saturating_sub(c.last_use) },
-            reason: c.reason.0.to_string(),
-            reason_text: text_of(c.reason.0, &c.reason.1),
-            vram_bytes: processes.iter().map(|(_, p)| p.vram_bytes()).sum(),
-            offloaded_bytes: processes
-                .iter()
-                .filter(|(_, p)| p.phase.is_offloaded())
-                .map(|(_, p)| p.offloaded_vram_bytes())
-                .sum(),
-            offloads: c.offloads,
-            restores: c.restores,
-            last_offload_ms: c.last_offload_ms,
-            last_wake_ms: c.last_wake_ms,
-            last_restore_ms: c.last_restore_ms,
-            wake_p99_ms: c.wakes.p99_ms(),
-            idle_after_ms: c.idle_after_ms(),
-            mode: c.policy.mode.as_str().to_owned(),
-            engine: c.policy.engine.as_str().to_owned(),
-            idle_timeout_ms: c.policy.idle_timeout_ms,
-            priority: c.policy.priority,
-            warnings: warnings(c, &processes),
-            processes: processes.into_iter().map(|(_, p)| self.list_process(p)).collect(),
-            pinned: self.overrides().pinned.contains(key),
-            staying_bytes,
-            staying_reasons,
-            ..control::Container::default()
-        }
-    }
-
-    fn list_process(&self, p: &Process) -> control::Process {
-        let device = |d: &DeviceBytes| control::DeviceBytes {
-            uuid: d.uuid.clone(),
-            bytes: d.bytes,
-            ..control::DeviceBytes::default()
-        };
-        control::Process {
-            pid: p.identity.pid,
-            phase: format!("{:?}", p.phase),
-            command: p.identity.command.clone(),
-            vram_bytes: p.vram_bytes(),
-            vram: p.vram.iter().map(device).collect(),
-            last_call: p
-                .counters
-                .as_ref()
-                .filter(|page| page.calls > 0)
-                .map_or_else(String::new, last_call),
-            offloaded: if p.phase.is_offloaded() {
-                p.vram_to_restore().iter().flatten().map(device).collect()
-            } else {
-                Vec::new()
-            },
-            calls: p.counters.as_ref().map_or(0, |page| page.calls),
-            inflight: p.counters.as_ref().map_or(0, |page| page.inflight),
-            waiters: p.counters.as_ref().map_or(0, |page| page.waiters),
-            hazards: hazard_words(p.hazards),
-            polls: p.counters.as_ref().map_or(0, |page| page.polls),
-            call_cost_ps: p.counters.as_ref().map_or(0, |page| page.call_cost_ps),
-            held_us: p.counters.as_ref().map_or(0, |page| page.held_us),
-            kept_bytes: p.counters.as_ref().map_or(0, |page| page.kept_bytes),
-            unchanged_bytes: p.swap.unchanged_bytes,
-            zero_bytes: p.swap.zero_bytes,
-            swappable_bytes: p.swap.swappable_bytes,
-            copied_out_bytes: p.swap.copied_out_bytes,
-            utilization_percent: self.utilization_percent(p),
-            ..control::Process::default()
-        }
-    }
 }
 
-/// VRAM that offloaded processes still hold, and the hazards that keep their contexts on the GPU.
-fn staying(processes: &[(ProcessId, &Process)]) -> (u64, Vec<String>) {
-    let offloaded = || processes.iter().filter(|(_, p)| p.phase.is_offloaded());
-    let hazards = offloaded().fold(0, |all, (_, p)| all | p.hazards.0 & p.copyable_hazards().0);
-    (offloaded().map(|(_, p)| p.vram_bytes()).sum(), hazard_words(Hazards(hazards)))
-}
-
-fn warnings(c: &Container, processes: &[(ProcessId, &Process)]) -> Vec<String> {
-    let refused = processes.iter().filter(|(_, p)| {
-        p.counters.as_ref().is_some_and(|page| page.notes.intersects(ProcessFlags::IPC_REFUSED))
-    });
-    let refused = refused.map(|(_, p)| ipc_refused(p.identity.pid));
-    let slow = processes.iter().filter(|(_, p)| p.copy_failed).map(|(_, p)| {
-        let pid = p.identity.pid;
-        format!(
-            "the memory of process {pid} could not be copied: the driver's checkpoint moves it \
-             instead"
-        )
-    });
-    let is_damaged = |p: &Process| p.hazards.intersects(Hazards::DAMAGED_MEMORY);
-    let damaged = processes.iter().filter(|(_, p)| is_damaged(p));
-    let damaged = damaged.map(|(_, p)| damaged_text(p.identity.pid));
-    c.warnings.iter().cloned().chain(damaged).chain(refused).chain(slow).collect()
+/// Warning of a process whose memory could not be copied.
+fn copy_failed_text(pid: u32) -> String {
+    format!(
+        "the memory of process {pid} could not be copied: the driver's checkpoint moves it instead"
+    )
 }
 
 /// Warning of a process that could not export memory as an IPC handle, and what to do.
@@ -292,27 +235,4 @@ pub(super) fn damaged_text(pid: u32) -> String {
         "the memory of process {pid} differs after a restore: the process wrote out of bounds, or \
          host memory or the bus failed. Its CUDA calls fail from now on; restart it"
     )
-}
-
-fn last_call(page: &CounterSnapshot) -> String {
-    affinode_cuda_sys::hook::name(page.last_hook).unwrap_or_default().to_owned()
-}
-
-fn hazard_words(hazards: Hazards) -> Vec<String> {
-    [
-        (Hazards::MANAGED_MEMORY, "managed-memory"),
-        (Hazards::PEER_ACCESS, "peer-access"),
-        (Hazards::SHARED_MEMORY, "shared-memory"),
-        (Hazards::DIRECT_ACCESS, "direct-access"),
-        (Hazards::MPS, "mps"),
-        (Hazards::NO_CHECKPOINT_API, "driver-too-old"),
-        (Hazards::DAMAGED_MEMORY, "damaged-memory"),
-        (Hazards::TOOLS, "tools"),
-        (Hazards::VIDEO, "video"),
-        (Hazards::HIDDEN_WAY, "hidden-way"),
-    ]
-    .into_iter()
-    .filter(|(bit, _)| hazards.intersects(*bit))
-    .map(|(_, word)| word.to_owned())
-    .collect()
 }

@@ -34,6 +34,7 @@ use crate::{
     call_trace::CallTraceHub,
     clock::{monotonic_ms, unix_ms},
     config::Config,
+    conversion,
     copier::CopierProcesses,
     core::{
         CommandId, Effect, Input, JournalStep, Key, Millis, Node, ProcessId,
@@ -395,7 +396,7 @@ impl NodeActor {
             }
             Command::Withdraw(key, generation) => self.withdrawn(&key, generation),
             Command::List(answer) => {
-                let mut list = self.node.list(self.now(), unix_ms());
+                let mut list = conversion::list(&self.node, self.now(), unix_ms());
                 list.node = nix::unistd::gethostname()
                     .map(|n| n.to_string_lossy().into_owned())
                     .unwrap_or_default();

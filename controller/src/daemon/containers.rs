@@ -50,7 +50,7 @@ impl NodeActor {
         self.feed(Input::Announced(Box::new(spec), key.clone()));
         // This file, too, exists before the container's programs start.
         self.write_states();
-        Ok(self.node.warnings(&key))
+        Ok(self.node.annotation_warnings(&key))
     }
 
     /// Announces the containers that no shim announces again: those of Podman and CRI-O, whose

@@ -6,6 +6,7 @@ use affinode_proto::api::control::HintResponse;
 use super::actor::NodeActor;
 use crate::{
     clock::unix_ms,
+    conversion,
     core::{Input, hints::Hint, view::FindError},
 };
 
@@ -59,7 +60,7 @@ impl NodeActor {
     ) -> Result<HintResponse, FindError> {
         let key = self.node.find(name)?;
         self.feed(Input::Hinted(key.clone(), hint, who.to_owned()));
-        let list = self.node.list(self.now(), unix_ms());
+        let list = conversion::list(&self.node, self.now(), unix_ms());
         let known = list.containers.into_iter().find(|c| c.announcement.key == key.as_str());
         let known = known.unwrap_or_default();
         Ok(HintResponse {

@@ -5,6 +5,7 @@ use affinode_proto::api::control::{PolicyResponse, PolicyValue};
 use super::{actor::NodeActor, command::CommandError};
 use crate::{
     config::{self, Config, ReloadedConfig},
+    conversion,
     core::{Input, view::FindError},
 };
 
@@ -22,9 +23,9 @@ impl NodeActor {
     /// The policy of all containers (empty name), or of the one with this name.
     pub(super) fn policy(&self, name: &str) -> Result<PolicyResponse, FindError> {
         if name.is_empty() {
-            return Ok(self.node.explain(None));
+            return Ok(conversion::policies(&self.node, None));
         }
-        self.node.find(name).map(|key| self.node.explain(Some(&key)))
+        self.node.find(name).map(|key| conversion::policies(&self.node, Some(&key)))
     }
 
     /// Changes values of the node's policy permanently, and returns their effective values.
@@ -46,7 +47,7 @@ impl NodeActor {
             String::new(),
             format!("the node's policy was changed: {}", shown.join(", ")),
         );
-        let mut values = self.node.explain(None).node;
+        let mut values = conversion::policies(&self.node, None).node;
         values.retain(|value| changes.iter().any(|(name, _)| *name == value.name));
         Ok(values)
     }

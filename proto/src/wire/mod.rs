@@ -61,6 +61,26 @@ impl Hazards {
         Hazards::TOOLS.0 | Hazards::VIDEO.0 | Hazards::HIDDEN_WAY.0 | Hazards::KEEPS_MEMORY.0,
     );
 
+    /// The word that users see for each hazard.
+    const WORDS: [(Hazards, &str); 10] = [
+        (Hazards::MANAGED_MEMORY, "managed-memory"),
+        (Hazards::PEER_ACCESS, "peer-access"),
+        (Hazards::SHARED_MEMORY, "shared-memory"),
+        (Hazards::DIRECT_ACCESS, "direct-access"),
+        (Hazards::MPS, "mps"),
+        (Hazards::NO_CHECKPOINT_API, "driver-too-old"),
+        (Hazards::DAMAGED_MEMORY, "damaged-memory"),
+        (Hazards::TOOLS, "tools"),
+        (Hazards::VIDEO, "video"),
+        (Hazards::HIDDEN_WAY, "hidden-way"),
+    ];
+
+    /// The words for the hazards that are set, in a fixed order.
+    pub fn words(self) -> impl Iterator<Item = &'static str> {
+        let set = Hazards::WORDS.into_iter().filter(move |(hazard, _)| self.intersects(*hazard));
+        set.map(|(_, word)| word)
+    }
+
     /// Whether any bit of `other` is set.
     #[must_use]
     pub const fn intersects(self, other: Hazards) -> bool {

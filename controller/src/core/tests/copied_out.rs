@@ -11,7 +11,7 @@ use super::{
 };
 
 /// Offloads and restores containers whose memory the library copies. The VRAM in use and the
-/// figures of the API must match the offloaded amount.
+/// figures for users must match the offloaded amount.
 #[test]
 fn copied_memory_is_released_and_restored() {
     for (n, held, offloaded) in [(1, 0, 600), (2, 150, 450)] {
@@ -19,9 +19,8 @@ fn copied_memory_is_released_and_restored() {
         let id = world.running(n, 600);
         world.settle();
         assert_eq!((world.state(n), world.used()), (State::Offloaded, held), "{}", ENGINES[n]);
-        let list = world.node.list(world.now, 0);
-        let shown = list.containers.iter().find(|c| c.state == "Offloaded").unwrap();
-        assert_eq!((shown.vram_bytes, shown.offloaded_bytes), (held, offloaded));
+        let shown = (world.node.vram_bytes(&key(n)), world.node.offloaded_bytes(&key(n)));
+        assert_eq!(shown, (held, offloaded));
         world.call(id);
         for _ in 0..10 {
             world.answer_question();
@@ -61,9 +60,8 @@ fn uncopyable_memory_is_checkpointed() {
             (State::Offloaded, Phase::Checkpointed)
         );
         assert_eq!((world.used(), world.agents[&id].copied_out), (0, false));
-        let list = world.node.list(world.now, 0);
-        let shown = list.containers.iter().find(|c| c.state == "Offloaded").unwrap();
-        assert!(shown.warnings[0].contains("could not be copied"), "{:?}", shown.warnings);
+        let warnings = world.node.warnings(&key(n));
+        assert!(warnings[0].contains("could not be copied"), "{warnings:?}");
     }
 }
 

@@ -301,14 +301,14 @@ fn stuck_copier_is_ended_for_the_proof() {
 #[test]
 fn registered_memory_is_filled_under_the_grant() {
     let (mut world, id, copier) = with_registered();
-    assert_eq!(world.node.list(0, 0).gpus[0].copier_registered, 1);
+    assert_eq!(world.node.copiers.figures(GPU).registered, 1);
     world.call(id);
     while world.agents[&id].phase != Phase::Open {
         if world.is_asked() { world.answer_question() } else { world.work(id) }
     }
     assert_eq!(world.copiers[&copier].filling, Some(id), "`told_copier` has seen the grant");
     world.copier_step(copier);
-    assert_eq!(world.node.list(0, 0).gpus[0].copier_restores, 1);
+    assert_eq!(world.node.copiers.figures(GPU).restores, 1);
     world.tick();
     assert!(!world.copiers[&copier].held, "the grant is over");
 }

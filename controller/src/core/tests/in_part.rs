@@ -35,12 +35,10 @@ fn stays_whole(mut world: World, n: usize, id: ProcessId, reason: Reason) {
     assert_eq!(world.agents[&id].generation, 0);
 }
 
-/// Bytes that stay on the GPU according to the API, and the hazards that keep them there.
-fn shown(world: &World, n: usize) -> (u64, Vec<String>) {
-    let containers = world.node.list(world.now, 0).containers;
-    let key = key(n).to_string();
-    let one = containers.into_iter().find(|one| one.announcement.key == key).unwrap();
-    (one.staying_bytes, one.staying_reasons)
+/// Bytes that stay on the GPU, and the hazards that keep them there, as users see them.
+fn shown(world: &World, n: usize) -> (u64, Vec<&'static str>) {
+    let (bytes, hazards) = world.node.staying(&key(n));
+    (bytes, hazards.words().collect())
 }
 
 #[test]
@@ -55,7 +53,7 @@ fn memory_that_stays_lets_the_rest_leave() {
                 world.settle();
                 assert_eq!(world.state(n), State::Offloaded);
                 assert_eq!((world.agents[&id].phase, world.used()), (Phase::CopiedOut, 150));
-                assert_eq!(shown(&world, n), (150, vec![reason.to_string()]));
+                assert_eq!(shown(&world, n), (150, vec![reason.as_str()]));
                 world.call(id);
                 while world.state(n) != State::Active {
                     world.answer_question();

@@ -203,7 +203,7 @@ fn hazard_during_offload_is_the_reason() {
         world.fail = Some(Outcome::Unsupported);
         world.settle();
         assert_eq!(world.fail, None, "the lock was refused");
-        world.node.list(world.now, 0).containers[0].processes[0].hazards.clone()
+        world.node.processes.get(&id).unwrap().hazards.words().collect::<Vec<_>>()
     });
     assert_eq!(known, [["managed-memory"], ["driver-too-old"]]);
 }

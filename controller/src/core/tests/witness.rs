@@ -53,8 +53,7 @@ fn utilization_is_shown_per_process_until_stale() {
     let id = world.running(0, 300);
     world.running(1, 300);
     let shares = |world: &World| -> Vec<Option<u32>> {
-        let node = world.node.list(world.now, 0);
-        node.containers.iter().map(|c| c.processes[0].utilization_percent).collect()
+        world.node.processes.values().map(|p| world.node.utilization_percent(p)).collect()
     };
     assert_eq!(shares(&world), [None, None]);
     pass(&mut world, 2, |world| vec![work(world, id)]);

@@ -1,0 +1,141 @@
+//! The node's GPUs and containers as the control API lists them.
+
+use affinode_proto::{
+    api::control,
+    wire::{Hazards, counters::CounterSnapshot},
+};
+
+use super::announcement_of;
+use crate::core::{
+    DeviceBytes, Key, Millis, Node, container::Container, node::text_of, process::Process,
+};
+
+/// The current GPUs and containers. `unix_ms`: the wall clock now.
+#[must_use]
+pub fn list(node: &Node, now: Millis, unix_ms: i64) -> control::ListResponse {
+    control::ListResponse {
+        gpus: list_gpus(node),
+        containers: node
+            .containers()
+            .map(|(key, c)| list_container(node, key, c, now, unix_ms))
+            .collect(),
+        gpu_error: node.gpu_error().unwrap_or_default().to_owned(),
+        auto_offload: node.overrides().auto_offload,
+        ..control::ListResponse::default()
+    }
+}
+
+fn list_gpus(node: &Node) -> Vec<control::Gpu> {
+    node.gpus()
+        .iter()
+        .map(|gpu| (gpu, node.copier_figures(&gpu.uuid)))
+        .map(|(gpu, copier)| control::Gpu {
+            index: gpu.index,
+            uuid: gpu.uuid.clone(),
+            name: gpu.name.clone(),
+            vram_total_bytes: gpu.total_bytes,
+            vram_used_bytes: gpu.used_bytes,
+            vram_reclaimed_bytes: node.reclaimed_bytes(&gpu.uuid),
+            vram_reserved_bytes: node.promised_bytes(&gpu.uuid),
+            utilization_percent: gpu.utilization_percent,
+            simulated: gpu.name.contains("Simulated"),
+            copier_prefaulted: copier.prefaulted,
+            copier_registering: copier.registering,
+            copier_registered: copier.registered,
+            copier_restores: copier.restores,
+            copier_offloads: copier.offloads,
+            copier_shared_bytes: copier.shared_bytes,
+            copier_stored_bytes: copier.stored_bytes,
+            ..control::Gpu::default()
+        })
+        .collect()
+}
+
+fn list_container(
+    node: &Node,
+    key: &Key,
+    c: &Container,
+    now: Millis,
+    unix_ms: i64,
+) -> control::Container {
+    let ago = |then: Millis| i64::try_from(now.saturating_sub(then)).unwrap_or(i64::MAX);
+    let (staying_bytes, staying_hazards) = node.staying(key);
+    control::Container {
+        announcement: Some(announcement_of(key, &c.spec)).into(),
+        state: c.state.to_string(),
+        since_unix_ms: unix_ms.saturating_sub(ago(c.state_since)),
+        idle_ms: if node.processes(key).next().is_none() {
+            0
+        } else {
+            now.saturating_sub(c.last_use)
+        },
+        reason: c.reason.0.to_string(),
+        reason_text: text_of(c.reason.0, &c.reason.1),
+        vram_bytes: node.vram_bytes(key),
+        offloaded_bytes: node.offloaded_bytes(key),
+        offloads: c.offloads,
+        restores: c.restores,
+        last_offload_ms: c.last_offload_ms,
+        last_wake_ms: c.last_wake_ms,
+        last_restore_ms: c.last_restore_ms,
+        wake_p99_ms: c.wakes.p99_ms(),
+        idle_after_ms: c.idle_after_ms(),
+        mode: c.policy.mode.as_str().to_owned(),
+        engine: c.policy.engine.as_str().to_owned(),
+        idle_timeout_ms: c.policy.idle_timeout_ms,
+        priority: c.policy.priority,
+        warnings: node.warnings(key),
+        processes: node.processes(key).map(|p| list_process(node, p)).collect(),
+        pinned: node.overrides().pinned.contains(key),
+        staying_bytes,
+        staying_reasons: words(staying_hazards),
+        ..control::Container::default()
+    }
+}
+
+fn list_process(node: &Node, p: &Process) -> control::Process {
+    let device = |d: &DeviceBytes| control::DeviceBytes {
+        uuid: d.uuid.clone(),
+        bytes: d.bytes,
+        ..control::DeviceBytes::default()
+    };
+    control::Process {
+        pid: p.identity.pid,
+        phase: format!("{:?}", p.phase),
+        command: p.identity.command.clone(),
+        vram_bytes: p.vram_bytes(),
+        vram: p.vram.iter().map(device).collect(),
+        last_call: p
+            .counters
+            .as_ref()
+            .filter(|page| page.calls > 0)
+            .map_or_else(String::new, last_call),
+        offloaded: if p.phase.is_offloaded() {
+            p.vram_to_restore().iter().flatten().map(device).collect()
+        } else {
+            Vec::new()
+        },
+        calls: p.counters.as_ref().map_or(0, |page| page.calls),
+        inflight: p.counters.as_ref().map_or(0, |page| page.inflight),
+        waiters: p.counters.as_ref().map_or(0, |page| page.waiters),
+        hazards: words(p.hazards),
+        polls: p.counters.as_ref().map_or(0, |page| page.polls),
+        call_cost_ps: p.counters.as_ref().map_or(0, |page| page.call_cost_ps),
+        held_us: p.counters.as_ref().map_or(0, |page| page.held_us),
+        kept_bytes: p.counters.as_ref().map_or(0, |page| page.kept_bytes),
+        unchanged_bytes: p.swap.unchanged_bytes,
+        zero_bytes: p.swap.zero_bytes,
+        swappable_bytes: p.swap.swappable_bytes,
+        copied_out_bytes: p.swap.copied_out_bytes,
+        utilization_percent: node.utilization_percent(p),
+        ..control::Process::default()
+    }
+}
+
+fn last_call(page: &CounterSnapshot) -> String {
+    affinode_cuda_sys::hook::name(page.last_hook).unwrap_or_default().to_owned()
+}
+
+fn words(hazards: Hazards) -> Vec<String> {
+    hazards.words().map(str::to_owned).collect()
+}
