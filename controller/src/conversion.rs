@@ -3,78 +3,78 @@
 mod list;
 mod policies;
 
+use affinode_core::{ActionResult, Change, ContainerSpec, Key, event::NodeEvent, node::text_of};
 use affinode_proto::{
     api::control::{ActionResponse, Announcement, Event},
     event::EventKind,
 };
 
 pub use self::{list::list, policies::policies};
-use crate::core::{ActionResult, Change, ContainerSpec, Key, event::NodeEvent, node::text_of};
 
-impl From<Change> for Event {
-    fn from(change: Change) -> Event {
-        Event {
-            kind: EventKind::State.to_string(),
-            key: change.key.to_string(),
-            container: change.container,
-            from: change.from.to_string(),
-            to: change.to.to_string(),
-            reason: change.reason.to_string(),
-            text: text_of(change.reason, &change.detail),
-            bytes: change.bytes,
-            elapsed_ms: change.elapsed_ms,
-            ..Event::default()
-        }
+/// The event of a container's new state.
+#[must_use]
+pub fn event_of_change(change: Change) -> Event {
+    Event {
+        kind: EventKind::State.to_string(),
+        key: change.key.to_string(),
+        container: change.container,
+        from: change.from.to_string(),
+        to: change.to.to_string(),
+        reason: change.reason.to_string(),
+        text: text_of(change.reason, &change.detail),
+        bytes: change.bytes,
+        elapsed_ms: change.elapsed_ms,
+        ..Event::default()
     }
 }
 
-impl From<NodeEvent> for Event {
-    fn from(event: NodeEvent) -> Event {
-        Event {
-            kind: event.kind.to_string(),
-            key: event.key.map(|key| key.to_string()).unwrap_or_default(),
-            container: event.container,
-            reason: event.reason.map(|reason| reason.to_string()).unwrap_or_default(),
-            text: event.text,
-            bytes: event.bytes,
-            ..Event::default()
-        }
+/// An event as the control API reports it.
+#[must_use]
+pub fn event_of(event: NodeEvent) -> Event {
+    Event {
+        kind: event.kind.to_string(),
+        key: event.key.map(|key| key.to_string()).unwrap_or_default(),
+        container: event.container,
+        reason: event.reason.map(|reason| reason.to_string()).unwrap_or_default(),
+        text: event.text,
+        bytes: event.bytes,
+        ..Event::default()
     }
 }
 
-impl From<ActionResult> for ActionResponse {
-    fn from(result: ActionResult) -> ActionResponse {
-        ActionResponse {
-            done: result.done,
-            state: result.state.map(|state| state.to_string()).unwrap_or_default(),
-            reason: result.reason.map(|reason| reason.to_string()).unwrap_or_default(),
-            reason_text: result.text,
-            bytes: result.bytes,
-            elapsed_ms: result.elapsed_ms,
-            ..ActionResponse::default()
-        }
+/// The response to an operator's request.
+#[must_use]
+pub fn response_of(result: ActionResult) -> ActionResponse {
+    ActionResponse {
+        done: result.done,
+        state: result.state.map(|state| state.to_string()).unwrap_or_default(),
+        reason: result.reason.map(|reason| reason.to_string()).unwrap_or_default(),
+        reason_text: result.text,
+        bytes: result.bytes,
+        elapsed_ms: result.elapsed_ms,
+        ..ActionResponse::default()
     }
 }
 
-impl From<Announcement> for ContainerSpec {
-    fn from(announcement: Announcement) -> ContainerSpec {
-        ContainerSpec {
-            namespace: announcement.namespace,
-            id: announcement.id,
-            sandbox_id: announcement.sandbox_id,
-            pod_namespace: announcement.pod_namespace,
-            pod: announcement.pod,
-            pod_uid: announcement.pod_uid,
-            container: announcement.container,
-            image: announcement.image,
-            annotations: announcement.annotations.into_iter().collect(),
-            cgroups_path: announcement.cgroups_path,
-            bundle: announcement.bundle,
-            generation: announcement.generation,
-            init: (announcement.init_pid != 0)
-                .then_some((announcement.init_pid, announcement.init_start_ticks)),
-            job_user: None,
-        }
+/// The container that a shim announced.
+#[must_use]
+pub fn spec_of(announcement: Announcement) -> ContainerSpec {
+    ContainerSpec {
+        namespace: announcement.namespace,
+        id: announcement.id,
+        sandbox_id: announcement.sandbox_id,
+        pod_namespace: announcement.pod_namespace,
+        pod: announcement.pod,
+        pod_uid: announcement.pod_uid,
+        container: announcement.container,
+        image: announcement.image,
+        annotations: announcement.annotations.into_iter().collect(),
+        cgroups_path: announcement.cgroups_path,
+        bundle: announcement.bundle,
+        generation: announcement.generation,
+        init: (announcement.init_pid != 0)
+            .then_some((announcement.init_pid, announcement.init_start_ticks)),
+        job_user: None,
     }
 }
 
@@ -128,17 +128,17 @@ mod tests {
             ..Announcement::default()
         };
         let key = Key::parse(&announcement.key).unwrap();
-        let spec = ContainerSpec::from(announcement.clone());
+        let spec = spec_of(announcement.clone());
         assert_eq!(announcement_of(&key, &spec), announcement);
     }
 
     #[test]
     fn event_keeps_its_words() {
         let event = NodeEvent::new(EventKind::Refused, "why").because(Reason::Busy).of_bytes(5);
-        let sent = Event::from(event);
+        let sent = event_of(event);
         assert_eq!((sent.kind.as_str(), sent.reason.as_str()), ("refused", "busy"));
         assert_eq!((sent.text.as_str(), sent.bytes, sent.key.as_str()), ("why", 5, ""));
         let result = ActionResult { state: Some(State::Idle), ..ActionResult::default() };
-        assert_eq!(ActionResponse::from(result).state, "Idle");
+        assert_eq!(response_of(result).state, "Idle");
     }
 }

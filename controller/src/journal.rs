@@ -12,9 +12,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use affinode_core::{Key, Record};
 use sha2::{Digest, Sha256};
-
-use crate::core::{Key, Record};
 
 const TITLE: &str = "affinode-journal 1";
 /// Maximum size of a record. A record with the maximum number of processes is far smaller.
@@ -135,8 +134,9 @@ fn read(path: &Path) -> Result<Record, String> {
 
 #[cfg(test)]
 mod tests {
+    use affinode_core::{DeviceBytes, JournalStep, RecordedProcess};
+
     use super::*;
-    use crate::core::{DeviceBytes, JournalStep, RecordedProcess};
 
     #[test]
     fn a_record_without_live_process_is_useless() {

@@ -2,7 +2,6 @@
 //!
 //! | module | content |
 //! | --- | --- |
-//! | [`core`] | every decision, without I/O |
 //! | [`agents`] | sockets of containers, connections and identities of processes |
 //! | [`inventory`] | readings of NVML, cgroups and /proc |
 //! | [`copier`] | the processes that copy memory for other processes, and their sockets |
@@ -18,6 +17,8 @@
 //! | [`doctor`] | whether the machine is ready |
 //! | [`cli`] | the command `affinode` |
 //!
+//! Every decision is made in the crate `affinode_core`, without I/O.
+//!
 //! The crate never calls the CUDA driver: each process moves its own memory on orders of the
 //! controller, and copiers are separate processes. The controller holds no state that it cannot
 //! rebuild from shims, agents and journal.
@@ -29,7 +30,6 @@ mod clock;
 pub mod config;
 pub mod conversion;
 pub mod copier;
-pub mod core;
 pub mod daemon;
 pub mod doctor;
 pub mod driver_library;

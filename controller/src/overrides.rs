@@ -2,9 +2,8 @@
 
 use std::{fs, io, path::Path};
 
+use affinode_core::{Key, overrides::OperatorOverrides};
 use serde::{Deserialize, Serialize};
-
-use crate::core::{Key, overrides::OperatorOverrides};
 
 const FILE: &str = "operator-overrides.json";
 const VERSION: u32 = 1;

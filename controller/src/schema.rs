@@ -6,7 +6,7 @@ mod host;
 use affinode_proto::api::control;
 use serde::{Deserialize, Serialize};
 
-use crate::core::ContainerSpec;
+use crate::conversion;
 
 /// The object of `affinode ps -o json`: the node with its GPUs and containers.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
@@ -260,7 +260,7 @@ impl From<control::Container> for Container {
     fn from(c: control::Container) -> Container {
         let a = c.announcement.into_option().unwrap_or_default();
         Container {
-            name: ContainerSpec::from(a.clone()).display_name(),
+            name: conversion::spec_of(a.clone()).display_name(),
             key: a.key,
             namespace: a.namespace,
             id: a.id,

@@ -3,6 +3,7 @@
 use std::{io, mem::MaybeUninit, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use affinode_copier::socket;
+use affinode_core::{Key, ProcessId};
 use affinode_proto::wire::{
     WIRE_VERSION,
     message::{AgentMessage, ControllerMessage, FRAME_BYTES, FrameError},
@@ -17,10 +18,7 @@ use tokio::{
 };
 
 use super::{AgentHandle, AgentMail, OUTBOX, OutgoingFrame, peer, rate_limit::RateLimits};
-use crate::{
-    core::{Key, ProcessId},
-    error_chain, sys,
-};
+use crate::{error_chain, sys};
 
 /// Time limit for a peer's Hello.
 const HELLO: Duration = Duration::from_secs(2);

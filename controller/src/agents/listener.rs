@@ -11,6 +11,7 @@ use std::{
     time::Duration,
 };
 
+use affinode_core::{Key, ProcessId, view::ContainerStatus};
 use affinode_proto::paths;
 use serde_json::json;
 use tokio::{
@@ -24,11 +25,7 @@ use super::{
     hint_pipe::{self, ReceivedHint},
     rate_limit::RateLimits,
 };
-use crate::{
-    core::{Key, ProcessId, view::ContainerStatus},
-    isolated_runtime::IsolatedRuntime,
-    socket_activation::ActivationSockets,
-};
+use crate::{isolated_runtime::IsolatedRuntime, socket_activation::ActivationSockets};
 
 /// Maximum number of connections of one container at the same time, including those without a
 /// Hello.

@@ -31,6 +31,7 @@ use std::{
     sync::Arc,
 };
 
+use affinode_core::{Key, ProcessId, input::Identity};
 use affinode_proto::wire::{
     Capabilities,
     counters::{CounterError, CounterSnapshot, PAGE_BYTES, header},
@@ -38,10 +39,7 @@ use affinode_proto::wire::{
 };
 use tokio::{runtime::Handle, sync::mpsc, task::AbortHandle};
 
-use crate::{
-    copier,
-    core::{Key, ProcessId, input::Identity},
-};
+use crate::copier;
 
 pub use listener::AgentListener;
 pub(crate) use rate_limit::RefusalLog;

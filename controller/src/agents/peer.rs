@@ -5,6 +5,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
 };
 
+use affinode_core::input::Identity;
 use affinode_proto::wire::counters::PAGE_BYTES;
 use nix::sys::socket::{getsockopt, sockopt::PeerPidfd};
 use rustix::{
@@ -13,7 +14,7 @@ use rustix::{
     process::{Pid, PidfdFlags},
 };
 
-use crate::{core::input::Identity, inventory::process};
+use crate::inventory::process;
 
 /// `f_type` of tmpfs, to which memfds belong (`linux/magic.h`).
 const TMPFS_MAGIC: u64 = 0x0102_1994;

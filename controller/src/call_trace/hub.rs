@@ -7,10 +7,10 @@ use std::{
     time::Duration,
 };
 
+use affinode_core::Key;
 use tokio::{sync::Notify, time::Instant};
 
 use super::CallTraceBatch;
-use crate::core::Key;
 
 /// Number of batches that are kept for watchers: the batches of ten seconds.
 const KEPT: usize = 50;

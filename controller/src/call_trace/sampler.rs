@@ -2,6 +2,7 @@
 
 use std::{collections::HashMap, fs::File, os::unix::fs::FileExt, sync::Arc, time::Duration};
 
+use affinode_core::{Key, ProcessId};
 use affinode_proto::wire::{
     call_ring::CallRingReader,
     counters::{CounterSnapshot, PAGE_BYTES},
@@ -16,7 +17,6 @@ use super::{
 use crate::{
     agents::OutgoingFrame,
     clock,
-    core::{Key, ProcessId},
     daemon::{ControllerHandle, ShuttingDown},
 };
 

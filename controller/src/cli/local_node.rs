@@ -3,13 +3,13 @@
 
 use std::{fs, io, os::unix::net::UnixStream, path::Path};
 
+use affinode_core::{Input, Node};
 use affinode_proto::paths;
 
 use crate::{
     clock::{monotonic_ms, unix_ms},
     config::Config,
     conversion,
-    core::{Input, Node},
     driver_library::DriverLibrary,
     error_chain,
     inventory::{memory, nvml::NvmlDevices},

@@ -6,12 +6,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use affinode_core::explain::Value;
 use affinode_proto::api::control::{PolicyChange, PolicyResponse, PolicyValue};
 
 use serde_json::json;
 
 use super::{CliError, OutputFormat, client::ControlClient, events, format, say, table};
-use crate::{config::Config, core::explain::Value, error_chain, schema};
+use crate::{config::Config, error_chain, schema};
 
 /// Show policies and where each value comes from; set the node's values; validate a file.
 #[derive(Debug, clap::Args)]

@@ -460,8 +460,10 @@ fn row(f: &SimulationSummary, wide: bool) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use affinode_core::Settings;
+
     use super::*;
-    use crate::{core::Settings, simulate::TraceLoad};
+    use crate::simulate::TraceLoad;
 
     fn warned(step_s: u32) -> Option<String> {
         let arrivals_ms = (0..200).map(|n| n * step_s * 1_000).collect();

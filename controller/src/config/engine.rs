@@ -3,10 +3,11 @@
 
 use std::path::{Path, PathBuf};
 
+use affinode_core::node::policy_of;
 use affinode_proto::api::control::Announcement;
 
 use super::Config;
-use crate::core::{ContainerSpec, node::policy_of};
+use crate::conversion;
 
 /// The engine that the controller will choose for a container with this announcement. If the
 /// configuration cannot be read: the default engine.
@@ -22,7 +23,7 @@ pub fn engine_of(file: &Path, announcement: &Announcement) -> &'static str {
         );
         Config::default()
     });
-    let spec = ContainerSpec::from(announcement.clone());
+    let spec = conversion::spec_of(announcement.clone());
     policy_of(&config.settings().policies, &spec).0.engine.as_str()
 }
 

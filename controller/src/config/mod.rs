@@ -16,14 +16,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use affinode_proto::installation::InstallationPaths;
-use figment::{
-    Figment, Source,
-    providers::{Env, Format, Toml},
-};
-use serde::{Deserialize, Deserializer};
-
-use crate::core::{
+use affinode_core::{
     Millis, Settings, explain,
     plan::OrderDeadlines,
     policy::{
@@ -33,6 +26,12 @@ use crate::core::{
     victims::VictimRule,
     window::Window,
 };
+use affinode_proto::installation::InstallationPaths;
+use figment::{
+    Figment, Source,
+    providers::{Env, Format, Toml},
+};
+use serde::{Deserialize, Deserializer};
 
 pub use engine::{engine_of, oci_runtime_of};
 pub use kubernetes::KubernetesSection;

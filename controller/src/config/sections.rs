@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
+use affinode_core::Millis;
 use serde::Deserialize;
 
 use super::duration;
-use crate::core::Millis;
 
 /// Section `[timing]`: intervals and deadlines.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]

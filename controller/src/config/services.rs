@@ -5,11 +5,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use affinode_core::Millis;
 use affinode_proto::paths;
 use serde::Deserialize;
 
 use super::{ConfigError, KubernetesSection, duration};
-use crate::core::Millis;
 
 /// Section `[http]`: dashboard, HTTP API and metrics.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]

@@ -12,8 +12,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use affinode_core::explain;
+
 use super::{Config, ConfigError};
-use crate::core::explain;
 
 /// Name of the drop-in. It sorts late, so that it overrides the drop-ins of packages and operators.
 const FILE: &str = "90-affinode-policy-set.toml";
@@ -103,8 +104,9 @@ fn typed(value: &str) -> toml::Value {
 
 #[cfg(test)]
 mod tests {
+    use affinode_core::policy::Mode;
+
     use super::*;
-    use crate::core::policy::Mode;
 
     fn change(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
         pairs.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect()

@@ -1,14 +1,14 @@
 //! The node's GPUs and containers as the control API lists them.
 
+use affinode_core::{
+    DeviceBytes, Key, Millis, Node, container::Container, node::text_of, process::Process,
+};
 use affinode_proto::{
     api::control,
     wire::{Hazards, counters::CounterSnapshot},
 };
 
 use super::announcement_of;
-use crate::core::{
-    DeviceBytes, Key, Millis, Node, container::Container, node::text_of, process::Process,
-};
 
 /// The current GPUs and containers. `unix_ms`: the wall clock now.
 #[must_use]

@@ -1,8 +1,7 @@
 //! The policies of the node and its containers as the control API lists them.
 
+use affinode_core::{Key, Node, container::Container, explain::Value};
 use affinode_proto::api::control;
-
-use crate::core::{Key, Node, container::Container, explain::Value};
 
 /// The policy of the node and its containers. `only`: reports this container instead of all.
 #[must_use]

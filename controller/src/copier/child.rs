@@ -8,6 +8,7 @@ use std::{
 };
 
 use affinode_copier::{LIBRARY_ENV, socket};
+use affinode_core::copiers::CopierId;
 use affinode_proto::wire::copier::{CopierOrder, CopierReport};
 use tokio::{
     io::{AsyncBufReadExt, BufReader},
@@ -17,7 +18,7 @@ use tokio::{
 };
 
 use super::CopierMessage;
-use crate::{core::copiers::CopierId, driver_library::DriverLibrary, sys};
+use crate::{driver_library::DriverLibrary, sys};
 
 /// A copier whose process was started. Dropping it kills the process.
 #[derive(Debug)]

@@ -13,6 +13,7 @@ mod tests;
 
 use std::{collections::BTreeMap, io, os::fd::OwnedFd};
 
+use affinode_core::{GpuSample, ProcessId, copiers::CopierId};
 use affinode_proto::{
     api::control,
     wire::copier::{CopierOrder, CopierReport},
@@ -21,10 +22,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tokio::sync::mpsc;
 
 use self::child::CopierProcess;
-use crate::{
-    core::{GpuSample, ProcessId, copiers::CopierId},
-    driver_library::DriverLibrary,
-};
+use crate::driver_library::DriverLibrary;
 
 /// A message about a copier.
 #[derive(Clone, Debug, PartialEq, Eq)]

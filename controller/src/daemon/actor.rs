@@ -8,6 +8,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use affinode_core::{
+    CommandId, Effect, Input, JournalStep, Key, Millis, Node, ProcessId,
+    copy_watch::LEVELS_INTERVAL_MS, event::NodeEvent, input::SwapStatus,
+};
 use affinode_proto::{
     api::control::ActionResponse,
     event::EventKind,
@@ -36,10 +40,6 @@ use crate::{
     config::Config,
     conversion,
     copier::CopierProcesses,
-    core::{
-        CommandId, Effect, Input, JournalStep, Key, Millis, Node, ProcessId,
-        copy_watch::LEVELS_INTERVAL_MS, event::NodeEvent, input::SwapStatus,
-    },
     driver_library::DriverLibrary,
     error_chain,
     inventory::{
@@ -384,7 +384,7 @@ impl NodeActor {
             AgentMail::Refused { key, why } => {
                 tracing::warn!(%key, "container {key}: rejected connection: {why}");
                 let event = NodeEvent { key: Some(key), ..NodeEvent::new(EventKind::Process, why) };
-                self.events.add(event.into(), unix_ms());
+                self.events.add(conversion::event_of(event), unix_ms());
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use std::{path::Path, sync::Arc, time::Duration};
 
+use affinode_core::{Request, hints::Hint};
 use affinode_proto::{
     api::{
         control::{
@@ -27,7 +28,6 @@ use super::{DaemonError, command::Command, events::EventLog};
 use crate::{
     call_trace::{CallTraceBatch, CallTraceHub},
     config::ReportSection,
-    core::{Request, hints::Hint},
     error_chain,
     history::{NodeHistory, StoreError},
     schema,

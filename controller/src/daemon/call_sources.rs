@@ -1,7 +1,9 @@
 //! The processes whose calls can be traced.
 
+use affinode_core::Key;
+
 use super::actor::NodeActor;
-use crate::{call_trace::CallSource, core::Key};
+use crate::call_trace::CallSource;
 
 impl NodeActor {
     pub(super) fn sights(&self, keys: Option<&[Key]>) -> Vec<CallSource> {

@@ -2,6 +2,7 @@
 
 use std::{io, path::PathBuf};
 
+use affinode_core::{InvalidKey, Key, Request, hints::Hint, view::FindError};
 use affinode_proto::api::control::{
     ActionResponse, Announcement, HintResponse, ListResponse, PolicyResponse, PolicyValue,
 };
@@ -10,7 +11,6 @@ use tokio::sync::oneshot;
 use crate::{
     call_trace::CallSource,
     config::{ConfigError, ReloadedConfig, SetError},
-    core::{InvalidKey, Key, Request, hints::Hint, view::FindError},
     jobs,
 };
 

@@ -1,11 +1,10 @@
 //! Counts the TCP connections of offloaded containers. If `wake_on` says so, a new connection
 //! restores its container.
 
+use affinode_core::{Input, Key};
+
 use super::actor::NodeActor;
-use crate::{
-    core::{Input, Key},
-    inventory::network,
-};
+use crate::inventory::network;
 
 /// Maximum number of containers per turn. For each, a small file of /proc is read.
 const MAX_CONTAINERS_PER_TURN: usize = 64;

@@ -2,18 +2,14 @@
 
 use std::{fs::File, io::Read, path::Path, sync::Arc};
 
+use affinode_core::{ContainerSpec, Input, Key};
 use affinode_proto::{
     api::{Message, control::Announcement},
     paths,
 };
 
 use super::{actor::NodeActor, command::CommandError};
-use crate::{
-    agents::AgentListener,
-    core::{ContainerSpec, Input, Key},
-    error_chain,
-    inventory::process,
-};
+use crate::{agents::AgentListener, conversion, error_chain, inventory::process};
 
 impl NodeActor {
     /// A shim announced a container. Returns its invalid annotations.
@@ -22,7 +18,7 @@ impl NodeActor {
         announcement: Announcement,
     ) -> Result<Vec<String>, CommandError> {
         let key = Key::parse(&announcement.key)?;
-        self.announce(key, announcement.into())
+        self.announce(key, conversion::spec_of(announcement))
     }
 
     /// A container was created, or a job admitted. Returns its invalid annotations.

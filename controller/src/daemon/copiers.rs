@@ -1,15 +1,13 @@
 //! Executes the effects that concern copiers, and handles the messages from copiers.
 
+use affinode_core::{
+    Input, ProcessId,
+    copiers::{CopierEnd, CopierId},
+};
 use affinode_proto::wire::copier::{CopierOrder, CopierReport};
 
 use super::actor::NodeActor;
-use crate::{
-    copier::{AttachError, CopierMessage},
-    core::{
-        Input, ProcessId,
-        copiers::{CopierEnd, CopierId},
-    },
-};
+use crate::copier::{AttachError, CopierMessage};
 
 impl NodeActor {
     pub(super) fn start_copier(&mut self, copier: CopierId, gpu: &str) {

@@ -1,5 +1,6 @@
 //! Executes the effects of the core's decisions, in the order of the decisions.
 
+use affinode_core::Effect;
 use affinode_proto::{
     api::control::Event,
     state::State,
@@ -13,7 +14,7 @@ use super::actor::NodeActor;
 use crate::{
     agents::AgentHandle,
     clock::unix_ms,
-    core::Effect,
+    conversion,
     inventory::{InventoryQuery, process},
 };
 
@@ -47,11 +48,11 @@ impl NodeActor {
             Effect::Prove(key, number) => self.inventory.ask(InventoryQuery::Prove(key, number)),
             Effect::Answer(command, answer) => {
                 if let Some(waiter) = self.commands.remove(&command) {
-                    let _ = waiter.send(answer.into());
+                    let _ = waiter.send(conversion::response_of(answer));
                 }
             }
-            Effect::Changed(change) => self.publish(change.into()),
-            Effect::Publish(event) => self.publish((*event).into()),
+            Effect::Changed(change) => self.publish(conversion::event_of_change(change)),
+            Effect::Publish(event) => self.publish(conversion::event_of(*event)),
             Effect::StartCopier { copier, gpu } => self.start_copier(copier, &gpu),
             Effect::AttachCopier { copier, process, most_bytes, domain } => {
                 self.attach_copier(copier, process, most_bytes, domain);

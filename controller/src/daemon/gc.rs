@@ -13,13 +13,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use affinode_core::{ContainerSpec, Key};
 use affinode_proto::paths;
 
-use crate::{
-    core::{ContainerSpec, Key},
-    inventory::process,
-    jobs,
-};
+use crate::{inventory::process, jobs};
 
 /// Time between two scans.
 const INTERVAL: Duration = Duration::from_secs(5);

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use affinode_core::{Key, Request};
 use affinode_proto::api::control::{ActionResponse, Event, ListResponse};
 use tokio::sync::{mpsc, oneshot};
 
@@ -9,10 +10,7 @@ use super::{
     command::{Command, CommandError},
     events::EventLog,
 };
-use crate::{
-    call_trace::CallSource,
-    core::{Key, Request},
-};
+use crate::call_trace::CallSource;
 
 /// The controller is shutting down and does not respond any longer.
 #[derive(Clone, Copy, Debug, thiserror::Error)]

@@ -1,14 +1,11 @@
 //! Hints from users and containers, and the files that containers read: GPUs under pressure, and the
-//! container's own state. See [`crate::core::hints`] and [`crate::core::pressure`].
+//! container's own state. See [`affinode_core::hints`] and [`affinode_core::pressure`].
 
+use affinode_core::{Input, hints::Hint, view::FindError};
 use affinode_proto::api::control::HintResponse;
 
 use super::actor::NodeActor;
-use crate::{
-    clock::unix_ms,
-    conversion,
-    core::{Input, hints::Hint, view::FindError},
-};
+use crate::{clock::unix_ms, conversion};
 
 impl NodeActor {
     /// Reads what the containers wrote into their hint pipes since the last call.

@@ -3,9 +3,10 @@
 
 use std::io;
 
+use affinode_core::node::policy_of;
+
 use super::{actor::NodeActor, command::CommandError};
 use crate::{
-    core::node::policy_of,
     error_chain,
     jobs::{JobFolder, JobRefusal, JobReply, JobRequest, JobUser, MAX_JOBS, kept, permit},
 };

@@ -1,6 +1,9 @@
 //! Operator overrides: pinned containers, and whether containers are offloaded automatically. They
 //! are stored on disk before they take effect.
 
+use affinode_core::{
+    ActionResult, Input, Key, Request, event::NodeEvent, overrides::OperatorOverrides,
+};
 use affinode_proto::{
     api::control::ActionResponse, event::EventKind, reason::Reason, state::State,
 };
@@ -10,10 +13,7 @@ use super::{
     actor::NodeActor,
     command::{Command, CommandError},
 };
-use crate::{
-    core::{ActionResult, Input, Key, Request, event::NodeEvent, overrides::OperatorOverrides},
-    error_chain, overrides,
-};
+use crate::{conversion, error_chain, overrides};
 
 impl NodeActor {
     pub(super) fn auto_offload(&mut self, on: bool, who: &str) -> Result<bool, CommandError> {
@@ -53,13 +53,14 @@ impl NodeActor {
             return self.call(Command::Act(key.to_string(), Request::Restore, answer));
         }
         let done = ActionResult { done: true, state: Some(state), ..ActionResult::default() };
-        let _ = answer.send(done.into());
+        let _ = answer.send(conversion::response_of(done));
     }
 
     /// Publishes an event about a request and its author.
     pub(super) fn note(&mut self, key: Option<&Key>, container: String, text: String) {
         let event = NodeEvent::new(EventKind::Request, text).because(Reason::Requested);
-        self.publish(NodeEvent { key: key.cloned(), container, ..event }.into());
+        let event = NodeEvent { key: key.cloned(), container, ..event };
+        self.publish(conversion::event_of(event));
     }
 
     /// Stores overrides, then puts them in force. Returns whether they are a change.

@@ -1,12 +1,12 @@
 //! Queries and changes of policies through the APIs.
 
+use affinode_core::{Input, view::FindError};
 use affinode_proto::api::control::{PolicyResponse, PolicyValue};
 
 use super::{actor::NodeActor, command::CommandError};
 use crate::{
     config::{self, Config, ReloadedConfig},
     conversion,
-    core::{Input, view::FindError},
 };
 
 impl NodeActor {

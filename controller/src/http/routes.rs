@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use affinode_core::{Key, Request as Wanted};
 use affinode_proto::{api::control::Event, event::EventKind, reason::Reason};
 use http_body_util::{BodyExt, Limited};
 use hyper::{
@@ -20,11 +21,7 @@ use super::{
     socket::HttpPeer,
     stream::{self, StreamGuard, StreamQuery},
 };
-use crate::{
-    clock,
-    core::{Key, Request as Wanted},
-    error_chain, schema,
-};
+use crate::{clock, error_chain, schema};
 
 /// Prefix of the paths of containers.
 const CONTAINERS: &str = "/api/v1/containers/";

@@ -53,7 +53,7 @@ pub fn run_behind(folder: tempfile::TempDir, may_act: bool, http: &HttpSection) 
                 Command::List(answer) => drop(answer.send(list())),
                 Command::Sights(_, answer) => drop(answer.send(Vec::new())),
                 Command::Act(_, request, answer) => {
-                    let done = request == crate::core::Request::Offload;
+                    let done = request == affinode_core::Request::Offload;
                     drop(answer.send(ActionResponse {
                         done,
                         bytes: 7,

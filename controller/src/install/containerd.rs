@@ -9,6 +9,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use affinode_core::input::Identity;
 use toml::{Table, Value};
 
 use super::{
@@ -19,7 +20,6 @@ use super::{
     target::{self, InstallTarget},
 };
 use crate::{
-    core::input::Identity,
     doctor::{
         containerd::{self, ContainerdAbsent, ContainerdProcess},
         programs::SHIM,

@@ -3,6 +3,7 @@
 //! The unit is started before the earlier controller is ended. The unit's controller waits for the
 //! lock of the earlier one, so no shim starts a controller in between.
 
+use affinode_core::input::Identity;
 use affinode_proto::installation::PathsFile;
 
 use super::{
@@ -10,7 +11,7 @@ use super::{
     files::FileChange,
     unit::{UnitError, UnitPlan},
 };
-use crate::{core::input::Identity, doctor::programs::SHIM, inventory::process};
+use crate::{doctor::programs::SHIM, inventory::process};
 
 /// The controllers of an earlier version. They are replaced after the files of the installation are
 /// in place.

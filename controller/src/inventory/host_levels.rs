@@ -5,8 +5,9 @@
 
 use std::sync::mpsc::{self, SyncSender};
 
+use affinode_core::copy_watch::{CopyInProgress, Levels};
+
 use super::memory::{self, MemoryRules};
-use crate::core::copy_watch::{CopyInProgress, Levels};
 
 /// The thread that reads the levels.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! The pools of host memory that an offload uses. The driver moves VRAM into anonymous memory of
 //! the process, which is charged to the container's memory cgroup. If that cgroup has no free
 //! memory, the kernel kills the process in the middle of the checkpoint. The pools are the cgroup,
-//! each of its ancestors, and the node. [`crate::core::host_memory`] decides whether a pool has
+//! each of its ancestors, and the node. [`affinode_core::host_memory`] decides whether a pool has
 //! enough free memory besides the memory that is promised to other moves.
 
 use std::{
@@ -10,10 +10,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use affinode_core::host_memory::MemoryPool;
 use affinode_proto::reason::Reason;
 
 use super::process;
-use crate::core::host_memory::MemoryPool;
 
 /// The host memory that must stay free.
 #[derive(Clone, Copy, Debug)]

@@ -12,12 +12,12 @@ pub mod utilization;
 
 use std::sync::mpsc;
 
+use affinode_core::{
+    GpuSample, Key, Survey, copy_watch::Levels, host_memory::MemoryPool, input::Work,
+};
 use affinode_proto::reason::Reason;
 
-use crate::{
-    core::{GpuSample, Key, Survey, copy_watch::Levels, host_memory::MemoryPool, input::Work},
-    driver_library::DriverLibrary,
-};
+use crate::driver_library::DriverLibrary;
 use memory::MemoryRules;
 
 /// A request for readings.

@@ -3,18 +3,16 @@
 
 use std::time::{Duration, Instant};
 
+use affinode_core::{
+    GpuSample, Millis,
+    input::{GpuFigures, Work},
+};
 use nvml_wrapper::{
     Nvml, enum_wrappers::device::TemperatureSensor, enums::device::UsedGpuMemory, error::NvmlError,
     struct_wrappers::device::ProcessUtilizationSample,
 };
 
-use crate::{
-    core::{
-        GpuSample, Millis,
-        input::{GpuFigures, Work},
-    },
-    driver_library::DriverLibrary,
-};
+use crate::driver_library::DriverLibrary;
 
 /// Time between two attempts to open the library.
 const AGAIN: Duration = Duration::from_secs(5);

@@ -2,12 +2,11 @@
 
 use std::{collections::HashSet, fs, io};
 
+use affinode_core::input::Identity;
 use rustix::{
     io::Errno,
     process::{Pid, PidfdFlags, Signal},
 };
-
-use crate::core::input::Identity;
 
 /// The process with this pid.
 ///

@@ -7,8 +7,10 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use affinode_core::input::Work;
+
 use super::nvml::NvmlDevices;
-use crate::{core::input::Work, driver_library::DriverLibrary};
+use crate::driver_library::DriverLibrary;
 
 /// The thread that reads the utilization.
 #[derive(Debug)]

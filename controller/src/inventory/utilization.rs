@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::core::{Millis, input::GpuSample};
+use affinode_core::{Millis, input::GpuSample};
 
 /// Length of the window over which the mean is taken.
 const WINDOW_MS: Millis = 60_000;

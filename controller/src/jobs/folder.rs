@@ -18,6 +18,7 @@ use std::{
     time::Duration,
 };
 
+use affinode_core::{ContainerSpec, Key};
 use affinode_proto::paths;
 use rustix::{
     fs::{FlockOperation, OFlags},
@@ -26,7 +27,6 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 
 use super::{JobRequest, JobUser};
-use crate::core::{ContainerSpec, Key};
 
 /// File whose lock the job's processes hold. The job exists while a process holds the lock.
 pub const LOCK_FILE: &str = "job.lock";

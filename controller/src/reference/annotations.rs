@@ -1,12 +1,11 @@
 //! The annotations of a container, read from the parser: its error messages contain the
 //! annotations, their values, and the values that only an operator may choose.
 
-use serde::Serialize;
-
-use crate::core::{
+use affinode_core::{
     explain,
     policy::{Policy, apply},
 };
+use serde::Serialize;
 
 /// Prefix of every annotation.
 const PREFIX: &str = "affinode.io/";

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 
+use affinode_core::explain;
 use figment::{
     Figment,
     error::Kind,
@@ -11,7 +12,7 @@ use figment::{
 };
 use serde::Serialize;
 
-use crate::{config::Config, core::explain};
+use crate::config::Config;
 
 /// The sample file, which is the only place that describes the keys.
 const SAMPLE: &str = include_str!("../../../config/config.toml");

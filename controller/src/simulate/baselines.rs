@@ -1,6 +1,6 @@
 //! The policies that a simulation compares: the configured policy, and others.
 
-use crate::core::{
+use affinode_core::{
     Millis, Settings,
     policy::{Engine, KeepAlive, Mode, Policies, Policy, Rule},
     victims::VictimRule,

@@ -16,10 +16,10 @@
 
 use std::path::Path;
 
+use affinode_core::{Millis, policy::Engine};
 use serde::{Deserialize, Serialize};
 
 use super::SimulationError;
-use crate::core::{Millis, policy::Engine};
 
 /// Fixed time and speed of the moves of one engine.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

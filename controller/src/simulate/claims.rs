@@ -1,8 +1,9 @@
 //! Claims about the default policy, on traces that are small enough for a test. For whole traces
 //! use `affinode simulate`, see `docs/operations.md`.
 
+use affinode_core::Settings;
+
 use super::{random::RandomSource, synthetic, trace::TraceDefaults, *};
-use crate::core::Settings;
 
 const GIB: u64 = 1 << 30;
 const ASSUMED: TraceDefaults = TraceDefaults { vram_bytes: 16 * GIB, service_ms: 1_000, seed: 7 };

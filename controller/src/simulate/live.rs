@@ -23,6 +23,12 @@ use std::{
     collections::{BTreeMap, BinaryHeap, VecDeque},
 };
 
+use affinode_core::{
+    ContainerSpec, DeviceBytes, Effect, GpuSample, Input, Millis, Node, Settings, Survey,
+    input::Identity,
+    policy::{Engine, KeepAlive, Mode, Policies, Policy},
+    victims::VictimRule,
+};
 use affinode_proto::{
     state::State,
     wire::{
@@ -37,12 +43,6 @@ use super::{
     memory::ProcessMemory,
     random::RandomSource,
     *,
-};
-use crate::core::{
-    ContainerSpec, DeviceBytes, Effect, GpuSample, Input, Millis, Node, Settings, Survey,
-    input::Identity,
-    policy::{Engine, KeepAlive, Mode, Policies, Policy},
-    victims::VictimRule,
 };
 
 const GIB: u64 = 1 << 30;

@@ -5,10 +5,10 @@
 //!    └────────────────Checkpoint────────────> Checkpointed
 //! ```
 
+use affinode_core::{Millis, input::SwapStatus, policy::Engine};
 use affinode_proto::wire::{Phase, message::Action};
 
 use super::Calibration;
-use crate::core::{Millis, input::SwapStatus, policy::Engine};
 
 /// Duration of closing, locking, unlocking and opening.
 pub(super) const STEP_MS: Millis = 1;

@@ -4,7 +4,7 @@
 //!  trace ──> engine: agents, devices, a clock ──Input──> core::Node ──Effect──> engine ──> figures
 //! ```
 //!
-//! [`engine`] simulates the environment of [`crate::core::Node`]: processes that call, agents that
+//! [`engine`] simulates the environment of [`affinode_core::Node`]: processes that call, agents that
 //! execute orders in the time given by [`calibration`], and GPUs. The node makes every decision.
 //! The clock jumps from event to event, so two weeks take seconds.
 //!
@@ -118,7 +118,7 @@ pub struct SimulatedMachine {
     /// Costs of moves on this machine.
     pub calibration: Calibration,
     /// Objective for the time that a call waits, in milliseconds.
-    pub slo_ms: crate::core::Millis,
+    pub slo_ms: affinode_core::Millis,
 }
 
 /// Runs every baseline over the trace, on as many threads as there are processors.

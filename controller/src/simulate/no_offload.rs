@@ -2,10 +2,11 @@
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
+use affinode_core::ledger::margin_bytes;
+
 use super::{
     SimulatedMachine, SimulationSummary, WorkloadTrace, summary::SummaryMeter, trace::TraceLoad,
 };
-use crate::core::ledger::margin_bytes;
 
 /// Runs the trace without offloads. A process that does not fit is refused.
 pub(super) fn run(

@@ -15,8 +15,9 @@ use std::{
     collections::{BTreeMap, BTreeSet, BinaryHeap},
 };
 
+use affinode_core::ledger::margin_bytes;
+
 use super::{SimulationError, TraceLoad, WorkloadTrace};
-use crate::core::ledger::margin_bytes;
 
 /// Maximum number of GPUs that are simulated.
 pub const MAX_GPUS: usize = 1024;

@@ -1,9 +1,9 @@
 //! The results of one simulated policy.
 
+use affinode_core::Millis;
 use serde::Serialize;
 
 use super::memory::OffloadLevel;
-use crate::core::Millis;
 
 /// The results of one run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]

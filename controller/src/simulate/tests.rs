@@ -1,12 +1,12 @@
 //! Tests of the simulation, and properties that hold for every policy in it.
 
-use proptest::prelude::*;
-
-use super::{trace::TraceDefaults, *};
-use crate::core::{
+use affinode_core::{
     Settings,
     policy::{Engine, Mode, Policies, Policy, Rule},
 };
+use proptest::prelude::*;
+
+use super::{trace::TraceDefaults, *};
 
 const GIB: u64 = 1 << 30;
 const MARGIN: u64 = 512 << 20;

@@ -1,9 +1,7 @@
 //! Tests that the controller can read the configuration that the chart writes for controllers.
 
-use affinode_controller::{
-    config::Config,
-    core::{explain, policy::Mode},
-};
+use affinode_controller::config::Config;
+use affinode_core::{explain, policy::Mode};
 
 use super::render;
 

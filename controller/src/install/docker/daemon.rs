@@ -14,10 +14,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use affinode_core::input::Identity;
 use serde_json::Value;
 
 use super::{DockerError, engine_api};
-use crate::{core::input::Identity, inventory::process};
+use crate::inventory::process;
 
 /// Name of the process in the kernel.
 pub const PROGRAM: &str = "dockerd";

@@ -1,8 +1,7 @@
 //! The decisions of the node, with the time of each.
 
+use affinode_core::{Change, Millis};
 use affinode_proto::state::State;
-
-use crate::core::{Change, Millis};
 
 /// A step of a container towards Offloaded or Active.
 #[derive(Clone, Debug, PartialEq, Eq)]

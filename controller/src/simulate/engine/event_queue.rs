@@ -9,8 +9,9 @@ use std::{
     collections::{BinaryHeap, binary_heap::PeekMut},
 };
 
+use affinode_core::Millis;
+
 use super::SimulationEvent;
-use crate::core::Millis;
 
 /// Time of an event, and its position among events of the same time.
 #[derive(Clone, Copy, Debug)]

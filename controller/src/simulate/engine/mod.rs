@@ -18,6 +18,12 @@ mod process;
 
 use std::collections::VecDeque;
 
+use affinode_core::{
+    ContainerSpec, DeviceBytes, Effect, Input, Millis, Node, Settings,
+    input::Identity,
+    ledger::margin_bytes,
+    policy::{Engine, Policies},
+};
 use affinode_proto::wire::{Capabilities, Hazards, Phase, message::Action};
 
 pub use self::decision::PolicyDecision;
@@ -33,12 +39,6 @@ use super::{
     memory::{OffloadLevel, ProcessMemory, STEP_MS},
     no_offload,
     summary::{CallDelay, ContainerTotals, SummaryMeter},
-};
-use crate::core::{
-    ContainerSpec, DeviceBytes, Effect, Input, Millis, Node, Settings,
-    input::Identity,
-    ledger::margin_bytes,
-    policy::{Engine, Policies},
 };
 
 /// Time between two queries of the node while a container waits.

@@ -1,6 +1,6 @@
 //! Names of containers, processes and GPUs of a trace, derived from their numbers.
 
-use crate::core::{Key, ProcessId};
+use affinode_core::{Key, ProcessId};
 
 pub(in crate::simulate) fn key(n: usize) -> Key {
     match Key::parse(&format!("{n:032x}")) {

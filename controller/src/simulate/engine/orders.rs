@@ -1,6 +1,7 @@
 //! Executes the node's effects. Orders take the time of the calibration; readings of GPUs take
 //! none.
 
+use affinode_core::{Effect, GpuSample, Input, Millis, Survey};
 use affinode_proto::{
     event::EventKind,
     state::State,
@@ -14,10 +15,7 @@ use super::{
     PolicyDecision, STEP_MS, SimulatedNode, SimulationEvent,
     names::{id, number, pid},
 };
-use crate::{
-    core::{Effect, GpuSample, Input, Millis, Survey},
-    simulate::{SimulationError, memory::OffloadLevel, summary::CallDelay},
-};
+use crate::simulate::{SimulationError, memory::OffloadLevel, summary::CallDelay};
 
 /// Maximum time between an offload and the following restore that counts as thrash.
 const THRASH_MS: Millis = 60_000;

@@ -1,10 +1,9 @@
 //! Computes the results at the end of a run.
 
+use affinode_core::Millis;
+
 use super::{SimulatedNode, process::SimulatedProcess};
-use crate::{
-    core::Millis,
-    simulate::summary::{self, ContainerTotals, SimulationSummary},
-};
+use crate::simulate::summary::{self, ContainerTotals, SimulationSummary};
 
 impl SimulatedNode<'_> {
     pub(super) fn finish(mut self, reloads: bool) -> SimulationSummary {

@@ -5,20 +5,18 @@
 //!   └──call, gate closed──> waits, Wake ──Open──> busy
 //! ```
 
+use affinode_core::{CommandId, Input, Key, Millis, Request, history::PAUSE_MS, policy::Engine};
 use affinode_proto::wire::{
     Hazards, Phase, ProcessFlags, counters::CounterSnapshot, message::AgentMessage,
 };
 
 use super::{SimulatedNode, SimulationEvent, names::id};
-use crate::{
-    core::{CommandId, Input, Key, Millis, Request, history::PAUSE_MS, policy::Engine},
-    simulate::{
-        SimulationError,
-        baselines::CallForesight,
-        memory::{OffloadLevel, ProcessMemory},
-        summary::ContainerTotals,
-        trace::TraceLoad,
-    },
+use crate::simulate::{
+    SimulationError,
+    baselines::CallForesight,
+    memory::{OffloadLevel, ProcessMemory},
+    summary::ContainerTotals,
+    trace::TraceLoad,
 };
 
 /// Time after a process's end at which its neighbours are queried. The node updates its list of

@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 
 use affinode_controller::{
     config::Config,
-    core::{
-        Key, Record,
-        hints::Hint,
-        policy::{Mode, Policies, Policy, Restore},
-    },
     http::query,
     journal::Journal,
     simulate::trace::{TraceDefaults, WorkloadTrace},
+};
+use affinode_core::{
+    Key, Record,
+    hints::Hint,
+    policy::{Mode, Policies, Policy, Restore},
 };
 use tempfile::TempDir;
 

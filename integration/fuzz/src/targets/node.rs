@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 
-use affinode_controller::core::{
+use affinode_core::{
     ContainerSpec, Effect, GpuSample, Input, Key, Node, ProcessId, Settings, Survey,
     input::{Identity, SwapStatus},
     policy::{Mode, OnOom, Policies, Policy},

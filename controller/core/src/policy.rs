@@ -248,7 +248,7 @@ pub enum InvalidValue {
 ///
 /// # Errors
 /// [`InvalidValue`]: the annotation or its value is invalid. The policy is as before.
-pub(crate) fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), InvalidValue> {
+pub fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), InvalidValue> {
     match name {
         "affinode.io/offload" => {
             policy.mode = word(value, &Mode::WORDS)?;

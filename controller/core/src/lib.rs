@@ -1,8 +1,7 @@
 //! Makes the decisions of a node, without I/O. It receives inputs with a time and returns effects.
 //!
 //! ```text
-//!  shim, agents, NVML, operators ──Input──> Node::handle ──Effect──> agents, journal, NVML,
-//! events
+//!  shim, agents, NVML, operators ──Input──> Node::handle ──Effect──> agents, journal, NVML, events
 //! ```
 //!
 //! [`node::Node`] owns every container and process. One task drives it, so there is one writer and

@@ -264,7 +264,7 @@ impl Node {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::{Input, Settings};
+    use crate::{Input, Settings};
 
     #[test]
     fn generation_tells_reused_ids_apart() {

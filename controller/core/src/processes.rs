@@ -196,7 +196,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::core::{
+    use crate::{
         holds::HoldRecord,
         input::{Identity, SwapStatus},
     };

@@ -1,6 +1,6 @@
 //! Choices of operators for this node, in addition to its configuration: whether containers are
 //! offloaded automatically, and which containers are pinned. The choices stay in effect when the
-//! controller restarts; see [`crate::overrides`].
+//! controller restarts; see `overrides.rs` of the controller.
 
 use std::collections::BTreeSet;
 

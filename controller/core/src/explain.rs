@@ -253,7 +253,7 @@ impl Node {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::policy::{Mode, OnOom};
+    use crate::policy::{Mode, OnOom};
 
     fn of(values: &[Value], name: &str) -> (String, Origin) {
         let value = values.iter().find(|value| value.name == name).unwrap();
