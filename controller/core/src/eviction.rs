@@ -146,6 +146,7 @@ impl Node {
 
     /// Whether the context of a copied-out container may be evicted. A container that waits for its
     /// restore is included: otherwise its context would block other containers during the wait.
+    /// Processes without VRAM, which may have started meanwhile, do not matter.
     fn may_evict_context(&self, key: &Key) -> bool {
         let waits = |c: &Container| match c.goal {
             Goal::Offloaded => c.state == State::Offloaded,
@@ -157,7 +158,10 @@ impl Node {
                 && c.policy.mode != Mode::Off
                 && self.has_second_level(key)
                 && self.now >= c.offload_not_before
-                && self.processes.of(key).all(|(_, p)| p.phase.is_offloaded())
+                && self
+                    .processes
+                    .of(key)
+                    .all(|(_, p)| p.phase.is_offloaded() || p.vram_bytes() == 0)
                 && self.processes.of(key).any(|(_, p)| p.phase == Phase::CopiedOut)
                 && self.check_offload(key, true).is_ok()
         };

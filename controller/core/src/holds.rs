@@ -133,11 +133,13 @@ impl Node {
         }
     }
 
-    /// Orders a process that starts in an offloaded container to pause its allocations until the
-    /// container's other processes, which need the VRAM, are restored.
+    /// Orders a process that starts in an offloaded container, or in one that is being offloaded, to
+    /// pause its allocations until the container's other processes, which need the VRAM, are
+    /// restored.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
-        let others_offloaded = self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded());
+        let others_offloaded =
+            self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded() || p.may_leave());
         let deadline_ms = self.settings.hold_ms;
         if let Some(process) = self.processes.get_mut(&id)
             && process.phase == Phase::Open
@@ -149,9 +151,9 @@ impl Node {
         }
     }
 
-    /// Ends the holds of [`hold_for_siblings`](Node::hold_for_siblings) after the whole container
-    /// is restored.
-    pub(super) fn siblings_are_back(&mut self, key: &Key) {
+    /// Ends the holds of [`hold_for_siblings`](Node::hold_for_siblings): the whole container is
+    /// restored, or offloaded again.
+    pub(super) fn release_siblings(&mut self, key: &Key) {
         for id in self.members(key) {
             let Some(process) = self.processes.get_mut(&id) else { continue };
             if std::mem::take(&mut process.waits_for_siblings) {

@@ -118,6 +118,9 @@ impl Node {
                 if let Some(container) = self.containers.get_mut(key) {
                     container.goal = Goal::Offloaded;
                 }
+                // A process that started while the container was offloaded has waited for its
+                // siblings. Its gate closes next, and a gate does not close during a pause.
+                self.release_siblings(key);
                 self.set_state(key, State::Closing, cause, "", 0, 0);
                 self.advance(key);
             }

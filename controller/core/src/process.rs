@@ -135,6 +135,12 @@ impl Process {
         self.capabilities.contains(capabilities)
     }
 
+    /// Whether an order in progress may take the process's memory off the GPU.
+    #[must_use]
+    pub fn may_leave(&self) -> bool {
+        self.pending.is_some_and(|pending| pending.takes_vram_away())
+    }
+
     /// Hazards that do not prevent a copy out. An older library cannot tell which allocations must
     /// stay.
     #[must_use]

@@ -219,7 +219,7 @@ impl Node {
                 process.resident_since = if became_resident { now } else { process.resident_since };
             }
         }
-        self.siblings_are_back(key);
+        self.release_siblings(key);
         if !self.serve_alloc_wait(key) {
             self.close_grant(key);
             self.queue.leave(key);
@@ -277,7 +277,7 @@ impl Node {
         if let Some(container) = self.containers.get_mut(key) {
             container.restore_not_before = self.now + AGAIN_MS;
         }
-        self.siblings_are_back(key);
+        self.release_siblings(key);
         self.set_state(key, State::Lost, Reason::DriverLost, detail, 0, 0);
         self.answer(key, Request::Restore, false, 0, 0);
         self.answer(key, Request::Offload, false, 0, 0);

@@ -15,7 +15,7 @@ use super::{
         policy::Engine,
     },
     agent::{Agent, Refusal},
-    world::{GPU, World, key},
+    world::{GPU, TOTAL, World, key},
 };
 
 #[derive(Clone, Debug)]
@@ -242,6 +242,7 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     let stays = |agent: &Agent| agent.fixed || agent.keeps_context();
     let fixed = world.agents.iter().filter(|(_, agent)| stays(agent)).map(|(id, _)| *id);
     fixed.collect::<Vec<_>>().into_iter().for_each(|id| world.exit(id));
+    exit_what_never_fits(&mut world);
     world.settle_all();
     for (id, agent) in &world.agents {
         let keeps = matches!(
@@ -277,6 +278,24 @@ fn run_in(mut world: World, immediate: &[usize], steps: Vec<Step>) -> Result<(),
     prop_assert!(world.node.grants.is_empty());
     prop_assert_eq!(world.node.ledger.promised_bytes(GPU), 0);
     Ok(())
+}
+
+/// Ends the last processes of a container that has more memory than the GPU, counting what is
+/// offloaded. A container gets there only while its controller is stopped: its processes then end
+/// their holds, and take VRAM that an offloaded process of the container needs. Only an exit helps.
+fn exit_what_never_fits(world: &mut World) {
+    for container in 0..3 {
+        for gpu in 0..2 {
+            let here = |agent: &Agent| agent.container == container && agent.gpu == gpu;
+            while world.was_stopped
+                && world.agents.values().filter(|a| here(a)).map(|a| a.size).sum::<u64>() > TOTAL
+                && let Some(id) =
+                    world.agents.iter().rfind(|(_, a)| here(a) && a.size > 0).map(|(id, _)| *id)
+            {
+                world.exit(id);
+            }
+        }
+    }
 }
 
 proptest! {
@@ -591,5 +610,36 @@ fn gates_stay_closed_beside_a_copy_out() {
     steps.extend([Step::Join(1), Step::Join(1), Step::Work(1), Step::Allocate(1, 206)]);
     let mut world = World::new(3);
     (world.slow_copiers, world.prepare) = (true, true);
+    run_in(world, &[], steps).unwrap();
+}
+
+/// Regression test: a process registered while another process of its container was being copied
+/// out. It then took VRAM that the copied process needed.
+#[test]
+fn newcomer_waits_beside_a_copy_out() {
+    let mut steps = vec![Step::Join(1), Step::Join(1), Step::Work(0), Step::Allocate(0, 237)];
+    steps.extend([Step::Work(1), Step::Join(1), Step::Allocate(1, 1), Step::Join(1)]);
+    steps.extend([Step::Exit(3), Step::Work(2), Step::Allocate(2, 250), Step::Tick]);
+    steps.extend([Step::Tick, Step::Tick, Step::Allocate(2, 236), Step::Question]);
+    steps.extend([Step::Work(2), Step::Work(0), Step::Work(1), Step::Question]);
+    steps.extend([Step::Join(1), Step::Work(3), Step::Work(0), Step::Allocate(3, 278)]);
+    let mut world = World::new(3);
+    (world.slow_copiers, world.two_gpus, world.prepare) = (true, true, true);
+    run_in(world, &[], steps).unwrap();
+}
+
+/// Regression test: a process without VRAM started in a copied-out container, and its context was
+/// then kept from a waiter.
+#[test]
+fn newcomer_keeps_no_context_from_a_waiter() {
+    let mut steps = vec![Step::Join(2), Step::Work(0), Step::Allocate(0, 12), Step::Join(1)];
+    steps.extend([Step::Join(1), Step::Others(234), Step::Ask(2, true), Step::Work(1)]);
+    steps.extend([Step::Allocate(1, 80), Step::Allocate(0, 78), Step::Question]);
+    steps.extend([Step::Work(0), Step::Join(1), Step::Allocate(1, 158), Step::Join(1)]);
+    steps.extend([Step::Allocate(1, 157), Step::Work(2), Step::Question]);
+    steps.extend([Step::Allocate(2, 282), Step::Join(2), Step::Join(1)]);
+    steps.extend([Step::Allocate(1, 77), Step::Work(3), Step::Allocate(1, 225)]);
+    let mut world = World::new(3);
+    world.slow_copiers = true;
     run_in(world, &[], steps).unwrap();
 }

@@ -71,6 +71,8 @@ pub(super) struct World {
     pub(super) copiers: BTreeMap<CopierId, WorldCopier>,
     /// Whether copiers take VRAM and time. Otherwise they start and end at once.
     pub(super) slow_copiers: bool,
+    /// Whether the controller was stopped for some time.
+    pub(super) was_stopped: bool,
     /// Prefault orders that were sent: the process, and whether the order was to begin (`true`) or
     /// to end.
     pub(super) prepared: Vec<(ProcessId, bool)>,
@@ -140,6 +142,7 @@ impl World {
             auto: false,
             copiers: BTreeMap::new(),
             slow_copiers: false,
+            was_stopped: false,
             prepared: Vec::new(),
             ended: Vec::new(),
             fail: None,
@@ -488,6 +491,7 @@ impl World {
     /// The controller handles nothing for six seconds. Processes end their holds, and unmanaged
     /// processes then hold `bytes`, if these are free.
     pub(super) fn stop_controller(&mut self, bytes: u64) {
+        self.was_stopped = true;
         self.now += 6_000;
         for agent in self.agents.values_mut() {
             (agent.held, agent.held_here) = (false, false);
