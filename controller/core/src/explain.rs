@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Key, Millis, Node,
-    policy::{LATENCY_SENSITIVE, Policies, Policy, Rule, apply},
+    Key, Node,
+    policy::{LATENCY_SENSITIVE, Policies, SETTINGS, Setting, apply},
 };
 
 /// The source of a value.
@@ -51,130 +51,6 @@ pub struct Value {
     pub origin: Origin,
 }
 
-struct Setting {
-    name: &'static str,
-    annotations: &'static [&'static str],
-    shown: fn(&Policy) -> String,
-    ruled: fn(&Rule) -> bool,
-}
-
-const SETTINGS: &[Setting] = &[
-    Setting {
-        name: "mode",
-        annotations: &["affinode.io/offload", LATENCY_SENSITIVE],
-        shown: |p| p.mode.as_str().into(),
-        ruled: |r| r.mode.is_some(),
-    },
-    Setting {
-        name: "idle_timeout",
-        annotations: &["affinode.io/idle-timeout"],
-        shown: |p| duration(p.idle_timeout_ms),
-        ruled: |r| r.idle_timeout_ms.is_some(),
-    },
-    Setting {
-        name: "keep_alive",
-        annotations: &["affinode.io/keep-alive"],
-        shown: |p| p.keep_alive.as_str().into(),
-        ruled: |r| r.keep_alive.is_some(),
-    },
-    Setting {
-        name: "wake_cost",
-        annotations: &[],
-        shown: |p| duration(p.wake_cost_ms),
-        ruled: |r| r.wake_cost_ms.is_some(),
-    },
-    Setting {
-        name: "prewake",
-        annotations: &["affinode.io/prewake"],
-        shown: |p| p.prewake.to_string(),
-        ruled: |r| r.prewake.is_some(),
-    },
-    Setting {
-        name: "wake_on",
-        annotations: &["affinode.io/wake-on"],
-        shown: |p| p.wake_on.as_str().into(),
-        ruled: |r| r.wake_on.is_some(),
-    },
-    Setting {
-        name: "minimum_residency",
-        annotations: &[],
-        shown: |p| duration(p.minimum_residency_ms),
-        ruled: |r| r.minimum_residency_ms.is_some(),
-    },
-    Setting {
-        name: "priority",
-        annotations: &["affinode.io/priority"],
-        shown: |p| p.priority.to_string(),
-        ruled: |r| r.priority.is_some(),
-    },
-    Setting {
-        name: "restore",
-        annotations: &["affinode.io/restore"],
-        shown: |p| p.restore.as_str().into(),
-        ruled: |r| r.restore.is_some(),
-    },
-    Setting {
-        name: "on_oom",
-        annotations: &["affinode.io/on-oom"],
-        shown: |p| p.on_oom.as_str().into(),
-        ruled: |r| r.on_oom.is_some(),
-    },
-    Setting {
-        name: "on_oom_timeout",
-        annotations: &["affinode.io/on-oom-timeout"],
-        shown: |p| duration(p.on_oom_timeout_ms),
-        ruled: |r| r.on_oom_timeout_ms.is_some(),
-    },
-    Setting {
-        name: "engine",
-        annotations: &["affinode.io/engine"],
-        shown: |p| p.engine.as_str().into(),
-        ruled: |r| r.engine.is_some(),
-    },
-    Setting {
-        name: "retain_host_copy",
-        annotations: &["affinode.io/retain-host-copy"],
-        shown: |p| p.retain_host_copy.to_string(),
-        ruled: |r| r.retain_host_copy.is_some(),
-    },
-    Setting {
-        name: "checksum",
-        annotations: &["affinode.io/checksum"],
-        shown: |p| p.checksum.to_string(),
-        ruled: |r| r.checksum.is_some(),
-    },
-    Setting {
-        name: "dedup",
-        annotations: &["affinode.io/dedup"],
-        shown: |p| p.dedup.to_string(),
-        ruled: |r| r.dedup.is_some(),
-    },
-    Setting {
-        name: "prefault",
-        annotations: &["affinode.io/prefault"],
-        shown: |p| p.prefault.to_string(),
-        ruled: |r| r.prefault.is_some(),
-    },
-    Setting {
-        name: "allow_gpu_migration",
-        annotations: &["affinode.io/allow-gpu-migration"],
-        shown: |p| p.allow_gpu_migration.to_string(),
-        ruled: |r| r.allow_gpu_migration.is_some(),
-    },
-    Setting {
-        name: "minimum_vram_mib",
-        annotations: &["affinode.io/minimum-vram-mib"],
-        shown: |p| (p.minimum_vram_bytes >> 20).to_string(),
-        ruled: |r| r.minimum_vram_bytes.is_some(),
-    },
-    Setting {
-        name: "offload_window",
-        annotations: &["affinode.io/offload-window"],
-        shown: |p| p.offload_window.to_string(),
-        ruled: |r| r.offload_window.is_some(),
-    },
-];
-
 /// The names of all settings, as `[policy]` has them.
 pub fn names() -> impl Iterator<Item = &'static str> {
     SETTINGS.iter().map(|setting| setting.name)
@@ -185,10 +61,6 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 pub fn annotations(name: &str) -> Vec<String> {
     let settings = SETTINGS.iter().filter(|setting| setting.name == name);
     settings.flat_map(|setting| setting.annotations).map(|name| (*name).to_owned()).collect()
-}
-
-fn duration(ms: Millis) -> String {
-    humantime::format_duration(std::time::Duration::from_millis(ms)).to_string()
 }
 
 impl Policies {
@@ -213,7 +85,7 @@ impl Policies {
         let mut values = self.explain_node();
         for (value, setting) in values.iter_mut().zip(SETTINGS) {
             value.value = (setting.shown)(&policy);
-            if rule.is_some_and(setting.ruled) {
+            if rule.is_some_and(setting.is_ruled) {
                 value.origin = Origin::Namespace(namespace.to_owned());
             }
             for name in setting.annotations {
@@ -253,7 +125,7 @@ impl Node {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{Mode, OnOom};
+    use crate::policy::{FileValue, Mode, NamespaceRule, OnOom, Policy};
 
     fn of(values: &[Value], name: &str) -> (String, Origin) {
         let value = values.iter().find(|value| value.name == name).unwrap();
@@ -267,12 +139,12 @@ mod tests {
             origins: [("priority", "/a.toml"), ("mode", "/b.toml")]
                 .map(|(name, file)| (name.to_owned(), file.to_owned()))
                 .into(),
-            rules: vec![Rule {
-                namespace: "ml".into(),
-                mode: Some(Mode::Eager),
-                on_oom: Some(OnOom::Wait),
-                dedup: Some(true),
-                ..Rule::default()
+            rules: vec![NamespaceRule {
+                name: "ml".into(),
+                mode: Some(FileValue(Mode::Eager)),
+                on_oom: Some(FileValue(OnOom::Wait)),
+                dedup: Some(FileValue(true)),
+                ..NamespaceRule::default()
             }],
         };
         let annotations: BTreeMap<String, String> = [

@@ -44,7 +44,6 @@ pub mod overrides;
 mod oversubscription;
 pub mod plan;
 pub mod policy;
-mod policy_words;
 mod prefault;
 pub mod pressure;
 pub mod process;

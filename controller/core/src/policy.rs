@@ -4,54 +4,18 @@
 
 use std::collections::BTreeMap;
 
-pub use super::policy_words::{Engine, KeepAlive, Mode, OnOom, Restore, WakeOn};
-use super::{Millis, history::KeepAliveTarget, window::Window};
+mod format;
+mod settings;
+mod words;
 
-/// The effective policy of one container.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Policy {
-    /// When the container is offloaded.
-    pub mode: Mode,
-    /// Time without use after which the container is idle, in milliseconds. If the keep-alive is
-    /// learned, the maximum of that time.
-    pub idle_timeout_ms: Millis,
-    /// Time that the container stays resident after a restore, in milliseconds.
-    pub minimum_residency_ms: Millis,
-    /// Priority in the queue, -1000 to 1000. The highest is served first.
-    pub priority: i32,
-    /// Whether the container's keep-alive is learned or fixed.
-    pub keep_alive: KeepAlive,
-    /// Cost of one wake, as a time in milliseconds: holding the idle container's VRAM for this time
-    /// costs as much as one wake.
-    pub wake_cost_ms: Millis,
-    /// Whether the container is prewoken before a call that its history makes likely.
-    pub prewake: bool,
-    /// The events that restore the container: calls, or calls and connections.
-    pub wake_on: WakeOn,
-    /// How the container's restore gets VRAM that other containers hold.
-    pub restore: Restore,
-    /// Whether an allocation that finds no VRAM fails or waits.
-    pub on_oom: OnOom,
-    /// Maximum time for which an allocation waits for VRAM, in milliseconds.
-    pub on_oom_timeout_ms: Millis,
-    /// The way in which the container's memory leaves the GPU.
-    pub engine: Engine,
-    /// Whether the container's host copy is retained after a restore.
-    pub retain_host_copy: bool,
-    /// Whether a restore verifies that copied memory is unchanged.
-    pub checksum: bool,
-    /// Whether offloaded memory of the container is stored once if other containers of its
-    /// namespace have the same content.
-    pub dedup: bool,
-    /// Whether host memory is prefaulted while the container is idle.
-    pub prefault: bool,
-    /// Whether the container may be restored on another GPU if its own is full.
-    pub allow_gpu_migration: bool,
-    /// VRAM in bytes below which the container is not offloaded.
-    pub minimum_vram_bytes: u64,
-    /// Times of the week during which the container is offloaded when idle.
-    pub offload_window: Window,
-}
+use self::format::Format;
+pub(crate) use self::settings::{SETTINGS, Setting};
+pub use self::{
+    format::{FileValue, duration_ms},
+    settings::{NamespaceRule, Policy, PolicySection},
+    words::{Engine, KeepAlive, Mode, OnOom, Restore, WakeOn},
+};
+use super::history::KeepAliveTarget;
 
 impl Policy {
     /// The objective of the learned keep-alive. `None`: the keep-alive is fixed.
@@ -64,77 +28,6 @@ impl Policy {
     }
 }
 
-impl Default for Policy {
-    fn default() -> Policy {
-        Policy {
-            mode: Mode::Auto,
-            idle_timeout_ms: 300_000,
-            minimum_residency_ms: 10_000,
-            priority: 0,
-            keep_alive: KeepAlive::Learned,
-            wake_cost_ms: 34_000,
-            prewake: false,
-            wake_on: WakeOn::Call,
-            restore: Restore::Queue,
-            on_oom: OnOom::Fail,
-            on_oom_timeout_ms: 120_000,
-            engine: Engine::Auto,
-            retain_host_copy: false,
-            checksum: false,
-            dedup: false,
-            prefault: false,
-            allow_gpu_migration: false,
-            minimum_vram_bytes: 0,
-            offload_window: Window::default(),
-        }
-    }
-}
-
-/// The rule of a namespace. If a field is `None`, the node's value applies.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Rule {
-    /// The Kubernetes namespace (or containerd's, outside Kubernetes).
-    pub namespace: String,
-    /// Replaces the mode, if set.
-    pub mode: Option<Mode>,
-    /// Replaces the idle timeout.
-    pub idle_timeout_ms: Option<Millis>,
-    /// Replaces the minimum residency.
-    pub minimum_residency_ms: Option<Millis>,
-    /// Replaces the priority, if set.
-    pub priority: Option<i32>,
-    /// Replaces `keep_alive`, if set.
-    pub keep_alive: Option<KeepAlive>,
-    /// Replaces the cost of a wake.
-    pub wake_cost_ms: Option<Millis>,
-    /// Replaces `prewake`, if set.
-    pub prewake: Option<bool>,
-    /// Replaces `wake_on`, if set.
-    pub wake_on: Option<WakeOn>,
-    /// Replaces `restore`, if set.
-    pub restore: Option<Restore>,
-    /// Replaces `on_oom`, if set.
-    pub on_oom: Option<OnOom>,
-    /// Replaces the maximum wait of an allocation.
-    pub on_oom_timeout_ms: Option<Millis>,
-    /// Replaces the engine, if set.
-    pub engine: Option<Engine>,
-    /// Replaces `retain_host_copy`, if set.
-    pub retain_host_copy: Option<bool>,
-    /// Replaces `checksum`, if set.
-    pub checksum: Option<bool>,
-    /// Replaces `dedup`, if set.
-    pub dedup: Option<bool>,
-    /// Replaces `prefault`, if set.
-    pub prefault: Option<bool>,
-    /// Replaces `allow_gpu_migration`, if set.
-    pub allow_gpu_migration: Option<bool>,
-    /// Replaces `minimum_vram_bytes`, if set.
-    pub minimum_vram_bytes: Option<u64>,
-    /// Replaces the offload window.
-    pub offload_window: Option<Window>,
-}
-
 /// Values of the node, and rules of namespaces.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
@@ -144,13 +37,8 @@ pub struct Policies {
     /// is the default.
     pub origins: BTreeMap<String, String>,
     /// Rules of namespaces. The first rule that names the container's namespace applies.
-    pub rules: Vec<Rule>,
+    pub rules: Vec<NamespaceRule>,
 }
-
-/// Maximum of `minimum_vram_mib`: a tebibyte.
-pub const MAX_VRAM_MIB: u64 = 1 << 20;
-/// Maximum idle timeout: a year.
-const MAX_TIMEOUT_MS: Millis = 366 * 24 * 3600 * 1000;
 
 impl Policies {
     /// The effective policy of a container, and one warning per invalid annotation.
@@ -182,28 +70,7 @@ impl Policies {
     pub fn before_annotations(&self, namespace: &str) -> Policy {
         let mut policy = self.node.clone();
         if let Some(rule) = self.rule(namespace) {
-            policy.mode = rule.mode.unwrap_or(policy.mode);
-            policy.idle_timeout_ms = rule.idle_timeout_ms.unwrap_or(policy.idle_timeout_ms);
-            policy.minimum_residency_ms =
-                rule.minimum_residency_ms.unwrap_or(policy.minimum_residency_ms);
-            policy.priority = rule.priority.unwrap_or(policy.priority);
-            policy.keep_alive = rule.keep_alive.unwrap_or(policy.keep_alive);
-            policy.wake_cost_ms = rule.wake_cost_ms.unwrap_or(policy.wake_cost_ms);
-            policy.prewake = rule.prewake.unwrap_or(policy.prewake);
-            policy.wake_on = rule.wake_on.unwrap_or(policy.wake_on);
-            policy.restore = rule.restore.unwrap_or(policy.restore);
-            policy.on_oom = rule.on_oom.unwrap_or(policy.on_oom);
-            policy.on_oom_timeout_ms = rule.on_oom_timeout_ms.unwrap_or(policy.on_oom_timeout_ms);
-            policy.engine = rule.engine.unwrap_or(policy.engine);
-            policy.retain_host_copy = rule.retain_host_copy.unwrap_or(policy.retain_host_copy);
-            policy.checksum = rule.checksum.unwrap_or(policy.checksum);
-            policy.dedup = rule.dedup.unwrap_or(policy.dedup);
-            policy.prefault = rule.prefault.unwrap_or(policy.prefault);
-            policy.allow_gpu_migration =
-                rule.allow_gpu_migration.unwrap_or(policy.allow_gpu_migration);
-            policy.minimum_vram_bytes =
-                rule.minimum_vram_bytes.unwrap_or(policy.minimum_vram_bytes);
-            policy.offload_window = rule.offload_window.clone().unwrap_or(policy.offload_window);
+            rule.apply(&mut policy);
         }
         policy
     }
@@ -211,14 +78,14 @@ impl Policies {
     /// Whether the node or any namespace allows the restore policy `immediate`.
     #[must_use]
     pub fn may_be_immediate(&self) -> bool {
-        let rules = self.rules.iter().filter_map(|rule| rule.restore);
+        let rules = self.rules.iter().filter_map(|rule| rule.restore.as_ref()).map(|value| value.0);
         std::iter::once(self.node.restore).chain(rules).any(|restore| restore != Restore::Queue)
     }
 
     /// The rule for a namespace, if there is one.
     #[must_use]
-    pub fn rule(&self, namespace: &str) -> Option<&Rule> {
-        self.rules.iter().find(|rule| rule.namespace == namespace)
+    pub fn rule(&self, namespace: &str) -> Option<&NamespaceRule> {
+        self.rules.iter().find(|rule| rule.name == namespace)
     }
 }
 
@@ -238,11 +105,14 @@ pub enum InvalidValue {
     #[error("accepted here: {0}")]
     NotPermitted(&'static str),
     /// No annotation has this name.
-    #[error(
-        "no such annotation; accepted: offload, idle-timeout, priority, keep-alive, prewake, wake-on, latency-sensitive, engine, retain-host-copy, checksum, dedup, prefault, allow-gpu-migration, restore, on-oom, on-oom-timeout, minimum-vram-mib, offload-window, inject"
-    )]
-    Name,
+    #[error("no such annotation; accepted: {}", .0.join(", "))]
+    Name(Vec<&'static str>),
 }
+
+/// Annotation that decides whether the library is loaded into the container.
+const INJECT: &str = "affinode.io/inject";
+/// Prefix of every annotation.
+const PREFIX: &str = "affinode.io/";
 
 /// Applies one annotation to a policy.
 ///
@@ -250,86 +120,47 @@ pub enum InvalidValue {
 /// [`InvalidValue`]: the annotation or its value is invalid. The policy is as before.
 pub fn apply(policy: &mut Policy, name: &str, value: &str) -> Result<(), InvalidValue> {
     match name {
-        "affinode.io/offload" => {
-            policy.mode = word(value, &Mode::WORDS)?;
-        }
-        "affinode.io/idle-timeout" => policy.idle_timeout_ms = duration_ms(value)?,
-        "affinode.io/priority" => {
-            policy.priority = value
-                .parse()
-                .ok()
-                .filter(|p| (-1000..=1000).contains(p))
-                .ok_or(InvalidValue::Form("a whole number from -1000 to 1000"))?;
-        }
-        "affinode.io/keep-alive" => policy.keep_alive = word(value, &KeepAlive::WORDS)?,
-        "affinode.io/prewake" => policy.prewake = word(value, &BOOLS)?,
-        "affinode.io/wake-on" => policy.wake_on = word(value, &WakeOn::WORDS)?,
         LATENCY_SENSITIVE => {
-            if word(value, &BOOLS)? {
+            if bool::parse(value)? {
                 policy.mode = Mode::Off;
             }
+            Ok(())
         }
-        "affinode.io/engine" => policy.engine = word(value, &Engine::WORDS)?,
-        "affinode.io/retain-host-copy" => policy.retain_host_copy = word(value, &BOOLS)?,
-        "affinode.io/checksum" => policy.checksum = word(value, &BOOLS)?,
-        "affinode.io/dedup" => policy.dedup = dedup(policy.dedup, value)?,
-        "affinode.io/prefault" => policy.prefault = word(value, &BOOLS)?,
-        "affinode.io/allow-gpu-migration" => policy.allow_gpu_migration = word(value, &BOOLS)?,
-        "affinode.io/restore" => policy.restore = restore(policy.restore, value)?,
-        "affinode.io/on-oom" => policy.on_oom = word(value, &OnOom::WORDS)?,
-        "affinode.io/on-oom-timeout" => policy.on_oom_timeout_ms = duration_ms(value)?,
-        "affinode.io/minimum-vram-mib" => {
-            let mib: Option<u64> = value.parse().ok().filter(|mib| *mib <= MAX_VRAM_MIB);
-            let accepted = InvalidValue::Form("a number of MiB, up to 1048576");
-            policy.minimum_vram_bytes = mib.ok_or(accepted)? << 20;
+        INJECT => format::word(value, &[("auto", ()), ("true", ()), ("false", ())]),
+        _ => {
+            let setting = SETTINGS.iter().find(|setting| setting.annotations.contains(&name));
+            let setting = setting.ok_or_else(|| InvalidValue::Name(annotations()))?;
+            (setting.annotate)(policy, value)
         }
-        "affinode.io/offload-window" => policy.offload_window = value.parse()?,
-        "affinode.io/inject" => word(value, &[("auto", ()), ("true", ()), ("false", ())])?,
-        _ => return Err(InvalidValue::Name),
     }
-    Ok(())
 }
 
-/// The restore policy that an annotation selects. `immediate` may end processes of other
-/// containers, so it is accepted only if an operator allows annotations to select it.
-fn restore(operators: Restore, value: &str) -> Result<Restore, InvalidValue> {
-    match word(value, &Restore::WORDS)? {
-        Restore::Immediate if operators == Restore::Queue => Err(InvalidValue::NotPermitted(
+/// Names of all annotations, without their prefix.
+fn annotations() -> Vec<&'static str> {
+    let of_settings = SETTINGS.iter().flat_map(|setting| setting.annotations);
+    let all = of_settings.copied().chain([INJECT]);
+    all.map(|name| name.strip_prefix(PREFIX).unwrap_or(name)).collect()
+}
+
+/// Refuses the restore policy `immediate` of an annotation unless an operator leaves it to
+/// annotations: it may end processes of other containers.
+fn annotated_restore(operators: &Restore, chosen: &Restore) -> Result<(), InvalidValue> {
+    match (operators, chosen) {
+        (Restore::Queue, Restore::Immediate) => Err(InvalidValue::NotPermitted(
             "queue; an operator can allow immediate with policy.restore = \"by-annotation\"",
         )),
-        chosen => Ok(chosen),
+        _ => Ok(()),
     }
 }
 
-/// Whether memory is deduplicated. Deduplication costs the node CPU time, so an annotation can only
-/// disable it.
-fn dedup(operators: bool, value: &str) -> Result<bool, InvalidValue> {
-    match word(value, &BOOLS)? {
-        true if !operators => {
+/// Refuses an annotation that enables deduplication, which costs the node CPU time.
+fn annotated_dedup(operators: &bool, chosen: &bool) -> Result<(), InvalidValue> {
+    match (operators, chosen) {
+        (false, true) => {
             Err(InvalidValue::NotPermitted("false; an operator can allow true with policy.dedup"))
         }
-        chosen => Ok(chosen),
+        _ => Ok(()),
     }
-}
-
-const BOOLS: [(&str, bool); 2] = [("true", true), ("false", false)];
-
-fn word<T: Copy>(value: &str, words: &[(&'static str, T)]) -> Result<T, InvalidValue> {
-    let meaning = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
-    meaning.ok_or_else(|| InvalidValue::Word(words.iter().map(|(word, _)| *word).collect()))
-}
-
-/// Parses a duration such as `90s`, `5m` or `1h 30m`.
-///
-/// # Errors
-/// [`InvalidValue`]: the duration is invalid.
-pub fn duration_ms(value: &str) -> Result<Millis, InvalidValue> {
-    let accepted = InvalidValue::Form("a duration from 1ms to 366days, such as 90s, 5m or 1h");
-    humantime::parse_duration(value)
-        .ok()
-        .and_then(|duration| Millis::try_from(duration.as_millis()).ok())
-        .filter(|ms| (1..=MAX_TIMEOUT_MS).contains(ms))
-        .ok_or(accepted)
 }
 
 #[cfg(test)]
@@ -345,11 +176,11 @@ mod tests {
         let policies = Policies {
             node: Policy::default(),
             origins: BTreeMap::new(),
-            rules: vec![Rule {
-                namespace: "ml".into(),
-                mode: Some(Mode::Pressure),
-                priority: Some(5),
-                ..Rule::default()
+            rules: vec![NamespaceRule {
+                name: "ml".into(),
+                mode: Some(FileValue(Mode::Pressure)),
+                priority: Some(FileValue(5)),
+                ..NamespaceRule::default()
             }],
         };
         let (policy, warnings) =
@@ -374,7 +205,11 @@ mod tests {
     #[test]
     fn dedup_is_set_by_node_rule_or_annotation() {
         let policies = Policies {
-            rules: vec![Rule { namespace: "ml".into(), dedup: Some(true), ..Rule::default() }],
+            rules: vec![NamespaceRule {
+                name: "ml".into(),
+                dedup: Some(FileValue(true)),
+                ..NamespaceRule::default()
+            }],
             ..Policies::default()
         };
         let dedup = |namespace, says: &[(&str, &str)]| {

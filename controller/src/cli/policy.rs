@@ -210,9 +210,9 @@ fn validate(file: &Path, out: &mut dyn Write, shape: PolicyShape) -> Result<(), 
         .rules
         .iter()
         .map(|rule| {
-            let all = values(&policies.explain(&rule.namespace, &Default::default()));
+            let all = values(&policies.explain(&rule.name, &Default::default()));
             let own = all.into_iter().filter(|value| value.origin == "namespace");
-            (rule.namespace.clone(), own.collect::<Vec<_>>())
+            (rule.name.clone(), own.collect::<Vec<_>>())
         })
         .collect();
     if matches!(shape.output, OutputFormat::Json | OutputFormat::Yaml) {

@@ -19,12 +19,7 @@ use std::{
 use affinode_core::{
     Millis, Settings, explain,
     plan::OrderDeadlines,
-    policy::{
-        Engine, KeepAlive, MAX_VRAM_MIB, Mode, OnOom, Policies, Policy, Restore, Rule, WakeOn,
-        duration_ms,
-    },
-    victims::VictimRule,
-    window::Window,
+    policy::{Policies, PolicySection, duration_ms},
 };
 use affinode_proto::installation::InstallationPaths;
 use figment::{
@@ -79,142 +74,6 @@ pub struct Config {
     /// The file or variable that set each value of `[policy]`, by key.
     #[serde(skip)]
     pub origins: BTreeMap<String, String>,
-}
-
-/// Section `[policy]`: conditions and method of offloads.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct PolicySection {
-    /// Condition of an offload: auto, eager, pressure, manual or off.
-    pub mode: Mode,
-    /// Time without a call after which a container is idle, in milliseconds.
-    #[serde(deserialize_with = "duration")]
-    pub idle_timeout: Millis,
-    /// Time for which a container stays resident after a restore, in milliseconds.
-    #[serde(deserialize_with = "duration")]
-    pub minimum_residency: Millis,
-    /// Containers of higher priority are restored first.
-    pub priority: i32,
-    /// Time for which a container must be idle before an offload. learned: a learned time, at most
-    /// idle_timeout. fixed: idle_timeout.
-    pub keep_alive: KeepAlive,
-    /// Cost of one wake, in milliseconds of VRAM held idle.
-    #[serde(deserialize_with = "duration")]
-    pub wake_cost: Millis,
-    /// Whether a container is restored ahead of a call that its history makes likely.
-    pub prewake: bool,
-    /// Causes of a wake: only calls, or calls and connections.
-    pub wake_on: WakeOn,
-    /// Way in which a container is restored when its VRAM is in use: queue, immediate or
-    /// by-annotation.
-    pub restore: Restore,
-    /// Handling of an allocation that finds no free VRAM: fail or wait.
-    pub on_oom: OnOom,
-    /// Maximum time for which an allocation without free VRAM is retried, in milliseconds.
-    #[serde(deserialize_with = "duration")]
-    pub on_oom_timeout: Millis,
-    /// Way in which memory leaves the GPU: auto, copy, full, checkpoint.
-    pub engine: Engine,
-    /// Whether the copy in host memory is kept after a restore.
-    pub retain_host_copy: bool,
-    /// Whether a restore verifies the copied memory.
-    pub checksum: bool,
-    /// Whether identical content of offloaded containers of a namespace is stored once.
-    pub dedup: bool,
-    /// Whether host memory is prepared for the offload while a container is idle.
-    pub prefault: bool,
-    /// Whether a container may be restored on another GPU of the same model when its own is full.
-    pub allow_gpu_migration: bool,
-    /// Minimum VRAM of a container that is offloaded, in MiB.
-    pub minimum_vram_mib: u64,
-    /// Time in which idle containers may be offloaded without a waiter: always, or times of the
-    /// week in UTC.
-    #[serde(deserialize_with = "window")]
-    pub offload_window: Window,
-    /// Rule for the choice of victims: expected, lru, size-idle.
-    pub victims: VictimRule,
-    /// Rules for one namespace each, `[[policy.namespace]]`.
-    pub namespace: Vec<NamespaceRule>,
-}
-
-/// A rule for one namespace. `None` in a field: the node's value applies.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct NamespaceRule {
-    /// Name of the namespace: of Kubernetes, or of containerd outside Kubernetes.
-    pub name: String,
-    /// Overrides the node's mode.
-    pub mode: Option<Mode>,
-    /// Overrides the node's idle timeout, in milliseconds.
-    #[serde(default, deserialize_with = "maybe_duration")]
-    pub idle_timeout: Option<Millis>,
-    /// Overrides the node's minimum residency, in milliseconds.
-    #[serde(default, deserialize_with = "maybe_duration")]
-    pub minimum_residency: Option<Millis>,
-    /// Overrides the node's priority.
-    pub priority: Option<i32>,
-    /// Overrides the node's keep_alive.
-    pub keep_alive: Option<KeepAlive>,
-    /// Overrides the node's wake cost, in milliseconds.
-    #[serde(default, deserialize_with = "maybe_duration")]
-    pub wake_cost: Option<Millis>,
-    /// Overrides the node's prewake.
-    pub prewake: Option<bool>,
-    /// Overrides the node's wake_on.
-    pub wake_on: Option<WakeOn>,
-    /// Overrides the node's restore.
-    pub restore: Option<Restore>,
-    /// Overrides the node's on_oom.
-    pub on_oom: Option<OnOom>,
-    /// Overrides the node's on_oom_timeout, in milliseconds.
-    #[serde(default, deserialize_with = "maybe_duration")]
-    pub on_oom_timeout: Option<Millis>,
-    /// Overrides the node's engine.
-    pub engine: Option<Engine>,
-    /// Overrides the node's retain_host_copy.
-    pub retain_host_copy: Option<bool>,
-    /// Overrides the node's checksum.
-    pub checksum: Option<bool>,
-    /// Overrides the node's dedup.
-    pub dedup: Option<bool>,
-    /// Overrides the node's prefault.
-    pub prefault: Option<bool>,
-    /// Overrides the node's allow_gpu_migration.
-    pub allow_gpu_migration: Option<bool>,
-    /// Overrides the node's minimum_vram_mib.
-    pub minimum_vram_mib: Option<u64>,
-    /// Overrides the node's offload_window.
-    #[serde(default, deserialize_with = "maybe_window")]
-    pub offload_window: Option<Window>,
-}
-
-impl Default for PolicySection {
-    fn default() -> PolicySection {
-        let policy = Policy::default();
-        PolicySection {
-            mode: policy.mode,
-            idle_timeout: policy.idle_timeout_ms,
-            minimum_residency: policy.minimum_residency_ms,
-            priority: policy.priority,
-            keep_alive: policy.keep_alive,
-            wake_cost: policy.wake_cost_ms,
-            prewake: policy.prewake,
-            wake_on: policy.wake_on,
-            restore: policy.restore,
-            on_oom: policy.on_oom,
-            on_oom_timeout: policy.on_oom_timeout_ms,
-            engine: policy.engine,
-            retain_host_copy: policy.retain_host_copy,
-            checksum: policy.checksum,
-            dedup: policy.dedup,
-            prefault: policy.prefault,
-            allow_gpu_migration: policy.allow_gpu_migration,
-            minimum_vram_mib: policy.minimum_vram_bytes >> 20,
-            offload_window: policy.offload_window,
-            victims: VictimRule::default(),
-            namespace: Vec::new(),
-        }
-    }
 }
 
 /// Reason why the configuration was rejected.
@@ -300,10 +159,6 @@ impl Config {
         if self.timing.lock_timeout > 600_000 {
             return Err(ConfigError::Bad("timing.lock_timeout: accepted: 1ms to 10m".into()));
         }
-        let rules = self.policy.namespace.iter().filter_map(|rule| rule.minimum_vram_mib);
-        if rules.chain([self.policy.minimum_vram_mib]).any(|mib| mib > MAX_VRAM_MIB) {
-            return Err(ConfigError::Bad("minimum_vram_mib: accepted: up to 1048576".into()));
-        }
         self.http.check()?;
         self.history.check()?;
         self.report.check()?;
@@ -317,55 +172,9 @@ impl Config {
         Settings {
             copiers: self.copier.enabled,
             policies: Policies {
-                node: Policy {
-                    mode: self.policy.mode,
-                    idle_timeout_ms: self.policy.idle_timeout,
-                    minimum_residency_ms: self.policy.minimum_residency,
-                    priority: self.policy.priority,
-                    keep_alive: self.policy.keep_alive,
-                    wake_cost_ms: self.policy.wake_cost,
-                    prewake: self.policy.prewake,
-                    wake_on: self.policy.wake_on,
-                    restore: self.policy.restore,
-                    on_oom: self.policy.on_oom,
-                    on_oom_timeout_ms: self.policy.on_oom_timeout,
-                    engine: self.policy.engine,
-                    retain_host_copy: self.policy.retain_host_copy,
-                    checksum: self.policy.checksum,
-                    dedup: self.policy.dedup,
-                    prefault: self.policy.prefault,
-                    allow_gpu_migration: self.policy.allow_gpu_migration,
-                    minimum_vram_bytes: self.policy.minimum_vram_mib << 20,
-                    offload_window: self.policy.offload_window.clone(),
-                },
+                node: self.policy.policy(),
                 origins: self.origins.clone(),
-                rules: self
-                    .policy
-                    .namespace
-                    .iter()
-                    .map(|rule| Rule {
-                        namespace: rule.name.clone(),
-                        mode: rule.mode,
-                        idle_timeout_ms: rule.idle_timeout,
-                        minimum_residency_ms: rule.minimum_residency,
-                        priority: rule.priority,
-                        keep_alive: rule.keep_alive,
-                        wake_cost_ms: rule.wake_cost,
-                        prewake: rule.prewake,
-                        wake_on: rule.wake_on,
-                        restore: rule.restore,
-                        on_oom: rule.on_oom,
-                        on_oom_timeout_ms: rule.on_oom_timeout,
-                        engine: rule.engine,
-                        retain_host_copy: rule.retain_host_copy,
-                        checksum: rule.checksum,
-                        dedup: rule.dedup,
-                        prefault: rule.prefault,
-                        allow_gpu_migration: rule.allow_gpu_migration,
-                        minimum_vram_bytes: rule.minimum_vram_mib.map(|mib| mib << 20),
-                        offload_window: rule.offload_window.clone(),
-                    })
-                    .collect(),
+                rules: self.policy.namespace.clone(),
             },
             deadlines: OrderDeadlines {
                 close_ms: ms(self.timing.close_deadline),
@@ -416,21 +225,10 @@ fn duration<'de, D: Deserializer<'de>>(from: D) -> Result<Millis, D::Error> {
     duration_ms(&text).map_err(|accepted| serde::de::Error::custom(format!("{text:?}: {accepted}")))
 }
 
-fn window<'de, D: Deserializer<'de>>(from: D) -> Result<Window, D::Error> {
-    let text = String::deserialize(from)?;
-    text.parse().map_err(|accepted| serde::de::Error::custom(format!("{text:?}: {accepted}")))
-}
-
-fn maybe_window<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Window>, D::Error> {
-    window(from).map(Some)
-}
-
-fn maybe_duration<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Millis>, D::Error> {
-    duration(from).map(Some)
-}
-
 #[cfg(test)]
 mod tests {
+    use affinode_core::policy::Mode;
+
     use super::*;
 
     fn load(text: &str) -> Result<Config, ConfigError> {
@@ -457,7 +255,7 @@ mod tests {
         let config = load("[policy]\nmode = \"pressure\"\nidle_timeout = \"90s\"\nprefault = true\ndedup = true\n[[policy.namespace]]\nname = \"ml\"\nidle_timeout = \"1h\"\nprefault = false\ndedup = false\n").unwrap();
         let settings = config.settings();
         assert_eq!(settings.policies.node.idle_timeout_ms, 90_000);
-        assert_eq!(settings.policies.rules[0].idle_timeout_ms, Some(3_600_000));
+        assert_eq!(settings.policies.before_annotations("ml").idle_timeout_ms, 3_600_000);
         let prepare = |of: &str| settings.policies.before_annotations(of).prefault;
         assert_eq!((prepare("ml"), prepare("other")), (false, true));
         let dedup = |of: &str| settings.policies.before_annotations(of).dedup;
@@ -473,7 +271,8 @@ mod tests {
         std::fs::write(folder.path().join("conf.d/10.toml"), "[policy]\nmode = \"manual\"\n")
             .unwrap();
         let config = Config::load(&file).unwrap();
-        assert_eq!((config.policy.mode, config.policy.priority), (Mode::Manual, 3));
+        let policy = config.policy.policy();
+        assert_eq!((policy.mode, policy.priority), (Mode::Manual, 3));
         assert!(config.origins["mode"].ends_with("conf.d/10.toml"), "{:?}", config.origins);
         assert!(config.origins["priority"].ends_with("config.toml"), "{:?}", config.origins);
         assert_eq!(config.origins.get("idle_timeout"), None);
@@ -488,6 +287,7 @@ mod tests {
             ("[policy]\nrestore = \"now\"\n", "now"),
             ("[policy]\noffload_window = \"nights\"\n", "nights"),
             ("[policy]\nminimum_vram_mib = 9999999\n", "minimum_vram_mib"),
+            ("[policy]\npriority = 1001\n", "-1000 to 1000"),
             ("[policy\n", "TOML"),
             ("[timing]\nsample_interval = \"1ms\"\n", "sample_interval"),
         ] {

@@ -44,13 +44,13 @@ mod tests {
     fn a_reload_names_what_needs_a_restart() {
         let mut config = Config::default();
         let mut read = Config::default();
-        read.policy.idle_timeout = 1;
+        read.policy.idle_timeout_ms.0 = 1;
         read.http.actions = HttpActions::Off;
         read.jobs.enabled = !read.jobs.enabled;
         read.jobs.users.push("ana".into());
         let taken = config.take(read.clone());
         assert_eq!(taken, ReloadedConfig { changed: true, waits: vec!["http", "jobs.enabled"] });
-        assert_eq!((config.policy.idle_timeout, config.jobs.users.len()), (1, 1));
+        assert_eq!((config.policy.idle_timeout_ms.0, config.jobs.users.len()), (1, 1));
         assert!(
             config.http == Config::default().http
                 && config.jobs.enabled == Config::default().jobs.enabled

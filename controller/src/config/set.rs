@@ -119,11 +119,13 @@ mod tests {
         fs::write(&file, "[policy]\nmode = \"off\"\npriority = 3\n").unwrap();
         set(&file, &change(&[("mode", "manual"), ("priority", "7"), ("prewake", "true")])).unwrap();
         let config = Config::load(&file).unwrap();
-        assert_eq!((config.policy.mode, config.policy.priority), (Mode::Manual, 7));
-        assert!(config.policy.prewake && config.origins["mode"].ends_with(FILE));
+        let policy = config.policy.policy();
+        assert_eq!((policy.mode, policy.priority), (Mode::Manual, 7));
+        assert!(policy.prewake && config.origins["mode"].ends_with(FILE));
         set(&file, &change(&[("mode", "")])).unwrap();
         let config = Config::load(&file).unwrap();
-        assert_eq!((config.policy.mode, config.policy.priority), (Mode::Off, 7));
+        let policy = config.policy.policy();
+        assert_eq!((policy.mode, policy.priority), (Mode::Off, 7));
     }
 
     #[test]
@@ -143,6 +145,6 @@ mod tests {
             let now = fs::read_to_string(folder.path().join("conf.d").join(FILE)).unwrap();
             assert_eq!(before, now);
         }
-        assert_eq!(Config::load(&file).unwrap().policy.idle_timeout, 90_000);
+        assert_eq!(Config::load(&file).unwrap().policy.idle_timeout_ms.0, 90_000);
     }
 }

@@ -53,10 +53,11 @@ mod tests {
                     node_reserve_mib = 2.0\n[[policy.namespace]]\nname = \"ml\"\npriority = -3.0\n\
                     minimum_vram_mib = 1048576.0\n[report]\nprice_per_gpu_hour = 2.0\n";
         let config = Config::from_toml(text).unwrap();
-        assert_eq!((config.policy.priority, config.policy.minimum_vram_mib), (5, 1024));
+        let policy = config.policy.policy();
+        assert_eq!((policy.priority, policy.minimum_vram_bytes), (5, 1 << 30));
         assert_eq!(config.memory.node_reserve_mib, Some(2));
-        let rule = &config.policy.namespace[0];
-        assert_eq!((rule.priority, rule.minimum_vram_mib), (Some(-3), Some(1 << 20)));
+        let ruled = config.settings().policies.before_annotations("ml");
+        assert_eq!((ruled.priority, ruled.minimum_vram_bytes), (-3, 1 << 40));
     }
 
     #[test]

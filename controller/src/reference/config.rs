@@ -153,7 +153,7 @@ fn value_of(section: &str, name: &str) -> (&'static str, String) {
             "a sequence" => ("list of strings", String::new()),
             "f64" => ("number", accepted(&["-1.0"])),
             number if number.starts_with(['i', 'u']) => {
-                ("integer", accepted(&["9223372036854775807", "0"]))
+                ("integer", accepted(&["9223372036854775807", "2147483647", "0"]))
             }
             _ => {
                 let all = accepted(&["\"\\u0001\"", &format!("{:?}", "x".repeat(300))]);
@@ -281,7 +281,7 @@ mod tests {
         let is = |kind: &str, accepted: &str| (kind.to_owned(), accepted.to_owned());
         assert_eq!(said("policy", "mode"), is("word", "auto, eager, pressure, manual, off"));
         assert_eq!(said("policy", "prewake"), is("boolean", "true, false"));
-        assert_eq!(said("policy", "minimum_vram_mib"), is("integer", "up to 1048576"));
+        assert_eq!(said("policy", "minimum_vram_mib"), is("integer", "a number of MiB, up to 1048576"));
         assert_eq!(said("policy", "idle_timeout"), is("duration", "1ms to 366days"));
         assert_eq!(said("timing", "sample_interval"), is("duration", "10ms to 60s"));
         assert_eq!(said("timing", "lock_timeout"), is("duration", "1ms to 10m"));

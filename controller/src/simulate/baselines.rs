@@ -2,7 +2,7 @@
 
 use affinode_core::{
     Millis, Settings,
-    policy::{Engine, KeepAlive, Mode, Policies, Policy, Rule},
+    policy::{Engine, KeepAlive, Mode, NamespaceRule, Policies, Policy},
     victims::VictimRule,
 };
 
@@ -36,7 +36,7 @@ impl Baseline {
     #[must_use]
     pub fn shortest_timeout_ms(&self) -> Option<Millis> {
         let policies = &self.settings.as_ref()?.policies;
-        let rules = policies.rules.iter().map(|rule| policies.before_annotations(&rule.namespace));
+        let rules = policies.rules.iter().map(|rule| policies.before_annotations(&rule.name));
         let leaves = |policy: &Policy| matches!(policy.mode, Mode::Eager | Mode::Auto);
         let all = rules.chain([policies.node.clone()]).filter(leaves);
         all.map(|policy| policy.idle_timeout_ms).min()
@@ -52,10 +52,10 @@ fn plain(settings: &Settings, change: impl FnOnce(&mut Policy), victims: VictimR
     (node.keep_alive, node.prewake) = (KeepAlive::Fixed, false);
     change(&mut node);
     // Each container keeps its engine, so that only the compared policy differs.
-    let engine_of = |rule: &Rule| Rule {
-        namespace: rule.namespace.clone(),
-        engine: rule.engine,
-        ..Rule::default()
+    let engine_of = |rule: &NamespaceRule| NamespaceRule {
+        name: rule.name.clone(),
+        engine: rule.engine.clone(),
+        ..NamespaceRule::default()
     };
     let rules = settings.policies.rules.iter().map(engine_of).collect();
     let policies = Policies { node, rules, ..Policies::default() };

@@ -2,7 +2,7 @@
 
 use affinode_core::{
     Settings,
-    policy::{Engine, Mode, Policies, Policy, Rule},
+    policy::{Engine, FileValue, Mode, NamespaceRule, Policies, Policy},
 };
 use proptest::prelude::*;
 
@@ -82,7 +82,11 @@ fn namespace_rule_decides_the_engine() {
     let mut loads = vec![load("a", 8, &[0, 1_000]), load("b", 8, &[0, 1_000])];
     loads[1].namespace = "ml".into();
     let trace = WorkloadTrace { loads };
-    let rule = Rule { namespace: "ml".into(), engine: Some(Engine::Copy), ..Rule::default() };
+    let rule = NamespaceRule {
+        name: "ml".into(),
+        engine: Some(FileValue(Engine::Copy)),
+        ..NamespaceRule::default()
+    };
     let node = Policy { engine: Engine::Full, ..Policy::default() };
     let policies = Policies { node, rules: vec![rule], ..Policies::default() };
     let settings = Settings { policies, ..Settings::default() };

@@ -48,9 +48,10 @@ fn a_values_file_becomes_a_valid_configuration() {
     std::fs::write(&file, text).unwrap();
     // `affinode policy validate` and each node load the file in this way.
     let config = Config::load(&file).unwrap_or_else(|error| panic!("{error}\n{text}"));
-    assert_eq!((config.policy.priority, config.policy.minimum_vram_mib), (5, 1 << 20));
-    let rule = &config.policy.namespace[0];
-    assert_eq!((rule.priority, rule.minimum_vram_mib), (Some(-3), Some(2048)));
+    let policy = config.policy.policy();
+    assert_eq!((policy.priority, policy.minimum_vram_bytes), (5, 1 << 40));
+    let ruled = config.settings().policies.before_annotations("ml");
+    assert_eq!((ruled.priority, ruled.minimum_vram_bytes), (-3, 2048 << 20));
     assert_eq!(config.memory.node_reserve_mib, Some(4096));
     for name in explain::names() {
         assert!(config.origins.contains_key(name), "{name} is not in the values file");
@@ -72,7 +73,7 @@ fn the_preset_observe_moves_nothing() {
     let Some(rendered) = render(&preset) else { return };
     let text = rendered.get("ConfigMap", "affinode-config")["data"]["cluster.toml"].clone();
     let config = Config::from_toml(text.as_str().unwrap()).unwrap();
-    assert_eq!(config.policy.mode, Mode::Manual);
+    assert_eq!(config.policy.policy().mode, Mode::Manual);
     let policy = rendered.get("MutatingAdmissionPolicy", "affinode");
     let namespaces = policy["spec"]["matchConstraints"]["namespaceSelector"].to_string();
     assert!(namespaces.contains("enabled") && !namespaces.contains("ignore"), "{namespaces}");

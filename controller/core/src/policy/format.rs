@@ -1,0 +1,191 @@
+//! How the values of settings are written in configuration files and annotations.
+
+use std::fmt::Debug;
+
+use serde::{Deserialize, Deserializer, de::Error as _};
+
+use super::{InvalidValue, words};
+use crate::{Millis, window::Window};
+
+/// Maximum of a duration: a year.
+const MAX_DURATION_MS: Millis = 366 * 24 * 3600 * 1000;
+/// Maximum of an amount of VRAM: a tebibyte.
+const MAX_MIB: u64 = 1 << 20;
+
+/// A form in which values are written, in files and in annotations.
+pub trait Format {
+    /// Type of the value that the decisions use.
+    type Value: Clone + Debug + PartialEq + Eq;
+    /// Type of the value in a configuration file.
+    type Written: for<'de> Deserialize<'de> + Debug;
+
+    /// Parses the text of an annotation.
+    ///
+    /// # Errors
+    /// [`InvalidValue`]: what would be accepted.
+    fn parse(text: &str) -> Result<Self::Value, InvalidValue>;
+
+    /// Accepts the value of a file.
+    ///
+    /// # Errors
+    /// [`InvalidValue`]: what would be accepted.
+    fn accept(written: &Self::Written) -> Result<Self::Value, InvalidValue>;
+
+    /// The value as configuration files write it.
+    fn shown(value: &Self::Value) -> String;
+}
+
+/// A value that was read from a configuration file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileValue<F: Format>(pub F::Value);
+
+impl<'de, F: Format> Deserialize<'de> for FileValue<F> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<FileValue<F>, D::Error> {
+        let written = F::Written::deserialize(from)?;
+        let refused = |accepted| D::Error::custom(format!("{written:?}: {accepted}"));
+        F::accept(&written).map(FileValue).map_err(refused)
+    }
+}
+
+/// One of a few words.
+macro_rules! format_of_words {
+    ($($word:ident)*) => { $(
+        impl Format for words::$word {
+            type Value = words::$word;
+            type Written = words::$word;
+
+            fn parse(text: &str) -> Result<words::$word, InvalidValue> {
+                word(text, &words::$word::WORDS)
+            }
+
+            fn accept(written: &words::$word) -> Result<words::$word, InvalidValue> {
+                Ok(*written)
+            }
+
+            fn shown(value: &words::$word) -> String {
+                value.as_str().to_owned()
+            }
+        }
+    )* };
+}
+
+format_of_words! { Mode KeepAlive WakeOn Restore OnOom Engine }
+
+pub(super) fn word<T: Copy>(text: &str, words: &[(&'static str, T)]) -> Result<T, InvalidValue> {
+    let meaning = words.iter().find(|(word, _)| *word == text).map(|(_, meaning)| *meaning);
+    meaning.ok_or_else(|| InvalidValue::Word(words.iter().map(|(word, _)| *word).collect()))
+}
+
+/// `true` or `false`.
+impl Format for bool {
+    type Value = bool;
+    type Written = bool;
+
+    fn parse(text: &str) -> Result<bool, InvalidValue> {
+        word(text, &[("true", true), ("false", false)])
+    }
+
+    fn accept(written: &bool) -> Result<bool, InvalidValue> {
+        Ok(*written)
+    }
+
+    fn shown(value: &bool) -> String {
+        value.to_string()
+    }
+}
+
+/// A duration such as `90s`, `5m` or `1h 30m`. The value is in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Duration;
+
+impl Format for Duration {
+    type Value = Millis;
+    type Written = String;
+
+    fn parse(text: &str) -> Result<Millis, InvalidValue> {
+        duration_ms(text)
+    }
+
+    fn accept(written: &String) -> Result<Millis, InvalidValue> {
+        duration_ms(written)
+    }
+
+    fn shown(value: &Millis) -> String {
+        humantime::format_duration(std::time::Duration::from_millis(*value)).to_string()
+    }
+}
+
+/// Parses a duration such as `90s`, `5m` or `1h 30m`.
+///
+/// # Errors
+/// [`InvalidValue`]: the duration is invalid.
+pub fn duration_ms(value: &str) -> Result<Millis, InvalidValue> {
+    let accepted = InvalidValue::Form("a duration from 1ms to 366days, such as 90s, 5m or 1h");
+    humantime::parse_duration(value)
+        .ok()
+        .and_then(|duration| Millis::try_from(duration.as_millis()).ok())
+        .filter(|ms| (1..=MAX_DURATION_MS).contains(ms))
+        .ok_or(accepted)
+}
+
+/// A number from -1000 to 1000.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Priority;
+
+impl Format for Priority {
+    type Value = i32;
+    type Written = i32;
+
+    fn parse(text: &str) -> Result<i32, InvalidValue> {
+        Priority::accept(&text.parse().unwrap_or(i32::MAX))
+    }
+
+    fn accept(written: &i32) -> Result<i32, InvalidValue> {
+        let accepted = InvalidValue::Form("a whole number from -1000 to 1000");
+        Some(*written).filter(|number| (-1000..=1000).contains(number)).ok_or(accepted)
+    }
+
+    fn shown(value: &i32) -> String {
+        value.to_string()
+    }
+}
+
+/// An amount of memory in MiB. The value is in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mebibytes;
+
+impl Format for Mebibytes {
+    type Value = u64;
+    type Written = u64;
+
+    fn parse(text: &str) -> Result<u64, InvalidValue> {
+        Mebibytes::accept(&text.parse().unwrap_or(u64::MAX))
+    }
+
+    fn accept(written: &u64) -> Result<u64, InvalidValue> {
+        let accepted = InvalidValue::Form("a number of MiB, up to 1048576");
+        Some(*written).filter(|mib| *mib <= MAX_MIB).map(|mib| mib << 20).ok_or(accepted)
+    }
+
+    fn shown(value: &u64) -> String {
+        (value >> 20).to_string()
+    }
+}
+
+/// `always`, or times of the week in UTC.
+impl Format for Window {
+    type Value = Window;
+    type Written = String;
+
+    fn parse(text: &str) -> Result<Window, InvalidValue> {
+        text.parse()
+    }
+
+    fn accept(written: &String) -> Result<Window, InvalidValue> {
+        written.parse()
+    }
+
+    fn shown(value: &Window) -> String {
+        value.to_string()
+    }
+}

@@ -1,0 +1,154 @@
+//! The settings of a policy, one entry each. From this table come the policy, the section `[policy]`
+//! of the configuration file, the rules of namespaces, the annotations, and the values that
+//! `affinode policy show` explains. `config/config.toml` has the sentence for the reference page.
+
+use serde::Deserialize;
+
+use super::{
+    InvalidValue, LATENCY_SENSITIVE, annotated_dedup, annotated_restore,
+    format::{Duration, FileValue, Format, Mebibytes, Priority},
+    words::{Engine, KeepAlive, Mode, OnOom, Restore, WakeOn},
+};
+use crate::{victims::VictimRule, window::Window};
+
+/// A setting, as `affinode policy show` and the annotations use it.
+pub(crate) struct Setting {
+    /// Key in configuration files.
+    pub name: &'static str,
+    /// Annotations of a container that change the setting.
+    pub annotations: &'static [&'static str],
+    /// The value as configuration files write it.
+    pub shown: fn(&Policy) -> String,
+    /// Whether the rule of a namespace replaces the setting.
+    pub is_ruled: fn(&NamespaceRule) -> bool,
+    /// Sets the value that an annotation has.
+    pub annotate: fn(&mut Policy, &str) -> Result<(), InvalidValue>,
+}
+
+/// `field: format = default, key, [annotations]`, and after `if` a function that refuses values
+/// which an operator does not leave to annotations.
+macro_rules! settings {
+    ($(
+        $(#[$doc:meta])*
+        $field:ident: $format:ty = $default:expr, $key:literal, [$($annotation:expr),*]
+        $(if $permitted:path)?;
+    )*) => {
+        /// The effective policy of one container.
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        pub struct Policy {
+            $($(#[$doc])* pub $field: <$format as Format>::Value,)*
+        }
+
+        impl Default for Policy {
+            fn default() -> Policy {
+                Policy { $($field: $default,)* }
+            }
+        }
+
+        /// Section `[policy]`: conditions and method of offloads.
+        #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+        #[serde(deny_unknown_fields, default)]
+        pub struct PolicySection {
+            $($(#[$doc])* #[serde(rename = $key)] pub $field: FileValue<$format>,)*
+            /// Rule for the choice of victims.
+            pub victims: VictimRule,
+            /// Rules for one namespace each, `[[policy.namespace]]`.
+            pub namespace: Vec<NamespaceRule>,
+        }
+
+        impl Default for PolicySection {
+            fn default() -> PolicySection {
+                PolicySection {
+                    $($field: FileValue($default),)*
+                    victims: VictimRule::default(),
+                    namespace: Vec::new(),
+                }
+            }
+        }
+
+        impl PolicySection {
+            /// The policy of the node.
+            #[must_use]
+            pub fn policy(&self) -> Policy {
+                Policy { $($field: self.$field.0.clone(),)* }
+            }
+        }
+
+        /// A rule for one namespace. `None` in a field: the node's value applies.
+        #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        pub struct NamespaceRule {
+            /// Name of the namespace: of Kubernetes, or of containerd outside Kubernetes.
+            pub name: String,
+            $($(#[$doc])* #[serde(rename = $key)] pub $field: Option<FileValue<$format>>,)*
+        }
+
+        impl NamespaceRule {
+            /// Replaces the values that the rule sets.
+            pub(super) fn apply(&self, policy: &mut Policy) {
+                $(if let Some(value) = &self.$field {
+                    policy.$field.clone_from(&value.0);
+                })*
+            }
+        }
+
+        pub(crate) const SETTINGS: &[Setting] = &[$(
+            Setting {
+                name: $key,
+                annotations: &[$($annotation),*],
+                shown: |policy| <$format>::shown(&policy.$field),
+                is_ruled: |rule| rule.$field.is_some(),
+                annotate: |policy, text| {
+                    let chosen = <$format>::parse(text)?;
+                    $($permitted(&policy.$field, &chosen)?;)?
+                    policy.$field = chosen;
+                    Ok(())
+                },
+            },
+        )*];
+    };
+}
+
+settings! {
+    /// When the container is offloaded.
+    mode: Mode = Mode::Auto, "mode", ["affinode.io/offload", LATENCY_SENSITIVE];
+    /// Time without use after which the container is idle, in milliseconds. If the keep-alive is
+    /// learned, the maximum of that time.
+    idle_timeout_ms: Duration = 300_000, "idle_timeout", ["affinode.io/idle-timeout"];
+    /// Time that the container stays resident after a restore, in milliseconds.
+    minimum_residency_ms: Duration = 10_000, "minimum_residency", [];
+    /// Priority in the queue, -1000 to 1000. The highest is served first.
+    priority: Priority = 0, "priority", ["affinode.io/priority"];
+    /// Whether the container's keep-alive is learned or fixed.
+    keep_alive: KeepAlive = KeepAlive::Learned, "keep_alive", ["affinode.io/keep-alive"];
+    /// Cost of one wake, as a time in milliseconds: holding the idle container's VRAM for this time
+    /// costs as much as one wake.
+    wake_cost_ms: Duration = 34_000, "wake_cost", [];
+    /// Whether the container is prewoken before a call that its history makes likely.
+    prewake: bool = false, "prewake", ["affinode.io/prewake"];
+    /// The events that restore the container: calls, or calls and connections.
+    wake_on: WakeOn = WakeOn::Call, "wake_on", ["affinode.io/wake-on"];
+    /// How the container's restore gets VRAM that other containers hold.
+    restore: Restore = Restore::Queue, "restore", ["affinode.io/restore"] if annotated_restore;
+    /// Whether an allocation that finds no VRAM fails or waits.
+    on_oom: OnOom = OnOom::Fail, "on_oom", ["affinode.io/on-oom"];
+    /// Maximum time for which an allocation waits for VRAM, in milliseconds.
+    on_oom_timeout_ms: Duration = 120_000, "on_oom_timeout", ["affinode.io/on-oom-timeout"];
+    /// The way in which the container's memory leaves the GPU.
+    engine: Engine = Engine::Auto, "engine", ["affinode.io/engine"];
+    /// Whether the container's host copy is retained after a restore.
+    retain_host_copy: bool = false, "retain_host_copy", ["affinode.io/retain-host-copy"];
+    /// Whether a restore verifies that copied memory is unchanged.
+    checksum: bool = false, "checksum", ["affinode.io/checksum"];
+    /// Whether offloaded memory of the container is stored once if other containers of its
+    /// namespace have the same content.
+    dedup: bool = false, "dedup", ["affinode.io/dedup"] if annotated_dedup;
+    /// Whether host memory is prefaulted while the container is idle.
+    prefault: bool = false, "prefault", ["affinode.io/prefault"];
+    /// Whether the container may be restored on another GPU if its own is full.
+    allow_gpu_migration: bool = false, "allow_gpu_migration", ["affinode.io/allow-gpu-migration"];
+    /// VRAM in bytes below which the container is not offloaded.
+    minimum_vram_bytes: Mebibytes = 0, "minimum_vram_mib", ["affinode.io/minimum-vram-mib"];
+    /// Times of the week during which the container is offloaded when idle.
+    offload_window: Window = Window::default(), "offload_window", ["affinode.io/offload-window"];
+}
