@@ -15,6 +15,7 @@ use std::path::Path;
 
 use affinode_proto::api::control::Announcement;
 use affinode_proto::paths::{CONTAINER_LIB_DIR, CONTAINER_RUN_DIR};
+use affinode_proto::wire::Engine;
 use containerd_shim_protos::api::CreateTaskRequest;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use serde_json::Value;
@@ -146,7 +147,7 @@ fn edit(
     paths: &ShimPaths,
     folder: &ContainerDir,
     announcement: &Announcement,
-    engine: &str,
+    engine: Engine,
     request: &CreateTaskRequest,
     bundle: &Bundle,
     spec: &mut Value,

@@ -62,6 +62,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use affinode_proto::api::control::Announcement;
+use affinode_proto::wire::Engine;
 use cli::{ShimAction, ShimInvocation};
 
 /// The name under which containerd knows this runtime.
@@ -74,7 +75,7 @@ pub const BINARY: &str = "containerd-shim-affinode-v1";
 pub type Embedded = (&'static str, fn(Vec<OsString>) -> ExitCode);
 
 /// Returns the engine of an announced container, from the node's configuration.
-pub type EngineOf = fn(&Path, &Announcement) -> &'static str;
+pub type EngineOf = fn(&Path, &Announcement) -> Engine;
 
 /// Runs the command in `args` (the program's name first).
 pub fn run(

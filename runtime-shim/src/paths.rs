@@ -9,6 +9,7 @@ use affinode_proto::api::Message;
 use affinode_proto::api::control::Announcement;
 use affinode_proto::installation::InstallationPaths;
 use affinode_proto::paths as names;
+use affinode_proto::wire::Engine;
 use sha2::{Digest, Sha256};
 
 use crate::address::hex;
@@ -99,9 +100,9 @@ impl ContainerDir {
     }
 
     /// Writes the name of the engine for the container's processes.
-    pub fn write_engine(&self, word: &str) -> io::Result<()> {
+    pub fn write_engine(&self, engine: Engine) -> io::Result<()> {
         let path = self.mount().join(names::ENGINE_FILE);
-        fs::write(&path, word)?;
+        fs::write(&path, engine.as_str())?;
         fs::set_permissions(&path, Permissions::from_mode(0o644))
     }
 

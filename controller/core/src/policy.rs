@@ -13,9 +13,10 @@ pub(crate) use self::settings::{SETTINGS, Setting};
 pub use self::{
     format::{FileValue, duration_ms},
     settings::{NamespaceRule, Policy, PolicySection},
-    words::{Engine, KeepAlive, Mode, OnOom, Restore, WakeOn},
+    words::{KeepAlive, Mode, OnOom, Restore, WakeOn},
 };
 use super::history::KeepAliveTarget;
+pub use affinode_proto::wire::Engine;
 
 impl Policy {
     /// The objective of the learned keep-alive. `None`: the keep-alive is fixed.

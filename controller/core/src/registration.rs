@@ -144,7 +144,7 @@ impl Node {
         }
         let first_seen = if younger || self.started_ticks == 0 { self.now } else { 0 };
         let came = before.as_ref().map_or(first_seen, |p| p.resident_since);
-        let engine = container.policy.engine.wire();
+        let engine = container.policy.engine;
         let first = container.state == State::Unregistered;
         let out = container.goal == Goal::Offloaded;
         self.processes.insert(

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use affinode_core::node::policy_of;
-use affinode_proto::api::control::Announcement;
+use affinode_proto::{api::control::Announcement, wire::Engine};
 
 use super::Config;
 use crate::conversion;
@@ -12,7 +12,7 @@ use crate::conversion;
 /// The engine that the controller will choose for a container with this announcement. If the
 /// configuration cannot be read: the default engine.
 #[must_use]
-pub fn engine_of(file: &Path, announcement: &Announcement) -> &'static str {
+pub fn engine_of(file: &Path, announcement: &Announcement) -> Engine {
     let config = Config::load(file).unwrap_or_else(|error| {
         let error: &dyn std::error::Error = &error;
         tracing::warn!(
@@ -24,7 +24,7 @@ pub fn engine_of(file: &Path, announcement: &Announcement) -> &'static str {
         Config::default()
     });
     let spec = conversion::spec_of(announcement.clone());
-    policy_of(&config.settings().policies, &spec).0.engine.as_str()
+    policy_of(&config.settings().policies, &spec).0.engine
 }
 
 /// The OCI runtime from the configuration. Empty if the configuration has none, or if it cannot be
@@ -43,18 +43,18 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.toml");
         let mut container = Announcement { namespace: "ns".into(), ..Announcement::default() };
-        assert_eq!(engine_of(&file, &container), "auto", "there is no file");
+        assert_eq!(engine_of(&file, &container), Engine::Auto, "there is no file");
         std::fs::write(&file, "[policy]\nengine = \"auto\"\n").unwrap();
-        assert_eq!(engine_of(&file, &container), "auto");
+        assert_eq!(engine_of(&file, &container), Engine::Auto);
         let namespace = "[[policy.namespace]]\nname = \"ns\"\nengine = \"copy\"\n";
         std::fs::write(&file, namespace).unwrap();
-        assert_eq!(engine_of(&file, &container), "copy");
+        assert_eq!(engine_of(&file, &container), Engine::Copy);
         let annotation = |word: &str| [("affinode.io/engine".to_owned(), word.to_owned())].into();
         container.annotations = annotation("full");
-        assert_eq!(engine_of(&file, &container), "full");
+        assert_eq!(engine_of(&file, &container), Engine::Full);
         container.annotations = annotation(&"f".repeat(400));
-        assert_eq!(engine_of(&file, &container), "copy", "that means nothing");
+        assert_eq!(engine_of(&file, &container), Engine::Copy, "that means nothing");
         std::fs::write(&file, "engine = 7").unwrap();
-        assert_eq!(engine_of(&file, &container), "auto", "it is managed all the same");
+        assert_eq!(engine_of(&file, &container), Engine::Auto, "it is managed all the same");
     }
 }

@@ -61,7 +61,7 @@ impl NodeActor {
         self.job_users.insert(job.key().clone(), job.uid());
         let spec = job.spec();
         let (policy, _) = policy_of(&self.config.settings().policies, &spec);
-        if let Err(error) = job.write_engine(policy.engine.as_str()) {
+        if let Err(error) = job.write_engine(policy.engine) {
             // Without the file, allocations use the engine checkpoint until the controller's first
             // message.
             tracing::warn!(key = %job.key(), %error, "job {}: cannot write its engine", job.key());

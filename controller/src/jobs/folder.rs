@@ -19,7 +19,7 @@ use std::{
 };
 
 use affinode_core::{ContainerSpec, Key};
-use affinode_proto::paths;
+use affinode_proto::{paths, wire::Engine};
 use rustix::{
     fs::{FlockOperation, OFlags},
     io::Errno,
@@ -113,9 +113,9 @@ impl JobFolder {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn write_engine(&self, word: &str) -> io::Result<()> {
+    pub fn write_engine(&self, engine: Engine) -> io::Result<()> {
         let fresh = self.mount().join(format!(".{}", paths::ENGINE_FILE));
-        fs::write(&fresh, word)?;
+        fs::write(&fresh, engine.as_str())?;
         fs::set_permissions(&fresh, Permissions::from_mode(0o644))?;
         fs::rename(fresh, self.mount().join(paths::ENGINE_FILE))
     }

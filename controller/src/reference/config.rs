@@ -146,8 +146,12 @@ fn value_of(section: &str, name: &str) -> (&'static str, String) {
     let accepted = |values: &[&str]| {
         values.iter().find_map(|v| accepted_by(&line(section, name, v))).unwrap_or_default()
     };
+    if let Err(Kind::UnknownVariant(_, words)) =
+        deserialize(&line(section, name, &format!("{UNKNOWN:?}")))
+    {
+        return ("word", words.join(", "));
+    }
     match deserialize(&line(section, name, &format!("{{ {UNKNOWN} = 1 }}"))) {
-        Err(Kind::UnknownVariant(_, words)) => ("word", words.join(", ")),
         Err(Kind::InvalidType(_, expected)) => match expected.as_str() {
             "a boolean" => ("boolean", "true, false".into()),
             "a sequence" => ("list of strings", String::new()),
@@ -281,7 +285,10 @@ mod tests {
         let is = |kind: &str, accepted: &str| (kind.to_owned(), accepted.to_owned());
         assert_eq!(said("policy", "mode"), is("word", "auto, eager, pressure, manual, off"));
         assert_eq!(said("policy", "prewake"), is("boolean", "true, false"));
-        assert_eq!(said("policy", "minimum_vram_mib"), is("integer", "a number of MiB, up to 1048576"));
+        assert_eq!(
+            said("policy", "minimum_vram_mib"),
+            is("integer", "a number of MiB, up to 1048576")
+        );
         assert_eq!(said("policy", "idle_timeout"), is("duration", "1ms to 366days"));
         assert_eq!(said("timing", "sample_interval"), is("duration", "10ms to 60s"));
         assert_eq!(said("timing", "lock_timeout"), is("duration", "1ms to 10m"));

@@ -204,27 +204,40 @@ impl Phase {
 }
 
 wire_enum! {
-    /// Method by which the memory of a process is moved out of VRAM.
+    /// The way in which a container's memory leaves the GPU.
     pub enum Engine {
-        /// The driver's checkpoint moves all memory; the library does not touch allocations.
+        /// The driver's checkpoint takes everything. The library does not touch allocations.
         Checkpoint = 0,
-        /// The agent copies allocations of 2 MiB and more; the context stays on the GPU.
+        /// The library copies allocations of 2 MiB and more at bus speed. The remaining memory
+        /// stays on the GPU.
         Copy = 1,
-        /// The agent copies allocations of 2 MiB and more; the driver's checkpoint moves all other
-        /// memory.
+        /// The library copies allocations of 2 MiB and more. Then the driver's checkpoint takes the
+        /// remaining memory.
         Full = 2,
+        /// The library copies allocations of 2 MiB and more. The driver's checkpoint takes the
+        /// remaining memory when a waiter needs it. The library does the same as for `Full`: the
+        /// controller orders the checkpoint.
+        Auto = 3,
     }
 }
 
 impl Engine {
-    /// The engine with this name in the configuration; `None` if there is none.
+    /// The engine with this word in the configuration. `None`: there is none.
     #[must_use]
     pub fn parse(word: &[u8]) -> Option<Engine> {
-        match word {
-            b"checkpoint" => Some(Engine::Checkpoint),
-            b"copy" => Some(Engine::Copy),
-            b"full" | b"auto" => Some(Engine::Full),
-            _ => None,
+        [Engine::Auto, Engine::Copy, Engine::Full, Engine::Checkpoint]
+            .into_iter()
+            .find(|engine| engine.as_str().as_bytes() == word)
+    }
+
+    /// The word for the engine in configuration, annotations and output.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Engine::Auto => "auto",
+            Engine::Copy => "copy",
+            Engine::Full => "full",
+            Engine::Checkpoint => "checkpoint",
         }
     }
 }

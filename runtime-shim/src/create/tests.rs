@@ -8,10 +8,10 @@ use serde_json::json;
 use super::*;
 use crate::paths::container_key;
 
-const ENGINE: &str = "copy";
+const ENGINE: Engine = Engine::Copy;
 
 /// Returns the engine as the controller's configuration would.
-fn engine_of(config: &Path, container: &Announcement) -> &'static str {
+fn engine_of(config: &Path, container: &Announcement) -> Engine {
     assert_eq!(config.file_name().unwrap(), "affinode.toml");
     assert_eq!((container.id.as_str(), container.namespace.as_str()), ("box", "ns"));
     ENGINE
@@ -133,7 +133,7 @@ fn the_engine_is_left_in_the_container() {
     let world = world(&gpu());
     let container = world.prepare().container.unwrap();
     let folder = world.paths.container(&container.key).mount();
-    assert_eq!(fs::read_to_string(folder.join(ENGINE_FILE)).unwrap(), ENGINE);
+    assert_eq!(fs::read_to_string(folder.join(ENGINE_FILE)).unwrap(), ENGINE.as_str());
 }
 
 /// HAMi's device plugin mounts such a list. HAMi's library must be listed before Affinode's, so

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 
 use serde::{Deserialize, Deserializer, de::Error as _};
 
-use super::{InvalidValue, words};
+use super::InvalidValue;
 use crate::{Millis, window::Window};
 
 /// Maximum of a duration: a year.
@@ -46,30 +46,6 @@ impl<'de, F: Format> Deserialize<'de> for FileValue<F> {
         F::accept(&written).map(FileValue).map_err(refused)
     }
 }
-
-/// One of a few words.
-macro_rules! format_of_words {
-    ($($word:ident)*) => { $(
-        impl Format for words::$word {
-            type Value = words::$word;
-            type Written = words::$word;
-
-            fn parse(text: &str) -> Result<words::$word, InvalidValue> {
-                word(text, &words::$word::WORDS)
-            }
-
-            fn accept(written: &words::$word) -> Result<words::$word, InvalidValue> {
-                Ok(*written)
-            }
-
-            fn shown(value: &words::$word) -> String {
-                value.as_str().to_owned()
-            }
-        }
-    )* };
-}
-
-format_of_words! { Mode KeepAlive WakeOn Restore OnOom Engine }
 
 pub(super) fn word<T: Copy>(text: &str, words: &[(&'static str, T)]) -> Result<T, InvalidValue> {
     let meaning = words.iter().find(|(word, _)| *word == text).map(|(_, meaning)| *meaning);

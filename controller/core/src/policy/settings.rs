@@ -2,12 +2,13 @@
 //! of the configuration file, the rules of namespaces, the annotations, and the values that
 //! `affinode policy show` explains. `config/config.toml` has the sentence for the reference page.
 
+use affinode_proto::wire::Engine;
 use serde::Deserialize;
 
 use super::{
     InvalidValue, LATENCY_SENSITIVE, annotated_dedup, annotated_restore,
     format::{Duration, FileValue, Format, Mebibytes, Priority},
-    words::{Engine, KeepAlive, Mode, OnOom, Restore, WakeOn},
+    words::{KeepAlive, Mode, OnOom, Restore, WakeOn},
 };
 use crate::{victims::VictimRule, window::Window};
 
@@ -96,10 +97,10 @@ macro_rules! settings {
             Setting {
                 name: $key,
                 annotations: &[$($annotation),*],
-                shown: |policy| <$format>::shown(&policy.$field),
+                shown: |policy| <$format as Format>::shown(&policy.$field),
                 is_ruled: |rule| rule.$field.is_some(),
                 annotate: |policy, text| {
-                    let chosen = <$format>::parse(text)?;
+                    let chosen = <$format as Format>::parse(text)?;
                     $($permitted(&policy.$field, &chosen)?;)?
                     policy.$field = chosen;
                     Ok(())

@@ -1,192 +1,132 @@
-//! Settings with a few values, and the word for each value in configuration and annotations.
+//! Settings with a few values, and the word for each value in configuration, annotations and output.
 
-use affinode_proto::wire;
-use serde::Deserialize;
+use affinode_proto::wire::Engine;
+use serde::{Deserialize, Deserializer, de::Error as _};
 
-/// When a container is offloaded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Mode {
-    /// When the container is idle, if its GPUs are not oversubscribed or it has just started.
-    /// Otherwise when it is idle and a waiter needs its VRAM.
-    Auto,
-    /// As soon as the container is idle.
-    Eager,
-    /// When the container is idle and a waiter needs its VRAM.
-    Pressure,
-    /// When an operator or a program requests the offload.
-    Manual,
-    /// Never, not even by request.
-    Off,
-}
+use super::{
+    InvalidValue,
+    format::{Format, word},
+};
 
-impl Mode {
-    pub(super) const WORDS: [(&'static str, Mode); 5] = [
-        ("auto", Mode::Auto),
-        ("eager", Mode::Eager),
-        ("pressure", Mode::Pressure),
-        ("manual", Mode::Manual),
-        ("off", Mode::Off),
-    ];
+/// A value that a file has as a word.
+#[derive(Clone, Copy, Debug)]
+pub struct Word<T>(T);
 
-    /// The word for the mode in configuration, annotations and output.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Mode::Auto => "auto",
-            Mode::Eager => "eager",
-            Mode::Pressure => "pressure",
-            Mode::Manual => "manual",
-            Mode::Off => "off",
+/// Generates enums, with one word for each variant, and their format. Words after `annotations` may
+/// be written in annotations; all words may be written in files.
+macro_rules! words {
+    ($(
+        $(#[$doc:meta])*
+        pub enum $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal,)* }
+        annotations { $($annotated:ident),* }
+    )*) => { $(
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $name { $($(#[$variant_doc])* $variant,)* }
+
+        impl $name {
+            /// The word for the value in configuration, annotations and output.
+            #[must_use]
+            pub fn as_str(self) -> &'static str {
+                match self { $($name::$variant => $word,)* }
+            }
         }
-    }
+
+        format_of_words! { $name { $($variant = $word,)* } annotations { $($annotated),* } }
+    )* };
 }
 
-/// Whether the keep-alive, the time without use after which a container is idle, is learned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum KeepAlive {
-    /// Learned from the container's pauses. The idle timeout is the maximum.
-    Learned,
-    /// Fixed: the keep-alive is the idle timeout.
-    Fixed,
-}
+macro_rules! format_of_words {
+    ($name:ident { $($variant:ident = $word:literal,)* } annotations { $($annotated:ident),* }) => {
+        impl Format for $name {
+            type Value = $name;
+            type Written = Word<$name>;
 
-impl KeepAlive {
-    pub(super) const WORDS: [(&'static str, KeepAlive); 2] =
-        [("learned", KeepAlive::Learned), ("fixed", KeepAlive::Fixed)];
+            fn parse(text: &str) -> Result<$name, InvalidValue> {
+                word(text, &[$(($name::$annotated.as_str(), $name::$annotated)),*])
+            }
 
-    /// The word for the keep-alive in configuration, annotations and output.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            KeepAlive::Learned => "learned",
-            KeepAlive::Fixed => "fixed",
+            fn accept(written: &Word<$name>) -> Result<$name, InvalidValue> {
+                Ok(written.0)
+            }
+
+            fn shown(value: &$name) -> String {
+                value.as_str().to_owned()
+            }
         }
-    }
-}
 
-/// Behaviour of an allocation that finds no VRAM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OnOom {
-    /// The allocation fails, as it would without Affinode.
-    Fail,
-    /// The allocation waits until neighbours are evicted or its timeout expires.
-    Wait,
-}
-
-impl OnOom {
-    pub(super) const WORDS: [(&'static str, OnOom); 2] =
-        [("fail", OnOom::Fail), ("wait", OnOom::Wait)];
-
-    /// The word for the behaviour in configuration, annotations and output.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            OnOom::Fail => "fail",
-            OnOom::Wait => "wait",
+        impl<'de> Deserialize<'de> for Word<$name> {
+            fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Word<$name>, D::Error> {
+                match String::deserialize(from)?.as_str() {
+                    $($word => Ok(Word($name::$variant)),)*
+                    other => Err(D::Error::unknown_variant(other, &[$($word),*])),
+                }
+            }
         }
+    };
+}
+
+words! {
+    /// When a container is offloaded.
+    pub enum Mode {
+        /// When the container is idle, if its GPUs are not oversubscribed or it has just started.
+        /// Otherwise when it is idle and a waiter needs its VRAM.
+        Auto = "auto",
+        /// As soon as the container is idle.
+        Eager = "eager",
+        /// When the container is idle and a waiter needs its VRAM.
+        Pressure = "pressure",
+        /// When an operator or a program requests the offload.
+        Manual = "manual",
+        /// Never, not even by request.
+        Off = "off",
     }
-}
+    annotations { Auto, Eager, Pressure, Manual, Off }
 
-/// The event that restores a container.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum WakeOn {
-    /// A CUDA call of the container.
-    Call,
-    /// A call, or a connection to a socket of the container's network if the VRAM is free without
-    /// an eviction.
-    Connection,
-}
-
-impl WakeOn {
-    pub(super) const WORDS: [(&'static str, WakeOn); 2] =
-        [("call", WakeOn::Call), ("connection", WakeOn::Connection)];
-
-    /// The word for the event in configuration, annotations and output.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            WakeOn::Call => "call",
-            WakeOn::Connection => "connection",
-        }
+    /// Whether the keep-alive, the time without use after which a container is idle, is learned.
+    pub enum KeepAlive {
+        /// Learned from the container's pauses. The idle timeout is the maximum.
+        Learned = "learned",
+        /// Fixed: the keep-alive is the idle timeout.
+        Fixed = "fixed",
     }
-}
+    annotations { Learned, Fixed }
 
-/// How a restore gets VRAM that other containers hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Restore {
-    /// The container waits until neighbours that are not in use are evicted.
-    Queue,
-    /// The container is served before others of its priority, and takes VRAM of neighbours in use.
-    /// Neighbours that can be moved are offloaded. Processes of neighbours that cannot be moved are
-    /// ended.
-    Immediate,
-    /// For nodes and namespaces only: `immediate` for containers whose annotation requests it,
-    /// `queue` for all others.
-    ByAnnotation,
-}
-
-impl Restore {
-    pub(super) const WORDS: [(&'static str, Restore); 2] =
-        [("queue", Restore::Queue), ("immediate", Restore::Immediate)];
-
-    /// The word for the restore policy in configuration, annotations and output.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Restore::Queue => "queue",
-            Restore::Immediate => "immediate",
-            Restore::ByAnnotation => "by-annotation",
-        }
+    /// Behaviour of an allocation that finds no VRAM.
+    pub enum OnOom {
+        /// The allocation fails, as it would without Affinode.
+        Fail = "fail",
+        /// The allocation waits until neighbours are evicted or its timeout expires.
+        Wait = "wait",
     }
+    annotations { Fail, Wait }
+
+    /// The event that restores a container.
+    pub enum WakeOn {
+        /// A CUDA call of the container.
+        Call = "call",
+        /// A call, or a connection to a socket of the container's network if the VRAM is free without
+        /// an eviction.
+        Connection = "connection",
+    }
+    annotations { Call, Connection }
+
+    /// How a restore gets VRAM that other containers hold.
+    pub enum Restore {
+        /// The container waits until neighbours that are not in use are evicted.
+        Queue = "queue",
+        /// The container is served before others of its priority, and takes VRAM of neighbours in use.
+        /// Neighbours that can be moved are offloaded. Processes of neighbours that cannot be moved are
+        /// ended.
+        Immediate = "immediate",
+        /// For nodes and namespaces only: `immediate` for containers whose annotation requests it,
+        /// `queue` for all others.
+        ByAnnotation = "by-annotation",
+    }
+    annotations { Queue, Immediate }
 }
 
-/// The way in which a container's memory leaves the GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Engine {
-    /// The library copies large allocations. The driver's checkpoint takes the remaining memory
-    /// when a waiter needs it.
-    Auto,
-    /// The library copies large allocations at bus speed. The remaining memory stays on the GPU.
-    Copy,
-    /// The library copies large allocations. Then the driver's checkpoint takes the remaining
-    /// memory.
-    Full,
-    /// The driver's checkpoint takes everything.
-    Checkpoint,
-}
-
-impl Engine {
-    pub(super) const WORDS: [(&'static str, Engine); 4] = [
-        ("auto", Engine::Auto),
-        ("checkpoint", Engine::Checkpoint),
-        ("copy", Engine::Copy),
-        ("full", Engine::Full),
-    ];
-
-    /// The word for the engine in configuration, annotations and output.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Engine::Checkpoint => "checkpoint",
-            Engine::Copy => "copy",
-            Engine::Full => "full",
-            Engine::Auto => "auto",
-        }
-    }
-
-    /// The engine in messages to the library.
-    #[must_use]
-    pub fn wire(self) -> wire::Engine {
-        match self {
-            Engine::Checkpoint => wire::Engine::Checkpoint,
-            Engine::Copy => wire::Engine::Copy,
-            Engine::Full | Engine::Auto => wire::Engine::Full,
-        }
-    }
+format_of_words! {
+    Engine { Auto = "auto", Copy = "copy", Full = "full", Checkpoint = "checkpoint", }
+    annotations { Auto, Checkpoint, Copy, Full }
 }
