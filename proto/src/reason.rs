@@ -92,11 +92,11 @@ reasons! {
     /// A thread entered the driver on a path without a hook while the process was offloaded, so its
     /// context must not be checkpointed again. With the current engine the offload needs a
     /// checkpoint.
-    HiddenWay = "hidden-way", "a thread bypassed the library's hooks and blocked in the driver, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
+    HiddenWay = "hidden-way", "a thread called the driver past Affinode's hooks while the container was offloaded, so the context stays on the GPU from now on; the engines auto, full and copy can copy the memory";
     /// The process's memory after a restore differs from what was offloaded.
     DamagedMemory = "damaged-memory", "the container's memory differs after a restore, so its CUDA calls fail (CUDA_ERROR_ECC_UNCORRECTABLE): restart the container";
     /// The process runs on a GPU in MIG mode.
-    Mig = "mig", "runs on a GPU in MIG mode, where the VRAM of one instance cannot be proven free";
+    Mig = "mig", "runs on a GPU in MIG mode, where NVML does not report the free VRAM of one instance";
     /// The driver or libcuda has no checkpoint API.
     DriverTooOld = "driver-too-old", "the NVIDIA driver has no checkpoint API: 570 or newer is needed";
     /// The memory cgroup of the container has less free memory than the VRAM needs.
@@ -116,9 +116,9 @@ reasons! {
     /// The VRAM that the restore needs is not free.
     WaitingForVram = "waiting-for-vram", "waits for VRAM that other containers hold";
     /// NVML does not report the free VRAM.
-    VramUnknown = "vram-unknown", "NVML does not report the free VRAM, so no restore can be proven safe";
+    VramUnknown = "vram-unknown", "NVML does not report the free VRAM, so the controller starts no offload and no restore";
     /// The process is running, but its agent's connection has ended.
-    AgentSilent = "agent-silent", "the agent in the process does not reply";
+    AgentSilent = "agent-silent", "Affinode's library in the process does not reply";
     /// A call of the driver's checkpoint API returned an error.
     DriverError = "driver-error", "the driver returned an error; the process was left as it was";
     /// The driver reported that it cannot restore the process.
@@ -132,7 +132,7 @@ reasons! {
     /// Another container needed the VRAM.
     Pressure = "pressure", "another container needed its VRAM";
     /// A container with the restore policy `immediate` needed the VRAM.
-    EndedForRoom = "ended-for-room", "this container cannot be offloaded, and another one with the restore policy immediate needed its VRAM";
+    EndedForRoom = "ended-for-room", "another container with the restore policy immediate needed its VRAM, and an offload was not possible, so its processes were ended";
     /// The container was prewoken, because its history makes a call likely.
     Expected = "expected", "a call is likely soon, judged by the container's earlier calls";
     /// The container was prewoken, because a connection arrived while it was offloaded.

@@ -33,17 +33,17 @@ macro_rules! checks {
 
 checks! {
     "GPU", "NVML":
-        "NVIDIA's management library must load and answer.",
+        "NVIDIA's management library (NVML) must load and report the GPUs.",
         "The driver is not installed, its kernel module is not loaded, or the library has another path.",
-        "Install the NVIDIA driver 570 or newer. `nvidia-smi` must work. If the library has another path, set `nvml.library`.";
+        "Install the NVIDIA driver 570 or newer. Then check that `nvidia-smi` works. If the driver is installed in another folder, set `driver.root` in the configuration. If only the library has another path, set `nvml.library`.";
     "GPU", "driver":
-        "The driver must have the checkpoint functions.",
-        "The driver is older than 570.",
+        "The driver must have functions that checkpoint a process. It has them from version 570 on.",
+        "The driver is older.",
         "Install driver 570 or newer.";
     "GPU", "devices":
         "NVML must list at least one GPU.",
         "No GPU is attached, or the driver did not initialise it.",
-        "Run `nvidia-smi` and `dmesg | grep NVRM`.";
+        "Find the cause with `nvidia-smi` and `dmesg | grep NVRM`.";
     "GPU", "device":
         "Nothing. The check shows a GPU that NVML lists, with its VRAM.",
         "None: the check gives only information and cannot fail. It marks a simulated GPU as \
@@ -51,11 +51,11 @@ checks! {
         "No action is needed.";
     "GPU", "persistence mode":
         "The driver must stay loaded while no process uses the GPU (persistence mode).",
-        "Persistence mode is off. The driver is then unloaded when the last process has been offloaded or has ended, and the next process must initialise the GPU again.",
+        "Persistence mode is off. When no process uses the GPU any more, the driver is then unloaded. The next process waits until the driver has initialised the GPU again.",
         "Start `nvidia-persistenced`, or run `nvidia-smi -pm 1`.";
     "GPU", "MIG":
         "No GPU may be divided into MIG instances.",
-        "MIG is on. NVML does not report the free VRAM of one instance, so containers on instances are not offloaded.",
+        "MIG is on. NVML does not report the free VRAM of a single instance, so containers on instances are not offloaded.",
         "Turn MIG off with `nvidia-smi -mig 0`.";
     "GPU", "MPS":
         "The daemon of CUDA's Multi-Process Service must not run.",
@@ -67,98 +67,98 @@ checks! {
          cannot see all processes and memory limits.",
         "Run `affinode doctor` as root on the host.";
     "machine", "kernel":
-        "The kernel must have `pidfd_open`, sealed memfds and `MADV_WIPEONFORK`.",
-        "The kernel is older than 5.3, or a sandbox forbids the system call that the check names.",
-        "Use a newer kernel, or allow the system call.";
+        "Three features of the kernel must be usable: `pidfd_open`, sealed memfds and `MADV_WIPEONFORK`.",
+        "The kernel is older than 5.3, or a sandbox forbids the feature that the check names.",
+        "Use Linux 5.3 or newer, or allow the feature in the sandbox.";
     "machine", "membarrier":
-        "The kernel must have `membarrier(PRIVATE_EXPEDITED)`.",
-        "The kernel is older than 4.14, or a sandbox forbids the system call. Without the system call each CUDA call takes about 15 ns longer.",
-        "Use a newer kernel, or allow the system call. Affinode also works without it.";
+        "The system call `membarrier(PRIVATE_EXPEDITED)` should be usable, because it makes CUDA calls cheaper.",
+        "The kernel is older than 4.14, or a sandbox forbids the system call. Affinode works without it, but each CUDA call then takes about 15 ns longer.",
+        "Use Linux 4.14 or newer, or allow the system call in the sandbox. No action is needed if 15 ns per call do not matter.";
     "memory", "cgroups":
-        "The memory limits of containers must be readable.",
+        "The memory limits of containers must be readable, because offloaded memory is charged to the container.",
         "No cgroup hierarchy with the memory controller is mounted at `/sys/fs/cgroup`.",
-        "Mount cgroup2 at `/sys/fs/cgroup`. Some systems also need the kernel argument `cgroup_enable=memory`.";
+        "Mount cgroup2 at `/sys/fs/cgroup`. If the memory controller is missing there, boot with the kernel argument `cgroup_enable=memory`.";
     "memory", "host RAM":
-        "Free host memory must be large enough for the VRAM in use.",
-        "Free host memory minus `memory.node_reserve_mib` is smaller than the VRAM in use. If free host memory is not larger than `memory.node_reserve_mib`, no container can be offloaded.",
+        "Free host memory must be large enough for an offload of all VRAM that is in use now.",
+        "Free host memory minus the reserve `memory.node_reserve_mib` is smaller than the VRAM in use. Some containers then keep their VRAM. If the free host memory is not larger than the reserve, no container can be offloaded.",
         "Add host memory, end other programs, or lower `memory.node_reserve_mib`.";
     "containerd", "daemon":
-        "A containerd must answer on its socket. This is not required if only Podman is installed.",
+        "containerd must answer on its socket, unless only Podman is installed.",
         "containerd is not installed, does not run, or has its socket at another path.",
         "Start containerd, or name its socket with `--containerd`.";
     "containerd", "version":
         "The version of containerd must be 1.6 or newer.",
-        "The version of containerd is older, or it could not be read.",
+        "containerd is older, or the check could not read its version.",
         "Install containerd 1.6 or newer. Versions 1.6 to 2.4 were tested.";
     "containerd", "configuration":
-        "`containerd config dump` must print a valid configuration.",
-        "The configuration file has an error.",
-        "Correct the error that the check prints.";
+        "containerd's configuration, as `containerd config dump` prints it, must be valid.",
+        "containerd's configuration file has an error.",
+        "Correct the error that the check prints, then restart containerd.";
     "containerd", "handler":
-        "The CRI plugin must have a handler for the runtime `io.containerd.affinode.v1`.",
-        "The configuration does not contain Affinode's handler, the CRI plugin is off, or `runtime_path` does not name a program.",
-        "Run `affinode install`, or add `config/containerd/affinode-v2.toml` (containerd 1.x) or `affinode-v3.toml` (2.x) and restart containerd.";
+        "containerd's CRI plugin must have a handler for Affinode's runtime `io.containerd.affinode.v1`. A RuntimeClass of Kubernetes names this handler. ctr and nerdctl do not need it.",
+        "containerd's configuration does not contain Affinode's handler, the CRI plugin is off, or `runtime_path` of the handler does not name a program.",
+        "Run `affinode install`. To do it by hand, add `config/containerd/affinode-v2.toml` (containerd 1.x) or `affinode-v3.toml` (2.x) to the configuration, and restart containerd.";
     "containerd", "annotations":
-        "The handler must pass the annotations `affinode.io/*` of pods and containers to the runtime.",
-        "`pod_annotations` or `container_annotations` of the handler does not contain `affinode.io/*`, so annotations have no effect.",
-        "Add both keys to the handler, as in the files of `config/containerd`.";
+        "Affinode's handler must pass the annotations `affinode.io/*` of pods and containers to the runtime.",
+        "`pod_annotations` or `container_annotations` of the handler does not contain `affinode.io/*`. containerd then withholds these annotations, so they have no effect.",
+        "Add both keys to the handler, as in the files of `config/containerd`, and restart containerd.";
     "containerd", "default handler":
-        "The configuration must contain containerd's default handler.",
-        "The configuration defines only Affinode's handler. A configured handler replaces \
-         containerd's built-in handlers.",
-        "Add the default handler to the configuration as well.";
+        "containerd's configuration must contain the handler of pods without a RuntimeClass (the default handler, usually `runc`).",
+        "The configuration defines only Affinode's handler. As soon as it defines a handler, \
+         containerd's built-in default no longer exists, so pods without a RuntimeClass fail.",
+        "Add the default handler to the configuration as well, and restart containerd.";
     "containerd", "options":
-        "Affinode's handler must have the same options as the handler that pods used before.",
+        "Affinode's handler must have the same options as the handler that GPU pods used before, so that pods run in the same environment.",
         "The option `SystemdCgroup` or `BinaryName` differs between the two handlers.",
-        "Copy the options of the handler that the check names.";
+        "Copy the options from the handler that the check names to Affinode's handler, and restart containerd.";
     "programs", "shim":
         "`containerd-shim-affinode-v1` must be on containerd's PATH, and must be of the same release as `affinode`.",
-        "The shim is missing, does not run, or is of another release.",
+        "The shim is missing, does not start on this machine, or is of another release than `affinode`.",
         "Run `affinode install`, or copy both programs from one release.";
     "programs", "stock shim":
-        "`containerd-shim-runc-v2` must be on containerd's PATH or in containerd's folder.",
-        "The package of containerd is incomplete, or the stock shim is in another folder.",
-        "Install containerd's package, or name the file in containerd's environment variable `AFFINODE_STOCK_SHIM`.";
+        "containerd's own shim `containerd-shim-runc-v2` must be on containerd's PATH or in containerd's folder, because Affinode's shim forwards calls to it.",
+        "The package of containerd is incomplete, or this shim is in another folder.",
+        "Install containerd's package, or set the environment variable `AFFINODE_STOCK_SHIM` of containerd to the path of this shim.";
     "programs", "runc":
         "runc or crun must be on containerd's PATH.",
         "Neither runc nor crun is installed.",
         "Install runc, unless `options.BinaryName` of the handlers names another runtime.";
     "programs", "library":
-        "The preload library must exist, must be readable for every user, and must be loadable in every image.",
-        "The library's file is missing, is of another build, is not readable, or is on a file system that is mounted `noexec`.",
+        "Affinode's library `libaffinode_preload.so` must exist, must be readable for every user, and must be loadable in every image.",
+        "The library's file is missing, not every user can read it, or its file system is mounted `noexec`. Or the file is from a build that needs libraries which an image may lack.",
         "Run `affinode install`, or follow the instruction that the check prints.";
     "Kubernetes", "sharing":
-        "Kubernetes must let more than one pod use a GPU, because otherwise other pods cannot use freed VRAM.",
-        "The device plugin gives each GPU to only one pod, or offers MIG instances, or its state could not be read.",
-        "Share GPUs by time-slicing, KAI or DRA: see `config/kubernetes/sharing`.";
+        "Kubernetes must assign a GPU to more than one pod. Otherwise no other pod can use the VRAM that an offload frees.",
+        "The device plugin assigns each GPU to only one pod, or offers MIG instances, or the check could not read the kubelet's file about device plugins.",
+        "Share GPUs by time-slicing, KAI or DRA, as in the examples of `config/kubernetes/sharing`. If the file could not be read, restart the kubelet, which writes it again.";
     "Kubernetes", "KAI":
-        "Nothing. The check reports that KAI assigns fractions of GPUs on this node.",
+        "Nothing. The check reports that the scheduler KAI assigns fractions of GPUs on this node.",
         "None: the check gives only information and cannot fail.",
         "No action is needed.";
     "Kubernetes", "DRA":
-        "Nothing. The check reports that NVIDIA's DRA driver is on this node.",
+        "Nothing. The check reports that NVIDIA's driver for dynamic resource allocation (DRA) is installed on this node.",
         "None: the check gives only information and cannot fail.",
         "No action is needed.";
     "Kubernetes", "HAMi":
-        "Containers should not load HAMi's library: Affinode was tested only with a similar library.",
-        "HAMi's library is installed, and containers load it before Affinode's. HAMi's limits apply. Containers with HAMi's virtual device memory are not offloaded.",
-        "Try your programs with both libraries first: see docs/gpu-sharing.md. Leave HAMi's virtual device memory off.";
+        "The GPU sharing library of HAMi should not be installed, because containers would load it in addition to Affinode's. Affinode was not tested with it, only with a similar library.",
+        "HAMi's library is installed, and containers load it before Affinode's. Therefore HAMi's limits apply. Containers with HAMi's virtual device memory are not offloaded.",
+        "Leave HAMi's virtual device memory off, and try your programs with both libraries before you use them in production. See docs/gpu-sharing.md.";
     "installation", "run directory":
-        "Root must own the run directory, no other user may have write access to it, and shims must use the same directory.",
-        "The directory has the wrong owner or mode, the file system is read-only, or containerd's environment names another directory.",
-        "Run the command or pass the option that the check prints: `chown root`, `chmod 711`, or `--run-dir`.";
+        "Root must own the run directory, no other user may have write access to it, and containerd's shims must use the same run directory as `affinode`.",
+        "The directory has the wrong owner or mode, its file system is read-only, or containerd's shims use another directory.",
+        "Wrong owner or mode: run the command that the check prints. Another directory: pass the option `--run-dir` that the check prints. Read-only file system: name another directory in the environment variable `AFFINODE_RUN_DIR` of containerd.";
     "installation", "control socket":
         "Only root may be able to connect to the control socket.",
-        "The mode of the socket lets other users connect. They could then move containers.",
-        "Run `chmod 600` on the socket.";
+        "The mode of the socket lets other users connect, so they could offload and restore containers.",
+        "Run the command `chmod 600` that the check prints.";
     "installation", "configuration":
-        "The configuration of Affinode must be valid.",
+        "The configuration of Affinode's controller must be valid.",
         "A key is unknown or a value is invalid. A controller does not start with such a configuration.",
-        "Correct the key that the check names. `affinode policy validate FILE` checks a file.";
+        "Correct the key that the check names. Then run `affinode policy validate FILE` to check the file.";
     "installation", "controller":
-        "The controller must answer, and must be of the same release as `affinode`.",
-        "The controller does not answer, or it was started before an upgrade.",
-        "End the controller's process. A shim or systemd then starts the installed release within a second, and containers are not affected. Details are in `controller.log` in the run directory.";
+        "If a controller runs, it must answer and must be of the same release as `affinode`.",
+        "The controller does not answer. Or it was started before an upgrade, so it is still of the earlier release.",
+        "After an upgrade, end the controller's process with the command that the check prints. A shim or systemd then starts the installed release within a second. Containers are not affected. If the controller does not answer, see `controller.log` in the run directory, or the journal if systemd runs the controller.";
 }
 
 /// Whether a check has an entry.

@@ -110,23 +110,23 @@ impl MetricsTable {
             start_time: add!(
                 "controller_start_time",
                 Seconds,
-                "Start time of the controller since the Unix epoch",
+                "Time at which the controller started, in seconds since the Unix epoch",
                 Share::default()
             ),
             restarts: add!(
                 "controller_restarts",
-                "Restarts of the controller recorded in the history of this node",
+                "Number of restarts of the controller that the history of this node records",
                 Counter::default()
             ),
             unexpected_ends: add!(
                 "controller_unexpected_ends",
-                "Unexpected exits of controllers recorded in the history of this node: neither \
-                 requested nor for lack of containers",
+                "Number of unexpected exits of the controller that the history of this node records. An \
+                 exit is expected if it was requested, or if no container was left",
                 Counter::default()
             ),
             auto_offload: add!(
                 "auto_offload_enabled",
-                "Whether containers are offloaded automatically (1: yes, 0: turned off by an operator)",
+                "Whether containers are offloaded automatically (1: yes, 0: an operator turned it off)",
                 Gauge::default()
             ),
             nvml_up: add!(
@@ -144,31 +144,32 @@ impl MetricsTable {
             gpu_returned: add!(
                 "gpu_vram_returned",
                 Bytes,
-                "VRAM freed by containers that are offloaded now",
+                "VRAM that offloads freed and that has not been restored yet",
                 Family::default()
             ),
             gpu_copier: add!(
                 "gpu_memory_copier",
                 Bytes,
-                "VRAM used by Affinode's copier process",
+                "VRAM used by Affinode's copier, a process that copies memory of offloaded containers",
                 Family::default()
             ),
             gpu_shared: add!(
                 "gpu_host_memory_shared",
                 Bytes,
-                "Offloaded memory that is deduplicated with other processes of the same namespace, before deduplication",
+                "Size of offloaded memory whose content is stored once for several processes (dedup). Each \
+                 process counts in full",
                 Family::default()
             ),
             gpu_stored: add!(
                 "gpu_host_memory_stored",
                 Bytes,
-                "Host memory that stores deduplicated memory",
+                "Host memory that this shared content takes, counted once (dedup)",
                 Family::default()
             ),
             gpu_reserved: add!(
                 "gpu_vram_reserved",
                 Bytes,
-                "VRAM reserved for containers that are being restored",
+                "VRAM that the controller reserves for restores in progress",
                 Family::default()
             ),
             gpu_busy: add!(
@@ -183,21 +184,26 @@ impl MetricsTable {
             ),
             gpu_pressure: add!(
                 "gpu_vram_pressure_ratio",
-                "VRAM demand with all containers resident, as a fraction of the VRAM of the GPU; above 1 not all fit",
+                "VRAM that all containers of the GPU would need if all were resident, divided by the VRAM \
+                 of the GPU. Above 1 they do not all fit",
                 Family::default()
             ),
-            containers: add!("containers", "Number of GPU containers by state", Family::default()),
+            containers: add!(
+                "containers",
+                "Number of GPU containers in each state",
+                Family::default()
+            ),
             held: add!("container_vram", Bytes, "VRAM in use by the container", Family::default()),
             offloaded: add!(
                 "container_host_memory",
                 Bytes,
-                "Offloaded VRAM of the container, in host memory",
+                "Offloaded memory of the container",
                 Family::default()
             ),
             kept: add!(
                 "container_host_memory_kept",
                 Bytes,
-                "Host memory with copies that a resident container retains for its next offload",
+                "Host memory with the copy that a resident container keeps for its next offload (retain_host_copy)",
                 Family::default()
             ),
             copyable: add!(
@@ -213,7 +219,7 @@ impl MetricsTable {
             ),
             waiting: add!(
                 "container_waiting_calls",
-                "CUDA calls blocked until the container is restored",
+                "Number of CUDA calls that wait now until the container is restored",
                 Family::default()
             ),
             processes: add!(
@@ -223,7 +229,7 @@ impl MetricsTable {
             ),
             reasons: add!(
                 "container_reason",
-                "State, reason and settings of the container; always 1",
+                "State, reason and settings of the container, as labels. The value is always 1",
                 Family::default()
             ),
             calls: add!(
@@ -234,25 +240,28 @@ impl MetricsTable {
             hook_seconds: add!(
                 "container_hook",
                 Seconds,
-                "Estimated time that Affinode's hook added to the CUDA calls of the container: calls times the overhead per call, which each process measures at its start",
+                "Estimated time that Affinode's hook added to the CUDA calls of the container. It is the \
+                 number of calls times the overhead per call, which each process measures at its start",
                 Family::default()
             ),
             held_seconds: add!(
                 "container_held_calls",
                 Seconds,
-                "Time that CUDA calls of the container were blocked, summed over all threads",
+                "Time that CUDA calls of the container waited during its offloads and restores, summed over \
+                 all threads",
                 Family::default()
             ),
             call_cost: add!(
                 "container_hook_call_cost",
                 Seconds,
-                "Highest hook overhead per CUDA call among the processes of the container",
+                "Time that Affinode's hook adds to a CUDA call, the highest value among the processes of \
+                 the container",
                 Family::default()
             ),
             host_used: add!(
                 "host_memory_used",
                 Bytes,
-                "Host memory in use for offloaded VRAM; deduplicated memory counts once",
+                "Host memory in use for offloaded memory. Content that several processes share counts once",
                 Gauge::default()
             ),
             host_free: add!(
@@ -263,24 +272,25 @@ impl MetricsTable {
             ),
             used_byte_seconds: add!(
                 "container_used_vram_byte_seconds",
-                "VRAM in use by the container while active, in bytes times seconds",
+                "VRAM that the container held while it was not idle, in bytes times seconds",
                 Family::default()
             ),
             idle_byte_seconds: add!(
                 "container_idle_vram_byte_seconds",
-                "VRAM in use by the container while idle, in bytes times seconds",
+                "VRAM that the container held while it was idle, in bytes times seconds",
                 Family::default()
             ),
             returned_byte_seconds: add!(
                 "container_returned_vram_byte_seconds",
-                "VRAM of the container freed by offloads, in bytes times seconds",
+                "VRAM of the container that was free because of offloads, in bytes times seconds",
                 Family::default()
             ),
             gpu_seconds: add!(
                 "container_gpu",
                 Seconds,
-                "GPU time of the container, by use of its VRAM, in GPUs times seconds; a fraction \
-                 of a GPU's VRAM counts as that fraction of the GPU",
+                "GPU time of the container in GPUs times seconds. A container with half of a GPU's \
+                 VRAM counts as half a GPU. The label state is used, idle or returned: its VRAM \
+                 was in use, held idle, or freed by an offload",
                 Family::default()
             ),
             offload_seconds: add!("offload_duration", Seconds, "Duration of an offload", seconds()),
@@ -288,14 +298,14 @@ impl MetricsTable {
             restore_seconds: add!(
                 "restore_duration",
                 Seconds,
-                "Duration of a restore, from when enough VRAM was free",
+                "Duration of a restore, without the time before that in which it waited for VRAM",
                 seconds()
             ),
-            restore_bytes: add!("restore_size", Bytes, "VRAM filled by a restore", sizes()),
+            restore_bytes: add!("restore_size", Bytes, "VRAM that a restore takes", sizes()),
             wake_seconds: add!(
                 "wake_latency",
                 Seconds,
-                "Time that the first CUDA call of an offloaded container was blocked",
+                "Time that the first CUDA call of an offloaded container waited for the restore",
                 seconds()
             ),
             queue_seconds: add!(
@@ -311,14 +321,14 @@ impl MetricsTable {
             ),
             refusals: add!(
                 "refusals",
-                "Offloads refused or abandoned, by reason",
+                "Number of offloads that the controller refused or abandoned, by reason",
                 Family::default()
             ),
             events: add!("events", "Events recorded by the controller, by kind", Family::default()),
             watchers: add!("http_watchers", "Number of open HTTP event streams", Gauge::default()),
             missed: add!(
                 "http_missed_messages",
-                "Messages dropped for HTTP streams whose client was too slow",
+                "Messages of HTTP event streams that were dropped because the client read too slowly",
                 Counter::default()
             ),
             refused_requests: add!(
@@ -328,7 +338,7 @@ impl MetricsTable {
             ),
             history_dropped: add!(
                 "history_dropped_records",
-                "History records dropped before they were written to disk",
+                "History records that were dropped before they were written, for example because the disk is too slow",
                 Counter::default()
             ),
             registry,

@@ -199,7 +199,7 @@ pub fn troubleshooting(known: &Reference) -> String {
         "the reasons in [proto/src/reason.rs](../proto/src/reason.rs) and the checks of `affinode doctor`",
     );
     page.paragraph(
-        "`affinode ps` shows why each container is in its state. `affinode events` shows what happened to it. `affinode doctor` shows whether the machine is ready. Each reason and each check that they print has a section here.",
+        "`affinode ps` shows the state of each container with a reason, and `affinode events` shows what happened to it. `affinode doctor` checks whether the machine is ready. This page has a section for each reason and each check that these commands print. The [glossary](glossary.md) explains terms such as *idle*, *resident*, *engine* and *mode*. `NAME` in a command stands for the container's name.",
     );
     page.section("Reasons");
     for reason in &known.reasons {
@@ -209,7 +209,7 @@ pub fn troubleshooting(known: &Reference) -> String {
     }
     page.section("Doctor checks");
     page.paragraph(
-        "`Requires` states what must be true for the check to pass. `Cause of a failure` explains a warning or a failure.",
+        "`Requires` states what must be true for the check to pass. `Cause of a failure` lists what leads to a warning or a failure of the check.",
     );
     for check in &known.checks {
         page.entry(&format!("{}: {}", check.group, check.name));
@@ -235,7 +235,7 @@ pub fn metrics(known: &Reference) -> String {
         "the metrics that a controller registers, as `/metrics` prints them",
     );
     page.paragraph(
-        "The units are bytes, seconds and ratios from 0 to 1. The labels of GPUs are those of dcgm-exporter, so that series of both can be joined on `UUID`. A histogram has the series `_bucket`, `_sum` and `_count`.",
+        "The units are bytes, seconds and ratios from 0 to 1. GPUs have the same labels as in the metrics of NVIDIA's dcgm-exporter, so that series of both exporters can be joined on `UUID`. A histogram has the series `_bucket`, `_sum` and `_count`. The [glossary](../glossary.md) explains terms such as *idle*, *offloaded*, *copier* and *hook*.",
     );
     let rows: Vec<[String; 4]> = known
         .metrics
