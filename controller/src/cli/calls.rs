@@ -6,28 +6,30 @@ use std::{collections::BTreeMap, io::Write, time::Duration};
 use super::{CliError, OutputFormat, client::ControlClient, format, table};
 use crate::call_trace::{CallTraceBatch, FunctionCalls, ProcessCalls};
 
-/// Show the CUDA calls of containers, live, by function.
+/// Show which CUDA functions containers call, updated live.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-Calls are recorded only while a client watches. If a process makes many calls, only a sample is
-recorded: the calls per function are then estimates, and CALLS/S shows ~ before them. The total is
-exact. Calls are dropped when the ring is full.")]
+Calls are recorded only while this command, the dashboard or another client watches them. If a
+process makes many calls, only a sample of them is recorded. The number of calls per function is
+then an estimate, and CALLS/S shows ~ before it. The total number of calls is always exact. Recorded
+calls are dropped if the buffer between the process and the controller is full.")]
 pub struct CallsArgs {
-    /// A container: name, id, or a unique prefix of either; default: all containers.
+    /// Only this container: its name, its id, or a unique prefix of either. Default: all
+    /// containers.
     container: Option<String>,
-    /// Only functions whose names contain this text.
+    /// Show only functions whose names contain this text.
     #[arg(short, long, value_name = "TEXT", default_value = "")]
     filter: String,
-    /// Only the process with this pid.
+    /// Show only the process with this pid.
     #[arg(short, long)]
     pid: Option<u32>,
-    /// Print each recorded call instead of sums.
+    /// Print each recorded call instead of the sums for each function.
     #[arg(short, long)]
     each: bool,
     /// Watch for this many seconds, print once, then exit.
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1")]
     once: Option<u16>,
-    /// Output format; json is one object per line, as sent by GET /api/v1/calls.
+    /// Output format. json is one object per line, the same as GET /api/v1/calls sends.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
     /// Do not print the header line.

@@ -12,14 +12,14 @@ use serde::Serialize;
 use super::{CliError, OutputFormat, client::ControlClient, format};
 use crate::doctor::{CheckVerdict, DoctorCheck, DoctorPaths, examine, files};
 
-/// Check driver, kernel, containerd and installation, and print how to fix what is wrong. Works
-/// without a controller.
+/// Check the driver, the kernel, containerd and the installation, and print how to correct each
+/// problem. The command needs no controller.
 #[derive(Debug, clap::Args)]
 pub struct DoctorArgs {
     /// Format of the output.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
-    /// containerd's socket; default: the usual places of distributions.
+    /// Path of containerd's socket. Default: the paths that distributions use are tried.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
 }

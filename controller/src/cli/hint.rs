@@ -6,14 +6,17 @@ use serde_json::json;
 
 use super::{CliError, OutputFormat, client::ControlClient, say};
 
-/// Report a container to the controller as idle or busy. idle: it is offloaded without waiting for
-/// its idle timeout. busy: it stays resident although it makes no calls. The container itself can
-/// write the same words into /.affinode/run/hint.
+/// Report a container to the controller as idle or busy. An idle container is offloaded without
+/// waiting for its idle timeout. A busy container stays on the GPU although it makes no CUDA calls.
+/// A program in the container can give the same hint: it writes idle or busy into
+/// /.affinode/run/hint.
 #[derive(Debug, clap::Args)]
 pub struct HintArgs {
-    /// namespace/pod/container, namespace/id, id, or the beginning of one of these.
+    /// Name of the container: namespace/pod/container, namespace/id or id. The beginning of one of
+    /// these is enough if it is unique.
     container: String,
-    /// State of the container. idle applies until its next CUDA call, busy for an hour.
+    /// Reported state of the container. The hint idle ends at the container's next CUDA call, the
+    /// hint busy after an hour.
     is: HintState,
     /// Format of the output.
     #[arg(short, long, default_value = "table")]

@@ -18,24 +18,26 @@ use crate::install::{
     UnitRequest, UnitState,
 };
 
-/// Install Affinode on this node: programs, library, a handler in containerd's configuration, a
-/// runtime in Docker's if Docker runs, one in Podman's if Podman is installed, and a systemd unit
-/// that keeps a controller running. Compares containerd's whole configuration before and after,
-/// and restores it if anything but the handler differs or containerd does not start with it; asks
-/// dockerd whether it serves the runtime, and restores its file if not.
+/// Install Affinode on this node. This installs the programs, the library, and a systemd unit that
+/// keeps a controller running. It adds a handler to containerd's configuration, a runtime to
+/// Docker's if Docker runs, and a runtime to Podman's if Podman is installed. The former containerd
+/// configuration is restored if anything but the handler differs in the new one, or if containerd
+/// does not start with it. Docker's configuration file is restored if dockerd does not serve the
+/// runtime.
 #[derive(Debug, clap::Args)]
 pub struct InstallArgs {
-    /// Folder with the files to install; default: the folder of this program.
+    /// Folder that contains the files to install. Default: the folder of this program.
     #[arg(long, value_name = "DIR")]
     from: Option<PathBuf>,
-    /// Output format: table, or json, an array of the steps.
+    /// Output format. json is an array of the installation's steps.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
-    /// Name of the handler, which a RuntimeClass refers to.
+    /// Name of the handler in containerd's configuration. A RuntimeClass refers to this name.
     #[arg(long, value_name = "NAME", default_value = "affinode")]
     runtime_name: String,
-    /// Register the runtime in Docker, also with --containerd or --host-root; an error if no dockerd
-    /// answers. Without this option Docker is looked for at its usual socket.
+    /// Register the runtime in Docker, and fail if dockerd does not answer. SOCKET is dockerd's
+    /// socket. Without this option the runtime is registered if dockerd answers on its usual
+    /// socket, but not with --containerd or --host-root.
     #[arg(
         long,
         value_name = "SOCKET",
@@ -48,8 +50,9 @@ pub struct InstallArgs {
     /// Leave Docker's configuration as it is.
     #[arg(long)]
     no_docker: bool,
-    /// Register the runtime in Podman, also with --containerd or --host-root, by a file in this
-    /// folder. Without this option the runtime is registered if Podman is installed.
+    /// Register the runtime in Podman. DIR is the folder into which its configuration file is
+    /// written. Without this option the runtime is registered if Podman is installed, but not with
+    /// --containerd or --host-root.
     #[arg(
         long,
         value_name = "DIR",
@@ -62,9 +65,9 @@ pub struct InstallArgs {
     /// Leave Podman's configuration as it is.
     #[arg(long)]
     no_podman: bool,
-    /// Install the systemd unit that keeps a controller running, also with another --state-dir; an
-    /// error if it does not start. DIR is systemd's folder of units. Without this option the unit is
-    /// installed where systemd runs.
+    /// Install the systemd unit that keeps a controller running, and fail if it does not start. DIR
+    /// is systemd's folder of units. Without this option the unit is installed if systemd runs, and
+    /// if the state, run and configuration folders have their default paths.
     #[arg(
         long,
         value_name = "DIR",
@@ -74,12 +77,13 @@ pub struct InstallArgs {
         conflicts_with = "no_controller_unit"
     )]
     controller_unit: Option<PathBuf>,
-    /// Install no unit: a shim starts the controller, which ends a minute after the last container.
+    /// Install no systemd unit. The controller then runs only when it is needed: a shim starts it
+    /// with the first container, and it ends a minute after the last container.
     #[arg(long)]
     no_controller_unit: bool,
-    /// The controller's configuration file, if it is not /etc/affinode/config.toml. With this option
-    /// or --run-dir, the folders are written to share/affinode/paths.conf below the prefix, where
-    /// the programs read them.
+    /// Path of the controller's configuration file. Default: /etc/affinode/config.toml. The paths
+    /// of this option and of --run-dir are written into share/affinode/paths.conf below the prefix,
+    /// from which all programs of Affinode read them.
     #[arg(long, value_name = "FILE", env = affinode_proto::paths::CONFIG_ENV)]
     config: Option<PathBuf>,
     #[command(flatten)]
@@ -116,61 +120,66 @@ impl InstallArgs {
     }
 }
 
-/// Remove from this node what the installation added. Refused while Affinode's containers or jobs
-/// run.
+/// Remove from this node what the installation added. The command fails while containers or jobs of
+/// Affinode run.
 #[derive(Debug, clap::Args)]
 pub struct UninstallArgs {
-    /// Time to wait for the end of running containers and jobs, such as 10m.
+    /// Maximum time for which the command waits until running containers and jobs have ended, such
+    /// as 10m. Default: it does not wait.
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     drain: Option<Duration>,
     #[command(flatten)]
     places: InstallPaths,
 }
 
-/// Show what is installed on this node, and whether it is unchanged since. Exit status 1 if it was
-/// changed, or if nothing is installed.
+/// Show what `affinode install` installed on this node, and whether it was changed since then. Exit
+/// status 1: something was changed or is missing, or nothing is installed.
 #[derive(Debug, clap::Args)]
 pub struct StatusArgs {
     /// Format of the output.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
-    /// containerd's socket; default: the one used at the installation, or the usual places of
-    /// distributions.
+    /// Path of containerd's socket. Default: the socket that the installation used. If there was
+    /// none, the paths that distributions use are tried.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
-    /// Folder with the record of the installation.
+    /// Folder that contains the record of the installation.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/affinode")]
     state_dir: PathBuf,
-    /// Folder that contains bin and lib/affinode.
+    /// Folder of the installation, which contains bin and lib/affinode.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
-    /// The node's root file system, if this runs in a container.
+    /// The node's root file system, if this command runs in a container.
     #[arg(long, value_name = "DIR")]
     host_root: Option<PathBuf>,
 }
 
 #[derive(Debug, clap::Args)]
 struct InstallPaths {
-    /// The node's root file system, if this runs in a container: /proc/1/root with the node's pid
-    /// namespace. All other paths, except that of --from, are then paths of the node.
+    /// The node's root file system, if this command runs in a container: /proc/1/root if the
+    /// container shares the node's pid namespace. All other paths, except that of --from, are then
+    /// paths of the node.
     #[arg(long, value_name = "DIR")]
     host_root: Option<PathBuf>,
-    /// containerd's socket; default: the one used at the installation, or the usual places of
-    /// distributions.
+    /// Path of containerd's socket. Default: the socket that the installation used. If there was
+    /// none, the paths that distributions use are tried.
     #[arg(long, value_name = "SOCKET", env = "CONTAINERD_ADDRESS")]
     containerd: Option<PathBuf>,
-    /// Folder above bin, lib/affinode and share/affinode. With a prefix other than /usr/local, add
-    /// its bin to containerd's PATH for Docker, nerdctl and ctr.
+    /// Folder of the installation, which contains bin, lib/affinode and share/affinode. For Docker,
+    /// nerdctl and ctr, its folder bin must be in containerd's PATH. With another prefix than
+    /// /usr/local, add it there.
     #[arg(long, value_name = "DIR", default_value = "/usr/local")]
     prefix: PathBuf,
-    /// Folder for the record of the installation.
+    /// Folder for the record of the installation, which `affinode status` and `affinode uninstall`
+    /// read.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/affinode")]
     state_dir: PathBuf,
-    /// How containerd loads its changed configuration.
+    /// How containerd loads its changed configuration. systemd: this command restarts containerd's
+    /// unit. none: you restart containerd.
     #[arg(long, value_name = "HOW", default_value = "systemd")]
     restart_mode: RestartMode,
-    /// containerd's unit; default: that of k3s or rke2 if containerd belongs to one of them, else
-    /// containerd.
+    /// Systemd unit that runs containerd. Default: the unit of k3s or rke2 if one of them runs
+    /// containerd, otherwise containerd.
     #[arg(long, value_name = "UNIT")]
     unit: Option<String>,
     /// Print what would be done, and change nothing.

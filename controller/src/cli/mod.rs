@@ -42,7 +42,8 @@ use crate::error_chain::chain;
                   exits with the status of its program."
 )]
 struct Args {
-    /// Run directory of the controller; default: that of the installation, usually /run/affinode.
+    /// Run directory of the controller, which contains its socket. Default: the run directory of
+    /// the installation, usually /run/affinode.
     #[arg(long, global = true, value_name = "DIR", env = affinode_proto::paths::RUN_DIR_ENV)]
     run_dir: Option<PathBuf>,
     #[command(subcommand)]
@@ -51,8 +52,9 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// List GPU containers with their state, VRAM, and the reason for the state. On a node without
-    /// containers and controller it shows the GPUs; in JSON, controller_pid is then 0.
+    /// List the GPU containers of this node with their state, their VRAM, and the reason for the
+    /// state. If the node has no such container and no controller, only the GPUs are listed, and
+    /// controller_pid is 0 in JSON.
     Ps {
         /// Format of the output.
         #[arg(short, long, default_value = "table")]
@@ -64,26 +66,29 @@ enum Command {
         #[arg(short, long)]
         watch: bool,
     },
-    /// Offload a container now: move its VRAM to host memory.
+    /// Offload a container now: move its GPU memory to host memory.
     Offload(ControllerAddress),
-    /// Restore a container now: move its memory back to the GPU.
+    /// Restore a container now: move its offloaded memory back to the GPU.
     Restore(ControllerAddress),
-    /// Pin a container to the GPU until it is unpinned. An offloaded container is restored first.
+    /// Pin a container to the GPU: it is not offloaded until `affinode unpin`. An offloaded
+    /// container is restored first.
     Pin(ControllerAddress),
-    /// Let a pinned container be offloaded again.
+    /// Remove the pin of a container, so that it can be offloaded again.
     Unpin(ControllerAddress),
     Hint(hint::HintArgs),
     AutoOffload(pin::AutoOffloadArgs),
-    /// Print the latest events, one per line.
+    /// Print the latest events of this node's containers, one per line.
     Events {
-        /// Wait for further events.
+        /// After the latest events, print further ones as they happen.
         #[arg(short, long, short_alias = 'w', alias = "watch")]
         follow: bool,
-        /// Output format; wide adds date, number, key and reason, json is one object per line.
+        /// Output format. wide adds the date, number and reason of each event and the key of its
+        /// container. json is one object per line.
         #[arg(short, long, default_value = "table")]
         output: OutputFormat,
     },
-    /// Show the node live, full screen; keys offload, restore and pin containers.
+    /// Show the GPUs and containers of this node on the whole terminal, updated live. Keys offload,
+    /// restore and pin the selected container.
     Top,
     Calls(calls::CallsArgs),
     Report(report::ReportArgs),
@@ -94,7 +99,7 @@ enum Command {
     Uninstall(install::UninstallArgs),
     Status(install::StatusArgs),
     Policy(policy::PolicyArgs),
-    /// Print the completion script of a shell.
+    /// Print a script that completes `affinode` commands in a shell.
     Completion {
         /// The shell that will run the script.
         shell: completion::CompletionShell,
@@ -107,7 +112,8 @@ enum Command {
     /// Print the data of the documentation's reference pages as JSON.
     #[command(hide = true)]
     Reference,
-    /// Make the controller read its configuration again.
+    /// Make the controller read its configuration again. If the configuration is invalid, nothing
+    /// changes.
     Reload {
         /// Format of the output.
         #[arg(short, long, default_value = "table")]
@@ -118,7 +124,8 @@ enum Command {
 /// A container, by name, id, or a unique prefix of either.
 #[derive(Debug, clap::Args)]
 struct ControllerAddress {
-    /// namespace/pod/container, namespace/id, id, or the beginning of one of these.
+    /// Name of the container: namespace/pod/container, namespace/id or id. The beginning of one of
+    /// these is enough if it is unique.
     container: String,
     /// Format of the output.
     #[arg(short, long, default_value = "table")]

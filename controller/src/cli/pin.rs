@@ -8,10 +8,11 @@ use super::{
     CliError, ControllerAddress, OutputFormat, client::ControlClient, move_container, say,
 };
 
-/// Turn automatic offloads of this node on or off, and print the setting.
+/// Turn automatic offloads of this node on or off, and print the setting. While they are off,
+/// containers are offloaded only by `affinode offload`. CUDA calls still restore them.
 #[derive(Debug, clap::Args)]
 pub struct AutoOffloadArgs {
-    /// on or off; default: only print the setting.
+    /// New setting. Without it the command only prints the present setting.
     wanted: Option<OnOff>,
     /// Format of the output.
     #[arg(short, long, default_value = "table")]

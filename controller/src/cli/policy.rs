@@ -14,7 +14,8 @@ use serde_json::json;
 use super::{CliError, OutputFormat, client::ControlClient, events, format, say, table};
 use crate::{config::Config, error_chain, schema};
 
-/// Show policies and where each value comes from; set the node's values; validate a file.
+/// Show the policy of each container and the source of each value. Subcommands also set values of
+/// the node and validate a configuration file.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct PolicyArgs {
@@ -26,29 +27,32 @@ pub struct PolicyArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum PolicyCommand {
-    /// Print each value of each container's effective policy, with its source: default, node
-    /// (file), namespace (rule), annotation, operator (command).
+    /// Print each value of the policy that applies to each container, with its source. default:
+    /// built in. node: a configuration file. namespace: a rule for the container's namespace.
+    /// annotation: the container's annotation. operator: a command such as `affinode pin`.
     Show(ShowArgs),
-    /// Set values of the node's policy permanently. They are validated, then written into the folder
-    /// conf.d next to the configuration file.
+    /// Set values of the node's policy permanently. The values are validated first, then written
+    /// into a file in the folder conf.d next to the configuration file.
     Set {
-        /// As in the configuration: idle_timeout=90s mode=pressure.
+        /// Keys of `[policy]` with their values, as in the configuration: for example
+        /// idle_timeout=90s mode=pressure.
         #[arg(required = true, value_name = "NAME=VALUE", value_parser = pair)]
         values: Vec<(String, String)>,
         #[command(flatten)]
         shape: PolicyShape,
     },
-    /// Remove values that were set with `policy set`.
+    /// Remove values that `affinode policy set` has set.
     Unset {
-        /// Names as in the configuration.
+        /// Keys of `[policy]`, as in the configuration.
         #[arg(required = true, value_name = "NAME")]
         names: Vec<String>,
         #[command(flatten)]
         shape: PolicyShape,
     },
-    /// Check whether a configuration file is valid, and print the resulting policies. Works without
-    /// a controller. Files in the folder conf.d next to it, and the environment, apply too.
-    /// `affinode simulate --history --config FILE` shows what the file would have done in the past.
+    /// Check whether a configuration file is valid, and print the resulting policies. The files in
+    /// the folder conf.d next to the file, and environment variables, apply as well. The command
+    /// needs no controller. To see how the file would have acted in the past, run `affinode
+    /// simulate --history --config FILE`.
     #[command(alias = "check")]
     Validate {
         /// Configuration file to check.
@@ -60,7 +64,7 @@ enum PolicyCommand {
 
 #[derive(Debug, clap::Args)]
 struct ShowArgs {
-    /// Only this container: name, id, or a unique prefix of either.
+    /// Only this container: its name, its id, or a unique prefix of either.
     container: Option<String>,
     #[command(flatten)]
     printed: PrintedPolicy,
@@ -68,7 +72,7 @@ struct ShowArgs {
 
 #[derive(Clone, Copy, Debug, clap::Args)]
 struct PolicyShape {
-    /// Output format; wide names file, rule, annotation or command.
+    /// Output format. wide adds the file, rule, annotation or command from which each value comes.
     #[arg(short, long, default_value = "table")]
     output: OutputFormat,
     /// Do not print the header line.

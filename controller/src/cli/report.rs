@@ -10,11 +10,12 @@ use crate::{
     schema::{self, ReportRow},
 };
 
-/// Print how GPUs were used: VRAM in use, held idle, and freed by offloads. A GPU hour is the VRAM
-/// of a whole GPU for one hour, or half of its VRAM for two hours.
+/// Print how GPUs were used: how much VRAM was in use, was held by idle containers, and was freed
+/// by offloads, each in GPU hours. A GPU hour is the whole VRAM of a GPU for one hour, or half of
+/// it for two hours.
 #[derive(Debug, clap::Args)]
 pub struct ReportArgs {
-    /// Length of the time range until now: 90m, 24h, 7d.
+    /// Length of the time range, which ends now: for example 90m, 24h or 7d.
     #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
     since: Duration,
     /// Whether each line is a container, a pod or a namespace.

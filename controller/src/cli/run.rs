@@ -29,22 +29,24 @@ const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(10);
 const CANNOT_RUN: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
-/// Run a program that the controller manages without a container. Its GPU memory is offloaded while
-/// it is idle, and restored at its next CUDA call. The program replaces this command, so exit
-/// status and signals are the program's own.
+/// Run a program outside a container and let the controller manage its GPU memory, as it does for a
+/// container. This is called a job. The memory is offloaded while the program is idle, and restored
+/// at its next CUDA call. The program replaces this command's process, so exit status and signals
+/// are those of the program.
 #[derive(Debug, clap::Args)]
 pub struct RunArgs {
     /// Name of the job; default: the program's name.
     #[arg(long)]
     name: Option<String>,
-    /// Namespace whose rules apply to the job (only root may choose; other users have one of their
-    /// own).
+    /// Namespace of the job. It determines which rules `[[policy.namespace]]` apply. Only root can
+    /// choose it. Jobs of other users are in a namespace of that user.
     #[arg(long)]
     namespace: Option<String>,
-    /// Annotation, as for a container: idle-timeout=2m, offload=eager. Can be repeated.
+    /// Annotation of the job, without the prefix affinode.io/: for example idle-timeout=2m or
+    /// offload=eager. Can be repeated.
     #[arg(long, value_name = "NAME=VALUE", value_parser = pair)]
     annotation: Vec<(String, String)>,
-    /// If the job is refused, print why and run the program without Affinode.
+    /// If the controller refuses the job, print the reason and run the program without Affinode.
     #[arg(long)]
     or_unmanaged: bool,
     /// The program and its arguments.

@@ -21,28 +21,31 @@ use crate::{
     },
 };
 
-/// Replay a trace in virtual time, with the code that a controller runs, and compare the policies.
-/// Works without a controller and without a GPU.
+/// Compare policies: replay a trace of GPU use in virtual time, once for each policy, with the code
+/// that the controller runs. The command needs no controller and no GPU.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 FREED: share of the VRAM that offloads freed, weighted by time, from the first to the last call of
-each process. OF IDLE: the same share, counting only time without a call in progress. RESIDENT,
-PEAK: mean and maximum of the VRAM in use. WOKE: share of the requests whose process was offloaded.
-DELAYED: share of the requests that waited for any reason, such as a move or the start of the
-process. P99 WAIT: 99th percentile of the waiting time. COPIED, GONE: share of the requests that
-waited longer than --slo. With COPIED only memory had left the GPU, with GONE the CUDA context had
-left it as well. REFUSED: number of refused offloads and of requests without enough VRAM. The
-policy `configured` is that of --config. All policies use the engine of --config. The last two
-policies are baselines that know all calls in advance.")]
+each process. OF IDLE: the same share, but only of the time in which no call was in progress.
+RESIDENT, PEAK: mean and maximum of the VRAM in use. WOKE: share of the requests that found their
+process offloaded. DELAYED: share of the requests that waited for any reason, such as an offload, a
+restore or the start of the process. P99 WAIT: 99th percentile of the waiting time. COPIED, GONE:
+share of the requests that waited longer than --slo. COPIED counts those whose process had only its
+memory off the GPU, GONE those whose process had its CUDA context off the GPU as well. REFUSED:
+number of refused offloads plus number of requests that did not get enough VRAM. The policy
+`configured` is that of --config. All policies use the engine of --config. The last two policies of
+the table know all calls in advance. No real policy can, so they show what is possible at best.")]
 pub struct SimulateArgs {
-    /// Trace file: CSV, optionally gzipped. The header determines the format: ServeGen windows,
-    /// Azure LLM requests, telemetry (time,process,busy,vram_bytes) or requests (time,process).
-    /// Default: a synthetic node with a daily curve and common peaks.
+    /// Trace file: CSV, optionally compressed with gzip. Its header line determines the format:
+    /// ServeGen windows, Azure LLM requests, telemetry (time,process,busy,vram_bytes) or requests
+    /// (time,process). Default: a synthetic node whose load follows the time of day and has peaks
+    /// that all processes share.
     trace: Option<PathBuf>,
-    /// Replay the recorded history, and compare the result with the recorded offloads.
+    /// Replay the history that this node's controller recorded, and compare the result with the
+    /// offloads that it made.
     #[arg(long, conflicts_with = "trace")]
     history: bool,
-    /// Length of the history to replay: 90m, 24h, 7d.
+    /// Length of the history to replay, which ends now: for example 90m, 24h or 7d.
     #[arg(long, default_value = "24h", value_parser = humantime::parse_duration)]
     since: std::time::Duration,
     /// Number of processes of the synthetic node.
@@ -54,37 +57,40 @@ pub struct SimulateArgs {
     /// Seed of the random numbers.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// VRAM of a process, in GiB, if the trace does not contain it.
+    /// VRAM of each process, in GiB. It applies if the trace does not contain the VRAM.
     #[arg(long, default_value_t = 16.0, value_name = "GIB")]
     process_vram: f64,
-    /// Number of GPUs over which processes are distributed. Default: the GPUs that the trace names,
-    /// otherwise the smallest number on which all processes fit at any time. With --fits: 1.
+    /// Number of GPUs over which the processes are distributed. Default: the GPUs that the trace
+    /// names. If it names none: 1 with --fits, otherwise the smallest number of GPUs on which all
+    /// processes fit at any time.
     #[arg(long, value_name = "N")]
     gpus: Option<usize>,
-    /// Maximum VRAM demand of the processes of a GPU at the same time, as a multiple of the GPU's
-    /// VRAM. Determines the number of GPUs.
+    /// Maximum VRAM that the processes of one GPU need at the same time, as a multiple of the GPU's
+    /// VRAM. The number of GPUs is chosen accordingly: with 2, half as many GPUs as with 1.
     #[arg(long, default_value_t = 1.0, value_name = "RATIO")]
     oversubscription: f64,
-    /// VRAM of each GPU, in GiB; default: that of an H200.
+    /// VRAM of each GPU, in GiB. The default is that of an H200.
     #[arg(long, default_value_t = 140.4, value_name = "GIB", conflicts_with = "fits")]
     vram: f64,
-    /// VRAM of each GPU, as the number of largest processes that fit.
+    /// VRAM of each GPU, given as the number of processes that fit, each with the VRAM of the
+    /// largest process.
     #[arg(long, value_name = "N")]
     fits: Option<u64>,
     /// Time for which a call keeps the GPU busy.
     #[arg(long, default_value = "1s", value_name = "TIME")]
     service: humantime::Duration,
-    /// Costs of moves with one engine on this machine (TOML or JSON), as the GPU kit writes them;
-    /// default: those of an H200. Can be repeated, once per engine.
+    /// File with the measured durations of offloads and restores of one engine (TOML or JSON), as
+    /// the GPU kit writes it. Default: values of an H200. Can be repeated, once for each engine.
     #[arg(long, value_name = "FILE")]
     calibration: Vec<PathBuf>,
-    /// Objective for the wait of a call. Calls that wait longer are counted by level.
+    /// Longest acceptable wait of a call. The columns COPIED and GONE count the calls that wait
+    /// longer.
     #[arg(long, default_value = "1s", value_name = "TIME")]
     slo: humantime::Duration,
-    /// Configuration whose policy is simulated; default: the built-in defaults.
+    /// Configuration file whose policy is simulated as `configured`. Default: the built-in values.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Only policies whose names begin with this text; can be repeated.
+    /// Simulate only policies whose names begin with this text. Can be repeated.
     #[arg(long, value_name = "NAME")]
     policy: Vec<String>,
     /// Format of the output.

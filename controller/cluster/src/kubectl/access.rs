@@ -31,17 +31,18 @@ const TOKEN_SECONDS: i64 = 600;
 /// `kubectl affinode`.
 #[derive(Args, Clone, Debug)]
 pub struct ConnectionArgs {
-    /// Path of the kubeconfig; if omitted, KUBECONFIG or ~/.kube/config.
+    /// Path of the kubeconfig. Default: the variable KUBECONFIG, otherwise ~/.kube/config.
     #[arg(long, global = true, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
-    /// Context of the kubeconfig; if omitted, its current one.
+    /// Context of the kubeconfig. Default: its current context.
     #[arg(long, global = true, value_name = "NAME")]
     context: Option<String>,
-    /// Namespace of the pods; if omitted, that of the context.
+    /// Namespace of the pods. Default: the namespace of the context.
     #[arg(short, long, global = true, value_name = "NAME")]
     namespace: Option<String>,
-    /// Service account that the agents see instead of the kubeconfig's user, with a token of 10
-    /// min. It is for users with a client certificate, which does not reach the agents.
+    /// Service account as which the command authenticates to the node agents, with a token that is
+    /// valid for 10 min. Use this option if the kubeconfig's user has a client certificate, because
+    /// the agents accept only tokens.
     #[arg(long, global = true, value_name = "NAMESPACE/NAME", value_parser = account)]
     service_account: Option<AccountName>,
 }

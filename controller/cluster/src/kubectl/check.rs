@@ -16,14 +16,15 @@ use super::{
 };
 use crate::fleet::poller::{NodeHealth, NodeRow};
 
-/// Check the user's rights, and whether each node's agent replies, serves the runtime and sees its
-/// GPUs. It changes nothing.
+/// Check which rights the user has. Check also whether the agent of each node replies, whether the
+/// node's containerd serves the runtime, and whether the agent can read the GPUs. The command
+/// changes nothing.
 #[derive(Args, Clone, Debug)]
 pub struct CheckArgs {
-    /// Only this node, by its name.
+    /// Check only the node with this name.
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
-    /// Format of the output; name prints what is not fine.
+    /// Format of the output. name prints only the names of failed checks.
     #[arg(short, long, default_value = "table")]
     pub output: OutputFormat,
 }

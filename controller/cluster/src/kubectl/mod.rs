@@ -46,7 +46,7 @@ use self::{
     bin_name = "kubectl affinode",
     version,
     arg_required_else_help = true,
-    after_help = "Exit status: 0 done, 1 failed, 2 wrong usage, 3 refused, 4 a node or the API server cannot be reached. A list with exit status 3 or 4 is incomplete."
+    after_help = "Exit status: 0 success, 1 failure, 2 wrong usage, 3 a right is missing or the request was refused, 4 a node or the API server cannot be reached. If a command that prints a list exits with 3 or 4, the list is incomplete."
 )]
 struct PluginArgs {
     #[command(flatten)]
@@ -60,9 +60,9 @@ enum Command {
     Ps(ps::PsArgs),
     Status(status::StatusArgs),
     Check(check::CheckArgs),
-    /// Offload containers now: move their VRAM to host memory.
+    /// Offload containers now: move their GPU memory to host memory.
     Offload(moves::MoveArgs),
-    /// Restore containers now: move their memory back to the GPU.
+    /// Restore containers now: move their offloaded memory back to the GPU.
     Restore(moves::MoveArgs),
     Node(node::NodeArgs),
     /// Print as JSON what the reference page of the documentation is made of.

@@ -34,10 +34,13 @@ const MOVE: Duration = Duration::from_secs(630);
 /// Which containers are moved.
 #[derive(Args, Clone, Debug)]
 pub struct MoveArgs {
-    /// POD or POD/CONTAINER of the namespace, or NAMESPACE/POD/CONTAINER as `ps -o name` prints it.
+    /// Containers to move: POD or POD/CONTAINER in the selected namespace, or
+    /// NAMESPACE/POD/CONTAINER as `kubectl affinode ps -o name` prints it. POD means all containers
+    /// of the pod.
     #[arg(required_unless_present = "all", conflicts_with = "all", value_parser = target)]
     containers: Vec<TargetName>,
-    /// All containers of the namespace that the filters keep; with -A of all namespaces.
+    /// Move all containers of the namespace to which the other options apply. With -A: of all
+    /// namespaces.
     #[arg(long)]
     all: bool,
     #[command(flatten)]

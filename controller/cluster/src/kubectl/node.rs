@@ -22,7 +22,8 @@ use crate::node::node_labels::{EXCLUDE, EXCLUDED, STATE};
 /// Interval between two looks at a node that is retired.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Keep Affinode off nodes. This needs the right to patch nodes, which no role of the chart has.
+/// Exclude nodes from Affinode, or include them again. The user needs the right to patch nodes,
+/// which no role of the Helm chart grants.
 #[derive(Args, Clone, Debug)]
 pub struct NodeArgs {
     #[command(subcommand)]
@@ -31,16 +32,17 @@ pub struct NodeArgs {
 
 #[derive(Clone, Debug, Subcommand)]
 enum NodeVerb {
-    /// Set the label affinode.io/exclude. Affinode is not installed on the nodes. Where it is
-    /// installed, the agent removes it after the end of its containers.
+    /// Set the label affinode.io/exclude on nodes. Affinode is then not installed there. If it is
+    /// installed already, the node's agent removes it after the last container of Affinode has
+    /// ended.
     Exclude(NodeNames),
-    /// Remove the label affinode.io/exclude. Affinode is installed on the nodes again.
+    /// Remove the label affinode.io/exclude from nodes. Affinode is then installed there again.
     Include(NodeNames),
-    /// As exclude, and wait until Affinode is removed from the nodes.
+    /// Exclude nodes like `node exclude`, and wait until Affinode is removed from them.
     Retire {
         #[command(flatten)]
         nodes: NodeNames,
-        /// Time limit for the wait: 90s, 10m. The nodes stay excluded after it.
+        /// Maximum time to wait, for example 90s or 10m. The nodes stay excluded if it passes.
         #[arg(long, value_name = "TIME", default_value = "10m", value_parser = humantime::parse_duration)]
         timeout: Duration,
     },

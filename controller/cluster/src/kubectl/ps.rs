@@ -36,7 +36,7 @@ const WIDE: [&str; 13] = [
     "REASON",
 ];
 
-/// List GPU containers with their node, state, VRAM, and the reason for the state.
+/// List GPU containers with their node, their state, their VRAM, and the reason for the state.
 #[derive(Args, Clone, Debug)]
 pub struct PsArgs {
     #[command(flatten)]

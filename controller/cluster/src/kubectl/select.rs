@@ -8,14 +8,14 @@ use serde::Serialize;
 /// Which containers a command means.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ContainerFilter {
-    /// Pods of all namespaces, and containers without a pod.
+    /// Include pods of all namespaces, and containers without a pod.
     #[arg(short = 'A', long)]
     pub all_namespaces: bool,
-    /// Only containers of this node. Other nodes are not asked.
+    /// Only containers of this node. No request goes to other nodes.
     #[arg(long, value_name = "NAME")]
     pub node: Option<String>,
-    /// Only containers with memory of this GPU: its index on the node, or the beginning of its
-    /// UUID.
+    /// Only containers with memory of this GPU, which is given by its index on the node or by the
+    /// beginning of its UUID.
     #[arg(long, value_name = "GPU")]
     gpu: Option<String>,
     /// Only containers in one of these states.

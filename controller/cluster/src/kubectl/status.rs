@@ -34,11 +34,11 @@ const TABLE: [&str; 10] = [
 ];
 const WIDE: [&str; 4] = ["GPU", "FREE HOST RAM", "VERSION", "REASON"];
 
-/// Show each node with its GPUs, VRAM in use, VRAM of idle containers, offloaded memory, and
-/// containers that wait, and the sum of all nodes.
+/// Show for each node, and for all nodes together: the GPUs, the VRAM in use, the VRAM of idle
+/// containers, the offloaded memory, and the number of containers that wait for VRAM.
 #[derive(Args, Clone, Debug)]
 pub struct StatusArgs {
-    /// Only this node, by its name.
+    /// Show only the node with this name.
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
     /// Order of the nodes.
