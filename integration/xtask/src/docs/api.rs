@@ -46,7 +46,7 @@ pub fn page(openapi: &str, proto: &str) -> Result<String> {
     }
     page.section("Control API");
     page.paragraph(
-        "ttrpc on `control.sock` in the run directory, for root only. The commands of `affinode` use it.",
+        "The commands of `affinode` and the shims use this API. It is served over ttrpc (containerd's small variant of gRPC) on the socket `control.sock` in the run directory. Only root can connect. Each call receives a request message and returns a response message, which proto/control.proto defines.",
     );
     let rows: Vec<[String; 4]> = calls(proto)
         .into_iter()
