@@ -317,7 +317,10 @@ fn print_status(out: &mut dyn Write, status: &InstallStatus) -> Result<(), CliEr
         rows.push((format!("handler {} in {file}", handler.name), handler_state(handler.state)));
     }
     for name in &status.former {
-        rows.push((format!("handler {name}"), "has an earlier name: it stays while a shim runs"));
+        rows.push((
+            format!("handler {name}"),
+            "former name of the handler: it stays in the configuration while a shim runs",
+        ));
     }
     if let Some(docker) = &status.docker {
         let state = match docker.state {
@@ -358,20 +361,23 @@ fn handler_state(state: HandlerState) -> &'static str {
         HandlerState::Served => "served by containerd",
         HandlerState::RestartNeeded => "restart containerd: it has not loaded the handler yet",
         HandlerState::RestartDue => {
-            "served by containerd as it was before: restart containerd to apply the change"
+            "served by containerd in its former version: restart containerd to apply the change"
         }
         HandlerState::Outdated => {
-            "served by containerd, but its settings are not as they should be now: run affinode \
-             install"
+            "served by containerd, but its settings differ from those that affinode install would \
+             write now: run affinode install"
         }
         HandlerState::NotRead => "containerd does not read this file: run affinode install",
         HandlerState::Missing => {
             "not in any configuration file of containerd: run affinode install"
         }
         HandlerState::Foreign => {
-            "runs another program: remove the handler, or choose another name with --runtime-name"
+            "this handler runs another program than Affinode: remove it, or choose another name \
+             with --runtime-name"
         }
-        HandlerState::Unreadable => "containerd cannot read its configuration: correct it first",
+        HandlerState::Unreadable => {
+            "containerd cannot read its configuration: correct the configuration first"
+        }
         HandlerState::NoContainerd => "containerd does not run",
     }
 }
@@ -383,13 +389,13 @@ fn unit_state(state: UnitState) -> &'static str {
             "keeps a controller running until a reboot: run systemctl enable affinode-controller"
         }
         UnitState::Stopped => {
-            "stopped, shims start the controller: run systemctl start affinode-controller"
+            "stopped, so shims start the controller: run systemctl start affinode-controller"
         }
         UnitState::Changed => {
-            "changed since the installation: affinode install and uninstall leave it unchanged"
+            "changed since the installation: affinode install and uninstall leave the file as it is"
         }
         UnitState::Missing | UnitState::Incomplete => {
-            "missing or not started, shims start the controller: run affinode install"
+            "missing or not started, so shims start the controller: run affinode install"
         }
         UnitState::Unknown => "unknown: systemctl does not answer",
     }

@@ -68,14 +68,14 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
                 "this command uses {path}, containerd's shims use {}",
                 facts.shims_run_dir.display()
             ),
-            format!("--run-dir {}", facts.shims_run_dir.display()),
+            format!("run this command with --run-dir {}", facts.shims_run_dir.display()),
         );
     }
     match (facts.read_only, facts.owner_mode) {
         (true, _) => group.bad(
             "run directory",
             format!("{path} is on a read-only file system"),
-            format!("name another in {} for containerd", paths::RUN_DIR_ENV),
+            format!("set {} in containerd's environment to another directory", paths::RUN_DIR_ENV),
         ),
         (false, Some((owner, mode))) if owner != 0 || mode & 0o022 != 0 => group.bad(
             "run directory",
@@ -99,7 +99,7 @@ pub fn judge(facts: &PathFacts) -> Vec<DoctorCheck> {
     let file = facts.config_file.display();
     match &facts.config_error {
         Some(why) => {
-            let hint = "correct what the error names; until then a controller does not start";
+            let hint = "correct the key that the error names: a controller does not start with this configuration";
             group.bad("configuration", why.clone(), hint);
         }
         None if facts.config_file.exists() => {

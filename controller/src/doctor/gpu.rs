@@ -97,8 +97,8 @@ pub fn judge(facts: &GpuFacts) -> Vec<DoctorCheck> {
         ),
     }
     if facts.mps {
-        let hint = "Affinode does not offload processes of MPS: stop the MPS daemon (echo quit | \
-                    nvidia-cuda-mps-control), then start them without it";
+        let hint = "the driver cannot checkpoint processes of MPS, so they are not offloaded: stop the \
+                    MPS daemon (echo quit | nvidia-cuda-mps-control) and start the programs again";
         group.warning("MPS", "the MPS daemon runs", hint);
     }
     group.checks
@@ -111,12 +111,12 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
     } else {
         group.bad(
             "driver",
-            format!("{} has no checkpoint", seen.driver),
+            format!("{} cannot checkpoint processes", seen.driver),
             format!("install version {MIN_DRIVER} or newer"),
         );
     }
     if seen.gpus.is_empty() {
-        group.bad("devices", "none", "see `nvidia-smi` and `dmesg | grep NVRM` for the cause");
+        group.bad("devices", "none", "find the cause with nvidia-smi and dmesg | grep NVRM");
         return;
     }
     for gpu in &seen.gpus {
@@ -135,14 +135,14 @@ fn judge_seen(group: &mut CheckGroup, seen: &SeenGpus, library: &Path) {
         group.warning(
             "persistence mode",
             format!("off on GPU {off}"),
-            "start nvidia-persistenced, or run nvidia-smi -pm 1: otherwise the driver unloads when \
-             the last process is offloaded, and must be initialised again",
+            "start nvidia-persistenced, or run nvidia-smi -pm 1: otherwise the driver is unloaded \
+             when no process uses the GPU, and the next process waits until it is loaded again",
         );
     }
     let cut = indexes(|gpu| gpu.mig);
     if !cut.is_empty() {
-        let hint =
-            "Affinode measures the VRAM of whole GPUs only: turn MIG off with nvidia-smi -mig 0";
+        let hint = "NVML does not report the free VRAM of MIG instances, so containers on them are not \
+             offloaded: turn MIG off with nvidia-smi -mig 0";
         group.warning("MIG", format!("on for GPU {cut}"), hint);
     }
 }

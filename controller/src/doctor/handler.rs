@@ -49,11 +49,19 @@ pub fn judge(config: &Result<Table, String>, kubernetes: bool, cdi: bool) -> Vec
             judge_handler(&mut group, (name, handler), handlers, cri, cdi)
         }
         _ => {
-            let hint = "run `affinode install`; by hand: config/containerd/affinode-v2.toml (containerd 1.x) or affinode-v3.toml (2.x), and restart it";
+            let hint = "run affinode install, or add config/containerd/affinode-v2.toml (containerd 1.x) or affinode-v3.toml (2.x) to its configuration and restart containerd";
             if kubernetes {
-                group.bad("handler", "none: pods cannot use Affinode", hint);
+                group.bad(
+                    "handler",
+                    "Affinode's handler is missing: pods cannot use Affinode",
+                    hint,
+                );
             } else {
-                group.warning("handler", "none: pods need a handler, ctr and nerdctl do not", hint);
+                group.warning(
+                    "handler",
+                    "Affinode's handler is missing: only pods need it, ctr and nerdctl do not",
+                    hint,
+                );
             }
         }
     }
@@ -116,7 +124,8 @@ fn judge_handler(
             group.warning(
                 "annotations",
                 found,
-                "add it: without it the annotations of pods are ignored",
+                "add the pattern to this key: otherwise containerd withholds annotations, and they have \
+                 no effect",
             );
         }
     }

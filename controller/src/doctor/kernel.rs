@@ -87,12 +87,13 @@ pub fn judge(facts: &KernelFacts) -> Vec<DoctorCheck> {
         group.good("kernel", format!("Linux {}", facts.release));
     } else {
         let found = format!("Linux {} lacks {}", facts.release, missing.join(", "));
-        group.bad("kernel", found, "use a kernel that has it, or allow it in the sandbox");
+        group.bad("kernel", found, "use a newer kernel, or allow the feature in the sandbox");
     }
     if facts.membarrier {
         group.good("membarrier", "private expedited");
     } else {
-        let hint = "use Linux 4.14 or newer: without it each CUDA call costs about 15 ns more";
+        let hint = "use Linux 4.14 or newer, or allow the system call in the sandbox: otherwise each \
+                    CUDA call takes about 15 ns longer";
         group.warning("membarrier", "missing", hint);
     }
     group.checks

@@ -100,7 +100,7 @@ pub fn judge(facts: &LibraryFacts) -> Vec<DoctorCheck> {
         group.bad("library", format!("{path}: {why}"), hint);
     } else if facts.no_exec {
         let hint = format!(
-            "its file system is mounted noexec: install it elsewhere and set that path in {} for containerd",
+            "its file system is mounted noexec: install the library in another folder and set {} in containerd's environment to that folder",
             paths::LIB_DIR_ENV
         );
         group.bad("library", format!("{path} cannot be mapped for execution"), hint);

@@ -72,7 +72,7 @@ fn cgroups(root: &Path) -> CgroupVersion {
 #[must_use]
 pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
     let mut group = CheckGroup::new("memory");
-    let hint = "without it the memory limits of containers are unknown: mount cgroup2 at /sys/fs/cgroup with the memory controller (kernel argument cgroup_enable=memory)";
+    let hint = "the memory limits of containers cannot be read: mount cgroup2 at /sys/fs/cgroup; if the memory controller is missing there, boot with the kernel argument cgroup_enable=memory";
     match facts.cgroups {
         CgroupVersion::V2 => group.good("cgroups", "version 2, memory limits can be read"),
         CgroupVersion::V1 => group.good("cgroups", "version 1, memory limits can be read"),
@@ -91,11 +91,10 @@ pub fn judge(facts: &MemoryFacts) -> Vec<DoctorCheck> {
                 mib(facts.vram_used_bytes)
             );
             if room == 0 {
-                let hint =
-                    "nothing can be offloaded: add RAM, or lower [memory] in the configuration";
+                let hint = "no container can be offloaded: add RAM, or lower memory.node_reserve_mib in the configuration";
                 group.bad("host RAM", found, hint);
             } else if room < facts.vram_used_bytes {
-                group.warning("host RAM", found, "not all VRAM can be offloaded at the same time");
+                group.warning("host RAM", found, "the VRAM in use cannot all be offloaded at the same time: some containers will stay on the GPU");
             } else {
                 group.good("host RAM", found);
             }

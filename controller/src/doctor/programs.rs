@@ -76,10 +76,10 @@ pub fn judge(facts: &ProgramFacts) -> Vec<DoctorCheck> {
         }
         Some((path, Ok(version))) => {
             let found = format!("{} is {version}, this command is {own}", path.display());
-            group.bad("shim", found, "install both from the same release");
+            group.bad("shim", found, "install the shim and affinode from the same release");
         }
         Some((path, Err(why))) => {
-            let hint = "install it again: it must run on this machine";
+            let hint = "install the shim again, from a release for this machine's architecture";
             group.bad(
                 "shim",
                 format!("{} does not print its version: {why}", path.display()),

@@ -97,7 +97,7 @@ pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
             }
         }
         Some(Err(why)) => {
-            let hint = "restart the kubelet, which writes this file again; until then it is unknown how GPUs are shared";
+            let hint = "restart the kubelet, which writes this file again: without the file it is unknown how GPUs are shared";
             group.warning("sharing", why.clone(), hint);
         }
         None => {}
@@ -112,7 +112,7 @@ pub fn judge(facts: &SharingFacts) -> Vec<DoctorCheck> {
     }
     if facts.hami {
         let hint = format!(
-            "containers load it before Affinode's library, so its limits apply; tested with a similar library, not with HAMi itself. With virtual device memory they stay on the GPU ({EXAMPLES})"
+            "containers load HAMi's library before Affinode's, so its limits apply. Containers with its virtual device memory are not offloaded. Affinode was tested with a similar library, not with HAMi itself ({EXAMPLES})"
         );
         group.warning("HAMi", "its library is installed", hint);
     }

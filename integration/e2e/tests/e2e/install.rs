@@ -338,7 +338,7 @@ fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     running.kill()?;
     running.wait()?;
     world.restart_containerd()?;
-    ensure!(status()?.contains("not as they should be now"), "{}", status()?);
+    ensure!(status()?.contains("its settings differ"), "{}", status()?);
     place.done("install", &renamed)?;
     ensure!(!has(HANDLER)? && has("newer")?);
     ensure!(!status()?.contains(HANDLER), "{}", status()?);
