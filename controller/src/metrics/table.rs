@@ -120,13 +120,14 @@ impl MetricsTable {
             ),
             unexpected_ends: add!(
                 "controller_unexpected_ends",
-                "Number of unexpected exits of the controller that the history of this node records. An \
-                 exit is expected if it was requested, or if no container was left",
+                "Number of unexpected exits of the controller that the history of this node \
+                 records. An exit is expected if it was requested, or if no container was left",
                 Counter::default()
             ),
             auto_offload: add!(
                 "auto_offload_enabled",
-                "Whether containers are offloaded automatically (1: yes, 0: an operator turned it off)",
+                "Whether containers are offloaded automatically (1: yes, 0: an operator turned it \
+                 off)",
                 Gauge::default()
             ),
             nvml_up: add!(
@@ -150,14 +151,15 @@ impl MetricsTable {
             gpu_copier: add!(
                 "gpu_memory_copier",
                 Bytes,
-                "VRAM used by Affinode's copier, a process that copies memory of offloaded containers",
+                "VRAM used by Affinode's copier, a process that copies memory of offloaded \
+                 containers",
                 Family::default()
             ),
             gpu_shared: add!(
                 "gpu_host_memory_shared",
                 Bytes,
-                "Size of offloaded memory whose content is stored once for several processes (dedup). Each \
-                 process counts in full",
+                "Size of offloaded memory whose content is stored once for several processes \
+                 (dedup). Each process counts in full",
                 Family::default()
             ),
             gpu_stored: add!(
@@ -184,8 +186,8 @@ impl MetricsTable {
             ),
             gpu_pressure: add!(
                 "gpu_vram_pressure_ratio",
-                "VRAM that all containers of the GPU would need if all were resident, divided by the VRAM \
-                 of the GPU. Above 1 they do not all fit",
+                "VRAM that all containers of the GPU would need if all were resident, divided by \
+                 the VRAM of the GPU. Above 1 they do not all fit",
                 Family::default()
             ),
             containers: add!(
@@ -203,12 +205,14 @@ impl MetricsTable {
             kept: add!(
                 "container_host_memory_kept",
                 Bytes,
-                "Host memory with the copy that a resident container keeps for its next offload (retain_host_copy)",
+                "Host memory with the copy that a resident container keeps for its next offload \
+                 (retain_host_copy)",
                 Family::default()
             ),
             copyable: add!(
                 "container_copyable_ratio",
-                "Fraction of the VRAM of the container that Affinode's library can copy without the driver's checkpoint",
+                "Fraction of the VRAM of the container that Affinode's library can copy without \
+                 the driver's checkpoint",
                 Family::default()
             ),
             idle: add!(
@@ -240,28 +244,30 @@ impl MetricsTable {
             hook_seconds: add!(
                 "container_hook",
                 Seconds,
-                "Estimated time that Affinode's hook added to the CUDA calls of the container. It is the \
-                 number of calls times the overhead per call, which each process measures at its start",
+                "Estimated time that Affinode's hook added to the CUDA calls of the container. It \
+                 is the number of calls times the overhead per call, which each process measures \
+                 at its start",
                 Family::default()
             ),
             held_seconds: add!(
                 "container_held_calls",
                 Seconds,
-                "Time that CUDA calls of the container waited during its offloads and restores, summed over \
-                 all threads",
+                "Time that CUDA calls of the container waited during its offloads and restores, \
+                 summed over all threads",
                 Family::default()
             ),
             call_cost: add!(
                 "container_hook_call_cost",
                 Seconds,
-                "Time that Affinode's hook adds to a CUDA call, the highest value among the processes of \
-                 the container",
+                "Time that Affinode's hook adds to a CUDA call, the highest value among the \
+                 processes of the container",
                 Family::default()
             ),
             host_used: add!(
                 "host_memory_used",
                 Bytes,
-                "Host memory in use for offloaded memory. Content that several processes share counts once",
+                "Host memory in use for offloaded memory. Content that several processes share \
+                 counts once",
                 Gauge::default()
             ),
             host_free: add!(
@@ -328,7 +334,8 @@ impl MetricsTable {
             watchers: add!("http_watchers", "Number of open HTTP event streams", Gauge::default()),
             missed: add!(
                 "http_missed_messages",
-                "Messages of HTTP event streams that were dropped because the client read too slowly",
+                "Messages of HTTP event streams that were dropped because the client read too \
+                 slowly",
                 Counter::default()
             ),
             refused_requests: add!(
@@ -338,7 +345,8 @@ impl MetricsTable {
             ),
             history_dropped: add!(
                 "history_dropped_records",
-                "History records that were dropped before they were written, for example because the disk is too slow",
+                "History records that were dropped before they were written, for example because \
+                 the disk is too slow",
                 Counter::default()
             ),
             registry,
