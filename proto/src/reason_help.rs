@@ -72,10 +72,11 @@ impl Reason {
                  annotation `affinode.io/offload-window`. The times are in UTC.",
             ),
             Reason::TooSmall => (
-                "`policy.minimum_vram_mib` is the VRAM below which an offload is not worth its \
-                 cost. This container holds less.",
+                "`policy.minimum_vram_mib` sets how much VRAM a container must hold to be \
+                 offloaded, because the offload of a smaller container frees too little. This \
+                 container holds less.",
                 "No action is needed. To offload this container as well, lower \
-                 `policy.minimum_vram_mib` or its annotation.",
+                 `policy.minimum_vram_mib` or its annotation `affinode.io/minimum-vram-mib`.",
             ),
             Reason::NothingToCopy => (
                 "Affinode's library can copy none of the container's GPU memory, for example \
@@ -86,7 +87,9 @@ impl Reason {
                  use the engine `full`.",
             ),
             Reason::HintedBusy => (
-                "A program of the container wrote `busy` into `/.affinode/run/hint`, or an operator ran `affinode hint NAME busy`.",
+                "A program of the container wrote `busy` into `/.affinode/run/hint`, or an \
+                 operator ran `affinode hint NAME busy`. The container therefore stays on the GPU \
+                 although it makes no CUDA calls.",
                 "No action is needed while the container is in use. The hint expires after an \
                  hour. To end it earlier, run `affinode hint NAME idle`, or correct the program \
                  that writes the hint.",
@@ -120,18 +123,18 @@ impl Reason {
                  offloads a single container.",
             ),
             Reason::MinimumResidency => (
-                "A container stays resident for `policy.minimum_residency` after each restore. \
-                 This prevents that it is offloaded and restored in quick succession.",
+                "A container stays resident for `policy.minimum_residency` after each restore, so \
+                 that it is not offloaded and restored in quick succession.",
                 "No action is needed. To allow an earlier offload, lower \
                  `policy.minimum_residency`.",
             ),
             Reason::NotRegistered => (
                 "No process of the container has initialised CUDA, or all processes that had \
                  initialised it have ended.",
-                "No action is needed if the container does not use CUDA now. If it does, \
-                 Affinode's library is not loaded into its program. Run `affinode doctor` to check \
-                 the installation. Check also that the program is dynamically linked against \
-                 glibc, and that `AFFINODE_DISABLE` is not set.",
+                "No action is needed if the container does not use CUDA now. If it does use CUDA, \
+                 its program has not loaded Affinode's library. Run `affinode doctor` to check the \
+                 installation. Check also that the program is dynamically linked against glibc, \
+                 and that `AFFINODE_DISABLE` is not set.",
             ),
             Reason::NoVram => (
                 "The container has a CUDA process. Either this process holds no VRAM, or NVML does \
@@ -214,7 +217,7 @@ impl Reason {
             Reason::DamagedMemory => (
                 "With `policy.checksum = true` the GPU computes checksums of the memory before an \
                  offload and after the restore. They differed, and still differed after the memory \
-                 had been copied back a second time. The data in the container's GPU memory are \
+                 had been copied back a second time. The content of the container's GPU memory is \
                  therefore wrong.",
                 "Restart the container. Check the GPU (`nvidia-smi -q -d ECC`, `dmesg | grep \
                  NVRM`) and the host memory. If this repeats, set the mode to `off` and report the \
@@ -246,7 +249,7 @@ impl Reason {
             ),
             Reason::Frozen => (
                 "The container's cgroup is frozen (paused), or a signal such as SIGSTOP stopped \
-                 one of its processes. Such a process cannot carry out an offload.",
+                 one of its processes. A process that does not run cannot carry out an offload.",
                 "Resume a paused container (`ctr task resume`, `docker unpause`). Continue a \
                  stopped process with `kill -CONT PID`. `affinode events` names the process.",
             ),

@@ -39,7 +39,7 @@ pub struct RunArgs {
     #[arg(long)]
     name: Option<String>,
     /// Namespace of the job. It determines which rules `[[policy.namespace]]` apply. Only root can
-    /// choose it. Jobs of other users are in a namespace of that user.
+    /// choose it. A job of another user is in the namespace user-NAME, with the name of that user.
     #[arg(long)]
     namespace: Option<String>,
     /// Annotation of the job, without the prefix affinode.io/: for example idle-timeout=2m or
