@@ -46,7 +46,7 @@ use self::{
     bin_name = "kubectl affinode",
     version,
     arg_required_else_help = true,
-    after_help = "Exit status: 0 success, 1 failure, 2 wrong usage, 3 a right is missing or the request was refused, 4 a node or the API server cannot be reached. If a command that prints a list exits with 3 or 4, the list is incomplete."
+    after_help = "Exit status: 0 success, 1 failure, 2 wrong usage, 3 a right is missing or the request was refused, 4 a node or the API server cannot be reached. A list with exit status 3 or 4 lacks the nodes that standard error names."
 )]
 struct PluginArgs {
     #[command(flatten)]
