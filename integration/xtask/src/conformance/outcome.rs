@@ -135,7 +135,11 @@ impl Comparison {
         for (what, names) in [
             ("Pass with the stock runtime, not with Affinode", &worse),
             ("Fail with both", &both),
-            ("Differed at first, and were repeated alone with both", &again),
+            (
+                "Result differed between the runtimes at first, so the test was run again, alone, \
+                 with both",
+                &again,
+            ),
         ] {
             let names = if names.is_empty() { "none".into() } else { names.join(", ") };
             let _ = write!(text, "\n{what}: {names}.\n");

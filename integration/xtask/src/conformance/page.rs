@@ -9,10 +9,11 @@ use crate::sh;
 
 const HEAD: &str = "# Conformance
 
-`cargo xtask conformance` wrote this page. It ran the test suites of other projects on one machine,
-with the stock runtime (`io.containerd.runc.v2`) and with Affinode's (\"ours\"). containerd's client
-tests use Affinode's runtime by its name, `io.containerd.affinode.v1`. critest uses the handler that
-`affinode install` writes.
+`cargo xtask conformance` wrote this page. It ran the test suites of other projects on one machine:
+once with the stock runtime (`io.containerd.runc.v2`) and once with Affinode's. A test that fails
+with both runtimes therefore fails for a reason other than Affinode. containerd's client tests
+select Affinode's runtime by its name, `io.containerd.affinode.v1`. critest selects it by the
+handler that `affinode install` writes into containerd's configuration.
 ";
 
 /// Date, machine and versions of a run.
