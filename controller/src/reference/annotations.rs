@@ -27,14 +27,14 @@ pub struct AnnotationReference {
 
 /// Descriptions of annotations whose meaning is not that of a configuration key with their name.
 const TEXTS: [(&str, &str); 3] = [
-    ("affinode.io/offload", "The mode of the container."),
+    ("affinode.io/offload", "The mode, which determines when the container may be offloaded."),
     (
         "affinode.io/latency-sensitive",
-        "`true` sets mode `off`, whatever the other annotations are. It is for containers whose callers cannot wait for a restore.",
+        "`true` sets mode `off`, even if `affinode.io/offload` sets another mode. Use it for containers whose callers cannot wait for a restore.",
     ),
     (
         "affinode.io/inject",
-        "Whether the library is loaded into the container. `auto`: if the container has a GPU. `false`: never, and the cluster gives such a pod no runtime class.",
+        "Whether Affinode's library is loaded into the container. Without the library a container is never offloaded. `auto` (default): if the container has a GPU. `true`: always. `false`: never; in Kubernetes the pod then does not get the runtime class `affinode` automatically.",
     ),
 ];
 

@@ -159,19 +159,19 @@ pub fn annotations(known: &Reference) -> String {
         "the parser of annotations and its answers for the default configuration",
     );
     page.paragraph(
-        "An annotation sets a value for one container. In Kubernetes the pod has the annotation, elsewhere the container. Annotations are read when the container is created.",
+        "An annotation changes a value of the [configuration](configuration.md) for one container. In Kubernetes, write annotations into the metadata of the pod. Elsewhere, give them to the container with the option `--annotation` of Docker, nerdctl or Podman, or to a [job](jobs.md) with the same option of `affinode run`. Affinode reads the annotations only when the container is created, so a later change has no effect.",
     );
     page.section("Precedence");
-    page.paragraph("A value can come from these sources. If several of them set it, the one that is furthest down in the list applies:");
+    page.paragraph("A value can come from the sources in this list. If several sources set a value, the one that is furthest down applies:");
     page.list(&[
         "the default".into(),
-        "the node: `config.toml`, `conf.d/*.toml`, environment (see [configuration](configuration.md))".into(),
-        "`[[policy.namespace]]`: the first rule for the container's namespace".into(),
+        "the configuration of the node: `config.toml`, `conf.d/*.toml`, environment".into(),
+        "`[[policy.namespace]]` in that configuration: the first rule for the container's namespace".into(),
         "the annotation".into(),
-        "the operator: `affinode pin`, `affinode auto-offload`".into(),
+        "an operator's command: `affinode pin`, `affinode auto-offload`".into(),
     ]);
     page.paragraph(
-        "An unknown annotation, or one with an invalid value, is ignored, and the earlier sources of the list apply. An event and `affinode policy show` list the accepted values.",
+        "Affinode ignores an unknown annotation, and an annotation with an invalid value. The container keeps running, and the sources above the annotation in the list apply. `affinode events` and `affinode policy show` then print the accepted names or values.",
     );
     page.section("List");
     let rows: Vec<[String; 4]> = known
@@ -185,7 +185,7 @@ pub fn annotations(known: &Reference) -> String {
             [code(&annotation.name), plain(&annotation.accepted), key, limits.join("; ")]
         })
         .collect();
-    page.table(["annotation", "accepted", "sets", "needs an operator"], &rows);
+    page.table(["annotation", "accepted", "sets", "values that need permission"], &rows);
     let special = known.annotations.iter().filter(|annotation| !annotation.text.is_empty());
     let items: Vec<String> =
         special.map(|a| format!("{}: {}", code(&a.name), plain(&a.text))).collect();
