@@ -29,6 +29,8 @@ use crate::{
     jobs,
 };
 
+/// Text of systemctl where systemd is not process 1. systemctl then stops no unit.
+const NOT_BOOTED: &str = "has not been booted with systemd";
 /// Time limit for containerd to serve its socket again after a restart.
 const BACK_WITHIN: Duration = Duration::from_secs(60);
 /// Default name of containerd's systemd unit.
@@ -105,6 +107,14 @@ pub enum NodeError {
         /// Name of the unit.
         unit: String,
         why: String,
+    },
+    /// systemd does not run on this machine, so containerd was not restarted.
+    #[error(
+        "systemd does not run on this machine and cannot restart {unit}: containerd's configuration was restored, and containerd still runs. Pass --restart-mode none, and restart containerd yourself after this command"
+    )]
+    NoSystemd {
+        /// Name of the unit.
+        unit: String,
     },
     /// containerd did not start in time.
     #[error(
@@ -271,7 +281,7 @@ impl ContainerdNode {
             Command::new("systemctl").args(["restart", unit]).stdin(Stdio::null()).output();
         let output = output.map_err(|error| failed(error_chain::chain(&error)))?;
         if !output.status.success() {
-            return Err(failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()));
+            return Err(restart_error(unit, &String::from_utf8_lossy(&output.stderr)));
         }
         let began = Instant::now();
         loop {
@@ -318,6 +328,16 @@ impl ContainerdNode {
                 after: error_chain::chain(&after),
             },
         }
+    }
+}
+
+/// The error of a failed `systemctl restart`, from what it printed.
+fn restart_error(unit: &str, printed: &str) -> NodeError {
+    let unit = unit.to_owned();
+    if printed.contains(NOT_BOOTED) {
+        NodeError::NoSystemd { unit }
+    } else {
+        NodeError::Restart { unit, why: printed.trim().to_owned() }
     }
 }
 
@@ -425,6 +445,17 @@ fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Without systemd containerd was not stopped. So the error must not say that containerd fails.
+    #[test]
+    fn a_restart_without_systemd_names_the_option() {
+        let printed = "System has not been booted with systemd as init system (PID 1). Can't \
+                       operate.\nFailed to connect to bus: Host is down\n";
+        let error = restart_error("containerd", printed).to_string();
+        assert!(error.contains("--restart-mode none") && error.contains("still runs"), "{error}");
+        let error = restart_error("containerd", "Unit x not found.\n").to_string();
+        assert!(error.ends_with("Unit x not found."), "{error}");
+    }
 
     #[test]
     fn only_serving_processes_are_shims() {
