@@ -73,7 +73,7 @@ pub enum NotManaged {
     Bundle(#[from] BundleError),
 }
 
-/// Prepares a container for its creation. Blocks on files.
+/// Prepares a container for its creation. Reads and writes files, so it may block.
 #[must_use]
 pub fn prepare(
     paths: &ShimPaths,
@@ -93,7 +93,7 @@ pub fn prepare(
     let cgroups_path = spec.as_ref().and_then(spec::cgroups_path);
     let options = options::translate(request.options.as_ref(), cgroups_path)
         .inspect_err(|error| {
-            warn!("container {id}: runtime options are passed on unchanged: {}", report(error));
+            warn!("container {id}: the runtime options cannot be read, and are passed to the stock shim unchanged: {}", report(error));
         })
         .unwrap_or_default();
     let container =

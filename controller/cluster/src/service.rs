@@ -21,7 +21,9 @@ use crate::{
 pub enum ServiceError {
     /// The async runtime or the signal handler could not be created: a resource of the machine is
     /// exhausted.
-    #[error("cannot start threads; is a limit of processes or memory reached?")]
+    #[error(
+        "cannot start a thread; check the limits of processes (ulimit -u, pids cgroup) and memory"
+    )]
     Start(#[source] io::Error),
     /// The address of the API server is unknown.
     #[error(

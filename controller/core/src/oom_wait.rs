@@ -44,7 +44,7 @@ const QUICK_MS: Millis = 1_000;
 enum OomWaitRefusal {
     #[error("no such container")]
     NoContainer,
-    #[error("on_oom is fail in the container's policy")]
+    #[error("the container's policy has on_oom = \"fail\"")]
     Policy,
     #[error("{MAX_ATTEMPTS} attempts failed, although VRAM was free")]
     Attempts,

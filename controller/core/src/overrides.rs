@@ -24,8 +24,8 @@ impl Default for OperatorOverrides {
 }
 
 impl OperatorOverrides {
-    /// Returns the overrides with automatic offloads and evictions turned on or off. A container
-    /// that is offloaded already stays offloaded until it is called.
+    /// Returns the overrides with automatic offloads and evictions turned on or off. An offloaded
+    /// container stays offloaded until its next CUDA call.
     #[must_use]
     pub fn with_auto_offload(&self, on: bool) -> OperatorOverrides {
         OperatorOverrides { auto_offload: on, ..self.clone() }

@@ -8,8 +8,8 @@
 //!                                                 copier_relay <── frames, descriptors ──> copier
 //! ```
 //!
-//! All I/O with a container, except the wait at the pidfd, is on a thread of its own
-//! ([`crate::isolated_runtime`]).
+//! The I/O of each container runs on a thread of its own ([`crate::isolated_runtime`]), except the
+//! wait for the exit of its processes.
 //!
 //! Everything that an agent sends is untrusted. The kernel identifies the process (`SO_PEERCRED`,
 //! pidfd), the shared counters are read with `pread`, and frames have one size. The messages and

@@ -44,7 +44,7 @@ impl LocalNode {
         Some(LocalNode { config, devices })
     }
 
-    /// Reads the GPUs. The process id of the controller is 0.
+    /// Reads the GPUs. The result has the process id 0 for the controller, because none runs.
     pub fn read(&mut self) -> schema::Node {
         let mut node = Node::new(self.config.settings());
         // The input also has effects, which only a controller carries out. They are dropped here.

@@ -108,7 +108,7 @@ pub fn judge(facts: &LibraryFacts) -> Vec<DoctorCheck> {
         group.good("library", format!("{path}, loads in any image"));
     } else {
         let hint = format!("chmod a+rX {} and the file in it", folder(facts));
-        group.bad("library", format!("{path} cannot be read by every user"), hint);
+        group.bad("library", format!("some users cannot read {path}"), hint);
     }
     group.checks
 }

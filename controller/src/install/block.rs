@@ -29,7 +29,7 @@ pub enum BlockError {
     NoCri,
     /// A handler of this name exists and runs another program.
     #[error(
-        "handler {0:?} exists already and runs another program: choose another name with --runtime-name, or remove it"
+        "handler {0:?} exists already and runs another program: remove that handler, or choose another name with --runtime-name"
     )]
     Taken(String),
     /// The handler cannot be written as TOML.

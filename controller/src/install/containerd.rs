@@ -61,8 +61,8 @@ pub enum RestartRequest {
 pub enum NodeError {
     /// No containerd was found.
     #[error(
-        "cannot find containerd: start it, or pass its socket with --containerd; pass --podman to \
-         install only for Podman; affinode run works without containerd: {}",
+        "cannot find containerd: start it, or pass its socket with --containerd. To install only for \
+         Podman, pass --podman. For affinode run alone, without containerd, {}",
         super::NO_HANDLER
     )]
     Absent(#[from] ContainerdAbsent),

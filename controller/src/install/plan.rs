@@ -155,8 +155,8 @@ pub fn uninstall(
 }
 
 /// Whether containers get their devices from CDI. After a start of the machine, CDI specifications
-/// are missing for some time. If the record says that CDI was used, this counts as long as
-/// containerd has CDI turned on.
+/// may still be missing. Therefore the answer of the record applies as long as containerd has CDI
+/// turned on.
 pub fn uses_cdi(record: Option<&InstallRecord>, node: &ContainerdNode, dump: &Table) -> bool {
     let known = record.and_then(|record| record.block.as_ref()).is_some_and(|block| block.cdi);
     cdi::injects(dump, &node.files()) || known && cdi::is_enabled(dump)

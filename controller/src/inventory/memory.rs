@@ -18,7 +18,7 @@ use super::process;
 /// The host memory that must stay free.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryRules {
-    /// Free memory for each process in addition to its VRAM, in bytes.
+    /// Memory that must be free for each process in addition to its VRAM, in bytes.
     pub overhead_bytes: u64,
     /// Memory that must stay free on the node after the offload, in bytes. `None`: the value of
     /// [`node_reserve_bytes`] for this node.

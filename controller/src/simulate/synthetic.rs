@@ -1,4 +1,5 @@
-//! A synthetic node: interactive sessions, agents, periodic programs and servers. Their load has a
+//! A synthetic node: interactive sessions and agents (people), periodic programs (clockwork) and
+//! servers. Their load has a
 //! common daily curve and common peaks.
 //!
 //! ```text

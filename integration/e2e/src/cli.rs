@@ -149,7 +149,7 @@ pub struct ProcessRow {
     pub kept_bytes: u64,
     /// Unchanged content that the last offload did not copy, in bytes.
     pub unchanged_bytes: u64,
-    /// Zero content that the last offload did not store, in bytes.
+    /// Memory full of zeros, which the last offload did not store, in bytes.
     pub zero_bytes: u64,
     /// Names of its hazards. A hazard makes an offload unsafe.
     pub hazards: Vec<String>,

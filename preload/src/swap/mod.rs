@@ -106,7 +106,7 @@ const DEVICES: usize = 64;
 /// the parent's driver state nor its device memory.
 #[repr(C, align(4096))]
 struct SwapState {
-    /// 1 once memory may be swappable: calls are inspected.
+    /// 1 as soon as the process may have swappable memory. From then on calls are inspected.
     in_use: AtomicU32,
     /// 1 while new allocations are made swappable.
     wanted: AtomicU32,

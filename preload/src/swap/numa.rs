@@ -24,8 +24,8 @@ pub fn processors(context: usize) -> Option<CpuSet> {
     processors_of(node)
 }
 
-/// Limits the calling thread to those of these processors on which it is already allowed to run. If
-/// there are none, nothing changes.
+/// Limits the calling thread to the processors in `near` that it may already use. If there are
+/// none, nothing changes.
 pub fn stay(near: &CpuSet) {
     let mut both = sys::processors_allowed().unwrap_or([0; 128]);
     both.iter_mut().zip(near).for_each(|(allowed, near)| *allowed &= near);

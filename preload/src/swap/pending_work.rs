@@ -245,7 +245,8 @@ forwards! {
     stream_destroy_v2 cuStreamDestroy_v2 destroyed;
 }
 
-/// Handle of the calling thread's own default stream, which 0 means in a `_ptsz` function.
+/// Handle of the calling thread's own default stream. In a `_ptsz` function, handle 0 has this
+/// meaning too.
 const PER_THREAD: usize = 2;
 
 fn created(context: usize, code: u32) {

@@ -57,9 +57,12 @@ pub async fn run(
     ] {
         let (result, text) = match moves::has_right(access, verb, path).await? {
             true => ("ok", format!("the kubeconfig's user may {verb} {path}")),
-            false => {
-                ("note", format!("the user may not {verb} {path}; ClusterRole {role} allows it"))
-            }
+            false => (
+                "note",
+                format!(
+                    "the user may not {verb} {path}; a binding to ClusterRole {role} allows it"
+                ),
+            ),
         };
         results.push(CheckResult { name: name.to_owned(), result, text });
     }

@@ -37,7 +37,9 @@ impl ExitStatus {
 #[derive(Debug, thiserror::Error)]
 pub enum PluginError {
     /// The async runtime could not be started.
-    #[error("cannot start; is a limit of processes or memory reached?")]
+    #[error(
+        "cannot start a thread; check the limits of processes (ulimit -u, pids cgroup) and memory"
+    )]
     Start(#[source] io::Error),
     /// The kubeconfig is missing or invalid, or has no such context.
     #[error("cannot use the kubeconfig; check --kubeconfig, --context and `kubectl config view`")]

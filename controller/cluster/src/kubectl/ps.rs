@@ -117,8 +117,11 @@ pub async fn list(
     let mut list = ContainerList { containers: Vec::new(), nodes: Vec::new() };
     for (node, answer) in agents.get_each("/api/v1/node").await {
         let read = answer.and_then(|body| match body {
-            Some(body) => serde_json::from_slice::<schema::Node>(&body)
-                .map_err(|error| PluginError::Reply(format!("its reply is not a node: {error}"))),
+            Some(body) => serde_json::from_slice::<schema::Node>(&body).map_err(|error| {
+                PluginError::Reply(format!(
+                    "the reply does not have the form of a node's state: {error}"
+                ))
+            }),
             None => Ok(schema::Node::default()),
         });
         list.nodes.push(NodeOutcome::new(&node.name, &read));

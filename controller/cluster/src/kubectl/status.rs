@@ -114,8 +114,11 @@ pub async fn run(
 pub fn read(node: &ManagedNode, answer: NodeAnswer) -> (NodeRow, NodeOutcome) {
     let figures = answer.and_then(|body| {
         let read = |body: Vec<u8>| {
-            summary::read(&body)
-                .map_err(|error| PluginError::Reply(format!("its reply is not a node: {error}")))
+            summary::read(&body).map_err(|error| {
+                PluginError::Reply(format!(
+                    "the reply does not have the form of a node's state: {error}"
+                ))
+            })
         };
         body.map(read).transpose()
     });

@@ -122,8 +122,8 @@ impl AgentTable {
         let config_refusals = Counter::default();
         let help = "Configurations of the cluster that the node refused";
         registry.register("agent_config_refusals", help, config_refusals.clone());
-        let help = "Whether a controller of the node answered this scrape (1: yes, 0: no; without \
-                    systemd it ends a minute after the last container)";
+        let help = "Whether a controller of the node answered this scrape (1: yes, 0: no). Without \
+                    systemd the controller ends a minute after the last container";
         let controller_up = gauge(&mut registry, "controller_up", help);
         let not_after = Gauge::default();
         registry.register_with_unit(

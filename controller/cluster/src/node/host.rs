@@ -76,7 +76,7 @@ pub enum HostError {
     Refused(String),
     /// The output of the command is not the expected JSON.
     #[error(
-        "affinode {verb} did not print JSON; check that the agent and the programs are of one image"
+        "affinode {verb} did not print JSON; check that the node agent and the installed programs come from the same image"
     )]
     Answer {
         /// Subcommand that was run.

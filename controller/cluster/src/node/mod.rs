@@ -239,7 +239,9 @@ impl NodeAgent<'_> {
                 tracing::error!("node: cannot install Affinode: {why}");
                 self.metrics.now(InstallState::Failed);
                 let state = if self.keeps_serving(was_labelled).await? {
-                    format!("served as before, this version is not installed: {why}")
+                    format!(
+                        "served as before, by the earlier version; this version was not installed: {why}"
+                    )
                 } else {
                     format!("not installed: {why}")
                 };

@@ -1,6 +1,7 @@
-//! Makes the node's controller use a changed configuration. Some sections apply only when a
-//! controller starts, and a controller that systemd keeps running may run for months. The
-//! controller can be ended at any time: the next one continues from the journal.
+//! Makes the node's controller use a changed configuration, if necessary by ending the controller.
+//! That is necessary because some sections apply only when a controller starts, and a controller
+//! that systemd keeps running may run for months. It is safe because the next controller continues
+//! from the journal.
 
 use std::{fs, io, path::Path, time::Duration};
 
@@ -115,7 +116,14 @@ mod tests {
         assert!(Command::new("mkfifo").arg(pipe).status().unwrap().success());
         let mut cat = Command::new("cat");
         let cat = cat.arg(argument).current_dir(folder).stdin(Stdio::null());
-        WaitingProcess(cat.stdout(Stdio::null()).spawn().unwrap())
+        let child = cat.stdout(Stdio::null()).spawn().unwrap();
+        // `spawn` returns when the kernel has closed the descriptors of the new program, which is
+        // just before it sets the command line.
+        let command_line = format!("/proc/{}/cmdline", child.id());
+        while fs::read(&command_line).unwrap().is_empty() {
+            std::thread::yield_now();
+        }
+        WaitingProcess(child)
     }
 
     async fn reloaded(child: &WaitingProcess, waits: &[&str]) -> Result<Option<u32>, ReloadError> {

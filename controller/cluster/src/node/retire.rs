@@ -56,7 +56,9 @@ pub struct RetireOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum RetireError {
     /// The async runtime could not be started: a resource of the machine is exhausted.
-    #[error("cannot start threads; is a limit of processes or memory reached?")]
+    #[error(
+        "cannot start a thread; check the limits of processes (ulimit -u, pids cgroup) and memory"
+    )]
     Start(#[source] std::io::Error),
     /// A request to the API server failed.
     #[error("cannot remove the nodes' agents through the API server")]
@@ -147,7 +149,7 @@ async fn taken_off(
     deadline: Instant,
 ) -> Result<(), RetireError> {
     all_say(READY, client, options, deadline).await?;
-    tracing::info!("all nodes: no container runs, requesting removal");
+    tracing::info!("all nodes: no container runs, so the agents are requested to remove Affinode");
     for name in names {
         let wish = [(RETIRE, Some(must_go(&options.installation)))];
         NodeLabels::new(client.clone(), name).annotate(&wish).await?;

@@ -281,8 +281,8 @@ impl World {
         all.map(|(key, _)| key.clone()).collect()
     }
 
-    /// Asserts that the priority of each evicted container is at most that of another waiting
-    /// container. The context of an offloaded container may be evicted for any waiter.
+    /// Asserts that for each evicted container another container waits, of the same or a higher
+    /// priority. Exception: the context of an offloaded container may be evicted for any waiter.
     fn assert_evictions_serve_a_waiter(&self, before: &BTreeSet<Key>) {
         let priority = |key: &Key| self.node.containers[key].policy.priority;
         let waiting = self.node.queue.in_order(self.now);

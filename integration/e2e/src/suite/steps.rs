@@ -26,7 +26,8 @@ const PROGRAMS: [(&str, &[&str]); 3] = [
     ("steps, decoding", &["programs.py", "llm"]),
     ("steps, graph replay", &["programs.py", "graph"]),
 ];
-/// The engine on Affinode's side. With `full`, the library also replaces the driver's allocations.
+/// The engine of the runs with Affinode. With `full`, the library also serves allocations instead
+/// of the driver.
 const ENGINE_ON: &str = "full";
 /// Number of containers of each side.
 const STARTS: usize = 4;

@@ -73,7 +73,8 @@ pub fn cycle(python: &Python, who: &str, rows: &mut Rows) -> Result<()> {
     Ok(())
 }
 
-/// Compares the time of a step with Affinode's runtime and with the stock one, in turn.
+/// Measures a step under Affinode's runtime and under the stock one, alternating, and compares the
+/// times.
 pub fn step_cost(python: &Python, rows: &mut Rows) -> Result<()> {
     let world = python.world;
     let (mut with, mut without) = (Vec::new(), Vec::new());

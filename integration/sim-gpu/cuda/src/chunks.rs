@@ -62,8 +62,8 @@ pub fn copy_pieces(to: &[Piece], from: &[Piece]) {
     }
 }
 
-/// Changes memory word by word, with `change(index, word)`. W is the size of a word in bytes, and
-/// every piece has whole words.
+/// Replaces each word of the memory by `change(word)`. W is the size of a word in bytes, and the
+/// length of every piece is a multiple of W.
 pub fn each_word<const W: usize>(pieces: &[Piece], mut change: impl FnMut([u8; W]) -> [u8; W]) {
     for piece in pieces {
         for offset in (0..piece.bytes / W * W).step_by(W) {

@@ -61,7 +61,7 @@ impl Config {
         (0..usize::from(self.gpus)).map(gpu).collect()
     }
 
-    /// Number of multiprocessors with which local memory is about half of a new context.
+    /// Number of multiprocessors, such that local memory takes about half of the VRAM of a new context.
     pub fn multiprocessors(&self) -> u32 {
         let bytes = STACK_LIMIT * u64::from(THREADS);
         u32::try_from(self.context_bytes() / 2 / bytes).unwrap_or(u32::MAX)

@@ -135,11 +135,7 @@ impl Comparison {
         for (what, names) in [
             ("Pass with the stock runtime, not with Affinode", &worse),
             ("Fail with both", &both),
-            (
-                "Result differed between the runtimes at first, so the test was run again, alone, \
-                 with both",
-                &again,
-            ),
+            ("Run again, alone, with both runtimes, because the first results differed", &again),
         ] {
             let names = if names.is_empty() { "none".into() } else { names.join(", ") };
             let _ = write!(text, "\n{what}: {names}.\n");

@@ -77,9 +77,10 @@ impl Watch {
 fn row(event: &EventRow, began_unix_ms: i64, cli: &Cli) -> String {
     let seconds = (event.unix_ms - began_unix_ms) as f64 / 1000.0;
     let name = event.container.rsplit('/').next().unwrap_or_default();
-    let used =
-        cli.ps().ok().and_then(|node| node.gpus.first().map(|gpu| gpu.vram_used_bytes / MIB));
-    let used = used.map_or_else(|| "-".into(), |mib| format!("{mib} MiB"));
+    // The sum over the containers, because the GPU's own figure is a sample that may be older than
+    // the event.
+    let used = cli.ps().ok().map(|node| node.containers.iter().map(|c| c.vram_bytes).sum::<u64>());
+    let used = used.map_or_else(|| "-".into(), |bytes| format!("{} MiB", bytes / MIB));
     let state = event.to.to_uppercase();
     let note = match (event.to.as_str(), event.bytes / MIB, event.elapsed_ms) {
         ("Offloaded", mib, ms) if mib > 0 => format!("{mib} MiB offloaded in {ms} ms"),

@@ -76,7 +76,7 @@ impl<'a> Controller<'a> {
     }
 }
 
-/// A job in a transient unit of systemd, with a memory limit.
+/// The command line that runs a job in a transient unit of systemd, with a memory limit.
 pub fn systemd_run(program: &Program, memory_max: &str) -> String {
     let name = program.name;
     format!(

@@ -318,8 +318,8 @@ impl PoolCache {
         self.take_out(|_| true)
     }
 
-    /// Records that a context has ended. All work that the context got before that time has ended,
-    /// and the context's events no longer exist.
+    /// Records that a context has ended. All work that was given to it before `before` has ended, and
+    /// its events no longer exist.
     pub fn context_ends(&mut self, context: usize, before: u64) {
         for one in self.unused.iter_mut().filter(|one| one.since < before) {
             if one.mark.context == context {
