@@ -28,7 +28,7 @@ use super::{
 const LATE_MS: Millis = 5_000;
 /// Time after which an order without a deadline is shown as slow. The driver call is never
 /// interrupted.
-const SLOW_MS: Millis = 60_000;
+pub(super) const SLOW_MS: Millis = 60_000;
 /// The driver's error for each call after the driver's `exit` handler has run.
 const CUDA_ERROR_DEINITIALIZED: u32 = 4;
 /// The driver's error for a lock while GPU work is in progress.

@@ -138,8 +138,9 @@ impl Node {
     /// restored.
     pub(super) fn hold_for_siblings(&mut self, id: ProcessId) {
         let Some(key) = self.processes.get(&id).map(|p| p.key.clone()) else { return };
+        let now = self.now;
         let others_offloaded =
-            self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded() || p.may_leave());
+            self.processes.of(&key).any(|(_, p)| p.phase.is_offloaded() || p.may_leave(now));
         let deadline_ms = self.settings.hold_ms;
         if let Some(process) = self.processes.get_mut(&id)
             && process.phase == Phase::Open

@@ -6,6 +6,7 @@ use affinode_proto::wire::{
 
 use super::{
     DeviceBytes, Key, Millis,
+    completions::SLOW_MS,
     holds::HoldRecord,
     input::{Identity, SwapStatus},
     plan::OffloadMethod,
@@ -135,10 +136,13 @@ impl Process {
         self.capabilities.contains(capabilities)
     }
 
-    /// Whether an order in progress may take the process's memory off the GPU.
+    /// Whether an order in progress may take the process's memory off the GPU. An order that is slow
+    /// does not count: it may hang in the driver, and its siblings must not hang with it.
     #[must_use]
-    pub fn may_leave(&self) -> bool {
-        self.pending.is_some_and(|pending| pending.takes_vram_away())
+    pub fn may_leave(&self, now: Millis) -> bool {
+        self.pending.is_some_and(|pending| {
+            pending.takes_vram_away() && now.saturating_sub(pending.since) < SLOW_MS
+        })
     }
 
     /// Hazards that do not prevent a copy out. An older library cannot tell which allocations must

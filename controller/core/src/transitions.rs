@@ -71,7 +71,7 @@ impl Node {
                 process: id,
                 phase: p.phase,
                 occupied: !p.connected || p.pending.is_some() || (out && p.holds > 0),
-                may_leave: p.may_leave(),
+                may_leave: p.may_leave(self.now),
                 moves: moves(p),
                 awaits_work: p.can(Capabilities::AWAITS_WORK),
                 is_prefaulted: p.prefault_ordered && moves(p) == OffloadMethod::CopyAndCheckpoint,

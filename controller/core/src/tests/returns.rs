@@ -473,3 +473,30 @@ fn wasted_grants_delay_others_less_each_time() {
     // between its grants.
     assert!((2..8).contains(&turns), "{turns} turns");
 }
+
+/// The driver hangs in the checkpoint of a process, and the other process of the container is
+/// called. Its gate must open, but not while the checkpoint may still end.
+#[test]
+fn sibling_of_a_hanging_checkpoint_opens_late() {
+    let mut world = World::new(1);
+    let (hangs, called) = (world.running(0, 100), world.running(0, 100));
+    let takes_away = |world: &World| world.node.processes.get(&hangs).unwrap().may_leave(world.now);
+    while !takes_away(&world) {
+        world.tick();
+        world.answer_question();
+        if world.agents[&hangs].inbox.is_empty() || !takes_away(&world) {
+            world.work(called);
+        }
+        if !takes_away(&world) {
+            world.work(hangs);
+        }
+    }
+    world.call(called);
+    let began = world.now;
+    while world.agents[&called].phase != Phase::Open {
+        world.tick();
+        world.work(called);
+        assert!(world.now < began + 61_000, "it hangs too");
+    }
+    assert!(world.now >= began + 59_000, "it opened beside a checkpoint in progress");
+}
