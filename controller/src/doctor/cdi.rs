@@ -11,8 +11,11 @@ use toml::{Table, Value};
 
 use super::handler::PLUGINS;
 
-/// Setting of the CRI plugin that turns CDI on.
+/// Setting of the CRI plugin that turns CDI on, in containerd 1.7 to 2.3.
 const ENABLE: &str = "enable_cdi";
+/// First version of containerd's configuration without that setting: CDI is always on (seen with
+/// containerd 2.4.2).
+const ALWAYS_ON_SINCE: i64 = 4;
 /// Folders of CDI specifications that containerd reads by default.
 const SPEC_DIRS: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 /// Vendors in the CDI specifications of NVIDIA's device plugin and of NVIDIA's GPU operator.
@@ -30,9 +33,15 @@ pub fn injects(config: &Table, files: &[PathBuf]) -> bool {
         && (files.iter().any(|file| says(file)) || spec_dirs(config).iter().any(has_spec))
 }
 
-/// Whether CDI is on in this configuration.
+/// Whether CDI is on in containerd's whole configuration.
 #[must_use]
 pub fn is_enabled(config: &Table) -> bool {
+    let version = config.get("version").and_then(Value::as_integer);
+    enables(config) || version.is_some_and(|version| version >= ALWAYS_ON_SINCE)
+}
+
+/// Whether a configuration has the setting that turns CDI on.
+fn enables(config: &Table) -> bool {
     plugin_value(config, ENABLE).and_then(Value::as_bool) == Some(true)
 }
 
@@ -45,7 +54,7 @@ fn plugin_value<'a>(config: &'a Table, key: &str) -> Option<&'a Value> {
 fn says(file: &Path) -> bool {
     let text = fs::read_to_string(file).unwrap_or_default();
     let own = text.parse::<Table>().unwrap_or_default();
-    !file.ends_with(crate::install::RENDERED) && is_enabled(&own)
+    !file.ends_with(crate::install::RENDERED) && enables(&own)
 }
 
 fn spec_dirs(config: &Table) -> Vec<PathBuf> {

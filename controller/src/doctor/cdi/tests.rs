@@ -17,6 +17,10 @@ fn cdi_needs_more_than_containerds_default() {
     assert!(injects(&config(on, folder.path()), &said));
     assert!(!injects(&config(off, folder.path()), &said));
     assert!(!injects(&config("", folder.path()), &said), "containerd 1.6 has no CDI");
+    // containerd 2.4 ignores the setting that NVIDIA's toolkit writes, and has CDI always on.
+    let mut newest = config("", folder.path());
+    newest.insert("version".into(), 4.into());
+    assert!(injects(&newest, &said) && !injects(&newest, &silent));
 }
 
 #[test]
