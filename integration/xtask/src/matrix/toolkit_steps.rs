@@ -90,7 +90,14 @@ fn prepare(world: &Testbed, version: u32) -> Result<()> {
     let file = world.containerd().config_file();
     let text = fs::read_to_string(&file)?;
     let old = text.lines().next().context("the configuration is empty")?.to_owned();
-    let changed = text.replacen(&old, &format!("version = {version}"), 1);
+    let mut changed = text.replacen(&old, &format!("version = {version}"), 1);
+    if version >= 4 {
+        // The sockets are settings of plugins since then.
+        let ttrpc = format!("{}.ttrpc", world.containerd().socket().display());
+        changed = changed.replacen("[grpc]", "[plugins.\"io.containerd.server.v1.grpc\"]", 1);
+        changed +=
+            &format!("\n[plugins.\"io.containerd.server.v1.ttrpc\"]\naddress = \"{ttrpc}\"\n");
+    }
     if changed != text {
         fs::write(&file, changed)?;
         world.restart_containerd()?;
