@@ -164,7 +164,7 @@ fn documents_include_linked_pages() {
     let pages: Vec<&str> = text
         .split("](")
         .skip(1)
-        .filter_map(|rest| rest.split(')').next())
+        .filter_map(|rest| rest.split([')', '#']).next())
         .filter(|link| link.starts_with("docs/design/"))
         .collect();
     assert!(!pages.is_empty());
