@@ -159,8 +159,8 @@ fn operator_stops(place: &Place<'_>, build: &Path, worker: &mut Worker) -> Resul
     let status = place.run("status", &[])?;
     let said = String::from_utf8_lossy(&status.stdout);
     ensure!(
-        said.contains("stopped, shims start the controller"),
-        "expected `stopped, shims start the controller` in: {said}"
+        said.contains("stopped, so shims start the controller"),
+        "expected `stopped, so shims start the controller` in: {said}"
     );
     ensure!(
         said.contains(&format!("the controller runs: process {shims}")),
@@ -212,8 +212,8 @@ fn unit_of_an_operator_stays() -> Result<()> {
         edited(&file)?;
         let status = String::from_utf8(place.run("status", &[])?.stdout)?;
         ensure!(
-            status.contains("install and uninstall leave it"),
-            "expected `install and uninstall leave it` in: {status}"
+            status.contains("install and uninstall leave the file as it is"),
+            "expected `install and uninstall leave the file as it is` in: {status}"
         );
         let before = fs::read(&file)?;
         let said = place.done("install", &[])?;

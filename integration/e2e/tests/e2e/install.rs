@@ -334,7 +334,7 @@ fn renamed_handler_stays_while_a_shim_runs() -> Result<()> {
     let said = place.done("install", &renamed)?;
     ensure!(said.contains("nothing to do"), "expected `nothing to do` in: {said}");
     let status = || -> Result<String> { Ok(String::from_utf8(place.run("status", &[])?.stdout)?) };
-    ensure!(status()?.contains("stays while a shim runs"), "{}", status()?);
+    ensure!(status()?.contains("while a shim runs"), "{}", status()?);
     running.kill()?;
     running.wait()?;
     world.restart_containerd()?;

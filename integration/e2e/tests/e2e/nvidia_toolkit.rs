@@ -273,16 +273,16 @@ fn handler_follows_the_default_one(world: &Testbed) -> Result<()> {
         if has_cdi {
             let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
             ensure!(
-                said.contains("not as they should be now"),
-                "expected `not as they should be now` in: {said}"
+                said.contains("its settings differ"),
+                "expected `its settings differ` in: {said}"
             );
         }
         // Until it is restarted, containerd serves the handler in its earlier form.
         node.place.done("install", &["--restart-mode", "none"])?;
         let said = String::from_utf8(node.place.run("status", &[])?.stdout)?;
         ensure!(
-            said.contains("as it was before: restart containerd"),
-            "expected `as it was before: restart containerd` in: {said}"
+            said.contains("in its former version: restart containerd"),
+            "expected `in its former version: restart containerd` in: {said}"
         );
         world.restart_containerd()?;
         ensure!(node.look()? == 0);
