@@ -144,6 +144,7 @@ impl Node {
         let deadline_ms = self.settings.hold_ms;
         if let Some(process) = self.processes.get_mut(&id)
             && process.phase == Phase::Open
+            && !process.waits_for_siblings
             && others_offloaded
         {
             process.waits_for_siblings = true;

@@ -122,6 +122,9 @@ impl Node {
 
     pub(super) fn advance_restore(&mut self, key: &Key, positions: &[ProcessPosition]) {
         let lost = self.containers.get(key).is_some_and(|c| c.state == State::Lost);
+        // An offload that was given up has ended the pause of a process that waited for its siblings.
+        let open = positions.iter().filter(|p| p.phase == Phase::Open && !p.occupied && !lost);
+        open.for_each(|p| self.hold_for_siblings(p.process));
         let plan = plan::plan_restore(positions, lost);
         for (process, action) in plan.send {
             self.order(process, action);

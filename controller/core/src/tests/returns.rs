@@ -500,3 +500,31 @@ fn sibling_of_a_hanging_checkpoint_opens_late() {
     }
     assert!(world.now >= began + 59_000, "it opened beside a checkpoint in progress");
 }
+
+/// A process that started in an offloaded container pauses its allocations. The pause ends when the
+/// container's context is evicted, and must begin again when the eviction fails.
+#[test]
+fn newcomer_pauses_again_if_an_eviction_fails() {
+    let mut world = World::new(3);
+    let offloaded = world.running(2, 600);
+    world.settle();
+    assert_eq!(world.agents[&offloaded].phase, Phase::CopiedOut);
+    world.take_unmanaged(800);
+    world.join(2);
+    let newcomer = ProcessId(world.next);
+    (0..5).for_each(|_| world.pass());
+    assert!(world.agents[&newcomer].held, "its sibling needs the VRAM");
+    world.node.evict(&key(2), true);
+    while world.node.processes.get(&newcomer).unwrap().waits_for_siblings {
+        world.tick();
+        world.answer_question();
+    }
+    // A call of the newcomer is inside the driver, so its gate cannot close.
+    world.fail = Some(Outcome::Busy);
+    while world.fail.is_some() {
+        world.work(newcomer);
+    }
+    (0..5).for_each(|_| world.work(newcomer));
+    let agent = &world.agents[&newcomer];
+    assert_eq!((agent.phase, agent.held), (Phase::Open, true), "it may take that VRAM");
+}
